@@ -1,0 +1,1 @@
+"""The control plane: membership, planning, publication of plans, metrics."""

@@ -1,0 +1,104 @@
+"""What every planner takes and gives: the interface between the control plane and its planners.
+
+A planner is a pure function ``(manifest, servers, shape, options) -> Plan``: no I/O, no clock, no
+randomness, the same input giving the same bytes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from core_attention.cost_model import CostProfile
+from core_attention.errors import PlanError
+from core_attention.manifest import Manifest
+from core_attention.plan import Plan, PlanServer
+from core_attention.shape import AttentionShape
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanningServer:
+    """An attention server as a planner sees it.
+
+    Attributes:
+        server: its name, place and address, copied into the plan.
+        host: name of its machine; servers and ranks of one host share fast links.
+        profile: its measured kernel cost.
+        speed: correction from measured step times; 1.0 as profiled, 0.5 half as fast, 0.0 takes
+            no work.
+        capacity_rows: q plus k/v rows it can hold in one tick; None without limit.
+        receives: whether it may be given work of other homes. An in-place server that does not
+            still runs its own rank's tasks.
+    """
+
+    server: PlanServer
+    host: str
+    profile: CostProfile
+    speed: float = 1.0
+    capacity_rows: int | None = None
+    receives: bool = True
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.speed) and self.speed >= 0):
+            raise PlanError(
+                f"server {self.server.server_id}: speed is {self.speed}; it must be 0 or more"
+            )
+        if self.capacity_rows is not None and self.capacity_rows < 0:
+            raise PlanError(
+                f"server {self.server.server_id}: capacity_rows is {self.capacity_rows}; it must "
+                "be 0 or more"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanningOptions:
+    """What the user may choose about plans.
+
+    Attributes:
+        tolerance: eps, by which the busiest server may exceed the mean load; 0 or more.
+        min_forward_tokens: shortest piece that a document is cut into, forward.
+        min_backward_tokens: the same, backward, where short pieces run slowly.
+    """
+
+    tolerance: float = 0.03
+    min_forward_tokens: int = 128
+    min_backward_tokens: int = 1024
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.tolerance) and self.tolerance >= 0):
+            raise PlanError(f"tolerance is {self.tolerance}; it must be 0 or more")
+        for name in ("min_forward_tokens", "min_backward_tokens"):
+            if getattr(self, name) < 1:
+                raise PlanError(f"{name} is {getattr(self, name)}; it must be 1 or more")
+
+
+class Planner(Protocol):
+    """A pure function from a step's manifest and the servers at hand to a plan."""
+
+    def __call__(
+        self,
+        manifest: Manifest,
+        servers: Sequence[PlanningServer],
+        shape: AttentionShape,
+        options: PlanningOptions,
+        *,
+        epoch: int = 0,
+    ) -> Plan:
+        """Plans one step.
+
+        Args:
+            manifest: the whole step.
+            servers: at least one that may receive, or an in-place one for every rank.
+            shape: heads, head dims and dtype, for the bytes.
+            options: tolerance and cuts.
+            epoch: copied into the plan.
+
+        Returns:
+            A plan that names every server of ``servers``, in their order, with its forecasts.
+
+        Raises:
+            PlanError: no server can take the work, or capacity is short (the message says which
+                number is short by how much).
+        """

@@ -1,0 +1,1 @@
+"""Kernels that run fused batches of CA-tasks, one module per implementation."""

@@ -1,0 +1,115 @@
+"""What a kernel is: one call that runs a fused batch of CA-tasks, forward or backward.
+
+Tensor names end in their dimensions' meaning as follows: q rows x heads x head dim; all tensors are
+contiguous, on one device. Every kernel passes ``tests/core_attention/kernel_conformance.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from core_attention.arrays import Int64Array
+from core_attention.ca_task import MaskKind
+from core_attention.shape import AttentionShape
+
+
+@dataclass(frozen=True, eq=False)
+class TaskBatch:
+    """Where the rows of each CA-task lie in a part's tensors; half-open row ranges.
+
+    The same object serves every layer of a step, so a kernel may cache by identity what it derives
+    from it (index tensors on the device, launch parameters). Query i of a task with n queries and
+    m keys sees keys ``[0, m - n + i]`` of the task's range: m >= n >= 1.
+
+    Attributes:
+        q_begin, q_end: ``[n_tasks]`` rows of q (and o, lse, do, delta, dq). Ranges of different
+            tasks are disjoint, and may leave rows out.
+        k_begin, k_end: ``[n_tasks]`` rows of k and v. Tasks of one document share them.
+        dk_begin: ``[n_tasks]`` first row of dk and dv that a task adds to; it adds to
+            ``k_end - k_begin`` rows.
+    """
+
+    q_begin: Int64Array
+    q_end: Int64Array
+    k_begin: Int64Array
+    k_end: Int64Array
+    dk_begin: Int64Array
+
+    def __len__(self) -> int:
+        return len(self.q_begin)
+
+
+@dataclass(frozen=True, eq=False)
+class ForwardPart:
+    """Tasks over one set of tensors; a call may fuse several parts.
+
+    Attributes:
+        q: ``[n_q, num_heads, head_dim]``.
+        k: ``[n_k, num_heads_kv, head_dim]``.
+        v: ``[n_k, num_heads_kv, head_dim_v]``.
+        o: ``[n_q, num_heads, head_dim_v]`` output; only the rows of the tasks are written.
+        lse: ``[n_q, num_heads]`` float32 output: natural log of the sum over keys of
+            exp(scale * q.k); only the rows of the tasks are written.
+        tasks: which rows.
+    """
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    o: torch.Tensor
+    lse: torch.Tensor
+    tasks: TaskBatch
+
+
+@dataclass(frozen=True, eq=False)
+class BackwardPart:
+    """As :class:`ForwardPart`, for the backward pass.
+
+    Attributes:
+        q, k, v: as in the forward pass.
+        do: ``[n_q, num_heads, head_dim_v]`` gradient of o.
+        lse: ``[n_q, num_heads]`` float32, from the forward pass.
+        delta: ``[n_q, num_heads]`` float32, row sums of do * o.
+        dq: ``[n_q, num_heads, head_dim]`` output in q's dtype; only the rows of the tasks are
+            written.
+        dk: ``[n_dk, num_heads_kv, head_dim]`` float32; the tasks' gradients are added to it, in
+            task order, so that equal calls give equal bits.
+        dv: ``[n_dk, num_heads_kv, head_dim_v]`` float32, likewise.
+        tasks: which rows.
+    """
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    do: torch.Tensor
+    lse: torch.Tensor
+    delta: torch.Tensor
+    dq: torch.Tensor
+    dk: torch.Tensor
+    dv: torch.Tensor
+    tasks: TaskBatch
+
+
+class Kernel(Protocol):
+    """Runs fused batches of CA-tasks. Calls come from one thread at a time."""
+
+    @property
+    def name(self) -> str:
+        """Names the implementation in logs, profiles and errors."""
+
+    def check(self, shape: AttentionShape, mask: MaskKind) -> None:
+        """Raises ValueError, naming the field and what is supported, if it cannot run ``shape``
+        under ``mask``."""
+
+    def forward(self, parts: Sequence[ForwardPart], scale: float) -> None:
+        """Writes o and lse of every task of ``parts``; ``scale`` multiplies q.k before softmax."""
+
+    def backward(self, parts: Sequence[BackwardPart], scale: float) -> None:
+        """Writes dq and adds to dk and dv for every task of ``parts``."""
+
+    def synchronize(self) -> None:
+        """Returns once everything that was launched has finished."""

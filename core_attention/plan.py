@@ -1,0 +1,175 @@
+"""Plans: the server of every CA-task of a step, forward and backward, and why."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from core_attention.arrays import Float64Array, Int64Array, frozen
+from core_attention.ca_task import MaskKind, Phase, TaskTable
+from core_attention.errors import PlanError
+from core_attention.manifest import Manifest
+
+
+@dataclass(frozen=True)
+class PlanServer:
+    """A server as a plan names it.
+
+    Attributes:
+        server_id: unique in the control plane.
+        in_place_rank: the rank whose process it shares, or None for a pool server.
+        address: ``host:port`` of its data plane.
+    """
+
+    server_id: str
+    in_place_rank: int | None
+    address: str
+
+
+@dataclass(frozen=True, eq=False)
+class PhaseForecast:
+    """What the planner expects of one phase of a step, for each nano-batch.
+
+    Attributes:
+        home_seconds: ``[n_nano_batches, n_ranks]`` busy seconds if nothing moved.
+        seconds: ``[n_nano_batches, n_servers]`` busy seconds under the plan.
+        q_rows: ``[n_nano_batches, n_servers]`` query rows of each server's tasks.
+        kv_rows: ``[n_nano_batches, n_servers]`` distinct key/value rows each server holds.
+        bytes_in: ``[n_nano_batches, n_servers]`` bytes that arrive at each server in a tick from
+            other processes, in one layer.
+        bytes_out: ``[n_nano_batches, n_servers]`` bytes that each server sends back.
+    """
+
+    home_seconds: Float64Array
+    seconds: Float64Array
+    q_rows: Int64Array
+    kv_rows: Int64Array
+    bytes_in: Int64Array
+    bytes_out: Int64Array
+
+    def __post_init__(self) -> None:
+        for name in ("home_seconds", "seconds"):
+            object.__setattr__(self, name, frozen(np.array(getattr(self, name), np.float64)))
+        for name in ("q_rows", "kv_rows", "bytes_in", "bytes_out"):
+            object.__setattr__(self, name, frozen(np.array(getattr(self, name), np.int64)))
+
+    @property
+    def home_imbalance(self) -> float:
+        """Worst over nano-batches of max / mean busy seconds if nothing moved."""
+        return imbalance(self.home_seconds)
+
+    @property
+    def predicted_imbalance(self) -> float:
+        """Worst over nano-batches of max / mean busy seconds under the plan."""
+        return imbalance(self.seconds)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Plan:
+    """The server of every CA-task of one step: a pure function of manifest, servers and options.
+
+    Attributes:
+        manifest: the step's documents and homes, or the slice that one member needs.
+        epoch: raised when a step is planned again.
+        servers: what the tasks' server indices mean.
+        forward, backward: the CA-tasks of each phase; they may be cut differently.
+        mask: the mask of every task.
+        planner: name of the planner that made it.
+        reason: in words, what bounds the plan and why the planner stopped.
+        forward_forecast, backward_forecast: predicted load; None in a slice.
+    """
+
+    manifest: Manifest
+    epoch: int
+    servers: tuple[PlanServer, ...]
+    forward: TaskTable
+    backward: TaskTable
+    mask: MaskKind
+    planner: str
+    reason: str
+    forward_forecast: PhaseForecast | None = None
+    backward_forecast: PhaseForecast | None = None
+
+    def __post_init__(self) -> None:
+        names = [server.server_id for server in self.servers]
+        if len(set(names)) != len(names):
+            raise PlanError(f"servers appear twice: {names}")
+        self.forward.check(self.manifest, len(self.servers))
+        self.backward.check(self.manifest, len(self.servers))
+
+    @property
+    def step(self) -> int:
+        return self.manifest.step
+
+    def tasks(self, phase: Phase) -> TaskTable:
+        """The CA-tasks of ``phase``."""
+        return self.forward if phase is Phase.FORWARD else self.backward
+
+    def forecast(self, phase: Phase) -> PhaseForecast | None:
+        """The predicted load of ``phase``."""
+        return self.forward_forecast if phase is Phase.FORWARD else self.backward_forecast
+
+    def server_index(self, server_id: str) -> int | None:
+        """Index of ``server_id`` in ``servers``, or None if the plan does not name it."""
+        for index, server in enumerate(self.servers):
+            if server.server_id == server_id:
+                return index
+        return None
+
+    def for_rank(self, rank: int) -> Plan:
+        """The slice that trainer ``rank`` needs: all documents with a row at home on it, and, if
+        one of the servers is in-place on it, all documents with a task there."""
+        manifest = self.manifest
+        at_home = manifest.segment_document[manifest.segment_rank == rank]
+        own = [i for i, server in enumerate(self.servers) if server.in_place_rank == rank]
+        served = [
+            table.document[np.isin(table.server, own)] for table in (self.forward, self.backward)
+        ]
+        return self._slice(np.unique(np.concatenate([at_home, *served])))
+
+    def for_server(self, server_id: str) -> Plan:
+        """The slice that a server needs: all documents with a task on it."""
+        index = self.server_index(server_id)
+        if index is None:
+            raise PlanError(f"server {server_id!r} is not in the plan of step {self.step}")
+        served = [table.document[table.server == index] for table in (self.forward, self.backward)]
+        return self._slice(np.unique(np.concatenate(served)))
+
+    def _slice(self, documents: Int64Array) -> Plan:
+        """Only ``documents`` (sorted), and only the servers that run their tasks.
+
+        Servers keep their order, so sums over servers come out the same on every member."""
+        new_document = np.full(self.manifest.n_documents, -1, dtype=np.int64)
+        new_document[documents] = np.arange(len(documents))
+        kept = (self.forward, self.backward)
+        rows = [new_document[table.document] >= 0 for table in kept]
+        used = np.unique(np.concatenate([t.server[r] for t, r in zip(kept, rows, strict=True)]))
+        new_server = np.full(len(self.servers), -1, dtype=np.int64)
+        new_server[used] = np.arange(len(used))
+        forward, backward = (
+            TaskTable(
+                new_document[table.document[row]],
+                table.q_begin[row],
+                table.q_end[row],
+                new_server[table.server[row]],
+            )
+            for table, row in zip(kept, rows, strict=True)
+        )
+        return replace(
+            self,
+            manifest=self.manifest.restrict(documents),
+            servers=tuple(self.servers[int(index)] for index in used),
+            forward=forward,
+            backward=backward,
+            forward_forecast=None,
+            backward_forecast=None,
+        )
+
+
+def imbalance(seconds: Float64Array) -> float:
+    """Max over the last axis / mean, the worst row of it; 1.0 where nothing is to do."""
+    rows = np.atleast_2d(seconds)
+    mean = rows.mean(axis=-1)
+    busy = mean > 0
+    return float((rows.max(axis=-1)[busy] / mean[busy]).max()) if busy.any() else 1.0

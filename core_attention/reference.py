@@ -1,0 +1,82 @@
+"""Plain core attention in float64, document by document: what every kernel is tested against.
+
+Written to be obviously right, not fast: the explicit softmax of the definition, key and value heads
+repeated for their group, gradients by autograd.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, eq=False)
+class ReferenceResult:
+    """Outputs, and gradients where a gradient of o was given; all float64.
+
+    Attributes:
+        o: ``[rows, num_heads, head_dim_v]``.
+        lse: ``[rows, num_heads]`` natural log of the sum over keys of exp(scale * q.k).
+        dq, dk, dv: gradients, shaped as q, k and v; None if no ``do`` was given.
+    """
+
+    o: torch.Tensor
+    lse: torch.Tensor
+    dq: torch.Tensor | None = None
+    dk: torch.Tensor | None = None
+    dv: torch.Tensor | None = None
+
+
+def reference_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    lengths: Sequence[int],
+    scale: float,
+    do: torch.Tensor | None = None,
+) -> ReferenceResult:
+    """Causal core attention of packed documents.
+
+    Args:
+        q: ``[rows, num_heads, head_dim]``, any floating dtype.
+        k: ``[rows, num_heads_kv, head_dim]``.
+        v: ``[rows, num_heads_kv, head_dim_v]``.
+        lengths: tokens of each document, in packed order; they sum to ``rows``.
+        scale: multiplies q.k before softmax.
+        do: ``[rows, num_heads, head_dim_v]`` gradient of o, for the gradients of q, k and v.
+
+    Raises:
+        ValueError: the lengths do not sum to the rows.
+    """
+    if sum(lengths) != len(q):
+        raise ValueError(f"lengths sum to {sum(lengths)}; q has {len(q)} rows")
+    q, k, v = (tensor.detach().double().requires_grad_(do is not None) for tensor in (q, k, v))
+    results = []
+    begin = 0
+    for length in lengths:
+        rows = slice(begin, begin + length)
+        results.append(_document_attention(q[rows], k[rows], v[rows], scale))
+        begin += length
+    o = torch.cat([result[0] for result in results])
+    lse = torch.cat([result[1] for result in results])
+    if do is None:
+        return ReferenceResult(o, lse)
+    dq, dk, dv = torch.autograd.grad(o, (q, k, v), do.double())
+    return ReferenceResult(o.detach(), lse.detach(), dq, dk, dv)
+
+
+def _document_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """o and lse of one document's rows."""
+    n_rows, num_heads, _ = q.shape
+    group_size = num_heads // k.shape[1]
+    k = k.repeat_interleave(group_size, dim=1)
+    v = v.repeat_interleave(group_size, dim=1)
+    scores = scale * torch.einsum("ihd,jhd->hij", q, k)
+    later = torch.ones(n_rows, n_rows, dtype=torch.bool, device=q.device).triu(1)
+    scores = scores.masked_fill(later, float("-inf"))
+    o = torch.einsum("hij,jhd->ihd", torch.softmax(scores, dim=-1), v)
+    return o, torch.logsumexp(scores, dim=-1).T

@@ -1,0 +1,148 @@
+"""Routing: which rows travel from which rank to which server, derived, never sent.
+
+From (manifest, tasks) trainers and servers compute the same :class:`PairRoute` for every pair of
+a home rank and a server. A tick then needs one message per pair and no headers: the request holds
+the Q rows of the pair's tasks, task after task, and each K and V row once however many tasks read
+it; the reply holds O and log-sum-exp for the same Q rows (forward), or dQ for the Q rows and dK,
+dV for the K/V rows (backward), in the same order.
+
+The order is fixed: tasks by (document, q_begin), K/V runs by (document, offset). Members that hold
+different slices of a plan agree on it, because a slice keeps the order of documents.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from core_attention.arrays import Int64Array, exclusive_cumsum, group_bounds, runs_to_rows
+from core_attention.ca_task import TaskTable, home_segment
+from core_attention.manifest import Manifest
+
+
+@dataclass(frozen=True, eq=False)
+class PairRoute:
+    """What travels between one home rank and one server in every tick of a (nano-batch, phase).
+
+    Attributes:
+        rank: home of the rows.
+        server: index into the plan's servers.
+        task: ``[n_q_runs]`` index into the task table of each task with its Q on ``rank``.
+        q_row: ``[n_q_runs]`` first packed row of the task's queries on ``rank``.
+        q_length: ``[n_q_runs]`` its queries.
+        kv_document: ``[n_kv_runs]`` document of each run of K/V rows.
+        kv_offset: ``[n_kv_runs]`` position of the run's first row in the document.
+        kv_row: ``[n_kv_runs]`` its first packed row on ``rank``.
+        kv_length: ``[n_kv_runs]`` its rows.
+    """
+
+    rank: int
+    server: int
+    task: Int64Array
+    q_row: Int64Array
+    q_length: Int64Array
+    kv_document: Int64Array
+    kv_offset: Int64Array
+    kv_row: Int64Array
+    kv_length: Int64Array
+
+    @cached_property
+    def n_q_rows(self) -> int:
+        return int(self.q_length.sum())
+
+    @cached_property
+    def n_kv_rows(self) -> int:
+        return int(self.kv_length.sum())
+
+    @cached_property
+    def q_rows(self) -> Int64Array:
+        """``[n_q_rows]`` packed rows on ``rank``, in message order."""
+        return runs_to_rows(self.q_row, self.q_length)
+
+    @cached_property
+    def kv_rows(self) -> Int64Array:
+        """``[n_kv_rows]`` packed rows on ``rank``, in message order."""
+        return runs_to_rows(self.kv_row, self.kv_length)
+
+    @cached_property
+    def q_position(self) -> Int64Array:
+        """``[n_q_runs]`` where each task's queries begin in the message's Q rows."""
+        return exclusive_cumsum(self.q_length)
+
+    @cached_property
+    def kv_position(self) -> Int64Array:
+        """``[n_kv_runs]`` where each run begins in the message's K/V rows."""
+        return exclusive_cumsum(self.kv_length)
+
+
+def derive_routes(
+    manifest: Manifest, tasks: TaskTable, nano_batch: int
+) -> dict[tuple[int, int], PairRoute]:
+    """The routes of every (rank, server) pair that exchanges rows, for one nano-batch.
+
+    Args:
+        manifest: of the step, or a slice.
+        tasks: the CA-tasks of one phase over the same documents.
+        nano_batch: which nano-batch.
+
+    Returns:
+        A mapping from (rank, server) to the pair's route, sorted by its key. A pair with K/V but
+        no Q is in it; a pair with nothing to exchange is not.
+    """
+    chosen = np.flatnonzero(manifest.document_nano_batch[tasks.document] == nano_batch)
+    q_runs = _q_runs(manifest, tasks, chosen)
+    kv_runs = _kv_runs(manifest, tasks, chosen)
+    q_parts, kv_parts = _split_by_pair(q_runs), _split_by_pair(kv_runs)
+    no_q, no_kv = q_runs[:0, 2:], kv_runs[:0, 2:]
+    routes = {}
+    for rank, server in sorted(q_parts.keys() | kv_parts.keys()):
+        q, kv = q_parts.get((rank, server), no_q), kv_parts.get((rank, server), no_kv)
+        routes[rank, server] = PairRoute(rank, server, *q.T, *kv.T)
+    return routes
+
+
+def _q_runs(manifest: Manifest, tasks: TaskTable, chosen: Int64Array) -> Int64Array:
+    """Rows (rank, server, task, q_row, q_length), sorted by (rank, server, task)."""
+    segment = home_segment(manifest, tasks)[chosen]
+    q_begin, q_end = tasks.q_begin[chosen], tasks.q_end[chosen]
+    row = manifest.segment_row[segment] + q_begin - manifest.segment_offset[segment]
+    rank, server = manifest.segment_rank[segment], tasks.server[chosen]
+    order = np.lexsort((chosen, server, rank))
+    return np.stack([rank, server, chosen, row, q_end - q_begin], axis=1)[order]
+
+
+def _kv_runs(manifest: Manifest, tasks: TaskTable, chosen: Int64Array) -> Int64Array:
+    """Rows (rank, server, document, offset, row, length), sorted likewise.
+
+    A server's keys of a document are ``[0, k_end)``, k_end being the largest q_end of its tasks.
+    """
+    document, server, q_end = tasks.document[chosen], tasks.server[chosen], tasks.q_end[chosen]
+    order = np.lexsort((document, server))
+    document, server, q_end = document[order], server[order], q_end[order]
+    bounds = group_bounds((server, document))
+    first = bounds[:-1]
+    k_end = np.maximum.reduceat(q_end, first) if len(first) else q_end
+    document, server = document[first], server[first]
+    n_segments = manifest.first_segment[document + 1] - manifest.first_segment[document]
+    segment = runs_to_rows(manifest.first_segment[document], n_segments)
+    k_end, server = np.repeat(k_end, n_segments), np.repeat(server, n_segments)
+    offset = manifest.segment_offset[segment]
+    length = np.minimum(manifest.segment_length[segment], k_end - offset)
+    needed = length > 0
+    segment, server, length = segment[needed], server[needed], length[needed]
+    rank, document = manifest.segment_rank[segment], manifest.segment_document[segment]
+    offset, row = manifest.segment_offset[segment], manifest.segment_row[segment]
+    order = np.lexsort((offset, document, server, rank))
+    return np.stack([rank, server, document, offset, row, length], axis=1)[order]
+
+
+def _split_by_pair(runs: Int64Array) -> dict[tuple[int, int], Int64Array]:
+    """The runs of each (rank, server), without those two columns."""
+    bounds = group_bounds((runs[:, 0], runs[:, 1]))
+    return {
+        (int(runs[begin, 0]), int(runs[begin, 1])): runs[begin:end, 2:]
+        for begin, end in itertools.pairwise(bounds)
+    }

@@ -1,0 +1,79 @@
+"""The shape of a model's core attention: heads, head dims, dtype."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+"""Tensor dtypes that may travel, by their torch names, and their bytes per element."""
+
+LSE_BYTES = 4
+"""Log-sum-exp and row sums are float32 whatever the dtype of the tensors."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionShape:
+    """Heads, head dims and dtype of Q, K, V and O; the same for every layer of a job.
+
+    Attributes:
+        num_heads: query heads.
+        num_heads_kv: key and value heads; divides ``num_heads`` (GQA; 1 is MQA).
+        head_dim: of Q and K.
+        head_dim_v: of V and O; usually ``head_dim``, different with MLA.
+        dtype: ``"float32"``, ``"bfloat16"`` or ``"float16"``.
+    """
+
+    num_heads: int
+    num_heads_kv: int
+    head_dim: int
+    head_dim_v: int
+    dtype: str
+
+    def __post_init__(self) -> None:
+        for name in ("num_heads", "num_heads_kv", "head_dim", "head_dim_v"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name} is {value!r}; it must be an integer of 1 or more")
+        if self.num_heads % self.num_heads_kv:
+            raise ValueError(
+                f"num_heads {self.num_heads} is not a multiple of num_heads_kv {self.num_heads_kv}"
+            )
+        if self.dtype not in DTYPE_BYTES:
+            raise ValueError(f"dtype is {self.dtype!r}; valid are {sorted(DTYPE_BYTES)}")
+
+    @property
+    def group_size(self) -> int:
+        """Query heads that share one key/value head."""
+        return self.num_heads // self.num_heads_kv
+
+    @property
+    def itemsize(self) -> int:
+        return DTYPE_BYTES[self.dtype]
+
+    @property
+    def q_row_bytes(self) -> int:
+        """Bytes of one row of Q (and of dQ)."""
+        return self.num_heads * self.head_dim * self.itemsize
+
+    @property
+    def o_row_bytes(self) -> int:
+        """Bytes of one row of O (and of dO)."""
+        return self.num_heads * self.head_dim_v * self.itemsize
+
+    @property
+    def kv_row_bytes(self) -> int:
+        """Bytes of one row of K and V together (and of dK and dV)."""
+        return self.num_heads_kv * (self.head_dim + self.head_dim_v) * self.itemsize
+
+    @property
+    def lse_row_bytes(self) -> int:
+        """Bytes of one row of log-sum-exp (and of the row sums of dO * O)."""
+        return self.num_heads * LSE_BYTES
+
+    def qk_flops(self, qk_pairs: int, backward: bool = False) -> int:
+        """Floating-point operations of ``qk_pairs`` query-key pairs over all heads.
+
+        Two matrix products forward and five backward, two operations a multiply-add, as FA counts.
+        """
+        per_pair = 2 * self.num_heads * (self.head_dim + self.head_dim_v)
+        return int(qk_pairs * per_pair * (2.5 if backward else 1))

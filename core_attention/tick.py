@@ -1,0 +1,56 @@
+"""Ticks: the one exchange of a (step, layer, nano-batch, phase), and the order they come in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from core_attention.ca_task import Phase
+
+STEP_BITS, LAYER_BITS, NANO_BATCH_BITS = 12, 12, 5
+MAX_LAYERS = 1 << LAYER_BITS
+MAX_NANO_BATCHES = 1 << NANO_BATCH_BITS
+
+
+@dataclass(frozen=True, order=True)
+class Tick:
+    """One exchange between trainers and servers.
+
+    Attributes:
+        step: training step.
+        layer: index of the attention call in the model's forward, from 0.
+        nano_batch: index of the nano-batch.
+        phase: forward or backward.
+    """
+
+    step: int
+    layer: int
+    nano_batch: int
+    phase: Phase
+
+    def tag(self, *, reply: bool) -> int:
+        """The transport tag of this tick's request or reply, unique within a connection as long
+        as two ticks in flight are less than 4096 steps apart. Bits, high to low: step 12,
+        layer 12, nano-batch 5, phase 1, reply 1; the top bit stays free for the transport."""
+        tag = self.step % (1 << STEP_BITS)
+        tag = tag << LAYER_BITS | self.layer
+        tag = tag << NANO_BATCH_BITS | self.nano_batch
+        tag = tag << 1 | int(self.phase is Phase.BACKWARD)
+        return tag << 1 | int(reply)
+
+    def __str__(self) -> str:
+        return f"step {self.step} layer {self.layer} nano-batch {self.nano_batch} {self.phase}"
+
+
+def ticks_of_lane(step: int, nano_batch: int, n_layers: int, *, backward: bool) -> Iterator[Tick]:
+    """The ticks of one nano-batch in a step, in the order in which every trainer runs them.
+
+    A nano-batch is a lane: its forward ticks by layer, then its backward ticks mirrored. How the
+    lanes of a step interleave (ping-pong, one after the other, pipeline schedules) is the
+    trainer's choice, so no server may depend on it.
+    """
+    for layer in range(n_layers):
+        yield Tick(step, layer, nano_batch, Phase.FORWARD)
+    if backward:
+        for layer in reversed(range(n_layers)):
+            yield Tick(step, layer, nano_batch, Phase.BACKWARD)

@@ -1,0 +1,4 @@
+"""Moves the bytes of a tick between processes: transports, connections and buffers.
+
+Knows bytes and peers, not attention.
+"""

@@ -1,0 +1,224 @@
+"""The transport interface: what a tick needs from a network, and nothing more.
+
+The receiver *offers* a buffer for a tag, the sender *puts* a buffer under that tag, and both see
+the transfer end, either done or failed. Nothing of a process can be read or written by a peer
+outside an offer. The shape maps to two-sided libraries (ucxx: tagged receive and send) and to
+one-sided ones (nixl: an advertised region and a WRITE with a notification).
+
+A connection belongs to one pair (client, server) of one job, so a tag only has to be unique within
+its connection. Tags are 32-bit; a tag is never used again on a connection after a failure.
+
+Every transport passes ``tests/data_plane/conformance.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    import torch
+
+    from data_plane.buffer_pool import PooledBuffer
+
+MAX_TAG = 2**32 - 1
+MAX_HELLO_BYTES = 64 * 1024
+
+
+class TransferState(StrEnum):
+    """A transfer is pending, then exactly one of done and failed."""
+
+    PENDING = "pending"
+    DONE = "done"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True)
+class Address:
+    """Where a transport listens: a host name or IP address, and a TCP port."""
+
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+class TransportError(Exception):
+    """A transfer or connection failed; names the transport, the peer, and what to do.
+
+    Args:
+        message: what happened, in words.
+        transport: name of the transport, for example ``"ucxx"``.
+        peer: the peer as the caller knows it (address, or the name given in the handshake).
+        hint: what the reader can do about it.
+    """
+
+    def __init__(self, message: str, *, transport: str, peer: str, hint: str = "") -> None:
+        self.transport = transport
+        self.peer = peer
+        self.hint = hint
+        super().__init__(f"{transport} peer {peer}: {message}" + (f" ({hint})" if hint else ""))
+
+
+class PeerLost(TransportError):
+    """The peer died, or the connection to it broke."""
+
+
+class TransferTimeout(TransportError):
+    """A deadline passed: the peer is stopped, cut off or too slow. The connection is closed."""
+
+
+class ConnectFailed(TransportError):
+    """No connection: nobody listens there, the name does not resolve, or the deadline passed."""
+
+
+class HandshakeRejected(TransportError):
+    """The listening side refused the hello; the message carries its reason."""
+
+
+class MessageSizeMismatch(TransportError):
+    """A message arrived whose length is not the offered one; its bytes must not be used."""
+
+
+class TransportClosed(TransportError):
+    """The connection or transport was closed on this side."""
+
+
+class Transfer(Protocol):
+    """One offer or one put. Its buffer must not be touched before ``state`` leaves PENDING."""
+
+    @property
+    def tag(self) -> int: ...
+
+    @property
+    def nbytes(self) -> int: ...
+
+    @property
+    def state(self) -> TransferState: ...
+
+    @property
+    def error(self) -> TransportError | None:
+        """Why it failed; None unless ``state`` is FAILED."""
+
+    def wait(self, timeout_seconds: float) -> None:
+        """Blocks until the transfer is done.
+
+        Raises:
+            TransportError: the transfer failed, or ``timeout_seconds`` passed (TransferTimeout;
+                the transfer itself goes on until its own deadline).
+        """
+
+    def add_done_callback(self, callback: Callable[[Transfer], None]) -> None:
+        """Calls ``callback(self)`` once it is done or failed, on the transport's own thread (or
+        at once, on the calling thread, if it already is). The callback must not block or raise."""
+
+
+class Connection(Protocol):
+    """A two-way connection with one peer. All methods are thread-safe and never block."""
+
+    @property
+    def peer(self) -> str:
+        """The peer's name in errors, logs and metric labels."""
+
+    @property
+    def transport(self) -> str:
+        """The transport's name, for example ``"ucxx"``."""
+
+    @property
+    def closed(self) -> bool: ...
+
+    def offer(self, tag: int, buffer: PooledBuffer, deadline_seconds: float) -> Transfer:
+        """Posts ``buffer.tensor`` (1-D uint8, contiguous) to receive the message with ``tag``.
+
+        The message must be exactly ``buffer.nbytes`` long (MessageSizeMismatch otherwise). The
+        transfer keeps a reference to the buffer until the network can no longer touch it, also
+        after a failure, so the caller may release its own at any time.
+
+        Args:
+            deadline_seconds: from now; when it passes, the connection fails with
+                TransferTimeout and every other transfer of it with PeerLost.
+        """
+
+    def put(self, tag: int, buffer: PooledBuffer, deadline_seconds: float) -> Transfer:
+        """Sends ``buffer.tensor`` under ``tag``. Done means that the buffer may be reused, not
+        that the peer has the message."""
+
+    def close(self, reason: str = "closed by this side") -> None:
+        """Closes the connection; pending transfers fail with TransportClosed. Idempotent."""
+
+    def add_closed_callback(self, callback: Callable[[TransportError | None], None]) -> None:
+        """Calls ``callback(error)`` once when the connection ends (None after ``close()``)."""
+
+
+@dataclass(frozen=True)
+class ProbeResult:
+    """What a bandwidth probe saw.
+
+    Attributes:
+        peer: the peer's name.
+        transport: the transport's name.
+        lanes: the network path it chose, for example ``"tcp"``, ``"posix"``, ``"cuda_ipc"``
+            (comma-separated; empty when the library does not tell).
+        nbytes: bytes of one probe message.
+        gigabytes_per_second: 1e9 bytes per second, one way.
+        round_trip_seconds: of the smallest message.
+    """
+
+    peer: str
+    transport: str
+    lanes: str
+    nbytes: int
+    gigabytes_per_second: float
+    round_trip_seconds: float
+
+
+AcceptCallback = Callable[[bytes, Connection], bytes]
+"""Called on the transport's thread with a client's hello and its connection, must not block, and
+returns the answer for the client; raises ValueError to refuse it, with the reason."""
+
+
+class Transport(Protocol):
+    """One network library, with one owner thread that drives it."""
+
+    @property
+    def name(self) -> str: ...
+
+    def listen(self, host: str, port: int, accept: AcceptCallback) -> Address:
+        """Listens on ``host:port`` (port 0: any free one) and returns the address to connect to.
+
+        Raises:
+            TransportError: the port is in use or the host is not an address of this machine.
+        """
+
+    def connect(
+        self, address: Address, hello: bytes, timeout_seconds: float
+    ) -> tuple[Connection, bytes]:
+        """Connects, sends ``hello`` and returns the connection and the listener's answer.
+
+        Raises:
+            ConnectFailed: nobody listens there or ``timeout_seconds`` passed.
+            HandshakeRejected: the listener refused the hello.
+            ValueError: ``hello`` is longer than MAX_HELLO_BYTES.
+        """
+
+    def probe(
+        self, connection: Connection, nbytes: int, repeats: int, timeout_seconds: float
+    ) -> ProbeResult:
+        """Measures the bandwidth to the peer of ``connection`` (one made by ``connect``), which
+        answers by itself on its transport's thread. Blocks at most ``timeout_seconds``.
+
+        Raises:
+            TransportError: the probe failed or the deadline passed.
+        """
+
+    def close(self, timeout_seconds: float = 5.0) -> None:
+        """Closes listener and connections, waits for the owner thread. Idempotent."""
+
+
+class BufferAllocator(Protocol):
+    """Allocates the memory behind a buffer pool: host memory, or plain device memory."""
+
+    def __call__(self, nbytes: int) -> torch.Tensor: ...

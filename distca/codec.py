@@ -1,0 +1,408 @@
+"""Between the types of :mod:`core_attention` and the messages of ``proto/distca/v1``.
+
+Columns travel as packed little-endian arrays, so encoding and decoding are memory copies whatever
+the number of tasks. Encoding is deterministic: equal values give equal bytes. Every function that
+decodes raises :class:`WireError` and nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from core_attention.arrays import Int64Array
+from core_attention.ca_task import MaskKind, TaskTable
+from core_attention.cost_model import CostProfile
+from core_attention.manifest import Manifest, RankManifest, Segment
+from core_attention.plan import PhaseForecast, Plan, PlanServer
+from core_attention.shape import AttentionShape
+from core_attention.tick import MAX_NANO_BATCHES
+from distca.v1 import plan_pb2, profile_pb2
+
+Columns = dict[str, np.dtype[Any]]
+"""Column names of a message and their dtypes on the wire."""
+
+_INT32, _INT64, _FLOAT64 = np.dtype("<i4"), np.dtype("<i8"), np.dtype("<f8")
+
+_RANK_MANIFEST_COLUMNS: Columns = {
+    "nano_batch": _INT32,
+    "document_id": _INT64,
+    "document_length": _INT32,
+    "offset": _INT32,
+    "length": _INT32,
+}
+_DOCUMENT_COLUMNS: Columns = {
+    "document_id": _INT64,
+    "document_length": _INT32,
+    "document_nano_batch": _INT32,
+}
+_SEGMENT_COLUMNS: Columns = {
+    "segment_document": _INT32,
+    "segment_offset": _INT32,
+    "segment_length": _INT32,
+    "segment_rank": _INT32,
+    "segment_row": _INT32,
+}
+_TASK_COLUMNS: Columns = {"document": _INT32, "q_begin": _INT32, "q_end": _INT32, "server": _INT32}
+_SERVER_FORECAST_COLUMNS: Columns = {
+    "seconds": _FLOAT64,
+    "q_rows": _INT64,
+    "kv_rows": _INT64,
+    "bytes_in": _INT64,
+    "bytes_out": _INT64,
+}
+
+NO_RANK = -1
+"""``in_place_rank`` of a pool server, on the wire."""
+
+
+class WireError(ValueError):
+    """A message cannot be decoded, or a value does not fit into one; names message and field."""
+
+
+def shape_to_proto(shape: AttentionShape) -> profile_pb2.AttentionShape:
+    """The message of ``shape``."""
+    return profile_pb2.AttentionShape(
+        num_heads=shape.num_heads,
+        num_heads_kv=shape.num_heads_kv,
+        head_dim=shape.head_dim,
+        head_dim_v=shape.head_dim_v,
+        dtype=shape.dtype,
+    )
+
+
+def shape_from_proto(message: profile_pb2.AttentionShape) -> AttentionShape:
+    """The shape in ``message``.
+
+    Raises:
+        WireError: a field is missing (0 or empty) or out of range.
+    """
+    with _errors_of("AttentionShape"):
+        return AttentionShape(
+            num_heads=message.num_heads,
+            num_heads_kv=message.num_heads_kv,
+            head_dim=message.head_dim,
+            head_dim_v=message.head_dim_v,
+            dtype=message.dtype,
+        )
+
+
+def profile_to_proto(profile: CostProfile) -> profile_pb2.CostProfile:
+    """The message of ``profile``."""
+    return profile_pb2.CostProfile(
+        device=profile.device,
+        kernel=profile.kernel,
+        shape=shape_to_proto(profile.shape),
+        q_tokens=profile.q_tokens.tolist(),
+        kv_tokens=profile.kv_tokens.tolist(),
+        forward_seconds=profile.forward_seconds.ravel().tolist(),
+        backward_seconds=profile.backward_seconds.ravel().tolist(),
+    )
+
+
+def profile_from_proto(message: profile_pb2.CostProfile) -> CostProfile:
+    """The profile in ``message``.
+
+    Raises:
+        WireError: the shape is invalid, the grid does not match the values, or a value is not a
+            positive number.
+    """
+    grid = (len(message.q_tokens), len(message.kv_tokens))
+    for name in ("forward_seconds", "backward_seconds"):
+        n_values = len(getattr(message, name))
+        if n_values != grid[0] * grid[1]:
+            raise WireError(
+                f"CostProfile.{name} has {n_values} values; the grid of {grid[0]} q_tokens and "
+                f"{grid[1]} kv_tokens needs {grid[0] * grid[1]}"
+            )
+    with _errors_of("CostProfile"):
+        return CostProfile(
+            device=message.device,
+            kernel=message.kernel,
+            shape=shape_from_proto(message.shape),
+            q_tokens=np.array(message.q_tokens, np.int64),
+            kv_tokens=np.array(message.kv_tokens, np.int64),
+            forward_seconds=np.array(message.forward_seconds, np.float64).reshape(grid),
+            backward_seconds=np.array(message.backward_seconds, np.float64).reshape(grid),
+        )
+
+
+def rank_manifest_to_proto(manifest: RankManifest) -> plan_pb2.RankManifest:
+    """The message of ``manifest``, nano-batch after nano-batch.
+
+    Raises:
+        WireError: a value does not fit into its column.
+    """
+    rows = [
+        (nano, s.document_id, s.document_length, s.offset, s.length)
+        for nano, segments in enumerate(manifest.nano_batches)
+        for s in segments
+    ]
+    columns = zip(*rows, strict=True) if rows else [()] * len(_RANK_MANIFEST_COLUMNS)
+    values = dict(zip(_RANK_MANIFEST_COLUMNS, columns, strict=True))
+    return plan_pb2.RankManifest(
+        step=manifest.step,
+        rank=manifest.rank,
+        n_nano_batches=len(manifest.nano_batches),
+        **_pack_all("RankManifest", _RANK_MANIFEST_COLUMNS, values),
+    )
+
+
+def rank_manifest_from_proto(message: plan_pb2.RankManifest) -> RankManifest:
+    """The manifest in ``message``; segments of a nano-batch keep their order.
+
+    Raises:
+        WireError: a column is truncated or shorter than another, a nano-batch is out of range, or
+            a segment is empty or leaves its document.
+    """
+    name = "RankManifest"
+    if not 1 <= message.n_nano_batches <= MAX_NANO_BATCHES:
+        raise WireError(
+            f"{name}.n_nano_batches is {message.n_nano_batches}; valid are 1 to {MAX_NANO_BATCHES}"
+        )
+    columns = _unpack_all(name, message, _RANK_MANIFEST_COLUMNS)
+    document_end = columns["document_length"]
+    _check_values(name, columns, "nano_batch", 0, message.n_nano_batches - 1)
+    _check_values(name, columns, "length", 1, document_end)
+    _check_values(name, columns, "offset", 0, document_end - columns["length"])
+    packed: list[list[Segment]] = [[] for _ in range(message.n_nano_batches)]
+    lists = (columns[column].tolist() for column in _RANK_MANIFEST_COLUMNS)
+    for nano, document_id, document_length, offset, length in zip(*lists, strict=True):
+        packed[nano].append(Segment(document_id, document_length, offset, length))
+    return RankManifest(
+        step=_step(name, message.step),
+        rank=message.rank,
+        nano_batches=tuple(tuple(segments) for segments in packed),
+    )
+
+
+def plan_to_proto(plan: Plan, job_id: str) -> plan_pb2.Plan:
+    """The message of ``plan``, whole or a slice.
+
+    Raises:
+        WireError: a value does not fit into its column.
+    """
+    return plan_pb2.Plan(
+        job_id=job_id,
+        epoch=plan.epoch,
+        manifest=_manifest_to_proto(plan.manifest),
+        servers=[
+            plan_pb2.PlanServer(
+                server_id=server.server_id,
+                in_place_rank=NO_RANK if server.in_place_rank is None else server.in_place_rank,
+                data_address=server.address,
+            )
+            for server in plan.servers
+        ],
+        forward=_tasks_to_proto(plan.forward),
+        backward=_tasks_to_proto(plan.backward),
+        mask=f"MASK_KIND_{plan.mask.name}",
+        planner=plan.planner,
+        reason=plan.reason,
+        forward_forecast=_forecast_to_proto(plan.forward_forecast),
+        backward_forecast=_forecast_to_proto(plan.backward_forecast),
+    )
+
+
+def plan_from_proto(message: plan_pb2.Plan) -> Plan:
+    """The plan in ``message``, whole or a slice, with all its invariants checked.
+
+    Raises:
+        WireError: a column is truncated or shorter than another, the mask is unknown, or an
+            invariant of the manifest or the plan does not hold.
+    """
+    manifest = _manifest_from_proto(message.manifest)
+    n_servers = len(message.servers)
+    with _errors_of("Plan"):
+        return Plan(
+            manifest=manifest,
+            epoch=message.epoch,
+            servers=tuple(_server_from_proto(server) for server in message.servers),
+            forward=_tasks_from_proto("Plan.forward", message.forward),
+            backward=_tasks_from_proto("Plan.backward", message.backward),
+            mask=_mask(message.mask),
+            planner=message.planner,
+            reason=message.reason,
+            forward_forecast=_forecast_from_proto(message, "forward_forecast", manifest, n_servers),
+            backward_forecast=_forecast_from_proto(
+                message, "backward_forecast", manifest, n_servers
+            ),
+        )
+
+
+def _manifest_to_proto(manifest: Manifest) -> plan_pb2.Manifest:
+    specs = _DOCUMENT_COLUMNS | _SEGMENT_COLUMNS
+    return plan_pb2.Manifest(
+        step=manifest.step,
+        n_ranks=manifest.n_ranks,
+        n_nano_batches=manifest.n_nano_batches,
+        whole=manifest.whole,
+        **_pack_all("Manifest", specs, _columns_of(manifest, specs)),
+    )
+
+
+def _manifest_from_proto(message: plan_pb2.Manifest) -> Manifest:
+    name = "Plan.manifest"
+    documents = _unpack_all(name, message, _DOCUMENT_COLUMNS)
+    segments = _unpack_all(name, message, _SEGMENT_COLUMNS)
+    with _errors_of(name):
+        return Manifest(
+            step=_step(name, message.step),
+            n_ranks=message.n_ranks,
+            n_nano_batches=message.n_nano_batches,
+            whole=message.whole,
+            **documents,
+            **segments,
+        )
+
+
+def _tasks_to_proto(tasks: TaskTable) -> plan_pb2.TaskTable:
+    return plan_pb2.TaskTable(
+        **_pack_all("TaskTable", _TASK_COLUMNS, _columns_of(tasks, _TASK_COLUMNS))
+    )
+
+
+def _tasks_from_proto(name: str, message: plan_pb2.TaskTable) -> TaskTable:
+    return TaskTable(**_unpack_all(name, message, _TASK_COLUMNS))
+
+
+def _server_from_proto(message: plan_pb2.PlanServer) -> PlanServer:
+    if message.in_place_rank < NO_RANK:
+        raise WireError(
+            f"PlanServer.in_place_rank of {message.server_id!r} is {message.in_place_rank}; it "
+            f"must be a rank, or {NO_RANK} for a pool server"
+        )
+    return PlanServer(
+        server_id=message.server_id,
+        in_place_rank=None if message.in_place_rank == NO_RANK else message.in_place_rank,
+        address=message.data_address,
+    )
+
+
+def _mask(number: int) -> MaskKind:
+    try:
+        return MaskKind(number)
+    except ValueError:
+        valid = ", ".join(f"{kind.value} ({kind.name})" for kind in MaskKind)
+        raise WireError(
+            f"Plan.mask is {number}; this release knows {valid}: do all members run one release?"
+        ) from None
+
+
+def _forecast_to_proto(forecast: PhaseForecast | None) -> plan_pb2.PhaseForecast | None:
+    if forecast is None:
+        return None
+    specs: Columns = {"home_seconds": _FLOAT64} | _SERVER_FORECAST_COLUMNS
+    return plan_pb2.PhaseForecast(**_pack_all("PhaseForecast", specs, _columns_of(forecast, specs)))
+
+
+def _forecast_from_proto(
+    plan: plan_pb2.Plan, field: str, manifest: Manifest, n_servers: int
+) -> PhaseForecast | None:
+    if not plan.HasField(field):
+        return None
+    message, name = getattr(plan, field), f"Plan.{field}"
+    home_shape = (manifest.n_nano_batches, manifest.n_ranks)
+    return PhaseForecast(
+        home_seconds=_unpack_matrix(name, message, "home_seconds", _FLOAT64, home_shape),
+        **{
+            column: _unpack_matrix(
+                name, message, column, dtype, (manifest.n_nano_batches, n_servers)
+            )
+            for column, dtype in _SERVER_FORECAST_COLUMNS.items()
+        },
+    )
+
+
+def _columns_of(owner: object, specs: Columns) -> dict[str, NDArray[Any]]:
+    return {name: getattr(owner, name) for name in specs}
+
+
+def _pack_all(message: str, specs: Columns, values: Mapping[str, Any]) -> dict[str, bytes]:
+    return {name: _pack(f"{message}.{name}", values[name], dtype) for name, dtype in specs.items()}
+
+
+def _pack(field: str, values: Any, dtype: np.dtype[Any]) -> bytes:
+    """The bytes of ``values``, row-major; integers are checked to fit into ``dtype``."""
+    if dtype.kind == "f":
+        return np.asarray(values, dtype=dtype).tobytes()
+    try:
+        wide = np.asarray(values, dtype=np.int64)
+    except (OverflowError, TypeError, ValueError) as error:
+        raise WireError(f"{field} holds a value that is no 64-bit integer: {error}") from error
+    limits = np.iinfo(dtype)
+    bad = (wide < limits.min) | (wide > limits.max)
+    if bad.any():
+        raise WireError(
+            f"{field} holds {wide[bad].flat[0]}; valid values are {limits.min} to {limits.max}"
+        )
+    return wide.astype(dtype).tobytes()
+
+
+def _unpack_all(name: str, message: Any, specs: Columns) -> dict[str, Int64Array]:
+    """The integer columns ``specs`` of ``message``, all of one length, widened to int64."""
+    columns = {
+        field: _unpack(f"{name}.{field}", getattr(message, field), dtype).astype(np.int64)
+        for field, dtype in specs.items()
+    }
+    lengths = {field: len(column) for field, column in columns.items()}
+    if len(set(lengths.values())) > 1:
+        raise WireError(f"{name} has columns of different lengths: {lengths}")
+    return columns
+
+
+def _unpack_matrix(
+    name: str, message: Any, field: str, dtype: np.dtype[Any], shape: tuple[int, int]
+) -> NDArray[Any]:
+    column = _unpack(f"{name}.{field}", getattr(message, field), dtype)
+    if len(column) != shape[0] * shape[1]:
+        raise WireError(
+            f"{name}.{field} has {len(column)} values; {shape[0]} nano-batches of {shape[1]} need "
+            f"{shape[0] * shape[1]}"
+        )
+    return column.reshape(shape)
+
+
+def _unpack(field: str, data: bytes, dtype: np.dtype[Any]) -> NDArray[Any]:
+    if len(data) % dtype.itemsize:
+        raise WireError(
+            f"{field} has {len(data)} bytes, which is no multiple of {dtype.itemsize}: the column "
+            "is truncated"
+        )
+    return np.frombuffer(data, dtype=dtype)
+
+
+def _check_values(
+    name: str, columns: Mapping[str, Int64Array], field: str, low: int, high: int | Int64Array
+) -> None:
+    """Every value of the column lies in the closed range ``[low, high]``."""
+    column = columns[field]
+    highest = np.broadcast_to(high, column.shape)
+    bad = np.flatnonzero((column < low) | (column > highest))
+    if bad.size:
+        at = int(bad[0])
+        raise WireError(
+            f"{name}.{field}: segment {at} (document {columns['document_id'][at]}, length "
+            f"{columns['document_length'][at]}) has {column[at]}; valid are {low} to {highest[at]}"
+        )
+
+
+def _step(name: str, step: int) -> int:
+    if step > np.iinfo(np.int64).max:
+        raise WireError(f"{name}.step is {step}; valid are 0 to {np.iinfo(np.int64).max}")
+    return step
+
+
+@contextmanager
+def _errors_of(name: str) -> Iterator[None]:
+    """Any mistake in the values of ``name`` becomes a :class:`WireError`."""
+    try:
+        yield
+    except WireError:
+        raise
+    except ValueError as error:
+        raise WireError(f"{name}: {error}") from error

@@ -1,0 +1,31 @@
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from typing import ClassVar as _ClassVar, Optional as _Optional
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class Hello(_message.Message):
+    __slots__ = ("version", "job_id", "token", "rank", "server_id", "first_step")
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    JOB_ID_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    SERVER_ID_FIELD_NUMBER: _ClassVar[int]
+    FIRST_STEP_FIELD_NUMBER: _ClassVar[int]
+    version: int
+    job_id: str
+    token: bytes
+    rank: int
+    server_id: str
+    first_step: int
+    def __init__(self, version: _Optional[int] = ..., job_id: _Optional[str] = ..., token: _Optional[bytes] = ..., rank: _Optional[int] = ..., server_id: _Optional[str] = ..., first_step: _Optional[int] = ...) -> None: ...
+
+class Welcome(_message.Message):
+    __slots__ = ("server_id", "device", "kernel")
+    SERVER_ID_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_FIELD_NUMBER: _ClassVar[int]
+    KERNEL_FIELD_NUMBER: _ClassVar[int]
+    server_id: str
+    device: str
+    kernel: str
+    def __init__(self, server_id: _Optional[str] = ..., device: _Optional[str] = ..., kernel: _Optional[str] = ...) -> None: ...

@@ -1,0 +1,262 @@
+from distca.v1 import membership_pb2 as _membership_pb2
+from distca.v1 import plan_pb2 as _plan_pb2
+from distca.v1 import profile_pb2 as _profile_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class Placement(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    PLACEMENT_UNSPECIFIED: _ClassVar[Placement]
+    PLACEMENT_POOL: _ClassVar[Placement]
+    PLACEMENT_IN_PLACE: _ClassVar[Placement]
+    PLACEMENT_MIXED: _ClassVar[Placement]
+PLACEMENT_UNSPECIFIED: Placement
+PLACEMENT_POOL: Placement
+PLACEMENT_IN_PLACE: Placement
+PLACEMENT_MIXED: Placement
+
+class JobSpec(_message.Message):
+    __slots__ = ("name", "n_ranks", "n_layers", "n_nano_batches", "shape", "placement", "tolerance", "planner", "min_forward_tokens", "min_backward_tokens", "softmax_scale")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    N_RANKS_FIELD_NUMBER: _ClassVar[int]
+    N_LAYERS_FIELD_NUMBER: _ClassVar[int]
+    N_NANO_BATCHES_FIELD_NUMBER: _ClassVar[int]
+    SHAPE_FIELD_NUMBER: _ClassVar[int]
+    PLACEMENT_FIELD_NUMBER: _ClassVar[int]
+    TOLERANCE_FIELD_NUMBER: _ClassVar[int]
+    PLANNER_FIELD_NUMBER: _ClassVar[int]
+    MIN_FORWARD_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    MIN_BACKWARD_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    SOFTMAX_SCALE_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    n_ranks: int
+    n_layers: int
+    n_nano_batches: int
+    shape: _profile_pb2.AttentionShape
+    placement: Placement
+    tolerance: float
+    planner: str
+    min_forward_tokens: int
+    min_backward_tokens: int
+    softmax_scale: float
+    def __init__(self, name: _Optional[str] = ..., n_ranks: _Optional[int] = ..., n_layers: _Optional[int] = ..., n_nano_batches: _Optional[int] = ..., shape: _Optional[_Union[_profile_pb2.AttentionShape, _Mapping]] = ..., placement: _Optional[_Union[Placement, str]] = ..., tolerance: _Optional[float] = ..., planner: _Optional[str] = ..., min_forward_tokens: _Optional[int] = ..., min_backward_tokens: _Optional[int] = ..., softmax_scale: _Optional[float] = ...) -> None: ...
+
+class OpenJobRequest(_message.Message):
+    __slots__ = ("spec", "rank", "in_place_server", "host")
+    SPEC_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    IN_PLACE_SERVER_FIELD_NUMBER: _ClassVar[int]
+    HOST_FIELD_NUMBER: _ClassVar[int]
+    spec: JobSpec
+    rank: int
+    in_place_server: _membership_pb2.ServerDescription
+    host: str
+    def __init__(self, spec: _Optional[_Union[JobSpec, _Mapping]] = ..., rank: _Optional[int] = ..., in_place_server: _Optional[_Union[_membership_pb2.ServerDescription, _Mapping]] = ..., host: _Optional[str] = ...) -> None: ...
+
+class OpenJobResponse(_message.Message):
+    __slots__ = ("job_id", "rank_lease_id", "lease_seconds")
+    JOB_ID_FIELD_NUMBER: _ClassVar[int]
+    RANK_LEASE_ID_FIELD_NUMBER: _ClassVar[int]
+    LEASE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    job_id: str
+    rank_lease_id: str
+    lease_seconds: float
+    def __init__(self, job_id: _Optional[str] = ..., rank_lease_id: _Optional[str] = ..., lease_seconds: _Optional[float] = ...) -> None: ...
+
+class RenewRankRequest(_message.Message):
+    __slots__ = ("job_id", "rank_lease_id")
+    JOB_ID_FIELD_NUMBER: _ClassVar[int]
+    RANK_LEASE_ID_FIELD_NUMBER: _ClassVar[int]
+    job_id: str
+    rank_lease_id: str
+    def __init__(self, job_id: _Optional[str] = ..., rank_lease_id: _Optional[str] = ...) -> None: ...
+
+class RenewRankResponse(_message.Message):
+    __slots__ = ("lease_seconds",)
+    LEASE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    lease_seconds: float
+    def __init__(self, lease_seconds: _Optional[float] = ...) -> None: ...
+
+class CloseJobRequest(_message.Message):
+    __slots__ = ("job_id", "rank_lease_id", "error")
+    JOB_ID_FIELD_NUMBER: _ClassVar[int]
+    RANK_LEASE_ID_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    job_id: str
+    rank_lease_id: str
+    error: str
+    def __init__(self, job_id: _Optional[str] = ..., rank_lease_id: _Optional[str] = ..., error: _Optional[str] = ...) -> None: ...
+
+class CloseJobResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class SubmitManifestRequest(_message.Message):
+    __slots__ = ("job_id", "rank_lease_id", "manifest", "forward_only")
+    JOB_ID_FIELD_NUMBER: _ClassVar[int]
+    RANK_LEASE_ID_FIELD_NUMBER: _ClassVar[int]
+    MANIFEST_FIELD_NUMBER: _ClassVar[int]
+    FORWARD_ONLY_FIELD_NUMBER: _ClassVar[int]
+    job_id: str
+    rank_lease_id: str
+    manifest: _plan_pb2.RankManifest
+    forward_only: bool
+    def __init__(self, job_id: _Optional[str] = ..., rank_lease_id: _Optional[str] = ..., manifest: _Optional[_Union[_plan_pb2.RankManifest, _Mapping]] = ..., forward_only: bool = ...) -> None: ...
+
+class SubmitManifestResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class WatchRankRequest(_message.Message):
+    __slots__ = ("job_id", "rank_lease_id")
+    JOB_ID_FIELD_NUMBER: _ClassVar[int]
+    RANK_LEASE_ID_FIELD_NUMBER: _ClassVar[int]
+    job_id: str
+    rank_lease_id: str
+    def __init__(self, job_id: _Optional[str] = ..., rank_lease_id: _Optional[str] = ...) -> None: ...
+
+class WatchServerRequest(_message.Message):
+    __slots__ = ("lease_id",)
+    LEASE_ID_FIELD_NUMBER: _ClassVar[int]
+    lease_id: str
+    def __init__(self, lease_id: _Optional[str] = ...) -> None: ...
+
+class PlanEvent(_message.Message):
+    __slots__ = ("job_opened", "step_planned", "step_failed", "job_closed")
+    JOB_OPENED_FIELD_NUMBER: _ClassVar[int]
+    STEP_PLANNED_FIELD_NUMBER: _ClassVar[int]
+    STEP_FAILED_FIELD_NUMBER: _ClassVar[int]
+    JOB_CLOSED_FIELD_NUMBER: _ClassVar[int]
+    job_opened: JobOpened
+    step_planned: StepPlanned
+    step_failed: StepFailed
+    job_closed: JobClosed
+    def __init__(self, job_opened: _Optional[_Union[JobOpened, _Mapping]] = ..., step_planned: _Optional[_Union[StepPlanned, _Mapping]] = ..., step_failed: _Optional[_Union[StepFailed, _Mapping]] = ..., job_closed: _Optional[_Union[JobClosed, _Mapping]] = ...) -> None: ...
+
+class JobOpened(_message.Message):
+    __slots__ = ("job_id", "spec", "token")
+    JOB_ID_FIELD_NUMBER: _ClassVar[int]
+    SPEC_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_FIELD_NUMBER: _ClassVar[int]
+    job_id: str
+    spec: JobSpec
+    token: bytes
+    def __init__(self, job_id: _Optional[str] = ..., spec: _Optional[_Union[JobSpec, _Mapping]] = ..., token: _Optional[bytes] = ...) -> None: ...
+
+class StepPlanned(_message.Message):
+    __slots__ = ("plan", "forward_only")
+    PLAN_FIELD_NUMBER: _ClassVar[int]
+    FORWARD_ONLY_FIELD_NUMBER: _ClassVar[int]
+    plan: _plan_pb2.Plan
+    forward_only: bool
+    def __init__(self, plan: _Optional[_Union[_plan_pb2.Plan, _Mapping]] = ..., forward_only: bool = ...) -> None: ...
+
+class StepFailed(_message.Message):
+    __slots__ = ("job_id", "step", "error")
+    JOB_ID_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    job_id: str
+    step: int
+    error: str
+    def __init__(self, job_id: _Optional[str] = ..., step: _Optional[int] = ..., error: _Optional[str] = ...) -> None: ...
+
+class JobClosed(_message.Message):
+    __slots__ = ("job_id", "error")
+    JOB_ID_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    job_id: str
+    error: str
+    def __init__(self, job_id: _Optional[str] = ..., error: _Optional[str] = ...) -> None: ...
+
+class ReportStepRequest(_message.Message):
+    __slots__ = ("job_id", "step", "lease_id", "server", "rank")
+    JOB_ID_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    LEASE_ID_FIELD_NUMBER: _ClassVar[int]
+    SERVER_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    job_id: str
+    step: int
+    lease_id: str
+    server: ServerMeasurement
+    rank: RankMeasurement
+    def __init__(self, job_id: _Optional[str] = ..., step: _Optional[int] = ..., lease_id: _Optional[str] = ..., server: _Optional[_Union[ServerMeasurement, _Mapping]] = ..., rank: _Optional[_Union[RankMeasurement, _Mapping]] = ...) -> None: ...
+
+class ReportStepResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class DescribeJobRequest(_message.Message):
+    __slots__ = ("job_id",)
+    JOB_ID_FIELD_NUMBER: _ClassVar[int]
+    job_id: str
+    def __init__(self, job_id: _Optional[str] = ...) -> None: ...
+
+class DescribeJobResponse(_message.Message):
+    __slots__ = ("spec", "joined_ranks", "pending_steps", "planned_step")
+    SPEC_FIELD_NUMBER: _ClassVar[int]
+    JOINED_RANKS_FIELD_NUMBER: _ClassVar[int]
+    PENDING_STEPS_FIELD_NUMBER: _ClassVar[int]
+    PLANNED_STEP_FIELD_NUMBER: _ClassVar[int]
+    spec: JobSpec
+    joined_ranks: _containers.RepeatedScalarFieldContainer[int]
+    pending_steps: _containers.RepeatedCompositeFieldContainer[PendingStep]
+    planned_step: int
+    def __init__(self, spec: _Optional[_Union[JobSpec, _Mapping]] = ..., joined_ranks: _Optional[_Iterable[int]] = ..., pending_steps: _Optional[_Iterable[_Union[PendingStep, _Mapping]]] = ..., planned_step: _Optional[int] = ...) -> None: ...
+
+class PendingStep(_message.Message):
+    __slots__ = ("step", "missing_ranks")
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    MISSING_RANKS_FIELD_NUMBER: _ClassVar[int]
+    step: int
+    missing_ranks: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, step: _Optional[int] = ..., missing_ranks: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class GetStepRequest(_message.Message):
+    __slots__ = ("job_id", "step")
+    JOB_ID_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    job_id: str
+    step: int
+    def __init__(self, job_id: _Optional[str] = ..., step: _Optional[int] = ...) -> None: ...
+
+class GetStepResponse(_message.Message):
+    __slots__ = ("plan", "plan_seconds", "servers", "ranks")
+    PLAN_FIELD_NUMBER: _ClassVar[int]
+    PLAN_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    SERVERS_FIELD_NUMBER: _ClassVar[int]
+    RANKS_FIELD_NUMBER: _ClassVar[int]
+    plan: _plan_pb2.Plan
+    plan_seconds: float
+    servers: _containers.RepeatedCompositeFieldContainer[ServerMeasurement]
+    ranks: _containers.RepeatedCompositeFieldContainer[RankMeasurement]
+    def __init__(self, plan: _Optional[_Union[_plan_pb2.Plan, _Mapping]] = ..., plan_seconds: _Optional[float] = ..., servers: _Optional[_Iterable[_Union[ServerMeasurement, _Mapping]]] = ..., ranks: _Optional[_Iterable[_Union[RankMeasurement, _Mapping]]] = ...) -> None: ...
+
+class ServerMeasurement(_message.Message):
+    __slots__ = ("server_id", "forward_busy_seconds", "backward_busy_seconds")
+    SERVER_ID_FIELD_NUMBER: _ClassVar[int]
+    FORWARD_BUSY_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    BACKWARD_BUSY_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    server_id: str
+    forward_busy_seconds: _containers.RepeatedScalarFieldContainer[float]
+    backward_busy_seconds: _containers.RepeatedScalarFieldContainer[float]
+    def __init__(self, server_id: _Optional[str] = ..., forward_busy_seconds: _Optional[_Iterable[float]] = ..., backward_busy_seconds: _Optional[_Iterable[float]] = ...) -> None: ...
+
+class RankMeasurement(_message.Message):
+    __slots__ = ("rank", "step_seconds", "wait_seconds", "tokens")
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    STEP_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    WAIT_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    rank: int
+    step_seconds: float
+    wait_seconds: float
+    tokens: int
+    def __init__(self, rank: _Optional[int] = ..., step_seconds: _Optional[float] = ..., wait_seconds: _Optional[float] = ..., tokens: _Optional[int] = ...) -> None: ...
