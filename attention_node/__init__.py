@@ -1,0 +1,1 @@
+"""The attention server: receives ticks, fuses ready CA-tasks into kernel calls, returns results."""

@@ -1,0 +1,188 @@
+"""The executor: one thread that fuses whatever tasks are ready into kernel calls.
+
+It is the same in a pool server and in a trainer's in-place server. Sources arrive from any thread;
+whenever the device is free, the executor takes the ready parts of all ticks of all jobs in the
+order in which they became ready and runs as many as fit one call. A source that is late holds up
+only the tasks that need it.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from attention_node.open_tick import OpenTick, Source
+from core_attention.ca_task import Phase
+from core_attention.kernels.protocol import Kernel
+from core_attention.shape import AttentionShape
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_FUSE_QK_PAIRS = 8 * 2**20
+"""A call that has this many query-key pairs is not made longer: more would not use the device any
+better, and would only hold back the replies of what is in it."""
+
+
+@dataclass(frozen=True)
+class KernelCall:
+    """What one kernel call was: for metrics and traces.
+
+    Attributes:
+        phase: forward or backward.
+        ticks: the ticks whose parts it fused.
+        tasks: CA-tasks in it.
+        qk_pairs: query-key pairs in it.
+        begin_seconds, end_seconds: on ``time.perf_counter``'s clock.
+    """
+
+    phase: Phase
+    ticks: tuple[OpenTick, ...]
+    tasks: int
+    qk_pairs: int
+    begin_seconds: float
+    end_seconds: float
+
+    @property
+    def seconds(self) -> float:
+        return self.end_seconds - self.begin_seconds
+
+
+class Executor:
+    """Runs ready parts on one device, from one thread.
+
+    Args:
+        kernel: what runs a batch.
+        device: where the tensors live.
+        fuse_qk_pairs: work beyond which a call takes no further part.
+        on_call: called on the executor's thread after each kernel call.
+    """
+
+    def __init__(
+        self,
+        kernel: Kernel,
+        device: torch.device,
+        *,
+        fuse_qk_pairs: int = DEFAULT_FUSE_QK_PAIRS,
+        on_call: Callable[[KernelCall], None] = lambda call: None,
+    ) -> None:
+        self.kernel = kernel
+        self.device = device
+        self._fuse_qk_pairs = fuse_qk_pairs
+        self._on_call = on_call
+        self._events: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._ready: deque[tuple[OpenTick, int]] = deque()
+        self._thread = threading.Thread(target=self._run, name="distca-executor", daemon=True)
+        self._thread.start()
+
+    @property
+    def queued_parts(self) -> int:
+        """Parts that are ready and not yet run."""
+        return len(self._ready)
+
+    def arrive(self, tick: OpenTick, rank: int, source: Source) -> None:
+        """Hands in one source of a tick; its callbacks are made on the executor's thread."""
+        self._events.put(lambda: self._arrive(tick, rank, source))
+
+    def give_up(self, tick: OpenTick, error: BaseException) -> None:
+        """Ends a tick without results."""
+        self._events.put(lambda: tick.give_up(error))
+
+    def close(self, timeout_seconds: float = 5.0) -> None:
+        """Stops the thread after the call in progress."""
+        self._events.put(None)
+        self._thread.join(timeout_seconds)
+        if self._thread.is_alive():
+            logger.warning(
+                "executor still runs a kernel call after %.1f s; leaving it to the process's end",
+                timeout_seconds,
+            )
+
+    def _run(self) -> None:
+        with torch.no_grad():
+            while self._take_events():
+                if self._ready:
+                    self._run_batch(self._take_batch())
+
+    def _take_events(self) -> bool:
+        """Handles all waiting events, blocking only if nothing is ready; False at the end."""
+        block = not self._ready
+        while True:
+            try:
+                event = self._events.get(block=block)
+            except queue.Empty:
+                return True
+            if event is None:
+                return False
+            event()
+            block = block and not self._ready
+
+    def _arrive(self, tick: OpenTick, rank: int, source: Source) -> None:
+        self._ready.extend((tick, index) for index in tick.arrive(rank, source))
+
+    def _take_batch(self) -> list[tuple[OpenTick, int]]:
+        """The oldest ready part and those behind it that one kernel call can run with it."""
+        oldest = self._ready[0][0]
+        kind = _call_kind(oldest)
+        batch: list[tuple[OpenTick, int]] = []
+        left: deque[tuple[OpenTick, int]] = deque()
+        qk_pairs = 0
+        while self._ready:
+            tick, index = self._ready.popleft()
+            if tick.closed:
+                continue
+            if qk_pairs < self._fuse_qk_pairs and _call_kind(tick) == kind:
+                batch.append((tick, index))
+                qk_pairs += tick.route.parts[index].qk_pairs
+            else:
+                left.append((tick, index))
+        self._ready = left
+        return batch
+
+    def _run_batch(self, batch: list[tuple[OpenTick, int]]) -> None:
+        if not batch:
+            return
+        phase, scale = batch[0][0].tick.phase, batch[0][0].scale
+        begin = time.perf_counter()
+        try:
+            if phase is Phase.FORWARD:
+                self.kernel.forward([tick.forward_part(index) for tick, index in batch], scale)
+            else:
+                self.kernel.backward([tick.backward_part(index) for tick, index in batch], scale)
+            self.kernel.synchronize()
+        except Exception as error:
+            # The kernel is foreign code and may raise anything; these ticks end, the node lives.
+            logger.exception("kernel %s failed in %s", self.kernel.name, batch[0][0].tick)
+            for tick in {id(tick): tick for tick, _ in batch}.values():
+                tick.give_up(error)
+            return
+        call = _describe(batch, begin, time.perf_counter())
+        for tick, index in batch:
+            share = tick.route.parts[index].qk_pairs / max(call.qk_pairs, 1)
+            tick.busy_seconds += call.seconds * share
+        self._on_call(call)
+        for tick, index in batch:
+            tick.part_done(index)
+
+
+def _call_kind(tick: OpenTick) -> tuple[Phase, AttentionShape, float]:
+    """Parts of equal kind can share a kernel call, whatever their job."""
+    return tick.tick.phase, tick.shape, tick.scale
+
+
+def _describe(batch: list[tuple[OpenTick, int]], begin: float, end: float) -> KernelCall:
+    parts = [tick.route.parts[index] for tick, index in batch]
+    return KernelCall(
+        phase=batch[0][0].tick.phase,
+        ticks=tuple({id(tick): tick for tick, _ in batch}.values()),
+        tasks=sum(len(part.tasks) for part in parts),
+        qk_pairs=sum(part.qk_pairs for part in parts),
+        begin_seconds=begin,
+        end_seconds=end,
+    )

@@ -1,0 +1,221 @@
+"""One tick on one server, from its first message to its last reply.
+
+An open tick belongs to the executor's thread: nothing here is locked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from attention_node.tick_route import ASSEMBLED, RowCopy, TickRoute
+from core_attention.ca_task import Phase
+from core_attention.kernels.protocol import BackwardPart, ForwardPart
+from core_attention.shape import AttentionShape
+from core_attention.tick import Tick
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Source:
+    """One rank's side of a tick: what it sent, where its results go, and whom to tell.
+
+    Attributes:
+        inputs: q, k and v, and for backward also do, lse and delta, as in
+            ``core_attention.message``: views of its message, or its own tensors in-place.
+        outputs: o and lse, or dq, dk and dv: views of the reply, or tensors of the trainer. dk and
+            dv hold the rows of the pair's K/V runs; float32 or the job's dtype.
+        reply: called once, when the outputs are complete.
+        release: called once, when the inputs are no longer read.
+        fail: called instead of ``reply`` when the tick cannot be run.
+    """
+
+    inputs: Mapping[str, torch.Tensor]
+    outputs: Mapping[str, torch.Tensor]
+    reply: Callable[[], None]
+    release: Callable[[], None]
+    fail: Callable[[BaseException], None]
+
+
+@dataclass(eq=False)
+class OpenTick:
+    """Which sources have arrived, which parts are ready, running or done.
+
+    Attributes:
+        tick: which exchange.
+        route: what belongs to it.
+        shape: of the job's core attention.
+        scale: multiplies q.k before softmax.
+        device: where the assembled keys live.
+        on_closed: called once, when the tick is over.
+        busy_seconds: kernel seconds spent on it so far.
+    """
+
+    tick: Tick
+    route: TickRoute
+    shape: AttentionShape
+    scale: float
+    device: torch.device
+    on_closed: Callable[[OpenTick], None]
+    busy_seconds: float = 0.0
+    _sources: dict[int, Source] = field(default_factory=dict)
+    _awaiting: set[int] = field(init=False)
+    _undone: set[int] = field(init=False)
+    _unreplied: set[int] = field(init=False)
+    _assembled: dict[str, torch.Tensor] = field(default_factory=dict)
+    _gradients: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+    _closed: bool = False
+
+    def __post_init__(self) -> None:
+        self._awaiting = set(range(len(self.route.parts)))
+        self._undone = set(self._awaiting)
+        self._unreplied = set(self.route.pairs)
+
+    @property
+    def closed(self) -> bool:
+        """Whether the tick is over: complete, failed or dropped."""
+        return self._closed
+
+    def arrive(self, rank: int, source: Source) -> list[int]:
+        """Takes in ``rank``'s message; returns the parts that are ready now, in order."""
+        if self._closed:
+            source.fail(RuntimeError(f"{self.tick} was given up on this server"))
+            source.release()
+            return []
+        if rank in self._sources or rank not in self.route.pairs:
+            raise AssertionError(f"{self.tick}: rank {rank} arrived twice or unasked")
+        self._sources[rank] = source
+        self._assemble(rank, source)
+        ready = [
+            index
+            for index in sorted(self._awaiting)
+            if self.route.parts[index].needs <= self._sources.keys()
+        ]
+        self._awaiting.difference_update(ready)
+        if not self._undone:
+            self._finish()
+        return ready
+
+    def forward_part(self, index: int) -> ForwardPart:
+        """The kernel's view of a ready part, forward."""
+        part = self.route.parts[index]
+        home = self._sources[part.q_source]
+        return ForwardPart(
+            q=home.inputs["q"],
+            k=self._keys(part.k_source, "k"),
+            v=self._keys(part.k_source, "v"),
+            o=home.outputs["o"],
+            lse=home.outputs["lse"],
+            tasks=part.tasks,
+        )
+
+    def backward_part(self, index: int) -> BackwardPart:
+        """The kernel's view of a ready part, backward; its dK and dV begin as zeros."""
+        part = self.route.parts[index]
+        home = self._sources[part.q_source]
+        shape, rows = self.shape, part.n_dk_rows
+        dk, dv = (
+            torch.zeros(
+                (rows, shape.num_heads_kv, head_dim), dtype=torch.float32, device=self.device
+            )
+            for head_dim in (shape.head_dim, shape.head_dim_v)
+        )
+        self._gradients[index] = (dk, dv)
+        return BackwardPart(
+            q=home.inputs["q"],
+            k=self._keys(part.k_source, "k"),
+            v=self._keys(part.k_source, "v"),
+            do=home.inputs["do"],
+            lse=home.inputs["lse"],
+            delta=home.inputs["delta"],
+            dq=home.outputs["dq"],
+            dk=dk,
+            dv=dv,
+            tasks=part.tasks,
+        )
+
+    def part_done(self, index: int) -> None:
+        """Notes that a part has run, and sends the replies that waited for it."""
+        self._undone.discard(index)
+        for rank in sorted(self._unreplied & self._sources.keys()):
+            if not self.route.parts_before_reply(rank, self.tick.phase) & self._undone:
+                self._reply(rank)
+        if not self._undone:
+            self._finish()
+
+    def give_up(self, error: BaseException) -> None:
+        """Ends the tick without results: every source that has arrived and got no reply is told."""
+        if not self._closed:
+            for rank in sorted(self._unreplied & self._sources.keys()):
+                self._sources[rank].fail(error)
+            self._close()
+
+    def _assemble(self, rank: int, source: Source) -> None:
+        copies = self.route.assembly[rank]
+        if not copies:
+            return
+        if not self._assembled:
+            shape, rows = self.shape, self.route.n_assembled_rows
+            for name, head_dim in (("k", shape.head_dim), ("v", shape.head_dim_v)):
+                self._assembled[name] = torch.empty(
+                    (rows, shape.num_heads_kv, head_dim),
+                    dtype=getattr(torch, shape.dtype),
+                    device=self.device,
+                )
+        for name, target in self._assembled.items():
+            for copy in copies:
+                _rows(target, copy.target_row, copy.length).copy_(
+                    _rows(source.inputs[name], copy.source_row, copy.length)
+                )
+
+    def _keys(self, k_source: int, name: str) -> torch.Tensor:
+        return (
+            self._assembled[name] if k_source == ASSEMBLED else self._sources[k_source].inputs[name]
+        )
+
+    def _reply(self, rank: int) -> None:
+        source = self._sources[rank]
+        if self.tick.phase is Phase.BACKWARD:
+            sums = self.route.dk_sums[rank]
+            for which, name in enumerate(("dk", "dv")):
+                terms = [(self._gradients[part][which], copy) for part, copy in sums]
+                _sum_rows(terms, source.outputs[name])
+        self._unreplied.discard(rank)
+        source.reply()
+
+    def _finish(self) -> None:
+        """Once nothing is left to run, a rank that gave only K/V owes nothing and is owed nothing
+        but its gradients; the tick closes when the last expected rank has arrived."""
+        if self._sources.keys() == self.route.pairs.keys():
+            for rank in sorted(self._unreplied):
+                self._reply(rank)
+            self._close()
+
+    def _close(self) -> None:
+        self._closed = True
+        for source in self._sources.values():
+            source.release()
+        self._sources.clear()
+        self._assembled.clear()
+        self._gradients.clear()
+        self.on_closed(self)
+
+
+def _rows(tensor: torch.Tensor, begin: int, length: int) -> torch.Tensor:
+    return tensor.narrow(0, begin, length)
+
+
+def _sum_rows(terms: list[tuple[torch.Tensor, RowCopy]], out: torch.Tensor) -> None:
+    """Writes the float32 sum of ``terms`` to ``out``, rounding once if ``out`` is narrower."""
+    if len(terms) == 1 and terms[0][1] == RowCopy(0, 0, out.shape[0]):
+        out.copy_(terms[0][0].narrow(0, 0, out.shape[0]))
+        return
+    total = out if out.dtype == torch.float32 else torch.empty_like(out, dtype=torch.float32)
+    total.zero_()
+    for gradient, copy in terms:
+        _rows(total, copy.target_row, copy.length).add_(
+            _rows(gradient, copy.source_row, copy.length)
+        )
+    if total is not out:
+        out.copy_(total)

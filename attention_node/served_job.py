@@ -1,0 +1,201 @@
+"""What a server knows of a job: its plans, and the ticks that its ranks are expected to send."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+
+from attention_node.open_tick import OpenTick
+from attention_node.tick_route import TickRoute, derive_tick_route
+from core_attention.ca_task import Phase
+from core_attention.message import MessageLayout, reply_layout, request_layout
+from core_attention.plan import Plan
+from core_attention.shape import AttentionShape
+from core_attention.tick import Tick, ticks_of_lane
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobDescription:
+    """What all members of a job agree on.
+
+    Attributes:
+        job_id: from the control plane.
+        token: what trainers show to servers.
+        n_ranks, n_layers, n_nano_batches: sizes of the job.
+        shape: heads, head dims and dtype.
+        scale: multiplies q.k before softmax.
+    """
+
+    job_id: str
+    token: bytes = field(repr=False)
+    n_ranks: int
+    n_layers: int
+    n_nano_batches: int
+    shape: AttentionShape
+    scale: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepBusy:
+    """Kernel seconds of one server in one step, per nano-batch."""
+
+    job_id: str
+    step: int
+    forward_seconds: tuple[float, ...]
+    backward_seconds: tuple[float, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class MessagePair:
+    """Sizes and sections of what one rank exchanges in a tick of one (nano-batch, phase)."""
+
+    request: MessageLayout
+    reply: MessageLayout
+
+
+class ServedStep:
+    """One planned step on one server: routes, open ticks, and what is still to come.
+
+    Args:
+        job: the job.
+        plan: the server's slice.
+        server_id: the server.
+        local_rank: the rank whose process the server shares, or None.
+        forward_only: whether there is no backward pass.
+        device: where tensors live.
+        lock: guards the open ticks.
+        on_finished: called once, when the last tick is over.
+    """
+
+    def __init__(
+        self,
+        job: JobDescription,
+        plan: Plan,
+        *,
+        server_id: str,
+        local_rank: int | None,
+        forward_only: bool,
+        device: torch.device,
+        lock: threading.RLock,
+        on_finished: Callable[[ServedStep], None],
+    ) -> None:
+        self.job = job
+        self.step = plan.step
+        self.forward_only = forward_only
+        self._device = device
+        self._lock = lock
+        self._on_finished = on_finished
+        self._open: dict[Tick, OpenTick] = {}
+        self._routes: dict[tuple[int, Phase], TickRoute] = {}
+        self._busy = {phase: [0.0] * job.n_nano_batches for phase in Phase}
+        server = plan.server_index(server_id)
+        phases = [Phase.FORWARD] if forward_only else list(Phase)
+        for nano_batch in range(job.n_nano_batches if server is not None else 0):
+            for phase in phases:
+                assert server is not None
+                route = derive_tick_route(plan, server, nano_batch, phase, local_rank)
+                if route.pairs:
+                    self._routes[nano_batch, phase] = route
+        self._ticks_left = len(self._routes) * job.n_layers
+
+    @cached_property
+    def messages(self) -> Mapping[tuple[int, int, Phase], MessagePair]:
+        """By (rank, nano-batch, phase): the layouts of what is exchanged."""
+        shape = self.job.shape
+        return {
+            (rank, nano_batch, phase): MessagePair(
+                request_layout(pair, shape, phase), reply_layout(pair, shape, phase)
+            )
+            for (nano_batch, phase), route in self._routes.items()
+            for rank, pair in route.pairs.items()
+        }
+
+    @property
+    def finished(self) -> bool:
+        return self._ticks_left == 0
+
+    @property
+    def open_ticks(self) -> list[OpenTick]:
+        with self._lock:
+            return list(self._open.values())
+
+    def has_rank(self, rank: int) -> bool:
+        """Whether ``rank`` exchanges anything with the server in this step."""
+        return any(pair_rank == rank for pair_rank, _, _ in self.messages)
+
+    def expected_ticks(self, rank: int, nano_batch: int) -> list[Tick]:
+        """The ticks of a nano-batch in which ``rank`` sends something, in order."""
+        lane = ticks_of_lane(
+            self.step, nano_batch, self.job.n_layers, backward=not self.forward_only
+        )
+        return [tick for tick in lane if (rank, nano_batch, tick.phase) in self.messages]
+
+    def open_tick(self, tick: Tick) -> OpenTick:
+        """The state of ``tick``, begun if need be."""
+        with self._lock:
+            if tick not in self._open:
+                self._open[tick] = OpenTick(
+                    tick=tick,
+                    route=self._routes[tick.nano_batch, tick.phase],
+                    shape=self.job.shape,
+                    scale=self.job.scale,
+                    device=self._device,
+                    on_closed=self._close_tick,
+                )
+            return self._open[tick]
+
+    def busy(self) -> StepBusy:
+        """Kernel seconds spent so far."""
+        return StepBusy(
+            job_id=self.job.job_id,
+            step=self.step,
+            forward_seconds=tuple(self._busy[Phase.FORWARD]),
+            backward_seconds=tuple(self._busy[Phase.BACKWARD]),
+        )
+
+    def _close_tick(self, open_tick: OpenTick) -> None:
+        tick = open_tick.tick
+        with self._lock:
+            self._open.pop(tick, None)
+            self._busy[tick.phase][tick.nano_batch] += open_tick.busy_seconds
+            self._ticks_left -= 1
+        if self.finished:
+            self._on_finished(self)
+
+
+@dataclass(eq=False)
+class ServedJob:
+    """A job on one server.
+
+    Attributes:
+        description: what its members agree on.
+        steps: planned and unfinished steps, by number.
+    """
+
+    description: JobDescription
+    steps: dict[int, ServedStep] = field(default_factory=dict)
+
+
+@dataclass(eq=False)
+class Lane:
+    """The ticks that one rank is still to send for one nano-batch, in order.
+
+    Attributes:
+        expected: ticks for which no receive is posted yet.
+        posted: receives that are posted and not complete.
+    """
+
+    expected: deque[tuple[ServedStep, Tick]] = field(default_factory=deque)
+    posted: int = 0
+
+    def extend(self, step: ServedStep, rank: int, nano_batch: int) -> None:
+        """Appends the ticks of ``step``."""
+        self.expected.extend((step, tick) for tick in step.expected_ticks(rank, nano_batch))

@@ -1,0 +1,333 @@
+"""The node's process: builds the parts, serves until it is told to stop, closes.
+
+A node ends in one of three ways: SIGTERM, SIGINT or an operator's drain let planned steps finish
+and exit with 0; losing the control plane raises :class:`attention_node.membership.MembershipLost`.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from concurrent import futures
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+
+import grpc
+import psutil
+import torch
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from prometheus_client import CollectorRegistry, start_http_server
+
+from attention_node.executor import Executor, KernelCall
+from attention_node.membership import Membership, MembershipLost
+from attention_node.metrics import NodeMetrics
+from attention_node.served_job import JobDescription, StepBusy
+from attention_node.tick_server import TickServer
+from core_attention.ca_task import MaskKind
+from core_attention.cost_model import CostProfile
+from core_attention.kernels.select import select_kernel
+from core_attention.profiling import load_or_measure
+from core_attention.shape import AttentionShape
+from data_plane.buffer_pool import BufferPool, device_allocator
+from data_plane.metrics import DataPlaneMetrics
+from data_plane.transport import Address
+from data_plane.ucxx_settings import UcxxSettings
+from data_plane.ucxx_transport import UcxxTransport
+from distca import __version__, rpc
+from distca.codec import plan_from_proto, profile_to_proto, shape_from_proto
+from distca.v1 import jobs_pb2, membership_pb2
+
+logger = logging.getLogger(__name__)
+
+SWITCH_INTERVAL_SECONDS = 2e-4
+"""Python's default of 5 ms between threads would add up to 10 ms to a tick behind a busy thread."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeSettings:
+    """How an attention node runs.
+
+    Attributes:
+        control_plane: ``host:port`` of the control plane.
+        server_id: name in plans; unique in the control plane.
+        profile_shapes: shapes to measure at start; the planner needs one that fits the job, or one
+            to scale from.
+        device: ``"cpu"`` or ``"cuda:<index>"``.
+        data_host: address of this machine that trainers reach.
+        data_port: port of the data plane; 0 takes any free one.
+        health_port: port of grpc.health.v1; 0 takes any free one.
+        metrics_port: port of ``/metrics``; 0 takes any free one.
+        one_host: all trainers are on this machine, so shared memory may be used.
+        capacity_rows: q plus k/v rows the node can hold in one tick; 0 is without limit.
+        buffer_limit_bytes: memory for messages; 0 is without limit.
+        profile_dir: where cost profiles are cached.
+        connect_seconds: how long to wait for the control plane at start.
+        drain_seconds: how long planned steps may take to finish when the node is told to stop.
+        reply_timeout_seconds: how long a trainer may take to accept a reply.
+        address_file: where to write the bound addresses as JSON, or None.
+        ca_file, certificate_file, key_file: TLS to the control plane; see ``distca.rpc``.
+    """
+
+    control_plane: str
+    server_id: str = field(default_factory=lambda: f"{socket.gethostname()}-{os.getpid()}")
+    profile_shapes: tuple[AttentionShape, ...]
+    device: str = "cpu"
+    data_host: str = field(default_factory=lambda: socket.gethostbyname(socket.gethostname()))
+    data_port: int = 0
+    health_port: int = 0
+    metrics_port: int = 0
+    one_host: bool = False
+    capacity_rows: int = 0
+    buffer_limit_bytes: int = 0
+    profile_dir: Path = Path.home() / ".cache" / "distca"
+    connect_seconds: float = 30.0
+    drain_seconds: float = 30.0
+    reply_timeout_seconds: float = 120.0
+    address_file: Path | None = None
+    ca_file: Path | None = None
+    certificate_file: Path | None = None
+    key_file: Path | None = None
+
+    def __post_init__(self) -> None:
+        if not self.profile_shapes:
+            raise ValueError("profile_shapes is empty; give the shape of at least one model")
+        for setting in fields(self):
+            value = getattr(self, setting.name)
+            if setting.name.endswith("_seconds") and not (math.isfinite(value) and value > 0):
+                raise ValueError(f"{setting.name} is {value}; it must be a positive number")
+            if setting.name.endswith("_port") and not 0 <= value < 2**16:
+                raise ValueError(f"{setting.name} is {value}; it must be 0 to 65535")
+        for name in ("capacity_rows", "buffer_limit_bytes"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be 0 or more")
+
+
+def run(settings: NodeSettings) -> None:
+    """Serves until SIGTERM, SIGINT, a drain, or the loss of the control plane.
+
+    Raises:
+        MembershipLost: the control plane is gone, or took the lease away.
+        distca.rpc.RpcError: the control plane cannot be reached, or refuses the registration.
+        TransportError, OSError: a port is in use.
+        ValueError: no kernel runs a shape on the device.
+    """
+    sys.setswitchinterval(SWITCH_INTERVAL_SECONDS)
+    node = AttentionNode(settings)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: node.stop())
+    try:
+        node.start()
+        node.wait()
+    finally:
+        node.close()
+
+
+class AttentionNode:
+    """A pool server: executor, data plane, health, metrics and membership."""
+
+    def __init__(self, settings: NodeSettings) -> None:
+        self._settings = settings
+        self._stopping = threading.Event()
+        self._lost: MembershipLost | None = None
+        self._busy_seconds = 0.0
+        self._beat_at = (time.monotonic(), 0.0)
+        device = torch.device(settings.device)
+        kernel = select_kernel(device)
+        self._profiles = [
+            self._measure(kernel_shape, device) for kernel_shape in settings.profile_shapes
+        ]
+        registry = CollectorRegistry()
+        self._metrics = NodeMetrics(registry)
+        data_metrics = DataPlaneMetrics(registry)
+        self._pool = BufferPool(
+            device_allocator(device), limit_bytes=settings.buffer_limit_bytes or None
+        )
+        data_metrics.watch_pool("messages", self._pool)
+        self._executor = Executor(kernel, device, on_call=self._kernel_called)
+        self._ticks = TickServer(
+            settings.server_id,
+            self._executor,
+            self._pool,
+            reply_deadline_seconds=settings.reply_timeout_seconds,
+            on_step_finished=self._step_finished,
+        )
+        self._metrics.watch(
+            queued_parts=lambda: self._executor.queued_parts,
+            open_ticks=lambda: self._ticks.open_ticks,
+        )
+        self._transport = UcxxTransport(
+            UcxxSettings(device=settings.device, one_host=settings.one_host), data_metrics
+        )
+        self._registry = registry
+        self._membership: Membership | None = None
+        self._health = health.HealthServicer()
+        self._grpc = grpc.server(
+            futures.ThreadPoolExecutor(max_workers=4), options=[("grpc.so_reuseport", 0)]
+        )
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._grpc)
+
+    def start(self) -> None:
+        """Listens, then registers: nobody hears of a server that cannot be reached."""
+        settings = self._settings
+        data_address = self._transport.listen(
+            settings.data_host, settings.data_port, self._ticks.accept
+        )
+        health_address = Address(settings.data_host, self._start_health())
+        http_server, _ = start_http_server(
+            settings.metrics_port, settings.data_host, registry=self._registry
+        )
+        self._membership = Membership(
+            rpc.RpcSettings(
+                address=settings.control_plane,
+                connect_seconds=settings.connect_seconds,
+                ca_file=settings.ca_file,
+                certificate_file=settings.certificate_file,
+                key_file=settings.key_file,
+            ),
+            self._describe(data_address),
+            load=self._load,
+            on_event=self._handle,
+            on_drain=self.stop,
+            on_lost=self._lose,
+        )
+        self._membership.join()
+        self._health.set("", health_pb2.HealthCheckResponse.SERVING)
+        self._write_addresses(
+            {
+                "server_id": settings.server_id,
+                "data": str(data_address),
+                "health": str(health_address),
+                "metrics": str(Address(settings.data_host, http_server.server_port)),
+            }
+        )
+
+    def stop(self) -> None:
+        """Makes :meth:`wait` return once planned steps are done; safe in a signal handler."""
+        self._stopping.set()
+
+    def wait(self) -> None:
+        """Blocks until the node is to end, then lets planned steps finish.
+
+        Raises:
+            MembershipLost: the control plane is gone, or took the lease away.
+        """
+        while not self._stopping.wait(1.0):
+            pass
+        if self._lost is not None:
+            raise self._lost
+        self._health.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
+        deadline = time.monotonic() + self._settings.drain_seconds
+        while not self._ticks.idle and time.monotonic() < deadline:
+            time.sleep(0.05)
+        logger.info("drained" if self._ticks.idle else "drain_seconds passed with steps unfinished")
+
+    def close(self) -> None:
+        """Leaves the pool and ends everything. Idempotent."""
+        self._health.enter_graceful_shutdown()
+        if self._membership is not None:
+            self._membership.leave()
+        self._ticks.close()
+        self._executor.close()
+        self._transport.close()
+        self._grpc.stop(grace=1.0).wait(2.0)
+
+    def _measure(self, shape: AttentionShape, device: torch.device) -> CostProfile:
+        kernel = select_kernel(device)
+        kernel.check(shape, MaskKind.CAUSAL)
+        return load_or_measure(self._settings.profile_dir, kernel, shape, device)
+
+    def _start_health(self) -> int:
+        address = f"{self._settings.data_host}:{self._settings.health_port}"
+        self._health.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
+        try:
+            port: int = self._grpc.add_insecure_port(address)
+        except RuntimeError as error:
+            raise OSError(
+                f"health_port {self._settings.health_port} on {self._settings.data_host} is in "
+                "use; choose another, or 0 for any free one"
+            ) from error
+        self._grpc.start()
+        return port
+
+    def _describe(self, data_address: Address) -> membership_pb2.ServerDescription:
+        return membership_pb2.ServerDescription(
+            server_id=self._settings.server_id,
+            data_address=str(data_address),
+            host=socket.gethostname(),
+            device=self._profiles[0].device,
+            memory_bytes=_memory_bytes(torch.device(self._settings.device)),
+            capacity_rows=self._settings.capacity_rows,
+            profiles=[profile_to_proto(profile) for profile in self._profiles],
+            version=__version__,
+        )
+
+    def _load(self) -> membership_pb2.ServerLoad:
+        now, busy = time.monotonic(), self._busy_seconds
+        then, busy_then = self._beat_at
+        self._beat_at = (now, busy)
+        return membership_pb2.ServerLoad(
+            queued_tasks=self._executor.queued_parts,
+            open_ticks=self._ticks.open_ticks,
+            busy_ratio=min((busy - busy_then) / max(now - then, 1e-9), 1.0),
+            buffer_bytes=self._pool.stats().in_use_bytes,
+        )
+
+    def _handle(self, event: jobs_pb2.PlanEvent) -> None:
+        match event.WhichOneof("event"):
+            case "job_opened":
+                self._ticks.open_job(_job_description(event.job_opened))
+            case "step_planned":
+                planned = event.step_planned
+                self._ticks.add_plan(
+                    planned.plan.job_id,
+                    plan_from_proto(planned.plan),
+                    forward_only=planned.forward_only,
+                )
+            case "job_closed":
+                self._ticks.close_job(event.job_closed.job_id, event.job_closed.error)
+
+    def _kernel_called(self, call: KernelCall) -> None:
+        self._busy_seconds += call.seconds
+        self._metrics.kernel_called(call)
+
+    def _step_finished(self, busy: StepBusy) -> None:
+        self._metrics.step_finished()
+        if self._membership is not None:
+            self._membership.report(busy)
+
+    def _lose(self, error: MembershipLost) -> None:
+        self._lost = error
+        self._stopping.set()
+
+    def _write_addresses(self, addresses: dict[str, str]) -> None:
+        path = self._settings.address_file
+        logger.info("serving: %s", addresses)
+        if path is not None:
+            partial = path.with_name(path.name + ".partial")
+            partial.write_text(json.dumps(addresses))
+            partial.replace(path)
+
+
+def _job_description(opened: jobs_pb2.JobOpened) -> JobDescription:
+    return JobDescription(
+        job_id=opened.job_id,
+        token=opened.token,
+        n_ranks=opened.spec.n_ranks,
+        n_layers=opened.spec.n_layers,
+        n_nano_batches=opened.spec.n_nano_batches,
+        shape=shape_from_proto(opened.spec.shape),
+        scale=opened.spec.softmax_scale,
+    )
+
+
+def _memory_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    return int(psutil.virtual_memory().total)

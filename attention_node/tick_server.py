@@ -1,0 +1,377 @@
+"""Serves ticks: posts receives ahead of the data, hands messages to the executor, sends replies.
+
+The same class serves a pool node and a trainer's in-place server. It is driven by three kinds of
+threads, none of which it blocks: the transport's (accept, message done), the executor's (reply,
+release), and whoever brings plans. One lock guards the bookkeeping; no callback is made under it.
+"""
+
+from __future__ import annotations
+
+import hmac
+import logging
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from google.protobuf.message import DecodeError
+
+from attention_node.executor import Executor
+from attention_node.open_tick import OpenTick, Source
+from attention_node.served_job import JobDescription, Lane, ServedJob, ServedStep, StepBusy
+from core_attention.message_views import message_views
+from core_attention.plan import Plan
+from core_attention.tick import Tick
+from data_plane.buffer_pool import BufferPool, PooledBuffer
+from data_plane.transport import Connection, Transfer, TransferState, TransportError
+from distca.v1 import data_plane_pb2
+
+logger = logging.getLogger(__name__)
+
+PROTOCOL_VERSION = 1
+
+RECEIVES_AHEAD = 2
+"""Receives posted ahead in each lane: one for the tick in flight, one for the next."""
+
+LANE_DEADLINE_SECONDS = 24 * 3600.0
+"""A posted receive waits for as long as its trainer computes, evaluates or saves. When the trainer
+dies, its connection ends it; when it hangs, its lease: the control plane closes the job."""
+
+
+@dataclass(eq=False)
+class _RankConnection:
+    """A trainer rank that is connected, and the lanes of its ticks."""
+
+    job: ServedJob
+    rank: int
+    connection: Connection
+    first_step: int
+    lanes: list[Lane] = field(default_factory=list)
+
+
+class TickServer:
+    """Receives requests, runs them on the executor, sends replies.
+
+    Args:
+        server_id: the server's name in plans.
+        executor: runs the tasks.
+        pool: buffers for messages.
+        local_rank: the rank whose process this is, or None.
+        reply_deadline_seconds: a reply that a trainer does not take for so long fails its
+            connection.
+        on_step_finished: called with the busy seconds of each finished step.
+    """
+
+    def __init__(
+        self,
+        server_id: str,
+        executor: Executor,
+        pool: BufferPool,
+        *,
+        local_rank: int | None = None,
+        reply_deadline_seconds: float = 120.0,
+        on_step_finished: Callable[[StepBusy], None] = lambda busy: None,
+    ) -> None:
+        self.server_id = server_id
+        self._executor = executor
+        self._pool = pool
+        self._local_rank = local_rank
+        self._reply_deadline_seconds = reply_deadline_seconds
+        self._on_step_finished = on_step_finished
+        self._lock = threading.RLock()
+        self._jobs: dict[str, ServedJob] = {}
+        self._connections: list[_RankConnection] = []
+
+    @property
+    def open_ticks(self) -> int:
+        """Ticks of which some messages have arrived."""
+        with self._lock:
+            return sum(
+                len(step.open_ticks) for job in self._jobs.values() for step in job.steps.values()
+            )
+
+    @property
+    def idle(self) -> bool:
+        """Whether no planned step is unfinished."""
+        with self._lock:
+            return not any(job.steps for job in self._jobs.values())
+
+    def open_job(self, description: JobDescription) -> None:
+        """Admits a job; its trainers may connect from now on."""
+        with self._lock:
+            self._jobs.setdefault(description.job_id, ServedJob(description))
+        logger.info("job %s opened", description.job_id)
+
+    def add_plan(self, job_id: str, plan: Plan, *, forward_only: bool) -> None:
+        """Takes in the plan of a step, and posts receives for it where nothing comes before.
+
+        Raises:
+            KeyError: no such job is open.
+        """
+        job = self._jobs[job_id]
+        step = ServedStep(
+            job.description,
+            plan,
+            server_id=self.server_id,
+            local_rank=self._local_rank,
+            forward_only=forward_only,
+            device=self._executor.device,
+            lock=self._lock,
+            on_finished=self._finish_step,
+        )
+        if step.finished:
+            return
+        with self._lock:
+            job.steps[step.step] = step
+            connected = [c for c in self._connections if c.job is job]
+            for connection in connected:
+                self._extend(connection, step)
+        for connection in connected:
+            self._post(connection)
+
+    def close_job(self, job_id: str, reason: str) -> None:
+        """Forgets a job: its connections are closed and its open ticks given up."""
+        with self._lock:
+            job = self._jobs.pop(job_id, None)
+            if job is None:
+                return
+            connected = [c for c in self._connections if c.job is job]
+            self._connections = [c for c in self._connections if c.job is not job]
+            open_ticks = [tick for step in job.steps.values() for tick in step.open_ticks]
+        logger.info("job %s closed: %s", job_id, reason or "finished")
+        for connected_rank in connected:
+            connected_rank.connection.close(f"job {job_id} was closed: {reason or 'finished'}")
+        for tick in open_ticks:
+            self._executor.give_up(tick, RuntimeError(f"job {job_id} was closed: {reason}"))
+
+    def accept(self, hello: bytes, connection: Connection) -> bytes:
+        """The transport's accept callback: admits a rank of an open job.
+
+        Raises:
+            ValueError: the hello is malformed, of another version, for another server or an
+                unknown job, shows a wrong token, or names a rank that the job does not have.
+        """
+        message = _parse_hello(hello)
+        with self._lock:
+            job = self._check_hello(message)
+            rank_connection = _RankConnection(job, message.rank, connection, message.first_step)
+            rank_connection.lanes = [Lane() for _ in range(job.description.n_nano_batches)]
+            self._connections.append(rank_connection)
+            dropped = self._drop_abandoned(job, message.rank, message.first_step)
+            for number in sorted(job.steps):
+                self._extend(rank_connection, job.steps[number])
+        self._give_up(dropped)
+        connection.add_closed_callback(lambda error: self._forget(rank_connection, error))
+        self._post(rank_connection)
+        logger.info("job %s: rank %d connected (%s)", message.job_id, message.rank, connection.peer)
+        welcome = data_plane_pb2.Welcome(
+            server_id=self.server_id,
+            device=str(self._executor.device),
+            kernel=self._executor.kernel.name,
+        )
+        return bytes(welcome.SerializeToString())
+
+    def submit_local(
+        self,
+        job_id: str,
+        tick: Tick,
+        inputs: Mapping[str, torch.Tensor],
+        outputs: Mapping[str, torch.Tensor],
+    ) -> LocalReply:
+        """Runs the local rank's side of a tick on its own tensors, without copies.
+
+        Args:
+            job_id: the job.
+            tick: which exchange; its plan must have been added.
+            inputs, outputs: as :class:`attention_node.open_tick.Source`, by packed row.
+
+        Returns:
+            What to wait for.
+        """
+        assert self._local_rank is not None
+        reply = LocalReply(tick)
+        source = Source(
+            inputs=inputs,
+            outputs=outputs,
+            reply=reply.set_done,
+            release=lambda: None,
+            fail=reply.set_failed,
+        )
+        with self._lock:
+            open_tick = self._jobs[job_id].steps[tick.step].open_tick(tick)
+        self._executor.arrive(open_tick, self._local_rank, source)
+        return reply
+
+    def abandon(self, job_id: str, rank: int, first_step: int) -> None:
+        """Forgets unfinished steps before ``first_step`` in which the local ``rank`` takes part:
+        it will not run them to their end."""
+        with self._lock:
+            job = self._jobs.get(job_id)
+            dropped = self._drop_abandoned(job, rank, first_step) if job else []
+        self._give_up(dropped)
+
+    def close(self) -> None:
+        """Closes every job."""
+        for job_id in list(self._jobs):
+            self.close_job(job_id, "the server is shutting down")
+
+    def _check_hello(self, message: data_plane_pb2.Hello) -> ServedJob:
+        if message.version != PROTOCOL_VERSION:
+            raise ValueError(
+                f"protocol version {message.version}; this server speaks {PROTOCOL_VERSION}: run "
+                "the same release of distca everywhere"
+            )
+        if message.server_id != self.server_id:
+            raise ValueError(
+                f"this is server {self.server_id!r}, not {message.server_id!r}: does another "
+                "server advertise this address?"
+            )
+        job = self._jobs.get(message.job_id)
+        if job is None:
+            raise ValueError(f"unknown job {message.job_id!r}")
+        if not hmac.compare_digest(job.description.token, message.token):
+            raise ValueError(f"wrong token for job {message.job_id!r}")
+        if message.rank >= job.description.n_ranks:
+            raise ValueError(
+                f"rank {message.rank} of job {message.job_id!r}; it has "
+                f"{job.description.n_ranks} ranks"
+            )
+        return job
+
+    def _drop_abandoned(self, job: ServedJob, rank: int, first_step: int) -> list[OpenTick]:
+        """Forgets the unfinished steps that ``rank`` takes part in and will not go on with;
+        returns their open ticks."""
+        dropped = []
+        for number, step in list(job.steps.items()):
+            if number < first_step and step.has_rank(rank):
+                dropped.extend(job.steps.pop(number).open_ticks)
+        return dropped
+
+    def _give_up(self, dropped: list[OpenTick]) -> None:
+        for tick in dropped:
+            self._executor.give_up(tick, RuntimeError("a rank began again with a later step"))
+
+    def _extend(self, connection: _RankConnection, step: ServedStep) -> None:
+        if step.step >= connection.first_step:
+            for nano_batch, lane in enumerate(connection.lanes):
+                lane.extend(step, connection.rank, nano_batch)
+
+    def _post(self, connection: _RankConnection) -> None:
+        """Posts receives until every lane has enough of them."""
+        for lane in connection.lanes:
+            while True:
+                with self._lock:
+                    if lane.posted >= RECEIVES_AHEAD or not lane.expected:
+                        break
+                    step, tick = lane.expected.popleft()
+                    lane.posted += 1
+                self._offer(connection, lane, step, tick)
+
+    def _offer(self, connection: _RankConnection, lane: Lane, step: ServedStep, tick: Tick) -> None:
+        layout = step.messages[connection.rank, tick.nano_batch, tick.phase].request
+        buffer = self._pool.acquire(layout.nbytes)
+        transfer = connection.connection.offer(tick.tag(reply=False), buffer, LANE_DEADLINE_SECONDS)
+        transfer.add_done_callback(
+            lambda done: self._received(connection, lane, step, tick, buffer, done)
+        )
+
+    def _received(
+        self,
+        connection: _RankConnection,
+        lane: Lane,
+        step: ServedStep,
+        tick: Tick,
+        buffer: PooledBuffer,
+        transfer: Transfer,
+    ) -> None:
+        if transfer.state is not TransferState.DONE:
+            buffer.release()
+            return
+        source = self._remote_source(connection, step, tick, buffer)
+        with self._lock:
+            lane.posted -= 1
+            open_tick = step.open_tick(tick)
+        self._executor.arrive(open_tick, connection.rank, source)
+        self._post(connection)
+
+    def _remote_source(
+        self, connection: _RankConnection, step: ServedStep, tick: Tick, request: PooledBuffer
+    ) -> Source:
+        messages = step.messages[connection.rank, tick.nano_batch, tick.phase]
+        reply = self._pool.acquire(messages.reply.nbytes)
+
+        def send_reply() -> None:
+            if messages.reply.nbytes:
+                connection.connection.put(tick.tag(reply=True), reply, self._reply_deadline_seconds)
+
+        def release() -> None:
+            request.release()
+            reply.release()
+
+        def fail(error: BaseException) -> None:
+            connection.connection.close(f"{tick} failed on server {self.server_id}: {error}")
+
+        return Source(
+            inputs=message_views(request.tensor, messages.request),
+            outputs=message_views(reply.tensor, messages.reply),
+            reply=send_reply,
+            release=release,
+            fail=fail,
+        )
+
+    def _finish_step(self, step: ServedStep) -> None:
+        """Runs on the executor's thread when the last tick of a step is over."""
+        with self._lock:
+            job = self._jobs.get(step.job.job_id)
+            if job is None or job.steps.get(step.step) is not step:
+                return
+            del job.steps[step.step]
+        self._on_step_finished(step.busy())
+
+    def _forget(self, connection: _RankConnection, error: TransportError | None) -> None:
+        with self._lock:
+            if connection not in self._connections:
+                return
+            self._connections.remove(connection)
+        logger.log(
+            logging.WARNING if error else logging.INFO,
+            "job %s: rank %d disconnected%s",
+            connection.job.description.job_id,
+            connection.rank,
+            f": {error}" if error else "",
+        )
+
+
+class LocalReply:
+    """The end of the local rank's side of a tick."""
+
+    def __init__(self, tick: Tick) -> None:
+        self.tick = tick
+        self._ended = threading.Event()
+        self._error: BaseException | None = None
+
+    def set_done(self) -> None:
+        self._ended.set()
+
+    def set_failed(self, error: BaseException) -> None:
+        self._error = error
+        self._ended.set()
+
+    def wait(self, timeout_seconds: float) -> bool:
+        """Waits for the outputs; False if ``timeout_seconds`` passed before.
+
+        Raises:
+            RuntimeError: the tick was given up; the cause is chained.
+        """
+        if not self._ended.wait(timeout_seconds):
+            return False
+        if self._error is not None:
+            raise RuntimeError(f"{self.tick} failed in-place: {self._error}") from self._error
+        return True
+
+
+def _parse_hello(hello: bytes) -> data_plane_pb2.Hello:
+    try:
+        return data_plane_pb2.Hello.FromString(hello)
+    except DecodeError as error:
+        raise ValueError("the hello is no distca.v1.Hello message") from error

@@ -1,0 +1,140 @@
+"""A cluster of real processes on loopback, for tests: a control plane and attention nodes."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+START_SECONDS = 60.0
+"""Importing torch in several processes at once takes many seconds on two busy cores."""
+
+_NODE = """
+import sys
+from pathlib import Path
+from attention_node.server import NodeSettings, run
+from core_attention.shape import AttentionShape
+run(NodeSettings(control_plane={control_plane!r}, server_id={server_id!r}, data_host="127.0.0.1",
+    one_host=True, address_file=Path({address_file!r}), profile_dir=Path({profile_dir!r}),
+    profile_shapes=(AttentionShape(num_heads=4, num_heads_kv=2, head_dim=16, head_dim_v=16,
+                                   dtype="float32"),)))
+"""
+
+_CONTROL_PLANE = """
+from pathlib import Path
+from control_plane.server import run
+from control_plane.settings import ControlPlaneSettings, CoordinatorSettings
+run(ControlPlaneSettings(listen_address="127.0.0.1:0", metrics_address="127.0.0.1:0",
+    address_file=Path({address_file!r}),
+    coordinator=CoordinatorSettings(lease_seconds={lease_seconds!r})))
+"""
+
+
+@dataclass
+class Process:
+    """A child process, its addresses and its log."""
+
+    name: str
+    popen: subprocess.Popen[bytes]
+    log: Path
+    addresses: dict[str, str] = field(default_factory=dict)
+
+    def kill(self) -> None:
+        """Ends it as ``kill -9`` does."""
+        self.popen.kill()
+        self.popen.wait(10)
+
+    def terminate(self, timeout_seconds: float = 20.0) -> int:
+        """Asks it to end; returns its exit code."""
+        self.popen.terminate()
+        return self.popen.wait(timeout_seconds)
+
+
+class Cluster:
+    """Starts processes in ``folder`` and ends them all."""
+
+    def __init__(self, folder: Path, *, lease_seconds: float = 15.0) -> None:
+        self.folder = folder
+        self._lease_seconds = lease_seconds
+        self.processes: list[Process] = []
+        self.control_plane = self._start(
+            "control-plane", _CONTROL_PLANE, lease_seconds=lease_seconds
+        )
+        self.address = self.control_plane.addresses["grpc"]
+
+    def start_node(self, server_id: str) -> Process:
+        """A pool server of this name, once it is registered."""
+        return self.start_nodes([server_id])[0]
+
+    def start_nodes(self, server_ids: list[str]) -> list[Process]:
+        """Several pool servers, started side by side."""
+        started = [
+            self._spawn(
+                server_id,
+                _NODE,
+                control_plane=self.address,
+                server_id=server_id,
+                profile_dir=str(self.folder),
+            )
+            for server_id in server_ids
+        ]
+        return [self._await(process) for process in started]
+
+    def close(self) -> None:
+        """Ends every process that still runs, nodes first."""
+        for process in reversed(self.processes):
+            if process.popen.poll() is None:
+                process.popen.send_signal(signal.SIGCONT)
+                process.popen.terminate()
+        for process in reversed(self.processes):
+            try:
+                process.popen.wait(15)
+            except subprocess.TimeoutExpired:
+                process.kill()
+
+    def _start(self, name: str, code: str, **values: object) -> Process:
+        return self._await(self._spawn(name, code, **values))
+
+    def _spawn(self, name: str, code: str, **values: object) -> Process:
+        address_file = self.folder / f"{name}.json"
+        address_file.unlink(missing_ok=True)
+        log = self.folder / f"{name}.log"
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        with log.open("wb") as output:
+            popen = subprocess.Popen(
+                [sys.executable, "-c", code.format(address_file=str(address_file), **values)],
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=environment,
+            )
+        process = Process(name, popen, log)
+        self.processes.append(process)
+        return process
+
+    def _await(self, process: Process) -> Process:
+        address_file = self.folder / f"{process.name}.json"
+        deadline = time.monotonic() + START_SECONDS
+        while not address_file.exists():
+            if process.popen.poll() is not None or time.monotonic() > deadline:
+                raise RuntimeError(f"{process.name} did not start:\n{process.log.read_text()}")
+            time.sleep(0.05)
+        process.addresses = json.loads(address_file.read_text())
+        return process
+
+
+@contextlib.contextmanager
+def cluster(folder: Path, n_nodes: int, *, lease_seconds: float = 15.0) -> Iterator[Cluster]:
+    """A control plane and ``n_nodes`` pool servers, ``node-0`` and up."""
+    running = Cluster(folder, lease_seconds=lease_seconds)
+    try:
+        running.start_nodes([f"node-{index}" for index in range(n_nodes)])
+        yield running
+    finally:
+        running.close()

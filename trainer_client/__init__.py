@@ -1,0 +1,21 @@
+"""The trainer's side: sessions, the autograd operation, ping-pong, integrations."""
+
+from trainer_client.errors import CoreAttentionFailed, PlanNotReady, SessionClosed, SessionError
+from trainer_client.operation import core_attention
+from trainer_client.options import SessionOptions
+from trainer_client.ping_pong import PingPong
+from trainer_client.running_step import StepReport, TraceEvent
+from trainer_client.session import Session
+
+__all__ = [
+    "CoreAttentionFailed",
+    "PingPong",
+    "PlanNotReady",
+    "Session",
+    "SessionClosed",
+    "SessionError",
+    "SessionOptions",
+    "StepReport",
+    "TraceEvent",
+    "core_attention",
+]

@@ -1,0 +1,58 @@
+"""The in-place server: a trainer's own attention server, in its process and on its device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from attention_node.executor import Executor, KernelCall
+from attention_node.served_job import StepBusy
+from attention_node.tick_server import TickServer
+from core_attention.ca_task import MaskKind
+from core_attention.cost_model import CostProfile
+from core_attention.kernels.select import select_kernel
+from core_attention.profiling import load_or_measure
+from core_attention.shape import AttentionShape
+from data_plane.buffer_pool import BufferPool
+
+
+class InPlaceServer:
+    """An executor and a tick server for one rank.
+
+    Args:
+        server_id: its name in plans.
+        rank: the rank whose process it shares.
+        shape: of the job's core attention.
+        device: of the trainer.
+        pool: message buffers.
+        profile_dir: where the cost profile is cached.
+        on_call: called after each kernel call.
+        on_step_finished: called with each finished step's busy seconds.
+    """
+
+    def __init__(
+        self,
+        server_id: str,
+        rank: int,
+        shape: AttentionShape,
+        device: torch.device,
+        pool: BufferPool,
+        *,
+        profile_dir: Path,
+        on_call: Callable[[KernelCall], None],
+        on_step_finished: Callable[[StepBusy], None],
+    ) -> None:
+        kernel = select_kernel(device)
+        kernel.check(shape, MaskKind.CAUSAL)
+        self.profile: CostProfile = load_or_measure(profile_dir, kernel, shape, device)
+        self._executor = Executor(kernel, device, on_call=on_call)
+        self.ticks = TickServer(
+            server_id, self._executor, pool, local_rank=rank, on_step_finished=on_step_finished
+        )
+
+    def close(self) -> None:
+        """Ends every job and the executor's thread."""
+        self.ticks.close()
+        self._executor.close()

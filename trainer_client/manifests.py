@@ -1,0 +1,81 @@
+"""Manifests from what data collators hand out: position ids or cumulative lengths."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from core_attention.errors import ManifestError
+from core_attention.manifest import RankManifest
+
+
+def manifest_from_position_ids(
+    step: int, rank: int, nano_batches: Sequence[torch.Tensor]
+) -> RankManifest:
+    """The manifest of packed documents whose position ids restart at 0.
+
+    Documents that span ranks cannot be told from position ids: build a
+    :class:`~core_attention.manifest.RankManifest` of segments for those.
+
+    Args:
+        step: the training step.
+        rank: this rank.
+        nano_batches: for each nano-batch, ``[rows]`` or ``[1, rows]`` integer position ids.
+
+    Raises:
+        ManifestError: ids are 3-D or batched, do not begin at 0, or do not count up by one.
+    """
+    return RankManifest.from_lengths(step, rank, [_lengths(ids) for ids in nano_batches])
+
+
+def manifest_from_cu_seqlens(
+    step: int, rank: int, nano_batches: Sequence[torch.Tensor]
+) -> RankManifest:
+    """The manifest of packed documents given by cumulative lengths.
+
+    Args:
+        step: the training step.
+        rank: this rank.
+        nano_batches: for each nano-batch, ``[documents + 1]`` integers from 0 up, as
+            ``cu_seq_lens_q``.
+
+    Raises:
+        ManifestError: they are not one-dimensional or do not begin at 0. (An empty document is
+            found when the step is planned.)
+    """
+    lengths = []
+    for cumulative in nano_batches:
+        if cumulative.dim() != 1 or cumulative.numel() < 1 or int(cumulative[0]) != 0:
+            raise ManifestError(
+                f"cu_seq_lens must be one-dimensional and begin with 0, got shape "
+                f"{tuple(cumulative.shape)}"
+            )
+        lengths.append(cumulative.diff().tolist())
+    return RankManifest.from_lengths(step, rank, lengths)
+
+
+def _lengths(position_ids: torch.Tensor) -> list[int]:
+    if position_ids.dim() == 2 and position_ids.shape[0] == 1:
+        position_ids = position_ids[0]
+    if position_ids.dim() != 1:
+        raise ManifestError(
+            f"position ids have shape {tuple(position_ids.shape)}; give [rows] or [1, rows]: pack "
+            "documents into one row (3-D multimodal ids are not supported)"
+        )
+    starts = (position_ids == 0).nonzero().flatten()
+    if position_ids.numel() and (not starts.numel() or int(starts[0]) != 0):
+        raise ManifestError(
+            f"position ids begin with {int(position_ids[0])}; every document begins at 0: for a "
+            "document that continues from another rank, build its segments yourself"
+        )
+    ends = torch.cat([starts[1:], starts.new_tensor([position_ids.numel()])])
+    lengths = ends - starts
+    expected = torch.arange(position_ids.numel()) - starts.cpu().repeat_interleave(lengths.cpu())
+    if not torch.equal(position_ids.cpu(), expected):
+        at = int((position_ids.cpu() != expected).nonzero()[0])
+        raise ManifestError(
+            f"position ids jump to {int(position_ids[at])} at row {at}, where {int(expected[at])} "
+            "comes next; they count up by one from 0 in every document"
+        )
+    return [int(length) for length in lengths]

@@ -1,0 +1,107 @@
+"""Options of a session."""
+
+from __future__ import annotations
+
+import math
+import socket
+from dataclasses import dataclass, field, fields
+from enum import StrEnum
+from pathlib import Path
+
+from core_attention.shape import AttentionShape
+from core_attention.tick import MAX_LAYERS, MAX_NANO_BATCHES
+
+
+class Placement(StrEnum):
+    """Which servers run a job's CA-tasks."""
+
+    POOL = "pool"
+    IN_PLACE = "in-place"
+    MIXED = "mixed"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SessionOptions:
+    """What a rank must know to join a job.
+
+    Attributes:
+        control_plane: ``host:port`` of the control plane.
+        job: name of the job; the same on every rank, and unique among the jobs that run.
+        rank: this data-parallel rank.
+        n_ranks: ranks of the job.
+        n_layers: core-attention calls in one forward of the model.
+        n_nano_batches: nano-batches of a step; 2 for ping-pong.
+        shape: heads, head dims and dtype of the model's core attention.
+        placement: pool servers, the ranks' own in-place servers, or both.
+        tolerance: eps, by which the busiest server may exceed the mean load.
+        planner: name of the planner; empty for the control plane's default.
+        min_forward_tokens, min_backward_tokens: shortest piece that a document is cut into; 0 for
+            the default.
+        softmax_scale: multiplies q.k before the softmax; None is 1 / sqrt(head_dim).
+        device: where the model's tensors are, for example ``"cpu"`` or ``"cuda:0"``.
+        data_host: address of this machine that other ranks reach; used by in-place servers.
+        data_port: port of the in-place server; 0 takes any free one.
+        one_host: all ranks and servers are on this machine, so shared memory may be used.
+        connect_timeout_seconds: to reach the control plane, and later each server.
+        plan_timeout_seconds: how long a step waits for its plan.
+        tick_timeout_seconds: how long a tick may take; must be shorter than the collective
+            library's own timeout (NCCL's default is 600 s).
+        probe_bytes: size of the bandwidth probe to each server at start; 0 leaves it out.
+        min_gigabytes_per_second: a probe below this is a warning in the log.
+        profile_dir: where an in-place server caches its cost profile.
+        ca_file, certificate_file, key_file: TLS to the control plane; see ``distca.rpc``.
+    """
+
+    control_plane: str
+    job: str
+    rank: int
+    n_ranks: int
+    n_layers: int
+    shape: AttentionShape
+    n_nano_batches: int = 2
+    placement: Placement = Placement.IN_PLACE
+    tolerance: float = 0.03
+    planner: str = ""
+    min_forward_tokens: int = 0
+    min_backward_tokens: int = 0
+    softmax_scale: float | None = None
+    device: str = "cpu"
+    data_host: str = field(default_factory=lambda: socket.gethostbyname(socket.gethostname()))
+    data_port: int = 0
+    one_host: bool = False
+    connect_timeout_seconds: float = 20.0
+    plan_timeout_seconds: float = 60.0
+    tick_timeout_seconds: float = 120.0
+    probe_bytes: int = 8 * 2**20
+    min_gigabytes_per_second: float = 0.0
+    profile_dir: Path = Path.home() / ".cache" / "distca"
+    ca_file: Path | None = None
+    certificate_file: Path | None = None
+    key_file: Path | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "placement", Placement(self.placement))
+        self._check_range("n_ranks", 1, 2**16)
+        self._check_range("rank", 0, self.n_ranks - 1)
+        self._check_range("n_layers", 1, MAX_LAYERS)
+        self._check_range("n_nano_batches", 1, MAX_NANO_BATCHES)
+        self._check_range("data_port", 0, 2**16 - 1)
+        self._check_range("probe_bytes", 0, 64 * 2**20)
+        if not (math.isfinite(self.tolerance) and self.tolerance >= 0):
+            raise ValueError(f"tolerance is {self.tolerance}; it must be 0 or more")
+        for option in fields(self):
+            value = getattr(self, option.name)
+            if option.name.endswith("_timeout_seconds") and not (
+                math.isfinite(value) and value > 0
+            ):
+                raise ValueError(f"{option.name} is {value}; it must be a positive number")
+
+    @property
+    def scale(self) -> float:
+        """What multiplies q.k before the softmax."""
+        return self.softmax_scale or 1.0 / math.sqrt(self.shape.head_dim)
+
+    def _check_range(self, name: str, low: int, high: int) -> None:
+        value = getattr(self, name)
+        if not low <= value <= high:
+            raise ValueError(f"{name} is {value}; it must be {low} to {high}")

@@ -1,0 +1,376 @@
+"""A session: one rank's part in one job, from joining it to leaving it."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import TracebackType
+
+import torch
+from prometheus_client import CollectorRegistry
+from tenacity import Retrying, retry_if_exception, stop_after_delay, wait_random_exponential
+
+from attention_node.executor import KernelCall
+from attention_node.served_job import JobDescription, StepBusy
+from attention_node.tick_server import PROTOCOL_VERSION
+from core_attention.manifest import RankManifest
+from core_attention.plan import Plan, PlanServer
+from data_plane.buffer_pool import BufferPool, device_allocator
+from data_plane.metrics import DataPlaneMetrics
+from data_plane.transport import Address, Connection, HandshakeRejected, TransportError
+from data_plane.ucxx_settings import UcxxSettings
+from data_plane.ucxx_transport import UcxxTransport
+from distca import __version__, rpc
+from distca.codec import profile_to_proto, shape_from_proto, shape_to_proto
+from distca.v1 import data_plane_pb2, jobs_pb2, membership_pb2
+from trainer_client.control_link import ControlLink, PlannedStep
+from trainer_client.errors import CoreAttentionFailed
+from trainer_client.in_place import InPlaceServer
+from trainer_client.lane import current_step
+from trainer_client.options import Placement, SessionOptions
+from trainer_client.running_step import RunningStep, StepReport
+
+logger = logging.getLogger(__name__)
+
+_PLACEMENTS = {
+    Placement.POOL: jobs_pb2.PLACEMENT_POOL,
+    Placement.IN_PLACE: jobs_pb2.PLACEMENT_IN_PLACE,
+    Placement.MIXED: jobs_pb2.PLACEMENT_MIXED,
+}
+_PROBE_REPEATS = 4
+
+
+class Session:
+    """One rank's membership in a job; open it with :meth:`open`, use it as a context manager.
+
+    Not thread-safe: one training loop drives it. Its own threads renew the lease, receive plans
+    and run the in-place server.
+    """
+
+    def __init__(self, options: SessionOptions) -> None:
+        self.options = options
+        self.metrics_registry = CollectorRegistry()
+        self._device = torch.device(options.device)
+        self._pool = BufferPool(device_allocator(self._device))
+        metrics = DataPlaneMetrics(self.metrics_registry)
+        metrics.watch_pool("messages", self._pool)
+        self._transport = UcxxTransport(
+            UcxxSettings(device=options.device, one_host=options.one_host), metrics
+        )
+        self._connections: dict[str, Connection] = {}
+        self._description: JobDescription | None = None
+        self._running: RunningStep | None = None
+        self._closed = False
+        self._in_place: InPlaceServer | None = None
+        self._link = ControlLink(
+            rpc.RpcSettings(
+                address=options.control_plane,
+                connect_seconds=options.connect_timeout_seconds,
+                ca_file=options.ca_file,
+                certificate_file=options.certificate_file,
+                key_file=options.key_file,
+            ),
+            on_opened=self._job_opened,
+            on_planned=self._step_planned,
+        )
+
+    @classmethod
+    def open(cls, options: SessionOptions) -> Session:
+        """Joins the job; returns at once, whether or not the other ranks have joined.
+
+        Raises:
+            ValueError: no kernel runs the shape on the device.
+            distca.rpc.RpcError: the control plane cannot be reached, or refuses.
+            TransportError: the in-place server's port is in use.
+        """
+        session = cls(options)
+        try:
+            session._join()
+        except BaseException:
+            session.close("the rank could not join")
+            raise
+        return session
+
+    @property
+    def job_id(self) -> str:
+        return self._link.job_id
+
+    def submit(self, manifest: RankManifest, *, forward_only: bool = False) -> None:
+        """Hands in what this rank holds in a coming step; returns at once.
+
+        Submit some steps ahead: the plan is then made and delivered while earlier steps run.
+
+        Args:
+            manifest: of this rank.
+            forward_only: the step has no backward pass (evaluation).
+
+        Raises:
+            ValueError: the manifest is another rank's or has another number of nano-batches.
+            SessionClosed: the job ended.
+        """
+        if manifest.rank != self.options.rank:
+            raise ValueError(
+                f"the manifest is of rank {manifest.rank}, the session of {self.options.rank}"
+            )
+        if len(manifest.nano_batches) != self.options.n_nano_batches:
+            raise ValueError(
+                f"the manifest of step {manifest.step} has {len(manifest.nano_batches)} "
+                f"nano-batches; the job has {self.options.n_nano_batches}"
+            )
+        self._link.submit(manifest, forward_only=forward_only)
+
+    @contextmanager
+    def step(self, step: int) -> Iterator[RunningStep]:
+        """Runs a step: forward and, unless it was submitted as forward-only, backward.
+
+        Raises:
+            PlanNotReady: its plan did not come before ``plan_timeout_seconds``.
+            CoreAttentionFailed: a server cannot be reached.
+            SessionClosed: the job ended.
+        """
+        began = time.perf_counter()
+        planned = self._link.wait_plan(step, self.options.plan_timeout_seconds)
+        plan_wait_seconds = time.perf_counter() - began
+        running = self._begin(planned)
+        token = current_step.set(running)
+        try:
+            yield running
+        finally:
+            current_step.reset(token)
+            self._end(running, plan_wait_seconds)
+
+    def fetch_step(self, step: int) -> jobs_pb2.GetStepResponse:
+        """The whole plan of a recent step and what all members measured in it so far.
+
+        Raises:
+            distca.rpc.UnknownStep: it is not planned yet, or forgotten.
+        """
+        return self._link.fetch_step(step)
+
+    def close(self, error: str = "") -> None:
+        """Leaves the job and ends the session's threads. Idempotent.
+
+        Args:
+            error: why, for the other ranks' messages; empty when training is done.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        self._link.close(error)
+        for connection in self._connections.values():
+            connection.close("the session is closed")
+        if self._in_place is not None:
+            self._in_place.close()
+        self._transport.close()
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close(f"rank {self.options.rank}: {kind.__name__}: {error}" if kind else "")
+
+    def _join(self) -> None:
+        options = self.options
+        request = jobs_pb2.OpenJobRequest(
+            spec=jobs_pb2.JobSpec(
+                name=options.job,
+                n_ranks=options.n_ranks,
+                n_layers=options.n_layers,
+                n_nano_batches=options.n_nano_batches,
+                shape=shape_to_proto(options.shape),
+                placement=_PLACEMENTS[options.placement],
+                tolerance=options.tolerance,
+                planner=options.planner,
+                min_forward_tokens=options.min_forward_tokens,
+                min_backward_tokens=options.min_backward_tokens,
+                softmax_scale=options.scale,
+            ),
+            rank=options.rank,
+            host=socket.gethostname(),
+        )
+        if options.placement is not Placement.POOL:
+            request.in_place_server.CopyFrom(self._start_in_place_server())
+        self._link.open(request)
+        logger.info("rank %d joined job %s as %s", options.rank, options.job, self.job_id)
+
+    def _start_in_place_server(self) -> membership_pb2.ServerDescription:
+        options = self.options
+        server_id = f"{options.job}.rank-{options.rank}"
+        self._in_place = InPlaceServer(
+            server_id,
+            options.rank,
+            options.shape,
+            self._device,
+            self._pool,
+            profile_dir=options.profile_dir,
+            on_call=self._kernel_called,
+            on_step_finished=self._report_server,
+        )
+        address = self._transport.listen(
+            options.data_host, options.data_port, self._in_place.ticks.accept
+        )
+        return membership_pb2.ServerDescription(
+            server_id=server_id,
+            data_address=str(address),
+            host=socket.gethostname(),
+            device=self._in_place.profile.device,
+            profiles=[profile_to_proto(self._in_place.profile)],
+            version=__version__,
+        )
+
+    def _job_opened(self, opened: jobs_pb2.JobOpened) -> None:
+        self._description = JobDescription(
+            job_id=opened.job_id,
+            token=opened.token,
+            n_ranks=opened.spec.n_ranks,
+            n_layers=opened.spec.n_layers,
+            n_nano_batches=opened.spec.n_nano_batches,
+            shape=shape_from_proto(opened.spec.shape),
+            scale=opened.spec.softmax_scale,
+        )
+        if self._in_place is not None:
+            self._in_place.ticks.open_job(self._description)
+
+    def _step_planned(self, planned: PlannedStep) -> None:
+        if self._in_place is not None:
+            self._in_place.ticks.add_plan(
+                self.job_id, planned.plan, forward_only=planned.forward_only
+            )
+
+    def _begin(self, planned: PlannedStep) -> RunningStep:
+        assert self._description is not None
+        running = RunningStep(
+            plan=planned.plan,
+            rank=self.options.rank,
+            job=self._description,
+            forward_only=planned.forward_only,
+            connections=self._connect_all(planned.plan),
+            in_place=self._in_place.ticks if self._in_place else None,
+            pool=self._pool,
+            device=self._device,
+            tick_timeout_seconds=self.options.tick_timeout_seconds,
+            check=self._link.check,
+        )
+        self._running = running
+        return running
+
+    def _end(self, running: RunningStep, plan_wait_seconds: float) -> None:
+        running.closed = True
+        self._running = None
+        if not running.complete:
+            self._abandon(running)
+        seconds = time.perf_counter() - running.began_seconds
+        running.report = StepReport(
+            step=running.step,
+            tokens=sum(running.n_rows(n) for n in range(self.options.n_nano_batches)),
+            step_seconds=seconds,
+            plan_wait_seconds=plan_wait_seconds,
+            wait_seconds=running.wait_seconds,
+            send_seconds=running.send_seconds,
+            sent_bytes=running.sent_bytes,
+            received_bytes=running.received_bytes,
+        )
+        if running.complete and self._link.failure is None:
+            self._link.report(
+                running.step,
+                jobs_pb2.RankMeasurement(
+                    rank=self.options.rank,
+                    step_seconds=seconds,
+                    wait_seconds=running.wait_seconds,
+                    tokens=running.report.tokens,
+                ),
+            )
+
+    def _abandon(self, running: RunningStep) -> None:
+        """Servers expect ticks that will not come: new connections tell them where to go on."""
+        for server in running.plan.servers:
+            connection = self._connections.pop(server.server_id, None)
+            if connection is not None:
+                connection.close(f"step {running.step} was not run to its end")
+        if self._in_place is not None:
+            self._in_place.ticks.abandon(self.job_id, self.options.rank, running.step + 1)
+
+    def _connect_all(self, plan: Plan) -> dict[str, Connection]:
+        """Connections to the plan's servers, but for this process's own."""
+        for server in plan.servers:
+            known = self._connections.get(server.server_id)
+            if server.in_place_rank == self.options.rank or (known and not known.closed):
+                continue
+            self._connections[server.server_id] = self._connect(server, plan.step)
+        return dict(self._connections)
+
+    def _connect(self, server: PlanServer, first_step: int) -> Connection:
+        assert self._description is not None
+        hello = data_plane_pb2.Hello(
+            version=PROTOCOL_VERSION,
+            job_id=self.job_id,
+            token=self._description.token,
+            rank=self.options.rank,
+            server_id=server.server_id,
+            first_step=first_step,
+        ).SerializeToString()
+        host, _, port = server.address.rpartition(":")
+        address = Address(host.strip("[]"), int(port))
+        timeout = self.options.connect_timeout_seconds
+        # The job reaches servers and ranks over streams of their own: a rank may be faster.
+        retrying = Retrying(
+            retry=retry_if_exception(_job_not_there_yet),
+            stop=stop_after_delay(timeout),
+            wait=wait_random_exponential(0.05, max=1.0),
+            reraise=True,
+        )
+        try:
+            connection, _ = retrying(self._transport.connect, address, hello, timeout)
+            self._probe(server, connection)
+        except TransportError as error:
+            self._link.check()
+            raise CoreAttentionFailed(
+                f"step {first_step}: server {server.server_id} cannot be reached: {error}"
+            ) from error
+        return connection
+
+    def _probe(self, server: PlanServer, connection: Connection) -> None:
+        options = self.options
+        if not options.probe_bytes:
+            return
+        result = self._transport.probe(
+            connection, options.probe_bytes, _PROBE_REPEATS, options.connect_timeout_seconds
+        )
+        if result.gigabytes_per_second < options.min_gigabytes_per_second:
+            logger.warning(
+                "server %s is reached over %s at %.2f GB/s, below min_gigabytes_per_second %.2f",
+                server.server_id,
+                result.lanes or result.transport,
+                result.gigabytes_per_second,
+                options.min_gigabytes_per_second,
+            )
+
+    def _kernel_called(self, call: KernelCall) -> None:
+        running = self._running
+        if running is not None:
+            running.record(
+                "in-place server", "kernel", call.begin_seconds, call.end_seconds, str(call.phase)
+            )
+
+    def _report_server(self, busy: StepBusy) -> None:
+        assert self._in_place is not None
+        self._link.report(
+            busy.step,
+            jobs_pb2.ServerMeasurement(
+                server_id=self._in_place.ticks.server_id,
+                forward_busy_seconds=busy.forward_seconds,
+                backward_busy_seconds=busy.backward_seconds,
+            ),
+        )
+
+
+def _job_not_there_yet(error: BaseException) -> bool:
+    return isinstance(error, HandshakeRejected) and "unknown job" in str(error)
