@@ -11,6 +11,8 @@ factor of two apart is at most 6% too high.
 from __future__ import annotations
 
 import json
+import os
+import threading
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
@@ -146,9 +148,9 @@ class CostProfile:
             raise ProfileError(f"this is no cost profile: {error}") from error
 
     def save(self, path: Path) -> None:
-        """Writes the profile to ``path``, whole or not at all."""
+        """Writes the profile to ``path``, whole or not at all; others may write it meanwhile."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_name(path.name + ".partial")
+        partial = path.with_name(f"{path.name}.{os.getpid()}.{threading.get_ident()}.partial")
         partial.write_text(self.to_json())
         partial.replace(path)
 

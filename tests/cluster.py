@@ -13,27 +13,43 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
+import torch
+
+from core_attention.cost_model import CostProfile
+from core_attention.kernels.select import select_kernel
+from core_attention.profiling import device_name, profile_file_name
+from core_attention.shape import AttentionShape
+
+NODE_SHAPE = AttentionShape(
+    num_heads=4, num_heads_kv=2, head_dim=16, head_dim_v=16, dtype="float32"
+)
+
 START_SECONDS = 60.0
 """Importing torch in several processes at once takes many seconds on two busy cores."""
+
+ROOT = Path(__file__).resolve().parent.parent
 
 _NODE = """
 import sys
 from pathlib import Path
 from attention_node.server import NodeSettings, run
-from core_attention.shape import AttentionShape
+from tests.cluster import NODE_SHAPE
 run(NodeSettings(control_plane={control_plane!r}, server_id={server_id!r}, data_host="127.0.0.1",
     one_host=True, address_file=Path({address_file!r}), profile_dir=Path({profile_dir!r}),
-    profile_shapes=(AttentionShape(num_heads=4, num_heads_kv=2, head_dim=16, head_dim_v=16,
-                                   dtype="float32"),)))
+    profile_shapes=(NODE_SHAPE,)))
 """
 
 _CONTROL_PLANE = """
 from pathlib import Path
 from control_plane.server import run
 from control_plane.settings import ControlPlaneSettings, CoordinatorSettings
+from control_plane.planners import PLANNERS
+from tests import random_planner
 run(ControlPlaneSettings(listen_address="127.0.0.1:0", metrics_address="127.0.0.1:0",
     address_file=Path({address_file!r}),
-    coordinator=CoordinatorSettings(lease_seconds={lease_seconds!r})))
+    coordinator=CoordinatorSettings(lease_seconds={lease_seconds!r})),
+    planners={{**PLANNERS, "random": random_planner.plan}})
 """
 
 
@@ -57,12 +73,33 @@ class Process:
         return self.popen.wait(timeout_seconds)
 
 
+def keep_profile(folder: Path, shape: AttentionShape) -> None:
+    """Puts a made-up cost profile where servers look for a measured one: measuring takes seconds,
+    and tests of results do not depend on it."""
+    kernel = select_kernel(torch.device("cpu"))
+    device = device_name(torch.device("cpu"))
+    path = folder / profile_file_name(device, kernel.name, shape)
+    if path.exists():
+        return
+    grid = np.array([1, 64, 4096])
+    seconds = 1e-5 + 1e-9 * grid[:, None] * np.maximum(grid[None, :], grid[:, None])
+    CostProfile(
+        device=device,
+        kernel=kernel.name,
+        shape=shape,
+        q_tokens=grid,
+        kv_tokens=grid,
+        forward_seconds=seconds,
+        backward_seconds=2 * seconds,
+    ).save(path)
+
+
 class Cluster:
     """Starts processes in ``folder`` and ends them all."""
 
     def __init__(self, folder: Path, *, lease_seconds: float = 15.0) -> None:
         self.folder = folder
-        self._lease_seconds = lease_seconds
+        keep_profile(folder, NODE_SHAPE)
         self.processes: list[Process] = []
         self.control_plane = self._start(
             "control-plane", _CONTROL_PLANE, lease_seconds=lease_seconds
@@ -113,6 +150,7 @@ class Cluster:
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 env=environment,
+                cwd=ROOT,
             )
         process = Process(name, popen, log)
         self.processes.append(process)

@@ -243,6 +243,8 @@ class ControlLink:
                 return
 
     def _fail(self, error: Exception) -> None:
+        if self._closing.is_set():
+            return
         with self._changed:
             if self._failure is None:
                 self._failure = error

@@ -1,0 +1,59 @@
+"""A planner for tests: any valid plan, drawn from the manifest's own content."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from control_plane.forecast import forecast
+from control_plane.planning import PlanningOptions, PlanningServer
+from core_attention.ca_task import MaskKind, Phase, TaskTable
+from core_attention.manifest import Manifest
+from core_attention.plan import Plan
+from core_attention.shape import AttentionShape
+
+
+def plan(
+    manifest: Manifest,
+    servers: Sequence[PlanningServer],
+    shape: AttentionShape,
+    options: PlanningOptions,
+    *,
+    epoch: int = 0,
+) -> Plan:
+    """Cuts every segment at random places, and gives every piece to a random server."""
+    rng = np.random.default_rng([manifest.step, int(manifest.document_length.sum())])
+    tables = {phase: _random_tasks(manifest, len(servers), rng) for phase in Phase}
+    forecasts = {
+        phase: forecast(manifest, tables[phase], servers, shape, phase) for phase in Phase
+    }
+    return Plan(
+        manifest=manifest,
+        epoch=epoch,
+        servers=tuple(server.server for server in servers),
+        forward=tables[Phase.FORWARD],
+        backward=tables[Phase.BACKWARD],
+        mask=MaskKind.CAUSAL,
+        planner="random",
+        reason="random pieces on random servers",
+        forward_forecast=forecasts[Phase.FORWARD],
+        backward_forecast=forecasts[Phase.BACKWARD],
+    )
+
+
+def _random_tasks(manifest: Manifest, n_servers: int, rng: np.random.Generator) -> TaskTable:
+    rows = []
+    for document, offset, length in zip(
+        manifest.segment_document.tolist(),
+        manifest.segment_offset.tolist(),
+        manifest.segment_length.tolist(),
+        strict=True,
+    ):
+        n_cuts = int(rng.integers(0, min(length, 4)))
+        inner = rng.choice(np.arange(1, length), n_cuts, replace=False) if n_cuts else []
+        cuts = [0, *sorted(int(cut) for cut in inner), length]
+        for begin, end in zip(cuts[:-1], cuts[1:], strict=True):
+            rows.append((document, offset + begin, offset + end, int(rng.integers(n_servers))))
+    document, q_begin, q_end, server = np.array(rows, dtype=np.int64).T
+    return TaskTable(document, q_begin, q_end, server)

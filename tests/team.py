@@ -1,0 +1,246 @@
+"""The ranks of a job as threads of one process, for tests: each has a session of its own, and every
+row crosses UCX (but for rows that stay at home in-place)."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from core_attention.manifest import Manifest, RankManifest
+from core_attention.reference import reference_attention
+from core_attention.shape import AttentionShape
+from tests.cluster import Cluster, keep_profile
+from trainer_client import PingPong, Session, SessionOptions, core_attention
+from trainer_client.running_step import RunningStep
+
+_names = itertools.count()
+
+Rows = dict[str, torch.Tensor]
+"""q, k, v and do, later o, dq, dk and dv, of one (rank, nano-batch, layer), by packed row."""
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What came out of a step on all ranks: rows by (rank, nano-batch, layer)."""
+
+    rows: dict[tuple[int, int, int], Rows]
+    running: list[RunningStep]
+
+
+class Layers(nn.Module):
+    """Calls core attention once per layer, on inputs that are given."""
+
+    def forward(self, layers: Sequence[Rows]) -> list[torch.Tensor]:
+        return [core_attention(rows["q"], rows["k"], rows["v"]) for rows in layers]
+
+
+class Team:
+    """A job's ranks.
+
+    Args:
+        cluster: where.
+        n_ranks: ranks.
+        shape: of its core attention.
+        options: further options of every session.
+    """
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        n_ranks: int,
+        shape: AttentionShape,
+        *,
+        n_layers: int = 1,
+        n_nano_batches: int = 2,
+        interleave: bool = True,
+        **options: Any,
+    ) -> None:
+        self.shape = shape
+        self.n_ranks, self.n_layers, self.n_nano_batches = n_ranks, n_layers, n_nano_batches
+        self._interleave = interleave
+        self._threads = [ThreadPoolExecutor(1) for _ in range(n_ranks)]
+        self._step = 0
+        keep_profile(cluster.folder, shape)
+        job = f"test-{next(_names)}"
+        settings: dict[str, Any] = {
+            "data_host": "127.0.0.1",
+            "one_host": True,
+            "profile_dir": cluster.folder,
+            "planner": "random",
+            "plan_timeout_seconds": 20.0,
+            "tick_timeout_seconds": 20.0,
+            "probe_bytes": 0,
+            **options,
+        }
+        opened = [
+            thread.submit(
+                Session.open,
+                SessionOptions(
+                    control_plane=cluster.address,
+                    job=job,
+                    rank=rank,
+                    n_ranks=n_ranks,
+                    n_layers=n_layers,
+                    n_nano_batches=n_nano_batches,
+                    shape=shape,
+                    **settings,
+                ),
+            )
+            for rank, thread in enumerate(self._threads)
+        ]
+        self.sessions = [future.result(60) for future in opened]
+
+    def __enter__(self) -> Team:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Closes every session."""
+        for session in self.sessions:
+            session.close()
+        for thread in self._threads:
+            thread.shutdown()
+
+    def run(
+        self, manifests: Sequence[RankManifest], *, seed: int = 0, backward: bool = True
+    ) -> StepResult:
+        """Runs one step on random rows; ``manifests`` get the next step number."""
+        step, self._step = self._step, self._step + 1
+        manifests = [RankManifest(step, m.rank, m.nano_batches) for m in manifests]
+        for manifest in manifests:
+            self.sessions[manifest.rank].submit(manifest, forward_only=not backward)
+        futures = [
+            self._threads[manifest.rank].submit(self._run_rank, manifest, seed, backward)
+            for manifest in manifests
+        ]
+        rows: dict[tuple[int, int, int], Rows] = {}
+        running = []
+        errors = []
+        for future in futures:
+            try:
+                rank_rows, rank_running = future.result(90)
+            except Exception as error:
+                errors.append(error)
+                continue
+            rows.update(rank_rows)
+            running.append(rank_running)
+        if errors:
+            raise errors[0]
+        return StepResult(rows, running)
+
+    def check(self, manifests: Sequence[RankManifest], *, seed: int = 0) -> StepResult:
+        """Runs one step and compares every element with the float64 reference."""
+        result = self.run(manifests, seed=seed)
+        for nano_batch in range(self.n_nano_batches):
+            for layer in range(self.n_layers):
+                self._compare(manifests, result, nano_batch, layer)
+        return result
+
+    def _run_rank(
+        self, manifest: RankManifest, seed: int, backward: bool
+    ) -> tuple[dict[tuple[int, int, int], Rows], RunningStep]:
+        session = self.sessions[manifest.rank]
+        generator = torch.Generator().manual_seed(seed * 1000 + manifest.rank)
+        batches = [
+            {"layers": [self._random_rows(manifest, nano, generator) for _ in range(self.n_layers)]}
+            for nano in range(self.n_nano_batches)
+        ]
+        model = PingPong(Layers(), interleave=self._interleave)
+        with session.step(manifest.step) as running:
+            outputs = model(batches)
+            if backward:
+                flat = [o for nano in outputs for o in nano]
+                gradients = [rows["do"] for batch in batches for rows in batch["layers"]]
+                torch.autograd.backward(flat, gradients)
+        rows = {}
+        for nano, batch in enumerate(batches):
+            for layer, given in enumerate(batch["layers"]):
+                rows[manifest.rank, nano, layer] = {
+                    **{name: tensor.detach() for name, tensor in given.items()},
+                    "o": outputs[nano][layer].detach(),
+                    **({f"d{n}": given[n].grad for n in "qkv"} if backward else {}),
+                }
+        return rows, running
+
+    def _random_rows(
+        self, manifest: RankManifest, nano_batch: int, generator: torch.Generator
+    ) -> Rows:
+        shape, n_rows = self.shape, manifest.tokens(nano_batch)
+        dtype = getattr(torch, shape.dtype)
+
+        def random(heads: int, dim: int, grad: bool) -> torch.Tensor:
+            values = torch.randn(n_rows, heads, dim, generator=generator)
+            return values.to(dtype).requires_grad_(grad)
+
+        return {
+            "q": random(shape.num_heads, shape.head_dim, True),
+            "k": random(shape.num_heads_kv, shape.head_dim, True),
+            "v": random(shape.num_heads_kv, shape.head_dim_v, True),
+            "do": random(shape.num_heads, shape.head_dim_v, False),
+        }
+
+    def _compare(
+        self, manifests: Sequence[RankManifest], result: StepResult, nano: int, layer: int
+    ) -> None:
+        for pieces in _document_pieces(manifests, nano):
+            gathered = {
+                name: torch.cat([result.rows[r, nano, layer][name][rows] for r, rows in pieces])
+                for name in ("q", "k", "v", "do", "o", "dq", "dk", "dv")
+            }
+            expected = reference_attention(
+                gathered["q"],
+                gathered["k"],
+                gathered["v"],
+                [len(gathered["q"])],
+                self.sessions[0].options.scale,
+                gathered["do"],
+            )
+            for name in ("o", "dq", "dk", "dv"):
+                assert_close(name, gathered[name], getattr(expected, name))
+
+
+def assert_close(name: str, result: torch.Tensor, expected: torch.Tensor) -> None:
+    """Compares element by element, in units of the largest expected element, or of the unit-sized
+    terms that cancel where the expected gradient is zero (a document of one token).
+
+    float32: sums of up to a few thousand products, each rounded to 6e-8, err by 1e-6 at most in
+    practice; ten times that is allowed. bfloat16: inputs and results are rounded to 8 bits (4e-3),
+    and the backward pass sees the rounded O through delta; four roundings are allowed.
+    """
+    tolerance = 1e-5 if result.dtype == torch.float32 else 1.6e-2
+    scale = max(float(expected.abs().max()), 1.0)
+    error = float((result.double() - expected).abs().max()) / scale
+    assert error <= tolerance, f"{name} differs by {error:.2e} of its largest element"
+
+
+def _document_pieces(
+    manifests: Sequence[RankManifest], nano_batch: int
+) -> list[list[tuple[int, slice]]]:
+    """By document: its (rank, packed rows), in the order of positions."""
+    manifest = Manifest.merge(manifests, len(manifests))
+    pieces = []
+    for document in range(manifest.n_documents):
+        if manifest.document_nano_batch[document] != nano_batch:
+            continue
+        segments = range(manifest.first_segment[document], manifest.first_segment[document + 1])
+        pieces.append(
+            [
+                (
+                    int(manifest.segment_rank[s]),
+                    slice(
+                        int(manifest.segment_row[s]),
+                        int(manifest.segment_row[s] + manifest.segment_length[s]),
+                    ),
+                )
+                for s in segments
+            ]
+        )
+    return pieces
