@@ -175,7 +175,7 @@ class Session:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self.close(f"rank {self.options.rank}: {kind.__name__}: {error}" if kind else "")
+        self.close(f"{kind.__name__}: {error}" if kind else "")
 
     def _join(self) -> None:
         options = self.options

@@ -1,0 +1,167 @@
+"""The executor: fusing what is ready, in order, and surviving a kernel that fails."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+import pytest
+import torch
+
+from attention_node.executor import Executor, KernelCall
+from attention_node.open_tick import OpenTick
+from attention_node.tick_route import derive_tick_route
+from core_attention.ca_task import MaskKind, Phase, TaskTable
+from core_attention.kernels.cpu import CpuKernel
+from core_attention.kernels.protocol import BackwardPart, ForwardPart
+from core_attention.manifest import RankManifest
+from core_attention.shape import AttentionShape
+from tests.attention_node.cases import make_documents, make_plan, make_source, open_tick
+
+WAIT_SECONDS = 10.0
+
+
+class GatedKernel:
+    """The CPU kernel behind a gate: calls wait until the test lets them through."""
+
+    name = "gated"
+
+    def __init__(self) -> None:
+        self.gate = threading.Event()
+        self.entered = threading.Event()
+        self.error: Exception | None = None
+        self._kernel = CpuKernel()
+
+    def check(self, shape: AttentionShape, mask: MaskKind) -> None:
+        self._kernel.check(shape, mask)
+
+    def forward(self, parts: Sequence[ForwardPart], scale: float) -> None:
+        self._pass()
+        self._kernel.forward(parts, scale)
+
+    def backward(self, parts: Sequence[BackwardPart], scale: float) -> None:
+        self._pass()
+        self._kernel.backward(parts, scale)
+
+    def synchronize(self) -> None:
+        self._kernel.synchronize()
+
+    def _pass(self) -> None:
+        self.entered.set()
+        assert self.gate.wait(WAIT_SECONDS)
+        if self.error is not None:
+            raise self.error
+
+
+@pytest.fixture
+def kernel() -> GatedKernel:
+    return GatedKernel()
+
+
+@pytest.fixture
+def calls() -> list[KernelCall]:
+    return []
+
+
+@pytest.fixture
+def executor(kernel: GatedKernel, calls: list[KernelCall]) -> Iterator[Executor]:
+    running = Executor(kernel, torch.device("cpu"), on_call=calls.append)
+    yield running
+    kernel.gate.set()
+    running.close()
+
+
+def submit(
+    executor: Executor, length: int, phase: Phase = Phase.FORWARD
+) -> tuple[OpenTick, list[BaseException]]:
+    """One document on one rank."""
+    plan = make_plan(
+        [RankManifest.from_lengths(0, 0, [[length]])], TaskTable([0], [0], [length], [0])
+    )
+    route = derive_tick_route(plan, 0, 0, phase, None)
+    ranks, _ = make_documents(plan.manifest)
+    tick = open_tick(route, phase, lambda tick: None)
+    executor.arrive(tick, 0, make_source(route, 0, ranks[0], phase, local=False))
+    return tick, ranks[0].failures
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + WAIT_SECONDS
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+
+
+def test_what_became_ready_during_a_call_is_fused_into_the_next(
+    executor: Executor, kernel: GatedKernel, calls: list[KernelCall]
+) -> None:
+    first, _ = submit(executor, 5)
+    assert kernel.entered.wait(WAIT_SECONDS)
+    others = [submit(executor, length)[0] for length in (7, 1, 9)]
+    kernel.gate.set()
+    wait_for(lambda: len(calls) == 2)
+    assert calls[0].ticks == (first,)
+    assert calls[1].ticks == tuple(others)
+    assert calls[1].tasks == 3
+    assert calls[1].qk_pairs == 28 + 1 + 45
+    wait_for(lambda: all(tick.closed for tick in (first, *others)))
+    assert all(tick.busy_seconds > 0 for tick in (first, *others))
+
+
+def test_phases_do_not_share_a_call(
+    executor: Executor, kernel: GatedKernel, calls: list[KernelCall]
+) -> None:
+    submit(executor, 5)
+    assert kernel.entered.wait(WAIT_SECONDS)
+    for phase in (Phase.BACKWARD, Phase.FORWARD, Phase.BACKWARD):
+        submit(executor, 3, phase)
+    kernel.gate.set()
+    wait_for(lambda: len(calls) == 3)
+    assert [(call.phase, call.tasks) for call in calls] == [
+        (Phase.FORWARD, 1),
+        (Phase.BACKWARD, 2),
+        (Phase.FORWARD, 1),
+    ]
+
+
+def test_a_call_with_enough_work_takes_no_more(kernel: GatedKernel) -> None:
+    calls: list[KernelCall] = []
+    executor = Executor(kernel, torch.device("cpu"), fuse_qk_pairs=20, on_call=calls.append)
+    submit(executor, 2)
+    assert kernel.entered.wait(WAIT_SECONDS)
+    for _ in range(4):
+        submit(executor, 5)
+    kernel.gate.set()
+    wait_for(lambda: len(calls) == 3)
+    executor.close()
+    assert [call.tasks for call in calls] == [1, 2, 2]
+
+
+def test_a_kernel_that_fails_ends_its_ticks_and_not_the_executor(
+    executor: Executor, kernel: GatedKernel, calls: list[KernelCall]
+) -> None:
+    kernel.error = MemoryError("no memory for the scores")
+    kernel.gate.set()
+    failed, failures = submit(executor, 5)
+    wait_for(lambda: bool(failures))
+    assert isinstance(failures[0], MemoryError)
+    assert failed.closed
+    kernel.error = None
+    tick, _ = submit(executor, 5)
+    wait_for(lambda: tick.closed)
+    assert len(calls) == 1
+
+
+def test_a_tick_that_was_given_up_is_not_run(
+    executor: Executor, kernel: GatedKernel, calls: list[KernelCall]
+) -> None:
+    submit(executor, 5)
+    assert kernel.entered.wait(WAIT_SECONDS)
+    tick, failures = submit(executor, 9)
+    executor.give_up(tick, RuntimeError("the job was closed"))
+    last, _ = submit(executor, 3)
+    kernel.gate.set()
+    wait_for(lambda: last.closed)
+    assert failures
+    assert [call.qk_pairs for call in calls] == [15, 6]

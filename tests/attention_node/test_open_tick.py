@@ -1,0 +1,207 @@
+"""Ticks on one server: any plan, any order of arrival, against the reference."""
+
+from __future__ import annotations
+
+from itertools import permutations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from attention_node.open_tick import OpenTick
+from attention_node.tick_route import ASSEMBLED, TickRoute, derive_tick_route
+from core_attention.ca_task import Phase, TaskTable
+from core_attention.kernels.cpu import CpuKernel
+from core_attention.manifest import Manifest, RankManifest, Segment
+from tests.attention_node.cases import (
+    SCALE,
+    Rank,
+    home_rows,
+    make_documents,
+    make_plan,
+    make_source,
+    open_tick,
+)
+from tests.strategies import manifests
+
+SPANNING = [
+    RankManifest(0, 0, ((Segment(1, 30, 0, 12), Segment(2, 9, 0, 9)),)),
+    RankManifest(0, 1, ((Segment(3, 4, 0, 4), Segment(1, 30, 12, 10)),)),
+    RankManifest(0, 2, ((Segment(1, 30, 22, 8),),)),
+]
+"""Document 1 spans three ranks."""
+
+SPANNING_TASKS = TaskTable(
+    document=np.array([0, 0, 0, 0, 1, 2]),
+    q_begin=np.array([0, 5, 12, 22, 0, 0]),
+    q_end=np.array([5, 12, 22, 30, 9, 4]),
+    server=np.zeros(6, dtype=np.int64),
+)
+
+
+def run_parts(tick: OpenTick, ready: list[int], phase: Phase) -> None:
+    kernel = CpuKernel()
+    with torch.no_grad():
+        for index in ready:
+            if phase is Phase.FORWARD:
+                kernel.forward([tick.forward_part(index)], SCALE)
+            else:
+                kernel.backward([tick.backward_part(index)], SCALE)
+            tick.part_done(index)
+
+
+def run_tick(
+    route: TickRoute, ranks: list[Rank], order: list[int], phase: Phase, local: int | None = None
+) -> OpenTick:
+    closed: list[OpenTick] = []
+    tick = open_tick(route, phase, closed.append)
+    for rank in order:
+        source = make_source(route, rank, ranks[rank], phase, local=rank == local)
+        run_parts(tick, tick.arrive(rank, source), phase)
+    assert closed == [tick]
+    return tick
+
+
+def check_replies(
+    manifest: Manifest, routes: list[TickRoute], phase: Phase, *, tolerance: float = 2e-5
+) -> None:
+    """Runs every server's tick and compares what comes home, summed over servers."""
+    n_rows = int(manifest.document_length.sum())
+    _, expected = make_documents(manifest)
+    names = ("o", "lse") if phase is Phase.FORWARD else ("dq", "dk", "dv")
+    total = {name: torch.zeros_like(getattr(expected, name)) for name in names}
+    for route in routes:
+        ranks, _ = make_documents(manifest)
+        run_tick(route, ranks, sorted(route.pairs), phase)
+        for rank, pair in route.pairs.items():
+            assert len(ranks[rank].replies) == 1
+            home = home_rows(manifest, rank)
+            for name in names:
+                packed = pair.kv_rows if name in ("dk", "dv") else pair.q_rows
+                rows = home[torch.from_numpy(packed)]
+                total[name].index_add_(0, rows, ranks[rank].replies[0][name].double())
+    assert n_rows == len(total[names[0]])
+    for name in names:
+        # float32 sums of a few hundred unit-sized products.
+        torch.testing.assert_close(
+            total[name], getattr(expected, name), rtol=tolerance, atol=tolerance
+        )
+
+
+@pytest.mark.parametrize("phase", list(Phase))
+@pytest.mark.parametrize("order", list(permutations(range(3))))
+def test_any_order_of_arrival_gives_equal_bits(order: tuple[int, ...], phase: Phase) -> None:
+    plan = make_plan(SPANNING, SPANNING_TASKS)
+    route = derive_tick_route(plan, 0, 0, phase, None)
+    results = []
+    for arrival in ([0, 1, 2], list(order)):
+        ranks, _ = make_documents(plan.manifest)
+        run_tick(route, ranks, arrival, phase)
+        results.append([rank.replies[0] for rank in ranks])
+    for first, second in zip(*results, strict=True):
+        assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+@pytest.mark.parametrize("phase", list(Phase))
+@pytest.mark.parametrize("local", [None, 0, 1, 2])
+def test_local_tensors_and_messages_give_equal_bits(local: int | None, phase: Phase) -> None:
+    results = []
+    for local_rank in (None, local):
+        plan = make_plan(SPANNING, SPANNING_TASKS, local_rank=local_rank)
+        route = derive_tick_route(plan, 0, 0, phase, local_rank)
+        ranks, _ = make_documents(plan.manifest)
+        run_tick(route, ranks, [0, 1, 2], phase, local_rank)
+        results.append([rank.replies[0] for rank in ranks])
+    for first, second in zip(*results, strict=True):
+        assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_a_late_source_holds_up_only_the_tasks_that_need_it() -> None:
+    plan = make_plan(SPANNING, SPANNING_TASKS)
+    route = derive_tick_route(plan, 0, 0, Phase.FORWARD, None)
+    ranks, expected = make_documents(plan.manifest)
+    tick = open_tick(route, Phase.FORWARD, lambda tick: None)
+    ready = tick.arrive(0, make_source(route, 0, ranks[0], Phase.FORWARD, local=False))
+    run_parts(tick, ready, Phase.FORWARD)
+    assert len(ranks[0].replies) == 1, "rank 0 needs no other rank's keys"
+    ready = tick.arrive(2, make_source(route, 2, ranks[2], Phase.FORWARD, local=False))
+    assert ready == [], "rank 2's task needs keys of rank 1"
+    ready = tick.arrive(1, make_source(route, 1, ranks[1], Phase.FORWARD, local=False))
+    run_parts(tick, ready, Phase.FORWARD)
+    assert [len(rank.replies) for rank in ranks] == [1, 1, 1]
+    assert [rank.released for rank in ranks] == [1, 1, 1]
+    o = ranks[0].replies[0]["o"].double()
+    torch.testing.assert_close(o[:12], expected.o[:12], rtol=1e-5, atol=1e-5)
+
+
+def test_keys_are_copied_only_where_they_lie_in_pieces() -> None:
+    plan = make_plan(SPANNING, SPANNING_TASKS)
+    route = derive_tick_route(plan, 0, 0, Phase.FORWARD, None)
+    sources = {(part.q_source, part.k_source) for part in route.parts}
+    assert sources == {(0, 0), (1, 1), (1, ASSEMBLED), (2, ASSEMBLED)}
+    assert route.n_assembled_rows == 30
+
+
+def test_giving_up_tells_those_who_have_sent() -> None:
+    plan = make_plan(SPANNING, SPANNING_TASKS)
+    route = derive_tick_route(plan, 0, 0, Phase.FORWARD, None)
+    ranks, _ = make_documents(plan.manifest)
+    closed: list[OpenTick] = []
+    tick = open_tick(route, Phase.FORWARD, closed.append)
+    tick.arrive(2, make_source(route, 2, ranks[2], Phase.FORWARD, local=False))
+    error = RuntimeError("the job was closed")
+    tick.give_up(error)
+    tick.give_up(error)
+    assert ranks[2].failures == [error]
+    assert ranks[2].released == 1
+    assert closed == [tick]
+    tick.arrive(1, make_source(route, 1, ranks[1], Phase.FORWARD, local=False))
+    assert len(ranks[1].failures) == 1
+    assert ranks[1].released == 1
+
+
+@settings(max_examples=60, deadline=None)
+@given(manifest=manifests(n_nano_batches=1), data=st.data())
+@pytest.mark.parametrize("phase", list(Phase))
+def test_random_plans_match_the_reference(
+    phase: Phase, manifest: Manifest, data: st.DataObject
+) -> None:
+    n_servers = data.draw(st.integers(1, 3))
+    rows = []
+    for document, offset, length in zip(
+        manifest.segment_document.tolist(),
+        manifest.segment_offset.tolist(),
+        manifest.segment_length.tolist(),
+        strict=True,
+    ):
+        cut = data.draw(st.integers(0, length - 1))
+        for begin, end in ((0, cut), (cut, length)):
+            if begin < end:
+                server = data.draw(st.integers(0, n_servers - 1))
+                rows.append((document, offset + begin, offset + end, server))
+    tasks = TaskTable(*np.array(rows, dtype=np.int64).T)
+    plan = make_plan(as_rank_manifests(manifest), tasks, n_servers=n_servers)
+    routes = [derive_tick_route(plan, server, 0, phase, None) for server in range(n_servers)]
+    check_replies(plan.manifest, [route for route in routes if route.pairs], phase)
+
+
+def as_rank_manifests(manifest: Manifest) -> list[RankManifest]:
+    """The ranks' own manifests, one nano-batch."""
+    order = np.lexsort((manifest.segment_row, manifest.segment_rank))
+    packed: list[list[Segment]] = [[] for _ in range(manifest.n_ranks)]
+    for s in order.tolist():
+        document = int(manifest.segment_document[s])
+        packed[int(manifest.segment_rank[s])].append(
+            Segment(
+                int(manifest.document_id[document]),
+                int(manifest.document_length[document]),
+                int(manifest.segment_offset[s]),
+                int(manifest.segment_length[s]),
+            )
+        )
+    return [
+        RankManifest(manifest.step, rank, (tuple(segments),))
+        for rank, segments in enumerate(packed)
+    ]
