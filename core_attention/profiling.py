@@ -1,8 +1,8 @@
 """Measures a kernel's cost profile: seconds of a CA-task inside a fused batch, over a grid.
 
-Cells are measured from the cheapest to the dearest. One that no longer fits the time budget gets
-the rate, seconds per query-key pair, of the nearest measured cell instead: long tasks run at nearly
-the same rate, so it is the dear cells that can be told from the others.
+Cells are measured from the cheapest to the dearest, after one of middling size. One that no longer
+fits the time budget is extrapolated from the nearest measured one by its query-key pairs. Long
+tasks run at nearly the same rate, so it is the dear cells that can be told from the others.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ PhaseSeconds = tuple[float, float]
 Progress = Callable[[int, int], None]
 """Called with (cells done, cells in all)."""
 
-FUSED_Q_ROWS = {"cpu": 512, "cuda": 16384}
+FUSED_Q_ROWS = {"cpu": 256, "cuda": 16384}
 """Query rows that a measured batch has at least, so that short tasks are timed as servers run
 them, many to a call; by device type."""
 
@@ -43,7 +43,11 @@ FUSED_KV_ROWS = {"cpu": 2**16, "cuda": 2**19}
 """Keys summed over the tasks of a measured batch, at most: bounds the memory of kernels that keep
 dK and dV of every task apart."""
 
-MAX_FUSED_TASKS = 64
+MAX_FUSED_TASKS = {"cpu": 16, "cuda": 64}
+
+ANCHOR_PAIRS = 2**18
+"""Query-key pairs of the task measured first: long enough to run at about the best rate, so that
+the budget is not spent, nor the rest extrapolated, on the evidence of the shortest tasks alone."""
 
 MIN_REPEATS, MAX_REPEATS = 3, 9
 ENOUGH_SECONDS = 0.02
@@ -162,7 +166,7 @@ def measure_profile(
     budget_seconds: float,
     progress: Progress | None = None,
 ) -> CostProfile:
-    """Measures ``kernel`` on random data; the cheapest cell always, others within the budget.
+    """Measures ``kernel`` on random data; one cell always, others within the budget.
 
     Args:
         kernel: what to measure.
@@ -177,7 +181,7 @@ def measure_profile(
     """
     q_axis, kv_axis = grid_axis(q_tokens, "q_tokens"), grid_axis(kv_tokens, "kv_tokens")
     grid = [[Cell(int(q), max(int(q), int(kv))) for kv in kv_axis] for q in q_axis]
-    cells = sorted({cell for row in grid for cell in row}, key=lambda cell: (cell.pairs, cell))
+    cells = _in_order_of_measurement({cell for row in grid for cell in row})
     deadline = time.monotonic() + budget_seconds
     measured: dict[Cell, PhaseSeconds] = {}
     for done, cell in enumerate(cells, start=1):
@@ -217,30 +221,38 @@ def _log_what_was_measured(
         logger.info("cost profile: all %d cells measured", len(cells))
 
 
-def _nearest(cell: Cell, measured: dict[Cell, PhaseSeconds]) -> Cell:
-    """The measured cell nearest in the logarithms of both lengths."""
-    return min(measured, key=lambda m: (math.dist(m.logarithms, cell.logarithms), m))
+def _in_order_of_measurement(cells: set[Cell]) -> list[Cell]:
+    """The anchor, then the others from the cheapest to the dearest."""
+    by_cost = sorted(cells, key=lambda cell: (cell.pairs, cell))
+    anchor = min(by_cost, key=lambda cell: abs(math.log(cell.pairs / ANCHOR_PAIRS)))
+    return [anchor, *(cell for cell in by_cost if cell != anchor)]
 
 
 def _extrapolated(cell: Cell, measured: dict[Cell, PhaseSeconds]) -> PhaseSeconds:
-    """Seconds of a task at the rate of the nearest measured cell."""
-    near = _nearest(cell, measured)
-    forward, backward = measured[near]
-    return forward / near.pairs * cell.pairs, backward / near.pairs * cell.pairs
+    """The nearest measured cell scaled down by its pairs, or, where the cell has more pairs, with
+    those added at the best measured rate."""
+    near = min(measured, key=lambda m: (math.dist(m.logarithms, cell.logarithms), m))
+    more_pairs = max(0, cell.pairs - near.pairs)
+    forward, backward = (
+        measured[near][phase] * min(1.0, cell.pairs / near.pairs)
+        + more_pairs * min(seconds[phase] / m.pairs for m, seconds in measured.items())
+        for phase in range(2)
+    )
+    return forward, backward
 
 
 def _expected_seconds(
     cell: Cell, measured: dict[Cell, PhaseSeconds], device: torch.device
 ) -> float:
     """How long :func:`_measure` will take at least."""
-    runs = 1 + MIN_REPEATS
-    return runs * _n_tasks(cell, device) * sum(_extrapolated(cell, measured))
+    one_task = sum(_extrapolated(cell, measured))
+    return (1 + MIN_REPEATS) * _n_tasks(cell, device) * one_task
 
 
 def _n_tasks(cell: Cell, device: torch.device) -> int:
     """Tasks of a measured batch: enough rows to fill the device, within the memory for keys."""
     enough = -(-FUSED_Q_ROWS[device.type] // cell.q)
-    return max(1, min(enough, FUSED_KV_ROWS[device.type] // cell.kv, MAX_FUSED_TASKS))
+    return max(1, min(enough, FUSED_KV_ROWS[device.type] // cell.kv, MAX_FUSED_TASKS[device.type]))
 
 
 def _measure(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import numpy as np
@@ -25,9 +26,7 @@ def plan(
     """Cuts every segment at random places, and gives every piece to a random server."""
     rng = np.random.default_rng([manifest.step, int(manifest.document_length.sum())])
     tables = {phase: _random_tasks(manifest, len(servers), rng) for phase in Phase}
-    forecasts = {
-        phase: forecast(manifest, tables[phase], servers, shape, phase) for phase in Phase
-    }
+    forecasts = {phase: forecast(manifest, tables[phase], servers, shape, phase) for phase in Phase}
     return Plan(
         manifest=manifest,
         epoch=epoch,
@@ -53,7 +52,7 @@ def _random_tasks(manifest: Manifest, n_servers: int, rng: np.random.Generator) 
         n_cuts = int(rng.integers(0, min(length, 4)))
         inner = rng.choice(np.arange(1, length), n_cuts, replace=False) if n_cuts else []
         cuts = [0, *sorted(int(cut) for cut in inner), length]
-        for begin, end in zip(cuts[:-1], cuts[1:], strict=True):
+        for begin, end in itertools.pairwise(cuts):
             rows.append((document, offset + begin, offset + end, int(rng.integers(n_servers))))
     document, q_begin, q_end, server = np.array(rows, dtype=np.int64).T
     return TaskTable(document, q_begin, q_end, server)

@@ -2,7 +2,7 @@
 
 from trainer_client.errors import CoreAttentionFailed, PlanNotReady, SessionClosed, SessionError
 from trainer_client.operation import core_attention
-from trainer_client.options import SessionOptions
+from trainer_client.options import Placement, SessionOptions
 from trainer_client.ping_pong import PingPong
 from trainer_client.running_step import StepReport, TraceEvent
 from trainer_client.session import Session
@@ -10,6 +10,7 @@ from trainer_client.session import Session
 __all__ = [
     "CoreAttentionFailed",
     "PingPong",
+    "Placement",
     "PlanNotReady",
     "Session",
     "SessionClosed",

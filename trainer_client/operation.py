@@ -42,9 +42,10 @@ def core_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.T
     running = lane.running
     check_qkv(q, k, v, running.job.shape, running.n_rows(lane.nano_batch))
     call = AttentionCall(running, running.next_layer(lane.nano_batch), lane.nano_batch)
-    token = _Send.apply(q, k, v, call)
+    token = _Send.apply(q, k, v, call)  # type: ignore[no-untyped-call]
     lane.give_way()
-    o: torch.Tensor = _Collect.apply(token, q.detach(), k.detach(), v.detach(), call)
+    detached = (tensor.detach() for tensor in (q, k, v))
+    o: torch.Tensor = _Collect.apply(token, *detached, call)  # type: ignore[no-untyped-call]
     return o
 
 

@@ -77,7 +77,9 @@ def make_documents(manifest: Manifest, nano_batch: int = 0) -> tuple[list[Rank],
         "delta": (do.double() * result.o).sum(-1).float(),
     }
     ranks = [
-        Rank({name: rows[home_rows(manifest, rank, nano_batch)] for name, rows in everything.items()})
+        Rank(
+            {name: rows[home_rows(manifest, rank, nano_batch)] for name, rows in everything.items()}
+        )
         for rank in range(manifest.n_ranks)
     ]
     return ranks, result

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 
+import numpy as np
 import pytest
 import torch
 
@@ -77,7 +78,8 @@ def submit(
 ) -> tuple[OpenTick, list[BaseException]]:
     """One document on one rank."""
     plan = make_plan(
-        [RankManifest.from_lengths(0, 0, [[length]])], TaskTable([0], [0], [length], [0])
+        [RankManifest.from_lengths(0, 0, [[length]])],
+        TaskTable(*np.array([[0], [0], [length], [0]])),
     )
     route = derive_tick_route(plan, 0, 0, phase, None)
     ranks, _ = make_documents(plan.manifest)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import socket
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -24,6 +26,7 @@ from tests.cluster import Cluster, cluster
 from tests.team import Team
 from trainer_client import (
     CoreAttentionFailed,
+    Placement,
     PlanNotReady,
     Session,
     SessionClosed,
@@ -39,6 +42,13 @@ SOON_SECONDS = 15.0
 
 def whole(n_ranks: int = 2) -> list[RankManifest]:
     return [RankManifest.from_lengths(0, rank, [[300], [200]]) for rank in range(n_ranks)]
+
+
+def run_until_it_fails(team: Team) -> None:
+    """Steps on: messages that were under way when a process died may still serve one or two."""
+    for _ in range(50):
+        team.run(whole(team.n_ranks))
+        time.sleep(0.1)
 
 
 def submit_alone(team: Team, step: int) -> int:
@@ -61,8 +71,7 @@ def test_a_killed_node_is_named(doomed: Cluster) -> None:
         doomed.processes[1].kill()
         began = time.monotonic()
         with pytest.raises(SessionError, match="node-"):
-            for _ in range(20):
-                team.run(whole())
+            run_until_it_fails(team)
         assert time.monotonic() - began < SOON_SECONDS
 
 
@@ -72,8 +81,7 @@ def test_a_stopped_node_is_named_at_the_deadline(doomed: Cluster) -> None:
         doomed.processes[1].popen.send_signal(signal.SIGSTOP)
         began = time.monotonic()
         with pytest.raises(SessionError, match="node-"):
-            for _ in range(20):
-                team.run(whole())
+            run_until_it_fails(team)
         assert time.monotonic() - began < SOON_SECONDS
 
 
@@ -82,10 +90,8 @@ def test_a_killed_control_plane_ends_the_session(doomed: Cluster) -> None:
         team.run(whole(1))
         doomed.control_plane.kill()
         began = time.monotonic()
-        with pytest.raises(SessionError, match="control plane|127.0.0.1"):
-            for _ in range(20):
-                team.run(whole(1))
-                time.sleep(0.2)
+        with pytest.raises(SessionError, match=re.escape(doomed.address)):
+            run_until_it_fails(team)
         assert time.monotonic() - began < SOON_SECONDS
 
 
@@ -210,7 +216,7 @@ def test_no_control_plane_is_told_soon(tmp_path: Path) -> None:
                 n_ranks=1,
                 n_layers=1,
                 shape=SHAPE,
-                placement="pool",
+                placement=Placement.POOL,
                 connect_timeout_seconds=1.0,
             )
         )
@@ -236,7 +242,7 @@ def test_a_stranger_gets_no_connection(
         with Team(pool_of_four, 1, SHAPE, placement="pool") as team:
             description = team.sessions[0]._description
             assert description is not None
-            fields: dict[str, object] = {
+            fields: dict[str, Any] = {
                 "version": 1,
                 "job_id": description.job_id,
                 "token": description.token,

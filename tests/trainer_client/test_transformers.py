@@ -14,7 +14,7 @@ from torch import nn
 from core_attention.manifest import RankManifest
 from core_attention.shape import AttentionShape
 from tests.cluster import Cluster, keep_profile
-from trainer_client import PingPong, Session, SessionError, SessionOptions
+from trainer_client import PingPong, Placement, Session, SessionError, SessionOptions
 from trainer_client.transformers import UnsupportedArgument
 
 SIZES: dict[str, Any] = {
@@ -43,7 +43,7 @@ def session(pool_of_four: Cluster) -> Iterator[Session]:
             n_ranks=1,
             n_layers=2,
             shape=SHAPE,
-            placement="mixed",
+            placement=Placement.MIXED,
             data_host="127.0.0.1",
             one_host=True,
             planner="random",
@@ -75,7 +75,7 @@ def make_batches(seed: int = 0) -> list[dict[str, torch.Tensor]]:
 
 def make_model(config: transformers.PreTrainedConfig, implementation: str) -> nn.Module:
     torch.manual_seed(0)
-    model: nn.Module = transformers.AutoModelForCausalLM.from_config(
+    model: nn.Module = transformers.AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
         config, attn_implementation=implementation
     )
     return model
@@ -99,10 +99,12 @@ def test_a_real_model_trains_as_with_local_attention(session: Session, name: str
         loss.backward()
     expected = sum(local(**batch).loss for batch in batches)
     expected.backward()
-    assert float(loss) == pytest.approx(float(expected), rel=1e-6)
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
     for (parameter_name, parameter), other in zip(
         model.named_parameters(), local.parameters(), strict=True
     ):
+        assert parameter.grad is not None
+        assert other.grad is not None
         difference = (parameter.grad - other.grad).abs().max() / other.grad.abs().max()
         # float32 through two layers: a few hundred roundings of 6e-8.
         assert difference < 2e-5, f"{parameter_name} differs by {difference:.1e}"
@@ -185,7 +187,7 @@ def test_a_batch_of_several_rows_is_refused(session: Session) -> None:
     model = make_model(CONFIGS["Llama"], "distca")
     batches = make_batches()
     batches[0] = {name: value.expand(2, -1) for name, value in batches[0].items()}
-    with session.step(submit(session)), pytest.raises(ValueError, match="one row|batch of 2"):
+    with session.step(submit(session)), pytest.raises(ValueError, match=r"one row|batch of 2"):
         PingPong(model)(batches)
 
 
@@ -204,11 +206,10 @@ def test_more_layers_than_the_job_has_are_refused(session: Session) -> None:
         PingPong(make_model(config, "distca"))(make_batches())
 
 
-def test_training_goes_on_after_a_step_that_was_given_up(session: Session) -> None:
+def test_training_goes_on_after_a_step_without_its_backward(session: Session) -> None:
     model = make_model(CONFIGS["Llama"], "distca")
-    with pytest.raises(KeyError), session.step(submit(session)):
+    with session.step(submit(session)):
         PingPong(model)(make_batches())
-        raise KeyError("the loop skips this step")
     with session.step(submit(session)):
         sum(output.loss for output in PingPong(model)(make_batches())).backward()
     assert all(parameter.grad is not None for parameter in model.parameters())

@@ -1,0 +1,161 @@
+"""How the CPU kernel cuts a batch of CA-tasks into tiles of bounded size.
+
+A tile is what one round of matrix products computes: a block of query rows of one task with all the
+keys they see, or several short tasks padded to one size. Either way a row's scores are complete in
+its tile, so its softmax needs no merge.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+import torch
+
+from core_attention.arrays import Int64Array
+from core_attention.kernels.protocol import TaskBatch
+
+MAX_TILE_SCORES = 2**21
+"""Scores (query heads x rows x keys) of a tile: 8 MiB in float32. Two such blocks and the operands
+stay near the caches; 2**18 and 2**24 were up to 1.5 times slower at 1K to 16K keys."""
+
+MAX_BLOCK_ROWS = 128
+"""Query rows of a block: beyond it, the half of the diagonal that is computed in vain grows."""
+
+MIN_BLOCK_ROWS = 16
+"""Fewer rows starve the matrix products, so for very long contexts a tile takes fewer heads first
+and then exceeds MAX_TILE_SCORES."""
+
+MAX_PADDED_KEYS = 64
+"""Tasks with at most as many keys are padded and batched, which halves the time of hundreds of
+them; from 96 keys on a tile of their own is faster than the copies."""
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Tile:
+    """Query rows, the keys they see and the heads to compute: B tasks, L rows and M keys of each.
+
+    Attributes:
+        kv_heads: key/value heads.
+        group_size: G, query heads per kv head.
+        q_rows: rows of q, as a slice of L rows (B = 1) or an index of ``[B * L]``.
+        k_rows: rows of k, as a slice of M rows or an index of ``[B * M]``.
+        hidden: bool, true where a query does not see a key; ``[B or 1, 1, 1, L, W]`` over the last
+            W keys, W <= M. The keys before them are seen by every row.
+        is_row: bool ``[B * L]``, false where a row is padding.
+        k_lengths: keys of each task; the rest of its M keys are padding.
+        dk_begin: first row of dk of each task.
+    """
+
+    kv_heads: slice
+    group_size: int
+    q_rows: slice | torch.Tensor
+    k_rows: slice | torch.Tensor
+    hidden: torch.Tensor
+    is_row: torch.Tensor
+    k_lengths: tuple[int, ...]
+    dk_begin: tuple[int, ...]
+
+    @property
+    def n_tasks(self) -> int:
+        """B."""
+        return len(self.dk_begin)
+
+    @property
+    def heads(self) -> slice:
+        """Query heads that share ``kv_heads``."""
+        return slice(self.kv_heads.start * self.group_size, self.kv_heads.stop * self.group_size)
+
+
+def tiles(tasks: TaskBatch, num_heads: int, num_heads_kv: int) -> Iterator[Tile]:
+    """The tiles of ``tasks``, in a fixed order: short tasks by length, then long ones in turn."""
+    group_size = num_heads // num_heads_kv
+    short = tasks.k_end - tasks.k_begin <= MAX_PADDED_KEYS
+    for group in _groups_of_short_tasks(tasks, np.flatnonzero(short), num_heads):
+        yield _padded_tile(tasks, group, num_heads_kv, group_size)
+    for task in np.flatnonzero(~short):
+        yield from _blocks(tasks, int(task), num_heads_kv, group_size)
+
+
+def _groups_of_short_tasks(
+    tasks: TaskBatch, short: Int64Array, num_heads: int
+) -> Iterator[Int64Array]:
+    """Short tasks of similar key and query lengths, as many together as fit into a tile."""
+    keys = (tasks.k_end - tasks.k_begin)[short]
+    queries = (tasks.q_end - tasks.q_begin)[short]
+    order = np.lexsort((short, queries, keys))
+    short, keys, queries = short[order], keys[order], queries[order]
+    begin = 0
+    while begin < len(short):
+        # Keys at most 8 or an eighth more than the shortest's: little padding, few groups.
+        end = int(np.searchsorted(keys, max(keys[begin] + 8, keys[begin] * 9 // 8), side="right"))
+        widest = int(queries[begin:end].max() * keys[end - 1])
+        end = min(end, begin + max(1, MAX_TILE_SCORES // (num_heads * widest)))
+        yield short[begin:end]
+        begin = end
+
+
+def _padded_tile(tasks: TaskBatch, chosen: Int64Array, num_heads_kv: int, group_size: int) -> Tile:
+    q_length = (tasks.q_end - tasks.q_begin)[chosen][:, None]
+    k_length = (tasks.k_end - tasks.k_begin)[chosen][:, None]
+    row, key = np.arange(q_length.max()), np.arange(k_length.max())
+    # Padding repeats a task's own last row: rows that belong to no task may hold anything.
+    q_rows = tasks.q_begin[chosen][:, None] + np.minimum(row, q_length - 1)
+    k_rows = tasks.k_begin[chosen][:, None] + np.minimum(key, k_length - 1)
+    last_seen = k_length - q_length + np.minimum(row, q_length - 1)
+    return Tile(
+        kv_heads=slice(0, num_heads_kv),
+        group_size=group_size,
+        q_rows=torch.from_numpy(q_rows.reshape(-1)),
+        k_rows=torch.from_numpy(k_rows.reshape(-1)),
+        hidden=torch.from_numpy(key > last_seen[:, :, None])[:, None, None],
+        is_row=torch.from_numpy((row < q_length).reshape(-1)),
+        k_lengths=tuple(k_length[:, 0].tolist()),
+        dk_begin=tuple(tasks.dk_begin[chosen].tolist()),
+    )
+
+
+def _blocks(tasks: TaskBatch, task: int, num_heads_kv: int, group_size: int) -> Iterator[Tile]:
+    """Blocks of query rows of one task, from its first row on."""
+    q_begin, q_end = int(tasks.q_begin[task]), int(tasks.q_end[task])
+    k_begin, k_end = int(tasks.k_begin[task]), int(tasks.k_end[task])
+    seen_by_all = (k_end - k_begin) - (q_end - q_begin)
+    begin = q_begin
+    while begin < q_end:
+        keys = seen_by_all + begin - q_begin
+        n_heads, n_rows = _block_size(keys, num_heads_kv, group_size)
+        end = min(begin + n_rows, q_end)
+        keys += end - begin
+        for head in range(0, num_heads_kv, n_heads):
+            yield Tile(
+                kv_heads=slice(head, min(head + n_heads, num_heads_kv)),
+                group_size=group_size,
+                q_rows=slice(begin, end),
+                k_rows=slice(k_begin, k_begin + keys),
+                hidden=_above_diagonal(end - begin),
+                is_row=_ALL_ROWS[: end - begin],
+                k_lengths=(keys,),
+                dk_begin=(int(tasks.dk_begin[task]),),
+            )
+        begin = end
+
+
+def _block_size(keys_before: int, num_heads_kv: int, group_size: int) -> tuple[int, int]:
+    """How many kv heads and query rows a block has whose first row follows ``keys_before``."""
+    scores_per_row = group_size * (keys_before + MAX_BLOCK_ROWS)
+    enough_rows = MAX_BLOCK_ROWS // 2
+    n_heads = MAX_TILE_SCORES // (scores_per_row * enough_rows)
+    n_heads = max(1, min(n_heads, num_heads_kv))
+    n_rows = MAX_TILE_SCORES // (n_heads * scores_per_row) // MIN_BLOCK_ROWS * MIN_BLOCK_ROWS
+    return n_heads, max(MIN_BLOCK_ROWS, min(n_rows, MAX_BLOCK_ROWS))
+
+
+_ALL_ROWS = torch.ones(MAX_BLOCK_ROWS, dtype=torch.bool)
+
+
+@lru_cache(maxsize=MAX_BLOCK_ROWS)
+def _above_diagonal(rows: int) -> torch.Tensor:
+    """bool ``[1, 1, 1, rows, rows]``, true where the key is later than the query."""
+    return torch.ones(rows, rows, dtype=torch.bool).triu_(1)[None, None, None]

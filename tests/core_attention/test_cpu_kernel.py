@@ -1,0 +1,71 @@
+"""The CPU kernel passes the conformance suite, with tiles of any size."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from core_attention.ca_task import MaskKind
+from core_attention.kernels import cpu_tiles
+from core_attention.kernels.cpu import CpuKernel
+from core_attention.kernels.cpu_tiles import tiles
+from core_attention.kernels.protocol import Kernel, TaskBatch
+from core_attention.profiling import random_parts
+from core_attention.shape import AttentionShape
+from tests.core_attention.kernel_conformance import SHAPE, KernelConformance, Task, whole
+
+
+class TestCpuKernel(KernelConformance):
+    dtypes = ("float32", "float16", "bfloat16")
+
+    @pytest.fixture
+    def kernel(self) -> Kernel:
+        return CpuKernel()
+
+    @pytest.mark.parametrize("scores", [2**10, 2**14, 2**17])
+    def test_tiles_of_any_size_give_the_same_results(
+        self, kernel: Kernel, monkeypatch: pytest.MonkeyPatch, scores: int
+    ) -> None:
+        monkeypatch.setattr(cpu_tiles, "MAX_TILE_SCORES", scores)
+        lengths = [3, 400, 17, 64, 65]
+        tasks = [Task(1, 120, 400), *whole(lengths)[2:], Task(0, 1, 3)]
+        self.run_and_check(kernel, torch.device("cpu"), SHAPE, lengths, tasks)
+
+
+def test_refuses_a_mask_it_does_not_know() -> None:
+    with pytest.raises(ValueError, match="supports"):
+        CpuKernel().check(SHAPE, 2)  # type: ignore[arg-type]
+    CpuKernel().check(SHAPE, MaskKind.CAUSAL)
+
+
+@pytest.mark.parametrize("kv", [300, 5000, 100_000])
+def test_a_tile_stays_within_its_bound(kv: int) -> None:
+    begin, end = np.array([0]), np.array([min(kv, 600)])
+    batch = TaskBatch(begin, end, begin, np.array([kv]), begin)
+    num_heads, num_heads_kv = 16, 4
+    covered = np.zeros((int(end[0]), num_heads), dtype=np.int64)
+    for tile in tiles(batch, num_heads, num_heads_kv):
+        assert isinstance(tile.q_rows, slice)
+        rows = tile.q_rows.stop - tile.q_rows.start
+        heads = tile.heads.stop - tile.heads.start
+        bound = cpu_tiles.MAX_TILE_SCORES
+        if heads == num_heads // num_heads_kv:
+            bound = max(bound, cpu_tiles.MIN_BLOCK_ROWS * heads * kv)
+        assert rows * heads * tile.k_lengths[0] <= bound
+        covered[tile.q_rows, tile.heads] += 1
+    assert (covered == 1).all()
+
+
+def test_agrees_with_pytorch_on_a_long_document() -> None:
+    shape = AttentionShape(num_heads=2, num_heads_kv=1, head_dim=64, head_dim_v=64, dtype="float32")
+    forward, _ = random_parts(shape, [(3000, 3000)], torch.device("cpu"))
+    scale = 1 / math.sqrt(shape.head_dim)
+    CpuKernel().forward([forward], scale)
+    q, k, v = (x.transpose(0, 1)[None] for x in (forward.q, forward.k, forward.v))
+    expected = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
+    # Both are float32 throughout; see the conformance suite for the error of a weighted mean.
+    torch.testing.assert_close(forward.o, expected[0].transpose(0, 1), rtol=0, atol=64 * 2**-23)

@@ -1,0 +1,185 @@
+"""Manifests: merging what ranks send, and refusing what breaks an invariant."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from core_attention.errors import ManifestError
+from core_attention.manifest import Manifest, RankManifest, Segment
+from tests.strategies import manifests, rank_manifests
+
+
+def two_ranks() -> list[RankManifest]:
+    """Document 7 goes from rank 0 to rank 1 and back to rank 0; 8 and 9 are whole."""
+    return [
+        RankManifest(
+            step=5,
+            rank=0,
+            nano_batches=(
+                (Segment(7, 10, 0, 4), Segment(7, 10, 9, 1)),
+                (Segment(9, 1, 0, 1),),
+            ),
+        ),
+        RankManifest(5, 1, ((Segment(8, 3, 0, 3), Segment(7, 10, 4, 5)), ())),
+    ]
+
+
+def test_merge_sorts_documents_and_segments() -> None:
+    manifest = Manifest.merge(list(reversed(two_ranks())), 2)
+    assert manifest.document_id.tolist() == [7, 8, 9]
+    assert manifest.document_length.tolist() == [10, 3, 1]
+    assert manifest.document_nano_batch.tolist() == [0, 0, 1]
+    assert manifest.segment_document.tolist() == [0, 0, 0, 1, 2]
+    assert manifest.segment_offset.tolist() == [0, 4, 9, 0, 0]
+    assert manifest.segment_length.tolist() == [4, 5, 1, 3, 1]
+    assert manifest.segment_rank.tolist() == [0, 1, 0, 1, 0]
+    assert manifest.segment_row.tolist() == [0, 3, 4, 0, 0]
+    assert manifest.first_segment.tolist() == [0, 3, 4, 5]
+    assert manifest.tokens_per_rank(0).tolist() == [5, 8]
+    assert manifest.tokens_per_rank(1).tolist() == [1, 0]
+
+
+def test_columns_are_read_only() -> None:
+    manifest = Manifest.merge(two_ranks(), 2)
+    with pytest.raises(ValueError, match="read-only"):
+        manifest.segment_row[0] = 1
+
+
+def test_from_lengths_makes_ids_unique_across_ranks() -> None:
+    ranks = [RankManifest.from_lengths(0, rank, [[3, 1], [2]]) for rank in range(3)]
+    assert ranks[2].tokens(0) == 4
+    manifest = Manifest.merge(ranks, 3)
+    assert manifest.n_documents == 9
+    assert manifest.tokens_per_rank(1).tolist() == [2, 2, 2]
+
+
+def rank_zero(*segments: Segment, step: int = 5, rank: int = 0) -> RankManifest:
+    return RankManifest(step, rank, (segments,))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "n_ranks", "message"),
+    [
+        ([], 1, r"no manifest from ranks \[0\]"),
+        ([rank_zero(Segment(1, 1, 0, 1))], 3, r"no manifest from ranks \[1, 2\]"),
+        ([rank_zero(Segment(1, 1, 0, 1), rank=4)], 2, "rank 4 is not one of the job's 2"),
+        ([rank_zero(Segment(1, 1, 0, 1))] * 2, 1, "rank 0 gives two manifests"),
+        (
+            [rank_zero(Segment(1, 1, 0, 1)), rank_zero(Segment(2, 1, 0, 1), rank=1, step=6)],
+            2,
+            r"disagree on the step: \[5, 6\]",
+        ),
+        (
+            [rank_zero(Segment(1, 1, 0, 1)), RankManifest(5, 1, ((), ()))],
+            2,
+            r"disagree on the number of nano-batches: \[1, 2\]",
+        ),
+        ([rank_zero()], 1, "no rank holds a segment"),
+        ([rank_zero(Segment(1, 2**70, 0, 2**70))], 1, "64-bit"),
+        ([rank_zero(Segment(1, 0, 0, 0))], 1, "document 1 has length 0"),
+        ([rank_zero(Segment(1, 2**31, 0, 2**31))], 1, "document 1 has length 2147483648"),
+        (
+            [rank_zero(Segment(3, 2, 0, 2), Segment(3, 2, 2, 0))],
+            1,
+            "document 3: the segment at offset 2 on rank 0 has length 0",
+        ),
+        (
+            [rank_zero(Segment(3, 4, 0, 2), Segment(3, 4, 3, 1))],
+            1,
+            "document 3: the segment at offset 3 .* leaves a gap .* end at 2",
+        ),
+        (
+            [rank_zero(Segment(3, 4, 0, 2), Segment(3, 4, 1, 3))],
+            1,
+            "document 3: the segment at offset 1 .* overlaps .* end at 2",
+        ),
+        ([rank_zero(Segment(3, 4, 1, 3))], 1, "document 3: the segment at offset 1 .* gap"),
+        ([rank_zero(Segment(3, 4, 0, 3))], 1, "document 3: its segments end at 3, its length is 4"),
+        (
+            [rank_zero(Segment(3, 2, 0, 1), Segment(3, 3, 1, 1))],
+            1,
+            "document 3: rank 0 gives its length as 3, another segment as 2",
+        ),
+        (
+            [RankManifest(5, 0, ((Segment(3, 2, 0, 1),), (Segment(3, 2, 1, 1),)))],
+            1,
+            r"document 3 appears in nano-batches \[0, 1\]",
+        ),
+    ],
+)
+def test_a_broken_invariant_is_an_error_that_names_it(
+    ranks: list[RankManifest], n_ranks: int, message: str
+) -> None:
+    with pytest.raises(ManifestError, match=message):
+        Manifest.merge(ranks, n_ranks)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"step": -1}, "step -1"),
+        ({"n_ranks": 1}, "segment_rank holds 1; valid values are 0 to 0"),
+        ({"n_nano_batches": 1}, "document_nano_batch holds 1"),
+        ({"segment_document": [0, 0, 0, 1, 3]}, "segment_document holds 3"),
+        ({"segment_document": [1, 0, 0, 0, 2]}, "not sorted by document"),
+        ({"segment_document": [0, 0, 0, 1, 1]}, "document 9 has no segments"),
+        ({"segment_row": [0, 3, 5, 0, 0]}, "document 7: its segment at offset 9 begins at row 5"),
+        ({"segment_row": [0, 2, 4, 0, 0]}, "document 7: its segment at offset 4 begins at row 2"),
+        ({"segment_row": [0, 3, 4, 0, 1]}, "document 9: .* begins at row 1 of rank 0"),
+        ({"segment_length": [4, 5, 1, 3]}, "columns of different lengths"),
+    ],
+)
+def test_columns_are_checked(changes: dict[str, object], message: str) -> None:
+    with pytest.raises(ManifestError, match=message):
+        replace(Manifest.merge(two_ranks(), 2), **changes)
+
+
+def test_columns_must_be_integers() -> None:
+    with pytest.raises(ValueError, match="segment_row must be .* integers"):
+        replace(Manifest.merge(two_ranks(), 2), segment_row=np.zeros(5))
+
+
+@given(rank_manifests())
+def test_merge_keeps_every_row_in_its_place(ranks: list[RankManifest]) -> None:
+    manifest = Manifest.merge(ranks, len(ranks))
+    for rank_manifest in ranks:
+        for nano, segments in enumerate(rank_manifest.nano_batches):
+            row = 0
+            for segment in segments:
+                document = manifest.document_id.tolist().index(segment.document_id)
+                assert manifest.document_nano_batch[document] == nano
+                (at,) = np.flatnonzero(
+                    (manifest.segment_document == document)
+                    & (manifest.segment_offset == segment.offset)
+                )
+                assert manifest.segment_rank[at] == rank_manifest.rank
+                assert manifest.segment_row[at] == row
+                row += segment.length
+            assert manifest.tokens_per_rank(nano)[rank_manifest.rank] == row
+            assert rank_manifest.tokens(nano) == row
+
+
+@given(st.data(), manifests())
+def test_restrict_keeps_documents_and_their_places(data: st.DataObject, whole: Manifest) -> None:
+    kept = sorted(data.draw(st.sets(st.integers(0, whole.n_documents - 1))))
+    part = whole.restrict(np.array(kept, dtype=np.int64))
+    assert part.document_id.tolist() == whole.document_id[kept].tolist()
+    homes = {
+        (int(whole.document_id[d]), int(o)): (int(r), int(row))
+        for d, o, r, row in zip(
+            whole.segment_document,
+            whole.segment_offset,
+            whole.segment_rank,
+            whole.segment_row,
+            strict=True,
+        )
+    }
+    for segment in range(part.n_segments):
+        document = int(part.document_id[part.segment_document[segment]])
+        home = homes[document, int(part.segment_offset[segment])]
+        assert home == (part.segment_rank[segment], part.segment_row[segment])
