@@ -1,0 +1,231 @@
+"""Reusable, reference-counted byte buffers, so that a steady state allocates nothing.
+
+Registering memory with a network and, on a GPU, allocating it at all cost far more than moving one
+message. The pool hands out blocks by size class and takes them back when their last reference is
+gone; a transport holds a reference for as long as the network can touch a block.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from data_plane.transport import BufferAllocator
+
+ALIGNMENT_BYTES = 256
+"""Start of every buffer: what CUDA's vector loads and the kernels' tiles ask for."""
+
+
+class BufferPoolExhausted(RuntimeError):
+    """The pool's limit leaves no room for a buffer; the message carries the numbers."""
+
+
+class BufferReleased(RuntimeError):
+    """A buffer was used or released after its last reference had gone."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PoolStats:
+    """Memory of a pool at one moment.
+
+    Attributes:
+        in_use_bytes: memory behind buffers that somebody holds.
+        idle_bytes: memory that waits to be used again.
+        allocations: calls of the allocator so far; constant in a steady state.
+    """
+
+    in_use_bytes: int
+    idle_bytes: int
+    allocations: int
+
+
+def host_allocator(nbytes: int) -> torch.Tensor:
+    """Returns ``nbytes`` of pageable host memory, uninitialised: 1-D uint8."""
+    return torch.empty(nbytes, dtype=torch.uint8)
+
+
+def device_allocator(device: str | torch.device) -> BufferAllocator:
+    """Returns an allocator of device memory, for example on ``"cuda:0"``.
+
+    cuda_ipc needs plain allocations: PyTorch's ``expandable_segments`` must be off.
+    """
+    target = torch.device(device)
+
+    def allocate(nbytes: int) -> torch.Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8, device=target)
+
+    return allocate
+
+
+def size_class_bytes(nbytes: int) -> int:
+    """Rounds up to a quarter step between powers of two: at most 25% (below 1 KiB: 256 bytes) more.
+
+    Raises:
+        ValueError: ``nbytes`` is negative.
+    """
+    if nbytes < 0:
+        raise ValueError(f"nbytes is {nbytes}; a buffer has 0 bytes or more")
+    if nbytes <= ALIGNMENT_BYTES:
+        return ALIGNMENT_BYTES
+    power = 1 << ((nbytes - 1).bit_length() - 1)
+    step = max(power // 4, ALIGNMENT_BYTES)
+    return -(-nbytes // step) * step
+
+
+class PooledBuffer:
+    """A block of a pool, cut to ``nbytes``; starts with one reference. Thread-safe."""
+
+    __slots__ = ("_block", "_pool", "_references", "_tensor", "nbytes")
+
+    def __init__(self, pool: BufferPool, block: torch.Tensor, nbytes: int) -> None:
+        self._pool = pool
+        self._block: torch.Tensor | None = block
+        self._tensor: torch.Tensor | None = block[:nbytes]
+        self._references = 1
+        self.nbytes = nbytes
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """The bytes: 1-D uint8 of exactly ``nbytes``, contiguous, 256-byte-aligned.
+
+        Raises:
+            BufferReleased: the last reference has gone.
+        """
+        if self._tensor is None:
+            raise BufferReleased(
+                f"buffer of {self.nbytes} bytes has gone back to its pool; keep a reference "
+                "(retain) for as long as its bytes are needed"
+            )
+        return self._tensor
+
+    def retain(self) -> PooledBuffer:
+        """Adds a reference and returns the buffer.
+
+        Raises:
+            BufferReleased: the last reference has gone.
+        """
+        with self._pool._lock:
+            if self._references == 0:
+                raise BufferReleased(f"buffer of {self.nbytes} bytes: retain after its release")
+            self._references += 1
+        return self
+
+    def release(self) -> None:
+        """Drops a reference; with the last one the memory returns to the pool.
+
+        Raises:
+            BufferReleased: there was no reference left.
+        """
+        with self._pool._lock:
+            if self._references == 0:
+                raise BufferReleased(
+                    f"buffer of {self.nbytes} bytes was released more often than retained; "
+                    "somebody else may hold its memory already"
+                )
+            self._references -= 1
+            if self._references == 0 and self._block is not None:
+                self._pool._take_back(self._block)
+                self._block = self._tensor = None
+
+
+class BufferPool:
+    """Hands out buffers of any size from blocks by size class. Thread-safe.
+
+    Args:
+        allocator: makes the blocks; called outside the pool's lock.
+        limit_bytes: most memory the pool may hold, idle blocks included; None for no limit.
+    """
+
+    def __init__(
+        self, allocator: BufferAllocator = host_allocator, limit_bytes: int | None = None
+    ) -> None:
+        if limit_bytes is not None and limit_bytes < 0:
+            raise ValueError(f"limit_bytes is {limit_bytes}; give 0 or more, or None for no limit")
+        self._allocator = allocator
+        self._limit_bytes = limit_bytes
+        self._lock = threading.Lock()
+        self._idle: defaultdict[int, list[torch.Tensor]] = defaultdict(list)
+        self._in_use_bytes = 0
+        self._idle_bytes = 0
+        self._allocations = 0
+
+    def acquire(self, nbytes: int) -> PooledBuffer:
+        """Returns a buffer of ``nbytes`` (0 is fine), uninitialised, with one reference.
+
+        Raises:
+            BufferPoolExhausted: it does not fit under ``limit_bytes``.
+            ValueError: ``nbytes`` is negative.
+        """
+        block_bytes = size_class_bytes(nbytes)
+        with self._lock:
+            if self._idle[block_bytes]:
+                block = self._idle[block_bytes].pop()
+                self._idle_bytes -= block_bytes
+                self._in_use_bytes += block_bytes
+                return PooledBuffer(self, block, nbytes)
+            self._make_room(block_bytes, nbytes)
+            self._in_use_bytes += block_bytes
+            self._allocations += 1
+        try:
+            block = self._allocate(block_bytes)
+        except BaseException:
+            with self._lock:
+                self._in_use_bytes -= block_bytes
+            raise
+        return PooledBuffer(self, block, nbytes)
+
+    def stats(self) -> PoolStats:
+        """Returns the memory held now."""
+        with self._lock:
+            return PoolStats(
+                in_use_bytes=self._in_use_bytes,
+                idle_bytes=self._idle_bytes,
+                allocations=self._allocations,
+            )
+
+    def trim(self) -> None:
+        """Frees every idle block."""
+        with self._lock:
+            self._idle.clear()
+            self._idle_bytes = 0
+
+    def _allocate(self, block_bytes: int) -> torch.Tensor:
+        memory = self._allocator(block_bytes + ALIGNMENT_BYTES)
+        if memory.dtype != torch.uint8 or memory.dim() != 1 or not memory.is_contiguous():
+            raise ValueError(
+                f"allocator returned {memory.dtype} of shape {tuple(memory.shape)}; a pool needs "
+                "contiguous 1-D uint8"
+            )
+        offset = -memory.data_ptr() % ALIGNMENT_BYTES
+        return memory[offset : offset + block_bytes]
+
+    def _make_room(self, block_bytes: int, nbytes: int) -> None:
+        """Frees idle blocks, largest first, until a new one fits. Needs the lock."""
+        if self._limit_bytes is None:
+            return
+        for idle_class in sorted(self._idle, reverse=True):
+            blocks = self._idle[idle_class]
+            while blocks and self._held_bytes() + block_bytes > self._limit_bytes:
+                blocks.pop()
+                self._idle_bytes -= idle_class
+        if self._held_bytes() + block_bytes > self._limit_bytes:
+            raise BufferPoolExhausted(
+                f"no room for a buffer of {nbytes} bytes (block of {block_bytes}): "
+                f"{self._in_use_bytes} bytes in use, limit_bytes={self._limit_bytes}; release "
+                "buffers earlier or raise the limit"
+            )
+
+    def _held_bytes(self) -> int:
+        return self._in_use_bytes + self._idle_bytes
+
+    def _take_back(self, block: torch.Tensor) -> None:
+        """Makes a block idle. Needs the lock."""
+        block_bytes = block.numel()
+        self._idle[block_bytes].append(block)
+        self._in_use_bytes -= block_bytes
+        self._idle_bytes += block_bytes

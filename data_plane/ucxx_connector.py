@@ -1,0 +1,121 @@
+"""The connecting side of the ucxx transport: name lookup, hello, and the listener's answer."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from ucxx._lib import libucxx
+
+from data_plane.owner_result import OwnerResult
+from data_plane.transport import Address, ConnectFailed, HandshakeRejected
+from data_plane.ucxx_connection import TRANSPORT_NAME, UcxxConnection
+from data_plane.ucxx_greeting import (
+    BadGreeting,
+    Greeting,
+    Status,
+    receive_greeting,
+    send_greeting,
+)
+from data_plane.ucxx_worker import UCX_ERRORS, UcxxWorker
+
+
+class UcxxConnector:
+    """One attempt to connect; answers ``result`` with (connection, answer) or an exception.
+
+    Args:
+        worker: drives it.
+        address: the listener, as errors name it.
+        result: who waits.
+    """
+
+    def __init__(self, worker: UcxxWorker, address: Address, result: OwnerResult) -> None:
+        self._worker = worker
+        self._address = address
+        self._result = result
+
+    def start(
+        self,
+        ip: str,
+        hello: bytes,
+        deadline: float,
+        open_connection: Callable[[Any, str], UcxxConnection],
+    ) -> None:
+        """Connects to ``ip`` until ``deadline`` (``time.monotonic()``). Owner thread."""
+        try:
+            endpoint = libucxx.UCXEndpoint.create(self._worker.ucp, ip, self._address.port, True)
+        except UCX_ERRORS as error:
+            self._result.set(connect_failed(self._address, f"{type(error).__name__}: {error}"))
+            return
+        connection = open_connection(endpoint, str(self._address))
+        timer = self._worker.call_at(deadline, lambda: self._give_up(connection, "deadline passed"))
+
+        def on_closed(error: object) -> None:
+            timer.cancel()
+            self._give_up(connection, f"the connection ended: {error}")
+
+        def on_greeting(answer: Greeting) -> None:
+            timer.cancel()
+            self._take_answer(connection, answer)
+
+        def on_bad(bad: BadGreeting) -> None:
+            self._give_up(connection, f"the listener's answer {bad}")
+
+        connection.add_closed_callback(on_closed)
+        send_greeting(
+            connection,
+            Greeting(status=Status.HELLO, connection_id=connection.local_id, body=hello),
+            on_sent=lambda: receive_greeting(connection, on_greeting, on_bad),
+        )
+
+    def _take_answer(self, connection: UcxxConnection, answer: Greeting) -> None:
+        if answer.status is Status.ACCEPTED:
+            connection.remote_id = answer.connection_id
+            if not self._result.set((connection, answer.body)):
+                connection.close("nobody waits for this connection any more")
+            return
+        reason = answer.body.decode(errors="replace")
+        self._result.set(
+            HandshakeRejected(
+                f"hello refused: {reason}", transport=TRANSPORT_NAME, peer=connection.peer
+            )
+        )
+        connection.close(f"refused by the listener: {reason}")
+
+    def _give_up(self, connection: UcxxConnection, reason: str) -> None:
+        self._result.set(connect_failed(self._address, reason))
+        connection.close(reason)
+
+
+def resolve(address: Address, timeout_seconds: float) -> str:
+    """Returns the IPv4 address of a host name; name servers can take longer than the deadline.
+
+    Raises:
+        ConnectFailed: it has none, or no answer came in time.
+    """
+    result = OwnerResult()
+
+    def look_up() -> None:
+        try:
+            result.set(socket.gethostbyname(address.host))
+        except OSError as error:
+            result.set(connect_failed(address, f"host name does not resolve: {error}"))
+
+    threading.Thread(target=look_up, name="ucxx-resolve", daemon=True).start()
+    try:
+        ip: str = result.get(timeout_seconds)
+    except TimeoutError:
+        raise connect_failed(address, "host name not resolved before the deadline") from None
+    return ip
+
+
+def connect_failed(address: Address, reason: str) -> ConnectFailed:
+    """Returns the error for an attempt that led to no connection."""
+    return ConnectFailed(
+        f"cannot connect: {reason}",
+        transport=TRANSPORT_NAME,
+        peer=str(address),
+        hint="check the address, that the peer listens, and that no firewall is in between",
+    )

@@ -1,0 +1,149 @@
+"""One offer or put of the ucxx transport: its state, its buffer's reference and its waiters."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Literal
+
+from data_plane.transport import Transfer, TransferState, TransferTimeout, TransportError
+
+if TYPE_CHECKING:
+    from data_plane.buffer_pool import PooledBuffer
+    from data_plane.ucxx_worker import Timer
+
+logger = logging.getLogger(__name__)
+
+TransferKind = Literal["offer", "put"]
+
+
+class UcxxTransfer:
+    """Implements ``Transfer``. Created on any thread, finished on the owner thread.
+
+    Attributes:
+        kind: which side of a message this is.
+        wire_tag: the 64-bit UCX tag of a put; 0 for an offer, which is matched here, not in UCX.
+        deadline: ``time.monotonic()`` at which the connection fails.
+        started: ``time.monotonic()`` when its bytes could first move.
+        failure: its own reason to fail, when it differs from the connection's.
+        timer: the deadline's timer, once the owner thread knows the transfer.
+    """
+
+    def __init__(
+        self,
+        *,
+        kind: TransferKind,
+        tag: int,
+        buffer: PooledBuffer,
+        deadline_seconds: float,
+        transport: str,
+        peer: str,
+        owner_thread_id: int,
+        wire_tag: int = 0,
+    ) -> None:
+        self.kind: TransferKind = kind
+        self.wire_tag = wire_tag
+        self.deadline_seconds = deadline_seconds
+        self.started = time.monotonic()
+        self.deadline = self.started + deadline_seconds
+        self.failure: TransportError | None = None
+        self.timer: Timer | None = None
+        self._tag = tag
+        self._buffer: PooledBuffer | None = buffer.retain()
+        self._nbytes = buffer.nbytes
+        self._transport = transport
+        self._peer = peer
+        self._owner_thread_id = owner_thread_id
+        self._state = TransferState.PENDING
+        self._error: TransportError | None = None
+        self._lock = threading.Lock()
+        self._finished_event: threading.Event | None = None
+        self._callbacks: list[Callable[[Transfer], None]] = []
+
+    @property
+    def tag(self) -> int:
+        return self._tag
+
+    @property
+    def nbytes(self) -> int:
+        return self._nbytes
+
+    @property
+    def state(self) -> TransferState:
+        return self._state
+
+    @property
+    def error(self) -> TransportError | None:
+        return self._error
+
+    @property
+    def buffer(self) -> PooledBuffer:
+        """The buffer, while the transfer holds it."""
+        assert self._buffer is not None
+        return self._buffer
+
+    def wait(self, timeout_seconds: float) -> None:
+        """See ``Transfer.wait``. On the owner thread it would wait for itself: RuntimeError."""
+        if self._state is TransferState.PENDING:
+            if threading.get_ident() == self._owner_thread_id:
+                raise RuntimeError("wait() on the transport's own thread; use add_done_callback")
+            if not self._event().wait(timeout_seconds):
+                raise TransferTimeout(
+                    f"{self.kind} of tag {self._tag} ({self._nbytes} bytes) still pending after "
+                    f"waiting {timeout_seconds} s",
+                    transport=self._transport,
+                    peer=self._peer,
+                    hint=f"it goes on until its own deadline of {self.deadline_seconds} s",
+                )
+        if self._error is not None:
+            raise self._error
+
+    def add_done_callback(self, callback: Callable[[Transfer], None]) -> None:
+        with self._lock:
+            if self._state is TransferState.PENDING:
+                self._callbacks.append(callback)
+                return
+        callback(self)
+
+    def finish(self, error: TransportError | None, *, release_buffer: bool = True) -> None:
+        """Ends the transfer once; later calls do nothing but release the buffer.
+
+        Args:
+            error: why it failed, or None.
+            release_buffer: False keeps the buffer from the pool: the network may still touch it.
+        """
+        if release_buffer:
+            self._release_buffer()
+        with self._lock:
+            if self._state is not TransferState.PENDING:
+                return
+            self._error = error
+            self._state = TransferState.DONE if error is None else TransferState.FAILED
+            callbacks, self._callbacks = self._callbacks, []
+            if self._finished_event is not None:
+                self._finished_event.set()
+        if self.timer is not None:
+            self.timer.cancel()
+        for callback in callbacks:
+            self._call(callback)
+
+    def _event(self) -> threading.Event:
+        with self._lock:
+            if self._finished_event is None:
+                self._finished_event = threading.Event()
+                if self._state is not TransferState.PENDING:
+                    self._finished_event.set()
+            return self._finished_event
+
+    def _release_buffer(self) -> None:
+        buffer, self._buffer = self._buffer, None
+        if buffer is not None:
+            buffer.release()
+
+    def _call(self, callback: Callable[[Transfer], None]) -> None:
+        try:
+            callback(self)
+        except Exception:
+            logger.exception("done callback of %s tag %d failed", self.kind, self._tag)

@@ -1,0 +1,100 @@
+"""A peer in a process of its own, which a test may kill or stop.
+
+It makes a transport, listens and obeys each client's hello: a JSON list of steps such as
+``["put", tag, nbytes]`` or ``["offer", tag, nbytes]``.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import multiprocessing
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import Connection as Pipe
+
+from data_plane.buffer_pool import BufferPool
+from data_plane.transport import Address, Connection
+
+FILL = 7
+"""Value of every byte that a peer puts."""
+
+_START_SECONDS = 30.0
+_LIFETIME_SECONDS = 120.0
+
+# One process imports torch and the transports; the peers are its forks, so they start in no time.
+_SERVER = multiprocessing.get_context("forkserver")
+_SERVER.set_forkserver_preload([__name__, "data_plane.ucxx_transport"])
+
+
+class PeerProcess:
+    """A running peer; ``address`` is where it listens.
+
+    Args:
+        factory: ``module:function`` that makes its transport.
+    """
+
+    def __init__(self, factory: str) -> None:
+        self._pipe, theirs = _SERVER.Pipe()
+        self._process = _SERVER.Process(target=serve, args=(factory, theirs), daemon=True)
+        self._process.start()
+        theirs.close()
+        if not self._pipe.poll(_START_SECONDS):
+            self.end()
+            raise RuntimeError(f"the peer did not start within {_START_SECONDS} s")
+        self.address = Address("127.0.0.1", self._pipe.recv())
+
+    def kill(self) -> None:
+        self._signal(signal.SIGKILL)
+
+    def stop(self) -> None:
+        self._signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        self._signal(signal.SIGCONT)
+
+    def end(self) -> None:
+        self._process.kill()
+        self._process.join(10.0)
+        self._process.close()
+        self._pipe.close()
+
+    def _signal(self, number: signal.Signals) -> None:
+        assert self._process.pid is not None
+        os.kill(self._process.pid, number)
+
+
+@contextmanager
+def running_peer(factory: str) -> Iterator[PeerProcess]:
+    peer = PeerProcess(factory)
+    try:
+        yield peer
+    finally:
+        peer.end()
+
+
+def steps(*step: tuple[str, int, int]) -> bytes:
+    """A hello that makes the peer obey."""
+    return json.dumps(step).encode()
+
+
+def serve(factory: str, pipe: Pipe) -> None:
+    """Runs in the peer's process until the test's process is gone."""
+    module, _, function = factory.partition(":")
+    transport = getattr(importlib.import_module(module), function)()
+    pool = BufferPool()
+
+    def obey(hello: bytes, connection: Connection) -> bytes:
+        for kind, tag, nbytes in json.loads(hello or b"[]"):
+            buffer = pool.acquire(nbytes)
+            buffer.tensor.fill_(FILL)
+            getattr(connection, kind)(tag, buffer, 60.0)
+            buffer.release()
+        return b"ok"
+
+    pipe.send(transport.listen("127.0.0.1", 0, obey).port)
+    # Readable when the test's process closes its end, also by dying.
+    pipe.poll(_LIFETIME_SECONDS)
+    transport.close()

@@ -1,0 +1,123 @@
+"""The buffer pool: sizes, references, limits, threads."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from data_plane.buffer_pool import (
+    ALIGNMENT_BYTES,
+    BufferPool,
+    BufferPoolExhausted,
+    BufferReleased,
+    host_allocator,
+    size_class_bytes,
+)
+
+
+@given(st.integers(0, 2**40))
+def test_size_class_fits_and_wastes_little(nbytes: int) -> None:
+    block = size_class_bytes(nbytes)
+    assert nbytes <= block <= max(nbytes * 1.25, nbytes + ALIGNMENT_BYTES)
+    assert size_class_bytes(block) == block
+    assert block % ALIGNMENT_BYTES == 0
+
+
+def test_few_size_classes() -> None:
+    assert len({size_class_bytes(nbytes) for nbytes in range(2**20)}) < 50
+
+
+def test_negative_size() -> None:
+    with pytest.raises(ValueError, match="-1"):
+        BufferPool().acquire(-1)
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, 255, 256, 257, 100_003])
+def test_tensor_has_the_size_asked_for_and_is_aligned(nbytes: int) -> None:
+    tensor = BufferPool().acquire(nbytes).tensor
+    assert (tensor.dtype, tensor.shape, tensor.is_contiguous()) == (torch.uint8, (nbytes,), True)
+    assert tensor.data_ptr() % ALIGNMENT_BYTES == 0
+
+
+def test_misaligned_allocator_is_corrected() -> None:
+    pool = BufferPool(lambda nbytes: host_allocator(nbytes + 3)[3:])
+    assert pool.acquire(1000).tensor.data_ptr() % ALIGNMENT_BYTES == 0
+
+
+def test_allocator_of_the_wrong_type_is_refused() -> None:
+    pool = BufferPool(lambda nbytes: torch.empty(nbytes, dtype=torch.int8))
+    with pytest.raises(ValueError, match="int8"):
+        pool.acquire(10)
+    assert pool.stats().in_use_bytes == 0
+
+
+def test_memory_comes_back_with_the_last_reference() -> None:
+    pool = BufferPool()
+    buffer = pool.acquire(1000)
+    where = buffer.tensor.data_ptr()
+    buffer.retain().release()
+    assert pool.acquire(1000).tensor.data_ptr() != where
+    buffer.release()
+    assert pool.acquire(900).tensor.data_ptr() == where
+    assert pool.stats().allocations == 2
+
+
+def test_use_after_release() -> None:
+    buffer = BufferPool().acquire(10)
+    buffer.release()
+    with pytest.raises(BufferReleased, match="more often"):
+        buffer.release()
+    with pytest.raises(BufferReleased, match="retain"):
+        buffer.retain()
+    with pytest.raises(BufferReleased, match="gone back"):
+        _ = buffer.tensor
+
+
+def test_stats() -> None:
+    pool = BufferPool()
+    buffer = pool.acquire(1000)
+    assert (pool.stats().in_use_bytes, pool.stats().idle_bytes) == (1024, 0)
+    buffer.release()
+    assert (pool.stats().in_use_bytes, pool.stats().idle_bytes) == (0, 1024)
+    pool.trim()
+    assert pool.stats().idle_bytes == 0
+
+
+def test_limit_names_the_numbers() -> None:
+    pool = BufferPool(limit_bytes=4096)
+    held = pool.acquire(3000)
+    with pytest.raises(BufferPoolExhausted, match=r"2000.*3072.*4096"):
+        pool.acquire(2000)
+    held.release()
+    assert pool.acquire(2000).nbytes == 2000
+
+
+def test_limit_frees_idle_memory_of_other_sizes_first() -> None:
+    pool = BufferPool(limit_bytes=4096)
+    for nbytes in (512, 1024, 2048):
+        pool.acquire(nbytes).release()
+    pool.acquire(4096)
+    assert pool.stats().idle_bytes == 0
+
+
+def test_threads_share_a_pool() -> None:
+    pool = BufferPool()
+
+    def churn() -> None:
+        for round_number in range(300):
+            buffer = pool.acquire(100 + round_number % 3 * 1000)
+            buffer.retain()
+            buffer.release()
+            buffer.release()
+
+    threads = [threading.Thread(target=churn) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert pool.stats().in_use_bytes == 0
+    assert pool.stats().allocations <= 12

@@ -1,0 +1,140 @@
+"""The data plane's metrics: their list, what they count, and when labels go."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from prometheus_client import CollectorRegistry, generate_latest
+
+from data_plane.buffer_pool import BufferPool
+from data_plane.metrics import DataPlaneMetrics
+from data_plane.transport import Address, PeerLost
+from data_plane.ucxx_transport import UcxxTransport
+from tests.data_plane.conformance import eventually
+
+NAMES = {
+    "distca_data_plane_buffer_pool_allocations",
+    "distca_data_plane_buffer_pool_bytes",
+    "distca_data_plane_connections",
+    "distca_data_plane_failures",
+    "distca_data_plane_probe_gigabytes_per_second",
+    "distca_data_plane_receive_bytes_per_second",
+    "distca_data_plane_received_bytes",
+    "distca_data_plane_sent_bytes",
+    "distca_data_plane_transfer_seconds",
+}
+PEER = {"peer": "a:1", "transport": "ucxx"}
+
+
+@pytest.fixture
+def registry() -> CollectorRegistry:
+    return CollectorRegistry()
+
+
+@pytest.fixture
+def metrics(registry: CollectorRegistry) -> DataPlaneMetrics:
+    return DataPlaneMetrics(registry, max_peers=2)
+
+
+def value(registry: CollectorRegistry, name: str, **labels: str) -> float | None:
+    return registry.get_sample_value(f"distca_data_plane_{name}", labels)
+
+
+def send(metrics: DataPlaneMetrics, peer: str, nbytes: int) -> None:
+    metrics.transfer_ended(
+        kind="put", peer=peer, transport="ucxx", nbytes=nbytes, seconds=0.1, error=None
+    )
+
+
+def test_list_of_metrics_and_help(registry: CollectorRegistry, metrics: DataPlaneMetrics) -> None:
+    metrics.watch_pool("host", BufferPool())
+    families = list(registry.collect())
+    assert {family.name for family in families} == NAMES
+    assert all(family.documentation for family in families)
+
+
+def test_bytes_are_counted_by_peer_and_direction(
+    registry: CollectorRegistry, metrics: DataPlaneMetrics
+) -> None:
+    metrics.connection_opened("a:1", "ucxx")
+    send(metrics, "a:1", 100)
+    metrics.transfer_ended(
+        kind="offer", peer="a:1", transport="ucxx", nbytes=2**21, seconds=0.5, error=None
+    )
+    assert value(registry, "sent_bytes_total", **PEER) == 100
+    assert value(registry, "received_bytes_total", **PEER) == 2**21
+    assert value(registry, "receive_bytes_per_second", **PEER) == 2**22
+    assert value(registry, "transfer_seconds_count", kind="put", transport="ucxx") == 1
+
+
+def test_failures_are_counted_by_kind(
+    registry: CollectorRegistry, metrics: DataPlaneMetrics
+) -> None:
+    error = PeerLost("gone", transport="ucxx", peer="a:1")
+    metrics.transfer_ended(
+        kind="put", peer="a:1", transport="ucxx", nbytes=1, seconds=0.1, error=error
+    )
+    assert value(registry, "failures_total", kind="PeerLost", transport="ucxx") == 1
+    assert value(registry, "sent_bytes_total", **PEER) is None
+
+
+def test_labels_go_with_the_last_connection(
+    registry: CollectorRegistry, metrics: DataPlaneMetrics
+) -> None:
+    for _ in range(2):
+        metrics.connection_opened("a:1", "ucxx")
+    send(metrics, "a:1", 5)
+    metrics.connection_closed("a:1", "ucxx")
+    assert value(registry, "sent_bytes_total", **PEER) == 5
+    metrics.connection_closed("a:1", "ucxx")
+    assert value(registry, "sent_bytes_total", **PEER) is None
+    assert value(registry, "connections", transport="ucxx") == 0
+
+
+def test_peers_have_a_bounded_number_of_labels(
+    registry: CollectorRegistry, metrics: DataPlaneMetrics
+) -> None:
+    for number in range(5):
+        metrics.connection_opened(f"peer{number}", "ucxx")
+        send(metrics, f"peer{number}", 1)
+    assert value(registry, "sent_bytes_total", peer="other", transport="ucxx") == 3
+    assert value(registry, "sent_bytes_total", peer="peer1", transport="ucxx") == 1
+
+
+def test_scraping_changes_nothing(registry: CollectorRegistry, metrics: DataPlaneMetrics) -> None:
+    pool = BufferPool()
+    metrics.watch_pool("host", pool)
+    buffer = pool.acquire(1000)
+    assert generate_latest(registry) == generate_latest(registry)
+    assert value(registry, "buffer_pool_bytes", pool="host", state="in_use") == 1024
+    buffer.release()
+    assert value(registry, "buffer_pool_bytes", pool="host", state="idle") == 1024
+    assert value(registry, "buffer_pool_allocations_total", pool="host") == 1
+
+
+@pytest.fixture
+def transport(metrics: DataPlaneMetrics) -> Iterator[UcxxTransport]:
+    transport = UcxxTransport(metrics=metrics)
+    yield transport
+    transport.close()
+
+
+def test_a_transport_reports(registry: CollectorRegistry, transport: UcxxTransport) -> None:
+    address: Address = transport.listen("127.0.0.1", 0, lambda hello, connection: b"")
+    peer = UcxxTransport()
+    try:
+        connection, _ = peer.connect(address, b"", 5.0)
+        assert value(registry, "connections", transport="ucxx") == 1
+        own, _ = transport.connect(address, b"", 5.0)
+        own.put(1, BufferPool().acquire(300), 5.0).wait(5.0)
+        labels = {"peer": str(address), "transport": "ucxx"}
+        assert value(registry, "sent_bytes_total", **labels) == 300
+        transport.probe(own, 1000, 2, 5.0)
+        assert value(registry, "probe_gigabytes_per_second", **labels)
+        connection.close()
+        own.close()
+        eventually(lambda: value(registry, "connections", transport="ucxx") == 0)
+        assert value(registry, "sent_bytes_total", **labels) is None
+    finally:
+        peer.close()

@@ -1,0 +1,80 @@
+"""Which UCX options a transport runs with, and who may change them."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from typing import Any
+
+import pytest
+
+from data_plane.ucxx_settings import UcxxSettings
+from data_plane.ucxx_transport import UcxxTransport
+
+
+@pytest.mark.parametrize(
+    ("settings", "transports"),
+    [
+        (UcxxSettings(), "tcp,self"),
+        (UcxxSettings(one_host=True), "posix,tcp,self"),
+        (UcxxSettings(device="cuda:1"), "tcp,self,cuda_copy,cuda_ipc"),
+        (UcxxSettings(device="cuda", one_host=True), "posix,tcp,self,cuda_copy,cuda_ipc"),
+    ],
+)
+def test_default_transports(settings: UcxxSettings, transports: str) -> None:
+    assert settings.context_options({})["TLS"] == transports
+
+
+def test_environment_wins_over_defaults_and_argument_over_both() -> None:
+    environ = {"UCX_TLS": "rc,self", "UCX_TCP_KEEPCNT": "9"}
+    assert "TLS" not in UcxxSettings().context_options(environ)
+    settings = UcxxSettings(options={"UCX_TLS": "tcp,self", "TCP_KEEPCNT": "5"})
+    options = settings.context_options(environ)
+    assert (options["TLS"], options["TCP_KEEPCNT"]) == ("tcp,self", "5")
+    assert options["KEEPALIVE_INTERVAL"] == "1000s"
+
+
+def test_settings_are_frozen_and_named() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        UcxxSettings().device = "cuda"  # type: ignore[misc]
+    with pytest.raises(TypeError):
+        UcxxSettings("cpu")  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"device": "gpu"},
+        {"device": "cuda:x"},
+        {"busy_poll_seconds": -1.0},
+        {"handshake_timeout_seconds": 0.0},
+        {"max_unclaimed_messages": 0},
+        {"max_probe_bytes": 0},
+    ],
+)
+def test_wrong_values_are_named(wrong: dict[str, Any]) -> None:
+    ((name, value),) = wrong.items()
+    with pytest.raises(ValueError, match=name) as caught:
+        UcxxSettings(**wrong)
+    assert str(value) in str(caught.value)
+
+
+def test_polls_only_on_a_gpu_unless_told() -> None:
+    assert UcxxSettings().effective_busy_poll_seconds == 0
+    assert UcxxSettings(device="cuda").effective_busy_poll_seconds > 0
+    assert UcxxSettings(device="cuda", busy_poll_seconds=0.0).effective_busy_poll_seconds == 0
+
+
+def test_expandable_segments_are_warned_about(caplog: pytest.LogCaptureFixture) -> None:
+    environ = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+    with caplog.at_level(logging.WARNING):
+        UcxxSettings().warn_about_environment(environ)
+        UcxxSettings(device="cuda").warn_about_environment({})
+        assert not caplog.records
+        UcxxSettings(device="cuda").warn_about_environment(environ)
+    assert "expandable_segments" in caplog.text
+
+
+def test_unknown_option_is_refused() -> None:
+    with pytest.raises((ValueError, RuntimeError), match="NO_SUCH_OPTION"):
+        UcxxTransport(UcxxSettings(options={"NO_SUCH_OPTION": "1"}))
