@@ -17,6 +17,10 @@ from core_attention.shape import AttentionShape
 from core_attention.tick import Tick
 
 
+class TickGivenUp(RuntimeError):
+    """A tick ended without results: its kernel failed, or its job or step was given up."""
+
+
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Source:
     """One rank's side of a tick: what it sent, where its results go, and whom to tell.
@@ -80,7 +84,7 @@ class OpenTick:
     def arrive(self, rank: int, source: Source) -> list[int]:
         """Takes in ``rank``'s message; returns the parts that are ready now, in order."""
         if self._closed:
-            source.fail(RuntimeError(f"{self.tick} was given up on this server"))
+            source.fail(TickGivenUp(f"{self.tick} was given up on this server"))
             source.release()
             return []
         if rank in self._sources or rank not in self.route.pairs:

@@ -17,7 +17,7 @@ import torch
 from google.protobuf.message import DecodeError
 
 from attention_node.executor import Executor
-from attention_node.open_tick import OpenTick, Source
+from attention_node.open_tick import OpenTick, Source, TickGivenUp
 from attention_node.served_job import JobDescription, Lane, ServedJob, ServedStep, StepBusy
 from core_attention.message_views import message_views
 from core_attention.plan import Plan
@@ -142,7 +142,7 @@ class TickServer:
         for connected_rank in connected:
             connected_rank.connection.close(f"job {job_id} was closed: {reason or 'finished'}")
         for tick in open_ticks:
-            self._executor.give_up(tick, RuntimeError(f"job {job_id} was closed: {reason}"))
+            self._executor.give_up(tick, TickGivenUp(f"job {job_id} was closed: {reason}"))
 
     def accept(self, hello: bytes, connection: Connection) -> bytes:
         """The transport's accept callback: admits a rank of an open job.
@@ -249,7 +249,7 @@ class TickServer:
 
     def _give_up(self, dropped: list[OpenTick]) -> None:
         for tick in dropped:
-            self._executor.give_up(tick, RuntimeError("a rank began again with a later step"))
+            self._executor.give_up(tick, TickGivenUp("a rank began again with a later step"))
 
     def _extend(self, connection: _RankConnection, step: ServedStep) -> None:
         if step.step >= connection.first_step:
@@ -361,12 +361,12 @@ class LocalReply:
         """Waits for the outputs; False if ``timeout_seconds`` passed before.
 
         Raises:
-            RuntimeError: the tick was given up; the cause is chained.
+            TickGivenUp: it will not end well; the cause is chained.
         """
         if not self._ended.wait(timeout_seconds):
             return False
         if self._error is not None:
-            raise RuntimeError(f"{self.tick} failed in-place: {self._error}") from self._error
+            raise TickGivenUp(f"{self.tick} failed in-place: {self._error}") from self._error
         return True
 
 

@@ -60,18 +60,44 @@ class PlanningOptions:
         tolerance: eps, by which the busiest server may exceed the mean load; 0 or more.
         min_forward_tokens: shortest piece that a document is cut into, forward.
         min_backward_tokens: the same, backward, where short pieces run slowly.
+        host_bytes_per_second: bandwidth between two processes of one host. Only its ratio to the
+            next counts: moving work inside a host is preferred by that ratio.
+        network_bytes_per_second: bandwidth between two hosts, a process.
+        max_process_bytes: most bytes that a rank (with its in-place server) or a pool server may
+            send in one tick, and most that it may receive; None without limit.
+        rank_hosts: host name of every rank. Needed only for ranks without an in-place server,
+            which otherwise count as being on a host of their own.
     """
 
     tolerance: float = 0.03
     min_forward_tokens: int = 128
     min_backward_tokens: int = 1024
+    host_bytes_per_second: float = 300e9
+    network_bytes_per_second: float = 50e9
+    max_process_bytes: int | None = None
+    rank_hosts: tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
-        if not (math.isfinite(self.tolerance) and self.tolerance >= 0):
+        if not (_is_number(self.tolerance) and self.tolerance >= 0):
             raise PlanError(f"tolerance is {self.tolerance}; it must be 0 or more")
+        for name in ("host_bytes_per_second", "network_bytes_per_second"):
+            value = getattr(self, name)
+            if not (_is_number(value) and value > 0):
+                raise PlanError(
+                    f"{name} is {value}; it must be a number above 0: measure it, or leave the "
+                    "default"
+                )
+        if self.max_process_bytes is not None and self.max_process_bytes < 0:
+            raise PlanError(
+                f"max_process_bytes is {self.max_process_bytes}; it must be 0 or more, or None"
+            )
         for name in ("min_forward_tokens", "min_backward_tokens"):
             if getattr(self, name) < 1:
                 raise PlanError(f"{name} is {getattr(self, name)}; it must be 1 or more")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)
 
 
 class Planner(Protocol):

@@ -35,19 +35,19 @@ _RANK_MANIFEST_COLUMNS: Columns = {
     "offset": _INT32,
     "length": _INT32,
 }
-_DOCUMENT_COLUMNS: Columns = {
+DOCUMENT_COLUMNS: Columns = {
     "document_id": _INT64,
     "document_length": _INT32,
     "document_nano_batch": _INT32,
 }
-_SEGMENT_COLUMNS: Columns = {
+SEGMENT_COLUMNS: Columns = {
     "segment_document": _INT32,
     "segment_offset": _INT32,
     "segment_length": _INT32,
     "segment_rank": _INT32,
     "segment_row": _INT32,
 }
-_TASK_COLUMNS: Columns = {"document": _INT32, "q_begin": _INT32, "q_end": _INT32, "server": _INT32}
+TASK_COLUMNS: Columns = {"document": _INT32, "q_begin": _INT32, "q_end": _INT32, "server": _INT32}
 _SERVER_FORECAST_COLUMNS: Columns = {
     "seconds": _FLOAT64,
     "q_rows": _INT64,
@@ -235,7 +235,7 @@ def plan_from_proto(message: plan_pb2.Plan) -> Plan:
 
 
 def _manifest_to_proto(manifest: Manifest) -> plan_pb2.Manifest:
-    specs = _DOCUMENT_COLUMNS | _SEGMENT_COLUMNS
+    specs = DOCUMENT_COLUMNS | SEGMENT_COLUMNS
     return plan_pb2.Manifest(
         step=manifest.step,
         n_ranks=manifest.n_ranks,
@@ -247,8 +247,8 @@ def _manifest_to_proto(manifest: Manifest) -> plan_pb2.Manifest:
 
 def _manifest_from_proto(message: plan_pb2.Manifest) -> Manifest:
     name = "Plan.manifest"
-    documents = _unpack_all(name, message, _DOCUMENT_COLUMNS)
-    segments = _unpack_all(name, message, _SEGMENT_COLUMNS)
+    documents = _unpack_all(name, message, DOCUMENT_COLUMNS)
+    segments = _unpack_all(name, message, SEGMENT_COLUMNS)
     with _errors_of(name):
         return Manifest(
             step=_step(name, message.step),
@@ -262,12 +262,12 @@ def _manifest_from_proto(message: plan_pb2.Manifest) -> Manifest:
 
 def _tasks_to_proto(tasks: TaskTable) -> plan_pb2.TaskTable:
     return plan_pb2.TaskTable(
-        **_pack_all("TaskTable", _TASK_COLUMNS, _columns_of(tasks, _TASK_COLUMNS))
+        **_pack_all("TaskTable", TASK_COLUMNS, _columns_of(tasks, TASK_COLUMNS))
     )
 
 
 def _tasks_from_proto(name: str, message: plan_pb2.TaskTable) -> TaskTable:
-    return TaskTable(**_unpack_all(name, message, _TASK_COLUMNS))
+    return TaskTable(**_unpack_all(name, message, TASK_COLUMNS))
 
 
 def _server_from_proto(message: plan_pb2.PlanServer) -> PlanServer:

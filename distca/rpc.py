@@ -7,8 +7,6 @@ keepalive: a server answers pings it does not permit by closing the connection
 (GOAWAY, too_many_pings).
 """
 
-# ruff: noqa: N818 - the errors are named for what happened, as gRPC names its statuses
-
 from __future__ import annotations
 
 import math
@@ -189,7 +187,8 @@ class RpcSettings:
             )
         if self.certificate_file is not None and self.ca_file is None:
             raise ValueError(
-                "certificate_file is given without ca_file; mTLS needs all three files"
+                f"ca_file is None and certificate_file is {self.certificate_file}; mTLS needs "
+                "ca_file, certificate_file and key_file"
             )
 
 
@@ -248,7 +247,7 @@ def server_options(max_message_bytes: int) -> list[tuple[str, int]]:
     """Options of a gRPC server that permits what :func:`open_channel` does."""
     return [
         *_message_options(max_message_bytes),
-        ("grpc.http2.min_recv_ping_interval_without_data_ms", int(MIN_KEEPALIVE_SECONDS * 500)),
+        ("grpc.http2.min_ping_interval_without_data_ms", int(MIN_KEEPALIVE_SECONDS * 500)),
         ("grpc.keepalive_permit_without_calls", 1),
         # Several processes on one port would each hold half of the members.
         ("grpc.so_reuseport", 0),

@@ -1,4 +1,7 @@
-"""Generates ``distca/v1`` from ``proto/``: ``python tools/generate_stubs.py [OUT_DIR]``."""
+"""Generates ``distca/v1`` from ``proto/``: ``python tools/generate_stubs.py [OUT_DIR]``.
+
+``tests/test_stubs.py`` fails when the generated files and ``proto/`` are out of step.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import importlib.resources
 import sys
 from pathlib import Path
 
-from grpc_tools import protoc
+from grpc_tools import protoc  # type: ignore[import-untyped]
 
 ROOT = Path(__file__).resolve().parent.parent
 PROTO_DIR = ROOT / "proto"

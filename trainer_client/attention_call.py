@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from attention_node.open_tick import TickGivenUp
 from attention_node.tick_server import LocalReply
 from core_attention.ca_task import Phase
 from core_attention.message_views import message_views
@@ -207,7 +208,7 @@ class AttentionCall:
                         f"{reply.exchange.server_id} in {self._running.tick_timeout_seconds:g} s; "
                         "a rank whose K/V it needs is late, or the device hangs"
                     )
-        except RuntimeError as error:
+        except TickGivenUp as error:
             self._running.check()
             raise CoreAttentionFailed(str(error)) from error
 
@@ -219,10 +220,10 @@ class AttentionCall:
                 return
             except TransportError as error:
                 self._running.check()
-                waiting = transfer.state is TransferState.PENDING
-                if not (isinstance(error, TransferTimeout) and waiting):
-                    raise self._failed(tick, reply.exchange, error) from error
-                if time.monotonic() > deadline:
+                # The wait may time out in the very moment in which the transfer ends.
+                if not isinstance(error, TransferTimeout) or transfer.error is not None:
+                    raise self._failed(tick, reply.exchange, transfer.error or error) from error
+                if transfer.state is TransferState.PENDING and time.monotonic() > deadline:
                     raise self._failed(
                         tick,
                         reply.exchange,

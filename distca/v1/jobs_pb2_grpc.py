@@ -109,28 +109,36 @@ class JobsServicer(object):
 
     def SubmitManifest(self, request, context):
         """Hands in what one rank holds in a coming step. The plan is made once all ranks have.
-        NOT_FOUND: no such job. INVALID_ARGUMENT: the manifest is malformed.
+        Repeating a call changes nothing. NOT_FOUND: no such job or lease. INVALID_ARGUMENT: the
+        manifest is malformed, or differs from the rank's first one for the step.
+        RESOURCE_EXHAUSTED: too many steps wait for other ranks' manifests.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def WatchRank(self, request, context):
-        """The events of a job for one rank, from now on; the job itself comes first.
+        """The events of a job for one rank: the job itself, the planned steps that not all ranks have
+        reported, then what comes. A step may therefore come again to a rank that watches again; it is
+        told by its number and epoch. NOT_FOUND: no such job or lease. ABORTED: a newer stream of the
+        same lease took over. RESOURCE_EXHAUSTED: the reader fell behind; watch again.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def WatchServer(self, request, context):
-        """The events of all jobs for one server, from now on; the open jobs come first.
+        """The same for one pool server, over all jobs that may use the pool: their plans that give it a
+        task. An in-place server's plans come with its rank's. NOT_FOUND: no such lease.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ReportStep(self, request, context):
-        """What a trainer or a server measured in a step it finished. NOT_FOUND: no such job or lease.
+        """What a trainer or a server measured in a step it finished; a rank's report also says that it
+        needs no server for that step and those before any more. NOT_FOUND: no such job or lease, or
+        the step is not planned yet or already forgotten. INVALID_ARGUMENT: not the reporter's own.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -1,0 +1,93 @@
+"""Who watches for events, and the telling of them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+from control_plane.errors import RefusedError
+from control_plane.job import Job
+from control_plane.membership import Member, Membership
+from control_plane.metrics import Metrics
+from control_plane.subscriptions import Subscription, Subscriptions
+from distca.v1 import jobs_pb2
+
+logger = logging.getLogger(__name__)
+
+RankKey = tuple[str, int]
+"""Job id and rank."""
+
+
+class Audience:
+    """The streams of ranks and of pool servers. Telling who does not watch does nothing: what a
+    member needs is given to it when it begins to watch."""
+
+    def __init__(self, membership: Membership, metrics: Metrics, *, max_queued_events: int) -> None:
+        self._membership = membership
+        self._metrics = metrics
+        self._ranks: Subscriptions[RankKey] = Subscriptions(limit=max_queued_events)
+        self._servers: Subscriptions[str] = Subscriptions(limit=max_queued_events)
+
+    def watch_rank(
+        self, job: Job, rank: int, first: Sequence[jobs_pb2.PlanEvent]
+    ) -> tuple[RankKey, Subscription]:
+        """Opens the stream of a rank, which begins with ``first``."""
+        key = (job.job_id, rank)
+        subscription = self._ranks.open(key, first)
+        self._count()
+        return key, subscription
+
+    def watch_server(
+        self, member: Member, first: Sequence[jobs_pb2.PlanEvent]
+    ) -> tuple[str, Subscription]:
+        """Opens the stream of a pool server, which begins with ``first``."""
+        subscription = self._servers.open(member.lease_id, first)
+        self._count()
+        return member.lease_id, subscription
+
+    def discard(self, key: RankKey | str, subscription: Subscription) -> None:
+        """The reader of ``subscription`` has gone."""
+        if isinstance(key, str):
+            self._servers.discard(key, subscription)
+        else:
+            self._ranks.discard(key, subscription)
+        self._count()
+
+    def tell_rank(self, job: Job, rank: int, event: jobs_pb2.PlanEvent) -> None:
+        """Queues ``event`` for a rank."""
+        if not self._ranks.publish((job.job_id, rank), event):
+            logger.warning("job %s: rank %d was dropped, it reads no events", job.job_id, rank)
+            self._metrics.subscriber_dropped("rank")
+            self._count()
+
+    def tell_server(self, member: Member, event: jobs_pb2.PlanEvent) -> None:
+        """Queues ``event`` for a pool server."""
+        if not self._servers.publish(member.lease_id, event):
+            logger.warning("server %s was dropped, it reads no events", member.server_id)
+            self._metrics.subscriber_dropped("server")
+            self._count()
+
+    def tell_pool(self, event: jobs_pb2.PlanEvent) -> None:
+        """Queues ``event`` for all pool servers, draining ones too."""
+        for member in self._membership.members():
+            if member.in_place is None:
+                self.tell_server(member, event)
+
+    def end_rank(self, job: Job, rank: int) -> None:
+        """Ends the stream of a rank after what is queued."""
+        self._ranks.end((job.job_id, rank))
+        self._count()
+
+    def end_server(self, member: Member, error: RefusedError | None = None) -> None:
+        """Ends the stream of a pool server, with ``error`` if given."""
+        self._servers.end(member.lease_id, error)
+        self._count()
+
+    def end_all(self, error: RefusedError) -> None:
+        """Ends every stream with ``error``."""
+        self._ranks.end_all(error)
+        self._servers.end_all(error)
+        self._count()
+
+    def _count(self) -> None:
+        self._metrics.subscribers_changed(ranks=len(self._ranks), servers=len(self._servers))

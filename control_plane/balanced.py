@@ -1,0 +1,188 @@
+"""The default planner: works from capacity, counts true bytes, cuts where it is cheapest.
+
+Every server gets a cap, (1 + tolerance) x the level at which all would finish together. What is
+above it is exported down to it, into room below it (see ``control_plane/planner``: ``placement``
+for work without a server at home, ``exports`` for the rest, ``chunk`` for where to cut, ``phase``
+for the order of the steps). Forward and backward are planned apart, on each server's own cost
+profile and speed, and so is every nano-batch. ``docs/planner.md`` explains the algorithm.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import numpy as np
+
+from control_plane.forecast import forecast_fleet, row_bytes, segment_seconds
+from control_plane.planner import explain
+from control_plane.planner.board import Limits, Segments
+from control_plane.planner.chunk import CutRules, cut_rules
+from control_plane.planner.costs import PHASE_INDEX
+from control_plane.planner.exports import Links
+from control_plane.planner.fleet import UNLIMITED_ROWS, Fleet, build_fleet
+from control_plane.planner.phase import Outcome, plan_phase
+from control_plane.planning import PlanningOptions, PlanningServer
+from core_attention.arrays import Float64Array, Int64Array
+from core_attention.ca_task import MaskKind, Phase, TaskTable
+from core_attention.errors import PlanError
+from core_attention.manifest import Manifest
+from core_attention.plan import Plan
+from core_attention.shape import AttentionShape
+
+MOST_VARIANTS = 48
+VARIANT_SERVERS = 384
+"""Small fleets are planned ``VARIANT_SERVERS / n_servers`` times, each time with other near-ties,
+and the cheapest plan wins: it costs little time there, and one chunk more or less weighs most."""
+
+
+def plan(
+    manifest: Manifest,
+    servers: Sequence[PlanningServer],
+    shape: AttentionShape,
+    options: PlanningOptions,
+    *,
+    epoch: int = 0,
+) -> Plan:
+    """Plans one step; see :class:`~control_plane.planning.Planner`.
+
+    Raises:
+        PlanError: no server can take some of the work, or memory or bytes are short; the message
+            says which, and by how much.
+    """
+    fleet = build_fleet(servers, manifest.n_ranks)
+    links = _links(servers, options, manifest.n_ranks)
+    at_home = segment_seconds(manifest, fleet)
+    tables, forecasts, reasons = {}, {}, []
+    for phase in Phase:
+        tasks, outcomes = _plan_tasks(
+            manifest, servers, fleet, links, at_home[PHASE_INDEX[phase]], shape, options, phase
+        )
+        forecast = forecast_fleet(manifest, tasks, fleet, at_home, shape, phase)
+        explain.check_capacity(servers, forecast, options, manifest, tasks, shape, phase)
+        tables[phase], forecasts[phase] = tasks, forecast
+        reasons.append(explain.reason(servers, forecast, outcomes, options, phase))
+    return Plan(
+        manifest=manifest,
+        epoch=epoch,
+        servers=tuple(server.server for server in servers),
+        forward=tables[Phase.FORWARD],
+        backward=tables[Phase.BACKWARD],
+        mask=MaskKind.CAUSAL,
+        planner="balanced",
+        reason="; ".join(reasons),
+        forward_forecast=forecasts[Phase.FORWARD],
+        backward_forecast=forecasts[Phase.BACKWARD],
+    )
+
+
+def _plan_tasks(
+    manifest: Manifest,
+    servers: Sequence[PlanningServer],
+    fleet: Fleet,
+    links: Links,
+    at_home: Float64Array,
+    shape: AttentionShape,
+    options: PlanningOptions,
+    phase: Phase,
+) -> tuple[TaskTable, list[Outcome]]:
+    """The tasks of ``phase``, and what happened in each nano-batch."""
+    rules = _rules(shape, phase, options)
+    limits = _limits(fleet, shape, phase, options)
+    n_variants = min(max(VARIANT_SERVERS // len(servers), 1), MOST_VARIANTS)
+    parts, outcomes = [], []
+    for low, segments in _nano_batches(manifest):
+        tasks, outcome = plan_phase(
+            segments,
+            at_home[low : low + len(segments.begin)],
+            fleet,
+            rules,
+            limits,
+            links,
+            float(options.tolerance),
+            n_variants,
+        )
+        if outcome.stuck_segment >= 0 or outcome.stuck_server >= 0:
+            raise PlanError(explain.what_is_short(manifest, servers, outcome, low, options, rules))
+        parts.append(tasks)
+        outcomes.append(outcome)
+    columns = [np.concatenate(column) for column in zip(*parts, strict=True)]
+    return TaskTable(*columns), outcomes
+
+
+def _nano_batches(manifest: Manifest) -> list[tuple[int, Segments]]:
+    """The segments of every nano-batch that has any, with the index of its first segment.
+
+    Documents are sorted by nano-batch, so these are slices."""
+    document = manifest.segment_document
+    begin, end = manifest.segment_offset, manifest.segment_offset + manifest.segment_length
+    whole = manifest.segment_length == manifest.document_length[document]
+    first = manifest.first_segment[document]
+    bounds = manifest.first_segment[
+        np.searchsorted(manifest.document_nano_batch, np.arange(manifest.n_nano_batches + 1))
+    ]
+    return [
+        (
+            int(low),
+            Segments(
+                document=document[low:high],
+                begin=begin[low:high],
+                end=end[low:high],
+                rank=manifest.segment_rank[low:high],
+                whole=whole[low:high],
+                first=first[low:high] - low,
+            ),
+        )
+        for low, high in pairwise(bounds)
+        if high > low
+    ]
+
+
+def _rules(shape: AttentionShape, phase: Phase, options: PlanningOptions) -> CutRules:
+    per_row = row_bytes(shape, phase)
+    forward = phase is Phase.FORWARD
+    return cut_rules(
+        PHASE_INDEX[phase],
+        per_row.q_request + per_row.q_reply,
+        per_row.kv_request + per_row.kv_reply,
+        options.min_forward_tokens if forward else options.min_backward_tokens,
+    )
+
+
+def _limits(fleet: Fleet, shape: AttentionShape, phase: Phase, options: PlanningOptions) -> Limits:
+    per_row = row_bytes(shape, phase)
+    n_processes = len(fleet.server_of_rank) + len(fleet.rank)
+    most = options.max_process_bytes
+    process_bytes = np.full(n_processes, np.inf if most is None else float(most))
+    return Limits(
+        active=most is not None or bool((fleet.capacity_rows < UNLIMITED_ROWS).any()),
+        rows=fleet.capacity_rows,
+        sent_bytes=process_bytes,
+        received_bytes=process_bytes,
+        q_request=float(per_row.q_request),
+        kv_request=float(per_row.kv_request),
+        q_reply=float(per_row.q_reply),
+        kv_reply=float(per_row.kv_reply),
+    )
+
+
+def _links(servers: Sequence[PlanningServer], options: PlanningOptions, n_ranks: int) -> Links:
+    """Who shares a host, and what a byte costs: 1 between hosts."""
+    index: dict[str, int] = {}
+    server_host = np.array([index.setdefault(s.host, len(index)) for s in servers], dtype=np.int64)
+    rank_host = np.full(n_ranks, -1, dtype=np.int64)
+    if options.rank_hosts is not None:
+        if len(options.rank_hosts) != n_ranks:
+            raise PlanError(
+                f"rank_hosts names {len(options.rank_hosts)} hosts; the step has {n_ranks} ranks"
+            )
+        rank_host[:] = [index.get(host, -1) for host in options.rank_hosts]
+    in_place = _in_place_ranks(servers)
+    rank_host[in_place[in_place >= 0]] = server_host[in_place >= 0]
+    near = options.network_bytes_per_second / options.host_bytes_per_second
+    return Links(rank_host, server_host, near, 1.0)
+
+
+def _in_place_ranks(servers: Sequence[PlanningServer]) -> Int64Array:
+    ranks = [server.server.in_place_rank for server in servers]
+    return np.array([-1 if rank is None else rank for rank in ranks], dtype=np.int64)

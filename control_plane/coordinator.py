@@ -1,0 +1,400 @@
+"""The control plane's decisions: what each request, expired lease and finished plan changes.
+
+Lives on one event loop. Every method runs there without waiting, so that a change of state and the
+events about it are one indivisible action; only the planning of steps happens elsewhere, see
+:mod:`control_plane.step_planner`.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections.abc import Callable, Mapping
+
+from control_plane.audience import Audience, RankKey
+from control_plane.errors import InvalidRequestError, LeaseExpiredError, ShuttingDownError
+from control_plane.job import Job
+from control_plane.job_spec import JobSpec
+from control_plane.jobs import Jobs
+from control_plane.membership import (
+    InPlace,
+    Member,
+    Membership,
+    ServerDescription,
+    ServerLoad,
+)
+from control_plane.metrics import Metrics
+from control_plane.planning import Planner
+from control_plane.publication import Publication, rank_event, server_event
+from control_plane.requests import closed_event, failed_event, opened_event
+from control_plane.settings import CoordinatorSettings
+from control_plane.step import FailedStep, RankMeasurement, ServerMeasurement
+from control_plane.step_planner import StepPlanner
+from control_plane.subscriptions import Subscription
+from core_attention.manifest import RankManifest
+
+logger = logging.getLogger(__name__)
+
+
+class Coordinator:
+    """The state of the control plane and all that changes it.
+
+    Args:
+        settings: leases and limits.
+        planners: by the names that jobs may give.
+        metrics: told of every change.
+        clock: seconds that never go back.
+    """
+
+    def __init__(
+        self,
+        settings: CoordinatorSettings,
+        planners: Mapping[str, Planner],
+        metrics: Metrics,
+        clock: Callable[[], float],
+    ) -> None:
+        self._settings = settings
+        self._metrics = metrics
+        self._clock = clock
+        self._membership = Membership(lease_seconds=settings.lease_seconds)
+        self._jobs = Jobs(
+            lease_seconds=settings.lease_seconds,
+            retained_steps=settings.retained_steps,
+            max_pending_steps=settings.max_pending_steps,
+        )
+        self._audience = Audience(
+            self._membership, metrics, max_queued_events=settings.max_queued_events
+        )
+        self._planner = StepPlanner(
+            self,
+            planners,
+            default_planner=settings.default_planner,
+            threads=settings.planning_threads,
+        )
+
+    @property
+    def lease_seconds(self) -> float:
+        """How long a lease runs after it was renewed."""
+        return self._settings.lease_seconds
+
+    async def prepare(self) -> None:
+        """Gets ready to plan; without it the first plan takes longer."""
+        await self._planner.prepare()
+
+    def register_server(self, description: ServerDescription) -> str:
+        """A pool server joins; returns its lease. Raises as :meth:`Membership.register`."""
+        self.sweep()
+        lease_id = _new_id()
+        self._membership.register(description, lease_id=lease_id, now=self._clock())
+        logger.info(
+            "server %s joined: %s at %s on %s",
+            description.server_id,
+            description.device,
+            description.data_address,
+            description.host,
+        )
+        self._members_changed()
+        return lease_id
+
+    def heartbeat(self, lease_id: str, load: ServerLoad) -> Member:
+        """Renews a server's lease; raises as :meth:`Membership.heartbeat`."""
+        now = self._clock()
+        member = self._membership.heartbeat(lease_id, load, now=now)
+        if member.in_place is not None:
+            self._jobs.get(member.in_place.job_id).renew(lease_id, now=now)
+        return member
+
+    def drain(self, server_id: str) -> None:
+        """Stops giving new work to a server; raises as :meth:`Membership.drain`."""
+        self._membership.drain(server_id)
+        logger.info("server %s drains", server_id)
+        self._members_changed()
+
+    def deregister(self, lease_id: str) -> None:
+        """A pool server leaves. A draining one has finished its steps; one that leaves without
+        draining closes the jobs that it still serves. Raises as :meth:`Membership.deregister`."""
+        member = self._membership.deregister(lease_id, now=self._clock())
+        logger.info("server %s left", member.server_id)
+        self._audience.end_server(member)
+        if not member.draining:
+            self._close_jobs_served_by(member, "left without draining")
+        self._members_changed()
+
+    def servers(self) -> list[tuple[Member, float]]:
+        """The live servers by id, each with the seconds since its heartbeat."""
+        now = self._clock()
+        return [(member, now - member.renewed_at) for member in self._membership.members()]
+
+    def open_job(
+        self, spec: JobSpec, rank: int, host: str, in_place: ServerDescription | None
+    ) -> tuple[Job, str]:
+        """A rank joins a job, the first one creates it; returns the job and the rank's lease.
+
+        Raises:
+            InvalidRequestError: the planner or the rank does not exist, or the host is empty.
+            SpecMismatchError, AlreadyExistsError: as :meth:`Jobs.joinable` and
+                :meth:`Membership.check_free`.
+        """
+        self.sweep()
+        self._check_open(spec, rank, host)
+        now, lease_id = self._clock(), _new_id()
+        job = self._jobs.joinable(spec, rank)
+        if in_place is not None:
+            self._membership.check_free(in_place.server_id, now=now)
+        if job is None:
+            job = self._create_job(spec)
+        job.join(rank, host=host, lease_id=lease_id, now=now)
+        if in_place is not None:
+            self._membership.register_in_place(
+                in_place, InPlace(job.job_id, rank), lease_id=lease_id, now=now
+            )
+            self._members_changed()
+        logger.info("job %s: rank %d joined from %s", job.job_id, rank, host)
+        self._metrics.ranks_changed(self._jobs.open_jobs())
+        return job, lease_id
+
+    def renew_rank(self, job_id: str, lease_id: str) -> None:
+        """Renews the lease of a rank and of its in-place server.
+
+        Raises:
+            UnknownJobError, LeaseExpiredError: as :meth:`Jobs.get` and :meth:`Job.renew`.
+        """
+        now = self._clock()
+        job = self._jobs.get(job_id)
+        job.renew(lease_id, now=now)
+        if job.spec.placement.uses_in_place:
+            self._membership.of_lease(lease_id, now=now).renewed_at = now
+
+    def leave_job(self, job_id: str, lease_id: str, error: str) -> None:
+        """A rank leaves; with an error, or as the last one, it closes the job.
+
+        Raises:
+            UnknownJobError, LeaseExpiredError: as :meth:`Jobs.get` and :meth:`Job.leave`.
+        """
+        job = self._jobs.get(job_id)
+        rank = job.leave(lease_id, error=error, now=self._clock())
+        logger.info("job %s: rank %d left", job_id, rank)
+        if job.closed is not None:
+            self._close(job, job.closed)
+            return
+        self._audience.end_rank(job, rank)
+        self._membership.remove_in_place(job_id, rank)
+        self._members_changed()
+        self._metrics.ranks_changed(self._jobs.open_jobs())
+        self._advance(job)
+
+    def submit_manifest(
+        self, job_id: str, lease_id: str, manifest: RankManifest, *, forward_only: bool
+    ) -> None:
+        """Takes in a manifest, and has the step planned once all ranks' are there.
+
+        Raises:
+            UnknownJobError, LeaseExpiredError, InvalidRequestError, BacklogError: as
+                :meth:`Jobs.get` and :meth:`Job.submit`.
+        """
+        job = self._jobs.get(job_id)
+        job.submit(lease_id, manifest, forward_only=forward_only, now=self._clock())
+        self._metrics.manifest_received(job.spec.name)
+        self._advance(job)
+
+    def watch_rank(self, job_id: str, lease_id: str) -> tuple[RankKey, Subscription]:
+        """The events of a job for a rank: the job, the unfinished steps, then what comes.
+
+        Raises:
+            UnknownJobError, LeaseExpiredError: as :meth:`Jobs.get` and :meth:`Job.lease`.
+        """
+        job = self._jobs.get(job_id)
+        rank = job.lease(lease_id, now=self._clock()).rank
+        first = [opened_event(job)]
+        first += [rank_event(job_id, record, rank) for record in job.unfinished_steps()]
+        return self._audience.watch_rank(job, rank, first)
+
+    def watch_server(self, lease_id: str) -> tuple[str, Subscription]:
+        """The events for a pool server: the jobs that use the pool, their unfinished steps that
+        name it, then what comes.
+
+        Raises:
+            LeaseExpiredError: as :meth:`Membership.of_lease`.
+            InvalidRequestError: it is an in-place server's, whose plans come with its rank's.
+        """
+        member = self._membership.of_lease(lease_id, now=self._clock())
+        if member.in_place is not None:
+            raise InvalidRequestError(
+                f"server {member.server_id} is in-place on rank {member.in_place.rank}; its plans "
+                "are part of what WatchRank gives that rank"
+            )
+        first = []
+        for job in self._pool_jobs():
+            first.append(opened_event(job))
+            first += [
+                server_event(job.job_id, record, member.server_id)
+                for record in job.unfinished_steps()
+                if member.server_id in record.serving
+            ]
+        return self._audience.watch_server(member, first)
+
+    def unwatch(self, key: RankKey | str, subscription: Subscription) -> None:
+        """The reader of a stream has gone."""
+        self._audience.discard(key, subscription)
+
+    def report_rank(self, job_id: str, lease_id: str, step: int, measured: RankMeasurement) -> None:
+        """Takes in what a rank measured.
+
+        Raises:
+            UnknownJobError, LeaseExpiredError, UnknownStepError, InvalidRequestError: as
+                :meth:`Jobs.get` and :meth:`Job.report_rank`.
+        """
+        job = self._jobs.get(job_id)
+        job.report_rank(lease_id, step, measured, now=self._clock())
+        self._metrics.step_measured(job, job.step(step))
+
+    def report_server(
+        self, job_id: str, lease_id: str, step: int, measured: ServerMeasurement
+    ) -> None:
+        """Takes in what a server measured.
+
+        Raises:
+            UnknownJobError, LeaseExpiredError, UnknownStepError, InvalidRequestError: as
+                :meth:`Jobs.get`, :meth:`Membership.of_lease` and :meth:`Job.report_server`; or
+                the measurement is another server's.
+        """
+        job = self._jobs.get(job_id)
+        member = self._membership.of_lease(lease_id, now=self._clock())
+        if member.server_id != measured.server_id:
+            raise InvalidRequestError(
+                f"a measurement of server {measured.server_id!r} came with the lease of server "
+                f"{member.server_id}"
+            )
+        job.report_server(step, measured)
+        self._metrics.step_measured(job, job.step(step))
+
+    def job(self, job_id: str) -> Job:
+        """The open job ``job_id``; raises as :meth:`Jobs.get`."""
+        return self._jobs.get(job_id)
+
+    def sweep(self) -> None:
+        """Acts on the leases that have run out."""
+        now = self._clock()
+        for member in self._membership.expire(now=now):
+            logger.warning("server %s lost its lease", member.server_id)
+            self._metrics.lease_expired("server")
+            self._audience.end_server(
+                member,
+                LeaseExpiredError(
+                    f"server {member.server_id} sent no heartbeat for {self.lease_seconds:g} s"
+                ),
+            )
+            self._close_jobs_served_by(member, "lost its lease")
+            self._members_changed()
+        for job in self._jobs.open_jobs():
+            gone = job.expired_ranks(now=now)
+            if gone:
+                for _ in gone:
+                    self._metrics.lease_expired("rank")
+                names = ", ".join(f"rank {lease.rank} on {lease.host}" for lease in gone)
+                self._close(
+                    job, f"no sign of life for {self.lease_seconds:g} s from {names}; see its log"
+                )
+
+    async def shut_down(self) -> None:
+        """Ends every stream and stops planning; jobs are not closed, members may find a successor
+        of this process."""
+        self._audience.end_all(ShuttingDownError("the control plane is shutting down"))
+        await self._planner.shut_down()
+
+    def members_of(self, job: Job) -> list[Member]:
+        """The servers of a job's next plan: pool servers by id, then in-place ones by rank."""
+        pool = self._membership.pool() if job.spec.placement.uses_pool else []
+        return pool + self._membership.in_place_of(job.job_id)
+
+    def still_serve(self, members: list[Member], serving: frozenset[str]) -> bool:
+        """Whether those of ``members`` that are in ``serving`` may still be given work. A draining
+        in-place server may: its own rank's."""
+        return all(
+            self._membership.is_live(member)
+            and (member.in_place is not None or not member.draining)
+            for member in members
+            if member.server_id in serving
+        )
+
+    def publish(self, job: Job, publication: Publication) -> None:
+        """A step has been planned: stores it and tells the job's ranks and the step's servers."""
+        record = publication.record
+        job.planned(record)
+        for rank, event in publication.by_rank.items():
+            self._audience.tell_rank(job, rank, event)
+        for member in self._membership.pool():
+            if member.server_id in publication.by_server:
+                self._audience.tell_server(member, publication.by_server[member.server_id])
+        self._metrics.step_planned(job.spec.name, publication)
+        logger.debug("job %s: step %d planned: %s", job.job_id, record.step, record.plan.reason)
+
+    def fail(self, job: Job, step: int, error: str) -> None:
+        """A step cannot be planned: tells the ranks; it may be submitted again."""
+        logger.warning("job %s: step %d has no plan: %s", job.job_id, step, error)
+        job.failed(step)
+        self._metrics.plan_failed(job.spec.name)
+        event = failed_event(job, step, error)
+        for rank in job.joined_ranks:
+            self._audience.tell_rank(job, rank, event)
+
+    def _check_open(self, spec: JobSpec, rank: int, host: str) -> None:
+        self._planner.planner_of(spec.planner)
+        if not 0 <= rank < spec.n_ranks:
+            raise InvalidRequestError(
+                f"rank is {rank}; job {spec.name} has ranks 0 to {spec.n_ranks - 1}"
+            )
+        if not host:
+            raise InvalidRequestError(f"job {spec.name}, rank {rank}: host is empty")
+
+    def _create_job(self, spec: JobSpec) -> Job:
+        job = self._jobs.create(
+            spec, job_id=f"{spec.name}-{secrets.token_hex(4)}", token=secrets.token_bytes(32)
+        )
+        logger.info("job %s opened: %s", job.job_id, spec)
+        self._metrics.job_opened(spec)
+        if spec.placement.uses_pool:
+            self._audience.tell_pool(opened_event(job))
+        return job
+
+    def _pool_jobs(self) -> list[Job]:
+        return [job for job in self._jobs.open_jobs() if job.spec.placement.uses_pool]
+
+    def _advance(self, job: Job) -> None:
+        """Has the decided steps of ``job`` planned or reported as failed."""
+        for outcome in job.take_decided():
+            if isinstance(outcome, FailedStep):
+                self.fail(job, outcome.step, outcome.error)
+            else:
+                self._planner.add(job, outcome)
+
+    def _close_jobs_served_by(self, member: Member, what: str) -> None:
+        for job in self._pool_jobs():
+            step = job.step_served_by(member.server_id)
+            if step is not None:
+                self._close(job, f"server {member.server_id} {what} while serving step {step}")
+
+    def _close(self, job: Job, error: str) -> None:
+        """Closes ``job`` and tells all who know it."""
+        if error:
+            logger.warning("job %s closed: %s", job.job_id, error)
+        else:
+            logger.info("job %s closed: every rank has finished", job.job_id)
+        self._jobs.close(job, error)
+        event = closed_event(job)
+        for rank in range(job.spec.n_ranks):
+            self._audience.tell_rank(job, rank, event)
+            self._audience.end_rank(job, rank)
+        if job.spec.placement.uses_pool:
+            self._audience.tell_pool(event)
+        self._membership.remove_in_place(job.job_id)
+        self._metrics.job_closed(job)
+        self._members_changed()
+        self._metrics.ranks_changed(self._jobs.open_jobs())
+
+    def _members_changed(self) -> None:
+        self._metrics.members_changed(self._membership.members())
+
+
+def _new_id() -> str:
+    return secrets.token_hex(16)

@@ -1,0 +1,47 @@
+"""Why the control plane refuses a request. ``status.py`` maps each to a gRPC status."""
+
+from __future__ import annotations
+
+
+class RefusedError(Exception):
+    """Base of all refusals; the message says what came, what is valid and what to do."""
+
+
+class InvalidRequestError(RefusedError, ValueError):
+    """A field of a request is missing or wrong."""
+
+
+class SpecMismatchError(RefusedError):
+    """A rank's job spec differs from the one of the ranks before it."""
+
+
+class AlreadyExistsError(RefusedError):
+    """Another live server has the id, or the rank has joined."""
+
+
+class BacklogError(RefusedError):
+    """A member is too far ahead with its manifests, or too far behind with its events."""
+
+
+class ReplacedError(RefusedError):
+    """A newer stream of the same member took over."""
+
+
+class ShuttingDownError(RefusedError):
+    """The control plane is stopping."""
+
+
+class UnknownJobError(RefusedError):
+    """No open job has the id; the message says why it was closed, if that is remembered."""
+
+
+class UnknownServerError(RefusedError):
+    """No live server has the id."""
+
+
+class UnknownStepError(RefusedError):
+    """The step has no plan yet, or its plan is forgotten."""
+
+
+class LeaseExpiredError(RefusedError):
+    """The lease expired or was never given."""

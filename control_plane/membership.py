@@ -1,0 +1,277 @@
+"""Who serves: attention servers and their leases.
+
+A pure state machine: the time comes in with every call, in seconds of any clock that never goes
+back; there is no I/O. Pool servers hold a lease of their own. An in-place server shares the lease
+of the rank whose process it lives in, so it comes and goes with the rank.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass, field
+
+from control_plane.errors import (
+    AlreadyExistsError,
+    InvalidRequestError,
+    LeaseExpiredError,
+    UnknownServerError,
+)
+from core_attention.cost_model import CostProfile
+
+_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
+
+
+def checked_id(name: str, value: str) -> str:
+    """``value`` if it can name a server or a job.
+
+    Raises:
+        InvalidRequestError: it is empty, too long, or has other characters than [A-Za-z0-9._-].
+    """
+    if not _ID.fullmatch(value):
+        raise InvalidRequestError(
+            f"{name} is {value!r}; it must be 1 to 128 characters of [A-Za-z0-9._-]"
+        )
+    return value
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerDescription:
+    """What a server is and can do.
+
+    Attributes:
+        server_id: unique in the control plane.
+        data_address: ``host:port`` of its data plane.
+        host: name of its machine.
+        device: for example ``"NVIDIA H200"``.
+        memory_bytes: of the device.
+        capacity_rows: q plus k/v rows it can hold in one tick; None without limit.
+        profiles: its measured kernel cost, at least one.
+        version: of distca that it runs.
+    """
+
+    server_id: str
+    data_address: str
+    host: str
+    device: str
+    memory_bytes: int
+    capacity_rows: int | None
+    profiles: tuple[CostProfile, ...]
+    version: str
+
+    def __post_init__(self) -> None:
+        checked_id("server_id", self.server_id)
+        name = f"server {self.server_id}"
+        host, _, port = self.data_address.rpartition(":")
+        if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
+            raise InvalidRequestError(
+                f"{name}: data_address is {self.data_address!r}; it must be host:port"
+            )
+        for field_name in ("host", "device"):
+            if not getattr(self, field_name):
+                raise InvalidRequestError(f"{name}: {field_name} is empty; it must be named")
+        if self.memory_bytes < 0 or (self.capacity_rows or 0) < 0:
+            raise InvalidRequestError(
+                f"{name}: memory_bytes is {self.memory_bytes} and capacity_rows "
+                f"{self.capacity_rows}; neither may be negative"
+            )
+        if not self.profiles:
+            raise InvalidRequestError(
+                f"{name} has no cost profile; a server measures its kernels or loads a profile "
+                "before it registers"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerLoad:
+    """What a server reported with its last heartbeat; see ``ServerLoad`` in membership.proto."""
+
+    queued_tasks: int = 0
+    open_ticks: int = 0
+    busy_ratio: float = 0.0
+    buffer_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.busy_ratio) and 0 <= self.busy_ratio <= 1):
+            raise InvalidRequestError(f"busy_ratio is {self.busy_ratio}; it must be from 0 to 1")
+
+
+@dataclass(frozen=True)
+class InPlace:
+    """The job and rank whose process an in-place server shares."""
+
+    job_id: str
+    rank: int
+
+
+@dataclass(kw_only=True)
+class Member:
+    """A live server.
+
+    Attributes:
+        description: what it is.
+        lease_id: of its own lease, or of its rank's.
+        renewed_at: when its lease was last renewed; an in-place server's heartbeat.
+        in_place: None for a pool server.
+        draining: gets no new work. An in-place server still runs its own rank's tasks.
+        load: as last reported.
+    """
+
+    description: ServerDescription
+    lease_id: str
+    renewed_at: float
+    in_place: InPlace | None = None
+    draining: bool = False
+    load: ServerLoad = field(default_factory=ServerLoad)
+
+    @property
+    def server_id(self) -> str:
+        return self.description.server_id
+
+
+class Membership:
+    """The live servers. Every method either does all it says or raises and changes nothing."""
+
+    def __init__(self, *, lease_seconds: float) -> None:
+        self._lease_seconds = lease_seconds
+        self._by_id: dict[str, Member] = {}
+        self._by_lease: dict[str, Member] = {}
+
+    def register(self, description: ServerDescription, *, lease_id: str, now: float) -> Member:
+        """A pool server joins.
+
+        Raises:
+            AlreadyExistsError: a live server has the id.
+        """
+        return self._add(Member(description=description, lease_id=lease_id, renewed_at=now), now)
+
+    def register_in_place(
+        self, description: ServerDescription, in_place: InPlace, *, lease_id: str, now: float
+    ) -> Member:
+        """The server of a rank joins, under the rank's lease.
+
+        Raises:
+            AlreadyExistsError: a live server has the id.
+        """
+        member = Member(
+            description=description, lease_id=lease_id, renewed_at=now, in_place=in_place
+        )
+        return self._add(member, now)
+
+    def check_free(self, server_id: str, *, now: float) -> None:
+        """Raises AlreadyExistsError if a live server has ``server_id``."""
+        holder = self._by_id.get(server_id)
+        if holder is not None and not self._expired(holder, now):
+            raise AlreadyExistsError(
+                f"server_id {server_id!r} is held by a live server at "
+                f"{holder.description.data_address} on {holder.description.host}; give this one "
+                f"another id, or wait up to {self._lease_seconds:g} s if that one is gone"
+            )
+
+    def heartbeat(self, lease_id: str, load: ServerLoad, *, now: float) -> Member:
+        """Renews a lease and stores the load.
+
+        Raises:
+            LeaseExpiredError: the lease expired or is unknown.
+        """
+        member = self.of_lease(lease_id, now=now)
+        member.renewed_at, member.load = now, load
+        return member
+
+    def of_lease(self, lease_id: str, *, now: float) -> Member:
+        """The server that holds ``lease_id``.
+
+        Raises:
+            LeaseExpiredError: the lease expired or is unknown.
+        """
+        member = self._by_lease.get(lease_id)
+        if member is None or self._expired(member, now):
+            raise LeaseExpiredError(
+                f"no server holds lease {lease_id!r}; it expired after {self._lease_seconds:g} s "
+                "without a heartbeat, or the control plane has restarted"
+            )
+        return member
+
+    def drain(self, server_id: str) -> Member:
+        """Stops giving new work to a server.
+
+        Raises:
+            UnknownServerError: no such server.
+        """
+        member = self._by_id.get(server_id)
+        if member is None:
+            raise UnknownServerError(f"no server has the id {server_id!r}")
+        member.draining = True
+        return member
+
+    def deregister(self, lease_id: str, *, now: float) -> Member:
+        """Ends the lease of a pool server.
+
+        Raises:
+            LeaseExpiredError: the lease expired or is unknown.
+            InvalidRequestError: it is a rank's lease, which ends with CloseJob.
+        """
+        member = self.of_lease(lease_id, now=now)
+        if member.in_place is not None:
+            raise InvalidRequestError(
+                f"server {member.server_id} is in-place on rank {member.in_place.rank} of job "
+                f"{member.in_place.job_id}; it leaves when the rank closes the job"
+            )
+        self._remove(member)
+        return member
+
+    def remove_in_place(self, job_id: str, rank: int | None = None) -> list[Member]:
+        """The in-place servers of a job, or of one of its ranks, leave; returns them."""
+        leaving = [
+            member
+            for member in self._by_id.values()
+            if member.in_place is not None
+            and member.in_place.job_id == job_id
+            and rank in (None, member.in_place.rank)
+        ]
+        for member in leaving:
+            self._remove(member)
+        return leaving
+
+    def expire(self, *, now: float) -> list[Member]:
+        """Removes and returns the pool servers whose lease has run out, sorted by id."""
+        gone = [member for member in self.members() if self._expired(member, now)]
+        for member in gone:
+            self._remove(member)
+        return gone
+
+    def members(self) -> list[Member]:
+        """All live servers, sorted by id."""
+        return [self._by_id[server_id] for server_id in sorted(self._by_id)]
+
+    def pool(self) -> list[Member]:
+        """The pool servers that take new work, sorted by id."""
+        return [m for m in self.members() if m.in_place is None and not m.draining]
+
+    def in_place_of(self, job_id: str) -> list[Member]:
+        """The in-place servers of a job, sorted by rank."""
+        found = [
+            (m.in_place.rank, m)
+            for m in self._by_id.values()
+            if m.in_place is not None and m.in_place.job_id == job_id
+        ]
+        return [member for _, member in sorted(found, key=lambda pair: pair[0])]
+
+    def is_live(self, member: Member) -> bool:
+        """Whether ``member`` still holds the lease that it had."""
+        return self._by_lease.get(member.lease_id) is member
+
+    def _add(self, member: Member, now: float) -> Member:
+        self.check_free(member.server_id, now=now)
+        expired = self._by_id.get(member.server_id)
+        if expired is not None:
+            self._remove(expired)
+        self._by_id[member.server_id] = self._by_lease[member.lease_id] = member
+        return member
+
+    def _remove(self, member: Member) -> None:
+        del self._by_id[member.server_id], self._by_lease[member.lease_id]
+
+    def _expired(self, member: Member, now: float) -> bool:
+        """An in-place server's lease is its rank's business, see ``job.py``."""
+        return member.in_place is None and now - member.renewed_at > self._lease_seconds

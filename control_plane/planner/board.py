@@ -1,0 +1,264 @@
+"""The state of a plan in the making, for one phase of one nano-batch: who holds what.
+
+Every rank has a list of *free* parts of its segments, those that run at home, latest end first;
+an export turns some of a free part into a *chunk* on a server. Everything is arrays, so that
+compiled code can work on it; lists are chains of indices, -1 ending them.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from control_plane.planner.chunk import CutRules
+from control_plane.planner.compiled import BoolArray, compiled_inner
+from control_plane.planner.costs import task_seconds
+from control_plane.planner.fleet import Fleet
+from core_attention.arrays import Float64Array, Int64Array
+
+
+class Segments(NamedTuple):
+    """The segments of one nano-batch, ``[n]`` each, sorted by (document, begin).
+
+    Attributes:
+        document: index into the manifest's documents.
+        begin, end: positions in the document.
+        rank: home.
+        whole: whether the segment is its whole document.
+        first: index of the first segment of its document.
+    """
+
+    document: Int64Array
+    begin: Int64Array
+    end: Int64Array
+    rank: Int64Array
+    whole: BoolArray
+    first: Int64Array
+
+
+class Limits(NamedTuple):
+    """What a server or rank may still take.
+
+    Attributes:
+        active: whether any limit was set; if not, the rest is not looked at.
+        rows: ``[n_servers]`` q plus k/v rows that a server can still hold.
+        sent_bytes, received_bytes: ``[n_ranks + n_servers]`` what a process may still send and
+            receive: first the ranks (with their in-place servers), then pool servers.
+        q_request, kv_request, q_reply, kv_reply: bytes per row.
+    """
+
+    active: bool
+    rows: Int64Array
+    sent_bytes: Float64Array
+    received_bytes: Float64Array
+    q_request: float
+    kv_request: float
+    q_reply: float
+    kv_reply: float
+
+
+class Board(NamedTuple):
+    """Loads, free parts, chunks, and who holds which keys.
+
+    Attributes:
+        load: ``[n_servers]`` predicted busy seconds.
+        first_free: ``[n_ranks]`` head of each rank's free parts.
+        free_segment, free_begin, free_end, next_free: the free parts.
+        chunk_segment, chunk_begin, chunk_end, chunk_server: the exports so far.
+        first_held: ``[n_servers]`` head of what a server holds of other homes' documents.
+        held_document, held_end, next_held: it holds the K and V of ``[0, held_end)``.
+        own_first: ``[n_ranks + 1]`` bounds of each rank's entries in the next two.
+        own_document, own_end: documents that lie on several ranks, and the end of the rank's last
+            segment of each: its home tasks read all keys up to there.
+        touched: ``[n_segments]`` whether a segment was cut or moved.
+        count: ``[3]`` free parts, chunks and held entries in use.
+        spent: ``[2]`` bytes moved by exports, and the same weighted by link.
+    """
+
+    load: Float64Array
+    first_free: Int64Array
+    free_segment: Int64Array
+    free_begin: Int64Array
+    free_end: Int64Array
+    next_free: Int64Array
+    chunk_segment: Int64Array
+    chunk_begin: Int64Array
+    chunk_end: Int64Array
+    chunk_server: Int64Array
+    first_held: Int64Array
+    held_document: Int64Array
+    held_end: Int64Array
+    next_held: Int64Array
+    own_first: Int64Array
+    own_document: Int64Array
+    own_end: Int64Array
+    touched: BoolArray
+    count: Int64Array
+    spent: Float64Array
+
+
+FREE, CHUNKS, HELD = 0, 1, 2
+BYTES, COST = 0, 1
+
+
+@compiled_inner
+def resident_end(board: Board, fleet: Fleet, document: int, server: int) -> int:
+    """The server holds, or its home tasks fetch, the keys ``[0, result)`` of ``document``."""
+    end = 0
+    rank = fleet.rank[server]
+    if rank >= 0:
+        for i in range(board.own_first[rank], board.own_first[rank + 1]):
+            if board.own_document[i] == document:
+                end = board.own_end[i]
+    i = board.first_held[server]
+    while i >= 0:
+        if board.held_document[i] == document:
+            end = max(end, board.held_end[i])
+        i = board.next_held[i]
+    return end
+
+
+@compiled_inner
+def hold(board: Board, document: int, server: int, end: int) -> None:
+    """Notes that ``server`` now has the keys ``[0, end)`` of ``document``."""
+    i = board.first_held[server]
+    while i >= 0:
+        if board.held_document[i] == document:
+            board.held_end[i] = max(board.held_end[i], end)
+            return
+        i = board.next_held[i]
+    i = board.count[HELD]
+    board.count[HELD] += 1
+    board.held_document[i], board.held_end[i] = document, end
+    board.next_held[i] = board.first_held[server]
+    board.first_held[server] = i
+
+
+@compiled_inner
+def add_free(board: Board, rank: int, segment: int, begin: int, end: int) -> None:
+    """Adds a free part to the rank's list, at its place."""
+    new = board.count[FREE]
+    board.count[FREE] += 1
+    board.free_segment[new], board.free_begin[new], board.free_end[new] = segment, begin, end
+    before, at = -1, board.first_free[rank]
+    while at >= 0 and board.free_end[at] > end:
+        before, at = at, board.next_free[at]
+    board.next_free[new] = at
+    if before < 0:
+        board.first_free[rank] = new
+    else:
+        board.next_free[before] = new
+
+
+@compiled_inner
+def remove_free(board: Board, rank: int, part: int) -> None:
+    """Takes a free part out of the rank's list."""
+    if board.first_free[rank] == part:
+        board.first_free[rank] = board.next_free[part]
+        return
+    at = board.first_free[rank]
+    while board.next_free[at] != part:
+        at = board.next_free[at]
+    board.next_free[at] = board.next_free[part]
+
+
+@compiled_inner
+def server_seconds(fleet: Fleet, server: int, phase: int, begin: int, end: int) -> float:
+    """Seconds of the task of queries ``[begin, end)`` on ``server``, whose speed is not 0."""
+    seconds = task_seconds(fleet.tables, fleet.profile[server], phase, begin, end)
+    return seconds / fleet.speed[server]
+
+
+@compiled_inner
+def add_chunk(
+    board: Board,
+    segments: Segments,
+    fleet: Fleet,
+    rules: CutRules,
+    limits: Limits,
+    segment: int,
+    begin: int,
+    end: int,
+    server: int,
+    link: float,
+) -> None:
+    """Gives queries ``[begin, end)`` of ``segment`` to ``server``, which is not their home."""
+    at = board.count[CHUNKS]
+    board.count[CHUNKS] += 1
+    board.chunk_segment[at], board.chunk_server[at] = segment, server
+    board.chunk_begin[at], board.chunk_end[at] = begin, end
+    board.touched[segment] = True
+    document = segments.document[segment]
+    resident = resident_end(board, fleet, document, server)
+    moved = rules.q_bytes * (end - begin) + rules.kv_bytes * max(end - resident, 0)
+    board.spent[BYTES] += moved
+    board.spent[COST] += moved * link
+    board.load[server] += server_seconds(fleet, server, rules.phase, begin, end)
+    if limits.active:
+        charge(segments, fleet, limits, segment, begin, end, server, resident)
+    hold(board, document, server, end)
+
+
+@compiled_inner
+def process_of(fleet: Fleet, server: int) -> int:
+    """The index of a server's process in ``Limits``."""
+    rank = fleet.rank[server]
+    return rank if rank >= 0 else len(fleet.server_of_rank) + server
+
+
+@compiled_inner
+def charge(
+    segments: Segments,
+    fleet: Fleet,
+    limits: Limits,
+    segment: int,
+    begin: int,
+    end: int,
+    server: int,
+    resident: int,
+) -> None:
+    """Takes a chunk's rows and bytes from what its processes may still hold and move."""
+    q, kv = end - begin, max(end - resident, 0)
+    limits.rows[server] -= q + kv
+    receiver, home = process_of(fleet, server), segments.rank[segment]
+    limits.received_bytes[receiver] -= q * limits.q_request + kv * limits.kv_request
+    limits.sent_bytes[receiver] -= q * limits.q_reply + kv * limits.kv_reply
+    limits.sent_bytes[home] -= q * limits.q_request
+    limits.received_bytes[home] -= q * limits.q_reply
+    for j in range(segments.first[segment], segment + 1):
+        rows = min(segments.end[j], end) - max(segments.begin[j], resident)
+        if rows > 0:
+            limits.sent_bytes[segments.rank[j]] -= rows * limits.kv_request
+            limits.received_bytes[segments.rank[j]] -= rows * limits.kv_reply
+
+
+@compiled_inner
+def affordable(
+    segments: Segments,
+    fleet: Fleet,
+    limits: Limits,
+    segment: int,
+    begin: int,
+    end: int,
+    server: int,
+    resident: int,
+) -> bool:
+    """Whether every process that a chunk concerns can hold it and move its rows."""
+    if not limits.active:
+        return True
+    q, kv = end - begin, max(end - resident, 0)
+    if limits.rows[server] < q + kv:
+        return False
+    receiver = process_of(fleet, server)
+    if limits.received_bytes[receiver] < q * limits.q_request + kv * limits.kv_request:
+        return False
+    if limits.sent_bytes[receiver] < q * limits.q_reply + kv * limits.kv_reply:
+        return False
+    for j in range(segments.first[segment], segment + 1):
+        rows = max(min(segments.end[j], end) - max(segments.begin[j], resident), 0)
+        queries = q if j == segment else 0
+        rank = segments.rank[j]
+        if limits.sent_bytes[rank] < queries * limits.q_request + rows * limits.kv_request:
+            return False
+        if limits.received_bytes[rank] < queries * limits.q_reply + rows * limits.kv_reply:
+            return False
+    return True

@@ -1,0 +1,100 @@
+"""The geometry of cuts: which part ``[a, b)`` of a document to export.
+
+A chunk ``[a, b)`` carries ``(b^2 - a^2) / 2`` query-key pairs and moves ``b - a`` rows of Q (and
+back) and the K and V rows up to b that the receiver lacks. With w_q bytes a q row and w_kv bytes a
+k/v row, for given pairs x the bytes ``w_q (b - a) + w_kv b`` are least at
+
+    a = kappa b,   kappa = w_q / (w_q + w_kv),   b = sqrt(2 x / (1 - kappa^2)),
+
+whatever the document's length: a giant document is exported from its middle. If the part at hand
+ends before that b, or begins after that a, the best chunk lies at its end, or its beginning.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+from control_plane.planner.compiled import compiled_inner
+from control_plane.planner.costs import CostTables, pair_seconds, task_seconds
+
+ALIGNMENT_TOKENS = 128
+"""Cuts lie at multiples of it in the document: the q tile of the kernels."""
+
+
+class CutRules(NamedTuple):
+    """What a cut costs and how short pieces may be, in one phase.
+
+    Attributes:
+        phase: ``costs.FORWARD`` or ``costs.BACKWARD``.
+        q_bytes, kv_bytes: bytes of a row that travels, both ways together.
+        kappa: ``a / b`` of the cheapest chunk.
+        peak: most pairs per byte, over all chunks that end at b, divided by b.
+        min_tokens: shortest chunk, but for whole documents.
+        min_rest_tokens: shortest piece that a cut may leave behind.
+    """
+
+    phase: int
+    q_bytes: float
+    kv_bytes: float
+    kappa: float
+    peak: float
+    min_tokens: int
+    min_rest_tokens: int
+
+
+def cut_rules(phase: int, q_bytes: int, kv_bytes: int, min_tokens: int) -> CutRules:
+    """The rules of a phase; a rest may be half as short as a chunk."""
+    # Pairs per byte (b^2 - a^2) / 2 / (w_q (b - a) + w_kv b) are most where they equal a / w_q.
+    ratio = 1.0 + kv_bytes / q_bytes
+    return CutRules(
+        phase=phase,
+        q_bytes=float(q_bytes),
+        kv_bytes=float(kv_bytes),
+        kappa=q_bytes / (q_bytes + kv_bytes),
+        peak=(ratio - math.sqrt(ratio * ratio - 1.0)) / q_bytes,
+        min_tokens=min_tokens,
+        min_rest_tokens=max(min_tokens // 2, 1),
+    )
+
+
+@compiled_inner
+def best_end(rules: CutRules, low: int, high: int, resident: int, pairs: float) -> float:
+    """Where the cheapest chunk of ``pairs`` inside ``[low, high)`` ends.
+
+    Args:
+        resident: the receiver has the K and V of ``[0, resident)`` anyway.
+        pairs: fewer than ``[low, high)`` has.
+    """
+    earliest = math.sqrt(float(low) * low + 2.0 * pairs)
+    if resident > earliest:
+        # Up to `resident` K and V are free, so the latest queries, with the most pairs each, win.
+        return min(float(high), float(resident))
+    end = math.sqrt(2.0 * pairs / (1.0 - rules.kappa * rules.kappa))
+    return min(max(end, earliest), float(high))
+
+
+@compiled_inner
+def begin_for_pairs(end: float, pairs: float) -> float:
+    """Where the chunk of ``pairs`` that ends at ``end`` begins; 0 if there are not as many."""
+    return math.sqrt(max(end * end - 2.0 * pairs, 0.0))
+
+
+@compiled_inner
+def begin_for_seconds(
+    tables: CostTables, profile: int, phase: int, low: int, end: int, seconds: float
+) -> int:
+    """The first query of the longest chunk ``[begin, end)`` inside ``[low, end)`` that takes at
+    most ``seconds`` on ``profile``; aligned, or ``low``. ``end`` if none does."""
+    if task_seconds(tables, profile, phase, low, end) <= seconds:
+        return low
+    q = 0.5 * (end - low)
+    begin = float(low)
+    for _ in range(4):
+        pairs = seconds / pair_seconds(tables, profile, phase, q, float(end))
+        begin = max(begin_for_pairs(float(end), pairs), float(low))
+        q = max(end - begin, 1.0)
+    aligned = math.ceil(begin / ALIGNMENT_TOKENS) * ALIGNMENT_TOKENS
+    while aligned < end and task_seconds(tables, profile, phase, aligned, end) > seconds:
+        aligned += ALIGNMENT_TOKENS
+    return min(aligned, end)

@@ -1,0 +1,185 @@
+"""Why a plan is as it is, or why there is none: in words and numbers, for people."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from control_plane.forecast import pair_bytes
+from control_plane.planner.chunk import CutRules
+from control_plane.planner.phase import Outcome
+from control_plane.planning import PlanningOptions, PlanningServer
+from core_attention.ca_task import Phase, TaskTable
+from core_attention.errors import PlanError
+from core_attention.manifest import Manifest
+from core_attention.plan import PhaseForecast
+from core_attention.shape import AttentionShape
+
+
+def reason(
+    servers: Sequence[PlanningServer],
+    forecast: PhaseForecast,
+    outcomes: Sequence[Outcome],
+    options: PlanningOptions,
+    phase: Phase,
+) -> str:
+    """What bounds a phase, and why the planner stopped."""
+    nano, busiest = np.unravel_index(int(forecast.seconds.argmax()), forecast.seconds.shape)
+    seconds = float(forecast.seconds[nano, busiest])
+    text = (
+        f"{phase}: imbalance {forecast.predicted_imbalance:.3f} "
+        f"({forecast.home_imbalance:.3f} at home), bounded by server "
+        f"{servers[int(busiest)].server.server_id} with {seconds * 1e3:.3f} ms a layer"
+    )
+    n_chunks = sum(outcome.n_chunks for outcome in outcomes)
+    if n_chunks == 0:
+        return (
+            f"{text}; nothing moves: no server is more than {options.tolerance:g} above the level"
+        )
+    moved = sum(outcome.spent_bytes for outcome in outcomes)
+    text += f"; {n_chunks} pieces leave their home with {moved / 1e9:.3f} GB a layer"
+    return f"{text}; {_why_stopped(outcomes, options, phase)}"
+
+
+def _why_stopped(outcomes: Sequence[Outcome], options: PlanningOptions, phase: Phase) -> str:
+    worst = max(outcomes, key=lambda outcome: outcome.raised / max(outcome.level, 1e-30))
+    if worst.raised == 0.0:
+        return f"stopped when no server was more than {options.tolerance:g} above the level"
+    shortest = options.min_forward_tokens if phase is Phase.FORWARD else options.min_backward_tokens
+    limits = f"pieces of {shortest} tokens and more, and the memory and byte limits of the servers"
+    if not np.isfinite(worst.raised):
+        return f"stopped with servers above the tolerance: {limits} allow no further move"
+    share = worst.raised / worst.level
+    return f"the tolerance had to be exceeded by {share:.3f}, because of {limits}"
+
+
+def what_is_short(
+    manifest: Manifest,
+    servers: Sequence[PlanningServer],
+    outcome: Outcome,
+    first_segment: int,
+    options: PlanningOptions,
+    rules: CutRules,
+) -> str:
+    """The message of the error that no server can take some work."""
+    if outcome.stuck_server >= 0:
+        server = servers[outcome.stuck_server]
+        rank = server.server.in_place_rank
+        needed = _home_rows(manifest, rank)
+        return (
+            f"server {server.server.server_id}: the tasks of its own rank {rank} need up to "
+            f"{needed} q plus k/v rows, its capacity_rows is {server.capacity_rows}: "
+            f"{needed - (server.capacity_rows or 0)} rows short, and no other server can take "
+            f"enough of them{_byte_limit(options)}. Raise capacity_rows, add servers, or pack "
+            "fewer tokens"
+        )
+    segment = first_segment + outcome.stuck_segment
+    document = int(manifest.segment_document[segment])
+    rank = int(manifest.segment_rank[segment])
+    usable = [s for s in servers if s.receives and s.speed > 0]
+    what = (
+        f"document {manifest.document_id[document]} of {manifest.document_length[document]} "
+        f"tokens on rank {rank}, which has no server of its own that runs"
+    )
+    if not usable:
+        return (
+            f"{what}: none of the {len(servers)} servers may receive work (receives is false or "
+            "speed is 0). Start an attention server, or let one receive"
+        )
+    capacities = [s.capacity_rows for s in usable]
+    if all(capacity is not None for capacity in capacities):
+        end = outcome.stuck_end
+        needed = end + min(rules.min_tokens, end)
+        largest = max(capacity for capacity in capacities if capacity is not None)
+        total = sum(capacity for capacity in capacities if capacity is not None)
+        tokens = int(manifest.document_length.sum())
+        if needed > largest:
+            return (
+                f"{what}: its last queries need {needed} q plus k/v rows on one server, the "
+                f"largest capacity_rows is {largest}: {needed - largest} rows short. Raise it, or "
+                "use shorter documents"
+            )
+        return (
+            f"{what}: it fits on no server beside the rest. The step has {tokens} tokens, which "
+            f"need at least {2 * tokens} q plus k/v rows; the servers hold {total} together: "
+            f"{max(2 * tokens - total, needed)} rows short{_byte_limit(options)}. Raise "
+            "capacity_rows or add servers"
+        )
+    return f"{what}: no server can take it{_byte_limit(options)}. Raise the limit or add servers"
+
+
+def _byte_limit(options: PlanningOptions) -> str:
+    if options.max_process_bytes is None:
+        return ""
+    return f" within max_process_bytes {options.max_process_bytes}"
+
+
+def _home_rows(manifest: Manifest, rank: int | None) -> int:
+    """The most q plus k/v rows of a rank's own tasks over the nano-batches."""
+    most = 0
+    for nano in range(manifest.n_nano_batches):
+        document = manifest.segment_document
+        own = (manifest.segment_rank == rank) & (manifest.document_nano_batch[document] == nano)
+        end = np.zeros(manifest.n_documents, dtype=np.int64)
+        np.maximum.at(
+            end, document[own], manifest.segment_offset[own] + manifest.segment_length[own]
+        )
+        most = max(most, int(manifest.segment_length[own].sum() + end.sum()))
+    return most
+
+
+def check_capacity(
+    servers: Sequence[PlanningServer],
+    forecast: PhaseForecast,
+    options: PlanningOptions,
+    manifest: Manifest,
+    tasks: TaskTable,
+    shape: AttentionShape,
+    phase: Phase,
+) -> None:
+    """Checks the finished plan against the servers' memory and the byte limit.
+
+    Raises:
+        PlanError: one is exceeded; the message says which and by how much.
+    """
+    if any(server.capacity_rows is not None for server in servers):
+        rows = (forecast.q_rows + forecast.kv_rows).max(axis=0)
+        for server, needed in zip(servers, rows, strict=True):
+            if server.capacity_rows is not None and needed > server.capacity_rows:
+                raise PlanError(
+                    f"server {server.server.server_id} would hold {needed} q plus k/v rows, its "
+                    f"capacity_rows is {server.capacity_rows}: "
+                    f"{needed - server.capacity_rows} rows short"
+                )
+    if options.max_process_bytes is not None:
+        for nano in range(manifest.n_nano_batches):
+            pairs = pair_bytes(manifest, tasks, servers, shape, phase, nano)
+            _check_bytes(servers, *pairs, options.max_process_bytes, phase)
+
+
+def _check_bytes(
+    servers: Sequence[PlanningServer],
+    requests: np.ndarray[tuple[int, int], np.dtype[np.int64]],
+    replies: np.ndarray[tuple[int, int], np.dtype[np.int64]],
+    most: int,
+    phase: Phase,
+) -> None:
+    n_ranks = len(requests)
+    sent = np.concatenate([requests.sum(axis=1), replies.sum(axis=0)])
+    received = np.concatenate([replies.sum(axis=1), requests.sum(axis=0)])
+    for i, server in enumerate(servers):
+        rank = server.server.in_place_rank
+        if rank is not None:
+            for total in (sent, received):
+                total[rank] += total[n_ranks + i]
+                total[n_ranks + i] = 0
+    for name, total in (("send", sent), ("receive", received)):
+        at = int(total.argmax())
+        if total[at] > most:
+            who = f"rank {at}" if at < n_ranks else servers[at - n_ranks].server.server_id
+            raise PlanError(
+                f"{who} would {name} {total[at]} bytes in a {phase} tick, max_process_bytes is "
+                f"{most}: {total[at] - most} bytes short. What documents that span ranks and ranks "
+                "without a server must exchange cannot be planned away: raise the limit"
+            )

@@ -1,0 +1,194 @@
+"""Placement of work that has no server at home: ranks without an in-place server that can run it.
+
+All of it must travel, so its Q and O cost what they cost; what a plan can save is K and V, by
+cutting as few documents as it can. Longest first, each part goes whole to the server with the most
+room; one that fits nowhere is cut from its end, so that what remains, and is placed next, has the
+fewest keys.
+"""
+
+from __future__ import annotations
+
+import heapq
+
+import numpy as np
+
+from control_plane.planner.board import (
+    CHUNKS,
+    Board,
+    Limits,
+    Segments,
+    add_chunk,
+    affordable,
+    resident_end,
+)
+from control_plane.planner.chunk import ALIGNMENT_TOKENS, CutRules, begin_for_seconds
+from control_plane.planner.compiled import BoolArray, compiled_inner
+from control_plane.planner.exports import CAP_STEP, Links, link_cost
+from control_plane.planner.fleet import Fleet
+from core_attention.arrays import Float64Array, Int64Array
+
+MOST_RAISES = 5000
+"""How often the cap may rise before the rest counts as work that fits nowhere."""
+
+
+@compiled_inner
+def place_homeless(
+    board: Board,
+    segments: Segments,
+    fleet: Fleet,
+    rules: CutRules,
+    limits: Limits,
+    links: Links,
+    cap: Float64Array,
+    receives: BoolArray,
+    pair_rate: Float64Array,
+    homeless: Int64Array,
+) -> tuple[int, int]:
+    """Places the segments ``homeless`` (indices, most pairs first).
+
+    The cap is raised in place where room runs out.
+
+    Returns:
+        The segment and the end of the first part that fits on no server; (-1, 0) if all fit.
+    """
+    # Most room, in pairs, first; ties by index, so that the order is the same everywhere.
+    heap = [(0.0, -1)]
+    heap.pop()
+    for s in range(len(cap)):
+        if receives[s]:
+            heap.append((-(cap[s] - board.load[s]) / pair_rate[s], s))
+    heapq.heapify(heap)
+    step = CAP_STEP * cap.max()
+    raises = 0
+    for segment in homeless:
+        low, high = segments.begin[segment], segments.end[segment]
+        while high > low:
+            if board.count[CHUNKS] >= len(board.chunk_segment):
+                return segment, high
+            at, begin = _find_server(
+                board, segments, fleet, rules, limits, cap, heap, segment, low, high
+            )
+            if at < 0:
+                raises += 1
+                if raises > MOST_RAISES or not _anyone_could(
+                    segments, fleet, rules, limits, receives, segment, low, high
+                ):
+                    return segment, high
+                rise = step * max(1.0, raises / 50.0)
+                rebuilt = [(-(0.0), -1)]
+                rebuilt.pop()
+                for s in range(len(cap)):
+                    cap[s] += rise
+                    if receives[s]:
+                        rebuilt.append((-(cap[s] - board.load[s]) / pair_rate[s], s))
+                heapq.heapify(rebuilt)
+                heap = rebuilt
+                continue
+            link = link_cost(links, segments.rank[segment], at)
+            add_chunk(board, segments, fleet, rules, limits, segment, begin, high, at, link)
+            heapq.heappush(heap, (-(cap[at] - board.load[at]) / pair_rate[at], at))
+            high = begin
+    return -1, 0
+
+
+@compiled_inner
+def _anyone_could(
+    segments: Segments,
+    fleet: Fleet,
+    rules: CutRules,
+    limits: Limits,
+    receives: BoolArray,
+    segment: int,
+    low: int,
+    high: int,
+) -> bool:
+    """Whether some server could take a short end of ``[low, high)`` if the cap did not matter."""
+    begin = max(low, high - rules.min_tokens)
+    for s in range(len(receives)):
+        if receives[s] and affordable(segments, fleet, limits, segment, begin, high, s, 0):
+            return True
+    return False
+
+
+@compiled_inner
+def _find_server(
+    board: Board,
+    segments: Segments,
+    fleet: Fleet,
+    rules: CutRules,
+    limits: Limits,
+    cap: Float64Array,
+    heap: list[tuple[float, int]],
+    segment: int,
+    low: int,
+    high: int,
+) -> tuple[int, int]:
+    """Takes the first server off ``heap`` that can have ``[low, high)`` or the end of it.
+
+    Returns:
+        The server and where its chunk begins; (-1, 0), and the heap as it was, if none can.
+    """
+    passed = [(0.0, -1)]
+    passed.pop()
+    found, begin = -1, 0
+    while len(heap):
+        entry = heapq.heappop(heap)
+        s = entry[1]
+        room = cap[s] - board.load[s]
+        begin = _begin_within(segments, fleet, rules, segment, low, high, s, room)
+        if begin < high:
+            resident = resident_end(board, fleet, segments.document[segment], s)
+            if affordable(segments, fleet, limits, segment, begin, high, s, resident):
+                found = s
+                break
+            if limits.active and limits.rows[s] > high + rules.min_tokens:
+                # Memory for the keys, but not for all these queries.
+                q = max(limits.rows[s] - high, rules.min_tokens)
+                begin = max(begin, high - q // ALIGNMENT_TOKENS * ALIGNMENT_TOKENS)
+                if begin < high and affordable(
+                    segments, fleet, limits, segment, begin, high, s, resident
+                ):
+                    found = s
+                    break
+        passed.append(entry)
+        if not limits.active:
+            # The others have less room.
+            break
+    for entry in passed:
+        heapq.heappush(heap, entry)
+    return found, begin
+
+
+@compiled_inner
+def _begin_within(
+    segments: Segments,
+    fleet: Fleet,
+    rules: CutRules,
+    segment: int,
+    low: int,
+    high: int,
+    server: int,
+    room: float,
+) -> int:
+    """Where the longest chunk that ends at ``high`` and fits into ``room`` begins, without pieces
+    too short; ``high`` if there is none."""
+    if room <= 0.0:
+        return high
+    limit = room * fleet.speed[server]
+    begin = begin_for_seconds(fleet.tables, fleet.profile[server], rules.phase, low, high, limit)
+    if begin == low:
+        return low
+    if begin < low + rules.min_tokens:
+        begin = low + rules.min_tokens
+    return begin if high - begin >= rules.min_tokens else high
+
+
+@compiled_inner
+def by_pairs(segments: Segments, chosen: BoolArray) -> Int64Array:
+    """The chosen segments, most query-key pairs first."""
+    picked = np.flatnonzero(chosen)
+    pairs = np.empty(len(picked))
+    for k in range(len(picked)):
+        begin, end = float(segments.begin[picked[k]]), float(segments.end[picked[k]])
+        pairs[k] = begin * begin - end * end
+    return picked[np.argsort(pairs, kind="mergesort")]

@@ -1,0 +1,52 @@
+"""Which of a server's cost profiles a job is planned with."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import lru_cache
+
+from core_attention.cost_model import CostProfile
+from core_attention.errors import ProfileError
+from core_attention.shape import AttentionShape
+
+
+def profile_for(profiles: Sequence[CostProfile], shape: AttentionShape) -> CostProfile:
+    """The profile measured with ``shape``, else the nearest one scaled to it by FLOPs.
+
+    Nearest means: the same dtype if there is one, then the closest head dims (they decide how well
+    a kernel uses the device), then the closest numbers of heads, then the first.
+
+    Raises:
+        ProfileError: there is none.
+    """
+    if not profiles:
+        raise ProfileError(f"there is no cost profile to plan shape {shape} with")
+    return _scaled(min(profiles, key=lambda profile: _distance(profile.shape, shape)), shape)
+
+
+def _distance(have: AttentionShape, want: AttentionShape) -> tuple[bool, float, float]:
+    def apart(*names: str) -> float:
+        return sum(abs(math.log(getattr(have, n) / getattr(want, n))) for n in names)
+
+    return (
+        have.dtype != want.dtype,
+        apart("head_dim", "head_dim_v"),
+        apart("num_heads", "num_heads_kv"),
+    )
+
+
+# Cached so that servers with one profile share one object too once it is scaled: planners may
+# then evaluate it once for all of them.
+@lru_cache(maxsize=1024)
+def _scaled(profile: CostProfile, shape: AttentionShape) -> CostProfile:
+    if profile.shape == shape:
+        return profile
+    ratio = shape.qk_flops(1) / profile.shape.qk_flops(1)
+    return replace(
+        profile,
+        shape=shape,
+        forward_seconds=profile.forward_seconds * ratio,
+        backward_seconds=profile.backward_seconds * ratio,
+    )

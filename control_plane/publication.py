@@ -1,0 +1,106 @@
+"""Making one step's plan and cutting it into the slices that its members need.
+
+Runs in a worker thread: it takes values and gives values, and touches no shared state.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from control_plane.job_spec import JobSpec
+from control_plane.membership import Member
+from control_plane.planning import Planner, PlanningServer
+from control_plane.profiles import profile_for
+from control_plane.slicing import PlanSlicer
+from control_plane.step import PlannedStep, ReadyStep
+from core_attention.manifest import Manifest
+from core_attention.plan import PlanServer
+from core_attention.shape import AttentionShape
+from distca.codec import plan_to_proto
+from distca.v1 import jobs_pb2, plan_pb2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Publication:
+    """A planned step and what goes to whom.
+
+    Attributes:
+        record: the step with its whole plan.
+        by_rank: the event of every rank.
+        by_server: the event of every pool server that has a task, by its id.
+        plan_bytes: of all events together.
+    """
+
+    record: PlannedStep
+    by_rank: Mapping[int, jobs_pb2.PlanEvent]
+    by_server: Mapping[str, jobs_pb2.PlanEvent]
+    plan_bytes: int
+
+
+def planning_servers(members: Sequence[Member], shape: AttentionShape) -> list[PlanningServer]:
+    """``members`` as a planner sees them, each with its best profile for ``shape``.
+
+    An in-place server that drains keeps its own rank's tasks and receives no others.
+    """
+    return [
+        PlanningServer(
+            server=PlanServer(
+                server_id=member.server_id,
+                in_place_rank=member.in_place.rank if member.in_place else None,
+                address=member.description.data_address,
+            ),
+            host=member.description.host,
+            profile=profile_for(member.description.profiles, shape),
+            capacity_rows=member.description.capacity_rows,
+            receives=not member.draining,
+        )
+        for member in members
+    ]
+
+
+def publish_step(
+    job_id: str,
+    spec: JobSpec,
+    ready: ReadyStep,
+    servers: Sequence[PlanningServer],
+    planner: Planner,
+) -> Publication:
+    """Plans a step and cuts the plan into slices.
+
+    Raises:
+        ManifestError: the manifests of the ranks do not fit together.
+        PlanError: no plan can be made.
+    """
+    started = time.perf_counter()
+    manifest = Manifest.merge(ready.manifests, spec.n_ranks)
+    plan = planner(manifest, servers, spec.shape, spec.options)
+    record = PlannedStep(
+        plan=plan, plan_seconds=time.perf_counter() - started, forward_only=ready.forward_only
+    )
+    slicer = PlanSlicer(plan, job_id)
+    by_rank = {rank: _event(piece, record) for rank, piece in enumerate(slicer.rank_slices())}
+    by_server = {
+        server.server_id: _event(piece, record)
+        for server, piece in zip(plan.servers, slicer.server_slices(), strict=True)
+        if piece is not None and server.in_place_rank is None
+    }
+    plan_bytes = sum(event.ByteSize() for event in (*by_rank.values(), *by_server.values()))
+    return Publication(record=record, by_rank=by_rank, by_server=by_server, plan_bytes=plan_bytes)
+
+
+def rank_event(job_id: str, record: PlannedStep, rank: int) -> jobs_pb2.PlanEvent:
+    """The event of a planned step for one rank."""
+    return _event(plan_to_proto(record.plan.for_rank(rank), job_id), record)
+
+
+def server_event(job_id: str, record: PlannedStep, server_id: str) -> jobs_pb2.PlanEvent:
+    """The event of a planned step for one server."""
+    return _event(plan_to_proto(record.plan.for_server(server_id), job_id), record)
+
+
+def _event(piece: plan_pb2.Plan, record: PlannedStep) -> jobs_pb2.PlanEvent:
+    return jobs_pb2.PlanEvent(
+        step_planned=jobs_pb2.StepPlanned(plan=piece, forward_only=record.forward_only)
+    )

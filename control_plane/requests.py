@@ -1,0 +1,255 @@
+"""From the messages of ``proto/distca/v1`` to the control plane's own types, and back."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from control_plane.errors import InvalidRequestError
+from control_plane.job import Job
+from control_plane.job_spec import JobSpec, Placement, planning_options
+from control_plane.membership import Member, ServerDescription, ServerLoad
+from control_plane.step import PlannedStep, RankMeasurement, ServerMeasurement
+from core_attention.cost_model import CostProfile
+from core_attention.manifest import RankManifest
+from distca.codec import (
+    NO_RANK,
+    WireError,
+    profile_from_proto,
+    rank_manifest_from_proto,
+    shape_from_proto,
+    shape_to_proto,
+)
+from distca.v1 import jobs_pb2, membership_pb2, plan_pb2, profile_pb2
+
+
+def description_from_proto(message: membership_pb2.ServerDescription) -> ServerDescription:
+    """The server in ``message``.
+
+    Raises:
+        InvalidRequestError: a field is missing or wrong.
+    """
+    try:
+        profiles = tuple(
+            _interned(p.SerializeToString(deterministic=True)) for p in message.profiles
+        )
+    except WireError as error:
+        raise InvalidRequestError(f"server {message.server_id!r}: {error}") from error
+    return ServerDescription(
+        server_id=message.server_id,
+        data_address=message.data_address,
+        host=message.host,
+        device=message.device,
+        memory_bytes=message.memory_bytes,
+        capacity_rows=message.capacity_rows or None,
+        profiles=profiles,
+        version=message.version,
+    )
+
+
+def load_from_proto(message: membership_pb2.ServerLoad) -> ServerLoad:
+    """The load in ``message``.
+
+    Raises:
+        InvalidRequestError: a value is out of range.
+    """
+    return ServerLoad(
+        queued_tasks=message.queued_tasks,
+        open_ticks=message.open_ticks,
+        busy_ratio=message.busy_ratio,
+        buffer_bytes=message.buffer_bytes,
+    )
+
+
+def status_to_proto(
+    member: Member, *, seconds_since_heartbeat: float
+) -> membership_pb2.ServerStatus:
+    """A server as ``ListServers`` shows it, without its profiles."""
+    about = member.description
+    return membership_pb2.ServerStatus(
+        server=membership_pb2.ServerDescription(
+            server_id=about.server_id,
+            data_address=about.data_address,
+            host=about.host,
+            device=about.device,
+            memory_bytes=about.memory_bytes,
+            capacity_rows=about.capacity_rows or 0,
+            version=about.version,
+        ),
+        load=membership_pb2.ServerLoad(
+            queued_tasks=member.load.queued_tasks,
+            open_ticks=member.load.open_ticks,
+            busy_ratio=member.load.busy_ratio,
+            buffer_bytes=member.load.buffer_bytes,
+        ),
+        draining=member.draining,
+        seconds_since_heartbeat=seconds_since_heartbeat,
+        in_place_job_id=member.in_place.job_id if member.in_place else "",
+        in_place_rank=member.in_place.rank if member.in_place else NO_RANK,
+    )
+
+
+def spec_from_proto(message: jobs_pb2.JobSpec) -> JobSpec:
+    """The job spec in ``message``.
+
+    Raises:
+        InvalidRequestError: a field is missing or wrong.
+    """
+    if message.placement not in {placement.value for placement in Placement}:
+        valid = ", ".join(f"{p.value} ({p.name})" for p in Placement)
+        raise InvalidRequestError(
+            f"job {message.name!r}: placement is {message.placement}; valid are {valid}"
+        )
+    try:
+        shape = shape_from_proto(message.shape)
+    except WireError as error:
+        raise InvalidRequestError(f"job {message.name!r}: {error}") from error
+    return JobSpec(
+        name=message.name,
+        n_ranks=message.n_ranks,
+        n_layers=message.n_layers,
+        n_nano_batches=message.n_nano_batches,
+        shape=shape,
+        placement=Placement(message.placement),
+        options=planning_options(
+            tolerance=message.tolerance,
+            min_forward_tokens=message.min_forward_tokens,
+            min_backward_tokens=message.min_backward_tokens,
+        ),
+        planner=message.planner,
+        softmax_scale=message.softmax_scale,
+    )
+
+
+def spec_to_proto(spec: JobSpec) -> jobs_pb2.JobSpec:
+    """The message of ``spec``, defaults filled in."""
+    return jobs_pb2.JobSpec(
+        name=spec.name,
+        n_ranks=spec.n_ranks,
+        n_layers=spec.n_layers,
+        n_nano_batches=spec.n_nano_batches,
+        shape=shape_to_proto(spec.shape),
+        placement=f"PLACEMENT_{spec.placement.name}",
+        tolerance=spec.options.tolerance,
+        planner=spec.planner,
+        softmax_scale=spec.scale,
+        min_forward_tokens=spec.options.min_forward_tokens,
+        min_backward_tokens=spec.options.min_backward_tokens,
+    )
+
+
+def in_place_server_from_proto(
+    request: jobs_pb2.OpenJobRequest, spec: JobSpec
+) -> ServerDescription | None:
+    """The in-place server of a rank that opens a job.
+
+    Raises:
+        InvalidRequestError: it is missing though the placement needs it, or the other way round,
+            or wrong.
+    """
+    given = request.HasField("in_place_server")
+    if given != spec.placement.uses_in_place:
+        raise InvalidRequestError(
+            f"job {spec.name}, rank {request.rank}: in_place_server is "
+            f"{'given' if given else 'missing'}, the placement is {spec.placement.name}; it must "
+            "be given unless the placement is POOL"
+        )
+    return description_from_proto(request.in_place_server) if given else None
+
+
+def manifest_from_proto(message: plan_pb2.RankManifest) -> RankManifest:
+    """The manifest in ``message``.
+
+    Raises:
+        InvalidRequestError: it is malformed.
+    """
+    try:
+        return rank_manifest_from_proto(message)
+    except WireError as error:
+        raise InvalidRequestError(str(error)) from error
+
+
+def server_measurement_from_proto(message: jobs_pb2.ServerMeasurement) -> ServerMeasurement:
+    """What a server measured."""
+    return ServerMeasurement(
+        server_id=message.server_id,
+        forward_busy_seconds=tuple(message.forward_busy_seconds),
+        backward_busy_seconds=tuple(message.backward_busy_seconds),
+    )
+
+
+def rank_measurement_from_proto(message: jobs_pb2.RankMeasurement) -> RankMeasurement:
+    """What a rank measured."""
+    return RankMeasurement(
+        rank=message.rank,
+        step_seconds=message.step_seconds,
+        wait_seconds=message.wait_seconds,
+        tokens=message.tokens,
+    )
+
+
+def opened_event(job: Job) -> jobs_pb2.PlanEvent:
+    """The event that tells a member about ``job``."""
+    return jobs_pb2.PlanEvent(
+        job_opened=jobs_pb2.JobOpened(
+            job_id=job.job_id, spec=spec_to_proto(job.spec), token=job.token
+        )
+    )
+
+
+def failed_event(job: Job, step: int, error: str) -> jobs_pb2.PlanEvent:
+    """The event that tells a member that ``step`` has no plan."""
+    return jobs_pb2.PlanEvent(
+        step_failed=jobs_pb2.StepFailed(job_id=job.job_id, step=step, error=error)
+    )
+
+
+def closed_event(job: Job) -> jobs_pb2.PlanEvent:
+    """The event that tells a member that ``job`` is closed."""
+    return jobs_pb2.PlanEvent(
+        job_closed=jobs_pb2.JobClosed(job_id=job.job_id, error=job.closed or "")
+    )
+
+
+def description_of_job(job: Job) -> jobs_pb2.DescribeJobResponse:
+    """A job's state, for people."""
+    return jobs_pb2.DescribeJobResponse(
+        spec=spec_to_proto(job.spec),
+        joined_ranks=job.joined_ranks,
+        pending_steps=[
+            jobs_pb2.PendingStep(step=step, missing_ranks=missing)
+            for step, missing in job.pending_steps.items()
+        ],
+        planned_step=-1 if job.planned_step is None else job.planned_step,
+    )
+
+
+def step_to_proto(record: PlannedStep, plan: plan_pb2.Plan) -> jobs_pb2.GetStepResponse:
+    """A step with its encoded whole plan and what was measured, by server id and by rank."""
+    return jobs_pb2.GetStepResponse(
+        plan=plan,
+        plan_seconds=record.plan_seconds,
+        servers=[
+            jobs_pb2.ServerMeasurement(
+                server_id=measured.server_id,
+                forward_busy_seconds=measured.forward_busy_seconds,
+                backward_busy_seconds=measured.backward_busy_seconds,
+            )
+            for _, measured in sorted(record.servers.items())
+        ],
+        ranks=[
+            jobs_pb2.RankMeasurement(
+                rank=measured.rank,
+                step_seconds=measured.step_seconds,
+                wait_seconds=measured.wait_seconds,
+                tokens=measured.tokens,
+            )
+            for _, measured in sorted(record.ranks.items())
+        ],
+    )
+
+
+# Servers of one kind register equal profiles; they share one object, which is what planners and
+# the cache of scaled profiles go by.
+@lru_cache(maxsize=1024)
+def _interned(profile: bytes) -> CostProfile:
+    return profile_from_proto(profile_pb2.CostProfile.FromString(profile))

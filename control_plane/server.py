@@ -1,0 +1,178 @@
+"""The control plane process: build, serve, stop. :func:`run` is its one entry point."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import signal
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from prometheus_client import start_http_server
+
+from control_plane.coordinator import Coordinator
+from control_plane.metrics import Metrics
+from control_plane.planners import PLANNERS
+from control_plane.planning import Planner
+from control_plane.service import JobsService, MembershipService
+from control_plane.settings import ControlPlaneSettings, split_address
+from control_plane.tls import server_credentials
+from distca.rpc import server_options
+from distca.v1 import jobs_pb2, jobs_pb2_grpc, membership_pb2, membership_pb2_grpc
+
+logger = logging.getLogger(__name__)
+
+_SERVICES = (
+    "",
+    membership_pb2.DESCRIPTOR.services_by_name["Membership"].full_name,
+    jobs_pb2.DESCRIPTOR.services_by_name["Jobs"].full_name,
+)
+"""What the health service answers for; the empty name is the process as a whole."""
+
+_LOOPBACK_OF_ANY = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]"}
+
+
+class AddressInUseError(OSError):
+    """A port that the control plane was told to listen on is taken or not allowed."""
+
+
+def run(settings: ControlPlaneSettings, planners: Mapping[str, Planner] = PLANNERS) -> None:
+    """Serves until SIGTERM or SIGINT, then tells members and stops.
+
+    Raises:
+        AddressInUseError: an address cannot be listened on.
+        OSError: a TLS file cannot be read, or the address file cannot be written.
+    """
+    asyncio.run(_serve(settings, planners))
+
+
+async def _serve(settings: ControlPlaneSettings, planners: Mapping[str, Planner]) -> None:
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    control_plane = ControlPlane(settings, planners)
+    await control_plane.start()
+    try:
+        await stop.wait()
+        logger.info("stopping")
+    finally:
+        await control_plane.stop()
+
+
+class ControlPlane:
+    """A control plane on the running event loop."""
+
+    def __init__(
+        self, settings: ControlPlaneSettings, planners: Mapping[str, Planner] = PLANNERS
+    ) -> None:
+        self.metrics = Metrics()
+        self.coordinator = Coordinator(settings.coordinator, planners, self.metrics, time.monotonic)
+        self._settings = settings
+        self._health = health.aio.HealthServicer()
+        self._server: grpc.aio.Server | None = None
+        self._metrics_server: tuple[Any, Thread] | None = None
+        self._sweeper: asyncio.Task[None] | None = None
+        self.address = ""
+        self.metrics_address: str | None = None
+
+    async def start(self) -> None:
+        """Listens, and writes the address file; raises as :func:`run`."""
+        try:
+            self._server = self._build_server()
+            logger.info("preparing planner %s", self._settings.coordinator.default_planner)
+            await self.coordinator.prepare()
+            await self._server.start()
+            if self._settings.metrics_address is not None:
+                self._start_metrics(self._settings.metrics_address)
+            for name in _SERVICES:
+                await self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
+            self._sweeper = asyncio.create_task(self._sweep())
+            if self._settings.address_file is not None:
+                self._write_addresses(self._settings.address_file)
+        except BaseException:
+            await self.stop()
+            raise
+        logger.info(
+            "listening on %s, metrics on %s", self.address, self.metrics_address or "no port"
+        )
+
+    async def stop(self) -> None:
+        """Reports NOT_SERVING, ends all streams, lets calls finish, and frees the ports."""
+        await self._health.enter_graceful_shutdown()
+        await self.coordinator.shut_down()
+        if self._sweeper is not None:
+            self._sweeper.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._sweeper
+        if self._server is not None:
+            await self._server.stop(self._settings.stop_seconds)
+        if self._metrics_server is not None:
+            server, thread = self._metrics_server
+            await asyncio.to_thread(server.shutdown)
+            server.server_close()
+            thread.join()
+
+    def _build_server(self) -> grpc.aio.Server:
+        server = grpc.aio.server(options=server_options(self._settings.max_message_bytes))
+        jobs_pb2_grpc.add_JobsServicer_to_server(JobsService(self.coordinator), server)
+        membership_pb2_grpc.add_MembershipServicer_to_server(
+            MembershipService(self.coordinator), server
+        )
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
+        address = self._settings.listen_address
+        credentials = None if self._settings.tls is None else server_credentials(self._settings.tls)
+        try:
+            if credentials is None:
+                port = server.add_insecure_port(address)
+            else:
+                port = server.add_secure_port(address, credentials)
+        except RuntimeError as error:
+            raise _cannot_listen("listen_address", address, str(error)) from error
+        self.address = _reachable(address, port)
+        return server
+
+    def _start_metrics(self, address: str) -> None:
+        host, port = split_address("metrics_address", address)
+        try:
+            self._metrics_server = start_http_server(port, host, self.metrics.registry)
+        except OSError as error:
+            raise _cannot_listen("metrics_address", address, str(error)) from error
+        self.metrics_address = _reachable(address, self._metrics_server[0].server_port)
+
+    def _write_addresses(self, path: Path) -> None:
+        """Whole or not at all, so that who waits for the file can read it once it is there."""
+        partial = path.with_name(path.name + ".partial")
+        partial.write_text(json.dumps({"grpc": self.address, "metrics": self.metrics_address}))
+        partial.replace(path)
+
+    async def _sweep(self) -> None:
+        """Lets leases run out in time, at most a tenth of their length late."""
+        interval_seconds = self.coordinator.lease_seconds / 10
+        while True:
+            await asyncio.sleep(interval_seconds)
+            try:
+                self.coordinator.sweep()
+            except Exception:
+                # A mistake in closing one job must not let all others live for ever.
+                logger.exception("looking for expired leases failed")
+
+
+def _cannot_listen(name: str, address: str, why: str) -> AddressInUseError:
+    return AddressInUseError(
+        f"cannot listen on {name} {address}: {why}; is another control plane running? Choose "
+        "another port, or 0 for any free one"
+    )
+
+
+def _reachable(address: str, port: int) -> str:
+    """``host:port`` under which this machine reaches a listener on ``address``."""
+    host = address.rpartition(":")[0]
+    return f"{_LOOPBACK_OF_ANY.get(host, host)}:{port}"

@@ -1,0 +1,111 @@
+"""What the operator of a control plane may choose; validated on creation."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from control_plane.planners import DEFAULT_PLANNER
+from distca.rpc import DEFAULT_MAX_MESSAGE_BYTES
+
+
+@dataclass(frozen=True, kw_only=True)
+class CoordinatorSettings:
+    """Leases, limits and planning.
+
+    Attributes:
+        lease_seconds: how long servers and ranks live without a heartbeat.
+        retained_steps: planned steps of a job that are kept for late readers, 64 or more.
+        max_pending_steps: steps of a job that may wait for manifests at a time.
+        max_queued_events: events that may wait for one reader before it is dropped.
+        planning_threads: jobs that are planned at the same time.
+        default_planner: name of the planner of jobs that name none.
+    """
+
+    lease_seconds: float = 15.0
+    retained_steps: int = 64
+    max_pending_steps: int = 64
+    max_queued_events: int = 256
+    planning_threads: int = 2
+    default_planner: str = DEFAULT_PLANNER
+
+    def __post_init__(self) -> None:
+        _check_positive("lease_seconds", self.lease_seconds)
+        for name, lowest in (
+            ("retained_steps", 64),
+            ("max_pending_steps", 1),
+            ("max_queued_events", 1),
+            ("planning_threads", 1),
+        ):
+            if getattr(self, name) < lowest:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be {lowest} or more")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TlsFiles:
+    """Certificates of the control plane; read again when the files change.
+
+    Attributes:
+        certificate_file, key_file: its certificate chain and private key, PEM.
+        client_ca_file: if given, clients must present a certificate signed by one of these (mTLS).
+    """
+
+    certificate_file: Path
+    key_file: Path
+    client_ca_file: Path | None = None
+
+    def paths(self) -> list[Path]:
+        """All files."""
+        named = (self.certificate_file, self.key_file, self.client_ca_file)
+        return [path for path in named if path is not None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ControlPlaneSettings:
+    """One control plane process.
+
+    Attributes:
+        listen_address: ``host:port`` of gRPC; port 0 takes a free one.
+        metrics_address: ``host:port`` of the Prometheus endpoint ``/metrics``, likewise; None for
+            no endpoint.
+        coordinator: leases, limits and planning.
+        max_message_bytes: largest gRPC message in either direction.
+        stop_seconds: how long calls may go on after a signal to stop.
+        tls: certificates; None is plaintext.
+        address_file: where to write the bound addresses, as JSON, once both ports serve:
+            ``{"grpc": "host:port", "metrics": "host:port"}``, null if there is no endpoint.
+    """
+
+    listen_address: str = "0.0.0.0:7700"
+    metrics_address: str | None = "0.0.0.0:7701"
+    coordinator: CoordinatorSettings = field(default_factory=CoordinatorSettings)
+    max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES
+    stop_seconds: float = 5.0
+    tls: TlsFiles | None = None
+    address_file: Path | None = None
+
+    def __post_init__(self) -> None:
+        split_address("listen_address", self.listen_address)
+        if self.metrics_address is not None:
+            split_address("metrics_address", self.metrics_address)
+        _check_positive("stop_seconds", self.stop_seconds)
+        if self.max_message_bytes < 1:
+            raise ValueError(f"max_message_bytes is {self.max_message_bytes}; it must be 1 or more")
+
+
+def split_address(name: str, address: str) -> tuple[str, int]:
+    """Host, without the brackets of IPv6, and port of ``address``.
+
+    Raises:
+        ValueError: it is not ``host:port``.
+    """
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal() or int(port) >= 2**16:
+        raise ValueError(f"{name} is {address!r}; it must be host:port, for example 0.0.0.0:7700")
+    return host.removeprefix("[").removesuffix("]"), int(port)
+
+
+def _check_positive(name: str, seconds: float) -> None:
+    if not (math.isfinite(seconds) and seconds > 0):
+        raise ValueError(f"{name} is {seconds}; it must be a positive number")

@@ -1,0 +1,107 @@
+"""The records of one training step: manifests coming in, the plan, what was measured."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from core_attention.ca_task import Phase
+from core_attention.manifest import RankManifest
+from core_attention.plan import Plan, imbalance
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerMeasurement:
+    """Kernel seconds of one server in a step, per nano-batch."""
+
+    server_id: str
+    forward_busy_seconds: tuple[float, ...]
+    backward_busy_seconds: tuple[float, ...]
+
+    def busy_seconds(self, phase: Phase) -> tuple[float, ...]:
+        """Kernel seconds of ``phase``, per nano-batch."""
+        if phase is Phase.FORWARD:
+            return self.forward_busy_seconds
+        return self.backward_busy_seconds
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankMeasurement:
+    """What one rank measured in a step: wall seconds, of them blocked on core attention."""
+
+    rank: int
+    step_seconds: float
+    wait_seconds: float
+    tokens: int
+
+
+@dataclass
+class PendingStep:
+    """A step whose manifests are coming in."""
+
+    manifests: dict[int, RankManifest] = field(default_factory=dict)
+    forward_only: dict[int, bool] = field(default_factory=dict)
+
+    def missing(self, n_ranks: int) -> list[int]:
+        """The ranks that have not handed in theirs."""
+        return [rank for rank in range(n_ranks) if rank not in self.manifests]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReadyStep:
+    """A step that can be planned: one manifest of every rank, in rank order."""
+
+    step: int
+    manifests: tuple[RankManifest, ...]
+    forward_only: bool
+
+
+@dataclass(frozen=True)
+class FailedStep:
+    """A step that cannot be planned, and why."""
+
+    step: int
+    error: str
+
+
+@dataclass(kw_only=True)
+class PlannedStep:
+    """A step with its plan.
+
+    Attributes:
+        plan: the whole plan.
+        plan_seconds: wall seconds that it took to make.
+        forward_only: the step has no backward pass.
+        serving: ids of the servers that have a task.
+        servers, ranks: what was measured, by server id and rank.
+    """
+
+    plan: Plan
+    plan_seconds: float
+    forward_only: bool
+    serving: frozenset[str] = field(init=False)
+    servers: dict[str, ServerMeasurement] = field(default_factory=dict)
+    ranks: dict[int, RankMeasurement] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        busy = np.union1d(self.plan.forward.server, self.plan.backward.server)
+        self.serving = frozenset(self.plan.servers[int(i)].server_id for i in busy)
+
+    @property
+    def step(self) -> int:
+        return self.plan.step
+
+    def measured_imbalance(self, phase: Phase) -> float | None:
+        """Worst over nano-batches of max / mean measured busy seconds over the plan's servers;
+        None until every server with a task has reported."""
+        if not self.serving <= self.servers.keys():
+            return None
+        idle = (0.0,) * self.plan.manifest.n_nano_batches
+        seconds = [
+            self.servers[server.server_id].busy_seconds(phase)
+            if server.server_id in self.servers
+            else idle
+            for server in self.plan.servers
+        ]
+        return imbalance(np.array(seconds, dtype=np.float64).T)

@@ -1,0 +1,113 @@
+"""Streams of events to members: a bounded queue for each, ended with a reason."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Hashable, Sequence
+from typing import Generic, TypeVar
+
+from control_plane.errors import BacklogError, RefusedError, ReplacedError
+from distca.v1 import jobs_pb2
+
+Key = TypeVar("Key", bound=Hashable)
+
+
+class Subscription:
+    """The events of one member, from the event loop that published them to its stream.
+
+    A reader that falls behind by more than ``limit`` events is dropped, so that one stuck process
+    costs bounded memory and no one else's time.
+    """
+
+    def __init__(self, first: Sequence[jobs_pb2.PlanEvent], *, limit: int) -> None:
+        self._queue = deque(first)
+        self._limit = limit + len(first)
+        self._wake = asyncio.Event()
+        self._wake.set()
+        self._ended = False
+        self._error: RefusedError | None = None
+
+    @property
+    def ended(self) -> bool:
+        """No more events are taken."""
+        return self._ended
+
+    def publish(self, event: jobs_pb2.PlanEvent) -> bool:
+        """Queues ``event``; False if that ended the subscription, because its queue is full."""
+        if self._ended:
+            return True
+        if len(self._queue) >= self._limit:
+            self._queue.clear()
+            self.end(
+                BacklogError(
+                    f"dropped: {self._limit} events wait and the reader takes none; watch again"
+                )
+            )
+            return False
+        self._queue.append(event)
+        self._wake.set()
+        return True
+
+    def end(self, error: RefusedError | None = None) -> None:
+        """Ends the stream, with ``error`` if given, after what is queued."""
+        if not self._ended:
+            self._ended, self._error = True, error
+            self._wake.set()
+
+    async def events(self) -> AsyncIterator[jobs_pb2.PlanEvent]:
+        """The events, as they come.
+
+        Raises:
+            RefusedError: why the stream was ended.
+        """
+        while True:
+            while self._queue:
+                yield self._queue.popleft()
+            if self._ended:
+                if self._error is not None:
+                    raise self._error
+                return
+            self._wake.clear()
+            await self._wake.wait()
+
+
+class Subscriptions(Generic[Key]):
+    """One subscription per member; a newer one of the same member replaces the older."""
+
+    def __init__(self, *, limit: int) -> None:
+        self._limit = limit
+        self._by_key: dict[Key, Subscription] = {}
+
+    def __len__(self) -> int:
+        return len(self._by_key)
+
+    def open(self, key: Key, first: Sequence[jobs_pb2.PlanEvent]) -> Subscription:
+        """A subscription of ``key`` that begins with the events ``first``."""
+        self.end(key, ReplacedError("a newer stream of the same lease took over"))
+        subscription = self._by_key[key] = Subscription(first, limit=self._limit)
+        return subscription
+
+    def publish(self, key: Key, event: jobs_pb2.PlanEvent) -> bool:
+        """Queues ``event`` for ``key``, if it watches; False if it was dropped for that."""
+        subscription = self._by_key.get(key)
+        if subscription is None or subscription.publish(event):
+            return True
+        del self._by_key[key]
+        return False
+
+    def end(self, key: Key, error: RefusedError | None = None) -> None:
+        """Ends the stream of ``key``, if it watches."""
+        subscription = self._by_key.pop(key, None)
+        if subscription is not None:
+            subscription.end(error)
+
+    def end_all(self, error: RefusedError) -> None:
+        """Ends every stream."""
+        for key in list(self._by_key):
+            self.end(key, error)
+
+    def discard(self, key: Key, subscription: Subscription) -> None:
+        """The reader of ``subscription`` has gone."""
+        if self._by_key.get(key) is subscription:
+            del self._by_key[key]

@@ -1,0 +1,317 @@
+"""A control plane in a thread of this process, and members that talk to it over real gRPC."""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+
+from control_plane.planning import Planner, PlanningOptions, PlanningServer
+from control_plane.server import ControlPlane
+from control_plane.settings import ControlPlaneSettings, CoordinatorSettings
+from core_attention.arrays import int64_column
+from core_attention.ca_task import MaskKind, TaskTable
+from core_attention.cost_model import CostProfile
+from core_attention.manifest import Manifest, RankManifest
+from core_attention.plan import PhaseForecast, Plan
+from core_attention.shape import AttentionShape
+from distca.codec import profile_to_proto, rank_manifest_to_proto, shape_to_proto
+from distca.rpc import EventStream, RpcError, RpcSettings, open_channel
+from distca.v1 import jobs_pb2, jobs_pb2_grpc, membership_pb2, membership_pb2_grpc
+
+SHAPE = AttentionShape(num_heads=8, num_heads_kv=2, head_dim=64, head_dim_v=64, dtype="bfloat16")
+
+DEADLINE_SECONDS = 10.0
+"""Far above what anything here takes, so that a hang fails instead of blocking the suite."""
+
+
+def linear_profile(shape: AttentionShape = SHAPE) -> CostProfile:
+    """A profile whose seconds are proportional to query-key pairs."""
+    return CostProfile(
+        device="test device",
+        kernel="test",
+        shape=shape,
+        q_tokens=int64_column([1, 1024], "q_tokens"),
+        kv_tokens=int64_column([1, 1024], "kv_tokens"),
+        forward_seconds=np.array([[1e-9, 1e-6], [5e-4, 5e-4]]),
+        backward_seconds=np.array([[2e-9, 2e-6], [1e-3, 1e-3]]),
+    )
+
+
+def rotating_plan(
+    manifest: Manifest,
+    servers: Sequence[PlanningServer],
+    shape: AttentionShape,
+    options: PlanningOptions,
+    *,
+    epoch: int = 0,
+) -> Plan:
+    """Segment i goes to server i modulo their number, forward; to the next one, backward."""
+    index = np.arange(manifest.n_segments)
+    forward, backward = (
+        TaskTable(
+            manifest.segment_document,
+            manifest.segment_offset,
+            manifest.segment_offset + manifest.segment_length,
+            (index + shift) % len(servers),
+        )
+        for shift in (0, 1)
+    )
+    by_server = np.ones((manifest.n_nano_batches, len(servers)))
+    by_server[:, 0] = 2.0
+    forecast = PhaseForecast(
+        home_seconds=np.ones((manifest.n_nano_batches, manifest.n_ranks)),
+        seconds=by_server,
+        q_rows=by_server.astype(np.int64),
+        kv_rows=by_server.astype(np.int64),
+        bytes_in=by_server.astype(np.int64),
+        bytes_out=by_server.astype(np.int64),
+    )
+    return Plan(
+        manifest=manifest,
+        epoch=epoch,
+        servers=tuple(server.server for server in servers),
+        forward=forward,
+        backward=backward,
+        mask=MaskKind.CAUSAL,
+        planner="rotating",
+        reason="segments take turns",
+        forward_forecast=forecast,
+        backward_forecast=forecast,
+    )
+
+
+def server_description(server_id: str, /, **changes: Any) -> membership_pb2.ServerDescription:
+    """A valid description, but for ``changes``."""
+    values: dict[str, Any] = {
+        "server_id": server_id,
+        "data_address": "127.0.0.1:9000",
+        "host": "node-a",
+        "device": "test device",
+        "memory_bytes": 2**30,
+        "profiles": [profile_to_proto(linear_profile())],
+        "version": "0.1.0",
+    }
+    return membership_pb2.ServerDescription(**(values | changes))
+
+
+def job_spec(name: str = "train", **changes: Any) -> jobs_pb2.JobSpec:
+    """A valid spec of two ranks on the pool, but for ``changes``."""
+    values: dict[str, Any] = {
+        "name": name,
+        "n_ranks": 2,
+        "n_layers": 4,
+        "n_nano_batches": 2,
+        "shape": shape_to_proto(SHAPE),
+        "placement": jobs_pb2.PLACEMENT_POOL,
+        "tolerance": 0.05,
+        "planner": "",
+    }
+    return jobs_pb2.JobSpec(**(values | changes))
+
+
+def rank_manifest(step: int, rank: int) -> RankManifest:
+    """Three documents in two nano-batches, of lengths that depend on step and rank."""
+    return RankManifest.from_lengths(step, rank, [[5 + step, 7 + rank], [12 + step + rank]])
+
+
+class Watcher:
+    """Reads a stream in a thread of its own; hands out its events with a deadline."""
+
+    def __init__(self, stream: EventStream) -> None:
+        self._stream = stream
+        self._events: queue.Queue[Any] = queue.Queue()
+        self._thread = threading.Thread(target=self._read, daemon=True)
+        self._thread.start()
+
+    def next(self, kind: str | None = None) -> Any:
+        """The next event's content; fails unless it is of ``kind``, if that is given."""
+        event = self._events.get(timeout=DEADLINE_SECONDS)
+        if isinstance(event, Exception):
+            raise event
+        assert event is not None, "the stream ended"
+        found = event.WhichOneof("event")
+        assert kind in (None, found), f"{found} came instead of {kind}: {event}"
+        return getattr(event, found)
+
+    def end(self) -> RpcError | None:
+        """Waits for the end of the stream: its error, or None if it ended well."""
+        event = self._events.get(timeout=DEADLINE_SECONDS)
+        assert event is None or isinstance(event, RpcError), f"{event} came instead of the end"
+        return event
+
+    def is_quiet(self) -> bool:
+        """Nothing has come, nor does it within a moment."""
+        try:
+            self._events.put(self._events.get(timeout=0.1))
+        except queue.Empty:
+            return True
+        return False
+
+    def cancel(self) -> None:
+        self._stream.cancel()
+        self._thread.join(DEADLINE_SECONDS)
+
+    def _read(self) -> None:
+        try:
+            for event in self._stream:
+                self._events.put(event)
+        except RpcError as error:
+            self._events.put(error)
+        else:
+            self._events.put(None)
+
+
+class Client:
+    """One process that talks to the control plane."""
+
+    def __init__(self, settings: RpcSettings) -> None:
+        self.channel = open_channel(settings)
+        self.jobs = jobs_pb2_grpc.JobsStub(self.channel)
+        self.membership = membership_pb2_grpc.MembershipStub(self.channel)
+
+    def register(self, server_id: str, **changes: Any) -> str:
+        """Registers a pool server; its lease."""
+        request = membership_pb2.RegisterServerRequest(
+            server=server_description(server_id, **changes)
+        )
+        return str(self.membership.RegisterServer(request).lease_id)
+
+    def open(self, rank: int, spec: jobs_pb2.JobSpec | None = None) -> tuple[str, str]:
+        """Opens a job as ``rank``, with an in-place server if it needs one: job id and lease."""
+        spec = spec or job_spec()
+        request = jobs_pb2.OpenJobRequest(spec=spec, rank=rank, host=f"host-{rank}")
+        if spec.placement != jobs_pb2.PLACEMENT_POOL:
+            request.in_place_server.CopyFrom(server_description(f"{spec.name}-rank-{rank}"))
+        answer = self.jobs.OpenJob(request)
+        return answer.job_id, answer.rank_lease_id
+
+    def submit(
+        self, job_id: str, lease: str, manifest: RankManifest, *, forward_only: bool = False
+    ) -> None:
+        self.jobs.SubmitManifest(
+            jobs_pb2.SubmitManifestRequest(
+                job_id=job_id,
+                rank_lease_id=lease,
+                manifest=rank_manifest_to_proto(manifest),
+                forward_only=forward_only,
+            )
+        )
+
+    def watch_rank(self, job_id: str, lease: str) -> Watcher:
+        request = jobs_pb2.WatchRankRequest(job_id=job_id, rank_lease_id=lease)
+        return Watcher(self.jobs.WatchRank(request))
+
+    def watch_server(self, lease: str) -> Watcher:
+        return Watcher(self.jobs.WatchServer(jobs_pb2.WatchServerRequest(lease_id=lease)))
+
+    def close_job(self, job_id: str, lease: str, error: str = "") -> None:
+        self.jobs.CloseJob(
+            jobs_pb2.CloseJobRequest(job_id=job_id, rank_lease_id=lease, error=error)
+        )
+
+    def heartbeat(self, lease: str) -> membership_pb2.HeartbeatResponse:
+        answer: membership_pb2.HeartbeatResponse = self.membership.Heartbeat(
+            membership_pb2.HeartbeatRequest(lease_id=lease)
+        )
+        return answer
+
+    @staticmethod
+    def watching(control_plane: ControlPlane, kind: str) -> float:
+        """How many streams to a ``"rank"`` or ``"server"`` are open, by the metric."""
+        name = "distca_control_plane_subscribers"
+        value = control_plane.metrics.registry.get_sample_value(name, {"kind": kind})
+        assert value is not None
+        return value
+
+    def report_rank(self, job_id: str, lease: str, step: int, rank: int) -> None:
+        self.jobs.ReportStep(
+            jobs_pb2.ReportStepRequest(
+                job_id=job_id,
+                step=step,
+                lease_id=lease,
+                rank=jobs_pb2.RankMeasurement(
+                    rank=rank, step_seconds=2.0 + rank, wait_seconds=0.25, tokens=100
+                ),
+            )
+        )
+
+    def report_server(
+        self, job_id: str, lease: str, step: int, server_id: str, seconds: float = 1.0
+    ) -> None:
+        self.jobs.ReportStep(
+            jobs_pb2.ReportStepRequest(
+                job_id=job_id,
+                step=step,
+                lease_id=lease,
+                server=jobs_pb2.ServerMeasurement(
+                    server_id=server_id,
+                    forward_busy_seconds=[seconds, seconds],
+                    backward_busy_seconds=[2 * seconds, 2 * seconds],
+                ),
+            )
+        )
+
+
+@contextmanager
+def running(
+    planners: Mapping[str, Planner] | None = None,
+    *,
+    coordinator: Mapping[str, Any] | None = None,
+    metrics_address: str | None = None,
+    start_seconds: float = DEADLINE_SECONDS,
+    **settings: Any,
+) -> Iterator[ControlPlane]:
+    """A control plane that serves on free ports until the block ends."""
+    limits: dict[str, Any] = {"default_planner": "rotating", "lease_seconds": 30.0}
+    chosen = ControlPlaneSettings(
+        listen_address="127.0.0.1:0",
+        metrics_address=metrics_address,
+        coordinator=CoordinatorSettings(**limits | dict(coordinator or {})),
+        stop_seconds=0.5,
+        **settings,
+    )
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, daemon=True)
+    thread.start()
+
+    def on_loop(make: Callable[[], Any], seconds: float = DEADLINE_SECONDS) -> Any:
+        return asyncio.run_coroutine_threadsafe(make(), loop).result(seconds)
+
+    async def build() -> ControlPlane:
+        control_plane = ControlPlane(chosen, planners or {"rotating": rotating_plan})
+        await control_plane.start()
+        return control_plane
+
+    control_plane = on_loop(build, start_seconds)
+    try:
+        yield control_plane
+    finally:
+        on_loop(control_plane.stop)
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join(DEADLINE_SECONDS)
+        loop.close()
+
+
+@contextmanager
+def client_of(address: str, **settings: Any) -> Iterator[Client]:
+    """A client of the control plane at ``address``."""
+    client = Client(RpcSettings(address=address, **settings))
+    try:
+        yield client
+    finally:
+        client.channel.close()
+
+
+def eventually(holds: Callable[[], bool]) -> None:
+    """Waits until ``holds`` does, and fails after the deadline."""
+    deadline = time.monotonic() + DEADLINE_SECONDS
+    while not holds():
+        assert time.monotonic() < deadline, "it never came true"
+        time.sleep(0.01)

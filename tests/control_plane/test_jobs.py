@@ -1,0 +1,339 @@
+"""Jobs, their ranks and steps, as pure state: the time and the plans come from the test."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from control_plane.errors import (
+    AlreadyExistsError,
+    BacklogError,
+    InvalidRequestError,
+    LeaseExpiredError,
+    SpecMismatchError,
+    UnknownJobError,
+    UnknownStepError,
+)
+from control_plane.job import Job
+from control_plane.job_spec import JobSpec, Placement, planning_options
+from control_plane.jobs import REMEMBERED_CLOSED_JOBS, Jobs
+from control_plane.planning import PlanningOptions, PlanningServer
+from control_plane.step import (
+    FailedStep,
+    PlannedStep,
+    RankMeasurement,
+    ReadyStep,
+    ServerMeasurement,
+)
+from core_attention.ca_task import Phase
+from core_attention.manifest import Manifest
+from core_attention.plan import PlanServer
+from tests.control_plane.service_harness import (
+    SHAPE,
+    linear_profile,
+    rank_manifest,
+    rotating_plan,
+)
+
+LEASE_SECONDS = 10.0
+
+
+def spec(**changes: Any) -> JobSpec:
+    values: dict[str, Any] = {
+        "name": "train",
+        "n_ranks": 2,
+        "n_layers": 4,
+        "n_nano_batches": 2,
+        "shape": SHAPE,
+        "placement": Placement.POOL,
+        "options": PlanningOptions(),
+    }
+    return JobSpec(**(values | changes))
+
+
+@pytest.fixture
+def jobs() -> Jobs:
+    return Jobs(lease_seconds=LEASE_SECONDS, retained_steps=64, max_pending_steps=4)
+
+
+@pytest.fixture
+def job(jobs: Jobs) -> Job:
+    """A job whose ranks 0 and 1 hold the leases L0 and L1."""
+    job = jobs.create(spec(), job_id="train-1", token=b"t")
+    for rank in (0, 1):
+        job.join(rank, host=f"h{rank}", lease_id=f"L{rank}", now=0.0)
+    return job
+
+
+def submit(job: Job, rank: int, step: int, forward_only: bool = False, now: float = 0.0) -> None:
+    job.submit(f"L{rank}", rank_manifest(step, rank), forward_only=forward_only, now=now)
+
+
+def planned(step: int, server_ids: tuple[str, ...] = ("a", "b")) -> PlannedStep:
+    servers = [
+        PlanningServer(
+            server=PlanServer(server_id, None, "h:1"), host="h", profile=linear_profile()
+        )
+        for server_id in server_ids
+    ]
+    manifest = Manifest.merge([rank_manifest(step, rank) for rank in (0, 1)], 2)
+    plan = rotating_plan(manifest, servers, SHAPE, PlanningOptions())
+    return PlannedStep(plan=plan, plan_seconds=0.1, forward_only=False)
+
+
+def plan_next(job: Job, step: int) -> PlannedStep:
+    for rank in (0, 1):
+        submit(job, rank, step)
+    (ready,) = job.take_decided()
+    assert isinstance(ready, ReadyStep)
+    record = planned(step)
+    job.planned(record)
+    return record
+
+
+def rank_measurement(rank: int) -> RankMeasurement:
+    return RankMeasurement(rank=rank, step_seconds=2.0, wait_seconds=0.5, tokens=10)
+
+
+def server_measurement(server_id: str, *seconds: float) -> ServerMeasurement:
+    return ServerMeasurement(
+        server_id=server_id, forward_busy_seconds=seconds, backward_busy_seconds=seconds
+    )
+
+
+def test_step_is_ready_when_all_ranks_have_handed_in_their_manifests(job: Job) -> None:
+    submit(job, 1, 0)
+    assert job.take_decided() == []
+    assert job.pending_steps == {0: [0]}
+    submit(job, 0, 0)
+    assert job.take_decided() == [
+        ReadyStep(
+            step=0,
+            manifests=(rank_manifest(0, 0), rank_manifest(0, 1)),
+            forward_only=False,
+        )
+    ]
+    assert job.take_decided() == []
+    assert job.pending_steps == {}
+
+
+def test_steps_are_decided_in_step_order(job: Job) -> None:
+    for step in (3, 1, 2):
+        submit(job, 0, step)
+    for step in (2, 3, 1):
+        submit(job, 1, step)
+    assert [outcome.step for outcome in job.take_decided()] == [1, 2, 3]
+
+
+def test_repeated_submission_changes_nothing_before_and_after_planning(job: Job) -> None:
+    submit(job, 0, 0)
+    submit(job, 0, 0)
+    submit(job, 1, 0)
+    assert len(job.take_decided()) == 1
+    submit(job, 0, 0)
+    job.planned(planned(0))
+    submit(job, 1, 0)
+    assert job.take_decided() == []
+    assert job.pending_steps == {}
+
+
+def test_submission_that_differs_from_the_first_is_refused_before_and_after_planning(
+    job: Job,
+) -> None:
+    submit(job, 0, 0)
+    with pytest.raises(InvalidRequestError, match="another manifest for step 0"):
+        submit(job, 0, 0, forward_only=True)
+    submit(job, 1, 0)
+    job.take_decided()
+    with pytest.raises(InvalidRequestError, match="another manifest for step 0"):
+        submit(job, 0, 0, forward_only=True)
+
+
+def test_failed_step_may_be_submitted_again_and_differently(job: Job) -> None:
+    for rank in (0, 1):
+        submit(job, rank, 0)
+    job.take_decided()
+    job.failed(0)
+    for rank in (0, 1):
+        submit(job, rank, 0, forward_only=True)
+    (ready,) = job.take_decided()
+    assert isinstance(ready, ReadyStep)
+    assert ready.forward_only
+
+
+def test_disagreement_on_forward_only_fails_the_step(job: Job) -> None:
+    submit(job, 0, 0)
+    submit(job, 1, 0, forward_only=True)
+    (failed,) = job.take_decided()
+    assert isinstance(failed, FailedStep)
+    assert "ranks [1] say that step 0 is forward only" in failed.error
+    assert job.pending_steps == {}
+
+
+def test_pending_steps_are_bounded_and_room_comes_back(job: Job) -> None:
+    for step in range(4):
+        submit(job, 0, step)
+    with pytest.raises(BacklogError, match=r"4 steps .* the first, 0, for ranks \[1\]"):
+        submit(job, 0, 4)
+    submit(job, 1, 0)
+    job.take_decided()
+    submit(job, 0, 4)
+
+
+def test_leaving_rank_fails_the_steps_that_miss_it_and_those_that_come(job: Job) -> None:
+    submit(job, 1, 5)
+    assert job.leave("L0", error="", now=0.0) == 0
+    assert job.closed is None
+    submit(job, 1, 6)
+    assert [outcome.step for outcome in job.take_decided()] == [5, 6]
+    assert job.leave("L1", error="", now=0.0) == 1
+    assert job.closed == ""
+
+
+def test_leaving_with_an_error_closes_the_job_with_the_rank_named(job: Job) -> None:
+    job.leave("L1", error="no memory", now=0.0)
+    assert job.closed == "rank 1 failed: no memory"
+
+
+def test_last_joined_rank_closes_the_job_even_if_others_never_came(jobs: Jobs) -> None:
+    job = jobs.create(spec(), job_id="j", token=b"")
+    job.join(1, host="h", lease_id="L", now=0.0)
+    job.leave("L", error="", now=1.0)
+    assert job.closed == ""
+
+
+def test_rank_leases_run_out_one_by_one(job: Job) -> None:
+    job.renew("L1", now=8.0)
+    assert job.expired_ranks(now=10.0) == []
+    assert [lease.rank for lease in job.expired_ranks(now=10.1)] == [0]
+    with pytest.raises(LeaseExpiredError, match="'L0'"):
+        job.renew("L0", now=10.1)
+    with pytest.raises(LeaseExpiredError):
+        submit(job, 0, 0, now=10.1)
+    assert [lease.rank for lease in job.expired_ranks(now=18.1)] == [0, 1]
+
+
+def test_rank_joins_once(job: Job) -> None:
+    with pytest.raises(AlreadyExistsError, match="rank 0 has joined job train-1 from h0"):
+        job.join(0, host="x", lease_id="X", now=1.0)
+    with pytest.raises(InvalidRequestError, match="ranks 0 to 1"):
+        job.join(2, host="x", lease_id="X", now=1.0)
+    job.leave("L0", error="", now=1.0)
+    with pytest.raises(AlreadyExistsError, match="rank 0 has left"):
+        job.join(0, host="x", lease_id="X", now=1.0)
+
+
+def test_recent_steps_are_kept_and_old_ones_may_even_be_submitted_anew(job: Job) -> None:
+    for step in range(65):
+        plan_next(job, step)
+    assert job.planned_step == 64
+    assert job.step(1).step == 1
+    with pytest.raises(UnknownStepError, match="now: 1 to 64"):
+        job.step(0)
+    plan_next(job, 0)
+
+
+def test_server_is_needed_until_it_or_all_ranks_have_reported(job: Job) -> None:
+    for step in (0, 1, 2):
+        plan_next(job, step)
+    assert job.step_served_by("a") == 0
+    assert job.step_served_by("stranger") is None
+    job.report_server(0, server_measurement("a", 1.0, 1.0))
+    assert job.step_served_by("a") == 1
+    assert job.step_served_by("b") == 0
+    job.report_rank("L0", 2, rank_measurement(0), now=0.0)
+    assert job.step_served_by("b") == 0
+    job.report_rank("L1", 1, rank_measurement(1), now=0.0)
+    assert [record.step for record in job.unfinished_steps()] == [2]
+    job.leave("L1", error="", now=0.0)
+    assert job.step_served_by("b") is None
+
+
+def test_server_without_a_task_is_not_needed(job: Job) -> None:
+    job.planned(planned(0, tuple("abcdefghi")))
+    assert job.step_served_by("g") == 0
+    assert job.step_served_by("h") is None
+
+
+def test_measurements_are_refused_unless_they_fit(job: Job) -> None:
+    plan_next(job, 0)
+    with pytest.raises(InvalidRequestError, match="rank 1 came with the lease of rank 0"):
+        job.report_rank("L0", 0, rank_measurement(1), now=0.0)
+    with pytest.raises(UnknownStepError):
+        job.report_rank("L0", 1, rank_measurement(0), now=0.0)
+    with pytest.raises(InvalidRequestError, match=r"\[3\] busy seconds"):
+        job.report_server(0, server_measurement("a", 1.0, 1.0, 1.0))
+
+
+def test_measured_imbalance_is_the_worst_nano_batch_and_needs_all_servers(job: Job) -> None:
+    record = plan_next(job, 0)
+    job.report_server(0, server_measurement("a", 1.0, 3.0))
+    assert record.measured_imbalance(Phase.FORWARD) is None
+    job.report_server(0, server_measurement("b", 1.0, 1.0))
+    # max / mean: 1 / 1 in the first nano-batch, 3 / 2 in the second.
+    assert record.measured_imbalance(Phase.FORWARD) == pytest.approx(1.5)
+
+
+def test_measured_imbalance_counts_idle_servers(job: Job) -> None:
+    record = planned(0, tuple("abcdefgh"))
+    job.planned(record)
+    assert record.serving == frozenset("abcdefg")
+    for server_id in "abcdefg":
+        job.report_server(0, server_measurement(server_id, 1.0, 1.0))
+    assert record.measured_imbalance(Phase.BACKWARD) == pytest.approx(8 / 7)
+
+
+def test_open_job_of_the_name_is_joined_only_with_its_spec(jobs: Jobs, job: Job) -> None:
+    assert jobs.joinable(spec(name="other"), 0) is None
+    with pytest.raises(SpecMismatchError, match="n_layers 9 instead of 4, placement"):
+        jobs.joinable(spec(n_layers=9, placement=Placement.MIXED), 1)
+    with pytest.raises(AlreadyExistsError):
+        jobs.joinable(spec(), 1)
+    job.leave("L0", error="", now=0.0)
+    jobs.close(job, "")
+    assert jobs.joinable(spec(), 0) is None
+
+
+def test_closed_jobs_are_remembered_with_their_reason_up_to_a_bound(jobs: Jobs) -> None:
+    for index in range(REMEMBERED_CLOSED_JOBS + 1):
+        job = jobs.create(spec(name=f"n{index}"), job_id=f"j{index}", token=b"")
+        jobs.close(job, f"reason {index}" if index else "")
+    with pytest.raises(UnknownJobError, match="job j1 is closed: reason 1"):
+        jobs.get("j1")
+    with pytest.raises(UnknownJobError, match="there is no job 'j0'"):
+        jobs.get("j0")
+    assert jobs.open_jobs() == []
+
+
+def test_finished_job_says_so(jobs: Jobs, job: Job) -> None:
+    jobs.close(job, "")
+    with pytest.raises(UnknownJobError, match="every rank has finished"):
+        jobs.get("train-1")
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"name": "a/b"}, "name is 'a/b'"),
+        ({"n_ranks": 0}, "n_ranks is 0"),
+        ({"n_layers": 4097}, "n_layers is 4097"),
+        ({"n_nano_batches": 33}, "n_nano_batches is 33; valid are 1 to 32"),
+    ],
+)
+def test_impossible_spec_is_refused(changes: dict[str, Any], match: str) -> None:
+    with pytest.raises(InvalidRequestError, match=match):
+        spec(**changes)
+
+
+def test_options_of_zero_tokens_are_the_defaults() -> None:
+    options = planning_options(tolerance=0.0, min_forward_tokens=0, min_backward_tokens=7)
+    assert options == PlanningOptions(tolerance=0.0, min_backward_tokens=7)
+    with pytest.raises(InvalidRequestError, match="tolerance"):
+        planning_options(tolerance=math.inf, min_forward_tokens=0, min_backward_tokens=0)
+
+
+def test_differences_name_each_field_once() -> None:
+    assert spec().differences(spec()) == ""
+    assert spec().differences(spec(n_ranks=3)) == "n_ranks 3 instead of 2"

@@ -1,0 +1,236 @@
+"""The process: its ports, its files, its end, and TLS."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from control_plane.server import AddressInUseError, ControlPlane
+from control_plane.settings import (
+    ControlPlaneSettings,
+    CoordinatorSettings,
+    TlsFiles,
+    split_address,
+)
+from distca import rpc
+from distca.v1 import membership_pb2
+from tests.control_plane.service_harness import (
+    DEADLINE_SECONDS,
+    client_of,
+    eventually,
+    rotating_plan,
+    running,
+)
+
+ROOT = Path(__file__).resolve().parents[2]
+
+PROGRAM = """
+import logging, sys
+from pathlib import Path
+from control_plane.server import run
+from control_plane.settings import ControlPlaneSettings, CoordinatorSettings
+from tests.control_plane.service_harness import rotating_plan
+
+logging.basicConfig(level=logging.INFO, format="%(message)s")
+run(ControlPlaneSettings(
+    listen_address="127.0.0.1:0",
+    metrics_address="127.0.0.1:0",
+    stop_seconds=1.0,
+    coordinator=CoordinatorSettings(default_planner="rotating"),
+    address_file=Path(sys.argv[1]),
+), {"rotating": rotating_plan})
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_process_writes_its_addresses_serves_and_ends_well_on_a_signal(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    address_file = tmp_path / "address.json"
+    process = subprocess.Popen(
+        [sys.executable, "-c", PROGRAM, str(address_file)],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        eventually(lambda: address_file.exists() or process.poll() is not None)
+        addresses = json.loads(address_file.read_text())
+        with client_of(addresses["grpc"]) as client:
+            watcher = client.watch_server(client.register("s0"))
+            url = f"http://{addresses['metrics']}/metrics"
+            with urllib.request.urlopen(url, timeout=DEADLINE_SECONDS) as answer:
+                assert b"distca_control_plane_jobs" in answer.read()
+            process.send_signal(number)
+            assert isinstance(watcher.end(), rpc.ControlPlaneUnavailable)
+        stdout, stderr = process.communicate(timeout=DEADLINE_SECONDS)
+    finally:
+        process.kill()
+        process.wait()
+    assert process.returncode == 0
+    assert stdout == ""
+    listening = f"listening on {addresses['grpc']}, metrics on {addresses['metrics']}"
+    assert stderr.splitlines().count(listening) == 1
+    assert "Traceback" not in stderr
+
+
+@pytest.mark.parametrize("name", ["listen_address", "metrics_address"])
+def test_taken_port_is_named(name: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        with pytest.raises(AddressInUseError, match=f"cannot listen on {name} {address}"):
+            start(**{name: address})
+
+
+def start(**changes: Any) -> None:
+    """Starts and stops a control plane; raises what its start raises."""
+
+    async def start_and_stop() -> None:
+        settings: dict[str, Any] = {
+            "listen_address": "127.0.0.1:0",
+            "metrics_address": None,
+            "coordinator": CoordinatorSettings(default_planner="rotating"),
+        }
+        planners = {"rotating": rotating_plan}
+        control_plane = ControlPlane(ControlPlaneSettings(**(settings | changes)), planners)
+        await control_plane.start()
+        await control_plane.stop()
+
+    asyncio.run(start_and_stop())
+
+
+def test_wildcard_address_is_reported_as_loopback() -> None:
+    with running() as control_plane:
+        assert control_plane.address.startswith("127.0.0.1:")
+        assert control_plane.metrics_address is None
+    start(listen_address="0.0.0.0:0")
+
+
+def test_health_watchers_see_not_serving_before_the_end() -> None:
+    with running() as control_plane:
+        channel = grpc.insecure_channel(control_plane.address)
+        watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
+        assert next(watch).status == health_pb2.HealthCheckResponse.SERVING
+    assert next(watch).status == health_pb2.HealthCheckResponse.NOT_SERVING
+    channel.close()
+
+
+@pytest.mark.parametrize(
+    ("make", "match"),
+    [
+        (lambda: CoordinatorSettings(lease_seconds=0.0), r"lease_seconds is 0\.0"),
+        (lambda: CoordinatorSettings(retained_steps=63), "retained_steps is 63; it must be 64"),
+        (lambda: CoordinatorSettings(max_pending_steps=0), "max_pending_steps is 0"),
+        (lambda: CoordinatorSettings(max_queued_events=0), "max_queued_events is 0"),
+        (lambda: CoordinatorSettings(planning_threads=0), "planning_threads is 0"),
+        (lambda: ControlPlaneSettings(listen_address="7700"), "listen_address is '7700'"),
+        (lambda: ControlPlaneSettings(metrics_address="h:x"), "metrics_address is 'h:x'"),
+        (lambda: ControlPlaneSettings(stop_seconds=-1.0), r"stop_seconds is -1\.0"),
+        (lambda: ControlPlaneSettings(max_message_bytes=0), "max_message_bytes is 0"),
+    ],
+)
+def test_wrong_settings_are_refused_by_name(make: Callable[[], object], match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        make()
+
+
+def test_unknown_default_planner_is_refused_at_start() -> None:
+    with pytest.raises(ValueError, match="planner is 'magic'; valid are"):
+        start(coordinator=CoordinatorSettings(default_planner="magic"))
+
+
+def test_addresses_of_ip_version_6_are_split() -> None:
+    assert split_address("x", "[::1]:80") == ("::1", 80)
+
+
+def make_certificate(folder: Path, name: str, authority: str | None) -> None:
+    """``name.crt`` and ``name.key``, signed by ``authority``, or self-signed."""
+    key, certificate = folder / f"{name}.key", folder / f"{name}.crt"
+    command: list[str | Path] = [
+        "openssl",
+        "req",
+        "-x509",
+        "-newkey",
+        "ec",
+        "-pkeyopt",
+        "ec_paramgen_curve:P-256",
+    ]
+    command += ["-nodes", "-days", "2", "-subj", f"/CN={name}", "-keyout", key]
+    command += ["-out", certificate]
+    command += ["-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1"]
+    if authority is not None:
+        command += ["-CA", folder / f"{authority}.crt", "-CAkey", folder / f"{authority}.key"]
+    subprocess.run([str(part) for part in command], check=True, capture_output=True, timeout=30)
+
+
+@pytest.fixture
+def certificates(tmp_path: Path) -> Path:
+    """A folder with an authority, a server and a client that it signed, and a stranger."""
+    try:
+        make_certificate(tmp_path, "authority", None)
+        make_certificate(tmp_path, "server", "authority")
+        make_certificate(tmp_path, "client", "authority")
+        make_certificate(tmp_path, "stranger", None)
+    except (OSError, subprocess.CalledProcessError) as error:
+        pytest.skip(f"needs openssl 3 to make certificates: {error}")
+    return tmp_path
+
+
+def list_servers(address: str, **settings: Any) -> None:
+    with client_of(address, call_seconds=5.0, **settings) as client:
+        client.membership.ListServers(membership_pb2.ListServersRequest())
+
+
+def test_mutual_tls_lets_only_certified_clients_in(certificates: Path) -> None:
+    ca_file = certificates / "authority.crt"
+    tls = TlsFiles(
+        certificate_file=certificates / "server.crt",
+        key_file=certificates / "server.key",
+        client_ca_file=ca_file,
+    )
+
+    def identity(name: str) -> dict[str, Path]:
+        return {
+            "ca_file": ca_file,
+            "certificate_file": certificates / f"{name}.crt",
+            "key_file": certificates / f"{name}.key",
+        }
+
+    with running(tls=tls) as control_plane:
+        list_servers(control_plane.address, **identity("client"))
+        for settings in ({}, {"ca_file": ca_file}, identity("stranger")):
+            with pytest.raises(rpc.ControlPlaneUnavailable, match="do address and TLS files match"):
+                list_servers(control_plane.address, **settings)
+
+
+def test_renewed_certificate_is_used_without_restart(certificates: Path) -> None:
+    server = certificates / "server.crt"
+    tls = TlsFiles(certificate_file=server, key_file=certificates / "server.key")
+    with running(tls=tls) as control_plane:
+        list_servers(control_plane.address, ca_file=certificates / "authority.crt")
+        for suffix in ("key", "crt"):
+            (certificates / f"stranger.{suffix}").replace(certificates / f"server.{suffix}")
+        later = time.time() + 10
+        os.utime(server, (later, later))
+        list_servers(control_plane.address, ca_file=server)
+
+
+def test_missing_certificate_is_named(tmp_path: Path) -> None:
+    missing = tmp_path / "missing.crt"
+    with pytest.raises(FileNotFoundError, match=r"missing\.crt"):
+        start(tls=TlsFiles(certificate_file=missing, key_file=missing))

@@ -1,0 +1,186 @@
+"""How clients reach the control plane: settings, deadlines, and errors with names."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent import futures
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from distca import rpc
+from distca.rpc import RpcSettings, open_channel, server_options, wait_until_ready
+from distca.v1 import jobs_pb2, jobs_pb2_grpc
+
+Behave = Callable[[grpc.ServicerContext], object]
+
+
+class Scripted(jobs_pb2_grpc.JobsServicer):
+    """Does in every call what the test says."""
+
+    behave: Behave = staticmethod(lambda context: None)
+
+    def DescribeJob(self, request: Any, context: Any) -> Any:  # noqa: N802
+        self.behave(context)
+        return jobs_pb2.DescribeJobResponse()
+
+    def WatchRank(self, request: Any, context: Any) -> Any:  # noqa: N802
+        yield jobs_pb2.PlanEvent()
+        self.behave(context)
+
+
+@pytest.fixture
+def scripted() -> Iterator[tuple[Scripted, str]]:
+    service = Scripted()
+    server = grpc.server(futures.ThreadPoolExecutor(4), options=server_options(2**20))
+    jobs_pb2_grpc.add_JobsServicer_to_server(service, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    yield service, f"127.0.0.1:{port}"
+    server.stop(None).wait(5)
+
+
+def describe(address: str, **settings: Any) -> Any:
+    with open_channel(RpcSettings(address=address, **settings)) as channel:
+        return jobs_pb2_grpc.JobsStub(channel).DescribeJob(jobs_pb2.DescribeJobRequest())
+
+
+@pytest.mark.parametrize(
+    ("status", "kind", "expected"),
+    [
+        (grpc.StatusCode.INVALID_ARGUMENT, None, rpc.InvalidRequest),
+        (grpc.StatusCode.FAILED_PRECONDITION, None, rpc.FailedPrecondition),
+        (grpc.StatusCode.ALREADY_EXISTS, None, rpc.AlreadyExists),
+        (grpc.StatusCode.RESOURCE_EXHAUSTED, None, rpc.ResourceExhausted),
+        (grpc.StatusCode.UNAVAILABLE, None, rpc.ControlPlaneUnavailable),
+        (grpc.StatusCode.DEADLINE_EXCEEDED, None, rpc.DeadlineExceeded),
+        (grpc.StatusCode.CANCELLED, None, rpc.Cancelled),
+        (grpc.StatusCode.INTERNAL, None, rpc.RpcError),
+        (grpc.StatusCode.NOT_FOUND, None, rpc.NotFound),
+        (grpc.StatusCode.NOT_FOUND, "other", rpc.NotFound),
+        (grpc.StatusCode.NOT_FOUND, "unknown-job", rpc.UnknownJob),
+        (grpc.StatusCode.NOT_FOUND, "unknown-server", rpc.UnknownServer),
+        (grpc.StatusCode.NOT_FOUND, "unknown-step", rpc.UnknownStep),
+        (grpc.StatusCode.NOT_FOUND, "lease-expired", rpc.LeaseExpired),
+    ],
+)
+def test_every_status_has_an_error_that_names_method_address_and_what_to_do(
+    scripted: tuple[Scripted, str],
+    status: grpc.StatusCode,
+    kind: str | None,
+    expected: type[rpc.RpcError],
+) -> None:
+    service, address = scripted
+
+    def behave(context: grpc.ServicerContext) -> None:
+        if kind is not None:
+            context.set_trailing_metadata(((rpc.ERROR_KIND_KEY, kind),))
+        context.abort(status, "the server's words")
+
+    service.behave = behave
+    with pytest.raises(rpc.RpcError) as caught:
+        describe(address)
+    assert type(caught.value) is expected
+    assert str(caught.value) == (f"DescribeJob at {address}: the server's words; {expected.advice}")
+    with open_channel(RpcSettings(address=address)) as channel:
+        stream = jobs_pb2_grpc.JobsStub(channel).WatchRank(jobs_pb2.WatchRankRequest())
+        next(stream)
+        with pytest.raises(rpc.RpcError) as caught:
+            next(stream)
+    assert type(caught.value) is expected
+    assert caught.value.method == "WatchRank"
+
+
+def test_call_without_a_timeout_has_the_settings_deadline(scripted: tuple[Scripted, str]) -> None:
+    service, address = scripted
+    release = threading.Event()
+    service.behave = lambda context: release.wait(10)
+    begin = time.monotonic()
+    with pytest.raises(rpc.DeadlineExceeded):
+        describe(address, call_seconds=0.2)
+    # Far below the ten seconds that the server would take.
+    assert time.monotonic() - begin < 5
+    release.set()
+
+
+def test_cancelled_stream_frees_its_reader(scripted: tuple[Scripted, str]) -> None:
+    service, address = scripted
+    release = threading.Event()
+    service.behave = lambda context: release.wait(10)
+    with open_channel(RpcSettings(address=address)) as channel:
+        stream = jobs_pb2_grpc.JobsStub(channel).WatchRank(jobs_pb2.WatchRankRequest())
+        next(stream)
+        threading.Timer(0.1, stream.cancel).start()
+        with pytest.raises(rpc.Cancelled):
+            next(stream)
+    release.set()
+
+
+def test_no_server_is_a_named_error() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+    with pytest.raises(rpc.ControlPlaneUnavailable, match=f"at {address}: .*is the control plane"):
+        describe(address)
+    settings = RpcSettings(address=address, connect_seconds=0.2)
+    with (
+        open_channel(settings) as channel,
+        pytest.raises(rpc.ControlPlaneUnavailable, match=r"no connection after 0\.2 s"),
+    ):
+        wait_until_ready(channel, settings)
+
+
+def test_ready_server_is_found(scripted: tuple[Scripted, str]) -> None:
+    settings = RpcSettings(address=scripted[1])
+    with open_channel(settings) as channel:
+        wait_until_ready(channel, settings)
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"address": "localhost"}, "address is 'localhost'"),
+        ({"address": ":7700"}, "address is ':7700'"),
+        ({"address": "h:0"}, "address is 'h:0'"),
+        ({"call_seconds": 0.0}, r"call_seconds is 0\.0"),
+        ({"connect_seconds": float("nan")}, "connect_seconds is nan"),
+        ({"keepalive_seconds": 5.0}, r"keepalive_seconds is 5\.0; the control plane permits 10"),
+        ({"max_message_bytes": 0}, "max_message_bytes is 0"),
+        ({"certificate_file": Path("c")}, "mTLS needs both"),
+        ({"certificate_file": Path("c"), "key_file": Path("k")}, "ca_file is None"),
+    ],
+)
+def test_wrong_settings_are_refused_by_name(changes: dict[str, Any], match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        RpcSettings(**({"address": "h:1"} | changes))
+
+
+@pytest.mark.parametrize("permitting", [True, False])
+def test_idle_stream_lives_on_pings_that_the_server_permits(
+    monkeypatch: pytest.MonkeyPatch, permitting: bool
+) -> None:
+    """At one ping a second, the fastest that gRPC's client goes, and the third is one too many for
+    a server with gRPC's own options, which shows that the test would notice."""
+    monkeypatch.setattr(rpc, "MIN_KEEPALIVE_SECONDS", 1.0)
+    service, release = Scripted(), threading.Event()
+    service.behave = lambda context: release.wait(5.0)
+    server = grpc.server(
+        futures.ThreadPoolExecutor(2), options=server_options(2**20) if permitting else []
+    )
+    jobs_pb2_grpc.add_JobsServicer_to_server(service, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    settings = RpcSettings(address=f"127.0.0.1:{port}", keepalive_seconds=1.0)
+    with open_channel(settings) as channel:
+        stream = jobs_pb2_grpc.JobsStub(channel).WatchRank(jobs_pb2.WatchRankRequest())
+        if permitting:
+            assert len(list(stream)) == 1
+        else:
+            with pytest.raises(rpc.ControlPlaneUnavailable, match="Too many pings"):
+                list(stream)
+    release.set()
+    server.stop(None).wait(5)
