@@ -105,7 +105,10 @@ class Executor:
             )
 
     def _run(self) -> None:
-        with torch.no_grad():
+        # A stream of its own, so that kernels run beside the trainer's work in-place.
+        on_gpu = self.device.type == "cuda"
+        stream = torch.cuda.Stream(self.device) if on_gpu else None
+        with torch.no_grad(), torch.cuda.stream(stream):
             while self._take_events():
                 if self._ready:
                     self._run_batch(self._take_batch())
@@ -124,6 +127,8 @@ class Executor:
             block = block and not self._ready
 
     def _arrive(self, tick: OpenTick, rank: int, source: Source) -> None:
+        if source.written is not None:
+            torch.cuda.current_stream(self.device).wait_event(source.written)
         self._ready.extend((tick, index) for index in tick.arrive(rank, source))
 
     def _take_batch(self) -> list[tuple[OpenTick, int]]:

@@ -33,6 +33,8 @@ class Source:
         reply: called once, when the outputs are complete.
         release: called once, when the inputs are no longer read.
         fail: called instead of ``reply`` when the tick cannot be run.
+        written: on a GPU, the event after which a trainer's own inputs are complete; None for
+            messages, which are complete when they arrive.
     """
 
     inputs: Mapping[str, torch.Tensor]
@@ -40,6 +42,7 @@ class Source:
     reply: Callable[[], None]
     release: Callable[[], None]
     fail: Callable[[BaseException], None]
+    written: torch.cuda.Event | None = None
 
 
 @dataclass(eq=False)

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 import torch
 from google.protobuf.message import DecodeError
 
+from attention_node.cuda_order import record_event
 from attention_node.executor import Executor
 from attention_node.open_tick import OpenTick, Source, TickGivenUp
 from attention_node.served_job import JobDescription, Lane, ServedJob, ServedStep, StepBusy
@@ -193,9 +194,10 @@ class TickServer:
         source = Source(
             inputs=inputs,
             outputs=outputs,
-            reply=reply.set_done,
+            reply=lambda: reply.set_done(record_event(self._executor.device)),
             release=lambda: None,
             fail=reply.set_failed,
+            written=record_event(self._executor.device),
         )
         with self._lock:
             open_tick = self._jobs[job_id].steps[tick.step].open_tick(tick)
@@ -302,7 +304,13 @@ class TickServer:
 
         def send_reply() -> None:
             if messages.reply.nbytes:
-                connection.connection.put(tick.tag(reply=True), reply, self._reply_deadline_seconds)
+                written = record_event(self._executor.device)
+                connection.connection.put(
+                    tick.tag(reply=True),
+                    reply,
+                    self._reply_deadline_seconds,
+                    ready=written.query if written else None,
+                )
 
         def release() -> None:
             request.release()
@@ -343,14 +351,21 @@ class TickServer:
 
 
 class LocalReply:
-    """The end of the local rank's side of a tick."""
+    """The end of the local rank's side of a tick.
+
+    Attributes:
+        tick: which exchange.
+        written: once done, on a GPU: the event after which the outputs are complete.
+    """
 
     def __init__(self, tick: Tick) -> None:
         self.tick = tick
+        self.written: torch.cuda.Event | None = None
         self._ended = threading.Event()
         self._error: BaseException | None = None
 
-    def set_done(self) -> None:
+    def set_done(self, written: torch.cuda.Event | None) -> None:
+        self.written = written
         self._ended.set()
 
     def set_failed(self, error: BaseException) -> None:

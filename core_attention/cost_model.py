@@ -4,8 +4,9 @@ A profile holds seconds over (q length, kv length), forward and backward apart (
 Between grid points it interpolates bilinearly in the logarithms of both lengths the *rate*, seconds
 per query-key pair, and multiplies by the task's exact number of pairs: rates vary slowly where
 seconds vary with the product of both lengths, so a coarse grid (factors of two) stays accurate.
-Where a task is all overhead, its rate falls like 1 / pairs, and the rate between two grid points a
-factor of two apart is at most 6% too high.
+Where a task is all overhead, its rate falls like 1 / pairs; on a grid of factors of two the error
+is then 0.4% in the median and within -12% and +22% (near the diagonal), on factors of four 11%
+and up to +77%.
 """
 
 from __future__ import annotations

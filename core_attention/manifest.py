@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 import numpy as np
 
-from core_attention.arrays import Int64Array, exclusive_cumsum, frozen, int64_column
+from core_attention.arrays import Int64Array, frozen, int64_column
 from core_attention.errors import ManifestError
 
 MAX_DOCUMENT_TOKENS = 2**31 - 1
@@ -253,15 +254,19 @@ class Manifest:
                 f"document {twice} appears in nano-batches {nanos.tolist()}; all segments of a "
                 "document belong to one nano-batch, and ids are unique in a step"
             )
+        # Every member numbers documents alike, which the order of rows in messages rests on.
+        in_order = np.lexsort((self.document_id, self.document_nano_batch))
+        if (np.diff(in_order) < 0).any():
+            raise ManifestError("documents are not sorted by nano-batch, then id")
 
     def _check_partition(self) -> None:
         """The segments of each document, in order, cover ``[0, length)`` once."""
+        if (np.diff(self.segment_document) < 0).any():
+            raise ManifestError("segments are not sorted by document")
         begin, end = self.first_segment[:-1], self.first_segment[1:]
         if (begin == end).any():
             at = int(np.flatnonzero(begin == end)[0])
             raise ManifestError(f"document {self.document_id[at]} has no segments")
-        if (np.diff(self.segment_document) < 0).any():
-            raise ManifestError("segments are not sorted by document")
         segment_end = self.segment_offset + self.segment_length
         expected = np.empty_like(segment_end)
         expected[1:] = segment_end[:-1]
@@ -325,8 +330,8 @@ _COLUMNS = _DOCUMENT_COLUMNS + _SEGMENT_COLUMNS
 
 
 def _rows(segments: Sequence[Segment]) -> list[int]:
-    lengths = np.array([segment.length for segment in segments], dtype=np.int64)
-    return [int(row) for row in exclusive_cumsum(lengths)]
+    """The first packed row of each segment."""
+    return list(accumulate((segment.length for segment in segments), initial=0))[:-1]
 
 
 def _one_per_rank(rank_manifests: Sequence[RankManifest], n_ranks: int) -> list[RankManifest]:

@@ -75,15 +75,15 @@ def _layout(
     names: tuple[str, ...], n_q_rows: int, n_kv_rows: int, shape: AttentionShape
 ) -> MessageLayout:
     sections = []
-    begin = end = 0
+    end = 0
     for name in names:
         section_shape, dtype = _section_shape(name, n_q_rows, n_kv_rows, shape)
         nbytes = DTYPE_BYTES[dtype]
         for size in section_shape:
             nbytes *= size
-        begin = -(-end // SECTION_ALIGNMENT_BYTES) * SECTION_ALIGNMENT_BYTES
-        if nbytes:
-            end = begin + nbytes
+        # A section of no bytes lies at 0, the one offset that is aligned and inside every message.
+        begin = -(-end // SECTION_ALIGNMENT_BYTES) * SECTION_ALIGNMENT_BYTES if nbytes else 0
+        end = max(end, begin + nbytes)
         sections.append(Section(name, section_shape, dtype, begin, begin + nbytes))
     return MessageLayout(tuple(sections), end)
 

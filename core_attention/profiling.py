@@ -45,12 +45,12 @@ dK and dV of every task apart."""
 
 MAX_FUSED_TASKS = {"cpu": 16, "cuda": 64}
 
-ANCHOR_PAIRS = 2**18
-"""Query-key pairs of the task measured first: long enough to run at about the best rate, so that
-the budget is not spent, nor the rest extrapolated, on the evidence of the shortest tasks alone."""
+ANCHOR_PAIRS = 2**16
+"""Query-key pairs of the document measured first: long enough to run at about the best rate, so
+that neither the budget nor the extrapolation rests on the shortest tasks alone."""
 
 MIN_REPEATS, MAX_REPEATS = 3, 9
-ENOUGH_SECONDS = 0.02
+ENOUGH_SECONDS = 0.005
 """A cell is timed at least MIN_REPEATS times, then until it took so long, at most MAX_REPEATS."""
 
 
@@ -84,14 +84,13 @@ class ProfileGrid:
     budget_seconds: float
 
 
-def _powers_of_two(end: int, step: int = 1) -> tuple[int, ...]:
-    return tuple(2**exponent for exponent in range(0, end.bit_length(), step))
+def _powers_of_two(end: int) -> tuple[int, ...]:
+    """1, 2, 4, ... up to ``end``: a coarser grid would misjudge short tasks, see cost_model."""
+    return tuple(2**exponent for exponent in range(end.bit_length()))
 
 
 QUICK_GRID = ProfileGrid(
-    q_tokens=(*_powers_of_two(16, 2), *_powers_of_two(4096)[6:]),
-    kv_tokens=(*_powers_of_two(16, 2), *_powers_of_two(16384)[6:]),
-    budget_seconds=4.0,
+    q_tokens=_powers_of_two(4096), kv_tokens=_powers_of_two(16384), budget_seconds=4.0
 )
 """For a server that starts without a cached profile."""
 
@@ -224,7 +223,8 @@ def _log_what_was_measured(
 def _in_order_of_measurement(cells: set[Cell]) -> list[Cell]:
     """The anchor, then the others from the cheapest to the dearest."""
     by_cost = sorted(cells, key=lambda cell: (cell.pairs, cell))
-    anchor = min(by_cost, key=lambda cell: abs(math.log(cell.pairs / ANCHOR_PAIRS)))
+    whole_documents = (cell for cell in by_cost if cell.q == cell.kv)
+    anchor = min(whole_documents, key=lambda cell: abs(math.log(cell.pairs / ANCHOR_PAIRS)))
     return [anchor, *(cell for cell in by_cost if cell != anchor)]
 
 

@@ -142,9 +142,22 @@ class Connection(Protocol):
                 TransferTimeout and every other transfer of it with PeerLost.
         """
 
-    def put(self, tag: int, buffer: PooledBuffer, deadline_seconds: float) -> Transfer:
+    def put(
+        self,
+        tag: int,
+        buffer: PooledBuffer,
+        deadline_seconds: float,
+        ready: Callable[[], bool] | None = None,
+    ) -> Transfer:
         """Sends ``buffer.tensor`` under ``tag``. Done means that the buffer may be reused, not
-        that the peer has the message."""
+        that the peer has the message.
+
+        Args:
+            deadline_seconds: as in :meth:`offer`.
+            ready: the bytes leave once this is True; a CUDA event's ``query`` for a buffer that a
+                kernel still writes, since no network knows of streams. Called on the transport's
+                thread.
+        """
 
     def close(self, reason: str = "closed by this side") -> None:
         """Closes the connection; pending transfers fail with TransportClosed. Idempotent."""

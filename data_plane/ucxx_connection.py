@@ -140,23 +140,34 @@ class UcxxConnection:
             self._fail_unstarted(transfer)
         return transfer
 
-    def put(self, tag: int, buffer: PooledBuffer, deadline_seconds: float) -> Transfer:
+    def put(
+        self,
+        tag: int,
+        buffer: PooledBuffer,
+        deadline_seconds: float,
+        ready: Callable[[], bool] | None = None,
+    ) -> Transfer:
         """See ``Connection.put``. On a closed connection the transfer has failed already.
 
         Raises:
             ValueError: the tag is out of range, or the deadline is not > 0.
         """
-        return self.put_on_channel(DATA_CHANNEL, tag, buffer, deadline_seconds)
+        return self.put_on_channel(DATA_CHANNEL, tag, buffer, deadline_seconds, ready)
 
     def put_on_channel(
-        self, channel: int, tag: int, buffer: PooledBuffer, deadline_seconds: float
+        self,
+        channel: int,
+        tag: int,
+        buffer: PooledBuffer,
+        deadline_seconds: float,
+        ready: Callable[[], bool] | None = None,
     ) -> UcxxTransfer:
         """``put`` on the data or control channel."""
         transfer = self._new_transfer("put", tag, buffer, deadline_seconds, channel)
         if self._error is not None:
             self._fail_unstarted(transfer)
         else:
-            self.worker.submit(lambda: self._start_put(transfer))
+            self.worker.submit(lambda: self._start_put(transfer, ready))
         return transfer
 
     def close(self, reason: str = "closed by this side") -> None:
@@ -272,9 +283,18 @@ class UcxxConnection:
         # After the endpoint is closed, so that the bytes are not sent just to be thrown away.
         self.worker.discard(message)
 
-    def _start_put(self, transfer: UcxxTransfer) -> None:
+    def _start_put(self, transfer: UcxxTransfer, ready: Callable[[], bool] | None) -> None:
         if self._error is not None:
             self._fail_unstarted(transfer)
+            return
+        if ready is not None and not ready():
+            if time.monotonic() > transfer.deadline:
+                self._on_deadline(transfer)
+                self._fail_unstarted(transfer)
+            else:
+                # Asked again on the owner thread's next turn: a kernel in front of a message is
+                # worth polling for, and the thread polls on a GPU anyway.
+                self.worker.submit(lambda: self._start_put(transfer, ready))
             return
         array = as_ucxx_array(transfer.buffer.tensor)
         try:

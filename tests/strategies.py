@@ -7,6 +7,8 @@ tasks, forward and backward cut differently.
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 from hypothesis import strategies as st
 
@@ -91,4 +93,4 @@ def _pieces(draw: st.DrawFn, begin: int, end: int) -> list[tuple[int, int]]:
     """Cuts ``[begin, end)`` into one to four ranges."""
     cuts = draw(st.sets(st.integers(begin, end), max_size=3))
     bounds = sorted(cuts | {begin, end})
-    return list(zip(bounds[:-1], bounds[1:], strict=True))
+    return list(pairwise(bounds))

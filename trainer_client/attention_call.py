@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from attention_node.cuda_order import record_event
 from attention_node.open_tick import TickGivenUp
 from attention_node.tick_server import LocalReply
 from core_attention.ca_task import Phase
@@ -158,7 +159,10 @@ class AttentionCall:
             transfer = None
             if exchange.reply.nbytes:
                 transfer = connection.offer(tick.tag(reply=True), reply, deadline)
-            connection.put(tick.tag(reply=False), request, deadline)
+            packed = record_event(running.device)
+            connection.put(
+                tick.tag(reply=False), request, deadline, ready=packed.query if packed else None
+            )
         except TransportError as error:
             raise self._failed(tick, exchange, error) from error
         finally:
@@ -211,6 +215,8 @@ class AttentionCall:
         except TickGivenUp as error:
             self._running.check()
             raise CoreAttentionFailed(str(error)) from error
+        if reply.reply.written is not None:
+            torch.cuda.current_stream(self._running.device).wait_event(reply.reply.written)
 
     def _wait_remote(self, tick: Tick, reply: _RemoteReply, deadline: float) -> None:
         transfer = reply.transfer

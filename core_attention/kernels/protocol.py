@@ -76,8 +76,8 @@ class BackwardPart:
         delta: ``[n_q, num_heads]`` float32, row sums of do * o.
         dq: ``[n_q, num_heads, head_dim]`` output in q's dtype; only the rows of the tasks are
             written.
-        dk: ``[n_dk, num_heads_kv, head_dim]`` float32; the tasks' gradients are added to it, in
-            task order, so that equal calls give equal bits.
+        dk: ``[n_dk, num_heads_kv, head_dim]`` float32; the tasks' gradients are added to it, in a
+            fixed order, so that equal calls give equal bits.
         dv: ``[n_dk, num_heads_kv, head_dim_v]`` float32, likewise.
         tasks: which rows.
     """

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -165,7 +167,11 @@ class KernelConformance:
 
     scale = 0.125
 
-    inner_rounding = {"float32": FLOAT32_ULP, "bfloat16": FLOAT32_ULP, "float16": FLOAT32_ULP}
+    inner_rounding: ClassVar[dict[str, float]] = {
+        "float32": FLOAT32_ULP,
+        "bfloat16": FLOAT32_ULP,
+        "float16": FLOAT32_ULP,
+    }
     """Relative error of one weight or one score gradient inside the kernel, by dtype of the
     tensors: a float32 rounding here; 2**-9 where weights are rounded to bfloat16 for the products.
     """
@@ -263,13 +269,11 @@ class KernelConformance:
 
     def test_a_document_cut_into_many_tasks(self, kernel: Kernel, device: torch.device) -> None:
         cuts = [0, 1, 2, 130, 200, 201, 333, 460, 588, 600, 601, 700]
-        tasks = [Task(0, begin, end) for begin, end in zip(cuts[:-1], cuts[1:], strict=True)]
+        tasks = [Task(0, begin, end) for begin, end in pairwise(cuts)]
         for dtype in self.dtypes:
             self.run_and_check(kernel, device, replace(SHAPE, dtype=dtype), [700], tasks)
 
-    def test_tasks_from_the_middle_of_documents(
-        self, kernel: Kernel, device: torch.device
-    ) -> None:
+    def test_tasks_from_the_middle_of_documents(self, kernel: Kernel, device: torch.device) -> None:
         tasks = [Task(1, 90, 300), Task(0, 449, 450), Task(2, 20, 30), Task(1, 20, 37)]
         shape = replace(SHAPE, dtype=self.dtypes[-1])
         self.run_and_check(kernel, device, shape, [450, 310, 40], tasks)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -127,6 +128,7 @@ def test_a_broken_invariant_is_an_error_that_names_it(
         ({"n_nano_batches": 1}, "document_nano_batch holds 1"),
         ({"segment_document": [0, 0, 0, 1, 3]}, "segment_document holds 3"),
         ({"segment_document": [1, 0, 0, 0, 2]}, "not sorted by document"),
+        ({"document_id": [8, 7, 9]}, "not sorted by nano-batch, then id"),
         ({"segment_document": [0, 0, 0, 1, 1]}, "document 9 has no segments"),
         ({"segment_row": [0, 3, 5, 0, 0]}, "document 7: its segment at offset 9 begins at row 5"),
         ({"segment_row": [0, 2, 4, 0, 0]}, "document 7: its segment at offset 4 begins at row 2"),
@@ -134,14 +136,14 @@ def test_a_broken_invariant_is_an_error_that_names_it(
         ({"segment_length": [4, 5, 1, 3]}, "columns of different lengths"),
     ],
 )
-def test_columns_are_checked(changes: dict[str, object], message: str) -> None:
+def test_columns_are_checked(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ManifestError, match=message):
         replace(Manifest.merge(two_ranks(), 2), **changes)
 
 
 def test_columns_must_be_integers() -> None:
-    with pytest.raises(ValueError, match="segment_row must be .* integers"):
-        replace(Manifest.merge(two_ranks(), 2), segment_row=np.zeros(5))
+    with pytest.raises(ValueError, match=r"segment_row must be .* integers"):
+        replace(Manifest.merge(two_ranks(), 2), segment_row=np.zeros(5))  # type: ignore[arg-type]
 
 
 @given(rank_manifests())

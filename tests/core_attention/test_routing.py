@@ -107,7 +107,7 @@ def test_every_needed_row_travels_exactly_once(plan: Plan) -> None:
     assert sorted(queries) == sorted((d, i) for d, length in ids for i in range(length))
     for server, rows in keys.items():
         assert len(rows) == len(set(rows))
-        end = defaultdict(int)
+        end: dict[int, int] = defaultdict(int)
         for task in range(len(tasks)):
             if tasks.server[task] == server:
                 document_id = int(manifest.document_id[tasks.document[task]])

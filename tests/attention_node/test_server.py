@@ -1,0 +1,162 @@
+"""The node's process: health, metrics, drain, and what it says when it cannot go on."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from prometheus_client.parser import text_string_to_metric_families
+
+from attention_node.server import NodeSettings
+from core_attention.manifest import RankManifest
+from distca import rpc
+from distca.v1 import jobs_pb2, membership_pb2, membership_pb2_grpc
+from tests.cluster import NODE_SHAPE, Cluster, Process, cluster
+from tests.team import Team
+
+EXIT_SECONDS = 20.0
+
+METRIC_SAMPLES = {
+    "distca_attention_node_kernel_call_seconds_bucket",
+    "distca_attention_node_kernel_call_seconds_count",
+    "distca_attention_node_kernel_call_seconds_sum",
+    "distca_attention_node_kernel_call_tasks_bucket",
+    "distca_attention_node_kernel_call_tasks_count",
+    "distca_attention_node_kernel_call_tasks_sum",
+    "distca_attention_node_open_ticks",
+    "distca_attention_node_qk_pairs_total",
+    "distca_attention_node_ready_parts",
+    "distca_attention_node_steps_total",
+}
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    with cluster(tmp_path_factory.mktemp("node"), 1, lease_seconds=3.0) as started:
+        yield started
+
+
+@pytest.fixture
+def doomed(running: Cluster) -> Process:
+    """A node to end, beside node-0."""
+    return running.start_node(f"doomed-{time.monotonic_ns()}")
+
+
+def node_metrics(running: Cluster) -> dict[str, float]:
+    """Every sample of the node, by name; samples of one name are summed."""
+    address = running.processes[1].addresses["metrics"]
+    with urllib.request.urlopen(f"http://{address}/metrics", timeout=5) as answer:
+        text = answer.read().decode()
+    samples: dict[str, float] = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            samples[sample.name] = samples.get(sample.name, 0.0) + sample.value
+    return samples
+
+
+def test_a_node_tells_its_health_and_counts_its_work(running: Cluster) -> None:
+    with grpc.insecure_channel(running.processes[1].addresses["health"]) as channel:
+        health = health_pb2_grpc.HealthStub(channel)
+        answer = health.Check(health_pb2.HealthCheckRequest(), timeout=5)
+        assert answer.status == health_pb2.HealthCheckResponse.SERVING
+    with Team(running, 1, NODE_SHAPE, placement="pool") as team:
+        team.check([RankManifest.from_lengths(0, 0, [[10, 20], [30]])])
+        measured = wait_for_measurement(team)
+        samples = node_metrics(running)
+    pairs = sum(n * (n + 1) // 2 for n in (10, 20, 30))
+    assert samples["distca_attention_node_qk_pairs_total"] == 2 * pairs
+    assert samples["distca_attention_node_steps_total"] == 1
+    assert samples["distca_attention_node_open_ticks"] == 0
+    assert samples["distca_data_plane_received_bytes_total"] > 0
+    assert len(measured.forward_busy_seconds) == 2
+    assert all(s > 0 for s in (*measured.forward_busy_seconds, *measured.backward_busy_seconds))
+    own = {name for name in samples if name.startswith("distca_attention_node")}
+    assert {name for name in own if not name.endswith("_created")} == METRIC_SAMPLES
+
+
+def wait_for_measurement(team: Team) -> jobs_pb2.ServerMeasurement:
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline:
+        step = team.sessions[0].fetch_step(0)
+        if step.servers:
+            return step.servers[0]
+        time.sleep(0.05)
+    raise AssertionError("the node reported nothing")
+
+
+def server_ids(running: Cluster) -> set[str]:
+    with rpc.open_channel(rpc.RpcSettings(address=running.address)) as channel:
+        stub = membership_pb2_grpc.MembershipStub(channel)
+        servers = stub.ListServers(membership_pb2.ListServersRequest()).servers
+        return {status.server.server_id for status in servers}
+
+
+def test_sigterm_drains_and_exits_with_0(running: Cluster, doomed: Process) -> None:
+    assert server_ids(running) == {"node-0", doomed.name}
+    assert doomed.terminate(EXIT_SECONDS) == 0
+    assert server_ids(running) == {"node-0"}
+
+
+def test_an_operators_drain_ends_the_node_with_0(running: Cluster, doomed: Process) -> None:
+    with rpc.open_channel(rpc.RpcSettings(address=running.address)) as channel:
+        stub = membership_pb2_grpc.MembershipStub(channel)
+        stub.DrainServer(membership_pb2.DrainServerRequest(server_id=doomed.name))
+        assert doomed.popen.wait(EXIT_SECONDS) == 0
+        with pytest.raises(rpc.UnknownServer, match=doomed.name):
+            stub.DrainServer(membership_pb2.DrainServerRequest(server_id=doomed.name))
+
+
+def test_losing_the_control_plane_ends_the_node_with_a_reason(tmp_path: Path) -> None:
+    with cluster(tmp_path, 1) as alone:
+        alone.control_plane.kill()
+        assert alone.processes[1].popen.wait(EXIT_SECONDS) != 0
+        assert "MembershipLost" in alone.processes[1].log.read_text()
+
+
+def test_a_second_node_of_the_same_name_is_refused(running: Cluster) -> None:
+    with pytest.raises(RuntimeError, match=r"AlreadyExists.*node-0"):
+        running.start_node("node-0")
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"data_port": 70000}, "data_port is 70000"),
+        ({"drain_seconds": 0.0}, "drain_seconds is 0.0"),
+        ({"capacity_rows": -1}, "capacity_rows is -1"),
+        ({"profile_shapes": ()}, "profile_shapes is empty"),
+    ],
+)
+def test_settings_out_of_range_are_named(change: dict[str, object], named: str) -> None:
+    settings: dict[str, object] = {
+        "control_plane": "localhost:1",
+        "profile_shapes": (NODE_SHAPE,),
+        **change,
+    }
+    with pytest.raises(ValueError, match=named):
+        NodeSettings(**settings)  # type: ignore[arg-type]
+
+
+def test_a_taken_port_is_named(running: Cluster) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        code = f"""
+from pathlib import Path
+from attention_node.server import NodeSettings, run
+from tests.cluster import NODE_SHAPE
+run(NodeSettings(control_plane={running.address!r}, server_id="other", data_host="127.0.0.1",
+    data_port={port}, profile_dir=Path({str(running.folder)!r}), profile_shapes=(NODE_SHAPE,)))
+"""
+        ended = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, timeout=60, text=True, check=False
+        )
+    assert ended.returncode != 0
+    assert str(port) in ended.stderr.splitlines()[-1]

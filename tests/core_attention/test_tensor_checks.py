@@ -1,0 +1,64 @@
+"""Tensors that would give wrong numbers are refused, with what to do about it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from core_attention.errors import TensorError
+from core_attention.shape import AttentionShape
+from core_attention.tensor_checks import check_output_gradient, check_qkv
+
+SHAPE = AttentionShape(num_heads=4, num_heads_kv=2, head_dim=8, head_dim_v=6, dtype="float32")
+
+
+def tensors() -> dict[str, torch.Tensor]:
+    return {"q": torch.zeros(5, 4, 8), "k": torch.zeros(5, 2, 8), "v": torch.zeros(5, 2, 6)}
+
+
+def test_accepts_what_is_right_also_without_rows() -> None:
+    check_qkv(**tensors(), shape=SHAPE, n_rows=5)
+    check_output_gradient(torch.zeros(5, 4, 6), SHAPE, 5, torch.device("cpu"))
+    check_qkv(**{name: t[:0] for name, t in tensors().items()}, shape=SHAPE, n_rows=0)
+    check_qkv(**{name: t[1:4] for name, t in tensors().items()}, shape=SHAPE, n_rows=3)
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor", "message"),
+    [
+        ("q", torch.zeros(1, 5, 4, 8), r"q has shape \(1, 5, 4, 8\).*packed.*flatten\(0, 1\)"),
+        ("q", torch.zeros(5, 32), r"q has shape \(5, 32\); it must have 3 dimensions \(5, 4, 8\)"),
+        ("q", torch.zeros(4, 5, 8), r"q .*heads come before its rows.*transpose\(0, 1\)"),
+        ("k", torch.zeros(5, 4, 8), r"k has shape \(5, 4, 8\); each row must be \(2, 8\)"),
+        ("v", torch.zeros(5, 2, 8), r"v has shape \(5, 2, 8\); each row must be \(2, 6\)"),
+        ("v", torch.zeros(7, 2, 6), "v has 7 rows; the manifest gives this rank 5"),
+        ("k", torch.zeros(5, 2, 8).bfloat16(), r"k is torch.bfloat16; .*\.to\(torch.float32\)"),
+        (
+            "v",
+            torch.zeros(5, 2, 6, device="meta"),
+            r"v is on meta; it must be on cpu.*\.to\('cpu'\)",
+        ),
+        (
+            "q",
+            torch.zeros(5, 8, 4).transpose(1, 2),
+            r"q .* strides \(32, 1, 4\).*strides \(32, 8, 1\): pass q.contiguous\(\)",
+        ),
+        ("k", torch.zeros(5, 2, 24)[..., :8], r"strides \(48, 24, 1\).*k.contiguous\(\)"),
+        ("v", torch.zeros(5, 1, 6).expand(5, 2, 6), r"strides \(6, 0, 1\).*v.contiguous\(\)"),
+        ("v", torch.zeros(1, 2, 6).expand(5, 2, 6), r"strides \(0, 6, 1\).*v.contiguous\(\)"),
+    ],
+)
+def test_names_the_argument_what_came_and_what_to_do(
+    name: str, tensor: torch.Tensor, message: str
+) -> None:
+    with pytest.raises(TensorError, match=message):
+        check_qkv(**(tensors() | {name: tensor}), shape=SHAPE, n_rows=5)
+
+
+def test_the_gradient_of_the_output_is_checked_alike() -> None:
+    do = torch.zeros(6, 5, 4).permute(1, 2, 0)
+    with pytest.raises(TensorError, match=r"do .* do.contiguous\(\)"):
+        check_output_gradient(do, SHAPE, 5, torch.device("cpu"))
+    # What autograd gives for the sum of an output: one value, expanded.
+    with pytest.raises(TensorError, match=r"do .* strides \(0, 0, 0\)"):
+        check_output_gradient(torch.ones(()).expand(5, 4, 6), SHAPE, 5, torch.device("cpu"))
