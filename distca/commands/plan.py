@@ -1,0 +1,95 @@
+"""``distca plan``: what the planner would do with your documents, before you rent a GPU."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from distca.options import options_from
+from distca.preview.settings import (
+    ClusterSettings,
+    FleetSettings,
+    LengthsSettings,
+    ModelSettings,
+    PlannerSettings,
+)
+
+_OUTPUT = "Output"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanOutputSettings:
+    """Where the drawings go."""
+
+    png: Annotated[
+        Path | None,
+        typer.Option(help="Draw load, bytes and step times to this PNG.", rich_help_panel=_OUTPUT),
+    ] = None
+    html: Annotated[
+        Path | None,
+        typer.Option(help="Write all of it as one HTML page.", rich_help_panel=_OUTPUT),
+    ] = None
+
+
+@options_from
+def plan(
+    lengths: LengthsSettings,
+    fleet: FleetSettings,
+    cluster: ClusterSettings,
+    model: ModelSettings,
+    planner: PlannerSettings,
+    output: PlanOutputSettings,
+) -> None:
+    """Plan batches of your documents offline, and say plainly whether CAD is worth it.
+
+    Example: distca plan --distribution prolong --ranks 64 --html plan.html
+    """
+    from rich.console import Console
+
+    from distca.preview.building import (
+        build_batches,
+        build_method,
+        build_setup,
+        check_homes,
+    )
+    from distca.preview.display import print_sections, print_verdict
+    from distca.preview.errors import wrong_input_ends
+    from distca.preview.sections import plan_sections
+    from simulator.offline import judge_batches, plan_batch
+
+    with wrong_input_ends():
+        check_homes(planner, fleet)
+        setup = build_setup(model, cluster, fleet.ranks * cluster.tensor_parallel)
+        method = build_method(planner, setup)
+        batches, estimated = build_batches(lengths, setup.step_tokens, setup.tokens_per_rank)
+        planned = [
+            plan_batch(setup, batch, method, fleet.placement, fleet.pool_servers)
+            for batch in batches
+        ]
+    title = (
+        f"{setup.model.name} on {fleet.ranks} ranks of {cluster.tensor_parallel} GPUs, "
+        f"{setup.tokens_per_rank} tokens a rank, {fleet.placement} servers"
+    )
+    console = Console()
+    console.print(title, highlight=False)
+    if estimated:
+        console.print(f"Lengths are estimated: {lengths.bytes_per_token:g} UTF-8 bytes a token.")
+    console.print()
+    sections = plan_sections(planned)
+    verdict = judge_batches(planned)
+    print_sections(console, sections)
+    print_verdict(console, verdict)
+    if output.png is None and output.html is None:
+        return
+    with wrong_input_ends():
+        from distca.preview.figures import draw_plan
+        from distca.preview.page import save_page, save_png
+
+        figure = draw_plan(planned[0])
+        if output.png is not None:
+            save_png(figure, output.png)
+        if output.html is not None:
+            save_page(title, verdict.text, figure, sections, output.html)

@@ -1,0 +1,110 @@
+"""``distca simulate``: step time on 8 to 4096 GPUs, with and without disaggregation."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from distca.options import options_from
+from distca.preview.settings import (
+    ClusterSettings,
+    LengthsSettings,
+    ModelSettings,
+    PlannerSettings,
+)
+
+_OUTPUT, _JOB = "Output", "Job"
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobSettings:
+    """Sizes of the job that are simulated."""
+
+    gpus: Annotated[
+        str, typer.Option(help="Numbers of GPUs, with commas between.", rich_help_panel=_JOB)
+    ] = "64,128,256,512"
+    stages: Annotated[
+        int, typer.Option(help="Pipeline stages; 1 is none.", rich_help_panel=_JOB)
+    ] = 1
+    microbatches: Annotated[
+        int, typer.Option(help="Of each pipeline in a step.", rich_help_panel=_JOB)
+    ] = 1
+    gradient_sync_ms: Annotated[
+        float,
+        typer.Option(
+            help="What every step adds for gradients, whatever the method.", rich_help_panel=_JOB
+        ),
+    ] = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class SimulationOutputSettings:
+    """Where the drawings go."""
+
+    png: Annotated[
+        Path | None,
+        typer.Option(help="Draw step time over GPUs to this PNG.", rich_help_panel=_OUTPUT),
+    ] = None
+    html: Annotated[
+        Path | None,
+        typer.Option(help="Write all of it as one HTML page.", rich_help_panel=_OUTPUT),
+    ] = None
+
+
+@options_from
+def simulate(
+    lengths: LengthsSettings,
+    job: JobSettings,
+    cluster: ClusterSettings,
+    model: ModelSettings,
+    planner: PlannerSettings,
+    output: SimulationOutputSettings,
+) -> None:
+    """Simulate step times of plain packing, re-packing, context parallelism and CAD.
+
+    Example: distca simulate --distribution prolong --gpus 64,256 --stages 4 --microbatches 8
+    """
+    from rich.console import Console
+
+    from distca.preview.building import build_batches, build_method, build_setup, parse_counts
+    from distca.preview.display import print_sections
+    from distca.preview.errors import wrong_input_ends
+    from distca.preview.sections import simulation_sections
+    from simulator.comparison import compare
+
+    comparisons = []
+    with wrong_input_ends():
+        for n_gpus in parse_counts("gpus", job.gpus):
+            setup = build_setup(
+                model,
+                cluster,
+                n_gpus,
+                job.stages,
+                job.microbatches,
+                job.gradient_sync_ms / 1e3,
+            )
+            batches, _ = build_batches(lengths, setup.step_tokens, setup.tokens_per_rank)
+            comparisons.append(compare(setup, batches, {"CAD": build_method(planner, setup)}))
+    title = (
+        f"{setup.model.name}, {setup.tokens_per_rank} tokens a rank of {cluster.tensor_parallel} "
+        f"GPUs, {job.stages} stages, {job.microbatches} microbatches"
+    )
+    console = Console()
+    console.print(title, highlight=False)
+    console.print()
+    sections = simulation_sections(comparisons)
+    print_sections(console, sections)
+    if output.png is None and output.html is None:
+        return
+    with wrong_input_ends():
+        from distca.preview.figures import draw_comparisons
+        from distca.preview.page import save_page, save_png
+
+        figure = draw_comparisons(comparisons, title)
+        if output.png is not None:
+            save_png(figure, output.png)
+        if output.html is not None:
+            save_page(title, "", figure, sections, output.html)

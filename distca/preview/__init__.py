@@ -1,0 +1,1 @@
+"""Previews: what disaggregation would do, shown before any GPU is rented."""

@@ -1,0 +1,186 @@
+"""From settings to what is simulated: documents, setup and method."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from importlib.resources import as_file, files
+
+import numpy as np
+
+from control_plane.planners import DEFAULT_PLANNER, PLANNERS
+from control_plane.planning import Planner, PlanningOptions
+from core_attention.arrays import Int64Array
+from core_attention.cost_model import CostProfile
+from distca.preview.settings import (
+    ClusterSettings,
+    FleetSettings,
+    Homes,
+    LengthsSettings,
+    ModelSettings,
+    PlannerSettings,
+)
+from simulator.cluster import ClusterSpec
+from simulator.disaggregated import Method
+from simulator.errors import InputError, require_count
+from simulator.fleet import Placement
+from simulator.homes import planned_homes
+from simulator.length_files import read_lengths
+from simulator.lengths import sample_lengths
+from simulator.model import ModelSpec, preset
+from simulator.packing import pack_in_order, split_long, take_steps
+from simulator.setup import Setup
+
+_GIGA, _TERA, _MICRO = 1e9, 1e12, 1e-6
+_SHIPPED_PROFILE = "h200-llama3-8b.json"
+
+
+def build_model(settings: ModelSettings) -> ModelSpec:
+    """The preset with the numbers that the user changed."""
+    changes = {
+        "n_layers": settings.layers,
+        "hidden_size": settings.hidden_size,
+        "intermediate_size": settings.intermediate_size,
+        "num_heads": settings.heads,
+        "num_heads_kv": settings.kv_heads,
+        "head_dim": settings.head_dim,
+    }
+    changed = {name: value for name, value in changes.items() if value is not None}
+    return replace(preset(settings.model), **changed)  # type: ignore[arg-type]
+
+
+def build_cluster(settings: ClusterSettings, n_gpus: int) -> ClusterSpec:
+    """The machines of ``n_gpus`` GPUs."""
+    return ClusterSpec(
+        n_gpus=n_gpus,
+        tensor_parallel=settings.tensor_parallel,
+        gpus_per_host=settings.gpus_per_host,
+        gpu_bandwidth_bytes_per_second=settings.bandwidth_gbps * _GIGA,
+        host_bandwidth_bytes_per_second=settings.host_bandwidth_gbps * _GIGA,
+        message_latency_seconds=settings.latency_us * _MICRO,
+        linear_flops_per_second=settings.linear_tflops * _TERA,
+    )
+
+
+def load_profile(settings: ClusterSettings) -> CostProfile:
+    """The user's profile, or the one that ships with the simulator.
+
+    Raises:
+        ProfileError: it is malformed.
+        InputError: it cannot be read.
+    """
+    if settings.profile is None:
+        with as_file(files("simulator") / "profiles" / _SHIPPED_PROFILE) as path:
+            return CostProfile.load(path)
+    try:
+        return CostProfile.load(settings.profile)
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"profile {settings.profile} cannot be read: {error}") from error
+
+
+def build_setup(
+    model: ModelSettings,
+    cluster: ClusterSettings,
+    n_gpus: int,
+    n_stages: int = 1,
+    n_microbatches: int = 1,
+    gradient_sync_seconds: float = 0.0,
+) -> Setup:
+    """The job that is simulated."""
+    return Setup(
+        model=build_model(model),
+        cluster=build_cluster(cluster, n_gpus),
+        profile=load_profile(cluster),
+        tokens_per_rank=cluster.tokens_per_rank,
+        n_stages=n_stages,
+        n_microbatches=n_microbatches,
+        recompute_linear=model.recompute,
+        gradient_sync_seconds=gradient_sync_seconds,
+    )
+
+
+def build_method(settings: PlannerSettings, setup: Setup) -> Method:
+    """The planner, its options and the homes."""
+    options = PlanningOptions(tolerance=settings.tolerance)
+    planned = settings.homes is Homes.PLANNED
+    return Method(
+        planner=choose_planner(settings.planner or DEFAULT_PLANNER),
+        options=options,
+        pack=planned_homes(setup.rank_profile, options) if planned else pack_in_order,
+        n_nano_batches=settings.nano_batches,
+        byte_budget=settings.byte_budget,
+    )
+
+
+def check_homes(planner: PlannerSettings, fleet: FleetSettings) -> None:
+    """Raises :class:`InputError` if homes are to be planned for ranks without their own server."""
+    if planner.homes is Homes.PLANNED and fleet.placement is Placement.POOL:
+        raise InputError(
+            "homes is planned with placement pool; planned homes are for ranks that attend to "
+            "their own tokens: choose homes packed, or placement in-place or mixed"
+        )
+
+
+def choose_planner(name: str) -> Planner:
+    """The planner called ``name``."""
+    if name not in PLANNERS:
+        raise InputError(f"planner is {name!r}; valid are {', '.join(sorted(PLANNERS))}")
+    return PLANNERS[name]
+
+
+def parse_counts(name: str, text: str) -> list[int]:
+    """Whole numbers with commas between, such as ``8,64``.
+
+    Raises:
+        InputError: one is no integer of 1 or more.
+    """
+    counts = []
+    for part in text.split(","):
+        try:
+            counts.append(int(part))
+        except ValueError:
+            raise InputError(
+                f"{name}: {part.strip()!r} is no integer; give numbers with commas between"
+            ) from None
+        require_count(name, counts[-1])
+    return counts
+
+
+def build_batches(
+    settings: LengthsSettings, step_tokens: int, default_max_length: int
+) -> tuple[list[Int64Array], bool]:
+    """The documents of each batch, and whether their lengths were estimated from texts.
+
+    Raises:
+        InputError: neither or both of a file and a distribution are given, the distribution is
+            unknown, the file is bad, or it holds too few tokens.
+    """
+    require_count("batches", settings.batches)
+    require_count("seed", settings.seed, at_least=0)
+    max_length = settings.max_length if settings.max_length is not None else default_max_length
+    require_count("max_length", max_length)
+    if (settings.lengths is None) == (settings.distribution is None):
+        raise InputError(
+            "give either --lengths, a file, or --distribution, prolong or pretrain"
+            + (", not both" if settings.lengths is not None else "")
+        )
+    if settings.distribution is not None:
+        return _drawn(settings, settings.distribution, step_tokens, max_length), False
+    assert settings.lengths is not None
+    found = read_lengths(settings.lengths, settings.field, settings.bytes_per_token)
+    lengths = found.lengths
+    if settings.shuffle:
+        lengths = np.random.default_rng(settings.seed).permutation(lengths)
+    lengths = split_long(lengths, max_length)
+    return take_steps(lengths, settings.batches, step_tokens), found.estimated
+
+
+def _drawn(
+    settings: LengthsSettings, distribution: str, step_tokens: int, max_length: int
+) -> list[Int64Array]:
+    try:
+        return [
+            np.asarray(sample_lengths(distribution, step_tokens, max_length, settings.seed + i))
+            for i in range(settings.batches)
+        ]
+    except ValueError as error:
+        raise InputError(f"distribution: {error}") from error

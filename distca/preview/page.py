@@ -1,0 +1,48 @@
+"""A preview as one HTML page that needs nothing else: the figure is embedded as SVG."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from pathlib import Path
+
+import jinja2
+from markupsafe import Markup
+from matplotlib.figure import Figure
+
+from distca.preview.sections import Section
+from distca.report.style import figure_style
+
+
+def save_png(figure: Figure, path: Path) -> None:
+    """Writes the figure to ``path`` as PNG, whatever its ending."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with figure_style():
+        figure.savefig(path, format="png")
+
+
+def save_page(
+    title: str, verdict: str, figure: Figure, sections: Sequence[Section], path: Path
+) -> None:
+    """Writes the page to ``path``; an empty ``verdict`` is left out."""
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("distca.preview", "templates"),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    page = environment.get_template("preview.html.jinja").render(
+        title=title, verdict=verdict, figure=_svg(figure), sections=sections
+    )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(page, encoding="utf-8")
+
+
+def _svg(figure: Figure) -> Markup:
+    """The figure as an SVG element; matplotlib escapes the texts in it."""
+    buffer = io.StringIO()
+    with figure_style():
+        figure.savefig(buffer, format="svg", metadata={"Date": None})
+    text = buffer.getvalue()
+    return Markup(text[text.index("<svg") :])

@@ -1,0 +1,150 @@
+"""What previews say, as headings, texts and tables; the terminal and the page show the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from core_attention.arrays import Int64Array
+from core_attention.ca_task import Phase
+from simulator.comparison import Comparison
+from simulator.offline import PlannedBatch, what_bounds
+from simulator.traffic import server_endpoints
+
+_MILLI, _GIGA = 1e3, 1e9
+_SHOWN_SERVERS = 16
+
+
+@dataclass(frozen=True)
+class Section:
+    """A heading, paragraphs and a table.
+
+    Attributes:
+        title: heading.
+        paragraphs: plain texts.
+        head: column names; empty without a table.
+        rows: cells as texts.
+    """
+
+    title: str
+    paragraphs: Sequence[str] = ()
+    head: Sequence[str] = ()
+    rows: Sequence[Sequence[str]] = ()
+
+
+def plan_sections(batches: Sequence[PlannedBatch]) -> list[Section]:
+    """The batches; of the first one, what bounds it, why the planner stopped, and its servers."""
+    first = batches[0]
+    plan = first.plan
+    return [
+        Section("Batches (steps relative to the balanced one)", (), *_batch_table(batches)),
+        Section("What bounds batch 0", (what_bounds(first),)),
+        Section(f"Why the planner ({plan.planner}) stopped", (plan.reason,)),
+        Section(_servers_title(first), (), *_server_table(first)),
+    ]
+
+
+def _batch_table(batches: Sequence[PlannedBatch]) -> tuple[Sequence[str], list[Sequence[str]]]:
+    """Batches in columns: there are few of them, and their names are short."""
+    values: dict[str, Callable[[PlannedBatch], str]] = {
+        "documents": lambda b: str(b.plan.manifest.n_documents),
+        "heaviest document / mean rank": lambda b: f"{b.heaviest_document_share:.2f}",
+        "imbalance, plain packing": lambda b: f"{b.home_imbalance:.2f}",
+        "imbalance, planned (worst tick)": lambda b: f"{b.planned_imbalance:.3f}",
+        "GB moved a layer": lambda b: f"{b.moved_bytes.sum() / _GIGA:.2f}",
+        "balanced step": lambda b: f"{b.balanced_seconds:.3f} s",
+        "step: plain packing": lambda b: _relative(b, b.plain_seconds),
+        "step: re-packing documents": lambda b: _relative(b, b.repacked_seconds),
+        "step: + context parallel": lambda b: _relative(b, b.context_parallel_seconds),
+        "step: + gather hidden, 1.2x tokens": lambda b: _relative(b, b.hidden_gather_seconds),
+        "step: CAD": lambda b: _relative(b, b.disaggregated_seconds),
+        "CAD waits for links": lambda b: f"{b.exposed_seconds / b.disaggregated_seconds:.1%}",
+    }
+    head = ("", *(f"batch {index}" for index in range(len(batches))))
+    return head, [(name, *(value(batch) for batch in batches)) for name, value in values.items()]
+
+
+def _relative(batch: PlannedBatch, seconds: float) -> str:
+    return f"{seconds / batch.balanced_seconds:.3f}"
+
+
+def _servers_title(batch: PlannedBatch) -> str:
+    n_servers = len(batch.plan.servers)
+    which = f"the {_SHOWN_SERVERS} busiest of {n_servers}" if n_servers > _SHOWN_SERVERS else "all"
+    return f"Servers of batch 0, {which} (one layer, forward + backward)"
+
+
+def _server_table(batch: PlannedBatch) -> tuple[Sequence[str], list[Sequence[str]]]:
+    head = (
+        "server",
+        "before ms",
+        "planned ms",
+        "/ mean",
+        "tasks forward",
+        "backward",
+        "GB in",
+        "GB out",
+    )
+    plan = batch.plan
+    tasks = [np.bincount(plan.tasks(phase).server, minlength=len(plan.servers)) for phase in Phase]
+    received, sent = _server_bytes(batch)
+    mean = batch.after_seconds.mean()
+    rows: list[Sequence[str]] = []
+    for at in np.argsort(-batch.after_seconds, kind="stable")[:_SHOWN_SERVERS].tolist():
+        rank = plan.servers[at].in_place_rank
+        rows.append(
+            (
+                plan.servers[at].server_id,
+                "-" if rank is None else f"{batch.before_seconds[rank] * _MILLI:.2f}",
+                f"{batch.after_seconds[at] * _MILLI:.2f}",
+                f"{batch.after_seconds[at] / mean:.3f}",
+                str(tasks[0][at]),
+                str(tasks[1][at]),
+                f"{received[at] / _GIGA:.3f}",
+                f"{sent[at] / _GIGA:.3f}",
+            )
+        )
+    return head, rows
+
+
+def _server_bytes(batch: PlannedBatch) -> tuple[Int64Array, Int64Array]:
+    """``[n_servers]`` bytes into and out of each server's process in a layer."""
+    at = server_endpoints(batch.plan)
+    return batch.moved_bytes.sum(axis=0)[at], batch.moved_bytes.sum(axis=1)[at]
+
+
+def simulation_sections(comparisons: Sequence[Comparison]) -> list[Section]:
+    """Step times of all methods, and what disaggregation gains over each baseline."""
+    columns = [f"{comparison.n_gpus} GPUs" for comparison in comparisons]
+    baselines = list(comparisons[0].baseline_seconds)
+    methods = list(comparisons[0].disaggregated)
+    steps = [
+        (name, *(f"{relative_step(c, name):.3f}" for c in comparisons))
+        for name in (*baselines, *methods)
+    ]
+    steps.append(("balanced step", *(f"{c.balanced_seconds:.3f} s" for c in comparisons)))
+    details = []
+    for name in methods:
+        own = [comparison.disaggregated[name] for comparison in comparisons]
+        details += [
+            (f"{name}: {baseline}", *(f"{c.speedup(name, baseline):.2f}x" for c in comparisons))
+            for baseline in baselines
+        ]
+        details += [
+            (f"{name}: waits for links", *(f"{s.exposed_seconds / s.seconds:.1%}" for s in own)),
+            (f"{name}: worst imbalance", *(f"{s.imbalance:.3f}" for s in own)),
+            (f"{name}: GB a layer", *(f"{s.moved_bytes / _GIGA:.1f}" for s in own)),
+        ]
+    return [
+        Section("Step time / perfect balance", (), ("method", *columns), steps),
+        Section("Speed-up over, and details", (), ("method: over", *columns), details),
+    ]
+
+
+def relative_step(comparison: Comparison, name: str) -> float:
+    """Step seconds of baseline or method ``name`` / those of perfect balance."""
+    if name in comparison.disaggregated:
+        return comparison.disaggregated[name].seconds / comparison.balanced_seconds
+    return comparison.baseline_seconds[name] / comparison.balanced_seconds

@@ -1,0 +1,220 @@
+"""``distca plan`` through its command line."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from core_attention.cost_model import CostProfile
+from distca.commands.plan import plan
+from tests.simulator.cases import flat_profile
+
+app = typer.Typer()
+app.command()(plan)
+
+SMALL = ("--ranks", "4", "--tokens-per-rank", "16384", "--batches", "2", "--nano-batches", "1")
+
+
+def run(*arguments: str, code: int = 0) -> str:
+    """What the command printed, on one line; it must end with ``code``."""
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == code, result.output
+    return " ".join(result.output.replace("│", " ").split())
+
+
+def refused(*arguments: str) -> str:
+    """The one line on stderr with which the command refuses, exit code 2."""
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 2, result.output
+    assert result.stdout == ""
+    assert result.stderr.count("\n") == 1, result.stderr
+    return str(result.stderr).strip()
+
+
+def test_a_skewed_batch_is_planned_and_judged(tmp_path: Path) -> None:
+    lengths = tmp_path / "lengths.txt"
+    lengths.write_text("\n".join(["16384"] + ["512"] * 96))
+    output = run(
+        "--lengths", str(lengths), "--ranks", "4", "--tokens-per-rank", "16384", "--batches", "1",
+        "--nano-batches", "1", "--bandwidth-gbps", "400",
+    )  # fmt: skip
+    assert "Verdict: gain" in output
+    assert "the speed of plain packing" in output
+    assert "Why the planner (balanced) stopped" in output
+    assert "What bounds batch 0" in output
+    assert "rank-0" in output
+
+
+def test_even_documents_gain_nothing_and_it_says_so(tmp_path: Path) -> None:
+    lengths = tmp_path / "lengths.txt"
+    lengths.write_text("\n".join(["512"] * 256))
+    output = run("--lengths", str(lengths), *SMALL)
+    assert (
+        "You will gain nothing from CAD here, because no document outweighs a mean rank" in output
+    )
+
+
+def test_the_same_seed_prints_the_same() -> None:
+    arguments = ("--distribution", "prolong", *SMALL)
+    assert run(*arguments, "--seed", "3") == run(*arguments, "--seed", "3")
+    assert run(*arguments, "--seed", "3") != run(*arguments, "--seed", "4")
+
+
+def test_figures_and_page_are_written_and_need_nothing_else(tmp_path: Path) -> None:
+    png, page = tmp_path / "out" / "plan.png", tmp_path / "out" / "plan.html"
+    run("--distribution", "prolong", *SMALL, "--png", str(png), "--html", str(page))
+    assert png.read_bytes().startswith(b"\x89PNG")
+    html = page.read_text()
+    assert "<svg" in html
+    assert "Verdict" not in html or "CAD" in html
+    assert "<script src" not in html
+    assert "<link" not in html
+    assert html.count("<tbody>") == 2
+
+
+def test_an_output_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    result = CliRunner().invoke(
+        app, ["--distribution", "prolong", *SMALL, "--png", str(tmp_path / "file" / "a.png")]
+    )
+    assert result.exit_code == 2
+    assert "Error: [Errno" in result.stderr
+    assert str(tmp_path / "file") in result.stderr
+
+
+def test_missing_drawing_packages_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delitem(sys.modules, "distca.preview.page", raising=False)
+    monkeypatch.setitem(sys.modules, "jinja2", None)
+    result = CliRunner().invoke(
+        app, ["--distribution", "prolong", *SMALL, "--html", str(tmp_path / "a.html")]
+    )
+    assert result.exit_code == 2
+    assert "MissingPackage: jinja2 is not installed" in result.stderr
+
+
+@pytest.mark.parametrize("placement", ["pool", "mixed"])
+def test_a_pool_is_planned(placement: str) -> None:
+    output = run(
+        "--distribution", "prolong", *SMALL, "--placement", placement, "--pool-servers", "2"
+    )
+    assert "pool-1" in output
+    assert ("rank-0" in output) == (placement == "mixed")
+
+
+def test_the_greedy_planner_can_be_named() -> None:
+    output = run("--distribution", "prolong", *SMALL, "--planner", "greedy")
+    assert "Why the planner (greedy) stopped" in output
+
+
+def test_homes_can_be_planned() -> None:
+    arguments = ("--distribution", "prolong", *SMALL)
+    assert run(*arguments, "--homes", "planned") != run(*arguments)
+    pool = ("--placement", "pool", "--pool-servers", "2")
+    assert "homes is planned with placement pool" in refused(
+        *arguments, *pool, "--homes", "planned"
+    )
+
+
+def test_texts_say_that_lengths_are_estimated(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text("\n".join(json.dumps({"text": "x" * 4096}) for _ in range(128)))
+    output = run("--lengths", str(path), *SMALL)
+    assert "Lengths are estimated: 4 UTF-8 bytes a token" in output
+
+
+def test_model_numbers_can_be_changed() -> None:
+    arguments = ("--distribution", "prolong", *SMALL)
+    assert run(*arguments, "--layers", "8") != run(*arguments)
+    message = refused(*arguments, "--kv-heads", "5")
+    assert "num_heads 32 is not a multiple of num_heads_kv 5" in message
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((), "give either --lengths, a file, or --distribution"),
+        (("--distribution", "zipf"), "InputError: distribution: name is 'zipf'; valid are"),
+        (("--lengths", "none.txt"), "none.txt does not exist"),
+        (("--distribution", "prolong", "--lengths", "none.txt"), "not both"),
+        (("--distribution", "prolong", "--tolerance", "-0.1"), "tolerance is -0.1"),
+        (("--distribution", "prolong", "--tolerance", "nan"), "tolerance is nan"),
+        (("--distribution", "prolong", "--bandwidth-gbps", "0"), "gpu_bandwidth_bytes_per_second"),
+        (("--distribution", "prolong", "--linear-tflops", "-1"), "linear_flops_per_second"),
+        (("--distribution", "prolong", "--latency-us", "-1"), "message_latency_seconds"),
+        (("--distribution", "prolong", "--ranks", "0"), "n_gpus is 0"),
+        (("--distribution", "prolong", "--tokens-per-rank", "0"), "tokens_per_rank is 0"),
+        (("--distribution", "prolong", "--batches", "0"), "batches is 0"),
+        (("--distribution", "prolong", "--max-length", "-5"), "max_length is -5"),
+        (("--distribution", "prolong", "--seed", "-1"), "seed is -1"),
+        (("--distribution", "prolong", "--nano-batches", "3"), "nano_batches is 3"),
+        (("--distribution", "prolong", "--planner", "best"), "planner is 'best'; valid are"),
+        (("--distribution", "prolong", "--model", "gpt"), "model is 'gpt'; valid are"),
+        (("--distribution", "prolong", "--pool-servers", "2"), "pool_servers is 2 with placement"),
+        (
+            ("--distribution", "prolong", "--placement", "pool"),
+            "pool_servers (placement pool) is 0",
+        ),
+        (("--distribution", "prolong", "--profile", "none.json"), "none.json cannot be read"),
+        (("--distribution", "prolong", "--bytes-per-token", "0"), None),
+    ],
+)
+def test_bad_settings_are_refused_by_name(arguments: tuple[str, ...], message: str | None) -> None:
+    if message is None:  # a setting that this source of lengths does not use
+        run(*arguments, *SMALL)
+    else:
+        settings = [*SMALL]
+        for at in range(0, len(SMALL), 2):
+            if SMALL[at] in arguments:
+                settings = [x for x in settings if x not in SMALL[at : at + 2]]
+        assert message in refused(*settings, *arguments)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("", "holds no document lengths"),
+        ("100\n0\n", "length number 2 is 0; a document has 1 to"),
+        ("100\n-7\n", "length number 2 is -7"),
+        ("many\n", "line 1: 'many' is no integer"),
+        ("100\n", "the documents hold 100 tokens, 2 steps of 65536 tokens need 131072"),
+    ],
+)
+def test_bad_lengths_are_refused_by_name(tmp_path: Path, content: str, message: str) -> None:
+    path = tmp_path / "lengths.txt"
+    path.write_text(content)
+    assert message in refused("--lengths", str(path), *SMALL)
+
+
+def test_a_missing_column_is_refused_by_name(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"size": 3}\n')
+    assert "no field 'tokens'; there are size" in refused(
+        "--lengths", str(path), "--field", "tokens", *SMALL
+    )
+
+
+@pytest.mark.parametrize("bad", [float("nan"), 0.0, -1.0, None])
+def test_a_profile_with_holes_is_refused_by_name(tmp_path: Path, bad: float | None) -> None:
+    values = json.loads(flat_profile().to_json())
+    values["forward_seconds"][1][2] = bad
+    path = tmp_path / "profile.json"
+    path.write_text(json.dumps(values))
+    message = refused("--distribution", "prolong", "--profile", str(path), *SMALL)
+    assert message.startswith(f"ProfileError: {path}")
+
+
+def test_a_good_profile_is_used(tmp_path: Path) -> None:
+    path = tmp_path / "profile.json"
+    slow = flat_profile(1e-9)
+    slow.save(path)
+    assert np.array_equal(CostProfile.load(path).forward_seconds, slow.forward_seconds)
+    arguments = ("--distribution", "prolong", *SMALL)
+    assert run(*arguments, "--profile", str(path)) != run(*arguments)

@@ -1,0 +1,85 @@
+"""Small setups that the simulator's tests share."""
+
+from __future__ import annotations
+
+from importlib.resources import as_file, files
+from typing import Any
+
+import numpy as np
+
+from core_attention.arrays import Float64Array, Int64Array
+from core_attention.ca_task import causal_qk_pairs
+from core_attention.cost_model import CostProfile
+from core_attention.shape import AttentionShape
+from simulator.cluster import ClusterSpec
+from simulator.lengths import sample_lengths
+from simulator.model import ModelSpec
+from simulator.setup import Setup
+
+K = 1024
+
+SMALL_MODEL = ModelSpec(
+    name="small",
+    n_layers=4,
+    hidden_size=1024,
+    intermediate_size=4096,
+    num_heads=8,
+    num_heads_kv=2,
+    vocab_size=1000,
+)
+
+
+def h200() -> CostProfile:
+    """The profile that ships with the simulator."""
+    with as_file(files("simulator") / "profiles" / "h200-llama3-8b.json") as path:
+        return CostProfile.load(path)
+
+
+def flat_profile(seconds_per_pair: float = 1e-12) -> CostProfile:
+    """Every query-key pair takes the same time, backward twice that."""
+    tokens = np.array([1, 1024, 1 << 20])
+    kv = np.maximum(tokens[None, :], tokens[:, None])
+    pairs = causal_qk_pairs(kv - tokens[:, None], kv).astype(np.float64)
+    return CostProfile(
+        device="ideal",
+        kernel="flat",
+        shape=SMALL_MODEL.attention_shape,
+        q_tokens=tokens,
+        kv_tokens=tokens,
+        forward_seconds=pairs * seconds_per_pair,
+        backward_seconds=2 * pairs * seconds_per_pair,
+    )
+
+
+def setup(n_gpus: int = 4, **changes: Any) -> Setup:
+    """Ranks of one GPU on hosts of their own, a flat profile, 16K tokens each."""
+    cluster = {
+        "tensor_parallel": 1,
+        "gpus_per_host": 1,
+        "gpu_bandwidth_bytes_per_second": 50e9,
+        **changes.pop("cluster", {}),
+    }
+    return Setup(
+        **{
+            "model": SMALL_MODEL,
+            "cluster": ClusterSpec(n_gpus=n_gpus, **cluster),
+            "profile": flat_profile(),
+            "tokens_per_rank": 16 * K,
+            **changes,
+        }
+    )
+
+
+def documents(of: Setup, seed: int = 0, name: str = "prolong") -> Int64Array:
+    """Documents of one step."""
+    return np.asarray(sample_lengths(name, of.step_tokens, of.tokens_per_rank, seed))
+
+
+def shape_of(of: Setup) -> AttentionShape:
+    """Its attention shape."""
+    return of.model.attention_shape
+
+
+def even(value: float, size: int) -> Float64Array:
+    """``[size]`` equal values."""
+    return np.full(size, value)

@@ -1,0 +1,117 @@
+"""Lengths from files of every kind."""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from simulator.errors import InputError
+from simulator.length_files import read_lengths
+
+
+def test_text_has_one_number_a_line(tmp_path: Path) -> None:
+    path = tmp_path / "lengths.txt"
+    path.write_text("12\n\n 7 \n")
+    assert read_lengths(path).lengths.tolist() == [12, 7]
+
+
+def test_jsonl_takes_numbers_token_lists_and_texts(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text(
+        json.dumps({"length": 5, "text": "x"}) + "\n\n" + json.dumps({"length": [1, 2]}) + "\n"
+    )
+    found = read_lengths(path)
+    assert (found.lengths.tolist(), found.estimated) == ([5, 2], False)
+    path.write_text(json.dumps({"text": "é" * 5}) + "\n")
+    found = read_lengths(path, bytes_per_token=4)
+    assert (found.lengths.tolist(), found.estimated) == ([3], True)
+
+
+@pytest.mark.parametrize(
+    ("column", "lengths", "estimated"),
+    [
+        (pa.array([3, 4]), [3, 4], False),
+        (pa.array([[1, 2, 3], [4]]), [3, 1], False),
+        (pa.array(["12345", ""]), [2, 1], True),
+    ],
+)
+def test_parquet_takes_numbers_token_lists_and_texts(
+    tmp_path: Path, column: pa.Array, lengths: list[int], estimated: bool
+) -> None:
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"other": [0, 0], "mine": column}), path)
+    found = read_lengths(path, "mine")
+    assert (found.lengths.tolist(), found.estimated) == (lengths, estimated)
+
+
+def test_numpy_holds_lengths_or_bounds(tmp_path: Path) -> None:
+    path = tmp_path / "a.npy"
+    np.save(path, np.array([5, 3], dtype=np.uint32))
+    assert read_lengths(path).lengths.tolist() == [5, 3]
+    np.save(path, np.array([0, 5, 8]))
+    assert read_lengths(path).lengths.tolist() == [5, 3]
+
+
+def test_megatron_documents_are_sums_of_their_sequences(tmp_path: Path) -> None:
+    path = tmp_path / "a.idx"
+    sequences, bounds = [4, 6, 5], [0, 2, 3]
+    path.write_bytes(
+        b"MMIDIDX\x00\x00"
+        + struct.pack("<QBQQ", 1, 8, len(sequences), len(bounds))
+        + np.array(sequences, "<i4").tobytes()
+        + np.zeros(3, "<i8").tobytes()
+        + np.array(bounds, "<i8").tobytes()
+    )
+    assert read_lengths(path).lengths.tolist() == [10, 5]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.txt", b"", "holds no document lengths"),
+        ("a.txt", b"3\nx\n", "line 2: 'x' is no integer"),
+        ("a.txt", b"3\n-3\n", "length number 2 is -3"),
+        ("a.txt", b"\xff\xfe", "is no text"),
+        ("a.jsonl", b"{", "line 1: no JSON"),
+        ("a.jsonl", b"[1]\n", "line 1: a JSON object is expected"),
+        ("a.jsonl", b'{"n": 1}\n', "none of length, n_tokens.*there are n"),
+        ("a.jsonl", b'{"length": null}\n', "document 1: None is no length"),
+        ("a.jsonl", b'{"length": 2.5}\n', "document 1: 2.5 is no length"),
+        ("a.parquet", b"PAR?", "is no Parquet file"),
+        ("a.npy", b"no", "is no numpy array"),
+        ("a.idx", b"no", "is no index of a Megatron-LM data set"),
+    ],
+)
+def test_bad_files_are_named(tmp_path: Path, name: str, content: bytes, message: str) -> None:
+    path = tmp_path / name
+    path.write_bytes(content)
+    with pytest.raises(InputError, match=message):
+        read_lengths(path)
+
+
+def test_a_missing_file_and_a_missing_column_are_named(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="does not exist"):
+        read_lengths(tmp_path / "none.txt")
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"length": [1, 2]}), path)
+    with pytest.raises(InputError, match="no column 'size'; there are length"):
+        read_lengths(path, "size")
+    pq.write_table(pa.table({"length": [0.5]}), path)
+    with pytest.raises(InputError, match="has type double"):
+        read_lengths(path)
+    pq.write_table(pa.table({"length": pa.array([1, None])}), path)
+    with pytest.raises(InputError, match="1 documents have no value"):
+        read_lengths(path)
+
+
+def test_an_array_of_the_wrong_kind_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "a.npy"
+    np.save(path, np.zeros((2, 2)))
+    with pytest.raises(InputError, match=r"shape \(2, 2\) and dtype float64"):
+        read_lengths(path)

@@ -1,0 +1,72 @@
+"""The verdict: each case, in plain words."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from simulator.errors import InputError
+from simulator.verdict import Evidence, Kind, judge
+
+GAIN = Evidence(
+    n_servers=64,
+    heaviest_document_share=9.0,
+    attention_share=0.3,
+    exposed_share=0.01,
+    plain_seconds=2.5,
+    repacked_seconds=2.4,
+    context_parallel_seconds=1.3,
+    hidden_gather_seconds=1.02,
+    disaggregated_seconds=1.02,
+)
+
+
+def test_a_gain_is_told_with_the_baselines_and_the_tie() -> None:
+    verdict = judge(GAIN)
+    assert verdict.kind is Kind.GAIN
+    assert "2.45x the speed of plain packing" in verdict.text
+    assert "1.27x that of the best re-packing with context parallelism" in verdict.text
+    assert "matches it (1.00x)" in verdict.text
+
+
+def test_a_baseline_that_is_faster_is_named() -> None:
+    verdict = judge(replace(GAIN, hidden_gather_seconds=0.9))
+    assert "beats it (0.88x)" in verdict.text
+
+
+def test_a_clear_gain_over_everything_needs_no_caveat() -> None:
+    assert "hides its gather" not in judge(replace(GAIN, hidden_gather_seconds=1.3)).text
+
+
+def test_nothing_to_gain_where_no_document_outweighs_a_mean_rank() -> None:
+    verdict = judge(replace(GAIN, heaviest_document_share=0.4, repacked_seconds=1.0))
+    assert verdict.kind is Kind.NOTHING_TO_GAIN
+    assert verdict.text.startswith(
+        "You will gain nothing from CAD here, because no document outweighs a mean rank"
+    )
+    assert "40% of a mean rank's attention" in verdict.text
+
+
+def test_one_server_has_nothing_to_balance() -> None:
+    verdict = judge(replace(GAIN, n_servers=1))
+    assert verdict.kind is Kind.ONE_SERVER
+    assert "only one attention server" in verdict.text
+
+
+def test_little_to_gain_where_attention_hardly_counts() -> None:
+    verdict = judge(replace(GAIN, plain_seconds=1.03, repacked_seconds=1.025, attention_share=0.02))
+    assert verdict.kind is Kind.LITTLE_TO_GAIN
+    assert "Attention is 2% of a balanced step" in verdict.text
+
+
+def test_slow_links_are_named_with_what_helps() -> None:
+    verdict = judge(replace(GAIN, exposed_share=0.4, disaggregated_seconds=1.9))
+    assert verdict.kind is Kind.LINKS_TOO_SLOW
+    assert "40% of the step is spent waiting" in verdict.text
+    assert "--homes planned" in verdict.text
+
+
+def test_seconds_must_be_positive() -> None:
+    with pytest.raises(InputError, match="plain_seconds is 0"):
+        replace(GAIN, plain_seconds=0)
