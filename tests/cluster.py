@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -35,10 +36,10 @@ _NODE = """
 import sys
 from pathlib import Path
 from attention_node.server import NodeSettings, run
-from tests.cluster import NODE_SHAPE
+from core_attention.shape import AttentionShape
 run(NodeSettings(control_plane={control_plane!r}, server_id={server_id!r}, data_host="127.0.0.1",
     one_host=True, address_file=Path({address_file!r}), profile_dir=Path({profile_dir!r}),
-    profile_shapes=(NODE_SHAPE,)))
+    device={device!r}, profile_shapes=(AttentionShape(**{shape!r}),)))
 """
 
 _CONTROL_PLANE = """
@@ -74,18 +75,18 @@ class Process:
         return self.popen.wait(timeout_seconds)
 
 
-def keep_profile(folder: Path, shape: AttentionShape) -> None:
+def keep_profile(folder: Path, shape: AttentionShape, device: str = "cpu") -> None:
     """Puts a made-up cost profile where servers look for a measured one: measuring takes seconds,
     and tests of results do not depend on it."""
-    kernel = select_kernel(torch.device("cpu"))
-    device = device_name(torch.device("cpu"))
-    path = folder / profile_file_name(device, kernel.name, shape)
+    kernel = select_kernel(torch.device(device))
+    name = device_name(torch.device(device))
+    path = folder / profile_file_name(name, kernel.name, shape)
     if path.exists():
         return
     grid = np.array([1, 64, 4096])
     seconds = 1e-5 + 1e-9 * grid[:, None] * np.maximum(grid[None, :], grid[:, None])
     CostProfile(
-        device=device,
+        device=name,
         kernel=kernel.name,
         shape=shape,
         q_tokens=grid,
@@ -98,9 +99,17 @@ def keep_profile(folder: Path, shape: AttentionShape) -> None:
 class Cluster:
     """Starts processes in ``folder`` and ends them all."""
 
-    def __init__(self, folder: Path, *, lease_seconds: float = 15.0) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        lease_seconds: float = 15.0,
+        device: str = "cpu",
+        node_shape: AttentionShape = NODE_SHAPE,
+    ) -> None:
         self.folder = folder
-        keep_profile(folder, NODE_SHAPE)
+        self._device, self._node_shape = device, node_shape
+        keep_profile(folder, node_shape, device)
         self.processes: list[Process] = []
         self.control_plane = self._start(
             "control-plane", _CONTROL_PLANE, lease_seconds=lease_seconds
@@ -120,6 +129,8 @@ class Cluster:
                 control_plane=self.address,
                 server_id=server_id,
                 profile_dir=str(self.folder),
+                device=self._device,
+                shape=vars(self._node_shape),
             )
             for server_id in server_ids
         ]
@@ -169,9 +180,9 @@ class Cluster:
 
 
 @contextlib.contextmanager
-def cluster(folder: Path, n_nodes: int, *, lease_seconds: float = 15.0) -> Iterator[Cluster]:
-    """A control plane and ``n_nodes`` pool servers, ``node-0`` and up."""
-    running = Cluster(folder, lease_seconds=lease_seconds)
+def cluster(folder: Path, n_nodes: int, **options: Any) -> Iterator[Cluster]:
+    """A control plane and ``n_nodes`` pool servers, ``node-0`` and up; options of Cluster."""
+    running = Cluster(folder, **options)
     try:
         running.start_nodes([f"node-{index}" for index in range(n_nodes)])
         yield running

@@ -66,7 +66,8 @@ class Team:
         self._interleave = interleave
         self._threads = [ThreadPoolExecutor(1) for _ in range(n_ranks)]
         self._step = 0
-        keep_profile(cluster.folder, shape)
+        self._device = torch.device(options.get("device", "cpu"))
+        keep_profile(cluster.folder, shape, str(self._device))
         job = f"test-{next(_names)}"
         settings: dict[str, Any] = {
             "data_host": "127.0.0.1",
@@ -178,7 +179,7 @@ class Team:
 
         def random(heads: int, dim: int, grad: bool) -> torch.Tensor:
             values = torch.randn(n_rows, heads, dim, generator=generator)
-            return values.to(dtype).requires_grad_(grad)
+            return values.to(self._device, dtype).requires_grad_(grad)
 
         return {
             "q": random(shape.num_heads, shape.head_dim, True),
@@ -192,7 +193,9 @@ class Team:
     ) -> None:
         for pieces in _document_pieces(manifests, nano):
             gathered = {
-                name: torch.cat([result.rows[r, nano, layer][name][rows] for r, rows in pieces])
+                name: torch.cat(
+                    [result.rows[r, nano, layer][name][rows].cpu() for r, rows in pieces]
+                )
                 for name in ("q", "k", "v", "do", "o", "dq", "dk", "dv")
             }
             expected = reference_attention(

@@ -1,0 +1,90 @@
+"""A made-up run record for the report's tests."""
+
+from __future__ import annotations
+
+from distca.report.record import (
+    RunRecord,
+    StepDetail,
+    StepRecord,
+    TimelineEvent,
+    Verification,
+)
+
+
+def example_record(*, n_steps: int = 12) -> RunRecord:
+    """Two trainers and two servers, with every optional part present."""
+    return RunRecord(
+        name="example",
+        mode="pool",
+        finished=True,
+        began="2026-03-01T12:00:00",
+        model="LlamaForCausalLM, 4 layers, hidden 128, 8 heads, 2 kv heads",
+        parameters=1_234_567,
+        dtype="float32",
+        data="Python's standard library",
+        n_ranks=2,
+        n_nano_batches=2,
+        tokens_per_rank=4096,
+        steps=tuple(_step(step) for step in range(n_steps)),
+        detail=example_detail(),
+        verification=Verification(
+            steps=n_steps,
+            loss=1.2e-7,
+            gradient=3.4e-6,
+            parameter="model.layers.0.self_attn.q_proj.weight",
+            loss_tolerance=1e-5,
+            gradient_tolerance=1e-4,
+        ),
+    )
+
+
+def _step(step: int) -> StepRecord:
+    return StepRecord(
+        step=step,
+        loss=5.5 / (1 + 0.1 * step),
+        gradient_norm=2.0,
+        tokens=8192,
+        step_seconds=0.8,
+        wait_seconds=0.1,
+        home_imbalance=1.4 + 0.1 * (step % 4),
+        planned_imbalance=1.02,
+        measured_imbalance=1.05 + 0.01 * (step % 3),
+        plan_seconds=0.004,
+        loss_difference=1e-7,
+        gradient_difference=3e-6,
+    )
+
+
+def example_detail() -> StepDetail:
+    """A step whose rank 0 holds one long document."""
+    return StepDetail(
+        step=7,
+        documents=9,
+        longest_document_tokens=2048,
+        servers=("node-0", "node-1"),
+        home_seconds=(0.120, 0.042),
+        planned_seconds=(0.082, 0.080),
+        measured_seconds=(0.086, 0.079),
+        request_bytes=((9_400_000, 3_100_000), (0, 8_800_000)),
+        reply_bytes=((4_100_000, 1_400_000), (0, 3_900_000)),
+        reason="every server is within 3 % of the mean",
+        timeline=tuple(_timeline()),
+    )
+
+
+def _timeline() -> list[TimelineEvent]:
+    events = []
+    for turn in range(16):
+        lane, begin = f"nano-batch {turn % 2}", turn * 0.030
+        name = "compute forward" if turn < 8 else "compute backward"
+        events.append(_event(lane, name, begin, begin + 0.025))
+        events.append(_event(lane, "send", begin + 0.025, begin + 0.027))
+        events.append(_event(lane, "wait", begin + 0.027, begin + 0.030))
+        away = (begin + 0.027, begin + 0.060)
+        events.append(_event(f"{lane} attention", "attention under way", *away))
+        events.append(_event("in-place server", "kernel", begin + 0.030, begin + 0.050))
+    return sorted(events, key=lambda event: (event.lane == "in-place server", event.lane))
+
+
+def _event(lane: str, name: str, begin: float, end: float) -> TimelineEvent:
+    return TimelineEvent(lane=lane, name=name, begin_seconds=begin, end_seconds=end)

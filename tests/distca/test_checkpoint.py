@@ -1,0 +1,87 @@
+"""Checkpoints are whole or absent, the last two are kept, and belong to their run."""
+
+from __future__ import annotations
+
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+from distca.errors import CheckpointError
+from distca.train.checkpoint import (
+    Checkpoint,
+    list_checkpoints,
+    load_newest,
+    save_checkpoint,
+)
+
+IDENTITY = {"documents": "abc", "ranks": 2}
+
+
+def checkpoint(steps_done: int, n_weights: int = 4) -> Checkpoint:
+    weights = torch.arange(n_weights) * 1.5 + steps_done
+    return Checkpoint(steps_done, IDENTITY, {"weight": weights}, {"state": {0: {"step": 3.0}}})
+
+
+@contextmanager
+def files_limited_to(nbytes: int) -> Iterator[None]:
+    """As on a full disk, writes fail, here beyond a file size."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_newest_checkpoint_comes_back_equal_and_two_are_kept(tmp_path: Path) -> None:
+    for steps_done in (2, 4, 10):
+        save_checkpoint(tmp_path, checkpoint(steps_done))
+    assert [path.name for path in list_checkpoints(tmp_path)] == [
+        "step-00000004.pt",
+        "step-00000010.pt",
+    ]
+    loaded = load_newest(tmp_path, IDENTITY)
+    expected = checkpoint(10)
+    assert loaded.steps_done == 10
+    assert torch.equal(loaded.model["weight"], expected.model["weight"])
+    assert loaded.optimizer == expected.optimizer
+
+
+def test_full_disk_is_named_and_leaves_the_checkpoint_before_intact(tmp_path: Path) -> None:
+    before = save_checkpoint(tmp_path, checkpoint(2))
+    with (
+        files_limited_to(64 * 1024),
+        pytest.raises(CheckpointError, match=r"cannot be written: File too large; .* is intact"),
+    ):
+        save_checkpoint(tmp_path, checkpoint(4, n_weights=10**6))
+    assert list(tmp_path.iterdir()) == [before]
+    assert load_newest(tmp_path, IDENTITY).steps_done == 2
+
+
+def test_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(CheckpointError, match="cannot be written: Not a directory; there is none"):
+        save_checkpoint(tmp_path / "file" / "checkpoints", checkpoint(2))
+
+
+def test_no_checkpoint_to_resume_from_is_named(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="holds no checkpoint"):
+        load_newest(tmp_path / "absent", IDENTITY)
+
+
+def test_damaged_checkpoint_is_named(tmp_path: Path) -> None:
+    path = save_checkpoint(tmp_path, checkpoint(2))
+    for damage in (b"", b"garbage", path.read_bytes()[:-100]):
+        path.write_bytes(damage)
+        with pytest.raises(CheckpointError, match=r"step-00000002\.pt cannot be read"):
+            load_newest(tmp_path, IDENTITY)
+
+
+def test_checkpoint_of_another_run_is_refused_with_what_differs(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path, checkpoint(2))
+    with pytest.raises(CheckpointError, match="ranks: 2 then, 4 now"):
+        load_newest(tmp_path, {**IDENTITY, "ranks": 4})

@@ -1,0 +1,173 @@
+"""Options come from settings classes, one each, and settings survive the way through them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import pytest
+import typer
+from hypothesis import given
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+from distca.data.settings import DataSettings
+from distca.options import as_arguments, options_from
+from distca.train.settings import (
+    ModelSettings,
+    PlacementName,
+    PlanSettings,
+    Precision,
+    ServiceSettings,
+    TrainingSettings,
+)
+
+
+class Colour(StrEnum):
+    RED = "red"
+    BLUE = "blue"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Paint:
+    colour: Annotated[Colour, typer.Option(help="Which.")] = Colour.RED
+    coats: Annotated[int, typer.Option(help="How many.")] = 1
+    shiny: Annotated[bool, typer.Option("--shiny/--no-shiny")] = False
+    tin: Annotated[Path | None, typer.Option(help="From where.")] = None
+
+    def __post_init__(self) -> None:
+        if self.coats < 1:
+            raise ValueError(f"coats is {self.coats}; it must be 1 or more")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wall:
+    width: Annotated[float, typer.Option(help="In metres.")]
+
+
+def run(arguments: list[str]) -> tuple[int, str, list[tuple[Paint, Wall]]]:
+    received: list[tuple[Paint, Wall]] = []
+
+    @options_from
+    def command(paint: Paint, wall: Wall) -> None:
+        received.append((paint, wall))
+
+    app = typer.Typer()
+    app.command()(command)
+    result = CliRunner().invoke(app, arguments)
+    return result.exit_code, result.output, received
+
+
+@given(
+    paint=st.builds(
+        Paint,
+        colour=st.sampled_from(Colour),
+        coats=st.integers(1, 9),
+        shiny=st.booleans(),
+        tin=st.none() | st.just(Path("/tmp/a tin")),
+    ),
+    width=st.floats(allow_nan=False, allow_infinity=False),
+)
+def test_settings_survive_the_way_through_arguments(paint: Paint, width: float) -> None:
+    wall = Wall(width=width)
+    code, output, received = run(as_arguments(paint, wall))
+    assert code == 0, output
+    assert received == [(paint, wall)]
+
+
+def test_missing_option_is_named() -> None:
+    code, output, received = run([])
+    assert (code, received) == (2, [])
+    assert "--width" in output
+
+
+def test_validation_of_the_class_becomes_a_usage_error() -> None:
+    code, output, received = run(["--width=1", "--coats=0"])
+    assert (code, received) == (2, [])
+    assert "coats is 0; it must be 1 or more" in output
+
+
+def test_two_classes_with_one_field_are_refused() -> None:
+    @dataclass(frozen=True, kw_only=True)
+    class Other:
+        coats: Annotated[int, typer.Option()] = 1
+
+    def command(paint: Paint, other: Other) -> None:
+        raise AssertionError
+
+    command.__annotations__ = {"paint": Paint, "other": Other, "return": None}
+    with pytest.raises(TypeError, match="two settings classes have a field 'coats'"):
+        options_from(command)
+
+
+def test_everything_that_a_local_run_hands_to_its_trainers_reaches_them() -> None:
+    """As ``distca local`` does it: every option away from its default."""
+    settings = (
+        ServiceSettings(
+            control_plane="127.0.0.1:1",
+            placement=PlacementName.MIXED,
+            data_host="127.0.0.2",
+            run_dir=Path("/tmp/runs/x"),
+            one_host=True,
+            connect_timeout_seconds=1.5,
+            plan_timeout_seconds=2.5,
+            tick_timeout_seconds=3.5,
+            rendezvous="file:///tmp/r",
+        ),
+        DataSettings(
+            data=Path("/tmp/data"), text_field="b", max_document_tokens=9, span_ranks=True, seed=3
+        ),
+        ModelSettings(
+            model_config=Path("/tmp/c.json"),
+            hidden_size=64,
+            layers=2,
+            heads=8,
+            kv_heads=8,
+            dtype=Precision.BFLOAT16,
+        ),
+        TrainingSettings(
+            steps=7,
+            tokens_per_rank=64,
+            nano_batches=1,
+            learning_rate=0.1,
+            warmup_steps=0,
+            weight_decay=0.0,
+            max_gradient_norm=2.0,
+            verify=True,
+            checkpoint_every=5,
+            resume=True,
+        ),
+        PlanSettings(
+            tolerance=0.0,
+            planner="greedy",
+            min_forward_tokens=1,
+            min_backward_tokens=2,
+            steps_ahead=9,
+        ),
+    )
+    received: list[object] = []
+
+    @options_from
+    def command(
+        service: ServiceSettings,
+        data: DataSettings,
+        model: ModelSettings,
+        training: TrainingSettings,
+        plan: PlanSettings,
+    ) -> None:
+        received.extend((service, data, model, training, plan))
+
+    app = typer.Typer()
+    app.command()(command)
+    result = CliRunner().invoke(app, as_arguments(*settings))
+    assert result.exit_code == 0, result.output
+    assert tuple(received) == settings
+    same = [
+        field.name
+        for each in settings
+        for field in fields(each)
+        if field.default == getattr(each, field.name)
+    ]
+    assert same == [], "give these another value than their default above"

@@ -1,0 +1,146 @@
+"""Records survive a round trip, and the report shows what a record holds."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import re
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from distca.errors import RunFolderError
+from distca.report.figures import draw_figures, draw_load
+from distca.report.page import render_page, write_report
+from distca.report.record import RunRecord, mean_of
+from distca.report.step_log import StepLog, StepTail
+from distca.report.summary import summary_rows, summary_table
+from tests.distca.example_record import example_detail, example_record
+
+PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
+
+
+def test_record_survives_a_round_trip(tmp_path: Path) -> None:
+    record = example_record()
+    record.save(tmp_path / "run.json")
+    assert RunRecord.load(tmp_path / "run.json") == record
+    bare = replace(record, detail=None, verification=None, steps=())
+    assert RunRecord.from_json(bare.to_json()) == bare
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "no record of a run"),
+        ("[]", "no record of a run"),
+        ('{"version": 99}', "record version 99"),
+        ('{"version": 1}', "no record of a run"),
+    ],
+)
+def test_what_is_no_record_is_named(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "run.json"
+    path.write_text(text)
+    with pytest.raises(RunFolderError, match=rf"run\.json: .*{message}"):
+        RunRecord.load(path)
+
+
+def test_page_needs_no_other_file_and_embeds_every_figure(tmp_path: Path) -> None:
+    record = example_record()
+    write_report(record, tmp_path / "report.html", tmp_path / "figures")
+    html = (tmp_path / "report.html").read_text()
+    assert not re.search(r"https?://|<link|<script|src=\"(?!data:)", html)
+    images = re.findall(r'src="data:image/png;base64,([^"]+)"', html)
+    names = {"loss", "imbalance", "load", "timeline", "bytes"}
+    assert len(images) == len(names)
+    assert all(base64.b64decode(image).startswith(PNG_SIGNATURE) for image in images)
+    files = {path.stem: path for path in (tmp_path / "figures").iterdir()}
+    assert files.keys() == names
+    assert all(path.read_bytes().startswith(PNG_SIGNATURE) for path in files.values())
+    assert "Verified" in html
+    assert "1,234,567 parameters" in html
+
+
+def test_page_escapes_what_comes_from_outside() -> None:
+    html = render_page(replace(example_record(), data="<b>texts</b>"), {})
+    assert "&lt;b&gt;texts&lt;/b&gt;" in html
+
+
+def test_a_stopped_run_with_nothing_measured_still_has_a_report(tmp_path: Path) -> None:
+    record = example_record(n_steps=1)
+    bare_step = replace(
+        record.steps[0], home_imbalance=None, planned_imbalance=None, measured_imbalance=None
+    )
+    bare = replace(record, steps=(bare_step,), detail=None, verification=None, finished=False)
+    assert draw_figures(bare).keys() == {"loss"}
+    assert dict(summary_rows(bare))["run"] == "example (stopped early)"
+    write_report(replace(bare, steps=()), tmp_path / "report.html", tmp_path / "figures")
+
+
+def test_load_shows_home_planned_and_measured_seconds_as_bars() -> None:
+    detail = example_detail()
+
+    def heights(figure_axes: int) -> list[float]:
+        axes = draw_load(detail).axes[figure_axes]
+        return [round(float(bar.get_height()), 6) for bar in axes.patches]  # type: ignore[attr-defined]
+
+    assert heights(0) == [120.0, 42.0]
+    assert heights(1) == [82.0, 80.0, 86.0, 79.0]
+
+
+def test_difference_above_the_tolerance_is_shown_as_a_failure() -> None:
+    record = example_record()
+    assert record.verification is not None
+    for wrong in (1e-3, float("nan")):
+        failed = replace(record, verification=replace(record.verification, gradient=wrong))
+        assert "DIFFERENT" in dict(summary_rows(failed))["verified"]
+        assert "Not verified" in render_page(failed, {})
+
+
+def test_table_fits_a_narrow_terminal() -> None:
+    console = Console(width=80, record=True, file=io.StringIO())
+    console.print(summary_table(example_record()))
+    lines = console.export_text().splitlines()
+    assert max(map(len, lines)) <= 80
+    assert any("5.5000 (step 0) to 2.6190 (step 11)" in line for line in lines)
+
+
+def test_step_log_keeps_the_last_line_of_a_step_and_forgets_from_a_step_on(tmp_path: Path) -> None:
+    log = StepLog(tmp_path / "steps.jsonl")
+    assert log.read() == ()
+    steps = example_record(n_steps=4).steps
+    for step in steps:
+        log.append(replace(step, measured_imbalance=None))
+    log.append(steps[1])
+    assert [step.measured_imbalance for step in log.read()] == [None, 1.06, None, None]
+    with (tmp_path / "steps.jsonl").open("a") as file:
+        file.write('{"step": 4, "lo')
+    assert len(log.read()) == 4
+    log.forget_from(2)
+    assert [step.step for step in log.read()] == [0, 1]
+
+
+def test_mean_leaves_unknown_values_out() -> None:
+    assert mean_of([1.0, None, 3.0]) == 2.0
+    assert mean_of([None]) is None
+
+
+def test_step_tail_gives_each_complete_line_once(tmp_path: Path) -> None:
+    path = tmp_path / "steps.jsonl"
+    tail = StepTail(path)
+    assert tail.new_steps() == []
+    log = StepLog(path)
+    steps = example_record(n_steps=3).steps
+    log.append(steps[0])
+    log.append(steps[1])
+    assert tail.new_steps() == [steps[0], steps[1]]
+    line = json.dumps(asdict(steps[2])) + "\n"
+    with path.open("a") as file:
+        file.write(line[:10])
+        file.flush()
+        assert tail.new_steps() == []
+        file.write(line[10:])
+    assert tail.new_steps() == [steps[2]]
+    assert StepTail(path, from_end=True).new_steps() == []

@@ -1,0 +1,64 @@
+"""A run's folder is never overwritten unasked, and never anything that is no run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from distca.errors import RunFolderError
+from distca.run_folder import RunFolder
+
+
+def earlier_run(root: Path) -> RunFolder:
+    folder = RunFolder(root / "run")
+    folder.prepare(resume=False, overwrite=False)
+    folder.logs.mkdir()
+    folder.checkpoints.mkdir()
+    for name in ("step-00000008.pt", "step-00000012.pt", "step-00000016.pt.partial"):
+        (folder.checkpoints / name).touch()
+    folder.record.write_text("{}")
+    return folder
+
+
+def test_new_run_gets_a_new_folder(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "runs" / "first")
+    folder.prepare(resume=False, overwrite=False)
+    assert folder.root.is_dir()
+    assert folder.name == "first"
+    assert folder.newest_checkpoint() is None
+
+
+def test_earlier_run_is_kept_unless_overwriting_is_asked_for(tmp_path: Path) -> None:
+    folder = earlier_run(tmp_path)
+    with pytest.raises(RunFolderError, match="holds a run already: choose another name"):
+        folder.prepare(resume=False, overwrite=False)
+    folder.prepare(resume=False, overwrite=True)
+    assert list(folder.root.iterdir()) == []
+
+
+def test_folder_that_holds_no_run_is_not_removed(tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").touch()
+    with pytest.raises(RunFolderError, match="holds no run, so it is not overwritten"):
+        RunFolder(tmp_path).prepare(resume=False, overwrite=True)
+    assert (tmp_path / "thesis.tex").exists()
+
+
+def test_resuming_keeps_checkpoints_and_drops_the_old_report(tmp_path: Path) -> None:
+    folder = earlier_run(tmp_path)
+    folder.prepare(resume=True, overwrite=False)
+    assert not folder.record.exists()
+    newest = folder.newest_checkpoint()
+    assert newest is not None
+    assert newest.name == "step-00000012.pt"
+
+
+def test_there_must_be_something_to_resume(tmp_path: Path) -> None:
+    with pytest.raises(RunFolderError, match="holds no checkpoint to resume from"):
+        RunFolder(tmp_path / "absent").prepare(resume=True, overwrite=False)
+
+
+def test_place_where_no_folder_can_be_made_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(RunFolderError, match="cannot be used: Not a directory"):
+        RunFolder(tmp_path / "file" / "run").prepare(resume=False, overwrite=False)

@@ -1,0 +1,63 @@
+"""Gradient parity on a GPU: kernels, streams, cuda_ipc between processes, all placements."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from core_attention.manifest import RankManifest
+from core_attention.shape import AttentionShape
+from tests.cluster import Cluster, cluster
+from tests.team import Team
+from tests.trainer_client.test_parity import CASES, spanning
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.timeout(400),
+]
+
+SHAPE = AttentionShape(num_heads=8, num_heads_kv=2, head_dim=64, head_dim_v=64, dtype="bfloat16")
+DEVICE = "cuda:0"
+
+
+@pytest.fixture(scope="module")
+def gpu_pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    folder = tmp_path_factory.mktemp("gpu-cluster")
+    with cluster(folder, 2, device=DEVICE, node_shape=SHAPE) as running:
+        yield running
+
+
+@pytest.fixture(scope="module", params=["pool", "in-place", "mixed"])
+def team(request: pytest.FixtureRequest, gpu_pool: Cluster) -> Iterator[Team]:
+    with Team(
+        gpu_pool,
+        2,
+        SHAPE,
+        n_layers=2,
+        placement=request.param,
+        device=DEVICE,
+        tick_timeout_seconds=120.0,
+        connect_timeout_seconds=60.0,
+    ) as running:
+        yield running
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_placement_matches_the_reference(team: Team, case: str) -> None:
+    team.check(CASES[case])
+
+
+def test_long_documents_match_the_reference(team: Team) -> None:
+    team.check(spanning(2, 3001))
+    team.check([RankManifest.from_lengths(0, rank, [[2500, 40], [1500]]) for rank in range(2)])
+
+
+def test_equal_steps_give_equal_bits_forward(team: Team) -> None:
+    manifests = spanning(2, 1500)
+    runs = [team.run(manifests) for _ in range(3)]
+    for key, rows in runs[0].rows.items():
+        for other in runs[1:]:
+            assert rows["o"].equal(other.rows[key]["o"]), f"o of {key} differs"
