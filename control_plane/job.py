@@ -17,6 +17,7 @@ from control_plane.errors import (
     UnknownStepError,
 )
 from control_plane.job_spec import JobSpec
+from control_plane.server_speeds import ServerSpeeds
 from control_plane.step import (
     FailedStep,
     PendingStep,
@@ -73,6 +74,7 @@ class Job:
         # a submission whose answer it did not get.
         self._accepted: OrderedDict[int, dict[int, int]] = OrderedDict()
         self._last_reported = dict.fromkeys(range(spec.n_ranks), -1)
+        self.speeds = ServerSpeeds()
 
     def check_can_join(self, rank: int) -> None:
         """Raises unless ``rank`` may join.
@@ -248,6 +250,8 @@ class Job:
                 f"server {measured.server_id} reports {sorted(n_values)} busy seconds; the job "
                 f"has {self.spec.n_nano_batches} nano-batches"
             )
+        if measured.server_id not in record.servers:
+            self._correct_speed(record, measured)
         record.servers[measured.server_id] = measured
 
     def unfinished_steps(self) -> list[PlannedStep]:
@@ -310,6 +314,16 @@ class Job:
             manifests=tuple(pending.manifests[rank] for rank in range(self.spec.n_ranks)),
             forward_only=pending.forward_only[0],
         )
+
+    def _correct_speed(self, record: PlannedStep, measured: ServerMeasurement) -> None:
+        predicted = record.predicted_seconds(measured.server_id)
+        if predicted is not None:
+            self.speeds.measured(
+                measured.server_id,
+                planned_speed=record.speeds.get(measured.server_id, 1.0),
+                predicted_seconds=predicted * self.spec.n_layers,
+                measured_seconds=sum(sum(measured.busy_seconds(phase)) for phase in record.phases),
+            )
 
     def _check_manifest(self, rank: int, manifest: RankManifest) -> None:
         if manifest.rank != rank:

@@ -99,13 +99,12 @@ def planning_options(
     Raises:
         InvalidRequestError: a value is out of range.
     """
-    chosen = {
-        "min_forward_tokens": min_forward_tokens,
-        "min_backward_tokens": min_backward_tokens,
-    }
+    defaults = PlanningOptions()
     try:
         return PlanningOptions(
-            tolerance=tolerance, **{name: value for name, value in chosen.items() if value}
+            tolerance=tolerance,
+            min_forward_tokens=min_forward_tokens or defaults.min_forward_tokens,
+            min_backward_tokens=min_backward_tokens or defaults.min_backward_tokens,
         )
     except PlanError as error:
         raise InvalidRequestError(str(error)) from error

@@ -39,8 +39,11 @@ class Publication:
     plan_bytes: int
 
 
-def planning_servers(members: Sequence[Member], shape: AttentionShape) -> list[PlanningServer]:
-    """``members`` as a planner sees them, each with its best profile for ``shape``.
+def planning_servers(
+    members: Sequence[Member], shape: AttentionShape, speeds: Mapping[str, float]
+) -> list[PlanningServer]:
+    """``members`` as a planner sees them, each with its best profile for ``shape`` and its
+    correction from ``speeds``, by id.
 
     An in-place server that drains keeps its own rank's tasks and receives no others.
     """
@@ -53,6 +56,7 @@ def planning_servers(members: Sequence[Member], shape: AttentionShape) -> list[P
             ),
             host=member.description.host,
             profile=profile_for(member.description.profiles, shape),
+            speed=speeds.get(member.server_id, 1.0),
             capacity_rows=member.description.capacity_rows,
             receives=not member.draining,
         )
@@ -77,7 +81,10 @@ def publish_step(
     manifest = Manifest.merge(ready.manifests, spec.n_ranks)
     plan = planner(manifest, servers, spec.shape, spec.options)
     record = PlannedStep(
-        plan=plan, plan_seconds=time.perf_counter() - started, forward_only=ready.forward_only
+        plan=plan,
+        plan_seconds=time.perf_counter() - started,
+        forward_only=ready.forward_only,
+        speeds={server.server.server_id: server.speed for server in servers},
     )
     slicer = PlanSlicer(plan, job_id)
     by_rank = {rank: _event(piece, record) for rank, piece in enumerate(slicer.rank_slices())}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -73,6 +74,7 @@ class PlannedStep:
         plan: the whole plan.
         plan_seconds: wall seconds that it took to make.
         forward_only: the step has no backward pass.
+        speeds: corrections that servers were planned with, by id, where they are not 1.0.
         serving: ids of the servers that have a task.
         servers, ranks: what was measured, by server id and rank.
     """
@@ -80,6 +82,7 @@ class PlannedStep:
     plan: Plan
     plan_seconds: float
     forward_only: bool
+    speeds: Mapping[str, float] = field(default_factory=dict)
     serving: frozenset[str] = field(init=False)
     servers: dict[str, ServerMeasurement] = field(default_factory=dict)
     ranks: dict[int, RankMeasurement] = field(default_factory=dict)
@@ -91,6 +94,20 @@ class PlannedStep:
     @property
     def step(self) -> int:
         return self.plan.step
+
+    @property
+    def phases(self) -> tuple[Phase, ...]:
+        """The phases that the step runs."""
+        return (Phase.FORWARD,) if self.forward_only else (Phase.FORWARD, Phase.BACKWARD)
+
+    def predicted_seconds(self, server_id: str) -> float | None:
+        """Busy seconds of one layer that the plan expects of a server, over all nano-batches and
+        phases; None if the plan does not name it."""
+        index = self.plan.server_index(server_id)
+        forecasts = [self.plan.forecast(phase) for phase in self.phases]
+        if index is None:
+            return None
+        return float(sum(f.seconds[:, index].sum() for f in forecasts if f is not None))
 
     def measured_imbalance(self, phase: Phase) -> float | None:
         """Worst over nano-batches of max / mean measured busy seconds over the plan's servers;

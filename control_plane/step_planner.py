@@ -137,7 +137,8 @@ def _maker(
     job: Job, ready: ReadyStep, members: list[Member], planner: Planner
 ) -> Callable[[], Publication]:
     """What the worker thread runs; it holds values only, nothing that the event loop changes."""
-    job_id, spec, servers = job.job_id, job.spec, planning_servers(members, job.spec.shape)
+    job_id, spec = job.job_id, job.spec
+    servers = planning_servers(members, spec.shape, job.speeds.snapshot())
     return lambda: publish_step(job_id, spec, ready, servers, planner)
 
 

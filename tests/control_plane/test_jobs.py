@@ -337,3 +337,16 @@ def test_options_of_zero_tokens_are_the_defaults() -> None:
 def test_differences_name_each_field_once() -> None:
     assert spec().differences(spec()) == ""
     assert spec().differences(spec(n_ranks=3)) == "n_ranks 3 instead of 2"
+
+
+def test_a_servers_speed_follows_what_it_measures(job: Job) -> None:
+    record = plan_next(job, 0)
+    predicted = record.predicted_seconds("a")
+    assert predicted is not None
+    twice_as_long = predicted * job.spec.n_layers
+    job.report_server(0, server_measurement("a", twice_as_long, twice_as_long / 2))
+    slower = job.speeds.of("a")
+    assert slower < 1.0
+    job.report_server(0, server_measurement("a", twice_as_long, twice_as_long))
+    assert job.speeds.of("a") == slower, "a repeated report counts once"
+    assert job.speeds.of("b") == 1.0

@@ -67,7 +67,7 @@ def expected_plan(step: int, server_ids: list[str]) -> Plan:
         for s in server_ids
     ]
     manifest = Manifest.merge([rank_manifest(step, rank) for rank in (0, 1)], 2)
-    return rotating_plan(manifest, planning_servers(members, SHAPE), SHAPE, PlanningOptions())
+    return rotating_plan(manifest, planning_servers(members, SHAPE, {}), SHAPE, PlanningOptions())
 
 
 def test_job_of_two_ranks_on_two_servers_from_opening_to_closing(client: Client) -> None:
@@ -663,9 +663,10 @@ def test_planning_servers_scale_the_nearest_profile_and_drain_in_place_ones() ->
         in_place=InPlace("job", 3),
         draining=True,
     )
-    (server,) = planning_servers([member], SHAPE)
+    (server,) = planning_servers([member], SHAPE, {"s0": 0.5})
     assert server.server.in_place_rank == 3
     assert server.capacity_rows == 100
+    assert server.speed == 0.5
     assert not server.receives
     np.testing.assert_array_equal(
         server.profile.forward_seconds, description.profiles[0].forward_seconds
