@@ -15,6 +15,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -88,11 +89,11 @@ class Executor:
 
     def arrive(self, tick: OpenTick, rank: int, source: Source) -> None:
         """Hands in one source of a tick; its callbacks are made on the executor's thread."""
-        self._events.put(lambda: self._arrive(tick, rank, source))
+        self._events.put(lambda: self._guard(tick, lambda: self._arrive(tick, rank, source)))
 
     def give_up(self, tick: OpenTick, error: BaseException) -> None:
         """Ends a tick without results."""
-        self._events.put(lambda: tick.give_up(error))
+        self._events.put(lambda: self._guard(tick, lambda: tick.give_up(error)))
 
     def close(self, timeout_seconds: float = 5.0) -> None:
         """Stops the thread after the call in progress."""
@@ -164,8 +165,8 @@ class Executor:
         except Exception as error:
             # The kernel is foreign code and may raise anything; these ticks end, the node lives.
             logger.exception("kernel %s failed in %s", self.kernel.name, batch[0][0].tick)
-            for tick in {id(tick): tick for tick, _ in batch}.values():
-                tick.give_up(error)
+            for tick in _distinct_ticks(batch):
+                self._guard(tick, partial(tick.give_up, error))
             return
         call = _describe(batch, begin, time.perf_counter())
         for tick, index in batch:
@@ -173,7 +174,19 @@ class Executor:
             tick.busy_seconds += call.seconds * share
         self._on_call(call)
         for tick, index in batch:
-            tick.part_done(index)
+            self._guard(tick, partial(tick.part_done, index))
+
+    def _guard(self, tick: OpenTick, action: Callable[[], None]) -> None:
+        """Runs ``action``; a failure (no memory for assembled keys, say) ends the tick and leaves
+        the thread to the others."""
+        try:
+            action()
+        except Exception as error:
+            logger.exception("%s failed", tick.tick)
+            try:
+                tick.give_up(error)
+            except Exception:
+                logger.exception("%s could not be given up", tick.tick)
 
 
 def _call_kind(tick: OpenTick) -> tuple[Phase, AttentionShape, float]:
@@ -181,11 +194,15 @@ def _call_kind(tick: OpenTick) -> tuple[Phase, AttentionShape, float]:
     return tick.tick.phase, tick.shape, tick.scale
 
 
+def _distinct_ticks(batch: list[tuple[OpenTick, int]]) -> list[OpenTick]:
+    return list({id(tick): tick for tick, _ in batch}.values())
+
+
 def _describe(batch: list[tuple[OpenTick, int]], begin: float, end: float) -> KernelCall:
     parts = [tick.route.parts[index] for tick, index in batch]
     return KernelCall(
         phase=batch[0][0].tick.phase,
-        ticks=tuple({id(tick): tick for tick, _ in batch}.values()),
+        ticks=tuple(_distinct_ticks(batch)),
         tasks=sum(len(part.tasks) for part in parts),
         qk_pairs=sum(part.qk_pairs for part in parts),
         begin_seconds=begin,

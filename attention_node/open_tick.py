@@ -57,6 +57,7 @@ class OpenTick:
         device: where the assembled keys live.
         on_closed: called once, when the tick is over.
         busy_seconds: kernel seconds spent on it so far.
+        failure: why it was given up, or None.
     """
 
     tick: Tick
@@ -66,6 +67,7 @@ class OpenTick:
     device: torch.device
     on_closed: Callable[[OpenTick], None]
     busy_seconds: float = 0.0
+    failure: BaseException | None = None
     _sources: dict[int, Source] = field(default_factory=dict)
     _awaiting: set[int] = field(init=False)
     _undone: set[int] = field(init=False)
@@ -154,6 +156,7 @@ class OpenTick:
     def give_up(self, error: BaseException) -> None:
         """Ends the tick without results: every source that has arrived and got no reply is told."""
         if not self._closed:
+            self.failure = error
             for rank in sorted(self._unreplied & self._sources.keys()):
                 self._sources[rank].fail(error)
             self._close()

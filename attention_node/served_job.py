@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
 
-from attention_node.open_tick import OpenTick
+from attention_node.open_tick import OpenTick, TickGivenUp
 from attention_node.tick_route import TickRoute, derive_tick_route
 from core_attention.ca_task import Phase
 from core_attention.message import MessageLayout, reply_layout, request_layout
@@ -20,6 +20,13 @@ from core_attention.shape import AttentionShape
 from core_attention.tick import Tick, ticks_of_lane
 
 logger = logging.getLogger(__name__)
+
+RECEIVES_AHEAD = 2
+"""Receives posted ahead in each lane: one for the tick in flight, one for the next."""
+
+REMEMBERED_PLANS = 4096
+"""Plans of a job that a server tells apart from ones that it has not seen. A control plane repeats
+those of unfinished steps only, of which it keeps far fewer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +79,7 @@ class ServedStep:
         forward_only: whether there is no backward pass.
         device: where tensors live.
         lock: guards the open ticks.
-        on_finished: called once, when the last tick is over.
+        on_finished: called once, when the last tick is over or a tick has failed.
     """
 
     def __init__(
@@ -94,6 +101,7 @@ class ServedStep:
         self._lock = lock
         self._on_finished = on_finished
         self._open: dict[Tick, OpenTick] = {}
+        self._given_up = ""
         self._routes: dict[tuple[int, Phase], TickRoute] = {}
         self._busy = {phase: [0.0] * job.n_nano_batches for phase in Phase}
         server = plan.server_index(server_id)
@@ -123,6 +131,11 @@ class ServedStep:
         return self._ticks_left == 0
 
     @property
+    def given_up(self) -> str:
+        """Why it was given up; empty if it was not."""
+        return self._given_up
+
+    @property
     def open_ticks(self) -> list[OpenTick]:
         with self._lock:
             return list(self._open.values())
@@ -138,9 +151,21 @@ class ServedStep:
         )
         return [tick for tick in lane if (rank, nano_batch, tick.phase) in self.messages]
 
-    def open_tick(self, tick: Tick) -> OpenTick:
-        """The state of ``tick``, begun if need be."""
+    def give_up(self, reason: str) -> list[OpenTick]:
+        """Opens no more ticks; returns those that are open, for the executor to end."""
         with self._lock:
+            self._given_up = self._given_up or reason
+            return list(self._open.values())
+
+    def open_tick(self, tick: Tick) -> OpenTick:
+        """The state of ``tick``, begun if need be.
+
+        Raises:
+            TickGivenUp: the step was given up; says why.
+        """
+        with self._lock:
+            if self._given_up:
+                raise TickGivenUp(self._given_up)
             if tick not in self._open:
                 self._open[tick] = OpenTick(
                     tick=tick,
@@ -162,12 +187,20 @@ class ServedStep:
         )
 
     def _close_tick(self, open_tick: OpenTick) -> None:
-        tick = open_tick.tick
+        """Runs on the executor's thread. A tick that failed fails the whole step: the ranks that it
+        owed a reply cannot go on, and those that are still to send must be told."""
+        tick, failure = open_tick.tick, open_tick.failure
+        others: list[OpenTick] = []
         with self._lock:
             self._open.pop(tick, None)
             self._busy[tick.phase][tick.nano_batch] += open_tick.busy_seconds
             self._ticks_left -= 1
-        if self.finished:
+            failed_now = failure is not None and not self._given_up
+            if failed_now:
+                others = self.give_up(f"{tick} failed: {failure}")
+        for other in others:
+            other.give_up(TickGivenUp(self._given_up))
+        if failed_now or (self.finished and not self._given_up):
             self._on_finished(self)
 
 
@@ -182,6 +215,18 @@ class ServedJob:
 
     description: JobDescription
     steps: dict[int, ServedStep] = field(default_factory=dict)
+    _seen: OrderedDict[tuple[int, int], None] = field(default_factory=OrderedDict)
+
+    def is_new(self, plan: Plan) -> bool:
+        """Whether ``plan`` comes for the first time; a stream that is watched again repeats the
+        plans of unfinished steps."""
+        key = (plan.step, plan.epoch)
+        if key in self._seen:
+            return False
+        self._seen[key] = None
+        while len(self._seen) > REMEMBERED_PLANS:
+            self._seen.popitem(last=False)
+        return True
 
 
 @dataclass(eq=False)
@@ -189,13 +234,31 @@ class Lane:
     """The ticks that one rank is still to send for one nano-batch, in order.
 
     Attributes:
-        expected: ticks for which no receive is posted yet.
-        posted: receives that are posted and not complete.
+        expected: ticks for which no receive is posted yet, by step.
+        posted: ticks whose receives are posted and not complete.
     """
 
     expected: deque[tuple[ServedStep, Tick]] = field(default_factory=deque)
-    posted: int = 0
+    posted: set[Tick] = field(default_factory=set)
 
     def extend(self, step: ServedStep, rank: int, nano_batch: int) -> None:
-        """Appends the ticks of ``step``."""
-        self.expected.extend((step, tick) for tick in step.expected_ticks(rank, nano_batch))
+        """Adds the ticks of ``step``, before those of later steps: a step whose planning failed
+        at first is planned after them."""
+        ticks = [(step, tick) for tick in step.expected_ticks(rank, nano_batch)]
+        later = [entry for entry in self.expected if entry[0].step > step.step]
+        for _ in later:
+            self.expected.pop()
+        self.expected.extend(ticks)
+        self.expected.extend(later)
+
+    def next_to_post(self) -> tuple[ServedStep, Tick] | None:
+        """Takes the tick to post a receive for; None if enough are posted. Receives of later
+        steps do not count: their messages come after the tick's."""
+        if not self.expected:
+            return None
+        step, tick = self.expected[0]
+        if sum(posted.step <= step.step for posted in self.posted) >= RECEIVES_AHEAD:
+            return None
+        self.expected.popleft()
+        self.posted.add(tick)
+        return step, tick

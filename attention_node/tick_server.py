@@ -23,7 +23,7 @@ from attention_node.served_job import JobDescription, Lane, ServedJob, ServedSte
 from core_attention.message_views import message_views
 from core_attention.plan import Plan
 from core_attention.tick import Tick
-from data_plane.buffer_pool import BufferPool, PooledBuffer
+from data_plane.buffer_pool import BufferPool, BufferPoolExhausted, PooledBuffer
 from data_plane.transport import Connection, Transfer, TransferState, TransportError
 from distca.v1 import data_plane_pb2
 
@@ -31,8 +31,8 @@ logger = logging.getLogger(__name__)
 
 PROTOCOL_VERSION = 1
 
-RECEIVES_AHEAD = 2
-"""Receives posted ahead in each lane: one for the tick in flight, one for the next."""
+NO_MEMORY = (BufferPoolExhausted, MemoryError, torch.OutOfMemoryError)
+"""What a buffer pool raises when it has no room."""
 
 LANE_DEADLINE_SECONDS = 24 * 3600.0
 """A posted receive waits for as long as its trainer computes, evaluates or saves. When the trainer
@@ -82,6 +82,7 @@ class TickServer:
         self._lock = threading.RLock()
         self._jobs: dict[str, ServedJob] = {}
         self._connections: list[_RankConnection] = []
+        self._leaving: set[Transfer] = set()
 
     @property
     def open_ticks(self) -> int:
@@ -93,9 +94,16 @@ class TickServer:
 
     @property
     def idle(self) -> bool:
-        """Whether no planned step is unfinished."""
+        """Whether no planned step is unfinished and every reply has left."""
         with self._lock:
-            return not any(job.steps for job in self._jobs.values())
+            return not self._leaving and not any(job.steps for job in self._jobs.values())
+
+    def is_serving(self, last_step: int) -> bool:
+        """Whether a step up to ``last_step`` is unfinished, or a reply has not left yet."""
+        with self._lock:
+            return bool(self._leaving) or any(
+                step <= last_step for job in self._jobs.values() for step in job.steps
+            )
 
     def open_job(self, description: JobDescription) -> None:
         """Admits a job; its trainers may connect from now on."""
@@ -104,12 +112,16 @@ class TickServer:
         logger.info("job %s opened", description.job_id)
 
     def add_plan(self, job_id: str, plan: Plan, *, forward_only: bool) -> None:
-        """Takes in the plan of a step, and posts receives for it where nothing comes before.
+        """Takes in the plan of a step, and posts receives for it where nothing comes before. A
+        plan that came already (by step and epoch) is ignored.
 
         Raises:
             KeyError: no such job is open.
         """
-        job = self._jobs[job_id]
+        with self._lock:
+            job = self._jobs[job_id]
+            if not job.is_new(plan):
+                return
         step = ServedStep(
             job.description,
             plan,
@@ -138,12 +150,12 @@ class TickServer:
                 return
             connected = [c for c in self._connections if c.job is job]
             self._connections = [c for c in self._connections if c.job is not job]
-            open_ticks = [tick for step in job.steps.values() for tick in step.open_ticks]
-        logger.info("job %s closed: %s", job_id, reason or "finished")
+            why = f"job {job_id} was closed: {reason or 'finished'}"
+            open_ticks = [tick for step in job.steps.values() for tick in step.give_up(why)]
+        logger.info("%s", why)
         for connected_rank in connected:
-            connected_rank.connection.close(f"job {job_id} was closed: {reason or 'finished'}")
-        for tick in open_ticks:
-            self._executor.give_up(tick, TickGivenUp(f"job {job_id} was closed: {reason}"))
+            connected_rank.connection.close(why)
+        self._give_up(open_ticks, why)
 
     def accept(self, hello: bytes, connection: Connection) -> bytes:
         """The transport's accept callback: admits a rank of an open job.
@@ -161,7 +173,7 @@ class TickServer:
             dropped = self._drop_abandoned(job, message.rank, message.first_step)
             for number in sorted(job.steps):
                 self._extend(rank_connection, job.steps[number])
-        self._give_up(dropped)
+        self._give_up(*dropped)
         connection.add_closed_callback(lambda error: self._forget(rank_connection, error))
         self._post(rank_connection)
         logger.info("job %s: rank %d connected (%s)", message.job_id, message.rank, connection.peer)
@@ -188,6 +200,9 @@ class TickServer:
 
         Returns:
             What to wait for.
+
+        Raises:
+            TickGivenUp: the job was closed, or the step is over on this server or was given up.
         """
         assert self._local_rank is not None
         reply = LocalReply(tick)
@@ -200,7 +215,14 @@ class TickServer:
             written=record_event(self._executor.device),
         )
         with self._lock:
-            open_tick = self._jobs[job_id].steps[tick.step].open_tick(tick)
+            job = self._jobs.get(job_id)
+            step = job.steps.get(tick.step) if job else None
+            if step is None:
+                raise TickGivenUp(
+                    f"{tick}: the step is over on this process's own server, or another rank has "
+                    "given it up"
+                )
+            open_tick = step.open_tick(tick)
         self._executor.arrive(open_tick, self._local_rank, source)
         return reply
 
@@ -209,8 +231,10 @@ class TickServer:
         it will not run them to their end."""
         with self._lock:
             job = self._jobs.get(job_id)
-            dropped = self._drop_abandoned(job, rank, first_step) if job else []
-        self._give_up(dropped)
+            if job is None:
+                return
+            dropped = self._drop_abandoned(job, rank, first_step)
+        self._give_up(*dropped)
 
     def close(self) -> None:
         """Closes every job."""
@@ -240,18 +264,21 @@ class TickServer:
             )
         return job
 
-    def _drop_abandoned(self, job: ServedJob, rank: int, first_step: int) -> list[OpenTick]:
+    def _drop_abandoned(
+        self, job: ServedJob, rank: int, first_step: int
+    ) -> tuple[list[OpenTick], str]:
         """Forgets the unfinished steps that ``rank`` takes part in and will not go on with;
-        returns their open ticks."""
+        returns their open ticks and why."""
+        why = f"rank {rank} did not run the step to its end, it went on with step {first_step}"
         dropped = []
         for number, step in list(job.steps.items()):
             if number < first_step and step.has_rank(rank):
-                dropped.extend(job.steps.pop(number).open_ticks)
-        return dropped
+                dropped.extend(job.steps.pop(number).give_up(why))
+        return dropped, why
 
-    def _give_up(self, dropped: list[OpenTick]) -> None:
-        for tick in dropped:
-            self._executor.give_up(tick, TickGivenUp("a rank began again with a later step"))
+    def _give_up(self, ticks: list[OpenTick], why: str) -> None:
+        for tick in ticks:
+            self._executor.give_up(tick, TickGivenUp(why))
 
     def _extend(self, connection: _RankConnection, step: ServedStep) -> None:
         if step.step >= connection.first_step:
@@ -261,17 +288,20 @@ class TickServer:
     def _post(self, connection: _RankConnection) -> None:
         """Posts receives until every lane has enough of them."""
         for lane in connection.lanes:
-            while True:
+            while not connection.connection.closed:
                 with self._lock:
-                    if lane.posted >= RECEIVES_AHEAD or not lane.expected:
-                        break
-                    step, tick = lane.expected.popleft()
-                    lane.posted += 1
-                self._offer(connection, lane, step, tick)
+                    following = lane.next_to_post()
+                if following is None:
+                    break
+                self._offer(connection, lane, *following)
 
     def _offer(self, connection: _RankConnection, lane: Lane, step: ServedStep, tick: Tick) -> None:
         layout = step.messages[connection.rank, tick.nano_batch, tick.phase].request
-        buffer = self._pool.acquire(layout.nbytes)
+        try:
+            buffer = self._pool.acquire(layout.nbytes)
+        except NO_MEMORY as error:
+            self._fail(connection, tick, error)
+            return
         transfer = connection.connection.offer(tick.tag(reply=False), buffer, LANE_DEADLINE_SECONDS)
         transfer.add_done_callback(
             lambda done: self._received(connection, lane, step, tick, buffer, done)
@@ -289,12 +319,22 @@ class TickServer:
         if transfer.state is not TransferState.DONE:
             buffer.release()
             return
-        source = self._remote_source(connection, step, tick, buffer)
         with self._lock:
-            lane.posted -= 1
+            lane.posted.discard(tick)
+        try:
             open_tick = step.open_tick(tick)
+            source = self._remote_source(connection, step, tick, buffer)
+        except (TickGivenUp, *NO_MEMORY) as error:
+            buffer.release()
+            self._fail(connection, tick, error)
+            return
         self._executor.arrive(open_tick, connection.rank, source)
         self._post(connection)
+
+    def _fail(self, connection: _RankConnection, tick: Tick, error: BaseException) -> None:
+        """Tells a rank that it gets no result of ``tick``."""
+        logger.warning("%s of rank %d: %s", tick, connection.rank, error)
+        connection.connection.close(f"{tick} failed on server {self.server_id}: {error}")
 
     def _remote_source(
         self, connection: _RankConnection, step: ServedStep, tick: Tick, request: PooledBuffer
@@ -305,36 +345,41 @@ class TickServer:
         def send_reply() -> None:
             if messages.reply.nbytes:
                 written = record_event(self._executor.device)
-                connection.connection.put(
+                transfer = connection.connection.put(
                     tick.tag(reply=True),
                     reply,
                     self._reply_deadline_seconds,
                     ready=written.query if written else None,
                 )
+                with self._lock:
+                    self._leaving.add(transfer)
+                transfer.add_done_callback(self._has_left)
 
         def release() -> None:
             request.release()
             reply.release()
-
-        def fail(error: BaseException) -> None:
-            connection.connection.close(f"{tick} failed on server {self.server_id}: {error}")
 
         return Source(
             inputs=message_views(request.tensor, messages.request),
             outputs=message_views(reply.tensor, messages.reply),
             reply=send_reply,
             release=release,
-            fail=fail,
+            fail=lambda error: self._fail(connection, tick, error),
         )
 
+    def _has_left(self, transfer: Transfer) -> None:
+        with self._lock:
+            self._leaving.discard(transfer)
+
     def _finish_step(self, step: ServedStep) -> None:
-        """Runs on the executor's thread when the last tick of a step is over."""
+        """Runs on the executor's thread when the last tick of a step is over or one failed."""
         with self._lock:
             job = self._jobs.get(step.job.job_id)
             if job is None or job.steps.get(step.step) is not step:
                 return
             del job.steps[step.step]
-        self._on_step_finished(step.busy())
+        if not step.given_up:
+            self._on_step_finished(step.busy())
 
     def _forget(self, connection: _RankConnection, error: TransportError | None) -> None:
         with self._lock:

@@ -30,7 +30,7 @@ from core_attention.manifest import Manifest
 from core_attention.plan import Plan
 from core_attention.shape import AttentionShape
 
-MOST_VARIANTS = 48
+MOST_VARIANTS = 64
 VARIANT_SERVERS = 384
 """Small fleets are planned ``VARIANT_SERVERS / n_servers`` times, each time with other near-ties,
 and the cheapest plan wins: it costs little time there, and one chunk more or less weighs most."""

@@ -170,7 +170,10 @@ def pair_bytes(
     return requests, q_moved * per_row.q_reply + kv_moved * per_row.kv_reply
 
 
-def _segment_columns(manifest: Manifest) -> tuple[Int64Array, ...]:
+_FiveColumns = tuple[Int64Array, Int64Array, Int64Array, Int64Array, Int64Array]
+
+
+def _segment_columns(manifest: Manifest) -> _FiveColumns:
     return (
         manifest.segment_document,
         manifest.segment_offset,
@@ -180,7 +183,7 @@ def _segment_columns(manifest: Manifest) -> tuple[Int64Array, ...]:
     )
 
 
-def _task_columns(tasks: TaskTable) -> tuple[Int64Array, ...]:
+def _task_columns(tasks: TaskTable) -> tuple[Int64Array, Int64Array, Int64Array, Int64Array]:
     return tasks.document, tasks.q_begin, tasks.q_end, tasks.server
 
 

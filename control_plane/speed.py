@@ -19,7 +19,7 @@ import numpy as np
 
 from core_attention.arrays import Float64Array
 
-DAMPING = 0.25
+DAMPING = 0.2
 """Share of the deviation corrected per step: stable for plans made up to 3 steps ahead."""
 DEAD_BAND = 0.02
 """Relative deviation that counts as noise."""

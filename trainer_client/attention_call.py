@@ -73,6 +73,7 @@ class AttentionCall:
         self._layer = layer
         self._nano_batch = nano_batch
         self._sent: _SentTick | None = None
+        self._phases_sent: set[Phase] = set()
         self.lane = f"nano-batch {nano_batch}"
 
     def send_forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
@@ -119,17 +120,33 @@ class AttentionCall:
             raise CoreAttentionFailed(
                 f"step {running.step} is over; run backward inside the step's block"
             )
-        if self._sent is not None:
-            raise CoreAttentionFailed(f"{self._sent.tick} was sent and never collected")
         tick = Tick(running.step, self._layer, self._nano_batch, phase)
-        sent = _SentTick(tick, outputs)
+        if phase is Phase.BACKWARD and running.forward_only:
+            raise CoreAttentionFailed(
+                f"{tick}: the step was submitted as forward-only; submit it with "
+                "forward_only=False to run backward"
+            )
+        if phase in self._phases_sent:
+            raise CoreAttentionFailed(
+                f"{tick} was run before; core attention is differentiable once: run backward once, "
+                "without retain_graph"
+            )
+        self._phases_sent.add(phase)
+        self._sent = sent = _SentTick(tick, outputs)
+        running.outstanding.add(self)
         with running.timed(self.lane, "send", _describe(tick)):
             for exchange in running.exchanges[self._nano_batch, phase]:
                 if exchange.connection is None:
                     sent.replies.append(self._send_local(tick, exchange, inputs, outputs))
                 else:
                     sent.replies.append(self._send_remote(tick, exchange, inputs))
-        self._sent = sent
+
+    def give_up(self) -> None:
+        """Lets go of the replies that will not be collected."""
+        sent, self._sent = self._sent, None
+        for reply in sent.replies if sent else ():
+            if isinstance(reply, _RemoteReply):
+                reply.buffer.release()
 
     def _send_local(
         self, tick: Tick, exchange: Exchange, inputs: Tensors, outputs: Tensors
@@ -143,7 +160,11 @@ class AttentionCall:
                 "dk": _gradient(inputs["k"], rows, shape.head_dim),
                 "dv": _gradient(inputs["v"], rows, shape.head_dim_v),
             }
-        reply = running.in_place.submit_local(running.job.job_id, tick, inputs, outputs)
+        try:
+            reply = running.in_place.submit_local(running.job.job_id, tick, inputs, outputs)
+        except TickGivenUp as error:
+            running.check()
+            raise CoreAttentionFailed(str(error)) from error
         return _LocalReply(exchange, outputs, reply)
 
     def _send_remote(self, tick: Tick, exchange: Exchange, inputs: Tensors) -> _RemoteReply:
@@ -164,6 +185,7 @@ class AttentionCall:
                 tick.tag(reply=False), request, deadline, ready=packed.query if packed else None
             )
         except TransportError as error:
+            reply.release()
             raise self._failed(tick, exchange, error) from error
         finally:
             request.release()
@@ -178,7 +200,6 @@ class AttentionCall:
                 f"nano-batch {self._nano_batch} layer {self._layer}: {phase} collected before it "
                 "was sent; run backward once, in the step's own block"
             )
-        self._sent = None
         gradients: dict[str, torch.Tensor] = {}
         if phase is Phase.BACKWARD:
             shape, n_rows = self._running.job.shape, sent.outputs["dq"].shape[0]
@@ -190,7 +211,8 @@ class AttentionCall:
                 gradient.zero_()
         with self._running.timed(self.lane, "wait", _describe(sent.tick)):
             deadline = time.monotonic() + self._running.tick_timeout_seconds
-            for reply in sent.replies:
+            while sent.replies:
+                reply = sent.replies[0]
                 if isinstance(reply, _LocalReply):
                     self._wait_local(sent.tick, reply, deadline)
                     tensors = reply.outputs
@@ -198,8 +220,11 @@ class AttentionCall:
                     self._wait_remote(sent.tick, reply, deadline)
                     tensors = message_views(reply.buffer.tensor, reply.exchange.reply)
                 _put_rows(tensors, sent.outputs, gradients, reply.exchange)
+                del sent.replies[0]
                 if isinstance(reply, _RemoteReply):
                     reply.buffer.release()
+        self._sent = None
+        self._running.outstanding.discard(self)
         return sent.outputs, gradients
 
     def _wait_local(self, tick: Tick, reply: _LocalReply, deadline: float) -> None:

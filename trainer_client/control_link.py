@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 import grpc
@@ -59,6 +59,7 @@ class ControlLink:
         self._planned: dict[int, PlannedStep] = {}
         self._unplannable: dict[int, str] = {}
         self._submitted: dict[int, Future[object]] = {}
+        self._first_wanted = 0
         self._failure: Exception | None = None
         self._closing = threading.Event()
         self._outbox = ThreadPoolExecutor(max_workers=1, thread_name_prefix="distca-outbox")
@@ -137,14 +138,14 @@ class ControlLink:
         return response
 
     def wait_plan(self, step: int, timeout_seconds: float) -> PlannedStep:
-        """The plan of ``step``, taken out of the link.
+        """The plan of ``step``, taken out of the link; earlier steps are forgotten.
 
         Raises:
             PlanNotReady: the manifest was not submitted or was refused, no plan can be made, or
                 ``timeout_seconds`` passed; then the message names the ranks that are late.
             SessionClosed: the job ended.
         """
-        submitted = self._submitted.pop(step, None)
+        submitted = self._submitted.get(step)
         if submitted is None:
             raise PlanNotReady(f"step {step}: submit its manifest before running it")
         deadline = time.monotonic() + timeout_seconds
@@ -154,26 +155,40 @@ class ControlLink:
             raise PlanNotReady(
                 f"step {step}: the manifest was not taken in {timeout_seconds:g} s"
             ) from error
-        except rpc.RpcError as error:
+        except (rpc.RpcError, CancelledError) as error:
+            self._submitted.pop(step, None)
             self.check()
             raise PlanNotReady(f"step {step}: the manifest was refused: {error}") from error
         with self._changed:
             while step not in self._planned:
                 self.check()
                 if step in self._unplannable:
+                    self._submitted.pop(step, None)
                     raise PlanNotReady(f"step {step}: {self._unplannable.pop(step)}")
                 if not self._changed.wait(min(0.5, max(deadline - time.monotonic(), 0.0))):
                     self.check()
                     if time.monotonic() >= deadline:
                         break
             else:
-                return self._planned.pop(step)
+                return self._take(step)
         raise PlanNotReady(
             f"step {step}: no plan in {timeout_seconds:g} s; {self._who_is_late(step)}"
         )
 
+    def _take(self, step: int) -> PlannedStep:
+        """Takes out a plan and drops what is known of steps up to it, whose plans may still come
+        again or late. Needs the lock."""
+        planned = self._planned[step]
+        self._first_wanted = step + 1
+        for known in (self._planned, self._unplannable, self._submitted):
+            for number in [number for number in known if number <= step]:
+                del known[number]
+        return planned
+
     def check(self) -> None:
         """Raises what ended the job, if something did."""
+        if self._closing.is_set():
+            raise SessionClosed("the session is closed")
         if self._failure is not None:
             raise SessionClosed(str(self._failure)) from self._failure
 
@@ -222,7 +237,8 @@ class ControlLink:
                 )
                 self._on_planned(planned)
                 with self._changed:
-                    self._planned[planned.plan.step] = planned
+                    if planned.plan.step >= self._first_wanted:
+                        self._planned[planned.plan.step] = planned
                     self._changed.notify_all()
             case "step_failed":
                 with self._changed:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Protocol
 
 import torch
 
@@ -85,6 +86,13 @@ class Exchange:
     kv_rows: torch.Tensor
 
 
+class Outstanding(Protocol):
+    """Something of a step that holds buffers until its results are collected."""
+
+    def give_up(self) -> None:
+        """Lets go of what will not be collected."""
+
+
 @dataclass(eq=False)
 class RunningStep:
     """One step of a session; made by ``Session.step``.
@@ -100,6 +108,7 @@ class RunningStep:
         device: of the model's tensors.
         tick_timeout_seconds: deadline of each tick.
         check: raises what ended the session, if something did.
+        outstanding: calls of core attention between their two halves.
     """
 
     plan: Plan
@@ -120,6 +129,7 @@ class RunningStep:
     received_bytes: int = 0
     began_seconds: float = field(default_factory=time.perf_counter)
     closed: bool = False
+    outstanding: set[Outstanding] = field(default_factory=set)
     _layers: dict[int, int] = field(default_factory=dict)
     _backward_ticks: int = 0
     _verified: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
@@ -165,7 +175,15 @@ class RunningStep:
 
     def n_rows(self, nano_batch: int) -> int:
         """Packed rows of this rank's nano-batch."""
-        return int(self.plan.manifest.tokens_per_rank(nano_batch)[self.rank])
+        return self._n_rows[nano_batch]
+
+    @cached_property
+    def _n_rows(self) -> tuple[int, ...]:
+        manifest = self.plan.manifest
+        return tuple(
+            int(manifest.tokens_per_rank(nano_batch)[self.rank])
+            for nano_batch in range(self.job.n_nano_batches)
+        )
 
     def next_layer(self, nano_batch: int) -> int:
         """Counts a nano-batch's attention calls.
@@ -195,6 +213,11 @@ class RunningStep:
     def backward_tick_done(self) -> None:
         """Counts finished backward ticks, to tell whether the step ran to its end."""
         self._backward_ticks += 1
+
+    @property
+    def called(self) -> bool:
+        """Whether core attention was called at all; True for a step without rows."""
+        return bool(self._layers) or not any(self._n_rows)
 
     @property
     def complete(self) -> bool:

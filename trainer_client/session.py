@@ -27,7 +27,7 @@ from distca import __version__, rpc
 from distca.codec import profile_to_proto, shape_from_proto, shape_to_proto
 from distca.v1 import data_plane_pb2, jobs_pb2, membership_pb2
 from trainer_client.control_link import ControlLink, PlannedStep
-from trainer_client.errors import CoreAttentionFailed
+from trainer_client.errors import CoreAttentionFailed, SessionError
 from trainer_client.in_place import InPlaceServer
 from trainer_client.lane import current_step
 from trainer_client.options import Placement, SessionOptions
@@ -41,6 +41,7 @@ _PLACEMENTS = {
     Placement.MIXED: jobs_pb2.PLACEMENT_MIXED,
 }
 _PROBE_REPEATS = 4
+_SERVING_CHECK_SECONDS = 0.02
 
 
 class Session:
@@ -63,6 +64,8 @@ class Session:
         self._connections: dict[str, Connection] = {}
         self._description: JobDescription | None = None
         self._running: RunningStep | None = None
+        self._handed_in: set[int] = set()
+        self._last_step = -1
         self._closed = False
         self._in_place: InPlaceServer | None = None
         self._link = ControlLink(
@@ -108,7 +111,8 @@ class Session:
             forward_only: the step has no backward pass (evaluation).
 
         Raises:
-            ValueError: the manifest is another rank's or has another number of nano-batches.
+            ValueError: the manifest is another rank's, has another number of nano-batches, or is
+                of a step that is not after the last one begun.
             SessionClosed: the job ended.
         """
         if manifest.rank != self.options.rank:
@@ -120,17 +124,33 @@ class Session:
                 f"the manifest of step {manifest.step} has {len(manifest.nano_batches)} "
                 f"nano-batches; the job has {self.options.n_nano_batches}"
             )
+        if manifest.step <= self._last_step:
+            raise ValueError(
+                f"the manifest is of step {manifest.step}, and step {self._last_step} has begun; "
+                "steps run once each, in increasing order"
+            )
         self._link.submit(manifest, forward_only=forward_only)
+        self._handed_in.add(manifest.step)
 
     @contextmanager
     def step(self, step: int) -> Iterator[RunningStep]:
         """Runs a step: forward and, unless it was submitted as forward-only, backward.
 
+        Steps run in increasing order; one that was submitted may be left out.
+
         Raises:
-            PlanNotReady: its plan did not come before ``plan_timeout_seconds``.
+            SessionError: it is not after the last step begun, or the block ended without a single
+                call of core attention.
+            PlanNotReady: its plan did not come before ``plan_timeout_seconds``; it may be run
+                again, unless the message says that it has no plan.
             CoreAttentionFailed: a server cannot be reached.
             SessionClosed: the job ended.
         """
+        if step <= self._last_step:
+            raise SessionError(
+                f"step {step} comes after step {self._last_step}; steps run once each, in "
+                "increasing order"
+            )
         began = time.perf_counter()
         planned = self._link.wait_plan(step, self.options.plan_timeout_seconds)
         plan_wait_seconds = time.perf_counter() - began
@@ -141,6 +161,13 @@ class Session:
         finally:
             current_step.reset(token)
             self._end(running, plan_wait_seconds)
+        if not running.called:
+            # A model that silently runs another implementation would train without being served.
+            raise SessionError(
+                f"step {step} ended without a call of core attention; load the model with "
+                "attn_implementation='distca' (building another model from the same config object "
+                "changes it), or call trainer_client.core_attention"
+            )
 
     def fetch_step(self, step: int) -> jobs_pb2.GetStepResponse:
         """The whole plan of a recent step and what all members measured in it so far.
@@ -153,12 +180,17 @@ class Session:
     def close(self, error: str = "") -> None:
         """Leaves the job and ends the session's threads. Idempotent.
 
+        Without an error, an in-place server first serves the other ranks to the end of the last
+        step that this rank has run, for at most ``tick_timeout_seconds``.
+
         Args:
             error: why, for the other ranks' messages; empty when training is done.
         """
         if self._closed:
             return
         self._closed = True
+        if not error:
+            self._serve_to_the_end()
         self._link.close(error)
         for connection in self._connections.values():
             connection.close("the session is closed")
@@ -245,14 +277,37 @@ class Session:
                 self.job_id, planned.plan, forward_only=planned.forward_only
             )
 
+    def _serve_to_the_end(self) -> None:
+        if self._in_place is None:
+            return
+        deadline = time.monotonic() + self.options.tick_timeout_seconds
+        while self._in_place.ticks.is_serving(self._last_step) and self._link.failure is None:
+            if time.monotonic() > deadline:
+                logger.warning(
+                    "closing with other ranks' part of step %d unfinished", self._last_step
+                )
+                return
+            time.sleep(_SERVING_CHECK_SECONDS)
+
     def _begin(self, planned: PlannedStep) -> RunningStep:
         assert self._description is not None
+        step = planned.plan.step
+        left_out = {number for number in self._handed_in if number < step}
+        self._handed_in -= left_out | {step}
+        self._last_step = step
+        if left_out:
+            self._go_on_with(step, list(self._connections), f"steps {sorted(left_out)} were not run")
+        try:
+            connections = self._connect_all(planned.plan)
+        except BaseException:
+            self._abandon(planned.plan)
+            raise
         running = RunningStep(
             plan=planned.plan,
             rank=self.options.rank,
             job=self._description,
             forward_only=planned.forward_only,
-            connections=self._connect_all(planned.plan),
+            connections=connections,
             in_place=self._in_place.ticks if self._in_place else None,
             pool=self._pool,
             device=self._device,
@@ -265,8 +320,10 @@ class Session:
     def _end(self, running: RunningStep, plan_wait_seconds: float) -> None:
         running.closed = True
         self._running = None
+        for call in running.outstanding:
+            call.give_up()
         if not running.complete:
-            self._abandon(running)
+            self._abandon(running.plan)
         seconds = time.perf_counter() - running.began_seconds
         running.report = StepReport(
             step=running.step,
@@ -289,14 +346,18 @@ class Session:
                 ),
             )
 
-    def _abandon(self, running: RunningStep) -> None:
+    def _abandon(self, plan: Plan) -> None:
+        servers = [server.server_id for server in plan.servers]
+        self._go_on_with(plan.step + 1, servers, f"step {plan.step} was not run to its end")
+
+    def _go_on_with(self, step: int, servers: list[str], why: str) -> None:
         """Servers expect ticks that will not come: new connections tell them where to go on."""
-        for server in running.plan.servers:
-            connection = self._connections.pop(server.server_id, None)
+        for server_id in servers:
+            connection = self._connections.pop(server_id, None)
             if connection is not None:
-                connection.close(f"step {running.step} was not run to its end")
+                connection.close(why)
         if self._in_place is not None:
-            self._in_place.ticks.abandon(self.job_id, self.options.rank, running.step + 1)
+            self._in_place.ticks.abandon(self.job_id, self.options.rank, step)
 
     def _connect_all(self, plan: Plan) -> dict[str, Connection]:
         """Connections to the plan's servers, but for this process's own."""

@@ -70,7 +70,7 @@ class Board(NamedTuple):
         own_document, own_end: documents that lie on several ranks, and the end of the rank's last
             segment of each: its home tasks read all keys up to there.
         touched: ``[n_segments]`` whether a segment was cut or moved.
-        count: ``[3]`` free parts, chunks and held entries in use.
+        used: ``[3]`` free parts, chunks and held entries in use.
         spent: ``[2]`` bytes moved by exports, and the same weighted by link.
     """
 
@@ -92,7 +92,7 @@ class Board(NamedTuple):
     own_document: Int64Array
     own_end: Int64Array
     touched: BoolArray
-    count: Int64Array
+    used: Int64Array
     spent: Float64Array
 
 
@@ -126,8 +126,8 @@ def hold(board: Board, document: int, server: int, end: int) -> None:
             board.held_end[i] = max(board.held_end[i], end)
             return
         i = board.next_held[i]
-    i = board.count[HELD]
-    board.count[HELD] += 1
+    i = board.used[HELD]
+    board.used[HELD] += 1
     board.held_document[i], board.held_end[i] = document, end
     board.next_held[i] = board.first_held[server]
     board.first_held[server] = i
@@ -136,8 +136,8 @@ def hold(board: Board, document: int, server: int, end: int) -> None:
 @compiled_inner
 def add_free(board: Board, rank: int, segment: int, begin: int, end: int) -> None:
     """Adds a free part to the rank's list, at its place."""
-    new = board.count[FREE]
-    board.count[FREE] += 1
+    new = board.used[FREE]
+    board.used[FREE] += 1
     board.free_segment[new], board.free_begin[new], board.free_end[new] = segment, begin, end
     before, at = -1, board.first_free[rank]
     while at >= 0 and board.free_end[at] > end:
@@ -165,7 +165,7 @@ def remove_free(board: Board, rank: int, part: int) -> None:
 def server_seconds(fleet: Fleet, server: int, phase: int, begin: int, end: int) -> float:
     """Seconds of the task of queries ``[begin, end)`` on ``server``, whose speed is not 0."""
     seconds = task_seconds(fleet.tables, fleet.profile[server], phase, begin, end)
-    return seconds / fleet.speed[server]
+    return seconds / float(fleet.speed[server])
 
 
 @compiled_inner
@@ -182,8 +182,8 @@ def add_chunk(
     link: float,
 ) -> None:
     """Gives queries ``[begin, end)`` of ``segment`` to ``server``, which is not their home."""
-    at = board.count[CHUNKS]
-    board.count[CHUNKS] += 1
+    at = board.used[CHUNKS]
+    board.used[CHUNKS] += 1
     board.chunk_segment[at], board.chunk_server[at] = segment, server
     board.chunk_begin[at], board.chunk_end[at] = begin, end
     board.touched[segment] = True

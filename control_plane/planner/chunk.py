@@ -20,6 +20,10 @@ from control_plane.planner.costs import CostTables, pair_seconds, task_seconds
 
 ALIGNMENT_TOKENS = 128
 """Cuts lie at multiples of it in the document: the q tile of the kernels."""
+FINEST_ALIGNMENT_TOKENS = 16
+"""Of very long documents on many servers, 128 queries are too much work to balance with."""
+ALIGNMENT_SHARE = 0.005
+"""Share of the level that the queries between two cuts may take, before alignment gets finer."""
 
 
 class CutRules(NamedTuple):
@@ -30,8 +34,11 @@ class CutRules(NamedTuple):
         q_bytes, kv_bytes: bytes of a row that travels, both ways together.
         kappa: ``a / b`` of the cheapest chunk.
         peak: most pairs per byte, over all chunks that end at b, divided by b.
+        ideal: most pairs per byte, over all chunks of x pairs, divided by sqrt(x).
         min_tokens: shortest chunk, but for whole documents.
-        min_rest_tokens: shortest piece that a cut may leave behind.
+        min_rest_tokens: shortest piece that a cut may leave behind; and the shortest chunk where
+            that is the only way to keep the cap.
+        alignment: cuts lie at multiples of it.
     """
 
     phase: int
@@ -39,22 +46,65 @@ class CutRules(NamedTuple):
     kv_bytes: float
     kappa: float
     peak: float
+    ideal: float
     min_tokens: int
     min_rest_tokens: int
+    alignment: int
 
 
 def cut_rules(phase: int, q_bytes: int, kv_bytes: int, min_tokens: int) -> CutRules:
     """The rules of a phase; a rest may be half as short as a chunk."""
     # Pairs per byte (b^2 - a^2) / 2 / (w_q (b - a) + w_kv b) are most where they equal a / w_q.
     ratio = 1.0 + kv_bytes / q_bytes
+    kappa = q_bytes / (q_bytes + kv_bytes)
     return CutRules(
         phase=phase,
         q_bytes=float(q_bytes),
         kv_bytes=float(kv_bytes),
-        kappa=q_bytes / (q_bytes + kv_bytes),
+        kappa=kappa,
+        ideal=math.sqrt((1.0 - kappa * kappa) / 2.0) / (q_bytes * (1.0 - kappa) + kv_bytes),
         peak=(ratio - math.sqrt(ratio * ratio - 1.0)) / q_bytes,
         min_tokens=min_tokens,
         min_rest_tokens=max(min_tokens // 2, 1),
+        alignment=ALIGNMENT_TOKENS,
+    )
+
+
+@compiled_inner
+def with_alignment(rules: CutRules, level_pairs: float, longest: int) -> CutRules:
+    """The rules with cuts as fine as a level of ``level_pairs`` query-key pairs needs, where the
+    last queries see ``longest`` keys."""
+    alignment = ALIGNMENT_TOKENS
+    while alignment > FINEST_ALIGNMENT_TOKENS and (
+        alignment * longest > ALIGNMENT_SHARE * level_pairs
+    ):
+        alignment //= 2
+    return CutRules(
+        rules.phase,
+        rules.q_bytes,
+        rules.kv_bytes,
+        rules.kappa,
+        rules.peak,
+        rules.ideal,
+        rules.min_tokens,
+        rules.min_rest_tokens,
+        alignment,
+    )
+
+
+@compiled_inner
+def with_shortest_chunks(rules: CutRules) -> CutRules:
+    """The rules with chunks as short as rests."""
+    return CutRules(
+        rules.phase,
+        rules.q_bytes,
+        rules.kv_bytes,
+        rules.kappa,
+        rules.peak,
+        rules.ideal,
+        rules.min_rest_tokens,
+        rules.min_rest_tokens,
+        rules.alignment,
     )
 
 
@@ -82,7 +132,13 @@ def begin_for_pairs(end: float, pairs: float) -> float:
 
 @compiled_inner
 def begin_for_seconds(
-    tables: CostTables, profile: int, phase: int, low: int, end: int, seconds: float
+    tables: CostTables,
+    profile: int,
+    phase: int,
+    low: int,
+    end: int,
+    seconds: float,
+    alignment: int,
 ) -> int:
     """The first query of the longest chunk ``[begin, end)`` inside ``[low, end)`` that takes at
     most ``seconds`` on ``profile``; aligned, or ``low``. ``end`` if none does."""
@@ -94,7 +150,7 @@ def begin_for_seconds(
         pairs = seconds / pair_seconds(tables, profile, phase, q, float(end))
         begin = max(begin_for_pairs(float(end), pairs), float(low))
         q = max(end - begin, 1.0)
-    aligned = math.ceil(begin / ALIGNMENT_TOKENS) * ALIGNMENT_TOKENS
+    aligned = math.ceil(begin / alignment) * alignment
     while aligned < end and task_seconds(tables, profile, phase, aligned, end) > seconds:
-        aligned += ALIGNMENT_TOKENS
+        aligned += alignment
     return min(aligned, end)

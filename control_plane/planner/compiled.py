@@ -31,14 +31,14 @@ def compiled_inner(function: F) -> F:
     return _compiled(function, {"no_cpython_wrapper": True, "no_cfunc_wrapper": True})
 
 
-def _compiled(function: F, options: dict[str, bool]) -> F:
+def _compiled(function: F, options: dict[str, Any]) -> F:
     try:
         dispatcher = numba.njit(cache=True, **options)(function)
     except RuntimeError:  # numba found no place where it may write
         return cast(F, numba.njit(**options)(function))
     # Numba looks at the file of a function alone, but its machine code holds that of the functions
     # it calls, in other files: without this, a change there would go unnoticed.
-    cache_file = getattr(getattr(dispatcher, "_cache", None), "_cache_file", None)
+    cache_file: Any = getattr(getattr(dispatcher, "_cache", None), "_cache_file", None)
     if hasattr(cache_file, "_source_stamp"):
         cache_file._source_stamp = _sources_stamp(function.__code__.co_filename)
     return cast(F, dispatcher)

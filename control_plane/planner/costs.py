@@ -25,35 +25,29 @@ _PER_OCTAVE = 1.0 / math.log(2.0)
 
 
 class CostTables(NamedTuple):
-    """The profiles of all servers, one after another.
+    """The profiles of all servers in two arrays: compiled code counts references to every array
+    that it passes on, so a few arrays are faster than many.
 
     Attributes:
-        log_q, first_q: profile p has its q grid, in logarithms, at
-            ``log_q[first_q[p]:first_q[p + 1]]``.
-        log_kv, first_kv: the same for its kv grid.
-        rate, first_rate: seconds per query-key pair, ``[2, n_q, n_kv]`` flattened (forward, then
-            backward), at ``rate[first_rate[p]:first_rate[p + 1]]``.
-        octave_q, octave_kv: the grid cell of 2^k tokens at ``[OCTAVES * p + k]``.
+        values: of profile p, one after another: the logarithms of its q grid, those of its kv
+            grid, and seconds per query-key pair ``[2, n_q, n_kv]`` (forward, then backward).
+        layout: ``[n_profiles, _OCTAVE_KV + OCTAVES]`` where its values begin, n_q, n_kv, then the
+            q cell of 2^k tokens for every k, and likewise the kv cell.
     """
 
-    log_q: Float64Array
-    first_q: Int64Array
-    log_kv: Float64Array
-    first_kv: Int64Array
-    rate: Float64Array
-    first_rate: Int64Array
-    octave_q: Int64Array
-    octave_kv: Int64Array
+    values: Float64Array
+    layout: Int64Array
+
+
+_BEGIN, _N_Q, _N_KV, _OCTAVE_Q = 0, 1, 2, 3
+_OCTAVE_KV = _OCTAVE_Q + OCTAVES
 
 
 class _Flat(NamedTuple):
-    """One profile's share of the tables."""
+    """One profile's share of the tables, its values beginning at 0."""
 
-    log_q: Float64Array
-    log_kv: Float64Array
-    rate: Float64Array
-    octave_q: Int64Array
-    octave_kv: Int64Array
+    values: Float64Array
+    layout: Int64Array
 
 
 # A profile is immutable, so what is derived from it once holds as long as it lives.
@@ -68,33 +62,22 @@ def pack_profiles(profiles: Sequence[CostProfile]) -> tuple[CostTables, Int64Arr
     index_of: dict[CostProfile, int] = {}
     index = np.array([index_of.setdefault(p, len(index_of)) for p in profiles], dtype=np.int64)
     flat = [_flatten(profile) for profile in index_of]
-    log_q, first_q = _joined([f.log_q for f in flat])
-    log_kv, first_kv = _joined([f.log_kv for f in flat])
-    rate, first_rate = _joined([f.rate for f in flat])
-    octave_q = np.concatenate([f.octave_q for f in flat])
-    octave_kv = np.concatenate([f.octave_kv for f in flat])
-    tables = CostTables(log_q, first_q, log_kv, first_kv, rate, first_rate, octave_q, octave_kv)
-    return tables, index
-
-
-def _joined(parts: list[Float64Array]) -> tuple[Float64Array, Int64Array]:
-    first = np.zeros(len(parts) + 1, dtype=np.int64)
-    np.cumsum([len(part) for part in parts], out=first[1:])
-    return np.concatenate(parts), first
+    sizes = np.array([len(f.values) for f in flat], dtype=np.int64)
+    layout = np.stack([f.layout for f in flat])
+    layout[:, _BEGIN] = np.cumsum(sizes) - sizes
+    return CostTables(np.concatenate([f.values for f in flat]), layout), index
 
 
 def _flatten(profile: CostProfile) -> _Flat:
     flat = _flat_of_profile.get(profile)
     if flat is None:
-        kv = np.maximum(profile.kv_tokens[None, :], profile.q_tokens[:, None])
-        pairs = causal_qk_pairs(kv - profile.q_tokens[:, None], kv)
-        rate = np.stack([profile.forward_seconds / pairs, profile.backward_seconds / pairs])
+        q, kv = profile.q_tokens, profile.kv_tokens
+        keys = np.maximum(kv[None, :], q[:, None])
+        pairs = causal_qk_pairs(keys - q[:, None], keys)
+        rates = [profile.forward_seconds / pairs, profile.backward_seconds / pairs]
         flat = _Flat(
-            log_q=np.log(profile.q_tokens),
-            log_kv=np.log(profile.kv_tokens),
-            rate=rate.ravel(),
-            octave_q=_octaves(profile.q_tokens),
-            octave_kv=_octaves(profile.kv_tokens),
+            values=np.concatenate([np.log(q), np.log(kv), *(rate.ravel() for rate in rates)]),
+            layout=np.concatenate([[0, len(q), len(kv)], _octaves(q), _octaves(kv)]),
         )
         _flat_of_profile[profile] = flat
     return flat
@@ -106,39 +89,39 @@ def _octaves(grid: Int64Array) -> Int64Array:
 
 
 @compiled_inner
-def _cell(
-    grid: Float64Array, begin: int, end: int, octave: Int64Array, first_octave: int, at: float
-) -> tuple[int, float]:
-    """The cell of ``grid[begin:end]`` that holds ``at``, from 0, and where in it, in [0, 1]."""
-    low = begin + octave[first_octave + min(int(at * _PER_OCTAVE), OCTAVES - 1)]
-    while low < end - 2 and grid[low + 1] <= at:
-        low += 1
-    fraction = (at - grid[low]) / (grid[low + 1] - grid[low])
-    return low - begin, min(max(fraction, 0.0), 1.0)
-
-
-@compiled_inner
 def pair_seconds_of_both(
     tables: CostTables, profile: int, q: float, kv: float
 ) -> tuple[float, float]:
     """Seconds per query-key pair of a task of ``q`` queries and ``kv`` keys: forward, backward."""
-    q_begin, q_end = tables.first_q[profile], tables.first_q[profile + 1]
-    kv_begin, kv_end = tables.first_kv[profile], tables.first_kv[profile + 1]
+    values, layout = tables.values, tables.layout
+    begin, n_q, n_kv = layout[profile, _BEGIN], layout[profile, _N_Q], layout[profile, _N_KV]
     log_q = math.log(max(q, 1.0))
     log_kv = log_q if kv == q else math.log(max(kv, 1.0))
-    octave = profile * OCTAVES
-    i, a = _cell(tables.log_q, q_begin, q_end, tables.octave_q, octave, log_q)
-    j, b = _cell(tables.log_kv, kv_begin, kv_end, tables.octave_kv, octave, log_kv)
-    n_q, n_kv = q_end - q_begin, kv_end - kv_begin
-    at = tables.first_rate[profile] + i * n_kv + j
-    forward = _bilinear(tables.rate, at, n_kv, a, b)
-    return forward, _bilinear(tables.rate, at + n_q * n_kv, n_kv, a, b)
+    # The leading bit gives the cell, or the first of the few cells, of that octave.
+    i = layout[profile, _OCTAVE_Q + min(int(log_q * _PER_OCTAVE), OCTAVES - 1)]
+    while i < n_q - 2 and values[begin + i + 1] <= log_q:
+        i += 1
+    a = _fraction(values[begin + i], values[begin + i + 1], log_q)
+    j = layout[profile, _OCTAVE_KV + min(int(log_kv * _PER_OCTAVE), OCTAVES - 1)]
+    first_kv = begin + n_q
+    while j < n_kv - 2 and values[first_kv + j + 1] <= log_kv:
+        j += 1
+    b = _fraction(values[first_kv + j], values[first_kv + j + 1], log_kv)
+    at = first_kv + n_kv + i * n_kv + j
+    forward = _bilinear(values, at, n_kv, a, b)
+    return forward, _bilinear(values, at + n_q * n_kv, n_kv, a, b)
+
+
+@compiled_inner
+def _fraction(low: float, high: float, at: float) -> float:
+    """Where ``at`` lies between two grid points, in [0, 1]."""
+    return min(max((at - low) / (high - low), 0.0), 1.0)
 
 
 @compiled_inner
 def _bilinear(rate: Float64Array, at: int, n_kv: int, a: float, b: float) -> float:
-    low = (1.0 - b) * rate[at] + b * rate[at + 1]
-    high = (1.0 - b) * rate[at + n_kv] + b * rate[at + n_kv + 1]
+    low: float = (1.0 - b) * rate[at] + b * rate[at + 1]
+    high: float = (1.0 - b) * rate[at + n_kv] + b * rate[at + n_kv + 1]
     return (1.0 - a) * low + a * high
 
 

@@ -100,11 +100,18 @@ def what_is_short(
                 f"largest capacity_rows is {largest}: {needed - largest} rows short. Raise it, or "
                 "use shorter documents"
             )
+        if total < 2 * tokens:
+            return (
+                f"{what}: it fits on no server beside the rest. The step has {tokens} tokens, "
+                f"which need at least {2 * tokens} q plus k/v rows; the servers hold {total} "
+                f"together: {2 * tokens - total} rows short{_byte_limit(options)}. Raise "
+                "capacity_rows or add servers"
+            )
         return (
-            f"{what}: it fits on no server beside the rest. The step has {tokens} tokens, which "
-            f"need at least {2 * tokens} q plus k/v rows; the servers hold {total} together: "
-            f"{max(2 * tokens - total, needed)} rows short{_byte_limit(options)}. Raise "
-            "capacity_rows or add servers"
+            f"{what}: its queries up to {end} need {needed} q plus k/v rows or more on one server "
+            f"beside the rest, and no server has as many left, though {total} of all servers would "
+            f"do for the {2 * tokens} of uncut documents: every cut repeats keys"
+            f"{_byte_limit(options)}. Raise capacity_rows by {needed} or add servers"
         )
     return f"{what}: no server can take it{_byte_limit(options)}. Raise the limit or add servers"
 

@@ -9,6 +9,7 @@ take anything any more, the cap rises a little for all.
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import numpy as np
@@ -26,13 +27,14 @@ from control_plane.planner.board import (
     server_seconds,
 )
 from control_plane.planner.chunk import (
-    ALIGNMENT_TOKENS,
     CutRules,
     begin_for_pairs,
     begin_for_seconds,
     best_end,
+    with_shortest_chunks,
 )
 from control_plane.planner.compiled import BoolArray, compiled_inner
+from control_plane.planner.costs import CostTables, task_seconds
 from control_plane.planner.fleet import Fleet
 from core_attention.arrays import Float64Array, Int64Array
 
@@ -42,6 +44,8 @@ CAP_STEP = 2e-3
 """By how much of the mean load the cap rises when room has run out."""
 MOST_FAILURES = 8
 """Receivers in a row that can take nothing, the ones with the most room, before the cap rises."""
+ATTEMPTS = 6
+"""Parts that a receiver tries: the estimate that ranks them does not see every rule of cuts."""
 SHRINKS = 5
 """How often a chunk that breaks a memory or byte limit is halved before it is given up."""
 
@@ -67,10 +71,13 @@ class Variant(NamedTuple):
     Attributes:
         seed: of the pseudo-random factors.
         spread: the factors lie within ``1 - spread`` to ``1 + spread``; 0 for the plain plan.
+        n_shifts: cuts to try on either side of each that the geometry proposes; they matter where
+            documents are few steps of the grid of cuts long.
     """
 
     seed: int
     spread: float
+    n_shifts: int
 
 
 @compiled_inner
@@ -124,30 +131,40 @@ def export_surplus(
     failures = 0
     donors = np.empty(n_servers, dtype=np.int64)
     surplus = np.empty(n_servers)
+    # Most pairs per byte that a donor can still give: rooms and needs only shrink, so what was
+    # found once bounds what will be found later.
+    value_bound = np.full(n_servers, np.inf)
+    # Locals, because compiled code counts references each time a structure is looked into.
+    load, rank = board.load, fleet.rank
     while True:
         n_donors = 0
         for s in range(n_servers):
-            if board.load[s] > cap[s] + slack and fleet.rank[s] >= 0:
+            if load[s] > cap[s] + slack and rank[s] >= 0:
                 donors[n_donors] = s
                 n_donors += 1
         if n_donors == 0:
             return raised
         receiver, most = -1, slack
         for s in range(n_servers):
-            room = (cap[s] - board.load[s]) * _factor(variant, s, n_servers)
-            if receives[s] and not exhausted[s] and room > most:
-                receiver, most = s, room
-        if board.count[CHUNKS] >= room_for_chunks or raised > 4.0 * board.load.max():
+            if receives[s] and not exhausted[s]:
+                room = (cap[s] - load[s]) * _factor(variant, s, n_servers)
+                if room > most:
+                    receiver, most = s, room
+        if board.used[CHUNKS] >= room_for_chunks or raised > 4.0 * load.max():
             return np.inf
         if receiver < 0 or failures == MOST_FAILURES:
+            exhausted[:] = False
+            failures = 0
+            value_bound[:] = np.inf
+            if rules.min_tokens > rules.min_rest_tokens:
+                rules = with_shortest_chunks(rules)
+                continue
             rise = max(step, 0.25 * raised)
             raised += rise
             cap[cap > 0.0] += rise
-            exhausted[:] = False
-            failures = 0
             continue
         for k in range(n_donors):
-            surplus[k] = board.load[donors[k]] - cap[donors[k]]
+            surplus[k] = load[donors[k]] - cap[donors[k]]
         done = _serve(
             board,
             segments,
@@ -160,6 +177,7 @@ def export_surplus(
             variant,
             donors[:n_donors],
             surplus[:n_donors],
+            value_bound,
             receiver,
         )
         exhausted[receiver] = not done
@@ -179,9 +197,67 @@ def _serve(
     variant: Variant,
     donors: Int64Array,
     surplus: Float64Array,
+    value_bound: Float64Array,
     receiver: int,
 ) -> bool:
     """Gives ``receiver`` the best chunk of all; False if there is none that it can take."""
+    failed = np.full(ATTEMPTS, -1, dtype=np.int64)
+    for attempt in range(ATTEMPTS):
+        k, part, at_end = _find_best(
+            board,
+            segments,
+            fleet,
+            rules,
+            links,
+            cap,
+            pair_rate,
+            variant,
+            donors,
+            surplus,
+            value_bound,
+            receiver,
+            failed[:attempt],
+        )
+        if part < 0:
+            return False
+        if _take(
+            board,
+            segments,
+            fleet,
+            rules,
+            limits,
+            links,
+            cap,
+            receiver,
+            donors[k],
+            part,
+            at_end,
+            surplus[k],
+            variant.n_shifts,
+        ):
+            return True
+        failed[attempt] = part
+    return False
+
+
+@compiled_inner
+def _find_best(
+    board: Board,
+    segments: Segments,
+    fleet: Fleet,
+    rules: CutRules,
+    links: Links,
+    cap: Float64Array,
+    pair_rate: Float64Array,
+    variant: Variant,
+    donors: Int64Array,
+    surplus: Float64Array,
+    value_bound: Float64Array,
+    receiver: int,
+    failed: Int64Array,
+) -> tuple[int, int, float]:
+    """The donor (its place in ``donors``) and the free part of the chunk with the most useful work
+    per byte, and where it ends; a part of -1 if there is none. ``failed`` parts do not count."""
     room_pairs = (cap[receiver] - board.load[receiver]) / pair_rate[receiver]
     held_document, held_end = _held(board, fleet.rank[receiver], receiver)
     best_value, best_donor, best_part, best_at_end = 0.0, -1, -1, 0.0
@@ -197,12 +273,17 @@ def _serve(
         need = surplus[k] / pair_rate[donor]
         near = rank_host[rank] >= 0 and rank_host[rank] == host
         weight = (links.near if near else links.far) / _factor(variant, donor, receiver)
+        if len(held_document) == 0 and value_bound[donor] <= best_value * weight:
+            continue
+        most = 0.0
+        # Nor does any chunk of at most these pairs, wherever it lies.
+        ideal = math.sqrt(min(room_pairs, need)) * rules.ideal
         part = first_free[rank]
         while part >= 0:
             # No chunk that ends at `high` carries more pairs per byte than `bound`; parts further
             # down the list end earlier.
             low, high = free_begin[part], free_end[part]
-            bound = high * rules.peak
+            bound = min(high * rules.peak, ideal)
             resident = 0
             if len(held_document):
                 if high / rules.q_bytes <= best_value * weight:
@@ -213,31 +294,19 @@ def _serve(
                         resident = held_end[h]
                 if resident > 0:
                     bound = high / rules.q_bytes
-            if bound > best_value * weight:
+            if bound > best_value * weight and not (failed == part).any():
                 whole = low == 0 and whole_of[free_segment[part]]
                 value, end = _value(rules, low, high, whole, resident, room_pairs, need)
+                most = max(most, value)
                 if value > best_value * weight:
                     best_value, best_donor, best_part, best_at_end = value / weight, k, part, end
-            elif len(held_document) == 0:
+            elif bound <= best_value * weight and len(held_document) == 0:
+                most = max(most, bound)
                 break
             part = next_free[part]
-    if best_part < 0:
-        return False
-    donor = donors[best_donor]
-    return _take(
-        board,
-        segments,
-        fleet,
-        rules,
-        limits,
-        links,
-        cap,
-        receiver,
-        donor,
-        best_part,
-        best_at_end,
-        surplus[best_donor],
-    )
+        if len(held_document) == 0 and len(failed) == 0:
+            value_bound[donor] = most
+    return best_donor, best_part, best_at_end
 
 
 @compiled_inner
@@ -280,6 +349,9 @@ def _value(
     0 if none fits. ``whole``: the part begins a document that lies on one rank."""
     held = 0.5 * (float(high) * high - float(low) * low)
     pairs = min(room_pairs, max(need, 1.0))
+    if high - low < rules.min_tokens + rules.min_rest_tokens and held <= room_pairs:
+        # Too short to be cut.
+        pairs = held
     if held <= pairs:
         begin, end = float(low), float(high)
     else:
@@ -318,6 +390,7 @@ def _take(
     part: int,
     at_end: float,
     surplus: float,
+    n_shifts: int,
 ) -> bool:
     """Cuts the chunk that ends near ``at_end`` out of a free part, by true seconds; False if no
     chunk there keeps all limits."""
@@ -327,8 +400,19 @@ def _take(
     room = cap[receiver] - board.load[receiver]
     resident = resident_end(board, fleet, segments.document[segment], receiver)
     for _ in range(SHRINKS):
-        begin, end = _fit(
-            board, segments, fleet, rules, part, at_end, room, surplus, receiver, donor
+        begin, end = _fit_best(
+            board,
+            segments,
+            fleet,
+            rules,
+            part,
+            at_end,
+            room,
+            surplus,
+            receiver,
+            donor,
+            resident,
+            n_shifts,
         )
         if end <= begin:
             return False
@@ -347,6 +431,51 @@ def _take(
         room *= 0.5
         at_end = max(low + 0.7 * (at_end - low), float(low + rules.min_tokens))
     return False
+
+
+@compiled_inner
+def _fit_best(
+    board: Board,
+    segments: Segments,
+    fleet: Fleet,
+    rules: CutRules,
+    part: int,
+    at_end: float,
+    room: float,
+    surplus: float,
+    receiver: int,
+    donor: int,
+    resident: int,
+    n_shifts: int,
+) -> tuple[int, int]:
+    """The chunk of :func:`_fit` with the most useful seconds per byte, for ends near ``at_end``."""
+    best_begin, best_end_at, best_value = 0, 0, 0.0
+    low, high = board.free_begin[part], board.free_end[part]
+    for shift in range(-n_shifts, n_shifts + 1):
+        begin, end = _fit(
+            board,
+            segments,
+            fleet,
+            rules,
+            part,
+            at_end + shift * rules.alignment,
+            room,
+            surplus,
+            receiver,
+            donor,
+        )
+        if end <= begin:
+            continue
+        if n_shifts == 0:
+            return begin, end
+        relief = server_seconds(fleet, donor, rules.phase, low, high)
+        relief -= server_seconds(fleet, donor, rules.phase, end, high)
+        relief -= server_seconds(fleet, donor, rules.phase, low, begin)
+        moved = rules.q_bytes * (end - begin) + rules.kv_bytes * max(end - resident, 0)
+        value = min(relief, surplus) / moved
+        if value > best_value * (1.0 + 1e-9):
+            best_begin, best_end_at, best_value = begin, end, value
+    return best_begin, best_end_at
 
 
 @compiled_inner
@@ -374,7 +503,7 @@ def _fit(
         and high - low == segments.end[board.free_segment[part]]
     )
     shortest = min(rules.min_tokens, high - low) if whole else rules.min_tokens
-    end = min(round(at_end / ALIGNMENT_TOKENS) * ALIGNMENT_TOKENS, high)
+    end = min(round(at_end / rules.alignment) * rules.alignment, high)
     if end <= low:
         end = high
     begin = _begin_of_chunk(fleet, rules, receiver, donor, low, end, high, room, surplus, shortest)
@@ -414,13 +543,21 @@ def _begin_of_chunk(
     the surplus, whichever is less; ``end`` if even the shortest does not fit."""
     phase = rules.phase
     earliest = begin_for_seconds(
-        fleet.tables, fleet.profile[receiver], phase, low, end, room * fleet.speed[receiver]
+        fleet.tables,
+        fleet.profile[receiver],
+        phase,
+        low,
+        end,
+        room * fleet.speed[receiver],
+        rules.alignment,
     )
     if end - earliest < shortest:
         return end
-    before = server_seconds(fleet, donor, phase, low, high)
-    keep = before - surplus - server_seconds(fleet, donor, phase, end, high)
-    wanted = _latest_end(fleet, donor, phase, low, end, keep)
+    profile, speed = fleet.profile[donor], fleet.speed[donor]
+    before = task_seconds(fleet.tables, profile, phase, low, high)
+    after_end = task_seconds(fleet.tables, profile, phase, end, high)
+    keep = before - after_end - surplus * speed
+    wanted = _latest_end(fleet.tables, profile, phase, low, end, keep, rules.alignment)
     return max(earliest, min(wanted, end - shortest))
 
 
@@ -438,29 +575,44 @@ def _end_of_chunk(
 ) -> int:
     """The same for a chunk that begins at ``low``: where it ends; ``low`` if none fits."""
     phase = rules.phase
-    latest = _latest_end(fleet, receiver, phase, low, high, room)
+    latest = _latest_end(
+        fleet.tables,
+        fleet.profile[receiver],
+        phase,
+        low,
+        high,
+        room * fleet.speed[receiver],
+        rules.alignment,
+    )
     if latest - low < shortest:
         return low
-    keep = server_seconds(fleet, donor, phase, low, high) - surplus
-    wanted = begin_for_seconds(
-        fleet.tables, fleet.profile[donor], phase, low, high, keep * fleet.speed[donor]
-    )
+    profile, speed = fleet.profile[donor], fleet.speed[donor]
+    keep = task_seconds(fleet.tables, profile, phase, low, high) - surplus * speed
+    wanted = begin_for_seconds(fleet.tables, profile, phase, low, high, keep, rules.alignment)
     return min(latest, max(wanted, low + shortest))
 
 
 @compiled_inner
-def _latest_end(fleet: Fleet, server: int, phase: int, low: int, high: int, seconds: float) -> int:
-    """The last end in ``(low, high]`` such that ``[low, end)`` takes the server at most
-    ``seconds``; aligned, or ``high``. ``low`` if there is none."""
+def _latest_end(
+    tables: CostTables,
+    profile: int,
+    phase: int,
+    low: int,
+    high: int,
+    seconds: float,
+    alignment: int,
+) -> int:
+    """The last end in ``(low, high]`` such that ``[low, end)`` takes at most ``seconds`` on
+    ``profile``; aligned, or ``high``. ``low`` if there is none."""
     if seconds <= 0.0:
         return low
-    if server_seconds(fleet, server, phase, low, high) <= seconds:
+    if task_seconds(tables, profile, phase, low, high) <= seconds:
         return high
-    first, last = low // ALIGNMENT_TOKENS, high // ALIGNMENT_TOKENS
+    first, last = low // alignment, high // alignment
     while first < last:
         middle = (first + last + 1) // 2
-        if server_seconds(fleet, server, phase, low, middle * ALIGNMENT_TOKENS) <= seconds:
+        if task_seconds(tables, profile, phase, low, middle * alignment) <= seconds:
             first = middle
         else:
             last = middle - 1
-    return max(first * ALIGNMENT_TOKENS, low)
+    return max(first * alignment, low)

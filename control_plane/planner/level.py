@@ -32,7 +32,7 @@ def typical_pair_seconds(segments: Segments, fleet: Fleet, phase: int) -> Float6
         pairs += held
         moment += held * end
     kv = max(moment / pairs, 1.0)
-    rate_of_profile = np.empty(len(fleet.tables.first_q) - 1)
+    rate_of_profile = np.empty(len(fleet.tables.layout))
     for p in range(len(rate_of_profile)):
         rate_of_profile[p] = pair_seconds(fleet.tables, p, phase, max(0.25 * kv, 1.0), kv)
     rate = np.empty(len(fleet.rank))

@@ -16,7 +16,7 @@ from control_plane.planner.board import (
     resident_end,
     server_seconds,
 )
-from control_plane.planner.chunk import ALIGNMENT_TOKENS, CutRules
+from control_plane.planner.chunk import CutRules
 from control_plane.planner.compiled import BoolArray, compiled_inner
 from control_plane.planner.exports import Links, link_cost
 from control_plane.planner.fleet import Fleet
@@ -41,7 +41,7 @@ def relieve_memory(
     """
     for s in range(len(cap)):
         while limits.rows[s] < 0:
-            if fleet.rank[s] < 0 or board.count[CHUNKS] >= len(board.chunk_segment):
+            if fleet.rank[s] < 0 or board.used[CHUNKS] >= len(board.chunk_segment):
                 return s
             if not _give_away(board, segments, fleet, rules, limits, links, cap, receives, s):
                 return s
@@ -68,7 +68,7 @@ def _give_away(
         low, high = board.free_begin[part], board.free_end[part]
         # Without its last queries, a server needs neither them nor the keys at their positions.
         queries = max(missing // 2 + 1, rules.min_tokens)
-        begin = (high - queries) // ALIGNMENT_TOKENS * ALIGNMENT_TOKENS
+        begin = (high - queries) // rules.alignment * rules.alignment
         if begin < low + rules.min_rest_tokens:
             begin = low
         freed = min(2 * (high - begin), missing)

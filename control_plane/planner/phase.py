@@ -15,7 +15,7 @@ from control_plane.planner.board import (
     Limits,
     Segments,
 )
-from control_plane.planner.chunk import CutRules
+from control_plane.planner.chunk import CutRules, with_alignment
 from control_plane.planner.compiled import BoolArray, compiled, compiled_inner
 from control_plane.planner.costs import causal_pairs
 from control_plane.planner.exports import Links, Variant, export_surplus
@@ -29,6 +29,8 @@ CHUNKS_PER_SERVER = 8
 """Room for chunks; a plan has one or two a server, more only where the tolerance is 0."""
 CORRECTIONS = 2
 """How often the level is corrected for the rates of the pieces."""
+MOST_SHIFTS = 2
+"""Shifts of each cut that are tried for small fleets, which are planned several times anyway."""
 LARGEST_DRIFT = 5e-3
 """Relative error of the level that is left uncorrected."""
 
@@ -89,8 +91,18 @@ def plan_phase(
         n_variants: plans to make; the cheapest that keeps the tolerance best is returned.
     """
     scale = 0.0
+    n_shifts = MOST_SHIFTS if n_variants > 1 else 0
+    plain = Variant(0, 0.0, n_shifts)
     best = _plan_variant(
-        segments, home_seconds, fleet, rules, limits, links, tolerance, scale, Variant(0, 0.0)
+        segments,
+        home_seconds,
+        fleet,
+        rules,
+        limits,
+        links,
+        tolerance,
+        scale,
+        plain,
     )
     for _ in range(CORRECTIONS):
         # Pieces run at other rates than whole documents, so cutting changes the mean load.
@@ -107,12 +119,12 @@ def plan_phase(
             links,
             tolerance,
             scale,
-            Variant(0, 0.0),
+            plain,
         )
     for seed in range(1, n_variants):
-        if _is_final(best[1]):
+        if _is_final(best[1]) or best[1].n_donors == 0:
             break
-        variant = Variant(seed, 0.05 * (1 + seed % 6))
+        variant = Variant(seed, 0.05 * (1 + seed % 6), seed % (n_shifts + 1))
         other = _plan_variant(
             segments, home_seconds, fleet, rules, limits, links, tolerance, best[1].scale, variant
         )
@@ -123,8 +135,8 @@ def plan_phase(
 
 @compiled_inner
 def _is_final(outcome: Outcome) -> bool:
-    """Whether planning again cannot help: nothing was exported, or something fits nowhere."""
-    return outcome.n_donors == 0 or outcome.stuck_segment >= 0 or outcome.stuck_server >= 0
+    """Whether planning again cannot help: nothing has moved, or something fits nowhere."""
+    return outcome.n_chunks == 0 or outcome.stuck_segment >= 0 or outcome.stuck_server >= 0
 
 
 @compiled_inner
@@ -169,6 +181,7 @@ def _plan_variant(
     if scale == 0.0:
         scale = expected_growth(fleet, rules, load, pairs, pair_rate, level, work_before)
     level *= scale
+    rules = with_alignment(rules, level / pair_rate.min(), segments.end.max())
     cap = np.full(n_servers, level * (1.0 + tolerance))
     cap[fleet.speed == 0.0] = 0.0
     board = _open_board(segments, n_ranks, n_servers, load, fleet, cap, homeless, limits.active)
@@ -202,7 +215,7 @@ def _plan_variant(
         work_ratio,
         raised,
         board.spent[BYTES],
-        board.count[CHUNKS],
+        board.used[CHUNKS],
         stuck,
         stuck_end,
         stuck_server,
@@ -354,14 +367,14 @@ def _is_last_own(board: Board, segments: Segments, segment: int) -> bool:
     rank = segments.rank[segment]
     for k in range(board.own_first[rank], board.own_first[rank + 1]):
         if board.own_document[k] == segments.document[segment]:
-            return board.own_end[k] == segments.end[segment]
+            return bool(board.own_end[k] == segments.end[segment])
     return False
 
 
 @compiled_inner
 def _collect(board: Board, segments: Segments, fleet: Fleet) -> Tasks:
     """The tasks on the board, in order, neighbours of one segment and server joined."""
-    n_chunks, n_free = board.count[CHUNKS], board.count[FREE]
+    n_chunks, n_free = board.used[CHUNKS], board.used[FREE]
     segment = np.empty(n_chunks + n_free, dtype=np.int64)
     begin, end = np.empty_like(segment), np.empty_like(segment)
     server = np.empty_like(segment)

@@ -20,13 +20,18 @@ from control_plane.planner.board import (
     add_chunk,
     affordable,
     resident_end,
+    server_seconds,
 )
-from control_plane.planner.chunk import ALIGNMENT_TOKENS, CutRules, begin_for_seconds
+from control_plane.planner.chunk import CutRules, begin_for_seconds
 from control_plane.planner.compiled import BoolArray, compiled_inner
+from control_plane.planner.costs import causal_pairs
 from control_plane.planner.exports import CAP_STEP, Links, link_cost
 from control_plane.planner.fleet import Fleet
 from core_attention.arrays import Float64Array, Int64Array
 
+LONG_SHARE = 0.25
+"""Where memory is limited, only documents above this share of the cap are cut to fit in time: a cut
+repeats keys, and a higher cap costs less than rows that do not fit."""
 MOST_RAISES = 5000
 """How often the cap may rise before the rest counts as work that fits nowhere."""
 
@@ -51,59 +56,82 @@ def place_homeless(
     Returns:
         The segment and the end of the first part that fits on no server; (-1, 0) if all fit.
     """
-    # Most room, in pairs, first; ties by index, so that the order is the same everywhere.
+    step = CAP_STEP * cap.max()
+    raises = 0
+    by_time = False
+    heap = _by_room(board, cap, receives, pair_rate, by_time)
+    for segment in homeless:
+        low, high = segments.begin[segment], segments.end[segment]
+        if not by_time and _is_short(cap, receives, pair_rate, low, high):
+            by_time = True
+            heap = _by_room(board, cap, receives, pair_rate, by_time)
+        while high > low:
+            if board.used[CHUNKS] >= len(board.chunk_segment):
+                return segment, high
+            at, begin = _find_server(
+                board, segments, fleet, rules, limits, cap, receives, heap, segment, low, high
+            )
+            if at < 0:
+                raises += 1
+                shortest = max(low, high - rules.min_tokens)
+                if raises > MOST_RAISES or not _anyone_could(
+                    segments, fleet, limits, receives, segment, shortest, high
+                ):
+                    return segment, high
+                cap[cap > 0.0] += step * max(1.0, raises / 50.0)
+                heap = _by_room(board, cap, receives, pair_rate, by_time)
+                continue
+            link = link_cost(links, segments.rank[segment], at)
+            add_chunk(board, segments, fleet, rules, limits, segment, begin, high, at, link)
+            room = cap[at] - board.load[at]
+            heapq.heappush(heap, (-room if by_time else -room / pair_rate[at], at))
+            high = begin
+    return -1, 0
+
+
+@compiled_inner
+def _by_room(
+    board: Board, cap: Float64Array, receives: BoolArray, pair_rate: Float64Array, by_time: bool
+) -> list[tuple[float, int]]:
+    """A heap of the receiving servers, most room first, in seconds or in query-key pairs.
+
+    Ties go by index, so that the order is the same everywhere."""
     heap = [(0.0, -1)]
     heap.pop()
     for s in range(len(cap)):
         if receives[s]:
-            heap.append((-(cap[s] - board.load[s]) / pair_rate[s], s))
+            room = cap[s] - board.load[s]
+            heap.append((-room if by_time else -room / pair_rate[s], s))
     heapq.heapify(heap)
-    step = CAP_STEP * cap.max()
-    raises = 0
-    for segment in homeless:
-        low, high = segments.begin[segment], segments.end[segment]
-        while high > low:
-            if board.count[CHUNKS] >= len(board.chunk_segment):
-                return segment, high
-            at, begin = _find_server(
-                board, segments, fleet, rules, limits, cap, heap, segment, low, high
-            )
-            if at < 0:
-                raises += 1
-                if raises > MOST_RAISES or not _anyone_could(
-                    segments, fleet, rules, limits, receives, segment, low, high
-                ):
-                    return segment, high
-                rise = step * max(1.0, raises / 50.0)
-                rebuilt = [(-(0.0), -1)]
-                rebuilt.pop()
-                for s in range(len(cap)):
-                    cap[s] += rise
-                    if receives[s]:
-                        rebuilt.append((-(cap[s] - board.load[s]) / pair_rate[s], s))
-                heapq.heapify(rebuilt)
-                heap = rebuilt
-                continue
-            link = link_cost(links, segments.rank[segment], at)
-            add_chunk(board, segments, fleet, rules, limits, segment, begin, high, at, link)
-            heapq.heappush(heap, (-(cap[at] - board.load[at]) / pair_rate[at], at))
-            high = begin
-    return -1, 0
+    return heap
+
+
+@compiled_inner
+def _is_short(
+    cap: Float64Array, receives: BoolArray, pair_rate: Float64Array, low: int, high: int
+) -> bool:
+    """Whether even the slowest server does ``[low, high)`` in a small share of its cap.
+
+    Long documents go where the most work fits, so that they are cut least; short ones where the
+    most time is left, so that servers of different speed finish together."""
+    pairs = causal_pairs(low, high)
+    for s in range(len(cap)):
+        if receives[s] and pairs * pair_rate[s] > LONG_SHARE * cap[s]:
+            return False
+    return True
 
 
 @compiled_inner
 def _anyone_could(
     segments: Segments,
     fleet: Fleet,
-    rules: CutRules,
     limits: Limits,
     receives: BoolArray,
     segment: int,
-    low: int,
+    begin: int,
     high: int,
 ) -> bool:
-    """Whether some server could take a short end of ``[low, high)`` if the cap did not matter."""
-    begin = max(low, high - rules.min_tokens)
+    """Whether some server could take ``[begin, high)`` if the cap did not matter."""
     for s in range(len(receives)):
         if receives[s] and affordable(segments, fleet, limits, segment, begin, high, s, 0):
             return True
@@ -118,6 +146,7 @@ def _find_server(
     rules: CutRules,
     limits: Limits,
     cap: Float64Array,
+    receives: BoolArray,
     heap: list[tuple[float, int]],
     segment: int,
     low: int,
@@ -131,20 +160,27 @@ def _find_server(
     passed = [(0.0, -1)]
     passed.pop()
     found, begin = -1, 0
+    # A cut repeats keys on two servers, which memory can ill afford.
+    cut_for_memory = limits.active and not _anyone_could(
+        segments, fleet, limits, receives, segment, low, high
+    )
     while len(heap):
         entry = heapq.heappop(heap)
         s = entry[1]
         room = cap[s] - board.load[s]
         begin = _begin_within(segments, fleet, rules, segment, low, high, s, room)
+        if limits.active and low < begin < high:
+            whole = server_seconds(fleet, s, rules.phase, low, high)
+            if whole <= LONG_SHARE * cap[s]:
+                begin = high
         if begin < high:
             resident = resident_end(board, fleet, segments.document[segment], s)
             if affordable(segments, fleet, limits, segment, begin, high, s, resident):
                 found = s
                 break
-            if limits.active and limits.rows[s] > high + rules.min_tokens:
-                # Memory for the keys, but not for all these queries.
+            if cut_for_memory and limits.rows[s] > high + rules.min_tokens:
                 q = max(limits.rows[s] - high, rules.min_tokens)
-                begin = max(begin, high - q // ALIGNMENT_TOKENS * ALIGNMENT_TOKENS)
+                begin = max(begin, high - q // rules.alignment * rules.alignment)
                 if begin < high and affordable(
                     segments, fleet, limits, segment, begin, high, s, resident
                 ):
@@ -175,7 +211,9 @@ def _begin_within(
     if room <= 0.0:
         return high
     limit = room * fleet.speed[server]
-    begin = begin_for_seconds(fleet.tables, fleet.profile[server], rules.phase, low, high, limit)
+    begin = begin_for_seconds(
+        fleet.tables, fleet.profile[server], rules.phase, low, high, limit, rules.alignment
+    )
     if begin == low:
         return low
     if begin < low + rules.min_tokens:

@@ -11,7 +11,6 @@ from control_plane.planning import PlanningServer
 from core_attention.cost_model import CostProfile
 from core_attention.manifest import Manifest, RankManifest, Segment
 from core_attention.plan import PlanServer
-from core_attention.shape import AttentionShape
 
 PROFILE = CostProfile.load(
     Path(__file__).parents[2] / "simulator" / "profiles" / "h200-llama3-8b.json"
@@ -68,8 +67,8 @@ def stream_manifest(
 ) -> Manifest:
     """Documents one after another over (rank, nano-batch), each of equal tokens but the last.
 
-    Where a document reaches the end of its (rank, nano-batch) it goes on as a new document, or, with
-    ``span``, on the next rank (one nano-batch only).
+    Where a document reaches the end of its (rank, nano-batch) it goes on as a new document, or,
+    with ``span``, on the next rank (one nano-batch only).
     """
     total = sum(lengths)
     per_piece = -(-total // (n_ranks * n_nano_batches))

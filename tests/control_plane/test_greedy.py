@@ -32,7 +32,7 @@ def test_a_giant_document_is_shared_in_shards_of_128() -> None:
     plan = greedy.plan(manifest, in_place(4), SHAPE, PlanningOptions(tolerance=0.05))
     assert plan.forward_forecast is not None
     assert plan.forward_forecast.home_imbalance > 3
-    # A receiver is filled to the mean within eps; the donor keeps what the receivers' rounding left.
+    # A receiver is filled to the mean within eps; the donor keeps what its rounding left.
     assert plan.forward_forecast.predicted_imbalance < 1.15
     of_giant = plan.forward.document == np.argmax(manifest.document_length)
     assert (plan.forward.q_begin[of_giant] % 128 == 0).all()

@@ -111,9 +111,9 @@ def test_bad_data_is_told_before_anything_starts(start_run: StartRun, tmp_path: 
 
 def test_earlier_run_of_the_name_is_kept(start_run: StartRun) -> None:
     folder = start_run("run", "--data=/absent").folder
-    folder.root.mkdir()
-    folder.step_log.touch()
+    folder.logs.mkdir(parents=True)
     ended = start_run("run").wait(30.0)
     assert ended.exit_code == 1
     assert "RunFolderError" in ended.output
     assert "holds a run already" in ended.output
+    assert "Logs:" not in ended.output, "that would be the earlier run's"

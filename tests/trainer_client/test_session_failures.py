@@ -180,7 +180,7 @@ def test_a_wrong_tensor_is_named(
     with Team(pool_of_four, 1, SHAPE, placement="pool", n_nano_batches=1) as team:
         session = team.sessions[0]
         session.submit(RankManifest.from_lengths(0, 0, [[300]]))
-        with session.step(0), pytest.raises(TensorError, match=named):
+        with pytest.raises(TensorError, match=named), session.step(0):
             core_attention(rows["q"], rows["k"], rows["v"])
 
 

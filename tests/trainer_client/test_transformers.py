@@ -159,8 +159,8 @@ def test_an_unsupported_feature_is_refused_by_name(
 ) -> None:
     model = make_model(config, "distca").train()
     with (
-        session.step(submit(session)),
         pytest.raises(UnsupportedArgument, match=f"does not support.*{named}"),
+        session.step(submit(session)),
     ):
         PingPong(model)(make_batches())
 
@@ -171,7 +171,7 @@ def test_padding_is_refused(session: Session) -> None:
     mask = torch.ones_like(batches[0]["input_ids"])
     mask[0, -3:] = 0
     batches[0]["attention_mask"] = mask
-    with session.step(submit(session)), pytest.raises(UnsupportedArgument, match="padding"):
+    with pytest.raises(UnsupportedArgument, match="padding"), session.step(submit(session)):
         PingPong(model)(batches)
 
 
@@ -179,7 +179,7 @@ def test_other_documents_than_planned_are_refused(session: Session) -> None:
     model = make_model(CONFIGS["Llama"], "distca")
     batches = make_batches()
     batches[0]["position_ids"] = torch.arange(131)[None]
-    with session.step(submit(session)), pytest.raises(ValueError, match="at row 40"):
+    with pytest.raises(ValueError, match="at row 40"), session.step(submit(session)):
         PingPong(model)(batches)
 
 
@@ -187,7 +187,7 @@ def test_a_batch_of_several_rows_is_refused(session: Session) -> None:
     model = make_model(CONFIGS["Llama"], "distca")
     batches = make_batches()
     batches[0] = {name: value.expand(2, -1) for name, value in batches[0].items()}
-    with session.step(submit(session)), pytest.raises(ValueError, match=r"one row|batch of 2"):
+    with pytest.raises(ValueError, match=r"one row|batch of 2"), session.step(submit(session)):
         PingPong(model)(batches)
 
 
@@ -197,11 +197,17 @@ def test_a_model_outside_of_a_step_is_refused() -> None:
         model(**make_batches()[0])
 
 
+def test_a_step_that_never_calls_core_attention_is_refused(session: Session) -> None:
+    local = make_model(CONFIGS["Llama"], "sdpa")
+    with pytest.raises(SessionError, match="without a call"), session.step(submit(session)):
+        PingPong(local)(make_batches())
+
+
 def test_more_layers_than_the_job_has_are_refused(session: Session) -> None:
     config = transformers.LlamaConfig(**{**SIZES, "num_hidden_layers": 3})
     with (
-        session.step(submit(session)),
         pytest.raises(SessionError, match="n_layers=2"),
+        session.step(submit(session)),
     ):
         PingPong(make_model(config, "distca"))(make_batches())
 

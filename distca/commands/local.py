@@ -1,0 +1,49 @@
+"""``distca local``: a whole run on this machine."""
+
+from __future__ import annotations
+
+import os
+from datetime import datetime
+
+import typer
+
+from distca.data.settings import DataSettings
+from distca.interrupt import INTERRUPTED_EXIT_CODE
+from distca.local.settings import LocalSettings
+from distca.options import options_from
+from distca.train.settings import ModelSettings, PlanSettings, TrainingSettings
+
+
+@options_from
+def local(
+    local: LocalSettings,
+    data: DataSettings,
+    model: ModelSettings,
+    training: TrainingSettings,
+    plan: PlanSettings,
+) -> None:
+    """Train on this machine: starts control plane, attention nodes and trainers as processes.
+
+    When one of them dies all of them end, and the one that died is named. Ctrl-C stops after the
+    current step, saves a checkpoint and ends everything.
+    """
+    from rich.console import Console
+
+    from distca.data.sources import open_corpus
+    from distca.local.launcher import LocalRun, launch
+    from distca.report.outcome import show_outcome
+
+    console = Console()
+    # The trainers open it themselves; here only so that a mistake is told at once.
+    open_corpus(data.data, data.text_field)
+    run = LocalRun(
+        local=local, data=data, model=model, training=training, plan=plan, environ=os.environ
+    )
+    folder = local.run_folder(datetime.now())
+    folder.prepare(resume=training.resume, overwrite=local.overwrite)
+    try:
+        finished = launch(run, folder, console)
+    finally:
+        show_outcome(folder, console)
+    if not finished:
+        raise typer.Exit(INTERRUPTED_EXIT_CODE)

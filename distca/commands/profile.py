@@ -1,0 +1,88 @@
+"""``distca profile``: measures what core attention costs on a device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from distca.options import options_from
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProfileOptions:
+    """What is measured, and where the result goes."""
+
+    shape: Annotated[
+        str,
+        typer.Option(
+            metavar="HEADS:KV_HEADS:HEAD_DIM:DTYPE",
+            help="Attention shape, for example 32:8:128:bfloat16.",
+        ),
+    ]
+    device: Annotated[str, typer.Option(help="cpu or cuda:INDEX.")] = "cpu"
+    quick: Annotated[
+        bool,
+        typer.Option(
+            "--quick/--full",
+            help="A coarse grid in seconds, as servers measure at start, instead of minutes.",
+        ),
+    ] = False
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            help="File to write. Default: where servers on this machine look, ~/.cache/distca."
+        ),
+    ] = None
+
+
+@options_from
+def profile(options: ProfileOptions) -> None:
+    """Measure the cost of core attention on this device, for servers and simulations."""
+    import torch
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from core_attention.ca_task import MaskKind
+    from core_attention.kernels.select import select_kernel
+    from core_attention.profiling import (
+        FULL_GRID,
+        QUICK_GRID,
+        device_name,
+        measure_profile,
+        profile_file_name,
+    )
+    from distca.commands.usage import as_usage_error
+    from distca.shapes import parse_shape
+
+    console = Console()
+    with as_usage_error():
+        shape = parse_shape(options.shape)
+        try:
+            device = torch.device(options.device)
+        except RuntimeError as error:
+            raise ValueError(f"device is {options.device!r}; give cpu or cuda:INDEX") from error
+        kernel = select_kernel(device)
+        kernel.check(shape, MaskKind.CAUSAL)
+    path = options.output or (
+        Path.home()
+        / ".cache"
+        / "distca"
+        / profile_file_name(device_name(device), kernel.name, shape)
+    )
+    grid = QUICK_GRID if options.quick else FULL_GRID
+    with Progress(console=console) as progress:
+        task = progress.add_task(f"measuring {kernel.name} on {device_name(device)}", total=None)
+        measured = measure_profile(
+            kernel,
+            shape,
+            device,
+            grid.q_tokens,
+            grid.kv_tokens,
+            budget_seconds=grid.budget_seconds,
+            progress=lambda done, total: progress.update(task, completed=done, total=total),
+        )
+    measured.save(path)
+    console.print(f"Saved {path}", soft_wrap=True)

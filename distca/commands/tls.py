@@ -1,0 +1,37 @@
+"""Options of clients of the control plane for TLS."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+_PANEL = "TLS"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClientTls:
+    """Certificates for the way to the control plane; plaintext without them."""
+
+    tls_ca: Annotated[
+        Path | None,
+        typer.Option(
+            help="Certificate authority of the control plane; turns TLS on.",
+            rich_help_panel=_PANEL,
+        ),
+    ] = None
+    tls_certificate: Annotated[
+        Path | None,
+        typer.Option(help="Certificate of this process, for mTLS.", rich_help_panel=_PANEL),
+    ] = None
+    tls_key: Annotated[
+        Path | None, typer.Option(help="Its private key.", rich_help_panel=_PANEL)
+    ] = None
+
+    def __post_init__(self) -> None:
+        if (self.tls_certificate is None) != (self.tls_key is None):
+            raise ValueError("tls_certificate and tls_key belong together: give both or neither")
+        if self.tls_certificate is not None and self.tls_ca is None:
+            raise ValueError("tls_certificate needs tls_ca, by which the control plane is checked")

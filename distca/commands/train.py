@@ -1,0 +1,63 @@
+"""``distca train``: one trainer rank, as torchrun or ``distca local`` starts it."""
+
+from __future__ import annotations
+
+import os
+
+import typer
+
+from distca.commands.tls import ClientTls
+from distca.data.settings import DataSettings
+from distca.interrupt import INTERRUPTED_EXIT_CODE
+from distca.options import options_from
+from distca.train.settings import (
+    ModelSettings,
+    PlanSettings,
+    ServiceSettings,
+    TrainingSettings,
+)
+
+
+@options_from
+def train(
+    service: ServiceSettings,
+    data: DataSettings,
+    model: ModelSettings,
+    training: TrainingSettings,
+    plan: PlanSettings,
+    tls: ClientTls,
+) -> None:
+    """Train a model with its core attention served; start it with torchrun, once a rank.
+
+    Ctrl-C (or SIGTERM) stops after the current step and saves a checkpoint.
+    """
+    from rich.console import Console
+
+    from distca.commands.usage import as_usage_error
+    from distca.report.outcome import show_outcome
+    from distca.run_folder import RunFolder
+    from distca.train.ranks import RankEnvironment
+    from distca.train.run import TrainerRun, run_trainer
+
+    with as_usage_error():
+        ranks = RankEnvironment.from_environ(os.environ, service.rendezvous)
+    run = TrainerRun(
+        ranks=ranks,
+        service=service,
+        data=data,
+        model=model,
+        training=training,
+        plan=plan,
+        tls=tls,
+    )
+    console = Console()
+    folder = RunFolder(service.run_dir)
+    if ranks.rank == 0:
+        folder.open()
+    try:
+        finished = run_trainer(run, console)
+    finally:
+        if ranks.rank == 0:
+            show_outcome(folder, console)
+    if not finished:
+        raise typer.Exit(INTERRUPTED_EXIT_CODE)

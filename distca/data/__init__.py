@@ -1,0 +1,1 @@
+"""Training data: a corpus of documents, and their packing into the batches of a step."""

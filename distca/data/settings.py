@@ -1,0 +1,59 @@
+"""What the user may choose about the training data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+_PANEL = "Data"
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataSettings:
+    """Where the documents come from and how they are cut; the fields are command-line options."""
+
+    data: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder of text files (one document a file), or a .jsonl or .parquet file. "
+            "Default: the sources of Python's standard library.",
+            rich_help_panel=_PANEL,
+        ),
+    ] = None
+    text_field: Annotated[
+        str,
+        typer.Option(
+            help="JSONL field or Parquet column that holds the text.", rich_help_panel=_PANEL
+        ),
+    ] = "text"
+    max_document_tokens: Annotated[
+        int | None,
+        typer.Option(
+            help="Longer documents are cut into pieces of at most this many tokens. "
+            "Default: what one nano-batch can hold.",
+            rich_help_panel=_PANEL,
+        ),
+    ] = None
+    span_ranks: Annotated[
+        bool,
+        typer.Option(
+            "--span-ranks/--no-span-ranks",
+            help="Let a document continue on the next rank instead of cutting it at a rank's end.",
+            rich_help_panel=_PANEL,
+        ),
+    ] = False
+    seed: Annotated[
+        int, typer.Option(help="Order of the documents and first weights.", rich_help_panel=_PANEL)
+    ] = 0
+
+    def __post_init__(self) -> None:
+        if self.max_document_tokens is not None and self.max_document_tokens < 2:
+            raise ValueError(
+                f"max_document_tokens is {self.max_document_tokens}; it must be 2 or more, "
+                "because a single token predicts nothing"
+            )
+        if self.seed < 0:
+            raise ValueError(f"seed is {self.seed}; it must be 0 or more")

@@ -1,0 +1,37 @@
+"""Ctrl-C, SIGTERM and a closed terminal: the first asks to stop in an orderly way."""
+
+from __future__ import annotations
+
+import logging
+import signal
+from types import FrameType
+
+logger = logging.getLogger(__name__)
+
+INTERRUPTED_EXIT_CODE = 130
+"""What shells report for a program that SIGINT ended."""
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class StopRequest:
+    """A context manager that turns signals into a flag; a second signal interrupts at once."""
+
+    def __init__(self) -> None:
+        self.requested = False
+        self._before: dict[signal.Signals, object] = {}
+
+    def __enter__(self) -> StopRequest:
+        for number in _SIGNALS:
+            self._before[number] = signal.signal(number, self._note)
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)  # type: ignore[arg-type]
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if self.requested:
+            raise KeyboardInterrupt
+        logger.info("%s: stopping", signal.Signals(number).name)
+        self.requested = True

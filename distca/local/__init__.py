@@ -1,0 +1,1 @@
+"""A whole DistCA on this machine: control plane, attention nodes and trainers as processes."""

@@ -1,0 +1,76 @@
+"""What the user may choose about a run on this machine; the fields are command-line options."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from distca.run_folder import RunFolder
+from distca.train.settings import PlacementName
+
+_PANEL = "Local run"
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalSettings:
+    """Processes of a local run, and the folder that it writes."""
+
+    mode: Annotated[
+        PlacementName,
+        typer.Option(
+            help="Core attention on attention nodes (pool), in the trainers' own processes "
+            "(in-place), or both (mixed).",
+            rich_help_panel=_PANEL,
+        ),
+    ] = PlacementName.POOL
+    trainers: Annotated[int, typer.Option(help="Trainer ranks.", rich_help_panel=_PANEL)] = 2
+    nodes: Annotated[
+        int,
+        typer.Option(help="Attention nodes; none are started in-place.", rich_help_panel=_PANEL),
+    ] = 2
+    threads: Annotated[
+        int,
+        typer.Option(help="Compute threads of each process.", rich_help_panel=_PANEL),
+    ] = 1
+    name: Annotated[
+        str,
+        typer.Option(help="Of the run; default: mode and time of day.", rich_help_panel=_PANEL),
+    ] = ""
+    runs_dir: Annotated[
+        Path, typer.Option(help="The run's folder is made in it.", rich_help_panel=_PANEL)
+    ] = Path("runs")
+    overwrite: Annotated[
+        bool,
+        typer.Option(
+            "--overwrite/--no-overwrite",
+            help="Remove an earlier run of this name first.",
+            rich_help_panel=_PANEL,
+        ),
+    ] = False
+
+    def __post_init__(self) -> None:
+        for name, least in (("trainers", 1), ("nodes", 0), ("threads", 1)):
+            if getattr(self, name) < least:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be {least} or more")
+        if self.mode is PlacementName.POOL and self.nodes < 1:
+            raise ValueError("nodes is 0; pool mode needs 1 or more, or choose --mode in-place")
+        if self.name and not re.fullmatch(r"[A-Za-z0-9._-]{1,64}", self.name):
+            raise ValueError(
+                f"name is {self.name!r}; valid are 1 to 64 characters of A-Z, a-z, 0-9, '.', '_' "
+                "and '-'"
+            )
+
+    @property
+    def n_nodes(self) -> int:
+        """Attention nodes that are started."""
+        return 0 if self.mode is PlacementName.IN_PLACE else self.nodes
+
+    def run_folder(self, now: datetime) -> RunFolder:
+        """Where the run is written."""
+        name = self.name or f"{self.mode}-{now:%Y%m%d-%H%M%S}"
+        return RunFolder(self.runs_dir.absolute() / name)

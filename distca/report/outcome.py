@@ -1,0 +1,24 @@
+"""What a run left in its folder, said in the terminal."""
+
+from __future__ import annotations
+
+from rich.console import Console
+
+from distca.report.record import RunRecord
+from distca.report.summary import summary_table
+from distca.run_folder import RunFolder
+
+
+def show_outcome(folder: RunFolder, console: Console) -> None:
+    """Shows the table of the run, if it got so far, and where report, checkpoint and logs lie."""
+    if folder.record.exists():
+        console.print()
+        console.print(summary_table(RunRecord.load(folder.record)))
+    lines = [
+        ("Report", folder.report if folder.report.exists() else None),
+        ("Checkpoint", folder.newest_checkpoint()),
+        ("Logs", folder.logs if folder.logs.is_dir() else None),
+    ]
+    for what, path in lines:
+        if path is not None:
+            console.print(f"{what}: {path}", soft_wrap=True, highlight=False, markup=False)

@@ -1,0 +1,60 @@
+"""The report of a run as one HTML page that needs nothing else: figures are embedded."""
+
+from __future__ import annotations
+
+import base64
+import io
+from collections.abc import Mapping
+from pathlib import Path
+
+import jinja2
+from matplotlib.figure import Figure
+
+from distca.report.figures import draw_figures, save_figures
+from distca.report.record import RunRecord
+from distca.report.style import figure_style
+from distca.report.summary import summary_rows
+
+_CAPTIONS = {
+    "loss": "Mean over the predicted tokens of all ranks, before each update.",
+    "imbalance": "Time of the slowest server in each tick over the mean of all servers. Without "
+    "planning, every rank would run the attention of its own documents.",
+    "load": "The step that would have been the most unbalanced without planning.",
+    "timeline": "The two nano-batches take turns: while the attention of one is under way, the "
+    "other computes.",
+    "bytes": "Queries, keys, values and their gradients go to the servers, outputs and gradients "
+    "come back. What stays in a process is not copied and counts as 0.",
+}
+
+
+def write_report(record: RunRecord, page: Path, figures: Path) -> None:
+    """Writes the page to ``page`` and the figures as PNG into ``figures``."""
+    drawn = draw_figures(record)
+    save_figures(drawn, figures)
+    page.write_text(render_page(record, drawn))
+
+
+def render_page(record: RunRecord, figures: Mapping[str, Figure]) -> str:
+    """The page's HTML."""
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("distca.report", "templates"),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    return environment.get_template("report.html.jinja").render(
+        record=record,
+        rows=summary_rows(record),
+        figures=[
+            {"name": name, "caption": _CAPTIONS[name], "png": _base64_png(figure)}
+            for name, figure in figures.items()
+        ],
+    )
+
+
+def _base64_png(figure: Figure) -> str:
+    buffer = io.BytesIO()
+    with figure_style():
+        figure.savefig(buffer, format="png")
+    return base64.b64encode(buffer.getvalue()).decode()

@@ -1,0 +1,122 @@
+"""Checkpoints: written whole or not at all, the last two kept.
+
+A checkpoint holds weights, optimiser state and the number of steps done. Batches are a function of
+(seed, step) and the learning rate of the step, so nothing else is needed to go on exactly.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import pickle
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from distca.errors import CheckpointError
+
+logger = logging.getLogger(__name__)
+
+KEPT_CHECKPOINTS = 2
+_NAME = re.compile(r"step-(\d{8})\.pt")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """What is needed to go on after ``steps_done`` steps.
+
+    Attributes:
+        steps_done: steps that the weights have seen.
+        identity: names data and model (see ``trainer.identity``); a checkpoint of another
+            identity is refused.
+        model: state dict of the model.
+        optimizer: state dict of the optimiser.
+    """
+
+    steps_done: int
+    identity: dict[str, Any]
+    model: dict[str, Any]
+    optimizer: dict[str, Any]
+
+
+def save_checkpoint(folder: Path, checkpoint: Checkpoint) -> Path:
+    """Writes ``checkpoint`` below ``folder``, then removes all but the newest two.
+
+    Raises:
+        CheckpointError: it cannot be written, for example because the disk is full; checkpoints
+            written before are untouched.
+    """
+    path = folder / f"step-{checkpoint.steps_done:08d}.pt"
+    partial = path.with_name(path.name + ".partial")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with partial.open("wb") as file:
+            torch.save(vars(checkpoint), file)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+    # torch reports a failed write to a file object as RuntimeError, with the OSError as its cause
+    # or context at best.
+    except (OSError, RuntimeError) as error:
+        with contextlib.suppress(OSError):
+            partial.unlink()
+        kept = list_checkpoints(folder)
+        raise CheckpointError(
+            f"checkpoint {path} cannot be written: {_reason(error)}; "
+            + (f"the one before is intact: {kept[-1]}" if kept else "there is none before it")
+        ) from error
+    for old in list_checkpoints(folder)[:-KEPT_CHECKPOINTS]:
+        old.unlink()
+    logger.info("saved checkpoint %s", path)
+    return path
+
+
+def list_checkpoints(folder: Path) -> list[Path]:
+    """The complete checkpoints in ``folder``, oldest first."""
+    if not folder.is_dir():
+        return []
+    return sorted(path for path in folder.iterdir() if _NAME.fullmatch(path.name))
+
+
+def load_newest(folder: Path, identity: dict[str, Any]) -> Checkpoint:
+    """The newest checkpoint in ``folder``.
+
+    Raises:
+        CheckpointError: there is none, it cannot be read, or it belongs to another ``identity``.
+    """
+    paths = list_checkpoints(folder)
+    if not paths:
+        raise CheckpointError(f"{folder} holds no checkpoint to resume from")
+    path = paths[-1]
+    try:
+        fields = torch.load(path, map_location="cpu", weights_only=True)
+        checkpoint = Checkpoint(**fields)
+    except (OSError, RuntimeError, EOFError, TypeError, pickle.UnpicklingError) as error:
+        raise CheckpointError(
+            f"checkpoint {path} cannot be read ({error}); remove it to resume from an older one"
+        ) from error
+    differing = [
+        f"{name}: {checkpoint.identity.get(name)!r} then, {value!r} now"
+        for name, value in identity.items()
+        if checkpoint.identity.get(name) != value
+    ]
+    if differing:
+        raise CheckpointError(
+            f"checkpoint {path} belongs to another run ({'; '.join(differing)}); resume with the "
+            "options that the run began with"
+        )
+    return checkpoint
+
+
+def _reason(error: BaseException) -> str:
+    """The operating system's own words, wherever in the chain they are."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, OSError) and cause.strerror:
+            return cause.strerror
+        cause = cause.__cause__ or cause.__context__
+    return str(error).splitlines()[0]

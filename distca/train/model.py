@@ -1,0 +1,144 @@
+"""The model that is trained: built by transformers, its core attention chosen by name."""
+
+from __future__ import annotations
+
+import copy
+import json
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+from core_attention.shape import AttentionShape
+from distca.data.corpus import VOCABULARY_SIZE
+from distca.errors import ModelConfigError
+from distca.train.settings import ModelSettings
+
+_FEED_FORWARD_MULTIPLE = 32
+
+
+def model_config(settings: ModelSettings, max_positions: int) -> PretrainedConfig:
+    """The transformers configuration that ``settings`` asks for.
+
+    Args:
+        settings: the user's choice.
+        max_positions: the longest document, in tokens.
+
+    Raises:
+        ModelConfigError: the JSON file is missing or malformed, names an unknown model type, or
+            the model cannot take bytes or documents of that length.
+    """
+    if settings.model_config is None:
+        return _small_llama(settings, max_positions)
+    fields = _read_json(settings)
+    model_type = fields.pop("model_type", None)
+    try:
+        config = AutoConfig.for_model(model_type, **fields)
+    except (TypeError, ValueError) as error:
+        reason = str(error).splitlines()[0][:300]
+        raise ModelConfigError(f"{settings.model_config}: {reason}") from error
+    if config.vocab_size < VOCABULARY_SIZE:
+        raise ModelConfigError(
+            f"{settings.model_config}: vocab_size is {config.vocab_size}; tokens are bytes, so it "
+            f"must be {VOCABULARY_SIZE} or more"
+        )
+    if max_positions > config.max_position_embeddings:
+        raise ModelConfigError(
+            f"{settings.model_config}: max_position_embeddings is "
+            f"{config.max_position_embeddings}, but documents may have {max_positions} tokens; "
+            "give a smaller --max-document-tokens"
+        )
+    return config
+
+
+def build_model(
+    config: PretrainedConfig, *, attention: str, dtype: str, seed: int
+) -> PreTrainedModel:
+    """A causal language model with random weights, the same for the same seed.
+
+    Args:
+        config: its sizes.
+        attention: name of the attention implementation, for example ``"distca"`` or ``"sdpa"``.
+        dtype: torch name of the weights' dtype.
+        seed: of the weights.
+
+    Raises:
+        ModelConfigError: transformers has no causal language model for ``config``.
+    """
+    torch.manual_seed(seed)
+    auto: Any = AutoModelForCausalLM  # from_config has no annotations
+    try:
+        model: PreTrainedModel = auto.from_config(
+            # A copy, because the model keeps it and writes the attention's name into it.
+            copy.deepcopy(config),
+            attn_implementation=attention,
+            dtype=getattr(torch, dtype),
+        )
+    except ValueError as error:
+        reason = str(error).splitlines()[0][:300]
+        raise ModelConfigError(f"model type {config.model_type!r}: {reason}") from error
+    model.train()
+    return model
+
+
+def attention_shape(config: PretrainedConfig, dtype: str) -> AttentionShape:
+    """Heads and head dims of ``config``'s core attention.
+
+    Raises:
+        ValueError: they make no valid shape.
+    """
+    heads = config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    return AttentionShape(
+        num_heads=heads,
+        num_heads_kv=getattr(config, "num_key_value_heads", None) or heads,
+        head_dim=head_dim,
+        head_dim_v=head_dim,
+        dtype=dtype,
+    )
+
+
+def describe_model(config: PretrainedConfig) -> str:
+    """Type and sizes, in words."""
+    return (
+        f"{config.model_type}, {config.num_hidden_layers} layers, hidden {config.hidden_size}, "
+        f"{config.num_attention_heads} heads, "
+        f"{getattr(config, 'num_key_value_heads', config.num_attention_heads)} kv heads"
+    )
+
+
+def _small_llama(settings: ModelSettings, max_positions: int) -> PretrainedConfig:
+    # 8/3 of the width, as Llama has it, rounded up.
+    feed_forward = -(-8 * settings.hidden_size // (3 * _FEED_FORWARD_MULTIPLE))
+    return AutoConfig.for_model(
+        "llama",
+        vocab_size=VOCABULARY_SIZE,
+        hidden_size=settings.hidden_size,
+        intermediate_size=feed_forward * _FEED_FORWARD_MULTIPLE,
+        num_hidden_layers=settings.layers,
+        num_attention_heads=settings.heads,
+        num_key_value_heads=settings.kv_heads,
+        max_position_embeddings=max_positions,
+        tie_word_embeddings=True,
+        # Bytes are the whole vocabulary: none of them is special.
+        bos_token_id=None,
+        eos_token_id=None,
+        use_cache=False,
+    )
+
+
+def _read_json(settings: ModelSettings) -> dict[str, Any]:
+    path = settings.model_config
+    assert path is not None
+    try:
+        fields = json.loads(path.read_text())
+    except OSError as error:
+        raise ModelConfigError(f"{path}: {error.strerror}") from error
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ModelConfigError(f"{path}: this is no JSON: {error}") from error
+    if not isinstance(fields, dict) or "model_type" not in fields:
+        raise ModelConfigError(
+            f"{path}: no model_type; give a transformers config.json, whose model_type is for "
+            "example 'llama'"
+        )
+    return {**fields, "use_cache": False}

@@ -1,0 +1,96 @@
+"""The ranks of a job: their process group, and what they must agree on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from distca.errors import RanksDisagreeError
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankEnvironment:
+    """This process's place among the trainers.
+
+    Attributes:
+        rank: from 0.
+        n_ranks: trainers in all.
+        init_method: as for ``torch.distributed.init_process_group``.
+    """
+
+    rank: int
+    n_ranks: int
+    init_method: str
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.rank < self.n_ranks:
+            raise ValueError(f"rank {self.rank} is not one of {self.n_ranks} ranks")
+
+    @classmethod
+    def from_environ(cls, environ: Mapping[str, str], init_method: str) -> RankEnvironment:
+        """Reads what torchrun sets: ``RANK``, ``WORLD_SIZE`` and, for ``env://``, where rank 0 is.
+
+        Raises:
+            ValueError: one of them is missing or no integer.
+        """
+        if init_method == "env://" and not environ.get("MASTER_ADDR"):
+            raise ValueError(
+                "environment variable MASTER_ADDR is not set; start trainers with torchrun, or all "
+                "processes at once with distca local"
+            )
+        values = {}
+        for name in ("RANK", "WORLD_SIZE"):
+            text = environ.get(name, "")
+            if not text.isdigit():
+                raise ValueError(
+                    f"environment variable {name} is {text!r}; it must be an integer, as torchrun "
+                    "sets it"
+                )
+            values[name] = int(text)
+        return cls(rank=values["RANK"], n_ranks=values["WORLD_SIZE"], init_method=init_method)
+
+
+@contextmanager
+def process_group(environment: RankEnvironment, timeout_seconds: float) -> Iterator[None]:
+    """Joins the gloo group of all ranks, whose waits end after ``timeout_seconds``; leaves it at
+    the end."""
+    dist.init_process_group(
+        "gloo",
+        init_method=environment.init_method,
+        rank=environment.rank,
+        world_size=environment.n_ranks,
+        timeout=timedelta(seconds=timeout_seconds),
+    )
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def check_agreement(what: Mapping[str, object]) -> None:
+    """Checks that all ranks pass equal values.
+
+    Raises:
+        RanksDisagreeError: on every rank, naming the field and each rank's value.
+    """
+    everyone: list[Mapping[str, object]] = [{}] * dist.get_world_size()
+    dist.all_gather_object(everyone, dict(what))
+    for name in what:
+        values = [each.get(name) for each in everyone]
+        if any(value != values[0] for value in values):
+            raise RanksDisagreeError(
+                f"ranks disagree on {name}: {values}, in order of ranks; start all of them with "
+                "the same data and options"
+            )
+
+
+def sum_over_ranks(*values: float) -> list[float]:
+    """The sums of ``values`` over all ranks, in float64."""
+    total = torch.tensor(values, dtype=torch.float64)
+    dist.all_reduce(total)
+    return [float(value) for value in total]

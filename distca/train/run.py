@@ -1,0 +1,301 @@
+"""A trainer process from its settings to its report."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import time
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from datetime import datetime
+from typing import Any
+
+import torch.distributed as dist
+from rich.console import Console
+from torch import nn
+from transformers import PretrainedConfig
+
+import trainer_client.transformers
+from core_attention.shape import AttentionShape
+from distca.commands.tls import ClientTls
+from distca.data.packing import BatchShape, PackedStep
+from distca.data.settings import DataSettings
+from distca.errors import VerificationError
+from distca.interrupt import StopRequest
+from distca.report.display import TrainingDisplay
+from distca.report.page import write_report
+from distca.report.record import RunRecord, StepRecord
+from distca.report.step_log import StepLog
+from distca.run_folder import RunFolder
+from distca.train.checkpoint import Checkpoint, load_newest, save_checkpoint
+from distca.train.feed import Feed
+from distca.train.model import attention_shape, build_model, describe_model, model_config
+from distca.train.observer import Observer
+from distca.train.ranks import RankEnvironment, check_agreement, process_group, sum_over_ranks
+from distca.train.settings import (
+    ModelSettings,
+    PlanSettings,
+    ServiceSettings,
+    TrainingSettings,
+)
+from distca.train.timeline import readable_timeline
+from distca.train.trainer import StepResult, Trainer
+from distca.train.verify import Difference, Verifier
+from trainer_client import Session, SessionOptions
+from trainer_client.options import Placement
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainerRun:
+    """All settings of one trainer process."""
+
+    ranks: RankEnvironment
+    service: ServiceSettings
+    data: DataSettings
+    model: ModelSettings
+    training: TrainingSettings
+    plan: PlanSettings
+    tls: ClientTls
+
+
+def run_trainer(run: TrainerRun, console: Console) -> bool:
+    """Trains to the end of the run, or until a signal asks to stop; saves and reports.
+
+    Returns:
+        Whether all steps were done.
+
+    Raises:
+        DistcaError, SessionError, distca.rpc.RpcError: what went wrong, in words.
+    """
+    began = datetime.now().isoformat(timespec="seconds")
+    feed = Feed(
+        run.data,
+        BatchShape(
+            n_ranks=run.ranks.n_ranks,
+            n_nano_batches=run.training.nano_batches,
+            nano_batch_tokens=run.training.nano_batch_tokens,
+            span_ranks=run.data.span_ranks,
+        ),
+    )
+    config = model_config(run.model, feed.max_document_tokens)
+    shape = attention_shape(config, run.model.dtype)
+    timeout = run.service.collective_timeout_seconds
+    with ExitStack() as stack:
+        stop = stack.enter_context(StopRequest())
+        stack.enter_context(process_group(run.ranks, timeout))
+        identity = {**feed.identity, "seed": run.data.seed, "model": _model_identity(config)}
+        check_agreement({**identity, "steps": run.training.steps})
+        session = stack.enter_context(Session.open(session_options(run, shape, config)))
+        loop = _Loop(run, feed, config, shape, session, identity, stop, console)
+        finished = loop.train()
+        record = loop.record(began, finished=finished)
+    if run.ranks.rank == 0:
+        folder = RunFolder(run.service.run_dir)
+        record.save(folder.record)
+        write_report(record, folder.report, folder.figures)
+    if record.verification is not None and not record.verification.passed:
+        raise VerificationError(
+            f"loss differs from local attention's by {record.verification.loss:.1e} (allowed "
+            f"{record.verification.loss_tolerance:.0e}), gradients by "
+            f"{record.verification.gradient:.1e} (allowed "
+            f"{record.verification.gradient_tolerance:.0e}) in {record.verification.parameter}"
+        )
+    return finished
+
+
+def session_options(
+    run: TrainerRun, shape: AttentionShape, config: PretrainedConfig
+) -> SessionOptions:
+    """How this rank joins the job, which is named for the run."""
+    return SessionOptions(
+        control_plane=run.service.control_plane,
+        job=RunFolder(run.service.run_dir).name,
+        rank=run.ranks.rank,
+        n_ranks=run.ranks.n_ranks,
+        n_layers=config.num_hidden_layers,
+        n_nano_batches=run.training.nano_batches,
+        shape=shape,
+        placement=Placement(run.service.placement),
+        tolerance=run.plan.tolerance,
+        planner=run.plan.planner,
+        min_forward_tokens=run.plan.min_forward_tokens,
+        min_backward_tokens=run.plan.min_backward_tokens,
+        data_host=run.service.data_host,
+        one_host=run.service.one_host,
+        connect_timeout_seconds=run.service.connect_timeout_seconds,
+        plan_timeout_seconds=run.service.plan_timeout_seconds,
+        tick_timeout_seconds=run.service.tick_timeout_seconds,
+        ca_file=run.tls.tls_ca,
+        certificate_file=run.tls.tls_certificate,
+        key_file=run.tls.tls_key,
+    )
+
+
+class _Loop:
+    """The steps of one process, and what is kept of them."""
+
+    def __init__(
+        self,
+        run: TrainerRun,
+        feed: Feed,
+        config: PretrainedConfig,
+        shape: AttentionShape,
+        session: Session,
+        identity: dict[str, Any],
+        stop: StopRequest,
+        console: Console,
+    ) -> None:
+        self._run = run
+        self._feed = feed
+        self._config = config
+        self._session = session
+        self._identity = identity
+        self._stop = stop
+        self._folder = RunFolder(run.service.run_dir)
+        self._log = StepLog(self._folder.step_log)
+        model = build_model(
+            config,
+            attention=trainer_client.transformers.IMPLEMENTATION,
+            dtype=run.model.dtype,
+            seed=run.data.seed,
+        )
+        self._model: nn.Module = model
+        self._trainer = Trainer(model, session, run.training)
+        self._verifier = (
+            Verifier(config, run.model.dtype, feed.corpus, run.ranks.rank)
+            if run.training.verify
+            else None
+        )
+        self._display = TrainingDisplay(console, "training", run.training.steps)
+        self._observer = Observer(
+            session.fetch_step,
+            self._log,
+            shape,
+            config.num_hidden_layers,
+            show=self._display.show,
+        )
+        self._submitted: dict[int, PackedStep] = {}
+        self._next_to_submit = 0
+
+    @property
+    def _leads(self) -> bool:
+        return self._run.ranks.rank == 0
+
+    def train(self) -> bool:
+        """Runs all steps that are left; returns False when it was stopped before the last."""
+        first = self._resume() if self._run.training.resume else 0
+        if self._leads:
+            self._log.forget_from(first)
+        done = self._next_to_submit = first
+        with self._display:
+            for step in range(first, self._run.training.steps):
+                self._train_step(step)
+                done = step + 1
+                if self._agree_to_stop():
+                    break
+                if done % self._run.training.checkpoint_every == 0:
+                    self._save(done)
+            if self._leads:
+                self._observer.finish()
+        self._save(done)
+        return done == self._run.training.steps
+
+    def record(self, began: str, *, finished: bool) -> RunRecord:
+        """What is known of the run; complete on rank 0 only."""
+        run = self._run
+        return RunRecord(
+            name=self._folder.name,
+            mode=run.service.placement,
+            finished=finished,
+            began=began,
+            model=describe_model(self._config),
+            parameters=sum(parameter.numel() for parameter in self._model.parameters()),
+            dtype=run.model.dtype,
+            data=self._feed.description,
+            n_ranks=run.ranks.n_ranks,
+            n_nano_batches=run.training.nano_batches,
+            tokens_per_rank=run.training.tokens_per_rank,
+            steps=self._log.read() if self._leads else (),
+            detail=self._observer.detail,
+            verification=self._verifier.result if self._verifier else None,
+        )
+
+    def _train_step(self, step: int) -> None:
+        self._submit_until(step + self._run.plan.steps_ahead)
+        packed = self._submitted.pop(step)
+        batches = self._feed.batches(packed, self._run.ranks.rank)
+        began = time.perf_counter()
+        result = self._trainer.run(packed, batches)
+        ran_seconds = time.perf_counter() - began
+        difference = None
+        if self._verifier is not None:
+            difference = self._verifier.compare(self._model, packed, result.loss)
+        began = time.perf_counter()
+        norm = self._trainer.update(step)
+        seconds = ran_seconds + time.perf_counter() - began
+        if self._leads:
+            self._observer.step_done(
+                self._step_record(step, result, norm, seconds, difference),
+                readable_timeline(result.trace),
+            )
+
+    def _step_record(
+        self,
+        step: int,
+        result: StepResult,
+        norm: float,
+        seconds: float,
+        difference: Difference | None,
+    ) -> StepRecord:
+        record = StepRecord(
+            step=step,
+            loss=result.loss,
+            gradient_norm=norm,
+            tokens=self._feed.shape.step_tokens,
+            step_seconds=seconds,
+            wait_seconds=result.report.wait_seconds,
+        )
+        if difference is None:
+            return record
+        return replace(
+            record, loss_difference=difference.loss, gradient_difference=difference.gradient
+        )
+
+    def _submit_until(self, end: int) -> None:
+        """Hands in the manifests of all steps before ``end`` that were not yet."""
+        end = min(end, self._run.training.steps)
+        for step in range(self._next_to_submit, end):
+            packed = self._feed.packed(step)
+            self._session.submit(packed.rank_manifest(self._run.ranks.rank))
+            self._submitted[step] = packed
+        self._next_to_submit = max(self._next_to_submit, end)
+
+    def _agree_to_stop(self) -> bool:
+        """Whether any rank was asked to stop: then all stop after the same step."""
+        (asked,) = sum_over_ranks(float(self._stop.requested))
+        return asked > 0
+
+    def _resume(self) -> int:
+        """Takes up the newest checkpoint; returns the step to go on with."""
+        checkpoint = load_newest(self._folder.checkpoints, self._identity)
+        check_agreement({"checkpoint": checkpoint.steps_done})
+        self._trainer.load_state(checkpoint.model, checkpoint.optimizer)
+        logger.info("resumed after %d steps", checkpoint.steps_done)
+        return checkpoint.steps_done
+
+    def _save(self, steps_done: int) -> None:
+        if self._leads:
+            model, optimizer = self._trainer.state()
+            save_checkpoint(
+                self._folder.checkpoints,
+                Checkpoint(steps_done, self._identity, model, optimizer),
+            )
+        # Nobody goes on, or leaves, before it is written.
+        dist.barrier()
+
+
+def _model_identity(config: PretrainedConfig) -> str:
+    """Sixteen hexadecimal digits that differ between configurations."""
+    return hashlib.sha256(config.to_json_string(use_diff=False).encode()).hexdigest()[:16]

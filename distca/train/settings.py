@@ -1,0 +1,282 @@
+"""What the user may choose about model, training and service; the fields are command-line options.
+
+Importing this module is cheap: the command line needs it for ``--help``.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+_MODEL, _TRAINING, _SERVICE = "Model", "Training", "Service"
+
+
+class Precision(StrEnum):
+    """Dtype of weights, activations and core attention."""
+
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+
+
+class PlacementName(StrEnum):
+    """Where core attention runs."""
+
+    POOL = "pool"
+    IN_PLACE = "in-place"
+    MIXED = "mixed"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSettings:
+    """The model: a small Llama by sizes, or any causal language model of transformers by JSON."""
+
+    model_config: Annotated[
+        Path | None,
+        typer.Option(
+            help="transformers configuration (config.json) instead of the sizes below.",
+            rich_help_panel=_MODEL,
+        ),
+    ] = None
+    hidden_size: Annotated[
+        int, typer.Option(help="Width of the model.", rich_help_panel=_MODEL)
+    ] = 128
+    layers: Annotated[int, typer.Option(help="Layers.", rich_help_panel=_MODEL)] = 4
+    heads: Annotated[int, typer.Option(help="Query heads.", rich_help_panel=_MODEL)] = 4
+    kv_heads: Annotated[int, typer.Option(help="Key and value heads.", rich_help_panel=_MODEL)] = 2
+    dtype: Annotated[
+        Precision,
+        typer.Option(help="Of weights, activations and attention.", rich_help_panel=_MODEL),
+    ] = Precision.FLOAT32
+
+    def __post_init__(self) -> None:
+        for name in ("hidden_size", "layers", "heads", "kv_heads"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be 1 or more")
+        if self.hidden_size % (2 * self.heads):
+            raise ValueError(
+                f"hidden_size {self.hidden_size} is no multiple of twice the heads "
+                f"({2 * self.heads}): rotary embeddings need an even head dim"
+            )
+        if self.heads % self.kv_heads:
+            raise ValueError(f"heads {self.heads} is no multiple of kv_heads {self.kv_heads}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingSettings:
+    """Steps, batch, optimiser and checkpoints."""
+
+    steps: Annotated[
+        int,
+        typer.Option(
+            help="Steps in all, those before a resume included.", rich_help_panel=_TRAINING
+        ),
+    ] = 16
+    tokens_per_rank: Annotated[
+        int,
+        typer.Option(help="Tokens of each rank in a step.", rich_help_panel=_TRAINING),
+    ] = 4096
+    nano_batches: Annotated[
+        int,
+        typer.Option(
+            help="Nano-batches that take turns (2 is ping-pong, 1 is without).",
+            rich_help_panel=_TRAINING,
+        ),
+    ] = 2
+    learning_rate: Annotated[
+        float, typer.Option(help="Of AdamW, after warm-up.", rich_help_panel=_TRAINING)
+    ] = 3e-3
+    warmup_steps: Annotated[
+        int,
+        typer.Option(help="Steps over which the learning rate rises.", rich_help_panel=_TRAINING),
+    ] = 4
+    weight_decay: Annotated[float, typer.Option(help="Of AdamW.", rich_help_panel=_TRAINING)] = 0.1
+    max_gradient_norm: Annotated[
+        float, typer.Option(help="Gradients are clipped to this norm.", rich_help_panel=_TRAINING)
+    ] = 1.0
+    verify: Annotated[
+        bool,
+        typer.Option(
+            "--verify/--no-verify",
+            help="Compare loss and every gradient of each step with local attention; fail if they "
+            "differ.",
+            rich_help_panel=_TRAINING,
+        ),
+    ] = False
+    checkpoint_every: Annotated[
+        int,
+        typer.Option(
+            help="Steps between checkpoints; one is always saved at the end.",
+            rich_help_panel=_TRAINING,
+        ),
+    ] = 100
+    resume: Annotated[
+        bool,
+        typer.Option(
+            "--resume/--no-resume",
+            help="Go on from the newest checkpoint in the run folder.",
+            rich_help_panel=_TRAINING,
+        ),
+    ] = False
+
+    def __post_init__(self) -> None:
+        for name, least in (
+            ("steps", 1),
+            ("nano_batches", 1),
+            ("warmup_steps", 0),
+            ("checkpoint_every", 1),
+        ):
+            if getattr(self, name) < least:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be {least} or more")
+        for name in ("learning_rate", "max_gradient_norm"):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value > 0):
+                raise ValueError(f"{name} is {value}; it must be a number above 0")
+        if not (math.isfinite(self.weight_decay) and self.weight_decay >= 0):
+            raise ValueError(f"weight_decay is {self.weight_decay}; it must be 0 or more")
+        rows, rest = divmod(self.tokens_per_rank, self.nano_batches)
+        if rest or rows < 2:
+            raise ValueError(
+                f"tokens_per_rank is {self.tokens_per_rank}; it must be a multiple of "
+                f"nano_batches ({self.nano_batches}) and at least {2 * self.nano_batches}"
+            )
+
+    @property
+    def nano_batch_tokens(self) -> int:
+        """Rows of one nano-batch on one rank."""
+        return self.tokens_per_rank // self.nano_batches
+
+    def learning_rate_at(self, step: int) -> float:
+        """Rises linearly over the warm-up steps, then stays."""
+        return self.learning_rate * min(1.0, (step + 1) / (self.warmup_steps + 1))
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanSettings:
+    """How core attention is planned."""
+
+    tolerance: Annotated[
+        float,
+        typer.Option(
+            help="By how much the busiest server may exceed the mean load.",
+            rich_help_panel=_SERVICE,
+        ),
+    ] = 0.03
+    planner: Annotated[
+        str,
+        typer.Option(
+            help="Name of the planner; default: the control plane's.", rich_help_panel=_SERVICE
+        ),
+    ] = ""
+    min_forward_tokens: Annotated[
+        int,
+        typer.Option(
+            help="Shortest piece that a document is cut into, forward; 0: the planner's default.",
+            rich_help_panel=_SERVICE,
+        ),
+    ] = 0
+    min_backward_tokens: Annotated[
+        int,
+        typer.Option(help="The same for the backward pass.", rich_help_panel=_SERVICE),
+    ] = 0
+    steps_ahead: Annotated[
+        int,
+        typer.Option(
+            help="Steps whose manifests are sent ahead, so that plans are ready when needed.",
+            rich_help_panel=_SERVICE,
+        ),
+    ] = 3
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.tolerance) and self.tolerance >= 0):
+            raise ValueError(f"tolerance is {self.tolerance}; it must be 0 or more")
+        for name, least in (
+            ("min_forward_tokens", 0),
+            ("min_backward_tokens", 0),
+            ("steps_ahead", 1),
+        ):
+            if getattr(self, name) < least:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be {least} or more")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServiceSettings:
+    """Where the service is and which run this is; only a trainer process takes these."""
+
+    control_plane: Annotated[
+        str,
+        typer.Option(
+            help="host:port of the control plane.",
+            envvar="DISTCA_CONTROL_PLANE",
+            rich_help_panel=_SERVICE,
+        ),
+    ]
+    placement: Annotated[
+        PlacementName,
+        typer.Option(help="Where core attention runs.", rich_help_panel=_SERVICE),
+    ] = PlacementName.POOL
+    data_host: Annotated[
+        str,
+        typer.Option(
+            help="Address of this machine for UCX traffic of an in-place server.",
+            rich_help_panel=_SERVICE,
+        ),
+    ] = "127.0.0.1"
+    run_dir: Annotated[
+        Path,
+        typer.Option(
+            help="Folder for checkpoints, step log and report, the same on every rank; its name "
+            "is the job's.",
+            rich_help_panel=_TRAINING,
+        ),
+    ]
+    one_host: Annotated[
+        bool,
+        typer.Option(
+            "--one-host/--several-hosts",
+            help="Whether all ranks and servers are on this machine: then they use shared memory.",
+            rich_help_panel=_SERVICE,
+        ),
+    ] = False
+    connect_timeout_seconds: Annotated[
+        float,
+        typer.Option(help="To reach control plane and servers.", rich_help_panel=_SERVICE),
+    ] = 20.0
+    plan_timeout_seconds: Annotated[
+        float, typer.Option(help="A step waits this long for its plan.", rich_help_panel=_SERVICE)
+    ] = 60.0
+    tick_timeout_seconds: Annotated[
+        float,
+        typer.Option(
+            help="One exchange with the servers may take this long.", rich_help_panel=_SERVICE
+        ),
+    ] = 20.0
+    rendezvous: Annotated[
+        str,
+        typer.Option(
+            help="How the ranks find each other, as in torch.distributed: env:// reads what "
+            "torchrun sets.",
+            rich_help_panel=_SERVICE,
+        ),
+    ] = "env://"
+
+    def __post_init__(self) -> None:
+        for name in ("connect_timeout_seconds", "plan_timeout_seconds", "tick_timeout_seconds"):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value > 0):
+                raise ValueError(f"{name} is {value}; it must be a number above 0")
+
+    @property
+    def collective_timeout_seconds(self) -> float:
+        """How long a rank waits for another in gloo: longer than all waits for core attention
+        together, so that the more telling error comes first."""
+        return (
+            self.connect_timeout_seconds
+            + self.plan_timeout_seconds
+            + self.tick_timeout_seconds
+            + 30.0
+        )

@@ -1,0 +1,138 @@
+"""``--verify``: the same step with local attention, on the same weights, compared in full.
+
+The comparison shares as little as possible with what it checks: an ordinary transformers model
+(``attn_implementation="sdpa"``) runs every document alone and whole, so there is no packing, no
+ping-pong, no plan and no server in it.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from transformers import PretrainedConfig
+
+from distca.data.batch import whole_documents
+from distca.data.corpus import Corpus
+from distca.data.packing import PackedStep
+from distca.report.record import Verification
+from distca.train.loss import summed_loss
+from distca.train.model import build_model
+
+logger = logging.getLogger(__name__)
+
+_TOLERANCES = {
+    # Both sides round differently in every sum: 2^-24 = 6e-8 a rounding, a few thousand terms.
+    "float32": (1e-5, 1e-4),
+    # 2^-9 = 2e-3 a rounding of weights, activations and gradients, over all layers.
+    "bfloat16": (1e-3, 5e-2),
+}
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Of one step from local attention, relative; see :class:`Verification`."""
+
+    loss: float
+    gradient: float
+    parameter: str
+
+
+class Verifier:
+    """Recomputes steps with local attention and keeps the largest differences.
+
+    Args:
+        config: of the model.
+        dtype: of its weights.
+        corpus: to read whole documents from.
+        rank: this rank; it recomputes the documents that begin on it.
+    """
+
+    def __init__(self, config: PretrainedConfig, dtype: str, corpus: Corpus, rank: int) -> None:
+        self._model = build_model(config, attention="sdpa", dtype=dtype, seed=0)
+        self._corpus = corpus
+        self._rank = rank
+        loss_tolerance, gradient_tolerance = _TOLERANCES[dtype]
+        self.result = Verification(
+            steps=0,
+            loss=0.0,
+            gradient=0.0,
+            parameter="",
+            loss_tolerance=loss_tolerance,
+            gradient_tolerance=gradient_tolerance,
+        )
+
+    def compare(self, model: nn.Module, packed: PackedStep, loss: float) -> Difference:
+        """Compares ``loss`` and the gradients of ``model`` (both of all ranks) for one step.
+
+        Every rank gets the same answer. ``model`` has not been updated yet and is not changed.
+        """
+        self._model.load_state_dict(model.state_dict())
+        self._model.zero_grad(set_to_none=False)
+        local_loss = self._backward(packed)
+        worst, parameter = self._largest_gradient_difference(model)
+        difference = Difference(abs(loss - local_loss) / abs(local_loss), worst, parameter)
+        self._keep(difference)
+        logger.info(
+            "step %d verified: loss differs by %.1e, gradients by %.1e (%s)",
+            packed.step,
+            difference.loss,
+            difference.gradient,
+            parameter,
+        )
+        return difference
+
+    def _backward(self, packed: PackedStep) -> float:
+        """Leaves the gradients of all ranks in the model and returns the loss of all ranks."""
+        total = torch.zeros((), dtype=torch.float64)
+        for batch in whole_documents(packed, self._corpus, self._rank):
+            output = self._model(
+                input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False
+            )
+            loss = summed_loss(output.logits, batch) / packed.predicted_tokens
+            loss.backward()
+            total += loss.detach().double()
+        dist.all_reduce(total)
+        for parameter in self._model.parameters():
+            if parameter.grad is None:  # this rank has no document
+                parameter.grad = torch.zeros_like(parameter)
+            dist.all_reduce(parameter.grad)
+        return float(total)
+
+    def _largest_gradient_difference(self, model: nn.Module) -> tuple[float, str]:
+        worst, where = 0.0, ""
+        local = dict(self._model.named_parameters())
+        for name, parameter in model.named_parameters():
+            difference = relative_difference(parameter.grad, local[name].grad)
+            # Written so that a NaN is the worst of all.
+            if not difference <= worst or not where:
+                worst, where = difference, name
+                if difference != difference:
+                    break
+        return worst, where
+
+    def _keep(self, found: Difference) -> None:
+        kept = self.result
+        worse = not found.gradient <= kept.gradient or not kept.parameter
+        self.result = replace(
+            kept,
+            steps=kept.steps + 1,
+            loss=found.loss if not found.loss <= kept.loss else kept.loss,
+            gradient=found.gradient if worse else kept.gradient,
+            parameter=found.parameter if worse else kept.parameter,
+        )
+
+
+def relative_difference(found: torch.Tensor | None, expected: torch.Tensor | None) -> float:
+    """max|found - expected| / max|expected|; 0 when both are zero or missing, infinite when only
+    ``expected`` is."""
+    if found is None or expected is None:
+        return 0.0 if found is expected else float("inf")
+    difference = float((found.double() - expected.double()).abs().max())
+    scale = float(expected.double().abs().max())
+    if scale == 0.0:
+        return 0.0 if difference == 0.0 else float("inf")
+    return difference / scale
