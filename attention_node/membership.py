@@ -99,6 +99,14 @@ class Membership:
         future: Future[object] = self._outbox.submit(self._jobs.ReportStep, request)
         future.add_done_callback(_log_failure)
 
+    def drain(self) -> None:
+        """Asks the control plane to plan nothing more for the server; a failure is logged only."""
+        request = membership_pb2.DrainServerRequest(server_id=self._description.server_id)
+        try:
+            self._stub.DrainServer(request)
+        except rpc.RpcError as error:
+            logger.warning("asking to be drained: %s", error)
+
     def leave(self) -> None:
         """Ends the lease and the threads. Idempotent."""
         if self._leaving.is_set():

@@ -168,7 +168,9 @@ class OpenTick:
         if not self._assembled:
             shape, rows = self.shape, self.route.n_assembled_rows
             for name, head_dim in (("k", shape.head_dim), ("v", shape.head_dim_v)):
-                self._assembled[name] = torch.empty(
+                # Zeros, because kernels read beside a task and multiply what they find by zero: a
+                # NaN in rows that have not arrived yet would spread.
+                self._assembled[name] = torch.zeros(
                     (rows, shape.num_heads_kv, head_dim),
                     dtype=getattr(torch, shape.dtype),
                     device=self.device,

@@ -32,6 +32,7 @@ from attention_node.served_job import JobDescription, StepBusy
 from attention_node.tick_server import TickServer
 from core_attention.ca_task import MaskKind
 from core_attention.cost_model import CostProfile
+from core_attention.kernels.protocol import Kernel
 from core_attention.kernels.select import select_kernel
 from core_attention.profiling import load_or_measure
 from core_attention.shape import AttentionShape
@@ -48,6 +49,9 @@ logger = logging.getLogger(__name__)
 
 SWITCH_INTERVAL_SECONDS = 2e-4
 """Python's default of 5 ms between threads would add up to 10 ms to a tick behind a busy thread."""
+
+QUIET_SECONDS = 0.5
+"""How long a draining node must be idle: a plan made just before may still come."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,9 +144,7 @@ class AttentionNode:
         self._beat_at = (time.monotonic(), 0.0)
         device = torch.device(settings.device)
         kernel = select_kernel(device)
-        self._profiles = [
-            self._measure(kernel_shape, device) for kernel_shape in settings.profile_shapes
-        ]
+        self._profiles = [self._measure(kernel, shape, device) for shape in settings.profile_shapes]
         registry = CollectorRegistry()
         self._metrics = NodeMetrics(registry)
         data_metrics = DataPlaneMetrics(registry)
@@ -223,10 +225,10 @@ class AttentionNode:
         if self._lost is not None:
             raise self._lost
         self._health.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
-        deadline = time.monotonic() + self._settings.drain_seconds
-        while not self._ticks.idle and time.monotonic() < deadline:
-            time.sleep(0.05)
-        logger.info("drained" if self._ticks.idle else "drain_seconds passed with steps unfinished")
+        if self._membership is not None:
+            self._membership.drain()
+        drained = self._wait_until_idle(time.monotonic() + self._settings.drain_seconds)
+        logger.info("drained" if drained else "drain_seconds passed with steps unfinished")
 
     def close(self) -> None:
         """Leaves the pool and ends everything. Idempotent."""
@@ -238,9 +240,20 @@ class AttentionNode:
         self._transport.close()
         self._grpc.stop(grace=1.0).wait(2.0)
 
-    def _measure(self, shape: AttentionShape, device: torch.device) -> CostProfile:
-        kernel = select_kernel(device)
+    def _wait_until_idle(self, deadline: float) -> bool:
+        """Waits until nothing has been left to do for a while: a plan may still be under way."""
+        busy_at = time.monotonic()
+        while (now := time.monotonic()) < deadline:
+            if not self._ticks.idle:
+                busy_at = now
+            elif now - busy_at > QUIET_SECONDS:
+                return True
+            time.sleep(0.05)
+        return False
+
+    def _measure(self, kernel: Kernel, shape: AttentionShape, device: torch.device) -> CostProfile:
         kernel.check(shape, MaskKind.CAUSAL)
+        kernel.warm_up(shape)
         return load_or_measure(self._settings.profile_dir, kernel, shape, device)
 
     def _start_health(self) -> int:

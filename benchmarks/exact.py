@@ -15,7 +15,15 @@ import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import coo_matrix
 
+from control_plane import balanced
+from control_plane.forecast import row_bytes
+from control_plane.planning import PlanningOptions, PlanningServer
 from core_attention.arrays import Float64Array, Int64Array
+from core_attention.ca_task import Phase
+from core_attention.cost_model import CostProfile
+from core_attention.manifest import Manifest, RankManifest
+from core_attention.plan import PlanServer
+from core_attention.shape import AttentionShape
 
 GRID_TOKENS = 128
 
@@ -166,3 +174,62 @@ class SmallStep:
     def home(self) -> Int64Array:
         counts = [len(rank) for rank in self.lengths]
         return np.repeat(np.arange(len(counts)), counts)
+
+
+SHAPE = AttentionShape(num_heads=32, num_heads_kv=8, head_dim=128, head_dim_v=128, dtype="bfloat16")
+SECONDS_PER_PAIR = 1e-9
+
+
+def gap_to_optimum(
+    step: SmallStep, tolerance: float, *, limit_seconds: float = 12.0
+) -> float | None:
+    """Bytes of the balanced planner's forward pass / the least bytes at the cap that it keeps.
+
+    Returns:
+        None if nothing need move, or if the solver could not prove the least in its time.
+    """
+    n = len(step.lengths)
+    ranks = [RankManifest.from_lengths(0, rank, [held]) for rank, held in enumerate(step.lengths)]
+    options = PlanningOptions(
+        tolerance=tolerance, min_forward_tokens=GRID_TOKENS, finest_cut_tokens=GRID_TOKENS
+    )
+    plan = balanced.plan(Manifest.merge(ranks, n), _servers(n), SHAPE, options)
+    forecast = plan.forward_forecast
+    assert forecast is not None
+    moved = float(forecast.bytes_in.sum() + forecast.bytes_out.sum())
+    if moved == 0:
+        return None
+    per_row = row_bytes(SHAPE, Phase.FORWARD)
+    cap_seconds = max((1 + tolerance) * forecast.home_seconds.mean(), forecast.seconds.max())
+    exact = least_bytes(
+        step.flat_lengths,
+        step.home,
+        n,
+        # Float sums of the same pairs in another order.
+        cap_seconds / SECONDS_PER_PAIR * (1 + 1e-9),
+        float(per_row.q_request + per_row.q_reply),
+        float(per_row.kv_request),
+        at_most_bytes=moved * (1 + 1e-9),
+        limit_seconds=limit_seconds,
+    )
+    return moved / exact.moved_bytes if exact.proven else None
+
+
+def _servers(n: int) -> list[PlanningServer]:
+    """In-place servers whose seconds are proportional to query-key pairs, as the model's are."""
+    grid = np.array([1, 2**31])
+    q, kv = grid[:, None], np.maximum(grid[None, :], grid[:, None])
+    seconds = (kv * (kv + 1) - (kv - q) * (kv - q + 1)) / 2 * SECONDS_PER_PAIR
+    profile = CostProfile(
+        device="ideal",
+        kernel="ideal",
+        shape=SHAPE,
+        q_tokens=grid,
+        kv_tokens=grid,
+        forward_seconds=seconds,
+        backward_seconds=seconds,
+    )
+    return [
+        PlanningServer(server=PlanServer(f"rank-{i}", i, ""), host=f"host-{i}", profile=profile)
+        for i in range(n)
+    ]

@@ -146,6 +146,7 @@ def _rules(shape: AttentionShape, phase: Phase, options: PlanningOptions) -> Cut
         per_row.q_request + per_row.q_reply,
         per_row.kv_request + per_row.kv_reply,
         options.min_forward_tokens if forward else options.min_backward_tokens,
+        options.finest_cut_tokens,
     )
 
 

@@ -60,6 +60,9 @@ class PlanningOptions:
         tolerance: eps, by which the busiest server may exceed the mean load; 0 or more.
         min_forward_tokens: shortest piece that a document is cut into, forward.
         min_backward_tokens: the same, backward, where short pieces run slowly.
+        finest_cut_tokens: cuts lie at multiples of 128 tokens in the document, the tile of the
+            kernels; of a smaller power of two, down to this one, where 128 queries are too much
+            work to balance with.
         host_bytes_per_second: bandwidth between two processes of one host. Only its ratio to the
             next counts: moving work inside a host is preferred by that ratio.
         network_bytes_per_second: bandwidth between two hosts, a process.
@@ -72,6 +75,7 @@ class PlanningOptions:
     tolerance: float = 0.03
     min_forward_tokens: int = 128
     min_backward_tokens: int = 1024
+    finest_cut_tokens: int = 16
     host_bytes_per_second: float = 300e9
     network_bytes_per_second: float = 50e9
     max_process_bytes: int | None = None
@@ -91,7 +95,7 @@ class PlanningOptions:
             raise PlanError(
                 f"max_process_bytes is {self.max_process_bytes}; it must be 0 or more, or None"
             )
-        for name in ("min_forward_tokens", "min_backward_tokens"):
+        for name in ("min_forward_tokens", "min_backward_tokens", "finest_cut_tokens"):
             if getattr(self, name) < 1:
                 raise PlanError(f"{name} is {getattr(self, name)}; it must be 1 or more")
 

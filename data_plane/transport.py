@@ -160,7 +160,8 @@ class Connection(Protocol):
         """
 
     def close(self, reason: str = "closed by this side") -> None:
-        """Closes the connection; pending transfers fail with TransportClosed. Idempotent."""
+        """Closes the connection; pending transfers fail with TransportClosed. Idempotent. The
+        peer's transfers fail with PeerLost, which carries ``reason`` if the peer could be told."""
 
     def add_closed_callback(self, callback: Callable[[TransportError | None], None]) -> None:
         """Calls ``callback(error)`` once when the connection ends (None after ``close()``)."""

@@ -43,6 +43,11 @@ MAX_CONNECTION_ID: Final = 2**31 - 1
 DATA_CHANNEL: Final = 0
 CONTROL_CHANNEL: Final = 1
 
+FAREWELL_TAG: Final = 0
+"""Of the control channel: why the other side closes the connection, in words."""
+
+_MAX_FAREWELL_BYTES = 1024
+_FAREWELL_SECONDS = 0.2
 _GIVE_UP_SECONDS = 1.0
 _NOTHING = np.empty(0, dtype=np.uint8)
 
@@ -176,7 +181,7 @@ class UcxxConnection:
             if self._error is not None:
                 return
             self._error = error
-        self.worker.submit(lambda: self._tear_down(None))
+        self.worker.submit(lambda: self._say_farewell(reason))
 
     def add_closed_callback(self, callback: Callable[[TransportError | None], None]) -> None:
         with self._lock:
@@ -216,12 +221,44 @@ class UcxxConnection:
         if self._torn_down:
             self.worker.discard(message)
         elif channel == CONTROL_CHANNEL:
-            if self.on_control is not None:
+            if tag == FAREWELL_TAG:
+                self._take_farewell(message)
+            elif self.on_control is not None:
                 self.on_control(tag, message)
             else:
                 self.worker.discard(message)
         else:
             self._deliver_data(tag, message)
+
+    def _say_farewell(self, reason: str) -> None:
+        """Tells the peer why, then tears down; at the latest after _FAREWELL_SECONDS, since a peer
+        that is stopped takes nothing."""
+        if self._torn_down or self.remote_id < 0:
+            self._tear_down(None)
+            return
+        self.worker.call_at(time.monotonic() + _FAREWELL_SECONDS, lambda: self._tear_down(None))
+        memory = np.frombuffer(reason.encode()[:_MAX_FAREWELL_BYTES] or b" ", dtype=np.uint8)
+        tag = libucxx.UCXXTag(wire_tag(self.remote_id, CONTROL_CHANNEL, FAREWELL_TAG))
+        try:
+            request = self.endpoint.tag_send(Array(memory), tag)
+        except UCX_ERRORS:
+            self._tear_down(None)
+            return
+        self.worker.track(request, memory, lambda error: self._tear_down(None))
+
+    def _take_farewell(self, message: Any) -> None:
+        if message.length > _MAX_FAREWELL_BYTES:
+            self.worker.discard(message)
+            return
+        body = np.zeros(max(message.length, 1), dtype=np.uint8)
+        request = self.worker.ucp.tag_recv_with_handle(Array(body), message)
+
+        def on_complete(error: Exception | None) -> None:
+            if error is None and not self._torn_down:
+                reason = body.tobytes().decode(errors="replace")
+                self.fail(self._new_error(PeerLost, f"closed by the peer: {reason}"))
+
+        self.worker.track(request, body, on_complete)
 
     def _deliver_data(self, tag: int, message: Any) -> None:
         with self._lock:

@@ -15,6 +15,10 @@ class DataError(DistcaError):
     """The training data cannot be read, or hold no document."""
 
 
+class SettingsError(DistcaError):
+    """Two settings contradict each other."""
+
+
 class ModelConfigError(DistcaError):
     """The model's configuration is missing, malformed or unsupported."""
 

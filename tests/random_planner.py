@@ -50,7 +50,9 @@ def _random_tasks(manifest: Manifest, n_servers: int, rng: np.random.Generator) 
         strict=True,
     ):
         n_cuts = int(rng.integers(0, min(length, 4)))
-        inner = rng.choice(np.arange(1, length), n_cuts, replace=False) if n_cuts else []
+        inner: Sequence[int] = (
+            rng.choice(np.arange(1, length), n_cuts, replace=False).tolist() if n_cuts else []
+        )
         cuts = [0, *sorted(int(cut) for cut in inner), length]
         for begin, end in itertools.pairwise(cuts):
             rows.append((document, offset + begin, offset + end, int(rng.integers(n_servers))))

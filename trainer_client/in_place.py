@@ -46,6 +46,7 @@ class InPlaceServer:
     ) -> None:
         kernel = select_kernel(device)
         kernel.check(shape, MaskKind.CAUSAL)
+        kernel.warm_up(shape)
         self.profile: CostProfile = load_or_measure(profile_dir, kernel, shape, device)
         self._executor = Executor(kernel, device, on_call=on_call)
         self.ticks = TickServer(

@@ -296,7 +296,9 @@ class Session:
         self._handed_in -= left_out | {step}
         self._last_step = step
         if left_out:
-            self._go_on_with(step, list(self._connections), f"steps {sorted(left_out)} were not run")
+            self._go_on_with(
+                step, list(self._connections), f"steps {sorted(left_out)} were not run"
+            )
         try:
             connections = self._connect_all(planned.plan)
         except BaseException:

@@ -20,10 +20,9 @@ from control_plane.planner.costs import CostTables, pair_seconds, task_seconds
 
 ALIGNMENT_TOKENS = 128
 """Cuts lie at multiples of it in the document: the q tile of the kernels."""
-FINEST_ALIGNMENT_TOKENS = 16
-"""Of very long documents on many servers, 128 queries are too much work to balance with."""
 ALIGNMENT_SHARE = 0.005
-"""Share of the level that the queries between two cuts may take, before alignment gets finer."""
+"""Share of the level that the queries between two cuts may take, before alignment gets finer: of
+very long documents on many servers, 128 queries are too much work to balance with."""
 
 
 class CutRules(NamedTuple):
@@ -39,6 +38,7 @@ class CutRules(NamedTuple):
         min_rest_tokens: shortest piece that a cut may leave behind; and the shortest chunk where
             that is the only way to keep the cap.
         alignment: cuts lie at multiples of it.
+        finest_alignment: and may come to lie at multiples of this.
     """
 
     phase: int
@@ -50,9 +50,12 @@ class CutRules(NamedTuple):
     min_tokens: int
     min_rest_tokens: int
     alignment: int
+    finest_alignment: int
 
 
-def cut_rules(phase: int, q_bytes: int, kv_bytes: int, min_tokens: int) -> CutRules:
+def cut_rules(
+    phase: int, q_bytes: int, kv_bytes: int, min_tokens: int, finest_alignment: int
+) -> CutRules:
     """The rules of a phase; a rest may be half as short as a chunk."""
     # Pairs per byte (b^2 - a^2) / 2 / (w_q (b - a) + w_kv b) are most where they equal a / w_q.
     ratio = 1.0 + kv_bytes / q_bytes
@@ -67,6 +70,7 @@ def cut_rules(phase: int, q_bytes: int, kv_bytes: int, min_tokens: int) -> CutRu
         min_tokens=min_tokens,
         min_rest_tokens=max(min_tokens // 2, 1),
         alignment=ALIGNMENT_TOKENS,
+        finest_alignment=finest_alignment,
     )
 
 
@@ -75,7 +79,7 @@ def with_alignment(rules: CutRules, level_pairs: float, longest: int) -> CutRule
     """The rules with cuts as fine as a level of ``level_pairs`` query-key pairs needs, where the
     last queries see ``longest`` keys."""
     alignment = ALIGNMENT_TOKENS
-    while alignment > FINEST_ALIGNMENT_TOKENS and (
+    while alignment > rules.finest_alignment and (
         alignment * longest > ALIGNMENT_SHARE * level_pairs
     ):
         alignment //= 2
@@ -89,6 +93,7 @@ def with_alignment(rules: CutRules, level_pairs: float, longest: int) -> CutRule
         rules.min_tokens,
         rules.min_rest_tokens,
         alignment,
+        rules.finest_alignment,
     )
 
 
@@ -105,6 +110,7 @@ def with_shortest_chunks(rules: CutRules) -> CutRules:
         rules.min_rest_tokens,
         rules.min_rest_tokens,
         rules.alignment,
+        rules.finest_alignment,
     )
 
 

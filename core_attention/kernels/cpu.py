@@ -41,6 +41,10 @@ class CpuKernel:
         if mask is not MaskKind.CAUSAL:
             raise ValueError(f"mask is {mask!r}; the cpu kernel supports {MaskKind.CAUSAL!r}")
 
+    def warm_up(self, shape: AttentionShape) -> None:
+        """Checks ``shape``; there is nothing to compile."""
+        self.check(shape, MaskKind.CAUSAL)
+
     def forward(self, parts: Sequence[ForwardPart], scale: float) -> None:
         """Writes o and lse of every task of ``parts``."""
         for part in parts:

@@ -27,7 +27,8 @@ class TaskBatch:
 
     Attributes:
         q_begin, q_end: ``[n_tasks]`` rows of q (and o, lse, do, delta, dq). Ranges of different
-            tasks are disjoint, and may leave rows out.
+            tasks are disjoint, and may leave rows out; those must hold finite numbers, since
+            kernels read whole tiles and multiply what they do not need by zero.
         k_begin, k_end: ``[n_tasks]`` rows of k and v. Tasks of one document share them.
         dk_begin: ``[n_tasks]`` first row of dk and dv that a task adds to; it adds to
             ``k_end - k_begin`` rows.
@@ -104,6 +105,9 @@ class Kernel(Protocol):
     def check(self, shape: AttentionShape, mask: MaskKind) -> None:
         """Raises ValueError, naming the field and what is supported, if it cannot run ``shape``
         under ``mask``."""
+
+    def warm_up(self, shape: AttentionShape) -> None:
+        """Compiles and loads what calls with ``shape`` need, so that no tick waits for it."""
 
     def forward(self, parts: Sequence[ForwardPart], scale: float) -> None:
         """Writes o and lse of every task of ``parts``; ``scale`` multiplies q.k before softmax."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -9,6 +10,8 @@ from types import MappingProxyType
 import torch
 
 from core_attention.kernels.protocol import Kernel
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -31,7 +34,25 @@ def _make_cpu(device: torch.device) -> Kernel:
     return CpuKernel()
 
 
-KERNELS: Mapping[str, KernelEntry] = MappingProxyType({"cpu": KernelEntry("cpu", _make_cpu)})
+def _make_fa4(device: torch.device) -> Kernel:
+    from core_attention.kernels.fa4 import Fa4Kernel
+
+    return Fa4Kernel(device)
+
+
+def _make_fa2(device: torch.device) -> Kernel:
+    from core_attention.kernels.fa2 import Fa2Kernel
+
+    return Fa2Kernel(device)
+
+
+KERNELS: Mapping[str, KernelEntry] = MappingProxyType(
+    {
+        "cpu": KernelEntry("cpu", _make_cpu),
+        "fa4": KernelEntry("cuda", _make_fa4),
+        "fa2": KernelEntry("cuda", _make_fa2),
+    }
+)
 """By name, the preferred kernel of a device type first."""
 
 
@@ -55,9 +76,13 @@ def select_kernel(
     reasons = []
     for candidate in there if name is None else [name]:
         try:
-            return there[candidate].make(device)
+            kernel = there[candidate].make(device)
         except (ImportError, ValueError) as error:
             reasons.append(f"{candidate}: {error}")
+        else:
+            if reasons:
+                logger.warning("kernel %s is used on %s; %s", candidate, device, "; ".join(reasons))
+            return kernel
     raise ValueError(
         f"no kernel runs on device {str(device)!r}: "
         + ("; ".join(reasons) or f"this release has kernels for {_device_types(kernels)} only")

@@ -5,8 +5,10 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+from control_plane.planning import PlanningOptions
 from distca.data.batch import TokenBatch, rank_batches
 from distca.data.corpus import Corpus, fingerprint
+from distca.data.homes import plan_step_homes
 from distca.data.packing import BatchShape, PackedStep, Packer
 from distca.data.settings import DataSettings
 from distca.data.sources import open_corpus
@@ -24,12 +26,21 @@ class Feed:
     Args:
         settings: where the documents are and how they are cut.
         shape: sizes of a step.
+        planned_homes: options of the planner, to give every token the home from which the fewest
+            bytes move; None leaves documents where packing puts them.
 
     Raises:
         DataError: the documents cannot be read, or there are none.
     """
 
-    def __init__(self, settings: DataSettings, shape: BatchShape) -> None:
+    def __init__(
+        self,
+        settings: DataSettings,
+        shape: BatchShape,
+        *,
+        planned_homes: PlanningOptions | None = None,
+    ) -> None:
+        self._planned_homes = planned_homes
         self.corpus: Corpus = open_corpus(settings.data, settings.text_field)
         self.shape = shape
         self.max_document_tokens = min(
@@ -53,6 +64,7 @@ class Feed:
             "nano_batch_tokens": self.shape.nano_batch_tokens,
             "span_ranks": self.shape.span_ranks,
             "max_document_tokens": self.max_document_tokens,
+            "homes": "packed" if self._planned_homes is None else str(self._planned_homes),
         }
 
     @property
@@ -73,6 +85,8 @@ class Feed:
                 f"{self.corpus.source}: all {len(packed.documents)} documents of step {step} have "
                 "one token, so there is nothing to predict; give longer documents"
             )
+        if self._planned_homes is not None:
+            packed = plan_step_homes(packed, self._planned_homes)
         return packed
 
     def batches(self, packed: PackedStep, rank: int) -> list[TokenBatch]:

@@ -16,11 +16,13 @@ from torch import nn
 from transformers import PretrainedConfig
 
 import trainer_client.transformers
+from control_plane.job_spec import planning_options
+from control_plane.planning import PlanningOptions
 from core_attention.shape import AttentionShape
 from distca.commands.tls import ClientTls
 from distca.data.packing import BatchShape, PackedStep
 from distca.data.settings import DataSettings
-from distca.errors import VerificationError
+from distca.errors import SettingsError, VerificationError
 from distca.interrupt import StopRequest
 from distca.report.display import TrainingDisplay
 from distca.report.page import write_report
@@ -33,7 +35,9 @@ from distca.train.model import attention_shape, build_model, describe_model, mod
 from distca.train.observer import Observer
 from distca.train.ranks import RankEnvironment, check_agreement, process_group, sum_over_ranks
 from distca.train.settings import (
+    Homes,
     ModelSettings,
+    PlacementName,
     PlanSettings,
     ServiceSettings,
     TrainingSettings,
@@ -78,6 +82,7 @@ def run_trainer(run: TrainerRun, console: Console) -> bool:
             nano_batch_tokens=run.training.nano_batch_tokens,
             span_ranks=run.data.span_ranks,
         ),
+        planned_homes=_planned_homes(run),
     )
     config = model_config(run.model, feed.max_document_tokens)
     shape = attention_shape(config, run.model.dtype)
@@ -103,6 +108,26 @@ def run_trainer(run: TrainerRun, console: Console) -> bool:
             f"{record.verification.gradient_tolerance:.0e}) in {record.verification.parameter}"
         )
     return finished
+
+
+def _planned_homes(run: TrainerRun) -> PlanningOptions | None:
+    """Options of planned homes, or None if documents stay where packing puts them.
+
+    Raises:
+        SettingsError: homes are planned and the ranks have no servers of their own.
+    """
+    if run.plan.homes is Homes.PACKED:
+        return None
+    if run.service.placement is PlacementName.POOL:
+        raise SettingsError(
+            "--homes planned is for ranks that run core attention themselves; with placement pool "
+            "all rows travel anyway: choose in-place or mixed, or --homes packed"
+        )
+    return planning_options(
+        tolerance=run.plan.tolerance,
+        min_forward_tokens=run.plan.min_forward_tokens,
+        min_backward_tokens=run.plan.min_backward_tokens,
+    )
 
 
 def session_options(

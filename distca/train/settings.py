@@ -31,6 +31,13 @@ class PlacementName(StrEnum):
     MIXED = "mixed"
 
 
+class Homes(StrEnum):
+    """Which rank holds which tokens of a step."""
+
+    PACKED = "packed"
+    PLANNED = "planned"
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelSettings:
     """The model: a small Llama by sizes, or any causal language model of transformers by JSON."""
@@ -183,6 +190,14 @@ class PlanSettings:
         int,
         typer.Option(help="The same for the backward pass.", rich_help_panel=_SERVICE),
     ] = 0
+    homes: Annotated[
+        Homes,
+        typer.Option(
+            help="Which rank holds which tokens: as packed, or planned so that the fewest bytes "
+            "move (the same documents; for in-place and mixed).",
+            rich_help_panel=_SERVICE,
+        ),
+    ] = Homes.PACKED
     steps_ahead: Annotated[
         int,
         typer.Option(

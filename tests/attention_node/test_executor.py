@@ -37,6 +37,9 @@ class GatedKernel:
     def check(self, shape: AttentionShape, mask: MaskKind) -> None:
         self._kernel.check(shape, mask)
 
+    def warm_up(self, shape: AttentionShape) -> None:
+        self._kernel.warm_up(shape)
+
     def forward(self, parts: Sequence[ForwardPart], scale: float) -> None:
         self._pass()
         self._kernel.forward(parts, scale)
@@ -167,3 +170,21 @@ def test_a_tick_that_was_given_up_is_not_run(
     wait_for(lambda: last.closed)
     assert failures
     assert [call.qk_pairs for call in calls] == [15, 6]
+
+
+def test_a_failure_outside_of_the_kernel_ends_its_tick_and_not_the_executor(
+    executor: Executor, kernel: GatedKernel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernel.gate.set()
+
+    def no_memory(self: OpenTick, index: int) -> None:
+        raise MemoryError("no memory for the sums")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(OpenTick, "part_done", no_memory)
+        failed, failures = submit(executor, 5)
+        wait_for(lambda: failed.closed)
+    assert isinstance(failures[0], MemoryError)
+    tick, _ = submit(executor, 5)
+    wait_for(lambda: tick.closed)
+    assert tick.failure is None

@@ -105,6 +105,21 @@ def test_sigterm_drains_and_exits_with_0(running: Cluster, doomed: Process) -> N
     assert server_ids(running) == {"node-0"}
 
 
+def test_a_node_that_is_told_to_stop_leaves_a_running_job_unharmed(
+    running: Cluster, doomed: Process
+) -> None:
+    manifests = [RankManifest.from_lengths(0, 0, [[90, 20], [30, 80]])]
+    with Team(running, 1, NODE_SHAPE, placement="pool") as team:
+        team.run(manifests)
+        doomed.popen.terminate()
+        deadline = time.monotonic() + EXIT_SECONDS
+        while doomed.popen.poll() is None:
+            assert time.monotonic() < deadline, "the node gets new work all the time"
+            team.run(manifests)
+        assert doomed.popen.returncode == 0
+        team.run(manifests)
+
+
 def test_an_operators_drain_ends_the_node_with_0(running: Cluster, doomed: Process) -> None:
     with rpc.open_channel(rpc.RpcSettings(address=running.address)) as channel:
         stub = membership_pb2_grpc.MembershipStub(channel)

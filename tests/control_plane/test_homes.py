@@ -74,8 +74,9 @@ def test_homes_are_level_and_move_far_fewer_bytes_than_the_greedy(
         assert homes.forward_forecast is not None
         assert homes.forward_forecast.home_imbalance < 1.15
         assert homes.forward_forecast.predicted_imbalance < 1.07
-    # 0.3 to 0.5 on 64 ranks; here ranks are few and small, and more documents must be cut.
-    assert moved[0] < 0.65 * moved[1]
+    # A third on ranks of 128K tokens; where a rank's nano-batch has 32K, its short documents are
+    # fewer and coarser, and more of them must be cut.
+    assert moved[0] < (0.75 if n_nano_batches == 2 else 0.6) * moved[1]
 
 
 def test_a_faster_rank_gets_more_work_and_as_many_tokens() -> None:

@@ -265,8 +265,8 @@ def test_documents_that_span_ranks_use_the_keys_that_are_there() -> None:
 
 class TestMemory:
     def rows(self, plan: Plan) -> Int64Array:
-        rows = [(f.q_rows + f.kv_rows).max(axis=0) for f in forecasts(plan)]
-        return np.stack(rows).max(axis=0)
+        rows: Int64Array = np.stack([(f.q_rows + f.kv_rows).max(axis=0) for f in forecasts(plan)])
+        return np.asarray(rows.max(axis=0))
 
     @pytest.mark.parametrize("kind", ["in place", "pool"])
     @pytest.mark.parametrize("capacity", [2.4, 3.0, 6.0])

@@ -48,6 +48,9 @@ class ClockKernel:
     def check(self, shape: AttentionShape, mask: MaskKind) -> None:
         pass
 
+    def warm_up(self, shape: AttentionShape) -> None:
+        pass
+
     def forward(self, parts: Sequence[ForwardPart], scale: float) -> None:
         for part in parts:
             self._work(part.tasks, PAIR_SECONDS)

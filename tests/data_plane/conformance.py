@@ -532,6 +532,12 @@ class TransportConformance:
         with pytest.raises(TransportClosed):
             pair.at_client.put(3, pair.pool.acquire(1), 1.0).wait(1.0)
 
+    def test_the_peer_is_told_why_a_connection_closed(self, pair: Pair) -> None:
+        offer = pair.at_server.offer(1, pair.pool.acquire(100), WAIT_SECONDS)
+        pair.at_client.close("no memory for the scores")
+        with pytest.raises(PeerLost, match="no memory for the scores"):
+            offer.wait(WAIT_SECONDS)
+
     def test_closed_callback_added_late(self, pair: Pair) -> None:
         pair.at_client.close()
         eventually(lambda: pair.at_server.closed)

@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 from distca.data.settings import DataSettings
 from distca.options import as_arguments, options_from
 from distca.train.settings import (
+    Homes,
     ModelSettings,
     PlacementName,
     PlanSettings,
@@ -142,6 +143,7 @@ def test_everything_that_a_local_run_hands_to_its_trainers_reaches_them() -> Non
         PlanSettings(
             tolerance=0.0,
             planner="greedy",
+            homes=Homes.PLANNED,
             min_forward_tokens=1,
             min_backward_tokens=2,
             steps_ahead=9,

@@ -1,0 +1,269 @@
+"""FlashAttention-4 (``flash_attn.cute``), for Hopper and datacentre Blackwell GPUs.
+
+Tasks of one document share one copy of K and V in the forward pass. In the backward pass the
+library computes delta, the row sums of dO * O, itself; but it subtracts the gradient of the
+log-sum-exp from it (``dlse``), so an output of zeros and ``dlse = -delta`` give it ours, exactly.
+
+It reads whole tiles: rows beside a task's are multiplied by zero, so they must hold finite numbers.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import itertools
+import logging
+import os
+import time
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from core_attention.ca_task import MaskKind, Phase
+from core_attention.kernels.gpu_launches import DEFAULT_WORKSPACE_KEYS, Launch, LaunchCache
+from core_attention.kernels.gpu_shapes import (
+    check_device,
+    check_dtype,
+    check_mask,
+    part_shape,
+    warm_up_parts,
+)
+from core_attention.kernels.protocol import BackwardPart, ForwardPart
+from core_attention.shape import AttentionShape
+
+logger = logging.getLogger(__name__)
+
+INSTALL = "pip install 'distca[fa4]' (flash-attn-4 4.0.0b36 or later)"
+
+LONG = 1024
+"""Longest task that the library is told of, at least: it compiles apart for batches of short ones,
+and serving must not meet a configuration that was not warmed up."""
+
+_ARGUMENTS = {
+    "_flash_attn_fwd": {"seqused_q", "seqused_k", "out", "lse", "causal"},
+    "_flash_attn_bwd": {"seqused_q", "seqused_k", "dq", "dk", "dv", "dlse", "deterministic"},
+}
+
+_HEAD_DIMS = {9: 256, 10: 128, 11: 128}
+"""Largest head dim by major compute capability, both passes (192 with 128 apart)."""
+
+
+class Fa4Kernel:
+    """Runs CA-tasks on one GPU in bfloat16 or float16; launches are asynchronous, on the calling
+    thread's current stream.
+
+    dQ, dK and dV of a task are summed by atomic adds in float32 unless ``deterministic``; the dK
+    and dV of different tasks always in a fixed order. The output and its log-sum-exp have equal
+    bits in equal calls, and whether a document is cut or not.
+
+    Args:
+        device: a CUDA device of compute capability 9, 10 or 11.
+        deterministic: whether gradients have equal bits in equal calls, too. On an H200 the
+            backward pass is then 7% slower with planned batches, but 2 to 5 times slower with tasks
+            of 1024 queries and fewer that have tens of thousands of keys.
+        workspace_keys: see :data:`core_attention.kernels.gpu_launches.DEFAULT_WORKSPACE_KEYS`.
+
+    Raises:
+        ImportError: the package is missing or too old; says what to install.
+        ValueError: the device is of another kind.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        *,
+        deterministic: bool = False,
+        workspace_keys: int = DEFAULT_WORKSPACE_KEYS,
+    ) -> None:
+        self._capability = check_device("fa4", device, tuple(_HEAD_DIMS))
+        self._library = _import_library()
+        from core_attention.kernels.gpu_gradients import add_task_gradients
+
+        self._add_task_gradients = add_task_gradients
+        self._device = device
+        self._deterministic = deterministic
+        self._launches = LaunchCache(device, gaps=True, workspace_keys=workspace_keys)
+        self._zero_rows: dict[AttentionShape, torch.Tensor] = {}
+        self._warm: set[AttentionShape] = set()
+        self._second_queue = torch.cuda.Stream(device)
+
+    @property
+    def name(self) -> str:
+        """See :class:`core_attention.kernels.protocol.Kernel`."""
+        return "fa4"
+
+    def check(self, shape: AttentionShape, mask: MaskKind) -> None:
+        """Raises ValueError for a dtype, head dims or a mask that it cannot run."""
+        check_shape(shape, mask, self._capability)
+
+    def warm_up(self, shape: AttentionShape) -> None:
+        """Compiles everything that calls with ``shape`` need; seconds to a minute, unless the
+        compiled kernels are found on disk. Calls with a shape that is not warm do it first."""
+        if shape in self._warm:
+            return
+        self.check(shape, MaskKind.CAUSAL)
+        begin = time.perf_counter()
+        forward, backward = warm_up_parts(shape, self._device)
+        with torch.cuda.device(self._device), torch.no_grad():
+            self._run_forward([forward], 1.0)
+            self._run_backward(backward, 1.0)
+        self.synchronize()
+        self._warm.add(shape)
+        logger.info("kernel fa4 is ready for %s after %.1f s", shape, time.perf_counter() - begin)
+
+    def forward(self, parts: Sequence[ForwardPart], scale: float) -> None:
+        """Writes o and lse of every task of ``parts``."""
+        for part in parts:
+            self.warm_up(part_shape(part))
+        with torch.cuda.device(self._device), torch.no_grad():
+            self._run_forward(parts, scale)
+
+    def backward(self, parts: Sequence[BackwardPart], scale: float) -> None:
+        """Writes dq and adds to dk and dv for every task of ``parts``."""
+        for part in parts:
+            self.warm_up(part_shape(part))
+        with torch.cuda.device(self._device), torch.no_grad():
+            for part in parts:
+                self._run_backward(part, scale)
+
+    def synchronize(self) -> None:
+        """Returns once what was launched on the current stream has finished."""
+        torch.cuda.current_stream(self._device).synchronize()
+
+    def _run_forward(self, parts: Sequence[ForwardPart], scale: float) -> None:
+        """All launches, those with the longest tiles first, on two queues: so that one of short
+        tiles fills the device while one of long ones runs out (4% of a call of milliseconds, 1% of
+        one of tens; the backward pass gains nothing from it)."""
+        work = [
+            (part, launch)
+            for part in parts
+            for launch in self._launches.launches(part.tasks, Phase.FORWARD)
+        ]
+        work.sort(key=lambda item: item[1].max_seqlen_k, reverse=True)
+        current = torch.cuda.current_stream()
+        self._second_queue.wait_stream(current)
+        for (part, launch), queue in zip(work, itertools.cycle((current, self._second_queue))):
+            with torch.cuda.stream(queue):
+                self._forward(part, launch, scale)
+        current.wait_stream(self._second_queue)
+
+    def _run_backward(self, part: BackwardPart, scale: float) -> None:
+        zero_row = self._zero_row(part_shape(part))
+        for launch in self._launches.launches(part.tasks, Phase.BACKWARD):
+            self._backward(part, launch, scale, zero_row)
+
+    def _forward(self, part: ForwardPart, launch: Launch, scale: float) -> None:
+        q = launch.q.take(part.q)
+        lse = torch.empty((q.shape[1], len(q)), dtype=torch.float32, device=q.device)
+        self._library._flash_attn_fwd(
+            q,
+            launch.k.take(part.k),
+            launch.k.take(part.v),
+            softmax_scale=scale,
+            out=launch.q.take(part.o),
+            lse=lse,
+            **_call_arguments(launch),
+        )
+        target = launch.q.take(part.lse)
+        if launch.written is None:
+            target.copy_(lse.t())
+        else:
+            target.index_copy_(0, launch.written, lse.t().index_select(0, launch.written))
+
+    def _backward(
+        self, part: BackwardPart, launch: Launch, scale: float, zero_row: torch.Tensor
+    ) -> None:
+        q, do = launch.q.take(part.q), launch.q.take(part.do)
+        k, v = launch.k.take(part.k), launch.k.take(part.v)
+        lse = launch.q.take(part.lse).t().contiguous()
+        dlse = torch.empty_like(lse)
+        torch.neg(launch.q.take(part.delta).t(), out=dlse)
+        dk, dv = torch.empty_like(k), torch.empty_like(v)
+        self._library._flash_attn_bwd(
+            q,
+            k,
+            v,
+            zero_row.expand_as(do),
+            do,
+            lse,
+            softmax_scale=scale,
+            dq=launch.q.take(part.dq),
+            dk=dk,
+            dv=dv,
+            dlse=dlse,
+            deterministic=self._deterministic,
+            **_call_arguments(launch),
+        )
+        assert launch.gradient_sum is not None
+        self._add_task_gradients(part.dk, dk, launch.gradient_sum)
+        self._add_task_gradients(part.dv, dv, launch.gradient_sum)
+
+    def _zero_row(self, shape: AttentionShape) -> torch.Tensor:
+        """One row of an output of zeros."""
+        if shape not in self._zero_rows:
+            self._zero_rows[shape] = torch.zeros(
+                (1, shape.num_heads, shape.head_dim_v),
+                dtype=getattr(torch, shape.dtype),
+                device=self._device,
+            )
+        return self._zero_rows[shape]
+
+
+def check_shape(shape: AttentionShape, mask: MaskKind, capability: tuple[int, int]) -> None:
+    """Whether the kernel can run ``shape`` under ``mask`` on a GPU of ``capability``.
+
+    Raises:
+        ValueError: names the field and what is supported.
+    """
+    check_mask("fa4", mask)
+    check_dtype("fa4", shape)
+    dims = (shape.head_dim, shape.head_dim_v)
+    most = _HEAD_DIMS[capability[0]]
+    if dims != (192, 128) and not all(8 <= dim <= most and dim % 8 == 0 for dim in dims):
+        raise ValueError(
+            f"head_dim {dims[0]} with head_dim_v {dims[1]}: the fa4 kernel supports multiples of 8 "
+            f"up to {most}, and 192 with 128, on a GPU of compute capability "
+            f"{capability[0]}.{capability[1]}"
+        )
+    if dims[0] != dims[1] and shape.group_size > 1:
+        raise ValueError(
+            f"head_dim {dims[0]} with head_dim_v {dims[1]}: the fa4 kernel supports different head "
+            f"dims only where num_heads_kv equals num_heads, not {shape.num_heads_kv} and "
+            f"{shape.num_heads}"
+        )
+
+
+def _call_arguments(launch: Launch) -> dict[str, Any]:
+    return {
+        "causal": True,
+        "cu_seqlens_q": launch.cu_seqlens_q,
+        "cu_seqlens_k": launch.cu_seqlens_k,
+        "seqused_q": launch.seqused_q,
+        "seqused_k": launch.seqused_k,
+        "max_seqlen_q": max(launch.max_seqlen_q, LONG),
+        "max_seqlen_k": max(launch.max_seqlen_k, LONG),
+    }
+
+
+def _import_library() -> Any:
+    """The library, with its compiled kernels kept on disk unless the user has set otherwise."""
+    # It reads both when it is imported, and has no other way to set them.
+    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
+    directory = Path("~/.cache/distca/fa4").expanduser()
+    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(directory))
+    try:
+        library = importlib.import_module("flash_attn.cute.interface")
+    except ImportError as error:
+        raise ImportError(f"flash_attn.cute cannot be imported ({error}): {INSTALL}") from error
+    # The library's own arguments, which its compiler handles all the same.
+    warnings.filterwarnings("ignore", "Argument aux_data .* cannot be converted", UserWarning)
+    for function, arguments in _ARGUMENTS.items():
+        known = inspect.signature(getattr(library, function, lambda: None)).parameters
+        if missing := sorted(arguments - known.keys()):
+            raise ImportError(
+                f"this flash_attn.cute is another version: {function} lacks {missing}: {INSTALL}"
+            )
+    return library

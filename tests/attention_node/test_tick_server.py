@@ -1,0 +1,270 @@
+"""The tick server's bookkeeping: plans that come twice or late, steps that fail or are given up,
+and buffers, which all go back to the pool."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+import pytest
+import torch
+
+from attention_node.executor import Executor
+from attention_node.open_tick import TickGivenUp
+from attention_node.served_job import JobDescription, StepBusy
+from attention_node.tick_server import PROTOCOL_VERSION, TickServer
+from core_attention.ca_task import Phase, TaskTable
+from core_attention.kernels.cpu import CpuKernel
+from core_attention.kernels.protocol import ForwardPart
+from core_attention.manifest import RankManifest, Segment
+from core_attention.plan import Plan
+from core_attention.tick import Tick
+from data_plane.buffer_pool import BufferPool, PooledBuffer
+from data_plane.transport import Transfer, TransferState, TransportError
+from distca.v1 import data_plane_pb2
+from tests.attention_node.cases import SCALE, SHAPE, make_plan
+
+N_LAYERS = 3
+JOB = JobDescription(
+    job_id="job",
+    token=b"secret",
+    n_ranks=2,
+    n_layers=N_LAYERS,
+    n_nano_batches=1,
+    shape=SHAPE,
+    scale=SCALE,
+)
+WAIT_SECONDS = 10.0
+
+
+class FakeTransfer:
+    """A transfer that the test ends."""
+
+    def __init__(self, tag: int, buffer: PooledBuffer) -> None:
+        self.tag, self.nbytes = tag, buffer.nbytes
+        self.state, self.error = TransferState.PENDING, None
+        self._buffer = buffer.retain()
+        self._callbacks: list[Callable[[Transfer], None]] = []
+
+    def wait(self, timeout_seconds: float) -> None:
+        raise AssertionError("a server never waits")
+
+    def add_done_callback(self, callback: Callable[[Transfer], None]) -> None:
+        if self.state is TransferState.PENDING:
+            self._callbacks.append(callback)
+        else:
+            callback(self)
+
+    def end(self, state: TransferState) -> None:
+        if self.state is TransferState.PENDING:
+            self.state = state
+            self._buffer.release()
+            for callback in self._callbacks:
+                callback(self)
+
+
+class FakeConnection:
+    """A rank's connection: the test decides what arrives, and sees what was offered and put."""
+
+    peer, transport = "rank", "fake"
+
+    def __init__(self) -> None:
+        self.closed, self.reason = False, ""
+        self.offers: dict[int, FakeTransfer] = {}
+        self.puts: list[int] = []
+
+    def offer(self, tag: int, buffer: PooledBuffer, deadline_seconds: float) -> Transfer:
+        assert tag not in self.offers, "one offer of a tag at a time"
+        self.offers[tag] = FakeTransfer(tag, buffer)
+        return self.offers[tag]
+
+    def put(
+        self,
+        tag: int,
+        buffer: PooledBuffer,
+        deadline_seconds: float,
+        ready: Callable[[], bool] | None = None,
+    ) -> Transfer:
+        transfer = FakeTransfer(tag, buffer)
+        self.puts.append(tag)
+        transfer.end(TransferState.DONE)
+        return transfer
+
+    def arrive(self, tick: Tick) -> None:
+        """The request of ``tick`` arrives; its rows may hold anything."""
+        self.offers.pop(tick.tag(reply=False)).end(TransferState.DONE)
+
+    def close(self, reason: str = "") -> None:
+        if not self.closed:
+            self.closed, self.reason = True, reason
+            for offer in list(self.offers.values()):
+                offer.end(TransferState.FAILED)
+
+    def add_closed_callback(self, callback: Callable[[TransportError | None], None]) -> None:
+        pass
+
+
+class FailingKernel(CpuKernel):
+    def forward(self, parts: Sequence[ForwardPart], scale: float) -> None:
+        raise MemoryError("no memory for the scores")
+
+
+class Harness:
+    """A server, its pool and its ranks."""
+
+    def __init__(self, kernel: CpuKernel, limit_bytes: int | None = None) -> None:
+        self.finished: list[StepBusy] = []
+        self.pool = BufferPool(limit_bytes=limit_bytes)
+        self.executor = Executor(kernel, torch.device("cpu"))
+        self.server = TickServer(
+            "server-0", self.executor, self.pool, on_step_finished=self.finished.append
+        )
+        self.server.open_job(JOB)
+
+    def connect(self, rank: int, first_step: int = 0) -> FakeConnection:
+        connection = FakeConnection()
+        hello = data_plane_pb2.Hello(
+            version=PROTOCOL_VERSION,
+            job_id=JOB.job_id,
+            token=JOB.token,
+            rank=rank,
+            server_id="server-0",
+            first_step=first_step,
+        )
+        self.server.accept(hello.SerializeToString(), connection)
+        return connection
+
+    def add(self, step: int) -> None:
+        self.server.add_plan(JOB.job_id, plan_of(step), forward_only=True)
+
+
+@pytest.fixture
+def harness() -> Iterator[Harness]:
+    made = Harness(CpuKernel())
+    yield made
+    made.server.close()
+    made.executor.close()
+
+
+def plan_of(step: int) -> Plan:
+    """One document over both ranks: rank 1's task needs the keys of rank 0."""
+    manifests = [RankManifest(step, rank, ((Segment(1, 8, 4 * rank, 4),),)) for rank in range(2)]
+    return make_plan(manifests, TaskTable(*np.array([[0, 0], [0, 4], [4, 8], [0, 0]])))
+
+
+def ticks_of(step: int) -> list[Tick]:
+    return [Tick(step, layer, 0, Phase.FORWARD) for layer in range(N_LAYERS)]
+
+
+def run_step(harness: Harness, step: int, *connections: FakeConnection) -> None:
+    for tick, connection in itertools.product(ticks_of(step), connections):
+        connection.arrive(tick)
+    wait_for(lambda: len(connections[0].puts) >= N_LAYERS)
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + WAIT_SECONDS
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+
+
+def test_a_finished_step_whose_plan_comes_again_is_not_expected_again(harness: Harness) -> None:
+    ranks = [harness.connect(rank) for rank in range(2)]
+    for _ in range(2):
+        harness.add(0)
+    run_step(harness, 0, *ranks)
+    wait_for(lambda: len(harness.finished) == 1)
+    harness.add(0)
+    assert harness.server.idle
+    assert not ranks[0].offers
+    harness.add(1)
+    assert sorted(ranks[0].offers) == [tick.tag(reply=False) for tick in ticks_of(1)[:2]]
+
+
+def test_a_step_that_is_planned_after_a_later_one_comes_first(harness: Harness) -> None:
+    ranks = [harness.connect(rank) for rank in range(2)]
+    for step in (7, 8, 6):
+        harness.add(step)
+    run_step(harness, 6, *ranks)
+    wait_for(lambda: len(harness.finished) == 1)
+    run_step(harness, 7, *ranks)
+    run_step(harness, 8, *ranks)
+    wait_for(lambda: len(harness.finished) == 3)
+    assert [busy.step for busy in harness.finished] == [6, 7, 8]
+
+
+def test_a_failed_tick_is_told_to_ranks_that_send_later() -> None:
+    harness = Harness(FailingKernel())
+    early, late = harness.connect(0), harness.connect(1)
+    harness.add(0)
+    early.arrive(ticks_of(0)[0])
+    wait_for(lambda: early.closed)
+    late.arrive(ticks_of(0)[0])
+    wait_for(lambda: late.closed)
+    for connection in (early, late):
+        assert "no memory for the scores" in connection.reason
+        assert "server-0" in connection.reason
+    wait_for(lambda: harness.server.idle)
+    assert harness.server.open_ticks == 0
+    assert harness.finished == []
+    wait_for(lambda: harness.pool.stats().in_use_bytes == 0)
+    harness.executor.close()
+
+
+def test_a_step_that_one_rank_gives_up_holds_no_buffers(harness: Harness) -> None:
+    first, second = harness.connect(0), harness.connect(1)
+    harness.add(0)
+    second.arrive(ticks_of(0)[0])
+    first.close("gave up")
+    again = harness.connect(0, first_step=1)
+    wait_for(lambda: second.closed)
+    assert "rank 0 did not run the step to its end" in second.reason
+    harness.add(1)
+    second = harness.connect(1, first_step=1)
+    run_step(harness, 1, again, second)
+    wait_for(lambda: [busy.step for busy in harness.finished] == [1])
+    wait_for(lambda: harness.pool.stats().in_use_bytes == 0)
+
+
+def test_a_message_of_a_step_that_another_rank_gave_up_is_answered(harness: Harness) -> None:
+    first, second = harness.connect(0), harness.connect(1)
+    harness.add(0)
+    first.close("gave up")
+    harness.connect(0, first_step=1)
+    assert not second.closed
+    second.arrive(ticks_of(0)[0])
+    assert "rank 0 did not run the step to its end" in second.reason
+    assert harness.pool.stats().in_use_bytes == 0
+
+
+def test_a_pool_without_room_closes_the_connection_with_the_reason() -> None:
+    harness = Harness(CpuKernel(), limit_bytes=2048)
+    connection = harness.connect(0)
+    harness.add(0)
+    connection.arrive(ticks_of(0)[0])
+    assert "limit_bytes=2048" in connection.reason
+    assert harness.pool.stats().in_use_bytes == 0
+    harness.executor.close()
+
+
+def test_a_closed_job_gives_up_its_ticks_and_takes_no_more(harness: Harness) -> None:
+    first, second = harness.connect(0), harness.connect(1)
+    harness.add(0)
+    under_way = first.offers.pop(ticks_of(0)[0].tag(reply=False))
+    second.arrive(ticks_of(0)[0])
+    harness.server.close_job(JOB.job_id, "rank 1 failed")
+    under_way.end(TransferState.DONE)
+    assert "rank 1 failed" in first.reason
+    wait_for(lambda: harness.pool.stats().in_use_bytes == 0)
+
+
+def test_the_local_rank_is_told_that_its_step_was_given_up() -> None:
+    executor = Executor(CpuKernel(), torch.device("cpu"))
+    server = TickServer("server-0", executor, BufferPool(), local_rank=0)
+    server.open_job(JOB)
+    with pytest.raises(TickGivenUp, match="step 0 layer 0"):
+        server.submit_local(JOB.job_id, ticks_of(0)[0], {}, {})
+    executor.close()

@@ -1,0 +1,206 @@
+"""Steps that do not run as planned: given up, left out, run twice; and what is left behind."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from core_attention.kernels.cpu import CpuKernel
+from core_attention.kernels.protocol import BackwardPart
+from core_attention.manifest import RankManifest, Segment
+from core_attention.shape import AttentionShape
+from tests.cluster import Cluster
+from tests.team import Team
+from trainer_client import (
+    CoreAttentionFailed,
+    PingPong,
+    PlanNotReady,
+    Session,
+    SessionClosed,
+    SessionError,
+    core_attention,
+)
+
+SHAPE = AttentionShape(num_heads=4, num_heads_kv=2, head_dim=16, head_dim_v=16, dtype="float32")
+ROWS = 30
+SOON_SECONDS = 5.0
+"""Far below the deadline of a tick, which is 20 s."""
+
+
+def random_rows(n_rows: int = ROWS) -> tuple[torch.Tensor, ...]:
+    heads = (SHAPE.num_heads, SHAPE.num_heads_kv, SHAPE.num_heads_kv)
+    return tuple(torch.randn(n_rows, n, SHAPE.head_dim, requires_grad=True) for n in heads)
+
+
+def submit(session: Session, step: int, *, forward_only: bool = False) -> None:
+    manifest = RankManifest.from_lengths(
+        step, session.options.rank, [[ROWS]] * session.options.n_nano_batches
+    )
+    session.submit(manifest, forward_only=forward_only)
+
+
+def run(session: Session, step: int) -> None:
+    with session.step(step):
+        core_attention(*random_rows()).sum().backward()
+
+
+def one_lane(cluster: Cluster, placement: str, n_ranks: int = 1, **options: Any) -> Team:
+    return Team(cluster, n_ranks, SHAPE, placement=placement, n_nano_batches=1, **options)
+
+
+def wait_for_no_buffers(sessions: Sequence[Session]) -> None:
+    """Transfers return theirs when their connection is closed, a moment later."""
+    deadline = time.monotonic() + SOON_SECONDS
+    while any(session._pool.stats().in_use_bytes for session in sessions):
+        assert time.monotonic() < deadline, [session._pool.stats() for session in sessions]
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("placement", ["pool", "in-place"])
+def test_a_second_backward_is_refused_at_once(pool_of_four: Cluster, placement: str) -> None:
+    with one_lane(pool_of_four, placement) as team:
+        session = team.sessions[0]
+        submit(session, 0)
+        with session.step(0):
+            loss = core_attention(*random_rows()).sum()
+            loss.backward(retain_graph=True)
+            with pytest.raises(CoreAttentionFailed, match="without retain_graph"):
+                loss.backward()
+
+
+@pytest.mark.parametrize("placement", ["pool", "in-place"])
+def test_backward_of_a_forward_only_step_is_refused_at_once(
+    pool_of_four: Cluster, placement: str
+) -> None:
+    with one_lane(pool_of_four, placement) as team:
+        session = team.sessions[0]
+        submit(session, 0, forward_only=True)
+        with session.step(0), pytest.raises(CoreAttentionFailed, match="forward-only"):
+            core_attention(*random_rows()).sum().backward()
+
+
+class FailingLane(nn.Module):
+    """Calls core attention twice; raises between, if told to."""
+
+    def forward(self, fail: bool) -> torch.Tensor:
+        core_attention(*random_rows())
+        if fail:
+            raise KeyError("this lane")
+        return core_attention(*random_rows())
+
+
+@pytest.mark.parametrize("placement", ["pool", "mixed"])
+def test_steps_given_up_in_one_lane_leave_no_buffers(pool_of_four: Cluster, placement: str) -> None:
+    with Team(pool_of_four, 1, SHAPE, placement=placement, n_layers=2) as team:
+        session = team.sessions[0]
+        for step in range(5):
+            submit(session, step)
+            if step % 2:
+                with session.step(step), pytest.raises(KeyError, match="this lane"):
+                    PingPong(FailingLane())([{"fail": True}, {"fail": False}])
+            else:
+                with session.step(step):
+                    outputs = PingPong(FailingLane())([{"fail": False}, {"fail": False}])
+                    torch.autograd.backward([o.sum() for o in outputs])
+        team.close()
+        wait_for_no_buffers([session])
+
+
+@pytest.mark.parametrize("placement", ["pool", "in-place"])
+def test_submitted_steps_may_be_left_out(pool_of_four: Cluster, placement: str) -> None:
+    with one_lane(pool_of_four, placement) as team:
+        session = team.sessions[0]
+        for step in range(6):
+            submit(session, step)
+        for step in (0, 3, 5):
+            began = time.monotonic()
+            run(session, step)
+            assert time.monotonic() - began < SOON_SECONDS
+        assert not session._link._submitted
+        assert not session._link._planned
+
+
+def test_steps_run_in_increasing_order(pool_of_four: Cluster) -> None:
+    with one_lane(pool_of_four, "pool") as team:
+        session = team.sessions[0]
+        for step in (4, 5):
+            submit(session, step)
+        run(session, 5)
+        with pytest.raises(SessionError, match="step 4 comes after step 5"):
+            run(session, 4)
+        with pytest.raises(ValueError, match="step 5 has begun"):
+            submit(session, 5)
+
+
+def test_a_step_whose_plan_was_late_may_be_run_again(pool_of_four: Cluster) -> None:
+    with one_lane(pool_of_four, "pool", n_ranks=2, plan_timeout_seconds=0.5) as team:
+        first, second = team.sessions
+        submit(first, 0)
+        with pytest.raises(PlanNotReady, match=re.escape("ranks [1]")), first.step(0):
+            pass
+        submit(second, 0)
+        run(first, 0)
+
+
+def test_a_closed_session_says_so(pool_of_four: Cluster) -> None:
+    with one_lane(pool_of_four, "pool") as team:
+        session = team.sessions[0]
+        session.close()
+        with pytest.raises(SessionClosed, match="the session is closed"):
+            submit(session, 0)
+
+
+def test_a_rank_that_is_done_serves_the_others_to_the_end(pool_of_four: Cluster) -> None:
+    def forward_and_leave(session: Session, late_seconds: float) -> None:
+        with session.step(0), torch.no_grad():
+            core_attention(*random_rows())
+            time.sleep(late_seconds)
+            core_attention(*random_rows())
+        session.close()
+
+    with one_lane(pool_of_four, "in-place", n_ranks=2, n_layers=2) as team:
+        for session in team.sessions:
+            # A document over both ranks: each one's server needs the other rank, or serves it.
+            rank = session.options.rank
+            segment = Segment(1, 2 * ROWS, rank * ROWS, ROWS)
+            session.submit(RankManifest(0, rank, ((segment,),)), forward_only=True)
+        futures = [
+            thread.submit(forward_and_leave, session, 0.5 * session.options.rank)
+            for thread, session in zip(team._threads, team.sessions, strict=True)
+        ]
+        for future in futures:
+            future.result(30)
+
+
+class FailingKernel(CpuKernel):
+    def backward(self, parts: Sequence[BackwardPart], scale: float) -> None:
+        raise MemoryError("no memory for the scores")
+
+
+def test_a_kernel_that_fails_is_named_on_every_rank(pool_of_four: Cluster) -> None:
+    def run_both(session: Session) -> str:
+        try:
+            run(session, 0)
+        except SessionError as error:
+            return str(error)
+        return "no error"
+
+    with one_lane(pool_of_four, "in-place", n_ranks=2) as team:
+        for session in team.sessions:
+            assert session._in_place is not None
+            session._in_place._executor.kernel = FailingKernel()
+            rank = session.options.rank
+            session.submit(RankManifest(0, rank, ((Segment(1, 2 * ROWS, rank * ROWS, ROWS),),)))
+        futures = [
+            thread.submit(run_both, session)
+            for thread, session in zip(team._threads, team.sessions, strict=True)
+        ]
+        for future in futures:
+            assert "no memory for the scores" in future.result(30)
+        wait_for_no_buffers(team.sessions)
