@@ -216,9 +216,10 @@ def assert_close(name: str, result: torch.Tensor, expected: torch.Tensor) -> Non
 
     float32: sums of up to a few thousand products, each rounded to 6e-8, err by 1e-6 at most in
     practice; ten times that is allowed. bfloat16: inputs and results are rounded to 8 bits (4e-3),
-    and the backward pass sees the rounded O through delta; four roundings are allowed.
+    the backward pass sees the rounded O through delta, and kernels on a GPU round the weights and
+    their gradients for the matrix products; eight roundings are allowed.
     """
-    tolerance = 1e-5 if result.dtype == torch.float32 else 1.6e-2
+    tolerance = 1e-5 if result.dtype == torch.float32 else 3.2e-2
     scale = max(float(expected.abs().max()), 1.0)
     error = float((result.double() - expected).abs().max()) / scale
     assert error <= tolerance, f"{name} differs by {error:.2e} of its largest element"

@@ -55,6 +55,18 @@ class Session:
         self.options = options
         self.metrics_registry = CollectorRegistry()
         self._device = torch.device(options.device)
+        # First, since it checks the address and reads the TLS files: the transport starts a thread.
+        self._link = ControlLink(
+            rpc.RpcSettings(
+                address=options.control_plane,
+                connect_seconds=options.connect_timeout_seconds,
+                ca_file=options.ca_file,
+                certificate_file=options.certificate_file,
+                key_file=options.key_file,
+            ),
+            on_opened=self._job_opened,
+            on_planned=self._step_planned,
+        )
         self._pool = BufferPool(device_allocator(self._device))
         metrics = DataPlaneMetrics(self.metrics_registry)
         metrics.watch_pool("messages", self._pool)
@@ -68,17 +80,6 @@ class Session:
         self._last_step = -1
         self._closed = False
         self._in_place: InPlaceServer | None = None
-        self._link = ControlLink(
-            rpc.RpcSettings(
-                address=options.control_plane,
-                connect_seconds=options.connect_timeout_seconds,
-                ca_file=options.ca_file,
-                certificate_file=options.certificate_file,
-                key_file=options.key_file,
-            ),
-            on_opened=self._job_opened,
-            on_planned=self._step_planned,
-        )
 
     @classmethod
     def open(cls, options: SessionOptions) -> Session:
@@ -189,8 +190,13 @@ class Session:
         if self._closed:
             return
         self._closed = True
-        if not error:
-            self._serve_to_the_end()
+        try:
+            if not error:
+                self._serve_to_the_end()
+        finally:
+            self._leave(error)
+
+    def _leave(self, error: str) -> None:
         self._link.close(error)
         for connection in self._connections.values():
             connection.close("the session is closed")

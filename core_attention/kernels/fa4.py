@@ -182,6 +182,7 @@ class Fa4Kernel:
         dlse = torch.empty_like(lse)
         torch.neg(launch.q.take(part.delta).t(), out=dlse)
         dk, dv = torch.empty_like(k), torch.empty_like(v)
+        dq = launch.q.take(part.dq)
         self._library._flash_attn_bwd(
             q,
             k,
@@ -190,13 +191,15 @@ class Fa4Kernel:
             do,
             lse,
             softmax_scale=scale,
-            dq=launch.q.take(part.dq),
+            dq=dq,
             dk=dk,
             dv=dv,
             dlse=dlse,
             deterministic=self._deterministic,
             **_call_arguments(launch),
         )
+        if launch.q.index is not None:
+            launch.q.put(part.dq, dq)
         assert launch.gradient_sum is not None
         self._add_task_gradients(part.dk, dk, launch.gradient_sum)
         self._add_task_gradients(part.dv, dv, launch.gradient_sum)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import socket
 import subprocess
 import sys
@@ -108,16 +109,23 @@ def test_sigterm_drains_and_exits_with_0(running: Cluster, doomed: Process) -> N
 def test_a_node_that_is_told_to_stop_leaves_a_running_job_unharmed(
     running: Cluster, doomed: Process
 ) -> None:
-    manifests = [RankManifest.from_lengths(0, 0, [[90, 20], [30, 80]])]
+    lengths = [[90, 20], [30, 80]]
     with Team(running, 1, NODE_SHAPE, placement="pool") as team:
-        team.run(manifests)
+
+        def run(step: int) -> None:
+            # The next step is planned while this one runs, so there is always one to serve.
+            team.sessions[0].submit(RankManifest.from_lengths(step + 1, 0, lengths))
+            team.run([RankManifest.from_lengths(step, 0, lengths)])
+
+        steps = itertools.count()
+        run(next(steps))
         doomed.popen.terminate()
         deadline = time.monotonic() + EXIT_SECONDS
         while doomed.popen.poll() is None:
             assert time.monotonic() < deadline, "the node gets new work all the time"
-            team.run(manifests)
+            run(next(steps))
         assert doomed.popen.returncode == 0
-        team.run(manifests)
+        run(next(steps))
 
 
 def test_an_operators_drain_ends_the_node_with_0(running: Cluster, doomed: Process) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+pytest.importorskip("scipy", reason="the exact model is solved by scipy's HiGHS")
+
 from benchmarks.exact import SmallStep, gap_to_optimum
 
 # Ranks, blocks of 128 tokens a rank, seeds: the draws that the solver finishes within seconds.

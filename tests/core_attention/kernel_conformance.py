@@ -77,8 +77,9 @@ def make_problem(
     device: torch.device,
     seed: int = 0,
     scale: float = 0.125,
+    q_gap: int = 3,
 ) -> Problem:
-    """Random documents of ``lengths``, of which ``tasks`` are run."""
+    """Random documents of ``lengths``, of which ``tasks`` are run, ``q_gap`` rows apart."""
     generator = torch.Generator().manual_seed(seed)
     dtype = getattr(torch, shape.dtype)
     rows = sum(lengths)
@@ -95,7 +96,7 @@ def make_problem(
     expected = reference_attention(q, k, v, lengths, scale, do_covered)
 
     # Layouts with rows between tasks and documents that belong to nobody.
-    q_begin = _spread([t.q_end - t.q_begin for t in tasks], gap=3)
+    q_begin = _spread([t.q_end - t.q_begin for t in tasks], gap=q_gap)
     k_begin, dk_begin = _spread(lengths, gap=2), _spread(lengths, gap=5)
     document = np.array([t.document for t in tasks])
     batch = TaskBatch(
@@ -277,6 +278,14 @@ class KernelConformance:
         tasks = [Task(1, 90, 300), Task(0, 449, 450), Task(2, 20, 30), Task(1, 20, 37)]
         shape = replace(SHAPE, dtype=self.dtypes[-1])
         self.run_and_check(kernel, device, shape, [450, 310, 40], tasks)
+
+    def test_tasks_far_apart(self, kernel: Kernel, device: torch.device) -> None:
+        """As in-place, where most of a rank's rows may be served elsewhere."""
+        shape = replace(SHAPE, dtype=self.dtypes[-1])
+        tasks = [*whole([70, 9]), Task(2, 30, 41)]
+        problem = make_problem(shape, [70, 9, 41], tasks, device, scale=self.scale, q_gap=400)
+        self.run(kernel, [problem])
+        self.check(problem, shape)
 
     def test_hundreds_of_tiny_documents(self, kernel: Kernel, device: torch.device) -> None:
         lengths = [int(n) for n in np.random.default_rng(5).integers(1, 24, 300)]

@@ -280,6 +280,18 @@ def test_options_out_of_range_are_named() -> None:
             SessionOptions(**options)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(
+    "change", [{"control_plane": "nowhere"}, {"ca_file": Path("/nowhere/ca.pem")}]
+)
+def test_a_session_that_cannot_be_made_leaves_no_thread(change: dict[str, Any]) -> None:
+    before = set(threading.enumerate())
+    options = {"control_plane": "localhost:1", "job": "j", "rank": 0, "n_ranks": 1, "n_layers": 1}
+    with pytest.raises((ValueError, OSError), match="nowhere"):
+        Session.open(SessionOptions(**{**options, "shape": SHAPE, **change}))
+    left = {thread.name for thread in set(threading.enumerate()) - before}
+    assert "ucxx-owner" not in left
+
+
 def test_closing_twice_leaves_no_thread(pool_of_four: Cluster) -> None:
     before = {thread.name for thread in threading.enumerate()}
     team = Team(pool_of_four, 1, SHAPE, placement="mixed")

@@ -157,19 +157,19 @@ def test_a_closed_session_says_so(pool_of_four: Cluster) -> None:
 
 
 def test_a_rank_that_is_done_serves_the_others_to_the_end(pool_of_four: Cluster) -> None:
+    lengths = [30, 20, 10] * 4
+
     def forward_and_leave(session: Session, late_seconds: float) -> None:
         with session.step(0), torch.no_grad():
-            core_attention(*random_rows())
+            core_attention(*random_rows(sum(lengths)))
             time.sleep(late_seconds)
-            core_attention(*random_rows())
+            core_attention(*random_rows(sum(lengths)))
         session.close()
 
     with one_lane(pool_of_four, "in-place", n_ranks=2, n_layers=2) as team:
         for session in team.sessions:
-            # A document over both ranks: each one's server needs the other rank, or serves it.
-            rank = session.options.rank
-            segment = Segment(1, 2 * ROWS, rank * ROWS, ROWS)
-            session.submit(RankManifest(0, rank, ((segment,),)), forward_only=True)
+            manifest = RankManifest.from_lengths(0, session.options.rank, [lengths])
+            session.submit(manifest, forward_only=True)
         futures = [
             thread.submit(forward_and_leave, session, 0.5 * session.options.rank)
             for thread, session in zip(team._threads, team.sessions, strict=True)
