@@ -280,6 +280,14 @@ class Job:
         return sorted(lease.rank for lease in self._leases.values())
 
     @property
+    def rank_hosts(self) -> tuple[str, ...] | None:
+        """The host of every rank; None unless all have joined and none has left."""
+        hosts = {lease.rank: lease.host for lease in self._leases.values()}
+        if len(hosts) < self.spec.n_ranks:
+            return None
+        return tuple(hosts[rank] for rank in range(self.spec.n_ranks))
+
+    @property
     def pending_steps(self) -> dict[int, list[int]]:
         """Of each pending step, in order, the ranks whose manifest is missing."""
         return {

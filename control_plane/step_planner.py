@@ -7,7 +7,7 @@ import heapq
 import logging
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from control_plane.job import Job
@@ -137,7 +137,8 @@ def _maker(
     job: Job, ready: ReadyStep, members: list[Member], planner: Planner
 ) -> Callable[[], Publication]:
     """What the worker thread runs; it holds values only, nothing that the event loop changes."""
-    job_id, spec = job.job_id, job.spec
+    job_id = job.job_id
+    spec = replace(job.spec, options=replace(job.spec.options, rank_hosts=job.rank_hosts))
     servers = planning_servers(members, spec.shape, job.speeds.snapshot())
     return lambda: publish_step(job_id, spec, ready, servers, planner)
 

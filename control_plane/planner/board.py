@@ -188,14 +188,17 @@ def add_chunk(
     board.chunk_begin[at], board.chunk_end[at] = begin, end
     board.touched[segment] = True
     document = segments.document[segment]
-    resident = resident_end(board, fleet, document, server)
+    # Nobody else needs keys of a document that moves whole.
+    all_of_it = segments.whole[segment] and begin == 0 and end == segments.end[segment]
+    resident = 0 if all_of_it else resident_end(board, fleet, document, server)
     moved = rules.q_bytes * (end - begin) + rules.kv_bytes * max(end - resident, 0)
     board.spent[BYTES] += moved
     board.spent[COST] += moved * link
     board.load[server] += server_seconds(fleet, server, rules.phase, begin, end)
     if limits.active:
         charge(segments, fleet, limits, segment, begin, end, server, resident)
-    hold(board, document, server, end)
+    if not all_of_it:
+        hold(board, document, server, end)
 
 
 @compiled_inner

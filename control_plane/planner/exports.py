@@ -29,12 +29,11 @@ from control_plane.planner.board import (
 from control_plane.planner.chunk import (
     CutRules,
     begin_for_pairs,
-    begin_for_seconds,
     best_end,
     with_shortest_chunks,
 )
 from control_plane.planner.compiled import BoolArray, compiled_inner
-from control_plane.planner.costs import CostTables, task_seconds
+from control_plane.planner.fit import fit_best
 from control_plane.planner.fleet import Fleet
 from core_attention.arrays import Float64Array, Int64Array
 
@@ -260,6 +259,7 @@ def _find_best(
     per byte, and where it ends; a part of -1 if there is none. ``failed`` parts do not count."""
     room_pairs = (cap[receiver] - board.load[receiver]) / pair_rate[receiver]
     held_document, held_end = _held(board, fleet.rank[receiver], receiver)
+    holds_of = _homes_of(segments, held_document, len(fleet.server_of_rank))
     best_value, best_donor, best_part, best_at_end = 0.0, -1, -1, 0.0
     host = links.server_host[receiver]
     # Locals, because compiled code counts references each time a structure is passed on.
@@ -273,7 +273,8 @@ def _find_best(
         need = surplus[k] / pair_rate[donor]
         near = rank_host[rank] >= 0 and rank_host[rank] == host
         weight = (links.near if near else links.far) / _factor(variant, donor, receiver)
-        if len(held_document) == 0 and value_bound[donor] <= best_value * weight:
+        keys_are_here = holds_of[rank]
+        if not keys_are_here and value_bound[donor] <= best_value * weight:
             continue
         most = 0.0
         # Nor does any chunk of at most these pairs, wherever it lies.
@@ -285,7 +286,7 @@ def _find_best(
             low, high = free_begin[part], free_end[part]
             bound = min(high * rules.peak, ideal)
             resident = 0
-            if len(held_document):
+            if keys_are_here:
                 if high / rules.q_bytes <= best_value * weight:
                     break
                 document = document_of[free_segment[part]]
@@ -300,13 +301,25 @@ def _find_best(
                 most = max(most, value)
                 if value > best_value * weight:
                     best_value, best_donor, best_part, best_at_end = value / weight, k, part, end
-            elif bound <= best_value * weight and len(held_document) == 0:
+            elif bound <= best_value * weight and not keys_are_here:
                 most = max(most, bound)
                 break
             part = next_free[part]
-        if len(held_document) == 0 and len(failed) == 0:
+        if not keys_are_here and len(failed) == 0:
             value_bound[donor] = most
     return best_donor, best_part, best_at_end
+
+
+@compiled_inner
+def _homes_of(segments: Segments, documents: Int64Array, n_ranks: int) -> BoolArray:
+    """``[n_ranks]`` whether a rank is home of a part of one of ``documents``."""
+    is_home = np.zeros(n_ranks, dtype=np.bool_)
+    for document in documents:
+        i = np.searchsorted(segments.document, document)
+        while i < len(segments.document) and segments.document[i] == document:
+            is_home[segments.rank[i]] = True
+            i += 1
+    return is_home
 
 
 @compiled_inner
@@ -400,7 +413,7 @@ def _take(
     room = cap[receiver] - board.load[receiver]
     resident = resident_end(board, fleet, segments.document[segment], receiver)
     for _ in range(SHRINKS):
-        begin, end = _fit_best(
+        begin, end = fit_best(
             board,
             segments,
             fleet,
@@ -431,188 +444,3 @@ def _take(
         room *= 0.5
         at_end = max(low + 0.7 * (at_end - low), float(low + rules.min_tokens))
     return False
-
-
-@compiled_inner
-def _fit_best(
-    board: Board,
-    segments: Segments,
-    fleet: Fleet,
-    rules: CutRules,
-    part: int,
-    at_end: float,
-    room: float,
-    surplus: float,
-    receiver: int,
-    donor: int,
-    resident: int,
-    n_shifts: int,
-) -> tuple[int, int]:
-    """The chunk of :func:`_fit` with the most useful seconds per byte, for ends near ``at_end``."""
-    best_begin, best_end_at, best_value = 0, 0, 0.0
-    low, high = board.free_begin[part], board.free_end[part]
-    for shift in range(-n_shifts, n_shifts + 1):
-        begin, end = _fit(
-            board,
-            segments,
-            fleet,
-            rules,
-            part,
-            at_end + shift * rules.alignment,
-            room,
-            surplus,
-            receiver,
-            donor,
-        )
-        if end <= begin:
-            continue
-        if n_shifts == 0:
-            return begin, end
-        relief = server_seconds(fleet, donor, rules.phase, low, high)
-        relief -= server_seconds(fleet, donor, rules.phase, end, high)
-        relief -= server_seconds(fleet, donor, rules.phase, low, begin)
-        moved = rules.q_bytes * (end - begin) + rules.kv_bytes * max(end - resident, 0)
-        value = min(relief, surplus) / moved
-        if value > best_value * (1.0 + 1e-9):
-            best_begin, best_end_at, best_value = begin, end, value
-    return best_begin, best_end_at
-
-
-@compiled_inner
-def _fit(
-    board: Board,
-    segments: Segments,
-    fleet: Fleet,
-    rules: CutRules,
-    part: int,
-    at_end: float,
-    room: float,
-    surplus: float,
-    receiver: int,
-    donor: int,
-) -> tuple[int, int]:
-    """The chunk of a free part that ends near ``at_end``, takes the receiver at most ``room`` and
-    relieves the donor of ``surplus`` where that is possible; empty if none fits.
-
-    The bytes of a chunk hardly change when it shifts by half its length, so it shifts to the
-    beginning or the end of the part where it would leave less than that behind.
-    """
-    low, high = board.free_begin[part], board.free_end[part]
-    whole = (
-        segments.whole[board.free_segment[part]]
-        and high - low == segments.end[board.free_segment[part]]
-    )
-    shortest = min(rules.min_tokens, high - low) if whole else rules.min_tokens
-    end = min(round(at_end / rules.alignment) * rules.alignment, high)
-    if end <= low:
-        end = high
-    begin = _begin_of_chunk(fleet, rules, receiver, donor, low, end, high, room, surplus, shortest)
-    near = max((end - begin) // 2, rules.min_rest_tokens)
-    left, right = begin - low, high - end
-    if 0 < left < near and (right == 0 or left <= right):
-        begin = low
-        end = _end_of_chunk(fleet, rules, receiver, donor, low, high, room, surplus, shortest)
-    elif 0 < right < near:
-        end = high
-        begin = _begin_of_chunk(
-            fleet, rules, receiver, donor, low, high, high, room, surplus, shortest
-        )
-    if 0 < begin - low < rules.min_rest_tokens:
-        begin = low + rules.min_rest_tokens
-    if 0 < high - end < rules.min_rest_tokens:
-        end = high - rules.min_rest_tokens
-    if end - begin < max(shortest, 1):
-        return 0, 0
-    return begin, end
-
-
-@compiled_inner
-def _begin_of_chunk(
-    fleet: Fleet,
-    rules: CutRules,
-    receiver: int,
-    donor: int,
-    low: int,
-    end: int,
-    high: int,
-    room: float,
-    surplus: float,
-    shortest: int,
-) -> int:
-    """Where the chunk of ``[low, high)`` that ends at ``end`` begins: it fills the room, or takes
-    the surplus, whichever is less; ``end`` if even the shortest does not fit."""
-    phase = rules.phase
-    earliest = begin_for_seconds(
-        fleet.tables,
-        fleet.profile[receiver],
-        phase,
-        low,
-        end,
-        room * fleet.speed[receiver],
-        rules.alignment,
-    )
-    if end - earliest < shortest:
-        return end
-    profile, speed = fleet.profile[donor], fleet.speed[donor]
-    before = task_seconds(fleet.tables, profile, phase, low, high)
-    after_end = task_seconds(fleet.tables, profile, phase, end, high)
-    keep = before - after_end - surplus * speed
-    wanted = _latest_end(fleet.tables, profile, phase, low, end, keep, rules.alignment)
-    return max(earliest, min(wanted, end - shortest))
-
-
-@compiled_inner
-def _end_of_chunk(
-    fleet: Fleet,
-    rules: CutRules,
-    receiver: int,
-    donor: int,
-    low: int,
-    high: int,
-    room: float,
-    surplus: float,
-    shortest: int,
-) -> int:
-    """The same for a chunk that begins at ``low``: where it ends; ``low`` if none fits."""
-    phase = rules.phase
-    latest = _latest_end(
-        fleet.tables,
-        fleet.profile[receiver],
-        phase,
-        low,
-        high,
-        room * fleet.speed[receiver],
-        rules.alignment,
-    )
-    if latest - low < shortest:
-        return low
-    profile, speed = fleet.profile[donor], fleet.speed[donor]
-    keep = task_seconds(fleet.tables, profile, phase, low, high) - surplus * speed
-    wanted = begin_for_seconds(fleet.tables, profile, phase, low, high, keep, rules.alignment)
-    return min(latest, max(wanted, low + shortest))
-
-
-@compiled_inner
-def _latest_end(
-    tables: CostTables,
-    profile: int,
-    phase: int,
-    low: int,
-    high: int,
-    seconds: float,
-    alignment: int,
-) -> int:
-    """The last end in ``(low, high]`` such that ``[low, end)`` takes at most ``seconds`` on
-    ``profile``; aligned, or ``high``. ``low`` if there is none."""
-    if seconds <= 0.0:
-        return low
-    if task_seconds(tables, profile, phase, low, high) <= seconds:
-        return high
-    first, last = low // alignment, high // alignment
-    while first < last:
-        middle = (first + last + 1) // 2
-        if task_seconds(tables, profile, phase, low, middle * alignment) <= seconds:
-            first = middle
-        else:
-            last = middle - 1
-    return max(first * alignment, low)

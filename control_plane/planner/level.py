@@ -7,7 +7,7 @@ import math
 import numpy as np
 
 from control_plane.planner.board import Segments
-from control_plane.planner.chunk import CutRules
+from control_plane.planner.chunk import CutRules, begin_for_pairs
 from control_plane.planner.compiled import BoolArray, compiled_inner
 from control_plane.planner.costs import pair_seconds
 from control_plane.planner.fleet import Fleet
@@ -86,28 +86,30 @@ def expected_growth(
     fleet: Fleet,
     rules: CutRules,
     load: Float64Array,
-    pairs: Float64Array,
+    longest: Float64Array,
     pair_rate: Float64Array,
     level: float,
     work: float,
 ) -> float:
     """By which factor all work grows (or shrinks) when what lies above ``level`` runs in chunks
-    of the cheapest shape, each as large as ``level``.
+    of the cheapest shape, each as large as ``level``, cut out of each server's longest document.
 
     Args:
-        load, pairs: ``[n_servers]`` seconds and query-key pairs of each server's own rank.
+        load: ``[n_servers]`` seconds of each server's own rank.
+        longest: ``[n_servers]`` where its longest document ends.
         pair_rate: ``[n_servers]`` typical seconds per pair.
         work: all work, in pairs at typical rates.
     """
     grown = work
     for s in range(len(load)):
-        if load[s] <= level or pairs[s] == 0.0:
+        if load[s] <= level:
             continue
-        own_rate = load[s] / pairs[s]
-        chunk_pairs = min(level / own_rate, pairs[s])
+        profile = fleet.profile[s]
+        own_rate = pair_seconds(fleet.tables, profile, rules.phase, longest[s], longest[s])
+        chunk_pairs = level * fleet.speed[s] / own_rate
         end = math.sqrt(2.0 * chunk_pairs / (1.0 - rules.kappa * rules.kappa))
-        q = max((1.0 - rules.kappa) * end, float(rules.min_tokens))
-        rate = pair_seconds(fleet.tables, fleet.profile[s], rules.phase, q, end)
-        chunk_rate = rate / fleet.speed[s]
+        end = min(end, longest[s])
+        q = max(end - begin_for_pairs(end, chunk_pairs), float(rules.min_tokens))
+        chunk_rate = pair_seconds(fleet.tables, profile, rules.phase, q, end)
         grown += (load[s] - level) * (chunk_rate / own_rate - 1.0) / pair_rate[s]
     return min(max(grown / work, 1.0 / LARGEST_GROWTH), LARGEST_GROWTH)

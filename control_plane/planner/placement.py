@@ -13,7 +13,9 @@ import heapq
 import numpy as np
 
 from control_plane.planner.board import (
+    BYTES,
     CHUNKS,
+    COST,
     Board,
     Limits,
     Segments,
@@ -24,7 +26,7 @@ from control_plane.planner.board import (
 )
 from control_plane.planner.chunk import CutRules, begin_for_seconds
 from control_plane.planner.compiled import BoolArray, compiled_inner
-from control_plane.planner.costs import causal_pairs
+from control_plane.planner.costs import causal_pairs, task_seconds
 from control_plane.planner.exports import CAP_STEP, Links, link_cost
 from control_plane.planner.fleet import Fleet
 from core_attention.arrays import Float64Array, Int64Array
@@ -58,6 +60,13 @@ def place_homeless(
     """
     step = CAP_STEP * cap.max()
     raises = 0
+    # Locals, because compiled code counts references each time a structure is looked into.
+    limited, tables, profile, speed = limits.active, fleet.tables, fleet.profile, fleet.speed
+    load, used, spent, touched = board.load, board.used, board.spent, board.touched
+    chunk_segment, chunk_server = board.chunk_segment, board.chunk_server
+    chunk_begin, chunk_end = board.chunk_begin, board.chunk_end
+    whole_of, rank_of = segments.whole, segments.rank
+    rank_host, server_host = links.rank_host, links.server_host
     by_time = False
     heap = _by_room(board, cap, receives, pair_rate, by_time)
     for segment in homeless:
@@ -65,6 +74,26 @@ def place_homeless(
         if not by_time and _is_short(cap, receives, pair_rate, low, high):
             by_time = True
             heap = _by_room(board, cap, receives, pair_rate, by_time)
+        at = heap[0][1]
+        if whole_of[segment] and not limited and used[CHUNKS] < len(chunk_segment):
+            # Most work is many short documents: the same as below, without its calls.
+            seconds = task_seconds(tables, profile[at], rules.phase, low, high) / speed[at]
+            room = cap[at] - load[at] - seconds
+            if room >= 0.0:
+                n = used[CHUNKS]
+                used[CHUNKS] = n + 1
+                chunk_segment[n], chunk_server[n] = segment, at
+                chunk_begin[n], chunk_end[n] = low, high
+                touched[segment] = True
+                load[at] += seconds
+                moved = (rules.q_bytes + rules.kv_bytes) * (high - low)
+                spent[BYTES] += moved
+                near = rank_host[rank_of[segment]]
+                spent[COST] += moved * (
+                    links.near if near >= 0 and near == server_host[at] else links.far
+                )
+                heapq.heapreplace(heap, (-room if by_time else -room / pair_rate[at], at))
+                continue
         while high > low:
             if board.used[CHUNKS] >= len(board.chunk_segment):
                 return segment, high
@@ -173,6 +202,9 @@ def _find_server(
             whole = server_seconds(fleet, s, rules.phase, low, high)
             if whole <= LONG_SHARE * cap[s]:
                 begin = high
+        if begin < high and not limits.active:
+            found = s
+            break
         if begin < high:
             resident = resident_end(board, fleet, segments.document[segment], s)
             if affordable(segments, fleet, limits, segment, begin, high, s, resident):

@@ -350,3 +350,13 @@ def test_a_servers_speed_follows_what_it_measures(job: Job) -> None:
     job.report_server(0, server_measurement("a", twice_as_long, twice_as_long))
     assert job.speeds.of("a") == slower, "a repeated report counts once"
     assert job.speeds.of("b") == 1.0
+
+
+def test_ranks_hosts_are_known_once_all_have_joined(jobs: Jobs) -> None:
+    job = jobs.create(spec(), job_id="train-2", token=b"t")
+    job.join(1, host="b", lease_id="L1", now=0.0)
+    assert job.rank_hosts is None
+    job.join(0, host="a", lease_id="L0", now=0.0)
+    assert job.rank_hosts == ("a", "b")
+    job.leave("L1", error="", now=0.0)
+    assert job.rank_hosts is None

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from control_plane import balanced
 from control_plane.forecast import pair_bytes
 from control_plane.planning import PlanningOptions, PlanningServer
-from control_plane.warm_up import warm_up
 from core_attention.arrays import Int64Array
 from core_attention.ca_task import Phase
 from core_attention.errors import PlanError
@@ -367,7 +366,3 @@ def test_the_reason_says_what_bounds_the_plan() -> None:
     assert "at home" in plan.reason
     assert "bounded by server rank-" in plan.reason
     assert "stopped when no server was more than 0.03 above the level" in plan.reason
-
-
-def test_warm_up_plans_with_every_planner() -> None:
-    warm_up()
