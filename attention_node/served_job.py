@@ -18,6 +18,8 @@ from core_attention.message import MessageLayout, reply_layout, request_layout
 from core_attention.plan import Plan
 from core_attention.shape import AttentionShape
 from core_attention.tick import Tick, ticks_of_lane
+from distca.codec import shape_from_proto
+from distca.v1 import jobs_pb2
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +50,23 @@ class JobDescription:
     n_nano_batches: int
     shape: AttentionShape
     scale: float
+
+    @classmethod
+    def from_proto(cls, opened: jobs_pb2.JobOpened) -> JobDescription:
+        """What the control plane says of a job before any plan.
+
+        Raises:
+            distca.codec.WireError: the shape is malformed.
+        """
+        return cls(
+            job_id=opened.job_id,
+            token=opened.token,
+            n_ranks=opened.spec.n_ranks,
+            n_layers=opened.spec.n_layers,
+            n_nano_batches=opened.spec.n_nano_batches,
+            shape=shape_from_proto(opened.spec.shape),
+            scale=opened.spec.softmax_scale,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

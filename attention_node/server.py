@@ -42,7 +42,7 @@ from data_plane.transport import Address
 from data_plane.ucxx_settings import UcxxSettings
 from data_plane.ucxx_transport import UcxxTransport
 from distca import __version__, rpc
-from distca.codec import plan_from_proto, profile_to_proto, shape_from_proto
+from distca.codec import plan_from_proto, profile_to_proto
 from distca.v1 import jobs_pb2, membership_pb2
 
 logger = logging.getLogger(__name__)
@@ -295,7 +295,7 @@ class AttentionNode:
     def _handle(self, event: jobs_pb2.PlanEvent) -> None:
         match event.WhichOneof("event"):
             case "job_opened":
-                self._ticks.open_job(_job_description(event.job_opened))
+                self._ticks.open_job(JobDescription.from_proto(event.job_opened))
             case "step_planned":
                 planned = event.step_planned
                 self._ticks.add_plan(
@@ -326,18 +326,6 @@ class AttentionNode:
             partial = path.with_name(path.name + ".partial")
             partial.write_text(json.dumps(addresses))
             partial.replace(path)
-
-
-def _job_description(opened: jobs_pb2.JobOpened) -> JobDescription:
-    return JobDescription(
-        job_id=opened.job_id,
-        token=opened.token,
-        n_ranks=opened.spec.n_ranks,
-        n_layers=opened.spec.n_layers,
-        n_nano_batches=opened.spec.n_nano_batches,
-        shape=shape_from_proto(opened.spec.shape),
-        scale=opened.spec.softmax_scale,
-    )
 
 
 def _memory_bytes(device: torch.device) -> int:

@@ -24,7 +24,7 @@ from data_plane.transport import Address, Connection, HandshakeRejected, Transpo
 from data_plane.ucxx_settings import UcxxSettings
 from data_plane.ucxx_transport import UcxxTransport
 from distca import __version__, rpc
-from distca.codec import profile_to_proto, shape_from_proto, shape_to_proto
+from distca.codec import profile_to_proto, shape_to_proto
 from distca.v1 import data_plane_pb2, jobs_pb2, membership_pb2
 from trainer_client.control_link import ControlLink, PlannedStep
 from trainer_client.errors import CoreAttentionFailed, SessionError
@@ -265,15 +265,7 @@ class Session:
         )
 
     def _job_opened(self, opened: jobs_pb2.JobOpened) -> None:
-        self._description = JobDescription(
-            job_id=opened.job_id,
-            token=opened.token,
-            n_ranks=opened.spec.n_ranks,
-            n_layers=opened.spec.n_layers,
-            n_nano_batches=opened.spec.n_nano_batches,
-            shape=shape_from_proto(opened.spec.shape),
-            scale=opened.spec.softmax_scale,
-        )
+        self._description = JobDescription.from_proto(opened)
         if self._in_place is not None:
             self._in_place.ticks.open_job(self._description)
 
