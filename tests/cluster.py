@@ -173,6 +173,7 @@ class Cluster:
         deadline = time.monotonic() + START_SECONDS
         while not address_file.exists():
             if process.popen.poll() is not None or time.monotonic() > deadline:
+                process.kill()
                 raise RuntimeError(f"{process.name} did not start:\n{process.log.read_text()}")
             time.sleep(0.05)
         process.addresses = json.loads(address_file.read_text())
