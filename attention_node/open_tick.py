@@ -89,7 +89,8 @@ class OpenTick:
     def arrive(self, rank: int, source: Source) -> list[int]:
         """Takes in ``rank``'s message; returns the parts that are ready now, in order."""
         if self._closed:
-            source.fail(TickGivenUp(f"{self.tick} was given up on this server"))
+            # The same reason as for those who came before the failure.
+            source.fail(self.failure or TickGivenUp(f"{self.tick} is over on this server"))
             source.release()
             return []
         if rank in self._sources or rank not in self.route.pairs:

@@ -157,7 +157,7 @@ def test_giving_up_tells_those_who_have_sent() -> None:
     assert ranks[2].released == 1
     assert closed == [tick]
     tick.arrive(1, make_source(route, 1, ranks[1], Phase.FORWARD, local=False))
-    assert len(ranks[1].failures) == 1
+    assert ranks[1].failures == [error]
     assert ranks[1].released == 1
 
 
