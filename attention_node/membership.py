@@ -97,7 +97,7 @@ class Membership:
             ),
         )
         future: Future[object] = self._outbox.submit(self._jobs.ReportStep, request)
-        future.add_done_callback(_log_failure)
+        future.add_done_callback(rpc.log_lost_report)
 
     def drain(self) -> None:
         """Asks the control plane to plan nothing more for the server; a failure is logged only."""
@@ -159,8 +159,3 @@ class Membership:
             self._lost.set()
             logger.error("membership lost (%s): %s", what, error)
             self._on_lost(MembershipLost(f"{what}: {error}"))
-
-
-def _log_failure(future: Future[object]) -> None:
-    if not future.cancelled() and future.exception() is not None:
-        logger.warning("a step report was lost: %s", future.exception())

@@ -80,7 +80,7 @@ class JobSpec:
     @property
     def scale(self) -> float:
         """What multiplies q.k before the softmax."""
-        return self.softmax_scale or 1.0 / math.sqrt(self.shape.head_dim)
+        return self.softmax_scale or self.shape.default_softmax_scale
 
     def differences(self, other: JobSpec) -> str:
         """The fields in which ``other`` differs, with both values; empty if there are none."""

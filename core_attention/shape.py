@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -45,6 +46,11 @@ class AttentionShape:
     def group_size(self) -> int:
         """Query heads that share one key/value head."""
         return self.num_heads // self.num_heads_kv
+
+    @property
+    def default_softmax_scale(self) -> float:
+        """What multiplies q.k before the softmax unless a model says otherwise."""
+        return 1.0 / math.sqrt(self.head_dim)
 
     @property
     def itemsize(self) -> int:

@@ -9,13 +9,17 @@ keepalive: a server answers pings it does not permit by closing the connection
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import grpc
+
+logger = logging.getLogger(__name__)
 
 MIN_KEEPALIVE_SECONDS = 10.0
 """The shortest interval between keepalive pings that the control plane permits."""
@@ -241,6 +245,12 @@ def named_error(error: grpc.RpcError, method: str, address: str) -> RpcError:
         metadata = dict(error.trailing_metadata() or ())
         kind = _NOT_FOUND.get(metadata.get(ERROR_KIND_KEY, ""), NotFound)
     return kind(method, address, error.details() or status.name)
+
+
+def log_lost_report(future: Future[object]) -> None:
+    """Done callback of a step report sent in the background: losing one is worth a warning only."""
+    if not future.cancelled() and future.exception() is not None:
+        logger.warning("a step report was lost: %s", future.exception())
 
 
 def server_options(max_message_bytes: int) -> list[tuple[str, int]]:

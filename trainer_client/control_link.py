@@ -125,7 +125,7 @@ class ControlLink:
         else:
             request.server.CopyFrom(measurement)
         future: Future[object] = self._outbox.submit(self._jobs.ReportStep, request)
-        future.add_done_callback(_log_failure)
+        future.add_done_callback(rpc.log_lost_report)
 
     def fetch_step(self, step: int) -> jobs_pb2.GetStepResponse:
         """The whole plan of a recent step and what all members measured in it so far.
@@ -280,8 +280,3 @@ class ControlLink:
             if pending.step == step:
                 return f"ranks {list(pending.missing_ranks)} have not submitted their manifests"
         return "all manifests are there, so planning itself is slow: see the control plane's log"
-
-
-def _log_failure(future: Future[object]) -> None:
-    if not future.cancelled() and future.exception() is not None:
-        logger.warning("a step report was lost: %s", future.exception())

@@ -99,7 +99,7 @@ class SessionOptions:
     @property
     def scale(self) -> float:
         """What multiplies q.k before the softmax."""
-        return self.softmax_scale or 1.0 / math.sqrt(self.shape.head_dim)
+        return self.softmax_scale or self.shape.default_softmax_scale
 
     def _check_range(self, name: str, low: int, high: int) -> None:
         value = getattr(self, name)
