@@ -14,6 +14,7 @@ from rich.console import Console
 from distca.commands import (
     attention_node,
     control_plane,
+    health,
     local,
     plan,
     profile,
@@ -82,6 +83,7 @@ app.command("control-plane")(control_plane.control_plane)
 app.command("attention-node")(attention_node.attention_node)
 app.command("train")(train.train)
 app.command("local")(local.local)
+app.command("health")(health.health)
 app.command("profile")(profile.profile)
 app.command("plan")(plan.plan)
 app.command("simulate")(simulate.simulate)

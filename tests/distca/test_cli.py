@@ -10,7 +10,16 @@ from pathlib import Path
 
 import pytest
 
-COMMANDS = ("control-plane", "attention-node", "train", "local", "profile", "plan", "simulate")
+COMMANDS = (
+    "control-plane",
+    "attention-node",
+    "train",
+    "local",
+    "health",
+    "profile",
+    "plan",
+    "simulate",
+)
 
 
 def distca(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:

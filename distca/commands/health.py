@@ -1,0 +1,56 @@
+"""``distca health``: asks a process whether it serves, for container health checks and people."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+import typer
+
+from distca.commands.tls import ClientTls
+from distca.options import options_from
+
+NOT_SERVING_EXIT_CODE = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class HealthOptions:
+    """Whom to ask."""
+
+    address: Annotated[
+        str,
+        typer.Option(
+            help="host:port of gRPC of a control plane, or of the health port of an attention "
+            "node.",
+            envvar="DISTCA_HEALTH_ADDRESS",
+        ),
+    ] = "localhost:7700"
+    timeout_seconds: Annotated[
+        float, typer.Option(help="An answer must come within this time.")
+    ] = 5.0
+
+
+@options_from
+def health(options: HealthOptions, tls: ClientTls) -> None:
+    """Ask a process whether it serves (grpc.health.v1); exit code 0: yes, 3: no, 1: no answer."""
+    from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+    from distca import rpc
+    from distca.commands.usage import as_usage_error
+
+    with as_usage_error():
+        settings = rpc.RpcSettings(
+            address=options.address,
+            connect_seconds=options.timeout_seconds,
+            call_seconds=options.timeout_seconds,
+            ca_file=tls.tls_ca,
+            certificate_file=tls.tls_certificate,
+            key_file=tls.tls_key,
+        )
+    with rpc.open_channel(settings) as channel:
+        rpc.wait_until_ready(channel, settings)
+        answer = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
+    status = health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status)
+    typer.echo(f"{options.address}: {status}")
+    if answer.status != health_pb2.HealthCheckResponse.SERVING:
+        raise typer.Exit(NOT_SERVING_EXIT_CODE)

@@ -1,0 +1,52 @@
+"""``distca health`` against real health services."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Iterator
+from concurrent import futures
+
+import grpc
+import pytest
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+
+from tests.distca.test_cli import distca
+
+
+@pytest.fixture
+def service() -> Iterator[tuple[health.HealthServicer, str]]:
+    """A health service on a free port: the servicer and its address."""
+    servicer = health.HealthServicer()
+    server = grpc.server(futures.ThreadPoolExecutor(max_workers=2))
+    health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    yield servicer, f"127.0.0.1:{port}"
+    server.stop(None).wait(5)
+
+
+def test_a_process_that_serves_is_healthy(service: tuple[health.HealthServicer, str]) -> None:
+    servicer, address = service
+    servicer.set("", health_pb2.HealthCheckResponse.SERVING)
+    asked = distca("health", f"--address={address}")
+    assert (asked.returncode, asked.stdout) == (0, f"{address}: SERVING\n")
+
+
+def test_a_draining_process_is_not_healthy(service: tuple[health.HealthServicer, str]) -> None:
+    servicer, address = service
+    servicer.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
+    asked = distca("health", DISTCA_HEALTH_ADDRESS=address)
+    assert (asked.returncode, asked.stdout) == (3, f"{address}: NOT_SERVING\n")
+
+
+def test_no_answer_is_a_named_error_within_the_timeout() -> None:
+    with socket.socket() as silent:  # bound but not listening: connections are refused
+        silent.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        begun = time.monotonic()
+        asked = distca("health", f"--address={address}", "--timeout-seconds=1")
+    assert asked.returncode == 1
+    assert f"ControlPlaneUnavailable: connect at {address}: no connection" in asked.stderr
+    assert "Traceback" not in asked.stderr
+    assert time.monotonic() - begun < 15, "one second to wait, the rest is the start of Python"
