@@ -154,6 +154,11 @@ class BufferPool:
         self._idle_bytes = 0
         self._allocations = 0
 
+    @property
+    def limit_bytes(self) -> int | None:
+        """Most memory the pool may hold; None for no limit."""
+        return self._limit_bytes
+
     def acquire(self, nbytes: int) -> PooledBuffer:
         """Returns a buffer of ``nbytes`` (0 is fine), uninitialised, with one reference.
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections import Counter as Tally
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
@@ -19,40 +19,68 @@ if TYPE_CHECKING:
 OTHER_PEERS = "other"
 """Label of the peers beyond ``max_peers``."""
 
+_PREFIX = "distca_data_plane"
 _PEER_LABELS = ("peer", "transport")
 _SECONDS_BUCKETS = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
 _LARGE_MESSAGE_BYTES = 2**20
+
+Peer = tuple[str, str]
+"""A peer, by address or by label, and the transport that reaches it."""
+
+
+@dataclass(eq=False)
+class _OpenPeer:
+    """A peer with connections: how many, and under which label it is shown."""
+
+    label: str
+    connections: int = 0
+
+
+@dataclass(frozen=True, eq=False)
+class _Traffic:
+    """The series of one label, kept so that a message costs no lookup by label."""
+
+    sent_bytes: Counter
+    received_bytes: Counter
 
 
 class DataPlaneMetrics:
     """Counts transfers, failures, probes, connections and pools. Thread-safe.
 
-    A peer's labels exist from its first connection to its last.
+    A peer's labels exist from its first message to the end of its last connection.
 
     Args:
         registry: where the metrics appear.
         max_peers: peers with labels of their own at a time; further ones share ``other``.
+        floor_bytes_per_second: below this rate a peer counts as badly reached; 0 is no floor.
     """
 
-    def __init__(self, registry: CollectorRegistry, max_peers: int = 1024) -> None:
+    def __init__(
+        self,
+        registry: CollectorRegistry,
+        max_peers: int = 1024,
+        *,
+        floor_bytes_per_second: float = 0.0,
+    ) -> None:
         self._max_peers = max_peers
         self._lock = threading.Lock()
-        self._open_connections: Tally[tuple[str, str]] = Tally()
-        self._labelled: set[tuple[str, str]] = set()
+        self._open: dict[Peer, _OpenPeer] = {}
+        self._traffic: dict[Peer, _Traffic] = {}
+        self._seconds: dict[tuple[str, str], Histogram] = {}
         self._sent_bytes = Counter(
-            "distca_data_plane_sent_bytes_total",
+            f"{_PREFIX}_sent_bytes_total",
             "Bytes of messages handed to the network.",
             _PEER_LABELS,
             registry=registry,
         )
         self._received_bytes = Counter(
-            "distca_data_plane_received_bytes_total",
+            f"{_PREFIX}_received_bytes_total",
             "Bytes of messages received.",
             _PEER_LABELS,
             registry=registry,
         )
         self._transfer_seconds = Histogram(
-            "distca_data_plane_transfer_seconds",
+            f"{_PREFIX}_transfer_seconds",
             "Seconds of a finished transfer: a put since it was asked for, an offer since its "
             "message arrived.",
             ("kind", "transport"),
@@ -60,52 +88,66 @@ class DataPlaneMetrics:
             registry=registry,
         )
         self._receive_rate = Gauge(
-            "distca_data_plane_receive_bytes_per_second",
+            f"{_PREFIX}_receive_bytes_per_second",
             "Rate of the last received message of 1 MiB or more, from its arrival on.",
             _PEER_LABELS,
             registry=registry,
         )
         self._probe_rate = Gauge(
-            "distca_data_plane_probe_gigabytes_per_second",
-            "Result of the last bandwidth probe, 1e9 bytes per second.",
-            _PEER_LABELS,
+            f"{_PREFIX}_probe_bytes_per_second",
+            "Result of the last bandwidth probe; lanes are the network paths that UCX chose.",
+            (*_PEER_LABELS, "lanes"),
             registry=registry,
         )
         self._failures = Counter(
-            "distca_data_plane_failures_total",
+            f"{_PREFIX}_failures_total",
             "Failed transfers by kind of error.",
             ("kind", "transport"),
             registry=registry,
         )
         self._connections = Gauge(
-            "distca_data_plane_connections",
+            f"{_PREFIX}_connections",
             "Connections now, handshakes included.",
             ("transport",),
             registry=registry,
         )
+        Gauge(
+            f"{_PREFIX}_floor_bytes_per_second",
+            "Rate below which a peer counts as badly reached; 0 is no floor.",
+            registry=registry,
+        ).set(floor_bytes_per_second)
         self._pools = _PoolCollector()
         registry.register(self._pools)
 
     def connection_opened(self, peer: str, transport: str) -> None:
         """Gives ``peer`` its labels."""
         with self._lock:
-            self._open_connections[peer, transport] += 1
-            if len(self._labelled) < self._max_peers:
-                self._labelled.add((peer, transport))
+            known = self._open.get((peer, transport))
+            if known is None:
+                named = sum(other.label != OTHER_PEERS for other in self._open.values())
+                label = peer if named < self._max_peers else OTHER_PEERS
+                known = self._open[peer, transport] = _OpenPeer(label)
+            known.connections += 1
             self._connections.labels(transport).inc()
+
+    def name_peer(self, peer: str, transport: str, name: str) -> None:
+        """Shows ``peer``, which is connected, under ``name`` instead of its address: a server id,
+        or a job's rank. Call it before the peer's first message."""
+        with self._lock:
+            known = self._open.get((peer, transport))
+            if known is not None and known.label != OTHER_PEERS:
+                address, known.label = known.label, name
+                self._remove_unused((address, transport))
 
     def connection_closed(self, peer: str, transport: str) -> None:
         """Removes the labels of ``peer`` with its last connection."""
         with self._lock:
             self._connections.labels(transport).dec()
-            self._open_connections[peer, transport] -= 1
-            if self._open_connections[peer, transport] > 0:
-                return
-            del self._open_connections[peer, transport]
-            self._labelled.discard((peer, transport))
-            by_peer = (self._sent_bytes, self._received_bytes, self._receive_rate, self._probe_rate)
-            for metric in by_peer:
-                metric.remove_by_labels({"peer": peer, "transport": transport})
+            known = self._open[peer, transport]
+            known.connections -= 1
+            if known.connections == 0:
+                del self._open[peer, transport]
+                self._remove_unused((known.label, transport))
 
     def transfer_ended(
         self,
@@ -121,30 +163,67 @@ class DataPlaneMetrics:
         if error is not None:
             self._failures.labels(type(error).__name__, transport).inc()
             return
-        self._transfer_seconds.labels(kind, transport).observe(seconds)
         with self._lock:
             label = self._label(peer, transport)
+            traffic = self._traffic_of(label, transport)
+            self._seconds_of(kind, transport).observe(seconds)
             if kind == "put":
-                self._sent_bytes.labels(label, transport).inc(nbytes)
+                traffic.sent_bytes.inc(nbytes)
                 return
-            self._received_bytes.labels(label, transport).inc(nbytes)
+            traffic.received_bytes.inc(nbytes)
             if nbytes >= _LARGE_MESSAGE_BYTES and seconds > 0:
                 self._receive_rate.labels(label, transport).set(nbytes / seconds)
 
     def probed(self, result: ProbeResult) -> None:
         """Shows the result of a probe for as long as the peer is connected."""
         with self._lock:
-            if (result.peer, result.transport) in self._open_connections:
+            if (result.peer, result.transport) in self._open:
                 label = self._label(result.peer, result.transport)
-                self._probe_rate.labels(label, result.transport).set(result.gigabytes_per_second)
+                self._probe_rate.remove_by_labels({"peer": label, "transport": result.transport})
+                self._probe_rate.labels(label, result.transport, result.lanes or "unknown").set(
+                    result.gigabytes_per_second * 1e9
+                )
 
     def watch_pool(self, name: str, pool: BufferPool) -> None:
         """Shows the use of ``pool`` under ``name``; a later pool of that name replaces it."""
         self._pools.add(name, pool)
 
     def _label(self, peer: str, transport: str) -> str:
-        """The label for ``peer``: its name while it is among the first ``max_peers``."""
-        return peer if (peer, transport) in self._labelled else OTHER_PEERS
+        known = self._open.get((peer, transport))
+        return known.label if known is not None else OTHER_PEERS
+
+    def _traffic_of(self, label: str, transport: str) -> _Traffic:
+        traffic = self._traffic.get((label, transport))
+        if traffic is None:
+            traffic = self._traffic[label, transport] = _Traffic(
+                self._sent_bytes.labels(label, transport),
+                self._received_bytes.labels(label, transport),
+            )
+        return traffic
+
+    def _seconds_of(self, kind: str, transport: str) -> Histogram:
+        seconds = self._seconds.get((kind, transport))
+        if seconds is None:
+            seconds = self._seconds[kind, transport] = self._transfer_seconds.labels(
+                kind, transport
+            )
+        return seconds
+
+    def _remove_unused(self, shown: Peer) -> None:
+        """Removes the series of a label that no connected peer has any more."""
+        label, transport = shown
+        if label == OTHER_PEERS or any(
+            peer.label == label and key[1] == transport for key, peer in self._open.items()
+        ):
+            return
+        self._traffic.pop(shown, None)
+        for metric in (
+            self._sent_bytes,
+            self._received_bytes,
+            self._receive_rate,
+            self._probe_rate,
+        ):
+            metric.remove_by_labels({"peer": label, "transport": transport})
 
 
 class _PoolCollector(Collector):
@@ -158,12 +237,17 @@ class _PoolCollector(Collector):
 
     def collect(self) -> Iterable[Metric]:
         held = GaugeMetricFamily(
-            "distca_data_plane_buffer_pool_bytes",
+            f"{_PREFIX}_buffer_pool_bytes",
             "Memory of a buffer pool.",
             labels=("pool", "state"),
         )
+        limit = GaugeMetricFamily(
+            f"{_PREFIX}_buffer_pool_limit_bytes",
+            "Most memory that a buffer pool may hold; infinite without a limit.",
+            labels=("pool",),
+        )
         allocations = CounterMetricFamily(
-            "distca_data_plane_buffer_pool_allocations_total",
+            f"{_PREFIX}_buffer_pool_allocations_total",
             "Calls of a buffer pool's allocator; constant in a steady state.",
             labels=("pool",),
         )
@@ -171,5 +255,8 @@ class _PoolCollector(Collector):
             stats = pool.stats()
             held.add_metric((name, "in_use"), stats.in_use_bytes)
             held.add_metric((name, "idle"), stats.idle_bytes)
+            limit.add_metric(
+                (name,), float("inf") if pool.limit_bytes is None else pool.limit_bytes
+            )
             allocations.add_metric((name,), stats.allocations)
-        return (held, allocations)
+        return (held, limit, allocations)

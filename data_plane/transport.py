@@ -103,6 +103,15 @@ class Transfer(Protocol):
     def error(self) -> TransportError | None:
         """Why it failed; None unless ``state`` is FAILED."""
 
+    @property
+    def ended_at(self) -> float | None:
+        """``time.monotonic()`` when it was done or failed; None before."""
+
+    @property
+    def moving_seconds(self) -> float:
+        """How long its bytes took, once it has ended: a put since it was asked for, an offer since
+        its message arrived. 0 before."""
+
     def wait(self, timeout_seconds: float) -> None:
         """Blocks until the transfer is done.
 

@@ -58,6 +58,7 @@ class UcxxTransfer:
         self._owner_thread_id = owner_thread_id
         self._state = TransferState.PENDING
         self._error: TransportError | None = None
+        self._ended_at: float | None = None
         self._lock = threading.Lock()
         self._finished_event: threading.Event | None = None
         self._callbacks: list[Callable[[Transfer], None]] = []
@@ -77,6 +78,14 @@ class UcxxTransfer:
     @property
     def error(self) -> TransportError | None:
         return self._error
+
+    @property
+    def ended_at(self) -> float | None:
+        return self._ended_at
+
+    @property
+    def moving_seconds(self) -> float:
+        return 0.0 if self._ended_at is None else self._ended_at - self.started
 
     @property
     def buffer(self) -> PooledBuffer:
@@ -120,6 +129,7 @@ class UcxxTransfer:
             if self._state is not TransferState.PENDING:
                 return
             self._error = error
+            self._ended_at = time.monotonic()
             self._state = TransferState.DONE if error is None else TransferState.FAILED
             callbacks, self._callbacks = self._callbacks, []
             if self._finished_event is not None:

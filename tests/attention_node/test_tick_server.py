@@ -37,6 +37,8 @@ JOB = JobDescription(
     scale=SCALE,
 )
 WAIT_SECONDS = 10.0
+MOVING_SECONDS = 0.125
+"""What every transfer says that its bytes took."""
 
 
 class FakeTransfer:
@@ -45,6 +47,8 @@ class FakeTransfer:
     def __init__(self, tag: int, buffer: PooledBuffer) -> None:
         self.tag, self.nbytes = tag, buffer.nbytes
         self.state, self.error = TransferState.PENDING, None
+        self.ended_at: float | None = None
+        self.moving_seconds = 0.0
         self._buffer = buffer.retain()
         self._callbacks: list[Callable[[Transfer], None]] = []
 
@@ -60,6 +64,7 @@ class FakeTransfer:
     def end(self, state: TransferState) -> None:
         if self.state is TransferState.PENDING:
             self.state = state
+            self.ended_at, self.moving_seconds = time.monotonic(), MOVING_SECONDS
             self._buffer.release()
             for callback in self._callbacks:
                 callback(self)

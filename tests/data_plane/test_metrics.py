@@ -9,16 +9,18 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from data_plane.buffer_pool import BufferPool
 from data_plane.metrics import DataPlaneMetrics
-from data_plane.transport import Address, PeerLost
+from data_plane.transport import Address, PeerLost, ProbeResult
 from data_plane.ucxx_transport import UcxxTransport
 from tests.data_plane.conformance import eventually
 
 NAMES = {
     "distca_data_plane_buffer_pool_allocations",
     "distca_data_plane_buffer_pool_bytes",
+    "distca_data_plane_buffer_pool_limit_bytes",
     "distca_data_plane_connections",
     "distca_data_plane_failures",
-    "distca_data_plane_probe_gigabytes_per_second",
+    "distca_data_plane_floor_bytes_per_second",
+    "distca_data_plane_probe_bytes_per_second",
     "distca_data_plane_receive_bytes_per_second",
     "distca_data_plane_received_bytes",
     "distca_data_plane_sent_bytes",
@@ -102,6 +104,40 @@ def test_peers_have_a_bounded_number_of_labels(
     assert value(registry, "sent_bytes_total", peer="peer1", transport="ucxx") == 1
 
 
+def test_a_named_peer_is_shown_by_its_name_until_the_last_connection_of_that_name_closes(
+    registry: CollectorRegistry, metrics: DataPlaneMetrics
+) -> None:
+    for address in ("a:1", "a:2"):
+        metrics.connection_opened(address, "ucxx")
+        metrics.name_peer(address, "ucxx", "train.rank-0")
+        send(metrics, address, 5)
+    assert value(registry, "sent_bytes_total", peer="train.rank-0", transport="ucxx") == 10
+    assert value(registry, "sent_bytes_total", **PEER) is None
+    metrics.connection_closed("a:1", "ucxx")
+    assert value(registry, "sent_bytes_total", peer="train.rank-0", transport="ucxx") == 10
+    metrics.connection_closed("a:2", "ucxx")
+    assert value(registry, "sent_bytes_total", peer="train.rank-0", transport="ucxx") is None
+
+
+def test_a_second_probe_over_other_lanes_replaces_the_first(
+    registry: CollectorRegistry, metrics: DataPlaneMetrics
+) -> None:
+    metrics.connection_opened("a:1", "ucxx")
+    for lanes in ("tcp", "cuda_ipc"):
+        metrics.probed(ProbeResult("a:1", "ucxx", lanes, 1000, 1.5, 1e-4))
+    assert value(registry, "probe_bytes_per_second", **PEER, lanes="tcp") is None
+    assert value(registry, "probe_bytes_per_second", **PEER, lanes="cuda_ipc") == 1.5e9
+
+
+def test_the_floor_and_a_pools_limit_are_shown(registry: CollectorRegistry) -> None:
+    metrics = DataPlaneMetrics(registry, floor_bytes_per_second=2e9)
+    metrics.watch_pool("host", BufferPool(limit_bytes=4096))
+    metrics.watch_pool("free", BufferPool())
+    assert value(registry, "floor_bytes_per_second") == 2e9
+    assert value(registry, "buffer_pool_limit_bytes", pool="host") == 4096
+    assert value(registry, "buffer_pool_limit_bytes", pool="free") == float("inf")
+
+
 def test_scraping_changes_nothing(registry: CollectorRegistry, metrics: DataPlaneMetrics) -> None:
     pool = BufferPool()
     metrics.watch_pool("host", pool)
@@ -130,8 +166,9 @@ def test_a_transport_reports(registry: CollectorRegistry, transport: UcxxTranspo
         own.put(1, BufferPool().acquire(300), 5.0).wait(5.0)
         labels = {"peer": str(address), "transport": "ucxx"}
         assert value(registry, "sent_bytes_total", **labels) == 300
-        transport.probe(own, 1000, 2, 5.0)
-        assert value(registry, "probe_gigabytes_per_second", **labels)
+        result = transport.probe(own, 1000, 2, 5.0)
+        shown = value(registry, "probe_bytes_per_second", **labels, lanes=result.lanes)
+        assert shown == result.gigabytes_per_second * 1e9
         connection.close()
         own.close()
         eventually(lambda: value(registry, "connections", transport="ucxx") == 0)
