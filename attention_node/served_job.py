@@ -37,14 +37,14 @@ class JobDescription:
 
     Attributes:
         job_id: from the control plane.
-        token: what trainers show to servers.
+        verification_key: checks the tokens that ranks show; empty where no server runs.
         n_ranks, n_layers, n_nano_batches: sizes of the job.
         shape: heads, head dims and dtype.
         scale: multiplies q.k before softmax.
     """
 
     job_id: str
-    token: bytes = field(repr=False)
+    verification_key: bytes = field(repr=False)
     n_ranks: int
     n_layers: int
     n_nano_batches: int
@@ -60,7 +60,7 @@ class JobDescription:
         """
         return cls(
             job_id=opened.job_id,
-            token=opened.token,
+            verification_key=opened.verification_key,
             n_ranks=opened.spec.n_ranks,
             n_layers=opened.spec.n_layers,
             n_nano_batches=opened.spec.n_nano_batches,

@@ -7,7 +7,6 @@ release), and whoever brings plans. One lock guards the bookkeeping; no callback
 
 from __future__ import annotations
 
-import hmac
 import logging
 import threading
 from collections.abc import Callable, Mapping
@@ -25,6 +24,7 @@ from core_attention.plan import Plan
 from core_attention.tick import Tick
 from data_plane.buffer_pool import BufferPool, BufferPoolExhausted, PooledBuffer
 from data_plane.transport import Connection, Transfer, TransferState, TransportError
+from distca.tokens import rank_of_token
 from distca.v1 import data_plane_pb2
 
 logger = logging.getLogger(__name__)
@@ -255,8 +255,9 @@ class TickServer:
         job = self._jobs.get(message.job_id)
         if job is None:
             raise ValueError(f"unknown job {message.job_id!r}")
-        if not hmac.compare_digest(job.description.token, message.token):
-            raise ValueError(f"wrong token for job {message.job_id!r}")
+        token_rank = rank_of_token(job.description.verification_key, message.token)
+        if token_rank != message.rank:
+            raise ValueError(f"wrong token for rank {message.rank} of job {message.job_id!r}")
         if message.rank >= job.description.n_ranks:
             raise ValueError(
                 f"rank {message.rank} of job {message.job_id!r}; it has "

@@ -12,8 +12,15 @@ import secrets
 from collections.abc import Callable, Mapping
 
 from control_plane.audience import Audience, RankKey
-from control_plane.errors import InvalidRequestError, LeaseExpiredError, ShuttingDownError
+from control_plane.errors import (
+    InvalidRequestError,
+    LeaseExpiredError,
+    MissingTokenError,
+    ShuttingDownError,
+    WrongTokenError,
+)
 from control_plane.job import Job
+from control_plane.job_keys import JobKeys
 from control_plane.job_spec import JobSpec
 from control_plane.jobs import Jobs
 from control_plane.membership import (
@@ -32,6 +39,7 @@ from control_plane.step import FailedStep, RankMeasurement, ServerMeasurement
 from control_plane.step_planner import StepPlanner
 from control_plane.subscriptions import Subscription
 from core_attention.manifest import RankManifest
+from distca.tokens import rank_of_token
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +52,7 @@ class Coordinator:
         planners: by the names that jobs may give.
         metrics: told of every change.
         clock: seconds that never go back.
+        job_keys: derives the keys of jobs; None makes random ones.
     """
 
     def __init__(
@@ -52,8 +61,10 @@ class Coordinator:
         planners: Mapping[str, Planner],
         metrics: Metrics,
         clock: Callable[[], float],
+        job_keys: JobKeys | None = None,
     ) -> None:
         self._settings = settings
+        self._job_keys = job_keys or JobKeys()
         self._metrics = metrics
         self._clock = clock
         self._membership = Membership(lease_seconds=settings.lease_seconds)
@@ -126,23 +137,29 @@ class Coordinator:
         return [(member, now - member.renewed_at) for member in self._membership.members()]
 
     def open_job(
-        self, spec: JobSpec, rank: int, host: str, in_place: ServerDescription | None
+        self,
+        spec: JobSpec,
+        rank: int,
+        host: str,
+        in_place: ServerDescription | None,
+        *,
+        owner: str = "",
     ) -> tuple[Job, str]:
         """A rank joins a job, the first one creates it; returns the job and the rank's lease.
 
         Raises:
             InvalidRequestError: the planner or the rank does not exist, or the host is empty.
-            SpecMismatchError, AlreadyExistsError: as :meth:`Jobs.joinable` and
-                :meth:`Membership.check_free`.
+            OtherOwnerError, SpecMismatchError, AlreadyExistsError: as :meth:`Jobs.joinable`
+                and :meth:`Membership.check_free`.
         """
         self.sweep()
         self._check_open(spec, rank, host)
         now, lease_id = self._clock(), _new_id()
-        job = self._jobs.joinable(spec, rank)
+        job = self._jobs.joinable(spec, rank, owner=owner)
         if in_place is not None:
             self._membership.check_free(in_place.server_id, now=now)
         if job is None:
-            job = self._create_job(spec)
+            job = self._create_job(spec, owner)
         job.join(rank, host=host, lease_id=lease_id, now=now)
         if in_place is not None:
             self._membership.register_in_place(
@@ -152,6 +169,29 @@ class Coordinator:
         logger.info("job %s: rank %d joined from %s", job.job_id, rank, host)
         self._metrics.ranks_changed(self._jobs.open_jobs())
         return job, lease_id
+
+    def check_token(self, job_id: str, token: bytes | None, owner: str, lease_id: str = "") -> None:
+        """Raises unless ``token`` is one that ``owner`` was given for the job, and, if
+        ``lease_id`` is a rank's, for that rank.
+
+        Raises:
+            UnknownJobError: as :meth:`Jobs.get`.
+            MissingTokenError: there is no token.
+            WrongTokenError: it is another job's, another rank's or another identity's.
+        """
+        job = self._jobs.get(job_id)
+        if token is None:
+            raise MissingTokenError(
+                f"the call is about job {job_id} and carries no token; send the one that OpenJob "
+                "gave"
+            )
+        rank = rank_of_token(job.key, token)
+        if rank is None or owner != job.owner:
+            raise WrongTokenError(f"the token that came is none of {owner!r} for job {job_id}")
+        if job.rank_of(lease_id) not in (None, rank):
+            raise WrongTokenError(
+                f"the token of rank {rank} of job {job_id} came with another rank's lease"
+            )
 
     def renew_rank(self, job_id: str, lease_id: str) -> None:
         """Renews the lease of a rank and of its in-place server.
@@ -205,7 +245,7 @@ class Coordinator:
         """
         job = self._jobs.get(job_id)
         rank = job.lease(lease_id, now=self._clock()).rank
-        first = [opened_event(job)]
+        first = [opened_event(job, to_server=job.spec.placement.uses_in_place)]
         first += [rank_event(job_id, record, rank) for record in job.unfinished_steps()]
         return self._audience.watch_rank(job, rank, first)
 
@@ -225,7 +265,7 @@ class Coordinator:
             )
         first = []
         for job in self._pool_jobs():
-            first.append(opened_event(job))
+            first.append(opened_event(job, to_server=True))
             first += [
                 server_event(job.job_id, record, member.server_id)
                 for record in job.unfinished_steps()
@@ -347,14 +387,14 @@ class Coordinator:
         if not host:
             raise InvalidRequestError(f"job {spec.name}, rank {rank}: host is empty")
 
-    def _create_job(self, spec: JobSpec) -> Job:
-        job = self._jobs.create(
-            spec, job_id=f"{spec.name}-{secrets.token_hex(4)}", token=secrets.token_bytes(32)
-        )
+    def _create_job(self, spec: JobSpec, owner: str) -> Job:
+        job_id = f"{spec.name}-{secrets.token_hex(4)}"
+        key = self._job_keys.key_of(job_id, owner)
+        job = self._jobs.create(spec, job_id=job_id, key=key, owner=owner)
         logger.info("job %s opened: %s", job.job_id, spec)
         self._metrics.job_opened(spec)
         if spec.placement.uses_pool:
-            self._audience.tell_pool(opened_event(job))
+            self._audience.tell_pool(opened_event(job, to_server=True))
         return job
 
     def _pool_jobs(self) -> list[Job]:

@@ -19,6 +19,18 @@ class AlreadyExistsError(RefusedError):
     """Another live server has the id, or the rank has joined."""
 
 
+class OtherOwnerError(RefusedError):
+    """The job belongs to another identity."""
+
+
+class MissingTokenError(RefusedError):
+    """The call needs the job's token and has none."""
+
+
+class WrongTokenError(RefusedError):
+    """The token is another job's, another rank's or another identity's."""
+
+
 class BacklogError(RefusedError):
     """A member is too far ahead with its manifests, or too far behind with its events."""
 

@@ -45,7 +45,8 @@ class Job:
     Attributes:
         job_id: names it, unique also among jobs of the same name.
         spec: what its ranks agree on.
-        token: trainers present it to servers.
+        key: checks the tokens of its ranks; secret.
+        owner: the identity that opened it, and that every rank must have.
         closed: None while it is open; else why it was closed, empty if every rank has finished.
     """
 
@@ -53,15 +54,17 @@ class Job:
         self,
         job_id: str,
         spec: JobSpec,
-        token: bytes,
+        key: bytes,
         *,
+        owner: str = "",
         lease_seconds: float,
         retained_steps: int,
         max_pending_steps: int,
     ) -> None:
         self.job_id = job_id
         self.spec = spec
-        self.token = token
+        self.key = key
+        self.owner = owner
         self.closed: str | None = None
         self._lease_seconds = lease_seconds
         self._retained_steps = retained_steps
@@ -125,6 +128,11 @@ class Job:
                 f"{self._lease_seconds:g} s without renewal, or the rank has left"
             )
         return lease
+
+    def rank_of(self, lease_id: str) -> int | None:
+        """The rank that holds ``lease_id``, expired or not; None if none does."""
+        lease = self._leases.get(lease_id)
+        return None if lease is None else lease.rank
 
     def expired_ranks(self, *, now: float) -> list[RankLease]:
         """The ranks whose lease has run out, in rank order."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 
-from control_plane.errors import SpecMismatchError, UnknownJobError
+from control_plane.errors import OtherOwnerError, SpecMismatchError, UnknownJobError
 from control_plane.job import Job
 from control_plane.job_spec import JobSpec
 
@@ -23,15 +23,21 @@ class Jobs:
         self._open: dict[str, Job] = {}
         self._closed: OrderedDict[str, str] = OrderedDict()
 
-    def joinable(self, spec: JobSpec, rank: int) -> Job | None:
+    def joinable(self, spec: JobSpec, rank: int, *, owner: str = "") -> Job | None:
         """The open job that ``rank`` joins, or None if a new one is to be created.
 
         Raises:
+            OtherOwnerError: an open job has the name and is another identity's.
             SpecMismatchError: an open job has the name and another spec.
             AlreadyExistsError: the rank has joined it.
         """
         for job in self._open.values():
             if job.spec.name == spec.name:
+                if job.owner != owner:
+                    raise OtherOwnerError(
+                        f"rank {rank} of {owner!r} opens job {spec.name}, which another identity "
+                        "runs; choose another name"
+                    )
                 differences = job.spec.differences(spec)
                 if differences:
                     raise SpecMismatchError(
@@ -42,12 +48,13 @@ class Jobs:
                 return job
         return None
 
-    def create(self, spec: JobSpec, *, job_id: str, token: bytes) -> Job:
+    def create(self, spec: JobSpec, *, job_id: str, key: bytes, owner: str = "") -> Job:
         """A new job without ranks."""
         job = Job(
             job_id,
             spec,
-            token,
+            key,
+            owner=owner,
             lease_seconds=self._lease_seconds,
             retained_steps=self._retained_steps,
             max_pending_steps=self._max_pending_steps,

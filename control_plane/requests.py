@@ -187,11 +187,13 @@ def rank_measurement_from_proto(message: jobs_pb2.RankMeasurement) -> RankMeasur
     )
 
 
-def opened_event(job: Job) -> jobs_pb2.PlanEvent:
-    """The event that tells a member about ``job``."""
+def opened_event(job: Job, *, to_server: bool) -> jobs_pb2.PlanEvent:
+    """The event that tells a member about ``job``; a server learns how to check tokens."""
     return jobs_pb2.PlanEvent(
         job_opened=jobs_pb2.JobOpened(
-            job_id=job.job_id, spec=spec_to_proto(job.spec), token=job.token
+            job_id=job.job_id,
+            spec=spec_to_proto(job.spec),
+            verification_key=job.key if to_server else b"",
         )
     )
 

@@ -27,6 +27,7 @@ from control_plane.requests import (
 from control_plane.status import refuse
 from control_plane.subscriptions import Subscription
 from distca.codec import plan_to_proto
+from distca.tokens import rank_token
 from distca.v1 import jobs_pb2, jobs_pb2_grpc, membership_pb2, membership_pb2_grpc
 
 Context: TypeAlias = grpc.aio.ServicerContext
@@ -113,6 +114,7 @@ class JobsService(jobs_pb2_grpc.JobsServicer):
             job_id=job.job_id,
             rank_lease_id=lease_id,
             lease_seconds=self._coordinator.lease_seconds,
+            token=rank_token(job.key, request.rank),
         )
 
     @_refusing

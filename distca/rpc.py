@@ -19,6 +19,8 @@ from typing import Any, NamedTuple
 
 import grpc
 
+from distca.tokens import JOB_TOKEN_KEY
+
 logger = logging.getLogger(__name__)
 
 MIN_KEEPALIVE_SECONDS = 10.0
@@ -196,11 +198,15 @@ class RpcSettings:
             )
 
 
-def open_channel(settings: RpcSettings) -> grpc.Channel:
+def open_channel(settings: RpcSettings, token: Callable[[], bytes] = lambda: b"") -> grpc.Channel:
     """A channel to the control plane; it connects on first use, and again after a failure.
 
     Calls raise :class:`RpcError` and its subclasses only. Unary calls without a timeout get
     ``settings.call_seconds``; streams have none, their keepalive pings notice a dead peer.
+
+    Args:
+        settings: how to reach it.
+        token: gives the job's token that goes with every call; none if it is empty.
 
     Raises:
         OSError: a TLS file cannot be read.
@@ -217,7 +223,7 @@ def open_channel(settings: RpcSettings) -> grpc.Channel:
             ),
         )
         channel = grpc.secure_channel(settings.address, credentials, options)
-    return grpc.intercept_channel(channel, _Caller(settings))
+    return grpc.intercept_channel(channel, _Caller(settings, token))
 
 
 def wait_until_ready(channel: grpc.Channel, settings: RpcSettings) -> None:
@@ -296,26 +302,17 @@ class _CallDetails(NamedTuple):
 
 
 class _Caller(grpc.UnaryUnaryClientInterceptor, grpc.UnaryStreamClientInterceptor):  # type: ignore[misc]
-    """Gives unary calls a deadline, and all calls this module's errors."""
+    """Gives unary calls a deadline, and all calls the job's token and this module's errors."""
 
-    def __init__(self, settings: RpcSettings) -> None:
+    def __init__(self, settings: RpcSettings, token: Callable[[], bytes]) -> None:
         self._settings = settings
+        self._token = token
 
     def intercept_unary_unary(
         self, continuation: Callable[[Any, Any], Any], details: Any, request: Any
     ) -> Any:
         timeout = self._settings.call_seconds if details.timeout is None else details.timeout
-        call = continuation(
-            _CallDetails(
-                details.method,
-                timeout,
-                details.metadata,
-                details.credentials,
-                details.wait_for_ready,
-                details.compression,
-            ),
-            request,
-        )
+        call = continuation(self._details(details, timeout), request)
         error = call.exception()
         if isinstance(error, grpc.RpcError):
             raise named_error(error, _short(details.method), self._settings.address) from error
@@ -324,8 +321,20 @@ class _Caller(grpc.UnaryUnaryClientInterceptor, grpc.UnaryStreamClientIntercepto
     def intercept_unary_stream(
         self, continuation: Callable[[Any, Any], Any], details: Any, request: Any
     ) -> Any:
-        call = continuation(details, request)
+        call = continuation(self._details(details, details.timeout), request)
         return EventStream(call, _short(details.method), self._settings.address)
+
+    def _details(self, details: Any, timeout: float | None) -> _CallDetails:
+        token = self._token()
+        metadata = [*(details.metadata or ()), *([(JOB_TOKEN_KEY, token)] if token else [])]
+        return _CallDetails(
+            details.method,
+            timeout,
+            metadata or None,
+            details.credentials,
+            details.wait_for_ready,
+            details.compression,
+        )
 
 
 class EventStream:

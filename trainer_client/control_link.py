@@ -41,6 +41,10 @@ class ControlLink:
         settings: how to reach the control plane.
         on_opened: called with the job's description before any plan.
         on_planned: called with each plan on the watching thread, ahead of its use.
+
+    Attributes:
+        job_id: of the job, once it is open.
+        token: what shows that this process is the rank; goes with every call. Secret.
     """
 
     def __init__(
@@ -53,7 +57,7 @@ class ControlLink:
         self._settings = settings
         self._on_opened = on_opened
         self._on_planned = on_planned
-        self._channel: grpc.Channel = rpc.open_channel(settings)
+        self._channel: grpc.Channel = rpc.open_channel(settings, token=lambda: self.token)
         self._jobs = jobs_pb2_grpc.JobsStub(self._channel)
         self._changed = threading.Condition()
         self._planned: dict[int, PlannedStep] = {}
@@ -66,6 +70,7 @@ class ControlLink:
         self._threads: list[threading.Thread] = []
         self._events: rpc.EventStream | None = None
         self.job_id = ""
+        self.token = b""
         self._lease_id = ""
 
     @property
@@ -82,6 +87,7 @@ class ControlLink:
         rpc.wait_until_ready(self._channel, self._settings)
         response = self._jobs.OpenJob(request)
         self.job_id, self._lease_id = response.job_id, response.rank_lease_id
+        self.token = response.token
         self._events = self._jobs.WatchRank(
             jobs_pb2.WatchRankRequest(job_id=self.job_id, rank_lease_id=self._lease_id)
         )

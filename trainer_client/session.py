@@ -373,7 +373,7 @@ class Session:
         hello = data_plane_pb2.Hello(
             version=PROTOCOL_VERSION,
             job_id=self.job_id,
-            token=self._description.token,
+            token=self._link.token,
             rank=self.options.rank,
             server_id=server.server_id,
             first_step=first_step,

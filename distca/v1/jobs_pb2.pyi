@@ -60,14 +60,16 @@ class OpenJobRequest(_message.Message):
     def __init__(self, spec: _Optional[_Union[JobSpec, _Mapping]] = ..., rank: _Optional[int] = ..., in_place_server: _Optional[_Union[_membership_pb2.ServerDescription, _Mapping]] = ..., host: _Optional[str] = ...) -> None: ...
 
 class OpenJobResponse(_message.Message):
-    __slots__ = ("job_id", "rank_lease_id", "lease_seconds")
+    __slots__ = ("job_id", "rank_lease_id", "lease_seconds", "token")
     JOB_ID_FIELD_NUMBER: _ClassVar[int]
     RANK_LEASE_ID_FIELD_NUMBER: _ClassVar[int]
     LEASE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_FIELD_NUMBER: _ClassVar[int]
     job_id: str
     rank_lease_id: str
     lease_seconds: float
-    def __init__(self, job_id: _Optional[str] = ..., rank_lease_id: _Optional[str] = ..., lease_seconds: _Optional[float] = ...) -> None: ...
+    token: bytes
+    def __init__(self, job_id: _Optional[str] = ..., rank_lease_id: _Optional[str] = ..., lease_seconds: _Optional[float] = ..., token: _Optional[bytes] = ...) -> None: ...
 
 class RenewRankRequest(_message.Message):
     __slots__ = ("job_id", "rank_lease_id")
@@ -140,14 +142,14 @@ class PlanEvent(_message.Message):
     def __init__(self, job_opened: _Optional[_Union[JobOpened, _Mapping]] = ..., step_planned: _Optional[_Union[StepPlanned, _Mapping]] = ..., step_failed: _Optional[_Union[StepFailed, _Mapping]] = ..., job_closed: _Optional[_Union[JobClosed, _Mapping]] = ...) -> None: ...
 
 class JobOpened(_message.Message):
-    __slots__ = ("job_id", "spec", "token")
+    __slots__ = ("job_id", "spec", "verification_key")
     JOB_ID_FIELD_NUMBER: _ClassVar[int]
     SPEC_FIELD_NUMBER: _ClassVar[int]
-    TOKEN_FIELD_NUMBER: _ClassVar[int]
+    VERIFICATION_KEY_FIELD_NUMBER: _ClassVar[int]
     job_id: str
     spec: JobSpec
-    token: bytes
-    def __init__(self, job_id: _Optional[str] = ..., spec: _Optional[_Union[JobSpec, _Mapping]] = ..., token: _Optional[bytes] = ...) -> None: ...
+    verification_key: bytes
+    def __init__(self, job_id: _Optional[str] = ..., spec: _Optional[_Union[JobSpec, _Mapping]] = ..., verification_key: _Optional[bytes] = ...) -> None: ...
 
 class StepPlanned(_message.Message):
     __slots__ = ("plan", "forward_only")

@@ -87,7 +87,11 @@ class JobsServicer(object):
     def OpenJob(self, request, context):
         """A rank joins a job; the first one of a name creates it. INVALID_ARGUMENT: a field is missing or
         wrong. FAILED_PRECONDITION: the spec differs from the one of the ranks before. ALREADY_EXISTS:
-        the rank has joined and its lease still runs.
+        the rank has joined and its lease still runs. PERMISSION_DENIED: the job is another identity's.
+
+        All calls below that a rank makes about its job carry the token of the answer as metadata
+        `distca-job-token-bin`. UNAUTHENTICATED: it is missing. PERMISSION_DENIED: it is another job's,
+        another rank's or another identity's.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -152,7 +156,8 @@ class JobsServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def GetStep(self, request, context):
-        """The whole plan of a recent step, with its forecasts, and what was measured in it so far.
+        """The whole plan of a recent step, with its forecasts, and what was measured in it so far;
+        addresses of servers only for the job's ranks.
         NOT_FOUND: no such job, or the step is not planned yet or already forgotten.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

@@ -70,10 +70,12 @@ class HeartbeatResponse(_message.Message):
     def __init__(self, lease_seconds: _Optional[float] = ..., draining: bool = ...) -> None: ...
 
 class DrainServerRequest(_message.Message):
-    __slots__ = ("server_id",)
+    __slots__ = ("server_id", "lease_id")
     SERVER_ID_FIELD_NUMBER: _ClassVar[int]
+    LEASE_ID_FIELD_NUMBER: _ClassVar[int]
     server_id: str
-    def __init__(self, server_id: _Optional[str] = ...) -> None: ...
+    lease_id: str
+    def __init__(self, server_id: _Optional[str] = ..., lease_id: _Optional[str] = ...) -> None: ...
 
 class DrainServerResponse(_message.Message):
     __slots__ = ()

@@ -80,7 +80,8 @@ class MembershipServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def DrainServer(self, request, context):
-        """Stops giving new work to a server; it leaves once its steps are done. NOT_FOUND: no such server.
+        """Stops giving new work to a server; it leaves once its steps are done. NOT_FOUND: no such server,
+        or, when a server asks for itself, no such lease.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -94,7 +95,7 @@ class MembershipServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ListServers(self, request, context):
-        """The servers that hold a lease.
+        """The servers that hold a lease; their data addresses only for operators.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -23,13 +23,14 @@ from core_attention.plan import Plan
 from core_attention.tick import Tick
 from data_plane.buffer_pool import BufferPool, PooledBuffer
 from data_plane.transport import Transfer, TransferState, TransportError
+from distca.tokens import KEY_BYTES, rank_token
 from distca.v1 import data_plane_pb2
 from tests.attention_node.cases import SCALE, SHAPE, make_plan
 
 N_LAYERS = 3
 JOB = JobDescription(
     job_id="job",
-    token=b"secret",
+    verification_key=bytes(KEY_BYTES),
     n_ranks=2,
     n_layers=N_LAYERS,
     n_nano_batches=1,
@@ -133,7 +134,7 @@ class Harness:
         hello = data_plane_pb2.Hello(
             version=PROTOCOL_VERSION,
             job_id=JOB.job_id,
-            token=JOB.token,
+            token=rank_token(JOB.verification_key, rank),
             rank=rank,
             server_id="server-0",
             first_step=first_step,

@@ -61,7 +61,7 @@ def jobs() -> Jobs:
 @pytest.fixture
 def job(jobs: Jobs) -> Job:
     """A job whose ranks 0 and 1 hold the leases L0 and L1."""
-    job = jobs.create(spec(), job_id="train-1", token=b"t")
+    job = jobs.create(spec(), job_id="train-1", key=b"t")
     for rank in (0, 1):
         job.join(rank, host=f"h{rank}", lease_id=f"L{rank}", now=0.0)
     return job
@@ -198,7 +198,7 @@ def test_leaving_with_an_error_closes_the_job_with_the_rank_named(job: Job) -> N
 
 
 def test_last_joined_rank_closes_the_job_even_if_others_never_came(jobs: Jobs) -> None:
-    job = jobs.create(spec(), job_id="j", token=b"")
+    job = jobs.create(spec(), job_id="j", key=b"")
     job.join(1, host="h", lease_id="L", now=0.0)
     job.leave("L", error="", now=1.0)
     assert job.closed == ""
@@ -298,7 +298,7 @@ def test_open_job_of_the_name_is_joined_only_with_its_spec(jobs: Jobs, job: Job)
 
 def test_closed_jobs_are_remembered_with_their_reason_up_to_a_bound(jobs: Jobs) -> None:
     for index in range(REMEMBERED_CLOSED_JOBS + 1):
-        job = jobs.create(spec(name=f"n{index}"), job_id=f"j{index}", token=b"")
+        job = jobs.create(spec(name=f"n{index}"), job_id=f"j{index}", key=b"")
         jobs.close(job, f"reason {index}" if index else "")
     with pytest.raises(UnknownJobError, match="job j1 is closed: reason 1"):
         jobs.get("j1")
@@ -353,7 +353,7 @@ def test_a_servers_speed_follows_what_it_measures(job: Job) -> None:
 
 
 def test_ranks_hosts_are_known_once_all_have_joined(jobs: Jobs) -> None:
-    job = jobs.create(spec(), job_id="train-2", token=b"t")
+    job = jobs.create(spec(), job_id="train-2", key=b"t")
     job.join(1, host="b", lease_id="L1", now=0.0)
     assert job.rank_hosts is None
     job.join(0, host="a", lease_id="L0", now=0.0)

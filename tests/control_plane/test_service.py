@@ -20,6 +20,7 @@ from core_attention.manifest import Manifest, RankManifest, Segment
 from core_attention.plan import Plan
 from distca import rpc
 from distca.codec import plan_from_proto, plan_to_proto
+from distca.tokens import KEY_BYTES
 from distca.v1 import jobs_pb2, membership_pb2, plan_pb2
 from tests.control_plane.service_harness import (
     SHAPE,
@@ -76,9 +77,9 @@ def test_job_of_two_ranks_on_two_servers_from_opening_to_closing(client: Client)
     job_id, leases = open_pair(client)
     ranks = [client.watch_rank(job_id, lease) for lease in leases]
 
-    tokens = {watcher.next("job_opened").token for watcher in (*ranks, *servers.values())}
-    assert len(tokens) == 1
-    assert len(tokens.pop()) == 32
+    (key,) = {watcher.next("job_opened").verification_key for watcher in servers.values()}
+    assert len(key) == KEY_BYTES
+    assert [watcher.next("job_opened").verification_key for watcher in ranks] == [b"", b""]
 
     # Plans come ahead of use: three steps are planned before one is reported.
     for step in range(3):

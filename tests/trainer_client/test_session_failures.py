@@ -229,7 +229,7 @@ def test_no_control_plane_is_told_soon(tmp_path: Path) -> None:
         ({"token": b"guessed"}, "wrong token"),
         ({"job_id": "other"}, "unknown job"),
         ({"server_id": "node-9"}, "not 'node-9'"),
-        ({"rank": 3}, "rank 3"),
+        ({"rank": 3}, "wrong token for rank 3"),
         ({"version": 99}, "version 99"),
     ],
 )
@@ -240,12 +240,11 @@ def test_a_stranger_gets_no_connection(
     transport = UcxxTransport(UcxxSettings(one_host=True))
     try:
         with Team(pool_of_four, 1, SHAPE, placement="pool") as team:
-            description = team.sessions[0]._description
-            assert description is not None
+            link = team.sessions[0]._link
             fields: dict[str, Any] = {
                 "version": 1,
-                "job_id": description.job_id,
-                "token": description.token,
+                "job_id": link.job_id,
+                "token": link.token,
                 "rank": 0,
                 "server_id": "node-0",
                 **change,

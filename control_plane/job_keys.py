@@ -1,0 +1,58 @@
+"""The keys of jobs: derived, never stored, so that they outlive the process.
+
+A job's key is HMAC-SHA256(secret, label + owner + job id). A control plane that starts again with
+the same secret therefore recognises the tokens of the jobs that its predecessor opened, without
+having kept anything: a rank that comes back with job id and token has proved that it was given the
+token, and that it is the same owner.
+"""
+
+from __future__ import annotations
+
+import hmac
+import secrets
+from pathlib import Path
+
+MIN_SECRET_BYTES = 32
+_LABEL = b"distca job key"
+
+
+class WeakSecretError(ValueError):
+    """The file of the secret holds too few bytes."""
+
+
+class JobKeys:
+    """Derives jobs' keys from one secret.
+
+    Args:
+        secret: :data:`MIN_SECRET_BYTES` or more; None makes a random one, good for as long as the
+            process lives.
+    """
+
+    def __init__(self, secret: bytes | None = None) -> None:
+        self._secret = secrets.token_bytes(MIN_SECRET_BYTES) if secret is None else secret
+
+    @classmethod
+    def from_file(cls, path: Path | None) -> JobKeys:
+        """Keys from the secret in ``path``, whose bytes are taken as they are; a random secret if
+        it is None.
+
+        Raises:
+            OSError: the file cannot be read.
+            WeakSecretError: it is too short.
+        """
+        if path is None:
+            return cls()
+        secret = path.read_bytes()
+        if len(secret) < MIN_SECRET_BYTES:
+            raise WeakSecretError(
+                f"{path} holds {len(secret)} bytes; a token secret has {MIN_SECRET_BYTES} or more: "
+                f"head -c {MIN_SECRET_BYTES} /dev/urandom > {path}"
+            )
+        return cls(secret)
+
+    def key_of(self, job_id: str, owner: str) -> bytes:
+        """The key of job ``job_id``, which the identity ``owner`` has opened."""
+        parts = (_LABEL, owner.encode(), job_id.encode())
+        # The length before each part: no two different pairs give the same bytes.
+        message = b"".join(len(part).to_bytes(4, "big") + part for part in parts)
+        return hmac.digest(self._secret, message, "sha256")

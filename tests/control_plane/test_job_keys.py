@@ -1,0 +1,36 @@
+"""Keys of jobs outlive the process, and belong to one job of one owner."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from control_plane.job_keys import MIN_SECRET_BYTES, JobKeys, WeakSecretError
+from distca.tokens import KEY_BYTES
+
+
+def test_the_same_secret_gives_the_same_keys(tmp_path: Path) -> None:
+    path = tmp_path / "secret"
+    path.write_bytes(b"s" * MIN_SECRET_BYTES)
+    first, second = (JobKeys.from_file(path) for _ in range(2))
+    assert first.key_of("job-1", "team-a") == second.key_of("job-1", "team-a")
+    assert len(first.key_of("job-1", "team-a")) == KEY_BYTES
+
+
+def test_every_job_and_owner_has_its_own() -> None:
+    keys = JobKeys()
+    pairs = [("job-1", "team-a"), ("job-2", "team-a"), ("job-1", "team-b"), ("job-1team-a", "")]
+    assert len({keys.key_of(*pair) for pair in pairs}) == len(pairs)
+
+
+def test_without_a_file_every_process_has_its_own_secret() -> None:
+    first, second = JobKeys.from_file(None), JobKeys.from_file(None)
+    assert first.key_of("job-1", "") != second.key_of("job-1", "")
+
+
+def test_a_short_secret_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "secret"
+    path.write_bytes(b"short")
+    with pytest.raises(WeakSecretError, match=r"holds 5 bytes; a token secret has 32 or more"):
+        JobKeys.from_file(path)
