@@ -48,16 +48,26 @@ class JobSpec(_message.Message):
     def __init__(self, name: _Optional[str] = ..., n_ranks: _Optional[int] = ..., n_layers: _Optional[int] = ..., n_nano_batches: _Optional[int] = ..., shape: _Optional[_Union[_profile_pb2.AttentionShape, _Mapping]] = ..., placement: _Optional[_Union[Placement, str]] = ..., tolerance: _Optional[float] = ..., planner: _Optional[str] = ..., min_forward_tokens: _Optional[int] = ..., min_backward_tokens: _Optional[int] = ..., softmax_scale: _Optional[float] = ...) -> None: ...
 
 class OpenJobRequest(_message.Message):
-    __slots__ = ("spec", "rank", "in_place_server", "host")
+    __slots__ = ("spec", "rank", "in_place_server", "host", "resume")
     SPEC_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
     IN_PLACE_SERVER_FIELD_NUMBER: _ClassVar[int]
     HOST_FIELD_NUMBER: _ClassVar[int]
+    RESUME_FIELD_NUMBER: _ClassVar[int]
     spec: JobSpec
     rank: int
     in_place_server: _membership_pb2.ServerDescription
     host: str
-    def __init__(self, spec: _Optional[_Union[JobSpec, _Mapping]] = ..., rank: _Optional[int] = ..., in_place_server: _Optional[_Union[_membership_pb2.ServerDescription, _Mapping]] = ..., host: _Optional[str] = ...) -> None: ...
+    resume: ResumeJob
+    def __init__(self, spec: _Optional[_Union[JobSpec, _Mapping]] = ..., rank: _Optional[int] = ..., in_place_server: _Optional[_Union[_membership_pb2.ServerDescription, _Mapping]] = ..., host: _Optional[str] = ..., resume: _Optional[_Union[ResumeJob, _Mapping]] = ...) -> None: ...
+
+class ResumeJob(_message.Message):
+    __slots__ = ("job_id", "epoch")
+    JOB_ID_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    job_id: str
+    epoch: int
+    def __init__(self, job_id: _Optional[str] = ..., epoch: _Optional[int] = ...) -> None: ...
 
 class OpenJobResponse(_message.Message):
     __slots__ = ("job_id", "rank_lease_id", "lease_seconds", "token")
@@ -130,16 +140,20 @@ class WatchServerRequest(_message.Message):
     def __init__(self, lease_id: _Optional[str] = ...) -> None: ...
 
 class PlanEvent(_message.Message):
-    __slots__ = ("job_opened", "step_planned", "step_failed", "job_closed")
+    __slots__ = ("job_opened", "step_planned", "step_failed", "job_closed", "recover", "step_finished")
     JOB_OPENED_FIELD_NUMBER: _ClassVar[int]
     STEP_PLANNED_FIELD_NUMBER: _ClassVar[int]
     STEP_FAILED_FIELD_NUMBER: _ClassVar[int]
     JOB_CLOSED_FIELD_NUMBER: _ClassVar[int]
+    RECOVER_FIELD_NUMBER: _ClassVar[int]
+    STEP_FINISHED_FIELD_NUMBER: _ClassVar[int]
     job_opened: JobOpened
     step_planned: StepPlanned
     step_failed: StepFailed
     job_closed: JobClosed
-    def __init__(self, job_opened: _Optional[_Union[JobOpened, _Mapping]] = ..., step_planned: _Optional[_Union[StepPlanned, _Mapping]] = ..., step_failed: _Optional[_Union[StepFailed, _Mapping]] = ..., job_closed: _Optional[_Union[JobClosed, _Mapping]] = ...) -> None: ...
+    recover: Recover
+    step_finished: StepFinished
+    def __init__(self, job_opened: _Optional[_Union[JobOpened, _Mapping]] = ..., step_planned: _Optional[_Union[StepPlanned, _Mapping]] = ..., step_failed: _Optional[_Union[StepFailed, _Mapping]] = ..., job_closed: _Optional[_Union[JobClosed, _Mapping]] = ..., recover: _Optional[_Union[Recover, _Mapping]] = ..., step_finished: _Optional[_Union[StepFinished, _Mapping]] = ...) -> None: ...
 
 class JobOpened(_message.Message):
     __slots__ = ("job_id", "spec", "verification_key")
@@ -152,12 +166,34 @@ class JobOpened(_message.Message):
     def __init__(self, job_id: _Optional[str] = ..., spec: _Optional[_Union[JobSpec, _Mapping]] = ..., verification_key: _Optional[bytes] = ...) -> None: ...
 
 class StepPlanned(_message.Message):
-    __slots__ = ("plan", "forward_only")
+    __slots__ = ("plan", "forward_only", "first_tick")
     PLAN_FIELD_NUMBER: _ClassVar[int]
     FORWARD_ONLY_FIELD_NUMBER: _ClassVar[int]
+    FIRST_TICK_FIELD_NUMBER: _ClassVar[int]
     plan: _plan_pb2.Plan
     forward_only: bool
-    def __init__(self, plan: _Optional[_Union[_plan_pb2.Plan, _Mapping]] = ..., forward_only: bool = ...) -> None: ...
+    first_tick: bytes
+    def __init__(self, plan: _Optional[_Union[_plan_pb2.Plan, _Mapping]] = ..., forward_only: bool = ..., first_tick: _Optional[bytes] = ...) -> None: ...
+
+class Recover(_message.Message):
+    __slots__ = ("job_id", "epoch", "lost_server_ids", "reason")
+    JOB_ID_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    LOST_SERVER_IDS_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    job_id: str
+    epoch: int
+    lost_server_ids: _containers.RepeatedScalarFieldContainer[str]
+    reason: str
+    def __init__(self, job_id: _Optional[str] = ..., epoch: _Optional[int] = ..., lost_server_ids: _Optional[_Iterable[str]] = ..., reason: _Optional[str] = ...) -> None: ...
+
+class StepFinished(_message.Message):
+    __slots__ = ("job_id", "step")
+    JOB_ID_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    job_id: str
+    step: int
+    def __init__(self, job_id: _Optional[str] = ..., step: _Optional[int] = ...) -> None: ...
 
 class StepFailed(_message.Message):
     __slots__ = ("job_id", "step", "error")
@@ -192,6 +228,50 @@ class ReportStepRequest(_message.Message):
     def __init__(self, job_id: _Optional[str] = ..., step: _Optional[int] = ..., lease_id: _Optional[str] = ..., server: _Optional[_Union[ServerMeasurement, _Mapping]] = ..., rank: _Optional[_Union[RankMeasurement, _Mapping]] = ...) -> None: ...
 
 class ReportStepResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ReportServerLostRequest(_message.Message):
+    __slots__ = ("job_id", "rank_lease_id", "server_id", "epoch", "cause")
+    JOB_ID_FIELD_NUMBER: _ClassVar[int]
+    RANK_LEASE_ID_FIELD_NUMBER: _ClassVar[int]
+    SERVER_ID_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    CAUSE_FIELD_NUMBER: _ClassVar[int]
+    job_id: str
+    rank_lease_id: str
+    server_id: str
+    epoch: int
+    cause: str
+    def __init__(self, job_id: _Optional[str] = ..., rank_lease_id: _Optional[str] = ..., server_id: _Optional[str] = ..., epoch: _Optional[int] = ..., cause: _Optional[str] = ...) -> None: ...
+
+class ReportServerLostResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ReportProgressRequest(_message.Message):
+    __slots__ = ("job_id", "rank_lease_id", "epoch", "steps")
+    JOB_ID_FIELD_NUMBER: _ClassVar[int]
+    RANK_LEASE_ID_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    STEPS_FIELD_NUMBER: _ClassVar[int]
+    job_id: str
+    rank_lease_id: str
+    epoch: int
+    steps: _containers.RepeatedCompositeFieldContainer[StepProgress]
+    def __init__(self, job_id: _Optional[str] = ..., rank_lease_id: _Optional[str] = ..., epoch: _Optional[int] = ..., steps: _Optional[_Iterable[_Union[StepProgress, _Mapping]]] = ...) -> None: ...
+
+class StepProgress(_message.Message):
+    __slots__ = ("step", "complete_ticks", "done")
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    COMPLETE_TICKS_FIELD_NUMBER: _ClassVar[int]
+    DONE_FIELD_NUMBER: _ClassVar[int]
+    step: int
+    complete_ticks: _containers.RepeatedScalarFieldContainer[int]
+    done: bool
+    def __init__(self, step: _Optional[int] = ..., complete_ticks: _Optional[_Iterable[int]] = ..., done: bool = ...) -> None: ...
+
+class ReportProgressResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 

@@ -69,6 +69,16 @@ class JobsStub(object):
                 request_serializer=distca_dot_v1_dot_jobs__pb2.ReportStepRequest.SerializeToString,
                 response_deserializer=distca_dot_v1_dot_jobs__pb2.ReportStepResponse.FromString,
                 _registered_method=True)
+        self.ReportServerLost = channel.unary_unary(
+                '/distca.v1.Jobs/ReportServerLost',
+                request_serializer=distca_dot_v1_dot_jobs__pb2.ReportServerLostRequest.SerializeToString,
+                response_deserializer=distca_dot_v1_dot_jobs__pb2.ReportServerLostResponse.FromString,
+                _registered_method=True)
+        self.ReportProgress = channel.unary_unary(
+                '/distca.v1.Jobs/ReportProgress',
+                request_serializer=distca_dot_v1_dot_jobs__pb2.ReportProgressRequest.SerializeToString,
+                response_deserializer=distca_dot_v1_dot_jobs__pb2.ReportProgressResponse.FromString,
+                _registered_method=True)
         self.DescribeJob = channel.unary_unary(
                 '/distca.v1.Jobs/DescribeJob',
                 request_serializer=distca_dot_v1_dot_jobs__pb2.DescribeJobRequest.SerializeToString,
@@ -148,6 +158,23 @@ class JobsServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ReportServerLost(self, request, context):
+        """A rank tells that it lost a server in the epoch named: the ticks that the server owed are to be
+        replayed. Reports of an epoch that is over change nothing. NOT_FOUND: no such job or lease.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ReportProgress(self, request, context):
+        """The answer of a rank to Recover: how far it is in every step that is not finished. Answers to a
+        Recover that is over change nothing. NOT_FOUND: no such job or lease. INVALID_ARGUMENT: a step
+        has not one number per nano-batch, or a number of ticks that the job does not have.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def DescribeJob(self, request, context):
         """A job's state, for people and error messages. NOT_FOUND: no such job.
         """
@@ -201,6 +228,16 @@ def add_JobsServicer_to_server(servicer, server):
                     servicer.ReportStep,
                     request_deserializer=distca_dot_v1_dot_jobs__pb2.ReportStepRequest.FromString,
                     response_serializer=distca_dot_v1_dot_jobs__pb2.ReportStepResponse.SerializeToString,
+            ),
+            'ReportServerLost': grpc.unary_unary_rpc_method_handler(
+                    servicer.ReportServerLost,
+                    request_deserializer=distca_dot_v1_dot_jobs__pb2.ReportServerLostRequest.FromString,
+                    response_serializer=distca_dot_v1_dot_jobs__pb2.ReportServerLostResponse.SerializeToString,
+            ),
+            'ReportProgress': grpc.unary_unary_rpc_method_handler(
+                    servicer.ReportProgress,
+                    request_deserializer=distca_dot_v1_dot_jobs__pb2.ReportProgressRequest.FromString,
+                    response_serializer=distca_dot_v1_dot_jobs__pb2.ReportProgressResponse.SerializeToString,
             ),
             'DescribeJob': grpc.unary_unary_rpc_method_handler(
                     servicer.DescribeJob,
@@ -402,6 +439,60 @@ class Jobs(object):
             '/distca.v1.Jobs/ReportStep',
             distca_dot_v1_dot_jobs__pb2.ReportStepRequest.SerializeToString,
             distca_dot_v1_dot_jobs__pb2.ReportStepResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReportServerLost(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/distca.v1.Jobs/ReportServerLost',
+            distca_dot_v1_dot_jobs__pb2.ReportServerLostRequest.SerializeToString,
+            distca_dot_v1_dot_jobs__pb2.ReportServerLostResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReportProgress(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/distca.v1.Jobs/ReportProgress',
+            distca_dot_v1_dot_jobs__pb2.ReportProgressRequest.SerializeToString,
+            distca_dot_v1_dot_jobs__pb2.ReportProgressResponse.FromString,
             options,
             channel_credentials,
             insecure,
