@@ -39,6 +39,7 @@ class KernelCall:
         phase: forward or backward.
         ticks: the ticks whose parts it fused.
         tasks: CA-tasks in it.
+        query_rows: query rows of those tasks.
         qk_pairs: query-key pairs in it.
         begin_seconds, end_seconds: on ``time.perf_counter``'s clock.
     """
@@ -46,6 +47,7 @@ class KernelCall:
     phase: Phase
     ticks: tuple[OpenTick, ...]
     tasks: int
+    query_rows: int
     qk_pairs: int
     begin_seconds: float
     end_seconds: float
@@ -53,6 +55,24 @@ class KernelCall:
     @property
     def seconds(self) -> float:
         return self.end_seconds - self.begin_seconds
+
+
+class _Stopwatch:
+    """An integral over time of a level that one thread sets and any thread reads."""
+
+    def __init__(self, level: float) -> None:
+        # One tuple, replaced whole, so that a reader never sees half of a change.
+        self._state = (0.0, level, time.perf_counter())
+
+    def set(self, level: float, now: float) -> None:
+        """The level from ``now`` (``time.perf_counter()``) on."""
+        total, before, since = self._state
+        self._state = (total + before * (now - since), level, now)
+
+    def read(self) -> float:
+        """Level times seconds so far; never falls while the level is 0 or more."""
+        total, level, since = self._state
+        return total + level * (time.perf_counter() - since)
 
 
 class Executor:
@@ -79,6 +99,7 @@ class Executor:
         self._on_call = on_call
         self._events: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._ready: deque[tuple[OpenTick, int]] = deque()
+        self._waiting, self._running, self._resting = (_Stopwatch(level) for level in (0, 0, 1))
         self._thread = threading.Thread(target=self._run, name="distca-executor", daemon=True)
         self._thread.start()
 
@@ -86,6 +107,22 @@ class Executor:
     def queued_parts(self) -> int:
         """Parts that are ready and not yet run."""
         return len(self._ready)
+
+    @property
+    def queued_part_seconds(self) -> float:
+        """How long parts have waited for the device, summed over them; its rate is the mean
+        :attr:`queued_parts`."""
+        return self._waiting.read()
+
+    @property
+    def busy_seconds(self) -> float:
+        """Seconds in kernel calls since the start."""
+        return self._running.read()
+
+    @property
+    def idle_seconds(self) -> float:
+        """Seconds since the start without a kernel call."""
+        return self._resting.read()
 
     def arrive(self, tick: OpenTick, rank: int, source: Source) -> None:
         """Hands in one source of a tick; its callbacks are made on the executor's thread."""
@@ -131,6 +168,7 @@ class Executor:
         if source.written is not None:
             torch.cuda.current_stream(self.device).wait_event(source.written)
         self._ready.extend((tick, index) for index in tick.arrive(rank, source))
+        self._waiting.set(len(self._ready), time.perf_counter())
 
     def _take_batch(self) -> list[tuple[OpenTick, int]]:
         """The oldest ready part and those behind it that one kernel call can run with it."""
@@ -149,6 +187,7 @@ class Executor:
             else:
                 left.append((tick, index))
         self._ready = left
+        self._waiting.set(len(left), time.perf_counter())
         return batch
 
     def _run_batch(self, batch: list[tuple[OpenTick, int]]) -> None:
@@ -156,6 +195,8 @@ class Executor:
             return
         phase, scale = batch[0][0].tick.phase, batch[0][0].scale
         begin = time.perf_counter()
+        self._running.set(1, begin)
+        self._resting.set(0, begin)
         try:
             if phase is Phase.FORWARD:
                 self.kernel.forward([tick.forward_part(index) for tick, index in batch], scale)
@@ -168,7 +209,13 @@ class Executor:
             for tick in _distinct_ticks(batch):
                 self._guard(tick, partial(tick.give_up, error))
             return
-        call = _describe(batch, begin, time.perf_counter())
+        finally:
+            end = time.perf_counter()
+            self._running.set(0, end)
+            self._resting.set(1, end)
+        call = _describe(batch, begin, end)
+        for tick in call.ticks:
+            tick.kernel_seconds += call.seconds
         for tick, index in batch:
             share = tick.route.parts[index].qk_pairs / max(call.qk_pairs, 1)
             tick.busy_seconds += call.seconds * share
@@ -204,6 +251,7 @@ def _describe(batch: list[tuple[OpenTick, int]], begin: float, end: float) -> Ke
         phase=batch[0][0].tick.phase,
         ticks=tuple(_distinct_ticks(batch)),
         tasks=sum(len(part.tasks) for part in parts),
+        query_rows=sum(part.query_rows for part in parts),
         qk_pairs=sum(part.qk_pairs for part in parts),
         begin_seconds=begin,
         end_seconds=end,

@@ -56,7 +56,8 @@ class OpenTick:
         scale: multiplies q.k before softmax.
         device: where the assembled keys live.
         on_closed: called once, when the tick is over.
-        busy_seconds: kernel seconds spent on it so far.
+        busy_seconds: its share of the kernel seconds of the calls it was part of so far.
+        kernel_seconds: wall seconds of those calls.
         failure: why it was given up, or None.
     """
 
@@ -67,6 +68,7 @@ class OpenTick:
     device: torch.device
     on_closed: Callable[[OpenTick], None]
     busy_seconds: float = 0.0
+    kernel_seconds: float = 0.0
     failure: BaseException | None = None
     _sources: dict[int, Source] = field(default_factory=dict)
     _awaiting: set[int] = field(init=False)

@@ -41,6 +41,7 @@ class JobDescription:
         n_ranks, n_layers, n_nano_batches: sizes of the job.
         shape: heads, head dims and dtype.
         scale: multiplies q.k before softmax.
+        name: what its user called it.
     """
 
     job_id: str
@@ -50,6 +51,7 @@ class JobDescription:
     n_nano_batches: int
     shape: AttentionShape
     scale: float
+    name: str
 
     @classmethod
     def from_proto(cls, opened: jobs_pb2.JobOpened) -> JobDescription:
@@ -66,6 +68,7 @@ class JobDescription:
             n_nano_batches=opened.spec.n_nano_batches,
             shape=shape_from_proto(opened.spec.shape),
             scale=opened.spec.softmax_scale,
+            name=opened.spec.name,
         )
 
 
@@ -77,6 +80,25 @@ class StepBusy:
     step: int
     forward_seconds: tuple[float, ...]
     backward_seconds: tuple[float, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExchangeTimes:
+    """Where the time of one rank's part of a tick went, seen from the server.
+
+    Attributes:
+        phase: forward or backward.
+        wait_seconds: from its request's arrival to its reply, without the kernel calls: waiting for
+            other ranks' rows and for the device.
+        kernel_seconds: wall seconds of the kernel calls that its tick was part of meanwhile.
+        transport_seconds: of its request and its reply; None for the local rank, whose rows do not
+            travel.
+    """
+
+    phase: Phase
+    wait_seconds: float
+    kernel_seconds: float
+    transport_seconds: float | None = None
 
 
 @dataclass(frozen=True, eq=False)

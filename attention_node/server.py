@@ -23,7 +23,6 @@ import grpc
 import psutil
 import torch
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from prometheus_client import CollectorRegistry, start_http_server
 
 from attention_node.executor import Executor, KernelCall
 from attention_node.membership import Membership, MembershipLost
@@ -43,6 +42,7 @@ from data_plane.ucxx_settings import UcxxSettings
 from data_plane.ucxx_transport import UcxxTransport
 from distca import __version__, rpc
 from distca.codec import plan_from_proto, profile_to_proto
+from distca.monitoring import MetricsEndpoint, process_registry
 from distca.v1 import jobs_pb2, membership_pb2
 
 logger = logging.getLogger(__name__)
@@ -145,8 +145,8 @@ class AttentionNode:
         device = torch.device(settings.device)
         kernel = select_kernel(device)
         self._profiles = [self._measure(kernel, shape, device) for shape in settings.profile_shapes]
-        registry = CollectorRegistry()
-        self._metrics = NodeMetrics(registry)
+        registry = process_registry("attention-node")
+        self._metrics = NodeMetrics(registry, settings.server_id)
         data_metrics = DataPlaneMetrics(registry)
         self._pool = BufferPool(
             device_allocator(device), limit_bytes=settings.buffer_limit_bytes or None
@@ -159,15 +159,17 @@ class AttentionNode:
             self._pool,
             reply_deadline_seconds=settings.reply_timeout_seconds,
             on_step_finished=self._step_finished,
+            on_exchange=self._metrics.exchange_ended,
+            on_accepted=lambda connection, name: data_metrics.name_peer(
+                connection.peer, connection.transport, name
+            ),
         )
-        self._metrics.watch(
-            queued_parts=lambda: self._executor.queued_parts,
-            open_ticks=lambda: self._ticks.open_ticks,
-        )
+        self._metrics.watch(self._executor, lambda: self._ticks.open_ticks)
         self._transport = UcxxTransport(
             UcxxSettings(device=settings.device, one_host=settings.one_host), data_metrics
         )
         self._registry = registry
+        self._endpoint: MetricsEndpoint | None = None
         self._membership: Membership | None = None
         self._health = health.HealthServicer()
         self._grpc = grpc.server(
@@ -182,9 +184,7 @@ class AttentionNode:
             settings.data_host, settings.data_port, self._ticks.accept
         )
         health_address = Address(settings.data_host, self._start_health())
-        http_server, _ = start_http_server(
-            settings.metrics_port, settings.data_host, registry=self._registry
-        )
+        self._endpoint = MetricsEndpoint(settings.data_host, settings.metrics_port, self._registry)
         self._membership = Membership(
             rpc.RpcSettings(
                 address=settings.control_plane,
@@ -206,7 +206,7 @@ class AttentionNode:
                 "server_id": settings.server_id,
                 "data": str(data_address),
                 "health": str(health_address),
-                "metrics": str(Address(settings.data_host, http_server.server_port)),
+                "metrics": str(Address(settings.data_host, self._endpoint.port)),
             }
         )
 
@@ -238,6 +238,8 @@ class AttentionNode:
         self._ticks.close()
         self._executor.close()
         self._transport.close()
+        if self._endpoint is not None:
+            self._endpoint.close()
         self._grpc.stop(grace=1.0).wait(2.0)
 
     def _wait_until_idle(self, deadline: float) -> bool:

@@ -48,6 +48,11 @@ class Part:
     qk_pairs: int
     n_dk_rows: int
 
+    @cached_property
+    def query_rows(self) -> int:
+        """Query rows of all tasks."""
+        return int((self.tasks.q_end - self.tasks.q_begin).sum())
+
 
 @dataclass(frozen=True)
 class RowCopy:

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from google.protobuf.message import DecodeError
@@ -18,7 +19,14 @@ from google.protobuf.message import DecodeError
 from attention_node.cuda_order import record_event
 from attention_node.executor import Executor
 from attention_node.open_tick import OpenTick, Source, TickGivenUp
-from attention_node.served_job import JobDescription, Lane, ServedJob, ServedStep, StepBusy
+from attention_node.served_job import (
+    ExchangeTimes,
+    JobDescription,
+    Lane,
+    ServedJob,
+    ServedStep,
+    StepBusy,
+)
 from core_attention.message_views import message_views
 from core_attention.plan import Plan
 from core_attention.tick import Tick
@@ -61,6 +69,8 @@ class TickServer:
         reply_deadline_seconds: a reply that a trainer does not take for so long fails its
             connection.
         on_step_finished: called with the busy seconds of each finished step.
+        on_exchange: called when a rank's part of a tick is over, on the thread that ended it.
+        on_accepted: called with each connection and the name of the rank behind it.
     """
 
     def __init__(
@@ -72,6 +82,8 @@ class TickServer:
         local_rank: int | None = None,
         reply_deadline_seconds: float = 120.0,
         on_step_finished: Callable[[StepBusy], None] = lambda busy: None,
+        on_exchange: Callable[[ExchangeTimes], None] = lambda times: None,
+        on_accepted: Callable[[Connection, str], None] = lambda connection, name: None,
     ) -> None:
         self.server_id = server_id
         self._executor = executor
@@ -79,6 +91,8 @@ class TickServer:
         self._local_rank = local_rank
         self._reply_deadline_seconds = reply_deadline_seconds
         self._on_step_finished = on_step_finished
+        self._on_exchange = on_exchange
+        self._on_accepted = on_accepted
         self._lock = threading.RLock()
         self._jobs: dict[str, ServedJob] = {}
         self._connections: list[_RankConnection] = []
@@ -174,6 +188,7 @@ class TickServer:
             for number in sorted(job.steps):
                 self._extend(rank_connection, job.steps[number])
         self._give_up(*dropped)
+        self._on_accepted(connection, f"{job.description.name}.rank-{message.rank}")
         connection.add_closed_callback(lambda error: self._forget(rank_connection, error))
         self._post(rank_connection)
         logger.info("job %s: rank %d connected (%s)", message.job_id, message.rank, connection.peer)
@@ -205,15 +220,6 @@ class TickServer:
             TickGivenUp: the job was closed, or the step is over on this server or was given up.
         """
         assert self._local_rank is not None
-        reply = LocalReply(tick)
-        source = Source(
-            inputs=inputs,
-            outputs=outputs,
-            reply=lambda: reply.set_done(record_event(self._executor.device)),
-            release=lambda: None,
-            fail=reply.set_failed,
-            written=record_event(self._executor.device),
-        )
         with self._lock:
             job = self._jobs.get(job_id)
             step = job.steps.get(tick.step) if job else None
@@ -223,6 +229,20 @@ class TickServer:
                     "given it up"
                 )
             open_tick = step.open_tick(tick)
+        reply, residence = LocalReply(tick), _Residence(open_tick)
+
+        def finish() -> None:
+            reply.set_done(record_event(self._executor.device))
+            self._on_exchange(residence.times())
+
+        source = Source(
+            inputs=inputs,
+            outputs=outputs,
+            reply=finish,
+            release=lambda: None,
+            fail=reply.set_failed,
+            written=record_event(self._executor.device),
+        )
         self._executor.arrive(open_tick, self._local_rank, source)
         return reply
 
@@ -324,7 +344,7 @@ class TickServer:
             lane.posted.discard(tick)
         try:
             open_tick = step.open_tick(tick)
-            source = self._remote_source(connection, step, tick, buffer)
+            source = self._remote_source(connection, step, open_tick, buffer, transfer)
         except (TickGivenUp, *NO_MEMORY) as error:
             buffer.release()
             self._fail(connection, tick, error)
@@ -338,8 +358,15 @@ class TickServer:
         connection.connection.close(f"{tick} failed on server {self.server_id}: {error}")
 
     def _remote_source(
-        self, connection: _RankConnection, step: ServedStep, tick: Tick, request: PooledBuffer
+        self,
+        connection: _RankConnection,
+        step: ServedStep,
+        open_tick: OpenTick,
+        request: PooledBuffer,
+        received: Transfer,
     ) -> Source:
+        tick = open_tick.tick
+        residence = _Residence(open_tick)
         messages = step.messages[connection.rank, tick.nano_batch, tick.phase]
         reply = self._pool.acquire(messages.reply.nbytes)
 
@@ -352,9 +379,10 @@ class TickServer:
                     self._reply_deadline_seconds,
                     ready=written.query if written else None,
                 )
+                times = residence.times()
                 with self._lock:
                     self._leaving.add(transfer)
-                transfer.add_done_callback(self._has_left)
+                transfer.add_done_callback(lambda sent: self._has_left(sent, received, times))
 
         def release() -> None:
             request.release()
@@ -368,9 +396,12 @@ class TickServer:
             fail=lambda error: self._fail(connection, tick, error),
         )
 
-    def _has_left(self, transfer: Transfer) -> None:
+    def _has_left(self, reply: Transfer, request: Transfer, times: ExchangeTimes) -> None:
         with self._lock:
-            self._leaving.discard(transfer)
+            self._leaving.discard(reply)
+        if reply.state is TransferState.DONE:
+            moving_seconds = request.moving_seconds + reply.moving_seconds
+            self._on_exchange(replace(times, transport_seconds=moving_seconds))
 
     def _finish_step(self, step: ServedStep) -> None:
         """Runs on the executor's thread when the last tick of a step is over or one failed."""
@@ -396,22 +427,45 @@ class TickServer:
         )
 
 
+class _Residence:
+    """A rank's rows on the server, from their arrival to the reply."""
+
+    def __init__(self, open_tick: OpenTick) -> None:
+        self._open_tick = open_tick
+        self._kernel_before = open_tick.kernel_seconds
+        self._began_at = time.monotonic()
+
+    def times(self) -> ExchangeTimes:
+        """Where the time went until now."""
+        seconds = time.monotonic() - self._began_at
+        # A call that ran already when the rows arrived is counted from their arrival on.
+        kernel_seconds = min(self._open_tick.kernel_seconds - self._kernel_before, seconds)
+        return ExchangeTimes(
+            phase=self._open_tick.tick.phase,
+            wait_seconds=seconds - kernel_seconds,
+            kernel_seconds=kernel_seconds,
+        )
+
+
 class LocalReply:
     """The end of the local rank's side of a tick.
 
     Attributes:
         tick: which exchange.
         written: once done, on a GPU: the event after which the outputs are complete.
+        ended_at: ``time.monotonic()`` when it was done; None before, and if it failed.
     """
 
     def __init__(self, tick: Tick) -> None:
         self.tick = tick
         self.written: torch.cuda.Event | None = None
+        self.ended_at: float | None = None
         self._ended = threading.Event()
         self._error: BaseException | None = None
 
     def set_done(self, written: torch.cuda.Event | None) -> None:
         self.written = written
+        self.ended_at = time.monotonic()
         self._ended.set()
 
     def set_failed(self, error: BaseException) -> None:

@@ -104,6 +104,7 @@ class Coordinator:
             description.data_address,
             description.host,
         )
+        self._metrics.registered("server")
         self._members_changed()
         return lease_id
 
@@ -111,6 +112,7 @@ class Coordinator:
         """Renews a server's lease; raises as :meth:`Membership.heartbeat`."""
         now = self._clock()
         member = self._membership.heartbeat(lease_id, load, now=now)
+        self._metrics.heartbeat(member)
         if member.in_place is not None:
             self._jobs.get(member.in_place.job_id).renew(lease_id, now=now)
         return member
@@ -167,6 +169,7 @@ class Coordinator:
             )
             self._members_changed()
         logger.info("job %s: rank %d joined from %s", job.job_id, rank, host)
+        self._metrics.registered("rank")
         self._metrics.ranks_changed(self._jobs.open_jobs())
         return job, lease_id
 
@@ -234,7 +237,7 @@ class Coordinator:
         """
         job = self._jobs.get(job_id)
         job.submit(lease_id, manifest, forward_only=forward_only, now=self._clock())
-        self._metrics.manifest_received(job.spec.name)
+        self._metrics.manifest_received(job)
         self._advance(job)
 
     def watch_rank(self, job_id: str, lease_id: str) -> tuple[RankKey, Subscription]:
@@ -285,8 +288,8 @@ class Coordinator:
                 :meth:`Jobs.get` and :meth:`Job.report_rank`.
         """
         job = self._jobs.get(job_id)
-        job.report_rank(lease_id, step, measured, now=self._clock())
-        self._metrics.step_measured(job, job.step(step))
+        if job.report_rank(lease_id, step, measured, now=self._clock()):
+            self._metrics.rank_reported(job, job.step(step))
 
     def report_server(
         self, job_id: str, lease_id: str, step: int, measured: ServerMeasurement
@@ -305,8 +308,8 @@ class Coordinator:
                 f"a measurement of server {measured.server_id!r} came with the lease of server "
                 f"{member.server_id}"
             )
-        job.report_server(step, measured)
-        self._metrics.step_measured(job, job.step(step))
+        if job.report_server(step, measured):
+            self._metrics.server_reported(job, job.step(step), measured.server_id)
 
     def job(self, job_id: str) -> Job:
         """The open job ``job_id``; raises as :meth:`Jobs.get`."""
@@ -366,14 +369,14 @@ class Coordinator:
         for member in self._membership.pool():
             if member.server_id in publication.by_server:
                 self._audience.tell_server(member, publication.by_server[member.server_id])
-        self._metrics.step_planned(job.spec.name, publication)
+        self._metrics.step_planned(job, publication)
         logger.debug("job %s: step %d planned: %s", job.job_id, record.step, record.plan.reason)
 
     def fail(self, job: Job, step: int, error: str) -> None:
         """A step cannot be planned: tells the ranks; it may be submitted again."""
         logger.warning("job %s: step %d has no plan: %s", job.job_id, step, error)
         job.failed(step)
-        self._metrics.plan_failed(job.spec.name)
+        self._metrics.plan_failed(job, step)
         event = failed_event(job, step, error)
         for rank in job.joined_ranks:
             self._audience.tell_rank(job, rank, event)
@@ -406,6 +409,7 @@ class Coordinator:
             if isinstance(outcome, FailedStep):
                 self.fail(job, outcome.step, outcome.error)
             else:
+                self._metrics.step_ready(job, outcome.step)
                 self._planner.add(job, outcome)
 
     def _close_jobs_served_by(self, member: Member, what: str) -> None:

@@ -229,8 +229,8 @@ class Job:
             )
         return self._planned[step]
 
-    def report_rank(self, lease_id: str, step: int, measured: RankMeasurement, now: float) -> None:
-        """Stores what a rank measured.
+    def report_rank(self, lease_id: str, step: int, measured: RankMeasurement, now: float) -> bool:
+        """Stores what a rank measured; returns whether that is new, and not a repetition.
 
         Raises:
             LeaseExpiredError, UnknownStepError: as :meth:`lease` and :meth:`step`.
@@ -241,11 +241,14 @@ class Job:
             raise InvalidRequestError(
                 f"a measurement of rank {measured.rank} came with the lease of rank {rank}"
             )
-        self.step(step).ranks[rank] = measured
+        ranks = self.step(step).ranks
+        is_new = rank not in ranks
+        ranks[rank] = measured
         self._last_reported[rank] = max(self._last_reported[rank], step)
+        return is_new
 
-    def report_server(self, step: int, measured: ServerMeasurement) -> None:
-        """Stores what a server measured.
+    def report_server(self, step: int, measured: ServerMeasurement) -> bool:
+        """Stores what a server measured; returns whether that is new, and not a repetition.
 
         Raises:
             UnknownStepError: as :meth:`step`.
@@ -258,9 +261,11 @@ class Job:
                 f"server {measured.server_id} reports {sorted(n_values)} busy seconds; the job "
                 f"has {self.spec.n_nano_batches} nano-batches"
             )
-        if measured.server_id not in record.servers:
+        is_new = measured.server_id not in record.servers
+        if is_new:
             self._correct_speed(record, measured)
         record.servers[measured.server_id] = measured
+        return is_new
 
     def unfinished_steps(self) -> list[PlannedStep]:
         """The planned steps that a rank may still be running, in the order of planning. A rank has
@@ -294,6 +299,11 @@ class Job:
         if len(hosts) < self.spec.n_ranks:
             return None
         return tuple(hosts[rank] for rank in range(self.spec.n_ranks))
+
+    @property
+    def n_pending_steps(self) -> int:
+        """Steps of which some manifests are here and others are not."""
+        return len(self._pending)
 
     @property
     def pending_steps(self) -> dict[int, list[int]]:

@@ -10,12 +10,9 @@ import signal
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from threading import Thread
-from typing import Any
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from prometheus_client import start_http_server
 
 from control_plane.coordinator import Coordinator
 from control_plane.metrics import Metrics
@@ -24,6 +21,7 @@ from control_plane.planning import Planner
 from control_plane.service import JobsService, MembershipService
 from control_plane.settings import ControlPlaneSettings, split_address
 from control_plane.tls import server_credentials
+from distca.monitoring import MetricsAddressError, MetricsEndpoint, process_registry
 from distca.rpc import server_options
 from distca.v1 import jobs_pb2, jobs_pb2_grpc, membership_pb2, membership_pb2_grpc
 
@@ -73,12 +71,12 @@ class ControlPlane:
     def __init__(
         self, settings: ControlPlaneSettings, planners: Mapping[str, Planner] = PLANNERS
     ) -> None:
-        self.metrics = Metrics()
+        self.metrics = Metrics(process_registry("control-plane"))
         self.coordinator = Coordinator(settings.coordinator, planners, self.metrics, time.monotonic)
         self._settings = settings
         self._health = health.aio.HealthServicer()
         self._server: grpc.aio.Server | None = None
-        self._metrics_server: tuple[Any, Thread] | None = None
+        self._endpoint: MetricsEndpoint | None = None
         self._sweeper: asyncio.Task[None] | None = None
         self.address = ""
         self.metrics_address: str | None = None
@@ -114,11 +112,8 @@ class ControlPlane:
                 await self._sweeper
         if self._server is not None:
             await self._server.stop(self._settings.stop_seconds)
-        if self._metrics_server is not None:
-            server, thread = self._metrics_server
-            await asyncio.to_thread(server.shutdown)
-            server.server_close()
-            thread.join()
+        if self._endpoint is not None:
+            await asyncio.to_thread(self._endpoint.close)
 
     def _build_server(self) -> grpc.aio.Server:
         server = grpc.aio.server(options=server_options(self._settings.max_message_bytes))
@@ -142,10 +137,10 @@ class ControlPlane:
     def _start_metrics(self, address: str) -> None:
         host, port = split_address("metrics_address", address)
         try:
-            self._metrics_server = start_http_server(port, host, self.metrics.registry)
-        except OSError as error:
-            raise _cannot_listen("metrics_address", address, str(error)) from error
-        self.metrics_address = _reachable(address, self._metrics_server[0].server_port)
+            self._endpoint = MetricsEndpoint(host, port, self.metrics.registry)
+        except MetricsAddressError as error:
+            raise _cannot_listen("metrics_address", address, str(error.__cause__)) from error
+        self.metrics_address = _reachable(address, self._endpoint.port)
 
     def _write_addresses(self, path: Path) -> None:
         """Whole or not at all, so that who waits for the file can read it once it is there."""

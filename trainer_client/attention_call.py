@@ -52,11 +52,15 @@ class _SentTick:
         tick: which exchange.
         outputs: o and lse, or dq: by packed row, written in place.
         replies: what is still to come, in the plan's order of servers.
+        sent_at: ``time.monotonic()`` when all requests were handed over.
+        answered_at: the same when the last reply so far arrived.
     """
 
     tick: Tick
     outputs: Tensors
     replies: list[_RemoteReply | _LocalReply] = field(default_factory=list)
+    sent_at: float = 0.0
+    answered_at: float = 0.0
 
 
 class AttentionCall:
@@ -140,6 +144,7 @@ class AttentionCall:
                     sent.replies.append(self._send_local(tick, exchange, inputs, outputs))
                 else:
                     sent.replies.append(self._send_remote(tick, exchange, inputs))
+        sent.sent_at = sent.answered_at = time.monotonic()
 
     def give_up(self) -> None:
         """Lets go of the replies that will not be collected."""
@@ -210,7 +215,8 @@ class AttentionCall:
             for gradient in gradients.values():
                 gradient.zero_()
         with self._running.timed(self.lane, "wait", _describe(sent.tick)):
-            deadline = time.monotonic() + self._running.tick_timeout_seconds
+            began_at = time.monotonic()
+            deadline = began_at + self._running.tick_timeout_seconds
             while sent.replies:
                 reply = sent.replies[0]
                 if isinstance(reply, _LocalReply):
@@ -219,12 +225,18 @@ class AttentionCall:
                 else:
                     self._wait_remote(sent.tick, reply, deadline)
                     tensors = message_views(reply.buffer.tensor, reply.exchange.reply)
+                sent.answered_at = max(sent.answered_at, _ended_at(reply))
                 _put_rows(tensors, sent.outputs, gradients, reply.exchange)
                 del sent.replies[0]
                 if isinstance(reply, _RemoteReply):
                     reply.buffer.release()
         self._sent = None
         self._running.outstanding.discard(self)
+        self._running.metrics.tick_collected(
+            phase,
+            flight_seconds=sent.answered_at - sent.sent_at,
+            exposed_seconds=max(sent.answered_at - began_at, 0.0),
+        )
         return sent.outputs, gradients
 
     def _wait_local(self, tick: Tick, reply: _LocalReply, deadline: float) -> None:
@@ -282,6 +294,12 @@ def _put_rows(tensors: Tensors, outputs: Tensors, gradients: Tensors, exchange: 
             gradients[name].index_add_(0, exchange.kv_rows, tensor.to(torch.float32))
         elif exchange.connection is not None:
             outputs[name].index_copy_(0, exchange.q_rows, tensor)
+
+
+def _ended_at(reply: _RemoteReply | _LocalReply) -> float:
+    """When a reply that is here arrived; long ago if none was to come."""
+    end = reply.reply if isinstance(reply, _LocalReply) else reply.transfer
+    return (end.ended_at if end is not None else None) or 0.0
 
 
 def _describe(tick: Tick) -> str:

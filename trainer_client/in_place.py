@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from attention_node.executor import Executor, KernelCall
+from attention_node.metrics import NodeMetrics
 from attention_node.served_job import StepBusy
 from attention_node.tick_server import TickServer
 from core_attention.ca_task import MaskKind
@@ -16,6 +17,7 @@ from core_attention.kernels.select import select_kernel
 from core_attention.profiling import load_or_measure
 from core_attention.shape import AttentionShape
 from data_plane.buffer_pool import BufferPool
+from data_plane.transport import Connection
 
 
 class InPlaceServer:
@@ -28,7 +30,9 @@ class InPlaceServer:
         device: of the trainer.
         pool: message buffers.
         profile_dir: where the cost profile is cached.
+        metrics: of the server.
         on_call: called after each kernel call.
+        on_accepted: called with each connection and the name of the rank behind it.
         on_step_finished: called with each finished step's busy seconds.
     """
 
@@ -41,17 +45,35 @@ class InPlaceServer:
         pool: BufferPool,
         *,
         profile_dir: Path,
+        metrics: NodeMetrics,
         on_call: Callable[[KernelCall], None],
+        on_accepted: Callable[[Connection, str], None],
         on_step_finished: Callable[[StepBusy], None],
     ) -> None:
         kernel = select_kernel(device)
         kernel.check(shape, MaskKind.CAUSAL)
         kernel.warm_up(shape)
         self.profile: CostProfile = load_or_measure(profile_dir, kernel, shape, device)
-        self._executor = Executor(kernel, device, on_call=on_call)
+
+        def kernel_called(call: KernelCall) -> None:
+            metrics.kernel_called(call)
+            on_call(call)
+
+        def step_finished(busy: StepBusy) -> None:
+            metrics.step_finished()
+            on_step_finished(busy)
+
+        self._executor = Executor(kernel, device, on_call=kernel_called)
         self.ticks = TickServer(
-            server_id, self._executor, pool, local_rank=rank, on_step_finished=on_step_finished
+            server_id,
+            self._executor,
+            pool,
+            local_rank=rank,
+            on_step_finished=step_finished,
+            on_exchange=metrics.exchange_ended,
+            on_accepted=on_accepted,
         )
+        metrics.watch(self._executor, lambda: self.ticks.open_ticks)
 
     def close(self) -> None:
         """Ends every job and the executor's thread."""

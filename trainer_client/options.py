@@ -47,7 +47,11 @@ class SessionOptions:
         tick_timeout_seconds: how long a tick may take; must be shorter than the collective
             library's own timeout (NCCL's default is 600 s).
         probe_bytes: size of the bandwidth probe to each server at start; 0 leaves it out.
-        min_gigabytes_per_second: a probe below this is a warning in the log.
+        min_gigabytes_per_second: a probe below this is a warning in the log, and the floor that
+            the metrics tell; 0 is no floor.
+        metrics_port: port of ``/metrics`` for Prometheus; 0 takes any free one, None serves none
+            (``Session.metrics_registry`` is there for your own endpoint).
+        metrics_host: address it listens on.
         profile_dir: where an in-place server caches its cost profile.
         ca_file, certificate_file, key_file: TLS to the control plane; see ``distca.rpc``.
     """
@@ -74,6 +78,8 @@ class SessionOptions:
     tick_timeout_seconds: float = 120.0
     probe_bytes: int = 8 * 2**20
     min_gigabytes_per_second: float = 0.0
+    metrics_port: int | None = None
+    metrics_host: str = "0.0.0.0"
     profile_dir: Path = Path.home() / ".cache" / "distca"
     ca_file: Path | None = None
     certificate_file: Path | None = None
@@ -86,6 +92,14 @@ class SessionOptions:
         self._check_range("n_layers", 1, MAX_LAYERS)
         self._check_range("n_nano_batches", 1, MAX_NANO_BATCHES)
         self._check_range("data_port", 0, 2**16 - 1)
+        if self.metrics_port is not None:
+            self._check_range("metrics_port", 0, 2**16 - 1)
+        if not (
+            math.isfinite(self.min_gigabytes_per_second) and self.min_gigabytes_per_second >= 0
+        ):
+            raise ValueError(
+                f"min_gigabytes_per_second is {self.min_gigabytes_per_second}; it must be 0 or more"
+            )
         self._check_range("probe_bytes", 0, 64 * 2**20)
         if not (math.isfinite(self.tolerance) and self.tolerance >= 0):
             raise ValueError(f"tolerance is {self.tolerance}; it must be 0 or more")

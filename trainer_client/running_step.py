@@ -21,6 +21,7 @@ from core_attention.routing import PairRoute, derive_routes
 from data_plane.buffer_pool import BufferPool
 from data_plane.transport import Connection
 from trainer_client.errors import CoreAttentionFailed
+from trainer_client.metrics import OWN_PROCESS, ServedTasks, TrainerMetrics
 
 
 @dataclass(frozen=True)
@@ -108,6 +109,7 @@ class RunningStep:
         device: of the model's tensors.
         tick_timeout_seconds: deadline of each tick.
         check: raises what ended the session, if something did.
+        metrics: told of every tick.
         outstanding: calls of core attention between their two halves.
     """
 
@@ -121,6 +123,7 @@ class RunningStep:
     device: torch.device
     tick_timeout_seconds: float
     check: Callable[[], None]
+    metrics: TrainerMetrics
     trace: list[TraceEvent] = field(default_factory=list)
     report: StepReport | None = None
     wait_seconds: float = 0.0
@@ -225,6 +228,22 @@ class RunningStep:
         calls = self.job.n_layers * self.job.n_nano_batches
         forward = sum(self._layers.values()) == calls
         return forward and (self.forward_only or self._backward_ticks == calls)
+
+    def served_tasks(self) -> Iterator[ServedTasks]:
+        """What every server ran for this rank, if the step is complete."""
+        for (_, phase), exchanges in self.exchanges.items():
+            if phase is Phase.BACKWARD and self.forward_only:
+                continue
+            for exchange in exchanges:
+                route, connection = exchange.route, exchange.connection
+                yield ServedTasks(
+                    server_id=exchange.server_id,
+                    transport=OWN_PROCESS if connection is None else connection.transport,
+                    phase=phase,
+                    tasks=len(route.task) * self.job.n_layers,
+                    q_rows=route.n_q_rows * self.job.n_layers,
+                    kv_rows=route.n_kv_rows * self.job.n_layers,
+                )
 
     @contextmanager
     def timed(self, lane: str, name: str, detail: str = "") -> Iterator[None]:

@@ -10,10 +10,10 @@ from contextlib import contextmanager
 from types import TracebackType
 
 import torch
-from prometheus_client import CollectorRegistry
 from tenacity import Retrying, retry_if_exception, stop_after_delay, wait_random_exponential
 
 from attention_node.executor import KernelCall
+from attention_node.metrics import NodeMetrics
 from attention_node.served_job import JobDescription, StepBusy
 from attention_node.tick_server import PROTOCOL_VERSION
 from core_attention.manifest import RankManifest
@@ -25,11 +25,13 @@ from data_plane.ucxx_settings import UcxxSettings
 from data_plane.ucxx_transport import UcxxTransport
 from distca import __version__, rpc
 from distca.codec import profile_to_proto, shape_to_proto
+from distca.monitoring import MetricsEndpoint, process_registry
 from distca.v1 import data_plane_pb2, jobs_pb2, membership_pb2
 from trainer_client.control_link import ControlLink, PlannedStep
 from trainer_client.errors import CoreAttentionFailed, SessionError
 from trainer_client.in_place import InPlaceServer
 from trainer_client.lane import current_step
+from trainer_client.metrics import TrainerMetrics
 from trainer_client.options import Placement, SessionOptions
 from trainer_client.running_step import RunningStep, StepReport
 
@@ -53,7 +55,7 @@ class Session:
 
     def __init__(self, options: SessionOptions) -> None:
         self.options = options
-        self.metrics_registry = CollectorRegistry()
+        self.metrics_registry = process_registry("trainer")
         self._device = torch.device(options.device)
         # First, since it checks the address and reads the TLS files: the transport starts a thread.
         self._link = ControlLink(
@@ -68,10 +70,14 @@ class Session:
             on_planned=self._step_planned,
         )
         self._pool = BufferPool(device_allocator(self._device))
-        metrics = DataPlaneMetrics(self.metrics_registry)
-        metrics.watch_pool("messages", self._pool)
+        self._metrics = TrainerMetrics(self.metrics_registry, options.job, options.rank)
+        self._data_metrics = DataPlaneMetrics(
+            self.metrics_registry, floor_bytes_per_second=options.min_gigabytes_per_second * 1e9
+        )
+        self._data_metrics.watch_pool("messages", self._pool)
+        self._endpoint: MetricsEndpoint | None = None
         self._transport = UcxxTransport(
-            UcxxSettings(device=options.device, one_host=options.one_host), metrics
+            UcxxSettings(device=options.device, one_host=options.one_host), self._data_metrics
         )
         self._connections: dict[str, Connection] = {}
         self._description: JobDescription | None = None
@@ -89,6 +95,7 @@ class Session:
             ValueError: no kernel runs the shape on the device.
             distca.rpc.RpcError: the control plane cannot be reached, or refuses.
             TransportError: the in-place server's port is in use.
+            distca.monitoring.MetricsAddressError: the metrics port is in use.
         """
         session = cls(options)
         try:
@@ -101,6 +108,11 @@ class Session:
     @property
     def job_id(self) -> str:
         return self._link.job_id
+
+    @property
+    def metrics_port(self) -> int | None:
+        """Where this rank's metrics are served over HTTP, under ``/metrics``; None: nowhere."""
+        return None if self._endpoint is None else self._endpoint.port
 
     def submit(self, manifest: RankManifest, *, forward_only: bool = False) -> None:
         """Hands in what this rank holds in a coming step; returns at once.
@@ -155,6 +167,7 @@ class Session:
         began = time.perf_counter()
         planned = self._link.wait_plan(step, self.options.plan_timeout_seconds)
         plan_wait_seconds = time.perf_counter() - began
+        self._metrics.plan_waited_for(plan_wait_seconds)
         running = self._begin(planned)
         token = current_step.set(running)
         try:
@@ -203,6 +216,8 @@ class Session:
         if self._in_place is not None:
             self._in_place.close()
         self._transport.close()
+        if self._endpoint is not None:
+            self._endpoint.close()
 
     def __enter__(self) -> Session:
         return self
@@ -217,6 +232,11 @@ class Session:
 
     def _join(self) -> None:
         options = self.options
+        if options.metrics_port is not None:
+            self._endpoint = MetricsEndpoint(
+                options.metrics_host, options.metrics_port, self.metrics_registry
+            )
+            logger.info("metrics of rank %d on port %d", options.rank, self._endpoint.port)
         request = jobs_pb2.OpenJobRequest(
             spec=jobs_pb2.JobSpec(
                 name=options.job,
@@ -249,7 +269,9 @@ class Session:
             self._device,
             self._pool,
             profile_dir=options.profile_dir,
+            metrics=NodeMetrics(self.metrics_registry, server_id),
             on_call=self._kernel_called,
+            on_accepted=self._name_peer,
             on_step_finished=self._report_server,
         )
         address = self._transport.listen(
@@ -313,6 +335,7 @@ class Session:
             device=self._device,
             tick_timeout_seconds=self.options.tick_timeout_seconds,
             check=self._link.check,
+            metrics=self._metrics,
         )
         self._running = running
         return running
@@ -335,6 +358,15 @@ class Session:
             sent_bytes=running.sent_bytes,
             received_bytes=running.received_bytes,
         )
+        self._metrics.step_ended(
+            complete=running.complete,
+            tokens=running.report.tokens,
+            seconds=seconds,
+            send_seconds=running.send_seconds,
+            wait_seconds=running.wait_seconds,
+        )
+        if running.complete:
+            self._metrics.tasks_served(running.served_tasks())
         if running.complete and self._link.failure is None:
             self._link.report(
                 running.step,
@@ -390,6 +422,8 @@ class Session:
         )
         try:
             connection, _ = retrying(self._transport.connect, address, hello, timeout)
+            self._name_peer(connection, server.server_id)
+            connection.add_closed_callback(lambda _: self._metrics.server_left(server.server_id))
             self._probe(server, connection)
         except TransportError as error:
             self._link.check()
@@ -397,6 +431,9 @@ class Session:
                 f"step {first_step}: server {server.server_id} cannot be reached: {error}"
             ) from error
         return connection
+
+    def _name_peer(self, connection: Connection, name: str) -> None:
+        self._data_metrics.name_peer(connection.peer, connection.transport, name)
 
     def _probe(self, server: PlanServer, connection: Connection) -> None:
         options = self.options

@@ -21,11 +21,13 @@ class RankEnvironment:
         rank: from 0.
         n_ranks: trainers in all.
         init_method: as for ``torch.distributed.init_process_group``.
+        local_rank: its place among the trainers of its host, from 0.
     """
 
     rank: int
     n_ranks: int
     init_method: str
+    local_rank: int = 0
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.n_ranks:
@@ -33,7 +35,8 @@ class RankEnvironment:
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str], init_method: str) -> RankEnvironment:
-        """Reads what torchrun sets: ``RANK``, ``WORLD_SIZE`` and, for ``env://``, where rank 0 is.
+        """Reads what torchrun sets: ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK`` (0 if it is not set)
+        and, for ``env://``, where rank 0 is.
 
         Raises:
             ValueError: one of them is missing or no integer.
@@ -44,15 +47,20 @@ class RankEnvironment:
                 "processes at once with distca local"
             )
         values = {}
-        for name in ("RANK", "WORLD_SIZE"):
-            text = environ.get(name, "")
+        for name, default in (("RANK", ""), ("WORLD_SIZE", ""), ("LOCAL_RANK", "0")):
+            text = environ.get(name, default)
             if not text.isdigit():
                 raise ValueError(
                     f"environment variable {name} is {text!r}; it must be an integer, as torchrun "
                     "sets it"
                 )
             values[name] = int(text)
-        return cls(rank=values["RANK"], n_ranks=values["WORLD_SIZE"], init_method=init_method)
+        return cls(
+            rank=values["RANK"],
+            n_ranks=values["WORLD_SIZE"],
+            init_method=init_method,
+            local_rank=values["LOCAL_RANK"],
+        )
 
 
 @contextmanager

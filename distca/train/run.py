@@ -152,10 +152,18 @@ def session_options(
         connect_timeout_seconds=run.service.connect_timeout_seconds,
         plan_timeout_seconds=run.service.plan_timeout_seconds,
         tick_timeout_seconds=run.service.tick_timeout_seconds,
+        min_gigabytes_per_second=run.service.min_gigabytes_per_second,
+        metrics_port=_metrics_port(run),
         ca_file=run.tls.tls_ca,
         certificate_file=run.tls.tls_certificate,
         key_file=run.tls.tls_key,
     )
+
+
+def _metrics_port(run: TrainerRun) -> int | None:
+    """The port of this rank: consecutive on a host, unless any free one will do."""
+    first = run.service.metrics_port
+    return first if not first else first + run.ranks.local_rank
 
 
 class _Loop:

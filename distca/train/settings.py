@@ -270,6 +270,22 @@ class ServiceSettings:
             help="One exchange with the servers may take this long.", rich_help_panel=_SERVICE
         ),
     ] = 20.0
+    metrics_port: Annotated[
+        int | None,
+        typer.Option(
+            help="Port of /metrics for Prometheus of the first rank on a host; each further one "
+            "(LOCAL_RANK) takes the next. 0: any free one. Default: none is served.",
+            envvar="DISTCA_METRICS_PORT",
+            rich_help_panel=_SERVICE,
+        ),
+    ] = None
+    min_gigabytes_per_second: Annotated[
+        float,
+        typer.Option(
+            help="A server reached more slowly than this is warned of; 0: no floor.",
+            rich_help_panel=_SERVICE,
+        ),
+    ] = 0.0
     rendezvous: Annotated[
         str,
         typer.Option(
@@ -284,6 +300,8 @@ class ServiceSettings:
             value = getattr(self, name)
             if not (math.isfinite(value) and value > 0):
                 raise ValueError(f"{name} is {value}; it must be a number above 0")
+        if self.metrics_port is not None and not 0 <= self.metrics_port < 2**16:
+            raise ValueError(f"metrics_port is {self.metrics_port}; it must be 0 to 65535")
 
     @property
     def collective_timeout_seconds(self) -> float:

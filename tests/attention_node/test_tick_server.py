@@ -36,6 +36,7 @@ JOB = JobDescription(
     n_nano_batches=1,
     shape=SHAPE,
     scale=SCALE,
+    name="job",
 )
 WAIT_SECONDS = 10.0
 MOVING_SECONDS = 0.125
