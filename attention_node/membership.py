@@ -101,7 +101,9 @@ class Membership:
 
     def drain(self) -> None:
         """Asks the control plane to plan nothing more for the server; a failure is logged only."""
-        request = membership_pb2.DrainServerRequest(server_id=self._description.server_id)
+        request = membership_pb2.DrainServerRequest(
+            server_id=self._description.server_id, lease_id=self._lease_id
+        )
         try:
             self._stub.DrainServer(request)
         except rpc.RpcError as error:

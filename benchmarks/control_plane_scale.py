@@ -39,6 +39,7 @@ from core_attention.cost_model import CostProfile
 from core_attention.manifest import RankManifest
 from distca.codec import profile_to_proto, rank_manifest_to_proto, shape_to_proto
 from distca.rpc import DEFAULT_MAX_MESSAGE_BYTES
+from distca.tokens import JOB_TOKEN_KEY
 from distca.v1 import jobs_pb2, jobs_pb2_grpc, membership_pb2, membership_pb2_grpc
 from simulator.lengths import sample_lengths
 from simulator.packing import pack_in_order, rank_manifests
@@ -201,6 +202,7 @@ class SimulatedJob:
         self._membership = [membership_pb2_grpc.MembershipStub(channel) for channel in channels]
         self._watchers: list[asyncio.Task[None]] = []
         self._leases: list[str] = []
+        self._tokens: list[tuple[tuple[str, bytes]]] = []
         self._job_id = ""
 
     async def start(self) -> None:
@@ -247,9 +249,11 @@ class SimulatedJob:
         )
         self._job_id = opened.job_id
         self._leases.append(opened.rank_lease_id)
+        self._tokens.append(((JOB_TOKEN_KEY, opened.token),))
         self._watch(
             stub.WatchRank(
-                jobs_pb2.WatchRankRequest(job_id=opened.job_id, rank_lease_id=opened.rank_lease_id)
+                jobs_pb2.WatchRankRequest(job_id=opened.job_id, rank_lease_id=opened.rank_lease_id),
+                metadata=self._tokens[-1],
             )
         )
 
@@ -276,7 +280,7 @@ class SimulatedJob:
         await asyncio.gather(
             *(
                 self._jobs[rank % len(self._jobs)].SubmitManifest(
-                    request, timeout=CALL_DEADLINE_SECONDS
+                    request, timeout=CALL_DEADLINE_SECONDS, metadata=self._tokens[rank]
                 )
                 for rank, request in enumerate(requests)
             )

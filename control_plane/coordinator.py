@@ -123,6 +123,19 @@ class Coordinator:
         logger.info("server %s drains", server_id)
         self._members_changed()
 
+    def check_server_lease(self, server_id: str, lease_id: str) -> None:
+        """Raises unless ``lease_id`` is the lease of server ``server_id``.
+
+        Raises:
+            LeaseExpiredError: as :meth:`Membership.of_lease`.
+            WrongTokenError: it is another server's.
+        """
+        member = self._membership.of_lease(lease_id, now=self._clock())
+        if member.server_id != server_id:
+            raise WrongTokenError(
+                f"a call about server {server_id!r} came with the lease of {member.server_id}"
+            )
+
     def deregister(self, lease_id: str) -> None:
         """A pool server leaves. A draining one has finished its steps; one that leaves without
         draining closes the jobs that it still serves. Raises as :meth:`Membership.deregister`."""

@@ -19,16 +19,52 @@ class AlreadyExistsError(RefusedError):
     """Another live server has the id, or the rank has joined."""
 
 
-class OtherOwnerError(RefusedError):
+class AccessError(RefusedError):
+    """Base of what is refused because of who asks, or how much."""
+
+
+class NoIdentityError(AccessError):
+    """The caller's certificate names no role."""
+
+
+class ExpiredCertificateError(AccessError):
+    """The caller's certificate has expired since it connected."""
+
+
+class WrongRoleError(AccessError):
+    """The caller's role may not call the method."""
+
+
+class OtherOwnerError(AccessError):
     """The job belongs to another identity."""
 
 
-class MissingTokenError(RefusedError):
+class MissingTokenError(AccessError):
     """The call needs the job's token and has none."""
 
 
-class WrongTokenError(RefusedError):
+class WrongTokenError(AccessError):
     """The token is another job's, another rank's or another identity's."""
+
+
+class RequestTooLargeError(AccessError):
+    """The request is larger than its method takes."""
+
+
+class RateLimitedError(AccessError):
+    """The caller registers members too fast.
+
+    Attributes:
+        retry_after_seconds: when it may try again.
+    """
+
+    def __init__(self, message: str, *, retry_after_seconds: float) -> None:
+        super().__init__(message)
+        self.retry_after_seconds = retry_after_seconds
+
+
+class NoHandshakeError(AccessError):
+    """A TLS connection brought no call: its handshake failed, or the client said nothing."""
 
 
 class BacklogError(RefusedError):

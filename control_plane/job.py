@@ -124,7 +124,7 @@ class Job:
         lease = self._leases.get(lease_id)
         if lease is None or self._expired(lease, now):
             raise LeaseExpiredError(
-                f"no rank of job {self.job_id} holds lease {lease_id!r}; it expired after "
+                f"no rank of job {self.job_id} holds the lease that came; it expired after "
                 f"{self._lease_seconds:g} s without renewal, or the rank has left"
             )
         return lease

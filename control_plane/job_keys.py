@@ -12,6 +12,9 @@ import hmac
 import secrets
 from pathlib import Path
 
+from control_plane.errors import MissingTokenError, WrongTokenError
+from distca.tokens import rank_of_token
+
 MIN_SECRET_BYTES = 32
 _LABEL = b"distca job key"
 
@@ -56,3 +59,22 @@ class JobKeys:
         # The length before each part: no two different pairs give the same bytes.
         message = b"".join(len(part).to_bytes(4, "big") + part for part in parts)
         return hmac.digest(self._secret, message, "sha256")
+
+    def proved(self, job_id: str, *, owner: str, rank: int, token: bytes | None) -> bytes:
+        """The key of a job that this process may never have heard of, for a rank that comes back
+        to it after a restart and shows its token.
+
+        Raises:
+            MissingTokenError: there is no token.
+            WrongTokenError: it is not the one that ``owner`` was given for ``rank`` of the job; or
+                the process before this one had another secret.
+        """
+        if token is None:
+            raise MissingTokenError(f"rank {rank} comes back to job {job_id} without its token")
+        key = self.key_of(job_id, owner)
+        if rank_of_token(key, token) != rank:
+            raise WrongTokenError(
+                f"the token that came is not that of rank {rank} of job {job_id}, opened by "
+                f"{owner!r}; without a token secret none outlives the control plane"
+            )
+        return key

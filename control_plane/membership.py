@@ -187,7 +187,7 @@ class Membership:
         member = self._by_lease.get(lease_id)
         if member is None or self._expired(member, now):
             raise LeaseExpiredError(
-                f"no server holds lease {lease_id!r}; it expired after {self._lease_seconds:g} s "
+                f"no server holds the lease that came; it expired after {self._lease_seconds:g} s "
                 "without a heartbeat, or the control plane has restarted"
             )
         return member

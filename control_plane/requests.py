@@ -61,14 +61,14 @@ def load_from_proto(message: membership_pb2.ServerLoad) -> ServerLoad:
 
 
 def status_to_proto(
-    member: Member, *, seconds_since_heartbeat: float
+    member: Member, *, seconds_since_heartbeat: float, with_address: bool
 ) -> membership_pb2.ServerStatus:
     """A server as ``ListServers`` shows it, without its profiles."""
     about = member.description
     return membership_pb2.ServerStatus(
         server=membership_pb2.ServerDescription(
             server_id=about.server_id,
-            data_address=about.data_address,
+            data_address=about.data_address if with_address else "",
             host=about.host,
             device=about.device,
             memory_bytes=about.memory_bytes,

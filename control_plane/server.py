@@ -14,15 +14,21 @@ from pathlib import Path
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
+from control_plane.access import AccessInterceptor, Gate
+from control_plane.connections import Connections
 from control_plane.coordinator import Coordinator
+from control_plane.errors import NoHandshakeError
+from control_plane.job_keys import JobKeys
 from control_plane.metrics import Metrics
 from control_plane.planners import PLANNERS
 from control_plane.planning import Planner
+from control_plane.rate_limit import RateLimit
+from control_plane.refusals import Refusals
 from control_plane.service import JobsService, MembershipService
 from control_plane.settings import ControlPlaneSettings, split_address
-from control_plane.tls import server_credentials
 from distca.monitoring import MetricsAddressError, MetricsEndpoint, process_registry
 from distca.rpc import server_options
+from distca.tls import server_credentials
 from distca.v1 import jobs_pb2, jobs_pb2_grpc, membership_pb2, membership_pb2_grpc
 
 logger = logging.getLogger(__name__)
@@ -46,7 +52,9 @@ def run(settings: ControlPlaneSettings, planners: Mapping[str, Planner] = PLANNE
 
     Raises:
         AddressInUseError: an address cannot be listened on.
-        OSError: a TLS file cannot be read, or the address file cannot be written.
+        OSError: a TLS file or the token secret cannot be read, or the address file cannot be
+            written.
+        MismatchError, WeakSecretError: a TLS file or the token secret is of no use.
     """
     asyncio.run(_serve(settings, planners))
 
@@ -72,8 +80,18 @@ class ControlPlane:
         self, settings: ControlPlaneSettings, planners: Mapping[str, Planner] = PLANNERS
     ) -> None:
         self.metrics = Metrics(process_registry("control-plane"))
-        self.coordinator = Coordinator(settings.coordinator, planners, self.metrics, time.monotonic)
+        self.coordinator = Coordinator(
+            settings.coordinator,
+            planners,
+            self.metrics,
+            time.monotonic,
+            JobKeys.from_file(settings.access.token_secret_file),
+        )
         self._settings = settings
+        self._refusals = Refusals(self.metrics.registry, time.monotonic)
+        self._connections = Connections(
+            time.monotonic, patience_seconds=settings.access.handshake_seconds
+        )
         self._health = health.aio.HealthServicer()
         self._server: grpc.aio.Server | None = None
         self._endpoint: MetricsEndpoint | None = None
@@ -116,23 +134,46 @@ class ControlPlane:
             await asyncio.to_thread(self._endpoint.close)
 
     def _build_server(self) -> grpc.aio.Server:
-        server = grpc.aio.server(options=server_options(self._settings.max_message_bytes))
+        server = grpc.aio.server(
+            options=server_options(self._settings.max_message_bytes),
+            interceptors=[self._access_interceptor()],
+        )
         jobs_pb2_grpc.add_JobsServicer_to_server(JobsService(self.coordinator), server)
         membership_pb2_grpc.add_MembershipServicer_to_server(
             MembershipService(self.coordinator), server
         )
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         address = self._settings.listen_address
-        credentials = None if self._settings.tls is None else server_credentials(self._settings.tls)
+        tls = self._settings.tls
         try:
-            if credentials is None:
+            if tls is None:
                 port = server.add_insecure_port(address)
             else:
+                credentials = server_credentials(tls, self._connections.begun)
                 port = server.add_secure_port(address, credentials)
         except RuntimeError as error:
             raise _cannot_listen("listen_address", address, str(error)) from error
         self.address = _reachable(address, port)
+        self._warn_if_open()
         return server
+
+    def _access_interceptor(self) -> AccessInterceptor:
+        access = self._settings.access
+        gate = Gate(
+            self.coordinator,
+            RateLimit(per_second=access.registrations_per_second, burst=access.registration_burst),
+            time.monotonic,
+            certificates_required=self._settings.authenticates,
+        )
+        return AccessInterceptor(gate, self._refusals, self._connections.called)
+
+    def _warn_if_open(self) -> None:
+        if not self._settings.authenticates:
+            logger.warning(
+                "gRPC on %s asks for no client certificates: whoever reaches it may do everything; "
+                "give tls_certificate, tls_key and tls_client_ca outside of development",
+                self.address,
+            )
 
     def _start_metrics(self, address: str) -> None:
         host, port = split_address("metrics_address", address)
@@ -155,9 +196,22 @@ class ControlPlane:
             await asyncio.sleep(interval_seconds)
             try:
                 self.coordinator.sweep()
+                self._count_refusals()
             except Exception:
                 # A mistake in closing one job must not let all others live for ever.
                 logger.exception("looking for expired leases failed")
+
+    def _count_refusals(self) -> None:
+        for _ in range(self._connections.take_failed()):
+            self._refusals.refused(
+                "connection",
+                "TLS clients",
+                NoHandshakeError(
+                    "a connection brought no call: its certificate is missing, expired or of "
+                    "another authority, or the client trusts another one"
+                ),
+            )
+        self._refusals.sweep()
 
 
 def _cannot_listen(name: str, address: str, why: str) -> AddressInUseError:

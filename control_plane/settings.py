@@ -8,6 +8,7 @@ from pathlib import Path
 
 from control_plane.planners import DEFAULT_PLANNER
 from distca.rpc import DEFAULT_MAX_MESSAGE_BYTES
+from distca.tls import TlsFiles
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,22 +44,30 @@ class CoordinatorSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TlsFiles:
-    """Certificates of the control plane; read again when the files change.
+class AccessSettings:
+    """What one caller may ask for, and what shows that it is a job's rank.
 
     Attributes:
-        certificate_file, key_file: its certificate chain and private key, PEM.
-        client_ca_file: if given, clients must present a certificate signed by one of these (mTLS).
+        registrations_per_second: servers and ranks that one identity (without mTLS: one host) may
+            register in the long run.
+        registration_burst: how many at once: as many as the largest job has ranks.
+        handshake_seconds: a TLS connection that has brought no call for so long counts as refused.
+        token_secret_file: 32 bytes or more from which jobs' tokens are derived; with it the tokens
+            stay good when the control plane starts again. None makes a random secret.
     """
 
-    certificate_file: Path
-    key_file: Path
-    client_ca_file: Path | None = None
+    registrations_per_second: float = 200.0
+    registration_burst: int = 4096
+    handshake_seconds: float = 10.0
+    token_secret_file: Path | None = None
 
-    def paths(self) -> list[Path]:
-        """All files."""
-        named = (self.certificate_file, self.key_file, self.client_ca_file)
-        return [path for path in named if path is not None]
+    def __post_init__(self) -> None:
+        for name in ("registrations_per_second", "handshake_seconds"):
+            _check_positive(name, getattr(self, name))
+        if self.registration_burst < 1:
+            raise ValueError(
+                f"registration_burst is {self.registration_burst}; it must be 1 or more"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,6 +82,7 @@ class ControlPlaneSettings:
         max_message_bytes: largest gRPC message in either direction.
         stop_seconds: how long calls may go on after a signal to stop.
         tls: certificates; None is plaintext.
+        access: limits on callers.
         address_file: where to write the bound addresses, as JSON, once both ports serve:
             ``{"grpc": "host:port", "metrics": "host:port"}``, null if there is no endpoint.
     """
@@ -83,7 +93,13 @@ class ControlPlaneSettings:
     max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES
     stop_seconds: float = 5.0
     tls: TlsFiles | None = None
+    access: AccessSettings = field(default_factory=AccessSettings)
     address_file: Path | None = None
+
+    @property
+    def authenticates(self) -> bool:
+        """Whether callers must show a certificate."""
+        return self.tls is not None and self.tls.client_ca_file is not None
 
     def __post_init__(self) -> None:
         split_address("listen_address", self.listen_address)

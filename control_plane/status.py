@@ -7,15 +7,21 @@ from typing import NoReturn
 import grpc
 
 from control_plane import errors
-from distca.rpc import ERROR_KIND_KEY
+from distca.rpc import ERROR_KIND_KEY, RETRY_AFTER_KEY
 
 _STATUS: dict[type[errors.RefusedError], tuple[grpc.StatusCode, str]] = {
     errors.InvalidRequestError: (grpc.StatusCode.INVALID_ARGUMENT, "invalid-request"),
     errors.SpecMismatchError: (grpc.StatusCode.FAILED_PRECONDITION, "spec-mismatch"),
     errors.AlreadyExistsError: (grpc.StatusCode.ALREADY_EXISTS, "already-exists"),
+    errors.NoIdentityError: (grpc.StatusCode.UNAUTHENTICATED, "no-identity"),
+    errors.ExpiredCertificateError: (grpc.StatusCode.UNAUTHENTICATED, "expired-certificate"),
+    errors.NoHandshakeError: (grpc.StatusCode.UNAVAILABLE, "no-handshake"),
+    errors.WrongRoleError: (grpc.StatusCode.PERMISSION_DENIED, "wrong-role"),
     errors.OtherOwnerError: (grpc.StatusCode.PERMISSION_DENIED, "other-owner"),
     errors.MissingTokenError: (grpc.StatusCode.UNAUTHENTICATED, "missing-token"),
     errors.WrongTokenError: (grpc.StatusCode.PERMISSION_DENIED, "wrong-token"),
+    errors.RequestTooLargeError: (grpc.StatusCode.RESOURCE_EXHAUSTED, "too-large"),
+    errors.RateLimitedError: (grpc.StatusCode.RESOURCE_EXHAUSTED, "rate-limited"),
     errors.BacklogError: (grpc.StatusCode.RESOURCE_EXHAUSTED, "backlog"),
     errors.ReplacedError: (grpc.StatusCode.ABORTED, "replaced"),
     errors.ShuttingDownError: (grpc.StatusCode.UNAVAILABLE, "shutting-down"),
@@ -26,8 +32,17 @@ _STATUS: dict[type[errors.RefusedError], tuple[grpc.StatusCode, str]] = {
 }
 
 
+def kind_of(error: errors.RefusedError) -> str:
+    """Names the kind of ``error``, one of a closed set."""
+    return _STATUS[type(error)][1]
+
+
 async def refuse(context: grpc.aio.ServicerContext, error: errors.RefusedError) -> NoReturn:
-    """Ends a call with the status of ``error``; its kind goes with it as trailing metadata."""
+    """Ends a call with the status of ``error``; its kind, and when to try again if that is known,
+    go with it as trailing metadata."""
     status, kind = _STATUS[type(error)]
-    await context.abort(status, str(error), ((ERROR_KIND_KEY, kind),))
+    metadata = [(ERROR_KIND_KEY, kind)]
+    if isinstance(error, errors.RateLimitedError):
+        metadata.append((RETRY_AFTER_KEY, f"{error.retry_after_seconds:.3f}"))
+    await context.abort(status, str(error), tuple(metadata))
     raise AssertionError("abort raises")

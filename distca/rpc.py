@@ -30,7 +30,10 @@ DEFAULT_MAX_MESSAGE_BYTES = 256 * 2**20
 """gRPC's own limit of 4 MiB is too small for the whole plan of a large job."""
 
 ERROR_KIND_KEY = "distca-error"
-"""Trailing metadata that tells apart the things that can be NOT_FOUND; see :data:`_NOT_FOUND`."""
+"""Trailing metadata that tells apart errors of one status; see :data:`_BY_KIND`."""
+
+RETRY_AFTER_KEY = "retry-after"
+"""Trailing metadata of a call that came too early: when to try again, in seconds."""
 
 
 class RpcError(Exception):
@@ -81,10 +84,33 @@ class AlreadyExists(RpcError):
     advice = "use another name, or wait until the lease of the one before has expired"
 
 
+class Unauthenticated(RpcError):
+    """The certificate says nothing of use, or a job's token is missing."""
+
+    advice = "show the certificate's identity with 'distca certs show FILE'"
+
+
+class PermissionDenied(RpcError):
+    """The certificate's role may not do this, or the job is another tenant's."""
+
+    advice = "use a certificate of the right role; docs/security.md lists what each may do"
+
+
 class ResourceExhausted(RpcError):
     """A message is larger than allowed, or a stream was dropped because its reader fell behind."""
 
     advice = "watch again if the reader fell behind; raise max_message_bytes on both sides if not"
+
+
+class RateLimited(ResourceExhausted):
+    """Too many members were registered in a short time.
+
+    Attributes:
+        retry_after_seconds: when the control plane admits the call.
+    """
+
+    advice = "try again after that time, or raise the control plane's registration limits"
+    retry_after_seconds = 1.0
 
 
 class Cancelled(RpcError):
@@ -123,11 +149,12 @@ class LeaseExpired(NotFound):
     advice = "register again"
 
 
-_NOT_FOUND: dict[str, type[NotFound]] = {
+_BY_KIND: dict[str, type[RpcError]] = {
     "unknown-job": UnknownJob,
     "unknown-server": UnknownServer,
     "unknown-step": UnknownStep,
     "lease-expired": LeaseExpired,
+    "rate-limited": RateLimited,
 }
 
 _BY_STATUS: dict[grpc.StatusCode, type[RpcError]] = {
@@ -138,6 +165,8 @@ _BY_STATUS: dict[grpc.StatusCode, type[RpcError]] = {
     grpc.StatusCode.ALREADY_EXISTS: AlreadyExists,
     grpc.StatusCode.RESOURCE_EXHAUSTED: ResourceExhausted,
     grpc.StatusCode.CANCELLED: Cancelled,
+    grpc.StatusCode.UNAUTHENTICATED: Unauthenticated,
+    grpc.StatusCode.PERMISSION_DENIED: PermissionDenied,
     grpc.StatusCode.NOT_FOUND: NotFound,
 }
 
@@ -147,7 +176,8 @@ class RpcSettings:
     """How to reach the control plane.
 
     Attributes:
-        address: its ``host:port``.
+        address: its ``host:port``; of several, with commas between, a channel takes the first,
+            and :mod:`distca.reconnect` tries all.
         connect_seconds: how long :func:`wait_until_ready` waits for a connection.
         call_seconds: deadline of a unary call that sets none itself.
         keepalive_seconds: interval of pings on an idle connection, at least
@@ -170,11 +200,13 @@ class RpcSettings:
     key_file: Path | None = None
 
     def __post_init__(self) -> None:
-        host, _, port = self.address.rpartition(":")
-        if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
-            raise ValueError(
-                f"address is {self.address!r}; it must be host:port, for example localhost:7700"
-            )
+        for address in self.addresses:
+            host, _, port = address.rpartition(":")
+            if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
+                raise ValueError(
+                    f"address is {self.address!r}; it must be host:port, for example "
+                    "localhost:7700, or several with commas between"
+                )
         for field in fields(self):
             value = getattr(self, field.name)
             if field.name.endswith("_seconds") and not (math.isfinite(value) and value > 0):
@@ -197,6 +229,11 @@ class RpcSettings:
                 "ca_file, certificate_file and key_file"
             )
 
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """``address``, or each of several."""
+        return tuple(address.strip() for address in self.address.split(","))
+
 
 def open_channel(settings: RpcSettings, token: Callable[[], bytes] = lambda: b"") -> grpc.Channel:
     """A channel to the control plane; it connects on first use, and again after a failure.
@@ -213,7 +250,7 @@ def open_channel(settings: RpcSettings, token: Callable[[], bytes] = lambda: b""
     """
     options = _client_options(settings)
     if settings.ca_file is None:
-        channel = grpc.insecure_channel(settings.address, options)
+        channel = grpc.insecure_channel(settings.addresses[0], options)
     else:
         credentials = grpc.ssl_channel_credentials(
             root_certificates=settings.ca_file.read_bytes(),
@@ -222,7 +259,7 @@ def open_channel(settings: RpcSettings, token: Callable[[], bytes] = lambda: b""
                 settings.certificate_file.read_bytes() if settings.certificate_file else None
             ),
         )
-        channel = grpc.secure_channel(settings.address, credentials, options)
+        channel = grpc.secure_channel(settings.addresses[0], credentials, options)
     return grpc.intercept_channel(channel, _Caller(settings, token))
 
 
@@ -247,10 +284,14 @@ def named_error(error: grpc.RpcError, method: str, address: str) -> RpcError:
     """The one of this module's errors that ``error`` stands for."""
     status = error.code()
     kind: type[RpcError] = _BY_STATUS.get(status, RpcError)
-    if kind is NotFound:
-        metadata = dict(error.trailing_metadata() or ())
-        kind = _NOT_FOUND.get(metadata.get(ERROR_KIND_KEY, ""), NotFound)
-    return kind(method, address, error.details() or status.name)
+    metadata = dict(error.trailing_metadata() or ())
+    specific = _BY_KIND.get(metadata.get(ERROR_KIND_KEY, ""), kind)
+    if issubclass(specific, kind):
+        kind = specific
+    named = kind(method, address, error.details() or status.name)
+    if isinstance(named, RateLimited):
+        named.retry_after_seconds = float(metadata.get(RETRY_AFTER_KEY, named.retry_after_seconds))
+    return named
 
 
 def log_lost_report(future: Future[object]) -> None:
@@ -280,6 +321,8 @@ def _client_options(settings: RpcSettings) -> list[tuple[str, int]]:
         # A control plane that restarts is found again within seconds, not gRPC's two minutes.
         ("grpc.initial_reconnect_backoff_ms", 200),
         ("grpc.max_reconnect_backoff_ms", 2000),
+        # Else a new channel would go on with the backoff of the one before it.
+        ("grpc.use_local_subchannel_pool", 1),
     ]
 
 

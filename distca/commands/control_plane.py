@@ -10,6 +10,8 @@ import typer
 
 from distca.options import options_from
 
+_SECURITY = "Security"
+
 
 @dataclass(frozen=True, kw_only=True)
 class ControlPlaneOptions:
@@ -34,18 +36,43 @@ class ControlPlaneOptions:
     lease_seconds: Annotated[
         float, typer.Option(help="Servers and ranks live so long without a heartbeat.")
     ] = 15.0
+    token_secret: Annotated[
+        Path | None,
+        typer.Option(
+            help="File of 32 random bytes or more that jobs' tokens are derived from: with it they "
+            "stay good when the control plane starts again; default: a new secret each time.",
+            envvar="DISTCA_TOKEN_SECRET",
+            rich_help_panel=_SECURITY,
+        ),
+    ] = None
+    registrations_per_second: Annotated[
+        float,
+        typer.Option(
+            help="Servers and ranks that one identity may register in the long run.",
+            rich_help_panel=_SECURITY,
+        ),
+    ] = 200.0
+    registration_burst: Annotated[
+        int, typer.Option(help="How many of them at once.", rich_help_panel=_SECURITY)
+    ] = 4096
     tls_certificate: Annotated[
         Path | None,
-        typer.Option(help="Certificate chain; turns TLS on.", rich_help_panel="TLS"),
+        typer.Option(
+            help="Certificate chain; turns TLS on.",
+            envvar="DISTCA_TLS_CERTIFICATE",
+            rich_help_panel=_SECURITY,
+        ),
     ] = None
     tls_key: Annotated[
-        Path | None, typer.Option(help="Its private key.", rich_help_panel="TLS")
+        Path | None,
+        typer.Option(help="Its private key.", envvar="DISTCA_TLS_KEY", rich_help_panel=_SECURITY),
     ] = None
     tls_client_ca: Annotated[
         Path | None,
         typer.Option(
             help="Clients must show a certificate of this authority (mTLS).",
-            rich_help_panel="TLS",
+            envvar="DISTCA_TLS_CLIENT_CA",
+            rich_help_panel=_SECURITY,
         ),
     ] = None
 
@@ -61,8 +88,9 @@ def control_plane(options: ControlPlaneOptions) -> None:
     """Run the control plane: servers and trainers register here and receive plans."""
     from control_plane.planners import DEFAULT_PLANNER
     from control_plane.server import run
-    from control_plane.settings import ControlPlaneSettings, CoordinatorSettings, TlsFiles
+    from control_plane.settings import AccessSettings, ControlPlaneSettings, CoordinatorSettings
     from distca.commands.usage import as_usage_error
+    from distca.tls import TlsFiles
 
     tls = None
     if options.tls_certificate is not None and options.tls_key is not None:
@@ -82,5 +110,10 @@ def control_plane(options: ControlPlaneOptions) -> None:
                 default_planner=options.planner or DEFAULT_PLANNER,
             ),
             tls=tls,
+            access=AccessSettings(
+                registrations_per_second=options.registrations_per_second,
+                registration_burst=options.registration_burst,
+                token_secret_file=options.token_secret,
+            ),
         )
     run(settings)

@@ -19,15 +19,21 @@ class ClientTls:
         Path | None,
         typer.Option(
             help="Certificate authority of the control plane; turns TLS on.",
+            envvar="DISTCA_TLS_CA",
             rich_help_panel=_PANEL,
         ),
     ] = None
     tls_certificate: Annotated[
         Path | None,
-        typer.Option(help="Certificate of this process, for mTLS.", rich_help_panel=_PANEL),
+        typer.Option(
+            help="Certificate of this process, for mTLS.",
+            envvar="DISTCA_TLS_CERTIFICATE",
+            rich_help_panel=_PANEL,
+        ),
     ] = None
     tls_key: Annotated[
-        Path | None, typer.Option(help="Its private key.", rich_help_panel=_PANEL)
+        Path | None,
+        typer.Option(help="Its private key.", envvar="DISTCA_TLS_KEY", rich_help_panel=_PANEL),
     ] = None
 
     def __post_init__(self) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import grpc
 import numpy as np
 
 from control_plane.planning import Planner, PlanningOptions, PlanningServer
@@ -23,6 +24,7 @@ from core_attention.plan import PhaseForecast, Plan
 from core_attention.shape import AttentionShape
 from distca.codec import profile_to_proto, rank_manifest_to_proto, shape_to_proto
 from distca.rpc import EventStream, RpcError, RpcSettings, open_channel
+from distca.tokens import JOB_TOKEN_KEY
 from distca.v1 import jobs_pb2, jobs_pb2_grpc, membership_pb2, membership_pb2_grpc
 
 SHAPE = AttentionShape(num_heads=8, num_heads_kv=2, head_dim=64, head_dim_v=64, dtype="bfloat16")
@@ -168,11 +170,38 @@ class Watcher:
             self._events.put(None)
 
 
+class Tokens(grpc.UnaryUnaryClientInterceptor, grpc.UnaryStreamClientInterceptor):  # type: ignore[misc]
+    """Sends with every call the token of the lease or, if that is unknown, of the job it names:
+    one client of a test plays several ranks."""
+
+    def __init__(self) -> None:
+        self.of: dict[str, bytes] = {}
+
+    def opened(self, answer: jobs_pb2.OpenJobResponse) -> None:
+        """A rank has joined."""
+        self.of[answer.rank_lease_id] = self.of[answer.job_id] = answer.token
+
+    def intercept_unary_unary(self, continuation: Any, details: Any, request: Any) -> Any:
+        return continuation(self._with_token(details, request), request)
+
+    intercept_unary_stream = intercept_unary_unary
+
+    def _with_token(self, details: Any, request: Any) -> Any:
+        names = [getattr(request, name, "") for name in ("rank_lease_id", "lease_id", "job_id")]
+        if isinstance(request, jobs_pb2.ReportStepRequest) and request.HasField("server"):
+            names = names[:2]
+        tokens = [self.of[name] for name in names if name in self.of]
+        if not tokens or details.metadata:
+            return details
+        return details._replace(metadata=[(JOB_TOKEN_KEY, tokens[0])])
+
+
 class Client:
     """One process that talks to the control plane."""
 
     def __init__(self, settings: RpcSettings) -> None:
-        self.channel = open_channel(settings)
+        self.tokens = Tokens()
+        self.channel = grpc.intercept_channel(open_channel(settings), self.tokens)
         self.jobs = jobs_pb2_grpc.JobsStub(self.channel)
         self.membership = membership_pb2_grpc.MembershipStub(self.channel)
 
@@ -190,6 +219,7 @@ class Client:
         if spec.placement != jobs_pb2.PLACEMENT_POOL:
             request.in_place_server.CopyFrom(server_description(f"{spec.name}-rank-{rank}"))
         answer = self.jobs.OpenJob(request)
+        self.tokens.opened(answer)
         return answer.job_id, answer.rank_lease_id
 
     def submit(

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from control_plane.errors import MissingTokenError, WrongTokenError
 from control_plane.job_keys import MIN_SECRET_BYTES, JobKeys, WeakSecretError
-from distca.tokens import KEY_BYTES
+from distca.tokens import KEY_BYTES, rank_token
 
 
 def test_the_same_secret_gives_the_same_keys(tmp_path: Path) -> None:
@@ -27,6 +29,27 @@ def test_every_job_and_owner_has_its_own() -> None:
 def test_without_a_file_every_process_has_its_own_secret() -> None:
     first, second = JobKeys.from_file(None), JobKeys.from_file(None)
     assert first.key_of("job-1", "") != second.key_of("job-1", "")
+
+
+def test_a_rank_that_comes_back_proves_itself_to_a_new_process() -> None:
+    secret = b"s" * MIN_SECRET_BYTES
+    token = rank_token(JobKeys(secret).key_of("job-1", "team-a"), 3)
+    restarted = JobKeys(secret)
+    key = restarted.proved("job-1", owner="team-a", rank=3, token=token)
+    assert key == restarted.key_of("job-1", "team-a")
+    for wrong in (
+        {"job_id": "job-2"},
+        {"owner": "team-b"},
+        {"rank": 2},
+        {"token": b"guessed"},
+    ):
+        claim: dict[str, Any] = {"job_id": "job-1", "owner": "team-a", "rank": 3, "token": token}
+        with pytest.raises(WrongTokenError, match="is not that of rank"):
+            restarted.proved(**(claim | wrong))
+    with pytest.raises(MissingTokenError):
+        restarted.proved("job-1", owner="team-a", rank=3, token=None)
+    with pytest.raises(WrongTokenError, match="without a token secret"):
+        JobKeys().proved("job-1", owner="team-a", rank=3, token=token)
 
 
 def test_a_short_secret_is_refused(tmp_path: Path) -> None:

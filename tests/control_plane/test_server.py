@@ -23,10 +23,10 @@ from control_plane.server import AddressInUseError, ControlPlane
 from control_plane.settings import (
     ControlPlaneSettings,
     CoordinatorSettings,
-    TlsFiles,
     split_address,
 )
 from distca import rpc
+from distca.tls import TlsFiles
 from distca.v1 import membership_pb2
 from tests.control_plane.service_harness import (
     DEADLINE_SECONDS,
@@ -172,7 +172,10 @@ def make_certificate(folder: Path, name: str, authority: str | None) -> None:
     ]
     command += ["-nodes", "-days", "2", "-subj", f"/CN={name}", "-keyout", key]
     command += ["-out", certificate]
-    command += ["-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1"]
+    command += [
+        "-addext",
+        f"subjectAltName=DNS:localhost,IP:127.0.0.1,URI:spiffe://distca/operator/{name}",
+    ]
     if authority is not None:
         command += ["-CA", folder / f"{authority}.crt", "-CAkey", folder / f"{authority}.key"]
     subprocess.run([str(part) for part in command], check=True, capture_output=True, timeout=30)
