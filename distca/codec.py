@@ -234,6 +234,28 @@ def plan_from_proto(message: plan_pb2.Plan) -> Plan:
         )
 
 
+def first_tick_to_bytes(first_tick: Int64Array) -> bytes:
+    """The column of :class:`StepPlanned`; empty where every document begins with its step."""
+    return _pack("StepPlanned.first_tick", first_tick, _INT32) if first_tick.any() else b""
+
+
+def first_tick_from_bytes(data: bytes, n_documents: int) -> Int64Array:
+    """``[n_documents]`` the first tick of each document of a plan.
+
+    Raises:
+        WireError: the column is truncated, has not one value per document, or a negative one.
+    """
+    if not data:
+        return np.zeros(n_documents, dtype=np.int64)
+    column = _unpack("StepPlanned.first_tick", data, _INT32).astype(np.int64)
+    if len(column) != n_documents or (column < 0).any():
+        raise WireError(
+            f"StepPlanned.first_tick has {len(column)} values, the least {column.min(initial=0)}; "
+            f"there must be one, 0 or more, for each of the plan's {n_documents} documents"
+        )
+    return column
+
+
 def _manifest_to_proto(manifest: Manifest) -> plan_pb2.Manifest:
     specs = DOCUMENT_COLUMNS | SEGMENT_COLUMNS
     return plan_pb2.Manifest(

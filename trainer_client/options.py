@@ -25,7 +25,8 @@ class SessionOptions:
     """What a rank must know to join a job.
 
     Attributes:
-        control_plane: ``host:port`` of the control plane.
+        control_plane: ``host:port`` of the control plane; if it has standbys, the addresses of all
+            with commas between.
         job: name of the job; the same on every rank, and unique among the jobs that run.
         rank: this data-parallel rank.
         n_ranks: ranks of the job.
@@ -43,7 +44,9 @@ class SessionOptions:
         data_port: port of the in-place server; 0 takes any free one.
         one_host: all ranks and servers are on this machine, so shared memory may be used.
         connect_timeout_seconds: to reach the control plane, and later each server.
-        plan_timeout_seconds: how long a step waits for its plan.
+        control_plane_timeout_seconds: how long the control plane may be away while training goes
+            on.
+        plan_timeout_seconds: how long a step waits for its plan, while the control plane is there.
         tick_timeout_seconds: how long a tick may take; must be shorter than the collective
             library's own timeout (NCCL's default is 600 s).
         probe_bytes: size of the bandwidth probe to each server at start; 0 leaves it out.
@@ -74,6 +77,7 @@ class SessionOptions:
     data_port: int = 0
     one_host: bool = False
     connect_timeout_seconds: float = 20.0
+    control_plane_timeout_seconds: float = 600.0
     plan_timeout_seconds: float = 60.0
     tick_timeout_seconds: float = 120.0
     probe_bytes: int = 8 * 2**20

@@ -1,0 +1,108 @@
+"""Finding the control plane again: its addresses in turn, with backoff and jitter.
+
+A control plane may have standbys, of which one takes over when it ends. Whoever depends on it
+knows the addresses of all and tries one after the other; a standby answers UNAVAILABLE.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TypeVar
+
+from tenacity import (
+    Retrying,
+    retry_if_exception,
+    sleep_using_event,
+    stop_after_delay,
+    stop_when_event_set,
+    wait_random_exponential,
+)
+
+from distca import rpc
+
+Result = TypeVar("Result")
+
+LONGEST_WAIT_SECONDS = 2.0
+"""Between two attempts. Waits are random up to a limit that doubles from 0.2 s to this."""
+
+ATTEMPT_SECONDS = 2.0
+"""How long one of several addresses may take to accept a connection."""
+
+_TRANSIENT = (
+    rpc.ControlPlaneUnavailable,
+    rpc.DeadlineExceeded,
+    rpc.Cancelled,
+    rpc.RateLimited,
+)
+
+
+class Addresses:
+    """The addresses of a control plane and its standbys.
+
+    Args:
+        settings: whose address is ``host:port``, or several of them with commas between.
+    """
+
+    def __init__(self, settings: rpc.RpcSettings) -> None:
+        self._each = [replace(settings, address=address) for address in settings.addresses]
+        self._next = 0
+        self._connect_seconds = settings.connect_seconds
+
+    def current(self) -> rpc.RpcSettings:
+        """How to reach the one to try now."""
+        settings = self._each[self._next]
+        if len(self._each) == 1:
+            return settings
+        return replace(settings, connect_seconds=min(ATTEMPT_SECONDS, self._connect_seconds))
+
+    def advance(self) -> None:
+        """The current one did not answer: the next one's turn."""
+        self._next = (self._next + 1) % len(self._each)
+
+    def __str__(self) -> str:
+        return ", ".join(settings.address for settings in self._each)
+
+
+def is_transient(error: BaseException) -> bool:
+    """Whether a later attempt, here or at another address, may go well."""
+    return isinstance(error, _TRANSIENT)
+
+
+def reach(
+    attempt: Callable[[rpc.RpcSettings], Result],
+    addresses: Addresses,
+    *,
+    timeout_seconds: float,
+    giving_up: threading.Event,
+    again: Callable[[BaseException], bool] = is_transient,
+) -> Result:
+    """The result of the first ``attempt`` that goes well, at one address after the other.
+
+    Args:
+        attempt: connects and says what it has to say.
+        addresses: where; an attempt that fails moves on to the next.
+        timeout_seconds: no attempt begins later than this after the first.
+        giving_up: when set, no further attempt is made.
+        again: which errors are worth another attempt.
+
+    Raises:
+        RpcError: of the last attempt.
+    """
+
+    def attempt_in_turn() -> Result:
+        try:
+            return attempt(addresses.current())
+        except rpc.RpcError:
+            addresses.advance()
+            raise
+
+    retrying = Retrying(
+        stop=stop_after_delay(timeout_seconds) | stop_when_event_set(giving_up),
+        wait=wait_random_exponential(multiplier=0.2, max=LONGEST_WAIT_SECONDS),
+        retry=retry_if_exception(again),
+        sleep=sleep_using_event(giving_up),
+        reraise=True,
+    )
+    return retrying(attempt_in_turn)
