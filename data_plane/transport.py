@@ -175,6 +175,27 @@ class Connection(Protocol):
     def add_closed_callback(self, callback: Callable[[TransportError | None], None]) -> None:
         """Calls ``callback(error)`` once when the connection ends (None after ``close()``)."""
 
+    @property
+    def last_heard(self) -> float:
+        """``time.monotonic()`` when something of the peer last arrived, at first when it was
+        opened."""
+
+    def ping(self, timeout_seconds: float) -> None:
+        """Asks the peer for a sign of life, and fails the connection with PeerLost if none comes.
+
+        The peer's transport answers on its own thread, so a peer that computes, or waits for
+        somebody else, answers at once; one that is stopped, or cut off in either direction, does
+        not. Any message that arrives in the meantime is as good as the answer. A ping while
+        another one is under way does nothing.
+
+        Args:
+            timeout_seconds: how long to wait for it. Where messages travel in order, a transport
+                adds the time that those under way take on the slowest network worth using.
+
+        Raises:
+            ValueError: ``timeout_seconds`` is not positive.
+        """
+
 
 @dataclass(frozen=True)
 class ProbeResult:

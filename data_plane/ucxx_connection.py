@@ -29,6 +29,7 @@ from data_plane.transport import (
     TransportError,
 )
 from data_plane.ucxx_endpoint_query import query_endpoint
+from data_plane.ucxx_ping import PING_TAG, PONG_TAG, Pings
 from data_plane.ucxx_transfer import TransferKind, UcxxTransfer
 from data_plane.ucxx_worker import UCX_ERRORS, UcxxWorker
 
@@ -89,6 +90,7 @@ class UcxxConnection:
         local_id: int,
         peer: str,
         max_unclaimed_messages: int,
+        slowest_bytes_per_second: float,
         metrics: DataPlaneMetrics | None,
     ) -> None:
         self.local_id = local_id
@@ -107,6 +109,7 @@ class UcxxConnection:
         self._error: TransportError | None = None
         self._torn_down = False
         self._closed_callbacks: list[Callable[[TransportError | None], None]] = []
+        self._pings = Pings(self, slowest_bytes_per_second)
         endpoint.set_close_callback(self._on_endpoint_lost)
 
     @property
@@ -190,6 +193,28 @@ class UcxxConnection:
                 return
         self._call_closed(callback)
 
+    @property
+    def last_heard(self) -> float:
+        return self._pings.last_heard
+
+    def ping(self, timeout_seconds: float) -> None:
+        self._pings.ask(timeout_seconds)
+
+    @property
+    def moving_bytes(self) -> int:
+        """Of messages that UCX moves now, in either direction. Owner thread."""
+        return sum(transfer.nbytes for transfer in self._moving)
+
+    def lose_silent_peer(self, seconds: float) -> None:
+        """Fails the connection after a ping that was not answered. Owner thread."""
+        self.fail(
+            self._new_error(
+                PeerLost,
+                f"no sign of life for {seconds:.1f} s, though it was asked for one",
+                hint="the process is stopped, or the network to it is cut",
+            )
+        )
+
     def lanes(self) -> tuple[str, ...]:
         """Names of the UCX transports in use, empty when closed. Owner thread."""
         if self.endpoint is None:
@@ -218,11 +243,15 @@ class UcxxConnection:
 
     def deliver(self, channel: int, tag: int, message: Any) -> None:
         """Takes an arrived message for this connection. Owner thread."""
+        self._pings.last_heard = time.monotonic()
         if self._torn_down:
             self.worker.discard(message)
         elif channel == CONTROL_CHANNEL:
             if tag == FAREWELL_TAG:
                 self._take_farewell(message)
+            elif tag in (PING_TAG, PONG_TAG):
+                self.worker.discard(message)
+                self._pings.take(tag)
             elif self.on_control is not None:
                 self.on_control(tag, message)
             else:
@@ -353,6 +382,8 @@ class UcxxConnection:
     def _on_complete(self, transfer: UcxxTransfer, error: Exception | None) -> None:
         self._moving.discard(transfer)
         if error is None and transfer.failure is None:
+            if transfer.kind == "offer":
+                self._pings.last_heard = time.monotonic()
             self._end(transfer, None)
             return
         if not self._torn_down:

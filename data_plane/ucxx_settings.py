@@ -47,6 +47,9 @@ class UcxxSettings:
         max_unclaimed_messages: messages that one connection may have waiting for an offer;
             one more fails the connection.
         max_probe_bytes: the largest probe message that a peer may make this side hold memory for.
+        slowest_bytes_per_second: the slowest network worth using. UCX sends the messages of a
+            connection in order, so a ping behind a large one is given the large one's time at
+            this rate.
     """
 
     device: str = "cpu"
@@ -56,6 +59,7 @@ class UcxxSettings:
     handshake_timeout_seconds: float = 5.0
     max_unclaimed_messages: int = 16384
     max_probe_bytes: int = 64 * 2**20
+    slowest_bytes_per_second: float = 16 * 2**20
 
     def __post_init__(self) -> None:
         kind, _, index = self.device.partition(":")
@@ -63,7 +67,12 @@ class UcxxSettings:
             raise ValueError(f"device is {self.device!r}; valid: 'cpu', 'cuda', 'cuda:<index>'")
         if self.busy_poll_seconds is not None and self.busy_poll_seconds < 0:
             raise ValueError(f"busy_poll_seconds is {self.busy_poll_seconds}; give 0 or more")
-        for name in ("handshake_timeout_seconds", "max_unclaimed_messages", "max_probe_bytes"):
+        for name in (
+            "handshake_timeout_seconds",
+            "max_unclaimed_messages",
+            "max_probe_bytes",
+            "slowest_bytes_per_second",
+        ):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} is {getattr(self, name)}; give more than 0")
 

@@ -191,6 +191,7 @@ class UcxxTransport:
             local_id=self._new_connection_id(),
             peer=peer,
             max_unclaimed_messages=self._settings.max_unclaimed_messages,
+            slowest_bytes_per_second=self._settings.slowest_bytes_per_second,
             metrics=self._metrics,
         )
         self._connections[connection.local_id] = connection

@@ -75,7 +75,7 @@ class FakeTransfer:
 class FakeConnection:
     """A rank's connection: the test decides what arrives, and sees what was offered and put."""
 
-    peer, transport = "rank", "fake"
+    peer, transport, last_heard = "rank", "fake", 0.0
 
     def __init__(self) -> None:
         self.closed, self.reason = False, ""
@@ -111,6 +111,9 @@ class FakeConnection:
 
     def add_closed_callback(self, callback: Callable[[TransportError | None], None]) -> None:
         pass
+
+    def ping(self, timeout_seconds: float) -> None:
+        raise AssertionError("trainers ask servers, not the other way round")
 
 
 class FailingKernel(CpuKernel):

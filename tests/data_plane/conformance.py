@@ -431,6 +431,73 @@ class TransportConformance:
             with pytest.raises(PeerLost):
                 transfer.wait(1.0)
 
+    # Signs of life
+
+    def test_peer_that_answers_a_ping_keeps_its_connection(self, pair: Pair) -> None:
+        for _ in range(3):
+            before = time.monotonic()
+            pair.at_client.ping(0.5)
+            eventually(lambda before=before: pair.at_client.last_heard > before)  # type: ignore[misc]
+        time.sleep(0.6)
+        assert not pair.at_client.closed
+        received = pair.pool.acquire(10)
+        pair.at_client.put(1, pair.filled(10), WAIT_SECONDS)
+        pair.at_server.offer(1, received, WAIT_SECONDS).wait(WAIT_SECONDS)
+
+    def test_listening_side_can_ping_too(self, pair: Pair) -> None:
+        before = time.monotonic()
+        pair.at_server.ping(WAIT_SECONDS)
+        eventually(lambda: pair.at_server.last_heard > before)
+
+    def test_ping_needs_a_time(self, pair: Pair) -> None:
+        with pytest.raises(ValueError, match="timeout_seconds"):
+            pair.at_client.ping(0.0)
+
+    def test_stopped_peer_does_not_answer_and_is_lost(
+        self, transport: Transport, pool: BufferPool, peer: PeerProcess
+    ) -> None:
+        connection = self.connect_to(transport, peer, steps())
+        offer = connection.offer(1, pool.acquire(100), 30.0)
+        peer.stop()
+        start = time.monotonic()
+        connection.ping(0.5)
+        with pytest.raises(PeerLost, match="no sign of life for"):
+            offer.wait(WAIT_SECONDS)
+        assert 0.4 < time.monotonic() - start < 1.5
+        assert connection.closed
+
+    def test_peer_that_stopped_for_a_moment_is_kept(
+        self, transport: Transport, pool: BufferPool, peer: PeerProcess
+    ) -> None:
+        connection = self.connect_to(transport, peer, steps(("put", 1, 100)))
+        peer.stop()
+        connection.ping(2.0)
+        time.sleep(0.5)
+        peer.resume()
+        time.sleep(2.0)
+        assert not connection.closed
+        connection.offer(1, pool.acquire(100), WAIT_SECONDS).wait(WAIT_SECONDS)
+
+    def test_message_under_way_gives_a_ping_more_time(
+        self, transport: Transport, pool: BufferPool, peer: PeerProcess
+    ) -> None:
+        """The peer takes the large message late; the ping behind it is answered later still."""
+        connection = self.connect_to(transport, peer, steps(("offer", 1, LARGE_BYTES)))
+        time.sleep(0.1)
+        peer.stop()
+        put = connection.put(1, pool.acquire(LARGE_BYTES), 30.0)
+        time.sleep(0.05)
+        connection.ping(0.2)
+        time.sleep(1.0)
+        peer.resume()
+        put.wait(WAIT_SECONDS)
+        assert not connection.closed
+
+    def test_ping_of_a_closed_connection_does_nothing(self, pair: Pair) -> None:
+        pair.at_client.close()
+        pair.at_client.ping(0.1)
+        eventually(lambda: pair.at_server.closed)
+
     # Connecting
 
     def test_nobody_listens(self, transport: Transport) -> None:

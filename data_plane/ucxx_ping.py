@@ -1,0 +1,75 @@
+"""Signs of life over the ucxx transport: the question, the answer, and what silence means.
+
+The question and the answer are small messages of the control channel. The answer is given on the
+peer's owner thread, which never runs a kernel and never waits for another rank: silence means that
+the process is stopped or that the network between the two is cut, in either direction.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from data_plane.ucxx_connection import UcxxConnection
+    from data_plane.ucxx_worker import Timer
+
+# Tags of the control channel, beside those of the farewell and of the probe.
+PING_TAG: Final = 32
+PONG_TAG: Final = 33
+
+SUSPENDED_SECONDS = 1.0
+"""A deadline that is looked at so much too late: this process itself was stopped meanwhile, and
+answers may wait unread."""
+
+
+class Pings:
+    """The pings of one connection. ``ask`` is for any thread, the rest for the owner thread.
+
+    Attributes:
+        last_heard: ``time.monotonic()`` when something of the peer last arrived.
+    """
+
+    def __init__(self, connection: UcxxConnection, slowest_bytes_per_second: float) -> None:
+        self._connection = connection
+        self._slowest_bytes_per_second = slowest_bytes_per_second
+        self._verdict: Timer | None = None
+        self.last_heard = time.monotonic()
+
+    def ask(self, timeout_seconds: float) -> None:
+        """See ``Connection.ping``."""
+        if not timeout_seconds > 0:
+            raise ValueError(f"timeout_seconds is {timeout_seconds}; give more than 0")
+        self._connection.worker.submit(lambda: self._ask(timeout_seconds))
+
+    def take(self, tag: int) -> None:
+        """A ping or an answer arrived."""
+        if tag == PING_TAG:
+            self._connection.send_control(PONG_TAG, b"pong")
+        elif self._verdict is not None:
+            self._verdict.cancel()
+            self._verdict = None
+
+    def _ask(self, timeout_seconds: float) -> None:
+        connection = self._connection
+        if self._verdict is not None or connection.closed or connection.remote_id < 0:
+            return
+        self._expect_answer(timeout_seconds)
+        connection.send_control(PING_TAG, b"ping")
+
+    def _expect_answer(self, timeout_seconds: float) -> None:
+        asked = time.monotonic()
+        allowed = timeout_seconds
+        allowed += self._connection.moving_bytes / self._slowest_bytes_per_second
+        self._verdict = self._connection.worker.call_at(
+            asked + allowed, lambda: self._judge(asked, allowed, timeout_seconds)
+        )
+
+    def _judge(self, asked: float, allowed: float, timeout_seconds: float) -> None:
+        self._verdict = None
+        if self._connection.closed or self.last_heard > asked:
+            return
+        if time.monotonic() - asked - allowed > SUSPENDED_SECONDS:
+            self._ask(timeout_seconds)
+            return
+        self._connection.lose_silent_peer(time.monotonic() - self.last_heard)

@@ -1,0 +1,229 @@
+"""Peers that are stopped or cut off are found while something is awaited from them, others never
+blamed: with fakes for the timing, and with real processes over UCX."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection as Pipe
+
+import pytest
+
+from data_plane.buffer_pool import BufferPool, PooledBuffer
+from data_plane.liveness import LivenessMonitor
+from data_plane.transport import (
+    Address,
+    Connection,
+    PeerLost,
+    Transfer,
+    TransferState,
+    TransferTimeout,
+    TransportError,
+)
+from data_plane.ucxx_ping import SUSPENDED_SECONDS, Pings
+from data_plane.ucxx_settings import UcxxSettings
+from data_plane.ucxx_transport import UcxxTransport
+from data_plane.ucxx_worker import Timer
+from tests.data_plane.conformance import eventually
+
+QUIET_SECONDS = 0.2
+PING_SECONDS = 0.5
+SLACK_SECONDS = 0.5
+"""Of a busy machine: threads that wake late."""
+
+
+class FakeConnection:
+    """Notes when it is pinged; hears what the test says."""
+
+    peer, transport, closed = "peer", "fake", False
+
+    def __init__(self) -> None:
+        self.last_heard = time.monotonic()
+        self.pings: list[float] = []
+
+    def ping(self, timeout_seconds: float) -> None:
+        assert timeout_seconds == PING_SECONDS
+        self.pings.append(time.monotonic())
+
+    def offer(self, tag: int, buffer: PooledBuffer, deadline_seconds: float) -> Transfer:
+        raise NotImplementedError
+
+    def put(
+        self,
+        tag: int,
+        buffer: PooledBuffer,
+        deadline_seconds: float,
+        ready: Callable[[], bool] | None = None,
+    ) -> Transfer:
+        raise NotImplementedError
+
+    def close(self, reason: str = "") -> None:
+        raise NotImplementedError
+
+    def add_closed_callback(self, callback: Callable[[TransportError | None], None]) -> None:
+        raise NotImplementedError
+
+
+@pytest.fixture
+def monitor() -> Iterator[LivenessMonitor]:
+    monitor = LivenessMonitor(quiet_seconds=QUIET_SECONDS, ping_timeout_seconds=PING_SECONDS)
+    yield monitor
+    monitor.close()
+
+
+def test_quiet_connection_is_pinged_while_it_is_watched(monitor: LivenessMonitor) -> None:
+    connection = FakeConnection()
+    start = time.monotonic()
+    monitor.watch(connection)
+    eventually(lambda: len(connection.pings) >= 2)
+    assert connection.pings[0] - start >= QUIET_SECONDS * 0.8
+    monitor.unwatch(connection)
+    time.sleep(QUIET_SECONDS / 4)
+    seen = len(connection.pings)
+    time.sleep(2 * QUIET_SECONDS)
+    assert len(connection.pings) == seen
+
+
+def test_connection_that_is_heard_of_is_not_pinged(monitor: LivenessMonitor) -> None:
+    connection = FakeConnection()
+    monitor.watch(connection)
+    end = time.monotonic() + 3 * QUIET_SECONDS
+    while time.monotonic() < end:
+        connection.last_heard = time.monotonic()
+        time.sleep(0.01)
+    assert connection.pings == []
+
+
+def test_connection_is_watched_until_its_last_wait_is_over(monitor: LivenessMonitor) -> None:
+    connection = FakeConnection()
+    for _ in range(2):
+        monitor.watch(connection)
+    monitor.unwatch(connection)
+    eventually(lambda: len(connection.pings) > 0)
+    monitor.unwatch(connection)
+    with pytest.raises(KeyError):
+        monitor.unwatch(connection)
+
+
+@pytest.mark.parametrize("name", ["quiet_seconds", "ping_timeout_seconds"])
+def test_times_must_be_positive(name: str) -> None:
+    with pytest.raises(ValueError, match=f"{name} is 0"):
+        LivenessMonitor(**{name: 0})
+
+
+class FakeWorker:
+    """An owner thread that runs what the test tells it to run."""
+
+    thread_id = 0
+
+    def __init__(self) -> None:
+        self.timers: list[tuple[float, Callable[[], None]]] = []
+
+    def submit(self, command: Callable[[], None]) -> None:
+        command()
+
+    def call_at(self, when: float, callback: Callable[[], None]) -> Timer:
+        self.timers.append((when, callback))
+        return Timer(when, callback)
+
+
+class FakeUcxxConnection:
+    """What ``Pings`` sees of a connection."""
+
+    closed, remote_id = False, 1
+
+    def __init__(self, moving_bytes: int = 0) -> None:
+        self.worker = FakeWorker()
+        self.moving_bytes = moving_bytes
+        self.sent: list[int] = []
+        self.lost_after: float | None = None
+
+    def send_control(self, operation: int, payload: bytes) -> None:
+        self.sent.append(operation)
+
+    def lose_silent_peer(self, seconds: float) -> None:
+        self.lost_after = seconds
+
+
+def test_process_that_was_itself_stopped_asks_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr("data_plane.ucxx_ping.time.monotonic", lambda: now)
+    connection = FakeUcxxConnection()
+    pings = Pings(connection, 1.0)  # type: ignore[arg-type]
+    pings.ask(5.0)
+    now += 5.0 + 2 * SUSPENDED_SECONDS
+    connection.worker.timers.pop()[1]()
+    assert connection.lost_after is None
+    assert len(connection.sent) == 2
+    now += 5.0
+    connection.worker.timers.pop()[1]()
+    assert connection.lost_after == pytest.approx(10.0 + 2 * SUSPENDED_SECONDS)
+
+
+def test_one_ping_is_under_way_at_a_time_and_waits_for_what_is_in_front_of_it() -> None:
+    connection = FakeUcxxConnection(moving_bytes=300)
+    pings = Pings(connection, 100.0)  # type: ignore[arg-type]
+    start = time.monotonic()
+    for _ in range(2):
+        pings.ask(5.0)
+    assert len(connection.sent) == 1
+    ((when, _),) = connection.worker.timers
+    assert when - start == pytest.approx(8.0, abs=0.1)
+
+
+# Real processes
+
+_LIFETIME_SECONDS = 60.0
+
+
+def make_transport() -> UcxxTransport:
+    return UcxxTransport(UcxxSettings(one_host=True))
+
+
+def serve_while_computing(pipe: Pipe) -> None:
+    """A peer that never answers a request and whose main thread hogs the GIL, as a busy server's
+    may; only its transport's thread is at hand."""
+    transport = make_transport()
+    pipe.send(transport.listen("127.0.0.1", 0, lambda hello, connection: b"").port)
+    end = time.monotonic() + _LIFETIME_SECONDS
+    while time.monotonic() < end and not pipe.poll(0.0):
+        sum(index * index for index in range(100_000))
+    transport.close()
+
+
+@pytest.fixture
+def busy_peer() -> Iterator[tuple[int, Address]]:
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=serve_while_computing, args=(theirs,), daemon=True)
+    process.start()
+    theirs.close()
+    assert ours.poll(60.0)
+    assert process.pid is not None
+    yield process.pid, Address("127.0.0.1", ours.recv())
+    process.kill()
+    process.join(10.0)
+    ours.close()
+
+
+def test_busy_peer_is_never_blamed_and_a_stopped_one_is_found_in_time(
+    busy_peer: tuple[int, Address], monitor: LivenessMonitor
+) -> None:
+    pid, address = busy_peer
+    transport, pool = make_transport(), BufferPool()
+    connection: Connection
+    connection, _ = transport.connect(address, b"", 10.0)
+    offer = connection.offer(1, pool.acquire(1000), 60.0)
+    monitor.watch(connection)
+    with pytest.raises(TransferTimeout):
+        offer.wait(5 * (QUIET_SECONDS + PING_SECONDS))
+    assert offer.state is TransferState.PENDING
+    os.kill(pid, signal.SIGSTOP)
+    start = time.monotonic()
+    with pytest.raises(PeerLost, match="no sign of life"):
+        offer.wait(10.0)
+    assert time.monotonic() - start < QUIET_SECONDS + PING_SECONDS + SLACK_SECONDS
+    transport.close()
