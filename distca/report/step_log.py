@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import logging
+import os
 from dataclasses import asdict
 from pathlib import Path
 
 from distca.report.record import StepRecord
+
+logger = logging.getLogger(__name__)
 
 
 class StepLog:
     """One line a step, readable while the run goes on.
 
     A step may be written again, when what was measured has arrived; the last line of it counts.
+    Lines that cannot be written, on a full disk, are kept in memory and written with the next.
 
     Args:
         path: of the file; made when the first step is written.
@@ -20,18 +26,31 @@ class StepLog:
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        self._unwritten = ""
+        self._fails = False
 
     def append(self, record: StepRecord) -> None:
-        """Adds ``record`` as one line."""
-        with self._path.open("a") as file:
-            file.write(json.dumps(asdict(record)) + "\n")
+        """Adds ``record`` as one line; that it cannot be written is a warning, once."""
+        self._unwritten += json.dumps(asdict(record)) + "\n"
+        try:
+            _append_whole(self._path, self._unwritten.encode())
+        except OSError as error:
+            if not self._fails:
+                logger.warning(
+                    "%s cannot be written: %s; steps are kept in memory until it can",
+                    self._path,
+                    error.strerror,
+                )
+            self._fails = True
+        else:
+            self._unwritten = ""
+            self._fails = False
 
     def read(self) -> tuple[StepRecord, ...]:
         """All steps, in order; a last line that is not yet whole is left out."""
-        if not self._path.exists():
-            return ()
+        text = self._path.read_text() if self._path.exists() else ""
         steps: dict[int, StepRecord] = {}
-        for line in self._path.read_text().splitlines(keepends=True):
+        for line in (text + self._unwritten).splitlines(keepends=True):
             if line.endswith("\n"):
                 record = StepRecord(**json.loads(line))
                 steps[record.step] = record
@@ -43,6 +62,22 @@ class StepLog:
         partial = self._path.with_name(self._path.name + ".partial")
         partial.write_text("".join(json.dumps(asdict(record)) + "\n" for record in kept))
         partial.replace(self._path)
+
+
+def _append_whole(path: Path, lines: bytes) -> None:
+    """Appends all of ``lines`` or nothing.
+
+    Raises:
+        OSError: they cannot be written.
+    """
+    with path.open("ab", buffering=0) as file:
+        end = file.seek(0, os.SEEK_END)
+        try:
+            if file.write(lines) != len(lines):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError:
+            file.truncate(end)
+            raise
 
 
 class StepTail:

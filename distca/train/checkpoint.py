@@ -1,5 +1,8 @@
 """Checkpoints: written whole or not at all, the last two kept.
 
+A disk that is full for a while costs no training: what cannot be saved now is saved at the next
+checkpoint, and only a run that ends without having saved its last step fails.
+
 A checkpoint holds weights, optimiser state and the number of steps done. Batches are a function of
 (seed, step) and the learning rate of the step, so nothing else is needed to go on exactly.
 """
@@ -23,6 +26,7 @@ logger = logging.getLogger(__name__)
 
 KEPT_CHECKPOINTS = 2
 _NAME = re.compile(r"step-(\d{8})\.pt")
+_PARTIAL = ".partial"
 
 
 @dataclass(frozen=True)
@@ -43,6 +47,43 @@ class Checkpoint:
     optimizer: dict[str, Any]
 
 
+class CheckpointKeeper:
+    """Saves the checkpoints of a run, and survives those that cannot be.
+
+    Args:
+        folder: of the checkpoints.
+
+    Attributes:
+        failure: why the last one could not be saved; None if it was.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self.failure: CheckpointError | None = None
+
+    def save(self, checkpoint: Checkpoint) -> None:
+        """Writes ``checkpoint``; a failure is a warning, and kept in ``failure``."""
+        try:
+            save_checkpoint(self._folder, checkpoint)
+        except CheckpointError as error:
+            self.failure = error
+            logger.warning("%s; training goes on and saves at the next checkpoint", error)
+        else:
+            self.failure = None
+
+    def require_last(self) -> None:
+        """At the end of the run: raises what kept the last checkpoint from being saved.
+
+        Raises:
+            CheckpointError: it was not saved.
+        """
+        if self.failure is not None:
+            raise CheckpointError(
+                f"the run ended without its last checkpoint: {self.failure}; make room and go on "
+                "with --resume"
+            ) from self.failure
+
+
 def save_checkpoint(folder: Path, checkpoint: Checkpoint) -> Path:
     """Writes ``checkpoint`` below ``folder``, then removes all but the newest two.
 
@@ -51,14 +92,16 @@ def save_checkpoint(folder: Path, checkpoint: Checkpoint) -> Path:
             written before are untouched.
     """
     path = folder / f"step-{checkpoint.steps_done:08d}.pt"
-    partial = path.with_name(path.name + ".partial")
+    partial = path.with_name(path.name + _PARTIAL)
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        _remove_partials(folder)
         with partial.open("wb") as file:
             torch.save(vars(checkpoint), file)
             file.flush()
             os.fsync(file.fileno())
         partial.replace(path)
+        _sync_folder(folder)
     # torch reports a failed write to a file object as RuntimeError, with the OSError as its cause
     # or context at best.
     except (OSError, RuntimeError) as error:
@@ -110,6 +153,21 @@ def load_newest(folder: Path, identity: dict[str, Any]) -> Checkpoint:
             "options that the run began with"
         )
     return checkpoint
+
+
+def _remove_partials(folder: Path) -> None:
+    """Removes what writers that were killed have left, which would take up the disk forever."""
+    for partial in folder.glob(f"step-*{_PARTIAL}"):
+        partial.unlink(missing_ok=True)
+
+
+def _sync_folder(folder: Path) -> None:
+    """Makes the new name itself survive a crash of the machine."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _reason(error: BaseException) -> str:

@@ -29,7 +29,7 @@ from distca.report.page import write_report
 from distca.report.record import RunRecord, StepRecord
 from distca.report.step_log import StepLog
 from distca.run_folder import RunFolder
-from distca.train.checkpoint import Checkpoint, load_newest, save_checkpoint
+from distca.train.checkpoint import Checkpoint, CheckpointKeeper, load_newest
 from distca.train.feed import Feed
 from distca.train.model import attention_shape, build_model, describe_model, model_config
 from distca.train.observer import Observer
@@ -97,9 +97,8 @@ def run_trainer(run: TrainerRun, console: Console) -> bool:
         finished = loop.train()
         record = loop.record(began, finished=finished)
     if run.ranks.rank == 0:
-        folder = RunFolder(run.service.run_dir)
-        record.save(folder.record)
-        write_report(record, folder.report, folder.figures)
+        _write_report(record, RunFolder(run.service.run_dir))
+        loop.checkpoints.require_last()
     if record.verification is not None and not record.verification.passed:
         raise VerificationError(
             f"loss differs from local attention's by {record.verification.loss:.1e} (allowed "
@@ -108,6 +107,15 @@ def run_trainer(run: TrainerRun, console: Console) -> bool:
             f"{record.verification.gradient_tolerance:.0e}) in {record.verification.parameter}"
         )
     return finished
+
+
+def _write_report(record: RunRecord, folder: RunFolder) -> None:
+    """Writes record and report; that they cannot be written does not undo the training."""
+    try:
+        record.save(folder.record)
+        write_report(record, folder.report, folder.figures)
+    except OSError as error:
+        logger.warning("the report in %s cannot be written: %s", folder.root, error)
 
 
 def _planned_homes(run: TrainerRun) -> PlanningOptions | None:
@@ -188,6 +196,7 @@ class _Loop:
         self._stop = stop
         self._folder = RunFolder(run.service.run_dir)
         self._log = StepLog(self._folder.step_log)
+        self.checkpoints = CheckpointKeeper(self._folder.checkpoints)
         model = build_model(
             config,
             attention=trainer_client.transformers.IMPLEMENTATION,
@@ -321,10 +330,7 @@ class _Loop:
     def _save(self, steps_done: int) -> None:
         if self._leads:
             model, optimizer = self._trainer.state()
-            save_checkpoint(
-                self._folder.checkpoints,
-                Checkpoint(steps_done, self._identity, model, optimizer),
-            )
+            self.checkpoints.save(Checkpoint(steps_done, self._identity, model, optimizer))
         # Nobody goes on, or leaves, before it is written.
         dist.barrier()
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import logging
+import os
 import resource
+import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,6 +16,7 @@ import torch
 from distca.errors import CheckpointError
 from distca.train.checkpoint import (
     Checkpoint,
+    CheckpointKeeper,
     list_checkpoints,
     load_newest,
     save_checkpoint,
@@ -85,3 +89,48 @@ def test_checkpoint_of_another_run_is_refused_with_what_differs(tmp_path: Path) 
     save_checkpoint(tmp_path, checkpoint(2))
     with pytest.raises(CheckpointError, match="ranks: 2 then, 4 now"):
         load_newest(tmp_path, {**IDENTITY, "ranks": 4})
+
+
+def test_what_a_killed_writer_left_is_removed(tmp_path: Path) -> None:
+    (tmp_path / "step-00000001.pt.partial").touch()
+    path = save_checkpoint(tmp_path, checkpoint(2))
+    assert list(tmp_path.iterdir()) == [path]
+
+
+SMALL_DISK_BYTES = 2**20
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of its own, of one MiB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={SMALL_DISK_BYTES}", "distca-test", str(folder)]
+    if os.geteuid() != 0 or subprocess.run(mount, capture_output=True, timeout=10).returncode:
+        pytest.skip("needs the right to mount a tmpfs")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", str(folder)], check=True, timeout=10)
+
+
+def test_run_on_a_full_disk_goes_on_and_saves_once_there_is_room(
+    small_disk: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = small_disk / "checkpoints"
+    keeper = CheckpointKeeper(folder)
+    keeper.save(checkpoint(2))
+    (small_disk / "other").write_bytes(bytes(SMALL_DISK_BYTES - 64 * 1024))
+    with caplog.at_level(logging.WARNING):
+        for steps_done in (4, 6):
+            keeper.save(checkpoint(steps_done, n_weights=20_000))
+    assert len(caplog.records) == 2
+    assert "step-00000006.pt cannot be written: No space left on device" in caplog.text
+    assert load_newest(folder, IDENTITY).steps_done == 2
+    assert [path.name for path in folder.iterdir()] == ["step-00000002.pt"]
+    with pytest.raises(CheckpointError, match=r"without its last checkpoint.*No space left"):
+        keeper.require_last()
+    (small_disk / "other").unlink()
+    keeper.save(checkpoint(8, n_weights=20_000))
+    keeper.require_last()
+    assert load_newest(folder, IDENTITY).steps_done == 8

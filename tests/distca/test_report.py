@@ -6,6 +6,7 @@ import base64
 import io
 import json
 import re
+import resource
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -120,6 +121,25 @@ def test_step_log_keeps_the_last_line_of_a_step_and_forgets_from_a_step_on(tmp_p
     assert len(log.read()) == 4
     log.forget_from(2)
     assert [step.step for step in log.read()] == [0, 1]
+
+
+def test_step_log_survives_a_full_disk(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "steps.jsonl"
+    log = StepLog(path)
+    steps = example_record(n_steps=4).steps
+    log.append(steps[0])
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 10, before[1]))
+    try:
+        log.append(steps[1])
+        log.append(steps[2])
+        assert StepLog(path).read() == steps[:1]
+        assert log.read() == steps[:3]
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert len(caplog.records) == 1
+    log.append(steps[3])
+    assert StepLog(path).read() == steps
 
 
 def test_mean_leaves_unknown_values_out() -> None:
