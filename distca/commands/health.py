@@ -28,6 +28,14 @@ class HealthOptions:
     timeout_seconds: Annotated[
         float, typer.Option(help="An answer must come within this time.")
     ] = 5.0
+    alive: Annotated[
+        bool,
+        typer.Option(
+            "--alive/--serving",
+            help="Any answer will do, also that it does not serve: a process that drains or stands "
+            "by is alive.",
+        ),
+    ] = False
 
 
 @options_from
@@ -52,5 +60,5 @@ def health(options: HealthOptions, tls: ClientTls) -> None:
         answer = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
     status = health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status)
     typer.echo(f"{options.address}: {status}")
-    if answer.status != health_pb2.HealthCheckResponse.SERVING:
+    if not options.alive and answer.status != health_pb2.HealthCheckResponse.SERVING:
         raise typer.Exit(NOT_SERVING_EXIT_CODE)

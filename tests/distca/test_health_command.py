@@ -40,6 +40,13 @@ def test_a_draining_process_is_not_healthy(service: tuple[health.HealthServicer,
     assert (asked.returncode, asked.stdout) == (3, f"{address}: NOT_SERVING\n")
 
 
+def test_a_draining_process_is_alive(service: tuple[health.HealthServicer, str]) -> None:
+    servicer, address = service
+    servicer.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
+    asked = distca("health", "--alive", f"--address={address}")
+    assert (asked.returncode, asked.stdout) == (0, f"{address}: NOT_SERVING\n")
+
+
 def test_no_answer_is_a_named_error_within_the_timeout() -> None:
     with socket.socket() as silent:  # bound but not listening: connections are refused
         silent.bind(("127.0.0.1", 0))
