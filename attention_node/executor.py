@@ -69,6 +69,11 @@ class _Stopwatch:
         total, before, since = self._state
         self._state = (total + before * (now - since), level, now)
 
+    def add(self, amount: float) -> None:
+        """Adds what the level did not show."""
+        total, level, since = self._state
+        self._state = (total + amount, level, since)
+
     def read(self) -> float:
         """Level times seconds so far; never falls while the level is 0 or more."""
         total, level, since = self._state
@@ -105,13 +110,14 @@ class Executor:
 
     @property
     def queued_parts(self) -> int:
-        """Parts that are ready and not yet run."""
-        return len(self._ready)
+        """Parts that are ready and not yet run, and sources that came during a call and may make
+        more of them ready."""
+        return len(self._ready) + self._events.qsize()
 
     @property
     def queued_part_seconds(self) -> float:
-        """How long parts have waited for the device, summed over them; its rate is the mean
-        :attr:`queued_parts`."""
+        """How long parts have waited for the device, from their last source's arrival on, summed
+        over them; its rate is the mean number that waits."""
         return self._waiting.read()
 
     @property
@@ -126,7 +132,10 @@ class Executor:
 
     def arrive(self, tick: OpenTick, rank: int, source: Source) -> None:
         """Hands in one source of a tick; its callbacks are made on the executor's thread."""
-        self._events.put(lambda: self._guard(tick, lambda: self._arrive(tick, rank, source)))
+        arrived = time.perf_counter()
+        self._events.put(
+            lambda: self._guard(tick, lambda: self._arrive(tick, rank, source, arrived))
+        )
 
     def give_up(self, tick: OpenTick, error: BaseException) -> None:
         """Ends a tick without results."""
@@ -164,11 +173,15 @@ class Executor:
             event()
             block = block and not self._ready
 
-    def _arrive(self, tick: OpenTick, rank: int, source: Source) -> None:
+    def _arrive(self, tick: OpenTick, rank: int, source: Source, arrived: float) -> None:
         if source.written is not None:
             torch.cuda.current_stream(self.device).wait_event(source.written)
-        self._ready.extend((tick, index) for index in tick.arrive(rank, source))
-        self._waiting.set(len(self._ready), time.perf_counter())
+        ready = tick.arrive(rank, source)
+        self._ready.extend((tick, index) for index in ready)
+        now = time.perf_counter()
+        self._waiting.set(len(self._ready), now)
+        # A source that came during a kernel call has waited for this thread already.
+        self._waiting.add(len(ready) * (now - arrived))
 
     def _take_batch(self) -> list[tuple[OpenTick, int]]:
         """The oldest ready part and those behind it that one kernel call can run with it."""

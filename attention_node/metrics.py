@@ -147,7 +147,8 @@ class _WatchedCollector(Collector):
         gauges: tuple[tuple[str, str, float], ...] = (
             (
                 "queue_depth",
-                "Groups of CA-tasks that are ready and wait for the device, now.",
+                "Groups of CA-tasks that wait for the device now, and messages that came during a "
+                "call and may make more of them ready.",
                 executor.queued_parts,
             ),
             ("open_ticks", "Ticks of which some messages have arrived.", self._open_ticks()),

@@ -62,9 +62,12 @@ class JobMetrics:
         )
         self._wait_seconds = series.gauge(
             "wait_seconds",
-            "Seconds that the rank which waited longest was blocked on core attention, likewise.",
+            "Seconds that the rank which waited longest was blocked on core attention, in the last "
+            "step that all have reported.",
         )
-        self._step_tokens = series.gauge("step_tokens", "Tokens of all ranks, likewise.")
+        self._step_tokens = series.gauge(
+            "step_tokens", "Tokens of all ranks in the last step that all have reported."
+        )
         self._pending = series.gauge(
             "pending_steps", "Steps of which some ranks' manifests are here and others' are not."
         )

@@ -44,10 +44,10 @@ class ServerMetrics:
             "server_queue_depth", "Groups of CA-tasks that wait for the device, at last heartbeat."
         )
         self._open_ticks = series.gauge(
-            "server_open_ticks", "Ticks of which some messages have arrived, likewise."
+            "server_open_ticks", "Ticks of which some messages have arrived, at last heartbeat."
         )
         self._buffer_bytes = series.gauge(
-            "server_buffer_bytes", "Message buffers in use, likewise."
+            "server_buffer_bytes", "Memory of message buffers in use, at last heartbeat."
         )
 
     def changed(self, members: Iterable[Member]) -> None:

@@ -1,0 +1,66 @@
+"""Every metric that the code defines, by the section of ``docs/metrics.md`` that lists it."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+from prometheus_client import CollectorRegistry
+from prometheus_client.metrics_core import Metric
+
+from attention_node.executor import Executor
+from attention_node.metrics import NodeMetrics
+from control_plane.metrics import Metrics
+from control_plane.refusals import Refusals
+from core_attention.kernels.cpu import CpuKernel
+from data_plane.buffer_pool import BufferPool
+from data_plane.metrics import DataPlaneMetrics
+from distca.monitoring import process_registry
+from tests.monitoring.table import Row
+from trainer_client.metrics import TrainerMetrics
+
+
+def defined_metrics() -> dict[str, dict[str, Row]]:
+    """Metrics by section and name."""
+    executor = Executor(CpuKernel(), torch.device("cpu"))
+    try:
+        server, data = CollectorRegistry(), CollectorRegistry()
+        trainer, control_plane = CollectorRegistry(), CollectorRegistry()
+        NodeMetrics(server, "node-0").watch(executor, lambda: 0)
+        DataPlaneMetrics(data).watch_pool("messages", BufferPool())
+        TrainerMetrics(trainer, "job", 0)
+        Metrics(control_plane)
+        Refusals(control_plane, time.monotonic)
+        return {
+            "Control plane": rows_of(control_plane),
+            "Attention servers": rows_of(server),
+            "Trainers": rows_of(trainer),
+            "Data plane": rows_of(data),
+            "Every process": rows_of(process_registry("trainer")),
+        }
+    finally:
+        executor.close()
+
+
+def rows_of(registry: CollectorRegistry) -> dict[str, Row]:
+    """What a registry would export, labels without samples included."""
+    rows = {}
+    collectors: Any = registry._collector_to_names
+    for collector in collectors:
+        for family in collector.collect():
+            labels = getattr(collector, "_labelnames", None)
+            if labels is None:  # a collector of our own, which always has samples
+                labels = tuple(next(iter(family.samples)).labels)
+            row = Row(_exported_name(family), _exported_type(family), labels, family.documentation)
+            rows[row.name] = row
+    return rows
+
+
+def _exported_name(family: Metric) -> str:
+    suffix = {"counter": "_total", "info": "_info"}.get(family.type, "")
+    return family.name + suffix
+
+
+def _exported_type(family: Metric) -> str:
+    return "gauge" if family.type == "info" else family.type

@@ -1,0 +1,104 @@
+"""What a rank's metrics count, without a session."""
+
+from __future__ import annotations
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from core_attention.ca_task import Phase
+from trainer_client.metrics import OWN_PROCESS, ServedTasks, TrainerMetrics
+
+
+@pytest.fixture
+def registry() -> CollectorRegistry:
+    return CollectorRegistry()
+
+
+@pytest.fixture
+def metrics(registry: CollectorRegistry) -> TrainerMetrics:
+    return TrainerMetrics(registry, "train", 3)
+
+
+def value(registry: CollectorRegistry, name: str, **labels: str) -> float | None:
+    return registry.get_sample_value(
+        f"distca_trainer_{name}", {"job_name": "train", "rank": "3", **labels}
+    )
+
+
+def test_a_ticks_seconds_are_hidden_or_exposed(
+    registry: CollectorRegistry, metrics: TrainerMetrics
+) -> None:
+    metrics.tick_collected(Phase.FORWARD, flight_seconds=0.5, exposed_seconds=0.125)
+    metrics.tick_collected(Phase.FORWARD, flight_seconds=0.25, exposed_seconds=0.0)
+    of = {
+        visibility: value(
+            registry, "communication_seconds_total", phase="forward", visibility=visibility
+        )
+        for visibility in ("hidden", "exposed")
+    }
+    assert of == {"hidden": 0.625, "exposed": 0.125}
+    assert value(registry, "tick_seconds_sum", phase="forward") == 0.75
+    assert value(registry, "tick_exposed_seconds_sum", phase="forward") == 0.125
+    assert value(registry, "tick_seconds_count", phase="backward") == 0
+
+
+def test_a_complete_steps_seconds_are_told_by_part_and_a_given_up_ones_are_not(
+    registry: CollectorRegistry, metrics: TrainerMetrics
+) -> None:
+    metrics.plan_waited_for(0.5)
+    for complete in (True, False):
+        metrics.step_ended(
+            complete=complete, tokens=100, seconds=4.0, send_seconds=0.25, wait_seconds=0.75
+        )
+    parts = {
+        part: value(registry, "step_part_seconds_total", part=part)
+        for part in ("compute", "send", "wait", "plan")
+    }
+    assert parts == {"compute": 3.0, "send": 0.25, "wait": 0.75, "plan": 0.5}
+    assert value(registry, "tokens_total") == value(registry, "step_tokens") == 100
+    assert value(registry, "steps_total", outcome="complete") == 1
+    assert value(registry, "steps_total", outcome="given_up") == 1
+
+
+def test_a_servers_series_go_with_the_connection_to_it(
+    registry: CollectorRegistry, metrics: TrainerMetrics
+) -> None:
+    for server_id, transport in (("node-0", "ucxx"), ("train.rank-3", OWN_PROCESS)):
+        metrics.tasks_served(
+            [
+                ServedTasks(
+                    server_id=server_id,
+                    transport=transport,
+                    phase=Phase.BACKWARD,
+                    tasks=2,
+                    q_rows=30,
+                    kv_rows=50,
+                )
+            ]
+        )
+    labels = {"server": "node-0", "transport": "ucxx", "phase": "backward"}
+    assert value(registry, "tasks_total", **labels) == 2
+    assert value(registry, "rows_total", **labels, kind="q") == 30
+    assert value(registry, "rows_total", **labels, kind="kv") == 50
+    metrics.server_left("node-0")
+    assert value(registry, "tasks_total", **labels) is None
+    assert value(registry, "rows_total", **labels, kind="q") is None
+    own = {**labels, "server": "train.rank-3", "transport": "none"}
+    assert value(registry, "tasks_total", **own) == 2
+
+
+def test_failures_are_there_from_the_start_and_counted(
+    registry: CollectorRegistry, metrics: TrainerMetrics
+) -> None:
+    replayed = {"phase": "forward", "where": "home"}
+    assert value(registry, "replayed_ticks_total", **replayed) == 0
+    metrics.tick_replayed(Phase.FORWARD, "home")
+    metrics.recovered(0.5)
+    metrics.stale_result()
+    metrics.task_audited("different")
+    metrics.corrupt_result("checksum")
+    assert value(registry, "replayed_ticks_total", **replayed) == 1
+    assert value(registry, "recovery_seconds_sum") == 0.5
+    assert value(registry, "stale_results_total") == 1
+    assert value(registry, "audited_tasks_total", result="different") == 1
+    assert value(registry, "corrupt_results_total", kind="checksum") == 1
