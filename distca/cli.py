@@ -13,6 +13,7 @@ from rich.console import Console
 
 from distca.commands import (
     attention_node,
+    certs,
     control_plane,
     health,
     local,
@@ -84,6 +85,7 @@ app.command("attention-node")(attention_node.attention_node)
 app.command("train")(train.train)
 app.command("local")(local.local)
 app.command("health")(health.health)
+app.add_typer(certs.app, name="certs")
 app.command("profile")(profile.profile)
 app.command("plan")(plan.plan)
 app.command("simulate")(simulate.simulate)

@@ -80,11 +80,14 @@ def _fields(settings: type[Any]) -> Iterator[tuple[dataclasses.Field[Any], Any]]
 
 
 def _parameter(field: dataclasses.Field[Any], annotation: Any) -> inspect.Parameter:
-    required = field.default is dataclasses.MISSING
+    default = field.default
+    if field.default_factory is not dataclasses.MISSING:
+        default = field.default_factory()
+    required = default is dataclasses.MISSING
     return inspect.Parameter(
         field.name,
         inspect.Parameter.KEYWORD_ONLY,
-        default=inspect.Parameter.empty if required else field.default,
+        default=inspect.Parameter.empty if required else default,
         annotation=annotation,
     )
 

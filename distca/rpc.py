@@ -1,8 +1,8 @@
 """The client's side of gRPC: how trainers, nodes and the command line reach the control plane.
 
 :func:`open_channel` gives a channel on which every unary call has a deadline and every failure is
-one of this module's errors, which name the method, the address and what to do; no caller handles
-``grpc.RpcError``. The server's matching options stand here too, so that both sides agree on
+one of :mod:`distca.rpc_errors`, which name the method, the address and what to do; no caller
+handles ``grpc.RpcError``. The server's matching options stand here too, so that both sides agree on
 keepalive: a server answers pings it does not permit by closing the connection
 (GOAWAY, too_many_pings).
 """
@@ -19,7 +19,60 @@ from typing import Any, NamedTuple
 
 import grpc
 
+from distca.reloading_channel import ReloadingChannel
+from distca.rpc_errors import (
+    ERROR_KIND_KEY,
+    RETRY_AFTER_KEY,
+    AlreadyExists,
+    Cancelled,
+    ControlPlaneUnavailable,
+    DeadlineExceeded,
+    FailedPrecondition,
+    InvalidRequest,
+    LeaseExpired,
+    NotFound,
+    PermissionDenied,
+    RateLimited,
+    ResourceExhausted,
+    RpcError,
+    Unauthenticated,
+    UnknownJob,
+    UnknownServer,
+    UnknownStep,
+    named_error,
+)
+from distca.tls import CertificateFiles, Certificates
 from distca.tokens import JOB_TOKEN_KEY
+
+__all__ = [
+    "DEFAULT_MAX_MESSAGE_BYTES",
+    "ERROR_KIND_KEY",
+    "MIN_KEEPALIVE_SECONDS",
+    "RETRY_AFTER_KEY",
+    "AlreadyExists",
+    "Cancelled",
+    "ControlPlaneUnavailable",
+    "DeadlineExceeded",
+    "EventStream",
+    "FailedPrecondition",
+    "InvalidRequest",
+    "LeaseExpired",
+    "NotFound",
+    "PermissionDenied",
+    "RateLimited",
+    "ResourceExhausted",
+    "RpcError",
+    "RpcSettings",
+    "Unauthenticated",
+    "UnknownJob",
+    "UnknownServer",
+    "UnknownStep",
+    "log_lost_report",
+    "named_error",
+    "open_channel",
+    "server_options",
+    "wait_until_ready",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -28,147 +81,6 @@ MIN_KEEPALIVE_SECONDS = 10.0
 
 DEFAULT_MAX_MESSAGE_BYTES = 256 * 2**20
 """gRPC's own limit of 4 MiB is too small for the whole plan of a large job."""
-
-ERROR_KIND_KEY = "distca-error"
-"""Trailing metadata that tells apart errors of one status; see :data:`_BY_KIND`."""
-
-RETRY_AFTER_KEY = "retry-after"
-"""Trailing metadata of a call that came too early: when to try again, in seconds."""
-
-
-class RpcError(Exception):
-    """A call to the control plane failed.
-
-    Attributes:
-        method: name of the call, for example ``"OpenJob"``.
-        address: ``host:port`` of the control plane.
-        details: what the control plane, or gRPC, said.
-    """
-
-    advice = "see the control plane's log"
-
-    def __init__(self, method: str, address: str, details: str) -> None:
-        super().__init__(f"{method} at {address}: {details.rstrip('.')}; {self.advice}")
-        self.method = method
-        self.address = address
-        self.details = details
-
-
-class ControlPlaneUnavailable(RpcError):
-    """No control plane answers at the address, or it is shutting down."""
-
-    advice = "is the control plane running there, and do address and TLS files match? Try again"
-
-
-class DeadlineExceeded(RpcError):
-    """The control plane did not answer in time."""
-
-    advice = "the call may have taken effect; try again, or raise the timeout if it is busy"
-
-
-class InvalidRequest(RpcError):
-    """A field of the request is missing or wrong."""
-
-    advice = "correct the request"
-
-
-class FailedPrecondition(RpcError):
-    """The request contradicts what others agreed on, such as a job's spec."""
-
-    advice = "give all ranks of a job the same settings, and every job a name of its own"
-
-
-class AlreadyExists(RpcError):
-    """Another live server has the id, or the rank has joined already."""
-
-    advice = "use another name, or wait until the lease of the one before has expired"
-
-
-class Unauthenticated(RpcError):
-    """The certificate says nothing of use, or a job's token is missing."""
-
-    advice = "show the certificate's identity with 'distca certs show FILE'"
-
-
-class PermissionDenied(RpcError):
-    """The certificate's role may not do this, or the job is another tenant's."""
-
-    advice = "use a certificate of the right role; docs/security.md lists what each may do"
-
-
-class ResourceExhausted(RpcError):
-    """A message is larger than allowed, or a stream was dropped because its reader fell behind."""
-
-    advice = "watch again if the reader fell behind; raise max_message_bytes on both sides if not"
-
-
-class RateLimited(ResourceExhausted):
-    """Too many members were registered in a short time.
-
-    Attributes:
-        retry_after_seconds: when the control plane admits the call.
-    """
-
-    advice = "try again after that time, or raise the control plane's registration limits"
-    retry_after_seconds = 1.0
-
-
-class Cancelled(RpcError):
-    """The call was cancelled, usually by this side's own shutdown."""
-
-    advice = "nothing to do if this process is shutting down"
-
-
-class NotFound(RpcError):
-    """What the request names does not exist."""
-
-    advice = "check the name"
-
-
-class UnknownJob(NotFound):
-    """No open job has the id."""
-
-    advice = "open the job again; the reason above says why it was closed, if it was"
-
-
-class UnknownServer(NotFound):
-    """No server with a lease has the id."""
-
-    advice = "list the servers that there are"
-
-
-class UnknownStep(NotFound):
-    """The step has no plan yet, or its plan is forgotten."""
-
-    advice = "ask for a recent step that has been planned"
-
-
-class LeaseExpired(NotFound):
-    """The lease expired, or the control plane has restarted since."""
-
-    advice = "register again"
-
-
-_BY_KIND: dict[str, type[RpcError]] = {
-    "unknown-job": UnknownJob,
-    "unknown-server": UnknownServer,
-    "unknown-step": UnknownStep,
-    "lease-expired": LeaseExpired,
-    "rate-limited": RateLimited,
-}
-
-_BY_STATUS: dict[grpc.StatusCode, type[RpcError]] = {
-    grpc.StatusCode.UNAVAILABLE: ControlPlaneUnavailable,
-    grpc.StatusCode.DEADLINE_EXCEEDED: DeadlineExceeded,
-    grpc.StatusCode.INVALID_ARGUMENT: InvalidRequest,
-    grpc.StatusCode.FAILED_PRECONDITION: FailedPrecondition,
-    grpc.StatusCode.ALREADY_EXISTS: AlreadyExists,
-    grpc.StatusCode.RESOURCE_EXHAUSTED: ResourceExhausted,
-    grpc.StatusCode.CANCELLED: Cancelled,
-    grpc.StatusCode.UNAUTHENTICATED: Unauthenticated,
-    grpc.StatusCode.PERMISSION_DENIED: PermissionDenied,
-    grpc.StatusCode.NOT_FOUND: NotFound,
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,6 +99,10 @@ class RpcSettings:
         max_message_bytes: largest message in either direction.
         ca_file: certificates that sign the control plane's; None is plaintext.
         certificate_file, key_file: this client's own certificate and key, for mTLS; both or none.
+        server_name: name that the control plane's certificate must have, if it is not the host of
+            ``address``.
+        certificate_check_seconds: how often the files are looked at; new certificates are taken
+            into use while calls and streams go on, see :mod:`distca.reloading_channel`.
     """
 
     address: str
@@ -198,6 +114,8 @@ class RpcSettings:
     ca_file: Path | None = None
     certificate_file: Path | None = None
     key_file: Path | None = None
+    server_name: str | None = None
+    certificate_check_seconds: float = 10.0
 
     def __post_init__(self) -> None:
         for address in self.addresses:
@@ -247,20 +165,34 @@ def open_channel(settings: RpcSettings, token: Callable[[], bytes] = lambda: b""
 
     Raises:
         OSError: a TLS file cannot be read.
+        distca.tls.MismatchError: a TLS file is of no use.
     """
-    options = _client_options(settings)
     if settings.ca_file is None:
-        channel = grpc.insecure_channel(settings.addresses[0], options)
+        channel = grpc.insecure_channel(settings.addresses[0], _client_options(settings))
     else:
-        credentials = grpc.ssl_channel_credentials(
-            root_certificates=settings.ca_file.read_bytes(),
-            private_key=settings.key_file.read_bytes() if settings.key_file else None,
-            certificate_chain=(
-                settings.certificate_file.read_bytes() if settings.certificate_file else None
-            ),
-        )
-        channel = grpc.secure_channel(settings.addresses[0], credentials, options)
+        channel = _secure_channel(settings)
     return grpc.intercept_channel(channel, _Caller(settings, token))
+
+
+def _secure_channel(settings: RpcSettings) -> grpc.Channel:
+    files = CertificateFiles(
+        authority=settings.ca_file, certificate=settings.certificate_file, key=settings.key_file
+    )
+
+    def connect(certificates: Certificates) -> grpc.Channel:
+        credentials = grpc.ssl_channel_credentials(
+            root_certificates=certificates.authority,
+            private_key=certificates.key,
+            certificate_chain=certificates.chain,
+        )
+        return grpc.secure_channel(settings.addresses[0], credentials, _client_options(settings))
+
+    return ReloadingChannel(
+        files,
+        connect,
+        check_seconds=settings.certificate_check_seconds,
+        ready_seconds=settings.connect_seconds,
+    )
 
 
 def wait_until_ready(channel: grpc.Channel, settings: RpcSettings) -> None:
@@ -280,20 +212,6 @@ def wait_until_ready(channel: grpc.Channel, settings: RpcSettings) -> None:
         ready.cancel()
 
 
-def named_error(error: grpc.RpcError, method: str, address: str) -> RpcError:
-    """The one of this module's errors that ``error`` stands for."""
-    status = error.code()
-    kind: type[RpcError] = _BY_STATUS.get(status, RpcError)
-    metadata = dict(error.trailing_metadata() or ())
-    specific = _BY_KIND.get(metadata.get(ERROR_KIND_KEY, ""), kind)
-    if issubclass(specific, kind):
-        kind = specific
-    named = kind(method, address, error.details() or status.name)
-    if isinstance(named, RateLimited):
-        named.retry_after_seconds = float(metadata.get(RETRY_AFTER_KEY, named.retry_after_seconds))
-    return named
-
-
 def log_lost_report(future: Future[object]) -> None:
     """Done callback of a step report sent in the background: losing one is worth a warning only."""
     if not future.cancelled() and future.exception() is not None:
@@ -311,8 +229,12 @@ def server_options(max_message_bytes: int) -> list[tuple[str, int]]:
     ]
 
 
-def _client_options(settings: RpcSettings) -> list[tuple[str, int]]:
+def _client_options(settings: RpcSettings) -> list[tuple[str, int | str]]:
+    named = (
+        [("grpc.ssl_target_name_override", settings.server_name)] if settings.server_name else []
+    )
     return [
+        *named,
         *_message_options(settings.max_message_bytes),
         ("grpc.keepalive_time_ms", int(settings.keepalive_seconds * 1000)),
         ("grpc.keepalive_timeout_ms", int(settings.keepalive_timeout_seconds * 1000)),
@@ -345,7 +267,7 @@ class _CallDetails(NamedTuple):
 
 
 class _Caller(grpc.UnaryUnaryClientInterceptor, grpc.UnaryStreamClientInterceptor):  # type: ignore[misc]
-    """Gives unary calls a deadline, and all calls the job's token and this module's errors."""
+    """Gives unary calls a deadline, and all calls the job's token and named errors."""
 
     def __init__(self, settings: RpcSettings, token: Callable[[], bytes]) -> None:
         self._settings = settings

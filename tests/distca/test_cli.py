@@ -16,6 +16,7 @@ COMMANDS = (
     "train",
     "local",
     "health",
+    "certs",
     "profile",
     "plan",
     "simulate",

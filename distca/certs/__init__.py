@@ -1,0 +1,1 @@
+"""Certificates for development: an authority, and one certificate for each role."""

@@ -1,0 +1,97 @@
+"""A folder of certificates: ``ca.crt`` and ``ca.key``, ``<name>.crt`` and ``<name>.key``."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+from pathlib import Path
+
+from distca.certs.authority import Authority, Signed
+from distca.errors import DistcaError
+from distca.identity import Identity
+
+AUTHORITY = "ca"
+
+
+class FileExistsAlreadyError(DistcaError):
+    """A certificate or key is there already, and nothing said to replace it."""
+
+
+class CertificateFolder:
+    """Writes certificates; keys are for their owner's eyes only (mode 0600).
+
+    Args:
+        path: the folder; made if it is not there.
+        force: replace what is there.
+
+    Raises:
+        OSError: the folder cannot be made.
+    """
+
+    def __init__(self, path: Path, *, force: bool = False) -> None:
+        self._path = path
+        self._force = force
+        path.mkdir(parents=True, exist_ok=True, mode=0o700)
+
+    def authority(self, lifetime: timedelta) -> Authority:
+        """The folder's authority, which is never replaced; a new one if there is none.
+
+        Raises:
+            OSError: a file cannot be read or written, or one of its two is missing.
+            UnusableAuthorityError: what is there is no authority.
+        """
+        certificate, key = self._files(AUTHORITY)
+        if certificate.exists() or key.exists():
+            found = Signed(certificate=certificate.read_bytes(), key=key.read_bytes())
+            return Authority.load(found)
+        made = Authority.make(lifetime)
+        self._write(AUTHORITY, made.pem)
+        return made
+
+    def check_free(self, stems: list[str]) -> None:
+        """Raises if a file of one of these names is there, and may not be replaced.
+
+        Raises:
+            FileExistsAlreadyError: names the first.
+        """
+        if self._force:
+            return
+        for path in (path for stem in stems for path in self._files(stem)):
+            if path.exists():
+                raise FileExistsAlreadyError(
+                    f"{path} exists; give --force to replace it, or another folder"
+                )
+
+    def add(self, stem: str, signed: Signed) -> Path:
+        """Writes ``<stem>.crt`` and ``<stem>.key``; returns the first.
+
+        Raises:
+            OSError: a file cannot be written.
+            FileExistsAlreadyError: as :meth:`check_free`.
+        """
+        self.check_free([stem])
+        self._write(stem, signed)
+        return self._files(stem)[0]
+
+    def _files(self, stem: str) -> tuple[Path, Path]:
+        return self._path / f"{stem}.crt", self._path / f"{stem}.key"
+
+    def _write(self, stem: str, signed: Signed) -> None:
+        # The key first: who watches the certificate finds its key there.
+        certificate, key = self._files(stem)
+        _replace(key, signed.key, 0o600)
+        _replace(certificate, signed.certificate, 0o644)
+
+
+def default_stem(identity: Identity, default_name: str) -> str:
+    """``trainer`` for the default name, ``trainer-team-b`` for another."""
+    return identity.role if identity.name == default_name else f"{identity.role}-{identity.name}"
+
+
+def _replace(path: Path, content: bytes, mode: int) -> None:
+    """Whole or not at all, and never readable for others in between."""
+    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    with os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode), "wb") as file:
+        os.fchmod(file.fileno(), mode)
+        file.write(content)
+    partial.replace(path)
