@@ -43,6 +43,7 @@ from data_plane.ucxx_transport import UcxxTransport
 from distca import __version__, rpc
 from distca.codec import plan_from_proto, profile_to_proto
 from distca.monitoring import MetricsEndpoint, process_registry
+from distca.tls import TlsFiles, server_credentials
 from distca.v1 import jobs_pb2, membership_pb2
 
 logger = logging.getLogger(__name__)
@@ -66,7 +67,8 @@ class NodeSettings:
         device: ``"cpu"`` or ``"cuda:<index>"``.
         data_host: address of this machine that trainers reach.
         data_port: port of the data plane; 0 takes any free one.
-        health_port: port of grpc.health.v1; 0 takes any free one.
+        health_port: port of grpc.health.v1, over mTLS if ``certificate_file`` is given; 0 takes any
+            free one.
         metrics_port: port of ``/metrics``; 0 takes any free one.
         one_host: all trainers are on this machine, so shared memory may be used.
         capacity_rows: q plus k/v rows the node can hold in one tick; 0 is without limit.
@@ -76,7 +78,8 @@ class NodeSettings:
         drain_seconds: how long planned steps may take to finish when the node is told to stop.
         reply_timeout_seconds: how long a trainer may take to accept a reply.
         address_file: where to write the bound addresses as JSON, or None.
-        ca_file, certificate_file, key_file: TLS to the control plane; see ``distca.rpc``.
+        ca_file, certificate_file, key_file, server_name, certificate_check_seconds: TLS to the
+            control plane; see ``distca.rpc``.
     """
 
     control_plane: str
@@ -98,6 +101,8 @@ class NodeSettings:
     ca_file: Path | None = None
     certificate_file: Path | None = None
     key_file: Path | None = None
+    server_name: str | None = None
+    certificate_check_seconds: float = 10.0
 
     def __post_init__(self) -> None:
         if not self.profile_shapes:
@@ -192,6 +197,8 @@ class AttentionNode:
                 ca_file=settings.ca_file,
                 certificate_file=settings.certificate_file,
                 key_file=settings.key_file,
+                server_name=settings.server_name,
+                certificate_check_seconds=settings.certificate_check_seconds,
             ),
             self._describe(data_address),
             load=self._load,
@@ -262,7 +269,7 @@ class AttentionNode:
         address = f"{self._settings.data_host}:{self._settings.health_port}"
         self._health.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
         try:
-            port: int = self._grpc.add_insecure_port(address)
+            port: int = self._add_port(address)
         except RuntimeError as error:
             raise OSError(
                 f"health_port {self._settings.health_port} on {self._settings.data_host} is in "
@@ -270,6 +277,17 @@ class AttentionNode:
             ) from error
         self._grpc.start()
         return port
+
+    def _add_port(self, address: str) -> int:
+        settings = self._settings
+        if settings.certificate_file is None or settings.key_file is None:
+            return int(self._grpc.add_insecure_port(address))
+        files = TlsFiles(
+            certificate_file=settings.certificate_file,
+            key_file=settings.key_file,
+            client_ca_file=settings.ca_file,
+        )
+        return int(self._grpc.add_secure_port(address, server_credentials(files)))
 
     def _describe(self, data_address: Address) -> membership_pb2.ServerDescription:
         return membership_pb2.ServerDescription(

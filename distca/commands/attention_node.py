@@ -96,5 +96,6 @@ def attention_node(options: NodeOptions, tls: ClientTls) -> None:
             ca_file=tls.tls_ca,
             certificate_file=tls.tls_certificate,
             key_file=tls.tls_key,
+            server_name=tls.tls_server_name,
         )
     run(settings)

@@ -54,6 +54,7 @@ def health(options: HealthOptions, tls: ClientTls) -> None:
             ca_file=tls.tls_ca,
             certificate_file=tls.tls_certificate,
             key_file=tls.tls_key,
+            server_name=tls.tls_server_name,
         )
     with rpc.open_channel(settings) as channel:
         rpc.wait_until_ready(channel, settings)

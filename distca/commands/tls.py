@@ -36,6 +36,15 @@ class ClientTls:
         typer.Option(help="Its private key.", envvar="DISTCA_TLS_KEY", rich_help_panel=_PANEL),
     ] = None
 
+    tls_server_name: Annotated[
+        str | None,
+        typer.Option(
+            help="Name that the certificate of the control plane must have; default: its host.",
+            envvar="DISTCA_TLS_SERVER_NAME",
+            rich_help_panel=_PANEL,
+        ),
+    ] = None
+
     def __post_init__(self) -> None:
         if (self.tls_certificate is None) != (self.tls_key is None):
             raise ValueError("tls_certificate and tls_key belong together: give both or neither")
