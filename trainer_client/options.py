@@ -56,7 +56,8 @@ class SessionOptions:
             (``Session.metrics_registry`` is there for your own endpoint).
         metrics_host: address it listens on.
         profile_dir: where an in-place server caches its cost profile.
-        ca_file, certificate_file, key_file: TLS to the control plane; see ``distca.rpc``.
+        ca_file, certificate_file, key_file, server_name, certificate_check_seconds: TLS to the
+            control plane; see ``distca.rpc``.
     """
 
     control_plane: str
@@ -88,6 +89,8 @@ class SessionOptions:
     ca_file: Path | None = None
     certificate_file: Path | None = None
     key_file: Path | None = None
+    server_name: str | None = None
+    certificate_check_seconds: float = 10.0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "placement", Placement(self.placement))

@@ -65,6 +65,8 @@ class Session:
                 ca_file=options.ca_file,
                 certificate_file=options.certificate_file,
                 key_file=options.key_file,
+                server_name=options.server_name,
+                certificate_check_seconds=options.certificate_check_seconds,
             ),
             on_opened=self._job_opened,
             on_planned=self._step_planned,

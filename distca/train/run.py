@@ -165,6 +165,7 @@ def session_options(
         ca_file=run.tls.tls_ca,
         certificate_file=run.tls.tls_certificate,
         key_file=run.tls.tls_key,
+        server_name=run.tls.tls_server_name,
     )
 
 
