@@ -10,6 +10,7 @@ from pathlib import Path
 
 from core_attention.shape import AttentionShape
 from core_attention.tick import MAX_LAYERS, MAX_NANO_BATCHES
+from distca.timeouts import check_order, known_timeouts
 
 
 class Placement(StrEnum):
@@ -49,6 +50,11 @@ class SessionOptions:
         plan_timeout_seconds: how long a step waits for its plan, while the control plane is there.
         tick_timeout_seconds: how long a tick may take; must be shorter than the collective
             library's own timeout (NCCL's default is 600 s).
+        recovery_timeout_seconds: how long a step may be without a plan after it lost a server,
+            while the control plane can be reached.
+        ping_quiet_seconds: how long a server that owes a reply may be silent before it is asked for
+            a sign of life.
+        ping_timeout_seconds: how long it may take to give one; without it, it counts as lost.
         probe_bytes: size of the bandwidth probe to each server at start; 0 leaves it out.
         min_gigabytes_per_second: a probe below this is a warning in the log, and the floor that
             the metrics tell; 0 is no floor.
@@ -78,9 +84,12 @@ class SessionOptions:
     data_port: int = 0
     one_host: bool = False
     connect_timeout_seconds: float = 20.0
-    control_plane_timeout_seconds: float = 600.0
+    control_plane_timeout_seconds: float = 300.0
     plan_timeout_seconds: float = 60.0
     tick_timeout_seconds: float = 120.0
+    recovery_timeout_seconds: float = 60.0
+    ping_quiet_seconds: float = 2.0
+    ping_timeout_seconds: float = 5.0
     probe_bytes: int = 8 * 2**20
     min_gigabytes_per_second: float = 0.0
     metrics_port: int | None = None
@@ -112,10 +121,9 @@ class SessionOptions:
             raise ValueError(f"tolerance is {self.tolerance}; it must be 0 or more")
         for option in fields(self):
             value = getattr(self, option.name)
-            if option.name.endswith("_timeout_seconds") and not (
-                math.isfinite(value) and value > 0
-            ):
+            if option.name.endswith("_seconds") and not (math.isfinite(value) and value > 0):
                 raise ValueError(f"{option.name} is {value}; it must be a positive number")
+        check_order(known_timeouts(self))
 
     @property
     def scale(self) -> float:

@@ -160,6 +160,8 @@ def session_options(
         connect_timeout_seconds=run.service.connect_timeout_seconds,
         plan_timeout_seconds=run.service.plan_timeout_seconds,
         tick_timeout_seconds=run.service.tick_timeout_seconds,
+        recovery_timeout_seconds=run.service.recovery_timeout_seconds,
+        control_plane_timeout_seconds=run.service.control_plane_timeout_seconds,
         min_gigabytes_per_second=run.service.min_gigabytes_per_second,
         metrics_port=_metrics_port(run),
         ca_file=run.tls.tls_ca,

@@ -13,6 +13,8 @@ from typing import Annotated
 
 import typer
 
+from distca.timeouts import check_order, known_timeouts
+
 _MODEL, _TRAINING, _SERVICE = "Model", "Training", "Service"
 
 
@@ -269,7 +271,20 @@ class ServiceSettings:
         typer.Option(
             help="One exchange with the servers may take this long.", rich_help_panel=_SERVICE
         ),
-    ] = 20.0
+    ] = 120.0
+    recovery_timeout_seconds: Annotated[
+        float,
+        typer.Option(
+            help="A step that lost a server waits this long for its new plan.",
+            rich_help_panel=_SERVICE,
+        ),
+    ] = 60.0
+    control_plane_timeout_seconds: Annotated[
+        float,
+        typer.Option(
+            help="Training goes on this long without a control plane.", rich_help_panel=_SERVICE
+        ),
+    ] = 300.0
     metrics_port: Annotated[
         int | None,
         typer.Option(
@@ -296,10 +311,17 @@ class ServiceSettings:
     ] = "env://"
 
     def __post_init__(self) -> None:
-        for name in ("connect_timeout_seconds", "plan_timeout_seconds", "tick_timeout_seconds"):
+        for name in (
+            "connect_timeout_seconds",
+            "plan_timeout_seconds",
+            "tick_timeout_seconds",
+            "recovery_timeout_seconds",
+            "control_plane_timeout_seconds",
+        ):
             value = getattr(self, name)
             if not (math.isfinite(value) and value > 0):
                 raise ValueError(f"{name} is {value}; it must be a number above 0")
+        check_order(known_timeouts(self))
         if self.metrics_port is not None and not 0 <= self.metrics_port < 2**16:
             raise ValueError(f"metrics_port is {self.metrics_port}; it must be 0 to 65535")
 
@@ -311,5 +333,7 @@ class ServiceSettings:
             self.connect_timeout_seconds
             + self.plan_timeout_seconds
             + self.tick_timeout_seconds
+            + self.recovery_timeout_seconds
+            + self.control_plane_timeout_seconds
             + 30.0
         )

@@ -115,6 +115,10 @@ def test_everything_that_a_local_run_hands_to_its_trainers_reaches_them() -> Non
             connect_timeout_seconds=1.5,
             plan_timeout_seconds=2.5,
             tick_timeout_seconds=3.5,
+            recovery_timeout_seconds=30.5,
+            control_plane_timeout_seconds=5.5,
+            metrics_port=9100,
+            min_gigabytes_per_second=0.5,
             rendezvous="file:///tmp/r",
         ),
         DataSettings(

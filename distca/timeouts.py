@@ -1,0 +1,359 @@
+"""Every wait that can run out, in one table: who waits, for what, how long, and what happens then.
+
+``docs/timeouts.md`` shows the table. Some of the times must stand in an order, or the wrong one
+runs out first and names the wrong culprit; :func:`check_order` holds what a process knows of them
+against that order when it starts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+
+class TimeoutOrderError(ValueError):
+    """Timeouts contradict each other; the message names both, their values and what to do."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timeout:
+    """A wait that can run out.
+
+    Attributes:
+        name: of the setting, unique in the table.
+        seconds: by default.
+        who: waits.
+        what: is awaited.
+        then: what happens when it runs out.
+        where: ``module:Class.field`` or ``module:CONSTANT`` that holds the default; empty for what
+            another program holds.
+        option: how an operator sets it; empty if it is fixed.
+    """
+
+    name: str
+    seconds: float
+    who: str
+    what: str
+    then: str
+    where: str
+    option: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Order:
+    """The sum of some timeouts must be less than another one.
+
+    Attributes:
+        shorter: names of the timeouts that are summed.
+        longer: name of the other one.
+        why: what goes wrong otherwise.
+    """
+
+    shorter: tuple[str, ...]
+    longer: str
+    why: str
+
+
+TIMEOUTS = (
+    # Finding out that something is wrong.
+    Timeout(
+        name="ping_quiet_seconds",
+        seconds=2.0,
+        who="rank",
+        what="anything from a server that owes it a reply",
+        then="the server's transport is asked for a sign of life",
+        where="trainer_client.options:SessionOptions.ping_quiet_seconds",
+        option="SessionOptions",
+    ),
+    Timeout(
+        name="ping_timeout_seconds",
+        seconds=5.0,
+        who="rank",
+        what="the sign of life (and 1 s for each 16 MiB that are under way to or from the server)",
+        then="the server counts as lost: recovery",
+        where="trainer_client.options:SessionOptions.ping_timeout_seconds",
+        option="SessionOptions",
+    ),
+    Timeout(
+        name="lease_seconds",
+        seconds=15.0,
+        who="control plane",
+        what="a heartbeat of a server or rank; they send one every third of it",
+        then="a server is fenced and its jobs recover; a rank's job is closed",
+        where="control_plane.settings:CoordinatorSettings.lease_seconds",
+        option="control-plane --lease-seconds",
+    ),
+    # Ticks, plans and recoveries.
+    Timeout(
+        name="tick_timeout_seconds",
+        seconds=120.0,
+        who="rank",
+        what="a tick's reply, whatever the reason",
+        then="the server counts as lost: recovery",
+        where="trainer_client.options:SessionOptions.tick_timeout_seconds",
+        option="train --tick-timeout-seconds",
+    ),
+    Timeout(
+        name="reply_timeout_seconds",
+        seconds=120.0,
+        who="server",
+        what="a rank that takes its reply",
+        then="the connection to the rank is closed",
+        where="attention_node.server:NodeSettings.reply_timeout_seconds",
+    ),
+    Timeout(
+        name="recovery_timeout_seconds",
+        seconds=60.0,
+        who="rank",
+        what="a new plan of a step that lost a server, while the control plane is there",
+        then="the step fails",
+        where="trainer_client.options:SessionOptions.recovery_timeout_seconds",
+        option="train --recovery-timeout-seconds",
+    ),
+    Timeout(
+        name="plan_timeout_seconds",
+        seconds=60.0,
+        who="rank",
+        what="the plan of a step, while the control plane is there",
+        then="the step fails; the error names the ranks that are late",
+        where="trainer_client.options:SessionOptions.plan_timeout_seconds",
+        option="train --plan-timeout-seconds",
+    ),
+    Timeout(
+        name="control_plane_timeout_seconds",
+        seconds=300.0,
+        who="rank, server",
+        what="a control plane that is away",
+        then="the rank's job ends; the server exits",
+        where="trainer_client.options:SessionOptions.control_plane_timeout_seconds",
+        option="train --control-plane-timeout-seconds",
+    ),
+    Timeout(
+        name="collective_timeout_seconds",
+        seconds=600.0,
+        who="rank",
+        what="the other ranks, in a collective of torch.distributed (NCCL's default)",
+        then="the training process ends",
+        where="",
+        option="init_process_group(timeout=...)",
+    ),
+    # Connections.
+    Timeout(
+        name="connect_timeout_seconds",
+        seconds=20.0,
+        who="rank",
+        what="a connection to the control plane or to a server, with its bandwidth probe",
+        then="the job does not start; later, the server counts as lost: recovery",
+        where="trainer_client.options:SessionOptions.connect_timeout_seconds",
+        option="train --connect-timeout-seconds",
+    ),
+    Timeout(
+        name="handshake_timeout_seconds",
+        seconds=5.0,
+        who="server",
+        what="the hello of a rank that has connected",
+        then="the connection is closed",
+        where="data_plane.ucxx_settings:UcxxSettings.handshake_timeout_seconds",
+    ),
+    Timeout(
+        name="connect_seconds",
+        seconds=30.0,
+        who="server",
+        what="the control plane, at start",
+        then="the process exits with an error",
+        where="attention_node.server:NodeSettings.connect_seconds",
+        option="attention-node --connect-seconds",
+    ),
+    Timeout(
+        name="call_seconds",
+        seconds=10.0,
+        who="rank, server",
+        what="the answer to a gRPC call (a lease's renewal: a third of the lease)",
+        then="the call is made again",
+        where="distca.rpc:RpcSettings.call_seconds",
+    ),
+    Timeout(
+        name="keepalive_seconds",
+        seconds=30.0,
+        who="rank, server",
+        what="anything on an idle gRPC connection",
+        then="a gRPC ping",
+        where="distca.rpc:RpcSettings.keepalive_seconds",
+    ),
+    Timeout(
+        name="keepalive_timeout_seconds",
+        seconds=10.0,
+        who="rank, server",
+        what="the answer to the gRPC ping",
+        then="the connection is made anew",
+        where="distca.rpc:RpcSettings.keepalive_timeout_seconds",
+    ),
+    # Ending.
+    Timeout(
+        name="drain_seconds",
+        seconds=30.0,
+        who="server",
+        what="planned steps to finish, after SIGTERM or a drain",
+        then="it leaves: recovery without it",
+        where="attention_node.server:NodeSettings.drain_seconds",
+        option="attention-node --drain-seconds",
+    ),
+    Timeout(
+        name="stop_seconds",
+        seconds=5.0,
+        who="control plane",
+        what="calls under way, after SIGTERM",
+        then="they are cancelled",
+        where="control_plane.settings:ControlPlaneSettings.stop_seconds",
+    ),
+    Timeout(
+        name="termination_grace_seconds",
+        seconds=60.0,
+        who="Kubernetes, Docker",
+        what="a container to end, after SIGTERM",
+        then="SIGKILL",
+        where="",
+        option="terminationGracePeriodSeconds (the chart: drainSeconds + 30), stop_grace_period",
+    ),
+)
+
+ORDERS = (
+    Order(
+        shorter=("ping_quiet_seconds", "ping_timeout_seconds"),
+        longer="tick_timeout_seconds",
+        why="a tick's deadline cannot tell a server that is cut off from a rank that is late",
+    ),
+    Order(
+        shorter=("lease_seconds",),
+        longer="tick_timeout_seconds",
+        why="a rank that dies would be taken for a server that does not answer",
+    ),
+    Order(
+        shorter=("lease_seconds",),
+        longer="reply_timeout_seconds",
+        why="a rank that dies ends its job by its lease, with a reason that names it",
+    ),
+    Order(
+        shorter=("lease_seconds", "connect_timeout_seconds"),
+        longer="recovery_timeout_seconds",
+        why="a recovery must outlast a rank's death and one more server that cannot be reached",
+    ),
+    Order(
+        shorter=("handshake_timeout_seconds",),
+        longer="connect_timeout_seconds",
+        why="a listener that waits for a hello would outlast the rank that connects",
+    ),
+    Order(
+        shorter=("tick_timeout_seconds", "recovery_timeout_seconds"),
+        longer="collective_timeout_seconds",
+        why="the ranks that wait for one in a recovery would end before it is through",
+    ),
+    Order(
+        shorter=("control_plane_timeout_seconds", "recovery_timeout_seconds"),
+        longer="collective_timeout_seconds",
+        why="the ranks that wait for one without a plan would end before the control plane is back",
+    ),
+    Order(
+        shorter=("plan_timeout_seconds",),
+        longer="collective_timeout_seconds",
+        why="the ranks that wait for one without a plan would end first, naming no reason",
+    ),
+    Order(
+        shorter=("drain_seconds",),
+        longer="termination_grace_seconds",
+        why="the container would be killed in the middle of a drain",
+    ),
+    Order(
+        shorter=("stop_seconds",),
+        longer="termination_grace_seconds",
+        why="the container would be killed while its calls end",
+    ),
+)
+
+
+def timeout(name: str) -> Timeout:
+    """The timeout of that name.
+
+    Raises:
+        KeyError: there is none.
+    """
+    return _BY_NAME[name]
+
+
+def check_order(known: Mapping[str, float]) -> None:
+    """Checks every order of which all timeouts are known.
+
+    Args:
+        known: seconds by name; names that are not in the table are a mistake of the caller.
+
+    Raises:
+        TimeoutOrderError: some contradict each other; names all that do.
+        KeyError: a name is not in the table.
+    """
+    for name in known:
+        timeout(name)
+    problems = [
+        _problem(order, known)
+        for order in ORDERS
+        if known.keys() >= {*order.shorter, order.longer}
+        and not sum(known[name] for name in order.shorter) < known[order.longer]
+    ]
+    if problems:
+        raise TimeoutOrderError("; ".join(problems))
+
+
+def known_timeouts(*settings: object) -> dict[str, float]:
+    """The timeouts of the table that ``settings`` have as attributes, by name."""
+    return {
+        name: float(getattr(each, name))
+        for each in settings
+        for name in _BY_NAME
+        if hasattr(each, name)
+    }
+
+
+def as_markdown() -> str:
+    """The table and the orders, as ``docs/timeouts.md`` shows them."""
+    rows = (
+        (
+            f"`{each.name}`",
+            f"{each.seconds:g} s",
+            each.who,
+            each.what,
+            each.then,
+            _code(each.option),
+        )
+        for each in TIMEOUTS
+    )
+    orders = (
+        (
+            " + ".join(f"`{name}`" for name in order.shorter),
+            f"`{order.longer}`",
+            order.why,
+        )
+        for order in ORDERS
+    )
+    table = _table(("timeout", "default", "who waits", "for what", "then", "set by"), rows)
+    return f"{table}\n\n{_table(('must be less', 'than', 'or else'), orders)}\n"
+
+
+def _problem(order: Order, known: Mapping[str, float]) -> str:
+    shorter = " + ".join(f"{name} {known[name]:g}" for name in order.shorter)
+    return (
+        f"{shorter} must be less than {order.longer} {known[order.longer]:g}, or else "
+        f"{order.why}: lower the former or raise the latter"
+    )
+
+
+def _code(option: str) -> str:
+    return f"`{option}`" if option else ""
+
+
+def _table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    lines = [tuple(head)]
+    lines.append(("---",) * len(lines[0]))
+    lines.extend(tuple(row) for row in rows)
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+_BY_NAME = {each.name: each for each in TIMEOUTS}
