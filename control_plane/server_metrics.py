@@ -25,8 +25,8 @@ class ServerMetrics:
         self._info = series.gauge(
             "server_info", "1 for each live server.", "kind", "host", "device"
         )
-        self._registrations = series.gauge(
-            "server_registrations",
+        self._registrations = series.counter(
+            "server_registrations_total",
             "How often a server of this id has joined since the control plane's start.",
         )
         self._busy_seconds = series.counter(
@@ -84,4 +84,5 @@ class ServerMetrics:
         self._registered[server_id] = self._registered.pop(server_id, 0) + 1
         if len(self._registered) > REMEMBERED_SERVERS:
             self._registered.popitem(last=False)
-        self._registrations.labels(server_id).set(self._registered[server_id])
+        # The series is new, and goes on where it was when the server left.
+        self._registrations.labels(server_id).inc(self._registered[server_id])

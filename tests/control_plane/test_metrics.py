@@ -97,7 +97,7 @@ def test_job_leaves_its_figures_while_it_is_open_and_none_after(
         ("publish_seconds_count", ""): 1,
         ("registrations_total", "server"): 2,
         ("registrations_total", "rank"): 1,
-        ("server_registrations", "s0"): 1,
+        ("server_registrations_total", "s0"): 1,
         ("server_busy_seconds_total", "forward,s0"): 2,
         ("server_predicted_seconds_total", "forward,s0"): PREDICTED_SECONDS,
         ("step_seconds", "train"): 2,
@@ -137,7 +137,7 @@ def test_a_servers_series_go_when_it_leaves_and_its_registrations_are_remembered
     client.membership.DeregisterServer(membership_pb2.DeregisterServerRequest(lease_id=lease))
     assert not [key for key in scrape(control_plane) if "s0" in key[1].split(",")]
     client.register("s0")
-    assert scrape(control_plane)["server_registrations", "s0"] == 2
+    assert scrape(control_plane)["server_registrations_total", "s0"] == 2
 
 
 def test_failures_are_counted(control_plane: ControlPlane, client: Client) -> None:
