@@ -12,7 +12,7 @@ backward   request: q, k, v, do, lse, delta.            reply: dq, dk, dv
 
 ``delta`` is the row sum of dO * O, which is all that the backward pass needs of O
 (FlashAttention-2, section 3.1); ``lse`` and ``delta`` are float32, everything else has the job's
-dtype.
+dtype. In a job with checksums, 8 bytes follow the last section (``core_attention.checksum``).
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from core_attention.routing import PairRoute
 from core_attention.shape import DTYPE_BYTES, AttentionShape
 
 SECTION_ALIGNMENT_BYTES = 256
+CHECKSUM_BYTES = 8
 
 _REQUEST = {
     Phase.FORWARD: ("q", "k", "v"),
@@ -55,24 +56,43 @@ class MessageLayout:
     """The sections of one message, in order, and its size.
 
     An exchange of no rows has an empty message (``nbytes`` 0), which is not sent.
+
+    Attributes:
+        sections: in order.
+        nbytes: of the whole message.
+        has_checksum: whether the last CHECKSUM_BYTES are a checksum of those before.
     """
 
     sections: tuple[Section, ...]
     nbytes: int
+    has_checksum: bool = False
+
+    @property
+    def checksum_begin(self) -> int:
+        """First byte of the checksum; the end of a message that has none."""
+        return self.nbytes - CHECKSUM_BYTES if self.has_checksum else self.nbytes
 
 
-def request_layout(route: PairRoute, shape: AttentionShape, phase: Phase) -> MessageLayout:
+def request_layout(
+    route: PairRoute, shape: AttentionShape, phase: Phase, *, checksums: bool = False
+) -> MessageLayout:
     """What ``route.rank`` sends to ``route.server`` in a tick of ``phase``."""
-    return _layout(_REQUEST[phase], route.n_q_rows, route.n_kv_rows, shape)
+    return _layout(_REQUEST[phase], route.n_q_rows, route.n_kv_rows, shape, checksums)
 
 
-def reply_layout(route: PairRoute, shape: AttentionShape, phase: Phase) -> MessageLayout:
+def reply_layout(
+    route: PairRoute, shape: AttentionShape, phase: Phase, *, checksums: bool = False
+) -> MessageLayout:
     """What ``route.server`` sends back; empty for a rank that gave only K/V in a forward tick."""
-    return _layout(_REPLY[phase], route.n_q_rows, route.n_kv_rows, shape)
+    return _layout(_REPLY[phase], route.n_q_rows, route.n_kv_rows, shape, checksums)
 
 
 def _layout(
-    names: tuple[str, ...], n_q_rows: int, n_kv_rows: int, shape: AttentionShape
+    names: tuple[str, ...],
+    n_q_rows: int,
+    n_kv_rows: int,
+    shape: AttentionShape,
+    checksums: bool,
 ) -> MessageLayout:
     sections = []
     end = 0
@@ -82,10 +102,19 @@ def _layout(
         for size in section_shape:
             nbytes *= size
         # A section of no bytes lies at 0, the one offset that is aligned and inside every message.
-        begin = -(-end // SECTION_ALIGNMENT_BYTES) * SECTION_ALIGNMENT_BYTES if nbytes else 0
+        begin = _aligned(end, SECTION_ALIGNMENT_BYTES) if nbytes else 0
         end = max(end, begin + nbytes)
         sections.append(Section(name, section_shape, dtype, begin, begin + nbytes))
-    return MessageLayout(tuple(sections), end)
+    if not (checksums and end):
+        return MessageLayout(tuple(sections), end)
+    return MessageLayout(
+        tuple(sections), _aligned(end, CHECKSUM_BYTES) + CHECKSUM_BYTES, has_checksum=True
+    )
+
+
+def _aligned(nbytes: int, alignment: int) -> int:
+    """``nbytes`` rounded up to a multiple of ``alignment``."""
+    return -(-nbytes // alignment) * alignment
 
 
 def _section_shape(

@@ -1,0 +1,81 @@
+"""A changed message is refused, whatever was changed; an unchanged one is taken as it is."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from core_attention.ca_task import Phase
+from core_attention.checksum import ChecksumMismatch, seal, verify
+from core_attention.message import CHECKSUM_BYTES, MessageLayout, reply_layout, request_layout
+from core_attention.message_views import message_views
+from core_attention.plan import Plan
+from core_attention.routing import derive_routes
+from core_attention.shape import AttentionShape
+from tests.strategies import plans
+
+SHAPE = AttentionShape(num_heads=3, num_heads_kv=1, head_dim=5, head_dim_v=3, dtype="bfloat16")
+
+
+@settings(deadline=None)
+@given(plan=plans(), phase=st.sampled_from(Phase), data=st.data())
+def test_any_flipped_bit_is_found(plan: Plan, phase: Phase, data: st.DataObject) -> None:
+    for route in derive_routes(plan.manifest, plan.tasks(phase), 0).values():
+        for make_layout in (request_layout, reply_layout):
+            layout = make_layout(route, SHAPE, phase, checksums=True)
+            plain = make_layout(route, SHAPE, phase)
+            assert layout.sections == plain.sections
+            if plain.nbytes == 0:
+                assert layout.nbytes == 0
+                continue
+            assert 0 < layout.nbytes - plain.nbytes <= 2 * CHECKSUM_BYTES - 1
+            message = torch.randint(0, 256, (layout.nbytes,), dtype=torch.uint8)
+            seal(message, layout, 7)
+            verify(message, layout, 7)
+            with pytest.raises(ChecksumMismatch, match="memory or network changed it"):
+                verify(message, layout, 8)
+            at = data.draw(st.integers(0, layout.nbytes - 1))
+            message[at] ^= 1 << data.draw(st.integers(0, 7))
+            with pytest.raises(ChecksumMismatch):
+                verify(message, layout, 7)
+
+
+@settings(deadline=None)
+@given(plan=plans())
+def test_sections_are_not_touched(plan: Plan) -> None:
+    for route in derive_routes(plan.manifest, plan.forward, 0).values():
+        layout = request_layout(route, SHAPE, Phase.FORWARD, checksums=True)
+        message = torch.zeros(layout.nbytes, dtype=torch.uint8)
+        views = message_views(message, layout)
+        for view in views.values():
+            view.fill_(1.5)
+        seal(message, layout, 0)
+        assert all(bool((view == 1.5).all()) for view in views.values())
+
+
+@settings(deadline=None)
+@given(plan=plans())
+def test_message_without_a_checksum_is_left_alone(plan: Plan) -> None:
+    for route in derive_routes(plan.manifest, plan.forward, 0).values():
+        layout = request_layout(route, SHAPE, Phase.FORWARD)
+        message = torch.full((layout.nbytes,), 3, dtype=torch.uint8)
+        seal(message, layout, 1)
+        verify(message, layout, 2)
+        assert bool((message == 3).all())
+
+
+@pytest.mark.gpu
+def test_checksum_of_a_message_on_a_gpu_is_the_hosts() -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    layout = MessageLayout((), 4096, has_checksum=True)
+    on_host = torch.randint(0, 256, (4096,), dtype=torch.uint8)
+    on_gpu = on_host.cuda()
+    seal(on_host, layout, 5)
+    seal(on_gpu, layout, 5)
+    assert torch.equal(on_gpu.cpu(), on_host)
+    on_gpu[100] += 1
+    with pytest.raises(ChecksumMismatch):
+        verify(on_gpu, layout, 5)
