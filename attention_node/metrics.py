@@ -11,6 +11,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from attention_node.executor import Executor, KernelCall
+from attention_node.hello import HelloRefusal
 from attention_node.served_job import ExchangeTimes
 from core_attention.ca_task import Phase
 
@@ -84,6 +85,12 @@ class NodeMetrics:
         stale = self._counter(
             "stale_messages_total", "Messages of ticks that were refused, by reason.", ("reason",)
         )
+        refused = self._counter(
+            "sessions_refused_total",
+            "Connections of ranks that were refused, by reason.",
+            ("reason",),
+        )
+        self._refused = {reason: refused.labels(server_id, reason) for reason in HelloRefusal}
         self._stale = {reason: stale.labels(server_id, reason) for reason in STALE_REASONS}
 
     def kernel_called(self, call: KernelCall) -> None:
@@ -110,6 +117,10 @@ class NodeMetrics:
     def stale_message(self, reason: str) -> None:
         """Counts a message that was refused, for one of :data:`STALE_REASONS`."""
         self._stale[reason].inc()
+
+    def session_refused(self, reason: HelloRefusal) -> None:
+        """Counts a rank whose hello was refused."""
+        self._refused[reason].inc()
 
     def watch(self, executor: Executor, open_ticks: Callable[[], int]) -> None:
         """Exports the server's queues and its busy and idle time, read at each scrape."""

@@ -165,6 +165,7 @@ class AttentionNode:
             reply_deadline_seconds=settings.reply_timeout_seconds,
             on_step_finished=self._step_finished,
             on_exchange=self._metrics.exchange_ended,
+            on_refused=self._metrics.session_refused,
             on_accepted=lambda connection, name: data_metrics.name_peer(
                 connection.peer, connection.transport, name
             ),
