@@ -18,6 +18,7 @@ from google.protobuf.message import DecodeError
 
 from attention_node.cuda_order import record_event
 from attention_node.executor import Executor
+from attention_node.hello import HelloRefusal, HelloRefused
 from attention_node.open_tick import OpenTick, Source, TickGivenUp
 from attention_node.served_job import (
     ExchangeTimes,
@@ -69,6 +70,7 @@ class TickServer:
         reply_deadline_seconds: a reply that a trainer does not take for so long fails its
             connection.
         on_step_finished: called with the busy seconds of each finished step.
+        on_refused: called with the reason of each hello that is refused.
         on_exchange: called when a rank's part of a tick is over, on the thread that ended it.
         on_accepted: called with each connection and the name of the rank behind it.
     """
@@ -82,6 +84,7 @@ class TickServer:
         local_rank: int | None = None,
         reply_deadline_seconds: float = 120.0,
         on_step_finished: Callable[[StepBusy], None] = lambda busy: None,
+        on_refused: Callable[[HelloRefusal], None] = lambda reason: None,
         on_exchange: Callable[[ExchangeTimes], None] = lambda times: None,
         on_accepted: Callable[[Connection, str], None] = lambda connection, name: None,
     ) -> None:
@@ -91,6 +94,7 @@ class TickServer:
         self._local_rank = local_rank
         self._reply_deadline_seconds = reply_deadline_seconds
         self._on_step_finished = on_step_finished
+        self._on_refused = on_refused
         self._on_exchange = on_exchange
         self._on_accepted = on_accepted
         self._lock = threading.RLock()
@@ -175,9 +179,16 @@ class TickServer:
         """The transport's accept callback: admits a rank of an open job.
 
         Raises:
-            ValueError: the hello is malformed, of another version, for another server or an
+            HelloRefused: the hello is malformed, of another version, for another server or an
                 unknown job, shows a wrong token, or names a rank that the job does not have.
         """
+        try:
+            return self._admit(hello, connection)
+        except HelloRefused as refused:
+            self._on_refused(refused.reason)
+            raise
+
+    def _admit(self, hello: bytes, connection: Connection) -> bytes:
         message = _parse_hello(hello)
         with self._lock:
             job = self._check_hello(message)
@@ -263,25 +274,31 @@ class TickServer:
 
     def _check_hello(self, message: data_plane_pb2.Hello) -> ServedJob:
         if message.version != PROTOCOL_VERSION:
-            raise ValueError(
+            raise HelloRefused(
+                HelloRefusal.VERSION,
                 f"protocol version {message.version}; this server speaks {PROTOCOL_VERSION}: run "
-                "the same release of distca everywhere"
+                "the same release of distca everywhere",
             )
         if message.server_id != self.server_id:
-            raise ValueError(
+            raise HelloRefused(
+                HelloRefusal.SERVER,
                 f"this is server {self.server_id!r}, not {message.server_id!r}: does another "
-                "server advertise this address?"
+                "server advertise this address?",
             )
         job = self._jobs.get(message.job_id)
         if job is None:
-            raise ValueError(f"unknown job {message.job_id!r}")
+            raise HelloRefused(HelloRefusal.UNKNOWN_JOB, f"unknown job {message.job_id!r}")
         token_rank = rank_of_token(job.description.verification_key, message.token)
         if token_rank != message.rank:
-            raise ValueError(f"wrong token for rank {message.rank} of job {message.job_id!r}")
+            raise HelloRefused(
+                HelloRefusal.TOKEN,
+                f"wrong token for rank {message.rank} of job {message.job_id!r}",
+            )
         if message.rank >= job.description.n_ranks:
-            raise ValueError(
+            raise HelloRefused(
+                HelloRefusal.RANK,
                 f"rank {message.rank} of job {message.job_id!r}; it has "
-                f"{job.description.n_ranks} ranks"
+                f"{job.description.n_ranks} ranks",
             )
         return job
 
@@ -489,4 +506,6 @@ def _parse_hello(hello: bytes) -> data_plane_pb2.Hello:
     try:
         return data_plane_pb2.Hello.FromString(hello)
     except DecodeError as error:
-        raise ValueError("the hello is no distca.v1.Hello message") from error
+        raise HelloRefused(
+            HelloRefusal.MALFORMED, "the hello is no distca.v1.Hello message"
+        ) from error

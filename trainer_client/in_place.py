@@ -71,6 +71,7 @@ class InPlaceServer:
             local_rank=rank,
             on_step_finished=step_finished,
             on_exchange=metrics.exchange_ended,
+            on_refused=metrics.session_refused,
             on_accepted=on_accepted,
         )
         metrics.watch(self._executor, lambda: self.ticks.open_ticks)
