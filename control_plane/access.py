@@ -7,6 +7,7 @@ limited and jobs' tokens are checked all the same.
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -17,6 +18,7 @@ from google.protobuf.message import DecodeError
 
 from control_plane.access_policy import POLICIES, MethodPolicy
 from control_plane.caller import Caller, caller_of
+from control_plane.connections import Connections
 from control_plane.coordinator import Coordinator
 from control_plane.errors import (
     ExpiredCertificateError,
@@ -30,6 +32,8 @@ from control_plane.errors import (
 from control_plane.rate_limit import RateLimit
 from control_plane.refusals import Refusals
 from control_plane.status import refuse
+
+logger = logging.getLogger(__name__)
 
 Behaviour = Callable[[Any, grpc.aio.ServicerContext], Awaitable[Any]]
 
@@ -103,13 +107,13 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
     Args:
         gate: decides.
         refusals: counts.
-        on_call: told the address of each caller.
+        connections: told of each caller.
     """
 
-    def __init__(self, gate: Gate, refusals: Refusals, on_call: Callable[[str], None]) -> None:
+    def __init__(self, gate: Gate, refusals: Refusals, connections: Connections) -> None:
         self._gate = gate
         self._refusals = refusals
-        self._on_call = on_call
+        self._connections = connections
 
     async def intercept_service(
         self,
@@ -132,7 +136,13 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         self, method: str, behaviour: Behaviour, request: Any, context: grpc.aio.ServicerContext
     ) -> Any:
         caller = caller_of(context)
-        self._on_call(caller.peer)
+        if self._connections.called(caller.peer) and caller.expires is not None:
+            logger.info(
+                "%s connected from %s, certificate good until %s",
+                caller.label,
+                caller.peer,
+                caller.expires.isoformat(),
+            )
         try:
             self._gate.admit(method, request, caller)
             return await behaviour(request, context)

@@ -34,12 +34,14 @@ class Connections:
         """A handshake begins; called on gRPC's threads."""
         self._begun.append(self._clock())
 
-    def called(self, peer: str) -> None:
-        """A call came from ``peer``, ``ipv4:host:port``."""
-        if self._seen.pop(peer, None) is None and self._begun:
+    def called(self, peer: str) -> bool:
+        """A call came from ``peer``, ``ipv4:host:port``; returns whether it is the first."""
+        first = self._seen.pop(peer, None) is None
+        if first and self._begun:
             # Perhaps another one's beginning; as counts go it makes no difference.
             self._begun.popleft()
         self._seen[peer] = self._clock()
+        return first
 
     def take_failed(self) -> int:
         """How many connections have come to nothing since the last time."""

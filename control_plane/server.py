@@ -165,7 +165,7 @@ class ControlPlane:
             time.monotonic,
             certificates_required=self._settings.authenticates,
         )
-        return AccessInterceptor(gate, self._refusals, self._connections.called)
+        return AccessInterceptor(gate, self._refusals, self._connections)
 
     def _warn_if_open(self) -> None:
         if not self._settings.authenticates:

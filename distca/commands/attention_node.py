@@ -97,5 +97,6 @@ def attention_node(options: NodeOptions, tls: ClientTls) -> None:
             certificate_file=tls.tls_certificate,
             key_file=tls.tls_key,
             server_name=tls.tls_server_name,
+            certificate_check_seconds=tls.tls_check_seconds,
         )
     run(settings)

@@ -45,6 +45,16 @@ class ClientTls:
         ),
     ] = None
 
+    tls_check_seconds: Annotated[
+        float,
+        typer.Option(
+            help="How often the files are looked at; new certificates are taken into use while it "
+            "works.",
+            envvar="DISTCA_TLS_CHECK_SECONDS",
+            rich_help_panel=_PANEL,
+        ),
+    ] = 10.0
+
     def __post_init__(self) -> None:
         if (self.tls_certificate is None) != (self.tls_key is None):
             raise ValueError("tls_certificate and tls_key belong together: give both or neither")

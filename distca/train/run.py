@@ -168,6 +168,7 @@ def session_options(
         certificate_file=run.tls.tls_certificate,
         key_file=run.tls.tls_key,
         server_name=run.tls.tls_server_name,
+        certificate_check_seconds=run.tls.tls_check_seconds,
     )
 
 
