@@ -1,0 +1,120 @@
+"""What a model of a job consists of, and the rules of recovery that it follows or breaks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+
+@dataclass(frozen=True)
+class Document:
+    """A document of every step: its lane, and the ranks with its rows in the order of positions."""
+
+    lane: int
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rules:
+    """The rules of docs/fault_tolerance.md. A model in which one of them is broken must fail.
+
+    Attributes:
+        keep_last_inputs: the inputs of the last complete tick of a lane are kept.
+        keep_until_finished: those of a step's last tick are kept until every rank has finished it.
+        first_tick_is_least: a document's first tick is the least of its ranks' complete ticks, not
+            the greatest.
+        wait_for_all_answers: plans are made when all ranks have answered.
+        close_before_answer: a rank closes its connections before it tells its progress.
+        servers_refuse_old: a server takes nothing of an epoch before the one it knows.
+        epochs_survive: a control plane that starts again gives higher epochs than before.
+        lanes_are_independent: what is sent again in one lane never waits for another lane.
+        old_reports_change_nothing: a loss reported in an epoch that is over is ignored.
+    """
+
+    keep_last_inputs: bool = True
+    keep_until_finished: bool = True
+    first_tick_is_least: bool = True
+    wait_for_all_answers: bool = True
+    close_before_answer: bool = True
+    servers_refuse_old: bool = True
+    epochs_survive: bool = True
+    lanes_are_independent: bool = True
+    old_reports_change_nothing: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """The size of a model.
+
+    Attributes:
+        documents: of every step.
+        n_ranks, n_servers, n_layers, n_lanes, n_steps: sizes.
+        crashes: how often a pool server may die; it may come back.
+        cuts: how often a rank may lose a pool server that lives.
+        restarts: how often the control plane may die.
+        rules: what is followed.
+    """
+
+    documents: tuple[Document, ...]
+    n_ranks: int = 2
+    n_servers: int = 2
+    n_layers: int = 1
+    n_lanes: int = 1
+    n_steps: int = 1
+    crashes: int = 0
+    cuts: int = 0
+    restarts: int = 0
+    rules: Rules = Rules()
+
+    @property
+    def ticks_per_step(self) -> int:
+        """Ticks of one lane in one step: forward by layer, then backward mirrored."""
+        return 2 * self.n_layers
+
+    @property
+    def last_place(self) -> int:
+        """The place in :attr:`progress` at which a rank has finished all steps."""
+        return len(self.progress) - 1
+
+    @cached_property
+    def progress(self) -> tuple[tuple[tuple[int, int], ...], ...]:
+        """By a rank's place in its program, by lane: (complete, begun) ticks over all steps.
+
+        A rank's only waits are for its own ticks, in the order of ping-pong: forward, every lane is
+        begun, then each in turn is collected and begun again; the backward pass begins when all
+        lanes have ended the forward pass, and takes the lanes in the opposite order.
+        """
+        complete, begun = [0] * self.n_lanes, [0] * self.n_lanes
+        places: list[tuple[tuple[int, int], ...]] = []
+
+        def collect(lane: int) -> None:
+            places.append(tuple(zip(complete, begun, strict=True)))
+            complete[lane] += 1
+
+        for _ in range(self.n_steps):
+            for lanes in (range(self.n_lanes), range(self.n_lanes - 1, -1, -1)):
+                for lane in lanes:
+                    begun[lane] += 1
+                for layer in range(self.n_layers):
+                    for lane in lanes:
+                        collect(lane)
+                        if layer < self.n_layers - 1:
+                            begun[lane] += 1
+        places.append(tuple(zip(complete, begun, strict=True)))
+        return tuple(places)
+
+    @cached_property
+    def collects(self) -> tuple[tuple[int, int], ...]:
+        """By a rank's place: the (lane, tick) that it waits for there."""
+        waits = []
+        for now, then in zip(self.progress, self.progress[1:], strict=False):
+            lane = next(i for i in range(self.n_lanes) if now[i][0] != then[i][0])
+            waits.append((lane, now[lane][0]))
+        return tuple(waits)
+
+    def is_backward(self, tick: int) -> bool:
+        return tick % self.ticks_per_step >= self.n_layers
+
+    def complete_in_step(self, complete: int, step: int) -> int:
+        """How many ticks of ``step`` are among the first ``complete`` ticks of a lane."""
+        return min(max(complete - step * self.ticks_per_step, 0), self.ticks_per_step)
