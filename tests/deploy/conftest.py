@@ -1,0 +1,115 @@
+"""An engine, images and stand-ins for all tests of the deployment that need Docker.
+
+Those tests are marked ``docker`` and run only when asked for by that name: ``make deploy-test``.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.deploy import stand_ins
+from tests.deploy.compose_project import ComposeProject
+from tests.deploy.docker_engine import Docker, docker_engine
+
+ROOT = Path(__file__).parents[2]
+IMAGES = ("control-plane", "attention-node", "trainer")
+TAG = "test"
+BUILD_SECONDS = 1200.0
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if "docker" in config.option.markexpr:
+        return
+    unwanted = [item for item in items if item.get_closest_marker("docker")]
+    if unwanted:
+        config.hook.pytest_deselected(items=unwanted)
+        items[:] = [item for item in items if item not in unwanted]
+
+
+@pytest.fixture(scope="session")
+def docker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Docker]:
+    """The engine that answers, or a private one."""
+    with docker_engine(tmp_path_factory.mktemp("engine")) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="session")
+def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What a clean checkout of this state of the repository holds."""
+    folder = tmp_path_factory.mktemp("checkout")
+    listed = subprocess.run(
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT,
+        check=True,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    ).stdout
+    for name in filter(None, listed.split("\0")):
+        source, target = ROOT / name, folder / name
+        if source.is_file():  # listed files may have been removed
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(source, target)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def base_image(docker: Docker, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """On which images are built."""
+    given = os.environ.get("DISTCA_TEST_BASE_IMAGE", "")
+    if not given:
+        stand_ins.make_stand_ins(docker, tmp_path_factory.mktemp("stand-ins"))
+    return given or stand_ins.BASE
+
+
+@pytest.fixture(scope="session")
+def images(docker: Docker, checkout: Path, base_image: str) -> dict[str, str]:
+    """The images of this checkout, built: full names by target."""
+    stand_ins.fetch_torch(checkout / "docker" / "wheels", checkout / "docker" / "constraints.txt")
+    names = {}
+    for target in IMAGES:
+        names[target] = f"distca/{target}:{TAG}"
+        build(docker, checkout, target, names[target], CPU_BASE_IMAGE=base_image)
+    return names
+
+
+def build(docker: Docker, checkout: Path, target: str, name: str, **arguments: str) -> None:
+    """Builds one target of docker/Dockerfile."""
+    docker(
+        "build",
+        f"--file={checkout}/docker/Dockerfile",
+        f"--target={target}",
+        f"--tag={name}",
+        *(f"--build-arg={key}={value}" for key, value in arguments.items()),
+        str(checkout),
+        timeout_seconds=BUILD_SECONDS,
+    )
+
+
+@pytest.fixture(scope="session")
+def compose_environ(images: dict[str, str]) -> dict[str, str]:
+    """Settings of docker/.env that this machine and these images need."""
+    _, limit_bytes = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    return {
+        "DISTCA_TAG": TAG,
+        "DISTCA_MEMLOCK": str(limit_bytes),
+        "PROMETHEUS_IMAGE": os.environ.get("PROMETHEUS_IMAGE", stand_ins.PROMETHEUS),
+    }
+
+
+@pytest.fixture
+def project(
+    docker: Docker, checkout: Path, compose_environ: dict[str, str], request: pytest.FixtureRequest
+) -> Iterator[ComposeProject]:
+    """A project for one test, which trains 16 steps and verifies each."""
+    environ = {**compose_environ, "DISTCA_STEPS": "16", "DISTCA_TRAIN_ARGS": "--verify"}
+    overrides = getattr(request, "param", ())
+    with ComposeProject(docker, checkout, "distca-test", environ, overrides) as started:
+        yield started

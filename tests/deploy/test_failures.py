@@ -1,0 +1,55 @@
+"""Containers that are stopped or killed while training goes on."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.deploy.compose_project import ComposeProject
+
+pytestmark = [pytest.mark.docker, pytest.mark.timeout(2400)]
+
+WITHOUT_PROMETHEUS = ("control-plane", "attention-node", "trainer-0", "trainer-1")
+N_STEPS = 16
+
+
+def test_stopped_node_drains_and_training_goes_on(project: ComposeProject) -> None:
+    project.up(nodes=2, services=WITHOUT_PROMETHEUS)
+    project.wait_for_step(3)
+    leaving, _ = project.containers("attention-node")
+    project.docker("stop", "--time=60", leaving)
+    assert project.exit_code(leaving) == 0, project.logs(leaving)
+    assert "drained" in project.logs(leaving)
+    assert project.wait_for_trainers() == [0, 0], project.tails()
+    record = project.run_record()
+    assert len(record["steps"]) == N_STEPS
+    assert record["verification"]["passed"]
+
+
+def test_killed_node_is_recovered_from(project: ComposeProject) -> None:
+    project.up(nodes=2, services=WITHOUT_PROMETHEUS)
+    project.wait_for_step(3)
+    victim, _ = project.containers("attention-node")
+    project.docker("kill", victim)
+    assert project.wait_for_trainers() == [0, 0], project.tails()
+    record = project.run_record()
+    assert len(record["steps"]) == N_STEPS
+    assert record["verification"]["passed"], "a replayed step is an undisturbed step"
+
+
+def test_stopped_trainers_save_and_resume(project: ComposeProject) -> None:
+    project.up(nodes=1, services=WITHOUT_PROMETHEUS)
+    project.wait_for_step(3)
+    trainers = [project.container(f"trainer-{rank}") for rank in (0, 1)]
+    project.docker("stop", "--time=90", *trainers)
+    assert [project.exit_code(trainer) for trainer in trainers] == [130, 130], project.tails()
+    checkpoints = "ls /runs/demo/checkpoints"
+    image = project.docker.inspect(trainers[0])["Config"]["Image"]
+    saved = project.docker.shell(image, checkpoints, f"--volumes-from={trainers[0]}")
+    assert saved.startswith("step-")
+
+
+def test_stopped_control_plane_exits_cleanly(project: ComposeProject) -> None:
+    project.up(nodes=1, services=("control-plane",))
+    control_plane = project.container("control-plane")
+    project.docker("stop", "--time=20", control_plane)
+    assert project.exit_code(control_plane) == 0, project.logs(control_plane)
