@@ -1,0 +1,59 @@
+"""A server's reply with all that is needed to judge it: the plan, the rows, and what was sent."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from core_attention.arrays import Int64Array, runs_to_rows
+from core_attention.plan import Plan
+from core_attention.routing import PairRoute
+from core_attention.tick import Tick
+
+Tensors = Mapping[str, torch.Tensor]
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Answer:
+    """One server's part of one tick.
+
+    Attributes:
+        tick: which exchange.
+        server_id: the server.
+        plan: this rank's slice of the plan in force.
+        route: which rows were exchanged.
+        inputs: q, k, v, and for backward also do, lse, delta, by packed row of this rank.
+        results: o and lse, or dq, dk and dv, by row of the route.
+    """
+
+    tick: Tick
+    server_id: str
+    plan: Plan
+    route: PairRoute
+    inputs: Tensors
+    results: Tensors
+
+    def rows_of(self, document: int) -> Int64Array:
+        """Packed rows of ``document`` (an index of the plan's manifest) on this rank."""
+        manifest = self.plan.manifest
+        mine = (manifest.segment_document == document) & (manifest.segment_rank == self.route.rank)
+        return runs_to_rows(manifest.segment_row[mine], manifest.segment_length[mine])
+
+    def spans_ranks(self, document: int) -> bool:
+        """Whether other ranks hold rows of ``document``."""
+        manifest = self.plan.manifest
+        ranks = manifest.segment_rank[manifest.segment_document == document]
+        return bool((ranks != self.route.rank).any())
+
+    def key_rows(self, document: int, k_end: int) -> Int64Array | None:
+        """Packed rows of the keys ``[0, k_end)`` of ``document`` that the server was sent, by
+        position; None if other ranks hold some of them."""
+        runs = np.flatnonzero(self.route.kv_document == document)
+        lengths = self.route.kv_length[runs]
+        begins = np.cumsum(lengths) - lengths
+        if (self.route.kv_offset[runs] != begins).any() or lengths.sum() < k_end:
+            return None
+        return runs_to_rows(self.route.kv_row[runs], lengths)[:k_end]
