@@ -1,0 +1,1 @@
+"""Who may do what: certificates, roles, tokens, limits, and what must never be in a log."""

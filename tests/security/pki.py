@@ -1,0 +1,107 @@
+"""Certificates on disk for tests, and clients and control planes that use them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from control_plane.server import ControlPlane
+from control_plane.settings import AccessSettings
+from distca.certs.authority import Authority
+from distca.certs.folder import CertificateFolder
+from distca.identity import Identity, Role
+from distca.tls import TlsFiles
+from tests.control_plane.service_harness import Client, client_of, eventually, running
+
+HOUR = timedelta(hours=1)
+HOSTS = ("localhost", "127.0.0.1")
+
+HANDSHAKE_SECONDS = 0.5
+"""A connection that brings no call counts as refused after this, in tests."""
+
+
+@dataclass(frozen=True)
+class Files:
+    """A certificate, its key, and the authorities that its owner trusts."""
+
+    ca_file: Path
+    certificate_file: Path
+    key_file: Path
+
+    def for_client(self) -> dict[str, Any]:
+        """As settings of a client."""
+        return {
+            "ca_file": self.ca_file,
+            "certificate_file": self.certificate_file,
+            "key_file": self.key_file,
+        }
+
+    def for_server(self) -> TlsFiles:
+        """As settings of a server that asks for certificates."""
+        return TlsFiles(
+            certificate_file=self.certificate_file,
+            key_file=self.key_file,
+            client_ca_file=self.ca_file,
+        )
+
+
+class Pki:
+    """An authority and the certificates that it signs, below ``folder``."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._certificates = CertificateFolder(folder, force=True)
+        self.authority: Authority = self._certificates.authority(HOUR)
+        self.ca_file = folder / "ca.crt"
+
+    def issue(
+        self,
+        role: Role,
+        name: str = "a",
+        *,
+        file: str = "",
+        lifetime: timedelta = HOUR,
+        starts_in: timedelta = -HOUR,
+    ) -> Files:
+        """A certificate; an earlier one of the same file name is replaced."""
+        signed = self.authority.issue(
+            Identity(role=role, name=name), lifetime=lifetime, names=HOSTS, starts_in=starts_in
+        )
+        certificate = self._certificates.add(file or f"{role}-{name}", signed)
+        return Files(self.ca_file, certificate, certificate.with_suffix(".key"))
+
+
+@contextmanager
+def control_plane_with(
+    tls: TlsFiles | None, *, coordinator: dict[str, Any] | None = None, **access: Any
+) -> Iterator[ControlPlane]:
+    """A control plane that asks for certificates, and sees refusals quickly."""
+    # Refusals of connections are counted with the sweep, a tenth of a lease apart.
+    leases = {"lease_seconds": 5.0} | (coordinator or {})
+    settings = AccessSettings(**({"handshake_seconds": HANDSHAKE_SECONDS} | access))
+    with running(tls=tls, access=settings, coordinator=leases) as control_plane:
+        yield control_plane
+
+
+@contextmanager
+def secure_client(control_plane: ControlPlane, files: Files, **settings: Any) -> Iterator[Client]:
+    """A client that shows a certificate."""
+    options: dict[str, Any] = {"call_seconds": 5.0, **files.for_client(), **settings}
+    with client_of(control_plane.address, **options) as client:
+        yield client
+
+
+def refused(control_plane: ControlPlane, method: str, reason: str) -> float:
+    """How many requests have been refused so."""
+    name = "distca_control_plane_requests_refused_total"
+    labels = {"method": method, "reason": reason}
+    return control_plane.metrics.registry.get_sample_value(name, labels) or 0.0
+
+
+def refused_soon(control_plane: ControlPlane, method: str, reason: str, count: int) -> None:
+    """Waits until ``count`` requests have been refused so, or more: clients try again."""
+    eventually(lambda: refused(control_plane, method, reason) >= count)
