@@ -1,0 +1,196 @@
+"""Audits: correct results pass whatever the dtype, damage beyond rounding is found and named, and
+which tasks are audited follows from the seed alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from core_attention.ca_task import MaskKind, Phase
+from core_attention.kernels.cpu import CpuKernel
+from core_attention.kernels.protocol import BackwardPart, ForwardPart, TaskBatch
+from core_attention.manifest import RankManifest, Segment
+from core_attention.plan import Plan
+from tests.trainer_client.answers import (
+    SHAPE,
+    answer_of,
+    make_plan,
+    one_document_over_two_ranks,
+    two_documents_at_home,
+)
+from trainer_client.answer import Answer
+from trainer_client.audit import ROWS, Auditor, Finding
+
+SCALE = SHAPE.default_softmax_scale
+CLOSE_SECONDS = 30.0
+
+
+def findings(
+    *answers: Answer, rate: float = 1.0, seed: int = 0, close: bool = True
+) -> list[Finding]:
+    """What auditing ``answers`` finds."""
+    found: list[Finding] = []
+    for answer in answers:
+        auditor = Auditor(
+            rate, seed=seed, scale=SCALE, on_finding=found.append, device=torch.device("cpu")
+        )
+        auditor.sample(answer)
+        auditor.close(CLOSE_SECONDS)
+        assert auditor.skipped == 0
+    return found
+
+
+def long_document() -> Plan:
+    """Document 3 of 300 tokens on rank 0, cut at 120; server 0 runs all of it."""
+    return make_plan(
+        [RankManifest(5, 0, ((Segment(3, 300, 0, 300),),))], [(0, 0, 120, 0), (0, 120, 300, 0)]
+    )
+
+
+@pytest.mark.parametrize("phase", Phase)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("make", [two_documents_at_home, long_document])
+def test_correct_results_pass(phase: Phase, dtype: torch.dtype, make: Callable[[], Plan]) -> None:
+    found = findings(answer_of(make(), phase, dtype=dtype))
+    assert [finding.equal for finding in found] == [True, True]
+    assert all(finding.difference < 0.5 for finding in found)
+
+
+@pytest.mark.parametrize("phase", Phase)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_results_of_the_real_kernel_pass(phase: Phase, dtype: torch.dtype) -> None:
+    """Rounded as servers round them, where the reference rounds once at the end."""
+    answer = answer_of(long_document(), phase, dtype=dtype)
+    found = findings(replace(answer, results=run_kernel(answer, phase)))
+    assert [finding.equal for finding in found] == [True, True], found
+
+
+def run_kernel(answer: Answer, phase: Phase) -> dict[str, torch.Tensor]:
+    """The CPU kernel on the one document of ``answer``."""
+    zero = np.zeros(1, np.int64)
+    end = np.array([len(answer.inputs["q"])])
+    tasks = TaskBatch(q_begin=zero, q_end=end, k_begin=zero, k_end=end, dk_begin=zero)
+    kernel, given = CpuKernel(), answer.inputs
+    kernel.check(SHAPE, MaskKind.CAUSAL)
+    out = {name: torch.empty_like(tensor) for name, tensor in answer.results.items()}
+    if phase is Phase.FORWARD:
+        kernel.forward(
+            [ForwardPart(given["q"], given["k"], given["v"], out["o"], out["lse"], tasks)], SCALE
+        )
+        return out
+    dk, dv = (torch.zeros(given[name].shape) for name in ("k", "v"))
+    part = BackwardPart(
+        q=given["q"],
+        k=given["k"],
+        v=given["v"],
+        do=given["do"],
+        lse=given["lse"],
+        delta=given["delta"],
+        dq=out["dq"],
+        dk=dk,
+        dv=dv,
+        tasks=tasks,
+    )
+    kernel.backward([part], SCALE)
+    return {"dq": out["dq"], "dk": dk.to(out["dk"].dtype), "dv": dv.to(out["dv"].dtype)}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("phase", "name"),
+    [
+        (Phase.FORWARD, "o"),
+        (Phase.FORWARD, "lse"),
+        (Phase.BACKWARD, "dq"),
+        (Phase.BACKWARD, "dk"),
+        (Phase.BACKWARD, "dv"),
+    ],
+)
+def test_damage_is_found_and_named(phase: Phase, name: str, dtype: torch.dtype) -> None:
+    """One element in a document of fewer rows than are recomputed."""
+    answer = answer_of(two_documents_at_home(), phase, dtype=dtype)
+    results = {key: tensor.clone() for key, tensor in answer.results.items()}
+    results[name].flatten(1)[2, 1] += 0.25
+    first, second = findings(replace(answer, results=results))
+    assert not first.equal
+    assert second.equal
+    assert (first.name, first.server_id, first.tick) == (name, "server-0", answer.tick)
+    assert "document 7, task [0, 4)" in str(first)
+
+
+def test_result_that_is_not_a_number_is_a_difference() -> None:
+    answer = answer_of(two_documents_at_home(), Phase.FORWARD)
+    results = {**answer.results, "o": torch.full_like(answer.results["o"], torch.nan)}
+    assert not any(finding.equal for finding in findings(replace(answer, results=results)))
+
+
+def test_server_that_mixes_up_rows_is_found() -> None:
+    """All rows are right and in the wrong places."""
+    answer = answer_of(long_document(), Phase.FORWARD)
+    results = {**answer.results, "o": answer.results["o"].flip(0)}
+    assert not any(finding.equal for finding in findings(replace(answer, results=results)))
+
+
+def test_tasks_whose_keys_lie_elsewhere_are_left_out() -> None:
+    plan = one_document_over_two_ranks()
+    assert findings(answer_of(plan, Phase.FORWARD, rank=1)) == []
+    (head,) = findings(answer_of(plan, Phase.FORWARD, rank=0))
+    assert head.equal
+    (backward,) = findings(answer_of(plan, Phase.BACKWARD, rank=0))
+    assert backward.equal
+
+
+def test_key_gradients_of_other_ranks_queries_are_not_judged() -> None:
+    answer = answer_of(one_document_over_two_ranks(), Phase.BACKWARD, rank=0)
+    results = {**answer.results, "dk": answer.results["dk"] + 1.0}
+    (finding,) = findings(replace(answer, results=results))
+    assert finding.equal
+
+
+def test_the_same_tasks_are_chosen_every_time_and_others_with_another_seed() -> None:
+    manifest = RankManifest(5, 0, (tuple(Segment(d, 2, 0, 2) for d in range(200)),))
+    plan = make_plan([manifest], [(d, 0, 2, 0) for d in range(200)])
+    answer = answer_of(plan, Phase.FORWARD)
+
+    def chosen(seed: int, layer: int = 0) -> frozenset[int]:
+        auditor = Auditor(
+            0.25, seed=seed, scale=SCALE, on_finding=lambda _: None, device=torch.device("cpu")
+        )
+        tick = replace(answer.tick, layer=layer)
+        which = np.flatnonzero(auditor._chosen_tasks(replace(answer, tick=tick)))
+        auditor.close(CLOSE_SECONDS)
+        return frozenset(which.tolist())
+
+    assert chosen(1) == chosen(1)
+    # Independent draws with a share of 1/4 agree this far with a probability below 1e-9.
+    assert len(chosen(1) & chosen(2)) < 35
+    assert len(chosen(1) & chosen(1, layer=1)) < 35
+    # Six standard deviations of the number of chosen tasks.
+    assert abs(len(chosen(1)) - 50) < 37
+
+
+def test_long_tasks_cost_a_few_rows() -> None:
+    copied: list[int] = []
+
+    class Counting(Auditor):
+        def _audit(self, sample):  # type: ignore[no-untyped-def]
+            copied.extend(len(tensor) for tensor in sample.given.values())
+            return super()._audit(sample)
+
+    auditor = Counting(
+        1.0, seed=0, scale=SCALE, on_finding=lambda _: None, device=torch.device("cpu")
+    )
+    auditor.sample(answer_of(long_document(), Phase.BACKWARD))
+    auditor.close(CLOSE_SECONDS)
+    assert copied
+    assert max(copied) <= ROWS
+
+
+@pytest.mark.parametrize("rate", [-0.1, 1.1, float("nan")])
+def test_rate_must_be_a_share(rate: float) -> None:
+    with pytest.raises(ValueError, match="rate is"):
+        Auditor(rate, seed=0, scale=1.0, on_finding=lambda _: None, device=torch.device("cpu"))

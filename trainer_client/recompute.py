@@ -1,0 +1,152 @@
+"""Some rows of core attention again, at home, in float32: what an audit compares a server with.
+
+Written from the definition, not from a kernel. Everything is given by row, so a few rows of a long
+task cost a few rows. Besides each value there is its *magnitude*: the sum of the absolute values of
+the terms that were summed, which is what rounding errors are relative to.
+
+Below, R is the number of chosen rows, M of keys, N of queries, D of dimensions, all of one query
+head or of the kv head that it belongs to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+Tensors = Mapping[str, torch.Tensor]
+
+
+@dataclass(frozen=True, eq=False)
+class Expected:
+    """What a result should be.
+
+    Attributes:
+        value: float32.
+        magnitude: of the terms behind each element; same shape.
+    """
+
+    value: torch.Tensor
+    magnitude: torch.Tensor
+
+
+def forward_rows(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, positions: torch.Tensor, scale: float
+) -> dict[str, Expected]:
+    """o and lse of some queries.
+
+    Args:
+        q: ``[R, num_heads, D]`` the chosen queries.
+        k, v: ``[M, num_heads_kv, D]`` the document's first M rows.
+        positions: ``[R]`` of the chosen queries in the document, all less than M.
+        scale: multiplies q.k before softmax.
+    """
+    o, o_magnitude, lse = [], [], []
+    for head, kv_head in _heads(q, k):
+        scores = _scores(q[:, head], k[:, kv_head], positions, scale)
+        weights, values = torch.softmax(scores, -1), v[:, kv_head].float()
+        o.append(weights @ values)
+        o_magnitude.append(weights @ values.abs())
+        lse.append(torch.logsumexp(scores, -1))
+    stacked = torch.stack(lse, 1)
+    return {
+        "o": Expected(torch.stack(o, 1), torch.stack(o_magnitude, 1)),
+        "lse": Expected(stacked, stacked.abs().clamp(min=1.0)),
+    }
+
+
+def query_gradient_rows(
+    queries: Tensors, k: torch.Tensor, v: torch.Tensor, positions: torch.Tensor, scale: float
+) -> dict[str, Expected]:
+    """dq of some queries.
+
+    Args:
+        queries: q, do ``[R, num_heads, D]``, lse and delta ``[R, num_heads]`` of them.
+        k, v, positions, scale: as for :func:`forward_rows`.
+    """
+    value, magnitude = [], []
+    for head, kv_head in _heads(queries["q"], k):
+        key = k[:, kv_head].float()
+        _, gradient, size = _score_gradients(queries, k, v, positions, None, head, kv_head, scale)
+        value.append(scale * (gradient @ key))
+        magnitude.append(scale * (size @ key.abs()))
+    return {"dq": Expected(torch.stack(value, 1), torch.stack(magnitude, 1))}
+
+
+def key_gradient_rows(
+    queries: Tensors,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    positions: torch.Tensor,
+    key_positions: torch.Tensor,
+    scale: float,
+) -> dict[str, Expected]:
+    """dk and dv of some keys, summed over given queries.
+
+    Args:
+        queries: q, do, lse and delta of N queries.
+        k, v: ``[R, num_heads_kv, D]`` the chosen keys.
+        positions: ``[N]`` of the queries in the document.
+        key_positions: ``[R]`` of the keys.
+        scale: multiplies q.k before softmax.
+    """
+    n_heads_kv = k.shape[1]
+    dk = [[torch.zeros(len(k), k.shape[2]) for _ in range(2)] for _ in range(n_heads_kv)]
+    dv = [[torch.zeros(len(v), v.shape[2]) for _ in range(2)] for _ in range(n_heads_kv)]
+    for head, kv_head in _heads(queries["q"], k):
+        weights, gradient, size = _score_gradients(
+            queries, k, v, positions, key_positions, head, kv_head, scale
+        )
+        q, do = queries["q"][:, head].float(), queries["do"][:, head].float()
+        dk[kv_head][0] += scale * (gradient.T @ q)
+        dk[kv_head][1] += scale * (size.T @ q.abs())
+        dv[kv_head][0] += weights.T @ do
+        dv[kv_head][1] += weights.T @ do.abs()
+    return {
+        name: Expected(
+            torch.stack([value for value, _ in heads], 1),
+            torch.stack([magnitude for _, magnitude in heads], 1),
+        )
+        for name, heads in (("dk", dk), ("dv", dv))
+    }
+
+
+def _heads(q: torch.Tensor, k: torch.Tensor) -> list[tuple[int, int]]:
+    """(query head, its kv head) of all query heads."""
+    group_size = q.shape[1] // k.shape[1]
+    return [(head, head // group_size) for head in range(q.shape[1])]
+
+
+def _scores(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    positions: torch.Tensor,
+    scale: float,
+    key_positions: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """``[R, M]`` scaled and masked scores of one head."""
+    if key_positions is None:
+        key_positions = torch.arange(len(k))
+    scores = scale * (q.float() @ k.float().T)
+    return scores.masked_fill(key_positions[None, :] > positions[:, None], float("-inf"))
+
+
+def _score_gradients(
+    queries: Tensors,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    positions: torch.Tensor,
+    key_positions: torch.Tensor | None,
+    head: int,
+    kv_head: int,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Weights, gradients of the scores and their magnitudes, ``[queries, keys]`` each
+    (FlashAttention-2, section 3.1)."""
+    scores = _scores(queries["q"][:, head], k[:, kv_head], positions, scale, key_positions)
+    weights = torch.exp(scores - queries["lse"][:, head, None].float())
+    do, value = queries["do"][:, head].float(), v[:, kv_head].float()
+    delta = queries["delta"][:, head, None].float()
+    size = weights * (do.abs() @ value.abs().T + delta.abs())
+    return weights, weights * (do @ value.T - delta), size
