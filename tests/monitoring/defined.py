@@ -50,8 +50,9 @@ def rows_of(registry: CollectorRegistry) -> dict[str, Row]:
     for collector in collectors:
         for family in collector.collect():
             labels = getattr(collector, "_labelnames", None)
-            if labels is None:  # a collector of our own, which always has samples
-                labels = tuple(next(iter(family.samples)).labels)
+            if labels is None or family.type == "info":
+                # A collector of our own, or an info, whose labels are its text: both have samples.
+                labels = tuple(sorted(family.samples[0].labels))
             row = Row(_exported_name(family), _exported_type(family), labels, family.documentation)
             rows[row.name] = row
     return rows

@@ -1,0 +1,1 @@
+"""Tools for developers; none of them is part of the package."""

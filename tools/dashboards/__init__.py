@@ -1,0 +1,1 @@
+"""The Grafana dashboards, from which ``helm/distca/dashboards`` is generated."""
