@@ -22,7 +22,7 @@ OTHER_PEERS = "other"
 _PREFIX = "distca_data_plane"
 _PEER_LABELS = ("peer", "transport")
 _SECONDS_BUCKETS = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
-_LARGE_MESSAGE_BYTES = 2**20
+_LARGE_MESSAGE_BYTES = 2**18
 
 Peer = tuple[str, str]
 """A peer, by address or by label, and the transport that reaches it."""
@@ -89,7 +89,7 @@ class DataPlaneMetrics:
         )
         self._receive_rate = Gauge(
             f"{_PREFIX}_receive_bytes_per_second",
-            "Rate of the last received message of 1 MiB or more, from its arrival on.",
+            "Rate of the last received message of 256 KiB or more, from its arrival on.",
             _PEER_LABELS,
             registry=registry,
         )
