@@ -60,6 +60,11 @@ class Audience:
             self._metrics.subscriber_dropped("rank")
             self._count()
 
+    def tell_ranks(self, job: Job, event: jobs_pb2.PlanEvent) -> None:
+        """Queues ``event`` for all ranks of ``job``."""
+        for rank in job.joined_ranks:
+            self.tell_rank(job, rank, event)
+
     def tell_server(self, member: Member, event: jobs_pb2.PlanEvent) -> None:
         """Queues ``event`` for a pool server."""
         if not self._servers.publish(member.lease_id, event):

@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from control_plane.audience import Audience, RankKey
+from control_plane.epochs import first_epoch
 from control_plane.errors import (
+    FencedError,
     InvalidRequestError,
     LeaseExpiredError,
     MissingTokenError,
+    RefusedError,
     ShuttingDownError,
     WrongTokenError,
 )
@@ -33,9 +36,17 @@ from control_plane.membership import (
 from control_plane.metrics import Metrics
 from control_plane.planning import Planner
 from control_plane.publication import Publication, rank_event, server_event
-from control_plane.requests import closed_event, failed_event, opened_event
+from control_plane.recoveries import Recoveries
+from control_plane.recovery import StepProgress
+from control_plane.requests import (
+    closed_event,
+    failed_event,
+    finished_event,
+    opened_event,
+    recover_event,
+)
 from control_plane.settings import CoordinatorSettings
-from control_plane.step import FailedStep, RankMeasurement, ServerMeasurement
+from control_plane.step import FailedStep, RankMeasurement, ReadyStep, ServerMeasurement
 from control_plane.step_planner import StepPlanner
 from control_plane.subscriptions import Subscription
 from core_attention.manifest import RankManifest
@@ -82,11 +93,31 @@ class Coordinator:
             default_planner=settings.default_planner,
             threads=settings.planning_threads,
         )
+        self._first_epoch = 0
+        self._recoveries = Recoveries(
+            settings,
+            self._jobs,
+            self._membership,
+            self._audience,
+            self._planner,
+            metrics,
+            clock=clock,
+            close=self._close,
+        )
 
     @property
     def lease_seconds(self) -> float:
         """How long a lease runs after it was renewed."""
         return self._settings.lease_seconds
+
+    def lead(self, generation: int) -> None:
+        """From now on members come to this control plane.
+
+        Args:
+            generation: of its epochs, see :mod:`control_plane.epochs`.
+        """
+        self._first_epoch = first_epoch(generation)
+        self._recoveries.lead()
 
     async def prepare(self) -> None:
         """Gets ready to plan; without it the first plan takes longer."""
@@ -97,6 +128,8 @@ class Coordinator:
         self.sweep()
         lease_id = _new_id()
         self._membership.register(description, lease_id=lease_id, now=self._clock())
+        for job in self._jobs.open_jobs():
+            job.quarantine.clear(description.server_id)
         logger.info(
             "server %s joined: %s at %s on %s",
             description.server_id,
@@ -109,9 +142,16 @@ class Coordinator:
         return lease_id
 
     def heartbeat(self, lease_id: str, load: ServerLoad) -> Member:
-        """Renews a server's lease; raises as :meth:`Membership.heartbeat`."""
+        """Renews a server's lease.
+
+        Raises:
+            LeaseExpiredError: as :meth:`Membership.heartbeat`.
+            FencedError: it has had work for too long without finishing any.
+        """
         now = self._clock()
         member = self._membership.heartbeat(lease_id, load, now=now)
+        if member.in_place is None and load.oldest_ready_seconds > self._settings.stall_seconds:
+            raise self._fence(member)
         self._metrics.heartbeat(member)
         if member.in_place is not None:
             self._jobs.get(member.in_place.job_id).renew(lease_id, now=now)
@@ -137,14 +177,11 @@ class Coordinator:
             )
 
     def deregister(self, lease_id: str) -> None:
-        """A pool server leaves. A draining one has finished its steps; one that leaves without
-        draining closes the jobs that it still serves. Raises as :meth:`Membership.deregister`."""
+        """A pool server leaves. If it has not finished its steps, others take them over. Raises as
+        :meth:`Membership.deregister`."""
         member = self._membership.deregister(lease_id, now=self._clock())
         logger.info("server %s left", member.server_id)
-        self._audience.end_server(member)
-        if not member.draining:
-            self._close_jobs_served_by(member, "left without draining")
-        self._members_changed()
+        self._server_gone(member, "left")
 
     def servers(self) -> list[tuple[Member, float]]:
         """The live servers by id, each with the seconds since its heartbeat."""
@@ -186,6 +223,57 @@ class Coordinator:
         self._metrics.ranks_changed(self._jobs.open_jobs())
         return job, lease_id
 
+    def resume_job(
+        self,
+        spec: JobSpec,
+        rank: int,
+        host: str,
+        in_place: ServerDescription | None,
+        *,
+        job_id: str,
+        epoch: int,
+        token: bytes | None,
+        owner: str = "",
+    ) -> tuple[Job, str]:
+        """A rank comes back to its job: because the control plane has started again, which then
+        knows the job from now on, or because the rank lost its lease. Returns as :meth:`open_job`.
+
+        Args:
+            job_id: of the job.
+            epoch: the highest that the rank has seen.
+            token: shows that it is the rank.
+
+        Raises:
+            InvalidRequestError: the planner or the rank does not exist, or the host is empty.
+            MissingTokenError, WrongTokenError: the token is missing, or not the rank's.
+            UnknownJobError, SpecMismatchError: as :meth:`Jobs.find`.
+            AlreadyExistsError: another job has the name, the rank has left, or another live
+                server has the in-place server's id.
+        """
+        self.sweep()
+        self._check_open(spec, rank, host)
+        key = self._job_keys.key_of(job_id, owner)
+        _check_returning(spec, rank, job_id, key, token)
+        job = self._jobs.find(job_id, spec)
+        now, lease_id = self._clock(), _new_id()
+        if job is None:
+            job = self._reopen_job(spec, job_id, key, owner)
+        self._membership.remove_in_place(job_id, rank)
+        if in_place is not None:
+            self._membership.check_free(in_place.server_id, now=now)
+        job.come_back(rank, host=host, lease_id=lease_id, now=now)
+        if in_place is not None:
+            self._membership.register_in_place(
+                in_place, InPlace(job_id, rank), lease_id=lease_id, now=now
+            )
+        job.recovery.raise_epoch(epoch)
+        logger.info("job %s: rank %d came back from %s", job_id, rank, host)
+        self._metrics.registered("rank")
+        self._members_changed()
+        self._metrics.ranks_changed(self._jobs.open_jobs())
+        self._recoveries.rank_came_back(job)
+        return job, lease_id
+
     def check_token(self, job_id: str, token: bytes | None, owner: str, lease_id: str = "") -> None:
         """Raises unless ``token`` is one that ``owner`` was given for the job, and, if
         ``lease_id`` is a rank's, for that rank.
@@ -218,8 +306,7 @@ class Coordinator:
         now = self._clock()
         job = self._jobs.get(job_id)
         job.renew(lease_id, now=now)
-        if job.spec.placement.uses_in_place:
-            self._membership.of_lease(lease_id, now=now).renewed_at = now
+        self._membership.renew_in_place(lease_id, now=now)
 
     def leave_job(self, job_id: str, lease_id: str, error: str) -> None:
         """A rank leaves; with an error, or as the last one, it closes the job.
@@ -254,20 +341,29 @@ class Coordinator:
         self._advance(job)
 
     def watch_rank(self, job_id: str, lease_id: str) -> tuple[RankKey, Subscription]:
-        """The events of a job for a rank: the job, the unfinished steps, then what comes.
+        """The events of a job for a rank: the job, a recovery that waits for it, the unfinished
+        steps, then what comes.
 
         Raises:
             UnknownJobError, LeaseExpiredError: as :meth:`Jobs.get` and :meth:`Job.lease`.
         """
         job = self._jobs.get(job_id)
         rank = job.lease(lease_id, now=self._clock()).rank
-        first = [opened_event(job, to_server=job.spec.placement.uses_in_place)]
-        first += [rank_event(job_id, record, rank) for record in job.unfinished_steps()]
+        serves = any(
+            member.in_place is not None and member.in_place.rank == rank
+            for member in self._membership.in_place_of(job_id)
+        )
+        first = [opened_event(job, to_server=serves)]
+        if job.finished_step >= 0:
+            first.append(finished_event(job, job.finished_step))
+        if job.recovery.runs and not job.recovery.has_answered(rank):
+            first.append(recover_event(job))
+        first += [rank_event(job_id, record, rank) for record in job.steps_to_tell()]
         return self._audience.watch_rank(job, rank, first)
 
     def watch_server(self, lease_id: str) -> tuple[str, Subscription]:
-        """The events for a pool server: the jobs that use the pool, their unfinished steps that
-        name it, then what comes.
+        """The events for a pool server: the jobs that use the pool, with their epochs, their
+        unfinished steps that name it, then what comes.
 
         Raises:
             LeaseExpiredError: as :meth:`Membership.of_lease`.
@@ -282,9 +378,11 @@ class Coordinator:
         first = []
         for job in self._pool_jobs():
             first.append(opened_event(job, to_server=True))
+            if job.recovery.began:
+                first.append(recover_event(job))
             first += [
                 server_event(job.job_id, record, member.server_id)
-                for record in job.unfinished_steps()
+                for record in job.steps_to_tell()
                 if member.server_id in record.serving
             ]
         return self._audience.watch_server(member, first)
@@ -303,6 +401,7 @@ class Coordinator:
         job = self._jobs.get(job_id)
         if job.report_rank(lease_id, step, measured, now=self._clock()):
             self._metrics.rank_reported(job, job.step(step))
+        self._recoveries.advance(job)
 
     def report_server(
         self, job_id: str, lease_id: str, step: int, measured: ServerMeasurement
@@ -324,6 +423,31 @@ class Coordinator:
         if job.report_server(step, measured):
             self._metrics.server_reported(job, job.step(step), measured.server_id)
 
+    def report_server_lost(
+        self, job_id: str, lease_id: str, server_id: str, epoch: int, cause: str
+    ) -> None:
+        """A rank has lost a server in the plans of ``epoch``.
+
+        Raises:
+            UnknownJobError, LeaseExpiredError: as :meth:`Jobs.get` and :meth:`Job.lease`.
+        """
+        job = self._jobs.get(job_id)
+        rank = job.lease(lease_id, now=self._clock()).rank
+        self._recoveries.server_reported(job, rank, server_id, epoch, cause)
+
+    def report_progress(
+        self, job_id: str, lease_id: str, epoch: int, steps: Sequence[StepProgress]
+    ) -> None:
+        """A rank answers the recovery of ``epoch``.
+
+        Raises:
+            UnknownJobError, LeaseExpiredError, InvalidRequestError: as :meth:`Jobs.get`,
+                :meth:`Job.lease` and :meth:`Job.check_progress`.
+        """
+        job = self._jobs.get(job_id)
+        rank = job.lease(lease_id, now=self._clock()).rank
+        self._recoveries.answer(job, rank, epoch, steps)
+
     def job(self, job_id: str) -> Job:
         """The open job ``job_id``; raises as :meth:`Jobs.get`."""
         return self._jobs.get(job_id)
@@ -334,14 +458,14 @@ class Coordinator:
         for member in self._membership.expire(now=now):
             logger.warning("server %s lost its lease", member.server_id)
             self._metrics.lease_expired("server")
-            self._audience.end_server(
+            self._metrics.failure_detected("lease_expired")
+            self._server_gone(
                 member,
+                "lost its lease",
                 LeaseExpiredError(
                     f"server {member.server_id} sent no heartbeat for {self.lease_seconds:g} s"
                 ),
             )
-            self._close_jobs_served_by(member, "lost its lease")
-            self._members_changed()
         for job in self._jobs.open_jobs():
             gone = job.expired_ranks(now=now)
             if gone:
@@ -351,6 +475,7 @@ class Coordinator:
                 self._close(
                     job, f"no sign of life for {self.lease_seconds:g} s from {names}; see its log"
                 )
+        self._recoveries.sweep()
 
     async def shut_down(self) -> None:
         """Ends every stream and stops planning; jobs are not closed, members may find a successor
@@ -358,10 +483,22 @@ class Coordinator:
         self._audience.end_all(ShuttingDownError("the control plane is shutting down"))
         await self._planner.shut_down()
 
-    def members_of(self, job: Job) -> list[Member]:
-        """The servers of a job's next plan: pool servers by id, then in-place ones by rank."""
+    def choices_of(self, job: Job) -> list[list[Member]]:
+        """The servers of a job's next plan, pool servers by id, then in-place ones by rank; and
+        those to take instead if these cannot do it.
+
+        A job on the pool falls back on its ranks' own servers, if all have one, and then on pool
+        servers that its ranks could not reach of late.
+        """
         pool = self._membership.pool() if job.spec.placement.uses_pool else []
-        return pool + self._membership.in_place_of(job.job_id)
+        own = self._membership.in_place_of(job.job_id)
+        now = self._clock()
+        near = [m for m in pool if not job.quarantine.holds(m.server_id, now=now)]
+        if job.spec.placement.uses_in_place:
+            choices = [near + own]
+        else:
+            choices = [near, own if len(own) == job.spec.n_ranks else [], pool]
+        return [members for members in choices if members]
 
     def still_serve(self, members: list[Member], serving: frozenset[str]) -> bool:
         """Whether those of ``members`` that are in ``serving`` may still be given work. A draining
@@ -376,7 +513,8 @@ class Coordinator:
     def publish(self, job: Job, publication: Publication) -> None:
         """A step has been planned: stores it and tells the job's ranks and the step's servers."""
         record = publication.record
-        job.planned(record)
+        if job.planned(record):
+            self._metrics.step_replanned(job, record.plan.epoch)
         for rank, event in publication.by_rank.items():
             self._audience.tell_rank(job, rank, event)
         for member in self._membership.pool():
@@ -385,14 +523,19 @@ class Coordinator:
         self._metrics.step_planned(job, publication)
         logger.debug("job %s: step %d planned: %s", job.job_id, record.step, record.plan.reason)
 
-    def fail(self, job: Job, step: int, error: str) -> None:
-        """A step cannot be planned: tells the ranks; it may be submitted again."""
+    def fail(self, job: Job, ready: ReadyStep, error: str) -> None:
+        """A step cannot be planned: tells the ranks; it may be submitted again. If ranks wait in
+        the middle of it, the job ends."""
+        if ready.begun:
+            self._close(job, f"step {ready.step} has begun and cannot be planned again: {error}")
+        else:
+            self._fail(job, ready.step, error)
+
+    def _fail(self, job: Job, step: int, error: str) -> None:
         logger.warning("job %s: step %d has no plan: %s", job.job_id, step, error)
         job.failed(step)
         self._metrics.plan_failed(job, step)
-        event = failed_event(job, step, error)
-        for rank in job.joined_ranks:
-            self._audience.tell_rank(job, rank, event)
+        self._audience.tell_ranks(job, failed_event(job, step, error))
 
     def _check_open(self, spec: JobSpec, rank: int, host: str) -> None:
         self._planner.planner_of(spec.planner)
@@ -406,12 +549,32 @@ class Coordinator:
     def _create_job(self, spec: JobSpec, owner: str) -> Job:
         job_id = f"{spec.name}-{secrets.token_hex(4)}"
         key = self._job_keys.key_of(job_id, owner)
-        job = self._jobs.create(spec, job_id=job_id, key=key, owner=owner)
+        job = self._jobs.create(
+            spec, job_id=job_id, key=key, owner=owner, first_epoch=self._first_epoch
+        )
         logger.info("job %s opened: %s", job.job_id, spec)
-        self._metrics.job_opened(spec)
-        if spec.placement.uses_pool:
-            self._audience.tell_pool(opened_event(job, to_server=True))
+        self._announce(job)
         return job
+
+    def _reopen_job(self, spec: JobSpec, job_id: str, key: bytes, owner: str) -> Job:
+        """A job from before this control plane, to which all its ranks are to come back."""
+        job = self._jobs.create(
+            spec,
+            job_id=job_id,
+            key=key,
+            owner=owner,
+            first_epoch=self._first_epoch,
+            absent=frozenset(range(spec.n_ranks)),
+            return_by=self._clock() + 2 * self.lease_seconds,
+        )
+        logger.info("job %s opened again: its ranks come back", job_id)
+        self._announce(job)
+        return job
+
+    def _announce(self, job: Job) -> None:
+        self._metrics.job_opened(job.spec)
+        if job.spec.placement.uses_pool:
+            self._audience.tell_pool(opened_event(job, to_server=True))
 
     def _pool_jobs(self) -> list[Job]:
         return [job for job in self._jobs.open_jobs() if job.spec.placement.uses_pool]
@@ -420,16 +583,32 @@ class Coordinator:
         """Has the decided steps of ``job`` planned or reported as failed."""
         for outcome in job.take_decided():
             if isinstance(outcome, FailedStep):
-                self.fail(job, outcome.step, outcome.error)
+                self._fail(job, outcome.step, outcome.error)
             else:
                 self._metrics.step_ready(job, outcome.step)
                 self._planner.add(job, outcome)
+        self._recoveries.advance(job)
 
-    def _close_jobs_served_by(self, member: Member, what: str) -> None:
-        for job in self._pool_jobs():
-            step = job.step_served_by(member.server_id)
-            if step is not None:
-                self._close(job, f"server {member.server_id} {what} while serving step {step}")
+    def _fence(self, member: Member) -> FencedError:
+        """Takes the lease of a server that lives and does no work; what to tell it."""
+        load = member.load
+        error = FencedError(
+            f"server {member.server_id} has had {load.queued_tasks} tasks ready and has finished "
+            f"none for {load.oldest_ready_seconds:.1f} s, and its lease was taken away; it may "
+            "register again"
+        )
+        logger.warning("%s", error)
+        self._membership.fence(member)
+        self._metrics.failure_detected("no_progress")
+        self._metrics.server_fenced()
+        self._server_gone(member, "finished no work", error)
+        return error
+
+    def _server_gone(self, member: Member, what: str, error: RefusedError | None = None) -> None:
+        """A pool server is no member any more."""
+        self._audience.end_server(member, error)
+        self._recoveries.server_gone(member, what)
+        self._members_changed()
 
     def _close(self, job: Job, error: str) -> None:
         """Closes ``job`` and tells all who know it."""
@@ -451,6 +630,24 @@ class Coordinator:
 
     def _members_changed(self) -> None:
         self._metrics.members_changed(self._membership.members())
+
+
+def _check_returning(
+    spec: JobSpec, rank: int, job_id: str, key: bytes, token: bytes | None
+) -> None:
+    """Raises unless ``token`` shows that its bearer is ``rank`` of job ``job_id``."""
+    if token is None:
+        raise MissingTokenError(
+            f"rank {rank} comes back to job {job_id} without a token; send the one that OpenJob "
+            "gave"
+        )
+    if rank_of_token(key, token) != rank:
+        raise WrongTokenError(
+            f"the token that came is not that of rank {rank} of job {job_id}; a control plane that "
+            "starts again knows the tokens of before if it has the same token secret"
+        )
+    if job_id.rpartition("-")[0] != spec.name:
+        raise InvalidRequestError(f"job {job_id} is none of the name {spec.name}")
 
 
 def _new_id() -> str:

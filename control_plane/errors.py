@@ -93,3 +93,7 @@ class UnknownStepError(RefusedError):
 
 class LeaseExpiredError(RefusedError):
     """The lease expired or was never given."""
+
+
+class FencedError(LeaseExpiredError):
+    """The lease was taken away: the server answers, and does no work."""

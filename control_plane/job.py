@@ -6,17 +6,16 @@ method either does all it says or raises and changes nothing.
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import replace
 
-from control_plane.errors import (
-    AlreadyExistsError,
-    BacklogError,
-    InvalidRequestError,
-    LeaseExpiredError,
-    UnknownStepError,
-)
+from control_plane.errors import BacklogError, InvalidRequestError, UnknownStepError
 from control_plane.job_spec import JobSpec
+from control_plane.quarantine import Quarantine
+from control_plane.rank_leases import RankLease, RankLeases
+from control_plane.recovery import Answers, Recovery, StepProgress, is_finished
 from control_plane.server_speeds import ServerSpeeds
 from control_plane.step import (
     FailedStep,
@@ -29,16 +28,6 @@ from control_plane.step import (
 from core_attention.manifest import RankManifest
 
 
-@dataclass
-class RankLease:
-    """A rank that has joined."""
-
-    rank: int
-    lease_id: str
-    host: str
-    renewed_at: float
-
-
 class Job:
     """One job, from its first rank's joining to its closing.
 
@@ -48,6 +37,10 @@ class Job:
         key: checks the tokens of its ranks; secret.
         owner: the identity that opened it, and that every rank must have.
         closed: None while it is open; else why it was closed, empty if every rank has finished.
+        recovery: its epochs.
+        quarantine: pool servers that it does not use now.
+        speeds: what was learned of its servers.
+        return_by: when the ranks that are to come back must be there.
     """
 
     def __init__(
@@ -60,52 +53,44 @@ class Job:
         lease_seconds: float,
         retained_steps: int,
         max_pending_steps: int,
+        first_epoch: int = 0,
+        absent: frozenset[int] = frozenset(),
+        return_by: float = math.inf,
     ) -> None:
         self.job_id = job_id
         self.spec = spec
         self.key = key
         self.owner = owner
         self.closed: str | None = None
-        self._lease_seconds = lease_seconds
+        self.recovery = Recovery(first_epoch)
+        self.quarantine = Quarantine()
+        self.speeds = ServerSpeeds()
         self._retained_steps = retained_steps
         self._max_pending_steps = max_pending_steps
-        self._leases: dict[str, RankLease] = {}
-        self._left: set[int] = set()
+        self._is_resumed = bool(absent)
+        self.return_by = return_by
+        self._leases = RankLeases(job_id, spec.n_ranks, lease_seconds=lease_seconds, absent=absent)
         self._pending: dict[int, PendingStep] = {}
+        # With all manifests, and without a plan that counts.
+        self._ready: dict[int, ReadyStep] = {}
         self._planned: OrderedDict[int, PlannedStep] = OrderedDict()
         # Hash of every manifest of the steps that are ready or planned, so that a rank may repeat
         # a submission whose answer it did not get.
         self._accepted: OrderedDict[int, dict[int, int]] = OrderedDict()
         self._last_reported = dict.fromkeys(range(spec.n_ranks), -1)
-        self.speeds = ServerSpeeds()
+        self._finished_step = -1
 
     def check_can_join(self, rank: int) -> None:
-        """Raises unless ``rank`` may join.
-
-        Raises:
-            InvalidRequestError: it is none of the job's ranks.
-            AlreadyExistsError: it has joined, or has left already.
-        """
-        if not 0 <= rank < self.spec.n_ranks:
-            raise InvalidRequestError(
-                f"rank is {rank}; job {self.spec.name} has ranks 0 to {self.spec.n_ranks - 1}"
-            )
-        if rank in self._left:
-            raise AlreadyExistsError(
-                f"rank {rank} has left job {self.job_id}, which ranks {self.joined_ranks} still "
-                "run; wait until it is closed, or use another name"
-            )
-        for lease in self._leases.values():
-            if lease.rank == rank:
-                raise AlreadyExistsError(
-                    f"rank {rank} has joined job {self.job_id} from {lease.host}; wait up to "
-                    f"{self._lease_seconds:g} s if that process is gone, or use another name"
-                )
+        """Raises unless ``rank`` may join; as :meth:`RankLeases.check_can_join`."""
+        self._leases.check_can_join(rank)
 
     def join(self, rank: int, *, host: str, lease_id: str, now: float) -> None:
         """A rank joins; raises as :meth:`check_can_join`."""
-        self.check_can_join(rank)
-        self._leases[lease_id] = RankLease(rank, lease_id, host, now)
+        self._leases.join(rank, host=host, lease_id=lease_id, now=now)
+
+    def come_back(self, rank: int, *, host: str, lease_id: str, now: float) -> None:
+        """A rank that has lost its lease comes back; raises as :meth:`RankLeases.come_back`."""
+        self._leases.come_back(rank, host=host, lease_id=lease_id, now=now)
 
     def renew(self, lease_id: str, *, now: float) -> None:
         """Renews a rank's lease.
@@ -121,23 +106,15 @@ class Job:
         Raises:
             LeaseExpiredError: it expired or is unknown.
         """
-        lease = self._leases.get(lease_id)
-        if lease is None or self._expired(lease, now):
-            raise LeaseExpiredError(
-                f"no rank of job {self.job_id} holds the lease that came; it expired after "
-                f"{self._lease_seconds:g} s without renewal, or the rank has left"
-            )
-        return lease
+        return self._leases.get(lease_id, now=now)
 
     def rank_of(self, lease_id: str) -> int | None:
         """The rank that holds ``lease_id``, expired or not; None if none does."""
-        lease = self._leases.get(lease_id)
-        return None if lease is None else lease.rank
+        return self._leases.rank_of(lease_id)
 
     def expired_ranks(self, *, now: float) -> list[RankLease]:
         """The ranks whose lease has run out, in rank order."""
-        gone = [lease for lease in self._leases.values() if self._expired(lease, now)]
-        return sorted(gone, key=lambda lease: lease.rank)
+        return self._leases.expired(now=now)
 
     def leave(self, lease_id: str, *, error: str, now: float) -> int:
         """A rank leaves; with an error, or as the last one, it closes the job. Returns the rank.
@@ -145,12 +122,10 @@ class Job:
         Raises:
             LeaseExpiredError: the lease expired or is unknown.
         """
-        rank = self.lease(lease_id, now=now).rank
-        del self._leases[lease_id]
-        self._left.add(rank)
+        rank = self._leases.leave(lease_id, now=now)
         if error:
             self.closed = f"rank {rank} failed: {error}"
-        elif not self._leases:
+        elif not self.joined_ranks and not self.absent_ranks:
             self.closed = ""
         return rank
 
@@ -189,7 +164,8 @@ class Job:
 
     def take_decided(self) -> list[ReadyStep | FailedStep]:
         """The pending steps that can be planned now, and those that never can, in step order;
-        they are no longer pending. A failed step may be submitted again."""
+        they are no longer pending. A failed step may be submitted again. A step that becomes ready
+        during a recovery is planned at its end."""
         decided: list[ReadyStep | FailedStep] = []
         for step in sorted(self._pending):
             outcome = self._decide(step, self._pending[step])
@@ -201,18 +177,28 @@ class Job:
                     rank: hash((manifest, pending.forward_only[rank]))
                     for rank, manifest in pending.manifests.items()
                 }
+                self._ready[step] = outcome
+                if self.is_recovering:
+                    continue
             decided.append(outcome)
         return decided
 
-    def planned(self, step: PlannedStep) -> None:
-        """Stores the plan of a step, and forgets the oldest beyond the retained number."""
+    def planned(self, step: PlannedStep) -> bool:
+        """Stores the plan of a step, and forgets the oldest beyond the retained number; returns
+        whether the step had a plan before, which is void now."""
+        before = self._planned.pop(step.step, None)
+        if before is not None:
+            step.ranks.update(before.ranks)
         self._planned[step.step] = step
+        self._ready.pop(step.step, None)
         while len(self._planned) > self._retained_steps:
             oldest, _ = self._planned.popitem(last=False)
             self._accepted.pop(oldest, None)
+        return before is not None
 
     def failed(self, step: int) -> None:
         """A ready step could not be planned; it may be submitted again."""
+        self._ready.pop(step, None)
         self._accepted.pop(step, None)
 
     def step(self, step: int) -> PlannedStep:
@@ -230,7 +216,8 @@ class Job:
         return self._planned[step]
 
     def report_rank(self, lease_id: str, step: int, measured: RankMeasurement, now: float) -> bool:
-        """Stores what a rank measured; returns whether that is new, and not a repetition.
+        """Stores what a rank measured; returns whether that is new, and not a repetition. During a
+        recovery it may be of a step whose plan is not known here: that is only finished.
 
         Raises:
             LeaseExpiredError, UnknownStepError: as :meth:`lease` and :meth:`step`.
@@ -241,10 +228,14 @@ class Job:
             raise InvalidRequestError(
                 f"a measurement of rank {measured.rank} came with the lease of rank {rank}"
             )
-        ranks = self.step(step).ranks
-        is_new = rank not in ranks
-        ranks[rank] = measured
+        is_new = False
+        is_told = step in self._ready or step <= self._last_reported[rank] or self.is_recovering
+        if step in self._planned or not is_told:
+            ranks = self.step(step).ranks
+            is_new = rank not in ranks
+            ranks[rank] = measured
         self._last_reported[rank] = max(self._last_reported[rank], step)
+        self.recovery.progressed()
         return is_new
 
     def report_server(self, step: int, measured: ServerMeasurement) -> bool:
@@ -276,13 +267,86 @@ class Job:
             if any(
                 record.step > last
                 for rank, last in self._last_reported.items()
-                if rank not in self._left
+                if rank not in self._leases.left
             )
         ]
 
+    def steps_to_tell(self) -> list[PlannedStep]:
+        """The unfinished steps whose plan counts, in the order of planning."""
+        if self.is_recovering:
+            return []
+        return [record for record in self.unfinished_steps() if record.step not in self._ready]
+
+    def names_server(self, server_id: str) -> bool:
+        """Whether a plan that counts, of a step that is not finished, has a task for it."""
+        return any(server_id in record.serving for record in self.steps_to_tell())
+
+    def take_finished(self) -> int | None:
+        """The last step that every rank has finished, as it has those before; None if that has
+        been told already. What is known of those steps beside their plans is forgotten."""
+        reported = [
+            last for rank, last in self._last_reported.items() if rank not in self._leases.left
+        ]
+        finished = min(reported, default=self._finished_step)
+        if finished <= self._finished_step:
+            return None
+        self._finished_step = finished
+        for known in (self._pending, self._ready):
+            for step in [step for step in known if step <= finished]:
+                del known[step]
+        return finished
+
+    def begin_recovery(self, *, now: float) -> None:
+        """Makes all plans void: unfinished steps are to be planned again, once all ranks have
+        answered."""
+        self.recovery.begin(now=now)
+        for record in self.unfinished_steps():
+            self._ready[record.step] = ReadyStep(
+                step=record.step,
+                manifest=record.plan.manifest,
+                forward_only=record.forward_only,
+                begun=True,
+            )
+
+    def check_progress(self, steps: Sequence[StepProgress]) -> None:
+        """Raises unless a rank of this job can be so far.
+
+        Raises:
+            InvalidRequestError: a step has not one number per nano-batch, or a lane is said to
+                have more complete ticks than it has ticks.
+        """
+        most = 2 * self.spec.n_layers
+        for progress in steps:
+            ticks = progress.complete_ticks
+            if len(ticks) != self.spec.n_nano_batches or max(ticks) > most:
+                raise InvalidRequestError(
+                    f"step {progress.step} has complete_ticks {list(ticks)}; job {self.job_id} has "
+                    f"{self.spec.n_nano_batches} nano-batches with up to {most} ticks each"
+                )
+
+    def end_recovery(self) -> list[ReadyStep]:
+        """Ends the recovery that runs, when no answer is missing; the steps to plan now, in
+        order."""
+        answers = self.recovery.end()
+        for rank, steps in answers.items():
+            done = [progress.step for progress in steps.values() if progress.done]
+            self._last_reported[rank] = max([self._last_reported[rank], *done])
+        for known in (self._pending, self._ready):
+            for step in [step for step in known if is_finished(step, answers)]:
+                del known[step]
+        for step, ready in self._ready.items():
+            self._ready[step] = replace(
+                ready,
+                epoch=self.recovery.epoch,
+                complete_ticks=self._complete_ticks(ready, answers),
+                left=frozenset(self._leases.left),
+                begun=ready.begun or _is_begun(step, answers),
+            )
+        return [self._ready[step] for step in sorted(self._ready)]
+
     def step_served_by(self, server_id: str) -> int | None:
         """The first step that ``server_id`` may still be needed for, or None."""
-        for record in self.unfinished_steps():
+        for record in self.steps_to_tell():
             if server_id in record.serving and server_id not in record.servers:
                 return record.step
         return None
@@ -290,15 +354,33 @@ class Job:
     @property
     def joined_ranks(self) -> list[int]:
         """The ranks that hold a lease."""
-        return sorted(lease.rank for lease in self._leases.values())
+        return self._leases.joined
+
+    @property
+    def absent_ranks(self) -> list[int]:
+        """The ranks that are to come back after the control plane was away."""
+        return sorted(self._leases.absent)
+
+    @property
+    def is_recovering(self) -> bool:
+        """Whether no plan is made now: a recovery runs, or one is to come first, because the job
+        was opened under another control plane."""
+        return self.recovery.runs or (self._is_resumed and not self.recovery.began)
+
+    @property
+    def epoch(self) -> int:
+        """Of the plans that are made now."""
+        return self.recovery.epoch
+
+    @property
+    def finished_step(self) -> int:
+        """The last step that every rank has finished, or -1."""
+        return self._finished_step
 
     @property
     def rank_hosts(self) -> tuple[str, ...] | None:
         """The host of every rank; None unless all have joined and none has left."""
-        hosts = {lease.rank: lease.host for lease in self._leases.values()}
-        if len(hosts) < self.spec.n_ranks:
-            return None
-        return tuple(hosts[rank] for rank in range(self.spec.n_ranks))
+        return self._leases.hosts
 
     @property
     def n_pending_steps(self) -> int:
@@ -319,7 +401,7 @@ class Job:
 
     def _decide(self, step: int, pending: PendingStep) -> ReadyStep | FailedStep | None:
         missing = pending.missing(self.spec.n_ranks)
-        gone = [rank for rank in missing if rank in self._left]
+        gone = [rank for rank in missing if rank in self._leases.left]
         if gone:
             return FailedStep(
                 step,
@@ -339,11 +421,24 @@ class Job:
             step=step,
             manifests=tuple(pending.manifests[rank] for rank in range(self.spec.n_ranks)),
             forward_only=pending.forward_only[0],
+            epoch=self.epoch,
+        )
+
+    def _complete_ticks(self, ready: ReadyStep, answers: Answers) -> tuple[tuple[int, ...], ...]:
+        """By rank: what it has told; nothing is owed to a rank that has left."""
+        n_nano_batches, n_layers = self.spec.n_nano_batches, self.spec.n_layers
+        all_ticks = (n_layers if ready.forward_only else 2 * n_layers,) * n_nano_batches
+        none = StepProgress(step=ready.step, complete_ticks=(0,) * n_nano_batches)
+        return tuple(
+            all_ticks
+            if rank in self._leases.left
+            else answers.get(rank, {}).get(ready.step, none).complete_ticks
+            for rank in range(self.spec.n_ranks)
         )
 
     def _correct_speed(self, record: PlannedStep, measured: ServerMeasurement) -> None:
         predicted = record.predicted_seconds(measured.server_id)
-        if predicted is not None:
+        if predicted is not None and record.runs_whole:
             self.speeds.measured(
                 measured.server_id,
                 planned_speed=record.speeds.get(measured.server_id, 1.0),
@@ -368,5 +463,8 @@ class Job:
             f"{self.job_id}; a step is submitted once, or again after it failed"
         )
 
-    def _expired(self, lease: RankLease, now: float) -> bool:
-        return now - lease.renewed_at > self._lease_seconds
+
+def _is_begun(step: int, answers: Answers) -> bool:
+    """Whether a rank has run ticks of ``step`` under a plan that is not known here."""
+    told = [steps[step] for steps in answers.values() if step in steps]
+    return any(progress.done or any(progress.complete_ticks) for progress in told)

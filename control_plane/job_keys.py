@@ -8,7 +8,9 @@ token, and that it is the same owner.
 
 from __future__ import annotations
 
+import contextlib
 import hmac
+import os
 import secrets
 from pathlib import Path
 
@@ -78,3 +80,29 @@ class JobKeys:
                 f"{owner!r}; without a token secret none outlives the control plane"
             )
         return key
+
+
+def job_keys(secret_file: Path | None, state_dir: Path | None) -> JobKeys:
+    """Keys from the secret in ``secret_file``; else from one that is kept in ``state_dir``, and
+    made there the first time; else from a random one.
+
+    Raises:
+        OSError, WeakSecretError: as :meth:`JobKeys.from_file`, or ``state_dir`` cannot be written.
+    """
+    if secret_file is not None or state_dir is None:
+        return JobKeys.from_file(secret_file)
+    path = state_dir / "token-secret"
+    state_dir.mkdir(parents=True, exist_ok=True)
+    if not path.exists():
+        _make_secret(path)
+    return JobKeys.from_file(path)
+
+
+def _make_secret(path: Path) -> None:
+    """Writes a secret that only this user can read, unless another process does so first."""
+    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    partial.touch(mode=0o600)
+    partial.write_bytes(secrets.token_bytes(MIN_SECRET_BYTES))
+    with contextlib.suppress(FileExistsError):
+        os.link(partial, path)
+    partial.unlink()

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 
-from control_plane.errors import OtherOwnerError, SpecMismatchError, UnknownJobError
+from control_plane.errors import (
+    AlreadyExistsError,
+    OtherOwnerError,
+    SpecMismatchError,
+    UnknownJobError,
+)
 from control_plane.job import Job
 from control_plane.job_spec import JobSpec
 
@@ -48,8 +54,19 @@ class Jobs:
                 return job
         return None
 
-    def create(self, spec: JobSpec, *, job_id: str, key: bytes, owner: str = "") -> Job:
-        """A new job without ranks."""
+    def create(
+        self,
+        spec: JobSpec,
+        *,
+        job_id: str,
+        key: bytes,
+        owner: str = "",
+        first_epoch: int = 0,
+        absent: frozenset[int] = frozenset(),
+        return_by: float = math.inf,
+    ) -> Job:
+        """A new job without ranks, or one from before this control plane, whose ranks ``absent``
+        are to come back by the time ``return_by``."""
         job = Job(
             job_id,
             spec,
@@ -58,6 +75,9 @@ class Jobs:
             lease_seconds=self._lease_seconds,
             retained_steps=self._retained_steps,
             max_pending_steps=self._max_pending_steps,
+            first_epoch=first_epoch,
+            absent=absent,
+            return_by=return_by,
         )
         self._open[job_id] = job
         return job
@@ -75,6 +95,32 @@ class Jobs:
                 raise UnknownJobError(f"job {job_id} is closed: {reason}")
             raise UnknownJobError(f"there is no job {job_id!r}")
         return job
+
+    def find(self, job_id: str, spec: JobSpec) -> Job | None:
+        """The open job ``job_id``, whose ranks come back with ``spec``; None if it is not known.
+
+        Raises:
+            UnknownJobError: it has been closed.
+            SpecMismatchError: it has another spec.
+            AlreadyExistsError: it is not known, and another open job has its name.
+        """
+        if job_id in self._closed:
+            self.get(job_id)
+        job = self._open.get(job_id)
+        if job is not None:
+            differences = job.spec.differences(spec)
+            if differences:
+                raise SpecMismatchError(
+                    f"a rank comes back to job {job_id} with {differences}; all ranks must give "
+                    "the same spec"
+                )
+            return job
+        for other in self._open.values():
+            if other.spec.name == spec.name:
+                raise AlreadyExistsError(
+                    f"job {job_id} is not known any more, and {other.job_id} has taken its name"
+                )
+        return None
 
     def close(self, job: Job, error: str) -> None:
         """Closes ``job``; an empty error means that every rank has finished."""

@@ -90,10 +90,15 @@ class ServerLoad:
     open_ticks: int = 0
     busy_ratio: float = 0.0
     buffer_bytes: int = 0
+    oldest_ready_seconds: float = 0.0
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.busy_ratio) and 0 <= self.busy_ratio <= 1):
             raise InvalidRequestError(f"busy_ratio is {self.busy_ratio}; it must be from 0 to 1")
+        if not (math.isfinite(self.oldest_ready_seconds) and self.oldest_ready_seconds >= 0):
+            raise InvalidRequestError(
+                f"oldest_ready_seconds is {self.oldest_ready_seconds}; it must be 0 or more"
+            )
 
 
 @dataclass(frozen=True)
@@ -220,6 +225,16 @@ class Membership:
         self._remove(member)
         return member
 
+    def fence(self, member: Member) -> None:
+        """Ends the lease of a pool server, which it may not know; it has to register again."""
+        self._remove(member)
+
+    def renew_in_place(self, lease_id: str, *, now: float) -> None:
+        """A rank's lease was renewed: so is its in-place server's, if it has one."""
+        member = self._by_lease.get(lease_id)
+        if member is not None:
+            member.renewed_at = now
+
     def remove_in_place(self, job_id: str, rank: int | None = None) -> list[Member]:
         """The in-place servers of a job, or of one of its ranks, leave; returns them."""
         leaving = [
@@ -239,6 +254,10 @@ class Membership:
         for member in gone:
             self._remove(member)
         return gone
+
+    def find(self, server_id: str) -> Member | None:
+        """The live server ``server_id``, or None."""
+        return self._by_id.get(server_id)
 
     def members(self) -> list[Member]:
         """All live servers, sorted by id."""

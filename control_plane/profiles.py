@@ -7,9 +7,16 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 
+import numpy as np
+
+from core_attention.arrays import int64_column
+from core_attention.ca_task import causal_qk_pairs
 from core_attention.cost_model import CostProfile
 from core_attention.errors import ProfileError
 from core_attention.shape import AttentionShape
+
+NOMINAL_FLOPS = 1e12
+"""Of a server that measured nothing. Where all are alike, plans do not depend on it."""
 
 
 def profile_for(profiles: Sequence[CostProfile], shape: AttentionShape) -> CostProfile:
@@ -24,6 +31,24 @@ def profile_for(profiles: Sequence[CostProfile], shape: AttentionShape) -> CostP
     if not profiles:
         raise ProfileError(f"there is no cost profile to plan shape {shape} with")
     return _scaled(min(profiles, key=lambda profile: _distance(profile.shape, shape)), shape)
+
+
+@lru_cache(maxsize=256)
+def nominal_profile(shape: AttentionShape) -> CostProfile:
+    """The profile of a server that has measured none: seconds in proportion to FLOPs."""
+    tokens = int64_column([1, 2], "tokens")
+    q, kv = tokens[:, None], np.maximum(tokens[None, :], tokens[:, None])
+    forward = causal_qk_pairs(kv - q, kv) * shape.qk_flops(1) / NOMINAL_FLOPS
+    return CostProfile(
+        device="not measured",
+        kernel="nominal",
+        shape=shape,
+        q_tokens=tokens,
+        kv_tokens=tokens,
+        forward_seconds=forward,
+        # Five matrix products instead of two.
+        backward_seconds=2.5 * forward,
+    )
 
 
 def _distance(have: AttentionShape, want: AttentionShape) -> tuple[bool, float, float]:

@@ -9,12 +9,14 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from control_plane.first_ticks import FirstTickSlices, first_ticks
 from control_plane.job_spec import JobSpec
 from control_plane.membership import Member
 from control_plane.planning import Planner, PlanningServer
 from control_plane.profiles import profile_for
 from control_plane.slicing import PlanSlicer
 from control_plane.step import PlannedStep, ReadyStep
+from core_attention.arrays import Int64Array
 from core_attention.manifest import Manifest
 from core_attention.plan import PlanServer
 from core_attention.shape import AttentionShape
@@ -40,12 +42,17 @@ class Publication:
 
 
 def planning_servers(
-    members: Sequence[Member], shape: AttentionShape, speeds: Mapping[str, float]
+    members: Sequence[Member],
+    shape: AttentionShape,
+    speeds: Mapping[str, float],
+    *,
+    in_place_receives: bool = True,
 ) -> list[PlanningServer]:
     """``members`` as a planner sees them, each with its best profile for ``shape`` and its
     correction from ``speeds``, by id.
 
-    An in-place server that drains keeps its own rank's tasks and receives no others.
+    An in-place server that drains, or if ``in_place_receives`` is False any, keeps its own rank's
+    tasks and receives no others.
     """
     return [
         PlanningServer(
@@ -58,7 +65,7 @@ def planning_servers(
             profile=profile_for(member.description.profiles, shape),
             speed=speeds.get(member.server_id, 1.0),
             capacity_rows=member.description.capacity_rows,
-            receives=not member.draining,
+            receives=not member.draining and (in_place_receives or member.in_place is None),
         )
         for member in members
     ]
@@ -78,18 +85,20 @@ def publish_step(
         PlanError: no plan can be made.
     """
     started = time.perf_counter()
-    manifest = Manifest.merge(ready.manifests, spec.n_ranks)
-    plan = planner(manifest, servers, spec.shape, spec.options)
+    manifest = ready.whole_manifest(spec.n_ranks)
+    plan = planner(manifest, servers, spec.shape, spec.options, epoch=ready.epoch)
     record = PlannedStep(
         plan=plan,
         plan_seconds=time.perf_counter() - started,
         forward_only=ready.forward_only,
+        first_tick=_first_tick(manifest, ready),
         speeds={server.server.server_id: server.speed for server in servers},
     )
     slicer = PlanSlicer(plan, job_id)
-    by_rank = {rank: _event(piece, record) for rank, piece in enumerate(slicer.rank_slices())}
+    encoder = _Encoder(record)
+    by_rank = {rank: encoder.event(piece) for rank, piece in enumerate(slicer.rank_slices())}
     by_server = {
-        server.server_id: _event(piece, record)
+        server.server_id: encoder.event(piece)
         for server, piece in zip(plan.servers, slicer.server_slices(), strict=True)
         if piece is not None and server.in_place_rank is None
     }
@@ -99,15 +108,33 @@ def publish_step(
 
 def rank_event(job_id: str, record: PlannedStep, rank: int) -> jobs_pb2.PlanEvent:
     """The event of a planned step for one rank."""
-    return _event(plan_to_proto(record.plan.for_rank(rank), job_id), record)
+    return _Encoder(record).event(plan_to_proto(record.plan.for_rank(rank), job_id))
 
 
 def server_event(job_id: str, record: PlannedStep, server_id: str) -> jobs_pb2.PlanEvent:
     """The event of a planned step for one server."""
-    return _event(plan_to_proto(record.plan.for_server(server_id), job_id), record)
+    return _Encoder(record).event(plan_to_proto(record.plan.for_server(server_id), job_id))
 
 
-def _event(piece: plan_pb2.Plan, record: PlannedStep) -> jobs_pb2.PlanEvent:
-    return jobs_pb2.PlanEvent(
-        step_planned=jobs_pb2.StepPlanned(plan=piece, forward_only=record.forward_only)
-    )
+class _Encoder:
+    """Makes the events of one planned step from slices of its plan."""
+
+    def __init__(self, record: PlannedStep) -> None:
+        self._forward_only = record.forward_only
+        self._first_tick = FirstTickSlices(record.plan.manifest, record.first_tick)
+
+    def event(self, piece: plan_pb2.Plan) -> jobs_pb2.PlanEvent:
+        return jobs_pb2.PlanEvent(
+            step_planned=jobs_pb2.StepPlanned(
+                plan=piece,
+                forward_only=self._forward_only,
+                first_tick=self._first_tick.of(piece),
+            )
+        )
+
+
+def _first_tick(manifest: Manifest, ready: ReadyStep) -> Int64Array | None:
+    if not ready.complete_ticks:
+        return None
+    first = first_ticks(manifest, ready.complete_ticks, ready.left)
+    return first if first.any() else None

@@ -8,6 +8,8 @@ from control_plane.errors import InvalidRequestError
 from control_plane.job import Job
 from control_plane.job_spec import JobSpec, Placement, planning_options
 from control_plane.membership import Member, ServerDescription, ServerLoad
+from control_plane.profiles import nominal_profile
+from control_plane.recovery import StepProgress
 from control_plane.step import PlannedStep, RankMeasurement, ServerMeasurement
 from core_attention.cost_model import CostProfile
 from core_attention.manifest import RankManifest
@@ -22,8 +24,10 @@ from distca.codec import (
 from distca.v1 import jobs_pb2, membership_pb2, plan_pb2, profile_pb2
 
 
-def description_from_proto(message: membership_pb2.ServerDescription) -> ServerDescription:
-    """The server in ``message``.
+def description_from_proto(
+    message: membership_pb2.ServerDescription, *, default_profile: CostProfile | None = None
+) -> ServerDescription:
+    """The server in ``message``; ``default_profile`` is that of a server that has none.
 
     Raises:
         InvalidRequestError: a field is missing or wrong.
@@ -34,6 +38,8 @@ def description_from_proto(message: membership_pb2.ServerDescription) -> ServerD
         )
     except WireError as error:
         raise InvalidRequestError(f"server {message.server_id!r}: {error}") from error
+    if not profiles and default_profile is not None:
+        profiles = (default_profile,)
     return ServerDescription(
         server_id=message.server_id,
         data_address=message.data_address,
@@ -57,6 +63,7 @@ def load_from_proto(message: membership_pb2.ServerLoad) -> ServerLoad:
         open_ticks=message.open_ticks,
         busy_ratio=message.busy_ratio,
         buffer_bytes=message.buffer_bytes,
+        oldest_ready_seconds=message.oldest_ready_seconds,
     )
 
 
@@ -80,6 +87,7 @@ def status_to_proto(
             open_ticks=member.load.open_ticks,
             busy_ratio=member.load.busy_ratio,
             buffer_bytes=member.load.buffer_bytes,
+            oldest_ready_seconds=member.load.oldest_ready_seconds,
         ),
         draining=member.draining,
         seconds_since_heartbeat=seconds_since_heartbeat,
@@ -140,20 +148,23 @@ def spec_to_proto(spec: JobSpec) -> jobs_pb2.JobSpec:
 def in_place_server_from_proto(
     request: jobs_pb2.OpenJobRequest, spec: JobSpec
 ) -> ServerDescription | None:
-    """The in-place server of a rank that opens a job.
+    """The in-place server of a rank that opens a job. If the placement is POOL it stands by, and
+    may come without a profile.
 
     Raises:
-        InvalidRequestError: it is missing though the placement needs it, or the other way round,
-            or wrong.
+        InvalidRequestError: it is missing though the placement needs it, or wrong.
     """
-    given = request.HasField("in_place_server")
-    if given != spec.placement.uses_in_place:
-        raise InvalidRequestError(
-            f"job {spec.name}, rank {request.rank}: in_place_server is "
-            f"{'given' if given else 'missing'}, the placement is {spec.placement.name}; it must "
-            "be given unless the placement is POOL"
-        )
-    return description_from_proto(request.in_place_server) if given else None
+    if not request.HasField("in_place_server"):
+        if spec.placement.uses_in_place:
+            raise InvalidRequestError(
+                f"job {spec.name}, rank {request.rank}: in_place_server is missing; it must be "
+                f"given, since the placement is {spec.placement.name}"
+            )
+        return None
+    server = request.in_place_server
+    if spec.placement.uses_in_place or server.profiles:
+        return description_from_proto(server)
+    return description_from_proto(server, default_profile=nominal_profile(spec.shape))
 
 
 def manifest_from_proto(message: plan_pb2.RankManifest) -> RankManifest:
@@ -205,10 +216,34 @@ def failed_event(job: Job, step: int, error: str) -> jobs_pb2.PlanEvent:
     )
 
 
+def recover_event(job: Job) -> jobs_pb2.PlanEvent:
+    """The event that tells a member that all plans of ``job`` before its epoch are void."""
+    return jobs_pb2.PlanEvent(
+        recover=jobs_pb2.Recover(
+            job_id=job.job_id,
+            epoch=job.epoch,
+            lost_server_ids=job.recovery.lost,
+            reason="; ".join(job.recovery.reasons),
+        )
+    )
+
+
+def finished_event(job: Job, step: int) -> jobs_pb2.PlanEvent:
+    """The event that tells a rank that all have finished ``step`` and those before."""
+    return jobs_pb2.PlanEvent(step_finished=jobs_pb2.StepFinished(job_id=job.job_id, step=step))
+
+
 def closed_event(job: Job) -> jobs_pb2.PlanEvent:
     """The event that tells a member that ``job`` is closed."""
     return jobs_pb2.PlanEvent(
         job_closed=jobs_pb2.JobClosed(job_id=job.job_id, error=job.closed or "")
+    )
+
+
+def progress_from_proto(message: jobs_pb2.StepProgress) -> StepProgress:
+    """How far a rank is in a step."""
+    return StepProgress(
+        step=message.step, complete_ticks=tuple(message.complete_ticks), done=message.done
     )
 
 

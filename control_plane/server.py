@@ -17,8 +17,9 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from control_plane.access import AccessInterceptor, Gate
 from control_plane.connections import Connections
 from control_plane.coordinator import Coordinator
+from control_plane.epochs import next_generation
 from control_plane.errors import NoHandshakeError
-from control_plane.job_keys import JobKeys
+from control_plane.job_keys import job_keys
 from control_plane.metrics import Metrics
 from control_plane.planners import PLANNERS
 from control_plane.planning import Planner
@@ -85,7 +86,7 @@ class ControlPlane:
             planners,
             self.metrics,
             time.monotonic,
-            JobKeys.from_file(settings.access.token_secret_file),
+            job_keys(settings.access.token_secret_file, settings.state_dir),
         )
         self._settings = settings
         self._refusals = Refusals(self.metrics.registry, time.monotonic)
@@ -105,6 +106,7 @@ class ControlPlane:
             self._server = self._build_server()
             logger.info("preparing planner %s", self._settings.coordinator.default_planner)
             await self.coordinator.prepare()
+            self.coordinator.lead(next_generation(self._settings.state_dir))
             await self._server.start()
             if self._settings.metrics_address is not None:
                 self._start_metrics(self._settings.metrics_address)

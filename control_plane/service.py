@@ -20,6 +20,7 @@ from control_plane.requests import (
     in_place_server_from_proto,
     load_from_proto,
     manifest_from_proto,
+    progress_from_proto,
     rank_measurement_from_proto,
     server_measurement_from_proto,
     spec_from_proto,
@@ -97,9 +98,22 @@ class JobsService(jobs_pb2_grpc.JobsServicer):
     ) -> jobs_pb2.OpenJobResponse:
         spec = spec_from_proto(request.spec)
         in_place = in_place_server_from_proto(request, spec)
-        job, lease_id = self._coordinator.open_job(
-            spec, request.rank, request.host, in_place, owner=caller_of(context).owner
-        )
+        caller = caller_of(context)
+        if request.HasField("resume"):
+            job, lease_id = self._coordinator.resume_job(
+                spec,
+                request.rank,
+                request.host,
+                in_place,
+                job_id=request.resume.job_id,
+                epoch=request.resume.epoch,
+                token=caller.token,
+                owner=caller.owner,
+            )
+        else:
+            job, lease_id = self._coordinator.open_job(
+                spec, request.rank, request.host, in_place, owner=caller.owner
+            )
         return jobs_pb2.OpenJobResponse(
             job_id=job.job_id,
             rank_lease_id=lease_id,
@@ -162,6 +176,29 @@ class JobsService(jobs_pb2_grpc.JobsServicer):
         else:
             raise InvalidRequestError("measurement is missing; give server or rank")
         return jobs_pb2.ReportStepResponse()
+
+    async def ReportServerLost(  # noqa: N802
+        self, request: jobs_pb2.ReportServerLostRequest, context: Context
+    ) -> jobs_pb2.ReportServerLostResponse:
+        self._coordinator.report_server_lost(
+            request.job_id,
+            request.rank_lease_id,
+            request.server_id,
+            request.epoch,
+            request.cause,
+        )
+        return jobs_pb2.ReportServerLostResponse()
+
+    async def ReportProgress(  # noqa: N802
+        self, request: jobs_pb2.ReportProgressRequest, context: Context
+    ) -> jobs_pb2.ReportProgressResponse:
+        self._coordinator.report_progress(
+            request.job_id,
+            request.rank_lease_id,
+            request.epoch,
+            [progress_from_proto(step) for step in request.steps],
+        )
+        return jobs_pb2.ReportProgressResponse()
 
     async def DescribeJob(  # noqa: N802
         self, request: jobs_pb2.DescribeJobRequest, context: Context

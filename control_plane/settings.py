@@ -22,6 +22,13 @@ class CoordinatorSettings:
         max_queued_events: events that may wait for one reader before it is dropped.
         planning_threads: jobs that are planned at the same time.
         default_planner: name of the planner of jobs that name none.
+        stall_seconds: how long a server may have work and finish none of it before it is fenced.
+        settle_seconds: how long after a first loss a recovery begins: losses rarely come alone.
+        answer_seconds: how long the ranks may take to say how far they are.
+        max_fruitless_recoveries: after so many in a row in which no rank completed a tick, a job is
+            closed.
+        rejoin_seconds: how long after its start the control plane leaves to servers to register
+            again before it plans for jobs from before.
     """
 
     lease_seconds: float = 15.0
@@ -30,14 +37,27 @@ class CoordinatorSettings:
     max_queued_events: int = 256
     planning_threads: int = 2
     default_planner: str = DEFAULT_PLANNER
+    stall_seconds: float = 10.0
+    settle_seconds: float = 0.1
+    answer_seconds: float = 30.0
+    max_fruitless_recoveries: int = 8
+    rejoin_seconds: float = 2.5
 
     def __post_init__(self) -> None:
-        _check_positive("lease_seconds", self.lease_seconds)
+        for name in (
+            "lease_seconds",
+            "stall_seconds",
+            "settle_seconds",
+            "answer_seconds",
+            "rejoin_seconds",
+        ):
+            _check_positive(name, getattr(self, name))
         for name, lowest in (
             ("retained_steps", 64),
             ("max_pending_steps", 1),
             ("max_queued_events", 1),
             ("planning_threads", 1),
+            ("max_fruitless_recoveries", 1),
         ):
             if getattr(self, name) < lowest:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be {lowest} or more")
@@ -83,6 +103,8 @@ class ControlPlaneSettings:
         stop_seconds: how long calls may go on after a signal to stop.
         tls: certificates; None is plaintext.
         access: limits on callers.
+        state_dir: keeps what must outlive the process: the generation of its epochs, and the token
+            secret if no file gives one. None: the generation is the time, and the secret random.
         address_file: where to write the bound addresses, as JSON, once both ports serve:
             ``{"grpc": "host:port", "metrics": "host:port"}``, null if there is no endpoint.
     """
@@ -94,6 +116,7 @@ class ControlPlaneSettings:
     stop_seconds: float = 5.0
     tls: TlsFiles | None = None
     access: AccessSettings = field(default_factory=AccessSettings)
+    state_dir: Path | None = None
     address_file: Path | None = None
 
     @property

@@ -29,6 +29,7 @@ _STATUS: dict[type[errors.RefusedError], tuple[grpc.StatusCode, str]] = {
     errors.UnknownServerError: (grpc.StatusCode.NOT_FOUND, "unknown-server"),
     errors.UnknownStepError: (grpc.StatusCode.NOT_FOUND, "unknown-step"),
     errors.LeaseExpiredError: (grpc.StatusCode.NOT_FOUND, "lease-expired"),
+    errors.FencedError: (grpc.StatusCode.NOT_FOUND, "fenced"),
 }
 
 

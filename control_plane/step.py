@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from core_attention.arrays import Int64Array
 from core_attention.ca_task import Phase
-from core_attention.manifest import RankManifest
+from core_attention.manifest import Manifest, RankManifest
 from core_attention.plan import Plan, imbalance
 
 
@@ -51,11 +52,35 @@ class PendingStep:
 
 @dataclass(frozen=True, kw_only=True)
 class ReadyStep:
-    """A step that can be planned: one manifest of every rank, in rank order."""
+    """A step that can be planned.
+
+    Attributes:
+        manifests: of every rank, in rank order; empty if ``manifest`` is there.
+        manifest: of the whole step, if it has been planned before.
+        forward_only: the step has no backward pass.
+        epoch: of the plan to be made.
+        complete_ticks: by rank, then nano-batch, how many ticks of the lane need not be run again;
+            empty for a step that nobody has begun.
+        left: the ranks that have left the job.
+        begun: ranks may wait in the middle of it.
+    """
 
     step: int
-    manifests: tuple[RankManifest, ...]
+    manifests: tuple[RankManifest, ...] = ()
+    manifest: Manifest | None = None
     forward_only: bool
+    epoch: int = 0
+    complete_ticks: tuple[tuple[int, ...], ...] = ()
+    left: frozenset[int] = frozenset()
+    begun: bool = False
+
+    def whole_manifest(self, n_ranks: int) -> Manifest:
+        """The manifest of all ranks.
+
+        Raises:
+            ManifestError: those of the ranks do not fit together.
+        """
+        return self.manifest or Manifest.merge(self.manifests, n_ranks)
 
 
 @dataclass(frozen=True)
@@ -74,6 +99,8 @@ class PlannedStep:
         plan: the whole plan.
         plan_seconds: wall seconds that it took to make.
         forward_only: the step has no backward pass.
+        first_tick: ``[n_documents]`` of the plan: the first tick of the document's lane that runs
+            under it; None for a step that nobody had begun.
         speeds: corrections that servers were planned with, by id, where they are not 1.0.
         serving: ids of the servers that have a task.
         servers, ranks: what was measured, by server id and rank.
@@ -82,6 +109,7 @@ class PlannedStep:
     plan: Plan
     plan_seconds: float
     forward_only: bool
+    first_tick: Int64Array | None = None
     speeds: Mapping[str, float] = field(default_factory=dict)
     serving: frozenset[str] = field(init=False)
     servers: dict[str, ServerMeasurement] = field(default_factory=dict)
@@ -94,6 +122,12 @@ class PlannedStep:
     @property
     def step(self) -> int:
         return self.plan.step
+
+    @property
+    def runs_whole(self) -> bool:
+        """Whether all of the step runs under this plan, so that forecasts and measurements are of
+        the same work."""
+        return self.first_tick is None
 
     @property
     def phases(self) -> tuple[Phase, ...]:
@@ -111,8 +145,9 @@ class PlannedStep:
 
     def measured_imbalance(self, phase: Phase) -> float | None:
         """Worst over nano-batches of max / mean measured busy seconds over the plan's servers;
-        None until every server with a task has reported."""
-        if not self.serving <= self.servers.keys():
+        None until every server with a task has reported, or if a part of the step ran under
+        another plan."""
+        if not self.runs_whole or not self.serving <= self.servers.keys():
             return None
         idle = (0.0,) * self.plan.manifest.n_nano_batches
         seconds = [

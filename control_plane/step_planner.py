@@ -24,8 +24,9 @@ logger = logging.getLogger(__name__)
 class StepOwner(Protocol):
     """What the planning of steps needs to know and whom it tells; called on the event loop."""
 
-    def members_of(self, job: Job) -> list[Member]:
-        """The servers of the job's next plan, in their order."""
+    def choices_of(self, job: Job) -> list[list[Member]]:
+        """The servers of the job's next plan, in their order; and those to take instead if these
+        cannot do it."""
 
     def still_serve(self, members: list[Member], serving: frozenset[str]) -> bool:
         """Whether those of ``members`` that are in ``serving`` may still be given work."""
@@ -33,15 +34,15 @@ class StepOwner(Protocol):
     def publish(self, job: Job, publication: Publication) -> None:
         """A step of an open job has been planned."""
 
-    def fail(self, job: Job, step: int, error: str) -> None:
+    def fail(self, job: Job, ready: ReadyStep, error: str) -> None:
         """A step of an open job cannot be planned."""
 
 
 @dataclass
 class _Queue:
-    """The ready steps of a job, a heap by step, and the task that plans them."""
+    """The ready steps of a job, a heap by epoch and step, and the task that plans them."""
 
-    ready: list[tuple[int, ReadyStep]] = field(default_factory=list)
+    ready: list[tuple[int, int, ReadyStep]] = field(default_factory=list)
     task: asyncio.Task[None] | None = None
 
 
@@ -79,7 +80,7 @@ class StepPlanner:
     def add(self, job: Job, ready: ReadyStep) -> None:
         """Has a step planned, after the job's earlier steps that wait."""
         queue = self._queues.setdefault(job.job_id, _Queue())
-        heapq.heappush(queue.ready, (ready.step, ready))
+        heapq.heappush(queue.ready, (ready.epoch, ready.step, ready))
         if queue.task is None:
             queue.task = asyncio.create_task(self._run(job, queue))
 
@@ -94,20 +95,25 @@ class StepPlanner:
     async def _run(self, job: Job, queue: _Queue) -> None:
         try:
             while queue.ready and job.closed is None:
-                _, ready = heapq.heappop(queue.ready)
+                _, _, ready = heapq.heappop(queue.ready)
                 await self._plan(job, ready)
         finally:
             del self._queues[job.job_id]
 
     async def _plan(self, job: Job, ready: ReadyStep) -> None:
-        """Plans one step; once more whenever one of its servers has gone meanwhile."""
-        while job.closed is None:
-            members = self._owner.members_of(job)
-            outcome = await self._attempt(job, ready, members)
-            if job.closed is not None:
+        """Plans one step; once more whenever one of its servers has gone meanwhile. A plan for an
+        epoch that is over is dropped."""
+        while _is_wanted(job, ready):
+            outcome: Publication | str = _no_server(job)
+            for members in self._owner.choices_of(job):
+                outcome = await self._attempt(job, ready, members)
+                if isinstance(outcome, Publication):
+                    break
+                logger.debug("job %s: step %d: %s", job.job_id, ready.step, outcome)
+            if not _is_wanted(job, ready):
                 return
             if isinstance(outcome, str):
-                self._owner.fail(job, ready.step, outcome)
+                self._owner.fail(job, ready, outcome)
                 return
             if self._owner.still_serve(members, outcome.record.serving):
                 self._owner.publish(job, outcome)
@@ -118,8 +124,6 @@ class StepPlanner:
         self, job: Job, ready: ReadyStep, members: list[Member]
     ) -> Publication | str:
         """The plan, or why there is none."""
-        if not members:
-            return _no_server(job)
         make: Callable[[], Publication] = _maker(
             job, ready, members, self.planner_of(job.spec.planner)
         )
@@ -139,8 +143,17 @@ def _maker(
     """What the worker thread runs; it holds values only, nothing that the event loop changes."""
     job_id = job.job_id
     spec = replace(job.spec, options=replace(job.spec.options, rank_hosts=job.rank_hosts))
-    servers = planning_servers(members, spec.shape, job.speeds.snapshot())
+    servers = planning_servers(
+        members,
+        spec.shape,
+        job.speeds.snapshot(),
+        in_place_receives=spec.placement.uses_in_place,
+    )
     return lambda: publish_step(job_id, spec, ready, servers, planner)
+
+
+def _is_wanted(job: Job, ready: ReadyStep) -> bool:
+    return job.closed is None and ready.epoch == job.epoch and not job.is_recovering
 
 
 def _no_server(job: Job) -> str:

@@ -124,11 +124,18 @@ class LeaseExpired(NotFound):
     advice = "register again"
 
 
+class Fenced(LeaseExpired):
+    """The control plane took the lease away, because the server finished no work."""
+
+    advice = "see the server's log, and register again"
+
+
 _BY_KIND: dict[str, type[RpcError]] = {
     "unknown-job": UnknownJob,
     "unknown-server": UnknownServer,
     "unknown-step": UnknownStep,
     "lease-expired": LeaseExpired,
+    "fenced": Fenced,
     "rate-limited": RateLimited,
 }
 

@@ -222,6 +222,49 @@ class Client:
         self.tokens.opened(answer)
         return answer.job_id, answer.rank_lease_id
 
+    def open_with_standby(self, rank: int, spec: jobs_pb2.JobSpec | None = None) -> tuple[str, str]:
+        """Opens a job on the pool as ``rank``, with an in-place server that stands by."""
+        spec = spec or job_spec()
+        answer = self.jobs.OpenJob(
+            jobs_pb2.OpenJobRequest(
+                spec=spec,
+                rank=rank,
+                host=f"host-{rank}",
+                in_place_server=server_description(f"{spec.name}-rank-{rank}", profiles=[]),
+            )
+        )
+        self.tokens.opened(answer)
+        return answer.job_id, answer.rank_lease_id
+
+    def report_lost(
+        self, job_id: str, lease: str, server_id: str, epoch: int, cause: str = "connection reset"
+    ) -> None:
+        self.jobs.ReportServerLost(
+            jobs_pb2.ReportServerLostRequest(
+                job_id=job_id, rank_lease_id=lease, server_id=server_id, epoch=epoch, cause=cause
+            )
+        )
+
+    def report_progress(
+        self, job_id: str, lease: str, epoch: int, steps: Mapping[int, Sequence[int] | None]
+    ) -> None:
+        """Answers a recovery: complete ticks by step, None for a step that is done."""
+        self.jobs.ReportProgress(
+            jobs_pb2.ReportProgressRequest(
+                job_id=job_id,
+                rank_lease_id=lease,
+                epoch=epoch,
+                steps=[
+                    jobs_pb2.StepProgress(
+                        step=step,
+                        complete_ticks=[8, 8] if ticks is None else ticks,
+                        done=ticks is None,
+                    )
+                    for step, ticks in steps.items()
+                ],
+            )
+        )
+
     def submit(
         self, job_id: str, lease: str, manifest: RankManifest, *, forward_only: bool = False
     ) -> None:

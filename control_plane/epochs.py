@@ -1,0 +1,78 @@
+"""Epochs: numbers of plans that never go back, not even when the control plane starts again.
+
+An epoch is ``generation * 2**20 + n``. The generation belongs to one run of the control plane and
+is higher than those of all runs before; n counts the recoveries of a job.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import time
+from pathlib import Path
+
+logger = logging.getLogger(__name__)
+
+GENERATION_BITS = 20
+"""How far the generation is shifted: a job may recover a million times in one run."""
+
+_FILE = "generation"
+
+
+def first_epoch(generation: int) -> int:
+    """The epoch of the first plans that a run of the control plane makes."""
+    return generation << GENERATION_BITS
+
+
+def next_generation(state_dir: Path | None) -> int:
+    """The generation of a run that begins now: higher than any that was given with this
+    ``state_dir``, and no lower than the time in seconds, so that it is higher than one given
+    without.
+
+    Two processes that ask at the same time get different ones.
+
+    Raises:
+        OSError: ``state_dir`` cannot be written.
+        ValueError: its file holds no number.
+    """
+    now = int(time.time())
+    if state_dir is None:
+        return now
+    state_dir.mkdir(parents=True, exist_ok=True)
+    path = state_dir / _FILE
+    with (state_dir / f"{_FILE}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        generation = max(_last_generation(path) + 1, now)
+        _write(path, f"{generation}\n")
+    logger.info("generation %d, kept in %s", generation, path)
+    return generation
+
+
+def _last_generation(path: Path) -> int:
+    try:
+        text = path.read_text()
+    except FileNotFoundError:
+        return 0
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError(
+            f"{path} holds {text[:32]!r}; it must be one whole number: restore it, or delete it if "
+            "the clock of this machine is right"
+        ) from None
+
+
+def _write(path: Path, text: str) -> None:
+    """Whole or not at all, also when the machine stops."""
+    partial = path.with_name(path.name + ".partial")
+    with partial.open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(path)
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)

@@ -1,0 +1,132 @@
+"""The epochs of one job, and its recovery: who has answered, and what is to be done then.
+
+Pure state: the time comes in, decisions come out. docs/fault_tolerance.md tells the whole story.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepProgress:
+    """How far a rank is in a step.
+
+    Attributes:
+        step: whose manifest it has handed in.
+        complete_ticks: by nano-batch, how many ticks of its lane are complete.
+        done: the rank has left the step behind.
+    """
+
+    step: int
+    complete_ticks: tuple[int, ...]
+    done: bool = False
+
+
+Answers = Mapping[int, Mapping[int, StepProgress]]
+"""By rank, then by step."""
+
+
+class Recovery:
+    """The epochs and recoveries of one job, one after the other.
+
+    Args:
+        first_epoch: of the plans before any recovery.
+
+    Attributes:
+        epoch: of the plans that count, or will count when the recovery that runs is over.
+        began: whether there was any recovery.
+        runs: whether one is under way.
+        began_at: when it began.
+        lost, reasons: the servers that it began for, and why.
+        fruitless: recoveries in a row since a rank completed a tick, not counting those that first
+            told of a server's loss: these end, at home at the latest.
+    """
+
+    def __init__(self, first_epoch: int = 0) -> None:
+        self.epoch = first_epoch
+        self.began = False
+        self.runs = False
+        self.began_at = 0.0
+        self.lost: list[str] = []
+        self.reasons: list[str] = []
+        self.fruitless = 0
+        self._due: dict[str, str] = {}
+        self._answers: dict[int, dict[int, StepProgress]] = {}
+        self._complete_before: dict[tuple[int, int], int] = {}
+        self._lost_in_vain: set[str] = set()
+
+    @property
+    def is_due(self) -> bool:
+        """Whether something happened that the next recovery is for."""
+        return bool(self._due)
+
+    def call_for(self, reason: str, server_id: str = "") -> bool:
+        """Something happened that needs a recovery, such as the loss of a server; returns whether
+        it is the first since the last one began."""
+        first = not self._due
+        self._due.setdefault(server_id, reason)
+        return first
+
+    def raise_epoch(self, epoch: int) -> None:
+        """A rank has seen ``epoch``: plans made from now on have no lower one."""
+        self.epoch = max(self.epoch, epoch)
+
+    def begin(self, *, now: float) -> None:
+        """Begins the recovery that was called for, in a new epoch. One that runs starts over, for
+        the servers lost before too."""
+        lost = sorted(server_id for server_id in self._due if server_id)
+        reasons = list(self._due.values())
+        if self.runs:
+            lost = sorted({*self.lost, *lost})
+            reasons = [*self.reasons, *reasons]
+        self.lost, self.reasons = lost, reasons
+        if self._lost_in_vain.issuperset(lost):
+            self.fruitless += 1
+        self._lost_in_vain.update(lost)
+        self.epoch += 1
+        self.began = self.runs = True
+        self.began_at = now
+        self._due = {}
+        self._answers = {}
+
+    def answer(self, rank: int, epoch: int, steps: Iterable[StepProgress]) -> bool:
+        """A rank tells how far it is; False if it answers a recovery that is over."""
+        if not self.runs or epoch != self.epoch:
+            return False
+        self._answers[rank] = {progress.step: progress for progress in steps}
+        return True
+
+    def has_answered(self, rank: int) -> bool:
+        """Whether the recovery that runs needs nothing more of ``rank``."""
+        return rank in self._answers
+
+    def missing(self, ranks: Iterable[int]) -> list[int]:
+        """Those of ``ranks`` that have not answered."""
+        return [rank for rank in ranks if rank not in self._answers]
+
+    def end(self) -> Answers:
+        """Ends the recovery that runs; what the ranks have told. Plans of its epoch follow."""
+        self.runs = False
+        complete = {
+            (rank, step): sum(progress.complete_ticks)
+            for rank, steps in self._answers.items()
+            for step, progress in steps.items()
+        }
+        if any(ticks > self._complete_before.get(key, 0) for key, ticks in complete.items()):
+            self.progressed()
+        self._complete_before = complete
+        return self._answers
+
+    def progressed(self) -> None:
+        """A rank has completed ticks since the last recovery."""
+        self.fruitless = 0
+        self._lost_in_vain = set()
+
+
+def is_finished(step: int, answers: Answers) -> bool:
+    """Whether no rank needs ``step`` any more: every rank that still knows it has left it behind.
+    A rank forgets a step when all have finished it."""
+    told = [steps[step] for steps in answers.values() if step in steps]
+    return bool(told) and all(progress.done for progress in told)
