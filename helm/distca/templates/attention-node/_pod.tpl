@@ -1,0 +1,231 @@
+{{/* The pod of attention nodes, the same for a StatefulSet and a DaemonSet. */}}
+{{- define "distca.attentionNode.pod" -}}
+{{- $labels := dict "root" . "component" "attention-node" }}
+{{- $gpus := ternary (int .Values.gpu.count) 0 .Values.gpu.enabled }}
+{{- with .Values.attentionNode -}}
+metadata:
+  labels:
+    {{- include "distca.labels" $labels | nindent 4 }}
+    {{- with .podLabels }}
+    {{- toYaml . | nindent 4 }}
+    {{- end }}
+  {{- with .podAnnotations }}
+  annotations:
+    {{- toYaml . | nindent 4 }}
+  {{- end }}
+spec:
+  serviceAccountName: {{ include "distca.attentionNode.serviceAccount" $ }}
+  automountServiceAccountToken: false
+  terminationGracePeriodSeconds: {{ include "distca.attentionNode.graceSeconds" $ }}
+  {{- with include "distca.imagePullSecrets" $ }}{{ . | nindent 2 }}{{ end }}
+  {{- if .hostIPC }}
+  hostIPC: true
+  {{- end }}
+  {{- if .hostPID }}
+  hostPID: true
+  {{- end }}
+  {{- if .hostNetwork }}
+  hostNetwork: true
+  dnsPolicy: ClusterFirstWithHostNet
+  {{- end }}
+  securityContext:
+    {{- toYaml .podSecurityContext | nindent 4 }}
+  {{- with .priorityClassName }}
+  priorityClassName: {{ . | quote }}
+  {{- end }}
+  {{- with .runtimeClassName }}
+  runtimeClassName: {{ . | quote }}
+  {{- end }}
+  {{- with .schedulerName }}
+  schedulerName: {{ . | quote }}
+  {{- end }}
+  {{- if .doctor.enabled }}
+  initContainers:
+    {{- range $index := until (int .serversPerPod) }}
+    {{- include "distca.attentionNode.doctor" (dict "root" $ "index" $index "gpus" $gpus) | nindent 4 }}
+    {{- end }}
+  {{- end }}
+  containers:
+    {{- range $index := until (int .serversPerPod) }}
+    {{- include "distca.attentionNode.server" (dict "root" $ "index" $index "gpus" $gpus) | nindent 4 }}
+    {{- end }}
+  volumes:
+    - name: shm
+      emptyDir:
+        medium: Memory
+        sizeLimit: {{ .sharedMemorySize }}
+    - name: cache
+      {{- toYaml (default (dict "emptyDir" dict) .cacheVolume) | nindent 6 }}
+    - name: tmp
+      emptyDir: {}
+    {{- with include "distca.tls.volume" (dict "root" $ "role" "attentionNode") }}{{ . | nindent 4 }}{{ end }}
+    {{- with .extraVolumes }}
+    {{- toYaml . | nindent 4 }}
+    {{- end }}
+  {{- with .nodeSelector }}
+  nodeSelector:
+    {{- toYaml . | nindent 4 }}
+  {{- end }}
+  {{- with .tolerations }}
+  tolerations:
+    {{- toYaml . | nindent 4 }}
+  {{- end }}
+  {{- with .affinity }}
+  affinity:
+    {{- toYaml . | nindent 4 }}
+  {{- end }}
+  {{- with .topologySpreadConstraints }}
+  topologySpreadConstraints:
+    {{- toYaml . | nindent 4 }}
+  {{- end }}
+{{- end }}
+{{- end }}
+
+{{/* The drain deadline, and time to tell the control plane and to end. */}}
+{{- define "distca.attentionNode.graceSeconds" -}}
+{{ add (ceil .Values.attentionNode.drainSeconds) 30 }}
+{{- end }}
+
+{{/* One attention server. Arguments: root, index, gpus. */}}
+{{- define "distca.attentionNode.server" -}}
+{{- $root := .root }}
+{{- $index := .index }}
+{{- $several := gt (int .root.Values.attentionNode.serversPerPod) 1 }}
+{{- with .root.Values.attentionNode }}
+{{- $health := add .ports.health (mul 10 $index) -}}
+- name: server-{{ $index }}
+  image: {{ include "distca.image" (dict "root" $root "image" .image) }}
+  imagePullPolicy: {{ $root.Values.image.pullPolicy }}
+  command: [distca]
+  args:
+    - attention-node
+    - --control-plane=$(DISTCA_CONTROL_PLANE)
+    - --server-id=$(POD_NAME){{ if $several }}-{{ $index }}{{ end }}
+    - --device={{ include "distca.attentionNode.device" $root }}
+    {{- range .shapes }}
+    - --shape={{ . }}
+    {{- end }}
+    - --data-host=$(POD_IP)
+    - --data-port={{ add .ports.data (mul 10 $index) }}
+    - --health-port={{ $health }}
+    - --metrics-port={{ add .ports.metrics (mul 10 $index) }}
+    - --capacity-rows={{ int64 .capacityRows }}
+    - --buffer-limit-mib={{ int64 .bufferLimitMib }}
+    - --profile-dir=/var/lib/distca/profiles
+    - --connect-seconds={{ .connectSeconds }}
+    - --drain-seconds={{ .drainSeconds }}
+    {{- range .extraArgs }}
+    - {{ . | quote }}
+    {{- end }}
+  env:
+    {{- include "distca.attentionNode.env" (dict "root" $root "health" (printf "$(POD_IP):%d" $health) "gpus" $.gpus) | nindent 4 }}
+  {{- with .extraEnvFrom }}
+  envFrom:
+    {{- toYaml . | nindent 4 }}
+  {{- end }}
+  ports:
+    - name: data-{{ $index }}
+      containerPort: {{ add .ports.data (mul 10 $index) }}
+    - name: health-{{ $index }}
+      containerPort: {{ $health }}
+    - name: metrics-{{ $index }}
+      containerPort: {{ add .ports.metrics (mul 10 $index) }}
+  startupProbe:
+    tcpSocket:
+      port: health-{{ $index }}
+    periodSeconds: 5
+    timeoutSeconds: 5
+    failureThreshold: {{ div (add .startupSeconds 4) 5 }}
+  readinessProbe:
+    {{- include "distca.servesProbe" (dict "root" $root "port" $health) | nindent 4 }}
+    periodSeconds: 10
+    timeoutSeconds: 10
+  livenessProbe:
+    {{- include "distca.answersProbe" (dict "root" $root) | nindent 4 }}
+    periodSeconds: 30
+    timeoutSeconds: 10
+  resources:
+    {{- include "distca.resources" (dict "root" $root "resources" .resources "gpus" $.gpus) | nindent 4 }}
+  securityContext:
+    {{- include "distca.dataPlaneSecurityContext" (dict "root" $root "securityContext" .securityContext) | nindent 4 }}
+  volumeMounts:
+    {{- include "distca.attentionNode.mounts" $root | nindent 4 }}
+{{- end }}
+{{- end }}
+
+{{/* Preflight with the same devices and volumes as the server. Arguments: root, index, gpus. */}}
+{{- define "distca.attentionNode.doctor" -}}
+{{- $root := .root }}
+{{- with .root.Values.attentionNode -}}
+- name: doctor-{{ $.index }}
+  image: {{ include "distca.image" (dict "root" $root "image" .image) }}
+  imagePullPolicy: {{ $root.Values.image.pullPolicy }}
+  command: [distca]
+  args:
+    - doctor
+    - --control-plane=$(DISTCA_CONTROL_PLANE)
+    - --connect-seconds={{ .connectSeconds }}
+    - --device={{ include "distca.attentionNode.device" $root }}
+    {{- range .shapes }}
+    - --shape={{ . }}
+    {{- end }}
+    - --data-host=$(POD_IP)
+    {{- if $root.Values.rdma.enabled }}
+    - --rdma
+    {{- end }}
+    - --min-gigabytes-per-second={{ .doctor.minGigabytesPerSecond }}
+    {{- range .doctor.skip }}
+    - --skip={{ . }}
+    {{- end }}
+  env:
+    {{- include "distca.attentionNode.env" (dict "root" $root "health" "" "gpus" $.gpus) | nindent 4 }}
+  {{- with .extraEnvFrom }}
+  envFrom:
+    {{- toYaml . | nindent 4 }}
+  {{- end }}
+  resources:
+    {{- include "distca.resources" (dict "root" $root "resources" .resources "gpus" $.gpus) | nindent 4 }}
+  securityContext:
+    {{- include "distca.dataPlaneSecurityContext" (dict "root" $root "securityContext" .securityContext) | nindent 4 }}
+  volumeMounts:
+    {{- include "distca.attentionNode.mounts" $root | nindent 4 }}
+{{- end }}
+{{- end }}
+
+{{- define "distca.attentionNode.device" -}}
+{{ ternary "cuda:0" "cpu" .Values.gpu.enabled }}
+{{- end }}
+
+{{/* Arguments: root, health, gpus. */}}
+{{- define "distca.attentionNode.env" -}}
+- name: POD_NAME
+  valueFrom:
+    fieldRef:
+      fieldPath: metadata.name
+- name: POD_IP
+  valueFrom:
+    fieldRef:
+      fieldPath: status.podIP
+- name: DISTCA_CONTROL_PLANE
+  value: {{ include "distca.controlPlane.address" .root }}
+{{ include "distca.commonEnv" (dict "root" .root "role" "attentionNode" "health" .health) }}
+{{ include "distca.ucxEnv" (dict "root" .root "gpus" .gpus) }}
+{{- with .root.Values.attentionNode.extraEnv }}
+{{ toYaml . }}
+{{- end }}
+{{- end }}
+
+{{- define "distca.attentionNode.mounts" -}}
+- name: shm
+  mountPath: /dev/shm
+- name: cache
+  mountPath: /var/lib/distca
+- name: tmp
+  mountPath: /tmp
+{{- with include "distca.tls.mount" . }}
+{{ . }}
+{{- end }}
+{{- with .Values.attentionNode.extraVolumeMounts }}
+{{ toYaml . }}
+{{- end }}
+{{- end }}

@@ -1,0 +1,101 @@
+{{/* A pod of the example job. Arguments: root, env (how torchrun finds the other pods). */}}
+{{- define "distca.exampleJob.pod" -}}
+{{- $root := .root }}
+{{- with .root.Values.exampleJob -}}
+metadata:
+  labels:
+    {{- include "distca.labels" (dict "root" $root "component" "trainer") | nindent 4 }}
+    {{- toYaml $root.Values.networkPolicy.jobPodLabels | nindent 4 }}
+spec:
+  restartPolicy: Never
+  automountServiceAccountToken: false
+  # Time to finish the step and save a checkpoint.
+  terminationGracePeriodSeconds: 120
+  {{- with include "distca.imagePullSecrets" $root }}{{ . | nindent 2 }}{{ end }}
+  securityContext:
+    {{- toYaml .podSecurityContext | nindent 4 }}
+  containers:
+    - name: node
+      image: {{ include "distca.image" (dict "root" $root "image" .image) }}
+      imagePullPolicy: {{ $root.Values.image.pullPolicy }}
+      # How many there are, and where they meet, torchrun reads from PET_* variables.
+      command: [torchrun]
+      args:
+        - --module
+        - distca
+        - train
+        - --control-plane=$(DISTCA_CONTROL_PLANE)
+        - --run-dir=/runs/{{ include "distca.exampleJob.name" $root }}
+        - --placement={{ .placement }}
+        - --data-host=$(POD_IP)
+        - --metrics-port={{ .metricsPort }}
+        {{- range .args }}
+        - {{ . | quote }}
+        {{- end }}
+      env:
+        - name: POD_IP
+          valueFrom:
+            fieldRef:
+              fieldPath: status.podIP
+        - name: DISTCA_CONTROL_PLANE
+          value: {{ include "distca.controlPlane.address" $root }}
+        - name: DISTCA_LOG_LEVEL
+          value: {{ $root.Values.logLevel }}
+        - name: HOME
+          value: /tmp
+        {{- with include "distca.tls.env" (dict "root" $root "role" "trainer") }}{{ . | nindent 8 }}{{ end }}
+        {{- with $.env }}
+        {{- toYaml . | nindent 8 }}
+        {{- end }}
+        {{- include "distca.ucxEnv" (dict "root" $root "gpus" .gpus) | nindent 8 }}
+        {{- with .extraEnv }}
+        {{- toYaml . | nindent 8 }}
+        {{- end }}
+      ports:
+        {{- range $index := until (int .ranksPerNode) }}
+        - name: metrics-{{ $index }}
+          containerPort: {{ add $root.Values.exampleJob.metricsPort $index }}
+        {{- end }}
+      resources:
+        {{- include "distca.resources" (dict "root" $root "resources" .resources "gpus" .gpus) | nindent 8 }}
+      securityContext:
+        {{- include "distca.dataPlaneSecurityContext" (dict "root" $root "securityContext" .securityContext) | nindent 8 }}
+      volumeMounts:
+        - name: runs
+          mountPath: /runs
+        - name: shm
+          mountPath: /dev/shm
+        - name: tmp
+          mountPath: /tmp
+        {{- with include "distca.tls.mount" $root }}{{ . | nindent 8 }}{{ end }}
+  volumes:
+    - name: runs
+      {{- toYaml (default (dict "emptyDir" dict) .runVolume) | nindent 6 }}
+    - name: shm
+      emptyDir:
+        medium: Memory
+        sizeLimit: {{ $root.Values.attentionNode.sharedMemorySize }}
+    - name: tmp
+      emptyDir: {}
+    {{- with include "distca.tls.volume" (dict "root" $root "role" "trainer") }}{{ . | nindent 4 }}{{ end }}
+  {{- with .nodeSelector }}
+  nodeSelector:
+    {{- toYaml . | nindent 4 }}
+  {{- end }}
+  {{- with .tolerations }}
+  tolerations:
+    {{- toYaml . | nindent 4 }}
+  {{- end }}
+{{- end }}
+{{- end }}
+
+{{/* Labels of the job itself; Kueue admits it by its queue. */}}
+{{- define "distca.exampleJob.labels" -}}
+{{ include "distca.labels" (dict "root" . "component" "trainer") }}
+{{- with .Values.exampleJob.queueName }}
+kueue.x-k8s.io/queue-name: {{ . }}
+{{- end }}
+{{- with .Values.exampleJob.labels }}
+{{ toYaml . }}
+{{- end }}
+{{- end }}

@@ -1,0 +1,103 @@
+"""As much of a Kubernetes API server as a client-side dry run asks for: which kinds there are, and
+that no object exists yet. It checks nothing itself."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from threading import Thread
+from typing import Any
+
+KINDS: dict[str, tuple[str, ...]] = {
+    "v1": ("ConfigMap", "Pod", "Secret", "Service", "ServiceAccount"),
+    "apps/v1": ("DaemonSet", "Deployment", "StatefulSet"),
+    "autoscaling/v2": ("HorizontalPodAutoscaler",),
+    "networking.k8s.io/v1": ("NetworkPolicy",),
+    "policy/v1": ("PodDisruptionBudget",),
+    "rbac.authorization.k8s.io/v1": ("Role", "RoleBinding"),
+    "cert-manager.io/v1": ("Certificate", "Issuer"),
+    "jobset.x-k8s.io/v1alpha2": ("JobSet",),
+    "keda.sh/v1alpha1": ("ScaledObject",),
+    "monitoring.coreos.com/v1": ("PodMonitor", "PrometheusRule", "ServiceMonitor"),
+    "trainer.kubeflow.org/v1alpha1": ("TrainJob", "TrainingRuntime"),
+}
+"""Every kind that the chart may create, by API version; a new one has to be added here."""
+
+
+def _plural(kind: str) -> str:
+    lower = kind.lower()
+    return f"{lower[:-1]}ies" if lower.endswith("y") else f"{lower}s"
+
+
+def _resources(version: str) -> dict[str, Any]:
+    verbs = ["create", "delete", "get", "list", "patch", "update", "watch"]
+    return {
+        "kind": "APIResourceList",
+        "apiVersion": "v1",
+        "groupVersion": version,
+        "resources": [
+            {
+                "name": _plural(kind),
+                "singularName": kind.lower(),
+                "namespaced": True,
+                "kind": kind,
+                "verbs": verbs,
+            }
+            for kind in KINDS[version]
+        ],
+    }
+
+
+def _groups() -> dict[str, Any]:
+    groups = []
+    for version in KINDS:
+        group, _, number = version.rpartition("/")
+        if group:
+            named = {"groupVersion": version, "version": number}
+            groups.append({"name": group, "versions": [named], "preferredVersion": named})
+    return {"kind": "APIGroupList", "apiVersion": "v1", "groups": groups}
+
+
+def _answers() -> dict[str, Any]:
+    """What is answered, by path."""
+    by_path: dict[str, Any] = {
+        "/version": {"major": "1", "minor": "33", "gitVersion": "v1.33.0"},
+        "/api": {"kind": "APIVersions", "versions": ["v1"]},
+        "/apis": _groups(),
+    }
+    for version in KINDS:
+        by_path[f"/{'apis' if '/' in version else 'api'}/{version}"] = _resources(version)
+    return by_path
+
+
+class _Handler(BaseHTTPRequestHandler):
+    answers = _answers()
+
+    def do_GET(self) -> None:
+        found = self.answers.get(self.path.partition("?")[0])
+        missing = {"kind": "Status", "apiVersion": "v1", "reason": "NotFound", "code": 404}
+        body = json.dumps(found or missing).encode()
+        self.send_response(200 if found else 404)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Requests are not logged."""
+
+
+@contextmanager
+def api_server() -> Iterator[str]:
+    """Runs the server; gives its URL."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), _Handler)
+    thread = Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()

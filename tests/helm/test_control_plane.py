@@ -1,0 +1,188 @@
+"""The control plane: Deployment, Service, disruption budget, rights."""
+
+from __future__ import annotations
+
+import base64
+
+import pytest
+
+from tests.helm.chart import (
+    Manifest,
+    container,
+    containers,
+    environment,
+    kinds,
+    only,
+    pod_specs,
+    rendered,
+)
+
+
+def deployment(value_set: str = "", *settings: str) -> Manifest:
+    return only(rendered(value_set, *settings), "Deployment")
+
+
+def test_one_replica_is_replaced_not_doubled() -> None:
+    spec = deployment()["spec"]
+    assert (spec["replicas"], spec["strategy"]["type"]) == (1, "Recreate")
+
+
+def test_service_and_disruption_budget_select_its_pods_alone() -> None:
+    manifests = rendered()
+    labels = deployment()["spec"]["template"]["metadata"]["labels"]
+    for selector in (
+        only(manifests, "Service", "control-plane")["spec"]["selector"],
+        only(manifests, "PodDisruptionBudget", "control-plane")["spec"]["selector"]["matchLabels"],
+        deployment()["spec"]["selector"]["matchLabels"],
+    ):
+        assert selector.items() <= labels.items()
+        assert selector["app.kubernetes.io/component"] == "control-plane"
+
+
+def test_probes_need_no_certificate_without_tls_and_show_one_with_it() -> None:
+    plain = container(deployment()["spec"]["template"]["spec"], "control-plane")
+    assert plain["readinessProbe"]["grpc"] == {"port": 7700}
+    tls = deployment("mtls-own-authority-values.yaml")["spec"]["template"]["spec"]
+    for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
+        command = container(tls, "control-plane")[probe]["exec"]["command"]
+        assert command[:2] == ["distca", "health"]
+        assert command[-1] == "--tls-server-name=localhost"
+    env = environment(container(tls, "control-plane"))
+    assert env["DISTCA_HEALTH_ADDRESS"] == "localhost:7700"
+    assert env["DISTCA_TLS_CERTIFICATE"] == "/etc/distca/tls/tls.crt"
+    certificate = only(
+        rendered("mtls-own-authority-values.yaml"), "Certificate", "distca-control-plane"
+    )
+    assert "localhost" in certificate["spec"]["dnsNames"]
+
+
+def test_liveness_accepts_a_process_that_does_not_serve() -> None:
+    probe = container(deployment()["spec"]["template"]["spec"], "control-plane")["livenessProbe"]
+    assert "--alive" in probe["exec"]["command"]
+
+
+def test_the_startup_probe_allows_the_seconds_asked_for() -> None:
+    spec = deployment("", "controlPlane.startupSeconds=42")["spec"]["template"]["spec"]
+    probe = container(spec, "control-plane")["startupProbe"]
+    assert 42 <= probe["periodSeconds"] * probe["failureThreshold"] < 47
+
+
+def test_it_passes_pod_security_standard_restricted() -> None:
+    for value_set in ("", "high-availability-values.yaml", "mtls-own-authority-values.yaml"):
+        for owner, spec in pod_specs(rendered(value_set)):
+            if "control-plane" in owner or owner.startswith("Pod"):
+                assert_restricted(spec)
+
+
+def assert_restricted(spec: Manifest) -> None:
+    """What the Pod Security Standard "restricted" asks of a pod."""
+    assert not spec.get("hostNetwork")
+    assert not spec.get("hostPID")
+    assert not spec.get("hostIPC")
+    assert spec["securityContext"]["runAsNonRoot"] is True
+    assert spec["securityContext"]["seccompProfile"]["type"] == "RuntimeDefault"
+    allowed = {"configMap", "emptyDir", "secret", "projected", "persistentVolumeClaim", "name"}
+    assert all(set(volume) <= allowed for volume in spec["volumes"])
+    for each in containers(spec):
+        context = each["securityContext"]
+        assert context["allowPrivilegeEscalation"] is False
+        assert context["capabilities"] == {"drop": ["ALL"]}
+        assert not any("hostPort" in port for port in each.get("ports", []))
+
+
+def test_a_leader_is_elected_with_rights_on_its_lease_alone() -> None:
+    manifests = rendered("high-availability-values.yaml")
+    spec = only(manifests, "Deployment")["spec"]
+    assert (spec["replicas"], spec["strategy"]["type"]) == (3, "RollingUpdate")
+    assert spec["template"]["spec"]["automountServiceAccountToken"] is True
+    rules = only(manifests, "Role")["rules"]
+    assert {(*rule["apiGroups"], *rule["resources"]) for rule in rules} == {
+        ("coordination.k8s.io", "leases")
+    }
+    named = [rule for rule in rules if "resourceNames" in rule]
+    unnamed = [rule for rule in rules if "resourceNames" not in rule]
+    assert [rule["verbs"] for rule in unnamed] == [["create"]]
+    assert named[0]["resourceNames"] == ["rel-distca-control-plane"]
+    (subject,) = only(manifests, "RoleBinding")["subjects"]
+    assert subject["name"] == spec["template"]["spec"]["serviceAccountName"]
+    assert subject["name"] == only(manifests, "ServiceAccount", "control-plane")["metadata"]["name"]
+
+
+def test_without_a_leader_nothing_may_talk_to_the_api_server() -> None:
+    manifests = rendered()
+    assert not kinds(manifests) & {"Role", "RoleBinding", "ClusterRole", "ClusterRoleBinding"}
+    for owner, spec in pod_specs(manifests):
+        assert spec["automountServiceAccountToken"] is False, owner
+
+
+def test_an_existing_service_account_is_used_as_it_is() -> None:
+    manifests = rendered(
+        "",
+        "controlPlane.serviceAccount.create=false",
+        "controlPlane.serviceAccount.name=ready-made",
+        "attentionNode.serviceAccount.create=false",
+    )
+    assert "ServiceAccount" not in kinds(manifests)
+    names = {owner: spec.get("serviceAccountName") for owner, spec in pod_specs(manifests)}
+    assert names["Deployment rel-distca-control-plane"] == "ready-made"
+    assert names["StatefulSet rel-distca-attention-node"] == "default"
+
+
+@pytest.mark.parametrize(
+    ("setting", "image"),
+    [
+        ("controlPlane.image.tag=a", "distca/control-plane:a"),
+        ("image.tag=b", "distca/control-plane:b"),
+        ("image.registry=r.io/x/", "r.io/x/distca/control-plane:0.1.0"),
+        (
+            f"controlPlane.image.digest=sha256:{'0' * 64}",
+            f"distca/control-plane@sha256:{'0' * 64}",
+        ),
+    ],
+)
+def test_images_can_be_chosen(setting: str, image: str) -> None:
+    spec = deployment("", setting)["spec"]["template"]["spec"]
+    assert container(spec, "control-plane")["image"] == image
+
+
+def test_extra_values_reach_the_pod() -> None:
+    spec = deployment(
+        "",
+        "controlPlane.extraArgs={--planner=greedy}",
+        "controlPlane.extraEnv[0].name=A,controlPlane.extraEnv[0].value=b",
+        "controlPlane.extraVolumes[0].name=v,controlPlane.extraVolumes[0].configMap.name=c",
+        "controlPlane.extraVolumeMounts[0].name=v,controlPlane.extraVolumeMounts[0].mountPath=/v",
+        "controlPlane.extraEnvFrom[0].secretRef.name=s",
+        "controlPlane.runtimeClassName=gvisor",
+        "controlPlane.priorityClassName=high",
+    )["spec"]["template"]["spec"]
+    run = container(spec, "control-plane")
+    assert run["args"][-1] == "--planner=greedy"
+    assert environment(run)["A"] == "b"
+    assert {"name": "v", "configMap": {"name": "c"}} in spec["volumes"]
+    assert {"name": "v", "mountPath": "/v"} in run["volumeMounts"]
+    assert run["envFrom"] == [{"secretRef": {"name": "s"}}]
+    assert (spec["runtimeClassName"], spec["priorityClassName"]) == ("gvisor", "high")
+
+
+def test_without_it_nodes_join_the_one_outside() -> None:
+    manifests = rendered("join-elsewhere-values.yaml")
+    assert not [
+        manifest for manifest in manifests if "control-plane" in manifest["metadata"]["name"]
+    ]
+    (spec,) = (spec for owner, spec in pod_specs(manifests) if owner.startswith("StatefulSet"))
+    known = environment(container(spec, "server-0"))["DISTCA_CONTROL_PLANE"]
+    assert known == "distca.example.com:7700"
+
+
+def test_the_secret_of_tokens_is_made_unless_one_is_named() -> None:
+    made = only(rendered(), "Secret")
+    assert len(base64.b64decode(made["data"]["secret"])) == 48
+    manifests = rendered("", "controlPlane.tokenSecret.name=mine,controlPlane.tokenSecret.key=k")
+    assert "Secret" not in kinds(manifests)
+    spec = only(manifests, "Deployment")["spec"]["template"]["spec"]
+    (volume,) = (each for each in spec["volumes"] if each["name"] == "token")
+    assert volume["secret"]["secretName"] == "mine"
+    run = container(spec, "control-plane")
+    assert "--token-secret=/etc/distca/token/k" in run["args"]
+    assert "/etc/distca/token" in [mount["mountPath"] for mount in run["volumeMounts"]]

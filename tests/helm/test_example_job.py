@@ -1,0 +1,92 @@
+"""The example job, as JobSet and as TrainJob, and the pod of `helm test`."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.helm.chart import Manifest, container, environment, kinds, only, pod_specs, rendered
+
+
+def job_pod(value_set: str, *settings: str) -> Manifest:
+    (spec,) = (
+        spec
+        for owner, spec in pod_specs(rendered(value_set, *settings))
+        if owner.startswith(("JobSet", "TrainingRuntime"))
+    )
+    return spec
+
+
+def test_there_is_none_unless_asked_for() -> None:
+    assert not kinds(rendered()) & {"JobSet", "TrainJob", "TrainingRuntime"}
+
+
+def test_a_job_set_tells_torchrun_where_its_pods_are() -> None:
+    manifests = rendered("example-jobset-values.yaml")
+    (job,) = only(manifests, "JobSet")["spec"]["replicatedJobs"]
+    spec = job["template"]["spec"]
+    assert (spec["parallelism"], spec["completions"], spec["completionMode"]) == (2, 2, "Indexed")
+    env = environment(container(job_pod("example-jobset-values.yaml"), "node"))
+    assert (env["PET_NNODES"], env["PET_NPROC_PER_NODE"]) == ("2", "2")
+    assert env["PET_MASTER_ADDR"] == "rel-distca-example-node-0-0.rel-distca-example"
+    index = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
+    assert env["PET_NODE_RANK"] == {"fieldRef": {"fieldPath": index}}
+
+
+def test_a_train_job_leaves_that_to_kubeflow_and_goes_through_kueue() -> None:
+    manifests = rendered("example-trainjob-values.yaml")
+    job, runtime = only(manifests, "TrainJob"), only(manifests, "TrainingRuntime")
+    assert job["spec"]["runtimeRef"]["name"] == runtime["metadata"]["name"]
+    assert job["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "training"
+    assert job["spec"]["trainer"] == {"numNodes": 2, "numProcPerNode": 1}
+    (replicated,) = runtime["spec"]["template"]["spec"]["replicatedJobs"]
+    label = "trainer.kubeflow.org/trainjob-ancestor-step"
+    assert replicated["template"]["metadata"]["labels"][label] == "trainer"
+    # Kubeflow looks for a container of this name to add its variables to.
+    env = environment(container(job_pod("example-trainjob-values.yaml"), "node"))
+    assert not [name for name in env if name.startswith("PET_")]
+
+
+def test_both_kinds_run_the_same_command_on_this_releases_control_plane() -> None:
+    jobset = container(job_pod("example-jobset-values.yaml"), "node")
+    trainjob = container(job_pod("example-jobset-values.yaml", "exampleJob.kind=TrainJob"), "node")
+    assert (jobset["command"], jobset["args"]) == (trainjob["command"], trainjob["args"])
+    assert environment(jobset)["DISTCA_CONTROL_PLANE"] == (
+        "rel-distca-control-plane.research.svc:7700"
+    )
+
+
+def test_runs_are_kept_where_asked() -> None:
+    volumes = {v["name"]: v for v in job_pod("example-trainjob-values.yaml")["volumes"]}
+    assert volumes["runs"]["persistentVolumeClaim"] == {"claimName": "runs"}
+    volumes = {v["name"]: v for v in job_pod("example-jobset-values.yaml")["volumes"]}
+    assert volumes["runs"]["emptyDir"] == {}
+
+
+def test_trainers_use_the_network_devices_that_nodes_use() -> None:
+    node = container(job_pod("rdma-values.yaml", "exampleJob.enabled=true"), "node")
+    assert node["resources"]["limits"]["rdma/hca_shared_devices_a"] == 1
+    assert node["securityContext"]["capabilities"]["add"] == ["IPC_LOCK"]
+    assert environment(node)["UCX_TLS"] == "rc,tcp,self"
+
+
+@pytest.mark.parametrize(
+    ("value_set", "servers"),
+    [
+        ("default-values.yaml", 2),
+        ("in-place-only-values.yaml", 0),
+        ("daemonset-values.yaml", 8),
+        ("autoscaling-hpa-values.yaml", 2),
+        ("join-elsewhere-values.yaml", 4),
+    ],
+)
+def test_helm_test_expects_the_servers_that_the_values_describe(
+    value_set: str, servers: int
+) -> None:
+    pod = only(rendered(value_set), "Pod")
+    assert pod["metadata"]["annotations"]["helm.sh/hook"] == "test"
+    assert f"--expect-servers={servers}" in container(pod["spec"], "servers")["args"]
+    assert container(pod["spec"], "health")["args"][0] == "health"
+
+
+def test_helm_test_can_be_left_out() -> None:
+    assert "Pod" not in kinds(rendered("", "tests.enabled=false"))

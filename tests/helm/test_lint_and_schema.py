@@ -1,0 +1,94 @@
+"""helm lint, and values that must be refused by name."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import yaml
+
+from tests.helm.chart import CHART, VALUE_SETS, VERSIONS, helm, refusal, rendered_text
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_lint_finds_nothing_in_any_value_set(version: str) -> None:
+    assert len(VALUE_SETS) >= 12
+    for name in VALUE_SETS:
+        linted = helm(
+            "lint", "--strict", str(CHART), f"--values={CHART}/ci/{name}", version=version
+        )
+        assert linted.returncode == 0, (name, linted.stdout, linted.stderr)
+
+
+@pytest.mark.parametrize("value_set", VALUE_SETS)
+def test_both_helms_render_the_same(value_set: str) -> None:
+    texts = [rendered_text(value_set, version=version) for version in VERSIONS]
+    # The Secret of tokens is random.
+    documents = [
+        sorted(
+            (each for each in yaml.load_all(text, yaml.CSafeLoader) if each["kind"] != "Secret"),
+            key=json.dumps,
+        )
+        for text in texts
+    ]
+    assert documents[0] == documents[1]
+
+
+def test_rendered_text_has_no_blank_lines_and_no_nulls() -> None:
+    for name in VALUE_SETS:
+        lines = rendered_text(name).splitlines()
+        assert not [line for line in lines if line.isspace() or line.endswith((": null", "<nil>"))]
+
+
+@pytest.mark.parametrize(
+    ("setting", "path"),
+    [
+        ("controlPlane.replica=2", "replica"),
+        ("controlPlane.replicas=0", "controlPlane.replicas"),
+        ("controlPlane.address=nowhere", "controlPlane.address"),
+        ("controlPlane.service.port=70000", "controlPlane.service.port"),
+        ("controlPlane.image.digest=latest", "controlPlane.image.digest"),
+        ("attentionNode.kind=Deployment", "attentionNode.kind"),
+        ("attentionNode.serversPerPod=0", "attentionNode.serversPerPod"),
+        ("attentionNode.shapes={8:2:64}", "attentionNode.shapes.0"),
+        ("attentionNode.drainSeconds=-1", "attentionNode.drainSeconds"),
+        ("attentionNode.sharedMemorySize=lots", "attentionNode.sharedMemorySize"),
+        ("gpu.count=0", "gpu.count"),
+        ("gpu.resourceName=nvidia.com/", "gpu.resourceName"),
+        ("rdma.resourceName=/dev/infiniband", "rdma.resourceName"),
+        ("rdma.addressType=ethernet", "rdma.addressType"),
+        ("ucx.tcpPortRange=7800", "ucx.tcpPortRange"),
+        ("ucx.env.PATH=x", "ucx.env"),
+        ("autoscaling.kind=VPA", "autoscaling.kind"),
+        ("tls.mode=on", "tls.mode"),
+        ("tls.certManager.duration=a while", "tls.certManager.duration"),
+        ("networkPolicy.jobPodLabels=null", "networkPolicy.jobPodLabels"),
+        ("monitoring.podMonitor.interval=15", "monitoring.podMonitor.interval"),
+        ("exampleJob.placement=elsewhere", "exampleJob.placement"),
+        ("logLevel=loud", "logLevel"),
+        ("image.pullPolicy=Sometimes", "image.pullPolicy"),
+    ],
+)
+def test_the_schema_refuses_and_names_the_value(setting: str, path: str) -> None:
+    for version in VERSIONS:
+        said = refusal(setting, version=version)
+        assert all(part in said for part in path.split(".")), said
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (["controlPlane.enabled=false"], "controlPlane.address is empty"),
+        (["controlPlane.address=a:1"], "an address is only for a control plane outside"),
+        (["controlPlane.replicas=2"], "controlPlane.leaderElection.enabled is false"),
+        (["autoscaling.enabled=true", "attentionNode.kind=DaemonSet"], "only a StatefulSet"),
+        (["autoscaling.enabled=true", "attentionNode.enabled=false"], "there is no pool to scale"),
+        (["autoscaling.minReplicas=9"], "the first must not be larger"),
+        (["tls.mode=secrets"], "tls.secrets."),
+        (["exampleJob.enabled=true", "attentionNode.enabled=false"], "choose in-place"),
+        (["attentionNode.hostNetwork=true"], "two pods on one machine would want the same ports"),
+        (["ucx.tcpPortRange=7900-7800"], "the first port must not be larger"),
+    ],
+)
+def test_contradictions_are_refused_with_what_to_do(settings: list[str], message: str) -> None:
+    assert message in refusal(*settings)

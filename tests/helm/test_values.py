@@ -1,0 +1,192 @@
+"""values.yaml: every value has a comment, stands in the README, and changes what is rendered."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from tests.helm.chart import CHART, NAMESPACE, RELEASE, ROOT, helm
+from tools.chart_readme import (
+    MissingCommentError,
+    Value,
+    read_values,
+    table,
+    with_table,
+)
+
+VALUES = read_values((CHART / "values.yaml").read_text())
+
+EVERYTHING = {
+    "controlPlane": {"leaderElection": {"enabled": True}, "replicas": 2},
+    "rdma": {"enabled": True},
+    "tls": {"mode": "certManager", "certManager": {"issuerRef": {"name": "ca"}}},
+    "networkPolicy": {"enabled": True},
+    "monitoring": {
+        name: {"enabled": True}
+        for name in ("serviceMonitor", "podMonitor", "prometheusRule", "dashboards")
+    },
+    "exampleJob": {"enabled": True},
+}
+"""Turns on whatever reads values."""
+
+ALSO_NEEDED: dict[str, dict[str, Any]] = {
+    "controlPlane.address": {"controlPlane": {"enabled": False, "address": "a:1"}},
+    "attentionNode.hostNetwork": {"attentionNode": {"affinity": {"nodeAffinity": {}}}},
+    "attentionNode.replicas": {"autoscaling": {"enabled": False}},
+    "autoscaling.kind": {"autoscaling": {"enabled": True}},
+    "autoscaling.keda.prometheusAddress": {"autoscaling": {"enabled": True, "kind": "KEDA"}},
+    "autoscaling.keda.pollingSeconds": {"autoscaling": {"enabled": True, "kind": "KEDA"}},
+    **{
+        f"autoscaling.{name}": {"autoscaling": {"enabled": True}}
+        for name in ("minReplicas", "maxReplicas", "metric", "target", "scaleDownSeconds")
+    },
+    **{
+        f"tls.secrets.{role}": {
+            "tls": {
+                "mode": "secrets",
+                "secrets": dict.fromkeys(
+                    ("controlPlane", "attentionNode", "trainer", "operator"), "s"
+                ),
+            }
+        }
+        for role in ("controlPlane", "attentionNode", "trainer", "operator")
+    },
+}
+"""More that has to be set before a value has an effect."""
+
+OTHER: dict[str, Any] = {
+    "logLevel": "debug",
+    "image.pullPolicy": "Always",
+    "image.pullSecrets": [{"name": "s"}],
+    "controlPlane.address": "elsewhere:7700",
+    "controlPlane.image.digest": f"sha256:{'1' * 64}",
+    "attentionNode.image.digest": f"sha256:{'1' * 64}",
+    "exampleJob.image.digest": f"sha256:{'1' * 64}",
+    "controlPlane.replicas": 3,
+    "controlPlane.service.type": "NodePort",
+    "attentionNode.kind": "DaemonSet",
+    "attentionNode.shapes": ["1:1:8:float32"],
+    "attentionNode.sharedMemorySize": "1Gi",
+    "attentionNode.doctor.skip": ["clock"],
+    "rdma.transports": "dc,tcp,self",
+    "rdma.addressType": "ib",
+    "ucx.tcpPortRange": "9000-9099",
+    "ucx.env": {"UCX_LOG_LEVEL": "info"},
+    "autoscaling.kind": "KEDA",
+    "autoscaling.keda.prometheusAddress": "https://p",
+    "tls.mode": "none",
+    "tls.certManager.issuerRef.kind": "ClusterIssuer",
+    "tls.certManager.duration": "100h",
+    "tls.certManager.renewBefore": "10h",
+    "networkPolicy.jobNamespaceSelector": {"matchLabels": {"a": "b"}},
+    "monitoring.prometheusRule.runbookUrl": "https://r",
+    "exampleJob.kind": "TrainJob",
+    "exampleJob.placement": "mixed",
+}
+"""What a value is changed to, where its type alone does not tell."""
+
+ALLOWED_WITH: dict[str, dict[str, Any]] = {
+    "controlPlane.enabled": {"controlPlane": {"address": "a:1"}},
+    "controlPlane.leaderElection.enabled": {"controlPlane": {"replicas": 1}},
+    "attentionNode.enabled": {"exampleJob": {"placement": "in-place"}},
+}
+"""What must change along with a value for the change to be allowed."""
+
+
+def changed(value: Value) -> Any:
+    """Something else of the value's type."""
+    if value.path in OTHER:
+        return OTHER[value.path]
+    default = json.loads(value.default)
+    if value.path.endswith("interval"):
+        return "99s"
+    if isinstance(default, bool):
+        return not default
+    if isinstance(default, int):
+        return default + 1
+    if isinstance(default, str):
+        return f"{default}x"
+    if isinstance(default, list):
+        arguments = value.path.endswith(("Args", "args", "Names"))
+        return [*default, "x"] if arguments else [*default, {"name": "x"}]
+    if value.path.endswith("resources"):
+        return {"requests": {"cpu": "9"}}
+    if value.path.endswith("Volume"):
+        return {"hostPath": {"path": "/x"}}
+    return {**default, "x": "y"}
+
+
+def overrides(path: str, setting: Any) -> dict[str, Any]:
+    """{"a": {"b": setting}} of "a.b"."""
+    for name in reversed(path.split(".")):
+        setting = {name: setting}
+    return dict(setting)
+
+
+def render(values: dict[str, Any]) -> str:
+    """The manifests, without the random Secret."""
+    arguments = [f"--set-json={key}={json.dumps(value)}" for key, value in values.items()]
+    done = helm("template", RELEASE, str(CHART), f"--namespace={NAMESPACE}", *arguments)
+    assert done.returncode == 0, done.stderr
+    documents = done.stdout.split("\n---\n")
+    return "\n---\n".join(text for text in documents if "\nkind: Secret\n" not in text)
+
+
+def merged(*overlays: dict[str, Any]) -> dict[str, Any]:
+    """Deep union; later ones win."""
+    result: dict[str, Any] = {}
+    for overlay in overlays:
+        for key, value in overlay.items():
+            both = isinstance(value, dict) and isinstance(result.get(key), dict)
+            result[key] = merged(result[key], value) if both else value
+    return result
+
+
+@pytest.mark.parametrize("value", VALUES, ids=lambda value: value.path)
+def test_every_value_changes_what_is_rendered(value: Value) -> None:
+    base = merged(EVERYTHING, ALSO_NEEDED.get(value.path, {}))
+    default = json.loads(value.default)
+    here: Any = base
+    for name in value.path.split("."):
+        here = here.get(name, default) if isinstance(here, dict) else default
+    other = changed(value)
+    if isinstance(default, bool):
+        other = not here
+    after = merged(base, overrides(value.path, other), ALLOWED_WITH.get(value.path, {}))
+    assert render(base) != render(after)
+
+
+def test_the_readme_is_what_values_yaml_says() -> None:
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "tools" / "chart_readme.py"), "--check"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_value_without_a_comment_is_refused_by_name() -> None:
+    with pytest.raises(MissingCommentError, match=r"a\.c"):
+        read_values("a:\n  # Has one.\n  b: 1\n  c: 2\n")
+
+
+def test_rows_carry_path_comment_default_and_section() -> None:
+    text = (
+        "## First\n\n# One\n# and a | more.\na:\n  x: 1\n## Second\n\nb:\n  # Two.\n  c: [1, a]\n"
+    )
+    assert read_values(text) == [
+        Value(path="a", default='{"x": 1}', comment="One and a | more.", section="First"),
+        Value(path="b.c", default='[1, "a"]', comment="Two.", section="Second"),
+    ]
+    assert '| `b.c` | Two. | `[1, "a"]` |' in table(read_values(text))
+    assert "a \\| more" in table(read_values(text))
+
+
+def test_a_readme_without_marks_is_refused() -> None:
+    with pytest.raises(ValueError, match="must contain the lines"):
+        with_table("# Nothing", "rows")
