@@ -16,7 +16,6 @@ from control_plane.epochs import first_epoch
 from control_plane.errors import (
     FencedError,
     InvalidRequestError,
-    LeaseExpiredError,
     MissingTokenError,
     RefusedError,
     ShuttingDownError,
@@ -106,6 +105,10 @@ class Coordinator:
         )
 
     @property
+    def settings(self) -> CoordinatorSettings:
+        return self._settings
+
+    @property
     def lease_seconds(self) -> float:
         """How long a lease runs after it was renewed."""
         return self._settings.lease_seconds
@@ -187,6 +190,10 @@ class Coordinator:
         """The live servers by id, each with the seconds since its heartbeat."""
         now = self._clock()
         return [(member, now - member.renewed_at) for member in self._membership.members()]
+
+    def jobs(self) -> list[Job]:
+        """The open jobs."""
+        return self._jobs.open_jobs()
 
     def open_job(
         self,
@@ -459,13 +466,10 @@ class Coordinator:
             logger.warning("server %s lost its lease", member.server_id)
             self._metrics.lease_expired("server")
             self._metrics.failure_detected("lease_expired")
-            self._server_gone(
-                member,
-                "lost its lease",
-                LeaseExpiredError(
-                    f"server {member.server_id} sent no heartbeat for {self.lease_seconds:g} s"
-                ),
+            why = FencedError(
+                f"server {member.server_id} sent no heartbeat for {self.lease_seconds:g} s"
             )
+            self._server_gone(member, "lost its lease", why)
         for job in self._jobs.open_jobs():
             gone = job.expired_ranks(now=now)
             if gone:
@@ -598,7 +602,7 @@ class Coordinator:
             "register again"
         )
         logger.warning("%s", error)
-        self._membership.fence(member)
+        self._membership.fence(member, str(error))
         self._metrics.failure_detected("no_progress")
         self._metrics.server_fenced()
         self._server_gone(member, "finished no work", error)

@@ -46,6 +46,7 @@ class JobSpec:
         options: tolerance and cuts.
         planner: name of the planner; empty for the default.
         softmax_scale: multiplies q.k before the softmax; 0 is 1 / sqrt(head_dim).
+        checksums: tick messages carry one.
     """
 
     name: str
@@ -57,6 +58,7 @@ class JobSpec:
     options: PlanningOptions
     planner: str = ""
     softmax_scale: float = 0.0
+    checksums: bool = False
 
     def __post_init__(self) -> None:
         checked_id("name", self.name)

@@ -64,6 +64,7 @@ def load_from_proto(message: membership_pb2.ServerLoad) -> ServerLoad:
         busy_ratio=message.busy_ratio,
         buffer_bytes=message.buffer_bytes,
         oldest_ready_seconds=message.oldest_ready_seconds,
+        moved_bytes_per_second=message.moved_bytes_per_second,
     )
 
 
@@ -88,6 +89,7 @@ def status_to_proto(
             busy_ratio=member.load.busy_ratio,
             buffer_bytes=member.load.buffer_bytes,
             oldest_ready_seconds=member.load.oldest_ready_seconds,
+            moved_bytes_per_second=member.load.moved_bytes_per_second,
         ),
         draining=member.draining,
         seconds_since_heartbeat=seconds_since_heartbeat,
@@ -125,6 +127,7 @@ def spec_from_proto(message: jobs_pb2.JobSpec) -> JobSpec:
         ),
         planner=message.planner,
         softmax_scale=message.softmax_scale,
+        checksums=message.checksums,
     )
 
 
@@ -140,6 +143,7 @@ def spec_to_proto(spec: JobSpec) -> jobs_pb2.JobSpec:
         tolerance=spec.options.tolerance,
         planner=spec.planner,
         softmax_scale=spec.scale,
+        checksums=spec.checksums,
         min_forward_tokens=spec.options.min_forward_tokens,
         min_backward_tokens=spec.options.min_backward_tokens,
     )

@@ -119,6 +119,8 @@ class JobsService(jobs_pb2_grpc.JobsServicer):
             rank_lease_id=lease_id,
             lease_seconds=self._coordinator.lease_seconds,
             token=rank_token(job.key, request.rank),
+            stall_seconds=self._coordinator.settings.stall_seconds,
+            answer_seconds=self._coordinator.settings.answer_seconds,
         )
 
     async def RenewRank(  # noqa: N802

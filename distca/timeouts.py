@@ -83,6 +83,14 @@ TIMEOUTS = (
         where="control_plane.settings:CoordinatorSettings.lease_seconds",
         option="control-plane --lease-seconds",
     ),
+    Timeout(
+        name="stall_seconds",
+        seconds=10.0,
+        who="control plane",
+        what="a server that has work to finish some, as its heartbeats tell",
+        then="it is fenced and its jobs recover",
+        where="control_plane.settings:CoordinatorSettings.stall_seconds",
+    ),
     # Ticks, plans and recoveries.
     Timeout(
         name="tick_timeout_seconds",
@@ -100,6 +108,14 @@ TIMEOUTS = (
         what="a rank that takes its reply",
         then="the connection to the rank is closed",
         where="attention_node.server:NodeSettings.reply_timeout_seconds",
+    ),
+    Timeout(
+        name="answer_seconds",
+        seconds=30.0,
+        who="control plane",
+        what="the ranks' answers to a recovery",
+        then="the job is closed; the reason names the ranks",
+        where="control_plane.settings:CoordinatorSettings.answer_seconds",
     ),
     Timeout(
         name="recovery_timeout_seconds",
@@ -136,6 +152,22 @@ TIMEOUTS = (
         then="the training process ends",
         where="",
         option="init_process_group(timeout=...)",
+    ),
+    Timeout(
+        name="longest_wait_seconds",
+        seconds=2.0,
+        who="rank, server",
+        what="nothing, between two attempts to reach the control plane",
+        then="the next attempt",
+        where="distca.reconnect:LONGEST_WAIT_SECONDS",
+    ),
+    Timeout(
+        name="rejoin_seconds",
+        seconds=2.5,
+        who="control plane",
+        what="servers to register again, after its own start",
+        then="jobs from before recover with those that have",
+        where="control_plane.settings:CoordinatorSettings.rejoin_seconds",
     ),
     # Connections.
     Timeout(
@@ -229,6 +261,11 @@ ORDERS = (
         why="a rank that dies would be taken for a server that does not answer",
     ),
     Order(
+        shorter=("stall_seconds",),
+        longer="tick_timeout_seconds",
+        why="ranks would give up a server that does no work before the control plane fences it",
+    ),
+    Order(
         shorter=("lease_seconds",),
         longer="reply_timeout_seconds",
         why="a rank that dies ends its job by its lease, with a reason that names it",
@@ -237,6 +274,16 @@ ORDERS = (
         shorter=("lease_seconds", "connect_timeout_seconds"),
         longer="recovery_timeout_seconds",
         why="a recovery must outlast a rank's death and one more server that cannot be reached",
+    ),
+    Order(
+        shorter=("answer_seconds", "connect_timeout_seconds"),
+        longer="recovery_timeout_seconds",
+        why="ranks would give up a recovery while the control plane still waits for one of them",
+    ),
+    Order(
+        shorter=("longest_wait_seconds",),
+        longer="rejoin_seconds",
+        why="jobs would recover without servers that are on their way back",
     ),
     Order(
         shorter=("handshake_timeout_seconds",),

@@ -22,7 +22,7 @@ PLACEMENT_IN_PLACE: Placement
 PLACEMENT_MIXED: Placement
 
 class JobSpec(_message.Message):
-    __slots__ = ("name", "n_ranks", "n_layers", "n_nano_batches", "shape", "placement", "tolerance", "planner", "min_forward_tokens", "min_backward_tokens", "softmax_scale")
+    __slots__ = ("name", "n_ranks", "n_layers", "n_nano_batches", "shape", "placement", "tolerance", "planner", "min_forward_tokens", "min_backward_tokens", "softmax_scale", "checksums")
     NAME_FIELD_NUMBER: _ClassVar[int]
     N_RANKS_FIELD_NUMBER: _ClassVar[int]
     N_LAYERS_FIELD_NUMBER: _ClassVar[int]
@@ -34,6 +34,7 @@ class JobSpec(_message.Message):
     MIN_FORWARD_TOKENS_FIELD_NUMBER: _ClassVar[int]
     MIN_BACKWARD_TOKENS_FIELD_NUMBER: _ClassVar[int]
     SOFTMAX_SCALE_FIELD_NUMBER: _ClassVar[int]
+    CHECKSUMS_FIELD_NUMBER: _ClassVar[int]
     name: str
     n_ranks: int
     n_layers: int
@@ -45,7 +46,8 @@ class JobSpec(_message.Message):
     min_forward_tokens: int
     min_backward_tokens: int
     softmax_scale: float
-    def __init__(self, name: _Optional[str] = ..., n_ranks: _Optional[int] = ..., n_layers: _Optional[int] = ..., n_nano_batches: _Optional[int] = ..., shape: _Optional[_Union[_profile_pb2.AttentionShape, _Mapping]] = ..., placement: _Optional[_Union[Placement, str]] = ..., tolerance: _Optional[float] = ..., planner: _Optional[str] = ..., min_forward_tokens: _Optional[int] = ..., min_backward_tokens: _Optional[int] = ..., softmax_scale: _Optional[float] = ...) -> None: ...
+    checksums: bool
+    def __init__(self, name: _Optional[str] = ..., n_ranks: _Optional[int] = ..., n_layers: _Optional[int] = ..., n_nano_batches: _Optional[int] = ..., shape: _Optional[_Union[_profile_pb2.AttentionShape, _Mapping]] = ..., placement: _Optional[_Union[Placement, str]] = ..., tolerance: _Optional[float] = ..., planner: _Optional[str] = ..., min_forward_tokens: _Optional[int] = ..., min_backward_tokens: _Optional[int] = ..., softmax_scale: _Optional[float] = ..., checksums: bool = ...) -> None: ...
 
 class OpenJobRequest(_message.Message):
     __slots__ = ("spec", "rank", "in_place_server", "host", "resume")
@@ -70,16 +72,20 @@ class ResumeJob(_message.Message):
     def __init__(self, job_id: _Optional[str] = ..., epoch: _Optional[int] = ...) -> None: ...
 
 class OpenJobResponse(_message.Message):
-    __slots__ = ("job_id", "rank_lease_id", "lease_seconds", "token")
+    __slots__ = ("job_id", "rank_lease_id", "lease_seconds", "token", "stall_seconds", "answer_seconds")
     JOB_ID_FIELD_NUMBER: _ClassVar[int]
     RANK_LEASE_ID_FIELD_NUMBER: _ClassVar[int]
     LEASE_SECONDS_FIELD_NUMBER: _ClassVar[int]
     TOKEN_FIELD_NUMBER: _ClassVar[int]
+    STALL_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    ANSWER_SECONDS_FIELD_NUMBER: _ClassVar[int]
     job_id: str
     rank_lease_id: str
     lease_seconds: float
     token: bytes
-    def __init__(self, job_id: _Optional[str] = ..., rank_lease_id: _Optional[str] = ..., lease_seconds: _Optional[float] = ..., token: _Optional[bytes] = ...) -> None: ...
+    stall_seconds: float
+    answer_seconds: float
+    def __init__(self, job_id: _Optional[str] = ..., rank_lease_id: _Optional[str] = ..., lease_seconds: _Optional[float] = ..., token: _Optional[bytes] = ..., stall_seconds: _Optional[float] = ..., answer_seconds: _Optional[float] = ...) -> None: ...
 
 class RenewRankRequest(_message.Message):
     __slots__ = ("job_id", "rank_lease_id")
