@@ -5,15 +5,16 @@ from __future__ import annotations
 import logging
 import threading
 from collections import OrderedDict, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cached_property
 
 import torch
 
 from attention_node.open_tick import OpenTick, TickGivenUp
-from attention_node.tick_route import TickRoute, derive_tick_route
+from attention_node.tick_route import NOTHING, TickRoute, derive_tick_route
+from core_attention.arrays import Int64Array
 from core_attention.ca_task import Phase
+from core_attention.first_ticks import FirstTicks
 from core_attention.message import MessageLayout, reply_layout, request_layout
 from core_attention.plan import Plan
 from core_attention.shape import AttentionShape
@@ -115,6 +116,7 @@ class ServedStep:
     Args:
         job: the job.
         plan: the server's slice.
+        first_tick: ``[n_documents]`` where each document begins under this plan; None at 0.
         server_id: the server.
         local_rank: the rank whose process the server shares, or None.
         forward_only: whether there is no backward pass.
@@ -128,6 +130,7 @@ class ServedStep:
         job: JobDescription,
         plan: Plan,
         *,
+        first_tick: Int64Array | None = None,
         server_id: str,
         local_rank: int | None,
         forward_only: bool,
@@ -137,35 +140,39 @@ class ServedStep:
     ) -> None:
         self.job = job
         self.step = plan.step
-        self.forward_only = forward_only
+        self.epoch = plan.epoch
         self._device = device
         self._lock = lock
         self._on_finished = on_finished
         self._open: dict[Tick, OpenTick] = {}
         self._given_up = ""
-        self._routes: dict[tuple[int, Phase], TickRoute] = {}
+        self._first = FirstTicks(plan.manifest, first_tick)
+        self._routes: dict[tuple[int, Phase, int], TickRoute] = {}
+        self._messages: dict[tuple[int, int, Phase, int], MessagePair] = {}
+        self._ticks: dict[int, list[Tick]] = {}
         self._busy = {phase: [0.0] * job.n_nano_batches for phase in Phase}
         server = plan.server_index(server_id)
-        phases = [Phase.FORWARD] if forward_only else list(Phase)
-        for nano_batch in range(job.n_nano_batches if server is not None else 0):
-            for phase in phases:
-                assert server is not None
-                route = derive_tick_route(plan, server, nano_batch, phase, local_rank)
-                if route.pairs:
-                    self._routes[nano_batch, phase] = route
-        self._ticks_left = len(self._routes) * job.n_layers
+        if server is not None:
+            for nano_batch in range(job.n_nano_batches):
+                self._ticks[nano_batch] = [
+                    tick
+                    for tick in ticks_of_lane(
+                        self.step, nano_batch, job.n_layers, backward=not forward_only
+                    )
+                    if self._derive(plan, server, tick, local_rank).pairs
+                ]
+        self._ticks_left = sum(map(len, self._ticks.values()))
 
-    @cached_property
-    def messages(self) -> Mapping[tuple[int, int, Phase], MessagePair]:
-        """By (rank, nano-batch, phase): the layouts of what is exchanged."""
-        shape = self.job.shape
-        return {
-            (rank, nano_batch, phase): MessagePair(
-                request_layout(pair, shape, phase), reply_layout(pair, shape, phase)
+    def messages(self, rank: int, tick: Tick) -> MessagePair:
+        """The layouts of what is exchanged with ``rank`` in ``tick``, one of its expected ones."""
+        route, shape = self._route(tick), self.job.shape
+        key = (rank, *self._key(tick))
+        if key not in self._messages:
+            pair = route.pairs[rank]
+            self._messages[key] = MessagePair(
+                request_layout(pair, shape, tick.phase), reply_layout(pair, shape, tick.phase)
             )
-            for (nano_batch, phase), route in self._routes.items()
-            for rank, pair in route.pairs.items()
-        }
+        return self._messages[key]
 
     @property
     def finished(self) -> bool:
@@ -183,14 +190,11 @@ class ServedStep:
 
     def has_rank(self, rank: int) -> bool:
         """Whether ``rank`` exchanges anything with the server in this step."""
-        return any(pair_rank == rank for pair_rank, _, _ in self.messages)
+        return any(rank in route.pairs for route in self._routes.values())
 
     def expected_ticks(self, rank: int, nano_batch: int) -> list[Tick]:
         """The ticks of a nano-batch in which ``rank`` sends something, in order."""
-        lane = ticks_of_lane(
-            self.step, nano_batch, self.job.n_layers, backward=not self.forward_only
-        )
-        return [tick for tick in lane if (rank, nano_batch, tick.phase) in self.messages]
+        return [tick for tick in self._ticks.get(nano_batch, ()) if rank in self._route(tick).pairs]
 
     def give_up(self, reason: str) -> list[OpenTick]:
         """Opens no more ticks; returns those that are open, for the executor to end."""
@@ -210,7 +214,7 @@ class ServedStep:
             if tick not in self._open:
                 self._open[tick] = OpenTick(
                     tick=tick,
-                    route=self._routes[tick.nano_batch, tick.phase],
+                    route=self._route(tick),
                     shape=self.job.shape,
                     scale=self.job.scale,
                     device=self._device,
@@ -226,6 +230,32 @@ class ServedStep:
             forward_seconds=tuple(self._busy[Phase.FORWARD]),
             backward_seconds=tuple(self._busy[Phase.BACKWARD]),
         )
+
+    def _key(self, tick: Tick) -> tuple[int, Phase, int]:
+        stretch = self._first.stretch(tick.nano_batch, tick.lane_index(self.job.n_layers))
+        return tick.nano_batch, tick.phase, stretch
+
+    def _route(self, tick: Tick) -> TickRoute:
+        return self._routes[self._key(tick)]
+
+    def _derive(self, plan: Plan, server: int, tick: Tick, local_rank: int | None) -> TickRoute:
+        """The route of ``tick``, the same for all ticks of a phase in which the same documents take
+        part."""
+        key = nano_batch, phase, stretch = self._key(tick)
+        if key not in self._routes:
+            self._routes[key] = (
+                derive_tick_route(
+                    plan,
+                    server,
+                    nano_batch,
+                    phase,
+                    local_rank,
+                    self._first.documents(nano_batch, stretch),
+                )
+                if stretch >= 0
+                else NOTHING
+            )
+        return self._routes[key]
 
     def _close_tick(self, open_tick: OpenTick) -> None:
         """Runs on the executor's thread. A tick that failed fails the whole step: the ranks that it
@@ -251,10 +281,12 @@ class ServedJob:
 
     Attributes:
         description: what its members agree on.
+        epoch: of the last recovery; plans and connections of lower epochs are void.
         steps: planned and unfinished steps, by number.
     """
 
     description: JobDescription
+    epoch: int = 0
     steps: dict[int, ServedStep] = field(default_factory=dict)
     _seen: OrderedDict[tuple[int, int], None] = field(default_factory=OrderedDict)
 

@@ -18,7 +18,7 @@ from functools import cached_property
 
 import numpy as np
 
-from core_attention.arrays import exclusive_cumsum, frozen
+from core_attention.arrays import BoolArray, exclusive_cumsum, frozen
 from core_attention.ca_task import Phase, TaskTable
 from core_attention.kernels.protocol import TaskBatch
 from core_attention.plan import Plan
@@ -98,8 +98,17 @@ class TickRoute:
         return parts_of_rank
 
 
+NOTHING = TickRoute(pairs={}, parts=(), n_assembled_rows=0, assembly={}, dk_sums={})
+"""The route of a tick in which no document takes part."""
+
+
 def derive_tick_route(
-    plan: Plan, server: int, nano_batch: int, phase: Phase, local_rank: int | None
+    plan: Plan,
+    server: int,
+    nano_batch: int,
+    phase: Phase,
+    local_rank: int | None,
+    documents: BoolArray | None = None,
 ) -> TickRoute:
     """The route of ``server`` for a (nano-batch, phase).
 
@@ -110,13 +119,11 @@ def derive_tick_route(
         phase: which phase.
         local_rank: the rank in whose process the server runs; its tensors are used where they
             are, by packed row, instead of by place in a message.
+        documents: ``[n_documents]`` which documents take part; None for all.
     """
     tasks = plan.tasks(phase)
-    pairs = {
-        rank: route
-        for (rank, index), route in derive_routes(plan.manifest, tasks, nano_batch).items()
-        if index == server
-    }
+    routes = derive_routes(plan.manifest, tasks, nano_batch, documents)
+    pairs = {rank: route for (rank, index), route in routes.items() if index == server}
     keys = _document_keys(pairs, local_rank)
     grouped = _group_tasks(pairs, tasks, keys, local_rank)
     assembled_begin, n_assembled_rows = _assembled_begin(grouped, tasks)

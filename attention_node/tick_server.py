@@ -28,6 +28,7 @@ from attention_node.served_job import (
     ServedStep,
     StepBusy,
 )
+from core_attention.arrays import Int64Array
 from core_attention.message_views import message_views
 from core_attention.plan import Plan
 from core_attention.tick import Tick
@@ -38,7 +39,7 @@ from distca.v1 import data_plane_pb2
 
 logger = logging.getLogger(__name__)
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 
 NO_MEMORY = (BufferPoolExhausted, MemoryError, torch.OutOfMemoryError)
 """What a buffer pool raises when it has no room."""
@@ -56,6 +57,7 @@ class _RankConnection:
     rank: int
     connection: Connection
     first_step: int
+    epoch: int
     lanes: list[Lane] = field(default_factory=list)
 
 
@@ -111,6 +113,12 @@ class TickServer:
             )
 
     @property
+    def job_ids(self) -> list[str]:
+        """The open jobs."""
+        with self._lock:
+            return list(self._jobs)
+
+    @property
     def idle(self) -> bool:
         """Whether no planned step is unfinished and every reply has left."""
         with self._lock:
@@ -129,20 +137,34 @@ class TickServer:
             self._jobs.setdefault(description.job_id, ServedJob(description))
         logger.info("job %s opened", description.job_id)
 
-    def add_plan(self, job_id: str, plan: Plan, *, forward_only: bool) -> None:
+    def add_plan(
+        self,
+        job_id: str,
+        plan: Plan,
+        *,
+        forward_only: bool,
+        first_tick: Int64Array | None = None,
+    ) -> None:
         """Takes in the plan of a step, and posts receives for it where nothing comes before. A
-        plan that came already (by step and epoch) is ignored.
+        plan that came already (by step and epoch), or that a recovery has made void, is ignored.
+
+        Args:
+            job_id: the job.
+            plan: this server's slice.
+            forward_only: the step has no backward pass.
+            first_tick: ``[n_documents]`` where each document begins under this plan; None at 0.
 
         Raises:
             KeyError: no such job is open.
         """
         with self._lock:
             job = self._jobs[job_id]
-            if not job.is_new(plan):
+            if plan.epoch < job.epoch or not job.is_new(plan):
                 return
         step = ServedStep(
             job.description,
             plan,
+            first_tick=first_tick,
             server_id=self.server_id,
             local_rank=self._local_rank,
             forward_only=forward_only,
@@ -153,12 +175,37 @@ class TickServer:
         if step.finished:
             return
         with self._lock:
+            # A recovery may have begun while the routes were derived.
+            if plan.epoch < job.epoch:
+                return
+            replaced = job.steps.get(step.step)
+            why = f"step {step.step} runs under a plan of epoch {step.epoch}"
+            open_ticks = replaced.give_up(why) if replaced else []
             job.steps[step.step] = step
             connected = [c for c in self._connections if c.job is job]
             for connection in connected:
                 self._extend(connection, step)
+        self._give_up(open_ticks, why)
         for connection in connected:
             self._post(connection)
+
+    def recover(self, job_id: str, epoch: int) -> None:
+        """Drops the steps and connections of a job whose epoch is below ``epoch``, and takes in no
+        more of them. Does nothing if the job is unknown or has recovered so far already."""
+        with self._lock:
+            job = self._jobs.get(job_id)
+            if job is None or epoch <= job.epoch:
+                return
+            job.epoch = epoch
+            why = f"job {job_id} recovers with epoch {epoch}"
+            void = [number for number, step in job.steps.items() if step.epoch < epoch]
+            open_ticks = [tick for number in void for tick in job.steps.pop(number).give_up(why)]
+            cut = [c for c in self._connections if c.job is job and c.epoch < epoch]
+            self._connections = [c for c in self._connections if c not in cut]
+        logger.info("%s: %d steps and %d connections dropped", why, len(void), len(cut))
+        for connection in cut:
+            connection.connection.close(why)
+        self._give_up(open_ticks, why)
 
     def close_job(self, job_id: str, reason: str) -> None:
         """Forgets a job: its connections are closed and its open ticks given up."""
@@ -179,8 +226,9 @@ class TickServer:
         """The transport's accept callback: admits a rank of an open job.
 
         Raises:
-            HelloRefused: the hello is malformed, of another version, for another server or an
-                unknown job, shows a wrong token, or names a rank that the job does not have.
+            HelloRefused: the hello is malformed, of another version or an epoch that is over, for
+                another server or an unknown job, shows a wrong token, or names a rank that the job
+                does not have.
         """
         try:
             return self._admit(hello, connection)
@@ -191,8 +239,14 @@ class TickServer:
     def _admit(self, hello: bytes, connection: Connection) -> bytes:
         message = _parse_hello(hello)
         with self._lock:
+            self._check_hello(message)
+        # A rank may hear of a recovery before this server does.
+        self.recover(message.job_id, message.epoch)
+        with self._lock:
             job = self._check_hello(message)
-            rank_connection = _RankConnection(job, message.rank, connection, message.first_step)
+            rank_connection = _RankConnection(
+                job, message.rank, connection, message.first_step, message.epoch
+            )
             rank_connection.lanes = [Lane() for _ in range(job.description.n_nano_batches)]
             self._connections.append(rank_connection)
             dropped = self._drop_abandoned(job, message.rank, message.first_step)
@@ -213,6 +267,7 @@ class TickServer:
     def submit_local(
         self,
         job_id: str,
+        epoch: int,
         tick: Tick,
         inputs: Mapping[str, torch.Tensor],
         outputs: Mapping[str, torch.Tensor],
@@ -221,6 +276,7 @@ class TickServer:
 
         Args:
             job_id: the job.
+            epoch: of the plan that the rank runs.
             tick: which exchange; its plan must have been added.
             inputs, outputs: as :class:`attention_node.open_tick.Source`, by packed row.
 
@@ -228,13 +284,14 @@ class TickServer:
             What to wait for.
 
         Raises:
-            TickGivenUp: the job was closed, or the step is over on this server or was given up.
+            TickGivenUp: the job was closed, or the step is over on this server, was given up, or
+                runs under another plan.
         """
         assert self._local_rank is not None
         with self._lock:
             job = self._jobs.get(job_id)
             step = job.steps.get(tick.step) if job else None
-            if step is None:
+            if step is None or step.epoch != epoch:
                 raise TickGivenUp(
                     f"{tick}: the step is over on this process's own server, or another rank has "
                     "given it up"
@@ -267,10 +324,14 @@ class TickServer:
             dropped = self._drop_abandoned(job, rank, first_step)
         self._give_up(*dropped)
 
+    def close_all(self, reason: str) -> None:
+        """Closes every job."""
+        for job_id in self.job_ids:
+            self.close_job(job_id, reason)
+
     def close(self) -> None:
         """Closes every job."""
-        for job_id in list(self._jobs):
-            self.close_job(job_id, "the server is shutting down")
+        self.close_all("the server is shutting down")
 
     def _check_hello(self, message: data_plane_pb2.Hello) -> ServedJob:
         if message.version != PROTOCOL_VERSION:
@@ -300,6 +361,12 @@ class TickServer:
                 f"rank {message.rank} of job {message.job_id!r}; it has "
                 f"{job.description.n_ranks} ranks",
             )
+        if message.epoch < job.epoch:
+            raise HelloRefused(
+                HelloRefusal.EPOCH,
+                f"epoch {message.epoch} of job {message.job_id!r} is over; it recovered with epoch "
+                f"{job.epoch}",
+            )
         return job
 
     def _drop_abandoned(
@@ -319,7 +386,7 @@ class TickServer:
             self._executor.give_up(tick, TickGivenUp(why))
 
     def _extend(self, connection: _RankConnection, step: ServedStep) -> None:
-        if step.step >= connection.first_step:
+        if step.step >= connection.first_step and step.epoch >= connection.epoch:
             for nano_batch, lane in enumerate(connection.lanes):
                 lane.extend(step, connection.rank, nano_batch)
 
@@ -334,7 +401,7 @@ class TickServer:
                 self._offer(connection, lane, *following)
 
     def _offer(self, connection: _RankConnection, lane: Lane, step: ServedStep, tick: Tick) -> None:
-        layout = step.messages[connection.rank, tick.nano_batch, tick.phase].request
+        layout = step.messages(connection.rank, tick).request
         try:
             buffer = self._pool.acquire(layout.nbytes)
         except NO_MEMORY as error:
@@ -384,7 +451,7 @@ class TickServer:
     ) -> Source:
         tick = open_tick.tick
         residence = _Residence(open_tick)
-        messages = step.messages[connection.rank, tick.nano_batch, tick.phase]
+        messages = step.messages(connection.rank, tick)
         reply = self._pool.acquire(messages.reply.nbytes)
 
         def send_reply() -> None:

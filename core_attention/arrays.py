@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 Int64Array = NDArray[np.int64]
 Float64Array = NDArray[np.float64]
+BoolArray = NDArray[np.bool_]
 
 Array = TypeVar("Array", bound=NDArray[Any])
 

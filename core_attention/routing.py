@@ -18,7 +18,13 @@ from functools import cached_property
 
 import numpy as np
 
-from core_attention.arrays import Int64Array, exclusive_cumsum, group_bounds, runs_to_rows
+from core_attention.arrays import (
+    BoolArray,
+    Int64Array,
+    exclusive_cumsum,
+    group_bounds,
+    runs_to_rows,
+)
 from core_attention.ca_task import TaskTable, home_segment
 from core_attention.manifest import Manifest
 
@@ -79,7 +85,7 @@ class PairRoute:
 
 
 def derive_routes(
-    manifest: Manifest, tasks: TaskTable, nano_batch: int
+    manifest: Manifest, tasks: TaskTable, nano_batch: int, documents: BoolArray | None = None
 ) -> dict[tuple[int, int], PairRoute]:
     """The routes of every (rank, server) pair that exchanges rows, for one nano-batch.
 
@@ -87,12 +93,16 @@ def derive_routes(
         manifest: of the step, or a slice.
         tasks: the CA-tasks of one phase over the same documents.
         nano_batch: which nano-batch.
+        documents: ``[n_documents]`` which documents take part; None for all.
 
     Returns:
         A mapping from (rank, server) to the pair's route, sorted by its key. A pair with K/V but
         no Q is in it; a pair with nothing to exchange is not.
     """
-    chosen = np.flatnonzero(manifest.document_nano_batch[tasks.document] == nano_batch)
+    taking_part = manifest.document_nano_batch == nano_batch
+    if documents is not None:
+        taking_part = taking_part & documents
+    chosen = np.flatnonzero(taking_part[tasks.document])
     q_runs = _q_runs(manifest, tasks, chosen)
     kv_runs = _kv_runs(manifest, tasks, chosen)
     q_parts, kv_parts = _split_by_pair(q_runs), _split_by_pair(kv_runs)

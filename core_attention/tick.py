@@ -38,6 +38,10 @@ class Tick:
         tag = tag << 1 | int(self.phase is Phase.BACKWARD)
         return tag << 1 | int(reply)
 
+    def lane_index(self, n_layers: int) -> int:
+        """Its place in its lane, from 0; see :func:`ticks_of_lane`."""
+        return self.layer if self.phase is Phase.FORWARD else 2 * n_layers - 1 - self.layer
+
     def __str__(self) -> str:
         return f"step {self.step} layer {self.layer} nano-batch {self.nano_batch} {self.phase}"
 

@@ -1,50 +1,26 @@
-"""One contact of a rank with a control plane: a channel, a lease, and a stream of events."""
+"""One contact of a rank with a control plane: what it says and asks there."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
-import grpc
-
-from distca import rpc
-from distca.v1 import jobs_pb2, jobs_pb2_grpc
+from distca.contact import Contact
+from distca.v1 import jobs_pb2
 from trainer_client.step_book import HandedIn
 
 
-class Contact:
-    """A control plane that answers, from reaching it to losing it.
-
-    Args:
-        settings: how to reach it.
-        token: gives the rank's token, which goes with every call.
+class RankContact(Contact):
+    """A control plane that a rank has reached; every call raises ``distca.rpc.RpcError``.
 
     Attributes:
-        address: ``host:port`` of the control plane.
-        job_id, lease_id, lease_seconds: of the rank.
-        events: the job's events, once watched.
-
-    Raises:
-        distca.rpc.ControlPlaneUnavailable: nobody answers.
+        job_id: of the rank's job, once it has joined.
     """
 
-    def __init__(self, settings: rpc.RpcSettings, token: Callable[[], bytes]) -> None:
-        self.address = settings.address
-        self.job_id = ""
-        self.lease_id = ""
-        self.lease_seconds = 0.0
-        self.events: rpc.EventStream | None = None
-        self._channel: grpc.Channel = rpc.open_channel(settings, token)
-        self._jobs = jobs_pb2_grpc.JobsStub(self._channel)
-        try:
-            rpc.wait_until_ready(self._channel, settings)
-        except BaseException:
-            self._channel.close()
-            raise
+    job_id = ""
 
     def join(self, request: jobs_pb2.OpenJobRequest) -> bytes:
         """Opens the job, for the first time or to come back to it; returns the rank's token."""
-        response = self.call("OpenJob", request)
+        response = self.call(self._jobs.OpenJob, request)
         self.job_id, self.lease_id = response.job_id, response.rank_lease_id
         self.lease_seconds = response.lease_seconds
         return bytes(response.token)
@@ -57,15 +33,15 @@ class Contact:
     def renew(self) -> None:
         """Renews the lease; a call that takes longer than a third of it is of no use."""
         self.lease_seconds = self.call(
-            "RenewRank",
+            self._jobs.RenewRank,
             jobs_pb2.RenewRankRequest(job_id=self.job_id, rank_lease_id=self.lease_id),
-            timeout_seconds=self.lease_seconds / 3 or None,
+            timeout_seconds=self.renewal_seconds or None,
         ).lease_seconds
 
     def submit(self, handed_in: HandedIn) -> None:
         """Hands in a manifest."""
         self.call(
-            "SubmitManifest",
+            self._jobs.SubmitManifest,
             jobs_pb2.SubmitManifestRequest(
                 job_id=self.job_id,
                 rank_lease_id=self.lease_id,
@@ -83,12 +59,12 @@ class Contact:
     def report_step(self, request: jobs_pb2.ReportStepRequest) -> None:
         """Tells what was measured; fills in job and lease."""
         request.job_id, request.lease_id = self.job_id, self.lease_id
-        self.call("ReportStep", request)
+        self.call(self._jobs.ReportStep, request)
 
     def report_lost(self, server_id: str, epoch: int, cause: str) -> None:
         """Tells that a server is lost."""
         self.call(
-            "ReportServerLost",
+            self._jobs.ReportServerLost,
             jobs_pb2.ReportServerLostRequest(
                 job_id=self.job_id,
                 rank_lease_id=self.lease_id,
@@ -101,7 +77,7 @@ class Contact:
     def report_progress(self, epoch: int, steps: Sequence[jobs_pb2.StepProgress]) -> None:
         """Answers a recovery."""
         self.call(
-            "ReportProgress",
+            self._jobs.ReportProgress,
             jobs_pb2.ReportProgressRequest(
                 job_id=self.job_id, rank_lease_id=self.lease_id, epoch=epoch, steps=steps
             ),
@@ -110,28 +86,18 @@ class Contact:
     def leave(self, error: str) -> None:
         """Leaves the job."""
         self.call(
-            "CloseJob",
+            self._jobs.CloseJob,
             jobs_pb2.CloseJobRequest(job_id=self.job_id, rank_lease_id=self.lease_id, error=error),
         )
 
-    def call(self, method: str, request: Any, *, timeout_seconds: float | None = None) -> Any:
-        """Makes a call of the Jobs service.
+    def fetch_step(self, step: int) -> jobs_pb2.GetStepResponse:
+        """The plan of a step and what was measured in it."""
+        request = jobs_pb2.GetStepRequest(job_id=self.job_id, step=step)
+        response: jobs_pb2.GetStepResponse = self.call(self._jobs.GetStep, request)
+        return response
 
-        Raises:
-            distca.rpc.RpcError: it failed; Cancelled if the contact has ended.
-        """
-        try:
-            return getattr(self._jobs, method)(request, timeout=timeout_seconds)
-        except ValueError as error:
-            # gRPC says so of a channel that another thread has closed meanwhile.
-            raise rpc.Cancelled(method, self.address, str(error)) from error
-
-    def interrupt(self) -> None:
-        """Ends the stream of events; the thread that reads it goes on with what is next."""
-        if self.events is not None:
-            self.events.cancel()
-
-    def end(self) -> None:
-        """Ends everything."""
-        self.interrupt()
-        self._channel.close()
+    def describe_job(self) -> jobs_pb2.DescribeJobResponse:
+        """The job's state."""
+        request = jobs_pb2.DescribeJobRequest(job_id=self.job_id)
+        response: jobs_pb2.DescribeJobResponse = self.call(self._jobs.DescribeJob, request)
+        return response

@@ -21,7 +21,7 @@ from distca import rpc
 from distca.codec import first_tick_from_bytes, plan_from_proto, rank_manifest_to_proto
 from distca.reconnect import Addresses, is_transient, reach
 from distca.v1 import jobs_pb2
-from trainer_client.contact import Contact
+from trainer_client.contact import RankContact
 from trainer_client.errors import PlanNotReady, SessionClosed
 from trainer_client.step_book import HandedIn, PlannedStep, StepBook
 
@@ -47,7 +47,7 @@ class _Letter:
     """
 
     what: str
-    send: Callable[[Contact], None]
+    send: Callable[[RankContact], None]
     over: Callable[[], bool] = lambda: False
 
 
@@ -62,6 +62,7 @@ class ControlLink:
             become void. The rank stops, closes its connections and returns how far it is in its
             running and retained steps.
         on_finished: called with a step that every rank has finished, as it has those before.
+        on_failed: called with a step that gets no plan any more, and why.
         control_plane_timeout_seconds: how long the control plane may be away.
 
     All callbacks are made on the watching thread, in the order of events.
@@ -81,6 +82,7 @@ class ControlLink:
             [int, Sequence[str], str], Sequence[jobs_pb2.StepProgress]
         ] = lambda epoch, lost, reason: (),
         on_finished: Callable[[int], None] = lambda step: None,
+        on_failed: Callable[[int, str], None] = lambda step, why: None,
         control_plane_timeout_seconds: float = 600.0,
     ) -> None:
         self._settings = settings
@@ -89,11 +91,12 @@ class ControlLink:
         self._on_planned = on_planned
         self._on_recover = on_recover
         self._on_finished = on_finished
+        self._on_failed = on_failed
         self._timeout_seconds = control_plane_timeout_seconds
         self._request = jobs_pb2.OpenJobRequest()
         self._changed = threading.Condition()
         self._book = StepBook(0)
-        self._contact: Contact | None = None
+        self._contact: RankContact | None = None
         self._failure: Exception | None = None
         self._left = False
         self._gone = threading.Event()
@@ -108,6 +111,11 @@ class ControlLink:
     def failure(self) -> Exception | None:
         """What ended the job, or None while it runs."""
         return self._failure
+
+    @property
+    def connected(self) -> bool:
+        """Whether the control plane can be reached, as far as is known."""
+        return self._contact is not None
 
     @property
     def _is_over(self) -> bool:
@@ -198,9 +206,7 @@ class ControlLink:
             distca.rpc.UnknownStep: it is not planned yet, or forgotten.
             distca.rpc.RpcError: the control plane is away, or fails.
         """
-        request = jobs_pb2.GetStepRequest(job_id=self.job_id, step=step)
-        response: jobs_pb2.GetStepResponse = self._present_contact().call("GetStep", request)
-        return response
+        return self._present_contact().fetch_step(step)
 
     def plan_of(self, step: int) -> PlannedStep | None:
         """The plan of ``step`` that counts now; None if there is none."""
@@ -273,9 +279,9 @@ class ControlLink:
 
     # Contact
 
-    def _join(self, settings: rpc.RpcSettings) -> Contact:
+    def _join(self, settings: rpc.RpcSettings) -> RankContact:
         """The first contact."""
-        contact = Contact(settings, lambda: self.token)
+        contact = RankContact(settings, lambda: self.token)
         try:
             self.token = contact.join(self._request)
             self.job_id = contact.job_id
@@ -285,9 +291,9 @@ class ControlLink:
             raise
         return contact
 
-    def _come_back(self, lease_id: str, settings: rpc.RpcSettings) -> Contact:
+    def _come_back(self, lease_id: str, settings: rpc.RpcSettings) -> RankContact:
         """A contact after a loss: with the lease of before, or by opening the job again."""
-        contact = Contact(settings, lambda: self.token)
+        contact = RankContact(settings, lambda: self.token)
         try:
             try:
                 contact.keep(self.job_id, lease_id)
@@ -299,7 +305,7 @@ class ControlLink:
             raise
         return contact
 
-    def _resume(self, contact: Contact) -> None:
+    def _resume(self, contact: RankContact) -> None:
         """Opens the job again, and tells a control plane that may know nothing the steps."""
         request = jobs_pb2.OpenJobRequest()
         request.CopyFrom(self._request)
@@ -311,7 +317,7 @@ class ControlLink:
         for step, item in handed_in:
             self._submit(contact, step, item)
 
-    def _submit(self, contact: Contact, step: int, handed_in: HandedIn) -> None:
+    def _submit(self, contact: RankContact, step: int, handed_in: HandedIn) -> None:
         try:
             contact.submit(handed_in)
         except rpc.RpcError as error:
@@ -324,7 +330,7 @@ class ControlLink:
         with self._changed:
             self._book.manifest_taken(step)
 
-    def _leave(self, contact: Contact, error: str) -> None:
+    def _leave(self, contact: RankContact, error: str) -> None:
         # Before the call, since it ends the stream of events.
         self._gone.set()
         try:
@@ -333,7 +339,7 @@ class ControlLink:
             self._gone.clear()
             raise
 
-    def _let_go(self, contact: Contact, error: Exception) -> None:
+    def _let_go(self, contact: RankContact, error: Exception) -> None:
         """The control plane is away; the watching thread looks for it."""
         with self._changed:
             if self._contact is not contact:
@@ -349,7 +355,7 @@ class ControlLink:
             )
         contact.interrupt()
 
-    def _present_contact(self) -> Contact:
+    def _present_contact(self) -> RankContact:
         contact = self._contact
         if contact is None:
             raise rpc.ControlPlaneUnavailable(
@@ -357,7 +363,7 @@ class ControlLink:
             )
         return contact
 
-    def _await_contact(self) -> Contact | None:
+    def _await_contact(self) -> RankContact | None:
         """The contact, once there is one; None when the link is closed or the job ended."""
         with self._changed:
             while self._contact is None:
@@ -381,7 +387,7 @@ class ControlLink:
             # Whatever breaks this thread would leave the training loop waiting: hand it over.
             self._fail(error)
 
-    def _look_for_it(self, lease_id: str) -> Contact | None:
+    def _look_for_it(self, lease_id: str) -> RankContact | None:
         """A new contact, with lease ``lease_id`` if that still runs; None if the link closes."""
         began = time.monotonic()
         try:
@@ -411,7 +417,7 @@ class ControlLink:
         )
         return contact
 
-    def _follow(self, contact: Contact) -> None:
+    def _follow(self, contact: RankContact) -> None:
         """Handles events until the stream ends."""
         assert contact.events is not None
         try:
@@ -436,6 +442,7 @@ class ControlLink:
                 with self._changed:
                     self._book.refuse(event.step_failed.step, event.step_failed.error)
                     self._changed.notify_all()
+                self._on_failed(event.step_failed.step, event.step_failed.error)
             case "recover":
                 self._recover(event.recover)
             case "step_finished":
@@ -488,7 +495,7 @@ class ControlLink:
     def _renew(self) -> None:
         contact = self._await_contact()
         while contact is not None:
-            if self._closing.wait(contact.lease_seconds / 3):
+            if self._closing.wait(contact.renewal_seconds):
                 return
             contact = self._await_contact()
             if contact is None:
@@ -528,9 +535,8 @@ class ControlLink:
             self._changed.notify_all()
 
     def _who_is_late(self, step: int) -> str:
-        request = jobs_pb2.DescribeJobRequest(job_id=self.job_id)
         try:
-            job: jobs_pb2.DescribeJobResponse = self._present_contact().call("DescribeJob", request)
+            job = self._present_contact().describe_job()
         except rpc.RpcError as error:
             return f"and the control plane does not answer: {error}"
         joined = set(job.joined_ranks)

@@ -14,7 +14,7 @@ from attention_node.tick_server import TickServer
 from core_attention.ca_task import MaskKind
 from core_attention.cost_model import CostProfile
 from core_attention.kernels.select import select_kernel
-from core_attention.profiling import load_or_measure
+from core_attention.profiling import device_name, load_or_measure
 from core_attention.shape import AttentionShape
 from data_plane.buffer_pool import BufferPool
 from data_plane.transport import Connection
@@ -23,17 +23,28 @@ from data_plane.transport import Connection
 class InPlaceServer:
     """An executor and a tick server for one rank.
 
+    A server that stands by is used only when no attention node can be: nothing is balanced then, so
+    it measures no profile, and it compiles its kernels when they are first wanted.
+
     Args:
         server_id: its name in plans.
         rank: the rank whose process it shares.
         shape: of the job's core attention.
         device: of the trainer.
         pool: message buffers.
+        standby: it stands by.
         profile_dir: where the cost profile is cached.
         metrics: of the server.
         on_call: called after each kernel call.
         on_accepted: called with each connection and the name of the rank behind it.
         on_step_finished: called with each finished step's busy seconds.
+
+    Attributes:
+        profile: its measured kernel cost; None if it stands by.
+        device_name: for example ``"cpu"`` or ``"NVIDIA H200"``.
+
+    Raises:
+        ValueError: no kernel runs the shape on the device.
     """
 
     def __init__(
@@ -44,6 +55,7 @@ class InPlaceServer:
         device: torch.device,
         pool: BufferPool,
         *,
+        standby: bool = False,
         profile_dir: Path,
         metrics: NodeMetrics,
         on_call: Callable[[KernelCall], None],
@@ -52,8 +64,11 @@ class InPlaceServer:
     ) -> None:
         kernel = select_kernel(device)
         kernel.check(shape, MaskKind.CAUSAL)
-        kernel.warm_up(shape)
-        self.profile: CostProfile = load_or_measure(profile_dir, kernel, shape, device)
+        self.profile: CostProfile | None = None
+        if not standby:
+            kernel.warm_up(shape)
+            self.profile = load_or_measure(profile_dir, kernel, shape, device)
+        self.device_name = device_name(device)
 
         def kernel_called(call: KernelCall) -> None:
             metrics.kernel_called(call)

@@ -1,27 +1,37 @@
-"""A step while it runs: its exchanges with every server, its calls, what it measured."""
+"""A step while it runs: its ticks, the plan they run under, what it measured.
+
+Two threads work on it: the training loop's, which sends ticks and waits for them, and the session's
+recovery thread, which puts plans in force and replays. One lock guards what they share.
+"""
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
 
+import numpy as np
 import torch
 
-from attention_node.served_job import JobDescription
-from attention_node.tick_server import TickServer
+from attention_node.cuda_order import record_event
 from core_attention.ca_task import Phase
-from core_attention.message import MessageLayout, reply_layout, request_layout
 from core_attention.plan import Plan
-from core_attention.routing import PairRoute, derive_routes
-from data_plane.buffer_pool import BufferPool
-from data_plane.transport import Connection
+from core_attention.tick import Tick
+from distca.v1 import jobs_pb2
 from trainer_client.errors import CoreAttentionFailed
+from trainer_client.exchanges import PlanInForce
+from trainer_client.lane_log import LaneLog, SentTick
 from trainer_client.metrics import OWN_PROCESS, ServedTasks, TrainerMetrics
+from trainer_client.replies import ExchangeFailed, Exchanger, Tensors
+
+logger = logging.getLogger(__name__)
+
+CHECK_SECONDS = 0.25
+"""How often a wait looks whether something else has ended or begun."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +64,9 @@ class StepReport:
         wait_seconds: of ``step_seconds``, blocked on results of core attention.
         send_seconds: of ``step_seconds``, spent packing and handing over requests.
         sent_bytes, received_bytes: to and from other processes.
+        recoveries: how often another plan was put in force in the middle of the step.
+        replayed_ticks: sent again under another plan.
+        recovery_seconds: wall seconds without a plan in force, all recoveries together.
     """
 
     step: int
@@ -64,92 +77,81 @@ class StepReport:
     send_seconds: float
     sent_bytes: int
     received_bytes: int
+    recoveries: int = 0
+    replayed_ticks: int = 0
+    recovery_seconds: float = 0.0
 
 
-@dataclass(frozen=True, eq=False)
-class Exchange:
-    """What this rank exchanges with one server in the ticks of one (nano-batch, phase).
-
-    Attributes:
-        server_id: the server.
-        connection: to it; None if it is this process's own in-place server.
-        route: which rows.
-        request, reply: message layouts.
-        q_rows, kv_rows: int64 packed rows on the device, in message order.
-    """
-
-    server_id: str
-    connection: Connection | None
-    route: PairRoute
-    request: MessageLayout
-    reply: MessageLayout
-    q_rows: torch.Tensor
-    kv_rows: torch.Tensor
-
-
-class Outstanding(Protocol):
-    """Something of a step that holds buffers until its results are collected."""
-
-    def give_up(self) -> None:
-        """Lets go of what will not be collected."""
-
-
-@dataclass(eq=False)
 class RunningStep:
     """One step of a session; made by ``Session.step``.
 
-    Attributes:
-        plan: this rank's slice.
+    Args:
+        plan: this rank's slice of any plan of the step: its documents and where their rows are.
         rank: this rank.
-        job: what the job's members agree on.
         forward_only: whether there is no backward pass.
-        connections: by server id, to all servers of the plan that are other processes.
-        in_place: this process's own server, or None.
-        pool: message buffers.
-        device: of the model's tensors.
-        tick_timeout_seconds: deadline of each tick.
+        exchanger: sends.
+        recovery_timeout_seconds: how long a step may be without a plan in force.
         check: raises what ended the session, if something did.
+        connected: whether the control plane can be reached.
+        lost: told when a server fails: its id, the epoch of the plan, the cause.
         metrics: told of every tick.
-        outstanding: calls of core attention between their two halves.
+
+    Attributes:
+        complete: every tick that servers expect of this rank is complete.
+        closed: the step's block has ended.
+        abandoned: it ended before its ticks were complete.
     """
 
-    plan: Plan
-    rank: int
-    job: JobDescription
-    forward_only: bool
-    connections: Mapping[str, Connection]
-    in_place: TickServer | None
-    pool: BufferPool
-    device: torch.device
-    tick_timeout_seconds: float
-    check: Callable[[], None]
-    metrics: TrainerMetrics
-    trace: list[TraceEvent] = field(default_factory=list)
-    report: StepReport | None = None
-    wait_seconds: float = 0.0
-    send_seconds: float = 0.0
-    sent_bytes: int = 0
-    received_bytes: int = 0
-    began_seconds: float = field(default_factory=time.perf_counter)
-    closed: bool = False
-    outstanding: set[Outstanding] = field(default_factory=set)
-    _layers: dict[int, int] = field(default_factory=dict)
-    _backward_ticks: int = 0
-    _verified: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
-    _lock: threading.Lock = field(default_factory=threading.Lock)
+    def __init__(
+        self,
+        plan: Plan,
+        *,
+        rank: int,
+        forward_only: bool,
+        exchanger: Exchanger,
+        recovery_timeout_seconds: float,
+        check: Callable[[], None],
+        connected: Callable[[], bool],
+        lost: Callable[[str, int, str], None],
+        metrics: TrainerMetrics,
+    ) -> None:
+        self.plan = plan
+        self.rank = rank
+        self.forward_only = forward_only
+        self.job = exchanger.job
+        self.device = exchanger.device
+        self.check = check
+        self.trace: list[TraceEvent] = []
+        self.report: StepReport | None = None
+        self.wait_seconds = self.send_seconds = self.recovery_seconds = 0.0
+        self.sent_bytes = self.received_bytes = 0
+        self.recoveries = self.replayed_ticks = 0
+        self.began_seconds = time.perf_counter()
+        self.closed = False
+        self.abandoned = False
+        self._exchanger = exchanger
+        self._recovery_timeout_seconds = recovery_timeout_seconds
+        self._connected = connected
+        self._lost = lost
+        self._metrics = metrics
+        self._layers: dict[int, int] = {}
+        self._verified: dict[tuple[int, int], torch.Tensor] = {}
+        self._changed = threading.Condition(threading.RLock())
+        self._in_force: PlanInForce | None = None
+        self._epoch = plan.epoch
+        self._without_plan_since = time.monotonic()
+        self._trouble = "no plan has come"
+        self._failure = ""
+        self._lanes = [LaneLog(shared=self._shares(n)) for n in range(self.job.n_nano_batches)]
 
     @property
     def step(self) -> int:
         return self.plan.step
 
-    @cached_property
-    def exchanges(self) -> Mapping[tuple[int, Phase], tuple[Exchange, ...]]:
-        """By (nano-batch, phase): this rank's exchanges, by server in the plan's order."""
-        return {
-            (nano_batch, phase): tuple(self._exchanges(nano_batch, phase))
-            for nano_batch in range(self.job.n_nano_batches)
-            for phase in Phase
-        }
+    @property
+    def epoch(self) -> int:
+        """Of the plan in force, or of the one that is awaited."""
+        return self._epoch
 
     @cached_property
     def positions(self) -> tuple[torch.Tensor, ...]:
@@ -213,10 +215,6 @@ class RunningStep:
         """Remembers a checked tensor (and keeps it, so that its id stays its own)."""
         self._verified[nano_batch, id(tensor)] = tensor
 
-    def backward_tick_done(self) -> None:
-        """Counts finished backward ticks, to tell whether the step ran to its end."""
-        self._backward_ticks += 1
-
     @property
     def called(self) -> bool:
         """Whether core attention was called at all; True for a step without rows."""
@@ -224,26 +222,268 @@ class RunningStep:
 
     @property
     def complete(self) -> bool:
-        """Whether every tick that servers expect of this rank was run."""
-        calls = self.job.n_layers * self.job.n_nano_batches
-        forward = sum(self._layers.values()) == calls
-        return forward and (self.forward_only or self._backward_ticks == calls)
+        """Whether every tick that servers expect of this rank is complete."""
+        return all(lane.complete_ticks == self._ticks_per_lane for lane in self._lanes)
+
+    @property
+    def may_be_asked(self) -> bool:
+        """Whether another rank may still need rows of this one, or this one has not finished."""
+        return not self.abandoned and (not self.closed or any(lane.shared for lane in self._lanes))
 
     def served_tasks(self) -> Iterator[ServedTasks]:
-        """What every server ran for this rank, if the step is complete."""
-        for (_, phase), exchanges in self.exchanges.items():
-            if phase is Phase.BACKWARD and self.forward_only:
-                continue
-            for exchange in exchanges:
-                route, connection = exchange.route, exchange.connection
-                yield ServedTasks(
-                    server_id=exchange.server_id,
-                    transport=OWN_PROCESS if connection is None else connection.transport,
-                    phase=phase,
-                    tasks=len(route.task) * self.job.n_layers,
-                    q_rows=route.n_q_rows * self.job.n_layers,
-                    kv_rows=route.n_kv_rows * self.job.n_layers,
+        """What every server of the plan in force runs for this rank in the step."""
+        plan, layers = self._in_force, self.job.n_layers
+        phases = [Phase.FORWARD] if self.forward_only else list(Phase)
+        for nano_batch in range(self.job.n_nano_batches if plan else 0):
+            for phase in phases:
+                assert plan is not None
+                last = Tick(
+                    self.step, 0 if phase is Phase.BACKWARD else layers - 1, nano_batch, phase
                 )
+                for exchange in plan.exchanges(last):
+                    route, connection = exchange.route, exchange.connection
+                    yield ServedTasks(
+                        server_id=exchange.server_id,
+                        transport=OWN_PROCESS if connection is None else connection.transport,
+                        phase=phase,
+                        tasks=len(route.task) * layers,
+                        q_rows=route.n_q_rows * layers,
+                        kv_rows=route.n_kv_rows * layers,
+                    )
+
+    def send(self, tick: Tick, inputs: Tensors, outputs: Tensors) -> SentTick:
+        """Sends this rank's part of ``tick`` to every server, or keeps it until a plan is in force;
+        returns at once.
+
+        Args:
+            tick: which exchange.
+            inputs: q, k, v, and for backward also do, lse, delta, by packed row.
+            outputs: o and lse, or dq, by packed row, to be written.
+
+        Raises:
+            CoreAttentionFailed: the step is over, or this process's own server has failed.
+        """
+        if self.closed:
+            raise CoreAttentionFailed(
+                f"step {self.step} is over; run backward inside the step's block"
+            )
+        # Another thread may send them again, outside autograd.
+        inputs = {name: tensor.detach() for name, tensor in inputs.items()}
+        sent = SentTick(
+            tick, tick.lane_index(self.job.n_layers), inputs, outputs, record_event(self.device)
+        )
+        with self._changed:
+            self._lanes[tick.nano_batch].add(sent)
+            if self._in_force is not None:
+                self._send(sent, self._in_force)
+        return sent
+
+    def wait(self, sent: SentTick) -> None:
+        """Waits until ``sent`` is complete, through recoveries.
+
+        Raises:
+            CoreAttentionFailed: this process's own server failed, the step cannot be replayed, or
+                no plan came into force in ``recovery_timeout_seconds``.
+            SessionClosed: the job ended.
+        """
+        began_at = time.monotonic()
+        while True:
+            with self._changed:
+                if self._take_in(sent, began_at):
+                    return
+                pending = next((r for r in sent.awaited or () if not r.arrived()), None)
+                if pending is None:
+                    self._wait_for_plan()
+            if pending is not None:
+                pending.wait(CHECK_SECONDS)
+            self.check()
+
+    def suspend(self, epoch: int, reason: str) -> jobs_pb2.StepProgress:
+        """The plan in force is void, and so is whatever has not been taken in; returns how far
+        this rank is. Inputs are kept until a plan of ``epoch`` or later is in force."""
+        with self._changed:
+            if epoch > self._epoch:
+                self._epoch = epoch
+                self._leave_plan(reason)
+            return jobs_pb2.StepProgress(
+                step=self.step,
+                complete_ticks=[]
+                if self.abandoned
+                else [lane.complete_ticks for lane in self._lanes],
+                done=self.closed,
+            )
+
+    def resume(self, plan: PlanInForce) -> None:
+        """Puts ``plan`` in force and replays what was sent of its ticks; does nothing if a later
+        recovery has begun."""
+        with self._changed:
+            if self.abandoned or plan.epoch < self._epoch:
+                return
+            if self._in_force is not None and self._in_force.epoch == plan.epoch:
+                return
+            self._leave_plan("another plan has come")
+            self._epoch = plan.epoch
+            self._in_force = plan
+            replayed = [sent for lane in self._lanes for sent in self._replayed(lane, plan)]
+            for sent in replayed:
+                if self._in_force is plan:
+                    self._send(sent, plan)
+            if replayed:
+                self._count_recovery(replayed, plan)
+            self._changed.notify_all()
+
+    def trouble(self, reason: str) -> None:
+        """Why the plan is not in force yet, for the error if none ever is."""
+        with self._changed:
+            self._trouble = reason
+
+    def fail(self, reason: str) -> None:
+        """No plan will come any more: whoever waits is told ``reason``."""
+        with self._changed:
+            self._failure = reason
+            self._changed.notify_all()
+
+    def abandon(self) -> None:
+        """The step was given up: its ticks will neither be completed nor replayed."""
+        with self._changed:
+            self.abandoned = True
+            self._in_force = None
+            self.release()
+
+    def release(self) -> None:
+        """Every rank has finished the step, or this one gave it up: keeps no inputs."""
+        with self._changed:
+            for lane in self._lanes:
+                lane.release()
+
+    def _send(self, sent: SentTick, plan: PlanInForce) -> None:
+        """Needs the lock. A server that cannot be sent to is reported; the tick then waits for
+        another plan."""
+        if sent.inputs is None:
+            self.fail(f"{sent.tick} is to be replayed, and its rows are kept no longer")
+            return
+        if sent.written is not None:
+            torch.cuda.current_stream(self.device).wait_event(sent.written)
+        outputs = sent.outputs
+        if sent.complete:
+            outputs = {
+                name: torch.empty_like(tensor, device=self.device)
+                for name, tensor in outputs.items()
+            }
+        sent.awaited = []
+        for exchange in plan.exchanges(sent.tick):
+            try:
+                awaited = self._exchanger.send(
+                    exchange, plan.epoch, sent.tick, sent.inputs, outputs
+                )
+            except ExchangeFailed as error:
+                self._server_failed(sent, error)
+                return
+            sent.awaited.append(awaited)
+            if exchange.connection is not None:
+                self.sent_bytes += exchange.request.nbytes
+                self.received_bytes += exchange.reply.nbytes
+        sent.sent_at = time.monotonic()
+        if sent.complete:
+            # Only this rank's rows were needed. What comes back is received and let go.
+            sent.stop_awaiting()
+
+    def _take_in(self, sent: SentTick, began_at: float) -> bool:
+        """Completes ``sent`` if all its replies are here. Needs the lock."""
+        if self._failure:
+            raise CoreAttentionFailed(f"{sent.tick}: {self._failure}")
+        if sent.awaited is None:
+            return False
+        try:
+            if not all(reply.arrived() for reply in sent.awaited):
+                return False
+        except ExchangeFailed as error:
+            self._server_failed(sent, error)
+            return False
+        if sent.tick.phase is Phase.BACKWARD:
+            sent.gradients = self._zero_gradients(sent)
+        answered_at = max([sent.sent_at, *(reply.ended_at for reply in sent.awaited)])
+        for reply in sent.awaited:
+            reply.take_in(sent.outputs, sent.gradients)
+        self._lanes[sent.tick.nano_batch].completed(sent)
+        self._metrics.tick_collected(
+            sent.tick.phase,
+            flight_seconds=answered_at - sent.sent_at,
+            exposed_seconds=max(answered_at - max(began_at, sent.sent_at), 0.0),
+        )
+        return True
+
+    def _zero_gradients(self, sent: SentTick) -> dict[str, torch.Tensor]:
+        dq, shape = sent.outputs["dq"], self.job.shape
+        return {
+            name: dq.new_zeros((dq.shape[0], shape.num_heads_kv, head_dim), dtype=torch.float32)
+            for name, head_dim in (("dk", shape.head_dim), ("dv", shape.head_dim_v))
+        }
+
+    def _server_failed(self, sent: SentTick, error: ExchangeFailed) -> None:
+        """Reports a server; the step is without a plan until a recovery brings one. (This
+        process's own server may only have heard of a recovery before this rank: then the report is
+        of an epoch that is over.) Needs the lock."""
+        if self._in_force is not None:
+            self._leave_plan(f"{sent.tick}: {error}")
+            self._lost(error.server_id, self._epoch, f"{sent.tick}: {error.cause}")
+
+    def _count_recovery(self, replayed: list[SentTick], plan: PlanInForce) -> None:
+        seconds = time.monotonic() - self._without_plan_since
+        self.recoveries += 1
+        self.replayed_ticks += len(replayed)
+        self.recovery_seconds += seconds
+        self._metrics.recovered(seconds)
+        for sent in replayed:
+            at_home = all(e.connection is None for e in plan.exchanges(sent.tick))
+            self._metrics.tick_replayed(sent.tick.phase, "home" if at_home else "server")
+        logger.info(
+            "step %d goes on with epoch %d: %d ticks replayed after %.3f s",
+            self.step,
+            plan.epoch,
+            len(replayed),
+            seconds,
+        )
+
+    def _leave_plan(self, trouble: str) -> None:
+        """No tick is under way any more. Needs the lock."""
+        if self._in_force is not None:
+            self._in_force = None
+            self._without_plan_since = time.monotonic()
+        self._trouble = trouble
+        for lane in self._lanes:
+            for sent in lane:
+                sent.stop_awaiting()
+
+    def _wait_for_plan(self) -> None:
+        """Waits a little for a plan. Needs the lock."""
+        if not self._connected():
+            # Nobody can make a plan now; the link has a deadline of its own.
+            self._without_plan_since = time.monotonic()
+        elif time.monotonic() - self._without_plan_since > self._recovery_timeout_seconds:
+            raise CoreAttentionFailed(
+                f"step {self.step} is without a plan for {self._recovery_timeout_seconds:g} s "
+                f"after: {self._trouble}; see the control plane's log"
+            )
+        self._changed.wait(CHECK_SECONDS)
+
+    def _replayed(self, lane: LaneLog, plan: PlanInForce) -> Iterator[SentTick]:
+        for sent in lane:
+            begin = plan.begin(sent.tick.nano_batch)
+            if not sent.complete or (begin is not None and sent.index >= begin):
+                yield sent
+
+    def _shares(self, nano_batch: int) -> bool:
+        """Whether a document of the nano-batch has rows here and on another rank."""
+        manifest = self.plan.manifest
+        here = np.unique(manifest.segment_document[manifest.segment_rank == self.rank])
+        here = here[manifest.document_nano_batch[here] == nano_batch]
+        away = manifest.segment_document[manifest.segment_rank != self.rank]
+        return bool(np.isin(here, away).any())
+
+    @property
+    def _ticks_per_lane(self) -> int:
+        return self.job.n_layers * (1 if self.forward_only else 2)
 
     @contextmanager
     def timed(self, lane: str, name: str, detail: str = "") -> Iterator[None]:
@@ -261,25 +501,7 @@ class RunningStep:
 
     def record(self, lane: str, name: str, begin: float, end: float, detail: str = "") -> None:
         """Adds an event with times on ``time.perf_counter``'s clock."""
-        with self._lock:
+        with self._changed:
             self.trace.append(
                 TraceEvent(lane, name, begin - self.began_seconds, end - self.began_seconds, detail)
-            )
-
-    def _exchanges(self, nano_batch: int, phase: Phase) -> Iterator[Exchange]:
-        shape = self.job.shape
-        for (rank, index), route in derive_routes(
-            self.plan.manifest, self.plan.tasks(phase), nano_batch
-        ).items():
-            if rank != self.rank:
-                continue
-            server = self.plan.servers[index]
-            yield Exchange(
-                server_id=server.server_id,
-                connection=self.connections.get(server.server_id),
-                route=route,
-                request=request_layout(route, shape, phase),
-                reply=reply_layout(route, shape, phase),
-                q_rows=torch.from_numpy(route.q_rows).to(self.device),
-                kv_rows=torch.from_numpy(route.kv_rows).to(self.device),
             )

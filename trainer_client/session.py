@@ -10,17 +10,16 @@ from contextlib import contextmanager
 from types import TracebackType
 
 import torch
-from tenacity import Retrying, retry_if_exception, stop_after_delay, wait_random_exponential
 
 from attention_node.executor import KernelCall
 from attention_node.metrics import NodeMetrics
 from attention_node.served_job import JobDescription, StepBusy
 from attention_node.tick_server import PROTOCOL_VERSION
 from core_attention.manifest import RankManifest
-from core_attention.plan import Plan, PlanServer
+from core_attention.plan import PlanServer
 from data_plane.buffer_pool import BufferPool, device_allocator
 from data_plane.metrics import DataPlaneMetrics
-from data_plane.transport import Address, Connection, HandshakeRejected, TransportError
+from data_plane.transport import Connection
 from data_plane.ucxx_settings import UcxxSettings
 from data_plane.ucxx_transport import UcxxTransport
 from distca import __version__, rpc
@@ -28,12 +27,15 @@ from distca.codec import profile_to_proto, shape_to_proto
 from distca.monitoring import MetricsEndpoint, process_registry
 from distca.v1 import data_plane_pb2, jobs_pb2, membership_pb2
 from trainer_client.control_link import ControlLink, PlannedStep
-from trainer_client.errors import CoreAttentionFailed, SessionError
+from trainer_client.errors import SessionError
 from trainer_client.in_place import InPlaceServer
 from trainer_client.lane import current_step
 from trainer_client.metrics import TrainerMetrics
 from trainer_client.options import Placement, SessionOptions
+from trainer_client.recovery import Recovery
+from trainer_client.replies import Exchanger
 from trainer_client.running_step import RunningStep, StepReport
+from trainer_client.servers import ServerLinks
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +44,6 @@ _PLACEMENTS = {
     Placement.IN_PLACE: jobs_pb2.PLACEMENT_IN_PLACE,
     Placement.MIXED: jobs_pb2.PLACEMENT_MIXED,
 }
-_PROBE_REPEATS = 4
 _SERVING_CHECK_SECONDS = 0.02
 
 
@@ -69,7 +70,11 @@ class Session:
                 certificate_check_seconds=options.certificate_check_seconds,
             ),
             on_opened=self._job_opened,
-            on_planned=self._step_planned,
+            on_planned=lambda planned: self._recovery.planned(planned),
+            on_recover=lambda epoch, lost, why: self._recovery.recover(epoch, lost, why),
+            on_finished=lambda step: self._recovery.finished(step),
+            on_failed=lambda step, why: self._recovery.failed(step, why),
+            control_plane_timeout_seconds=options.control_plane_timeout_seconds,
         )
         self._pool = BufferPool(device_allocator(self._device))
         self._metrics = TrainerMetrics(self.metrics_registry, options.job, options.rank)
@@ -81,13 +86,41 @@ class Session:
         self._transport = UcxxTransport(
             UcxxSettings(device=options.device, one_host=options.one_host), self._data_metrics
         )
-        self._connections: dict[str, Connection] = {}
+        self._servers = ServerLinks(
+            self._transport, options, self._make_hello, self._metrics, self._data_metrics
+        )
         self._description: JobDescription | None = None
+        self._exchanger: Exchanger | None = None
         self._running: RunningStep | None = None
+        self._recovery: Recovery
         self._handed_in: set[int] = set()
         self._last_step = -1
         self._closed = False
-        self._in_place: InPlaceServer | None = None
+        server_id = f"{options.job}.rank-{options.rank}"
+        try:
+            self._in_place = InPlaceServer(
+                server_id,
+                options.rank,
+                options.shape,
+                self._device,
+                self._pool,
+                standby=options.placement is Placement.POOL,
+                profile_dir=options.profile_dir,
+                metrics=NodeMetrics(self.metrics_registry, server_id),
+                on_call=self._kernel_called,
+                on_accepted=self._name_peer,
+                on_step_finished=self._report_server,
+            )
+        except BaseException:
+            self._transport.close()
+            raise
+        self._recovery = Recovery(
+            options.rank,
+            self._servers,
+            self._in_place.ticks,
+            lambda: self._link.job_id,
+            self._link.report_lost,
+        )
 
     @classmethod
     def open(cls, options: SessionOptions) -> Session:
@@ -158,7 +191,6 @@ class Session:
                 call of core attention.
             PlanNotReady: its plan did not come before ``plan_timeout_seconds``; it may be run
                 again, unless the message says that it has no plan.
-            CoreAttentionFailed: a server cannot be reached.
             SessionClosed: the job ended.
         """
         if step <= self._last_step:
@@ -196,8 +228,8 @@ class Session:
     def close(self, error: str = "") -> None:
         """Leaves the job and ends the session's threads. Idempotent.
 
-        Without an error, an in-place server first serves the other ranks to the end of the last
-        step that this rank has run, for at most ``tick_timeout_seconds``.
+        Without an error, the rank first serves the others to the end of the last step that it has
+        run itself, and sends them again what they may lose, for at most ``tick_timeout_seconds``.
 
         Args:
             error: why, for the other ranks' messages; empty when training is done.
@@ -213,10 +245,9 @@ class Session:
 
     def _leave(self, error: str) -> None:
         self._link.close(error)
-        for connection in self._connections.values():
-            connection.close("the session is closed")
-        if self._in_place is not None:
-            self._in_place.close()
+        self._recovery.close()
+        self._servers.close_all("the session is closed")
+        self._in_place.close()
         self._transport.close()
         if self._endpoint is not None:
             self._endpoint.close()
@@ -256,99 +287,80 @@ class Session:
             rank=options.rank,
             host=socket.gethostname(),
         )
-        if options.placement is not Placement.POOL:
-            request.in_place_server.CopyFrom(self._start_in_place_server())
-        self._link.open(request)
-        logger.info("rank %d joined job %s as %s", options.rank, options.job, self.job_id)
-
-    def _start_in_place_server(self) -> membership_pb2.ServerDescription:
-        options = self.options
-        server_id = f"{options.job}.rank-{options.rank}"
-        self._in_place = InPlaceServer(
-            server_id,
-            options.rank,
-            options.shape,
-            self._device,
-            self._pool,
-            profile_dir=options.profile_dir,
-            metrics=NodeMetrics(self.metrics_registry, server_id),
-            on_call=self._kernel_called,
-            on_accepted=self._name_peer,
-            on_step_finished=self._report_server,
-        )
         address = self._transport.listen(
             options.data_host, options.data_port, self._in_place.ticks.accept
         )
-        return membership_pb2.ServerDescription(
-            server_id=server_id,
-            data_address=str(address),
-            host=socket.gethostname(),
-            device=self._in_place.profile.device,
-            profiles=[profile_to_proto(self._in_place.profile)],
-            version=__version__,
+        profile = self._in_place.profile
+        request.in_place_server.CopyFrom(
+            membership_pb2.ServerDescription(
+                server_id=self._in_place.ticks.server_id,
+                data_address=str(address),
+                host=socket.gethostname(),
+                device=self._in_place.device_name,
+                profiles=[profile_to_proto(profile)] if profile else [],
+                version=__version__,
+            )
         )
+        self._link.open(request)
+        logger.info("rank %d joined job %s as %s", options.rank, options.job, self.job_id)
 
     def _job_opened(self, opened: jobs_pb2.JobOpened) -> None:
+        if self._description is not None:
+            # The control plane has come back to life; the job is the same.
+            return
         self._description = JobDescription.from_proto(opened)
-        if self._in_place is not None:
-            self._in_place.ticks.open_job(self._description)
-
-    def _step_planned(self, planned: PlannedStep) -> None:
-        if self._in_place is not None:
-            self._in_place.ticks.add_plan(
-                self.job_id, planned.plan, forward_only=planned.forward_only
-            )
+        self._exchanger = Exchanger(
+            job=self._description,
+            pool=self._pool,
+            in_place=self._in_place.ticks,
+            device=self._device,
+            deadline_seconds=self.options.tick_timeout_seconds,
+        )
+        self._in_place.ticks.open_job(self._description)
 
     def _serve_to_the_end(self) -> None:
-        if self._in_place is None:
-            return
         deadline = time.monotonic() + self.options.tick_timeout_seconds
-        while self._in_place.ticks.is_serving(self._last_step) and self._link.failure is None:
+        last = self._last_step
+        while self._in_place.ticks.is_serving(last) or self._recovery.unfinished(last):
+            if self._link.failure is not None:
+                return
             if time.monotonic() > deadline:
-                logger.warning(
-                    "closing with other ranks' part of step %d unfinished", self._last_step
-                )
+                logger.warning("closing with other ranks' part of step %d unfinished", last)
                 return
             time.sleep(_SERVING_CHECK_SECONDS)
 
     def _begin(self, planned: PlannedStep) -> RunningStep:
-        assert self._description is not None
+        assert self._exchanger is not None
         step = planned.plan.step
         left_out = {number for number in self._handed_in if number < step}
         self._handed_in -= left_out | {step}
         self._last_step = step
         if left_out:
-            self._go_on_with(
-                step, list(self._connections), f"steps {sorted(left_out)} were not run"
-            )
-        try:
-            connections = self._connect_all(planned.plan)
-        except BaseException:
-            self._abandon(planned.plan)
-            raise
+            self._go_on_with(step, self._servers.server_ids, f"steps {sorted(left_out)} left out")
         running = RunningStep(
-            plan=planned.plan,
+            planned.plan,
             rank=self.options.rank,
-            job=self._description,
             forward_only=planned.forward_only,
-            connections=connections,
-            in_place=self._in_place.ticks if self._in_place else None,
-            pool=self._pool,
-            device=self._device,
-            tick_timeout_seconds=self.options.tick_timeout_seconds,
+            exchanger=self._exchanger,
+            recovery_timeout_seconds=self.options.recovery_timeout_seconds,
             check=self._link.check,
+            connected=lambda: self._link.connected,
+            lost=self._link.report_lost,
             metrics=self._metrics,
         )
         self._running = running
+        self._recovery.begin(running, planned)
         return running
 
     def _end(self, running: RunningStep, plan_wait_seconds: float) -> None:
         running.closed = True
         self._running = None
-        for call in running.outstanding:
-            call.give_up()
         if not running.complete:
-            self._abandon(running.plan)
+            running.abandon()
+            servers = [server.server_id for server in running.plan.servers]
+            why = f"step {running.step} was not run to its end"
+            self._go_on_with(running.step + 1, servers, why)
+        self._recovery.ended(running)
         seconds = time.perf_counter() - running.began_seconds
         running.report = StepReport(
             step=running.step,
@@ -359,6 +371,9 @@ class Session:
             send_seconds=running.send_seconds,
             sent_bytes=running.sent_bytes,
             received_bytes=running.received_bytes,
+            recoveries=running.recoveries,
+            replayed_ticks=running.replayed_ticks,
+            recovery_seconds=running.recovery_seconds,
         )
         self._metrics.step_ended(
             complete=running.complete,
@@ -367,9 +382,10 @@ class Session:
             send_seconds=running.send_seconds,
             wait_seconds=running.wait_seconds,
         )
-        if running.complete:
-            self._metrics.tasks_served(running.served_tasks())
-        if running.complete and self._link.failure is None:
+        if not running.complete:
+            return
+        self._metrics.tasks_served(running.served_tasks())
+        if self._link.failure is None:
             self._link.report(
                 running.step,
                 jobs_pb2.RankMeasurement(
@@ -380,78 +396,24 @@ class Session:
                 ),
             )
 
-    def _abandon(self, plan: Plan) -> None:
-        servers = [server.server_id for server in plan.servers]
-        self._go_on_with(plan.step + 1, servers, f"step {plan.step} was not run to its end")
-
     def _go_on_with(self, step: int, servers: list[str], why: str) -> None:
         """Servers expect ticks that will not come: new connections tell them where to go on."""
-        for server_id in servers:
-            connection = self._connections.pop(server_id, None)
-            if connection is not None:
-                connection.close(why)
-        if self._in_place is not None:
-            self._in_place.ticks.abandon(self.job_id, self.options.rank, step)
+        self._servers.close(servers, why)
+        self._in_place.ticks.abandon(self.job_id, self.options.rank, step)
 
-    def _connect_all(self, plan: Plan) -> dict[str, Connection]:
-        """Connections to the plan's servers, but for this process's own."""
-        for server in plan.servers:
-            known = self._connections.get(server.server_id)
-            if server.in_place_rank == self.options.rank or (known and not known.closed):
-                continue
-            self._connections[server.server_id] = self._connect(server, plan.step)
-        return dict(self._connections)
-
-    def _connect(self, server: PlanServer, first_step: int) -> Connection:
-        assert self._description is not None
-        hello = data_plane_pb2.Hello(
+    def _make_hello(self, server: PlanServer, first_step: int, epoch: int) -> bytes:
+        return data_plane_pb2.Hello(
             version=PROTOCOL_VERSION,
             job_id=self.job_id,
             token=self._link.token,
             rank=self.options.rank,
             server_id=server.server_id,
             first_step=first_step,
+            epoch=epoch,
         ).SerializeToString()
-        host, _, port = server.address.rpartition(":")
-        address = Address(host.strip("[]"), int(port))
-        timeout = self.options.connect_timeout_seconds
-        # The job reaches servers and ranks over streams of their own: a rank may be faster.
-        retrying = Retrying(
-            retry=retry_if_exception(_job_not_there_yet),
-            stop=stop_after_delay(timeout),
-            wait=wait_random_exponential(0.05, max=1.0),
-            reraise=True,
-        )
-        try:
-            connection, _ = retrying(self._transport.connect, address, hello, timeout)
-            self._name_peer(connection, server.server_id)
-            connection.add_closed_callback(lambda _: self._metrics.server_left(server.server_id))
-            self._probe(server, connection)
-        except TransportError as error:
-            self._link.check()
-            raise CoreAttentionFailed(
-                f"step {first_step}: server {server.server_id} cannot be reached: {error}"
-            ) from error
-        return connection
 
     def _name_peer(self, connection: Connection, name: str) -> None:
         self._data_metrics.name_peer(connection.peer, connection.transport, name)
-
-    def _probe(self, server: PlanServer, connection: Connection) -> None:
-        options = self.options
-        if not options.probe_bytes:
-            return
-        result = self._transport.probe(
-            connection, options.probe_bytes, _PROBE_REPEATS, options.connect_timeout_seconds
-        )
-        if result.gigabytes_per_second < options.min_gigabytes_per_second:
-            logger.warning(
-                "server %s is reached over %s at %.2f GB/s, below min_gigabytes_per_second %.2f",
-                server.server_id,
-                result.lanes or result.transport,
-                result.gigabytes_per_second,
-                options.min_gigabytes_per_second,
-            )
 
     def _kernel_called(self, call: KernelCall) -> None:
         running = self._running
@@ -461,7 +423,6 @@ class Session:
             )
 
     def _report_server(self, busy: StepBusy) -> None:
-        assert self._in_place is not None
         self._link.report(
             busy.step,
             jobs_pb2.ServerMeasurement(
@@ -470,7 +431,3 @@ class Session:
                 backward_busy_seconds=busy.backward_seconds,
             ),
         )
-
-
-def _job_not_there_yet(error: BaseException) -> bool:
-    return isinstance(error, HandshakeRejected) and "unknown job" in str(error)

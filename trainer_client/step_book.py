@@ -53,6 +53,7 @@ class StepBook:
         self._taken: set[int] = set()
         self._plans: dict[int, PlannedStep] = {}
         self._refused: dict[int, str] = {}
+        # Steps before it have been begun or left out. The one begun last may not be listed yet.
         self._next_step = 0
 
     def hand_in(self, step: int, handed_in: HandedIn) -> None:
@@ -103,7 +104,7 @@ class StepBook:
 
     def begin(self, step: int) -> None:
         """The rank begins ``step``; earlier ones that it has not begun are left out."""
-        self._next_step = max(self._next_step, step + 1)
+        self._next_step = max(self._next_step, step)
 
     def is_over(self, epoch: int) -> bool:
         """Whether a later epoch than ``epoch`` has begun."""

@@ -276,5 +276,5 @@ def test_the_local_rank_is_told_that_its_step_was_given_up() -> None:
     server = TickServer("server-0", executor, BufferPool(), local_rank=0)
     server.open_job(JOB)
     with pytest.raises(TickGivenUp, match="step 0 layer 0"):
-        server.submit_local(JOB.job_id, ticks_of(0)[0], {}, {})
+        server.submit_local(JOB.job_id, 0, ticks_of(0)[0], {}, {})
     executor.close()

@@ -1,0 +1,111 @@
+"""What a rank exchanges with each server while one plan of a step is in force."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from attention_node.served_job import JobDescription
+from core_attention.arrays import Int64Array
+from core_attention.ca_task import Phase
+from core_attention.first_ticks import FirstTicks
+from core_attention.message import MessageLayout, reply_layout, request_layout
+from core_attention.plan import Plan
+from core_attention.routing import PairRoute, derive_routes
+from core_attention.tick import Tick
+from data_plane.transport import Connection
+
+
+@dataclass(frozen=True, eq=False)
+class Exchange:
+    """What this rank exchanges with one server in some ticks of a (nano-batch, phase).
+
+    Attributes:
+        server_id: the server.
+        connection: to it; None if it is this process's own in-place server.
+        route: which rows.
+        request, reply: message layouts.
+        q_rows, kv_rows: int64 packed rows on the device, in message order.
+    """
+
+    server_id: str
+    connection: Connection | None
+    route: PairRoute
+    request: MessageLayout
+    reply: MessageLayout
+    q_rows: torch.Tensor
+    kv_rows: torch.Tensor
+
+
+class PlanInForce:
+    """A plan of a step with the connections to its servers. Routes are derived when they are first
+    asked for, and then kept.
+
+    Args:
+        plan: this rank's slice.
+        first_tick: ``[n_documents]`` where each document begins under this plan; None at 0.
+        rank: this rank.
+        job: what the job's members agree on.
+        connections: by server id, to all servers of the plan that are other processes.
+        device: of the model's tensors.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        first_tick: Int64Array | None,
+        *,
+        rank: int,
+        job: JobDescription,
+        connections: Mapping[str, Connection],
+        device: torch.device,
+    ) -> None:
+        self.plan = plan
+        self._first = FirstTicks(plan.manifest, first_tick)
+        self._rank = rank
+        self._job = job
+        self._connections = connections
+        self._device = device
+        self._exchanges: dict[tuple[int, Phase, int], tuple[Exchange, ...]] = {}
+
+    @property
+    def epoch(self) -> int:
+        return self.plan.epoch
+
+    def begin(self, nano_batch: int) -> int | None:
+        """The first tick of a lane that runs under this plan; None if the lane has no document."""
+        return self._first.begin(nano_batch)
+
+    def exchanges(self, tick: Tick) -> tuple[Exchange, ...]:
+        """The exchanges of ``tick``, by server in the plan's order."""
+        stretch = self._first.stretch(tick.nano_batch, tick.lane_index(self._job.n_layers))
+        if stretch < 0:
+            return ()
+        key = (tick.nano_batch, tick.phase, stretch)
+        if key not in self._exchanges:
+            self._exchanges[key] = self._derive(*key)
+        return self._exchanges[key]
+
+    def _derive(self, nano_batch: int, phase: Phase, stretch: int) -> tuple[Exchange, ...]:
+        plan, shape = self.plan, self._job.shape
+        documents = self._first.documents(nano_batch, stretch)
+        routes = derive_routes(plan.manifest, plan.tasks(phase), nano_batch, documents)
+        exchanges = []
+        for (rank, index), route in routes.items():
+            if rank != self._rank:
+                continue
+            server_id = plan.servers[index].server_id
+            exchanges.append(
+                Exchange(
+                    server_id=server_id,
+                    connection=self._connections.get(server_id),
+                    route=route,
+                    request=request_layout(route, shape, phase),
+                    reply=reply_layout(route, shape, phase),
+                    q_rows=torch.from_numpy(route.q_rows).to(self._device),
+                    kv_rows=torch.from_numpy(route.kv_rows).to(self._device),
+                )
+            )
+        return tuple(exchanges)

@@ -1,0 +1,161 @@
+"""The recovery of one rank: its steps, from beginning one until every rank has finished it.
+
+See ``docs/fault_tolerance.md``. Three threads come here: the training loop begins and ends steps;
+the link's thread tells of recoveries, plans and finished steps, in the control plane's order; and a
+thread of this module connects to the servers of new plans and replays, which may take a while.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from attention_node.tick_server import TickServer
+from distca.v1 import jobs_pb2
+from trainer_client.exchanges import PlanInForce
+from trainer_client.running_step import RunningStep
+from trainer_client.servers import EpochOver, ServerLinks, ServerUnreachable
+from trainer_client.step_book import PlannedStep
+
+logger = logging.getLogger(__name__)
+
+
+class Recovery:
+    """The steps that this rank may have to replay.
+
+    Args:
+        rank: this rank.
+        links: to servers.
+        in_place: this process's own server.
+        job_id: names the job, once it is open.
+        lost: told when a server fails: its id, the epoch of the plan, the cause.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        links: ServerLinks,
+        in_place: TickServer,
+        job_id: Callable[[], str],
+        lost: Callable[[str, int, str], None],
+    ) -> None:
+        self._rank = rank
+        self._links = links
+        self._in_place = in_place
+        self._job_id = job_id
+        self._lost = lost
+        self._lock = threading.Lock()
+        self._epoch = 0
+        self._steps: dict[int, RunningStep] = {}
+        self._plans: dict[int, PlannedStep] = {}
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="distca-recovery")
+
+    def begin(self, running: RunningStep, planned: PlannedStep) -> None:
+        """A step begins; its plan is put in force, unless a recovery has made it void."""
+        with self._lock:
+            # From here on a recovery asks this step how far it is.
+            self._steps[running.step] = running
+            newest = self._plans.get(running.step, planned)
+            void = newest.plan.epoch < self._epoch
+        if not void:
+            self._put_in_force(running, newest, first_step=running.step)
+
+    def ended(self, running: RunningStep) -> None:
+        """The step's block has ended; if all is complete, its rows may still be asked for."""
+        if not running.may_be_asked:
+            running.release()
+
+    def unfinished(self, step: int) -> bool:
+        """Whether other ranks may still ask for rows of ``step`` or an earlier one."""
+        with self._lock:
+            return any(s.step <= step and s.may_be_asked for s in self._steps.values())
+
+    def recover(
+        self, epoch: int, lost: Sequence[str], reason: str
+    ) -> Sequence[jobs_pb2.StepProgress]:
+        """A recovery begins: nothing of earlier epochs counts any more. Returns how far this rank
+        is in the steps that it has begun."""
+        why = f"recovery with epoch {epoch}: {reason}"
+        logger.warning("job %s: %s%s", self._job_id(), why, _without(lost))
+        # In this order: what fails because connections close must find the steps suspended.
+        with self._lock:
+            self._epoch = epoch
+            steps = list(self._steps.values())
+            self._plans.clear()
+        progress = [running.suspend(epoch, why) for running in steps]
+        self._links.begin_epoch(epoch, why)
+        self._in_place.recover(self._job_id(), epoch)
+        return progress
+
+    def planned(self, planned: PlannedStep) -> None:
+        """A plan has come, for a step to come or for one that is under way."""
+        self._in_place.add_plan(
+            self._job_id(),
+            planned.plan,
+            forward_only=planned.forward_only,
+            first_tick=planned.first_tick,
+        )
+        with self._lock:
+            self._plans[planned.plan.step] = planned
+            running = self._steps.get(planned.plan.step)
+        if running is not None:
+            self._thread.submit(self._resume, running, planned)
+
+    def failed(self, step: int, reason: str) -> None:
+        """A step gets no plan any more."""
+        with self._lock:
+            running = self._steps.get(step)
+        if running is not None:
+            running.fail(reason)
+
+    def finished(self, step: int) -> None:
+        """Every rank has finished ``step`` and those before."""
+        with self._lock:
+            over = [number for number in self._steps if number <= step]
+            steps = [self._steps.pop(number) for number in over if self._steps[number].closed]
+            for number in [number for number in self._plans if number <= step]:
+                del self._plans[number]
+        for running in steps:
+            running.release()
+
+    def close(self) -> None:
+        """Ends the thread, after what it does at the moment."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    def _resume(self, running: RunningStep, planned: PlannedStep) -> None:
+        try:
+            with self._lock:
+                first = min((s.step for s in self._steps.values() if s.may_be_asked), default=0)
+            self._put_in_force(running, planned, first_step=min(first, running.step))
+        except Exception as error:
+            # Whatever breaks this thread would leave the training loop waiting: hand it over.
+            logger.exception("step %d cannot go on", running.step)
+            running.fail(f"its replay failed: {error!r}")
+
+    def _put_in_force(self, running: RunningStep, planned: PlannedStep, *, first_step: int) -> None:
+        plan = planned.plan
+        try:
+            connections = self._links.connect(plan, first_step)
+        except EpochOver as error:
+            logger.info("step %d: %s; waiting for its next plan", plan.step, error)
+            return
+        except ServerUnreachable as error:
+            self._lost(error.server_id, plan.epoch, f"step {plan.step}: {error}")
+            running.trouble(f"server {error.server_id} {error}")
+            return
+        running.resume(
+            PlanInForce(
+                plan,
+                planned.first_tick,
+                rank=self._rank,
+                job=running.job,
+                connections=connections,
+                device=running.device,
+            )
+        )
+
+
+def _without(lost: Sequence[str]) -> str:
+    return f"; without {', '.join(lost)}" if lost else ""

@@ -1,0 +1,243 @@
+"""Sending a tick's requests, and the replies that are awaited for them.
+
+A reply is *taken in* only together with all others of its tick, so that a tick is either complete
+or can be replayed as if nothing had come.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from attention_node.cuda_order import record_event
+from attention_node.open_tick import TickGivenUp
+from attention_node.served_job import JobDescription
+from attention_node.tick_server import LocalReply, TickServer
+from core_attention.ca_task import Phase
+from core_attention.message_views import message_views
+from core_attention.tick import Tick
+from data_plane.buffer_pool import BufferPool, PooledBuffer
+from data_plane.transport import Transfer, TransferState, TransportError
+from trainer_client.exchanges import Exchange
+
+Tensors = Mapping[str, torch.Tensor]
+
+
+class ExchangeFailed(Exception):
+    """A server cannot give a reply.
+
+    Attributes:
+        server_id: which one.
+        own: it is this process's own server.
+        cause: in words.
+    """
+
+    def __init__(self, server_id: str, cause: BaseException | str, *, own: bool = False) -> None:
+        super().__init__(f"server {server_id}: {cause}")
+        self.server_id = server_id
+        self.own = own
+        self.cause = str(cause)
+
+
+class Awaited(Protocol):
+    """A reply that is to come."""
+
+    @property
+    def exchange(self) -> Exchange: ...
+
+    @property
+    def ended_at(self) -> float:
+        """``time.monotonic()`` when it arrived; 0.0 if nothing was to come."""
+
+    def arrived(self) -> bool:
+        """Whether it is here.
+
+        Raises:
+            ExchangeFailed: it will not come.
+        """
+
+    def wait(self, timeout_seconds: float) -> None:
+        """Returns when it is here, when it will not come, or after ``timeout_seconds``."""
+
+    def take_in(self, outputs: Tensors, gradients: Tensors) -> None:
+        """Puts its rows where they belong: query rows of ``outputs`` are written, rows of the
+        float32 ``gradients`` of keys and values are added to. Only once it has arrived."""
+
+    def let_go(self) -> None:
+        """Frees its buffer; it will not be taken in. Idempotent."""
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Exchanger:
+    """What sending needs to know of the process and the job.
+
+    Attributes:
+        job: what the job's members agree on.
+        pool: message buffers.
+        in_place: this process's own server.
+        device: of the model's tensors.
+        deadline_seconds: of every transfer.
+    """
+
+    job: JobDescription
+    pool: BufferPool
+    in_place: TickServer
+    device: torch.device
+    deadline_seconds: float
+
+    def send(
+        self, exchange: Exchange, epoch: int, tick: Tick, inputs: Tensors, outputs: Tensors
+    ) -> Awaited:
+        """Sends this rank's part of ``tick`` to one server; returns at once.
+
+        Args:
+            exchange: with whom, and which rows.
+            epoch: of the plan in force.
+            tick: which exchange.
+            inputs: q, k, v, and for backward also do, lse, delta, by packed row.
+            outputs: o and lse, or dq, by packed row: an in-place server writes there.
+
+        Raises:
+            ExchangeFailed: the server cannot be sent to.
+        """
+        if exchange.connection is None:
+            return self._send_local(exchange, epoch, tick, inputs, outputs)
+        return self._send_remote(exchange, tick, inputs)
+
+    def _send_local(
+        self, exchange: Exchange, epoch: int, tick: Tick, inputs: Tensors, outputs: Tensors
+    ) -> Awaited:
+        shape, rows = self.job.shape, exchange.route.n_kv_rows
+        partial: dict[str, torch.Tensor] = {}
+        if tick.phase is Phase.BACKWARD:
+            for name, head_dim in (("dk", shape.head_dim), ("dv", shape.head_dim_v)):
+                partial[name] = inputs["k"].new_empty(
+                    (rows, shape.num_heads_kv, head_dim), dtype=torch.float32
+                )
+        try:
+            reply = self.in_place.submit_local(
+                self.job.job_id, epoch, tick, inputs, {**outputs, **partial}
+            )
+        except TickGivenUp as error:
+            raise ExchangeFailed(exchange.server_id, error, own=True) from error
+        return _LocalAwaited(exchange, reply, partial, self.device)
+
+    def _send_remote(self, exchange: Exchange, tick: Tick, inputs: Tensors) -> Awaited:
+        connection = exchange.connection
+        assert connection is not None
+        request = self.pool.acquire(exchange.request.nbytes)
+        try:
+            for name, view in message_views(request.tensor, exchange.request).items():
+                rows = exchange.kv_rows if name in ("k", "v") else exchange.q_rows
+                torch.index_select(inputs[name], 0, rows, out=view)
+            reply = self.pool.acquire(exchange.reply.nbytes)
+            try:
+                transfer = None
+                if exchange.reply.nbytes:
+                    transfer = connection.offer(tick.tag(reply=True), reply, self.deadline_seconds)
+                packed = record_event(self.device)
+                connection.put(
+                    tick.tag(reply=False),
+                    request,
+                    self.deadline_seconds,
+                    ready=packed.query if packed else None,
+                )
+            except TransportError as error:
+                reply.release()
+                raise ExchangeFailed(exchange.server_id, error) from error
+        finally:
+            request.release()
+        return _RemoteAwaited(exchange, reply, transfer)
+
+
+class _RemoteAwaited:
+    """A reply of another process."""
+
+    def __init__(self, exchange: Exchange, buffer: PooledBuffer, transfer: Transfer | None) -> None:
+        self._exchange = exchange
+        self._buffer: PooledBuffer | None = buffer
+        self._transfer = transfer
+
+    @property
+    def exchange(self) -> Exchange:
+        return self._exchange
+
+    @property
+    def ended_at(self) -> float:
+        return (self._transfer.ended_at if self._transfer else None) or 0.0
+
+    def arrived(self) -> bool:
+        transfer = self._transfer
+        if transfer is None or transfer.state is TransferState.DONE:
+            return True
+        if transfer.state is TransferState.FAILED:
+            cause = transfer.error or "the transfer failed"
+            raise ExchangeFailed(self.exchange.server_id, cause) from transfer.error
+        return False
+
+    def wait(self, timeout_seconds: float) -> None:
+        if self._transfer is None:
+            return
+        try:
+            self._transfer.wait(timeout_seconds)
+        except TransportError:
+            return
+
+    def take_in(self, outputs: Tensors, gradients: Tensors) -> None:
+        assert self._buffer is not None
+        exchange = self.exchange
+        for name, tensor in message_views(self._buffer.tensor, exchange.reply).items():
+            if name in gradients:
+                gradients[name].index_add_(0, exchange.kv_rows, tensor.to(torch.float32))
+            else:
+                outputs[name].index_copy_(0, exchange.q_rows, tensor)
+        self.let_go()
+
+    def let_go(self) -> None:
+        buffer, self._buffer = self._buffer, None
+        if buffer is not None:
+            buffer.release()
+
+
+class _LocalAwaited:
+    """A reply of this process's own server, which writes the query rows itself."""
+
+    def __init__(
+        self, exchange: Exchange, reply: LocalReply, partial: Tensors, device: torch.device
+    ) -> None:
+        self._exchange = exchange
+        self._reply = reply
+        self._partial = partial
+        self._device = device
+
+    @property
+    def exchange(self) -> Exchange:
+        return self._exchange
+
+    @property
+    def ended_at(self) -> float:
+        return self._reply.ended_at or 0.0
+
+    def arrived(self) -> bool:
+        try:
+            return self._reply.wait(0.0)
+        except TickGivenUp as error:
+            raise ExchangeFailed(self.exchange.server_id, error, own=True) from error
+
+    def wait(self, timeout_seconds: float) -> None:
+        try:
+            self._reply.wait(timeout_seconds)
+        except TickGivenUp:
+            return
+
+    def take_in(self, outputs: Tensors, gradients: Tensors) -> None:
+        if self._reply.written is not None:
+            torch.cuda.current_stream(self._device).wait_event(self._reply.written)
+        for name, tensor in self._partial.items():
+            gradients[name].index_add_(0, self.exchange.kv_rows, tensor)
+
+    def let_go(self) -> None:
+        self._partial = {}

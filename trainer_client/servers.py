@@ -1,0 +1,199 @@
+"""A rank's connections to the servers of its plans."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping
+
+from tenacity import Retrying, retry_if_exception, stop_after_delay, wait_random_exponential
+
+from core_attention.plan import Plan, PlanServer
+from data_plane.metrics import DataPlaneMetrics
+from data_plane.transport import (
+    Address,
+    Connection,
+    HandshakeRejected,
+    Transport,
+    TransportError,
+)
+from trainer_client.metrics import TrainerMetrics
+from trainer_client.options import SessionOptions
+
+logger = logging.getLogger(__name__)
+
+_PROBE_REPEATS = 4
+
+MakeHello = Callable[[PlanServer, int, int], bytes]
+"""The first message to a server, for a first step and an epoch."""
+
+
+class ServerUnreachable(Exception):
+    """A server of a plan cannot be connected to.
+
+    Attributes:
+        server_id: which one.
+    """
+
+    def __init__(self, server_id: str, cause: BaseException) -> None:
+        super().__init__(f"cannot be reached: {cause}")
+        self.server_id = server_id
+
+
+class EpochOver(Exception):
+    """A recovery has begun: connections of this epoch are of no use any more."""
+
+
+class ServerLinks:
+    """Connections by server, all of one epoch. Thread-safe.
+
+    Args:
+        transport: connects.
+        options: of the session.
+        make_hello: makes the first message.
+        metrics, data_metrics: told of connections.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        options: SessionOptions,
+        make_hello: MakeHello,
+        metrics: TrainerMetrics,
+        data_metrics: DataPlaneMetrics,
+    ) -> None:
+        self._transport = transport
+        self._options = options
+        self._make_hello = make_hello
+        self._metrics = metrics
+        self._data_metrics = data_metrics
+        self._lock = threading.Lock()
+        # Held while connecting, so that two threads do not connect to one server at a time.
+        self._connecting = threading.Lock()
+        self._epoch = 0
+        self._connections: dict[str, Connection] = {}
+        self._probed: set[str] = set()
+
+    @property
+    def epoch(self) -> int:
+        """Of the last recovery."""
+        return self._epoch
+
+    def begin_epoch(self, epoch: int, why: str) -> None:
+        """Closes all connections; those made from now on are of ``epoch``."""
+        with self._lock:
+            self._epoch = max(self._epoch, epoch)
+        self.close_all(why)
+
+    def close_all(self, why: str) -> None:
+        """Closes all connections."""
+        with self._lock:
+            closing, self._connections = self._connections, {}
+        for connection in closing.values():
+            connection.close(why)
+
+    def close(self, server_ids: list[str], why: str) -> None:
+        """Closes the connections to some servers."""
+        with self._lock:
+            closing = [self._connections.pop(name, None) for name in server_ids]
+        for connection in closing:
+            if connection is not None:
+                connection.close(why)
+
+    @property
+    def server_ids(self) -> list[str]:
+        """The servers that connections were made to."""
+        with self._lock:
+            return list(self._connections)
+
+    def connect(self, plan: Plan, first_step: int) -> Mapping[str, Connection]:
+        """Connections to the servers of ``plan``, but for this process's own.
+
+        Args:
+            plan: this rank's slice.
+            first_step: the first step whose ticks are sent on new connections.
+
+        Raises:
+            ServerUnreachable: one of them cannot be connected to.
+            EpochOver: the plan is void.
+        """
+        connections = {}
+        with self._connecting:
+            for server in plan.servers:
+                if server.in_place_rank == self._options.rank:
+                    continue
+                known = self._connections.get(server.server_id)
+                if known is None or known.closed:
+                    known = self._connect(server, first_step, plan.epoch)
+                connections[server.server_id] = known
+        return connections
+
+    def _connect(self, server: PlanServer, first_step: int, epoch: int) -> Connection:
+        self._check_epoch(epoch)
+        hello = self._make_hello(server, first_step, self._epoch)
+        timeout = self._options.connect_timeout_seconds
+        # Jobs and plans reach servers and ranks over streams of their own: a rank may be faster.
+        retrying = Retrying(
+            retry=retry_if_exception(_job_not_there_yet),
+            stop=stop_after_delay(timeout),
+            wait=wait_random_exponential(0.05, max=1.0),
+            reraise=True,
+        )
+        began = time.monotonic()
+        try:
+            connection, _ = retrying(
+                self._transport.connect, _address(server.address), hello, timeout
+            )
+        except TransportError as error:
+            self._check_epoch(epoch)
+            if isinstance(error, HandshakeRejected) and "is over" in str(error):
+                # The server knows of a recovery that this rank will hear of in a moment.
+                raise EpochOver(str(error)) from error
+            raise ServerUnreachable(server.server_id, error) from error
+        logger.debug("server %s connected in %.3f s", server.server_id, time.monotonic() - began)
+        self._data_metrics.name_peer(connection.peer, connection.transport, server.server_id)
+        connection.add_closed_callback(lambda _: self._metrics.server_left(server.server_id))
+        with self._lock:
+            over = self._epoch > epoch
+            if not over:
+                self._connections[server.server_id] = connection
+        if over:
+            connection.close("a recovery has begun")
+            raise EpochOver(f"epoch {epoch} is over")
+        self._probe(server, connection)
+        return connection
+
+    def _check_epoch(self, epoch: int) -> None:
+        if self._epoch > epoch:
+            raise EpochOver(f"epoch {epoch} is over; the job recovered with epoch {self._epoch}")
+
+    def _probe(self, server: PlanServer, connection: Connection) -> None:
+        """Measures the bandwidth to a server that is met for the first time."""
+        options = self._options
+        if not options.probe_bytes or server.server_id in self._probed:
+            return
+        try:
+            result = self._transport.probe(
+                connection, options.probe_bytes, _PROBE_REPEATS, options.connect_timeout_seconds
+            )
+        except TransportError as error:
+            raise ServerUnreachable(server.server_id, error) from error
+        self._probed.add(server.server_id)
+        if result.gigabytes_per_second < options.min_gigabytes_per_second:
+            logger.warning(
+                "server %s is reached over %s at %.2f GB/s, below min_gigabytes_per_second %.2f",
+                server.server_id,
+                result.lanes or result.transport,
+                result.gigabytes_per_second,
+                options.min_gigabytes_per_second,
+            )
+
+
+def _address(text: str) -> Address:
+    host, _, port = text.rpartition(":")
+    return Address(host.strip("[]"), int(port))
+
+
+def _job_not_there_yet(error: BaseException) -> bool:
+    return isinstance(error, HandshakeRejected) and "unknown job" in str(error)
