@@ -91,14 +91,15 @@ class ServerLoad:
     busy_ratio: float = 0.0
     buffer_bytes: int = 0
     oldest_ready_seconds: float = 0.0
+    moved_bytes_per_second: float = 0.0
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.busy_ratio) and 0 <= self.busy_ratio <= 1):
             raise InvalidRequestError(f"busy_ratio is {self.busy_ratio}; it must be from 0 to 1")
-        if not (math.isfinite(self.oldest_ready_seconds) and self.oldest_ready_seconds >= 0):
-            raise InvalidRequestError(
-                f"oldest_ready_seconds is {self.oldest_ready_seconds}; it must be 0 or more"
-            )
+        for name in ("oldest_ready_seconds", "moved_bytes_per_second"):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value >= 0):
+                raise InvalidRequestError(f"{name} is {value}; it must be 0 or more")
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from control_plane.access import AccessInterceptor, Gate
+from control_plane.cluster_service import ClusterService
 from control_plane.connections import Connections
 from control_plane.coordinator import Coordinator
 from control_plane.epochs import next_generation
@@ -30,7 +31,14 @@ from control_plane.settings import ControlPlaneSettings, split_address
 from distca.monitoring import MetricsAddressError, MetricsEndpoint, process_registry
 from distca.rpc import server_options
 from distca.tls import server_credentials
-from distca.v1 import jobs_pb2, jobs_pb2_grpc, membership_pb2, membership_pb2_grpc
+from distca.v1 import (
+    cluster_pb2,
+    cluster_pb2_grpc,
+    jobs_pb2,
+    jobs_pb2_grpc,
+    membership_pb2,
+    membership_pb2_grpc,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +46,7 @@ _SERVICES = (
     "",
     membership_pb2.DESCRIPTOR.services_by_name["Membership"].full_name,
     jobs_pb2.DESCRIPTOR.services_by_name["Jobs"].full_name,
+    cluster_pb2.DESCRIPTOR.services_by_name["Cluster"].full_name,
 )
 """What the health service answers for; the empty name is the process as a whole."""
 
@@ -144,6 +153,7 @@ class ControlPlane:
         membership_pb2_grpc.add_MembershipServicer_to_server(
             MembershipService(self.coordinator), server
         )
+        cluster_pb2_grpc.add_ClusterServicer_to_server(ClusterService(self.coordinator), server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         address = self._settings.listen_address
         tls = self._settings.tls

@@ -67,6 +67,7 @@ class DataPlaneMetrics:
         self._open: dict[Peer, _OpenPeer] = {}
         self._traffic: dict[Peer, _Traffic] = {}
         self._seconds: dict[tuple[str, str], Histogram] = {}
+        self._moved_bytes = 0
         self._sent_bytes = Counter(
             f"{_PREFIX}_sent_bytes_total",
             "Bytes of messages handed to the network.",
@@ -167,12 +168,19 @@ class DataPlaneMetrics:
             label = self._label(peer, transport)
             traffic = self._traffic_of(label, transport)
             self._seconds_of(kind, transport).observe(seconds)
+            self._moved_bytes += nbytes
             if kind == "put":
                 traffic.sent_bytes.inc(nbytes)
                 return
             traffic.received_bytes.inc(nbytes)
             if nbytes >= _LARGE_MESSAGE_BYTES and seconds > 0:
                 self._receive_rate.labels(label, transport).set(nbytes / seconds)
+
+    @property
+    def moved_bytes(self) -> int:
+        """Bytes sent and received so far, of all peers."""
+        with self._lock:
+            return self._moved_bytes
 
     def probed(self, result: ProbeResult) -> None:
         """Shows the result of a probe for as long as the peer is connected."""

@@ -8,9 +8,16 @@ from grpc_health.v1 import health_pb2
 
 from control_plane.access_policy import POLICIES
 from distca.identity import Role
-from distca.v1 import data_plane_pb2, jobs_pb2, membership_pb2, plan_pb2, profile_pb2
+from distca.v1 import (
+    cluster_pb2,
+    data_plane_pb2,
+    jobs_pb2,
+    membership_pb2,
+    plan_pb2,
+    profile_pb2,
+)
 
-FILES = (jobs_pb2, membership_pb2, plan_pb2, profile_pb2, data_plane_pb2, health_pb2)
+FILES = (cluster_pb2, jobs_pb2, membership_pb2, plan_pb2, profile_pb2, data_plane_pb2, health_pb2)
 
 MAY_CALL = {
     Role.TRAINER: {
@@ -33,14 +40,21 @@ MAY_CALL = {
         "Membership/ListServers",
         "Jobs/WatchServer",
         "Jobs/ReportStep",
+        "Cluster/DescribeCluster",
     },
     Role.OPERATOR: {
         "Membership/DrainServer",
         "Membership/ListServers",
         "Jobs/DescribeJob",
         "Jobs/GetStep",
+        "Cluster/DescribeCluster",
     },
-    Role.READ_ONLY: {"Membership/ListServers", "Jobs/DescribeJob", "Jobs/GetStep"},
+    Role.READ_ONLY: {
+        "Membership/ListServers",
+        "Jobs/DescribeJob",
+        "Jobs/GetStep",
+        "Cluster/DescribeCluster",
+    },
     Role.CONTROL_PLANE: set(),
 }
 HEALTH = {"Health/Check", "Health/Watch"}
