@@ -22,7 +22,7 @@ from distca.commands import (
     simulate,
     train,
 )
-from distca.interrupt import INTERRUPTED_EXIT_CODE
+from distca.interrupt import INTERRUPTED_EXIT_CODE, let_sigterm_end_process_1
 
 _OUR_PACKAGES = {
     "attention_node",
@@ -65,9 +65,18 @@ def _show_version(wanted: bool) -> None:
 
 @app.callback()
 def _configure(
+    context: typer.Context,
     log_level: Annotated[
         LogLevel, typer.Option(help="How much is logged, to stderr.", envvar="DISTCA_LOG_LEVEL")
     ] = LogLevel.WARNING,
+    traces_endpoint: Annotated[
+        str,
+        typer.Option(
+            help="http://host:port of an OpenTelemetry collector (OTLP over gRPC) that traces go "
+            "to; needs the extra otel. Default: no traces.",
+            envvar="DISTCA_TRACES_ENDPOINT",
+        ),
+    ] = "",
     version: Annotated[
         bool,
         typer.Option("--version", help="Show the version.", callback=_show_version, is_eager=True),
@@ -78,6 +87,10 @@ def _configure(
         stream=sys.stderr,
         format="%(asctime)s %(levelname)s %(name)s: %(message)s",
     )
+    if traces_endpoint and context.invoked_subcommand is not None:
+        from distca import tracing
+
+        tracing.start(traces_endpoint, context.invoked_subcommand)
 
 
 app.command("control-plane")(control_plane.control_plane)
@@ -97,6 +110,7 @@ def main() -> None:
     Errors that our packages define are meant for people, so they are shown by name in one line;
     any other exception is a defect and keeps its traceback.
     """
+    let_sigterm_end_process_1()
     try:
         app(prog_name="distca")
     except KeyboardInterrupt:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import signal
 from types import FrameType
 
@@ -12,6 +13,17 @@ INTERRUPTED_EXIT_CODE = 130
 """What shells report for a program that SIGINT ended."""
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+def let_sigterm_end_process_1() -> None:
+    """Makes SIGTERM end this process although it is the first of a container, for which the kernel
+    ignores signals that have no handler. Commands with more to do set handlers of their own."""
+    if os.getpid() == 1:
+        signal.signal(signal.SIGTERM, _exit)
+
+
+def _exit(number: int, frame: FrameType | None) -> None:
+    raise SystemExit(128 + number)
 
 
 class StopRequest:
