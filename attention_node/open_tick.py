@@ -95,8 +95,12 @@ class OpenTick:
             source.fail(self.failure or TickGivenUp(f"{self.tick} is over on this server"))
             source.release()
             return []
-        if rank in self._sources or rank not in self.route.pairs:
-            raise AssertionError(f"{self.tick}: rank {rank} arrived twice or unasked")
+        assert rank in self.route.pairs, f"{self.tick}: rank {rank} was not asked"
+        if rank in self._sources:
+            # Over another connection, since a tag is taken once on each. The first one counts.
+            source.fail(TickGivenUp(f"{self.tick}: rank {rank} has sent it before"))
+            source.release()
+            return []
         self._sources[rank] = source
         self._assemble(rank, source)
         ready = [

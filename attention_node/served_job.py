@@ -145,6 +145,7 @@ class ServedStep:
         self._lock = lock
         self._on_finished = on_finished
         self._open: dict[Tick, OpenTick] = {}
+        self._over: set[Tick] = set()
         self._given_up = ""
         self._first = FirstTicks(plan.manifest, first_tick)
         self._routes: dict[tuple[int, Phase, int], TickRoute] = {}
@@ -206,11 +207,13 @@ class ServedStep:
         """The state of ``tick``, begun if need be.
 
         Raises:
-            TickGivenUp: the step was given up; says why.
+            TickGivenUp: the step was given up, or the tick is over; says why.
         """
         with self._lock:
             if self._given_up:
                 raise TickGivenUp(self._given_up)
+            if tick in self._over:
+                raise TickGivenUp(f"{tick} is over on this server")
             if tick not in self._open:
                 self._open[tick] = OpenTick(
                     tick=tick,
@@ -264,6 +267,7 @@ class ServedStep:
         others: list[OpenTick] = []
         with self._lock:
             self._open.pop(tick, None)
+            self._over.add(tick)
             self._busy[tick.phase][tick.nano_batch] += open_tick.busy_seconds
             self._ticks_left -= 1
             failed_now = failure is not None and not self._given_up
