@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import timedelta
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
+
+from cryptography import x509
 
 from control_plane.server import ControlPlane
 from control_plane.settings import AccessSettings
@@ -73,6 +76,35 @@ class Pki:
         )
         certificate = self._certificates.add(file or f"{role}-{name}", signed)
         return Files(self.ca_file, certificate, certificate.with_suffix(".key"))
+
+
+class Mounted:
+    """A process's certificates in a folder of their own, as Kubernetes mounts them: every file is a
+    link into a folder that is swapped as a whole."""
+
+    def __init__(self, folder: Path, files: Files) -> None:
+        self._folder, self._numbers = folder, itertools.count()
+        folder.mkdir()
+        self.files = Files(*(folder / name for name in ("ca.crt", "tls.crt", "tls.key")))
+        for path in (self.files.ca_file, self.files.certificate_file, self.files.key_file):
+            path.symlink_to(Path("..data") / path.name)
+        self.put(files.ca_file.read_bytes(), files)
+
+    def put(self, authorities: bytes, files: Files) -> datetime:
+        """Replaces all files at once; returns when the new certificate ends."""
+        data = self._folder / f"..{next(self._numbers)}"
+        data.mkdir()
+        (data / "ca.crt").write_bytes(authorities)
+        (data / "tls.crt").write_bytes(files.certificate_file.read_bytes())
+        (data / "tls.key").write_bytes(files.key_file.read_bytes())
+        link = self._folder / "..data_tmp"
+        link.symlink_to(data.name)
+        link.replace(self._folder / "..data")
+        return ends(self.files.certificate_file)
+
+
+def ends(certificate: Path) -> datetime:
+    return x509.load_pem_x509_certificate(certificate.read_bytes()).not_valid_after_utc
 
 
 @contextmanager

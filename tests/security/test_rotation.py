@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import logging
 import threading
 from collections.abc import Iterator
@@ -11,7 +10,6 @@ from datetime import datetime, timedelta
 from pathlib import Path
 
 import pytest
-from cryptography import x509
 
 from control_plane.server import ControlPlane
 from distca import rpc
@@ -24,38 +22,17 @@ from tests.control_plane.service_harness import (
     job_spec,
     rank_manifest,
 )
-from tests.security.pki import HOUR, Files, Pki, control_plane_with, secure_client
+from tests.security.pki import (
+    HOUR,
+    Files,
+    Mounted,
+    Pki,
+    control_plane_with,
+    ends,
+    secure_client,
+)
 
 CHECK_SECONDS = 0.1
-
-
-class Mounted:
-    """A process's certificates in a folder of their own, as Kubernetes mounts them: every file is a
-    link into a folder that is swapped as a whole."""
-
-    def __init__(self, folder: Path, files: Files) -> None:
-        self._folder, self._numbers = folder, itertools.count()
-        folder.mkdir()
-        self.files = Files(*(folder / name for name in ("ca.crt", "tls.crt", "tls.key")))
-        for path in (self.files.ca_file, self.files.certificate_file, self.files.key_file):
-            path.symlink_to(Path("..data") / path.name)
-        self.put(files.ca_file.read_bytes(), files)
-
-    def put(self, authorities: bytes, files: Files) -> datetime:
-        """Replaces all files at once; returns when the new certificate ends."""
-        data = self._folder / f"..{next(self._numbers)}"
-        data.mkdir()
-        (data / "ca.crt").write_bytes(authorities)
-        (data / "tls.crt").write_bytes(files.certificate_file.read_bytes())
-        (data / "tls.key").write_bytes(files.key_file.read_bytes())
-        link = self._folder / "..data_tmp"
-        link.symlink_to(data.name)
-        link.replace(self._folder / "..data")
-        return ends(self.files.certificate_file)
-
-
-def ends(certificate: Path) -> datetime:
-    return x509.load_pem_x509_certificate(certificate.read_bytes()).not_valid_after_utc
 
 
 def await_plan(watcher: Watcher, step: int) -> None:

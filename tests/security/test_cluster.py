@@ -1,0 +1,180 @@
+"""A small cluster with mTLS trains; strangers reach nothing of it; certificates are replaced while
+it trains."""
+
+from __future__ import annotations
+
+import time
+import urllib.request
+from collections.abc import Iterator
+from datetime import datetime, timedelta
+from typing import Any, cast
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from attention_node.tick_server import PROTOCOL_VERSION
+from core_attention.manifest import RankManifest
+from data_plane.transport import Address, HandshakeRejected
+from data_plane.ucxx_settings import UcxxSettings
+from data_plane.ucxx_transport import UcxxTransport
+from distca.identity import Role
+from distca.v1 import data_plane_pb2
+from tests.cluster import NODE_SHAPE, Cluster
+from tests.security.pki import HOUR, Pki
+from tests.security.secure_cluster import CHECK_SECONDS, SecureCluster
+from tests.team import Team
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+LENGTHS = ([[40, 24], [64]], [[64], [30, 34]])
+"""Documents of two ranks in two nano-batches."""
+
+ROTATION_SECONDS = 60.0
+"""New certificates must be in use after this."""
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory, pki: Pki) -> Iterator[SecureCluster]:
+    running = SecureCluster(tmp_path_factory.mktemp("cluster"), pki)
+    yield running
+    running.close()
+
+
+def team(cluster: SecureCluster, placement: str = "mixed", n_ranks: int = 2) -> Team:
+    """Ranks that show the trainer's certificate."""
+    return Team(
+        cast("Cluster", cluster),  # a team needs its address and folder
+        n_ranks,
+        NODE_SHAPE,
+        placement=placement,
+        planner="",
+        certificate_check_seconds=CHECK_SECONDS,
+        **cluster.files(Role.TRAINER).for_client(),
+    )
+
+
+def manifests(n_ranks: int = 2) -> list[RankManifest]:
+    return [RankManifest.from_lengths(0, rank, LENGTHS[rank]) for rank in range(n_ranks)]
+
+
+def sessions_refused(cluster: SecureCluster) -> dict[str, float]:
+    """Refused connections of ranks, by reason."""
+    url = f"http://{cluster.node.addresses['metrics']}/metrics"
+    with urllib.request.urlopen(url, timeout=10) as answer:
+        families = text_string_to_metric_families(answer.read().decode())
+    return {
+        sample.labels["reason"]: sample.value
+        for family in families
+        for sample in family.samples
+        if sample.name == "distca_attention_node_sessions_refused_total"
+    }
+
+
+def test_a_step_is_right_and_no_log_holds_a_token(cluster: SecureCluster) -> None:
+    with team(cluster) as ranks:
+        ranks.check(manifests())
+        tokens = [session._link.token for session in ranks.sessions]
+    logs = cluster.log("control-plane") + cluster.log("node-0")
+    assert "spiffe://distca/trainer/cluster connected" in logs
+    for token in tokens:
+        assert token.hex() not in logs
+        assert repr(token)[2:-1] not in logs
+
+
+@pytest.mark.parametrize("target", ["control-plane", "node-0"])
+def test_health_answers_to_a_certificate_alone(cluster: SecureCluster, target: str) -> None:
+    addresses = {
+        "control-plane": cluster.address,
+        "node-0": cluster.node.addresses["health"],
+    }
+    ask = ("health", f"--address={addresses[target]}", "--timeout-seconds=3")
+    files = cluster.files(Role.CONTROL_PLANE if target == "control-plane" else Role.SERVER)
+    answered = cluster.run(files, *ask, "--tls-server-name=localhost")
+    assert (answered.returncode, answered.stdout) == (0, f"{addresses[target]}: SERVING\n")
+    assert cluster.run(None, *ask).returncode == 1
+    assert cluster.run(files, *ask, "--tls-server-name=elsewhere.example").returncode == 1
+
+
+def test_only_a_jobs_own_ranks_reach_its_ticks(cluster: SecureCluster) -> None:
+    """Over UCX, which knows no certificates: the token alone decides."""
+    host, _, port = cluster.node.addresses["data"].rpartition(":")
+    address = Address(host, int(port))
+    transport = UcxxTransport(UcxxSettings(one_host=True))
+    before = sessions_refused(cluster)
+    try:
+        with team(cluster, "pool", 1) as closed:
+            closed.run(manifests(1))
+            old_job, old_token = closed.sessions[0].job_id, closed.sessions[0]._link.token
+        with team(cluster, "pool") as ours, team(cluster, "pool", 1) as others:
+            job_id, token = ours.sessions[0].job_id, ours.sessions[0]._link.token
+            ours.run(manifests())
+
+            def hello(**changes: Any) -> bytes:
+                fields: dict[str, Any] = {
+                    "version": PROTOCOL_VERSION,
+                    "job_id": job_id,
+                    "token": token,
+                    "rank": 0,
+                    "server_id": "node-0",
+                    **changes,
+                }
+                return bytes(data_plane_pb2.Hello(**fields).SerializeToString())
+
+            for changes, why in (
+                ({"token": b""}, "wrong token"),
+                ({"token": bytes(36)}, "wrong token"),
+                ({"token": others.sessions[0]._link.token}, "wrong token"),
+                ({"rank": 1}, "wrong token for rank 1"),
+                ({"token": old_token}, "wrong token"),
+                ({"job_id": old_job, "token": old_token}, "unknown job"),
+                ({"job_id": others.sessions[0].job_id}, "wrong token"),
+            ):
+                with pytest.raises(HandshakeRejected, match=why):
+                    transport.connect(address, hello(**changes), 5.0)
+            # The refused have disturbed nobody.
+            ours.check(manifests())
+    finally:
+        transport.close()
+    after = sessions_refused(cluster)
+    assert after["token"] - before["token"] == 6
+    assert after["unknown-job"] - before["unknown-job"] >= 1
+
+
+def connected_with(cluster: SecureCluster, role: Role, end: datetime) -> int:
+    """How many connections the control plane has seen with the certificate that ends then."""
+    wanted = f"certificate good until {end.isoformat()}"
+    return sum(
+        f"spiffe://distca/{role}/cluster connected" in line and line.endswith(wanted)
+        for line in cluster.log("control-plane").splitlines()
+    )
+
+
+def test_new_certificates_are_in_use_within_a_minute_and_no_step_is_lost(
+    cluster: SecureCluster, pki: Pki
+) -> None:
+    with team(cluster) as ranks:
+        ranks.check(manifests())
+        lifetime = HOUR + timedelta(minutes=7)
+        authority = pki.ca_file.read_bytes()
+        ends = {
+            role: mount.put(authority, pki.issue(role, "cluster", lifetime=lifetime))
+            for role, mount in cluster.mounts.items()
+        }
+        began, steps = time.monotonic(), 0
+        # Two ranks and a node, each with a connection of its own.
+        while (
+            connected_with(cluster, Role.TRAINER, ends[Role.TRAINER]) < 2
+            or connected_with(cluster, Role.SERVER, ends[Role.SERVER]) < 1
+        ):
+            assert time.monotonic() - began < ROTATION_SECONDS
+            ranks.check(manifests(), seed=steps)
+            steps += 1
+        for seed in range(5):
+            ranks.check(manifests(), seed=seed)
+    assert steps, "the certificates were new before a step could run: nothing was tested"
+    assert "Traceback" not in cluster.log("node-0") + cluster.log("control-plane")
+
+
+def test_processes_end_well(cluster: SecureCluster) -> None:
+    assert cluster.node.terminate() == 0
+    assert cluster.processes[0].terminate() == 0
