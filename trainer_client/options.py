@@ -55,6 +55,11 @@ class SessionOptions:
         ping_quiet_seconds: how long a server that owes a reply may be silent before it is asked for
             a sign of life.
         ping_timeout_seconds: how long it may take to give one; without it, it counts as lost.
+        checksums: every message between ranks and servers carries one; the same on every rank.
+        check_results: look for NaN and Inf in servers' results; None: on the CPU, where it costs
+            next to nothing.
+        audit_rate: share of the tasks that servers run for this rank which is recomputed at home.
+        audit_seed: chooses which.
         probe_bytes: size of the bandwidth probe to each server at start; 0 leaves it out.
         min_gigabytes_per_second: a probe below this is a warning in the log, and the floor that
             the metrics tell; 0 is no floor.
@@ -90,6 +95,10 @@ class SessionOptions:
     recovery_timeout_seconds: float = 60.0
     ping_quiet_seconds: float = 2.0
     ping_timeout_seconds: float = 5.0
+    checksums: bool = False
+    check_results: bool | None = None
+    audit_rate: float = 0.0
+    audit_seed: int = 0
     probe_bytes: int = 8 * 2**20
     min_gigabytes_per_second: float = 0.0
     metrics_port: int | None = None
@@ -119,11 +128,18 @@ class SessionOptions:
         self._check_range("probe_bytes", 0, 64 * 2**20)
         if not (math.isfinite(self.tolerance) and self.tolerance >= 0):
             raise ValueError(f"tolerance is {self.tolerance}; it must be 0 or more")
+        if not 0 <= self.audit_rate <= 1:
+            raise ValueError(f"audit_rate is {self.audit_rate}; it must be a share, 0 to 1")
         for option in fields(self):
             value = getattr(self, option.name)
             if option.name.endswith("_seconds") and not (math.isfinite(value) and value > 0):
                 raise ValueError(f"{option.name} is {value}; it must be a positive number")
         check_order(known_timeouts(self))
+
+    @property
+    def checks_results(self) -> bool:
+        """Whether servers' results are looked at for NaN and Inf."""
+        return self.device == "cpu" if self.check_results is None else self.check_results
 
     @property
     def scale(self) -> float:

@@ -11,7 +11,12 @@ from distca.data.settings import DataSettings
 from distca.interrupt import INTERRUPTED_EXIT_CODE
 from distca.local.settings import LocalSettings
 from distca.options import options_from
-from distca.train.settings import ModelSettings, PlanSettings, TrainingSettings
+from distca.train.settings import (
+    IntegritySettings,
+    ModelSettings,
+    PlanSettings,
+    TrainingSettings,
+)
 
 
 @options_from
@@ -21,6 +26,7 @@ def local(
     model: ModelSettings,
     training: TrainingSettings,
     plan: PlanSettings,
+    integrity: IntegritySettings,
 ) -> None:
     """Train on this machine: starts control plane, attention nodes and trainers as processes.
 
@@ -37,7 +43,13 @@ def local(
     # The trainers open it themselves; here only so that a mistake is told at once.
     open_corpus(data.data, data.text_field)
     run = LocalRun(
-        local=local, data=data, model=model, training=training, plan=plan, environ=os.environ
+        local=local,
+        data=data,
+        model=model,
+        training=training,
+        plan=plan,
+        integrity=integrity,
+        environ=os.environ,
     )
     folder = local.run_folder(datetime.now())
     folder.prepare(resume=training.resume, overwrite=local.overwrite)

@@ -11,6 +11,7 @@ from distca.data.settings import DataSettings
 from distca.interrupt import INTERRUPTED_EXIT_CODE
 from distca.options import options_from
 from distca.train.settings import (
+    IntegritySettings,
     ModelSettings,
     PlanSettings,
     ServiceSettings,
@@ -25,6 +26,7 @@ def train(
     model: ModelSettings,
     training: TrainingSettings,
     plan: PlanSettings,
+    integrity: IntegritySettings,
     tls: ClientTls,
 ) -> None:
     """Train a model with its core attention served; start it with torchrun, once a rank.
@@ -48,6 +50,7 @@ def train(
         model=model,
         training=training,
         plan=plan,
+        integrity=integrity,
         tls=tls,
     )
     console = Console()

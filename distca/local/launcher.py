@@ -23,6 +23,7 @@ from distca.report.step_log import StepTail
 from distca.run_folder import RunFolder
 from distca.shapes import configured_shape, format_shape
 from distca.train.settings import (
+    IntegritySettings,
     ModelSettings,
     PlanSettings,
     ServiceSettings,
@@ -50,6 +51,7 @@ class LocalRun:
     model: ModelSettings
     training: TrainingSettings
     plan: PlanSettings
+    integrity: IntegritySettings
     environ: Mapping[str, str]
 
 
@@ -148,7 +150,10 @@ class _Launcher:
         )
         return self._start(
             f"trainer {rank}",
-            ["train", *as_arguments(service, run.data, run.model, run.training, run.plan)],
+            [
+                "train",
+                *as_arguments(service, run.data, run.model, run.training, run.plan, run.integrity),
+            ],
             {"RANK": str(rank), "WORLD_SIZE": str(run.local.trainers)},
         )
 

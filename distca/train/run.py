@@ -36,6 +36,7 @@ from distca.train.observer import Observer
 from distca.train.ranks import RankEnvironment, check_agreement, process_group, sum_over_ranks
 from distca.train.settings import (
     Homes,
+    IntegritySettings,
     ModelSettings,
     PlacementName,
     PlanSettings,
@@ -61,6 +62,7 @@ class TrainerRun:
     model: ModelSettings
     training: TrainingSettings
     plan: PlanSettings
+    integrity: IntegritySettings
     tls: ClientTls
 
 
@@ -160,6 +162,10 @@ def session_options(
         connect_timeout_seconds=run.service.connect_timeout_seconds,
         plan_timeout_seconds=run.service.plan_timeout_seconds,
         tick_timeout_seconds=run.service.tick_timeout_seconds,
+        checksums=run.integrity.checksums,
+        check_results=run.integrity.check_results,
+        audit_rate=run.integrity.audit,
+        audit_seed=run.data.seed,
         recovery_timeout_seconds=run.service.recovery_timeout_seconds,
         control_plane_timeout_seconds=run.service.control_plane_timeout_seconds,
         min_gigabytes_per_second=run.service.min_gigabytes_per_second,

@@ -221,6 +221,40 @@ class PlanSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
+class IntegritySettings:
+    """What is done against silent corruption."""
+
+    checksums: Annotated[
+        bool,
+        typer.Option(
+            "--checksums/--no-checksums",
+            help="Every message between trainers and servers carries a checksum.",
+            rich_help_panel=_SERVICE,
+        ),
+    ] = False
+    check_results: Annotated[
+        bool | None,
+        typer.Option(
+            "--check-results/--no-check-results",
+            help="Look for NaN and Inf in servers' results; default: on the CPU.",
+            rich_help_panel=_SERVICE,
+        ),
+    ] = None
+    audit: Annotated[
+        float,
+        typer.Option(
+            metavar="RATE",
+            help="Share of the servers' tasks that trainers recompute and compare, 0 to 1.",
+            rich_help_panel=_SERVICE,
+        ),
+    ] = 0.0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.audit <= 1:
+            raise ValueError(f"audit is {self.audit}; it must be a share, 0 to 1")
+
+
+@dataclass(frozen=True, kw_only=True)
 class ServiceSettings:
     """Where the service is and which run this is; only a trainer process takes these."""
 

@@ -17,6 +17,7 @@ from distca.data.settings import DataSettings
 from distca.options import as_arguments, options_from
 from distca.train.settings import (
     Homes,
+    IntegritySettings,
     ModelSettings,
     PlacementName,
     PlanSettings,
@@ -152,6 +153,7 @@ def test_everything_that_a_local_run_hands_to_its_trainers_reaches_them() -> Non
             min_backward_tokens=2,
             steps_ahead=9,
         ),
+        IntegritySettings(checksums=True, check_results=False, audit=0.25),
     )
     received: list[object] = []
 
@@ -162,8 +164,9 @@ def test_everything_that_a_local_run_hands_to_its_trainers_reaches_them() -> Non
         model: ModelSettings,
         training: TrainingSettings,
         plan: PlanSettings,
+        integrity: IntegritySettings,
     ) -> None:
-        received.extend((service, data, model, training, plan))
+        received.extend((service, data, model, training, plan, integrity))
 
     app = typer.Typer()
     app.command()(command)
