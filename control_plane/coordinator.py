@@ -259,8 +259,9 @@ class Coordinator:
         """
         self.sweep()
         self._check_open(spec, rank, host)
-        key = self._job_keys.key_of(job_id, owner)
-        _check_returning(spec, rank, job_id, key, token)
+        key = self._job_keys.proved(job_id, owner=owner, rank=rank, token=token)
+        if job_id.rpartition("-")[0] != spec.name:
+            raise InvalidRequestError(f"job {job_id} is none of the name {spec.name}")
         job = self._jobs.find(job_id, spec)
         now, lease_id = self._clock(), _new_id()
         if job is None:
@@ -634,24 +635,6 @@ class Coordinator:
 
     def _members_changed(self) -> None:
         self._metrics.members_changed(self._membership.members())
-
-
-def _check_returning(
-    spec: JobSpec, rank: int, job_id: str, key: bytes, token: bytes | None
-) -> None:
-    """Raises unless ``token`` shows that its bearer is ``rank`` of job ``job_id``."""
-    if token is None:
-        raise MissingTokenError(
-            f"rank {rank} comes back to job {job_id} without a token; send the one that OpenJob "
-            "gave"
-        )
-    if rank_of_token(key, token) != rank:
-        raise WrongTokenError(
-            f"the token that came is not that of rank {rank} of job {job_id}; a control plane that "
-            "starts again knows the tokens of before if it has the same token secret"
-        )
-    if job_id.rpartition("-")[0] != spec.name:
-        raise InvalidRequestError(f"job {job_id} is none of the name {spec.name}")
 
 
 def _new_id() -> str:
