@@ -22,7 +22,7 @@ TORCH ?= torch==2.13.0
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 
 # UCX comes with wheels for CUDA 12 and 13; both run without a GPU.
-EXTRAS ?= trainer,node,ucxx-cu13,dev
+EXTRAS ?= trainer,node,otel,ucxx-cu13,dev
 
 # Twelve steps are enough for the loss to fall. Documents may span both trainers, so that the second
 # of them holds the expensive ends of long documents. Short pieces cost little on a CPU.

@@ -19,8 +19,9 @@ _PREFIX = "distca_attention_node"
 _SECONDS_BUCKETS = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
 _TASKS_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 
-STALE_REASONS = ("epoch", "job", "size")
-"""Why a message is refused: of an earlier epoch, of a job that is not served, of a wrong length."""
+STALE_REASONS = ("epoch", "job", "size", "checksum")
+"""Why a message is refused: of an earlier epoch, of a job that is not served, of a wrong length,
+damaged on the way."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,7 +105,7 @@ class NodeMetrics:
 
     def exchange_ended(self, times: ExchangeTimes) -> None:
         """Counts one rank's part of a tick."""
-        series = self._phases[times.phase]
+        series = self._phases[times.tick.phase]
         series.wait.observe(times.wait_seconds)
         series.kernel.observe(times.kernel_seconds)
         if times.transport_seconds is not None:

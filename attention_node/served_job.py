@@ -53,6 +53,7 @@ class JobDescription:
     shape: AttentionShape
     scale: float
     name: str
+    checksums: bool = False
 
     @classmethod
     def from_proto(cls, opened: jobs_pb2.JobOpened) -> JobDescription:
@@ -70,6 +71,7 @@ class JobDescription:
             shape=shape_from_proto(opened.spec.shape),
             scale=opened.spec.softmax_scale,
             name=opened.spec.name,
+            checksums=opened.spec.checksums,
         )
 
 
@@ -88,7 +90,10 @@ class ExchangeTimes:
     """Where the time of one rank's part of a tick went, seen from the server.
 
     Attributes:
-        phase: forward or backward.
+        tick: which exchange.
+        rank: whose part.
+        job_id: of the job.
+        began_at: ``time.monotonic()`` when the rank's request had arrived.
         wait_seconds: from its request's arrival to its reply, without the kernel calls: waiting for
             other ranks' rows and for the device.
         kernel_seconds: wall seconds of the kernel calls that its tick was part of meanwhile.
@@ -96,7 +101,10 @@ class ExchangeTimes:
             travel.
     """
 
-    phase: Phase
+    tick: Tick
+    rank: int
+    job_id: str
+    began_at: float
     wait_seconds: float
     kernel_seconds: float
     transport_seconds: float | None = None
@@ -166,12 +174,12 @@ class ServedStep:
 
     def messages(self, rank: int, tick: Tick) -> MessagePair:
         """The layouts of what is exchanged with ``rank`` in ``tick``, one of its expected ones."""
-        route, shape = self._route(tick), self.job.shape
-        key = (rank, *self._key(tick))
+        job, key = self.job, (rank, *self._key(tick))
         if key not in self._messages:
-            pair = route.pairs[rank]
+            pair = self._route(tick).pairs[rank]
             self._messages[key] = MessagePair(
-                request_layout(pair, shape, tick.phase), reply_layout(pair, shape, tick.phase)
+                request_layout(pair, job.shape, tick.phase, checksums=job.checksums),
+                reply_layout(pair, job.shape, tick.phase, checksums=job.checksums),
             )
         return self._messages[key]
 

@@ -29,11 +29,19 @@ from attention_node.served_job import (
     StepBusy,
 )
 from core_attention.arrays import Int64Array
+from core_attention.checksum import ChecksumMismatch, seal, verify
 from core_attention.message_views import message_views
 from core_attention.plan import Plan
 from core_attention.tick import Tick
 from data_plane.buffer_pool import BufferPool, BufferPoolExhausted, PooledBuffer
-from data_plane.transport import Connection, Transfer, TransferState, TransportError
+from data_plane.transport import (
+    Connection,
+    MessageSizeMismatch,
+    Transfer,
+    TransferState,
+    TransportError,
+)
+from distca import tracing
 from distca.tokens import rank_of_token
 from distca.v1 import data_plane_pb2
 
@@ -73,6 +81,8 @@ class TickServer:
             connection.
         on_step_finished: called with the busy seconds of each finished step.
         on_refused: called with the reason of each hello that is refused.
+        on_message_refused: called with the reason of each message that is not used: one of
+            ``attention_node.metrics.STALE_REASONS``.
         on_exchange: called when a rank's part of a tick is over, on the thread that ended it.
         on_accepted: called with each connection and the name of the rank behind it.
     """
@@ -87,6 +97,7 @@ class TickServer:
         reply_deadline_seconds: float = 120.0,
         on_step_finished: Callable[[StepBusy], None] = lambda busy: None,
         on_refused: Callable[[HelloRefusal], None] = lambda reason: None,
+        on_message_refused: Callable[[str], None] = lambda reason: None,
         on_exchange: Callable[[ExchangeTimes], None] = lambda times: None,
         on_accepted: Callable[[Connection, str], None] = lambda connection, name: None,
     ) -> None:
@@ -97,6 +108,7 @@ class TickServer:
         self._reply_deadline_seconds = reply_deadline_seconds
         self._on_step_finished = on_step_finished
         self._on_refused = on_refused
+        self._on_message_refused = on_message_refused
         self._on_exchange = on_exchange
         self._on_accepted = on_accepted
         self._lock = threading.RLock()
@@ -297,11 +309,12 @@ class TickServer:
                     "given it up"
                 )
             open_tick = step.open_tick(tick)
-        reply, residence = LocalReply(tick), _Residence(open_tick)
+        residence = _Residence(open_tick, job_id, self._local_rank)
+        reply = LocalReply(tick)
 
         def finish() -> None:
             reply.set_done(record_event(self._executor.device))
-            self._on_exchange(residence.times())
+            self._exchange_ended(residence.times())
 
         source = Source(
             inputs=inputs,
@@ -423,6 +436,8 @@ class TickServer:
     ) -> None:
         if transfer.state is not TransferState.DONE:
             buffer.release()
+            if isinstance(transfer.error, MessageSizeMismatch):
+                self._on_message_refused("size")
             return
         with self._lock:
             lane.posted.discard(tick)
@@ -431,6 +446,8 @@ class TickServer:
             source = self._remote_source(connection, step, open_tick, buffer, transfer)
         except (TickGivenUp, *NO_MEMORY) as error:
             buffer.release()
+            if isinstance(error, TickGivenUp):
+                self._on_message_refused("epoch")
             self._fail(connection, tick, error)
             return
         self._executor.arrive(open_tick, connection.rank, source)
@@ -450,12 +467,13 @@ class TickServer:
         received: Transfer,
     ) -> Source:
         tick = open_tick.tick
-        residence = _Residence(open_tick)
+        residence = _Residence(open_tick, step.job.job_id, connection.rank)
         messages = step.messages(connection.rank, tick)
         reply = self._pool.acquire(messages.reply.nbytes)
 
         def send_reply() -> None:
             if messages.reply.nbytes:
+                seal(reply.tensor, messages.reply, tick.tag(reply=True))
                 written = record_event(self._executor.device)
                 transfer = connection.connection.put(
                     tick.tag(reply=True),
@@ -472,12 +490,18 @@ class TickServer:
             request.release()
             reply.release()
 
+        def fail(error: BaseException) -> None:
+            if isinstance(error, ChecksumMismatch):
+                self._on_message_refused("checksum")
+            self._fail(connection, tick, error)
+
         return Source(
             inputs=message_views(request.tensor, messages.request),
             outputs=message_views(reply.tensor, messages.reply),
             reply=send_reply,
             release=release,
-            fail=lambda error: self._fail(connection, tick, error),
+            fail=fail,
+            verify=lambda: verify(request.tensor, messages.request, tick.tag(reply=False)),
         )
 
     def _has_left(self, reply: Transfer, request: Transfer, times: ExchangeTimes) -> None:
@@ -485,7 +509,25 @@ class TickServer:
             self._leaving.discard(reply)
         if reply.state is TransferState.DONE:
             moving_seconds = request.moving_seconds + reply.moving_seconds
-            self._on_exchange(replace(times, transport_seconds=moving_seconds))
+            self._exchange_ended(replace(times, transport_seconds=moving_seconds))
+
+    def _exchange_ended(self, times: ExchangeTimes) -> None:
+        self._on_exchange(times)
+        if tracing.enabled():
+            tracing.record(
+                "distca.tick",
+                times.job_id,
+                times.tick.step,
+                began_at=times.began_at,
+                ended_at=times.began_at + times.wait_seconds + times.kernel_seconds,
+                server=self.server_id,
+                rank=times.rank,
+                layer=times.tick.layer,
+                nano_batch=times.tick.nano_batch,
+                phase=str(times.tick.phase),
+                kernel_seconds=times.kernel_seconds,
+                transport_seconds=times.transport_seconds or 0.0,
+            )
 
     def _finish_step(self, step: ServedStep) -> None:
         """Runs on the executor's thread when the last tick of a step is over or one failed."""
@@ -514,8 +556,9 @@ class TickServer:
 class _Residence:
     """A rank's rows on the server, from their arrival to the reply."""
 
-    def __init__(self, open_tick: OpenTick) -> None:
+    def __init__(self, open_tick: OpenTick, job_id: str, rank: int) -> None:
         self._open_tick = open_tick
+        self._job_id, self._rank = job_id, rank
         self._kernel_before = open_tick.kernel_seconds
         self._began_at = time.monotonic()
 
@@ -525,7 +568,10 @@ class _Residence:
         # A call that ran already when the rows arrived is counted from their arrival on.
         kernel_seconds = min(self._open_tick.kernel_seconds - self._kernel_before, seconds)
         return ExchangeTimes(
-            phase=self._open_tick.tick.phase,
+            tick=self._open_tick.tick,
+            rank=self._rank,
+            job_id=self._job_id,
+            began_at=self._began_at,
             wait_seconds=seconds - kernel_seconds,
             kernel_seconds=kernel_seconds,
         )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import secrets
+import time
 from collections.abc import Callable, Mapping, Sequence
 
 from control_plane.audience import Audience, RankKey
@@ -45,10 +46,17 @@ from control_plane.requests import (
     recover_event,
 )
 from control_plane.settings import CoordinatorSettings
-from control_plane.step import FailedStep, RankMeasurement, ReadyStep, ServerMeasurement
+from control_plane.step import (
+    FailedStep,
+    PlannedStep,
+    RankMeasurement,
+    ReadyStep,
+    ServerMeasurement,
+)
 from control_plane.step_planner import StepPlanner
 from control_plane.subscriptions import Subscription
 from core_attention.manifest import RankManifest
+from distca import tracing
 from distca.tokens import rank_of_token
 
 logger = logging.getLogger(__name__)
@@ -517,8 +525,9 @@ class Coordinator:
 
     def publish(self, job: Job, publication: Publication) -> None:
         """A step has been planned: stores it and tells the job's ranks and the step's servers."""
-        record = publication.record
-        if job.planned(record):
+        record, planned_at = publication.record, time.monotonic()
+        replanned = job.planned(record)
+        if replanned:
             self._metrics.step_replanned(job, record.plan.epoch)
         for rank, event in publication.by_rank.items():
             self._audience.tell_rank(job, rank, event)
@@ -526,6 +535,7 @@ class Coordinator:
             if member.server_id in publication.by_server:
                 self._audience.tell_server(member, publication.by_server[member.server_id])
         self._metrics.step_planned(job, publication)
+        _trace(job, record, planned_at, replanned=replanned)
         logger.debug("job %s: step %d planned: %s", job.job_id, record.step, record.plan.reason)
 
     def fail(self, job: Job, ready: ReadyStep, error: str) -> None:
@@ -639,3 +649,21 @@ class Coordinator:
 
 def _new_id() -> str:
     return secrets.token_hex(16)
+
+
+def _trace(job: Job, record: PlannedStep, planned_at: float, *, replanned: bool) -> None:
+    """Records how a step was planned and published, the root of the step's trace."""
+    tracing.record(
+        "distca.plan",
+        job.job_id,
+        record.step,
+        began_at=planned_at - record.plan_seconds,
+        ended_at=planned_at,
+        root=not replanned,
+        epoch=record.plan.epoch,
+        planner=record.plan.planner,
+        reason=record.plan.reason,
+    )
+    tracing.record(
+        "distca.publish", job.job_id, record.step, began_at=planned_at, ended_at=time.monotonic()
+    )

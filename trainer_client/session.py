@@ -18,16 +18,18 @@ from attention_node.tick_server import PROTOCOL_VERSION
 from core_attention.manifest import RankManifest
 from core_attention.plan import PlanServer
 from data_plane.buffer_pool import BufferPool, device_allocator
+from data_plane.liveness import LivenessMonitor
 from data_plane.metrics import DataPlaneMetrics
 from data_plane.transport import Connection
 from data_plane.ucxx_settings import UcxxSettings
 from data_plane.ucxx_transport import UcxxTransport
-from distca import __version__, rpc
+from distca import __version__, rpc, tracing
 from distca.codec import profile_to_proto, shape_to_proto
 from distca.monitoring import MetricsEndpoint, process_registry
 from distca.v1 import data_plane_pb2, jobs_pb2, membership_pb2
 from trainer_client.control_link import ControlLink, PlannedStep
 from trainer_client.errors import SessionError
+from trainer_client.examiner import Examiner
 from trainer_client.in_place import InPlaceServer
 from trainer_client.lane import current_step
 from trainer_client.metrics import TrainerMetrics
@@ -88,6 +90,11 @@ class Session:
         )
         self._servers = ServerLinks(
             self._transport, options, self._make_hello, self._metrics, self._data_metrics
+        )
+        self._examiner = Examiner(options, self._metrics, self._link.report_lost)
+        self._liveness = LivenessMonitor(
+            quiet_seconds=options.ping_quiet_seconds,
+            ping_timeout_seconds=options.ping_timeout_seconds,
         )
         self._description: JobDescription | None = None
         self._exchanger: Exchanger | None = None
@@ -244,11 +251,13 @@ class Session:
             self._leave(error)
 
     def _leave(self, error: str) -> None:
+        self._examiner.close()
         self._link.close(error)
         self._recovery.close()
         self._servers.close_all("the session is closed")
         self._in_place.close()
         self._transport.close()
+        self._liveness.close()
         if self._endpoint is not None:
             self._endpoint.close()
 
@@ -283,6 +292,7 @@ class Session:
                 min_forward_tokens=options.min_forward_tokens,
                 min_backward_tokens=options.min_backward_tokens,
                 softmax_scale=options.scale,
+                checksums=options.checksums,
             ),
             rank=options.rank,
             host=socket.gethostname(),
@@ -313,6 +323,8 @@ class Session:
             job=self._description,
             pool=self._pool,
             in_place=self._in_place.ticks,
+            examiner=self._examiner,
+            liveness=self._liveness,
             device=self._device,
             deadline_seconds=self.options.tick_timeout_seconds,
         )
@@ -374,6 +386,19 @@ class Session:
             recoveries=running.recoveries,
             replayed_ticks=running.replayed_ticks,
             recovery_seconds=running.recovery_seconds,
+        )
+        now = time.monotonic()
+        tracing.record(
+            "distca.step",
+            self.job_id,
+            running.step,
+            began_at=now - seconds,
+            ended_at=now,
+            error="" if running.complete else "the step was not run to its end",
+            rank=self.options.rank,
+            wait_seconds=running.wait_seconds,
+            send_seconds=running.send_seconds,
+            plan_wait_seconds=plan_wait_seconds,
         )
         self._metrics.step_ended(
             complete=running.complete,

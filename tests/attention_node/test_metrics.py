@@ -13,6 +13,7 @@ from attention_node.executor import Executor
 from attention_node.metrics import NodeMetrics
 from attention_node.served_job import ExchangeTimes
 from core_attention.ca_task import Phase
+from core_attention.tick import Tick
 from tests.attention_node.test_executor import WAIT_SECONDS, GatedKernel, submit, wait_for
 
 HELD_SECONDS = 0.1
@@ -103,7 +104,10 @@ def test_a_ticks_time_is_told_by_part_and_local_rows_have_no_transport(
     for transport_seconds in (0.25, None):
         metrics.exchange_ended(
             ExchangeTimes(
-                phase=Phase.FORWARD,
+                tick=Tick(0, 1, 0, Phase.FORWARD),
+                rank=0,
+                job_id="job",
+                began_at=0.0,
                 wait_seconds=0.5,
                 kernel_seconds=1.5,
                 transport_seconds=transport_seconds,

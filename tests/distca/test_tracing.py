@@ -1,0 +1,164 @@
+"""Traces: off without a trace of them, on with one trace a step across processes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent import futures
+from typing import Any
+
+import grpc
+import pytest
+from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+from distca import tracing
+from distca.errors import SettingsError
+from distca.v1 import membership_pb2
+from tests.cluster import ROOT
+from tests.control_plane.service_harness import (
+    client_of,
+    job_spec,
+    rank_manifest,
+    running,
+)
+
+
+@pytest.fixture(scope="module")
+def exporter() -> Iterator[InMemorySpanExporter]:
+    """Where the spans of this process go."""
+    exporter = InMemorySpanExporter()
+    stop = tracing.start_with(exporter, "test")
+    yield exporter
+    stop()
+
+
+@pytest.fixture
+def spans(exporter: InMemorySpanExporter) -> Any:
+    """Reads the finished spans by name, from the test's start on."""
+    exporter.clear()
+
+    def read() -> dict[str, list[Any]]:
+        from opentelemetry import trace
+
+        provider: Any = trace.get_tracer_provider()
+        provider.force_flush()
+        found: dict[str, list[Any]] = {}
+        for span in exporter.get_finished_spans():
+            found.setdefault(span.name, []).append(span)
+        return found
+
+    return read
+
+
+def record(name: str, step: int, **options: Any) -> None:
+    tracing.record(name, "train-1", step, began_at=10.0, ended_at=10.5, **options)
+
+
+def test_spans_of_a_step_are_children_of_its_plan_whoever_comes_first(spans: Any) -> None:
+    record("distca.tick", 7, server="node-0")
+    record("distca.plan", 7, root=True)
+    record("distca.tick", 8)
+    (plan,), (first, other) = (spans()[name] for name in ("distca.plan", "distca.tick"))
+    assert plan.parent is None
+    assert first.context.trace_id == plan.context.trace_id
+    assert first.parent.span_id == plan.context.span_id
+    assert other.context.trace_id != plan.context.trace_id
+    assert dict(first.attributes) == {
+        "distca.job_id": "train-1",
+        "distca.step": 7,
+        "distca.server": "node-0",
+    }
+    assert first.end_time - first.start_time == 500_000_000
+
+
+def test_a_failed_step_is_marked(spans: Any) -> None:
+    record("distca.step", 1, error="given up")
+    (span,) = spans()["distca.step"]
+    assert not span.status.is_ok
+    assert span.status.description == "given up"
+
+
+def test_a_real_steps_plan_and_calls_are_traced_and_leases_and_streams_are_not(spans: Any) -> None:
+    with running() as control_plane, client_of(control_plane.address) as client:
+        server_lease = client.register("s0")
+        job_id, lease = client.open(0, job_spec(n_ranks=1))
+        watcher = client.watch_rank(job_id, lease)
+        watcher.next("job_opened")
+        client.submit(job_id, lease, rank_manifest(0, 0))
+        watcher.next("step_planned")
+        client.membership.Heartbeat(membership_pb2.HeartbeatRequest(lease_id=server_lease))
+    found = spans()
+    (plan,) = found["distca.plan"]
+    (publish,) = found["distca.publish"]
+    assert publish.parent.span_id == plan.context.span_id
+    assert plan.attributes["distca.planner"]
+    for method in ("Membership/RegisterServer", "Jobs/OpenJob", "Jobs/SubmitManifest"):
+        both = [s for name in found if name.endswith(method) for s in found[name]]
+        assert sorted(span.kind.name for span in both) == ["CLIENT", "SERVER"], method
+        assert len({span.context.trace_id for span in both}) == 1
+    assert not [name for name in found if "Heartbeat" in name or "Watch" in name]
+
+
+def test_off_costs_no_import() -> None:
+    code = (
+        "import sys; from distca import tracing; import control_plane.coordinator\n"
+        "tracing.record('distca.tick', 'job', 1, began_at=0.0, ended_at=1.0)\n"
+        "assert not tracing.enabled()\n"
+        "assert not [name for name in sys.modules if name.startswith('opentelemetry')]"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60, cwd=ROOT)
+
+
+def test_an_endpoint_without_a_scheme_is_named() -> None:
+    with pytest.raises(SettingsError, match="'collector:4317'; it must be http://"):
+        tracing.start("collector:4317", "trainer")
+
+
+def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "opentelemetry.exporter.otlp.proto.grpc.trace_exporter"
+    monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(SettingsError, match=r"pip install 'distca\[otel\]'"):
+        tracing.start("http://collector:4317", "trainer")
+
+
+class Collector(trace_service_pb2_grpc.TraceServiceServicer):
+    """An OpenTelemetry collector that keeps the names of what it gets."""
+
+    def __init__(self) -> None:
+        self.names: set[str] = set()
+
+    def Export(  # noqa: N802 - named by the protocol
+        self, request: trace_service_pb2.ExportTraceServiceRequest, context: object
+    ) -> trace_service_pb2.ExportTraceServiceResponse:
+        for resource in request.resource_spans:
+            service = next(
+                a.value.string_value
+                for a in resource.resource.attributes
+                if a.key == "service.name"
+            )
+            for scope in resource.scope_spans:
+                self.names |= {f"{service} {span.name}" for span in scope.spans}
+        return trace_service_pb2.ExportTraceServiceResponse()
+
+
+def test_a_process_sends_its_spans_to_the_collector_and_ends() -> None:
+    server = grpc.server(futures.ThreadPoolExecutor(2))
+    collector = Collector()
+    trace_service_pb2_grpc.add_TraceServiceServicer_to_server(collector, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    code = (
+        "from distca import tracing\n"
+        f"tracing.start('http://127.0.0.1:{port}', 'trainer')\n"
+        "tracing.record('distca.step', 'job', 1, began_at=0.0, ended_at=1.0)"
+    )
+    began = time.monotonic()
+    try:
+        subprocess.run([sys.executable, "-c", code], check=True, timeout=60, cwd=ROOT)
+    finally:
+        server.stop(1.0).wait(5.0)
+    assert collector.names == {"distca-trainer distca.step"}
+    assert time.monotonic() - began < 60
