@@ -20,6 +20,7 @@ from distca.commands import (
     plan,
     profile,
     simulate,
+    top,
     train,
 )
 from distca.interrupt import INTERRUPTED_EXIT_CODE, let_sigterm_end_process_1
@@ -99,6 +100,7 @@ app.command("train")(train.train)
 app.command("local")(local.local)
 app.command("health")(health.health)
 app.add_typer(certs.app, name="certs")
+app.command("top")(top.top)
 app.command("profile")(profile.profile)
 app.command("plan")(plan.plan)
 app.command("simulate")(simulate.simulate)

@@ -16,6 +16,7 @@ COMMANDS = (
     "train",
     "local",
     "health",
+    "top",
     "certs",
     "profile",
     "plan",

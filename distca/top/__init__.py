@@ -1,0 +1,1 @@
+"""``distca top``: what a cluster does now, read from its control plane."""

@@ -1,0 +1,169 @@
+"""A snapshot as tables for a terminal."""
+
+from __future__ import annotations
+
+from rich.console import Group, RenderableType
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from distca.top.snapshot import JobView, ServerView, Snapshot, StepView
+
+SILENT_SECONDS = 10.0
+"""Without a heartbeat for so long a server is shown as silent; it sends one every few seconds."""
+
+
+def render(snapshot: Snapshot, away: str = "", away_seconds: float = 0.0) -> RenderableType:
+    """Header, servers and jobs.
+
+    Args:
+        snapshot: the last one that came.
+        away: why no newer one comes; empty if it is fresh.
+        away_seconds: since when.
+    """
+    parts: list[RenderableType] = [_header(snapshot)]
+    if away:
+        parts.append(
+            Text(
+                f"No answer for {away_seconds:.0f} s, what follows is old; trying again. {away}",
+                style="bold red",
+            )
+        )
+    parts += [_servers(snapshot), _jobs(snapshot)]
+    return Group(*parts)
+
+
+def _header(snapshot: Snapshot) -> Text:
+    draining = len(snapshot.servers) - snapshot.n_serving
+    parts = [
+        f"DistCA {snapshot.version} at {snapshot.address}",
+        f"up {_duration(snapshot.uptime_seconds)}",
+        _count(len(snapshot.servers), "server") + (f" ({draining} draining)" if draining else ""),
+        _count(len(snapshot.jobs), "job"),
+        f"{_gigabytes(snapshot.moved_bytes_per_second)} GB/s",
+    ]
+    busy = [server.busy_ratio for server in snapshot.servers if server.job is None]
+    if busy:
+        parts.append(f"busy {sum(busy) / len(busy):.0%} in the mean, {max(busy):.0%} at most")
+    return Text("   ".join(parts), style="bold")
+
+
+def _servers(snapshot: Snapshot) -> RenderableType:
+    if not snapshot.servers:
+        return Text("No server has joined.", style="dim")
+    table = Table(box=None, padding=(0, 1), header_style="bold dim", expand=True)
+    for name in ("server", "host", "device", "state"):
+        table.add_column(name, no_wrap=True, overflow="ellipsis")
+    table.add_column("busy", width=16)
+    for name in ("queue", "ticks", "buffers", "GB/s"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for server in snapshot.servers:
+        name = server.server_id
+        if server.version != snapshot.version:
+            name += f" ({server.version})"
+        bar = Table.grid(padding=(0, 1))
+        bar.add_row(
+            f"{server.busy_ratio:4.0%}",
+            ProgressBar(total=1.0, completed=server.busy_ratio, width=10),
+        )
+        table.add_row(
+            name,
+            server.host,
+            server.device,
+            _state(server),
+            bar,
+            str(server.queued_tasks),
+            str(server.open_ticks),
+            _bytes(server.buffer_bytes),
+            _gigabytes(server.moved_bytes_per_second),
+        )
+    return table
+
+
+def _state(server: ServerView) -> Text:
+    if server.seconds_since_heartbeat > SILENT_SECONDS:
+        return Text(f"silent for {server.seconds_since_heartbeat:.0f} s", style="red")
+    if server.draining:
+        return Text("draining", style="yellow")
+    if server.job is not None:
+        return Text(f"in {server.job}, rank {server.rank}")
+    return Text("serving", style="green")
+
+
+def _jobs(snapshot: Snapshot) -> RenderableType:
+    if not snapshot.jobs:
+        return Text("No job is open.", style="dim")
+    table = Table(box=None, padding=(0, 1), header_style="bold dim", expand=True)
+    for name in ("job", "placement", "ranks", "step"):
+        table.add_column(name, no_wrap=True, overflow="ellipsis")
+    for name in ("s/step", "waits", "tokens/s", "GB/s"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("imbalance: home, planned, measured", no_wrap=True, overflow="ellipsis")
+    for job in snapshot.jobs:
+        table.add_row(
+            job.name,
+            job.placement,
+            f"{job.n_joined_ranks}/{job.n_ranks}",
+            _progress(job),
+            *_step_cells(job.last_step),
+            _balance(job),
+        )
+    return table
+
+
+def _progress(job: JobView) -> Text:
+    if job.recovering:
+        return Text(f"recovering, epoch {job.epoch}", style="yellow")
+    if job.planned_step is None:
+        return Text("no step yet", style="dim")
+    finished = "-" if job.finished_step is None else str(job.finished_step)
+    return Text(f"{finished} done, {job.planned_step} planned")
+
+
+def _step_cells(step: StepView | None) -> tuple[str, str, str, str]:
+    if step is None:
+        return ("-", "-", "-", "-")
+    waits = step.wait_seconds / step.step_seconds if step.step_seconds > 0 else 0.0
+    return (
+        f"{step.step_seconds:.3g}",
+        f"{waits:.0%}",
+        f"{step.tokens_per_second:,.0f}",
+        _gigabytes(step.moved_bytes_per_second),
+    )
+
+
+def _balance(job: JobView) -> Text:
+    """Each phase's ratios; a measured one beyond the tolerance is marked."""
+    text = Text()
+    for phase in job.last_step.balance if job.last_step else ():
+        text.append(f"{phase.phase} " if not text else f"  {phase.phase} ", style="dim")
+        text.append(f"{_ratio(phase.home_imbalance)} {_ratio(phase.predicted_imbalance)} ")
+        beyond = (phase.measured_imbalance or 0.0) > 1 + job.tolerance
+        text.append(_ratio(phase.measured_imbalance), style="yellow" if beyond else "")
+    return text if text else Text("-")
+
+
+def _ratio(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" + ("" if number == 1 else "s")
+
+
+def _duration(seconds: float) -> str:
+    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= 2 * length:
+            return f"{seconds / length:.0f} {unit}"
+    return f"{seconds:.0f} s"
+
+
+def _gigabytes(nbytes: float) -> str:
+    return f"{nbytes / 1e9:.2f}"
+
+
+def _bytes(nbytes: int) -> str:
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if nbytes >= size:
+            return f"{nbytes / size:.1f} {unit}"
+    return f"{nbytes} B"
