@@ -1,0 +1,1 @@
+"""Malformed inputs to whatever listens: ``python -m tests.fuzz --help``."""

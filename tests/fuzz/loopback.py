@@ -1,0 +1,191 @@
+"""A transport inside one process, without any network: what is put is there at once.
+
+It keeps the contract of :mod:`data_plane.transport`: a message is matched with the buffer that was
+offered for its tag, in either order; one of another size fails the connection and its bytes are
+not used.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+import torch
+
+from data_plane.buffer_pool import PooledBuffer
+from data_plane.transport import (
+    AcceptCallback,
+    Address,
+    ConnectFailed,
+    HandshakeRejected,
+    MessageSizeMismatch,
+    PeerLost,
+    ProbeResult,
+    Transfer,
+    TransferState,
+    TransferTimeout,
+    TransportClosed,
+    TransportError,
+)
+
+NAME = "loopback"
+
+
+class LoopbackTransfer:
+    """One offer or put; ``buffer`` is held until it ends."""
+
+    def __init__(self, tag: int, buffer: PooledBuffer) -> None:
+        self.tag, self.nbytes = tag, buffer.nbytes
+        self.state = TransferState.PENDING
+        self.error: TransportError | None = None
+        self.ended_at: float | None = None
+        self.moving_seconds = 0.0
+        self.buffer = buffer.retain()
+        self._ended = threading.Event()
+        self._callbacks: list[Callable[[Transfer], None]] = []
+
+    def wait(self, timeout_seconds: float) -> None:
+        if not self._ended.wait(timeout_seconds):
+            raise TransferTimeout("nothing came", transport=NAME, peer="")
+        if self.error is not None:
+            raise self.error
+
+    def add_done_callback(self, callback: Callable[[Transfer], None]) -> None:
+        if self.state is TransferState.PENDING:
+            self._callbacks.append(callback)
+        else:
+            callback(self)
+
+    def end(self, error: TransportError | None = None) -> None:
+        """Done, or failed with ``error``."""
+        if self.state is not TransferState.PENDING:
+            return
+        self.error, self.ended_at = error, time.monotonic()
+        self.state = TransferState.FAILED if error else TransferState.DONE
+        self._ended.set()
+        for callback in self._callbacks:
+            callback(self)
+        self.buffer.release()
+
+
+class LoopbackConnection:
+    """One end; ``other`` is the peer's."""
+
+    transport = NAME
+
+    def __init__(self, peer: str) -> None:
+        self.peer = peer
+        self.other: LoopbackConnection
+        self.closed = False
+        self.last_heard = time.monotonic()
+        self.offers: dict[int, LoopbackTransfer] = {}
+        self._unclaimed: dict[int, torch.Tensor] = {}
+        self._callbacks: list[Callable[[TransportError | None], None]] = []
+        self._lock = threading.RLock()
+
+    def offer(self, tag: int, buffer: PooledBuffer, deadline_seconds: float) -> Transfer:
+        transfer = LoopbackTransfer(tag, buffer)
+        with self._lock:
+            if self.closed:
+                transfer.end(TransportClosed("closed", transport=NAME, peer=self.peer))
+                return transfer
+            self.offers[tag] = transfer
+            waiting = self._unclaimed.pop(tag, None)
+        if waiting is not None:
+            self.arrive(tag, waiting)
+        return transfer
+
+    def put(
+        self,
+        tag: int,
+        buffer: PooledBuffer,
+        deadline_seconds: float,
+        ready: Callable[[], bool] | None = None,
+    ) -> Transfer:
+        transfer = LoopbackTransfer(tag, buffer)
+        if self.closed:
+            transfer.end(TransportClosed("closed", transport=NAME, peer=self.peer))
+            return transfer
+        message = buffer.tensor.clone()
+        transfer.end()
+        self.other.arrive(tag, message)
+        return transfer
+
+    def arrive(self, tag: int, message: torch.Tensor) -> None:
+        """A message of the peer is here."""
+        with self._lock:
+            if self.closed:
+                return
+            offer = self.offers.pop(tag, None)
+            if offer is None:
+                self._unclaimed[tag] = message
+                return
+        if message.numel() != offer.nbytes:
+            what = f"{message.numel()} bytes came, {offer.nbytes} were offered"
+            error = MessageSizeMismatch(what, transport=NAME, peer=self.peer)
+            offer.end(error)
+            self._end(error)
+            self.other._end(PeerLost("it closed the connection", transport=NAME, peer=self.peer))
+            return
+        offer.buffer.tensor.copy_(message)
+        offer.end()
+
+    def close(self, reason: str = "closed by this side") -> None:
+        self._end(None)
+        self.other._end(PeerLost(reason, transport=NAME, peer=self.peer))
+
+    def add_closed_callback(self, callback: Callable[[TransportError | None], None]) -> None:
+        self._callbacks.append(callback)
+
+    def ping(self, timeout_seconds: float) -> None:
+        self.last_heard = time.monotonic()
+
+    def _end(self, error: TransportError | None) -> None:
+        with self._lock:
+            if self.closed:
+                return
+            self.closed = True
+            offers, self.offers = self.offers, {}
+            self._unclaimed.clear()
+        for offer in offers.values():
+            offer.end(error or TransportClosed("closed", transport=NAME, peer=self.peer))
+        for callback in self._callbacks:
+            callback(error)
+
+
+class LoopbackTransport:
+    """Listens on names; connects to whatever listens in the same process."""
+
+    name = NAME
+    _listeners: dict[str, AcceptCallback]
+
+    def __init__(self) -> None:
+        self._listeners = {}
+
+    def listen(self, host: str, port: int, accept: AcceptCallback) -> Address:
+        address = Address(host, port or len(self._listeners) + 1)
+        self._listeners[str(address)] = accept
+        return address
+
+    def connect(
+        self, address: Address, hello: bytes, timeout_seconds: float
+    ) -> tuple[LoopbackConnection, bytes]:
+        accept = self._listeners.get(str(address))
+        if accept is None:
+            raise ConnectFailed("nobody listens", transport=NAME, peer=str(address))
+        near, far = LoopbackConnection(str(address)), LoopbackConnection("client")
+        near.other, far.other = far, near
+        try:
+            return near, accept(hello, far)
+        except ValueError as error:
+            near.closed = far.closed = True
+            raise HandshakeRejected(str(error), transport=NAME, peer=str(address)) from error
+
+    def probe(
+        self, connection: LoopbackConnection, nbytes: int, repeats: int, timeout_seconds: float
+    ) -> ProbeResult:
+        return ProbeResult(connection.peer, NAME, NAME, nbytes, 1.0, 1e-6)
+
+    def close(self, timeout_seconds: float = 5.0) -> None:
+        self._listeners.clear()
