@@ -141,7 +141,7 @@ class ControlLink:
             self._addresses,
             timeout_seconds=self._settings.connect_seconds,
             giving_up=self._closing,
-            again=lambda error: isinstance(error, rpc.ControlPlaneUnavailable),
+            again=lambda error: isinstance(error, rpc.ControlPlaneUnavailable | rpc.RateLimited),
         )
         for name, target in (
             ("distca-watch", self._watch),
