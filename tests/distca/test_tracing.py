@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
-from concurrent import futures
 from typing import Any
 
-import grpc
 import pytest
-from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from distca import tracing
 from distca.errors import SettingsError
 from distca.v1 import membership_pb2
 from tests.cluster import ROOT
+from tests.collector import collecting
 from tests.control_plane.service_harness import (
     client_of,
     job_spec,
@@ -124,41 +121,14 @@ def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         tracing.start("http://collector:4317", "trainer")
 
 
-class Collector(trace_service_pb2_grpc.TraceServiceServicer):
-    """An OpenTelemetry collector that keeps the names of what it gets."""
-
-    def __init__(self) -> None:
-        self.names: set[str] = set()
-
-    def Export(  # noqa: N802 - named by the protocol
-        self, request: trace_service_pb2.ExportTraceServiceRequest, context: object
-    ) -> trace_service_pb2.ExportTraceServiceResponse:
-        for resource in request.resource_spans:
-            service = next(
-                a.value.string_value
-                for a in resource.resource.attributes
-                if a.key == "service.name"
-            )
-            for scope in resource.scope_spans:
-                self.names |= {f"{service} {span.name}" for span in scope.spans}
-        return trace_service_pb2.ExportTraceServiceResponse()
-
-
 def test_a_process_sends_its_spans_to_the_collector_and_ends() -> None:
-    server = grpc.server(futures.ThreadPoolExecutor(2))
-    collector = Collector()
-    trace_service_pb2_grpc.add_TraceServiceServicer_to_server(collector, server)
-    port = server.add_insecure_port("127.0.0.1:0")
-    server.start()
-    code = (
-        "from distca import tracing\n"
-        f"tracing.start('http://127.0.0.1:{port}', 'trainer')\n"
-        "tracing.record('distca.step', 'job', 1, began_at=0.0, ended_at=1.0)"
-    )
-    began = time.monotonic()
-    try:
+    with collecting() as collector:
+        code = (
+            "from distca import tracing\n"
+            f"tracing.start({collector.endpoint!r}, 'trainer')\n"
+            "tracing.record('distca.step', 'job', 1, began_at=0.0, ended_at=1.0)"
+        )
         subprocess.run([sys.executable, "-c", code], check=True, timeout=60, cwd=ROOT)
-    finally:
-        server.stop(1.0).wait(5.0)
-    assert collector.names == {"distca-trainer distca.step"}
-    assert time.monotonic() - began < 60
+    assert [(span.service, span.name) for span in collector.spans] == [
+        ("distca-trainer", "distca.step")
+    ]
