@@ -539,12 +539,11 @@ class Coordinator:
         logger.debug("job %s: step %d planned: %s", job.job_id, record.step, record.plan.reason)
 
     def fail(self, job: Job, ready: ReadyStep, error: str) -> None:
-        """A step cannot be planned: tells the ranks; it may be submitted again. If ranks wait in
-        the middle of it, the job ends."""
+        """A step cannot be planned: tells the ranks, also those that wait in the middle of it. It
+        may be submitted again."""
         if ready.begun:
-            self._close(job, f"step {ready.step} has begun and cannot be planned again: {error}")
-        else:
-            self._fail(job, ready.step, error)
+            error = f"the step has begun and cannot be planned again: {error}"
+        self._fail(job, ready.step, error)
 
     def _fail(self, job: Job, step: int, error: str) -> None:
         logger.warning("job %s: step %d has no plan: %s", job.job_id, step, error)

@@ -21,11 +21,11 @@ def first_ticks(
 
     Args:
         manifest: of the whole step.
-        complete_ticks: by rank, then nano-batch; of a rank that has left, all ticks of a lane.
-        left: the ranks that have left.
+        complete_ticks: by rank, then nano-batch; of a rank in ``left``, all ticks of a lane.
+        left: the ranks that have left the job or given the step up.
 
     Raises:
-        PlanError: a rank has left whose rows others still need.
+        PlanError: a rank is without the step whose rows others still need.
     """
     complete = np.array(complete_ticks, dtype=np.int64)
     nano_batch = manifest.document_nano_batch[manifest.segment_document]
@@ -36,9 +36,9 @@ def first_ticks(
     if short.any():
         at = int(np.flatnonzero(short)[0])
         raise PlanError(
-            f"rank {manifest.segment_rank[at]} has left the job, and its rows of document "
-            f"{manifest.document_id[manifest.segment_document[at]]} are needed to run step "
-            f"{manifest.step} again; a rank leaves after all have finished its last step"
+            f"rank {manifest.segment_rank[at]} has left the job or given the step up, and its rows "
+            f"of document {manifest.document_id[manifest.segment_document[at]]} are needed to run "
+            f"step {manifest.step} again; a rank leaves after all have finished its last step"
         )
     return first
 

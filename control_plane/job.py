@@ -339,7 +339,7 @@ class Job:
                 ready,
                 epoch=self.recovery.epoch,
                 complete_ticks=self._complete_ticks(ready, answers),
-                left=frozenset(self._leases.left),
+                left=self._without(ready, answers),
                 begun=ready.begun or _is_begun(step, answers),
             )
         return [self._ready[step] for step in sorted(self._ready)]
@@ -425,16 +425,31 @@ class Job:
         )
 
     def _complete_ticks(self, ready: ReadyStep, answers: Answers) -> tuple[tuple[int, ...], ...]:
-        """By rank: what it has told; nothing is owed to a rank that has left."""
-        n_nano_batches, n_layers = self.spec.n_nano_batches, self.spec.n_layers
-        all_ticks = (n_layers if ready.forward_only else 2 * n_layers,) * n_nano_batches
+        """By rank: what it has told; nothing is owed to a rank that is without the step."""
+        n_nano_batches, without = self.spec.n_nano_batches, self._without(ready, answers)
+        all_ticks = (self._lane_ticks(ready),) * n_nano_batches
         none = StepProgress(step=ready.step, complete_ticks=(0,) * n_nano_batches)
         return tuple(
             all_ticks
-            if rank in self._leases.left
+            if rank in without
             else answers.get(rank, {}).get(ready.step, none).complete_ticks
             for rank in range(self.spec.n_ranks)
         )
+
+    def _without(self, ready: ReadyStep, answers: Answers) -> frozenset[int]:
+        """The ranks that have left the job, or have left the step behind unfinished: they send
+        nothing of it any more."""
+        given_up = {
+            rank
+            for rank, steps in answers.items()
+            if ready.step in steps
+            and steps[ready.step].done
+            and min(steps[ready.step].complete_ticks) < self._lane_ticks(ready)
+        }
+        return frozenset(self._leases.left | given_up)
+
+    def _lane_ticks(self, ready: ReadyStep) -> int:
+        return self.spec.n_layers * (1 if ready.forward_only else 2)
 
     def _correct_speed(self, record: PlannedStep, measured: ServerMeasurement) -> None:
         predicted = record.predicted_seconds(measured.server_id)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -114,14 +114,7 @@ class Team:
         self, manifests: Sequence[RankManifest], *, seed: int = 0, backward: bool = True
     ) -> StepResult:
         """Runs one step on random rows; ``manifests`` get the next step number."""
-        step, self._step = self._step, self._step + 1
-        manifests = [RankManifest(step, m.rank, m.nano_batches) for m in manifests]
-        for manifest in manifests:
-            self.sessions[manifest.rank].submit(manifest, forward_only=not backward)
-        futures = [
-            self._threads[manifest.rank].submit(self._run_rank, manifest, seed, backward)
-            for manifest in manifests
-        ]
+        futures = self.start(manifests, seed=seed, backward=backward)
         rows: dict[tuple[int, int, int], Rows] = {}
         running = []
         errors = []
@@ -136,6 +129,19 @@ class Team:
         if errors:
             raise errors[0]
         return StepResult(rows, running)
+
+    def start(
+        self, manifests: Sequence[RankManifest], *, seed: int = 0, backward: bool = True
+    ) -> list[Future[tuple[dict[tuple[int, int, int], Rows], RunningStep]]]:
+        """Begins what :meth:`run` does: a future for each manifest."""
+        step, self._step = self._step, self._step + 1
+        manifests = [RankManifest(step, m.rank, m.nano_batches) for m in manifests]
+        for manifest in manifests:
+            self.sessions[manifest.rank].submit(manifest, forward_only=not backward)
+        return [
+            self._threads[manifest.rank].submit(self._run_rank, manifest, seed, backward)
+            for manifest in manifests
+        ]
 
     def check(self, manifests: Sequence[RankManifest], *, seed: int = 0) -> StepResult:
         """Runs one step and compares every element with the float64 reference."""

@@ -26,7 +26,7 @@ from trainer_client.errors import CoreAttentionFailed
 from trainer_client.exchanges import PlanInForce
 from trainer_client.lane_log import LaneLog, SentTick
 from trainer_client.metrics import OWN_PROCESS, ServedTasks, TrainerMetrics
-from trainer_client.replies import ExchangeFailed, Exchanger, Tensors
+from trainer_client.replies import Awaited, ExchangeFailed, Exchanger, Tensors
 
 logger = logging.getLogger(__name__)
 
@@ -291,7 +291,7 @@ class RunningStep:
             with self._changed:
                 if self._take_in(sent, began_at):
                     return
-                pending = next((r for r in sent.awaited or () if not r.arrived()), None)
+                pending = self._pending(sent)
                 if pending is None:
                     self._wait_for_plan()
             if pending is not None:
@@ -307,9 +307,7 @@ class RunningStep:
                 self._leave_plan(reason)
             return jobs_pb2.StepProgress(
                 step=self.step,
-                complete_ticks=[]
-                if self.abandoned
-                else [lane.complete_ticks for lane in self._lanes],
+                complete_ticks=[lane.complete_ticks for lane in self._lanes],
                 done=self.closed,
             )
 
@@ -397,6 +395,8 @@ class RunningStep:
         try:
             if not all(reply.arrived() for reply in sent.awaited):
                 return False
+            for reply in sent.awaited:
+                reply.examine()
         except ExchangeFailed as error:
             self._server_failed(sent, error)
             return False
@@ -412,6 +412,15 @@ class RunningStep:
             exposed_seconds=max(answered_at - max(began_at, sent.sent_at), 0.0),
         )
         return True
+
+    def _pending(self, sent: SentTick) -> Awaited | None:
+        """A reply that ``sent`` still waits for; None if it waits for a plan. Needs the lock."""
+        try:
+            return next((r for r in sent.awaited or () if not r.arrived()), None)
+        except ExchangeFailed as error:
+            # It was under way a moment ago.
+            self._server_failed(sent, error)
+            return None
 
     def _zero_gradients(self, sent: SentTick) -> dict[str, torch.Tensor]:
         dq, shape = sent.outputs["dq"], self.job.shape

@@ -261,15 +261,15 @@ def test_ranks_compute_at_home_while_there_is_no_pool_and_go_back(client: Client
         assert all(server.in_place_rank >= 0 for server in planned.plan.servers)
 
 
-def test_begun_step_that_no_server_can_take_over_closes_the_job(client: Client) -> None:
+def test_begun_step_that_no_server_can_take_over_fails(client: Client) -> None:
     lease = client.register("s0")
     pair = open_pair(client)
     pair.submit(0)
     pair.plans()
     deregister(client, lease)
     pair.answer(pair.recover().epoch, {0: [1, 1]}, {0: [1, 1]})
-    error = pair.watchers[0].next("job_closed").error
-    assert error.startswith("step 0 has begun and cannot be planned again: no attention server")
+    error = pair.watchers[0].next("step_failed").error
+    assert error.startswith("the step has begun and cannot be planned again: no attention server")
 
 
 def test_late_watchers_hear_of_a_recovery_until_they_have_answered(client: Client) -> None:

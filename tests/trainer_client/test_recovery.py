@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 
 import pytest
 
@@ -12,7 +11,8 @@ from core_attention.ca_task import Phase
 from core_attention.manifest import RankManifest, Segment
 from core_attention.tick import Tick
 from tests.cluster import NODE_SHAPE, Cluster, Process, cluster
-from tests.team import StepResult, Team
+from tests.team import StepResult, Team, assert_close
+from trainer_client.errors import CoreAttentionFailed
 from trainer_client.lane_log import SentTick
 from trainer_client.replies import Tensors
 from trainer_client.running_step import RunningStep
@@ -38,10 +38,23 @@ def spanning(n_ranks: int, tokens: int = 96) -> list[RankManifest]:
     return manifests
 
 
-@pytest.fixture
-def servers(tmp_path: Path) -> Iterator[Cluster]:
-    with cluster(tmp_path, 3) as running:
+@pytest.fixture(scope="module")
+def living(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    with cluster(tmp_path_factory.mktemp("cluster"), 0) as running:
         yield running
+
+
+@pytest.fixture
+def servers(living: Cluster) -> Cluster:
+    """Three attention nodes, whatever the test before has done to them."""
+    names = {f"node-{index}" for index in range(3)}
+    living.start_nodes(sorted(names - {process.name for process in nodes_of(living)}))
+    return living
+
+
+def nodes_of(servers: Cluster) -> list[Process]:
+    """The attention nodes that run."""
+    return [p for p in servers.processes[1:] if p.popen.poll() is None]
 
 
 def on_tick(monkeypatch: pytest.MonkeyPatch, hook: Hook) -> None:
@@ -91,8 +104,81 @@ def test_a_killed_server_costs_no_step(
 ) -> None:
     with Team(servers, 3, NODE_SHAPE, n_layers=N_LAYERS, placement="pool") as team:
         team.check(spanning(3))
-        kill_at(monkeypatch, [servers.processes[1]], rank=rank, layer=layer, phase=phase, step=1)
+        kill_at(monkeypatch, [nodes_of(servers)[0]], rank=rank, layer=layer, phase=phase, step=1)
         result = team.check(spanning(3), seed=1)
         assert max(recoveries(result)) >= 1
         monkeypatch.undo()
         assert recoveries(team.check(spanning(3), seed=2)) == [0, 0, 0]
+
+
+@pytest.mark.parametrize("n_victims", [2, 3])
+def test_several_servers_die_at_once(
+    servers: Cluster, monkeypatch: pytest.MonkeyPatch, n_victims: int
+) -> None:
+    """Without any server left the ranks compute at home, and return to the pool."""
+    with Team(servers, 3, NODE_SHAPE, n_layers=N_LAYERS, placement="pool") as team:
+        victims = nodes_of(servers)[:n_victims]
+        kill_at(monkeypatch, victims, rank=1, layer=1, phase=Phase.BACKWARD)
+        assert max(recoveries(team.check(spanning(3)))) >= 1
+        monkeypatch.undo()
+        newcomer = servers.start_node("node-9")
+        result = team.check(spanning(3), seed=1)
+        served = {s.server_id for running in result.running for s in running.plan.servers}
+        assert "node-9" in served
+        assert not any(name.startswith("test-") for name in served)
+    newcomer.terminate()
+
+
+def test_ranks_that_lose_servers_in_turn_go_on(
+    servers: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A second server dies while the ticks of the first one are replayed."""
+    with Team(servers, 3, NODE_SHAPE, n_layers=N_LAYERS, placement="mixed") as team:
+        first, second = nodes_of(servers)[:2]
+        killed: list[Process] = []
+
+        def hook(running: RunningStep, tick: Tick) -> None:
+            if tick == Tick(0, 1, 0, Phase.FORWARD) and not killed:
+                killed.append(first)
+                first.kill()
+            elif tick == Tick(0, 2, 0, Phase.FORWARD) and len(killed) == 1:
+                killed.append(second)
+                second.kill()
+
+        on_tick(monkeypatch, hook)
+        team.check(spanning(3))
+        assert killed == [first, second]
+
+
+def test_a_step_without_a_backward_pass_is_replayed(
+    servers: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks with the heads of documents may be at its end when another one has to begin anew."""
+    with Team(servers, 3, NODE_SHAPE, n_layers=N_LAYERS, placement="pool") as team:
+        expected = team.run(spanning(3), backward=False)
+        kill_at(monkeypatch, [nodes_of(servers)[0]], rank=2, layer=1, phase=Phase.FORWARD, step=1)
+        result = team.run(spanning(3), backward=False)
+        assert max(recoveries(result)) >= 1
+        for key, rows in expected.rows.items():
+            assert_close("o", result.rows[key]["o"], rows["o"].double())
+
+
+def test_a_step_given_up_by_one_rank_fails_for_those_who_need_its_rows(
+    servers: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def hook(running: RunningStep, tick: Tick) -> None:
+        if running.rank == 1 and tick == Tick(0, 1, 0, Phase.FORWARD):
+            raise KeyError("a mistake of the model")
+
+    with Team(
+        servers, 3, NODE_SHAPE, n_layers=N_LAYERS, placement="pool", tick_timeout_seconds=3.0
+    ) as team:
+        on_tick(monkeypatch, hook)
+        futures = team.start(spanning(3))
+        with pytest.raises(KeyError, match="a mistake of the model"):
+            futures[1].result(60)
+        for rank in (0, 2):
+            with pytest.raises(CoreAttentionFailed, match="rank 1 has left the job or given the"):
+                futures[rank].result(60)
+        monkeypatch.undo()
+        team.check(spanning(3), seed=1)
