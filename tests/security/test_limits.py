@@ -18,6 +18,7 @@ from distca.tokens import JOB_TOKEN_KEY
 from distca.v1 import jobs_pb2, membership_pb2
 from tests.control_plane.service_harness import job_spec, rank_manifest
 from tests.security.pki import Files, Pki, control_plane_with, refused, secure_client
+from trainer_client.control_link import ControlLink
 
 
 @pytest.fixture(scope="module")
@@ -137,3 +138,21 @@ def test_a_refusal_does_not_stop_others(control_plane: ControlPlane, pki: Pki) -
             with pytest.raises(rpc.PermissionDenied):
                 denied(b"", metadata=[(JOB_TOKEN_KEY, b"x")])
             quiet.membership.ListServers(membership_pb2.ListServersRequest())
+
+
+def test_ranks_that_are_too_early_try_again() -> None:
+    with (
+        control_plane_with(
+            None, registrations_per_second=5.0, registration_burst=1
+        ) as control_plane,
+        ExitStack() as stack,
+    ):
+        for rank in range(3):
+            link = ControlLink(
+                RpcSettings(address=control_plane.address),
+                on_opened=lambda opened: None,
+                on_planned=lambda planned: None,
+            )
+            stack.callback(link.close, "done")
+            link.open(jobs_pb2.OpenJobRequest(spec=job_spec(n_ranks=3), rank=rank, host="h"))
+        assert refused(control_plane, "Jobs/OpenJob", "rate-limited") >= 2
