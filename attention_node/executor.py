@@ -21,6 +21,7 @@ import torch
 
 from attention_node.open_tick import OpenTick, Source
 from core_attention.ca_task import Phase
+from core_attention.checksum import ChecksumMismatch
 from core_attention.kernels.protocol import Kernel
 from core_attention.shape import AttentionShape
 
@@ -104,6 +105,8 @@ class Executor:
         self._on_call = on_call
         self._events: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._ready: deque[tuple[OpenTick, int]] = deque()
+        # Since when the thread has been at work without finishing a kernel call.
+        self._at_work_since: float | None = None
         self._waiting, self._running, self._resting = (_Stopwatch(level) for level in (0, 0, 1))
         self._thread = threading.Thread(target=self._run, name="distca-executor", daemon=True)
         self._thread.start()
@@ -129,6 +132,12 @@ class Executor:
     def idle_seconds(self) -> float:
         """Seconds since the start without a kernel call."""
         return self._resting.read()
+
+    @property
+    def oldest_ready_seconds(self) -> float:
+        """How long there has been work of which none was finished; 0 if there is none."""
+        since = self._at_work_since
+        return 0.0 if since is None else max(time.monotonic() - since, 0.0)
 
     def arrive(self, tick: OpenTick, rank: int, source: Source) -> None:
         """Hands in one source of a tick; its callbacks are made on the executor's thread."""
@@ -159,15 +168,20 @@ class Executor:
             while self._take_events():
                 if self._ready:
                     self._run_batch(self._take_batch())
+                    self._at_work_since = time.monotonic()
 
     def _take_events(self) -> bool:
         """Handles all waiting events, blocking only if nothing is ready; False at the end."""
         block = not self._ready
         while True:
+            if block:
+                self._at_work_since = None
             try:
                 event = self._events.get(block=block)
             except queue.Empty:
                 return True
+            if self._at_work_since is None:
+                self._at_work_since = time.monotonic()
             if event is None:
                 return False
             event()
@@ -176,6 +190,13 @@ class Executor:
     def _arrive(self, tick: OpenTick, rank: int, source: Source, arrived: float) -> None:
         if source.written is not None:
             torch.cuda.current_stream(self.device).wait_event(source.written)
+        try:
+            source.verify()
+        except ChecksumMismatch as error:
+            # The rank's connection ends; the tick stays open, until a recovery ends it too.
+            source.fail(error)
+            source.release()
+            return
         ready = tick.arrive(rank, source)
         self._ready.extend((tick, index) for index in ready)
         now = time.perf_counter()

@@ -33,6 +33,7 @@ class Source:
         reply: called once, when the outputs are complete.
         release: called once, when the inputs are no longer read.
         fail: called instead of ``reply`` when the tick cannot be run.
+        verify: called before the inputs are read; raises ChecksumMismatch if they are damaged.
         written: on a GPU, the event after which a trainer's own inputs are complete; None for
             messages, which are complete when they arrive.
     """
@@ -42,6 +43,7 @@ class Source:
     reply: Callable[[], None]
     release: Callable[[], None]
     fail: Callable[[BaseException], None]
+    verify: Callable[[], None] = lambda: None
     written: torch.cuda.Event | None = None
 
 

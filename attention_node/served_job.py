@@ -43,6 +43,7 @@ class JobDescription:
         shape: heads, head dims and dtype.
         scale: multiplies q.k before softmax.
         name: what its user called it.
+        checksums: messages carry one.
     """
 
     job_id: str

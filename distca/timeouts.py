@@ -150,7 +150,7 @@ TIMEOUTS = (
         who="rank",
         what="the other ranks, in a collective of torch.distributed (NCCL's default)",
         then="the training process ends",
-        where="",
+        where="trainer_client.options:SessionOptions.collective_timeout_seconds",
         option="init_process_group(timeout=...)",
     ),
     Timeout(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 from distca.contact import Contact
 from distca.v1 import jobs_pb2
@@ -14,15 +15,22 @@ class RankContact(Contact):
 
     Attributes:
         job_id: of the rank's job, once it has joined.
+        timeouts: of the control plane, by their names in ``distca.timeouts``.
     """
 
     job_id = ""
+    timeouts: Mapping[str, float] = MappingProxyType({})
 
     def join(self, request: jobs_pb2.OpenJobRequest) -> bytes:
         """Opens the job, for the first time or to come back to it; returns the rank's token."""
         response = self.call(self._jobs.OpenJob, request)
         self.job_id, self.lease_id = response.job_id, response.rank_lease_id
         self.lease_seconds = response.lease_seconds
+        self.timeouts = {
+            "lease_seconds": response.lease_seconds,
+            "stall_seconds": response.stall_seconds,
+            "answer_seconds": response.answer_seconds,
+        }
         return bytes(response.token)
 
     def keep(self, job_id: str, lease_id: str) -> None:

@@ -13,7 +13,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from core_attention.manifest import RankManifest
@@ -70,6 +70,7 @@ class ControlLink:
     Attributes:
         job_id: of the job, once it is open.
         token: what shows that this process is the rank; goes with every call. Secret.
+        timeouts: of the control plane, by their names in ``distca.timeouts``.
     """
 
     def __init__(
@@ -106,6 +107,7 @@ class ControlLink:
         self._threads: list[threading.Thread] = []
         self.job_id = ""
         self.token = b""
+        self.timeouts: Mapping[str, float] = {}
 
     @property
     def failure(self) -> Exception | None:
@@ -284,6 +286,7 @@ class ControlLink:
         contact = RankContact(settings, lambda: self.token)
         try:
             self.token = contact.join(self._request)
+            self.timeouts = contact.timeouts
             self.job_id = contact.job_id
             contact.watch()
         except BaseException:

@@ -23,6 +23,7 @@ class Exchange:
     """What this rank exchanges with one server in some ticks of a (nano-batch, phase).
 
     Attributes:
+        plan: this rank's slice of the plan in force.
         server_id: the server.
         connection: to it; None if it is this process's own in-place server.
         route: which rows.
@@ -30,6 +31,7 @@ class Exchange:
         q_rows, kv_rows: int64 packed rows on the device, in message order.
     """
 
+    plan: Plan
     server_id: str
     connection: Connection | None
     route: PairRoute
@@ -89,7 +91,7 @@ class PlanInForce:
         return self._exchanges[key]
 
     def _derive(self, nano_batch: int, phase: Phase, stretch: int) -> tuple[Exchange, ...]:
-        plan, shape = self.plan, self._job.shape
+        plan, shape, checksums = self.plan, self._job.shape, self._job.checksums
         documents = self._first.documents(nano_batch, stretch)
         routes = derive_routes(plan.manifest, plan.tasks(phase), nano_batch, documents)
         exchanges = []
@@ -99,11 +101,12 @@ class PlanInForce:
             server_id = plan.servers[index].server_id
             exchanges.append(
                 Exchange(
+                    plan=plan,
                     server_id=server_id,
                     connection=self._connections.get(server_id),
                     route=route,
-                    request=request_layout(route, shape, phase),
-                    reply=reply_layout(route, shape, phase),
+                    request=request_layout(route, shape, phase, checksums=checksums),
+                    reply=reply_layout(route, shape, phase, checksums=checksums),
                     q_rows=torch.from_numpy(route.q_rows).to(self._device),
                     kv_rows=torch.from_numpy(route.kv_rows).to(self._device),
                 )

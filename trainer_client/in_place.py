@@ -87,6 +87,7 @@ class InPlaceServer:
             on_step_finished=step_finished,
             on_exchange=metrics.exchange_ended,
             on_refused=metrics.session_refused,
+            on_message_refused=metrics.stale_message,
             on_accepted=on_accepted,
         )
         metrics.watch(self._executor, lambda: self.ticks.open_ticks)

@@ -48,10 +48,11 @@ class SessionOptions:
         control_plane_timeout_seconds: how long the control plane may be away while training goes
             on.
         plan_timeout_seconds: how long a step waits for its plan, while the control plane is there.
-        tick_timeout_seconds: how long a tick may take; must be shorter than the collective
-            library's own timeout (NCCL's default is 600 s).
+        tick_timeout_seconds: how long a tick may take, whatever the reason.
         recovery_timeout_seconds: how long a step may be without a plan after it lost a server,
             while the control plane can be reached.
+        collective_timeout_seconds: how long the ranks wait for each other in a collective of
+            torch.distributed; checked only, since it is set elsewhere (600 s is NCCL's default).
         ping_quiet_seconds: how long a server that owes a reply may be silent before it is asked for
             a sign of life.
         ping_timeout_seconds: how long it may take to give one; without it, it counts as lost.
@@ -93,6 +94,7 @@ class SessionOptions:
     plan_timeout_seconds: float = 60.0
     tick_timeout_seconds: float = 120.0
     recovery_timeout_seconds: float = 60.0
+    collective_timeout_seconds: float = 600.0
     ping_quiet_seconds: float = 2.0
     ping_timeout_seconds: float = 5.0
     checksums: bool = False

@@ -17,10 +17,13 @@ from attention_node.open_tick import TickGivenUp
 from attention_node.served_job import JobDescription
 from attention_node.tick_server import LocalReply, TickServer
 from core_attention.ca_task import Phase
+from core_attention.checksum import seal
 from core_attention.message_views import message_views
 from core_attention.tick import Tick
 from data_plane.buffer_pool import BufferPool, PooledBuffer
-from data_plane.transport import Transfer, TransferState, TransportError
+from data_plane.liveness import LivenessMonitor
+from data_plane.transport import Connection, Transfer, TransferState, TransportError
+from trainer_client.examiner import Examiner
 from trainer_client.exchanges import Exchange
 
 Tensors = Mapping[str, torch.Tensor]
@@ -59,6 +62,13 @@ class Awaited(Protocol):
             ExchangeFailed: it will not come.
         """
 
+    def examine(self) -> None:
+        """Looks at what has arrived, before it is taken in.
+
+        Raises:
+            ExchangeFailed: it is wrong, by the server's or the network's fault.
+        """
+
     def wait(self, timeout_seconds: float) -> None:
         """Returns when it is here, when it will not come, or after ``timeout_seconds``."""
 
@@ -78,6 +88,8 @@ class Exchanger:
         job: what the job's members agree on.
         pool: message buffers.
         in_place: this process's own server.
+        examiner: looks at other processes' replies.
+        liveness: finds servers that are stopped or cut off while they owe something.
         device: of the model's tensors.
         deadline_seconds: of every transfer.
     """
@@ -85,6 +97,8 @@ class Exchanger:
     job: JobDescription
     pool: BufferPool
     in_place: TickServer
+    examiner: Examiner
+    liveness: LivenessMonitor
     device: torch.device
     deadline_seconds: float
 
@@ -133,33 +147,52 @@ class Exchanger:
             for name, view in message_views(request.tensor, exchange.request).items():
                 rows = exchange.kv_rows if name in ("k", "v") else exchange.q_rows
                 torch.index_select(inputs[name], 0, rows, out=view)
+            seal(request.tensor, exchange.request, tick.tag(reply=False))
             reply = self.pool.acquire(exchange.reply.nbytes)
             try:
                 transfer = None
                 if exchange.reply.nbytes:
                     transfer = connection.offer(tick.tag(reply=True), reply, self.deadline_seconds)
+                    self._watch(connection, transfer)
                 packed = record_event(self.device)
-                connection.put(
+                sent = connection.put(
                     tick.tag(reply=False),
                     request,
                     self.deadline_seconds,
                     ready=packed.query if packed else None,
                 )
+                self._watch(connection, sent)
             except TransportError as error:
                 reply.release()
                 raise ExchangeFailed(exchange.server_id, error) from error
         finally:
             request.release()
-        return _RemoteAwaited(exchange, reply, transfer)
+        return _RemoteAwaited(exchange, tick, inputs, reply, transfer, self.examiner)
+
+    def _watch(self, connection: Connection, transfer: Transfer) -> None:
+        """The server owes the end of ``transfer`` from now on."""
+        self.liveness.watch(connection)
+        transfer.add_done_callback(lambda _: self.liveness.unwatch(connection))
 
 
 class _RemoteAwaited:
     """A reply of another process."""
 
-    def __init__(self, exchange: Exchange, buffer: PooledBuffer, transfer: Transfer | None) -> None:
+    def __init__(
+        self,
+        exchange: Exchange,
+        tick: Tick,
+        inputs: Tensors,
+        buffer: PooledBuffer,
+        transfer: Transfer | None,
+        examiner: Examiner,
+    ) -> None:
         self._exchange = exchange
+        self._tick = tick
+        self._inputs = inputs
         self._buffer: PooledBuffer | None = buffer
         self._transfer = transfer
+        self._examiner = examiner
 
     @property
     def exchange(self) -> Exchange:
@@ -177,6 +210,14 @@ class _RemoteAwaited:
             cause = transfer.error or "the transfer failed"
             raise ExchangeFailed(self.exchange.server_id, cause) from transfer.error
         return False
+
+    def examine(self) -> None:
+        if self._transfer is None:
+            return
+        assert self._buffer is not None
+        fault = self._examiner.fault(self.exchange, self._tick, self._inputs, self._buffer.tensor)
+        if fault is not None:
+            raise ExchangeFailed(self.exchange.server_id, fault)
 
     def wait(self, timeout_seconds: float) -> None:
         if self._transfer is None:
@@ -198,6 +239,7 @@ class _RemoteAwaited:
 
     def let_go(self) -> None:
         buffer, self._buffer = self._buffer, None
+        self._inputs = {}
         if buffer is not None:
             buffer.release()
 
@@ -226,6 +268,9 @@ class _LocalAwaited:
             return self._reply.wait(0.0)
         except TickGivenUp as error:
             raise ExchangeFailed(self.exchange.server_id, error, own=True) from error
+
+    def examine(self) -> None:
+        """This process's own results are not doubted."""
 
     def wait(self, timeout_seconds: float) -> None:
         try:

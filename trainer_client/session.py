@@ -26,6 +26,7 @@ from data_plane.ucxx_transport import UcxxTransport
 from distca import __version__, rpc, tracing
 from distca.codec import profile_to_proto, shape_to_proto
 from distca.monitoring import MetricsEndpoint, process_registry
+from distca.timeouts import check_order, known_timeouts
 from distca.v1 import data_plane_pb2, jobs_pb2, membership_pb2
 from trainer_client.control_link import ControlLink, PlannedStep
 from trainer_client.errors import SessionError
@@ -120,6 +121,7 @@ class Session:
             )
         except BaseException:
             self._transport.close()
+            self._liveness.close()
             raise
         self._recovery = Recovery(
             options.rank,
@@ -138,6 +140,7 @@ class Session:
             distca.rpc.RpcError: the control plane cannot be reached, or refuses.
             TransportError: the in-place server's port is in use.
             distca.monitoring.MetricsAddressError: the metrics port is in use.
+            distca.timeouts.TimeoutOrderError: the rank's timeouts do not fit the control plane's.
         """
         session = cls(options)
         try:
@@ -312,6 +315,7 @@ class Session:
             )
         )
         self._link.open(request)
+        check_order({**known_timeouts(options), **self._link.timeouts})
         logger.info("rank %d joined job %s as %s", options.rank, options.job, self.job_id)
 
     def _job_opened(self, opened: jobs_pb2.JobOpened) -> None:

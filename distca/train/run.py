@@ -168,6 +168,7 @@ def session_options(
         audit_seed=run.data.seed,
         recovery_timeout_seconds=run.service.recovery_timeout_seconds,
         control_plane_timeout_seconds=run.service.control_plane_timeout_seconds,
+        collective_timeout_seconds=run.service.collective_timeout_seconds,
         min_gigabytes_per_second=run.service.min_gigabytes_per_second,
         metrics_port=_metrics_port(run),
         ca_file=run.tls.tls_ca,
