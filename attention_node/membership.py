@@ -1,20 +1,31 @@
-"""A node's link to the control plane: its lease, its plans, its reports."""
+"""A node's link to the control plane: its lease, its plans, its reports.
+
+Three threads: one sends heartbeats, one watches for jobs and plans, one sends reports. While the
+control plane is away the node goes on serving what it has, and the watching thread looks for the
+control plane. A control plane that does not know the node (it has started again) is told of it
+anew, and nothing changes for the jobs. One that took the lease away has given the node's work to
+others: then everything is dropped first.
+"""
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 
-import grpc
-
+from attention_node.pool_contact import PoolContact
 from attention_node.served_job import StepBusy
 from distca import rpc
-from distca.v1 import jobs_pb2, jobs_pb2_grpc, membership_pb2, membership_pb2_grpc
+from distca.reconnect import Addresses, is_transient, reach
+from distca.v1 import jobs_pb2, membership_pb2
 
 logger = logging.getLogger(__name__)
+
+
+BUSY_SECONDS = 1.0
+"""A fenced server whose executor has finished nothing for so long does not register yet."""
 
 
 class MembershipLost(RuntimeError):
@@ -25,12 +36,18 @@ class Membership:
     """One server's membership in the pool.
 
     Args:
-        settings: how to reach the control plane.
+        settings: how to reach the control plane; with several addresses, its standbys too.
         description: what the server is and can do.
         load: reads the load for heartbeats.
-        on_event: called with each event of the server's jobs, on the watching thread.
+        on_event: called with each event of the server's jobs.
+        on_registered: called after each registration, before the events that follow it.
+        on_fenced: called when the control plane has taken the lease away: every job and connection
+            is to be dropped.
         on_drain: called once, when the control plane asks the server to drain.
         on_lost: called once, when the membership ends for another reason than :meth:`leave`.
+        away_seconds: how long the control plane may be away.
+
+    ``on_event``, ``on_registered`` and ``on_fenced`` are called on the watching thread.
     """
 
     def __init__(
@@ -40,72 +57,84 @@ class Membership:
         *,
         load: Callable[[], membership_pb2.ServerLoad],
         on_event: Callable[[jobs_pb2.PlanEvent], None],
+        on_registered: Callable[[], None],
+        on_fenced: Callable[[], None],
         on_drain: Callable[[], None],
         on_lost: Callable[[MembershipLost], None],
+        away_seconds: float,
     ) -> None:
         self._settings = settings
+        self._addresses = Addresses(settings)
         self._description = description
         self._load = load
         self._on_event = on_event
+        self._on_registered = on_registered
+        self._on_fenced = on_fenced
         self._on_drain = on_drain
         self._on_lost = on_lost
-        self._channel: grpc.Channel = rpc.open_channel(settings)
-        self._stub = membership_pb2_grpc.MembershipStub(self._channel)
-        self._jobs = jobs_pb2_grpc.JobsStub(self._channel)
-        self._lease_id = ""
+        self._away_seconds = away_seconds
+        self._contact: PoolContact | None = None
+        self._draining = False
+        self._dropped_lease = ""
+        # No control plane is looked for any more: the node leaves, or drains without one.
+        self._giving_up = threading.Event()
         self._leaving = threading.Event()
-        self._lost = threading.Event()
+        self._lost = False
         self._threads: list[threading.Thread] = []
-        self._events: rpc.EventStream | None = None
         self._outbox = ThreadPoolExecutor(max_workers=1, thread_name_prefix="distca-reports")
 
     def join(self) -> None:
-        """Registers and starts the heartbeat and the watch.
+        """Registers and starts the heartbeat and the watch. If a server of the same name still
+        holds a lease, such as the process before this one, waits for its end.
 
         Raises:
             distca.rpc.RpcError: the control plane cannot be reached, or refuses.
         """
-        rpc.wait_until_ready(self._channel, self._settings)
-        response = self._stub.RegisterServer(
-            membership_pb2.RegisterServerRequest(server=self._description)
+        contact = reach(
+            self._first_contact,
+            self._addresses,
+            timeout_seconds=self._settings.connect_seconds,
+            giving_up=self._giving_up,
+            again=lambda error: isinstance(
+                error, rpc.ControlPlaneUnavailable | rpc.AlreadyExists | rpc.RateLimited
+            ),
         )
-        self._lease_id = response.lease_id
-        self._events = self._jobs.WatchServer(jobs_pb2.WatchServerRequest(lease_id=self._lease_id))
+        self._contact = contact
+        self._on_registered()
         for name, target in (
-            ("distca-heartbeat", lambda: self._beat(response.lease_seconds)),
-            ("distca-watch", self._watch),
+            ("distca-heartbeat", lambda: self._beat(contact.renewal_seconds)),
+            ("distca-watch", lambda: self._watch(contact)),
         ):
             thread = threading.Thread(target=target, name=name, daemon=True)
             thread.start()
             self._threads.append(thread)
-        logger.info(
-            "server %s registered at %s", self._description.server_id, self._settings.address
-        )
+        logger.info("server %s registered at %s", self._description.server_id, contact.address)
 
     def report(self, busy: StepBusy) -> None:
         """Sends the busy seconds of a finished step; a failure is logged only."""
-        if self._leaving.is_set():
+        contact = self._contact
+        if self._leaving.is_set() or contact is None:
             return
-        request = jobs_pb2.ReportStepRequest(
-            job_id=busy.job_id,
-            step=busy.step,
-            lease_id=self._lease_id,
-            server=jobs_pb2.ServerMeasurement(
-                server_id=self._description.server_id,
-                forward_busy_seconds=busy.forward_seconds,
-                backward_busy_seconds=busy.backward_seconds,
-            ),
+        measurement = jobs_pb2.ServerMeasurement(
+            server_id=self._description.server_id,
+            forward_busy_seconds=busy.forward_seconds,
+            backward_busy_seconds=busy.backward_seconds,
         )
-        future: Future[object] = self._outbox.submit(self._jobs.ReportStep, request)
+        future: Future[object] = self._outbox.submit(
+            contact.report_step, busy.job_id, busy.step, measurement
+        )
         future.add_done_callback(rpc.log_lost_report)
 
     def drain(self) -> None:
-        """Asks the control plane to plan nothing more for the server; a failure is logged only."""
-        request = membership_pb2.DrainServerRequest(
-            server_id=self._description.server_id, lease_id=self._lease_id
-        )
+        """Asks the control plane to plan nothing more for the server; a failure is logged only.
+        From now on the node does without a control plane that goes away."""
+        self._draining = True
+        contact = self._contact
+        if contact is None:
+            self._giving_up.set()
+            return
         try:
-            self._stub.DrainServer(request)
+            contact.drain(self._description.server_id)
         except rpc.RpcError as error:
             logger.warning("asking to be drained: %s", error)
 
@@ -114,50 +143,154 @@ class Membership:
         if self._leaving.is_set():
             return
         self._leaving.set()
+        self._giving_up.set()
         self._outbox.shutdown(wait=True, cancel_futures=False)
-        if not self._lost.is_set() and self._lease_id:
+        contact, self._contact = self._contact, None
+        if contact is not None:
             try:
-                self._stub.DeregisterServer(
-                    membership_pb2.DeregisterServerRequest(lease_id=self._lease_id)
-                )
+                contact.deregister()
             except rpc.RpcError as error:
                 logger.warning("deregistering: %s", error)
-        if self._events is not None:
-            self._events.cancel()
-        self._channel.close()
+            contact.end()
         for thread in self._threads:
             thread.join(2.0)
 
-    def _beat(self, lease_seconds: float) -> None:
-        draining = False
-        while not self._leaving.wait(lease_seconds / 3):
-            with self._losing("heartbeat"):
-                response = self._stub.Heartbeat(
-                    membership_pb2.HeartbeatRequest(lease_id=self._lease_id, load=self._load())
-                )
-                lease_seconds = response.lease_seconds
-                if response.draining and not draining:
-                    draining = True
-                    self._on_drain()
-            if self._lost.is_set():
-                return
-
-    def _watch(self) -> None:
-        assert self._events is not None
-        with self._losing("plans"):
-            for event in self._events:
-                self._on_event(event)
-            if not self._leaving.is_set():
-                raise MembershipLost("the control plane ended the stream")
-
-    @contextmanager
-    def _losing(self, what: str) -> Iterator[None]:
-        """Turns any failure of a thread into one call of ``on_lost``."""
+    def _first_contact(self, settings: rpc.RpcSettings) -> PoolContact:
+        contact = PoolContact(settings)
         try:
-            yield
+            contact.register(self._description)
+            contact.watch()
+        except BaseException:
+            contact.end()
+            raise
+        return contact
+
+    def _come_back(self, lease_id: str, settings: rpc.RpcSettings) -> PoolContact:
+        """A contact after a loss: with the lease of before, or under a new one."""
+        contact = PoolContact(settings)
+        try:
+            try:
+                contact.keep(lease_id, self._load())
+            except rpc.Fenced as error:
+                self._drop_everything(lease_id, error)
+                self._register_again(contact)
+            except rpc.LeaseExpired:
+                # It does not know the lease: it has started again, and knows no plan either.
+                self._register_again(contact)
+            contact.watch()
+        except BaseException:
+            contact.end()
+            raise
+        return contact
+
+    def _register_again(self, contact: PoolContact) -> None:
+        """Registers, unless the executor is at work on what was dropped: then a later attempt
+        does."""
+        busy_seconds = self._load().oldest_ready_seconds
+        if busy_seconds > BUSY_SECONDS:
+            raise rpc.ControlPlaneUnavailable(
+                "RegisterServer",
+                contact.address,
+                f"not asked: the executor has finished nothing for {busy_seconds:.0f} s",
+            )
+        contact.register(self._description)
+        logger.info("server %s registered again", self._description.server_id)
+        self._on_registered()
+
+    def _drop_everything(self, lease_id: str, error: Exception) -> None:
+        if lease_id != self._dropped_lease:
+            self._dropped_lease = lease_id
+            logger.error("fenced, dropping every job: %s", error)
+            self._on_fenced()
+
+    def _watch(self, contact: PoolContact | None) -> None:
+        try:
+            while contact is not None:
+                self._follow(contact)
+                contact.end()
+                contact = self._look_for_it(contact.lease_id)
         except Exception as error:
-            if self._leaving.is_set() or self._lost.is_set():
+            self._lose(error)
+
+    def _follow(self, contact: PoolContact) -> None:
+        """Handles events until the stream ends."""
+        assert contact.events is not None
+        try:
+            for event in contact.events:
+                self._on_event(event)
+            self._let_go(contact, MembershipLost("it ended the stream of plans"))
+        except rpc.RpcError as error:
+            self._let_go(contact, error)
+
+    def _look_for_it(self, lease_id: str) -> PoolContact | None:
+        """A new contact; None if none is needed any more."""
+        if self._draining:
+            self._giving_up.set()
+        if self._giving_up.is_set():
+            return None
+        began = time.monotonic()
+        try:
+            contact = reach(
+                lambda settings: self._come_back(lease_id, settings),
+                self._addresses,
+                timeout_seconds=self._away_seconds,
+                giving_up=self._giving_up,
+                again=lambda error: (
+                    is_transient(error)
+                    or isinstance(error, rpc.AlreadyExists)
+                    or type(error) is rpc.RpcError
+                ),
+            )
+        except rpc.RpcError as error:
+            if self._giving_up.is_set():
+                return None
+            raise MembershipLost(
+                f"no way back to the control plane in {self._away_seconds:g} s: {error}"
+            ) from error
+        self._contact = contact
+        if self._leaving.is_set():
+            contact.end()
+            return None
+        if self._draining:
+            self.drain()
+        logger.info(
+            "back at the control plane at %s after %.1f s",
+            contact.address,
+            time.monotonic() - began,
+        )
+        return contact
+
+    def _let_go(self, contact: PoolContact, error: Exception) -> None:
+        """The control plane is away, or does not want this server."""
+        if self._contact is not contact:
+            return
+        self._contact = None
+        if not self._giving_up.is_set():
+            logger.warning("lost the control plane at %s: %s", contact.address, error)
+        contact.interrupt()
+
+    def _beat(self, interval_seconds: float) -> None:
+        while not self._leaving.wait(interval_seconds):
+            contact = self._contact
+            if contact is None:
+                continue
+            try:
+                draining = contact.beat(self._load())
+            except rpc.RpcError as error:
+                self._let_go(contact, error)
+                continue
+            except Exception as error:
+                self._lose(error)
                 return
-            self._lost.set()
-            logger.error("membership lost (%s): %s", what, error)
-            self._on_lost(MembershipLost(f"{what}: {error}"))
+            interval_seconds = contact.renewal_seconds
+            if draining and not self._draining:
+                self._draining = True
+                self._on_drain()
+
+    def _lose(self, error: Exception) -> None:
+        """Turns whatever ends a thread into one call of ``on_lost``."""
+        if self._giving_up.is_set() or self._lost:
+            return
+        self._lost = True
+        logger.error("membership lost: %s", error)
+        self._on_lost(MembershipLost(str(error)))

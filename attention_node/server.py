@@ -18,12 +18,14 @@ import time
 from concurrent import futures
 from dataclasses import dataclass, field, fields
 from pathlib import Path
+from types import FrameType
 
 import grpc
 import psutil
 import torch
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
+from attention_node.announced_jobs import AnnouncedJobs
 from attention_node.executor import Executor, KernelCall
 from attention_node.membership import Membership, MembershipLost
 from attention_node.metrics import NodeMetrics
@@ -41,7 +43,7 @@ from data_plane.transport import Address
 from data_plane.ucxx_settings import UcxxSettings
 from data_plane.ucxx_transport import UcxxTransport
 from distca import __version__, rpc
-from distca.codec import plan_from_proto, profile_to_proto
+from distca.codec import first_tick_from_bytes, plan_from_proto, profile_to_proto
 from distca.monitoring import MetricsEndpoint, process_registry
 from distca.tls import TlsFiles, server_credentials
 from distca.v1 import jobs_pb2, membership_pb2
@@ -74,7 +76,12 @@ class NodeSettings:
         capacity_rows: q plus k/v rows the node can hold in one tick; 0 is without limit.
         buffer_limit_bytes: memory for messages; 0 is without limit.
         profile_dir: where cost profiles are cached.
-        connect_seconds: how long to wait for the control plane at start.
+        connect_seconds: how long to wait for the control plane at start, and for the lease of a
+            server of the same name to end.
+        control_plane_timeout_seconds: how long the control plane may be away while planned steps
+            are served.
+        stuck_seconds: after so long without finishing any of its work the process exits, so that
+            it is started again.
         drain_seconds: how long planned steps may take to finish when the node is told to stop.
         reply_timeout_seconds: how long a trainer may take to accept a reply.
         address_file: where to write the bound addresses as JSON, or None.
@@ -95,6 +102,8 @@ class NodeSettings:
     buffer_limit_bytes: int = 0
     profile_dir: Path = Path.home() / ".cache" / "distca"
     connect_seconds: float = 30.0
+    control_plane_timeout_seconds: float = 300.0
+    stuck_seconds: float = 60.0
     drain_seconds: float = 30.0
     reply_timeout_seconds: float = 120.0
     address_file: Path | None = None
@@ -122,15 +131,22 @@ def run(settings: NodeSettings) -> None:
     """Serves until SIGTERM, SIGINT, a drain, or the loss of the control plane.
 
     Raises:
-        MembershipLost: the control plane is gone, or took the lease away.
+        MembershipLost: the control plane is gone.
+        ExecutorStuck: the device does not go on.
         distca.rpc.RpcError: the control plane cannot be reached, or refuses the registration.
         TransportError, OSError: a port is in use.
         ValueError: no kernel runs a shape on the device.
     """
     sys.setswitchinterval(SWITCH_INTERVAL_SECONDS)
     node = AttentionNode(settings)
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        if not node.joined:  # there is nothing to drain, and joining may wait for long
+            raise SystemExit(128 + number)
+        node.stop()
+
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: node.stop())
+        signal.signal(number, stop)
     try:
         node.start()
         node.wait()
@@ -138,21 +154,31 @@ def run(settings: NodeSettings) -> None:
         node.close()
 
 
+class ExecutorStuck(RuntimeError):
+    """The executor has work and finishes none of it; only a new process helps."""
+
+
 class AttentionNode:
-    """A pool server: executor, data plane, health, metrics and membership."""
+    """A pool server: executor, data plane, health, metrics and membership.
+
+    Attributes:
+        joined: whether it has become a member.
+    """
 
     def __init__(self, settings: NodeSettings) -> None:
         self._settings = settings
         self._stopping = threading.Event()
         self._lost: MembershipLost | None = None
+        self.joined = False
         self._busy_seconds = 0.0
-        self._beat_at = (time.monotonic(), 0.0)
+        # At the last heartbeat: time, kernel seconds and bytes moved so far.
+        self._beat_at = (time.monotonic(), 0.0, 0)
         device = torch.device(settings.device)
         kernel = select_kernel(device)
         self._profiles = [self._measure(kernel, shape, device) for shape in settings.profile_shapes]
         registry = process_registry("attention-node")
         self._metrics = NodeMetrics(registry, settings.server_id)
-        data_metrics = DataPlaneMetrics(registry)
+        data_metrics = self._data_metrics = DataPlaneMetrics(registry)
         self._pool = BufferPool(
             device_allocator(device), limit_bytes=settings.buffer_limit_bytes or None
         )
@@ -166,6 +192,7 @@ class AttentionNode:
             on_step_finished=self._step_finished,
             on_exchange=self._metrics.exchange_ended,
             on_refused=self._metrics.session_refused,
+            on_message_refused=self._metrics.stale_message,
             on_accepted=lambda connection, name: data_metrics.name_peer(
                 connection.peer, connection.transport, name
             ),
@@ -177,6 +204,7 @@ class AttentionNode:
         self._registry = registry
         self._endpoint: MetricsEndpoint | None = None
         self._membership: Membership | None = None
+        self._announced = AnnouncedJobs()
         self._health = health.HealthServicer()
         self._grpc = grpc.server(
             futures.ThreadPoolExecutor(max_workers=4), options=[("grpc.so_reuseport", 0)]
@@ -204,10 +232,14 @@ class AttentionNode:
             self._describe(data_address),
             load=self._load,
             on_event=self._handle,
+            on_registered=lambda: self._announced.registered(now=time.monotonic()),
+            on_fenced=lambda: self._ticks.close_all("the control plane has fenced the server"),
             on_drain=self.stop,
             on_lost=self._lose,
+            away_seconds=settings.control_plane_timeout_seconds,
         )
         self._membership.join()
+        self.joined = True
         self._health.set("", health_pb2.HealthCheckResponse.SERVING)
         self._write_addresses(
             {
@@ -226,10 +258,12 @@ class AttentionNode:
         """Blocks until the node is to end, then lets planned steps finish.
 
         Raises:
-            MembershipLost: the control plane is gone, or took the lease away.
+            MembershipLost: the control plane is gone.
+            ExecutorStuck: the device, or the thread that drives it, does not go on.
         """
         while not self._stopping.wait(1.0):
-            pass
+            self._check_executor()
+            self._drop_forgotten_jobs()
         if self._lost is not None:
             raise self._lost
         self._health.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
@@ -249,6 +283,19 @@ class AttentionNode:
         if self._endpoint is not None:
             self._endpoint.close()
         self._grpc.stop(grace=1.0).wait(2.0)
+
+    def _check_executor(self) -> None:
+        seconds = self._executor.oldest_ready_seconds
+        if seconds > self._settings.stuck_seconds:
+            raise ExecutorStuck(
+                f"the executor has had work for {seconds:.0f} s and finished none of it, "
+                f"stuck_seconds is {self._settings.stuck_seconds:g}: the device hangs, or one "
+                "kernel call takes longer than that"
+            )
+
+    def _drop_forgotten_jobs(self) -> None:
+        for job_id in self._announced.forgotten(self._ticks.job_ids, now=time.monotonic()):
+            self._ticks.close_job(job_id, "the control plane does not know it any more")
 
     def _wait_until_idle(self, deadline: float) -> bool:
         """Waits until nothing has been left to do for a while: a plan may still be under way."""
@@ -303,29 +350,39 @@ class AttentionNode:
         )
 
     def _load(self) -> membership_pb2.ServerLoad:
-        now, busy = time.monotonic(), self._busy_seconds
-        then, busy_then = self._beat_at
-        self._beat_at = (now, busy)
+        now, busy, moved = time.monotonic(), self._busy_seconds, self._data_metrics.moved_bytes
+        then, busy_then, moved_then = self._beat_at
+        self._beat_at = (now, busy, moved)
+        seconds = max(now - then, 1e-9)
         return membership_pb2.ServerLoad(
             queued_tasks=self._executor.queued_parts,
             open_ticks=self._ticks.open_ticks,
-            busy_ratio=min((busy - busy_then) / max(now - then, 1e-9), 1.0),
+            busy_ratio=min((busy - busy_then) / seconds, 1.0),
             buffer_bytes=self._pool.stats().in_use_bytes,
+            oldest_ready_seconds=self._executor.oldest_ready_seconds,
+            moved_bytes_per_second=(moved - moved_then) / seconds,
         )
 
     def _handle(self, event: jobs_pb2.PlanEvent) -> None:
         match event.WhichOneof("event"):
             case "job_opened":
+                self._announced.opened(event.job_opened.job_id)
                 self._ticks.open_job(JobDescription.from_proto(event.job_opened))
             case "step_planned":
-                planned = event.step_planned
-                self._ticks.add_plan(
-                    planned.plan.job_id,
-                    plan_from_proto(planned.plan),
-                    forward_only=planned.forward_only,
-                )
+                self._add_plan(event.step_planned)
+            case "recover":
+                self._ticks.recover(event.recover.job_id, event.recover.epoch)
             case "job_closed":
                 self._ticks.close_job(event.job_closed.job_id, event.job_closed.error)
+
+    def _add_plan(self, planned: jobs_pb2.StepPlanned) -> None:
+        plan = plan_from_proto(planned.plan)
+        self._ticks.add_plan(
+            planned.plan.job_id,
+            plan,
+            forward_only=planned.forward_only,
+            first_tick=first_tick_from_bytes(planned.first_tick, plan.manifest.n_documents),
+        )
 
     def _kernel_called(self, call: KernelCall) -> None:
         self._busy_seconds += call.seconds

@@ -9,15 +9,20 @@ from __future__ import annotations
 
 import math
 import re
+from collections import OrderedDict
 from dataclasses import dataclass, field
 
 from control_plane.errors import (
     AlreadyExistsError,
+    FencedError,
     InvalidRequestError,
     LeaseExpiredError,
     UnknownServerError,
 )
 from core_attention.cost_model import CostProfile
+
+REMEMBERED_LEASES = 1024
+"""Leases that were taken away of which is known why."""
 
 _ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 
@@ -142,6 +147,8 @@ class Membership:
         self._lease_seconds = lease_seconds
         self._by_id: dict[str, Member] = {}
         self._by_lease: dict[str, Member] = {}
+        # Why leases were taken away, so that their servers can tell it from a new control plane.
+        self._taken: OrderedDict[str, str] = OrderedDict()
 
     def register(self, description: ServerDescription, *, lease_id: str, now: float) -> Member:
         """A pool server joins.
@@ -188,14 +195,18 @@ class Membership:
         """The server that holds ``lease_id``.
 
         Raises:
-            LeaseExpiredError: the lease expired or is unknown.
+            FencedError: the lease was taken away, or expired.
+            LeaseExpiredError: it is unknown.
         """
         member = self._by_lease.get(lease_id)
-        if member is None or self._expired(member, now):
+        if lease_id in self._taken:
+            raise FencedError(self._taken[lease_id])
+        if member is None:
             raise LeaseExpiredError(
-                f"no server holds the lease that came; it expired after {self._lease_seconds:g} s "
-                "without a heartbeat, or the control plane has restarted"
+                "no server holds the lease that came; the control plane may have started again"
             )
+        if self._expired(member, now):
+            raise FencedError(self._why_expired(member))
         return member
 
     def drain(self, server_id: str) -> Member:
@@ -226,9 +237,12 @@ class Membership:
         self._remove(member)
         return member
 
-    def fence(self, member: Member) -> None:
-        """Ends the lease of a pool server, which it may not know; it has to register again."""
+    def fence(self, member: Member, why: str) -> None:
+        """Takes the lease of a pool server away; it has to register again."""
         self._remove(member)
+        self._taken[member.lease_id] = why
+        while len(self._taken) > REMEMBERED_LEASES:
+            self._taken.popitem(last=False)
 
     def renew_in_place(self, lease_id: str, *, now: float) -> None:
         """A rank's lease was renewed: so is its in-place server's, if it has one."""
@@ -250,10 +264,10 @@ class Membership:
         return leaving
 
     def expire(self, *, now: float) -> list[Member]:
-        """Removes and returns the pool servers whose lease has run out, sorted by id."""
+        """Fences and returns the pool servers whose lease has run out, sorted by id."""
         gone = [member for member in self.members() if self._expired(member, now)]
         for member in gone:
-            self._remove(member)
+            self.fence(member, self._why_expired(member))
         return gone
 
     def find(self, server_id: str) -> Member | None:
@@ -285,12 +299,18 @@ class Membership:
         self.check_free(member.server_id, now=now)
         expired = self._by_id.get(member.server_id)
         if expired is not None:
-            self._remove(expired)
+            self.fence(expired, self._why_expired(expired))
         self._by_id[member.server_id] = self._by_lease[member.lease_id] = member
         return member
 
     def _remove(self, member: Member) -> None:
         del self._by_id[member.server_id], self._by_lease[member.lease_id]
+
+    def _why_expired(self, member: Member) -> str:
+        return (
+            f"server {member.server_id} sent no heartbeat for {self._lease_seconds:g} s, and its "
+            "lease was taken away"
+        )
 
     def _expired(self, member: Member, now: float) -> bool:
         """An in-place server's lease is its rank's business, see ``job.py``."""

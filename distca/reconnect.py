@@ -28,7 +28,7 @@ LONGEST_WAIT_SECONDS = 2.0
 """Between two attempts. Waits are random up to a limit that doubles from 0.2 s to this."""
 
 ATTEMPT_SECONDS = 2.0
-"""How long one of several addresses may take to accept a connection."""
+"""How long an address may take to accept a connection before it is the next one's turn."""
 
 _TRANSIENT = (
     rpc.ControlPlaneUnavailable,
@@ -46,16 +46,16 @@ class Addresses:
     """
 
     def __init__(self, settings: rpc.RpcSettings) -> None:
-        self._each = [replace(settings, address=address) for address in settings.addresses]
+        seconds = min(ATTEMPT_SECONDS, settings.connect_seconds)
+        self._each = [
+            replace(settings, address=address, connect_seconds=seconds)
+            for address in settings.addresses
+        ]
         self._next = 0
-        self._connect_seconds = settings.connect_seconds
 
     def current(self) -> rpc.RpcSettings:
         """How to reach the one to try now."""
-        settings = self._each[self._next]
-        if len(self._each) == 1:
-            return settings
-        return replace(settings, connect_seconds=min(ATTEMPT_SECONDS, self._connect_seconds))
+        return self._each[self._next]
 
     def advance(self) -> None:
         """The current one did not answer: the next one's turn."""

@@ -39,7 +39,7 @@ from attention_node.server import NodeSettings, run
 from core_attention.shape import AttentionShape
 run(NodeSettings(control_plane={control_plane!r}, server_id={server_id!r}, data_host="127.0.0.1",
     one_host=True, address_file=Path({address_file!r}), profile_dir=Path({profile_dir!r}),
-    device={device!r}, profile_shapes=(AttentionShape(**{shape!r}),)))
+    device={device!r}, profile_shapes=(AttentionShape(**{shape!r}),), **{settings!r}))
 """
 
 _CONTROL_PLANE = """
@@ -48,8 +48,8 @@ from control_plane.server import run
 from control_plane.settings import ControlPlaneSettings, CoordinatorSettings
 from control_plane.planners import PLANNERS
 from tests import random_planner
-run(ControlPlaneSettings(listen_address="127.0.0.1:0", metrics_address="127.0.0.1:0",
-    address_file=Path({address_file!r}),
+run(ControlPlaneSettings(listen_address={listen!r}, metrics_address="127.0.0.1:0",
+    address_file=Path({address_file!r}), state_dir=Path({state_dir!r}),
     coordinator=CoordinatorSettings(lease_seconds={lease_seconds!r})),
     planners={{**PLANNERS, "random": random_planner.plan}})
 """
@@ -111,16 +111,27 @@ class Cluster:
         self._device, self._node_shape = device, node_shape
         keep_profile(folder, node_shape, device)
         self.processes: list[Process] = []
-        self.control_plane = self._start(
-            "control-plane", _CONTROL_PLANE, lease_seconds=lease_seconds
-        )
+        self._lease_seconds = lease_seconds
+        self.address = "127.0.0.1:0"
+        self.control_plane = self.start_control_plane()
         self.address = self.control_plane.addresses["grpc"]
 
-    def start_node(self, server_id: str) -> Process:
-        """A pool server of this name, once it is registered."""
-        return self.start_nodes([server_id])[0]
+    def start_control_plane(self) -> Process:
+        """The control plane; the one before must have ended, and its address is taken again."""
+        self.control_plane = self._start(
+            "control-plane",
+            _CONTROL_PLANE,
+            lease_seconds=self._lease_seconds,
+            listen=self.address,
+            state_dir=str(self.folder / "state"),
+        )
+        return self.control_plane
 
-    def start_nodes(self, server_ids: list[str]) -> list[Process]:
+    def start_node(self, server_id: str, **settings: Any) -> Process:
+        """A pool server of this name, once it is registered; further settings of the node."""
+        return self.start_nodes([server_id], **settings)[0]
+
+    def start_nodes(self, server_ids: list[str], **settings: Any) -> list[Process]:
         """Several pool servers, started side by side."""
         started = [
             self._spawn(
@@ -131,6 +142,7 @@ class Cluster:
                 profile_dir=str(self.folder),
                 device=self._device,
                 shape=vars(self._node_shape),
+                settings=settings,
             )
             for server_id in server_ids
         ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import signal
 import socket
 import subprocess
 import sys
@@ -131,16 +132,48 @@ def test_an_operators_drain_ends_the_node_with_0(running: Cluster, doomed: Proce
             stub.DrainServer(membership_pb2.DrainServerRequest(server_id=doomed.name))
 
 
-def test_losing_the_control_plane_ends_the_node_with_a_reason(tmp_path: Path) -> None:
-    with cluster(tmp_path, 1) as alone:
+def test_a_node_outlives_its_control_plane_but_not_for_ever(tmp_path: Path) -> None:
+    with cluster(tmp_path, 0) as alone:
+        patient = alone.start_node("patient")
+        hasty = alone.start_node("hasty", control_plane_timeout_seconds=2.0)
         alone.control_plane.kill()
-        assert alone.processes[1].popen.wait(EXIT_SECONDS) != 0
-        assert "MembershipLost" in alone.processes[1].log.read_text()
+        assert hasty.popen.wait(EXIT_SECONDS) != 0
+        assert "MembershipLost: no way back to the control plane in 2 s" in hasty.log.read_text()
+        assert patient.popen.poll() is None
+        alone.start_control_plane()
+        wait_for_servers(alone, {"patient"})
+        assert "fenced" not in patient.log.read_text()
+
+
+def test_a_node_that_was_stopped_for_longer_than_its_lease_comes_back(running: Cluster) -> None:
+    node = running.start_node("sleeper")
+    node.popen.send_signal(signal.SIGSTOP)
+    wait_for_servers(running, {"node-0"})
+    node.popen.send_signal(signal.SIGCONT)
+    wait_for_servers(running, {"node-0", "sleeper"})
+    assert "fenced, dropping every job" in node.log.read_text()
+    assert node.terminate(EXIT_SECONDS) == 0
+
+
+def test_a_node_that_is_started_again_waits_for_the_lease_of_the_one_before(
+    running: Cluster,
+) -> None:
+    running.start_node("phoenix").kill()
+    node = running.start_node("phoenix")
+    assert server_ids(running) == {"node-0", "phoenix"}
+    assert node.terminate(EXIT_SECONDS) == 0
+
+
+def wait_for_servers(running: Cluster, expected: set[str]) -> None:
+    deadline = time.monotonic() + EXIT_SECONDS
+    while server_ids(running) != expected:
+        assert time.monotonic() < deadline, f"{server_ids(running)} instead of {expected}"
+        time.sleep(0.05)
 
 
 def test_a_second_node_of_the_same_name_is_refused(running: Cluster) -> None:
     with pytest.raises(RuntimeError, match=r"AlreadyExists.*node-0"):
-        running.start_node("node-0")
+        running.start_node("node-0", connect_seconds=1.0)
 
 
 @pytest.mark.parametrize(

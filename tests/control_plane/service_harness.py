@@ -337,14 +337,15 @@ def running(
     planners: Mapping[str, Planner] | None = None,
     *,
     coordinator: Mapping[str, Any] | None = None,
+    listen_address: str = "127.0.0.1:0",
     metrics_address: str | None = None,
     start_seconds: float = DEADLINE_SECONDS,
     **settings: Any,
 ) -> Iterator[ControlPlane]:
-    """A control plane that serves on free ports until the block ends."""
+    """A control plane that serves until the block ends, on free ports unless told otherwise."""
     limits: dict[str, Any] = {"default_planner": "rotating", "lease_seconds": 30.0}
     chosen = ControlPlaneSettings(
-        listen_address="127.0.0.1:0",
+        listen_address=listen_address,
         metrics_address=metrics_address,
         coordinator=CoordinatorSettings(**limits | dict(coordinator or {})),
         stop_seconds=0.5,
