@@ -33,6 +33,7 @@ processes at once takes many seconds on two busy cores."""
 ROOT = Path(__file__).resolve().parent.parent
 
 _NODE = """
+{prelude}
 import sys
 from pathlib import Path
 from attention_node.server import NodeSettings, run
@@ -127,11 +128,19 @@ class Cluster:
         )
         return self.control_plane
 
-    def start_node(self, server_id: str, **settings: Any) -> Process:
-        """A pool server of this name, once it is registered; further settings of the node."""
-        return self.start_nodes([server_id], **settings)[0]
+    def start_node(self, server_id: str, *, prelude: str = "", **settings: Any) -> Process:
+        """A pool server of this name, once it is registered.
 
-    def start_nodes(self, server_ids: list[str], **settings: Any) -> list[Process]:
+        Args:
+            server_id: its name.
+            prelude: code that runs first in its process: faults to inject.
+            settings: further settings of the node.
+        """
+        return self.start_nodes([server_id], prelude=prelude, **settings)[0]
+
+    def start_nodes(
+        self, server_ids: list[str], *, prelude: str = "", **settings: Any
+    ) -> list[Process]:
         """Several pool servers, started side by side."""
         started = [
             self._spawn(
@@ -143,6 +152,7 @@ class Cluster:
                 device=self._device,
                 shape=vars(self._node_shape),
                 settings=settings,
+                prelude=prelude,
             )
             for server_id in server_ids
         ]
