@@ -19,8 +19,8 @@ from control_plane.planner import explain
 from control_plane.planner.board import Limits, Segments
 from control_plane.planner.chunk import CutRules, cut_rules
 from control_plane.planner.costs import PHASE_INDEX
-from control_plane.planner.exports import Links
 from control_plane.planner.fleet import UNLIMITED_ROWS, Fleet, build_fleet
+from control_plane.planner.links import Links
 from control_plane.planner.phase import Outcome, plan_phase
 from control_plane.planning import PlanningOptions, PlanningServer
 from core_attention.arrays import Float64Array, Int64Array

@@ -59,7 +59,9 @@ class PlanningOptions:
     Attributes:
         tolerance: eps, by which the busiest server may exceed the mean load; 0 or more.
         min_forward_tokens: shortest piece that a document is cut into, forward.
-        min_backward_tokens: the same, backward, where short pieces run slowly.
+        min_backward_tokens: the same, backward, where short pieces run slowly. Half of either
+            counts where the tolerance could not be kept otherwise; less only where it would be
+            exceeded by 1%.
         finest_cut_tokens: cuts lie at multiples of 128 tokens in the document, the tile of the
             kernels; of a smaller power of two, down to this one, where 128 queries are too much
             work to balance with.

@@ -2,7 +2,8 @@
 
 Every rank has a list of *free* parts of its segments, those that run at home, latest end first;
 an export turns some of a free part into a *chunk* on a server. Everything is arrays, so that
-compiled code can work on it; lists are chains of indices, -1 ending them.
+compiled code can work on it, and few of them, because compiled code counts references to each
+array that it passes on. Lists are chains of indices, -1 ending them.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from control_plane.planner.chunk import CutRules
-from control_plane.planner.compiled import BoolArray, compiled_inner
+from control_plane.planner.compiled import BoolArray, compiled_leaf
 from control_plane.planner.costs import task_seconds
 from control_plane.planner.fleet import Fleet
 from core_attention.arrays import Float64Array, Int64Array
@@ -56,119 +57,120 @@ class Limits(NamedTuple):
     kv_reply: float
 
 
+SEGMENT, BEGIN, END, NEXT, SERVER = 0, 1, 2, 3, 3
+"""Columns of ``Board.free`` (which has NEXT) and ``Board.chunks`` (which has SERVER)."""
+DOCUMENT, KEYS_END, NEXT_HELD = 0, 1, 2
+"""Columns of ``Board.held``, and the first two of ``Board.own``."""
+
+
 class Board(NamedTuple):
     """Loads, free parts, chunks, and who holds which keys.
 
     Attributes:
         load: ``[n_servers]`` predicted busy seconds.
         first_free: ``[n_ranks]`` head of each rank's free parts.
-        free_segment, free_begin, free_end, next_free: the free parts.
-        chunk_segment, chunk_begin, chunk_end, chunk_server: the exports so far.
+        free: ``[room, 4]`` the free parts: segment (-1: gone), begin, end, next of the rank.
+        chunks: ``[room, 4]`` the exports so far: segment, begin, end, server.
         first_held: ``[n_servers]`` head of what a server holds of other homes' documents.
-        held_document, held_end, next_held: it holds the K and V of ``[0, held_end)``.
-        own_first: ``[n_ranks + 1]`` bounds of each rank's entries in the next two.
-        own_document, own_end: documents that lie on several ranks, and the end of the rank's last
+        held: ``[room, 3]`` document, keys end, next: it has the K and V of ``[0, keys end)``.
+        own_first: ``[n_ranks + 1]`` bounds of each rank's entries in ``own``.
+        own: ``[n, 2]`` documents that lie on several ranks, and the end of the rank's last
             segment of each: its home tasks read all keys up to there.
-        touched: ``[n_segments]`` whether a segment was cut or moved.
-        used: ``[3]`` free parts, chunks and held entries in use.
+        server: ``[n_segments]`` who runs a segment that is whole; -1 if it was cut, or nobody yet.
+        used: ``[5]`` free parts, chunks and held entries in use; the first free part that is what
+            a cut left; how many segments moved whole without an entry among the chunks.
         spent: ``[2]`` bytes moved by exports, and the same weighted by link.
     """
 
     load: Float64Array
     first_free: Int64Array
-    free_segment: Int64Array
-    free_begin: Int64Array
-    free_end: Int64Array
-    next_free: Int64Array
-    chunk_segment: Int64Array
-    chunk_begin: Int64Array
-    chunk_end: Int64Array
-    chunk_server: Int64Array
+    free: Int64Array
+    chunks: Int64Array
     first_held: Int64Array
-    held_document: Int64Array
-    held_end: Int64Array
-    next_held: Int64Array
+    held: Int64Array
     own_first: Int64Array
-    own_document: Int64Array
-    own_end: Int64Array
-    touched: BoolArray
+    own: Int64Array
+    server: Int64Array
     used: Int64Array
     spent: Float64Array
 
 
-FREE, CHUNKS, HELD = 0, 1, 2
+FREE, CHUNKS, HELD, FIRST_REST, MOVED_WHOLE = 0, 1, 2, 3, 4
 BYTES, COST = 0, 1
 
 
-@compiled_inner
+@compiled_leaf
 def resident_end(board: Board, fleet: Fleet, document: int, server: int) -> int:
     """The server holds, or its home tasks fetch, the keys ``[0, result)`` of ``document``."""
     end = 0
     rank = fleet.rank[server]
     if rank >= 0:
         for i in range(board.own_first[rank], board.own_first[rank + 1]):
-            if board.own_document[i] == document:
-                end = board.own_end[i]
+            if board.own[i, DOCUMENT] == document:
+                end = board.own[i, KEYS_END]
     i = board.first_held[server]
     while i >= 0:
-        if board.held_document[i] == document:
-            end = max(end, board.held_end[i])
-        i = board.next_held[i]
+        if board.held[i, DOCUMENT] == document:
+            end = max(end, board.held[i, KEYS_END])
+        i = board.held[i, NEXT_HELD]
     return end
 
 
-@compiled_inner
+@compiled_leaf
 def hold(board: Board, document: int, server: int, end: int) -> None:
     """Notes that ``server`` now has the keys ``[0, end)`` of ``document``."""
     i = board.first_held[server]
     while i >= 0:
-        if board.held_document[i] == document:
-            board.held_end[i] = max(board.held_end[i], end)
+        if board.held[i, DOCUMENT] == document:
+            board.held[i, KEYS_END] = max(board.held[i, KEYS_END], end)
             return
-        i = board.next_held[i]
+        i = board.held[i, NEXT_HELD]
     i = board.used[HELD]
     board.used[HELD] += 1
-    board.held_document[i], board.held_end[i] = document, end
-    board.next_held[i] = board.first_held[server]
+    board.held[i, DOCUMENT], board.held[i, KEYS_END] = document, end
+    board.held[i, NEXT_HELD] = board.first_held[server]
     board.first_held[server] = i
 
 
-@compiled_inner
+@compiled_leaf
 def add_free(board: Board, rank: int, segment: int, begin: int, end: int) -> None:
     """Adds a free part to the rank's list, at its place."""
+    free = board.free
     new = board.used[FREE]
     board.used[FREE] += 1
-    board.free_segment[new], board.free_begin[new], board.free_end[new] = segment, begin, end
+    free[new, SEGMENT], free[new, BEGIN], free[new, END] = segment, begin, end
     before, at = -1, board.first_free[rank]
-    while at >= 0 and board.free_end[at] > end:
-        before, at = at, board.next_free[at]
-    board.next_free[new] = at
+    while at >= 0 and free[at, END] > end:
+        before, at = at, free[at, NEXT]
+    free[new, NEXT] = at
     if before < 0:
         board.first_free[rank] = new
     else:
-        board.next_free[before] = new
+        free[before, NEXT] = new
 
 
-@compiled_inner
+@compiled_leaf
 def remove_free(board: Board, rank: int, part: int) -> None:
     """Takes a free part out of the rank's list."""
+    free = board.free
+    free[part, SEGMENT] = -1
     if board.first_free[rank] == part:
-        board.first_free[rank] = board.next_free[part]
+        board.first_free[rank] = free[part, NEXT]
         return
     at = board.first_free[rank]
-    while board.next_free[at] != part:
-        at = board.next_free[at]
-    board.next_free[at] = board.next_free[part]
+    while free[at, NEXT] != part:
+        at = free[at, NEXT]
+    free[at, NEXT] = free[part, NEXT]
 
 
-@compiled_inner
+@compiled_leaf
 def server_seconds(fleet: Fleet, server: int, phase: int, begin: int, end: int) -> float:
     """Seconds of the task of queries ``[begin, end)`` on ``server``, whose speed is not 0."""
     seconds = task_seconds(fleet.tables, fleet.profile[server], phase, begin, end)
     return seconds / float(fleet.speed[server])
 
 
-@compiled_inner
+@compiled_leaf
 def add_chunk(
     board: Board,
     segments: Segments,
@@ -184,9 +186,9 @@ def add_chunk(
     """Gives queries ``[begin, end)`` of ``segment`` to ``server``, which is not their home."""
     at = board.used[CHUNKS]
     board.used[CHUNKS] += 1
-    board.chunk_segment[at], board.chunk_server[at] = segment, server
-    board.chunk_begin[at], board.chunk_end[at] = begin, end
-    board.touched[segment] = True
+    board.chunks[at, SEGMENT], board.chunks[at, SERVER] = segment, server
+    board.chunks[at, BEGIN], board.chunks[at, END] = begin, end
+    board.server[segment] = -1
     document = segments.document[segment]
     # Nobody else needs keys of a document that moves whole.
     all_of_it = segments.whole[segment] and begin == 0 and end == segments.end[segment]
@@ -201,14 +203,14 @@ def add_chunk(
         hold(board, document, server, end)
 
 
-@compiled_inner
+@compiled_leaf
 def process_of(fleet: Fleet, server: int) -> int:
     """The index of a server's process in ``Limits``."""
     rank = fleet.rank[server]
     return rank if rank >= 0 else len(fleet.server_of_rank) + server
 
 
-@compiled_inner
+@compiled_leaf
 def charge(
     segments: Segments,
     fleet: Fleet,
@@ -234,7 +236,7 @@ def charge(
             limits.received_bytes[segments.rank[j]] -= rows * limits.kv_reply
 
 
-@compiled_inner
+@compiled_leaf
 def affordable(
     segments: Segments,
     fleet: Fleet,

@@ -15,14 +15,21 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from control_plane.planner.compiled import compiled_inner
-from control_plane.planner.costs import CostTables, pair_seconds, task_seconds
+from control_plane.planner.compiled import compiled_inner, compiled_leaf
+from control_plane.planner.costs import Pace, pace_seconds, pair_seconds
 
 ALIGNMENT_TOKENS = 128
 """Cuts lie at multiples of it in the document: the q tile of the kernels."""
 ALIGNMENT_SHARE = 0.005
 """Share of the level that the queries between two cuts may take, before alignment gets finer: of
 very long documents on many servers, 128 queries are too much work to balance with."""
+
+SHORTEST_TOKENS = 64
+"""No chunk is shorter, whatever the cap would need: its seconds hardly fall any more."""
+MOST_ESTIMATES = 4
+"""How often a cut is estimated from the rate of the piece that the last estimate gave."""
+NEAR_ENOUGH = 0.25
+"""Share of the alignment within which two estimates are the same."""
 
 
 class CutRules(NamedTuple):
@@ -36,7 +43,10 @@ class CutRules(NamedTuple):
         ideal: most pairs per byte, over all chunks of x pairs, divided by sqrt(x).
         min_tokens: shortest chunk, but for whole documents.
         min_rest_tokens: shortest piece that a cut may leave behind; and the shortest chunk where
-            that is the only way to keep the cap.
+            there is no other way to keep the cap.
+        shortest_tokens: shortest piece of all, where the cap would otherwise rise by more than
+            1%: kernels are slow on it, which its seconds say, but one server above the rest
+            holds up all of them.
         alignment: cuts lie at multiples of it.
         finest_alignment: and may come to lie at multiples of this.
     """
@@ -49,6 +59,7 @@ class CutRules(NamedTuple):
     ideal: float
     min_tokens: int
     min_rest_tokens: int
+    shortest_tokens: int
     alignment: int
     finest_alignment: int
 
@@ -69,6 +80,7 @@ def cut_rules(
         peak=(ratio - math.sqrt(ratio * ratio - 1.0)) / q_bytes,
         min_tokens=min_tokens,
         min_rest_tokens=max(min_tokens // 2, 1),
+        shortest_tokens=min(max(min_tokens // 2, 1), SHORTEST_TOKENS),
         alignment=ALIGNMENT_TOKENS,
         finest_alignment=finest_alignment,
     )
@@ -92,14 +104,18 @@ def with_alignment(rules: CutRules, level_pairs: float, longest: int) -> CutRule
         rules.ideal,
         rules.min_tokens,
         rules.min_rest_tokens,
+        rules.shortest_tokens,
         alignment,
         rules.finest_alignment,
     )
 
 
 @compiled_inner
-def with_shortest_chunks(rules: CutRules) -> CutRules:
-    """The rules with chunks as short as rests."""
+def with_shorter_chunks(rules: CutRules) -> CutRules:
+    """The rules with chunks as short as rests; or, where they are already, both half as short."""
+    chunk, rest = rules.min_rest_tokens, rules.min_rest_tokens
+    if rules.min_tokens <= rules.min_rest_tokens:
+        chunk = rest = max(rules.min_tokens // 2, rules.shortest_tokens)
     return CutRules(
         rules.phase,
         rules.q_bytes,
@@ -107,14 +123,15 @@ def with_shortest_chunks(rules: CutRules) -> CutRules:
         rules.kappa,
         rules.peak,
         rules.ideal,
-        rules.min_rest_tokens,
-        rules.min_rest_tokens,
+        chunk,
+        rest,
+        rules.shortest_tokens,
         rules.alignment,
         rules.finest_alignment,
     )
 
 
-@compiled_inner
+@compiled_leaf
 def best_end(rules: CutRules, low: int, high: int, resident: int, pairs: float) -> float:
     """Where the cheapest chunk of ``pairs`` inside ``[low, high)`` ends.
 
@@ -130,33 +147,29 @@ def best_end(rules: CutRules, low: int, high: int, resident: int, pairs: float) 
     return min(max(end, earliest), float(high))
 
 
-@compiled_inner
+@compiled_leaf
 def begin_for_pairs(end: float, pairs: float) -> float:
     """Where the chunk of ``pairs`` that ends at ``end`` begins; 0 if there are not as many."""
     return math.sqrt(max(end * end - 2.0 * pairs, 0.0))
 
 
-@compiled_inner
-def begin_for_seconds(
-    tables: CostTables,
-    profile: int,
-    phase: int,
-    low: int,
-    end: int,
-    seconds: float,
-    alignment: int,
-) -> int:
+@compiled_leaf
+def begin_for_seconds(pace: Pace, low: int, end: int, seconds: float, alignment: int) -> int:
     """The first query of the longest chunk ``[begin, end)`` inside ``[low, end)`` that takes at
-    most ``seconds`` on ``profile``; aligned, or ``low``. ``end`` if none does."""
-    if task_seconds(tables, profile, phase, low, end) <= seconds:
+    most ``seconds``; aligned, or ``low``. ``end`` if none does."""
+    if pace_seconds(pace, low, end) <= seconds:
         return low
     q = 0.5 * (end - low)
     begin = float(low)
-    for _ in range(4):
-        pairs = seconds / pair_seconds(tables, profile, phase, q, float(end))
-        begin = max(begin_for_pairs(float(end), pairs), float(low))
+    for _ in range(MOST_ESTIMATES):
+        rate = pair_seconds(pace.tables, pace.profile, pace.phase, q, float(end))
+        before = begin
+        begin = begin_for_pairs(float(end), seconds * pace.speed / rate)
+        begin = max(begin, float(low))
         q = max(end - begin, 1.0)
+        if abs(begin - before) < NEAR_ENOUGH * alignment:
+            break
     aligned = math.ceil(begin / alignment) * alignment
-    while aligned < end and task_seconds(tables, profile, phase, aligned, end) > seconds:
+    while aligned < end and pace_seconds(pace, aligned, end) > seconds:
         aligned += alignment
     return min(aligned, end)

@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from control_plane.planner.compiled import compiled_inner
+from control_plane.planner.compiled import compiled_leaf
 from core_attention.arrays import Float64Array, Int64Array
 from core_attention.ca_task import Phase, causal_qk_pairs
 from core_attention.cost_model import CostProfile
@@ -88,12 +88,30 @@ def _octaves(grid: Int64Array) -> Int64Array:
     return np.minimum(cell, len(grid) - 2).astype(np.int64)
 
 
-@compiled_inner
+@compiled_leaf
 def pair_seconds_of_both(
     tables: CostTables, profile: int, q: float, kv: float
 ) -> tuple[float, float]:
     """Seconds per query-key pair of a task of ``q`` queries and ``kv`` keys: forward, backward."""
-    values, layout = tables.values, tables.layout
+    at, backward, n_kv, a, b = _cell(tables.values, tables.layout, profile, q, kv)
+    forward = _bilinear(tables.values, at, n_kv, a, b)
+    return forward, _bilinear(tables.values, at + backward, n_kv, a, b)
+
+
+@compiled_leaf
+def pair_seconds(tables: CostTables, profile: int, phase: int, q: float, kv: float) -> float:
+    """Seconds per query-key pair of a task of ``q`` queries and ``kv`` keys."""
+    at, backward, n_kv, a, b = _cell(tables.values, tables.layout, profile, q, kv)
+    rate: float = _bilinear(tables.values, at + phase * backward, n_kv, a, b)
+    return rate
+
+
+@compiled_leaf
+def _cell(
+    values: Float64Array, layout: Int64Array, profile: int, q: float, kv: float
+) -> tuple[int, int, int, float, float]:
+    """The cell of a profile's grid in which a task lies: the index of its forward rate, how much
+    further its backward rate is, how far the next row, and where in the cell the task is."""
     begin, n_q, n_kv = layout[profile, _BEGIN], layout[profile, _N_Q], layout[profile, _N_KV]
     log_q = math.log(max(q, 1.0))
     log_kv = log_q if kv == q else math.log(max(kv, 1.0))
@@ -107,41 +125,47 @@ def pair_seconds_of_both(
     while j < n_kv - 2 and values[first_kv + j + 1] <= log_kv:
         j += 1
     b = _fraction(values[first_kv + j], values[first_kv + j + 1], log_kv)
-    at = first_kv + n_kv + i * n_kv + j
-    forward = _bilinear(values, at, n_kv, a, b)
-    return forward, _bilinear(values, at + n_q * n_kv, n_kv, a, b)
+    return first_kv + n_kv + i * n_kv + j, n_q * n_kv, n_kv, a, b
 
 
-@compiled_inner
+@compiled_leaf
 def _fraction(low: float, high: float, at: float) -> float:
     """Where ``at`` lies between two grid points, in [0, 1]."""
     return min(max((at - low) / (high - low), 0.0), 1.0)
 
 
-@compiled_inner
+@compiled_leaf
 def _bilinear(rate: Float64Array, at: int, n_kv: int, a: float, b: float) -> float:
     low: float = (1.0 - b) * rate[at] + b * rate[at + 1]
     high: float = (1.0 - b) * rate[at + n_kv] + b * rate[at + n_kv + 1]
     return (1.0 - a) * low + a * high
 
 
-@compiled_inner
-def pair_seconds(tables: CostTables, profile: int, phase: int, q: float, kv: float) -> float:
-    """Seconds per query-key pair of a task of ``q`` queries and ``kv`` keys."""
-    forward, backward = pair_seconds_of_both(tables, profile, q, kv)
-    return forward if phase == FORWARD else backward
-
-
-@compiled_inner
+@compiled_leaf
 def causal_pairs(q_begin: int, q_end: int) -> float:
     """Query-key pairs of queries ``[q_begin, q_end)``."""
     return 0.5 * (q_end - q_begin) * (q_begin + q_end + 1.0)
 
 
-@compiled_inner
+@compiled_leaf
 def task_seconds(tables: CostTables, profile: int, phase: int, q_begin: int, q_end: int) -> float:
     """Seconds of the task of queries ``[q_begin, q_end)``; 0 if it is empty."""
     if q_end <= q_begin:
         return 0.0
     rate = pair_seconds(tables, profile, phase, float(q_end - q_begin), float(q_end))
     return causal_pairs(q_begin, q_end) * rate
+
+
+class Pace(NamedTuple):
+    """How fast one server runs one phase: its row of the tables, and its speed, which is not 0."""
+
+    tables: CostTables
+    profile: int
+    phase: int
+    speed: float
+
+
+@compiled_leaf
+def pace_seconds(pace: Pace, q_begin: int, q_end: int) -> float:
+    """Seconds of the task of queries ``[q_begin, q_end)``; 0 if it is empty."""
+    return task_seconds(pace.tables, pace.profile, pace.phase, q_begin, q_end) / pace.speed

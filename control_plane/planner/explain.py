@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from control_plane.forecast import pair_bytes
-from control_plane.planner.chunk import CutRules
+from control_plane.planner.chunk import SHORTEST_TOKENS, CutRules
 from control_plane.planner.phase import Outcome
 from control_plane.planning import PlanningOptions, PlanningServer
 from core_attention.ca_task import Phase, TaskTable
@@ -39,19 +39,18 @@ def reason(
         )
     moved = sum(outcome.spent_bytes for outcome in outcomes)
     text += f"; {n_chunks} pieces leave their home with {moved / 1e9:.3f} GB a layer"
-    return f"{text}; {_why_stopped(outcomes, options, phase)}"
+    return f"{text}; {_why_stopped(outcomes, options)}"
 
 
-def _why_stopped(outcomes: Sequence[Outcome], options: PlanningOptions, phase: Phase) -> str:
+def _why_stopped(outcomes: Sequence[Outcome], options: PlanningOptions) -> str:
     worst = max(outcomes, key=lambda outcome: outcome.raised / max(outcome.level, 1e-30))
     if worst.raised == 0.0:
         return f"stopped when no server was more than {options.tolerance:g} above the level"
-    shortest = options.min_forward_tokens if phase is Phase.FORWARD else options.min_backward_tokens
-    limits = f"pieces of {shortest} tokens and more, and the memory and byte limits of the servers"
+    limits = f"pieces of {SHORTEST_TOKENS} tokens and more, and memory and byte limits of servers,"
     if not np.isfinite(worst.raised):
         return f"stopped with servers above the tolerance: {limits} allow no further move"
     share = worst.raised / worst.level
-    return f"the tolerance had to be exceeded by {share:.3f}, because of {limits}"
+    return f"the tolerance had to be exceeded by {share:.3f}: {limits} allow no better"
 
 
 def what_is_short(

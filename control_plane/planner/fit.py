@@ -6,193 +6,136 @@ that are too short.
 
 from __future__ import annotations
 
-from control_plane.planner.board import Board, Segments, server_seconds
-from control_plane.planner.chunk import CutRules, begin_for_seconds
-from control_plane.planner.compiled import compiled_inner
-from control_plane.planner.costs import CostTables, task_seconds
-from control_plane.planner.fleet import Fleet
+import math
+from typing import NamedTuple
+
+from control_plane.planner.chunk import (
+    MOST_ESTIMATES,
+    NEAR_ENOUGH,
+    CutRules,
+    begin_for_seconds,
+)
+from control_plane.planner.compiled import compiled_leaf
+from control_plane.planner.costs import Pace, pace_seconds, pair_seconds
 
 
-@compiled_inner
+class Offer(NamedTuple):
+    """A free part that a donor may give some of, and what the two servers want.
+
+    Attributes:
+        low, high: the part's queries.
+        seconds: of the whole part on the donor.
+        shortest: fewest queries of a chunk.
+        surplus: seconds that the donor wants to be rid of.
+        room: seconds that the receiver can take.
+        resident: the receiver has the K and V of ``[0, resident)`` anyway.
+    """
+
+    low: int
+    high: int
+    seconds: float
+    shortest: int
+    surplus: float
+    room: float
+    resident: int
+
+
+@compiled_leaf
 def fit_best(
-    board: Board,
-    segments: Segments,
-    fleet: Fleet,
-    rules: CutRules,
-    part: int,
-    at_end: float,
-    room: float,
-    surplus: float,
-    receiver: int,
-    donor: int,
-    resident: int,
-    n_shifts: int,
+    rules: CutRules, donor: Pace, receiver: Pace, offer: Offer, at_end: float, n_shifts: int
 ) -> tuple[int, int]:
-    """The chunk of :func:`_fit` with the most useful seconds per byte, for ends near ``at_end``."""
+    """The chunk of :func:`_fit` with the most useful seconds per byte, for ends near ``at_end``;
+    empty if none relieves the donor."""
     best_begin, best_end_at, best_value = 0, 0, 0.0
-    low, high = board.free_begin[part], board.free_end[part]
     for shift in range(-n_shifts, n_shifts + 1):
-        begin, end = _fit(
-            board,
-            segments,
-            fleet,
-            rules,
-            part,
-            at_end + shift * rules.alignment,
-            room,
-            surplus,
-            receiver,
-            donor,
-        )
+        begin, end = _fit(rules, donor, receiver, offer, at_end + shift * rules.alignment)
         if end <= begin:
             continue
-        if n_shifts == 0:
-            return begin, end
-        relief = server_seconds(fleet, donor, rules.phase, low, high)
-        relief -= server_seconds(fleet, donor, rules.phase, end, high)
-        relief -= server_seconds(fleet, donor, rules.phase, low, begin)
-        moved = rules.q_bytes * (end - begin) + rules.kv_bytes * max(end - resident, 0)
-        value = min(relief, surplus) / moved
+        relief = offer.seconds - pace_seconds(donor, offer.low, begin)
+        relief -= pace_seconds(donor, end, offer.high)
+        moved = rules.q_bytes * (end - begin) + rules.kv_bytes * max(end - offer.resident, 0)
+        value = min(relief, offer.surplus) / moved
         if value > best_value * (1.0 + 1e-9):
             best_begin, best_end_at, best_value = begin, end, value
     return best_begin, best_end_at
 
 
-@compiled_inner
+@compiled_leaf
 def _fit(
-    board: Board,
-    segments: Segments,
-    fleet: Fleet,
-    rules: CutRules,
-    part: int,
-    at_end: float,
-    room: float,
-    surplus: float,
-    receiver: int,
-    donor: int,
+    rules: CutRules, donor: Pace, receiver: Pace, offer: Offer, at_end: float
 ) -> tuple[int, int]:
-    """The chunk of a free part that ends near ``at_end``, takes the receiver at most ``room`` and
-    relieves the donor of ``surplus`` where that is possible; empty if none fits.
+    """The chunk of a free part that ends near ``at_end``, takes the receiver at most its room and
+    relieves the donor of its surplus where that is possible; empty if none fits.
 
     The bytes of a chunk hardly change when it shifts by half its length, so it shifts to the
     beginning or the end of the part where it would leave less than that behind.
     """
-    low, high = board.free_begin[part], board.free_end[part]
-    whole = (
-        segments.whole[board.free_segment[part]]
-        and high - low == segments.end[board.free_segment[part]]
-    )
-    shortest = min(rules.min_tokens, high - low) if whole else rules.min_tokens
+    low, high = offer.low, offer.high
     end = min(round(at_end / rules.alignment) * rules.alignment, high)
     if end <= low:
         end = high
-    begin = _begin_of_chunk(fleet, rules, receiver, donor, low, end, high, room, surplus, shortest)
+    begin = _begin_of_chunk(rules, donor, receiver, offer, end)
     near = max((end - begin) // 2, rules.min_rest_tokens)
     left, right = begin - low, high - end
     if 0 < left < near and (right == 0 or left <= right):
         begin = low
-        end = _end_of_chunk(fleet, rules, receiver, donor, low, high, room, surplus, shortest)
+        end = _end_of_chunk(rules, donor, receiver, offer)
     elif 0 < right < near:
         end = high
-        begin = _begin_of_chunk(
-            fleet, rules, receiver, donor, low, high, high, room, surplus, shortest
-        )
+        begin = _begin_of_chunk(rules, donor, receiver, offer, high)
     if 0 < begin - low < rules.min_rest_tokens:
         begin = low + rules.min_rest_tokens
     if 0 < high - end < rules.min_rest_tokens:
         end = high - rules.min_rest_tokens
-    if end - begin < max(shortest, 1):
+    if end - begin < max(offer.shortest, 1):
         return 0, 0
     return begin, end
 
 
-@compiled_inner
-def _begin_of_chunk(
-    fleet: Fleet,
-    rules: CutRules,
-    receiver: int,
-    donor: int,
-    low: int,
-    end: int,
-    high: int,
-    room: float,
-    surplus: float,
-    shortest: int,
-) -> int:
-    """Where the chunk of ``[low, high)`` that ends at ``end`` begins: it fills the room, or takes
-    the surplus, whichever is less; ``end`` if even the shortest does not fit."""
-    phase = rules.phase
-    earliest = begin_for_seconds(
-        fleet.tables,
-        fleet.profile[receiver],
-        phase,
-        low,
-        end,
-        room * fleet.speed[receiver],
-        rules.alignment,
-    )
-    if end - earliest < shortest:
+@compiled_leaf
+def _begin_of_chunk(rules: CutRules, donor: Pace, receiver: Pace, offer: Offer, end: int) -> int:
+    """Where the chunk that ends at ``end`` begins: it fills the room, or takes the surplus,
+    whichever is less; ``end`` if even the shortest does not fit."""
+    low, high = offer.low, offer.high
+    earliest = begin_for_seconds(receiver, low, end, offer.room, rules.alignment)
+    if end - earliest < offer.shortest:
         return end
-    profile, speed = fleet.profile[donor], fleet.speed[donor]
-    before = task_seconds(fleet.tables, profile, phase, low, high)
-    after_end = task_seconds(fleet.tables, profile, phase, end, high)
-    keep = before - after_end - surplus * speed
-    wanted = _latest_end(fleet.tables, profile, phase, low, end, keep, rules.alignment)
-    return max(earliest, min(wanted, end - shortest))
+    keep = offer.seconds - pace_seconds(donor, end, high) - offer.surplus
+    wanted = _latest_end(donor, low, end, keep, rules.alignment)
+    return max(earliest, min(wanted, end - offer.shortest))
 
 
-@compiled_inner
-def _end_of_chunk(
-    fleet: Fleet,
-    rules: CutRules,
-    receiver: int,
-    donor: int,
-    low: int,
-    high: int,
-    room: float,
-    surplus: float,
-    shortest: int,
-) -> int:
-    """The same for a chunk that begins at ``low``: where it ends; ``low`` if none fits."""
-    phase = rules.phase
-    latest = _latest_end(
-        fleet.tables,
-        fleet.profile[receiver],
-        phase,
-        low,
-        high,
-        room * fleet.speed[receiver],
-        rules.alignment,
-    )
-    if latest - low < shortest:
+@compiled_leaf
+def _end_of_chunk(rules: CutRules, donor: Pace, receiver: Pace, offer: Offer) -> int:
+    """The same for a chunk that begins where the part does: where it ends; there if none fits."""
+    low, high = offer.low, offer.high
+    latest = _latest_end(receiver, low, high, offer.room, rules.alignment)
+    if latest - low < offer.shortest:
         return low
-    profile, speed = fleet.profile[donor], fleet.speed[donor]
-    keep = task_seconds(fleet.tables, profile, phase, low, high) - surplus * speed
-    wanted = begin_for_seconds(fleet.tables, profile, phase, low, high, keep, rules.alignment)
-    return min(latest, max(wanted, low + shortest))
+    keep = offer.seconds - offer.surplus
+    wanted = begin_for_seconds(donor, low, high, keep, rules.alignment)
+    return min(latest, max(wanted, low + offer.shortest))
 
 
-@compiled_inner
-def _latest_end(
-    tables: CostTables,
-    profile: int,
-    phase: int,
-    low: int,
-    high: int,
-    seconds: float,
-    alignment: int,
-) -> int:
-    """The last end in ``(low, high]`` such that ``[low, end)`` takes at most ``seconds`` on
-    ``profile``; aligned, or ``high``. ``low`` if there is none."""
+@compiled_leaf
+def _latest_end(pace: Pace, low: int, high: int, seconds: float, alignment: int) -> int:
+    """The last end in ``(low, high]`` such that ``[low, end)`` takes at most ``seconds``; aligned,
+    or ``high``. ``low`` if there is none."""
     if seconds <= 0.0:
         return low
-    if task_seconds(tables, profile, phase, low, high) <= seconds:
+    if pace_seconds(pace, low, high) <= seconds:
         return high
     first, last = low // alignment, high // alignment
-    while first < last:
-        middle = (first + last + 1) // 2
-        if task_seconds(tables, profile, phase, low, middle * alignment) <= seconds:
-            first = middle
-        else:
-            last = middle - 1
-    return max(first * alignment, low)
+    end = float(high)
+    for _ in range(MOST_ESTIMATES):
+        rate = pair_seconds(pace.tables, pace.profile, pace.phase, max(end - low, 1.0), end)
+        before = end
+        end = min(math.sqrt(float(low) * low + 2.0 * seconds * pace.speed / rate), float(high))
+        if abs(end - before) < NEAR_ENOUGH * alignment:
+            break
+    at = min(max(int(end) // alignment, first), last)
+    while at > first and pace_seconds(pace, low, at * alignment) > seconds:
+        at -= 1
+    while at < last and pace_seconds(pace, low, (at + 1) * alignment) <= seconds:
+        at += 1
+    return max(at * alignment, low)

@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from control_plane.planner.compiled import BoolArray
-from control_plane.planner.costs import CostTables, pack_profiles
+from control_plane.planner.compiled import BoolArray, compiled_inner
+from control_plane.planner.costs import CostTables, Pace, pack_profiles
 from control_plane.planning import PlanningServer
 from core_attention.arrays import Float64Array, Int64Array
 from core_attention.errors import PlanError
@@ -83,3 +83,9 @@ def build_fleet(servers: Sequence[PlanningServer], n_ranks: int) -> Fleet:
         receives=np.array([server.receives for server in servers], dtype=np.bool_),
         tables=tables,
     )
+
+
+@compiled_inner
+def pace_of(fleet: Fleet, server: int, phase: int) -> Pace:
+    """How fast ``server`` runs ``phase``."""
+    return Pace(fleet.tables, fleet.profile[server], phase, float(fleet.speed[server]))

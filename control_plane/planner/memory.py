@@ -5,7 +5,11 @@ from __future__ import annotations
 import numpy as np
 
 from control_plane.planner.board import (
+    BEGIN,
     CHUNKS,
+    END,
+    NEXT,
+    SEGMENT,
     Board,
     Limits,
     Segments,
@@ -18,8 +22,8 @@ from control_plane.planner.board import (
 )
 from control_plane.planner.chunk import CutRules
 from control_plane.planner.compiled import BoolArray, compiled_inner
-from control_plane.planner.exports import Links, link_cost
 from control_plane.planner.fleet import Fleet
+from control_plane.planner.links import Links, link_cost
 from core_attention.arrays import Float64Array
 
 
@@ -41,7 +45,7 @@ def relieve_memory(
     """
     for s in range(len(cap)):
         while limits.rows[s] < 0:
-            if fleet.rank[s] < 0 or board.used[CHUNKS] >= len(board.chunk_segment):
+            if fleet.rank[s] < 0 or board.used[CHUNKS] >= len(board.chunks):
                 return s
             if not _give_away(board, segments, fleet, rules, limits, links, cap, receives, s):
                 return s
@@ -65,7 +69,7 @@ def _give_away(
     best_cost, best_part, best_begin, best_to = np.inf, -1, 0, -1
     part = board.first_free[rank]
     while part >= 0:
-        low, high = board.free_begin[part], board.free_end[part]
+        low, high = board.free[part, BEGIN], board.free[part, END]
         # Without its last queries, a server needs neither them nor the keys at their positions.
         queries = max(missing // 2 + 1, rules.min_tokens)
         begin = (high - queries) // rules.alignment * rules.alignment
@@ -77,11 +81,11 @@ def _give_away(
             to = _holder(board, segments, fleet, limits, cap, receives, server, part, begin)
             if to >= 0:
                 best_cost, best_part, best_begin, best_to = cost, part, begin, to
-        part = board.next_free[part]
+        part = board.free[part, NEXT]
     if best_part < 0:
         return False
-    segment, low = board.free_segment[best_part], board.free_begin[best_part]
-    high = board.free_end[best_part]
+    segment, low = board.free[best_part, SEGMENT], board.free[best_part, BEGIN]
+    high = board.free[best_part, END]
     remove_free(board, rank, best_part)
     board.load[server] -= server_seconds(fleet, server, rules.phase, low, high)
     if best_begin > low:
@@ -108,7 +112,7 @@ def _holder(
     begin: int,
 ) -> int:
     """The server with the most room that can hold ``[begin, end)`` of a free part; -1 if none."""
-    segment, end = board.free_segment[part], board.free_end[part]
+    segment, end = board.free[part, SEGMENT], board.free[part, END]
     found, most = -1, -np.inf
     for s in range(len(receives)):
         if s == giver or not receives[s] or cap[s] - board.load[s] <= most:

@@ -4,10 +4,22 @@ from __future__ import annotations
 
 import numpy as np
 
-from control_plane.planner.board import FREE, Board, Limits, Segments
+from control_plane.planner.board import (
+    BEGIN,
+    DOCUMENT,
+    END,
+    KEYS_END,
+    NEXT,
+    SEGMENT,
+    Board,
+    Limits,
+    Segments,
+)
 from control_plane.planner.compiled import BoolArray, compiled_inner
 from control_plane.planner.fleet import Fleet
-from core_attention.arrays import Float64Array
+from control_plane.planner.level import Work
+from control_plane.planner.sorting import sorted_by
+from core_attention.arrays import Float64Array, Int64Array
 
 CHUNKS_PER_SERVER = 8
 """Room for chunks; a plan has one or two a server, more only where the tolerance is 0."""
@@ -17,79 +29,73 @@ CHUNKS_PER_SERVER = 8
 def open_board(
     segments: Segments,
     n_ranks: int,
-    n_servers: int,
-    load: Float64Array,
     fleet: Fleet,
+    work: Work,
     cap: Float64Array,
-    homeless: BoolArray,
     everyone: bool,
 ) -> Board:
     """The board before any export: free parts of servers above the cap (of ``everyone`` where
     memory may force exports), shared documents of all."""
-    n = len(segments.begin)
-    room = CHUNKS_PER_SERVER * n_servers + 4 * int(homeless.sum()) + 256
+    n, n_servers = len(segments.begin), len(fleet.rank)
+    load, homeless = work.load.copy(), work.is_homeless
+    room = CHUNKS_PER_SERVER * n_servers + 4 * len(work.homeless) + 256
     first_free = np.full(n_ranks, -1, dtype=np.int64)
     donates = np.zeros(n_ranks, dtype=np.bool_)
-    n_free = 0
     own_count = np.zeros(n_ranks + 1, dtype=np.int64)
     for s in range(n_servers):
-        donates[fleet.rank[s]] |= fleet.rank[s] >= 0 and (everyone or load[s] > cap[s])
+        if fleet.rank[s] >= 0 and (everyone or load[s] > cap[s]):
+            donates[fleet.rank[s]] = True
+    given, runs = np.empty(n, dtype=np.int64), np.full(n, -1, dtype=np.int64)
+    n_given = 0
     for i in range(n):
-        n_free += donates[segments.rank[i]]
+        if not homeless[i]:
+            runs[i] = fleet.server_of_rank[segments.rank[i]]
         own_count[segments.rank[i] + 1] += not segments.whole[i]
+        given[n_given] = i
+        n_given += donates[segments.rank[i]] and not homeless[i]
     own_first = np.cumsum(own_count)
-    n_own = own_first[n_ranks]
-    own_document, own_end = np.full(n_own, -1, dtype=np.int64), np.zeros(n_own, dtype=np.int64)
-    fill = own_first[:n_ranks].copy()
-    for i in range(n):
-        rank = segments.rank[i]
-        if not segments.whole[i] and not homeless[i]:
-            # Segments come in order of position: the last one of a document and rank stays.
-            at = fill[rank] - 1
-            if at < own_first[rank] or own_document[at] != segments.document[i]:
-                at = fill[rank]
-                fill[rank] += 1
-            own_document[at], own_end[at] = segments.document[i], segments.end[i]
-    n_free += 2 * room
-    free_segment, next_free = np.empty(n_free, dtype=np.int64), np.empty(n_free, dtype=np.int64)
-    free_begin, free_end = np.empty(n_free, dtype=np.int64), np.empty(n_free, dtype=np.int64)
-    given = np.empty(n, dtype=np.int64)
-    count = np.zeros(3, dtype=np.int64)
-    for i in range(n):
-        if donates[segments.rank[i]] and not homeless[i]:
-            given[count[FREE]] = i
-            count[FREE] += 1
-    given = given[: count[FREE]]
+    own = np.full((own_first[n_ranks], 2), -1, dtype=np.int64)
+    if len(own):
+        _list_own(segments, homeless, own_first, own)
+    free = np.empty((n_given + 2 * room, 4), dtype=np.int64)
     # Earliest ends first, so that each one goes to the head of its list.
-    order = given[np.argsort(segments.end[given], kind="mergesort")]
-    for part in range(len(order)):
+    order = sorted_by(given[:n_given], segments.end)
+    for part in range(n_given):
         i = order[part]
-        free_segment[part] = i
-        free_begin[part], free_end[part] = segments.begin[i], segments.end[i]
-        next_free[part] = first_free[segments.rank[i]]
+        free[part, SEGMENT] = i
+        free[part, BEGIN], free[part, END] = segments.begin[i], segments.end[i]
+        free[part, NEXT] = first_free[segments.rank[i]]
         first_free[segments.rank[i]] = part
     return Board(
         load,
         first_free,
-        free_segment,
-        free_begin,
-        free_end,
-        next_free,
-        np.empty(room, dtype=np.int64),
-        np.empty(room, dtype=np.int64),
-        np.empty(room, dtype=np.int64),
-        np.empty(room, dtype=np.int64),
+        free,
+        np.empty((room, 4), dtype=np.int64),
         np.full(n_servers, -1, dtype=np.int64),
-        np.empty(room, dtype=np.int64),
-        np.empty(room, dtype=np.int64),
-        np.empty(room, dtype=np.int64),
+        np.empty((room, 3), dtype=np.int64),
         own_first,
-        own_document,
-        own_end,
-        np.zeros(n, dtype=np.bool_),
-        count,
+        own,
+        runs,
+        np.array([n_given, 0, 0, n_given, 0]),
         np.zeros(2),
     )
+
+
+@compiled_inner
+def _list_own(
+    segments: Segments, homeless: BoolArray, own_first: Int64Array, own: Int64Array
+) -> None:
+    """Fills in the documents that lie on several ranks, for each of their ranks."""
+    fill = own_first[:-1].copy()
+    for i in range(len(segments.begin)):
+        rank = segments.rank[i]
+        if not segments.whole[i] and not homeless[i]:
+            # Segments come in order of position: the last one of a document and rank stays.
+            at = fill[rank] - 1
+            if at < own_first[rank] or own[at, DOCUMENT] != segments.document[i]:
+                at = fill[rank]
+                fill[rank] += 1
+            own[at, DOCUMENT], own[at, KEYS_END] = segments.document[i], segments.end[i]
 
 
 @compiled_inner
@@ -111,9 +117,9 @@ def limits_after_home_work(
     for rank in range(len(fleet.server_of_rank)):
         server = fleet.server_of_rank[rank]
         for k in range(board.own_first[rank], board.own_first[rank + 1]):
-            if board.own_document[k] < 0:
+            if board.own[k, DOCUMENT] < 0:
                 continue
-            rows[server] -= board.own_end[k]
+            rows[server] -= board.own[k, KEYS_END]
     for i in range(len(segments.begin)):
         # What home tasks fetch of their document's earlier segments; each rank's last segment
         # of a document fetches it all.
@@ -145,6 +151,6 @@ def _is_last_own(board: Board, segments: Segments, segment: int) -> bool:
     """Whether no later segment of the same document is at home on the same rank."""
     rank = segments.rank[segment]
     for k in range(board.own_first[rank], board.own_first[rank + 1]):
-        if board.own_document[k] == segments.document[segment]:
-            return bool(board.own_end[k] == segments.end[segment])
+        if board.own[k, DOCUMENT] == segments.document[segment]:
+            return bool(board.own[k, KEYS_END] == segments.end[segment])
     return False

@@ -10,18 +10,21 @@ from control_plane.planner.board import (
     BYTES,
     CHUNKS,
     COST,
+    MOVED_WHOLE,
+    Board,
     Limits,
     Segments,
 )
+from control_plane.planner.candidates import Variant
 from control_plane.planner.chunk import CutRules, with_alignment
 from control_plane.planner.compiled import compiled, compiled_inner
-from control_plane.planner.costs import causal_pairs
-from control_plane.planner.exports import Links, Variant, export_surplus
+from control_plane.planner.exports import export_surplus
 from control_plane.planner.fleet import Fleet
-from control_plane.planner.level import expected_growth, find_level, typical_pair_seconds
+from control_plane.planner.level import Work, expected_growth, weigh
+from control_plane.planner.links import Links
 from control_plane.planner.memory import relieve_memory
 from control_plane.planner.opening import limits_after_home_work, open_board
-from control_plane.planner.placement import by_pairs, place_homeless
+from control_plane.planner.placement import place_homeless
 from control_plane.planner.tasks import Tasks, collect_tasks
 from core_attention.arrays import Float64Array
 
@@ -32,6 +35,8 @@ MOST_SHIFTS = 2
 LARGEST_DRIFT = 1e-2
 SMALL_FLEET_DRIFT = 5e-3
 """Relative error of the level that is left uncorrected: time counts more for large fleets."""
+SAMPLED_SERVERS = 48
+"""Receivers whose chunks give the rates of the pieces of fleets several times as large."""
 
 
 class Outcome(NamedTuple):
@@ -43,23 +48,38 @@ class Outcome(NamedTuple):
         work_ratio: seconds of the plan's tasks to those of the uncut segments at home.
         raised: by how many seconds the cap was raised above (1 + eps) x level; infinite if some
             server stayed above it.
+        excess: by how many seconds the busiest server is above (1 + eps) x the level of the
+            tasks as they were cut.
         spent_bytes: bytes moved, beyond what documents that span ranks need anyway.
+        spent_cost: the same, weighted by link.
         n_chunks: pieces that left their home.
         stuck_segment, stuck_end: the first part that fits on no server, else -1.
         stuck_server: a server whose own rank's rows exceed its memory and fit nowhere, else -1.
-        n_donors: servers that gave work.
     """
 
     level: float
     scale: float
     work_ratio: float
     raised: float
+    excess: float
     spent_bytes: float
+    spent_cost: float
     n_chunks: int
     stuck_segment: int
     stuck_end: int
     stuck_server: int
-    n_donors: int
+
+
+class Setting(NamedTuple):
+    """What a phase of a nano-batch is planned from; see :func:`plan_phase`."""
+
+    segments: Segments
+    home_seconds: Float64Array
+    fleet: Fleet
+    rules: CutRules
+    limits: Limits
+    links: Links
+    tolerance: float
 
 
 @compiled
@@ -80,48 +100,31 @@ def plan_phase(
         limits: what each server and process may take, before any work is given to it.
         n_variants: plans to make; the cheapest that keeps the tolerance best is returned.
     """
-    scale = 0.0
+    setting = Setting(segments, home_seconds, fleet, rules, limits, links, tolerance)
+    work = weigh(segments, home_seconds, fleet, rules.phase)
     n_shifts = MOST_SHIFTS if n_variants > 1 else 0
     plain = Variant(0, 0.0, n_shifts)
-    best = _plan_variant(
-        segments,
-        home_seconds,
-        fleet,
-        rules,
-        limits,
-        links,
-        tolerance,
-        scale,
-        plain,
-    )
+    scale = expected_growth(work, fleet, rules)
+    if len(fleet.rank) >= 4 * SAMPLED_SERVERS and len(work.homeless) == 0:
+        every = len(fleet.rank) // SAMPLED_SERVERS
+        scale = _attempt(setting, work, scale, plain, every)[1].work_ratio
+    board, outcome = _attempt(setting, work, scale, plain, 1)
     largest_drift = SMALL_FLEET_DRIFT if n_variants > 1 else LARGEST_DRIFT
     for _ in range(CORRECTIONS):
         # Pieces run at other rates than whole documents, so cutting changes the mean load.
-        drift = best[1].work_ratio / best[1].scale
-        if _is_final(best[1]) or abs(drift - 1.0) < largest_drift:
+        if _is_final(outcome) or abs(outcome.work_ratio / outcome.scale - 1.0) < largest_drift:
             break
-        scale = best[1].work_ratio
-        best = _plan_variant(
-            segments,
-            home_seconds,
-            fleet,
-            rules,
-            limits,
-            links,
-            tolerance,
-            scale,
-            plain,
-        )
+        board, outcome = _attempt(setting, work, outcome.work_ratio, plain, 1)
+    scale = outcome.scale
+    donors = work.load.max() > work.level * scale * (1.0 + tolerance)
     for seed in range(1, n_variants):
-        if _is_final(best[1]) or best[1].n_donors == 0:
+        if _is_final(outcome) or not donors:
             break
         variant = Variant(seed, 0.05 * (1 + seed % 6), seed % (n_shifts + 1))
-        other = _plan_variant(
-            segments, home_seconds, fleet, rules, limits, links, tolerance, best[1].scale, variant
-        )
-        if other[1].stuck_server < 0 and _better(other[1], other[2], best[1], best[2]):
-            best = other
-    return best[0], best[1]
+        other_board, other = _attempt(setting, work, scale, variant, 1)
+        if other.stuck_server < 0 and _better(other, outcome):
+            board, outcome = other_board, other
+    return collect_tasks(board, segments, fleet), outcome
 
 
 @compiled_inner
@@ -131,95 +134,96 @@ def _is_final(outcome: Outcome) -> bool:
 
 
 @compiled_inner
-def _better(ours: Outcome, our_cost: float, theirs: Outcome, their_cost: float) -> bool:
-    """Whether a plan is cheaper without a higher cap, or has a lower one."""
+def _better(ours: Outcome, theirs: Outcome) -> bool:
+    """Whether a plan is cheaper without a busier server, or has a less busy one."""
     margin = 1e-3 * theirs.level
-    if ours.raised > theirs.raised + margin:
+    our_miss, their_miss = _miss(ours), _miss(theirs)
+    if our_miss > their_miss + margin:
         return False
-    return ours.raised < theirs.raised - margin or our_cost < their_cost
+    return our_miss < their_miss - margin or ours.spent_cost < theirs.spent_cost
 
 
 @compiled_inner
-def _plan_variant(
-    segments: Segments,
-    home_seconds: Float64Array,
-    fleet: Fleet,
-    rules: CutRules,
-    limits: Limits,
-    links: Links,
-    tolerance: float,
-    scale: float,
-    variant: Variant,
-) -> tuple[Tasks, Outcome, float]:
-    """One plan, what happened, and its bytes weighted by link. A ``scale`` of 0: estimate it."""
-    n_servers, n_ranks = len(fleet.rank), len(fleet.server_of_rank)
-    pair_rate = typical_pair_seconds(segments, fleet, rules.phase)
-    receives = fleet.receives & (fleet.speed > 0.0)
-    load, longest = np.zeros(n_servers), np.zeros(n_servers)
-    homeless = np.zeros(len(segments.begin), dtype=np.bool_)
-    homeless_pairs = 0.0
-    for i in range(len(segments.begin)):
-        server = fleet.server_of_rank[segments.rank[i]]
-        held = causal_pairs(segments.begin[i], segments.end[i])
-        if server >= 0 and fleet.speed[server] > 0.0:
-            load[server] += home_seconds[i]
-            longest[server] = max(longest[server], segments.end[i])
-        else:
-            homeless[i] = True
-            homeless_pairs += held
-    work_before = homeless_pairs + _work(load, pair_rate)
-    level = find_level(load, homeless_pairs, pair_rate, receives)
-    if scale == 0.0:
-        scale = expected_growth(fleet, rules, load, longest, pair_rate, level, work_before)
-    level *= scale
-    rules = with_alignment(rules, level / pair_rate.min(), segments.end.max())
+def _miss(outcome: Outcome) -> float:
+    """By how many seconds a plan misses the tolerance; an error of the level is not counted."""
+    return max(outcome.raised, outcome.excess - SMALL_FLEET_DRIFT * outcome.level)
+
+
+@compiled_inner
+def _attempt(
+    setting: Setting, work: Work, scale: float, variant: Variant, every: int
+) -> tuple[Board, Outcome]:
+    """One plan, for a level ``scale`` times as high as if pieces ran like whole documents.
+
+    Args:
+        every: 1; or more for a sample of the exports, whose ``work_ratio`` is what all of them
+            would give.
+    """
+    segments, home_seconds, fleet, rules, limits, links, tolerance = setting
+    n_servers = len(fleet.rank)
+    level = work.level * scale
+    rules = with_alignment(rules, level / work.pair_rate.min(), segments.end.max())
     cap = np.full(n_servers, level * (1.0 + tolerance))
     cap[fleet.speed == 0.0] = 0.0
-    board = open_board(segments, n_ranks, n_servers, load, fleet, cap, homeless, limits.active)
-    limits = limits_after_home_work(segments, fleet, board, limits, homeless)
+    board = open_board(segments, len(fleet.server_of_rank), fleet, work, cap, limits.active)
+    limits = limits_after_home_work(segments, fleet, board, limits, work.is_homeless)
     first_cap = cap.max()
     stuck, stuck_end, stuck_server = -1, 0, -1
     raised = 0.0
-    n_donors = 0
-    for s in range(n_servers):
-        n_donors += board.load[s] > cap[s] * (1.0 + 1e-3) and fleet.rank[s] >= 0
-    if homeless_pairs > 0.0:
-        order = by_pairs(segments, homeless)
-        if receives.any():
+    if len(work.homeless):
+        if work.receives.any():
             stuck, stuck_end = place_homeless(
-                board, segments, fleet, rules, limits, links, cap, receives, pair_rate, order
+                board, segments, home_seconds, fleet, rules, limits, links, cap, work
             )
         else:
-            stuck, stuck_end = order[0], segments.end[order[0]]
+            stuck, stuck_end = work.homeless[0], segments.end[work.homeless[0]]
     if stuck < 0 and limits.active:
-        stuck_server = relieve_memory(board, segments, fleet, rules, limits, links, cap, receives)
+        stuck_server = relieve_memory(
+            board, segments, fleet, rules, limits, links, cap, work.receives
+        )
+    before, over = work_of(board.load, work), _over(board.load, cap, fleet)
     if stuck < 0 and stuck_server < 0:
         raised = export_surplus(
-            board, segments, fleet, rules, limits, links, cap, receives, pair_rate, variant
+            board, segments, fleet, rules, limits, links, cap, work, variant, every
         )
         if np.isfinite(raised):
             raised = cap.max() - first_cap
-    work_ratio = _work(board.load, pair_rate) / work_before
+    after = work_of(board.load, work)
+    if every > 1:
+        moved = over - _over(board.load, cap, fleet)
+        after = before + (after - before) * (over / moved if moved > 0.0 else 0.0)
+    ratio = after / work.pairs
     outcome = Outcome(
         level,
         scale,
-        work_ratio,
+        ratio,
         raised,
+        board.load.max() - level * ratio / scale * (1.0 + tolerance),
         board.spent[BYTES],
-        board.used[CHUNKS],
+        board.spent[COST],
+        board.used[CHUNKS] + board.used[MOVED_WHOLE],
         stuck,
         stuck_end,
         stuck_server,
-        n_donors,
     )
-    return collect_tasks(board, segments, fleet), outcome, board.spent[COST]
+    return board, outcome
 
 
 @compiled_inner
-def _work(load: Float64Array, pair_rate: Float64Array) -> float:
+def work_of(load: Float64Array, work: Work) -> float:
     """The load of all servers in query-key pairs at their typical rates."""
-    work = 0.0
-    for s in range(len(load)):
-        if load[s] > 0.0:
-            work += load[s] / pair_rate[s]
-    return work
+    pairs = 0.0
+    for server in range(len(load)):
+        if load[server] > 0.0:
+            pairs += load[server] / work.pair_rate[server]
+    return pairs
+
+
+@compiled_inner
+def _over(load: Float64Array, cap: Float64Array, fleet: Fleet) -> float:
+    """Seconds by which in-place servers are above their cap."""
+    over = 0.0
+    for server in range(len(load)):
+        if fleet.rank[server] >= 0:
+            over += max(load[server] - cap[server], 0.0)
+    return over

@@ -8,14 +8,13 @@ fewest keys.
 
 from __future__ import annotations
 
-import heapq
-
 import numpy as np
 
 from control_plane.planner.board import (
     BYTES,
     CHUNKS,
     COST,
+    MOVED_WHOLE,
     Board,
     Limits,
     Segments,
@@ -26,10 +25,13 @@ from control_plane.planner.board import (
 )
 from control_plane.planner.chunk import CutRules, begin_for_seconds
 from control_plane.planner.compiled import BoolArray, compiled_inner
-from control_plane.planner.costs import causal_pairs, task_seconds
-from control_plane.planner.exports import CAP_STEP, Links, link_cost
-from control_plane.planner.fleet import Fleet
-from core_attention.arrays import Float64Array, Int64Array
+from control_plane.planner.costs import Pace, causal_pairs, task_seconds
+from control_plane.planner.exports import CAP_STEP
+from control_plane.planner.fleet import Fleet, pace_of
+from control_plane.planner.level import Work
+from control_plane.planner.links import Links, link_cost
+from control_plane.planner.rooms import Rooms, change_top, no_rooms, pop_room, push_room
+from core_attention.arrays import Float64Array
 
 LONG_SHARE = 0.25
 """Where memory is limited, only documents above this share of the cap are cut to fit in time: a cut
@@ -42,16 +44,15 @@ MOST_RAISES = 5000
 def place_homeless(
     board: Board,
     segments: Segments,
+    home_seconds: Float64Array,
     fleet: Fleet,
     rules: CutRules,
     limits: Limits,
     links: Links,
     cap: Float64Array,
-    receives: BoolArray,
-    pair_rate: Float64Array,
-    homeless: Int64Array,
+    work: Work,
 ) -> tuple[int, int]:
-    """Places the segments ``homeless`` (indices, most pairs first).
+    """Places the homeless segments, which take ``home_seconds`` at speed 1.
 
     The cap is raised in place where room runs out.
 
@@ -59,46 +60,39 @@ def place_homeless(
         The segment and the end of the first part that fits on no server; (-1, 0) if all fit.
     """
     step = CAP_STEP * cap.max()
+    receives, pair_rate = work.receives, work.pair_rate
+    one_profile = len(fleet.tables.layout) == 1
     raises = 0
-    # Locals, because compiled code counts references each time a structure is looked into.
-    limited, tables, profile, speed = limits.active, fleet.tables, fleet.profile, fleet.speed
-    load, used, spent, touched = board.load, board.used, board.spent, board.touched
-    chunk_segment, chunk_server = board.chunk_segment, board.chunk_server
-    chunk_begin, chunk_end = board.chunk_begin, board.chunk_end
-    whole_of, rank_of = segments.whole, segments.rank
-    rank_host, server_host = links.rank_host, links.server_host
     by_time = False
-    heap = _by_room(board, cap, receives, pair_rate, by_time)
-    for segment in homeless:
+    rooms = no_rooms(len(cap))
+    _fill_rooms(rooms, board, cap, receives, pair_rate, by_time)
+    for segment in work.homeless:
         low, high = segments.begin[segment], segments.end[segment]
         if not by_time and _is_short(cap, receives, pair_rate, low, high):
             by_time = True
-            heap = _by_room(board, cap, receives, pair_rate, by_time)
-        at = heap[0][1]
-        if whole_of[segment] and not limited and used[CHUNKS] < len(chunk_segment):
+            _fill_rooms(rooms, board, cap, receives, pair_rate, by_time)
+        if segments.whole[segment] and not limits.active:
             # Most work is many short documents: the same as below, without its calls.
-            seconds = task_seconds(tables, profile[at], rules.phase, low, high) / speed[at]
-            room = cap[at] - load[at] - seconds
+            at = rooms.server[0]
+            seconds = home_seconds[segment]
+            if not one_profile:
+                seconds = task_seconds(fleet.tables, fleet.profile[at], rules.phase, low, high)
+            seconds /= fleet.speed[at]
+            room = cap[at] - board.load[at] - seconds
             if room >= 0.0:
-                n = used[CHUNKS]
-                used[CHUNKS] = n + 1
-                chunk_segment[n], chunk_server[n] = segment, at
-                chunk_begin[n], chunk_end[n] = low, high
-                touched[segment] = True
-                load[at] += seconds
+                board.server[segment] = at
+                board.used[MOVED_WHOLE] += 1
+                board.load[at] += seconds
                 moved = (rules.q_bytes + rules.kv_bytes) * (high - low)
-                spent[BYTES] += moved
-                near = rank_host[rank_of[segment]]
-                spent[COST] += moved * (
-                    links.near if near >= 0 and near == server_host[at] else links.far
-                )
-                heapq.heapreplace(heap, (-room if by_time else -room / pair_rate[at], at))
+                board.spent[BYTES] += moved
+                board.spent[COST] += moved * link_cost(links, segments.rank[segment], at)
+                change_top(rooms, room if by_time else room / pair_rate[at])
                 continue
         while high > low:
-            if board.used[CHUNKS] >= len(board.chunk_segment):
+            if board.used[CHUNKS] >= len(board.chunks):
                 return segment, high
             at, begin = _find_server(
-                board, segments, fleet, rules, limits, cap, receives, heap, segment, low, high
+                board, segments, fleet, rules, limits, cap, receives, rooms, segment, low, high
             )
             if at < 0:
                 raises += 1
@@ -108,31 +102,31 @@ def place_homeless(
                 ):
                     return segment, high
                 cap[cap > 0.0] += step * max(1.0, raises / 50.0)
-                heap = _by_room(board, cap, receives, pair_rate, by_time)
+                _fill_rooms(rooms, board, cap, receives, pair_rate, by_time)
                 continue
             link = link_cost(links, segments.rank[segment], at)
             add_chunk(board, segments, fleet, rules, limits, segment, begin, high, at, link)
             room = cap[at] - board.load[at]
-            heapq.heappush(heap, (-room if by_time else -room / pair_rate[at], at))
+            push_room(rooms, at, room if by_time else room / pair_rate[at])
             high = begin
     return -1, 0
 
 
 @compiled_inner
-def _by_room(
-    board: Board, cap: Float64Array, receives: BoolArray, pair_rate: Float64Array, by_time: bool
-) -> list[tuple[float, int]]:
-    """A heap of the receiving servers, most room first, in seconds or in query-key pairs.
-
-    Ties go by index, so that the order is the same everywhere."""
-    heap = [(0.0, -1)]
-    heap.pop()
-    for s in range(len(cap)):
-        if receives[s]:
-            room = cap[s] - board.load[s]
-            heap.append((-room if by_time else -room / pair_rate[s], s))
-    heapq.heapify(heap)
-    return heap
+def _fill_rooms(
+    rooms: Rooms,
+    board: Board,
+    cap: Float64Array,
+    receives: BoolArray,
+    pair_rate: Float64Array,
+    by_time: bool,
+) -> None:
+    """Puts the receiving servers on the heap, by seconds or by query-key pairs."""
+    rooms.size[0] = 0
+    for server in range(len(cap)):
+        if receives[server]:
+            room = cap[server] - board.load[server]
+            push_room(rooms, server, room if by_time else room / pair_rate[server])
 
 
 @compiled_inner
@@ -176,28 +170,29 @@ def _find_server(
     limits: Limits,
     cap: Float64Array,
     receives: BoolArray,
-    heap: list[tuple[float, int]],
+    rooms: Rooms,
     segment: int,
     low: int,
     high: int,
 ) -> tuple[int, int]:
-    """Takes the first server off ``heap`` that can have ``[low, high)`` or the end of it.
+    """Takes the first server off the heap that can have ``[low, high)`` or the end of it.
 
     Returns:
         The server and where its chunk begins; (-1, 0), and the heap as it was, if none can.
     """
-    passed = [(0.0, -1)]
-    passed.pop()
+    passed = np.empty(rooms.size[0], dtype=np.int64)
+    passed_room = np.empty(len(passed))
+    n_passed = 0
     found, begin = -1, 0
     # A cut repeats keys on two servers, which memory can ill afford.
     cut_for_memory = limits.active and not _anyone_could(
         segments, fleet, limits, receives, segment, low, high
     )
-    while len(heap):
-        entry = heapq.heappop(heap)
-        s = entry[1]
+    while rooms.size[0] > 0:
+        passed_room[n_passed] = rooms.room[0]
+        s = pop_room(rooms)
         room = cap[s] - board.load[s]
-        begin = _begin_within(segments, fleet, rules, segment, low, high, s, room)
+        begin = _begin_within(pace_of(fleet, s, rules.phase), rules, low, high, room)
         if limits.active and low < begin < high:
             whole = server_seconds(fleet, s, rules.phase, low, high)
             if whole <= LONG_SHARE * cap[s]:
@@ -218,47 +213,25 @@ def _find_server(
                 ):
                     found = s
                     break
-        passed.append(entry)
+        passed[n_passed] = s
+        n_passed += 1
         if not limits.active:
             # The others have less room.
             break
-    for entry in passed:
-        heapq.heappush(heap, entry)
+    for k in range(n_passed):
+        push_room(rooms, passed[k], passed_room[k])
     return found, begin
 
 
 @compiled_inner
-def _begin_within(
-    segments: Segments,
-    fleet: Fleet,
-    rules: CutRules,
-    segment: int,
-    low: int,
-    high: int,
-    server: int,
-    room: float,
-) -> int:
+def _begin_within(pace: Pace, rules: CutRules, low: int, high: int, room: float) -> int:
     """Where the longest chunk that ends at ``high`` and fits into ``room`` begins, without pieces
     too short; ``high`` if there is none."""
     if room <= 0.0:
         return high
-    limit = room * fleet.speed[server]
-    begin = begin_for_seconds(
-        fleet.tables, fleet.profile[server], rules.phase, low, high, limit, rules.alignment
-    )
+    begin = begin_for_seconds(pace, low, high, room, rules.alignment)
     if begin == low:
         return low
     if begin < low + rules.min_tokens:
         begin = low + rules.min_tokens
     return begin if high - begin >= rules.min_tokens else high
-
-
-@compiled_inner
-def by_pairs(segments: Segments, chosen: BoolArray) -> Int64Array:
-    """The chosen segments, most query-key pairs first."""
-    picked = np.flatnonzero(chosen)
-    pairs = np.empty(len(picked))
-    for k in range(len(picked)):
-        begin, end = float(segments.begin[picked[k]]), float(segments.end[picked[k]])
-        pairs[k] = begin * begin - end * end
-    return picked[np.argsort(pairs, kind="mergesort")]

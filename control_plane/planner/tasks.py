@@ -6,9 +6,20 @@ from typing import NamedTuple
 
 import numpy as np
 
-from control_plane.planner.board import CHUNKS, FREE, Board, Segments
+from control_plane.planner.board import (
+    BEGIN,
+    CHUNKS,
+    END,
+    FIRST_REST,
+    FREE,
+    SEGMENT,
+    SERVER,
+    Board,
+    Segments,
+)
 from control_plane.planner.compiled import compiled_inner
 from control_plane.planner.fleet import Fleet
+from control_plane.planner.sorting import sorted_by
 from core_attention.arrays import Int64Array
 
 
@@ -24,42 +35,45 @@ class Tasks(NamedTuple):
 @compiled_inner
 def collect_tasks(board: Board, segments: Segments, fleet: Fleet) -> Tasks:
     """The tasks on the board, in order, neighbours of one segment and server joined."""
-    n_chunks, n_free = board.used[CHUNKS], board.used[FREE]
-    segment = np.empty(n_chunks + n_free, dtype=np.int64)
-    begin, end = np.empty_like(segment), np.empty_like(segment)
-    server = np.empty_like(segment)
-    n = n_chunks
-    for i in range(n_chunks):
-        segment[i], server[i] = board.chunk_segment[i], board.chunk_server[i]
-        begin[i], end[i] = board.chunk_begin[i], board.chunk_end[i]
-    for rank in range(len(board.first_free)):
-        part = board.first_free[rank]
-        while part >= 0:
-            if board.touched[board.free_segment[part]]:
-                segment[n], server[n] = board.free_segment[part], fleet.server_of_rank[rank]
-                begin[n], end[n] = board.free_begin[part], board.free_end[part]
-                n += 1
-            part = board.next_free[part]
-    key = segment[:n] * (1 << 31) + begin[:n]
-    order = np.argsort(key, kind="mergesort")
-    n_segments = len(segments.begin)
-    out = np.empty((4, n_segments + n), dtype=np.int64)
+    pieces = _pieces(board, segments, fleet)
+    n_segments, n_pieces = len(segments.begin), len(pieces)
+    size = n_segments + n_pieces
+    document, q_begin = np.empty(size, dtype=np.int64), np.empty(size, dtype=np.int64)
+    q_end, server = np.empty(size, dtype=np.int64), np.empty(size, dtype=np.int64)
     count = k = 0
     for i in range(n_segments):
-        if not board.touched[i]:
-            out[0, count], out[1, count] = segments.document[i], segments.begin[i]
-            out[2, count] = segments.end[i]
-            out[3, count] = fleet.server_of_rank[segments.rank[i]]
+        if board.server[i] >= 0:
+            document[count], server[count] = segments.document[i], board.server[i]
+            q_begin[count], q_end[count] = segments.begin[i], segments.end[i]
             count += 1
             continue
         first = count
-        while k < n and segment[order[k]] == i:
-            at = order[k]
+        while k < n_pieces and pieces[k, SEGMENT] == i:
+            if count > first and server[count - 1] == pieces[k, SERVER]:
+                q_end[count - 1] = pieces[k, END]
+            else:
+                document[count], server[count] = segments.document[i], pieces[k, SERVER]
+                q_begin[count], q_end[count] = pieces[k, BEGIN], pieces[k, END]
+                count += 1
             k += 1
-            if count > first and out[3, count - 1] == server[at]:
-                out[2, count - 1] = end[at]
-                continue
-            out[0, count], out[1, count] = segments.document[i], begin[at]
-            out[2, count], out[3, count] = end[at], server[at]
-            count += 1
-    return Tasks(out[0, :count], out[1, :count], out[2, :count], out[3, :count])
+    return Tasks(document[:count], q_begin[:count], q_end[:count], server[:count])
+
+
+@compiled_inner
+def _pieces(board: Board, segments: Segments, fleet: Fleet) -> Int64Array:
+    """``[n, 4]`` the chunks, and what cuts left at home, sorted by segment and position."""
+    n = board.used[CHUNKS]
+    most = n + board.used[FREE] - board.used[FIRST_REST]
+    pieces = np.empty((most, 4), dtype=np.int64)
+    pieces[:n] = board.chunks[:n]
+    for part in range(board.used[FIRST_REST], board.used[FREE]):
+        segment = board.free[part, SEGMENT]
+        if segment >= 0:
+            pieces[n] = board.free[part]
+            pieces[n, SERVER] = fleet.server_of_rank[segments.rank[segment]]
+            n += 1
+    key = pieces[:n, SEGMENT] * (1 << 31) + pieces[:n, BEGIN]
+    in_order = np.empty((n, 4), dtype=np.int64)
+    for k, piece in enumerate(sorted_by(np.arange(n), key)):
+        in_order[k] = pieces[piece]
+    return in_order

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.planner import Case, draw
 from control_plane import balanced
 from control_plane.forecast import pair_bytes
 from control_plane.planning import PlanningOptions, PlanningServer
@@ -110,6 +111,15 @@ def test_documents_longer_than_a_rank_keep_the_tolerance(name: str) -> None:
     manifest = stream_manifest(lengths.tolist(), 16, span=True)
     for forecast in forecasts(plan_of(manifest, in_place(16))):
         assert forecast.predicted_imbalance <= 1.05
+
+
+def test_pieces_get_shorter_where_the_tolerance_cannot_be_kept_otherwise() -> None:
+    # 512 queries at the end of a document of 512K take a tenth of the mean load.
+    case = Case(name="prolong", tokens=64 * 1024, longest=512 * 1024, n=512, seeds=1)
+    forecast = forecasts(plan_of(draw(case, 4), in_place(case.n), 0.02))[1]
+    assert PROFILE.seconds(512, case.longest, Phase.BACKWARD) > 0.09 * forecast.seconds.mean()
+    assert forecast.home_imbalance > 30
+    assert forecast.predicted_imbalance <= 1.04
 
 
 @pytest.mark.parametrize("kind", ["pool", "mixed"])
