@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
+import os
+import shutil
+import tempfile
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -19,8 +23,9 @@ F = TypeVar("F", bound=Callable[..., Any])
 def compiled(function: F) -> F:
     """``function`` compiled by numba in nopython mode on first use.
 
-    The machine code is kept beside the source or in numba's cache folder (``NUMBA_CACHE_DIR``). In
-    an image without any writable folder it is compiled again by every process instead.
+    The machine code is kept beside the source or in numba's cache folder (``NUMBA_CACHE_DIR``). A
+    cache folder that this process may only read, as in a container image, serves as well, through a
+    temporary copy. Without any writable folder every process compiles anew.
     """
     return _compiled(function, {})
 
@@ -42,6 +47,7 @@ def compiled_leaf(function: F) -> F:
 
 
 def _compiled(function: F, options: dict[str, Any]) -> F:
+    _make_cache_writable()
     try:
         dispatcher = numba.njit(cache=True, **options)(function)
     except RuntimeError:  # numba found no place where it may write
@@ -52,6 +58,22 @@ def _compiled(function: F, options: dict[str, Any]) -> F:
     if hasattr(cache_file, "_source_stamp"):
         cache_file._source_stamp = _sources_stamp(function.__code__.co_filename)
     return cast(F, dispatcher)
+
+
+@cache
+def _make_cache_writable() -> None:
+    """Gives numba a copy of its cache folder where that is read-only and would be ignored."""
+    config: Any = numba.config
+    if not config.CACHE_DIR or not Path(config.CACHE_DIR).is_dir():
+        return
+    if os.access(config.CACHE_DIR, os.W_OK):
+        return
+    try:
+        copy = tempfile.mkdtemp(prefix="distca-numba-")
+    except OSError:
+        return
+    atexit.register(shutil.rmtree, copy, ignore_errors=True)
+    config.CACHE_DIR = shutil.copytree(config.CACHE_DIR, copy, dirs_exist_ok=True)
 
 
 @cache
