@@ -74,6 +74,7 @@ class Membership:
         self._on_lost = on_lost
         self._away_seconds = away_seconds
         self._contact: PoolContact | None = None
+        self._changed = threading.Condition()
         self._draining = False
         self._dropped_lease = ""
         # No control plane is looked for any more: the node leaves, or drains without one.
@@ -102,7 +103,7 @@ class Membership:
         self._contact = contact
         self._on_registered()
         for name, target in (
-            ("distca-heartbeat", lambda: self._beat(contact.renewal_seconds)),
+            ("distca-heartbeat", self._beat),
             ("distca-watch", lambda: self._watch(contact)),
         ):
             thread = threading.Thread(target=target, name=name, daemon=True)
@@ -145,7 +146,8 @@ class Membership:
         self._leaving.set()
         self._giving_up.set()
         self._outbox.shutdown(wait=True, cancel_futures=False)
-        contact, self._contact = self._contact, None
+        contact = self._contact
+        self._set_contact(None)
         if contact is not None:
             try:
                 contact.deregister()
@@ -247,7 +249,7 @@ class Membership:
             raise MembershipLost(
                 f"no way back to the control plane in {self._away_seconds:g} s: {error}"
             ) from error
-        self._contact = contact
+        self._set_contact(contact)
         if self._leaving.is_set():
             contact.end()
             return None
@@ -264,14 +266,14 @@ class Membership:
         """The control plane is away, or does not want this server."""
         if self._contact is not contact:
             return
-        self._contact = None
+        self._set_contact(None)
         if not self._giving_up.is_set():
             logger.warning("lost the control plane at %s: %s", contact.address, error)
         contact.interrupt()
 
-    def _beat(self, interval_seconds: float) -> None:
-        while not self._leaving.wait(interval_seconds):
-            contact = self._contact
+    def _beat(self) -> None:
+        while not self._leaving.is_set():
+            contact = self._contact_in_need()
             if contact is None:
                 continue
             try:
@@ -282,10 +284,23 @@ class Membership:
             except Exception as error:
                 self._lose(error)
                 return
-            interval_seconds = contact.renewal_seconds
             if draining and not self._draining:
                 self._draining = True
                 self._on_drain()
+
+    def _contact_in_need(self) -> PoolContact | None:
+        """Waits until a heartbeat is due, and returns the contact; None if that has changed
+        meanwhile, or there has been none for a while."""
+        contact = self._contact
+        seconds = 1.0 if contact is None else contact.renewal_seconds
+        with self._changed:
+            replaced = self._changed.wait_for(lambda: self._contact is not contact, seconds)
+        return None if replaced else contact
+
+    def _set_contact(self, contact: PoolContact | None) -> None:
+        with self._changed:
+            self._contact = contact
+            self._changed.notify_all()
 
     def _lose(self, error: Exception) -> None:
         """Turns whatever ends a thread into one call of ``on_lost``."""

@@ -226,6 +226,7 @@ class ControlLink:
             SessionClosed: the job ended.
         """
         remaining_seconds = timeout_seconds
+        self.check()
         with self._changed:
             if not self._book.is_known(step):
                 raise PlanNotReady(f"step {step}: submit its manifest before running it")
@@ -496,17 +497,20 @@ class ControlLink:
     # The other threads
 
     def _renew(self) -> None:
-        contact = self._await_contact()
-        while contact is not None:
-            if self._closing.wait(contact.renewal_seconds):
-                return
-            contact = self._await_contact()
-            if contact is None:
-                return
+        while (contact := self._await_contact()) is not None:
+            if self._is_replaced(contact):
+                continue
             try:
                 contact.renew()
             except rpc.RpcError as error:
                 self._let_go(contact, error)
+
+    def _is_replaced(self, contact: RankContact) -> bool:
+        """Waits until the lease is to be renewed; whether another contact has come meanwhile."""
+        with self._changed:
+            return self._changed.wait_for(
+                lambda: self._contact is not contact, contact.renewal_seconds
+            )
 
     def _send_letters(self) -> None:
         while (letter := self._letters.get()) is not None:

@@ -143,7 +143,8 @@ def test_first_tick_is_the_least_of_the_ranks_that_hold_rows() -> None:
 
 
 def test_rows_of_a_rank_that_has_left_cannot_be_asked_for_again() -> None:
-    with pytest.raises(PlanError, match=r"rank 2 has left the job or given the step up, and its rows of document 3"):
+    match = r"rank 2 has left the job or given the step up, and its rows of document 3"
+    with pytest.raises(PlanError, match=match):
         first_ticks(shared_step(), [(2, 0), (3, 5), (8, 8)], left={2})
     assert first_ticks(shared_step(), [(2, 0), (3, 8), (8, 8)], left={2}).tolist() == [2, 3, 8]
 
