@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 
+from core_attention.ca_task import Phase
 from core_attention.manifest import RankManifest
 from core_attention.shape import AttentionShape
 from tests.cluster import Cluster, cluster
 from tests.team import Team
 from tests.trainer_client.test_parity import CASES, spanning
+from tests.trainer_client.test_recovery import kill_at, recoveries
 
 pytestmark = [
     pytest.mark.gpu,
@@ -61,3 +64,28 @@ def test_equal_steps_give_equal_bits_forward(team: Team) -> None:
     for key, rows in runs[0].rows.items():
         for other in runs[1:]:
             assert rows["o"].equal(other.rows[key]["o"]), f"o of {key} differs"
+
+
+@pytest.mark.parametrize("phase", list(Phase))
+def test_a_killed_server_costs_no_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, phase: Phase
+) -> None:
+    """The ticks of the server are replayed, first on the other one and then at home."""
+    with (
+        cluster(tmp_path, 2, device=DEVICE, node_shape=SHAPE) as servers,
+        Team(
+            servers,
+            2,
+            SHAPE,
+            n_layers=2,
+            placement="pool",
+            device=DEVICE,
+            tick_timeout_seconds=120.0,
+            connect_timeout_seconds=60.0,
+        ) as team,
+    ):
+        team.check(spanning(2, 3001))
+        for step, victim in enumerate(servers.processes[1:3], start=1):
+            with monkeypatch.context() as patched:
+                kill_at(patched, [victim], rank=1, layer=1, phase=phase, step=step)
+                assert max(recoveries(team.check(spanning(2, 3001), seed=step))) >= 1
