@@ -36,11 +36,20 @@ class ControlPlaneOptions:
     lease_seconds: Annotated[
         float, typer.Option(help="Servers and ranks live so long without a heartbeat.")
     ] = 15.0
+    state_dir: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder for what must outlive the process: a token secret and the number of its "
+            "starts; without it, starts are told apart by the time.",
+            envvar="DISTCA_STATE_DIR",
+        ),
+    ] = None
     token_secret: Annotated[
         Path | None,
         typer.Option(
             help="File of 32 random bytes or more that jobs' tokens are derived from: with it they "
-            "stay good when the control plane starts again; default: a new secret each time.",
+            "stay good when the control plane starts again; default: one that is kept in the state "
+            "folder, or without that a new one each time.",
             envvar="DISTCA_TOKEN_SECRET",
             rich_help_panel=_SECURITY,
         ),
@@ -104,6 +113,7 @@ def control_plane(options: ControlPlaneOptions) -> None:
             listen_address=options.listen,
             metrics_address=options.metrics_listen,
             address_file=options.address_file,
+            state_dir=options.state_dir,
             coordinator=CoordinatorSettings(
                 lease_seconds=options.lease_seconds,
                 planning_threads=options.planning_threads,
