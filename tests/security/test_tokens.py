@@ -224,3 +224,46 @@ def test_a_token_secret_that_is_too_short_is_refused_at_start(tmp_path: Path) ->
         control_plane_with(None, token_secret_file=path),
     ):
         pass
+
+
+def test_a_job_comes_back_to_a_new_control_plane_by_its_own_ranks_tokens_alone(
+    pki: Pki, tmp_path: Path
+) -> None:
+    tls = pki.issue(Role.CONTROL_PLANE).for_server()
+    path, other = tmp_path / "secret", tmp_path / "other"
+    path.write_bytes(b"s" * 32)
+    other.write_bytes(b"o" * 32)
+    owner, stranger = (pki.issue(Role.TRAINER, name) for name in ("team-a", "team-b"))
+    with (
+        control_plane_with(tls, token_secret_file=path) as before,
+        secure_client(before, owner) as client,
+    ):
+        job_id, lease = client.open(0)
+        token = client.tokens.of[lease]
+
+    def come_back(client: Client, rank: int = 0, shown: bytes | None = token) -> bytes:
+        request = jobs_pb2.OpenJobRequest(spec=job_spec(), rank=rank, host="h")
+        request.resume.job_id = job_id
+        answer: jobs_pb2.OpenJobResponse = client.jobs.OpenJob(request, **_with_token(shown))
+        return answer.token
+
+    with (
+        control_plane_with(tls, token_secret_file=other) as strange,
+        secure_client(strange, owner) as client,
+        pytest.raises(rpc.PermissionDenied, match="without a token secret"),
+    ):
+        come_back(client)
+    with (
+        control_plane_with(tls, token_secret_file=path) as after,
+        secure_client(after, owner) as client,
+        secure_client(after, stranger) as thief,
+    ):
+        with pytest.raises(rpc.PermissionDenied):
+            come_back(thief)
+        with pytest.raises(rpc.PermissionDenied):
+            come_back(client, rank=1)
+        with pytest.raises(rpc.Unauthenticated):
+            come_back(client, shown=None)
+        assert refused(after, "Jobs/OpenJob", "wrong-token") == 2
+        assert refused(after, "Jobs/OpenJob", "missing-token") == 1
+        assert come_back(client) == token
