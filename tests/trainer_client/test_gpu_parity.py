@@ -43,7 +43,6 @@ def team(request: pytest.FixtureRequest, gpu_pool: Cluster) -> Iterator[Team]:
         placement=request.param,
         device=DEVICE,
         tick_timeout_seconds=120.0,
-        connect_timeout_seconds=60.0,
     ) as running:
         yield running
 
@@ -81,7 +80,6 @@ def test_a_killed_server_costs_no_step(
             placement="pool",
             device=DEVICE,
             tick_timeout_seconds=120.0,
-            connect_timeout_seconds=60.0,
         ) as team,
     ):
         team.check(spanning(2, 3001))

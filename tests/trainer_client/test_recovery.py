@@ -171,7 +171,14 @@ def test_a_step_given_up_by_one_rank_fails_for_those_who_need_its_rows(
             raise KeyError("a mistake of the model")
 
     with Team(
-        servers, 3, NODE_SHAPE, n_layers=N_LAYERS, placement="pool", tick_timeout_seconds=3.0
+        servers,
+        3,
+        NODE_SHAPE,
+        n_layers=N_LAYERS,
+        placement="pool",
+        ping_quiet_seconds=0.5,
+        ping_timeout_seconds=2.0,
+        tick_timeout_seconds=3.0,
     ) as team:
         on_tick(monkeypatch, hook)
         futures = team.start(spanning(3))
