@@ -146,6 +146,10 @@ class Executor:
             lambda: self._guard(tick, lambda: self._arrive(tick, rank, source, arrived))
         )
 
+    def run_soon(self, action: Callable[[], None]) -> None:
+        """Runs ``action``, which must not raise, on the executor's thread between kernel calls."""
+        self._events.put(action)
+
     def give_up(self, tick: OpenTick, error: BaseException) -> None:
         """Ends a tick without results."""
         self._events.put(lambda: self._guard(tick, lambda: tick.give_up(error)))

@@ -15,6 +15,7 @@ class HelloRefusal(StrEnum):
     TOKEN = "token"
     RANK = "rank"
     EPOCH = "epoch"
+    MEMORY = "memory"
 
 
 class HelloRefused(ValueError):

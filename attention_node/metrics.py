@@ -83,6 +83,11 @@ class NodeMetrics:
         self._steps = self._counter(
             "steps_total", "Steps of which every tick on this server is over."
         ).labels(server_id)
+        self._memory_wait_seconds = self._counter(
+            "memory_wait_seconds_total",
+            "Seconds, summed over ranks' lanes, in which a message waited at its sender because "
+            "memory for it was missing.",
+        ).labels(server_id)
         stale = self._counter(
             "stale_messages_total", "Messages of ticks that were refused, by reason.", ("reason",)
         )
@@ -118,6 +123,10 @@ class NodeMetrics:
     def stale_message(self, reason: str) -> None:
         """Counts a message that was refused, for one of :data:`STALE_REASONS`."""
         self._stale[reason].inc()
+
+    def memory_waited_for(self, seconds: float) -> None:
+        """Counts the time that a rank's lane waited for memory."""
+        self._memory_wait_seconds.inc(seconds)
 
     def session_refused(self, reason: HelloRefusal) -> None:
         """Counts a rank whose hello was refused."""

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from attention_node.memory_gate import pair_bytes
 from attention_node.open_tick import OpenTick, TickGivenUp
 from attention_node.tick_route import NOTHING, TickRoute, derive_tick_route
 from core_attention.arrays import Int64Array
@@ -131,6 +132,7 @@ class ServedStep:
         forward_only: whether there is no backward pass.
         device: where tensors live.
         lock: guards the open ticks.
+        on_tick_over: called when a tick is over, on the executor's thread.
         on_finished: called once, when the last tick is over or a tick has failed.
     """
 
@@ -146,6 +148,7 @@ class ServedStep:
         device: torch.device,
         lock: threading.RLock,
         on_finished: Callable[[ServedStep], None],
+        on_tick_over: Callable[[ServedStep, Tick], None] = lambda step, tick: None,
     ) -> None:
         self.job = job
         self.step = plan.step
@@ -153,12 +156,15 @@ class ServedStep:
         self._device = device
         self._lock = lock
         self._on_finished = on_finished
+        self._on_tick_over = on_tick_over
+        self._local_rank = local_rank
         self._open: dict[Tick, OpenTick] = {}
         self._over: set[Tick] = set()
         self._given_up = ""
         self._first = FirstTicks(plan.manifest, first_tick)
         self._routes: dict[tuple[int, Phase, int], TickRoute] = {}
         self._messages: dict[tuple[int, int, Phase, int], MessagePair] = {}
+        self._needs: dict[tuple[int, Phase, int], int] = {}
         self._ticks: dict[int, list[Tick]] = {}
         self._busy = {phase: [0.0] * job.n_nano_batches for phase in Phase}
         server = plan.server_index(server_id)
@@ -205,6 +211,22 @@ class ServedStep:
     def expected_ticks(self, rank: int, nano_batch: int) -> list[Tick]:
         """The ticks of a nano-batch in which ``rank`` sends something, in order."""
         return [tick for tick in self._ticks.get(nano_batch, ()) if rank in self._route(tick).pairs]
+
+    def message_bytes(self) -> dict[int, list[tuple[Tick, int]]]:
+        """By nano-batch, its ticks in order, each with the memory of all its messages."""
+        return {
+            nano_batch: [(tick, self._message_bytes(tick)) for tick in ticks]
+            for nano_batch, ticks in self._ticks.items()
+            if ticks
+        }
+
+    def _message_bytes(self, tick: Tick) -> int:
+        key = self._key(tick)
+        if key not in self._needs:
+            ranks = self._route(tick).pairs.keys() - {self._local_rank}
+            messages = [self.messages(rank, tick) for rank in ranks]
+            self._needs[key] = sum(pair_bytes((m.request.nbytes, m.reply.nbytes)) for m in messages)
+        return self._needs[key]
 
     def give_up(self, reason: str) -> list[OpenTick]:
         """Opens no more ticks; returns those that are open, for the executor to end."""
@@ -282,6 +304,7 @@ class ServedStep:
             failed_now = failure is not None and not self._given_up
             if failed_now:
                 others = self.give_up(f"{tick} failed: {failure}")
+        self._on_tick_over(self, tick)
         for other in others:
             other.give_up(TickGivenUp(self._given_up))
         if failed_now or (self.finished and not self._given_up):
@@ -296,11 +319,13 @@ class ServedJob:
         description: what its members agree on.
         epoch: of the last recovery; plans and connections of lower epochs are void.
         steps: planned and unfinished steps, by number.
+        refused: why steps cannot be served, by epoch and number.
     """
 
     description: JobDescription
     epoch: int = 0
     steps: dict[int, ServedStep] = field(default_factory=dict)
+    refused: dict[tuple[int, int], str] = field(default_factory=dict)
     _seen: OrderedDict[tuple[int, int], None] = field(default_factory=OrderedDict)
 
     def is_new(self, plan: Plan) -> bool:
@@ -348,3 +373,8 @@ class Lane:
         self.expected.popleft()
         self.posted.add(tick)
         return step, tick
+
+    def put_back(self, step: ServedStep, tick: Tick) -> None:
+        """Undoes :meth:`next_to_post`: no receive is posted after all."""
+        self.posted.discard(tick)
+        self.expected.appendleft((step, tick))

@@ -26,6 +26,7 @@ import torch
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from attention_node.announced_jobs import AnnouncedJobs
+from attention_node.capacity import rows_within
 from attention_node.executor import Executor, KernelCall
 from attention_node.membership import Membership, MembershipLost
 from attention_node.metrics import NodeMetrics
@@ -45,6 +46,7 @@ from data_plane.ucxx_transport import UcxxTransport
 from distca import __version__, rpc
 from distca.codec import first_tick_from_bytes, plan_from_proto, profile_to_proto
 from distca.monitoring import MetricsEndpoint, process_registry
+from distca.timeouts import check_order, known_timeouts
 from distca.tls import TlsFiles, server_credentials
 from distca.v1 import jobs_pb2, membership_pb2
 
@@ -73,7 +75,8 @@ class NodeSettings:
             free one.
         metrics_port: port of ``/metrics``; 0 takes any free one.
         one_host: all trainers are on this machine, so shared memory may be used.
-        capacity_rows: q plus k/v rows the node can hold in one tick; 0 is without limit.
+        capacity_rows: q plus k/v rows the node can hold in one tick; 0 is what fits
+            ``buffer_limit_bytes``, or without limit if that has none.
         buffer_limit_bytes: memory for messages; 0 is without limit.
         profile_dir: where cost profiles are cached.
         connect_seconds: how long to wait for the control plane at start, and for the lease of a
@@ -125,6 +128,16 @@ class NodeSettings:
         for name in ("capacity_rows", "buffer_limit_bytes"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be 0 or more")
+        if self.buffer_limit_bytes:
+            rows_within(self.buffer_limit_bytes, self.profile_shapes)
+        check_order(known_timeouts(self))
+
+    @property
+    def planned_rows(self) -> int:
+        """The capacity that the planner is told; 0 is without limit."""
+        if self.capacity_rows or not self.buffer_limit_bytes:
+            return self.capacity_rows
+        return rows_within(self.buffer_limit_bytes, self.profile_shapes)
 
 
 def run(settings: NodeSettings) -> None:
@@ -193,6 +206,7 @@ class AttentionNode:
             on_exchange=self._metrics.exchange_ended,
             on_refused=self._metrics.session_refused,
             on_message_refused=self._metrics.stale_message,
+            on_waited=self._metrics.memory_waited_for,
             on_accepted=lambda connection, name: data_metrics.name_peer(
                 connection.peer, connection.transport, name
             ),
@@ -344,7 +358,7 @@ class AttentionNode:
             host=socket.gethostname(),
             device=self._profiles[0].device,
             memory_bytes=_memory_bytes(torch.device(self._settings.device)),
-            capacity_rows=self._settings.capacity_rows,
+            capacity_rows=self._settings.planned_rows,
             profiles=[profile_to_proto(profile) for profile in self._profiles],
             version=__version__,
         )

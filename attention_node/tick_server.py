@@ -19,6 +19,7 @@ from google.protobuf.message import DecodeError
 from attention_node.cuda_order import record_event
 from attention_node.executor import Executor
 from attention_node.hello import HelloRefusal, HelloRefused
+from attention_node.memory_gate import MemoryGate
 from attention_node.open_tick import OpenTick, Source, TickGivenUp
 from attention_node.served_job import (
     ExchangeTimes,
@@ -28,6 +29,7 @@ from attention_node.served_job import (
     ServedStep,
     StepBusy,
 )
+from attention_node.tick_memory import MemoryTooSmall
 from core_attention.arrays import Int64Array
 from core_attention.checksum import ChecksumMismatch, seal, verify
 from core_attention.message_views import message_views
@@ -69,6 +71,26 @@ class _RankConnection:
     lanes: list[Lane] = field(default_factory=list)
 
 
+@dataclass(frozen=True, eq=False)
+class _Posting:
+    """A receive to post, or posted: which tick, and its buffers.
+
+    Attributes:
+        reply: None if it is taken when the request is here.
+    """
+
+    step: ServedStep
+    tick: Tick
+    request: PooledBuffer
+    reply: PooledBuffer | None
+
+    def release(self) -> None:
+        """Gives the buffers back."""
+        self.request.release()
+        if self.reply is not None:
+            self.reply.release()
+
+
 class TickServer:
     """Receives requests, runs them on the executor, sends replies.
 
@@ -83,6 +105,8 @@ class TickServer:
         on_refused: called with the reason of each hello that is refused.
         on_message_refused: called with the reason of each message that is not used: one of
             ``attention_node.metrics.STALE_REASONS``.
+        on_waited: called with seconds for which a rank's next message was not received because
+            memory for it was missing.
         on_exchange: called when a rank's part of a tick is over, on the thread that ended it.
         on_accepted: called with each connection and the name of the rank behind it.
     """
@@ -98,6 +122,7 @@ class TickServer:
         on_step_finished: Callable[[StepBusy], None] = lambda busy: None,
         on_refused: Callable[[HelloRefusal], None] = lambda reason: None,
         on_message_refused: Callable[[str], None] = lambda reason: None,
+        on_waited: Callable[[float], None] = lambda seconds: None,
         on_exchange: Callable[[ExchangeTimes], None] = lambda times: None,
         on_accepted: Callable[[Connection, str], None] = lambda connection, name: None,
     ) -> None:
@@ -115,6 +140,13 @@ class TickServer:
         self._jobs: dict[str, ServedJob] = {}
         self._connections: list[_RankConnection] = []
         self._leaving: set[Transfer] = set()
+        self._gate: MemoryGate[_RankConnection] = MemoryGate(
+            pool,
+            live_steps=self._live_steps,
+            post=self._post,
+            run_soon=executor.run_soon,
+            on_waited=on_waited,
+        )
 
     @property
     def open_ticks(self) -> int:
@@ -183,8 +215,9 @@ class TickServer:
             device=self._executor.device,
             lock=self._lock,
             on_finished=self._finish_step,
+            on_tick_over=lambda step, tick: self._gate.tick_over(job_id, tick),
         )
-        if step.finished:
+        if step.finished or not self._has_memory_for(job, step):
             return
         with self._lock:
             # A recovery may have begun while the routes were derived.
@@ -209,6 +242,7 @@ class TickServer:
             if job is None or epoch <= job.epoch:
                 return
             job.epoch = epoch
+            job.refused = {key: why for key, why in job.refused.items() if key[0] >= epoch}
             why = f"job {job_id} recovers with epoch {epoch}"
             void = [number for number, step in job.steps.items() if step.epoch < epoch]
             open_ticks = [tick for number in void for tick in job.steps.pop(number).give_up(why)]
@@ -218,6 +252,7 @@ class TickServer:
         for connection in cut:
             connection.connection.close(why)
         self._give_up(open_ticks, why)
+        self._gate.changed()
 
     def close_job(self, job_id: str, reason: str) -> None:
         """Forgets a job: its connections are closed and its open ticks given up."""
@@ -233,6 +268,7 @@ class TickServer:
         for connected_rank in connected:
             connected_rank.connection.close(why)
         self._give_up(open_ticks, why)
+        self._gate.changed()
 
     def accept(self, hello: bytes, connection: Connection) -> bytes:
         """The transport's accept callback: admits a rank of an open job.
@@ -374,6 +410,13 @@ class TickServer:
                 f"rank {message.rank} of job {message.job_id!r}; it has "
                 f"{job.description.n_ranks} ranks",
             )
+        refused = [
+            why
+            for (epoch, step), why in job.refused.items()
+            if epoch >= message.epoch and step >= message.first_step
+        ]
+        if refused:
+            raise HelloRefused(HelloRefusal.MEMORY, refused[0])
         if message.epoch < job.epoch:
             raise HelloRefused(
                 HelloRefusal.EPOCH,
@@ -398,6 +441,25 @@ class TickServer:
         for tick in ticks:
             self._executor.give_up(tick, TickGivenUp(why))
 
+    def _live_steps(self) -> list[tuple[str, int]]:
+        with self._lock:
+            return [(job_id, step) for job_id, job in self._jobs.items() for step in job.steps]
+
+    def _has_memory_for(self, job: ServedJob, step: ServedStep) -> bool:
+        """Whether ``step`` can be served; if not, its ranks are told why."""
+        try:
+            self._gate.add_step(job.description.job_id, step.message_bytes())
+        except MemoryTooSmall as error:
+            why = f"step {step.step} cannot be served by {self.server_id}: {error}"
+            logger.error("%s", why)
+            with self._lock:
+                job.refused[step.epoch, step.step] = why
+                cut = [c for c in self._connections if c.job is job and step.has_rank(c.rank)]
+            for connection in cut:
+                connection.connection.close(why)
+            return False
+        return True
+
     def _extend(self, connection: _RankConnection, step: ServedStep) -> None:
         if step.step >= connection.first_step and step.epoch >= connection.epoch:
             for nano_batch, lane in enumerate(connection.lanes):
@@ -407,35 +469,52 @@ class TickServer:
         """Posts receives until every lane has enough of them."""
         for lane in connection.lanes:
             while not connection.connection.closed:
-                with self._lock:
-                    following = lane.next_to_post()
-                if following is None:
+                posting = self._next_posting(connection, lane)
+                if posting is None:
                     break
-                self._offer(connection, lane, *following)
+                self._offer(connection, lane, posting)
 
-    def _offer(self, connection: _RankConnection, lane: Lane, step: ServedStep, tick: Tick) -> None:
-        layout = step.messages(connection.rank, tick).request
-        try:
-            buffer = self._pool.acquire(layout.nbytes)
-        except NO_MEMORY as error:
-            self._fail(connection, tick, error)
-            return
-        transfer = connection.connection.offer(tick.tag(reply=False), buffer, LANE_DEADLINE_SECONDS)
-        transfer.add_done_callback(
-            lambda done: self._received(connection, lane, step, tick, buffer, done)
+    def _next_posting(self, connection: _RankConnection, lane: Lane) -> _Posting | None:
+        """The next receive of ``lane`` with its memory; None if enough are posted, or if there is
+        no memory: then the gate posts for the connection again."""
+        with self._lock:
+            following = lane.next_to_post()
+            if following is None:
+                return None
+            step, tick = following
+            messages = step.messages(connection.rank, tick)
+            try:
+                buffers = self._gate.take(
+                    step.job.job_id,
+                    tick,
+                    (messages.request.nbytes, messages.reply.nbytes),
+                    connection,
+                    idle=lane.posted == {tick},
+                )
+            except NO_MEMORY as error:
+                self._fail(connection, tick, error)
+                return None
+            if buffers is None:
+                lane.put_back(step, tick)
+                return None
+            return _Posting(step, tick, *buffers)
+
+    def _offer(self, connection: _RankConnection, lane: Lane, posting: _Posting) -> None:
+        transfer = connection.connection.offer(
+            posting.tick.tag(reply=False), posting.request, LANE_DEADLINE_SECONDS
         )
+        transfer.add_done_callback(lambda done: self._received(connection, lane, posting, done))
 
     def _received(
         self,
         connection: _RankConnection,
         lane: Lane,
-        step: ServedStep,
-        tick: Tick,
-        buffer: PooledBuffer,
+        posting: _Posting,
         transfer: Transfer,
     ) -> None:
+        step, tick = posting.step, posting.tick
         if transfer.state is not TransferState.DONE:
-            buffer.release()
+            posting.release()
             if isinstance(transfer.error, MessageSizeMismatch):
                 self._on_message_refused("size")
             return
@@ -443,9 +522,9 @@ class TickServer:
             lane.posted.discard(tick)
         try:
             open_tick = step.open_tick(tick)
-            source = self._remote_source(connection, step, open_tick, buffer, transfer)
+            source = self._remote_source(connection, posting, open_tick, transfer)
         except (TickGivenUp, *NO_MEMORY) as error:
-            buffer.release()
+            posting.release()
             if isinstance(error, TickGivenUp):
                 self._on_message_refused("epoch")
             self._fail(connection, tick, error)
@@ -461,15 +540,14 @@ class TickServer:
     def _remote_source(
         self,
         connection: _RankConnection,
-        step: ServedStep,
+        posting: _Posting,
         open_tick: OpenTick,
-        request: PooledBuffer,
         received: Transfer,
     ) -> Source:
-        tick = open_tick.tick
+        step, tick, request = posting.step, posting.tick, posting.request
         residence = _Residence(open_tick, step.job.job_id, connection.rank)
         messages = step.messages(connection.rank, tick)
-        reply = self._pool.acquire(messages.reply.nbytes)
+        reply = posting.reply or self._pool.acquire(messages.reply.nbytes)
 
         def send_reply() -> None:
             if messages.reply.nbytes:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -128,9 +129,11 @@ class PooledBuffer:
                     "somebody else may hold its memory already"
                 )
             self._references -= 1
-            if self._references == 0 and self._block is not None:
-                self._pool._take_back(self._block)
-                self._block = self._tensor = None
+            if self._references > 0 or self._block is None:
+                return
+            self._pool._take_back(self._block)
+            self._block = self._tensor = None
+        self._pool._tell_freed()
 
 
 class BufferPool:
@@ -153,6 +156,12 @@ class BufferPool:
         self._in_use_bytes = 0
         self._idle_bytes = 0
         self._allocations = 0
+        self._on_free: Callable[[], None] | None = None
+
+    def on_free(self, callback: Callable[[], None]) -> None:
+        """Has ``callback`` called whenever a buffer has come back, on the thread that released it;
+        it must not block or raise. The last callback given counts."""
+        self._on_free = callback
 
     @property
     def limit_bytes(self) -> int | None:
@@ -224,6 +233,10 @@ class BufferPool:
                 f"{self._in_use_bytes} bytes in use, limit_bytes={self._limit_bytes}; release "
                 "buffers earlier or raise the limit"
             )
+
+    def _tell_freed(self) -> None:
+        if self._on_free is not None:
+            self._on_free()
 
     def _held_bytes(self) -> int:
         return self._in_use_bytes + self._idle_bytes

@@ -91,6 +91,14 @@ TIMEOUTS = (
         then="it is fenced and its jobs recover",
         where="control_plane.settings:CoordinatorSettings.stall_seconds",
     ),
+    Timeout(
+        name="stuck_seconds",
+        seconds=60.0,
+        who="server",
+        what="its own device to finish some of its work",
+        then="the process exits, to be started again",
+        where="attention_node.server:NodeSettings.stuck_seconds",
+    ),
     # Ticks, plans and recoveries.
     Timeout(
         name="tick_timeout_seconds",
@@ -264,6 +272,11 @@ ORDERS = (
         shorter=("stall_seconds",),
         longer="tick_timeout_seconds",
         why="ranks would give up a server that does no work before the control plane fences it",
+    ),
+    Order(
+        shorter=("stall_seconds",),
+        longer="stuck_seconds",
+        why="a server that is slow for a moment would exit where it could have been left out",
     ),
     Order(
         shorter=("lease_seconds",),

@@ -6,12 +6,14 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
 from attention_node.executor import Executor
+from attention_node.hello import HelloRefusal, HelloRefused
 from attention_node.open_tick import TickGivenUp
 from attention_node.served_job import JobDescription, StepBusy
 from attention_node.tick_server import PROTOCOL_VERSION, TickServer
@@ -39,6 +41,8 @@ JOB = JobDescription(
     name="job",
 )
 WAIT_SECONDS = 10.0
+TICK_BYTES = 4608
+"""Of all buffers of one tick of the plan below: requests and replies, as a pool rounds them."""
 MOVING_SECONDS = 0.125
 """What every transfer says that its bytes took."""
 
@@ -84,8 +88,10 @@ class FakeConnection:
 
     def offer(self, tag: int, buffer: PooledBuffer, deadline_seconds: float) -> Transfer:
         assert tag not in self.offers, "one offer of a tag at a time"
-        self.offers[tag] = FakeTransfer(tag, buffer)
-        return self.offers[tag]
+        transfer = self.offers[tag] = FakeTransfer(tag, buffer)
+        if self.closed:
+            transfer.end(TransferState.FAILED)
+        return transfer
 
     def put(
         self,
@@ -128,12 +134,20 @@ class Harness:
         self.finished: list[StepBusy] = []
         self.pool = BufferPool(limit_bytes=limit_bytes)
         self.executor = Executor(kernel, torch.device("cpu"))
+        self.waited_seconds = 0.0
         self.server = TickServer(
-            "server-0", self.executor, self.pool, on_step_finished=self.finished.append
+            "server-0",
+            self.executor,
+            self.pool,
+            on_step_finished=self.finished.append,
+            on_waited=self.waited,
         )
         self.server.open_job(JOB)
 
-    def connect(self, rank: int, first_step: int = 0) -> FakeConnection:
+    def waited(self, seconds: float) -> None:
+        self.waited_seconds += seconds
+
+    def connect(self, rank: int, first_step: int = 0, epoch: int = 0) -> FakeConnection:
         connection = FakeConnection()
         hello = data_plane_pb2.Hello(
             version=PROTOCOL_VERSION,
@@ -142,12 +156,14 @@ class Harness:
             rank=rank,
             server_id="server-0",
             first_step=first_step,
+            epoch=epoch,
         )
         self.server.accept(hello.SerializeToString(), connection)
         return connection
 
-    def add(self, step: int) -> None:
-        self.server.add_plan(JOB.job_id, plan_of(step), forward_only=True)
+    def add(self, step: int, epoch: int = 0) -> None:
+        plan = replace(plan_of(step), epoch=epoch)
+        self.server.add_plan(JOB.job_id, plan, forward_only=True)
 
 
 @pytest.fixture
@@ -250,13 +266,52 @@ def test_a_message_of_a_step_that_another_rank_gave_up_is_answered(harness: Harn
     assert harness.pool.stats().in_use_bytes == 0
 
 
-def test_a_pool_without_room_closes_the_connection_with_the_reason() -> None:
+def test_a_step_that_never_fits_is_refused_with_what_is_missing() -> None:
     harness = Harness(CpuKernel(), limit_bytes=2048)
     connection = harness.connect(0)
     harness.add(0)
-    connection.arrive(ticks_of(0)[0])
-    assert "limit_bytes=2048" in connection.reason
+    assert connection.closed
+    assert "the limit is 2048 bytes" in connection.reason
+    with pytest.raises(HelloRefused, match="the limit is 2048 bytes") as refused:
+        harness.connect(1)
+    assert refused.value.reason is HelloRefusal.MEMORY
+    harness.connect(1, first_step=1)
     assert harness.pool.stats().in_use_bytes == 0
+    assert harness.server.idle
+    harness.executor.close()
+
+
+def test_a_pool_with_room_for_one_tick_serves_all_of_them_one_after_the_other() -> None:
+    """Rank 0's second tick is not received before rank 1's first one is over."""
+    harness = Harness(CpuKernel(), limit_bytes=TICK_BYTES)
+    ranks = [harness.connect(rank) for rank in range(2)]
+    harness.add(0)
+    first = ticks_of(0)[0]
+    for connection in ranks:
+        assert list(connection.offers) == [first.tag(reply=False)]
+    ranks[0].arrive(first)
+    time.sleep(0.1)
+    assert not ranks[0].offers
+    ranks[1].arrive(first)
+    for tick in ticks_of(0)[1:]:
+        for connection in ranks:
+            wait_for(lambda c=connection, t=tick: t.tag(reply=False) in c.offers)  # type: ignore[misc]
+            connection.arrive(tick)
+    wait_for(lambda: len(harness.finished) == 1)
+    assert harness.waited_seconds > 0.05
+    wait_for(lambda: harness.pool.stats().in_use_bytes == 0)
+    harness.executor.close()
+
+
+def test_memory_of_a_recovered_epoch_is_free_for_the_next() -> None:
+    harness = Harness(CpuKernel(), limit_bytes=TICK_BYTES)
+    before = harness.connect(0)
+    harness.add(0)
+    harness.server.recover(JOB.job_id, 1)
+    assert before.closed
+    ranks = [harness.connect(rank, epoch=1) for rank in range(2)]
+    harness.add(0, epoch=1)
+    wait_for(lambda: all(connection.offers for connection in ranks))
     harness.executor.close()
 
 
