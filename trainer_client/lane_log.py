@@ -53,11 +53,12 @@ class SentTick:
         self.gradients = {}
         return outputs, gradients
 
-    def stop_awaiting(self) -> None:
-        """Lets go of all replies; none of them will be taken in."""
-        awaited, self.awaited = self.awaited, None
-        for reply in awaited or ():
+    def stop_awaiting(self) -> int:
+        """Lets go of all replies; none of them will be taken in. Returns how many were here."""
+        awaited, self.awaited = self.awaited or [], None
+        for reply in awaited:
             reply.let_go()
+        return sum(reply.ended_at > 0.0 for reply in awaited)
 
 
 class LaneLog:

@@ -462,7 +462,8 @@ class RunningStep:
         self._trouble = trouble
         for lane in self._lanes:
             for sent in lane:
-                sent.stop_awaiting()
+                for _ in range(sent.stop_awaiting()):
+                    self._metrics.stale_result()
 
     def _wait_for_plan(self) -> None:
         """Waits a little for a plan. Needs the lock."""
