@@ -97,10 +97,7 @@ class UcxxSettings:
 
     def warn_about_environment(self, environ: Mapping[str, str] = os.environ) -> None:
         """Logs a warning for surroundings that silently cost bandwidth."""
-        allocator = environ.get("PYTORCH_CUDA_ALLOC_CONF", "") + environ.get(
-            "PYTORCH_ALLOC_CONF", ""
-        )
-        if self.on_gpu and "expandable_segments:true" in allocator.replace(" ", "").lower():
+        if self.on_gpu and sets_expandable_segments(environ):
             logger.warning(
                 "PYTORCH_CUDA_ALLOC_CONF sets expandable_segments:True: cuda_ipc cannot export "
                 "such memory and transfers between GPUs fall back to copies through the host; "
@@ -112,3 +109,10 @@ class UcxxSettings:
         if self.on_gpu:
             transports += ["cuda_copy", "cuda_ipc"]
         return ",".join(transports)
+
+
+def sets_expandable_segments(environ: Mapping[str, str]) -> bool:
+    """Whether PyTorch is told to allocate GPU memory that cuda_ipc cannot export."""
+    names = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+    settings = ",".join(environ.get(name, "") for name in names)
+    return "expandable_segments:true" in settings.replace(" ", "").lower()

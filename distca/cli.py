@@ -15,6 +15,7 @@ from distca.commands import (
     attention_node,
     certs,
     control_plane,
+    doctor,
     health,
     local,
     plan,
@@ -100,6 +101,7 @@ app.command("train")(train.train)
 app.command("local")(local.local)
 app.command("health")(health.health)
 app.add_typer(certs.app, name="certs")
+app.command("doctor")(doctor.doctor)
 app.command("top")(top.top)
 app.command("profile")(profile.profile)
 app.command("plan")(plan.plan)

@@ -19,6 +19,10 @@ class SettingsError(DistcaError):
     """Two settings contradict each other."""
 
 
+class MissingPackageError(DistcaError):
+    """What was asked for needs a package that is not installed."""
+
+
 class ModelConfigError(DistcaError):
     """The model's configuration is missing, malformed or unsupported."""
 

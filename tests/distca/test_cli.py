@@ -16,6 +16,7 @@ COMMANDS = (
     "train",
     "local",
     "health",
+    "doctor",
     "top",
     "certs",
     "profile",

@@ -1,0 +1,1 @@
+"""``distca doctor``: what would keep a node from serving or training well, before it does."""

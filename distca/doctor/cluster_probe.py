@@ -1,0 +1,93 @@
+"""Asks the control plane once for all checks."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, replace
+
+from distca.rpc import RpcSettings, open_channel, wait_until_ready
+from distca.rpc_errors import PermissionDenied, RpcError
+from distca.top.snapshot import Snapshot, snapshot_from
+from distca.v1 import cluster_pb2, cluster_pb2_grpc
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterAnswer:
+    """What the control plane answered, and when.
+
+    Attributes:
+        snapshot: of the cluster; None if this role may not see it.
+        addresses: data address of each server by its id; empty if this role may not know.
+        round_trip_seconds: of the call.
+        asked_at: this machine's clock half way through the call, seconds since 1970 UTC.
+    """
+
+    snapshot: Snapshot | None = None
+    addresses: dict[str, str]
+    round_trip_seconds: float = 0.0
+    asked_at: float = 0.0
+
+
+class ClusterProbe:
+    """The control plane's answer, or why there is none; asked for when first needed.
+
+    Args:
+        settings: how to reach it.
+        connect_seconds: how long to look for it.
+    """
+
+    def __init__(self, settings: RpcSettings, connect_seconds: float) -> None:
+        self._settings = replace(settings, connect_seconds=connect_seconds)
+        self._outcome: ClusterAnswer | Exception | None = None
+
+    @property
+    def settings(self) -> RpcSettings:
+        """How it is reached."""
+        return self._settings
+
+    def answer(self) -> ClusterAnswer:
+        """The answer.
+
+        Raises:
+            RpcError: it cannot be reached, or fails.
+            OSError, ValueError: a TLS file cannot be used.
+        """
+        if self._outcome is None:
+            try:
+                self._outcome = self._ask()
+            except (RpcError, OSError, ValueError) as error:
+                self._outcome = error
+        if isinstance(self._outcome, Exception):
+            raise self._outcome
+        return self._outcome
+
+    def answer_or_none(self) -> ClusterAnswer | None:
+        """The answer; None if there is none, which check control-plane tells."""
+        try:
+            return self.answer()
+        except (RpcError, OSError, ValueError):
+            return None
+
+    def _ask(self) -> ClusterAnswer:
+        with open_channel(self._settings) as channel:
+            wait_until_ready(channel, self._settings)
+            stub = cluster_pb2_grpc.ClusterStub(channel)
+            request = cluster_pb2.DescribeClusterRequest()
+            # The first call does what is done once for a connection; the second one is timed.
+            try:
+                stub.DescribeCluster(request)
+            except PermissionDenied:
+                return ClusterAnswer(addresses={})
+            began = time.perf_counter()
+            answer = stub.DescribeCluster(request)
+            seconds = time.perf_counter() - began
+            return ClusterAnswer(
+                snapshot=snapshot_from(answer, self._settings.address),
+                addresses={
+                    status.server.server_id: status.server.data_address
+                    for status in answer.servers
+                    if status.server.data_address
+                },
+                round_trip_seconds=seconds,
+                asked_at=time.time() - seconds / 2,
+            )

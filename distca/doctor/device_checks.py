@@ -1,0 +1,179 @@
+"""GPU, driver, kernels, and PyTorch's allocator."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Iterable
+
+import torch
+
+from core_attention.ca_task import MaskKind
+from core_attention.kernels.select import select_kernel
+from data_plane.ucxx_settings import sets_expandable_segments
+from distca.doctor.finding import Finding, failed, passed, warned
+from distca.doctor.surroundings import Surroundings
+from distca.shapes import format_shape
+
+_FREE_SHARE = 0.9
+"""Less free memory than this share means that another process uses the GPU."""
+
+_FIRST_WITH_FA4 = (9, 0)
+
+
+def check_gpu(around: Surroundings) -> Iterable[Finding]:
+    """Is the device there, and free?"""
+    settings = around.settings
+    if not settings.on_gpu:
+        yield passed("gpu", f"none asked for; {torch.get_num_threads()} threads on the CPU")
+        return
+    if torch.version.cuda is None:
+        yield failed(
+            "gpu",
+            f"device is {settings.device} and this PyTorch ({torch.__version__}) has no CUDA",
+            "install a CUDA build of PyTorch, or use the image built with VARIANT=cuda",
+        )
+        return
+    if not torch.cuda.is_available():
+        yield _no_gpu(driver_there=(around.root / "dev/nvidiactl").exists())
+        return
+    count, index = torch.cuda.device_count(), int(settings.device.partition(":")[2])
+    if index >= count:
+        yield failed(
+            "gpu",
+            f"device is {settings.device} and there are {count} GPUs",
+            f"choose cuda:0 to cuda:{count - 1}",
+        )
+        return
+    yield _describe_gpu(index)
+
+
+def _no_gpu(*, driver_there: bool) -> Finding:
+    if driver_there:
+        says = "PyTorch finds no GPU, though there is /dev/nvidiactl"
+        return failed("gpu", says, "check the driver with nvidia-smi")
+    return failed(
+        "gpu",
+        "PyTorch finds no GPU, and there is no /dev/nvidiactl",
+        "install the driver; in Docker give --gpus, in a pod request nvidia.com/gpu",
+    )
+
+
+def _describe_gpu(index: int) -> Finding:
+    properties = torch.cuda.get_device_properties(index)
+    free_bytes, total_bytes = torch.cuda.mem_get_info(index)
+    says = (
+        f"{properties.name}, {total_bytes / 2**30:.0f} GiB, compute capability "
+        f"{properties.major}.{properties.minor}"
+    )
+    if free_bytes < _FREE_SHARE * total_bytes:
+        return warned(
+            "gpu",
+            f"{says}; only {free_bytes / 2**30:.0f} GiB are free",
+            "another process uses this GPU: end it, or choose another",
+            free_bytes=free_bytes,
+            total_bytes=total_bytes,
+        )
+    return passed("gpu", says, free_bytes=free_bytes, total_bytes=total_bytes)
+
+
+def check_driver(around: Surroundings) -> Iterable[Finding]:
+    """Can the driver run the CUDA that PyTorch was built with?"""
+    if not around.settings.on_gpu:
+        return
+    yield compare_driver(_driver_cuda_version(), torch.version.cuda)
+
+
+def compare_driver(driver: tuple[int, int] | None, built_with: str | None) -> Finding:
+    """Compares the driver's CUDA version, None if there is no driver, with PyTorch's."""
+    if driver is None:
+        return failed(
+            "driver",
+            "there is no libcuda.so.1",
+            "install the NVIDIA driver; in a container, use the NVIDIA container runtime",
+        )
+    shown = f"the driver runs CUDA up to {driver[0]}.{driver[1]}"
+    if built_with is None:
+        return failed("driver", f"{shown}; this PyTorch has no CUDA", "install a CUDA build of it")
+    major, minor = (int(part) for part in built_with.split(".")[:2])
+    if driver[0] < major:
+        return failed(
+            "driver",
+            f"{shown}, PyTorch was built with {built_with}",
+            f"install a driver for CUDA {major}, or a PyTorch built with CUDA {driver[0]}",
+        )
+    if driver < (major, minor):
+        return warned(
+            "driver",
+            f"{shown}, PyTorch was built with {built_with}",
+            "kernels that are compiled on first use may fail: install a newer driver",
+        )
+    return passed("driver", f"{shown}, PyTorch was built with {built_with}")
+
+
+def _driver_cuda_version() -> tuple[int, int] | None:
+    """The newest CUDA that the installed driver runs."""
+    try:
+        library = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return None
+    version = ctypes.c_int(0)
+    if library.cuDriverGetVersion(ctypes.byref(version)) != 0:
+        return None
+    return version.value // 1000, version.value % 1000 // 10
+
+
+def check_kernels(around: Surroundings) -> Iterable[Finding]:
+    """Which kernel runs here, and does it take the shapes?"""
+    settings = around.settings
+    device = torch.device(settings.device)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        yield failed("kernels", "no GPU to run on", "mend what check gpu says first")
+        return
+    try:
+        kernel = select_kernel(device)
+        for shape in settings.shapes:
+            kernel.check(shape, MaskKind.CAUSAL)
+    except ValueError as error:
+        yield failed(
+            "kernels", str(error), "choose another shape or device, or install what is missing"
+        )
+        return
+    shapes = ", ".join(format_shape(shape) for shape in settings.shapes) or "no shape asked for"
+    yield judge_kernel(kernel.name, _capability(device), shapes)
+
+
+def judge_kernel(name: str, capability: tuple[int, int] | None, shapes: str) -> Finding:
+    """Is it the fastest that there is for the GPU? ``capability`` is None on the CPU."""
+    if capability is not None and capability >= _FIRST_WITH_FA4 and name != "fa4":
+        return warned(
+            "kernels",
+            f"{name} is used for {shapes}; FlashAttention-4 would be about twice as fast here",
+            "install extra fa4 (distca[fa4])",
+            kernel=name,
+        )
+    return passed("kernels", f"{name} runs {shapes}", kernel=name)
+
+
+def _capability(device: torch.device) -> tuple[int, int] | None:
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+
+
+def check_allocator(around: Surroundings) -> Iterable[Finding]:
+    """Can cuda_ipc export what PyTorch allocates?"""
+    if around.settings.on_gpu and sets_expandable_segments(around.environ):
+        yield warned(
+            "allocator",
+            "PYTORCH_CUDA_ALLOC_CONF sets expandable_segments:True, which cuda_ipc cannot export: "
+            "transfers between GPUs go through the host, at a hundredth of the speed",
+            "set expandable_segments:False",
+        )
+        return
+    yield passed("allocator", "no setting that slows transfers between GPUs")
+
+
+DEVICE_CHECKS: dict[str, Callable[[Surroundings], Iterable[Finding]]] = {
+    "gpu": check_gpu,
+    "driver": check_driver,
+    "kernels": check_kernels,
+    "allocator": check_allocator,
+}

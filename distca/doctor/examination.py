@@ -1,0 +1,46 @@
+"""All checks, in the order in which their findings help."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping
+
+from distca.doctor.certificate_checks import check_certificates
+from distca.doctor.cluster_checks import CLUSTER_CHECKS, check_dns
+from distca.doctor.device_checks import DEVICE_CHECKS
+from distca.doctor.finding import Finding, failed
+from distca.doctor.machine_checks import MACHINE_CHECKS
+from distca.doctor.surroundings import Surroundings
+from distca.doctor.ucx_checks import UCX_CHECKS
+
+logger = logging.getLogger(__name__)
+
+Check = Callable[[Surroundings], Iterable[Finding]]
+
+CHECKS: Mapping[str, Check] = {
+    **DEVICE_CHECKS,
+    **MACHINE_CHECKS,
+    "dns": check_dns,
+    "certificates": check_certificates,
+    **CLUSTER_CHECKS,
+    **UCX_CHECKS,
+}
+
+
+def examine(around: Surroundings, checks: Mapping[str, Check] = CHECKS) -> Iterator[Finding]:
+    """The findings, as they come. A check that breaks is a finding too, and the others go on."""
+    for name, check in checks.items():
+        if name not in around.settings.skip:
+            yield from _guarded(name, check, around)
+
+
+def _guarded(name: str, check: Check, around: Surroundings) -> Iterator[Finding]:
+    try:
+        yield from check(around)
+    except Exception as error:
+        logger.debug("check %s broke", name, exc_info=True)
+        yield failed(
+            name,
+            f"the check itself broke: {type(error).__name__}: {error}",
+            "report it with the output of distca --log-level debug doctor; --skip leaves it out",
+        )

@@ -1,0 +1,108 @@
+"""Measures the way to a peer with UCX."""
+
+from __future__ import annotations
+
+import json
+import selectors
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+
+from data_plane.transport import Address, HandshakeRejected, ProbeResult
+from data_plane.ucxx_settings import UcxxSettings
+from data_plane.ucxx_transport import UcxxTransport
+from distca.doctor.responder import ResponderSettings
+
+_PROBE_BYTES = {"cpu": 8 * 2**20, "cuda": 64 * 2**20}
+"""Large enough for full speed, see docs/benchmarks.md; peers answer up to 64 MiB."""
+
+_REPEATS = 12
+_CHILD_START_SECONDS = 60.0
+"""It imports PyTorch, on a machine that may be busy."""
+
+
+class ChildFailed(Exception):
+    """The responder in a process of its own did not start; the message ends with what it said."""
+
+
+@contextmanager
+def transport_of(device: str, *, one_host: bool) -> Iterator[UcxxTransport]:
+    """A transport whose buffers are on ``device``."""
+    transport = UcxxTransport(UcxxSettings(device=device, one_host=one_host))
+    try:
+        yield transport
+    finally:
+        transport.close()
+
+
+def measure(
+    transport: UcxxTransport, device: str, address: Address, hello: bytes, timeout_seconds: float
+) -> ProbeResult:
+    """What one connection to ``address`` achieves.
+
+    Raises:
+        HandshakeRejected: it does not know this hello.
+        TransportError: it cannot be reached, or was lost.
+    """
+    connection, _ = transport.connect(address, hello, timeout_seconds)
+    try:
+        nbytes = _PROBE_BYTES[device.partition(":")[0]]
+        return transport.probe(connection, nbytes, _REPEATS, timeout_seconds)
+    finally:
+        connection.close("measured")
+
+
+def measure_retrying(
+    transport: UcxxTransport,
+    device: str,
+    address: Address,
+    hello: bytes,
+    timeout_seconds: float,
+) -> ProbeResult:
+    """As :func:`measure`; a server that does not know the job yet is asked again. Raises as that
+    does."""
+    deadline = time.monotonic() + timeout_seconds
+    while True:
+        try:
+            return measure(transport, device, address, hello, timeout_seconds)
+        except HandshakeRejected as error:
+            if "unknown job" not in str(error) or time.monotonic() > deadline:
+                raise
+            time.sleep(0.1)
+
+
+@contextmanager
+def child_responder(settings: ResponderSettings) -> Iterator[Address]:
+    """A responder in a process of its own, as a peer on this machine is.
+
+    Raises:
+        ChildFailed: it did not start.
+    """
+    child = subprocess.Popen(
+        [sys.executable, "-m", "distca.doctor.responder", json.dumps(asdict(settings))],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    try:
+        yield _address_of(child)
+    finally:
+        child.kill()
+        child.communicate(timeout=10)
+
+
+def _address_of(child: subprocess.Popen[bytes]) -> Address:
+    assert child.stdout is not None
+    with selectors.DefaultSelector() as selector:
+        selector.register(child.stdout, selectors.EVENT_READ)
+        ready = selector.select(_CHILD_START_SECONDS)
+    line = child.stdout.readline() if ready else b""
+    if not line:
+        child.kill()
+        _, said = child.communicate(timeout=10)
+        last = said.decode(errors="replace").strip().rpartition("\n")[2]
+        raise ChildFailed(f"a second process with UCX did not start: {last or 'no word from it'}")
+    return Address(**json.loads(line))

@@ -1,0 +1,186 @@
+"""What UCX achieves: on this machine, and on the way to peers. Importing this needs ucxx."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
+
+from core_attention.shape import AttentionShape
+from data_plane.transport import Address, HandshakeRejected, ProbeResult, TransportError
+from distca.doctor.finding import Finding, failed, passed, warned
+from distca.doctor.measurement import (
+    ChildFailed,
+    child_responder,
+    measure,
+    measure_retrying,
+    transport_of,
+)
+from distca.doctor.pool_job import PoolJob, pool_job
+from distca.doctor.responder import HELLO, ResponderSettings
+from distca.doctor.surroundings import Surroundings
+from distca.rpc_errors import RpcError
+
+_ANY_SHAPE = AttentionShape(
+    num_heads=1, num_heads_kv=1, head_dim=64, head_dim_v=64, dtype="float32"
+)
+"""A job needs one; nothing is computed."""
+
+_SLOW = "see which network UCX chose: UCX_TLS, UCX_NET_DEVICES, and what the other checks say"
+
+
+def self_tests(around: Surroundings) -> Iterable[Finding]:
+    """How fast is UCX between two processes of this machine?"""
+    yield from _self_test(around, one_host=False)
+    yield from _self_test(around, one_host=True)
+
+
+def _self_test(around: Surroundings, *, one_host: bool) -> Iterator[Finding]:
+    settings = around.settings
+    peer = ResponderSettings(host=settings.data_host, device=settings.device, one_host=one_host)
+    what = "shared memory" if one_host else "the network"
+    try:
+        with (
+            child_responder(peer) as address,
+            transport_of(settings.device, one_host=one_host) as transport,
+        ):
+            result = measure(transport, settings.device, address, HELLO, settings.probe_seconds)
+    except (TransportError, ChildFailed, RuntimeError, ValueError) as error:
+        yield failed("ucx", f"over {what} of this machine: {error}", _SLOW)
+        return
+    yield judge_self_test(
+        result, one_host=one_host, floor_gigabytes_per_second=settings.min_gigabytes_per_second
+    )
+
+
+def judge_self_test(
+    result: ProbeResult, *, one_host: bool, floor_gigabytes_per_second: float
+) -> Finding:
+    """Whether what UCX chose on this machine is what it should choose."""
+    fast = {"posix", "sysv", "cma", "cuda_ipc", "cuda_copy"}
+    if one_host and not fast & set(result.lanes.split(",")):
+        return warned(
+            "ucx",
+            f"within this machine: {_shown(result)}; shared memory is not used",
+            "leave UCX_TLS unset, or add posix to it; see what check namespaces says",
+            **_figures(result),
+        )
+    where = "within this machine" if one_host else "by the network, to this machine itself"
+    return _judge_rate("ucx", where, result, floor_gigabytes_per_second)
+
+
+def ways_to_peers(around: Surroundings) -> Iterable[Finding]:
+    """How fast is the way to the peers that were given, and to the pool's servers?"""
+    settings = around.settings
+    servers = around.cluster.answer_or_none() if around.cluster and settings.pool else None
+    addresses = servers.addresses if servers else {}
+    if not settings.peers and not addresses:
+        return
+    with ExitStack() as stack:
+        try:
+            transport = stack.enter_context(
+                transport_of(settings.device, one_host=settings.one_host)
+            )
+            job = None
+            if addresses and around.cluster is not None:
+                shape = settings.shapes[0] if settings.shapes else _ANY_SHAPE
+                job = stack.enter_context(pool_job(around.cluster.settings, shape))
+        except (RpcError, RuntimeError, ValueError) as error:
+            yield failed("peers", str(error), "mend what check ucx and control-plane say first")
+            return
+
+        def rate(address: Address, hello: bytes) -> ProbeResult:
+            return measure_retrying(
+                transport, settings.device, address, hello, settings.probe_seconds
+            )
+
+        floor = settings.min_gigabytes_per_second
+        for peer in settings.peers:
+            yield from _judge_peer(peer, lambda address: rate(address, HELLO), floor)
+        for server_id, text in addresses.items():
+            yield _judge_server(server_id, text, job, rate, floor)
+
+
+def _judge_peer(
+    peer: Address, rate: Callable[[Address], ProbeResult], floor: float
+) -> Iterator[Finding]:
+    """Each address that the peer's name stands for, such as a headless Service's pods."""
+    try:
+        found = socket.getaddrinfo(peer.host, peer.port, socket.AF_INET, socket.SOCK_STREAM)
+    except OSError as error:
+        yield failed(
+            "peers",
+            f"{peer} does not resolve: {error.strerror or error}",
+            "give --peer HOST:PORT of a machine where 'distca doctor --listen' or a server runs",
+        )
+        return
+    for ip in sorted({str(entry[4][0]) for entry in found}):
+        address = Address(ip, peer.port)
+        name = str(peer) if ip == peer.host else f"{peer} ({ip})"
+        try:
+            yield _judge_rate("peers", name, rate(address), floor)
+        except HandshakeRejected:
+            yield _reached(name)
+        except TransportError as error:
+            yield _unreachable(name, error)
+
+
+def _judge_server(
+    server_id: str,
+    text: str,
+    job: PoolJob | None,
+    rate: Callable[[Address, bytes], ProbeResult],
+    floor: float,
+) -> Finding:
+    host, _, port = text.rpartition(":")
+    address = Address(host.strip("[]"), int(port))
+    name = f"server {server_id} at {text}"
+    try:
+        result = rate(address, job.hello(server_id) if job else HELLO)
+    except HandshakeRejected as error:
+        if job is None:
+            return _reached(name)
+        return failed("peers", f"{name}: {error}", "see the server's log")
+    except TransportError as error:
+        return _unreachable(name, error)
+    return _judge_rate("peers", name, result, floor)
+
+
+def _reached(name: str) -> Finding:
+    return passed(
+        "peers",
+        f"{name}: a server, reached over UCX; it answers jobs alone, so its speed is not measured",
+    )
+
+
+def _unreachable(name: str, error: TransportError) -> Finding:
+    return failed(
+        "peers",
+        f"{name}: {error}",
+        "look for a firewall or NetworkPolicy: UCX needs the data port and the ports of "
+        "UCX_TCP_PORT_RANGE, in both directions",
+    )
+
+
+def _judge_rate(check: str, where: str, result: ProbeResult, floor: float) -> Finding:
+    says = f"{where}: {_shown(result)}"
+    if result.gigabytes_per_second < floor:
+        return failed(check, f"{says}, asked for are {floor:g}", _SLOW, **_figures(result))
+    return passed(check, says, **_figures(result))
+
+
+def _shown(result: ProbeResult) -> str:
+    microseconds = result.round_trip_seconds * 1e6
+    return (
+        f"{result.gigabytes_per_second:.3g} GB/s over {result.lanes or 'unknown lanes'}, round "
+        f"trip {microseconds:.0f} us"
+    )
+
+
+def _figures(result: ProbeResult) -> dict[str, float | int | str]:
+    return {
+        "peer": result.peer,
+        "lanes": result.lanes,
+        "gigabytes_per_second": result.gigabytes_per_second,
+        "round_trip_seconds": result.round_trip_seconds,
+    }

@@ -1,0 +1,81 @@
+"""The other end of a measurement: listens with UCX and answers probes, nothing else."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+
+from data_plane.transport import Address, Connection
+from data_plane.ucxx_settings import UcxxSettings
+from data_plane.ucxx_transport import UcxxTransport
+from distca import __version__
+
+HELLO = b"distca doctor"
+"""First message of a doctor; a server refuses it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResponderSettings:
+    """Where to listen, and with which memory to answer.
+
+    Attributes:
+        host: address of this machine.
+        port: 0 takes any free one.
+        device: ``"cpu"`` or ``"cuda:<index>"``.
+        one_host: let doctors of this machine use shared memory.
+    """
+
+    host: str
+    port: int = 0
+    device: str = "cpu"
+    one_host: bool = False
+
+
+@contextmanager
+def responding(settings: ResponderSettings) -> Iterator[Address]:
+    """Answers probes until the block ends; gives the address it listens on.
+
+    Raises:
+        TransportError: the port is in use, or ``host`` is not of this machine.
+    """
+    transport = UcxxTransport(UcxxSettings(device=settings.device, one_host=settings.one_host))
+    try:
+        yield transport.listen(settings.host, settings.port, _accept)
+    finally:
+        transport.close()
+
+
+def respond_until_signal(settings: ResponderSettings) -> Iterator[Address]:
+    """Yields the address once, then blocks until SIGTERM or SIGINT."""
+    stop = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stop.set())
+    with responding(settings) as address:
+        yield address
+        while not stop.wait(1.0):
+            pass
+
+
+def _accept(hello: bytes, connection: Connection) -> bytes:
+    if hello != HELLO:
+        raise ValueError("this is distca doctor --listen, which answers other doctors only")
+    return json.dumps({"version": __version__}).encode()
+
+
+def main() -> None:
+    """A child process of a doctor: its settings as JSON in the first argument, its address as the
+    only line that it writes. It ends with its parent, which holds the other end of stdin."""
+    settings = ResponderSettings(**json.loads(sys.argv[1]))
+    with responding(settings) as address:
+        sys.stdout.write(json.dumps(asdict(address)) + "\n")
+        sys.stdout.flush()
+        sys.stdin.read()
+
+
+if __name__ == "__main__":
+    main()

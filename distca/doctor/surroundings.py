@@ -1,0 +1,74 @@
+"""What the checks look at: the machine, the environment, and what the user asked for."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from core_attention.shape import AttentionShape
+from data_plane.transport import Address
+from distca.doctor.cluster_probe import ClusterProbe
+
+
+@dataclass(frozen=True, kw_only=True)
+class DoctorSettings:
+    """What the node is for.
+
+    Attributes:
+        device: ``"cpu"`` or ``"cuda:<index>"``.
+        shapes: attention shapes that the kernel must run.
+        data_host: address of this machine that others reach.
+        one_host: trainers and servers share this machine, so shared memory is to be used.
+        rdma: the network is to be RDMA; without it, TCP will do.
+        peers: responders or servers to measure the way to.
+        pool: whether to measure the way to each server of the pool too.
+        min_gigabytes_per_second: a slower way is a failure; 0 asks for nothing.
+        probe_seconds: how long one measurement may take.
+        skip: names of checks to leave out.
+    """
+
+    device: str = "cpu"
+    shapes: tuple[AttentionShape, ...] = ()
+    data_host: str = "127.0.0.1"
+    one_host: bool = False
+    rdma: bool = False
+    peers: tuple[Address, ...] = ()
+    pool: bool = True
+    min_gigabytes_per_second: float = 0.0
+    probe_seconds: float = 20.0
+    skip: frozenset[str] = frozenset()
+
+    def __post_init__(self) -> None:
+        kind, _, index = self.device.partition(":")
+        if self.device != "cpu" and (kind != "cuda" or not index.isdecimal()):
+            raise ValueError(f"device is {self.device!r}; give cpu or cuda:INDEX")
+        if not (math.isfinite(self.probe_seconds) and self.probe_seconds > 0):
+            raise ValueError(f"probe_seconds is {self.probe_seconds}; it must be a positive number")
+        if not self.min_gigabytes_per_second >= 0:
+            raise ValueError(
+                f"min_gigabytes_per_second is {self.min_gigabytes_per_second}; it must be 0 or more"
+            )
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.device != "cpu"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Surroundings:
+    """Where a check looks.
+
+    Attributes:
+        settings: what the node is for.
+        cluster: asks the control plane; None leaves it out.
+        environ: the environment.
+        root: of the file system; only tests have another than ``/``.
+    """
+
+    settings: DoctorSettings
+    cluster: ClusterProbe | None = None
+    environ: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
+    root: Path = Path("/")
