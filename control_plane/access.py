@@ -27,6 +27,7 @@ from control_plane.errors import (
     RateLimitedError,
     RefusedError,
     RequestTooLargeError,
+    StandbyError,
     WrongRoleError,
 )
 from control_plane.rate_limit import RateLimit
@@ -53,6 +54,7 @@ class Gate:
         limit: of calls that register a member.
         clock: seconds that never go back.
         certificates_required: callers must have one, and may do what its role may.
+        leads: whether this control plane answers; a standby answers for its health only.
     """
 
     def __init__(
@@ -62,17 +64,20 @@ class Gate:
         clock: Callable[[], float],
         *,
         certificates_required: bool,
+        leads: Callable[[], bool] = lambda: True,
     ) -> None:
         self._coordinator = coordinator
         self._limit = limit
         self._clock = clock
         self._certificates_required = certificates_required
+        self._leads = leads
 
     def admit(self, method: str, request: Any, caller: Caller) -> None:
         """Raises unless ``caller`` may make this call.
 
         Raises:
             NoIdentityError, ExpiredCertificateError: its certificate is of no use.
+            StandbyError: another control plane leads.
             WrongRoleError: its role may not call the method.
             RateLimitedError: it registers too fast.
             RequestTooLargeError, InvalidRequestError: the request was not read.
@@ -84,6 +89,8 @@ class Gate:
             raise WrongRoleError(f"no role may call {method}")
         if self._certificates_required:
             _check_role(method, policy, caller)
+        if not policy.of_standby and not self._leads():
+            raise StandbyError("this control plane stands by; another one leads")
         if policy.registers:
             self._check_rate(caller)
         if isinstance(request, _Unread):

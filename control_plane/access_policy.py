@@ -33,12 +33,14 @@ class MethodPolicy:
         token_roles: of these, who must show a token of the job that the request names.
         max_request_bytes: larger requests are refused unread.
         registers: it makes a member; the rate of such calls is limited for each caller.
+        of_standby: a control plane that stands by answers it too.
     """
 
     roles: frozenset[Role]
     token_roles: frozenset[Role] = frozenset()
     max_request_bytes: int = _SMALL_BYTES
     registers: bool = False
+    of_standby: bool = False
 
 
 def _of_trainers(max_request_bytes: int = _SMALL_BYTES) -> MethodPolicy:
@@ -48,7 +50,7 @@ def _of_trainers(max_request_bytes: int = _SMALL_BYTES) -> MethodPolicy:
 
 
 _SERVERS = MethodPolicy(roles=frozenset({Role.SERVER}))
-_HEALTH = MethodPolicy(roles=_EVERYONE)
+_HEALTH = MethodPolicy(roles=_EVERYONE, of_standby=True)
 _READ_JOB = MethodPolicy(roles=_WATCHERS | {Role.TRAINER}, token_roles=frozenset({Role.TRAINER}))
 
 POLICIES: Mapping[str, MethodPolicy] = MappingProxyType(

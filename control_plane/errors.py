@@ -79,6 +79,10 @@ class ShuttingDownError(RefusedError):
     """The control plane is stopping."""
 
 
+class StandbyError(RefusedError):
+    """This control plane stands by; another one leads."""
+
+
 class UnknownJobError(RefusedError):
     """No open job has the id; the message says why it was closed, if that is remembered."""
 

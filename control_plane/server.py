@@ -6,7 +6,9 @@ import asyncio
 import contextlib
 import json
 import logging
+import os
 import signal
+import socket
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -21,6 +23,8 @@ from control_plane.coordinator import Coordinator
 from control_plane.epochs import next_generation
 from control_plane.errors import NoHandshakeError
 from control_plane.job_keys import job_keys
+from control_plane.kubernetes_lease import KubernetesLease, cluster_api
+from control_plane.leadership import Alone, FileLock, Leadership, LeadershipLostError
 from control_plane.metrics import Metrics
 from control_plane.planners import PLANNERS
 from control_plane.planning import Planner
@@ -65,6 +69,7 @@ def run(settings: ControlPlaneSettings, planners: Mapping[str, Planner] = PLANNE
         OSError: a TLS file or the token secret cannot be read, or the address file cannot be
             written.
         MismatchError, WeakSecretError: a TLS file or the token secret is of no use.
+        LeadershipLostError: another control plane may lead now.
     """
     asyncio.run(_serve(settings, planners))
 
@@ -76,15 +81,25 @@ async def _serve(settings: ControlPlaneSettings, planners: Mapping[str, Planner]
         loop.add_signal_handler(number, stop.set)
     control_plane = ControlPlane(settings, planners)
     await control_plane.start()
+    leading, stopping = (asyncio.create_task(c) for c in (control_plane.lead(), stop.wait()))
     try:
-        await stop.wait()
+        await asyncio.wait({leading, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        if leading.done():
+            leading.result()
         logger.info("stopping")
     finally:
+        leading.cancel()
+        stopping.cancel()
+        await asyncio.gather(leading, stopping, return_exceptions=True)
         await control_plane.stop()
 
 
 class ControlPlane:
-    """A control plane on the running event loop."""
+    """A control plane on the running event loop.
+
+    Attributes:
+        address, metrics_address: where it listens, once started.
+    """
 
     def __init__(
         self, settings: ControlPlaneSettings, planners: Mapping[str, Planner] = PLANNERS
@@ -102,6 +117,8 @@ class ControlPlane:
         self._connections = Connections(
             time.monotonic, patience_seconds=settings.access.handshake_seconds
         )
+        self._leadership = _leadership(settings)
+        self._has_taken_over = False
         self._health = health.aio.HealthServicer()
         self._server: grpc.aio.Server | None = None
         self._endpoint: MetricsEndpoint | None = None
@@ -110,18 +127,19 @@ class ControlPlane:
         self.metrics_address: str | None = None
 
     async def start(self) -> None:
-        """Listens, and writes the address file; raises as :func:`run`."""
+        """Listens, and writes the address file. Leads if it is alone, else stands by. Raises as
+        :func:`run`."""
         try:
             self._server = self._build_server()
             logger.info("preparing planner %s", self._settings.coordinator.default_planner)
             await self.coordinator.prepare()
-            self.coordinator.lead(next_generation(self._settings.state_dir))
+            for name in _SERVICES:
+                await self._health.set(name, health_pb2.HealthCheckResponse.NOT_SERVING)
             await self._server.start()
             if self._settings.metrics_address is not None:
                 self._start_metrics(self._settings.metrics_address)
-            for name in _SERVICES:
-                await self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
-            self._sweeper = asyncio.create_task(self._sweep())
+            if isinstance(self._leadership, Alone):
+                await self.take_over()
             if self._settings.address_file is not None:
                 self._write_addresses(self._settings.address_file)
         except BaseException:
@@ -139,10 +157,37 @@ class ControlPlane:
             self._sweeper.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await self._sweeper
+        await self._leadership.release()
         if self._server is not None:
             await self._server.stop(self._settings.stop_seconds)
         if self._endpoint is not None:
             await asyncio.to_thread(self._endpoint.close)
+
+    async def lead(self) -> None:
+        """Waits until it is this control plane's turn, and leads for as long as it may.
+
+        Raises:
+            LeadershipLostError: another one may lead now; nothing is answered any more.
+            OSError: the lock cannot be asked for, or the generation cannot be written.
+        """
+        await self.take_over()
+        why = await self._leadership.lost()
+        # At once, before anything is told in the name of who leads now.
+        await self._health.enter_graceful_shutdown()
+        await self.coordinator.shut_down()
+        raise LeadershipLostError(f"{why}; another control plane may lead now")
+
+    async def take_over(self) -> None:
+        """Waits until it is this control plane's turn, and leads from then on. Idempotent."""
+        if self._has_taken_over:
+            return
+        await self._leadership.acquire()
+        self.coordinator.lead(next_generation(self._settings.state_dir))
+        self._has_taken_over = True
+        self._sweeper = asyncio.create_task(self._sweep())
+        for name in _SERVICES:
+            await self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
+        logger.info("leading at %s", self.address)
 
     def _build_server(self) -> grpc.aio.Server:
         server = grpc.aio.server(
@@ -176,6 +221,7 @@ class ControlPlane:
             RateLimit(per_second=access.registrations_per_second, burst=access.registration_burst),
             time.monotonic,
             certificates_required=self._settings.authenticates,
+            leads=lambda: self._has_taken_over and self._leadership.is_held,
         )
         return AccessInterceptor(gate, self._refusals, self._connections)
 
@@ -206,6 +252,9 @@ class ControlPlane:
         interval_seconds = self.coordinator.lease_seconds / 10
         while True:
             await asyncio.sleep(interval_seconds)
+            if not self._leadership.is_held:
+                # Members are elsewhere: their silence here says nothing.
+                continue
             try:
                 self.coordinator.sweep()
                 self._count_refusals()
@@ -224,6 +273,16 @@ class ControlPlane:
                 ),
             )
         self._refusals.sweep()
+
+
+def _leadership(settings: ControlPlaneSettings) -> Leadership:
+    if settings.leader_lock is not None:
+        return FileLock(settings.leader_lock)
+    if settings.leader_lease:
+        namespace, _, name = settings.leader_lease.partition("/")
+        identity = f"{socket.gethostname()}-{os.getpid()}"
+        return KubernetesLease(cluster_api(), namespace, name, identity)
+    return Alone()
 
 
 def _cannot_listen(name: str, address: str, why: str) -> AddressInUseError:

@@ -105,6 +105,8 @@ class ControlPlaneSettings:
         access: limits on callers.
         state_dir: keeps what must outlive the process: the generation of its epochs, and the token
             secret if no file gives one. None: the generation is the time, and the secret random.
+        leader_lock: a file whose lock the one holds that leads of several control planes.
+        leader_lease: ``namespace/name`` of a Kubernetes Lease, likewise.
         address_file: where to write the bound addresses, as JSON, once both ports serve:
             ``{"grpc": "host:port", "metrics": "host:port"}``, null if there is no endpoint.
     """
@@ -117,6 +119,8 @@ class ControlPlaneSettings:
     tls: TlsFiles | None = None
     access: AccessSettings = field(default_factory=AccessSettings)
     state_dir: Path | None = None
+    leader_lock: Path | None = None
+    leader_lease: str = ""
     address_file: Path | None = None
 
     @property
@@ -129,6 +133,12 @@ class ControlPlaneSettings:
         if self.metrics_address is not None:
             split_address("metrics_address", self.metrics_address)
         _check_positive("stop_seconds", self.stop_seconds)
+        if self.leader_lock is not None and self.leader_lease:
+            raise ValueError("leader_lock and leader_lease are both given; one of them decides")
+        if self.leader_lease and len(list(filter(None, self.leader_lease.split("/")))) != 2:
+            raise ValueError(
+                f"leader_lease is {self.leader_lease!r}; it must be NAMESPACE/NAME of a Lease"
+            )
         if self.max_message_bytes < 1:
             raise ValueError(f"max_message_bytes is {self.max_message_bytes}; it must be 1 or more")
 

@@ -25,6 +25,7 @@ _STATUS: dict[type[errors.RefusedError], tuple[grpc.StatusCode, str]] = {
     errors.BacklogError: (grpc.StatusCode.RESOURCE_EXHAUSTED, "backlog"),
     errors.ReplacedError: (grpc.StatusCode.ABORTED, "replaced"),
     errors.ShuttingDownError: (grpc.StatusCode.UNAVAILABLE, "shutting-down"),
+    errors.StandbyError: (grpc.StatusCode.UNAVAILABLE, "standby"),
     errors.UnknownJobError: (grpc.StatusCode.NOT_FOUND, "unknown-job"),
     errors.UnknownServerError: (grpc.StatusCode.NOT_FOUND, "unknown-server"),
     errors.UnknownStepError: (grpc.StatusCode.NOT_FOUND, "unknown-step"),

@@ -60,6 +60,13 @@ class NodeOptions:
     connect_seconds: Annotated[
         float, typer.Option(help="How long to look for the control plane at start.")
     ] = 30.0
+    control_plane_timeout_seconds: Annotated[
+        float, typer.Option(help="How long to serve planned steps while the control plane is away.")
+    ] = 300.0
+    stuck_seconds: Annotated[
+        float,
+        typer.Option(help="Exit with an error after so long with work and none of it finished."),
+    ] = 60.0
     drain_seconds: Annotated[
         float, typer.Option(help="How long planned steps may take to finish on SIGTERM.")
     ] = 30.0
@@ -91,6 +98,8 @@ def attention_node(options: NodeOptions, tls: ClientTls) -> None:
             buffer_limit_bytes=options.buffer_limit_mib * 2**20,
             profile_dir=options.profile_dir or Path.home() / ".cache" / "distca",
             connect_seconds=options.connect_seconds,
+            control_plane_timeout_seconds=options.control_plane_timeout_seconds,
+            stuck_seconds=options.stuck_seconds,
             drain_seconds=options.drain_seconds,
             address_file=options.address_file,
             ca_file=tls.tls_ca,

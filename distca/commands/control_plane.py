@@ -11,6 +11,7 @@ import typer
 from distca.options import options_from
 
 _SECURITY = "Security"
+_AVAILABILITY = "Availability"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +45,30 @@ class ControlPlaneOptions:
             envvar="DISTCA_STATE_DIR",
         ),
     ] = None
+    stall_seconds: Annotated[
+        float,
+        typer.Option(
+            help="A server that has work and finishes none for so long is fenced; more than its "
+            "longest kernel call takes.",
+            rich_help_panel=_AVAILABILITY,
+        ),
+    ] = 10.0
+    leader_lock: Annotated[
+        Path | None,
+        typer.Option(
+            help="Of several control planes the one leads that holds the lock of this file; the "
+            "others stand by. They must share state folder or token secret.",
+            rich_help_panel=_AVAILABILITY,
+        ),
+    ] = None
+    leader_lease: Annotated[
+        str,
+        typer.Option(
+            help="The same with a Kubernetes Lease: NAMESPACE/NAME.",
+            envvar="DISTCA_LEADER_LEASE",
+            rich_help_panel=_AVAILABILITY,
+        ),
+    ] = ""
     token_secret: Annotated[
         Path | None,
         typer.Option(
@@ -118,7 +143,10 @@ def control_plane(options: ControlPlaneOptions) -> None:
                 lease_seconds=options.lease_seconds,
                 planning_threads=options.planning_threads,
                 default_planner=options.planner or DEFAULT_PLANNER,
+                stall_seconds=options.stall_seconds,
             ),
+            leader_lock=options.leader_lock,
+            leader_lease=options.leader_lease,
             tls=tls,
             access=AccessSettings(
                 registrations_per_second=options.registrations_per_second,

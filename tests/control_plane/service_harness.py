@@ -340,9 +340,11 @@ def running(
     listen_address: str = "127.0.0.1:0",
     metrics_address: str | None = None,
     start_seconds: float = DEADLINE_SECONDS,
+    stands_by: bool = False,
     **settings: Any,
 ) -> Iterator[ControlPlane]:
-    """A control plane that serves until the block ends, on free ports unless told otherwise."""
+    """A control plane that serves until the block ends, on free ports unless told otherwise; if it
+    ``stands_by``, until another one ends."""
     limits: dict[str, Any] = {"default_planner": "rotating", "lease_seconds": 30.0}
     chosen = ControlPlaneSettings(
         listen_address=listen_address,
@@ -361,12 +363,17 @@ def running(
     async def build() -> ControlPlane:
         control_plane = ControlPlane(chosen, planners or {"rotating": rotating_plan})
         await control_plane.start()
+        if not stands_by:
+            await control_plane.take_over()
         return control_plane
 
     control_plane = on_loop(build, start_seconds)
+    leading = asyncio.run_coroutine_threadsafe(control_plane.lead(), loop) if stands_by else None
     try:
         yield control_plane
     finally:
+        if leading is not None:
+            leading.cancel()
         on_loop(control_plane.stop)
         loop.call_soon_threadsafe(loop.stop)
         thread.join(DEADLINE_SECONDS)

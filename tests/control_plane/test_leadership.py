@@ -1,0 +1,270 @@
+"""Who leads of several control planes, and who takes over."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from control_plane.kubernetes_lease import KubernetesLease, cluster_api
+from control_plane.leadership import Alone, FileLock, Leadership
+from control_plane.server import ControlPlane
+from control_plane.settings import ControlPlaneSettings
+from distca import rpc
+from tests.control_plane.lease_api import LeaseApi, lease_api
+from tests.control_plane.service_harness import (
+    client_of,
+    eventually,
+    job_spec,
+    rank_manifest,
+    running,
+)
+
+DEADLINE_SECONDS = 10.0
+
+
+def within(seconds: float, make: Callable[[], Awaitable[Any]]) -> Any:
+    """Runs a coroutine to its end, with a deadline."""
+
+    async def bounded() -> Any:
+        return await asyncio.wait_for(make(), seconds)
+
+    return asyncio.run(bounded())
+
+
+async def is_waiting(task: asyncio.Task[Any], seconds: float) -> bool:
+    await asyncio.wait({task}, timeout=seconds)
+    return not task.done()
+
+
+@pytest.fixture
+def api() -> Iterator[LeaseApi]:
+    with lease_api() as api:
+        yield api
+
+
+def candidate(api: LeaseApi, identity: str) -> KubernetesLease:
+    """One that gives up and takes over within seconds."""
+    return KubernetesLease(
+        api.client(),
+        "distca",
+        "leader",
+        identity,
+        lease_seconds=2,
+        renew_seconds=1.0,
+        retry_seconds=0.1,
+    )
+
+
+def test_whoever_is_alone_leads() -> None:
+    async def lead() -> None:
+        alone = Alone()
+        await alone.acquire()
+        assert alone.is_held
+        assert await is_waiting(asyncio.create_task(alone.lost()), 0.05)
+        await alone.release()
+
+    within(DEADLINE_SECONDS, lead)
+
+
+def hand_over(first: Leadership, second: Leadership) -> None:
+    """The second waits while the first leads, and takes over when it is released."""
+
+    async def lead() -> None:
+        await first.acquire()
+        taking_over = asyncio.create_task(second.acquire())
+        assert await is_waiting(taking_over, 0.5)
+        assert first.is_held
+        assert not second.is_held
+        await first.release()
+        assert not first.is_held
+        # Well before a lease would have run out.
+        await asyncio.wait_for(taking_over, 1.0)
+        assert second.is_held
+        await second.release()
+
+    within(DEADLINE_SECONDS, lead)
+
+
+def test_lock_of_a_file_is_handed_over(tmp_path: Path) -> None:
+    path = tmp_path / "leader.lock"
+    hand_over(FileLock(path, poll_seconds=0.02), FileLock(path, poll_seconds=0.02))
+
+
+def test_lock_of_a_file_ends_with_its_process(tmp_path: Path) -> None:
+    path = tmp_path / "leader.lock"
+    code = f"""
+import fcntl, sys, time
+file = open({str(path)!r}, "w")
+fcntl.flock(file, fcntl.LOCK_EX)
+print("held", flush=True)
+time.sleep(60)
+"""
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == b"held\n"
+
+        async def lead() -> None:
+            lock = FileLock(path, poll_seconds=0.02)
+            waiting = asyncio.create_task(lock.acquire())
+            assert await is_waiting(waiting, 0.2)
+            holder.kill()
+            await asyncio.wait_for(waiting, 5.0)
+            assert lock.is_held
+            await lock.release()
+
+        within(DEADLINE_SECONDS, lead)
+
+
+def test_lease_is_handed_over(api: LeaseApi) -> None:
+    hand_over(candidate(api, "one"), candidate(api, "two"))
+    spec = api.leases["leader"]["spec"]
+    assert spec["leaseTransitions"] >= 1
+    assert spec["leaseDurationSeconds"] == 2
+
+
+def test_leader_keeps_a_lease_that_it_renews(api: LeaseApi) -> None:
+    async def lead() -> None:
+        one, two = candidate(api, "one"), candidate(api, "two")
+        await one.acquire()
+        losing = asyncio.create_task(one.lost())
+        taking_over = asyncio.create_task(two.acquire())
+        # Longer than the lease would run without renewal.
+        assert await is_waiting(losing, 3.0)
+        assert one.is_held
+        assert not taking_over.done()
+        for task in (losing, taking_over):
+            task.cancel()
+
+    within(DEADLINE_SECONDS, lead)
+
+
+@pytest.mark.parametrize("how", ["broken", "silent"])
+def test_leader_that_cannot_renew_stops_before_another_may_lead(api: LeaseApi, how: str) -> None:
+    async def lead() -> None:
+        one, two = candidate(api, "one"), candidate(api, "two")
+        await one.acquire()
+        losing = asyncio.create_task(one.lost())
+        taking_over = asyncio.create_task(two.acquire())
+        await asyncio.sleep(0.3)
+        getattr(api, how).set()
+        assert "was not renewed for 1 s" in await asyncio.wait_for(losing, 3.0)
+        assert not one.is_held
+        assert api.holder("leader") == "one"
+        getattr(api, how).clear()
+        await asyncio.wait_for(taking_over, 5.0)
+        assert two.is_held
+        assert not one.is_held
+        assert api.holder("leader") == "two"
+
+    within(2 * DEADLINE_SECONDS, lead)
+
+
+def test_leader_that_was_stopped_leads_no_more_before_it_looks_at_the_lease(
+    api: LeaseApi,
+) -> None:
+    async def lead() -> None:
+        one = candidate(api, "one")
+        await one.acquire()
+        # The event loop does not run, as when the process is stopped.
+        time.sleep(1.1)
+        assert not one.is_held
+
+    within(DEADLINE_SECONDS, lead)
+
+
+def test_leader_notices_that_another_has_taken_the_lease(api: LeaseApi) -> None:
+    async def lead() -> None:
+        one = candidate(api, "one")
+        await one.acquire()
+        api.leases["leader"]["spec"]["holderIdentity"] = "another"
+        api.leases["leader"]["metadata"]["resourceVersion"] = "99999"
+        assert await asyncio.wait_for(one.lost(), 3.0) == "Lease distca/leader was taken by another"
+        assert not one.is_held
+
+    within(DEADLINE_SECONDS, lead)
+
+
+def test_of_two_who_write_at_once_one_wins(api: LeaseApi) -> None:
+    one, two = candidate(api, "one"), candidate(api, "two")
+    first = one._take()
+    assert first
+    api.leases["leader"]["spec"]["holderIdentity"] = ""
+    lease = two._read()
+    assert one._take()
+    assert not two._write(lease)
+    assert api.holder("leader") == "one"
+
+
+def test_times_that_would_let_two_lead_are_refused(api: LeaseApi) -> None:
+    with pytest.raises(ValueError, match="renew_seconds 3"):
+        KubernetesLease(api.client(), "distca", "leader", "one", lease_seconds=2, renew_seconds=3)
+
+
+def test_process_outside_of_a_cluster_is_told_what_it_lacks() -> None:
+    with pytest.raises(OSError, match="must run in a pod"):
+        cluster_api()
+
+
+@pytest.mark.parametrize(
+    ("settings", "match"),
+    [
+        ({"leader_lease": "no-namespace"}, "must be NAMESPACE/NAME"),
+        ({"leader_lease": "a/b", "leader_lock": Path("f")}, "both given"),
+    ],
+)
+def test_contradicting_settings_are_named(settings: dict[str, Any], match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        ControlPlaneSettings(**settings)
+
+
+def health_of(control_plane: ControlPlane) -> int:
+    with grpc.insecure_channel(control_plane.address) as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        return int(stub.Check(health_pb2.HealthCheckRequest(), timeout=5).status)
+
+
+def test_standby_refuses_every_call_and_takes_over(tmp_path: Path) -> None:
+    shared: dict[str, Any] = {
+        "leader_lock": tmp_path / "leader.lock",
+        "state_dir": tmp_path / "state",
+    }
+    serving = health_pb2.HealthCheckResponse
+    with ExitStack() as leading:
+        leader = leading.enter_context(running(**shared))
+        with (
+            running(**shared, stands_by=True) as standby,
+            client_of(standby.address) as client,
+        ):
+            assert health_of(leader) == serving.SERVING
+            assert health_of(standby) == serving.NOT_SERVING
+            with pytest.raises(rpc.ControlPlaneUnavailable, match="stands by"):
+                client.register("s0")
+            with pytest.raises(rpc.ControlPlaneUnavailable, match="stands by"):
+                client.open(0)
+            with client_of(leader.address) as members:
+                members.register("s0")
+                former = epoch_of_a_plan(members)
+            leading.close()
+            eventually(lambda: health_of(standby) == serving.SERVING)
+            client.register("s0")
+            assert epoch_of_a_plan(client) > former
+
+
+def epoch_of_a_plan(client: Any) -> int:
+    job_id, lease = client.open(0, job_spec(n_ranks=1))
+    watcher = client.watch_rank(job_id, lease)
+    watcher.next("job_opened")
+    client.submit(job_id, lease, rank_manifest(0, 0))
+    epoch = int(watcher.next("step_planned").plan.epoch)
+    watcher.cancel()
+    return epoch
