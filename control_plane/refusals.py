@@ -8,7 +8,13 @@ from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, Counter
 
-from control_plane.errors import AccessError, RefusedError, ReplacedError, ShuttingDownError
+from control_plane.errors import (
+    AccessError,
+    RefusedError,
+    ReplacedError,
+    ShuttingDownError,
+    StandbyError,
+)
 from control_plane.status import kind_of
 
 logger = logging.getLogger(__name__)
@@ -19,8 +25,8 @@ QUIET_SECONDS = 60.0
 MAX_LOGGED = 256
 """Callers and reasons that are logged apart; what comes on top is only counted."""
 
-_NO_REFUSALS = (ReplacedError, ShuttingDownError)
-"""Streams that end as they should."""
+_NO_REFUSALS = (ReplacedError, ShuttingDownError, StandbyError)
+"""Streams that end as they should, and calls that belong to another control plane."""
 
 
 @dataclass

@@ -12,6 +12,7 @@ from control_plane.errors import (
     RefusedError,
     ReplacedError,
     ShuttingDownError,
+    StandbyError,
     WrongRoleError,
 )
 from control_plane.refusals import MAX_LOGGED, QUIET_SECONDS, Refusals
@@ -79,7 +80,9 @@ def test_mistakes_are_counted_and_not_logged(kit: Kit, caplog: pytest.LogCapture
     assert not caplog.messages
 
 
-@pytest.mark.parametrize("error", [ReplacedError("newer"), ShuttingDownError("stopping")])
-def test_streams_that_end_as_they_should_are_no_refusals(kit: Kit, error: RefusedError) -> None:
+@pytest.mark.parametrize(
+    "error", [ReplacedError("newer"), ShuttingDownError("stopping"), StandbyError("not the leader")]
+)
+def test_what_is_as_it_should_be_is_no_refusal(kit: Kit, error: RefusedError) -> None:
     kit.refusals.refused("Jobs/WatchRank", "a", error)
     assert not next(iter(kit.registry.collect())).samples
