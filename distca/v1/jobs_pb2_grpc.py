@@ -98,6 +98,8 @@ class JobsServicer(object):
         """A rank joins a job; the first one of a name creates it. INVALID_ARGUMENT: a field is missing or
         wrong. FAILED_PRECONDITION: the spec differs from the one of the ranks before. ALREADY_EXISTS:
         the rank has joined and its lease still runs. PERMISSION_DENIED: the job is another identity's.
+        With `resume` a rank comes back, and shows its token. NOT_FOUND: the job has been closed.
+        ALREADY_EXISTS: the rank has left, or another job has taken the name.
 
         All calls below that a rank makes about its job carry the token of the answer as metadata
         `distca-job-token-bin`. UNAUTHENTICATED: it is missing. PERMISSION_DENIED: it is another job's,
@@ -132,8 +134,9 @@ class JobsServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def WatchRank(self, request, context):
-        """The events of a job for one rank: the job itself, the planned steps that not all ranks have
-        reported, then what comes. A step may therefore come again to a rank that watches again; it is
+        """The events of a job for one rank: the job itself, the last step that all have finished, a
+        recovery that waits for this rank's answer, else the planned steps that not all ranks have
+        reported; then what comes. A step may therefore come again to a rank that watches again; it is
         told by its number and epoch. NOT_FOUND: no such job or lease. ABORTED: a newer stream of the
         same lease took over. RESOURCE_EXHAUSTED: the reader fell behind; watch again.
         """
@@ -142,8 +145,8 @@ class JobsServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def WatchServer(self, request, context):
-        """The same for one pool server, over all jobs that may use the pool: their plans that give it a
-        task. An in-place server's plans come with its rank's. NOT_FOUND: no such lease.
+        """The same for one pool server, over all jobs that may use the pool: their last recoveries, and
+        their plans that give it a task. An in-place server's plans come with its rank's. NOT_FOUND: no such lease.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -73,7 +73,9 @@ class MembershipServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Heartbeat(self, request, context):
-        """Renews the lease. NOT_FOUND: the lease expired or is unknown; register again.
+        """Renews the lease. NOT_FOUND: the lease expired or is unknown; register again. The trailing
+        metadata `distca-error` is `fenced` if it was taken away: then others have the server's work,
+        and it drops every job first. Else the control plane has started again, and jobs stay.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
