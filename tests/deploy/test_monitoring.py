@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.deploy.compose_project import ComposeProject, wait_until
+from tests.deploy.compose_project import TRAINING_SECONDS, ComposeProject, wait_until
 from tests.deploy.conftest import ROOT
 from tests.deploy.docker_engine import Docker
 from tools.dashboard_picture import Window, draw
@@ -73,12 +73,13 @@ def observed(docker: Docker, checkout: Path, compose_environ: dict[str, str]) ->
             up = [target for target in found if target["health"] == "up"]
             return found if len(up) == sum(N_TARGETS.values()) else []
 
-        wait_until(
-            all_up, TARGETS_SECONDS, "scrape of every target", lambda: str(prometheus.targets())
-        )
+        def explain() -> str:
+            return f"{prometheus.targets()}\n{project.tails()}"
+
+        wait_until(all_up, TARGETS_SECONDS, "scrape of every target", explain)
         begin = end = time.time()
         targets: list[dict[str, Any]] = []
-        while now_up := all_up():
+        while (now_up := all_up()) and end < begin + TRAINING_SECONDS:
             targets, end = now_up, time.time()
             time.sleep(1.0)
         yield Observed(
