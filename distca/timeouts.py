@@ -177,6 +177,22 @@ TIMEOUTS = (
         then="jobs from before recover with those that have",
         where="control_plane.settings:CoordinatorSettings.rejoin_seconds",
     ),
+    Timeout(
+        name="leader_lease_seconds",
+        seconds=15.0,
+        who="standby control plane",
+        what="the leader to renew its Kubernetes Lease (a file lock is free at once)",
+        then="it takes over",
+        where="control_plane.kubernetes_lease:LEASE_SECONDS",
+    ),
+    Timeout(
+        name="leader_renew_seconds",
+        seconds=10.0,
+        who="leading control plane",
+        what="its Kubernetes Lease to be renewed",
+        then="it gives up leading",
+        where="control_plane.kubernetes_lease:RENEW_SECONDS",
+    ),
     # Connections.
     Timeout(
         name="connect_timeout_seconds",
@@ -227,6 +243,15 @@ TIMEOUTS = (
         what="the answer to the gRPC ping",
         then="the connection is made anew",
         where="distca.rpc:RpcSettings.keepalive_timeout_seconds",
+    ),
+    Timeout(
+        name="lane_deadline_seconds",
+        seconds=86400.0,
+        who="server",
+        what="a rank's next rows: the model computes, evaluates or saves meanwhile (a rank that is "
+        "gone is found by its connection or its lease)",
+        then="the connection is closed",
+        where="attention_node.tick_server:LANE_DEADLINE_SECONDS",
     ),
     # Ending.
     Timeout(
@@ -292,6 +317,16 @@ ORDERS = (
         shorter=("answer_seconds", "connect_timeout_seconds"),
         longer="recovery_timeout_seconds",
         why="ranks would give up a recovery while the control plane still waits for one of them",
+    ),
+    Order(
+        shorter=("leader_renew_seconds",),
+        longer="leader_lease_seconds",
+        why="two control planes would lead at a time",
+    ),
+    Order(
+        shorter=("leader_lease_seconds",),
+        longer="control_plane_timeout_seconds",
+        why="jobs would end before a standby takes over",
     ),
     Order(
         shorter=("longest_wait_seconds",),

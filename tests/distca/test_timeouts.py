@@ -69,6 +69,30 @@ def test_each_order_is_enforced_and_its_error_names_both_sides(order: Order) -> 
     assert "lower the former or raise the latter" in str(caught.value)
 
 
+SETTINGS = (
+    "attention_node.server:NodeSettings",
+    "control_plane.settings:ControlPlaneSettings",
+    "control_plane.settings:CoordinatorSettings",
+    "data_plane.ucxx_settings:UcxxSettings",
+    "distca.rpc:RpcSettings",
+    "trainer_client.options:SessionOptions",
+)
+NO_TIMEOUTS = {
+    "busy_poll_seconds": "how long to poll before sleeping",
+    "certificate_check_seconds": "how often files are looked at",
+    "settle_seconds": "how long losses are collected before a recovery begins",
+}
+
+
+@pytest.mark.parametrize("where", SETTINGS)
+def test_every_time_that_can_be_set_is_in_the_table(where: str) -> None:
+    pytest.importorskip("torch")
+    module_name, _, name = where.partition(":")
+    settings = getattr(importlib.import_module(module_name), name)
+    times = {each.name for each in dataclasses.fields(settings) if each.name.endswith("_seconds")}
+    assert times - NO_TIMEOUTS.keys() <= DEFAULTS.keys()
+
+
 def test_what_is_not_known_is_not_checked() -> None:
     check_order({"lease_seconds": 1e6})
     with pytest.raises(KeyError, match="no_such_seconds"):
