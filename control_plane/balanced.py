@@ -23,7 +23,7 @@ from control_plane.planner.fleet import UNLIMITED_ROWS, Fleet, build_fleet
 from control_plane.planner.links import Links
 from control_plane.planner.phase import Outcome, plan_phase
 from control_plane.planning import PlanningOptions, PlanningServer
-from core_attention.arrays import Float64Array, Int64Array
+from core_attention.arrays import Float64Array, Int64Array, frozen
 from core_attention.ca_task import MaskKind, Phase, TaskTable
 from core_attention.errors import PlanError
 from core_attention.manifest import Manifest
@@ -52,14 +52,22 @@ def plan(
     """
     fleet = build_fleet(servers, manifest.n_ranks)
     links = _links(servers, options, manifest.n_ranks)
-    at_home = segment_seconds(manifest, fleet)
+    at_home, nano_batches = segment_seconds(manifest, fleet), _nano_batches(manifest)
     tables, forecasts, reasons = {}, {}, []
     for phase in Phase:
         tasks, outcomes = _plan_tasks(
-            manifest, servers, fleet, links, at_home[PHASE_INDEX[phase]], shape, options, phase
+            manifest,
+            servers,
+            fleet,
+            links,
+            nano_batches,
+            at_home[PHASE_INDEX[phase]],
+            shape,
+            options,
+            phase,
         )
         forecast = forecast_fleet(manifest, tasks, fleet, at_home, shape, phase)
-        explain.check_capacity(servers, forecast, options, manifest, tasks, shape, phase)
+        explain.check_capacity(servers, fleet, forecast, options, manifest, tasks, shape, phase)
         tables[phase], forecasts[phase] = tasks, forecast
         reasons.append(explain.reason(servers, forecast, outcomes, options, phase))
     return Plan(
@@ -81,6 +89,7 @@ def _plan_tasks(
     servers: Sequence[PlanningServer],
     fleet: Fleet,
     links: Links,
+    nano_batches: Sequence[tuple[int, Segments]],
     at_home: Float64Array,
     shape: AttentionShape,
     options: PlanningOptions,
@@ -91,7 +100,7 @@ def _plan_tasks(
     limits = _limits(fleet, shape, phase, options)
     n_variants = min(max(VARIANT_SERVERS // len(servers), 1), MOST_VARIANTS)
     parts, outcomes = [], []
-    for low, segments in _nano_batches(manifest):
+    for low, segments in nano_batches:
         tasks, outcome = plan_phase(
             segments,
             at_home[low : low + len(segments.begin)],
@@ -106,7 +115,7 @@ def _plan_tasks(
             raise PlanError(explain.what_is_short(manifest, servers, outcome, low, options, rules))
         parts.append(tasks)
         outcomes.append(outcome)
-    columns = [np.concatenate(column) for column in zip(*parts, strict=True)]
+    columns = (frozen(np.concatenate(column)) for column in zip(*parts, strict=True))
     return TaskTable(*columns), outcomes
 
 

@@ -16,7 +16,8 @@ Array = TypeVar("Array", bound=NDArray[Any])
 
 
 def int64_column(values: Iterable[int] | NDArray[Any], name: str) -> Int64Array:
-    """A read-only 1-D int64 copy of ``values``.
+    """A read-only 1-D int64 copy of ``values``; ``values`` itself if it is that already and nobody
+    else may write to its memory.
 
     Raises:
         ValueError: a value is not an integer, or ``values`` is not one-dimensional.
@@ -29,6 +30,8 @@ def int64_column(values: Iterable[int] | NDArray[Any], name: str) -> Int64Array:
             f"{name} must be a one-dimensional sequence of integers, got shape {array.shape} "
             f"and dtype {array.dtype}"
         )
+    if array.dtype == np.int64 and array.flags.owndata and not array.flags.writeable:
+        return array
     return frozen(array.astype(np.int64))
 
 

@@ -11,7 +11,7 @@ from enum import IntEnum, StrEnum
 
 import numpy as np
 
-from core_attention.arrays import Int64Array, int64_column
+from core_attention.arrays import Int64Array, exclusive_cumsum, int64_column
 from core_attention.errors import PlanError
 from core_attention.manifest import Manifest
 
@@ -66,28 +66,40 @@ class TaskTable:
             PlanError: the tasks of a document do not partition ``[0, length)``, a task's q range
                 lies in more than one segment, or a server index is out of range.
         """
-        unknown = (self.server < 0) | (self.server >= n_servers)
-        if unknown.any():
+        if len(self) and (self.server.min() < 0 or self.server.max() >= n_servers):
+            unknown = (self.server < 0) | (self.server >= n_servers)
             raise PlanError(
                 f"a task names server {self.server[unknown][0]}; the plan has servers 0 to "
                 f"{n_servers - 1}"
             )
-        bounds = np.searchsorted(self.document, np.arange(manifest.n_documents + 1))
-        begin, end = bounds[:-1], bounds[1:]
+        first = np.ones(len(self), dtype=np.bool_)
+        np.not_equal(self.document[1:], self.document[:-1], out=first[1:])
+        begin = np.flatnonzero(first)
+        self._check_documents(manifest, self.document[begin])
+        self._check_partition(manifest, begin)
+        self._check_homes(manifest)
+
+    def _check_documents(self, manifest: Manifest, documents: Int64Array) -> None:
+        """``documents``, of every run of tasks of one document, are all there are, in order."""
+        if np.array_equal(documents, np.arange(manifest.n_documents)):
+            return
         outside = (self.document < 0) | (self.document >= manifest.n_documents)
         if outside.any() or (np.diff(self.document) < 0).any():
             raise PlanError(
                 "tasks must be sorted by document, with documents in "
                 f"[0, {manifest.n_documents}); got {self.document[outside][:1].tolist()}"
             )
-        if (begin == end).any():
-            at = int(np.flatnonzero(begin == end)[0])
-            raise PlanError(f"document {manifest.document_id[at]} has no CA-task")
-        expected = np.empty_like(self.q_end)
+        at = int(np.setdiff1d(np.arange(manifest.n_documents), documents)[0])
+        raise PlanError(f"document {manifest.document_id[at]} has no CA-task")
+
+    def _check_partition(self, manifest: Manifest, begin: Int64Array) -> None:
+        """The tasks of each document, whose first one is at ``begin``, cover it once, in order."""
+        expected = np.zeros_like(self.q_end)
         expected[1:] = self.q_end[:-1]
         expected[begin] = 0
         wrong = (self.q_begin != expected) | (self.q_end <= self.q_begin)
-        wrong[end - 1] |= self.q_end[end - 1] != manifest.document_length
+        last = np.append(begin, len(self))[1:] - 1
+        wrong[last] |= self.q_end[last] != manifest.document_length
         if wrong.any():
             at = int(np.flatnonzero(wrong)[0])
             document = int(self.document[at])
@@ -97,14 +109,25 @@ class TaskTable:
                 f"{manifest.document_length[document]}); expected a non-empty range that begins "
                 f"at {expected[at]}"
             )
-        segment = home_segment(manifest, self)
-        segment_end = manifest.segment_offset[segment] + manifest.segment_length[segment]
-        if (self.q_end > segment_end).any():
-            at = int(np.flatnonzero(self.q_end > segment_end)[0])
+
+    def _check_homes(self, manifest: Manifest) -> None:
+        """Where a segment ends, a task ends; the tasks are a partition already."""
+        inner = np.flatnonzero(manifest.segment_offset)
+        if not inner.size:
+            return
+        # Positions of all documents on one line, so that one binary search serves all.
+        line = exclusive_cumsum(manifest.document_length)
+        begin = line[self.document] + self.q_begin
+        cut = line[manifest.segment_document[inner]] + manifest.segment_offset[inner]
+        found = np.searchsorted(begin, cut)
+        crossed = (found == len(begin)) | (begin[np.minimum(found, len(begin) - 1)] != cut)
+        if crossed.any():
+            k = int(np.flatnonzero(crossed)[0])
+            at = int(found[k]) - 1
             raise PlanError(
                 f"document {manifest.document_id[self.document[at]]}: the task "
                 f"[{self.q_begin[at]}, {self.q_end[at]}) crosses the end of its segment at "
-                f"{segment_end[at]}; a task has one home"
+                f"{manifest.segment_offset[inner[k]]}; a task has one home"
             )
 
 
@@ -116,7 +139,7 @@ def causal_qk_pairs(q_begin: Int64Array, q_end: Int64Array) -> Int64Array:
 def home_segment(manifest: Manifest, tasks: TaskTable) -> Int64Array:
     """``[n_tasks]`` index of the segment that holds each task's first query."""
     # Positions of all documents on one line, so that one binary search serves every task.
-    line = np.cumsum(manifest.document_length) - manifest.document_length
+    line = exclusive_cumsum(manifest.document_length)
     segment_start = line[manifest.segment_document] + manifest.segment_offset
     at = np.searchsorted(segment_start, line[tasks.document] + tasks.q_begin, side="right") - 1
     return at.astype(np.int64)

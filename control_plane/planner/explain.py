@@ -8,6 +8,7 @@ import numpy as np
 
 from control_plane.forecast import pair_bytes
 from control_plane.planner.chunk import SHORTEST_TOKENS, CutRules
+from control_plane.planner.fleet import Fleet
 from control_plane.planner.phase import Outcome
 from control_plane.planning import PlanningOptions, PlanningServer
 from core_attention.ca_task import Phase, TaskTable
@@ -137,6 +138,7 @@ def _home_rows(manifest: Manifest, rank: int | None) -> int:
 
 def check_capacity(
     servers: Sequence[PlanningServer],
+    fleet: Fleet,
     forecast: PhaseForecast,
     options: PlanningOptions,
     manifest: Manifest,
@@ -149,15 +151,13 @@ def check_capacity(
     Raises:
         PlanError: one is exceeded; the message says which and by how much.
     """
-    if any(server.capacity_rows is not None for server in servers):
-        rows = (forecast.q_rows + forecast.kv_rows).max(axis=0)
-        for server, needed in zip(servers, rows, strict=True):
-            if server.capacity_rows is not None and needed > server.capacity_rows:
-                raise PlanError(
-                    f"server {server.server.server_id} would hold {needed} q plus k/v rows, its "
-                    f"capacity_rows is {server.capacity_rows}: "
-                    f"{needed - server.capacity_rows} rows short"
-                )
+    rows = (forecast.q_rows + forecast.kv_rows).max(axis=0)
+    for at in np.flatnonzero(rows > fleet.capacity_rows).tolist():
+        raise PlanError(
+            f"server {servers[at].server.server_id} would hold {rows[at]} q plus k/v rows, its "
+            f"capacity_rows is {servers[at].capacity_rows}: "
+            f"{rows[at] - fleet.capacity_rows[at]} rows short"
+        )
     if options.max_process_bytes is not None:
         for nano in range(manifest.n_nano_batches):
             pairs = pair_bytes(manifest, tasks, servers, shape, phase, nano)
