@@ -29,18 +29,6 @@ START_SECONDS = 200.0
 END_SECONDS = 30.0
 SHAPE = AttentionShape(num_heads=4, num_heads_kv=2, head_dim=8, head_dim_v=8, dtype="float32")
 
-_CONTROL_PLANE = """
-from pathlib import Path
-from control_plane.server import run
-from control_plane.settings import ControlPlaneSettings, CoordinatorSettings
-from control_plane.planners import PLANNERS
-from tests import random_planner
-run(ControlPlaneSettings(listen_address={listen!r}, metrics_address=None,
-    address_file=Path({address_file!r}), state_dir=Path({state_dir!r}),
-    coordinator=CoordinatorSettings(default_planner={planner!r})),
-    planners={{**PLANNERS, "random": random_planner.plan}})
-"""
-
 
 @dataclass
 class Process:
@@ -82,6 +70,7 @@ class JobSettings:
         layers, tokens_per_rank: size of a step.
         seed: of data and weights.
         planner: by name; the random one spreads documents over all servers and needs no compiling.
+        planning_seconds: that the random planner takes for each plan.
         more: further options of ``distca train``.
     """
 
@@ -92,6 +81,7 @@ class JobSettings:
     tokens_per_rank: int = 256
     seed: int = 3
     planner: str = "random"
+    planning_seconds: float = 0.0
     more: tuple[str, ...] = ()
 
 
@@ -105,12 +95,14 @@ class Job:
         hosts: by process name (``control-plane``, ``node-0``, ``trainer-0``, ...); others run on
             the loopback host.
         environ: further environment variables, by process name.
+        run_dir: of the trainers' run, if not in ``folder``.
     """
 
     folder: Path
     settings: JobSettings
     hosts: Mapping[str, Host] = field(default_factory=dict)
     environ: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    run_dir: Path | None = None
     processes: dict[str, Process] = field(default_factory=dict)
     ended: list[Process] = field(default_factory=list)
 
@@ -137,25 +129,27 @@ class Job:
     def start(self) -> None:
         """Starts everything, each once those that it needs serve."""
         self.start_control_plane()
-        for index in range(self.settings.n_nodes):
-            self.start_node(index)
-        for index in range(self.settings.n_nodes):
-            self.wait_until_serving(f"node-{index}")
+        nodes = [self.start_node(index) for index in range(self.settings.n_nodes)]
+        for node in nodes:
+            self.wait_until_serving(node.name)
         for rank in range(self.settings.n_trainers):
             self.start_trainer(rank)
 
-    def start_control_plane(self, *, wait: bool = True) -> Process:
-        """The control plane, always at the same address and with the same state."""
+    def start_control_plane(self, **more: float) -> Process:
+        """The control plane, always at the same address and with the same state; ``more`` as in
+        :mod:`tests.chaos.control_plane_process`."""
         address_file = self._address_file("control-plane")
-        code = _CONTROL_PLANE.format(
-            listen=self.control_plane_address,
-            address_file=str(address_file),
-            state_dir=str(self.folder / "state"),
-            planner=self.settings.planner,
-        )
-        process = self._spawn("control-plane", [sys.executable, "-c", code], address_file)
-        if wait:
-            self.wait_until_serving("control-plane")
+        chosen = {
+            "listen": self.control_plane_address,
+            "address_file": str(address_file),
+            "state_dir": str(self.folder / "state"),
+            "planner": self.settings.planner,
+            "planning_seconds": self.settings.planning_seconds,
+            **more,
+        }
+        command = [sys.executable, "-m", "tests.chaos.control_plane_process", json.dumps(chosen)]
+        process = self._spawn("control-plane", command, address_file)
+        self.wait_until_serving("control-plane")
         return process
 
     def start_node(self, index: int) -> Process:
@@ -177,8 +171,8 @@ class Job:
             address_file,
         )  # fmt: skip
 
-    def start_trainer(self, rank: int) -> Process:
-        """A trainer; returns at once."""
+    def start_trainer(self, rank: int, *more: str) -> Process:
+        """A trainer, with ``more`` options; returns at once."""
         name, settings = f"trainer-{rank}", self.settings
         host = self.host(name)
         ticks = self.folder / f"{name}.ticks"
@@ -200,6 +194,7 @@ class Job:
                 "--span-ranks", "--min-forward-tokens=16", "--min-backward-tokens=16",
                 f"--seed={settings.seed}", "--learning-rate=3e-4",
                 *settings.more,
+                *more,
             ],
             environ={
                 "RANK": str(rank),
@@ -210,7 +205,7 @@ class Job:
 
     @property
     def run_folder(self) -> Path:
-        return self.folder / "run"
+        return self.run_dir or self.folder / "run"
 
     @property
     def control_plane_address(self) -> str:
@@ -223,8 +218,11 @@ class Job:
     @property
     def nodes(self) -> list[Process]:
         """The nodes that live."""
-        named = (self.processes.get(f"node-{index}") for index in range(self.settings.n_nodes))
-        return [process for process in named if process is not None and process.alive]
+        return [
+            process
+            for name, process in sorted(self.processes.items())
+            if name.startswith("node-") and process.alive
+        ]
 
     def host(self, name: str) -> Host:
         """Where a process runs."""

@@ -156,7 +156,7 @@ class References:
 
     def of(self, settings: JobSettings) -> Losses:
         """The losses of ``settings``; how many nodes serve does not matter to them."""
-        plain = replace(settings, n_nodes=1)
+        plain = replace(settings, n_nodes=1, planning_seconds=0.0)
         if plain not in self._losses:
             folder = self._folder / f"undisturbed-{len(self._losses)}"
             with Job(folder, plain) as job:
