@@ -1,28 +1,25 @@
 """A node's link to the control plane: its lease, its plans, its reports.
 
-Three threads: one sends heartbeats, one watches for jobs and plans, one sends reports. While the
-control plane is away the node goes on serving what it has, and the watching thread looks for the
-control plane. A control plane that does not know the node (it has started again) is told of it
-anew, and nothing changes for the jobs. One that took the lease away has given the node's work to
-others: then everything is dropped first.
+Three threads: one sends heartbeats, one watches for jobs and plans (:mod:`distca.lifeline`), one
+sends reports. While the control plane is away the node goes on serving what it has. A control plane
+that does not know the node (it has started again) is told of it anew, and nothing changes for the
+jobs. One that took the lease away has given the node's work to others: then everything is dropped
+first.
 """
 
 from __future__ import annotations
 
 import logging
-import threading
-import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from attention_node.pool_contact import PoolContact
 from attention_node.served_job import StepBusy
 from distca import rpc
-from distca.reconnect import Addresses, is_transient, reach
+from distca.lifeline import Lifeline
 from distca.v1 import jobs_pb2, membership_pb2
 
 logger = logging.getLogger(__name__)
-
 
 BUSY_SECONDS = 1.0
 """A fenced server whose executor has finished nothing for so long does not register yet."""
@@ -63,25 +60,28 @@ class Membership:
         on_lost: Callable[[MembershipLost], None],
         away_seconds: float,
     ) -> None:
-        self._settings = settings
-        self._addresses = Addresses(settings)
         self._description = description
         self._load = load
-        self._on_event = on_event
         self._on_registered = on_registered
         self._on_fenced = on_fenced
         self._on_drain = on_drain
         self._on_lost = on_lost
-        self._away_seconds = away_seconds
-        self._contact: PoolContact | None = None
-        self._changed = threading.Condition()
+        self._lifeline: Lifeline[PoolContact] = Lifeline(
+            settings,
+            first=self._first_contact,
+            again=self._come_back,
+            renew=self._beat,
+            on_event=on_event,
+            on_broken=self._lose,
+            # A node that drains does without a control plane that goes away.
+            wanted=lambda: not self._draining,
+            away_seconds=away_seconds,
+        )
+        self._lifeline.who = f"server {description.server_id}"
         self._draining = False
         self._dropped_lease = ""
-        # No control plane is looked for any more: the node leaves, or drains without one.
-        self._giving_up = threading.Event()
-        self._leaving = threading.Event()
+        self._left = False
         self._lost = False
-        self._threads: list[threading.Thread] = []
         self._outbox = ThreadPoolExecutor(max_workers=1, thread_name_prefix="distca-reports")
 
     def join(self) -> None:
@@ -91,30 +91,17 @@ class Membership:
         Raises:
             distca.rpc.RpcError: the control plane cannot be reached, or refuses.
         """
-        contact = reach(
-            self._first_contact,
-            self._addresses,
-            timeout_seconds=self._settings.connect_seconds,
-            giving_up=self._giving_up,
-            again=lambda error: isinstance(
-                error, rpc.ControlPlaneUnavailable | rpc.AlreadyExists | rpc.RateLimited
-            ),
+        contact = self._lifeline.join(
+            again=(rpc.ControlPlaneUnavailable, rpc.RateLimited, rpc.AlreadyExists)
         )
-        self._contact = contact
         self._on_registered()
-        for name, target in (
-            ("distca-heartbeat", self._beat),
-            ("distca-watch", lambda: self._watch(contact)),
-        ):
-            thread = threading.Thread(target=target, name=name, daemon=True)
-            thread.start()
-            self._threads.append(thread)
+        self._lifeline.start(renewing="distca-heartbeat")
         logger.info("server %s registered at %s", self._description.server_id, contact.address)
 
     def report(self, busy: StepBusy) -> None:
         """Sends the busy seconds of a finished step; a failure is logged only."""
-        contact = self._contact
-        if self._leaving.is_set() or contact is None:
+        contact = self._lifeline.contact
+        if self._left or contact is None:
             return
         measurement = jobs_pb2.ServerMeasurement(
             server_id=self._description.server_id,
@@ -130,9 +117,9 @@ class Membership:
         """Asks the control plane to plan nothing more for the server; a failure is logged only.
         From now on the node does without a control plane that goes away."""
         self._draining = True
-        contact = self._contact
+        contact = self._lifeline.contact
         if contact is None:
-            self._giving_up.set()
+            self._lifeline.finish()
             return
         try:
             contact.drain(self._description.server_id)
@@ -141,21 +128,19 @@ class Membership:
 
     def leave(self) -> None:
         """Ends the lease and the threads. Idempotent."""
-        if self._leaving.is_set():
+        if self._left:
             return
-        self._leaving.set()
-        self._giving_up.set()
+        self._left = True
         self._outbox.shutdown(wait=True, cancel_futures=False)
-        contact = self._contact
-        self._set_contact(None)
+        contact = self._lifeline.contact
+        # Before the call, since it ends the stream of events.
+        self._lifeline.finish()
         if contact is not None:
             try:
                 contact.deregister()
             except rpc.RpcError as error:
                 logger.warning("deregistering: %s", error)
-            contact.end()
-        for thread in self._threads:
-            thread.join(2.0)
+        self._lifeline.end()
 
     def _first_contact(self, settings: rpc.RpcSettings) -> PoolContact:
         contact = PoolContact(settings)
@@ -186,8 +171,8 @@ class Membership:
         return contact
 
     def _register_again(self, contact: PoolContact) -> None:
-        """Registers, unless the executor is at work on what was dropped: then a later attempt
-        does."""
+        """Registers, unless the executor is at work on what was dropped, or the name is taken:
+        then a later attempt does."""
         busy_seconds = self._load().oldest_ready_seconds
         if busy_seconds > BUSY_SECONDS:
             raise rpc.ControlPlaneUnavailable(
@@ -195,7 +180,11 @@ class Membership:
                 contact.address,
                 f"not asked: the executor has finished nothing for {busy_seconds:.0f} s",
             )
-        contact.register(self._description)
+        try:
+            contact.register(self._description)
+        except rpc.AlreadyExists as error:
+            # Held by a registration of this server whose answer was lost, until that lease ends.
+            raise rpc.ControlPlaneUnavailable(error.method, error.address, error.details) from error
         logger.info("server %s registered again", self._description.server_id)
         self._on_registered()
 
@@ -205,106 +194,15 @@ class Membership:
             logger.error("fenced, dropping every job: %s", error)
             self._on_fenced()
 
-    def _watch(self, contact: PoolContact | None) -> None:
-        try:
-            while contact is not None:
-                self._follow(contact)
-                contact.end()
-                contact = self._look_for_it(contact.lease_id)
-        except Exception as error:
-            self._lose(error)
-
-    def _follow(self, contact: PoolContact) -> None:
-        """Handles events until the stream ends."""
-        assert contact.events is not None
-        try:
-            for event in contact.events:
-                self._on_event(event)
-            self._let_go(contact, MembershipLost("it ended the stream of plans"))
-        except rpc.RpcError as error:
-            self._let_go(contact, error)
-
-    def _look_for_it(self, lease_id: str) -> PoolContact | None:
-        """A new contact; None if none is needed any more."""
-        if self._draining:
-            self._giving_up.set()
-        if self._giving_up.is_set():
-            return None
-        began = time.monotonic()
-        try:
-            contact = reach(
-                lambda settings: self._come_back(lease_id, settings),
-                self._addresses,
-                timeout_seconds=self._away_seconds,
-                giving_up=self._giving_up,
-                again=lambda error: (
-                    is_transient(error)
-                    or isinstance(error, rpc.AlreadyExists)
-                    or type(error) is rpc.RpcError
-                ),
-            )
-        except rpc.RpcError as error:
-            if self._giving_up.is_set():
-                return None
-            raise MembershipLost(
-                f"no way back to the control plane in {self._away_seconds:g} s: {error}"
-            ) from error
-        self._set_contact(contact)
-        if self._leaving.is_set():
-            contact.end()
-            return None
-        if self._draining:
-            self.drain()
-        logger.info(
-            "back at the control plane at %s after %.1f s",
-            contact.address,
-            time.monotonic() - began,
-        )
-        return contact
-
-    def _let_go(self, contact: PoolContact, error: Exception) -> None:
-        """The control plane is away, or does not want this server."""
-        if self._contact is not contact:
-            return
-        self._set_contact(None)
-        if not self._giving_up.is_set():
-            logger.warning("lost the control plane at %s: %s", contact.address, error)
-        contact.interrupt()
-
-    def _beat(self) -> None:
-        while not self._leaving.is_set():
-            contact = self._contact_in_need()
-            if contact is None:
-                continue
-            try:
-                draining = contact.beat(self._load())
-            except rpc.RpcError as error:
-                self._let_go(contact, error)
-                continue
-            except Exception as error:
-                self._lose(error)
-                return
-            if draining and not self._draining:
-                self._draining = True
-                self._on_drain()
-
-    def _contact_in_need(self) -> PoolContact | None:
-        """Waits until a heartbeat is due, and returns the contact; None if that has changed
-        meanwhile, or there has been none for a while."""
-        contact = self._contact
-        seconds = 1.0 if contact is None else contact.renewal_seconds
-        with self._changed:
-            replaced = self._changed.wait_for(lambda: self._contact is not contact, seconds)
-        return None if replaced else contact
-
-    def _set_contact(self, contact: PoolContact | None) -> None:
-        with self._changed:
-            self._contact = contact
-            self._changed.notify_all()
+    def _beat(self, contact: PoolContact) -> None:
+        draining = contact.beat(self._load())
+        if draining and not self._draining:
+            self._draining = True
+            self._on_drain()
 
     def _lose(self, error: Exception) -> None:
-        """Turns whatever ends a thread into one call of ``on_lost``."""
-        if self._giving_up.is_set() or self._lost:
+        """Turns whatever ends the contact into one call of ``on_lost``."""
+        if self._left or self._lost:
             return
         self._lost = True
         logger.error("membership lost: %s", error)

@@ -124,7 +124,7 @@ def test_a_control_plane_that_stays_away_ends_the_membership() -> None:
         node = Node(control_plane.address, away_seconds=0.5)
         node.membership.join()
     assert node.lost.wait(10)
-    assert node.told[-1].startswith("no way back to the control plane in 0.5 s: connect at")
+    assert node.told[-1].startswith("the control plane has been away for 0.5 s: connect at")
     node.membership.leave()
 
 

@@ -138,7 +138,7 @@ def test_a_node_outlives_its_control_plane_but_not_for_ever(tmp_path: Path) -> N
         hasty = alone.start_node("hasty", control_plane_timeout_seconds=2.0)
         alone.control_plane.kill()
         assert hasty.popen.wait(EXIT_SECONDS) != 0
-        assert "MembershipLost: no way back to the control plane in 2 s" in hasty.log.read_text()
+        assert "MembershipLost: the control plane has been away for 2 s" in hasty.log.read_text()
         assert patient.popen.poll() is None
         alone.start_control_plane()
         wait_for_servers(alone, {"patient"})

@@ -109,7 +109,7 @@ def client(control_plane: ControlPlane) -> Iterator[Client]:
 
 def abandon(rank: Rank) -> None:
     """Has the rank look for no control plane any more, as if its process had been killed."""
-    rank.link._closing.set()
+    rank.link._lifeline.finish()
 
 
 def submit_all(ranks: Sequence[Rank], *steps: int) -> None:
