@@ -8,10 +8,10 @@ events about it are one indivisible action; only the planning of steps happens e
 from __future__ import annotations
 
 import logging
-import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 
+from control_plane.admission import Admission, new_lease_id
 from control_plane.audience import Audience, RankKey
 from control_plane.epochs import first_epoch
 from control_plane.errors import (
@@ -24,10 +24,8 @@ from control_plane.errors import (
 )
 from control_plane.job import Job
 from control_plane.job_keys import JobKeys
-from control_plane.job_spec import JobSpec
 from control_plane.jobs import Jobs
 from control_plane.membership import (
-    InPlace,
     Member,
     Membership,
     ServerDescription,
@@ -71,6 +69,9 @@ class Coordinator:
         metrics: told of every change.
         clock: seconds that never go back.
         job_keys: derives the keys of jobs; None makes random ones.
+
+    Attributes:
+        admission: how ranks join and come back.
     """
 
     def __init__(
@@ -82,7 +83,6 @@ class Coordinator:
         job_keys: JobKeys | None = None,
     ) -> None:
         self._settings = settings
-        self._job_keys = job_keys or JobKeys()
         self._metrics = metrics
         self._clock = clock
         self._membership = Membership(lease_seconds=settings.lease_seconds)
@@ -100,7 +100,6 @@ class Coordinator:
             default_planner=settings.default_planner,
             threads=settings.planning_threads,
         )
-        self._first_epoch = 0
         self._recoveries = Recoveries(
             settings,
             self._jobs,
@@ -110,6 +109,18 @@ class Coordinator:
             metrics,
             clock=clock,
             close=self._close,
+        )
+        self.admission = Admission(
+            self._jobs,
+            self._membership,
+            self._audience,
+            self._planner,
+            metrics,
+            self._recoveries,
+            job_keys or JobKeys(),
+            lease_seconds=settings.lease_seconds,
+            clock=clock,
+            sweep=self.sweep,
         )
 
     @property
@@ -127,7 +138,7 @@ class Coordinator:
         Args:
             generation: of its epochs, see :mod:`control_plane.epochs`.
         """
-        self._first_epoch = first_epoch(generation)
+        self.admission.first_epoch = first_epoch(generation)
         self._recoveries.lead()
 
     async def prepare(self) -> None:
@@ -137,7 +148,7 @@ class Coordinator:
     def register_server(self, description: ServerDescription) -> str:
         """A pool server joins; returns its lease. Raises as :meth:`Membership.register`."""
         self.sweep()
-        lease_id = _new_id()
+        lease_id = new_lease_id()
         self._membership.register(description, lease_id=lease_id, now=self._clock())
         for job in self._jobs.open_jobs():
             job.quarantine.clear(description.server_id)
@@ -202,93 +213,6 @@ class Coordinator:
     def jobs(self) -> list[Job]:
         """The open jobs."""
         return self._jobs.open_jobs()
-
-    def open_job(
-        self,
-        spec: JobSpec,
-        rank: int,
-        host: str,
-        in_place: ServerDescription | None,
-        *,
-        owner: str = "",
-    ) -> tuple[Job, str]:
-        """A rank joins a job, the first one creates it; returns the job and the rank's lease.
-
-        Raises:
-            InvalidRequestError: the planner or the rank does not exist, or the host is empty.
-            OtherOwnerError, SpecMismatchError, AlreadyExistsError: as :meth:`Jobs.joinable`
-                and :meth:`Membership.check_free`.
-        """
-        self.sweep()
-        self._check_open(spec, rank, host)
-        now, lease_id = self._clock(), _new_id()
-        job = self._jobs.joinable(spec, rank, owner=owner)
-        if in_place is not None:
-            self._membership.check_free(in_place.server_id, now=now)
-        if job is None:
-            job = self._create_job(spec, owner)
-        job.join(rank, host=host, lease_id=lease_id, now=now)
-        if in_place is not None:
-            self._membership.register_in_place(
-                in_place, InPlace(job.job_id, rank), lease_id=lease_id, now=now
-            )
-            self._members_changed()
-        logger.info("job %s: rank %d joined from %s", job.job_id, rank, host)
-        self._metrics.registered("rank")
-        self._metrics.ranks_changed(self._jobs.open_jobs())
-        return job, lease_id
-
-    def resume_job(
-        self,
-        spec: JobSpec,
-        rank: int,
-        host: str,
-        in_place: ServerDescription | None,
-        *,
-        job_id: str,
-        epoch: int,
-        token: bytes | None,
-        owner: str = "",
-    ) -> tuple[Job, str]:
-        """A rank comes back to its job: because the control plane has started again, which then
-        knows the job from now on, or because the rank lost its lease. Returns as :meth:`open_job`.
-
-        Args:
-            job_id: of the job.
-            epoch: the highest that the rank has seen.
-            token: shows that it is the rank.
-
-        Raises:
-            InvalidRequestError: the planner or the rank does not exist, or the host is empty.
-            MissingTokenError, WrongTokenError: the token is missing, or not the rank's.
-            UnknownJobError, SpecMismatchError: as :meth:`Jobs.find`.
-            AlreadyExistsError: another job has the name, the rank has left, or another live
-                server has the in-place server's id.
-        """
-        self.sweep()
-        self._check_open(spec, rank, host)
-        key = self._job_keys.proved(job_id, owner=owner, rank=rank, token=token)
-        if job_id.rpartition("-")[0] != spec.name:
-            raise InvalidRequestError(f"job {job_id} is none of the name {spec.name}")
-        job = self._jobs.find(job_id, spec)
-        now, lease_id = self._clock(), _new_id()
-        if job is None:
-            job = self._reopen_job(spec, job_id, key, owner)
-        self._membership.remove_in_place(job_id, rank)
-        if in_place is not None:
-            self._membership.check_free(in_place.server_id, now=now)
-        job.come_back(rank, host=host, lease_id=lease_id, now=now)
-        if in_place is not None:
-            self._membership.register_in_place(
-                in_place, InPlace(job_id, rank), lease_id=lease_id, now=now
-            )
-        job.recovery.raise_epoch(epoch)
-        logger.info("job %s: rank %d came back from %s", job_id, rank, host)
-        self._metrics.registered("rank")
-        self._members_changed()
-        self._metrics.ranks_changed(self._jobs.open_jobs())
-        self._recoveries.rank_came_back(job)
-        return job, lease_id
 
     def check_token(self, job_id: str, token: bytes | None, owner: str, lease_id: str = "") -> None:
         """Raises unless ``token`` is one that ``owner`` was given for the job, and, if
@@ -551,45 +475,6 @@ class Coordinator:
         self._metrics.plan_failed(job, step)
         self._audience.tell_ranks(job, failed_event(job, step, error))
 
-    def _check_open(self, spec: JobSpec, rank: int, host: str) -> None:
-        self._planner.planner_of(spec.planner)
-        if not 0 <= rank < spec.n_ranks:
-            raise InvalidRequestError(
-                f"rank is {rank}; job {spec.name} has ranks 0 to {spec.n_ranks - 1}"
-            )
-        if not host:
-            raise InvalidRequestError(f"job {spec.name}, rank {rank}: host is empty")
-
-    def _create_job(self, spec: JobSpec, owner: str) -> Job:
-        job_id = f"{spec.name}-{secrets.token_hex(4)}"
-        key = self._job_keys.key_of(job_id, owner)
-        job = self._jobs.create(
-            spec, job_id=job_id, key=key, owner=owner, first_epoch=self._first_epoch
-        )
-        logger.info("job %s opened: %s", job.job_id, spec)
-        self._announce(job)
-        return job
-
-    def _reopen_job(self, spec: JobSpec, job_id: str, key: bytes, owner: str) -> Job:
-        """A job from before this control plane, to which all its ranks are to come back."""
-        job = self._jobs.create(
-            spec,
-            job_id=job_id,
-            key=key,
-            owner=owner,
-            first_epoch=self._first_epoch,
-            absent=frozenset(range(spec.n_ranks)),
-            return_by=self._clock() + 2 * self.lease_seconds,
-        )
-        logger.info("job %s opened again: its ranks come back", job_id)
-        self._announce(job)
-        return job
-
-    def _announce(self, job: Job) -> None:
-        self._metrics.job_opened(job.spec)
-        if job.spec.placement.uses_pool:
-            self._audience.tell_pool(opened_event(job, to_server=True))
-
     def _pool_jobs(self) -> list[Job]:
         return [job for job in self._jobs.open_jobs() if job.spec.placement.uses_pool]
 
@@ -644,10 +529,6 @@ class Coordinator:
 
     def _members_changed(self) -> None:
         self._metrics.members_changed(self._membership.members())
-
-
-def _new_id() -> str:
-    return secrets.token_hex(16)
 
 
 def _trace(job: Job, record: PlannedStep, planned_at: float, *, replanned: bool) -> None:

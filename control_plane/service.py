@@ -100,7 +100,7 @@ class JobsService(jobs_pb2_grpc.JobsServicer):
         in_place = in_place_server_from_proto(request, spec)
         caller = caller_of(context)
         if request.HasField("resume"):
-            job, lease_id = self._coordinator.resume_job(
+            job, lease_id = self._coordinator.admission.resume(
                 spec,
                 request.rank,
                 request.host,
@@ -111,7 +111,7 @@ class JobsService(jobs_pb2_grpc.JobsServicer):
                 owner=caller.owner,
             )
         else:
-            job, lease_id = self._coordinator.open_job(
+            job, lease_id = self._coordinator.admission.open(
                 spec, request.rank, request.host, in_place, owner=caller.owner
             )
         return jobs_pb2.OpenJobResponse(

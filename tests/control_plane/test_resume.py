@@ -264,3 +264,11 @@ def test_report_of_a_step_from_before_counts_as_finishing_it(tmp_path: Path) -> 
         watcher = ranks[0].watch(client)
         events = {watcher.next().DESCRIPTOR.name for _ in range(2)}
         assert events == {"StepFinished", "Recover"}
+
+
+def test_epoch_that_no_control_plane_gives_is_refused(tmp_path: Path) -> None:
+    with started(tmp_path) as (_, client):
+        ranks = open_pair(client)
+        ranks[0].epoch = 2**63
+        with pytest.raises(rpc.InvalidRequest, match=r"resume\.epoch is"):
+            ranks[0].open(client)

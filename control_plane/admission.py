@@ -1,0 +1,204 @@
+"""Ranks that join their jobs, and that come back to them.
+
+Part of the coordinator: lives on its event loop and changes its state.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections.abc import Callable
+
+from control_plane.audience import Audience
+from control_plane.errors import InvalidRequestError
+from control_plane.job import Job
+from control_plane.job_keys import JobKeys
+from control_plane.job_spec import JobSpec
+from control_plane.jobs import Jobs
+from control_plane.membership import InPlace, Membership, ServerDescription
+from control_plane.metrics import Metrics
+from control_plane.recoveries import Recoveries
+from control_plane.requests import opened_event
+from control_plane.step_planner import StepPlanner
+
+logger = logging.getLogger(__name__)
+
+MAX_EPOCH = 2**62
+"""Generations are seconds, and leave room for ages; nothing that counts is as high."""
+
+
+class Admission:
+    """Opens jobs.
+
+    Args:
+        jobs, membership, audience, planner, metrics, recoveries: the coordinator's.
+        job_keys: derives the keys of jobs.
+        lease_seconds: of ranks.
+        clock: seconds that never go back.
+        sweep: acts on leases that have run out.
+
+    Attributes:
+        first_epoch: of jobs that are opened.
+    """
+
+    def __init__(
+        self,
+        jobs: Jobs,
+        membership: Membership,
+        audience: Audience,
+        planner: StepPlanner,
+        metrics: Metrics,
+        recoveries: Recoveries,
+        job_keys: JobKeys,
+        *,
+        lease_seconds: float,
+        clock: Callable[[], float],
+        sweep: Callable[[], None],
+    ) -> None:
+        self.first_epoch = 0
+        self._jobs = jobs
+        self._membership = membership
+        self._audience = audience
+        self._planner = planner
+        self._metrics = metrics
+        self._recoveries = recoveries
+        self._job_keys = job_keys
+        self._lease_seconds = lease_seconds
+        self._clock = clock
+        self._sweep = sweep
+
+    def open(
+        self,
+        spec: JobSpec,
+        rank: int,
+        host: str,
+        in_place: ServerDescription | None,
+        *,
+        owner: str = "",
+    ) -> tuple[Job, str]:
+        """A rank joins a job, the first one creates it; returns the job and the rank's lease.
+
+        Raises:
+            InvalidRequestError: the planner or the rank does not exist, or the host is empty.
+            OtherOwnerError, SpecMismatchError, AlreadyExistsError: as :meth:`Jobs.joinable`
+                and :meth:`Membership.check_free`.
+        """
+        self._sweep()
+        self._check_open(spec, rank, host)
+        now, lease_id = self._clock(), new_lease_id()
+        job = self._jobs.joinable(spec, rank, owner=owner)
+        if in_place is not None:
+            self._membership.check_free(in_place.server_id, now=now)
+        if job is None:
+            job = self._create_job(spec, owner)
+        job.join(rank, host=host, lease_id=lease_id, now=now)
+        if in_place is not None:
+            self._membership.register_in_place(
+                in_place, InPlace(job.job_id, rank), lease_id=lease_id, now=now
+            )
+            self._members_changed()
+        logger.info("job %s: rank %d joined from %s", job.job_id, rank, host)
+        self._metrics.registered("rank")
+        self._metrics.ranks_changed(self._jobs.open_jobs())
+        return job, lease_id
+
+    def resume(
+        self,
+        spec: JobSpec,
+        rank: int,
+        host: str,
+        in_place: ServerDescription | None,
+        *,
+        job_id: str,
+        epoch: int,
+        token: bytes | None,
+        owner: str = "",
+    ) -> tuple[Job, str]:
+        """A rank comes back to its job: because the control plane has started again, which then
+        knows the job from now on, or because the rank lost its lease. Returns as :meth:`open`.
+
+        Args:
+            job_id: of the job.
+            epoch: the highest that the rank has seen.
+            token: shows that it is the rank.
+
+        Raises:
+            InvalidRequestError: the planner or the rank does not exist, or the host is empty.
+            MissingTokenError, WrongTokenError: the token is missing, or not the rank's.
+            UnknownJobError, SpecMismatchError: as :meth:`Jobs.find`.
+            AlreadyExistsError: another job has the name, the rank has left, or another live
+                server has the in-place server's id.
+        """
+        self._sweep()
+        self._check_open(spec, rank, host)
+        if epoch >= MAX_EPOCH:
+            raise InvalidRequestError(f"resume.epoch is {epoch}; epochs are below {MAX_EPOCH}")
+        key = self._job_keys.proved(job_id, owner=owner, rank=rank, token=token)
+        if job_id.rpartition("-")[0] != spec.name:
+            raise InvalidRequestError(f"job {job_id} is none of the name {spec.name}")
+        job = self._jobs.find(job_id, spec)
+        now, lease_id = self._clock(), new_lease_id()
+        if job is None:
+            job = self._reopen_job(spec, job_id, key, owner)
+        self._membership.remove_in_place(job_id, rank)
+        if in_place is not None:
+            self._membership.check_free(in_place.server_id, now=now)
+        job.come_back(rank, host=host, lease_id=lease_id, now=now)
+        if in_place is not None:
+            self._membership.register_in_place(
+                in_place, InPlace(job_id, rank), lease_id=lease_id, now=now
+            )
+        job.recovery.raise_epoch(epoch)
+        logger.info("job %s: rank %d came back from %s", job_id, rank, host)
+        self._metrics.registered("rank")
+        self._members_changed()
+        self._metrics.ranks_changed(self._jobs.open_jobs())
+        self._recoveries.rank_came_back(job)
+        return job, lease_id
+
+    def _check_open(self, spec: JobSpec, rank: int, host: str) -> None:
+        self._planner.planner_of(spec.planner)
+        if not 0 <= rank < spec.n_ranks:
+            raise InvalidRequestError(
+                f"rank is {rank}; job {spec.name} has ranks 0 to {spec.n_ranks - 1}"
+            )
+        if not host:
+            raise InvalidRequestError(f"job {spec.name}, rank {rank}: host is empty")
+
+    def _create_job(self, spec: JobSpec, owner: str) -> Job:
+        job_id = f"{spec.name}-{secrets.token_hex(4)}"
+        key = self._job_keys.key_of(job_id, owner)
+        job = self._jobs.create(
+            spec, job_id=job_id, key=key, owner=owner, first_epoch=self.first_epoch
+        )
+        logger.info("job %s opened: %s", job.job_id, spec)
+        self._announce(job)
+        return job
+
+    def _reopen_job(self, spec: JobSpec, job_id: str, key: bytes, owner: str) -> Job:
+        """A job from before this control plane, to which all its ranks are to come back."""
+        job = self._jobs.create(
+            spec,
+            job_id=job_id,
+            key=key,
+            owner=owner,
+            first_epoch=self.first_epoch,
+            absent=frozenset(range(spec.n_ranks)),
+            return_by=self._clock() + 2 * self._lease_seconds,
+        )
+        logger.info("job %s opened again: its ranks come back", job_id)
+        self._announce(job)
+        return job
+
+    def _announce(self, job: Job) -> None:
+        self._metrics.job_opened(job.spec)
+        if job.spec.placement.uses_pool:
+            self._audience.tell_pool(opened_event(job, to_server=True))
+
+    def _members_changed(self) -> None:
+        self._metrics.members_changed(self._membership.members())
+
+
+def new_lease_id() -> str:
+    """Names a lease; nobody can guess it."""
+    return secrets.token_hex(16)
