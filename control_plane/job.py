@@ -142,6 +142,9 @@ class Job:
         """
         rank = self.lease(lease_id, now=now).rank
         self._check_manifest(rank, manifest)
+        if manifest.step <= self._finished_step:
+            # From a rank that has come back, and has not heard yet that all are through with it.
+            return
         if manifest.step in self._accepted:
             if self._accepted[manifest.step][rank] != hash((manifest, forward_only)):
                 raise self._differs(manifest)
@@ -197,9 +200,10 @@ class Job:
         return before is not None
 
     def failed(self, step: int) -> None:
-        """A ready step could not be planned; it may be submitted again."""
-        self._ready.pop(step, None)
-        self._accepted.pop(step, None)
+        """A ready step could not be planned; it may be submitted again. If it had a plan, that is
+        void."""
+        for known in (self._ready, self._accepted, self._planned):
+            known.pop(step, None)
 
     def step(self, step: int) -> PlannedStep:
         """A recent step with its plan.

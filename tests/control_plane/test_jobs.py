@@ -360,3 +360,29 @@ def test_ranks_hosts_are_known_once_all_have_joined(jobs: Jobs) -> None:
     assert job.rank_hosts == ("a", "b")
     job.leave("L1", error="", now=0.0)
     assert job.rank_hosts is None
+
+
+def test_step_that_cannot_be_planned_again_has_no_plan_any_more(job: Job) -> None:
+    plan_next(job, 0)
+    job.recovery.call_for("a was lost", "a")
+    job.begin_recovery(now=1.0)
+    (ready,) = job.end_recovery()
+    assert ready.begun
+    job.failed(0)
+    assert job.steps_to_tell() == []
+    assert not job.names_server("a")
+    with pytest.raises(UnknownStepError):
+        job.step(0)
+    for rank in (0, 1):
+        submit(job, rank, 0)
+    assert [decided.step for decided in job.take_decided()] == [0]
+
+
+def test_manifests_of_finished_steps_are_not_waited_for(job: Job) -> None:
+    plan_next(job, 3)
+    for rank in (0, 1):
+        job.report_rank(f"L{rank}", 3, rank_measurement(rank), now=0.0)
+    assert job.take_finished() == 3
+    assert job.take_finished() is None
+    submit(job, 0, 2)
+    assert job.pending_steps == {}
