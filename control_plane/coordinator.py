@@ -453,6 +453,8 @@ class Coordinator:
         replanned = job.planned(record)
         if replanned:
             self._metrics.step_replanned(job, record.plan.epoch)
+        if not job.spec.placement.uses_in_place:
+            _log_where(job, record)
         for rank, event in publication.by_rank.items():
             self._audience.tell_rank(job, rank, event)
         for member in self._membership.pool():
@@ -529,6 +531,21 @@ class Coordinator:
 
     def _members_changed(self) -> None:
         self._metrics.members_changed(self._membership.members())
+
+
+def _log_where(job: Job, record: PlannedStep) -> None:
+    """Logs when a job on the pool falls back on its ranks' own servers, and when it returns."""
+    at_home = all(server.in_place_rank is not None for server in record.plan.servers)
+    if at_home != job.is_at_home:
+        job.is_at_home = at_home
+        if at_home:
+            logger.warning(
+                "job %s: from step %d on its ranks compute at home: no pool server can serve it",
+                job.job_id,
+                record.step,
+            )
+        else:
+            logger.info("job %s: back on the pool from step %d on", job.job_id, record.step)
 
 
 def _trace(job: Job, record: PlannedStep, planned_at: float, *, replanned: bool) -> None:

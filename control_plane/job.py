@@ -41,6 +41,7 @@ class Job:
         quarantine: pool servers that it does not use now.
         speeds: what was learned of its servers.
         return_by: when the ranks that are to come back must be there.
+        is_at_home: its last plan uses the ranks' own servers because no pool server can serve.
     """
 
     def __init__(
@@ -69,6 +70,7 @@ class Job:
         self._max_pending_steps = max_pending_steps
         self._is_resumed = bool(absent)
         self.return_by = return_by
+        self.is_at_home = False
         self._leases = RankLeases(job_id, spec.n_ranks, lease_seconds=lease_seconds, absent=absent)
         self._pending: dict[int, PendingStep] = {}
         # With all manifests, and without a plan that counts.

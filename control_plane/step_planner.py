@@ -104,16 +104,18 @@ class StepPlanner:
         """Plans one step; once more whenever one of its servers has gone meanwhile. A plan for an
         epoch that is over is dropped."""
         while _is_wanted(job, ready):
-            outcome: Publication | str = _no_server(job)
+            outcome: Publication | str | None = None
+            why_not: list[str] = []
             for members in self._owner.choices_of(job):
-                outcome = await self._attempt(job, ready, members)
-                if isinstance(outcome, Publication):
+                try:
+                    outcome = await self._attempt(job, ready, members)
                     break
-                logger.debug("job %s: step %d: %s", job.job_id, ready.step, outcome)
+                except PlanError as error:
+                    why_not.append(str(error))
             if not _is_wanted(job, ready):
                 return
-            if isinstance(outcome, str):
-                self._owner.fail(job, ready, outcome)
+            if not isinstance(outcome, Publication):
+                self._owner.fail(job, ready, outcome or "; ".join(why_not) or _no_server(job))
                 return
             if self._owner.still_serve(members, outcome.record.serving):
                 self._owner.publish(job, outcome)
@@ -123,13 +125,19 @@ class StepPlanner:
     async def _attempt(
         self, job: Job, ready: ReadyStep, members: list[Member]
     ) -> Publication | str:
-        """The plan, or why there is none."""
+        """The plan, or why no servers could do it.
+
+        Raises:
+            PlanError: these cannot.
+        """
         make: Callable[[], Publication] = _maker(
             job, ready, members, self.planner_of(job.spec.planner)
         )
         try:
             return await asyncio.get_running_loop().run_in_executor(self._executor, make)
-        except (ManifestError, PlanError) as error:
+        except PlanError:
+            raise
+        except ManifestError as error:
             return str(error)
         except Exception as error:
             # A mistake of ours must not leave the ranks waiting for an event that never comes.

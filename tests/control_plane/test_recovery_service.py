@@ -13,6 +13,7 @@ import pytest
 
 from control_plane.planning import PlanningOptions, PlanningServer
 from control_plane.server import ControlPlane
+from core_attention.errors import PlanError
 from core_attention.manifest import Manifest
 from core_attention.plan import Plan
 from core_attention.shape import AttentionShape
@@ -259,6 +260,36 @@ def test_ranks_compute_at_home_while_there_is_no_pool_and_go_back(client: Client
     for planned in pair.plans():
         assert planned.plan.manifest.step == 1
         assert all(server.in_place_rank >= 0 for server in planned.plan.servers)
+
+
+def test_pool_that_is_too_small_leaves_the_work_at_home_and_says_so(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def planner(
+        manifest: Manifest,
+        servers: Sequence[PlanningServer],
+        shape: AttentionShape,
+        options: PlanningOptions,
+        *,
+        epoch: int = 0,
+    ) -> Plan:
+        if any(server.capacity_rows == 1 for server in servers):
+            raise PlanError("capacity_rows is 1; 100 are needed")
+        return rotating_plan(manifest, servers, shape, options, epoch=epoch)
+
+    with (
+        running({"rotating": planner}) as control_plane,
+        client_of(control_plane.address) as client,
+        caplog.at_level("INFO"),
+    ):
+        client.register("small", capacity_rows=1)
+        pair = open_pair(client, standby=True)
+        pair.submit(0)
+        assert all(server.in_place_rank >= 0 for p in pair.plans() for server in p.plan.servers)
+        assert "from step 0 on its ranks compute at home" in caplog.text
+        bare = open_pair(client, name="bare")
+        bare.submit(0)
+        assert "100 are needed" in bare.watchers[0].next("step_failed").error
 
 
 def test_begun_step_that_no_server_can_take_over_fails(client: Client) -> None:
