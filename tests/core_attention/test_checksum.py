@@ -70,8 +70,10 @@ def test_message_without_a_checksum_is_left_alone(plan: Plan) -> None:
 def test_checksum_of_a_message_on_a_gpu_is_the_hosts() -> None:
     if not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
-    layout = MessageLayout((), 4096, has_checksum=True)
-    on_host = torch.randint(0, 256, (4096,), dtype=torch.uint8)
+    # More than is copied at a time, and not a multiple of it.
+    nbytes = 40 * 2**20 + 8
+    layout = MessageLayout((), nbytes, has_checksum=True)
+    on_host = torch.randint(0, 256, (nbytes,), dtype=torch.uint8)
     on_gpu = on_host.cuda()
     seal(on_host, layout, 5)
     seal(on_gpu, layout, 5)
