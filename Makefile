@@ -9,6 +9,8 @@
 #   make chart-readme  writes the chart's table of values
 #   make images   builds the container images; VARIANT=cuda for GPUs
 #   make deploy-test  images and Compose on a Docker engine, its own one as root if none runs; 15 minutes
+#   make chaos    every fault in every way, a million malformed inputs, the larger models; two hours
+#   make soak     an hour (MINUTES=60) of joins, drains and kills; draws docs/img/soak.png
 #   make clean    removes what the targets above made, but not the runs
 
 PYTHON ?= python3
@@ -28,7 +30,7 @@ EXTRAS ?= trainer,node,otel,ucxx-cu13,dev
 # of them holds the expensive ends of long documents. Short pieces cost little on a CPU.
 DEMO := --verify --steps 12 --span-ranks --min-backward-tokens 128 --overwrite
 
-.PHONY: help demo test lint format stubs chart chart-tools chart-readme images constraints deploy-test install clean
+.PHONY: help demo test lint format stubs chart chart-tools chart-readme images constraints deploy-test chaos soak install clean
 .DEFAULT_GOAL := help
 
 # The command must know BuildKit: Docker 23 or newer, or 20.10 with DOCKER_BUILDKIT=1.
@@ -89,6 +91,19 @@ constraints:
 
 deploy-test: $(INSTALLED)
 	@DOCKER=$(DOCKER) $(BIN)/python -m pytest tests/deploy -m docker --durations=10 $(PYTEST)
+
+# Hosts in network namespaces and disks of their own need root; without it those tests are skipped.
+chaos: $(INSTALLED)
+	@$(BIN)/pip install --quiet --editable ".[chaos]"
+	@DISTCA_CHAOS_FULL=1 DISTCA_FUZZ_COUNT=1000000 \
+	  $(BIN)/python -m pytest tests/model tests/fuzz tests/chaos -v -s $(PYTEST)
+
+MINUTES ?= 60
+SOAK_FOLDER ?= runs/soak
+
+soak: $(INSTALLED)
+	@$(BIN)/python -m tools.soak --minutes $(MINUTES) --folder $(SOAK_FOLDER) \
+	  --figure docs/img/soak.png
 
 install: $(INSTALLED)
 
