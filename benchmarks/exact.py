@@ -193,7 +193,7 @@ def gap_to_optimum(
     options = PlanningOptions(
         tolerance=tolerance, min_forward_tokens=GRID_TOKENS, finest_cut_tokens=GRID_TOKENS
     )
-    plan = balanced.plan(Manifest.merge(ranks, n), _servers(n), SHAPE, options)
+    plan = balanced.plan(Manifest.merge(ranks, n), uniform_servers(n), SHAPE, options)
     forecast = plan.forward_forecast
     assert forecast is not None
     moved = float(forecast.bytes_in.sum() + forecast.bytes_out.sum())
@@ -215,7 +215,7 @@ def gap_to_optimum(
     return moved / exact.moved_bytes if exact.proven else None
 
 
-def _servers(n: int) -> list[PlanningServer]:
+def uniform_servers(n: int) -> list[PlanningServer]:
     """In-place servers whose seconds are proportional to query-key pairs, as the model's are."""
     grid = np.array([1, 2**31])
     q, kv = grid[:, None], np.maximum(grid[None, :], grid[:, None])

@@ -41,7 +41,10 @@ TIGHT_SHARE = 0.25
 SMALL_EXCESS = 0.02
 """Documents whose excess is below this share of a rank's room are fillers."""
 EXACT_DOCUMENTS = (64, 512)
-"""How many of the shortest documents are set aside to make nano-batches exactly equal."""
+"""How many of the shortest documents are set aside to make nano-batches exactly equal; if those
+do not do, all are."""
+MOST_EXACT_BITS = 1 << 32
+"""Bits that the search for an exact selection may hold."""
 ALIGNMENT_TOKENS = 128
 
 
@@ -139,10 +142,13 @@ def _nano_batches(length: Int64Array, tokens: int) -> list[list[int]]:
     order = np.argsort(-length, kind="stable").tolist()
     if n == 1:
         return [order]
-    for n_exact in EXACT_DOCUMENTS:
+    searched = 0
+    for n_exact in (*EXACT_DOCUMENTS, len(order)):
         n_large = max(len(order) - n_exact, 0)
         chosen, missing = _spread(order[:n_large], length, n, tokens)
-        small = order[n_large:]
+        if max(missing) * (len(order) - n_large) > MOST_EXACT_BITS:
+            break
+        small, searched = order[n_large:], len(order) - n_large
         for k in range(n - 1):
             picked = _exact_subset([int(length[d]) for d in small], missing[k])
             if picked is None:
@@ -152,8 +158,9 @@ def _nano_batches(length: Int64Array, tokens: int) -> list[list[int]]:
         else:
             chosen[n - 1] += small
             return chosen
+    among = "documents" if searched == len(order) else f"the {searched} shortest documents"
     raise PlanError(
-        f"no selection of documents has exactly the {tokens} tokens of one of {n} nano-batches; "
+        f"no selection of {among} gives each of {n} nano-batches exactly its {tokens} tokens; "
         "documents cannot be cut between nano-batches: use one nano-batch, or more short documents"
     )
 

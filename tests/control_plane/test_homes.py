@@ -92,6 +92,15 @@ def test_a_faster_rank_gets_more_work_and_as_many_tokens() -> None:
     assert set(manifest.tokens_per_rank(0)) == {TOKENS}
 
 
+def test_an_exact_split_is_found_where_the_longest_documents_decide() -> None:
+    # A nano-batch has an even number of tokens, so both odd documents belong to the same.
+    lengths = [501, 499] + [2] * 600
+    packed = plan_homes(lengths, 2, 1100, in_place(2), OPTIONS, n_nano_batches=2)
+    manifest = Manifest.merge(packed, 2)
+    for nano_batch in range(2):
+        assert set(manifest.tokens_per_rank(nano_batch)) == {550}
+
+
 def test_the_same_lengths_give_the_same_homes() -> None:
     lengths = sample_lengths("prolong", 8 * TOKENS, TOKENS, 2)
     first, second = (plan_homes(lengths, 8, TOKENS, in_place(8), OPTIONS) for _ in range(2))
@@ -106,7 +115,7 @@ def test_the_same_lengths_give_the_same_homes() -> None:
         ({"n_ranks": 0}, "n_ranks is 0"),
         ({"n_nano_batches": 3}, "not a multiple of n_nano_batches 3"),
         ({"servers": pool(2)}, "rank 0 has no in-place server that runs"),
-        ({"n_nano_batches": 2, "lengths": [150, 50]}, "no selection of documents has exactly"),
+        ({"n_nano_batches": 2, "lengths": [150, 50]}, "no selection of documents gives each of 2"),
     ],
 )
 def test_bad_input_is_named(change: dict[str, object], message: str) -> None:

@@ -1,0 +1,135 @@
+"""What no plan can undercut: bytes of the greedy, of the balanced planner, and a proven bound.
+
+    python -m benchmarks.lower_bound
+
+Kernels run at one rate here, so that work is query-key pairs and the bound is exact; documents lie
+whole on one rank, forward pass. Let C be the pairs that the busiest server of the greedy's plan
+runs. Whoever holds more at home must give the rest away, S in total; a server with H < C at home
+can take C - H (it may take more by giving up its own, which only adds to what must move).
+
+A server that receives x pairs of one document, up to key e, gets at least the q rows that hold the
+most pairs, those just below e: ``w_q (e - sqrt(e^2 - 2 x)) + w_kv e`` bytes, least at the e of
+``control_plane.planner.chunk`` or at the end of the longest document. Spread over several documents
+x costs no less than ``g(x) = x min_{y <= x} c(y) / y``, which is concave with g(0) = 0. So a sum of
+g over servers is least when the widest rooms are filled and the others stay empty.
+
+For one rank's rows the same holds with room C on every server.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import numpy as np
+import typer
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from benchmarks.exact import uniform_servers
+from benchmarks.planner import GREEDY_TOLERANCE, Case, K, Planned, draw
+from control_plane import balanced, greedy
+from core_attention.arrays import Float64Array
+from core_attention.ca_task import Phase, causal_qk_pairs
+from core_attention.manifest import Manifest
+from core_attention.shape import AttentionShape
+
+GRID = 4000
+"""Points at which bytes per pair are evaluated; between them the lower neighbour counts."""
+
+
+class LeastBytes:
+    """The function g: least bytes for a server that receives pairs of documents up to a length."""
+
+    def __init__(self, shape: AttentionShape, longest: int) -> None:
+        w_q, w_kv = float(shape.q_row_bytes + shape.o_row_bytes), float(shape.kv_row_bytes)
+        kappa = w_q / (w_q + w_kv)
+        # Rows [a, b) hold ((b + 1/2)^2 - (a + 1/2)^2) / 2 pairs.
+        last = longest + 0.5
+        self._pairs = np.linspace(0.0, last * last / 2, GRID + 1)[1:]
+        end = np.minimum(np.sqrt(2 * self._pairs / (1 - kappa * kappa)), last)
+        rows = end - np.sqrt(np.maximum(end * end - 2 * self._pairs, 0.0))
+        moved = w_q * rows + w_kv * (end - 0.5)
+        self._per_pair = np.minimum.accumulate(moved / self._pairs)
+
+    def __call__(self, pairs: float) -> float:
+        at = min(int(np.searchsorted(self._pairs, pairs)), GRID - 1)
+        return pairs * float(self._per_pair[at])
+
+    def over(self, rooms: Float64Array, pairs: float) -> float:
+        """Least bytes to put ``pairs`` into ``rooms``."""
+        total = 0.0
+        for room in np.sort(rooms)[::-1]:
+            taken = min(float(room), pairs)
+            if taken <= 0:
+                break
+            total += self(taken)
+            pairs -= taken
+        return total
+
+
+def least_bytes(manifest: Manifest, shape: AttentionShape, cap: float) -> tuple[float, float]:
+    """Bytes that any plan moves in which no server runs more than ``cap`` pairs: of all ranks, and
+    because of the rows of the busiest rank."""
+    length = manifest.segment_length
+    held = np.bincount(
+        manifest.segment_rank,
+        weights=causal_qk_pairs(np.zeros_like(length), length),
+        minlength=manifest.n_ranks,
+    )
+    surplus, room = np.maximum(held - cap, 0.0), np.maximum(cap - held, 0.0)
+    total = LeastBytes(shape, int(length.max())).over(room, float(surplus.sum()))
+    busiest = 0.0
+    for rank in np.flatnonzero(surplus):
+        longest = int(length[manifest.segment_rank == rank].max())
+        everyone = np.full(manifest.n_ranks - 1, cap)
+        least = LeastBytes(shape, longest).over(everyone, float(surplus[rank]))
+        busiest = max(busiest, least)
+    return total, busiest
+
+
+def measure(case: Case, seed: int) -> Float64Array:
+    """Gigabytes of the greedy, the balanced planner at the same imbalance, and the bound: each in
+    total and of the busiest rank."""
+    manifest, servers = draw(case, seed), uniform_servers(case.n)
+    base = Planned.by(greedy.plan, manifest, servers, GREEDY_TOLERANCE)
+    imbalance = base.imbalance(Phase.FORWARD)
+    ours = Planned.by(balanced.plan, manifest, servers, max(imbalance - 1, 0.0))
+    # A thousandth more than the greedy's cap, which is the precision that the planner keeps.
+    imbalance = max(imbalance, ours.imbalance(Phase.FORWARD))
+    pairs = float(causal_qk_pairs(np.zeros_like(manifest.document_length),
+                                  manifest.document_length).sum())  # fmt: skip
+    total, busiest = least_bytes(manifest, servers[0].profile.shape, imbalance * pairs / case.n)
+    return np.array(
+        [
+            *(base.moved_gb(servers), base.busiest_gb(servers)),
+            *(ours.moved_gb(servers), ours.busiest_gb(servers)),
+            *(total / 1e9, busiest / 1e9),
+        ]
+    )
+
+
+def main(
+    seeds: Annotated[int, typer.Option(min=1, help="Steps of each kind.")] = 10,
+    largest: Annotated[int, typer.Option(min=4, help="Most servers.")] = 64,
+) -> None:
+    """Compares bytes with the least that any plan moves at the same imbalance."""
+    console = Console(width=120)
+    table = Table("step", "bytes", "least", "busiest", "least")
+    cases = [
+        Case(name=name, tokens=tokens * K, longest=tokens * K, n=n, seeds=seeds)
+        for tokens in (64, 128, 512, 1024)
+        for n in (4, 8, 64, 512)
+        if n <= largest
+        for name in ("pretrain", "prolong")
+    ]
+    for case in track(cases, console=console, description="planning"):
+        sums = np.sum([measure(case, seed) for seed in range(case.seeds)], axis=0)
+        shares = (sums[2] / sums[0], sums[4] / sums[0], sums[3] / sums[1], sums[5] / sums[1])
+        table.add_row(str(case), *(f"{share:.3f}" for share in shares))
+    console.print("relative to the greedy, at the imbalance that it reached, kernels of one rate")
+    console.print(table)
+
+
+if __name__ == "__main__":
+    typer.run(main)
