@@ -56,6 +56,13 @@ class _Lane:
         self.entitled_bytes = max(self.needs.values(), default=0)
         self.held_bytes = sum(self.needs[tick] for tick in self.admitted)
 
+    def forget(self, ticks: Sequence[Tick]) -> None:
+        """``ticks`` will not be run."""
+        for tick in ticks:
+            del self.needs[tick]
+        if ticks:
+            self.update()
+
     def waiting_up_to(self, tick: Tick) -> list[Tick]:
         """``tick`` and those before it, without the admitted ones."""
         waiting = []
@@ -79,7 +86,7 @@ class TickMemory:
         self._lanes: dict[LaneKey, _Lane] = {}
 
     def add_step(self, job_id: str, lanes: Mapping[int, Sequence[tuple[Tick, int]]]) -> None:
-        """A step is planned.
+        """A step is planned, or planned anew: then what was known of it counts no longer.
 
         Args:
             job_id: the job.
@@ -89,6 +96,10 @@ class TickMemory:
             MemoryTooSmall: not all lanes can hold their largest tick at a time. Nothing is added.
         """
         before = {key: lane.needs.copy() for key, lane in self._lanes.items()}
+        steps = {tick.step for ticks in lanes.values() for tick, _ in ticks}
+        for (other_job, _), lane in self._lanes.items():
+            if other_job == job_id:
+                lane.forget([tick for tick in lane.needs if tick.step in steps])
         for nano_batch, ticks in lanes.items():
             lane = self._lanes.setdefault((job_id, nano_batch), _Lane())
             lane.needs.update(ticks)
@@ -110,14 +121,9 @@ class TickMemory:
     def keep_steps(self, steps: Iterable[tuple[str, int]]) -> None:
         """Forgets the ticks of all steps but these (job and number)."""
         kept = set(steps)
-        for key, lane in list(self._lanes.items()):
-            gone = [tick for tick in lane.needs if (key[0], tick.step) not in kept]
-            for tick in gone:
-                del lane.needs[tick]
-            if not lane.needs:
-                del self._lanes[key]
-            elif gone:
-                lane.update()
+        for (job_id, _), lane in self._lanes.items():
+            lane.forget([tick for tick in lane.needs if (job_id, tick.step) not in kept])
+        self._lanes = {key: lane for key, lane in self._lanes.items() if lane.needs}
 
     def admit(self, job_id: str, tick: Tick) -> bool:
         """Whether receives of ``tick`` may be posted now. A tick that is not known any more may:

@@ -622,6 +622,7 @@ class TickServer:
             if connection not in self._connections:
                 return
             self._connections.remove(connection)
+        self._gate.changed()
         logger.log(
             logging.WARNING if error else logging.INFO,
             "job %s: rank %d disconnected%s",

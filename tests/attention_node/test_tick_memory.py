@@ -71,6 +71,16 @@ def test_steps_that_are_given_up_free_their_memory() -> None:
     assert memory.admit("other", ticks(0, 1)[0])
 
 
+def test_step_that_is_planned_anew_may_begin_later() -> None:
+    """Its first ticks are complete everywhere and will not come again."""
+    memory = TickMemory(100)
+    memory.add_step(JOB, {0: lane(0, 60, 60)})
+    first, second = ticks(0, 2)
+    assert memory.admit(JOB, first)
+    memory.add_step(JOB, {0: lane(0, 60, 60)[1:]})
+    assert memory.admit(JOB, second)
+
+
 def test_step_that_is_planned_late_comes_first() -> None:
     memory = TickMemory(100)
     memory.add_step(JOB, {0: lane(0, 60, step=4)})
