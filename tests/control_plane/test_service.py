@@ -341,9 +341,7 @@ def test_describe_job_shows_who_is_missing(client: Client) -> None:
     assert described.spec.min_backward_tokens == PlanningOptions().min_backward_tokens
 
 
-def test_drained_server_learns_it_and_may_leave_its_last_step_to_its_reports(
-    client: Client,
-) -> None:
+def test_drained_server_learns_it_gets_no_more_plans_and_leaves(client: Client) -> None:
     leases_of = {server_id: client.register(server_id) for server_id in ("s0", "s1")}
     job_id, leases = open_pair(client)
     watcher = client.watch_rank(job_id, leases[0])
@@ -358,6 +356,7 @@ def test_drained_server_learns_it_and_may_leave_its_last_step_to_its_reports(
     stream = client.watch_server(leases_of["s1"])
     stream.next("job_opened")
     assert stream.next("step_planned").plan.manifest.step == 0
+    client.report_server(job_id, leases_of["s1"], 0, "s1")
     client.membership.DeregisterServer(
         membership_pb2.DeregisterServerRequest(lease_id=leases_of["s1"])
     )
