@@ -23,6 +23,9 @@ IMAGES = ("control-plane", "attention-node", "trainer")
 TAG = "test"
 BUILD_SECONDS = 1200.0
 
+VERIFIED_TRAINING = "--verify --tokens-per-rank=1024"
+"""Options of `distca train` for runs of seconds that compare each step with local attention."""
+
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if "docker" in config.option.markexpr:
@@ -108,8 +111,8 @@ def compose_environ(images: dict[str, str]) -> dict[str, str]:
 def project(
     docker: Docker, checkout: Path, compose_environ: dict[str, str], request: pytest.FixtureRequest
 ) -> Iterator[ComposeProject]:
-    """A project for one test, which trains 16 steps and verifies each."""
-    environ = {**compose_environ, "DISTCA_STEPS": "16", "DISTCA_TRAIN_ARGS": "--verify"}
+    """A project for one test, which trains 10 steps and verifies each."""
+    environ = {**compose_environ, "DISTCA_STEPS": "10", "DISTCA_TRAIN_ARGS": VERIFIED_TRAINING}
     overrides = getattr(request, "param", ())
     with ComposeProject(docker, checkout, "distca-test", environ, overrides) as started:
         yield started

@@ -9,7 +9,15 @@ from tests.deploy.compose_project import ComposeProject
 pytestmark = [pytest.mark.docker, pytest.mark.timeout(2400)]
 
 WITHOUT_PROMETHEUS = ("control-plane", "attention-node", "trainer-0", "trainer-1")
-N_STEPS = 16
+N_STEPS = 10
+
+
+def check_all_steps_equal_local_attention(project: ComposeProject) -> None:
+    """A step that was disturbed has the loss and gradients of an undisturbed one."""
+    record = project.run_record()
+    assert len(record.steps) == N_STEPS
+    assert record.verification is not None
+    assert record.verification.passed, record.verification
 
 
 def test_stopped_node_drains_and_training_goes_on(project: ComposeProject) -> None:
@@ -20,9 +28,7 @@ def test_stopped_node_drains_and_training_goes_on(project: ComposeProject) -> No
     assert project.exit_code(leaving) == 0, project.logs(leaving)
     assert "drained" in project.logs(leaving)
     assert project.wait_for_trainers() == [0, 0], project.tails()
-    record = project.run_record()
-    assert len(record["steps"]) == N_STEPS
-    assert record["verification"]["passed"]
+    check_all_steps_equal_local_attention(project)
 
 
 def test_killed_node_is_recovered_from(project: ComposeProject) -> None:
@@ -31,9 +37,7 @@ def test_killed_node_is_recovered_from(project: ComposeProject) -> None:
     victim, _ = project.containers("attention-node")
     project.docker("kill", victim)
     assert project.wait_for_trainers() == [0, 0], project.tails()
-    record = project.run_record()
-    assert len(record["steps"]) == N_STEPS
-    assert record["verification"]["passed"], "a replayed step is an undisturbed step"
+    check_all_steps_equal_local_attention(project)
 
 
 def test_stopped_trainers_save_and_resume(project: ComposeProject) -> None:

@@ -16,7 +16,9 @@ SERVICES = ("certificates", "control-plane", "attention-node", "trainer-0", "tra
 def test_training_with_mutual_tls(project: ComposeProject) -> None:
     project.up(nodes=1, services=SERVICES)
     assert project.wait_for_trainers() == [0, 0], project.tails()
-    assert project.run_record()["verification"]["passed"]
+    verification = project.run_record().verification
+    assert verification is not None
+    assert verification.passed, verification
 
     control_plane = project.container("control-plane")
     without = "env -u DISTCA_TLS_CERTIFICATE -u DISTCA_TLS_KEY distca health"
