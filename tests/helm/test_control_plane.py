@@ -103,6 +103,9 @@ def test_a_leader_is_elected_with_rights_on_its_lease_alone() -> None:
     unnamed = [rule for rule in rules if "resourceNames" not in rule]
     assert [rule["verbs"] for rule in unnamed] == [["create"]]
     assert named[0]["resourceNames"] == ["rel-distca-control-plane"]
+    run = container(spec["template"]["spec"], "control-plane")
+    assert "--leader-lease=$(POD_NAMESPACE)/rel-distca-control-plane" in run["args"]
+    assert environment(run)["POD_NAMESPACE"] == {"fieldRef": {"fieldPath": "metadata.namespace"}}
     (subject,) = only(manifests, "RoleBinding")["subjects"]
     assert subject["name"] == spec["template"]["spec"]["serviceAccountName"]
     assert subject["name"] == only(manifests, "ServiceAccount", "control-plane")["metadata"]["name"]

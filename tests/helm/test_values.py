@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from functools import cache
 from typing import Any
 
 import pytest
@@ -129,7 +130,11 @@ def overrides(path: str, setting: Any) -> dict[str, Any]:
 
 def render(values: dict[str, Any]) -> str:
     """The manifests, without the random Secret."""
-    arguments = [f"--set-json={key}={json.dumps(value)}" for key, value in values.items()]
+    return _render(*(f"--set-json={key}={json.dumps(value)}" for key, value in values.items()))
+
+
+@cache
+def _render(*arguments: str) -> str:
     done = helm("template", RELEASE, str(CHART), f"--namespace={NAMESPACE}", *arguments)
     assert done.returncode == 0, done.stderr
     documents = done.stdout.split("\n---\n")

@@ -20,6 +20,9 @@
 {{- if gt (int .autoscaling.minReplicas) (int .autoscaling.maxReplicas) }}
 {{- fail (printf "autoscaling.minReplicas is %d and autoscaling.maxReplicas %d; the first must not be larger" (int .autoscaling.minReplicas) (int .autoscaling.maxReplicas)) }}
 {{- end }}
+{{- if le (float64 .attentionNode.stuckSeconds) (float64 .controlPlane.stallSeconds) }}
+{{- fail (printf "attentionNode.stuckSeconds is %v and controlPlane.stallSeconds %v; a server must be left out before it gives up" .attentionNode.stuckSeconds .controlPlane.stallSeconds) }}
+{{- end }}
 {{- $ports := splitList "-" .ucx.tcpPortRange }}
 {{- if gt (first $ports | int) (last $ports | int) }}
 {{- fail (printf "ucx.tcpPortRange is %q; it is FIRST-LAST and the first port must not be larger" .ucx.tcpPortRange) }}

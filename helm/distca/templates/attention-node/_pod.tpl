@@ -113,6 +113,8 @@ spec:
     - --buffer-limit-mib={{ int64 .bufferLimitMib }}
     - --profile-dir=/var/lib/distca/profiles
     - --connect-seconds={{ .connectSeconds }}
+    - --control-plane-timeout-seconds={{ .controlPlaneTimeoutSeconds }}
+    - --stuck-seconds={{ .stuckSeconds }}
     - --drain-seconds={{ .drainSeconds }}
     {{- range .extraArgs }}
     - {{ . | quote }}
@@ -173,6 +175,8 @@ spec:
     {{- if $root.Values.rdma.enabled }}
     - --rdma
     {{- end }}
+    # Data travels between trainers and nodes, not among nodes.
+    - --no-pool
     - --min-gigabytes-per-second={{ .doctor.minGigabytesPerSecond }}
     {{- range .doctor.skip }}
     - --skip={{ . }}
