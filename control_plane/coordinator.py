@@ -22,6 +22,7 @@ from control_plane.errors import (
     ShuttingDownError,
     WrongTokenError,
 )
+from control_plane.hearing import Hearing
 from control_plane.job import Job
 from control_plane.job_keys import JobKeys
 from control_plane.jobs import Jobs
@@ -100,6 +101,7 @@ class Coordinator:
             default_planner=settings.default_planner,
             threads=settings.planning_threads,
         )
+        self._hearing = Hearing(lease_seconds=settings.lease_seconds, now=clock())
         self._recoveries = Recoveries(
             settings,
             self._jobs,
@@ -120,7 +122,7 @@ class Coordinator:
             job_keys or JobKeys(),
             lease_seconds=settings.lease_seconds,
             clock=clock,
-            sweep=self.sweep,
+            sweep=self._hear_and_sweep,
         )
 
     @property
@@ -147,7 +149,7 @@ class Coordinator:
 
     def register_server(self, description: ServerDescription) -> str:
         """A pool server joins; returns its lease. Raises as :meth:`Membership.register`."""
-        self.sweep()
+        self._hear_and_sweep()
         lease_id = new_lease_id()
         self._membership.register(description, lease_id=lease_id, now=self._clock())
         for job in self._jobs.open_jobs():
@@ -170,6 +172,7 @@ class Coordinator:
             LeaseExpiredError: as :meth:`Membership.heartbeat`.
             FencedError: it has had work for too long without finishing any.
         """
+        self._hear()
         now = self._clock()
         member = self._membership.heartbeat(lease_id, load, now=now)
         if member.in_place is None and load.oldest_ready_seconds > self._settings.stall_seconds:
@@ -243,6 +246,7 @@ class Coordinator:
         Raises:
             UnknownJobError, LeaseExpiredError: as :meth:`Jobs.get` and :meth:`Job.renew`.
         """
+        self._hear()
         now = self._clock()
         job = self._jobs.get(job_id)
         job.renew(lease_id, now=now)
@@ -393,8 +397,10 @@ class Coordinator:
         return self._jobs.get(job_id)
 
     def sweep(self) -> None:
-        """Acts on the leases that have run out."""
+        """Acts on the leases that have run out; on none while nobody at all is heard."""
         now = self._clock()
+        if self._hearing.is_deaf(self._n_leases, now=now):
+            return
         for member in self._membership.expire(now=now):
             logger.warning("server %s lost its lease", member.server_id)
             self._metrics.lease_expired("server")
@@ -413,6 +419,26 @@ class Coordinator:
                     job, f"no sign of life for {self.lease_seconds:g} s from {names}; see its log"
                 )
         self._recoveries.sweep()
+
+    @property
+    def _n_leases(self) -> int:
+        servers = sum(member.in_place is None for member in self._membership.members())
+        return servers + sum(len(job.joined_ranks) for job in self._jobs.open_jobs())
+
+    def _hear(self) -> None:
+        """A member has called. If nobody could for a while, all leases begin anew: the others have
+        as much time to be heard again as they would have had."""
+        now = self._clock()
+        silent_seconds = self._hearing.heard(now=now)
+        if silent_seconds:
+            logger.warning("nobody was heard for %.1f s; all leases begin anew", silent_seconds)
+            self._membership.renew_all(now=now)
+            for job in self._jobs.open_jobs():
+                job.renew_all(now=now)
+
+    def _hear_and_sweep(self) -> None:
+        self._hear()
+        self.sweep()
 
     async def shut_down(self) -> None:
         """Ends every stream and stops planning; jobs are not closed, members may find a successor

@@ -102,6 +102,10 @@ class Job:
         """
         self.lease(lease_id, now=now).renewed_at = now
 
+    def renew_all(self, *, now: float) -> None:
+        """All leases begin anew."""
+        self._leases.renew_all(now=now)
+
     def lease(self, lease_id: str, *, now: float) -> RankLease:
         """The rank that holds ``lease_id``.
 

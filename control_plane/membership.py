@@ -191,6 +191,11 @@ class Membership:
         member.renewed_at, member.load = now, load
         return member
 
+    def renew_all(self, *, now: float) -> None:
+        """All leases begin anew."""
+        for member in self._by_id.values():
+            member.renewed_at = now
+
     def of_lease(self, lease_id: str, *, now: float) -> Member:
         """The server that holds ``lease_id``.
 

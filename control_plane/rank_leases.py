@@ -97,6 +97,11 @@ class RankLeases:
             )
         return lease
 
+    def renew_all(self, *, now: float) -> None:
+        """All leases begin anew."""
+        for lease in self._by_id.values():
+            lease.renewed_at = now
+
     def of_rank(self, rank: int) -> RankLease | None:
         """The lease of ``rank``, expired or not."""
         for lease in self._by_id.values():
