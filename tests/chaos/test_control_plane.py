@@ -25,10 +25,10 @@ def kill_and_restart(disturbance: Disturbance, **more: float) -> None:
     disturbance.note("the control plane is back", REJOIN_SECONDS)
 
 
-@pytest.mark.slow
+@pytest.mark.chaos
 @pytest.mark.timeout(600)
 def test_killed_and_restarted(tmp_path: Path, references: References) -> None:
-    """In the short form too; a node dies while nobody is there to plan without it."""
+    """And a node dies while nobody is there to plan without it."""
     with disturbed(Job(tmp_path, SHORT), references, seed=1) as disturbance:
         disturbance.wait_for_step(10)
         kill_and_restart(disturbance)

@@ -27,10 +27,10 @@ def serving(disturbance: Disturbance) -> list[str]:
     return [node.name for node in disturbance.job.nodes if node.serving]
 
 
-@pytest.mark.slow
+@pytest.mark.chaos
 @pytest.mark.timeout(600)
 def test_in_the_middle_of_a_pass(tmp_path: Path, references: References) -> None:
-    """Forward, backward, and all that are left; in the short form too."""
+    """Forward, backward, and all that are left."""
     with disturbed(Job(tmp_path, SHORT), references, seed=1) as disturbance:
         disturbance.wait_for_tick(backward=False, after_step=4)
         disturbance.kill("node-0")
@@ -144,10 +144,10 @@ def test_during_a_drain(tmp_path: Path, references: References) -> None:
             start_again(disturbance, name)
 
 
-@pytest.mark.slow
+@pytest.mark.chaos
 @pytest.mark.timeout(600)
 def test_drained_nodes_leave_without_a_recovery(tmp_path: Path, references: References) -> None:
-    """And one joins; in the short form too."""
+    """And one joins."""
     with disturbed(Job(tmp_path, SHORT), references, seed=11) as disturbance:
         disturbance.wait_for_step(5)
         for name in ("node-0", "node-1"):

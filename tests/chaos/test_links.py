@@ -39,10 +39,9 @@ def cut(
     links.cut(host, direction)
 
 
-@pytest.mark.slow
+@pytest.mark.chaos
 @pytest.mark.timeout(600)
 def test_a_link_that_is_cut_for_ever(tmp_path: Path, references: References) -> None:
-    """In the short form too."""
     with (
         on_a_switch(tmp_path, SHORT) as (links, job),
         disturbed(job, references, seed=1) as disturbance,

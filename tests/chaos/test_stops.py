@@ -13,10 +13,9 @@ from tests.chaos.scenario import References, disturbed
 SHORT = JobSettings(steps=60, n_nodes=3)
 
 
-@pytest.mark.slow
+@pytest.mark.chaos
 @pytest.mark.timeout(600)
 def test_a_node_that_is_stopped_for_ever(tmp_path: Path, references: References) -> None:
-    """In the short form too."""
     with disturbed(Job(tmp_path, SHORT), references, seed=2) as disturbance:
         disturbance.wait_for_step(10)
         disturbance.stop("node-1")
