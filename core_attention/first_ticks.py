@@ -61,8 +61,3 @@ class FirstTicks:
         begun: BoolArray = self.first_tick <= self._begins[nano_batch][stretch]
         taking_part: BoolArray = begun & (self._nano_batch == nano_batch)
         return taking_part
-
-    def begin(self, nano_batch: int) -> int | None:
-        """The first tick of a lane in which a document takes part; None if it has none."""
-        begins = self._begins.get(nano_batch)
-        return None if begins is None else int(begins[0])

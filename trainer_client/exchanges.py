@@ -76,10 +76,6 @@ class PlanInForce:
     def epoch(self) -> int:
         return self.plan.epoch
 
-    def begin(self, nano_batch: int) -> int | None:
-        """The first tick of a lane that runs under this plan; None if the lane has no document."""
-        return self._first.begin(nano_batch)
-
     def exchanges(self, tick: Tick) -> tuple[Exchange, ...]:
         """The exchanges of ``tick``, by server in the plan's order."""
         stretch = self._first.stretch(tick.nano_batch, tick.lane_index(self._job.n_layers))

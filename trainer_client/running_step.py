@@ -478,10 +478,9 @@ class RunningStep:
         self._changed.wait(CHECK_SECONDS)
 
     def _replayed(self, lane: LaneLog, plan: PlanInForce) -> Iterator[SentTick]:
-        for sent in lane:
-            begin = plan.begin(sent.tick.nano_batch)
-            if not sent.complete or (begin is not None and sent.index >= begin):
-                yield sent
+        """What is not complete, and complete ticks that rows of this rank still go into. The plan
+        may begin earlier: with documents of other ranks that this one's own server runs."""
+        return (sent for sent in lane if not sent.complete or plan.exchanges(sent.tick))
 
     def _shares(self, nano_batch: int) -> bool:
         """Whether a document of the nano-batch has rows here and on another rank."""

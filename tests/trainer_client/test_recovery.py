@@ -150,6 +150,27 @@ def test_ranks_that_lose_servers_in_turn_go_on(
         assert killed == [first, second]
 
 
+def test_a_rank_that_is_ahead_serves_those_behind_without_its_own_rows(
+    servers: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks that share no document: the one ahead keeps nothing of its complete ticks, and its own
+    server runs the same ticks for the other one."""
+    manifests = [RankManifest.from_lengths(0, rank, [[200, 57], [150, 90]]) for rank in range(2)]
+    ahead = threading.Event()
+
+    def hook(running: RunningStep, tick: Tick) -> None:
+        if running.rank == 1:
+            assert ahead.wait(30.0)
+        elif tick == Tick(0, 0, 1, Phase.BACKWARD):
+            for node in nodes_of(servers):
+                node.kill()
+            ahead.set()
+
+    with Team(servers, 2, NODE_SHAPE, n_layers=N_LAYERS, placement="pool") as team:
+        on_tick(monkeypatch, hook)
+        assert max(recoveries(team.check(manifests))) >= 1
+
+
 def test_a_step_without_a_backward_pass_is_replayed(
     servers: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
