@@ -20,7 +20,7 @@ import matplotlib
 import typer
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import EngFormatter, PercentFormatter
+from matplotlib.ticker import EngFormatter, Formatter, PercentFormatter
 
 from tools.dashboard_queries import PanelQuery, panel_queries_of
 from tools.prometheus_api import Prometheus
@@ -103,7 +103,7 @@ def _draw_number(
 ) -> None:
     axes.axis("off")
     last = [points[-1][1] for points in series.values() if points]
-    text = _formatter(panel)(last[0]) if last else "no data"
+    text = _written(panel, last[0]) if last else "no data"
     axes.text(0.0, 0.35, text, fontsize=16, color="tab:green", transform=axes.transAxes)
 
 
@@ -116,13 +116,24 @@ def _draw_curves(
     axes.tick_params(labelsize=6)
     axes.grid(alpha=0.3)
     axes.yaxis.set_major_formatter(_formatter(panel))
-    if 0 < len(series) <= MAX_LEGEND_ENTRIES:
+    if any(series) and len(series) <= MAX_LEGEND_ENTRIES:
         axes.legend(fontsize=5, loc="best")
 
 
-def _formatter(panel: dict[str, Any]) -> Any:
-    """Numbers as the panel's unit wants them."""
-    unit = panel["fieldConfig"]["defaults"].get("unit", "short")
+def _written(panel: dict[str, Any], value: float) -> str:
+    """A single number as the panel's unit wants it."""
+    if _unit(panel) == "percentunit":
+        return f"{value:.0%}"
+    return f"{value:,.4g}"
+
+
+def _unit(panel: dict[str, Any]) -> str:
+    return str(panel["fieldConfig"]["defaults"].get("unit", "short"))
+
+
+def _formatter(panel: dict[str, Any]) -> Formatter:
+    """The numbers of an axis as the panel's unit wants them."""
+    unit = _unit(panel)
     if unit == "percentunit":
         return PercentFormatter(1.0, decimals=0)
     suffixes = {"s": "s", "Bps": "B/s", "binBps": "B/s", "bytes": "B", "decbytes": "B"}

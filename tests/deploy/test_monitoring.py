@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.docker, pytest.mark.timeout(3600)]
 
 CHART = ROOT / "helm" / "distca"
 N_NODES = 3
-N_STEPS = 24
+N_STEPS = 16
 N_TARGETS = {"prometheus": 1, "control-plane": 1, "attention-node": N_NODES, "trainer": 2}
 TARGETS_SECONDS = 300.0
 STEP_SECONDS = 5.0
@@ -81,7 +81,7 @@ def observed(docker: Docker, checkout: Path, compose_environ: dict[str, str]) ->
 
         wait_until(all_up, TARGETS_SECONDS, "scrape of every target", explain)
         begin = end = time.time()
-        targets: list[dict[str, Any]] = []
+        targets = prometheus.targets()
         while (now_up := all_up()) and end < begin + TRAINING_SECONDS:
             targets, end = now_up, time.time()
             time.sleep(1.0)
