@@ -182,7 +182,9 @@ class Auditor:
             key_rows = answer.key_rows(document, q_end)
             if key_rows is None:
                 continue
-            random = np.random.default_rng([self._seed, answer.tick.layer, document, q_begin])
+            random = np.random.default_rng(
+                [self._seed, answer.tick.step, answer.tick.layer, document, q_begin]
+            )
             queries = _some(random, q_begin, q_end)
             offsets = queries - q_begin
             at_home = _all_queries_at_home(answer, document)
