@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated
 
@@ -129,6 +130,8 @@ def doctor(options: DoctorOptions, tls: ClientTls) -> None:
     from distca.doctor.finding import Status, worst
     from distca.doctor.report import as_json, show, summary
 
+    # UCX logs to stdout by default, which would end up among the findings.
+    os.environ.setdefault("UCX_LOG_FILE", "/dev/stderr")
     console = Console(highlight=False)
     if options.listen:
         _listen(options, console)

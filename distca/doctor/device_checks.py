@@ -40,8 +40,8 @@ def check_gpu(around: Surroundings) -> Iterable[Finding]:
     if index >= count:
         yield failed(
             "gpu",
-            f"device is {settings.device} and there are {count} GPUs",
-            f"choose cuda:0 to cuda:{count - 1}",
+            f"device is {settings.device} and the number of GPUs is {count}",
+            "choose cuda:0" + (f" to cuda:{count - 1}" if count > 1 else ""),
         )
         return
     yield _describe_gpu(index)
@@ -126,8 +126,8 @@ def check_kernels(around: Surroundings) -> Iterable[Finding]:
     """Which kernel runs here, and does it take the shapes?"""
     settings = around.settings
     device = torch.device(settings.device)
-    if device.type == "cuda" and not torch.cuda.is_available():
-        yield failed("kernels", "no GPU to run on", "mend what check gpu says first")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        yield failed("kernels", f"no {device} to run on", "mend what check gpu says first")
         return
     try:
         kernel = select_kernel(device)
@@ -138,20 +138,21 @@ def check_kernels(around: Surroundings) -> Iterable[Finding]:
             "kernels", str(error), "choose another shape or device, or install what is missing"
         )
         return
-    shapes = ", ".join(format_shape(shape) for shape in settings.shapes) or "no shape asked for"
+    shapes = ", ".join(format_shape(shape) for shape in settings.shapes)
     yield judge_kernel(kernel.name, _capability(device), shapes)
 
 
 def judge_kernel(name: str, capability: tuple[int, int] | None, shapes: str) -> Finding:
     """Is it the fastest that there is for the GPU? ``capability`` is None on the CPU."""
+    says = f"{name} runs {shapes}" if shapes else f"{name}; no shape was asked for"
     if capability is not None and capability >= _FIRST_WITH_FA4 and name != "fa4":
         return warned(
             "kernels",
-            f"{name} is used for {shapes}; FlashAttention-4 would be about twice as fast here",
+            f"{says}; FlashAttention-4 would be about twice as fast here",
             "install extra fa4 (distca[fa4])",
             kernel=name,
         )
-    return passed("kernels", f"{name} runs {shapes}", kernel=name)
+    return passed("kernels", says, kernel=name)
 
 
 def _capability(device: torch.device) -> tuple[int, int] | None:

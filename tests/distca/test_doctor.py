@@ -256,6 +256,12 @@ def test_transports_that_do_not_exist_fail_in_words() -> None:
     assert [finding["status"] for finding in told["findings"]] == ["pass", "fail", "fail"]
 
 
+def test_what_ucx_logs_is_kept_out_of_the_findings() -> None:
+    checked = doctor("--data-host=127.0.0.1", *skipping("ucx"), "--json", UCX_LOG_LEVEL="info")
+    assert json.loads(checked.stdout)["status"] == "pass"
+    assert "UCX  INFO" in checked.stderr
+
+
 def test_without_ucxx_the_check_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("distca.doctor.ucx_checks.ucx_version", lambda: None)
     (finding,) = findings("ucx", around())

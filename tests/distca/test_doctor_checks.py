@@ -136,7 +136,7 @@ class TestGpu:
         [
             ("cuda:1", 1.0, PASS, "NVIDIA H200, 140 GiB, compute capability 9.0"),
             ("cuda:1", 0.5, WARN, "only 70 GiB are free"),
-            ("cuda:2", 1.0, FAIL, "there are 2 GPUs"),
+            ("cuda:2", 1.0, FAIL, "the number of GPUs is 2"),
         ],
     )
     def test_the_gpu_must_exist_and_should_be_free(
@@ -217,9 +217,13 @@ class TestKernels:
         assert finding.status is FAIL
         assert finding.says == "head_dim is 16; valid are 64 and 128"
 
-    def test_no_gpu_fails(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-        assert only("kernels", around(device="cuda:0")).status is FAIL
+    @pytest.mark.parametrize(("device", "count"), [("cuda:0", 0), ("cuda:2", 2)])
+    def test_no_such_gpu_fails(
+        self, device: str, count: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+        finding = only("kernels", around(device=device))
+        assert (finding.status, finding.says) == (FAIL, f"no {device} to run on")
 
     @pytest.mark.parametrize(
         ("name", "capability", "status"),

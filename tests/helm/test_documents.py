@@ -20,9 +20,9 @@ DOCTOR = ROOT / "docs" / "doctor.md"
 
 
 def commands(document: Path) -> list[str]:
-    """The lines of its code blocks."""
-    blocks = re.findall(r"```\n(.*?)```", document.read_text(), re.DOTALL)
-    return [line for block in blocks for line in block.splitlines() if line]
+    """The lines of its code blocks, but for those that name a language."""
+    blocks = re.findall(r"^```(\w*)\n(.*?)^```$", document.read_text(), re.DOTALL | re.MULTILINE)
+    return [line for kind, block in blocks if not kind for line in block.splitlines() if line]
 
 
 def shell(command: str, path: str) -> subprocess.CompletedProcess[str]:
