@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import tarfile
+from pathlib import Path
 
 import pytest
 import yaml
@@ -93,3 +95,17 @@ def test_the_schema_refuses_and_names_the_value(setting: str, path: str) -> None
 )
 def test_contradictions_are_refused_with_what_to_do(settings: list[str], message: str) -> None:
     assert message in refusal(*settings)
+
+
+def test_the_package_holds_the_charts_files_alone(tmp_path: Path) -> None:
+    packed = helm("package", str(CHART), f"--destination={tmp_path}")
+    assert packed.returncode == 0, packed.stderr
+    (path,) = tmp_path.glob("distca-*.tgz")
+    with tarfile.open(path) as archive:
+        names = archive.getnames()
+    assert "distca/values.schema.json" in names
+    assert any(name.startswith("distca/dashboards/") for name in names)
+    assert any(name.startswith("distca/rules/") for name in names)
+    allowed = (".yaml", ".json", ".tpl", ".txt", ".md", ".helmignore")
+    assert not [name for name in names if not name.endswith(allowed)]
+    assert not [name for name in names if name.startswith("distca/ci/")]
