@@ -49,8 +49,9 @@ demo: $(INSTALLED)
 	@echo "== 2 trainers: core attention balanced over the trainers themselves"
 	@$(BIN)/distca local --mode in-place --name demo-in-place $(DEMO)
 
+# Two processes, each with whole modules, since starting a module's servers takes longer than its tests.
 test: $(INSTALLED)
-	@$(BIN)/python -m pytest $(PYTEST)
+	@$(BIN)/python -m pytest --numprocesses=2 --dist=loadscope $(PYTEST)
 
 lint: $(INSTALLED)
 	@$(BIN)/ruff format --check .
