@@ -24,7 +24,7 @@ def test_stopped_node_drains_and_training_goes_on(project: ComposeProject) -> No
     project.up(nodes=2, services=WITHOUT_PROMETHEUS)
     project.wait_for_step(3)
     leaving, _ = project.containers("attention-node")
-    project.docker("stop", "--time=60", leaving)
+    project.docker("stop", "--time=75", leaving)
     assert project.exit_code(leaving) == 0, project.logs(leaving)
     assert "drained" in project.logs(leaving)
     assert project.wait_for_trainers() == [0, 0], project.tails()
@@ -55,5 +55,6 @@ def test_stopped_trainers_save_and_resume(project: ComposeProject) -> None:
 def test_stopped_control_plane_exits_cleanly(project: ComposeProject) -> None:
     project.up(nodes=1, services=("control-plane",))
     control_plane = project.container("control-plane")
+    project.wait_until_healthy(control_plane)
     project.docker("stop", "--time=20", control_plane)
     assert project.exit_code(control_plane) == 0, project.logs(control_plane)
