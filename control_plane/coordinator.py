@@ -456,7 +456,9 @@ class Coordinator:
         pool = self._membership.pool() if job.spec.placement.uses_pool else []
         own = self._membership.in_place_of(job.job_id)
         now = self._clock()
-        near = [m for m in pool if not job.quarantine.holds(m.server_id, now=now)]
+        near = [
+            m for m in pool if not job.quarantine.holds(m.server_id, heard_at=m.renewed_at, now=now)
+        ]
         if job.spec.placement.uses_in_place:
             choices = [near + own]
         else:

@@ -8,7 +8,11 @@ from dataclasses import dataclass
 @dataclass
 class _Term:
     seconds: float
-    until: float
+    begin: float
+
+    @property
+    def until(self) -> float:
+        return self.begin + self.seconds
 
 
 class Quarantine:
@@ -35,14 +39,14 @@ class Quarantine:
             return term.until - now
         else:
             seconds = min(2 * term.seconds, self.LONGEST_SECONDS)
-        self._terms[server_id] = _Term(seconds, now + seconds)
+        self._terms[server_id] = _Term(seconds, now)
         return seconds
 
     def clear(self, server_id: str) -> None:
         """The server has registered anew: what was known of it is of no use any more."""
         self._terms.pop(server_id, None)
 
-    def holds(self, server_id: str, *, now: float) -> bool:
-        """Whether ``server_id`` is left out."""
+    def holds(self, server_id: str, *, heard_at: float, now: float) -> bool:
+        """Whether ``server_id``, of which the control plane heard at ``heard_at``, is left out."""
         term = self._terms.get(server_id)
-        return term is not None and now < term.until
+        return term is not None and (now < term.until or heard_at <= term.begin)

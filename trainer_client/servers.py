@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import logging
+import random
 import threading
 import time
 from collections.abc import Callable, Mapping
-
-from tenacity import Retrying, retry_if_exception, stop_after_delay, wait_random_exponential
 
 from core_attention.plan import Plan, PlanServer
 from data_plane.metrics import DataPlaneMetrics
 from data_plane.transport import (
     Address,
+    ConnectFailed,
     Connection,
     HandshakeRejected,
     Transport,
@@ -24,6 +24,8 @@ from trainer_client.options import SessionOptions
 logger = logging.getLogger(__name__)
 
 _PROBE_REPEATS = 4
+_ATTEMPT_SECONDS = 2.0
+_FIRST_PAUSE_SECONDS = 0.05
 
 MakeHello = Callable[[PlanServer, int, int], bytes]
 """The first message to a server, for a first step and an epoch."""
@@ -132,19 +134,9 @@ class ServerLinks:
     def _connect(self, server: PlanServer, first_step: int, epoch: int) -> Connection:
         self._check_epoch(epoch)
         hello = self._make_hello(server, first_step, self._epoch)
-        timeout = self._options.connect_timeout_seconds
-        # Jobs and plans reach servers and ranks over streams of their own: a rank may be faster.
-        retrying = Retrying(
-            retry=retry_if_exception(_job_not_there_yet),
-            stop=stop_after_delay(timeout),
-            wait=wait_random_exponential(0.05, max=1.0),
-            reraise=True,
-        )
         began = time.monotonic()
         try:
-            connection, _ = retrying(
-                self._transport.connect, _address(server.address), hello, timeout
-            )
+            connection = self._call(_address(server.address), hello, epoch)
         except TransportError as error:
             self._check_epoch(epoch)
             if isinstance(error, HandshakeRejected) and "is over" in str(error):
@@ -163,6 +155,41 @@ class ServerLinks:
             raise EpochOver(f"epoch {epoch} is over")
         self._probe(server, connection)
         return connection
+
+    def _call(self, address: Address, hello: bytes, epoch: int) -> Connection:
+        """Connects. A server that says nothing is given up as one that answers no ping; one that
+        does not know the job yet may take longer: jobs and plans reach servers and ranks over
+        streams of their own, so a rank may be faster.
+
+        Raises:
+            TransportError: no connection.
+            EpochOver: a recovery has begun meanwhile.
+        """
+        options = self._options
+        patience = min(
+            options.ping_quiet_seconds + options.ping_timeout_seconds,
+            options.connect_timeout_seconds,
+        )
+        attempt_seconds = min(_ATTEMPT_SECONDS, patience)
+        began = heard_at = time.monotonic()
+        longest_pause = _FIRST_PAUSE_SECONDS
+        while True:
+            self._check_epoch(epoch)
+            tried_at = time.monotonic()
+            try:
+                # In pieces, since what waits here is in the way of the next recovery.
+                return self._transport.connect(address, hello, attempt_seconds)[0]
+            except HandshakeRejected as error:
+                heard_at = time.monotonic()
+                late = heard_at - began > options.connect_timeout_seconds
+                if late or not _job_not_there_yet(error):
+                    raise
+                time.sleep(random.uniform(0.0, longest_pause))
+                longest_pause = min(2 * longest_pause, 1.0)
+            except ConnectFailed:
+                now = time.monotonic()
+                if now - tried_at < attempt_seconds or now - heard_at > patience:
+                    raise
 
     def _check_epoch(self, epoch: int) -> None:
         if self._epoch > epoch:
@@ -195,5 +222,5 @@ def _address(text: str) -> Address:
     return Address(host.strip("[]"), int(port))
 
 
-def _job_not_there_yet(error: BaseException) -> bool:
-    return isinstance(error, HandshakeRejected) and "unknown job" in str(error)
+def _job_not_there_yet(error: HandshakeRejected) -> bool:
+    return "unknown job" in str(error)

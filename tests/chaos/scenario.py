@@ -194,8 +194,8 @@ def _check_recoveries(disturbance: Disturbance) -> None:
         waits = []
         for ticks in disturbance.job.ticks:
             ticks.read()
-            # What was done next has a bound of its own, but begins with this one's rest.
-            waits.append(longest_wait(ticks.events, fault.at, max(end, fault.at + 0.5)))
+            # What is done next has a bound of its own.
+            waits.append(longest_wait(ticks.events, fault.at, end))
         seconds = max(waits)
         print(f"  {fault.what}: no tick for {seconds:.2f} s at most")
         if seconds > fault.bound_seconds:

@@ -69,14 +69,13 @@ class TickReader:
 
 
 def longest_wait(events: Sequence[TickEvent], begin: float, end: float) -> float:
-    """The longest time in ``[begin, end)`` in which no tick was completed, in seconds: from
-    ``begin`` or a completed tick to the next one, even if that comes after ``end``."""
+    """The longest time within ``[begin, end)`` in which no tick was completed, in seconds."""
     longest, last = 0.0, begin
     for event in events:
         if not event.complete or event.at < begin:
             continue
+        longest = max(longest, min(event.at, end) - last)
+        last = event.at
         if last >= end:
             break
-        longest = max(longest, event.at - last)
-        last = event.at
     return longest

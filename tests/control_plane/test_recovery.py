@@ -166,23 +166,30 @@ def test_quarantine_doubles_with_every_loss_and_ends() -> None:
     now, terms = 0.0, []
     for _ in range(7):
         terms.append(quarantine.add("s", now=now))
-        assert quarantine.holds("s", now=now + terms[-1] - 0.1)
+        assert quarantine.holds("s", heard_at=now + 1, now=now + terms[-1] - 0.1)
         now += terms[-1]
-        assert not quarantine.holds("s", now=now)
+        assert not quarantine.holds("s", heard_at=now, now=now)
     assert terms == [10, 20, 40, 80, 160, 300, 300]
-    assert not quarantine.holds("another", now=0.0)
+    assert not quarantine.holds("another", heard_at=0.0, now=0.0)
 
 
 def test_reports_of_one_loss_count_once() -> None:
     quarantine = Quarantine()
     assert quarantine.add("s", now=0.0) == 10
     assert quarantine.add("s", now=4.0) == 6
-    assert not quarantine.holds("s", now=10.0)
+    assert not quarantine.holds("s", heard_at=9.0, now=10.0)
 
 
 def test_registering_anew_clears_a_server() -> None:
     quarantine = Quarantine()
     quarantine.add("s", now=0.0)
     quarantine.clear("s")
-    assert not quarantine.holds("s", now=1.0)
+    assert not quarantine.holds("s", heard_at=0.0, now=1.0)
     assert quarantine.add("s", now=11.0) == 10
+
+
+def test_quarantine_lasts_until_the_server_is_heard_again() -> None:
+    quarantine = Quarantine()
+    quarantine.add("s", now=100.0)
+    assert quarantine.holds("s", heard_at=98.0, now=1000.0)
+    assert not quarantine.holds("s", heard_at=101.0, now=1000.0)

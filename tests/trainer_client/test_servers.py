@@ -1,0 +1,123 @@
+"""How a rank connects to the servers of a plan, on a transport that answers as the test says."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from data_plane.metrics import DataPlaneMetrics
+from data_plane.transport import Address, ConnectFailed, Connection, HandshakeRejected
+from tests.fuzz.loopback import LoopbackConnection
+from tests.trainer_client.answers import SHAPE, one_document_over_two_ranks
+from trainer_client.metrics import TrainerMetrics
+from trainer_client.options import SessionOptions
+from trainer_client.servers import EpochOver, ServerLinks, ServerUnreachable
+
+PLAN = replace(one_document_over_two_ranks(), epoch=5)
+PATIENCE_SECONDS = 0.3
+CONNECT_SECONDS = 1.0
+
+
+class Scripted:
+    """A transport whose ``connect`` does what the test says."""
+
+    name = "scripted"
+
+    def __init__(self, answer: Callable[[float], Connection]) -> None:
+        self._answer = answer
+        self.calls = 0
+
+    def connect(self, address: Address, hello: bytes, timeout: float) -> tuple[Connection, bytes]:
+        self.calls += 1
+        return self._answer(timeout), b""
+
+
+def links(transport: Any) -> ServerLinks:
+    registry = CollectorRegistry()
+    options = SessionOptions(
+        control_plane="127.0.0.1:1",
+        job="job",
+        rank=0,
+        n_ranks=2,
+        n_layers=1,
+        shape=SHAPE,
+        data_host="127.0.0.1",
+        probe_bytes=0,
+        connect_timeout_seconds=CONNECT_SECONDS,
+    )
+    object.__setattr__(options, "ping_quiet_seconds", PATIENCE_SECONDS / 2)
+    object.__setattr__(options, "ping_timeout_seconds", PATIENCE_SECONDS / 2)
+    made = ServerLinks(
+        transport,
+        options,
+        lambda server, first_step, epoch: b"hello",
+        TrainerMetrics(registry, "job", 0),
+        DataPlaneMetrics(CollectorRegistry()),
+    )
+    made.begin_epoch(5, "it begins")
+    return made
+
+
+def connected() -> LoopbackConnection:
+    near, far = LoopbackConnection("server"), LoopbackConnection("rank")
+    near.other, far.other = far, near
+    return near
+
+
+def silent(timeout: float) -> Connection:
+    time.sleep(timeout)
+    raise ConnectFailed("no answer before the deadline", transport="scripted", peer="server")
+
+
+def refused(timeout: float) -> Connection:
+    raise ConnectFailed("connection refused", transport="scripted", peer="server")
+
+
+def test_a_server_that_refuses_is_unreachable_at_once() -> None:
+    transport = Scripted(refused)
+    with pytest.raises(ServerUnreachable, match="refused"):
+        links(transport).connect(PLAN, 0)
+    assert transport.calls == 1
+
+
+def test_a_silent_server_is_given_up_like_one_that_answers_no_ping() -> None:
+    began = time.monotonic()
+    with pytest.raises(ServerUnreachable):
+        links(Scripted(silent)).connect(PLAN, 0)
+    assert PATIENCE_SECONDS <= time.monotonic() - began < CONNECT_SECONDS
+
+
+def test_a_recovery_does_not_wait_for_a_silent_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trainer_client.servers._ATTEMPT_SECONDS", PATIENCE_SECONDS / 10)
+    made = links(Scripted(silent))
+    begin = threading.Timer(PATIENCE_SECONDS / 5, made.begin_epoch, (6, "a recovery"))
+    begin.start()
+    with pytest.raises(EpochOver):
+        made.connect(PLAN, 0)
+    begin.join()
+
+
+def test_a_server_that_does_not_know_the_job_yet_is_asked_again() -> None:
+    began = time.monotonic()
+
+    def late(timeout: float) -> Connection:
+        if time.monotonic() - began < 2 * PATIENCE_SECONDS:
+            raise HandshakeRejected("unknown job 'job'", transport="scripted", peer="server")
+        return connected()
+
+    made = links(Scripted(late))
+    assert set(made.connect(PLAN, 0)) == {"server-0", "server-1"}
+
+
+def test_a_server_that_knows_of_a_later_recovery_ends_the_attempt() -> None:
+    def over(timeout: float) -> Connection:
+        raise HandshakeRejected("epoch 5 of job 'job' is over", transport="scripted", peer="server")
+
+    with pytest.raises(EpochOver):
+        links(Scripted(over)).connect(PLAN, 0)
