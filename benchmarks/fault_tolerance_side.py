@@ -143,7 +143,7 @@ def main() -> None:
                 rank.steps(count)
             for rank in ranks:
                 for _ in range(count):
-                    assert rank.finished.acquire(timeout=120), "a step takes for ever"
+                    assert rank.finished.acquire(timeout=300), "a step takes for ever"
             answer = {
                 "wall_seconds": time.perf_counter() - began,
                 "cpu_seconds": cpu_seconds(processes) - cpu_began,
