@@ -197,9 +197,8 @@ def test_a_step_given_up_by_one_rank_fails_for_those_who_need_its_rows(
         NODE_SHAPE,
         n_layers=N_LAYERS,
         placement="pool",
-        ping_quiet_seconds=0.5,
-        ping_timeout_seconds=2.0,
-        tick_timeout_seconds=3.0,
+        # Longer than a lease, as it must be.
+        tick_timeout_seconds=16.0,
     ) as team:
         on_tick(monkeypatch, hook)
         futures = team.start(spanning(3))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import signal
 import socket
 import threading
@@ -14,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from attention_node.tick_server import PROTOCOL_VERSION
 from core_attention.errors import TensorError
 from core_attention.manifest import RankManifest, Segment
 from core_attention.shape import AttentionShape
@@ -44,13 +44,6 @@ def whole(n_ranks: int = 2) -> list[RankManifest]:
     return [RankManifest.from_lengths(0, rank, [[300], [200]]) for rank in range(n_ranks)]
 
 
-def run_until_it_fails(team: Team) -> None:
-    """Steps on: messages that were under way when a process died may still serve one or two."""
-    for _ in range(50):
-        team.run(whole(team.n_ranks))
-        time.sleep(0.1)
-
-
 def submit_alone(team: Team, step: int) -> int:
     """Submits rank 0's manifest of a step that rank 1 will not run."""
     nano_batches = whole()[0].nano_batches
@@ -65,34 +58,22 @@ def doomed(tmp_path: Path) -> Iterator[Cluster]:
         yield running
 
 
-def test_a_killed_node_is_named(doomed: Cluster) -> None:
-    with Team(doomed, 2, SHAPE, placement="pool") as team:
-        team.run(whole())
-        doomed.processes[1].kill()
-        began = time.monotonic()
-        with pytest.raises(SessionError, match="node-"):
-            run_until_it_fails(team)
-        assert time.monotonic() - began < SOON_SECONDS
-
-
-def test_a_stopped_node_is_named_at_the_deadline(doomed: Cluster) -> None:
-    with Team(doomed, 2, SHAPE, placement="pool", tick_timeout_seconds=2.0) as team:
+def test_a_stopped_node_costs_no_step(doomed: Cluster) -> None:
+    with Team(
+        doomed, 2, SHAPE, placement="pool", ping_quiet_seconds=0.5, ping_timeout_seconds=1.5
+    ) as team:
         team.run(whole())
         doomed.processes[1].popen.send_signal(signal.SIGSTOP)
-        began = time.monotonic()
-        with pytest.raises(SessionError, match="node-"):
-            run_until_it_fails(team)
-        assert time.monotonic() - began < SOON_SECONDS
+        result = team.check(whole())
+        assert max(running.recoveries for running in result.running) >= 1
 
 
-def test_a_killed_control_plane_ends_the_session(doomed: Cluster) -> None:
-    with Team(doomed, 1, SHAPE, placement="pool") as team:
+def test_a_control_plane_that_stays_away_ends_the_session(doomed: Cluster) -> None:
+    with Team(doomed, 1, SHAPE, placement="pool", control_plane_timeout_seconds=20.0) as team:
         team.run(whole(1))
         doomed.control_plane.kill()
-        began = time.monotonic()
-        with pytest.raises(SessionError, match=re.escape(doomed.address)):
-            run_until_it_fails(team)
-        assert time.monotonic() - began < SOON_SECONDS
+        with pytest.raises(SessionError, match="has been away for 20 s"):
+            team.run(whole(1))
 
 
 def test_a_rank_that_fails_tells_the_others_why(pool_of_four: Cluster) -> None:
@@ -106,13 +87,11 @@ def test_a_rank_that_fails_tells_the_others_why(pool_of_four: Cluster) -> None:
             pass
 
 
-def test_a_pool_without_servers_is_told(tmp_path: Path) -> None:
-    with (
-        cluster(tmp_path, 0) as empty,
-        Team(empty, 1, SHAPE, placement="pool") as team,
-        pytest.raises(PlanNotReady, match="server"),
-    ):
-        team.run(whole(1))
+def test_a_pool_without_servers_is_served_at_home(tmp_path: Path) -> None:
+    with cluster(tmp_path, 0) as empty, Team(empty, 2, SHAPE, placement="pool") as team:
+        result = team.check(whole())
+        for running in result.running:
+            assert None not in {server.in_place_rank for server in running.plan.servers}
 
 
 @pytest.mark.parametrize(
@@ -242,7 +221,7 @@ def test_a_stranger_gets_no_connection(
         with Team(pool_of_four, 1, SHAPE, placement="pool") as team:
             link = team.sessions[0]._link
             fields: dict[str, Any] = {
-                "version": 1,
+                "version": PROTOCOL_VERSION,
                 "job_id": link.job_id,
                 "token": link.token,
                 "rank": 0,
