@@ -35,7 +35,7 @@ WARM_UP = 0.25
 N_NODES = 4
 PEACEFUL = "node-0"
 DRAIN_SECONDS = 180.0
-"""A drain takes 30 s at most and closing a few more, on a busy machine more still; a hang never ends."""
+"""A drain takes 30 s, and closing a few more; on a busy machine more still. A hang never ends."""
 
 STEPS = 10_000_000
 """More than an hour can hold; the run is asked to stop."""
