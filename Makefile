@@ -50,7 +50,10 @@ demo: $(INSTALLED)
 	@$(BIN)/distca local --mode in-place --name demo-in-place $(DEMO)
 
 # Two processes, each with whole modules, since starting a module's servers takes longer than its tests.
+# Planners are compiled first, once, as no test should have to wait for it.
 test: $(INSTALLED)
+	@$(BIN)/python -c 'from control_plane.planners import PLANNERS, prepare; \
+	  [prepare(planner) for planner in PLANNERS.values()]'
 	@$(BIN)/python -m pytest --numprocesses=2 --dist=loadscope $(PYTEST)
 
 lint: $(INSTALLED)
