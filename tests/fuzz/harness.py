@@ -22,8 +22,8 @@ HANG_SECONDS = 30.0
 """An input that takes longer is a hang: every thread's stack is printed and the process ends."""
 
 SLOW_SECONDS = 2.0
-"""An input of a few hundred bytes that takes more CPU time keeps others from being served. Wall time
-says little of that: on a busy machine a process may have to wait that long for its turn."""
+"""An input of a few hundred bytes that takes more CPU time keeps others from being served. Wall
+time says little of that: on a busy machine a process may have to wait that long for its turn."""
 
 MEMORY_BYTES = 4 * 2**30
 """How much a process may grow: an input that asks for more memory than that fails, instead of
