@@ -15,6 +15,8 @@ import time
 from datetime import UTC, datetime
 from typing import Any
 
+from control_plane.leader_label import LeaderLabel
+
 logger = logging.getLogger(__name__)
 
 LEASE_SECONDS = 15
@@ -30,9 +32,10 @@ class KubernetesLease:
     """Leads who holds a Lease.
 
     Args:
-        api: a ``kubernetes.client.CoordinationV1Api``; see :func:`cluster_api`.
+        api: a ``kubernetes.client.CoordinationV1Api``; see :func:`cluster_apis`.
         namespace, name: of the Lease; it is made if it is not there.
         identity: of this process, unique among the candidates: the pod's name.
+        label: tells a Service which pod leads; None: nothing does.
         lease_seconds, renew_seconds, retry_seconds: see the module.
     """
 
@@ -43,6 +46,7 @@ class KubernetesLease:
         name: str,
         identity: str,
         *,
+        label: LeaderLabel | None = None,
         lease_seconds: int = LEASE_SECONDS,
         renew_seconds: float = RENEW_SECONDS,
         retry_seconds: float = RETRY_SECONDS,
@@ -56,6 +60,7 @@ class KubernetesLease:
         self._namespace = namespace
         self._name = name
         self._identity = identity
+        self._label = label
         self._lease_seconds = lease_seconds
         self._renew_seconds = renew_seconds
         self._retry_seconds = retry_seconds
@@ -76,8 +81,10 @@ class KubernetesLease:
             if not waiting:
                 waiting = True
                 logger.info("standing by: another control plane holds Lease %s", self)
+            await self._show(leads=False)
             await asyncio.sleep(self._retry_seconds)
         logger.info("leading: holding Lease %s as %s", self, self._identity)
+        await self._show(leads=True)
 
     async def lost(self) -> str:
         """Renews the Lease; returns when that has not worked for too long, or somebody else has
@@ -85,6 +92,8 @@ class KubernetesLease:
         while True:
             await asyncio.sleep(self._retry_seconds)
             renewed = await self._attempt()
+            if renewed:
+                await self._show(leads=True)
             if not self.is_held:
                 return f"Lease {self} was not renewed for {self._renew_seconds:g} s"
             if not renewed and self._is_anothers():
@@ -96,6 +105,7 @@ class KubernetesLease:
         if not self.is_held:
             return
         self._held_until = 0.0
+        await self._show(leads=False)
         try:
             await asyncio.to_thread(self._give_up)
         except Exception as error:
@@ -107,6 +117,10 @@ class KubernetesLease:
 
     def _is_anothers(self) -> bool:
         return self._seen is not None and self._seen[0] not in ("", self._identity)
+
+    async def _show(self, *, leads: bool) -> None:
+        if self._label is not None:
+            await asyncio.to_thread(self._label.show, leads)
 
     async def _attempt(self) -> bool:
         """Takes or renews the Lease; whether that worked."""
@@ -199,8 +213,8 @@ class KubernetesLease:
             self._write(lease)
 
 
-def cluster_api() -> Any:
-    """The API of the cluster that this pod runs in.
+def cluster_apis() -> tuple[Any, Any]:
+    """``CoordinationV1Api`` and ``CoreV1Api`` of the cluster that this pod runs in.
 
     Raises:
         ModuleNotFoundError: the package ``kubernetes`` is not installed.
@@ -219,7 +233,7 @@ def cluster_api() -> Any:
             f"this process cannot reach the Kubernetes API: {error}; it must run in a pod whose "
             "service account token is mounted and may get, create and update leases"
         ) from error
-    return client.CoordinationV1Api()
+    return client.CoordinationV1Api(), client.CoreV1Api()
 
 
 def _in_one_line(error: Exception) -> str:

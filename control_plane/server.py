@@ -23,7 +23,8 @@ from control_plane.coordinator import Coordinator
 from control_plane.epochs import next_generation
 from control_plane.errors import NoHandshakeError
 from control_plane.job_keys import job_keys
-from control_plane.kubernetes_lease import KubernetesLease, cluster_api
+from control_plane.kubernetes_lease import KubernetesLease, cluster_apis
+from control_plane.leader_label import LeaderLabel
 from control_plane.leadership import Alone, FileLock, Leadership, LeadershipLostError
 from control_plane.metrics import Metrics
 from control_plane.planners import PLANNERS
@@ -281,7 +282,10 @@ def _leadership(settings: ControlPlaneSettings) -> Leadership:
     if settings.leader_lease:
         namespace, _, name = settings.leader_lease.partition("/")
         identity = f"{socket.gethostname()}-{os.getpid()}"
-        return KubernetesLease(cluster_api(), namespace, name, identity)
+        leases, pods = cluster_apis()
+        pod = settings.leader_pod
+        label = LeaderLabel(pods, namespace, pod) if pod else None
+        return KubernetesLease(leases, namespace, name, identity, label=label)
     return Alone()
 
 

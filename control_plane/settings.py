@@ -107,6 +107,8 @@ class ControlPlaneSettings:
             secret if no file gives one. None: the generation is the time, and the secret random.
         leader_lock: a file whose lock the one holds that leads of several control planes.
         leader_lease: ``namespace/name`` of a Kubernetes Lease, likewise.
+        leader_pod: name of the pod, in the Lease's namespace, that this process runs in: it has the
+            label ``distca.io/leader=true`` while it leads.
         address_file: where to write the bound addresses, as JSON, once both ports serve:
             ``{"grpc": "host:port", "metrics": "host:port"}``, null if there is no endpoint.
     """
@@ -121,6 +123,7 @@ class ControlPlaneSettings:
     state_dir: Path | None = None
     leader_lock: Path | None = None
     leader_lease: str = ""
+    leader_pod: str = ""
     address_file: Path | None = None
 
     @property
@@ -138,6 +141,10 @@ class ControlPlaneSettings:
         if self.leader_lease and len(list(filter(None, self.leader_lease.split("/")))) != 2:
             raise ValueError(
                 f"leader_lease is {self.leader_lease!r}; it must be NAMESPACE/NAME of a Lease"
+            )
+        if self.leader_pod and not self.leader_lease:
+            raise ValueError(
+                f"leader_pod is {self.leader_pod!r}, but leader_lease is not given; give both"
             )
         if self.max_message_bytes < 1:
             raise ValueError(f"max_message_bytes is {self.max_message_bytes}; it must be 1 or more")

@@ -69,6 +69,15 @@ class ControlPlaneOptions:
             rich_help_panel=_AVAILABILITY,
         ),
     ] = ""
+    leader_pod: Annotated[
+        str,
+        typer.Option(
+            help="Name of this process's pod, in the Lease's namespace: it has the label "
+            "distca.io/leader=true while it leads, for a Service to select.",
+            envvar="DISTCA_LEADER_POD",
+            rich_help_panel=_AVAILABILITY,
+        ),
+    ] = ""
     token_secret: Annotated[
         Path | None,
         typer.Option(
@@ -147,6 +156,7 @@ def control_plane(options: ControlPlaneOptions) -> None:
             ),
             leader_lock=options.leader_lock,
             leader_lease=options.leader_lease,
+            leader_pod=options.leader_pod,
             tls=tls,
             access=AccessSettings(
                 registrations_per_second=options.registrations_per_second,

@@ -1,4 +1,4 @@
-"""As much of the Kubernetes API as a Lease needs, over real HTTP."""
+"""As much of the Kubernetes API as a Lease and a pod's labels need, over real HTTP."""
 
 from __future__ import annotations
 
@@ -9,22 +9,27 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from kubernetes.client import ApiClient, Configuration, CoordinationV1Api
+from kubernetes.client import ApiClient, Configuration, CoordinationV1Api, CoreV1Api
 
 _PATH = "/apis/coordination.k8s.io/v1/namespaces/distca/leases"
+_PODS = "/api/v1/namespaces/distca/pods/"
 
 
 class LeaseApi:
-    """An API server that knows Leases of the namespace ``distca``.
+    """An API server that knows Leases and labels of pods of the namespace ``distca``.
 
     Attributes:
         leases: by name, as JSON objects.
+        labels: of each pod, by its name.
+        patches: how many were asked for.
         broken: while set, every request fails with status 500.
         silent: while set, requests are not answered.
     """
 
     def __init__(self) -> None:
         self.leases: dict[str, dict[str, Any]] = {}
+        self.labels: dict[str, dict[str, str]] = {}
+        self.patches = 0
         self.broken = threading.Event()
         self.silent = threading.Event()
         self.closing = threading.Event()
@@ -40,6 +45,9 @@ class LeaseApi:
                 self._answer(self._body())
 
             def do_PUT(self) -> None:
+                self._answer(self._body())
+
+            def do_PATCH(self) -> None:
                 self._answer(self._body())
 
             def _body(self) -> dict[str, Any]:
@@ -71,6 +79,9 @@ class LeaseApi:
         if self.broken.is_set():
             return 500, _failure(500, "etcd is away")
         with self._lock:
+            if path.startswith(_PODS):
+                assert (method, body is None) == ("PATCH", False)
+                return 200, self._patch(path.removeprefix(_PODS), body or {})
             name = path.removeprefix(_PATH).removeprefix("/")
             if method == "GET":
                 lease = self.leases.get(name)
@@ -86,6 +97,17 @@ class LeaseApi:
             self.leases[name] = body
             return 200, body
 
+    def _patch(self, pod: str, body: dict[str, Any]) -> dict[str, Any]:
+        """Merges labels; null removes one."""
+        self.patches += 1
+        labels = self.labels.setdefault(pod, {})
+        for name, value in body["metadata"]["labels"].items():
+            if value is None:
+                labels.pop(name, None)
+            else:
+                labels[name] = value
+        return {"metadata": {"name": pod, "labels": labels}}
+
     def version(self, name: str) -> str:
         version: str = self.leases[name]["metadata"]["resourceVersion"]
         return version
@@ -97,9 +119,16 @@ class LeaseApi:
 
     def client(self) -> CoordinationV1Api:
         """A real client of it."""
+        return CoordinationV1Api(self._api_client())
+
+    def pods(self) -> CoreV1Api:
+        """Likewise, for pods."""
+        return CoreV1Api(self._api_client())
+
+    def _api_client(self) -> ApiClient:
         configuration = Configuration(host=f"http://127.0.0.1:{self.server.server_port}")
         configuration.retries = False
-        return CoordinationV1Api(ApiClient(configuration))
+        return ApiClient(configuration)
 
 
 def _failure(status: int, message: str) -> dict[str, Any]:

@@ -15,7 +15,8 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from control_plane.kubernetes_lease import KubernetesLease, cluster_api
+from control_plane.kubernetes_lease import KubernetesLease, cluster_apis
+from control_plane.leader_label import LEADER_LABEL, LeaderLabel
 from control_plane.leadership import Alone, FileLock, Leadership
 from control_plane.server import ControlPlane
 from control_plane.settings import ControlPlaneSettings
@@ -53,12 +54,13 @@ def api() -> Iterator[LeaseApi]:
 
 
 def candidate(api: LeaseApi, identity: str) -> KubernetesLease:
-    """One that gives up and takes over within seconds."""
+    """One that gives up and takes over within seconds, in a pod of its name."""
     return KubernetesLease(
         api.client(),
         "distca",
         "leader",
         identity,
+        label=LeaderLabel(api.pods(), "distca", identity),
         lease_seconds=2,
         renew_seconds=1.0,
         retry_seconds=0.1,
@@ -205,6 +207,76 @@ def test_of_two_who_write_at_once_one_wins(api: LeaseApi) -> None:
     assert api.holder("leader") == "one"
 
 
+def leaders(api: LeaseApi) -> set[str]:
+    """The pods that a Service of the leader selects."""
+    return {pod for pod, labels in api.labels.items() if labels.get(LEADER_LABEL) == "true"}
+
+
+def test_label_of_the_pod_that_leads_is_handed_over(api: LeaseApi) -> None:
+    # A process that led in this pod and was killed has left its label.
+    api.labels["two"] = {LEADER_LABEL: "true", "app": "distca"}
+
+    async def lead() -> None:
+        one, two = candidate(api, "one"), candidate(api, "two")
+        await one.acquire()
+        taking_over = asyncio.create_task(two.acquire())
+        await eventually_true(lambda: leaders(api) == {"one"})
+        await one.release()
+        await asyncio.wait_for(taking_over, 3.0)
+        assert leaders(api) == {"two"}
+        assert api.labels["two"]["app"] == "distca"
+        await two.release()
+        assert not leaders(api)
+
+    within(DEADLINE_SECONDS, lead)
+
+
+def test_label_that_could_not_be_set_is_set_at_a_renewal_and_then_left_alone(
+    api: LeaseApi,
+) -> None:
+    pods = api.pods()
+
+    class Refusing:
+        def patch_namespaced_pod(self, *args: Any, **options: Any) -> Any:
+            if refuse:
+                raise ConnectionError("no route to the API server")
+            return pods.patch_namespaced_pod(*args, **options)
+
+    refuse = True
+    label = LeaderLabel(Refusing(), "distca", "one")
+    one = KubernetesLease(
+        api.client(),
+        "distca",
+        "leader",
+        "one",
+        label=label,
+        lease_seconds=2,
+        renew_seconds=1.0,
+        retry_seconds=0.05,
+    )
+
+    async def lead() -> None:
+        nonlocal refuse
+        await one.acquire()
+        assert one.is_held
+        renewing = asyncio.create_task(one.lost())
+        assert await is_waiting(renewing, 0.2)
+        assert not leaders(api)
+        refuse = False
+        await eventually_true(lambda: leaders(api) == {"one"})
+        assert await is_waiting(renewing, 0.5)
+        assert api.patches == 1
+        renewing.cancel()
+
+    within(DEADLINE_SECONDS, lead)
+
+
+async def eventually_true(condition: Callable[[], bool]) -> None:
+    """Waits for it; the test's own deadline bounds this."""
+    while not condition():
+        await asyncio.sleep(0.02)
+
+
 def test_times_that_would_let_two_lead_are_refused(api: LeaseApi) -> None:
     with pytest.raises(ValueError, match="renew_seconds 3"):
         KubernetesLease(api.client(), "distca", "leader", "one", lease_seconds=2, renew_seconds=3)
@@ -212,7 +284,7 @@ def test_times_that_would_let_two_lead_are_refused(api: LeaseApi) -> None:
 
 def test_process_outside_of_a_cluster_is_told_what_it_lacks() -> None:
     with pytest.raises(OSError, match="must run in a pod"):
-        cluster_api()
+        cluster_apis()
 
 
 @pytest.mark.parametrize(
@@ -220,6 +292,7 @@ def test_process_outside_of_a_cluster_is_told_what_it_lacks() -> None:
     [
         ({"leader_lease": "no-namespace"}, "must be NAMESPACE/NAME"),
         ({"leader_lease": "a/b", "leader_lock": Path("f")}, "both given"),
+        ({"leader_pod": "a"}, "leader_lease is not given"),
     ],
 )
 def test_contradicting_settings_are_named(settings: dict[str, Any], match: str) -> None:

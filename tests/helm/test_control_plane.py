@@ -90,12 +90,31 @@ def assert_restricted(spec: Manifest) -> None:
         assert not any("hostPort" in port for port in each.get("ports", []))
 
 
-def test_a_leader_is_elected_with_rights_on_its_lease_alone() -> None:
+@pytest.mark.parametrize("value_set", ["", "mtls-own-authority-values.yaml"])
+def test_standbys_are_ready_and_the_service_leads_to_the_leader_alone(value_set: str) -> None:
+    elected = ("controlPlane.replicas=2", "controlPlane.leaderElection.enabled=true")
+    spec = deployment(value_set, *elected)["spec"]
+    # Else none could be replaced or evicted: the one that serves must not go before another does.
+    run = container(spec["template"]["spec"], "control-plane")
+    for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
+        assert "--alive" in run[probe]["exec"]["command"]
+    assert spec["strategy"]["rollingUpdate"] == {"maxUnavailable": 0, "maxSurge": 1}
+    assert "--leader-pod=$(POD_NAME)" in run["args"]
+    assert environment(run)["POD_NAME"] == {"fieldRef": {"fieldPath": "metadata.name"}}
+    selector = only(rendered(value_set, *elected), "Service", "control-plane")["spec"]["selector"]
+    assert selector.pop("distca.io/leader") == "true"
+    assert selector == only(rendered(value_set), "Service", "control-plane")["spec"]["selector"]
+    # The process sets it: no pod may begin with it.
+    assert "distca.io/leader" not in spec["template"]["metadata"]["labels"]
+
+
+def test_a_leader_is_elected_with_rights_on_its_lease_and_pods_labels_alone() -> None:
     manifests = rendered("high-availability-values.yaml")
     spec = only(manifests, "Deployment")["spec"]
     assert (spec["replicas"], spec["strategy"]["type"]) == (3, "RollingUpdate")
     assert spec["template"]["spec"]["automountServiceAccountToken"] is True
-    rules = only(manifests, "Role")["rules"]
+    *rules, pods = only(manifests, "Role")["rules"]
+    assert pods == {"apiGroups": [""], "resources": ["pods"], "verbs": ["patch"]}
     assert {(*rule["apiGroups"], *rule["resources"]) for rule in rules} == {
         ("coordination.k8s.io", "leases")
     }
