@@ -13,6 +13,7 @@ from rich.live import Live
 from rich.text import Text
 
 from distca.errors import DistcaError
+from distca.interrupt import StopRequest
 from distca.rpc import RpcSettings, open_channel
 from distca.rpc_errors import RpcError
 from distca.top.snapshot import Snapshot, snapshot_from
@@ -20,6 +21,8 @@ from distca.top.view import render
 from distca.v1 import cluster_pb2, cluster_pb2_grpc
 
 _RETRY_SECONDS = 1.0
+_POLL_SECONDS = 0.1
+"""How soon a wait notices Ctrl-C."""
 
 
 class TooFewServersError(DistcaError):
@@ -66,10 +69,13 @@ def watch(settings: RpcSettings, watch: Watch, console: Console) -> None:
         look = _look(channel, settings)
         if watch.once:
             _show(_wait_for_snapshot(look, watch), watch, console)
-        elif watch.as_json or not console.is_terminal:
-            _repeat(look, watch, console)
-        else:
-            _follow(look, watch, settings.address, console)
+            return
+        # An exception out of a signal handler may be lost where a library runs callbacks.
+        with StopRequest() as stop:
+            if watch.as_json or not console.is_terminal:
+                _repeat(look, watch, console, stop)
+            else:
+                _follow(look, watch, settings.address, console, stop)
 
 
 def _look(channel: grpc.Channel, settings: RpcSettings) -> Callable[[], Snapshot]:
@@ -97,30 +103,45 @@ def _wait_for_snapshot(look: Callable[[], Snapshot], watch: Watch) -> Snapshot:
         time.sleep(_RETRY_SECONDS)
 
 
-def _repeat(look: Callable[[], Snapshot], watch: Watch, console: Console) -> None:
+def _repeat(
+    look: Callable[[], Snapshot], watch: Watch, console: Console, stop: StopRequest
+) -> None:
     """Prints snapshot after snapshot; errors go to stderr, and it goes on."""
     errors = Console(stderr=True, soft_wrap=True)
-    while True:
+    while not stop.requested:
         try:
             _show(look(), watch, console)
         except RpcError as error:
             errors.print(str(error), markup=False, highlight=False)
-        time.sleep(watch.interval_seconds)
+        _wait(watch.interval_seconds, stop)
 
 
-def _follow(look: Callable[[], Snapshot], watch: Watch, address: str, console: Console) -> None:
+def _follow(
+    look: Callable[[], Snapshot],
+    watch: Watch,
+    address: str,
+    console: Console,
+    stop: StopRequest,
+) -> None:
     """The live view: while the control plane is away, the last snapshot stays and says so."""
     last: Snapshot | None = None
     seen_at = time.monotonic()
     with Live(Text(f"Asking {address} ..."), console=console, screen=True) as live:
-        while True:
+        while not stop.requested:
             away = ""
             try:
                 last, seen_at = look(), time.monotonic()
             except RpcError as error:
                 away = str(error)
             live.update(_view(last, away, time.monotonic() - seen_at), refresh=True)
-            time.sleep(watch.interval_seconds)
+            _wait(watch.interval_seconds, stop)
+
+
+def _wait(seconds: float, stop: StopRequest) -> None:
+    """Sleeps, unless it is asked to stop."""
+    deadline = time.monotonic() + seconds
+    while not stop.requested and (left := deadline - time.monotonic()) > 0:
+        time.sleep(min(left, _POLL_SECONDS))
 
 
 def _view(last: Snapshot | None, away: str, away_seconds: float) -> RenderableType:
