@@ -191,6 +191,7 @@ class TickServer:
     ) -> None:
         """Takes in the plan of a step, and posts receives for it where nothing comes before. A
         plan that came already (by step and epoch), or that a recovery has made void, is ignored.
+        One of a higher epoch than the step's plan so far tells of a recovery.
 
         Args:
             job_id: the job.
@@ -203,8 +204,14 @@ class TickServer:
         """
         with self._lock:
             job = self._jobs[job_id]
-            if plan.epoch < job.epoch or not job.is_new(plan):
+            before = job.steps.get(plan.step)
+            oldest = max(job.epoch, before.epoch if before else 0)
+            if plan.epoch < oldest or not job.is_new(plan):
                 return
+        if before is not None:
+            # Receives of the former plan are on offer under the same tags: the ranks that sent by
+            # it connect again, as after any recovery.
+            self.recover(job_id, plan.epoch)
         step = ServedStep(
             job.description,
             plan,
@@ -223,14 +230,10 @@ class TickServer:
             # A recovery may have begun while the routes were derived.
             if plan.epoch < job.epoch:
                 return
-            replaced = job.steps.get(step.step)
-            why = f"step {step.step} runs under a plan of epoch {step.epoch}"
-            open_ticks = replaced.give_up(why) if replaced else []
             job.steps[step.step] = step
             connected = [c for c in self._connections if c.job is job]
             for connection in connected:
                 self._extend(connection, step)
-        self._give_up(open_ticks, why)
         for connection in connected:
             self._post(connection)
 

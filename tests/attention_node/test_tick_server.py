@@ -315,6 +315,21 @@ def test_memory_of_a_recovered_epoch_is_free_for_the_next() -> None:
     harness.executor.close()
 
 
+def test_a_plan_of_a_higher_epoch_tells_of_a_recovery_that_was_not_heard_of(
+    harness: Harness,
+) -> None:
+    before = [harness.connect(rank) for rank in range(2)]
+    harness.add(0)
+    before[1].arrive(ticks_of(0)[0])
+    harness.add(0, epoch=2)
+    assert all("recovers with epoch 2" in connection.reason for connection in before)
+    harness.add(0, epoch=1)
+    wait_for(lambda: harness.pool.stats().in_use_bytes == 0)
+    run_step(harness, 0, *[harness.connect(rank, epoch=2) for rank in range(2)])
+    wait_for(lambda: [busy.step for busy in harness.finished] == [0])
+    wait_for(lambda: harness.pool.stats().in_use_bytes == 0)
+
+
 def test_a_closed_job_gives_up_its_ticks_and_takes_no_more(harness: Harness) -> None:
     first, second = harness.connect(0), harness.connect(1)
     harness.add(0)

@@ -44,6 +44,7 @@ class LoopbackTransfer:
         self.buffer = buffer.retain()
         self._ended = threading.Event()
         self._callbacks: list[Callable[[Transfer], None]] = []
+        self._lock = threading.Lock()
 
     def wait(self, timeout_seconds: float) -> None:
         if not self._ended.wait(timeout_seconds):
@@ -52,19 +53,22 @@ class LoopbackTransfer:
             raise self.error
 
     def add_done_callback(self, callback: Callable[[Transfer], None]) -> None:
-        if self.state is TransferState.PENDING:
-            self._callbacks.append(callback)
-        else:
-            callback(self)
+        with self._lock:
+            if self.state is TransferState.PENDING:
+                self._callbacks.append(callback)
+                return
+        callback(self)
 
     def end(self, error: TransportError | None = None) -> None:
         """Done, or failed with ``error``."""
-        if self.state is not TransferState.PENDING:
-            return
-        self.error, self.ended_at = error, time.monotonic()
-        self.state = TransferState.FAILED if error else TransferState.DONE
+        with self._lock:
+            if self.state is not TransferState.PENDING:
+                return
+            self.error, self.ended_at = error, time.monotonic()
+            self.state = TransferState.FAILED if error else TransferState.DONE
+            callbacks = self._callbacks
         self._ended.set()
-        for callback in self._callbacks:
+        for callback in callbacks:
             callback(self)
         self.buffer.release()
 
@@ -78,6 +82,7 @@ class LoopbackConnection:
         self.peer = peer
         self.other: LoopbackConnection
         self.closed = False
+        self._error: TransportError | None = None
         self.last_heard = time.monotonic()
         self.offers: dict[int, LoopbackTransfer] = {}
         self._unclaimed: dict[int, torch.Tensor] = {}
@@ -85,8 +90,10 @@ class LoopbackConnection:
         self._lock = threading.RLock()
 
     def offer(self, tag: int, buffer: PooledBuffer, deadline_seconds: float) -> Transfer:
-        transfer = LoopbackTransfer(tag, buffer)
         with self._lock:
+            if tag in self.offers:
+                raise ValueError(f"tag {tag} is already on offer to {self.peer}; one at a time")
+            transfer = LoopbackTransfer(tag, buffer)
             if self.closed:
                 transfer.end(TransportClosed("closed", transport=NAME, peer=self.peer))
                 return transfer
@@ -136,7 +143,11 @@ class LoopbackConnection:
         self.other._end(PeerLost(reason, transport=NAME, peer=self.peer))
 
     def add_closed_callback(self, callback: Callable[[TransportError | None], None]) -> None:
-        self._callbacks.append(callback)
+        with self._lock:
+            if not self.closed:
+                self._callbacks.append(callback)
+                return
+        callback(self._error)
 
     def ping(self, timeout_seconds: float) -> None:
         self.last_heard = time.monotonic()
@@ -145,12 +156,13 @@ class LoopbackConnection:
         with self._lock:
             if self.closed:
                 return
-            self.closed = True
+            self.closed, self._error = True, error
             offers, self.offers = self.offers, {}
             self._unclaimed.clear()
+            callbacks = self._callbacks
         for offer in offers.values():
             offer.end(error or TransportClosed("closed", transport=NAME, peer=self.peer))
-        for callback in self._callbacks:
+        for callback in callbacks:
             callback(error)
 
 
