@@ -1,24 +1,18 @@
-"""The connecting side of the ucxx transport: name lookup, hello, and the listener's answer."""
+"""The connecting side of the ucxx transport: hello, and the listener's answer."""
 
 from __future__ import annotations
 
-import socket
-import threading
 from collections.abc import Callable
 from typing import Any
 
 from ucxx._lib import libucxx
 
+from data_plane.addresses import connect_failed
+from data_plane.greeting import BadGreeting, Greeting, Status
 from data_plane.owner_result import OwnerResult
-from data_plane.transport import Address, ConnectFailed, HandshakeRejected
+from data_plane.transport import Address, HandshakeRejected
 from data_plane.ucxx_connection import TRANSPORT_NAME, UcxxConnection
-from data_plane.ucxx_greeting import (
-    BadGreeting,
-    Greeting,
-    Status,
-    receive_greeting,
-    send_greeting,
-)
+from data_plane.ucxx_greeting import receive_greeting, send_greeting
 from data_plane.ucxx_worker import UCX_ERRORS, UcxxWorker
 
 
@@ -47,7 +41,8 @@ class UcxxConnector:
         try:
             endpoint = libucxx.UCXEndpoint.create(self._worker.ucp, ip, self._address.port, True)
         except UCX_ERRORS as error:
-            self._result.set(connect_failed(self._address, f"{type(error).__name__}: {error}"))
+            reason = f"{type(error).__name__}: {error}"
+            self._result.set(connect_failed(self._address, reason, TRANSPORT_NAME))
             return
         connection = open_connection(endpoint, str(self._address))
         timer = self._worker.call_at(deadline, lambda: self._give_up(connection, "deadline passed"))
@@ -85,37 +80,5 @@ class UcxxConnector:
         connection.close(f"refused by the listener: {reason}")
 
     def _give_up(self, connection: UcxxConnection, reason: str) -> None:
-        self._result.set(connect_failed(self._address, reason))
+        self._result.set(connect_failed(self._address, reason, TRANSPORT_NAME))
         connection.close(reason)
-
-
-def resolve(address: Address, timeout_seconds: float) -> str:
-    """Returns the IPv4 address of a host name; name servers can take longer than the deadline.
-
-    Raises:
-        ConnectFailed: it has none, or no answer came in time.
-    """
-    result = OwnerResult()
-
-    def look_up() -> None:
-        try:
-            result.set(socket.gethostbyname(address.host))
-        except OSError as error:
-            result.set(connect_failed(address, f"host name does not resolve: {error}"))
-
-    threading.Thread(target=look_up, name="ucxx-resolve", daemon=True).start()
-    try:
-        ip: str = result.get(timeout_seconds)
-    except TimeoutError:
-        raise connect_failed(address, "host name not resolved before the deadline") from None
-    return ip
-
-
-def connect_failed(address: Address, reason: str) -> ConnectFailed:
-    """Returns the error for an attempt that led to no connection."""
-    return ConnectFailed(
-        f"cannot connect: {reason}",
-        transport=TRANSPORT_NAME,
-        peer=str(address),
-        hint="check the address, that the peer listens, and that no firewall is in between",
-    )

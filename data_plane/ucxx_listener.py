@@ -3,23 +3,17 @@
 from __future__ import annotations
 
 import logging
-import socket
 import time
 from collections.abc import Callable
 from typing import Any
 
 from ucxx._lib import libucxx
 
-from data_plane.transport import MAX_HELLO_BYTES, AcceptCallback, Address, TransportError
-from data_plane.ucxx_connection import TRANSPORT_NAME, UcxxConnection
+from data_plane.greeting import BadGreeting, Greeting, Status, judge
+from data_plane.transport import AcceptCallback, Address
+from data_plane.ucxx_connection import UcxxConnection
 from data_plane.ucxx_endpoint_query import query_endpoint
-from data_plane.ucxx_greeting import (
-    BadGreeting,
-    Greeting,
-    Status,
-    receive_greeting,
-    send_greeting,
-)
+from data_plane.ucxx_greeting import receive_greeting, send_greeting
 from data_plane.ucxx_worker import UCX_ERRORS, UcxxWorker
 
 logger = logging.getLogger(__name__)
@@ -107,29 +101,18 @@ class UcxxListener:
         receive_greeting(connection, on_greeting, on_bad)
 
     def _judge(self, connection: UcxxConnection, hello: Greeting) -> None:
-        if hello.status is not Status.HELLO:
-            self._reject(connection, f"expected a hello, got {hello.status.name}")
-            return
-        connection.remote_id = hello.connection_id
-        try:
-            answer = self._accept(hello.body, connection)
-        except ValueError as refusal:
-            self._reject(connection, str(refusal))
-            return
-        except Exception:
-            logger.exception("accept callback failed for %s", connection.peer)
-            self._reject(connection, "internal error of the listener, see its log")
-            return
-        if len(answer) > MAX_HELLO_BYTES:
-            logger.error("accept callback answered %d bytes to %s", len(answer), connection.peer)
-            self._reject(connection, "the listener's answer is too long")
+        if hello.status is Status.HELLO:
+            connection.remote_id = hello.connection_id
+        status, answer = judge(self._accept, hello, connection)
+        if status is Status.REJECTED:
+            self._reject(connection, answer.decode(errors="replace"))
             return
         self._answer(connection, Status.ACCEPTED, answer)
         logger.info("connection %d with %s accepted", connection.local_id, connection.peer)
 
     def _reject(self, connection: UcxxConnection, reason: str) -> None:
         logger.info("connection with %s refused: %s", connection.peer, reason)
-        self._answer(connection, Status.REJECTED, reason.encode()[:MAX_HELLO_BYTES])
+        self._answer(connection, Status.REJECTED, reason.encode())
         self._worker.call_at(
             time.monotonic() + _REJECTION_LINGER_SECONDS,
             lambda: connection.close(f"refused: {reason}"),
@@ -138,23 +121,3 @@ class UcxxListener:
     def _answer(self, connection: UcxxConnection, status: Status, body: bytes) -> None:
         greeting = Greeting(status=status, connection_id=connection.local_id, body=body)
         send_greeting(connection, greeting, on_sent=lambda: None)
-
-
-def local_ip(host: str, port: int) -> str:
-    """Returns the IPv4 address of ``host``, one of this machine.
-
-    Raises:
-        TransportError: it is not.
-    """
-    try:
-        ip = socket.gethostbyname(host)
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as test:
-            test.bind((ip, 0))
-    except OSError as error:
-        raise TransportError(
-            f"cannot listen: {host!r} is no IPv4 address of this machine: {error}",
-            transport=TRANSPORT_NAME,
-            peer=f"{host}:{port}",
-            hint="give one of its addresses, or 0.0.0.0",
-        ) from error
-    return ip

@@ -1,272 +1,70 @@
-"""The ucxx transport's bandwidth probe: the asking side, and the responder on the owner thread.
-
-Everything travels on the connection's control channel, whose tags are the operations below, so a
-probe shares no tag with the tick's messages.
-"""
+"""The ucxx transport's side of the bandwidth probe."""
 
 from __future__ import annotations
 
-import logging
 import queue
-import statistics
-import struct
-import threading
-import time
-from collections import deque
-from enum import IntEnum
 from typing import Any
 
-from data_plane.buffer_pool import BufferPool, PooledBuffer
-from data_plane.transport import ProbeResult, Transfer, TransferTimeout, TransportError
-from data_plane.ucxx_connection import (
-    CONTROL_CHANNEL,
-    TRANSPORT_NAME,
-    UcxxConnection,
-    as_ucxx_array,
-)
-from data_plane.ucxx_worker import Timer
+from ucxx._lib.arr import Array
 
-logger = logging.getLogger(__name__)
-
-_REQUEST = struct.Struct("!QI")
-_MAX_CONTROL_BYTES = 256
-_MAX_REPEATS = 100_000
-_PINGS = 16
-_WINDOW = 2
-_RESPONDER_TIMEOUT_SECONDS = 60.0
+from data_plane.buffer_pool import BufferPool
+from data_plane.probe_endpoint import MAX_CONTROL_BYTES, Operation, ProbeEndpoint
+from data_plane.ucxx_connection import UcxxConnection, as_ucxx_array
 
 
-class Operation(IntEnum):
-    """Tags of the control channel."""
-
-    PING = 1
-    PONG = 2
-    REQUEST = 3
-    ACCEPT = 4
-    REFUSE = 5
-    DATA = 6
-    DONE = 7
-
-
-class ProbeEndpoint:
-    """Both sides of the probe for one connection.
+class UcxxProbe(ProbeEndpoint):
+    """The probe of one connection; takes over its control channel, whose tags are the operations.
 
     Args:
-        connection: takes over its control channel.
-        pool: where probe messages live, in the kind of memory that is to be measured.
-        max_probe_bytes: a larger request of the peer is refused.
+        connection: ucxx's.
+        pool, max_probe_bytes: see ``ProbeEndpoint``.
     """
 
+    _connection: UcxxConnection
+
     def __init__(self, connection: UcxxConnection, pool: BufferPool, max_probe_bytes: int) -> None:
-        self._connection = connection
-        self._pool = pool
-        self._max_probe_bytes = max_probe_bytes
-        self._replies: queue.SimpleQueue[tuple[int, bytes] | None] = queue.SimpleQueue()
-        self._asking = threading.Lock()
-        self._expecting_replies = False
-        self._receive_buffer: PooledBuffer | None = None
-        self._remaining = 0
-        self._abandon_timer: Timer | None = None
+        super().__init__(connection, pool, max_probe_bytes)
         connection.on_control = self._on_control
-        connection.add_closed_callback(self._on_closed)
-
-    def ask(self, nbytes: int, repeats: int, timeout_seconds: float) -> ProbeResult:
-        """See ``Transport.probe``. Any thread but the owner's; one probe at a time.
-
-        Raises:
-            ValueError: ``nbytes`` or ``repeats`` is not positive.
-            TransportError: refused by the peer, connection lost, or out of time.
-        """
-        if nbytes <= 0 or not 0 < repeats <= _MAX_REPEATS:
-            raise ValueError(
-                f"nbytes is {nbytes}, repeats is {repeats}; give nbytes > 0 and repeats from 1 "
-                f"to {_MAX_REPEATS}"
-            )
-        deadline = time.monotonic() + timeout_seconds
-        if not self._asking.acquire(timeout=timeout_seconds):
-            raise self._timeout("waiting for another probe of this connection")
-        try:
-            self._drain_replies()
-            self._expecting_replies = True
-            return self._measure(nbytes, repeats, deadline)
-        finally:
-            self._expecting_replies = False
-            self._asking.release()
-
-    def _measure(self, nbytes: int, repeats: int, deadline: float) -> ProbeResult:
-        round_trips = [self._ping(deadline) for _ in range(_PINGS)]
-        self._send_control(Operation.REQUEST, _REQUEST.pack(nbytes, repeats))
-        operation, body = self._next_reply(deadline)
-        if operation != Operation.ACCEPT:
-            raise TransportError(
-                f"probe of {nbytes} bytes refused: {body.decode(errors='replace')}",
-                transport=TRANSPORT_NAME,
-                peer=self._connection.peer,
-                hint="ask for a smaller probe",
-            )
-        seconds = self._send_data(nbytes, repeats, deadline)
-        return ProbeResult(
-            peer=self._connection.peer,
-            transport=TRANSPORT_NAME,
-            lanes=",".join(self._lanes(deadline)),
-            nbytes=nbytes,
-            gigabytes_per_second=nbytes * repeats / seconds / 1e9,
-            round_trip_seconds=statistics.median(round_trips),
-        )
-
-    def _ping(self, deadline: float) -> float:
-        start = time.perf_counter()
-        self._send_control(Operation.PING, b"ping")
-        self._next_reply(deadline)
-        return time.perf_counter() - start
-
-    def _send_data(self, nbytes: int, repeats: int, deadline: float) -> float:
-        """Sends ``repeats`` messages, a few at a time; returns seconds until all are there."""
-        buffer = self._pool.acquire(nbytes)
-        try:
-            pending: deque[Transfer] = deque()
-            start = time.perf_counter()
-            for _ in range(repeats):
-                if len(pending) == _WINDOW:
-                    pending.popleft().wait(self._seconds_left(deadline))
-                pending.append(
-                    self._connection.put_on_channel(
-                        CONTROL_CHANNEL, Operation.DATA, buffer, self._seconds_left(deadline)
-                    )
-                )
-            for transfer in pending:
-                transfer.wait(self._seconds_left(deadline))
-            self._next_reply(deadline)
-            return time.perf_counter() - start
-        finally:
-            buffer.release()
 
     def _lanes(self, deadline: float) -> tuple[str, ...]:
+        connection = self._connection
         answer: queue.SimpleQueue[tuple[str, ...]] = queue.SimpleQueue()
-        self._connection.worker.submit(lambda: answer.put(self._connection.lanes()))
+        connection.worker.submit(lambda: answer.put(connection.lanes()))
         try:
             return answer.get(timeout=self._seconds_left(deadline))
         except queue.Empty:
             raise self._timeout("asking UCX for its lanes") from None
 
-    def _send_control(self, operation: Operation, payload: bytes) -> None:
-        connection = self._connection
-        connection.worker.submit(lambda: connection.send_control(operation, payload))
-
-    def _next_reply(self, deadline: float) -> tuple[int, bytes]:
-        if self._connection.closed:
-            raise self._lost()
-        try:
-            reply = self._replies.get(timeout=self._seconds_left(deadline))
-        except queue.Empty:
-            raise self._timeout("waiting for the peer's answer to a probe") from None
-        if reply is None:
-            raise self._lost()
-        return reply
-
-    def _drain_replies(self) -> None:
-        while not self._replies.empty():
-            self._replies.get_nowait()
-
-    def _seconds_left(self, deadline: float) -> float:
-        left = deadline - time.monotonic()
-        if left <= 0:
-            raise self._timeout("probing")
-        return left
-
-    def _timeout(self, what: str) -> TransferTimeout:
-        return TransferTimeout(
-            f"deadline passed while {what}",
-            transport=TRANSPORT_NAME,
-            peer=self._connection.peer,
-            hint="the peer is stopped, cut off or too slow",
-        )
-
-    def _lost(self) -> TransportError:
-        assert self._connection.error is not None
-        return self._connection.error
-
-    def _on_closed(self, error: TransportError | None) -> None:
-        self._replies.put(None)
-        self._drop_receive_buffer()
-
     def _on_control(self, operation: int, message: Any) -> None:
+        worker = self._connection.worker
         if operation == Operation.DATA:
             self._receive_data(message)
             return
-        if message.length > _MAX_CONTROL_BYTES:
-            self._connection.worker.discard(message)
+        if message.length > MAX_CONTROL_BYTES:
+            worker.discard(message)
             return
         body = bytearray(max(message.length, 1))
         length = message.length
-        request = self._connection.worker.ucp.tag_recv_with_handle(_array(body), message)
-        self._connection.worker.track(
-            request, body, lambda error: self._on_body(operation, bytes(body[:length]), error)
-        )
+        request = worker.ucp.tag_recv_with_handle(Array(body), message)
 
-    def _on_body(self, operation: int, body: bytes, error: Exception | None) -> None:
-        if error is not None:
-            return
-        if operation == Operation.PING:
-            self._connection.send_control(Operation.PONG, body)
-        elif operation == Operation.REQUEST:
-            self._answer_request(body)
-        elif self._expecting_replies:
-            self._replies.put((operation, body))
+        def on_complete(error: Exception | None) -> None:
+            if error is None:
+                self.take(operation, bytes(body[:length]))
 
-    def _answer_request(self, body: bytes) -> None:
-        reason = self._prepare(body)
-        if reason:
-            self._connection.send_control(Operation.REFUSE, reason.encode())
-        else:
-            self._connection.send_control(Operation.ACCEPT, b"ok")
-
-    def _prepare(self, body: bytes) -> str:
-        """Readies the buffer that a request asks for; returns why not, or an empty string."""
-        if len(body) != _REQUEST.size:
-            return f"a request has {_REQUEST.size} bytes, not {len(body)}"
-        nbytes, repeats = _REQUEST.unpack(body)
-        if not 0 < nbytes <= self._max_probe_bytes:
-            return f"{nbytes} bytes asked for, max_probe_bytes={self._max_probe_bytes}"
-        self._drop_receive_buffer()
-        try:
-            self._receive_buffer = self._pool.acquire(nbytes)
-        except Exception as error:
-            logger.warning("no memory for the probe of %s: %s", self._connection.peer, error)
-            return "no memory for a probe of this size"
-        self._remaining = repeats
-        self._abandon_timer = self._connection.worker.call_at(
-            time.monotonic() + _RESPONDER_TIMEOUT_SECONDS, self._drop_receive_buffer
-        )
-        return ""
+        worker.track(request, body, on_complete)
 
     def _receive_data(self, message: Any) -> None:
+        worker = self._connection.worker
         buffer = self._receive_buffer
         if buffer is None or message.length != buffer.nbytes:
-            self._connection.worker.discard(message)
+            worker.discard(message)
             return
         buffer.retain()
         array = as_ucxx_array(buffer.tensor)
-        request = self._connection.worker.ucp.tag_recv_with_handle(array, message)
+        request = worker.ucp.tag_recv_with_handle(array, message)
 
         def on_complete(error: Exception | None) -> None:
             buffer.release()
-            self._remaining -= 1
-            if error is None and self._remaining == 0:
-                self._connection.send_control(Operation.DONE, b"done")
-                self._drop_receive_buffer()
+            self._received(done=error is None)
 
-        self._connection.worker.track(request, (array, buffer), on_complete)
-
-    def _drop_receive_buffer(self) -> None:
-        buffer, self._receive_buffer = self._receive_buffer, None
-        if buffer is not None:
-            buffer.release()
-        if self._abandon_timer is not None:
-            self._abandon_timer.cancel()
-
-
-def _array(memory: bytearray) -> Any:
-    from ucxx._lib.arr import Array
-
-    return Array(memory)
+        worker.track(request, (array, buffer), on_complete)

@@ -13,7 +13,9 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any
 
+from data_plane.addresses import connect_failed, local_ip, resolve
 from data_plane.buffer_pool import BufferPool, device_allocator
+from data_plane.greeting import MAX_CONNECTION_ID
 from data_plane.owner_result import OwnerResult
 from data_plane.transport import (
     MAX_HELLO_BYTES,
@@ -24,15 +26,10 @@ from data_plane.transport import (
     TransportClosed,
     TransportError,
 )
-from data_plane.ucxx_connection import (
-    MAX_CONNECTION_ID,
-    TRANSPORT_NAME,
-    UcxxConnection,
-    split_wire_tag,
-)
-from data_plane.ucxx_connector import UcxxConnector, connect_failed, resolve
-from data_plane.ucxx_listener import UcxxListener, local_ip
-from data_plane.ucxx_probe import ProbeEndpoint
+from data_plane.ucxx_connection import TRANSPORT_NAME, UcxxConnection, split_wire_tag
+from data_plane.ucxx_connector import UcxxConnector
+from data_plane.ucxx_listener import UcxxListener
+from data_plane.ucxx_probe import UcxxProbe
 from data_plane.ucxx_settings import UcxxSettings
 from data_plane.ucxx_worker import UCX_ERRORS, UcxxWorker
 
@@ -64,7 +61,7 @@ class UcxxTransport:
         self._settings.warn_about_environment()
         self._probe_pool = BufferPool(device_allocator(self._settings.device))
         self._connections: dict[int, UcxxConnection] = {}
-        self._probes: dict[int, ProbeEndpoint] = {}
+        self._probes: dict[int, UcxxProbe] = {}
         self._listener: UcxxListener | None = None
         self._closed = False
         self._close_lock = threading.Lock()
@@ -84,7 +81,7 @@ class UcxxTransport:
             TransportError: port in use, ``host`` is not of this machine, or called twice.
         """
         self._require_open(f"{host}:{port}")
-        ip = local_ip(host, port)
+        ip = local_ip(host, port, TRANSPORT_NAME)
         result = OwnerResult()
         self._worker.submit(lambda: self._start_listening(ip, port, accept, result))
         try:
@@ -107,7 +104,7 @@ class UcxxTransport:
             raise ValueError(f"hello has {len(hello)} bytes, MAX_HELLO_BYTES={MAX_HELLO_BYTES}")
         self._require_open(str(address))
         deadline = time.monotonic() + timeout_seconds
-        ip = resolve(address, timeout_seconds)
+        ip = resolve(address, timeout_seconds, TRANSPORT_NAME)
         result = OwnerResult()
         connector = UcxxConnector(self._worker, address, result)
         self._worker.submit(lambda: connector.start(ip, hello, deadline, self._open_connection))
@@ -115,7 +112,7 @@ class UcxxTransport:
             # The owner thread keeps the deadline; the margin is for its answer to arrive.
             connection, answer = result.get(deadline - time.monotonic() + 1.0)
         except TimeoutError as error:
-            raise connect_failed(address, str(error)) from error
+            raise connect_failed(address, str(error), TRANSPORT_NAME) from error
         logger.info("connection %d with %s opened", connection.local_id, address)
         return connection, answer
 
@@ -195,7 +192,7 @@ class UcxxTransport:
             metrics=self._metrics,
         )
         self._connections[connection.local_id] = connection
-        self._probes[connection.local_id] = ProbeEndpoint(
+        self._probes[connection.local_id] = UcxxProbe(
             connection, self._probe_pool, self._settings.max_probe_bytes
         )
         if self._metrics is not None:

@@ -14,6 +14,8 @@ import pytest
 
 from data_plane.buffer_pool import BufferPool, PooledBuffer
 from data_plane.liveness import LivenessMonitor
+from data_plane.owner_thread import Timer
+from data_plane.pings import SUSPENDED_SECONDS, Pings
 from data_plane.transport import (
     Address,
     Connection,
@@ -23,10 +25,8 @@ from data_plane.transport import (
     TransferTimeout,
     TransportError,
 )
-from data_plane.ucxx_ping import SUSPENDED_SECONDS, Pings
 from data_plane.ucxx_settings import UcxxSettings
 from data_plane.ucxx_transport import UcxxTransport
-from data_plane.ucxx_worker import Timer
 from tests.data_plane.conformance import eventually
 
 QUIET_SECONDS = 0.2
@@ -130,10 +130,10 @@ class FakeWorker:
         return Timer(when, callback)
 
 
-class FakeUcxxConnection:
+class FakePingedConnection:
     """What ``Pings`` sees of a connection."""
 
-    closed, remote_id = False, 1
+    closed, greeted = False, True
 
     def __init__(self, moving_bytes: int = 0) -> None:
         self.worker = FakeWorker()
@@ -150,8 +150,8 @@ class FakeUcxxConnection:
 
 def test_process_that_was_itself_stopped_asks_again(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
-    monkeypatch.setattr("data_plane.ucxx_ping.time.monotonic", lambda: now)
-    connection = FakeUcxxConnection()
+    monkeypatch.setattr("data_plane.pings.time.monotonic", lambda: now)
+    connection = FakePingedConnection()
     pings = Pings(connection, 1.0)  # type: ignore[arg-type]
     pings.ask(5.0)
     now += 5.0 + 2 * SUSPENDED_SECONDS
@@ -164,7 +164,7 @@ def test_process_that_was_itself_stopped_asks_again(monkeypatch: pytest.MonkeyPa
 
 
 def test_one_ping_is_under_way_at_a_time_and_waits_for_what_is_in_front_of_it() -> None:
-    connection = FakeUcxxConnection(moving_bytes=300)
+    connection = FakePingedConnection(moving_bytes=300)
     pings = Pings(connection, 100.0)  # type: ignore[arg-type]
     start = time.monotonic()
     for _ in range(2):

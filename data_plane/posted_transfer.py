@@ -1,4 +1,4 @@
-"""One offer or put of the ucxx transport: its state, its buffer's reference and its waiters."""
+"""One offer or put: its state, its buffer's reference and its waiters. All transports use it."""
 
 from __future__ import annotations
 
@@ -6,25 +6,29 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Final, Literal
 
 from data_plane.transport import Transfer, TransferState, TransferTimeout, TransportError
 
 if TYPE_CHECKING:
     from data_plane.buffer_pool import PooledBuffer
-    from data_plane.ucxx_worker import Timer
+    from data_plane.owner_thread import Timer
 
 logger = logging.getLogger(__name__)
 
 TransferKind = Literal["offer", "put"]
 
+DATA_CHANNEL: Final = 0
+CONTROL_CHANNEL: Final = 1
+"""Messages of the transport itself: signs of life, farewells, probes."""
 
-class UcxxTransfer:
+
+class PostedTransfer:
     """Implements ``Transfer``. Created on any thread, finished on the owner thread.
 
     Attributes:
         kind: which side of a message this is.
-        wire_tag: the 64-bit UCX tag of a put; 0 for an offer, which is matched here, not in UCX.
+        channel: DATA_CHANNEL, or CONTROL_CHANNEL for the transport's own messages.
         deadline: ``time.monotonic()`` at which the connection fails.
         started: ``time.monotonic()`` when its bytes could first move.
         failure: its own reason to fail, when it differs from the connection's.
@@ -41,10 +45,10 @@ class UcxxTransfer:
         transport: str,
         peer: str,
         owner_thread_id: int,
-        wire_tag: int = 0,
+        channel: int = DATA_CHANNEL,
     ) -> None:
         self.kind: TransferKind = kind
-        self.wire_tag = wire_tag
+        self.channel = channel
         self.deadline_seconds = deadline_seconds
         self.started = time.monotonic()
         self.deadline = self.started + deadline_seconds

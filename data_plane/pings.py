@@ -1,4 +1,4 @@
-"""Signs of life over the ucxx transport: the question, the answer, and what silence means.
+"""Signs of life of a peer: the question, the answer, and what silence means.
 
 The question and the answer are small messages of the control channel. The answer is given on the
 peer's owner thread, which never runs a kernel and never waits for another rank: silence means that
@@ -11,8 +11,8 @@ import time
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
-    from data_plane.ucxx_connection import UcxxConnection
-    from data_plane.ucxx_worker import Timer
+    from data_plane.base_connection import BaseConnection
+    from data_plane.owner_thread import Timer
 
 # Tags of the control channel, beside those of the farewell and of the probe.
 PING_TAG: Final = 32
@@ -30,7 +30,7 @@ class Pings:
         last_heard: ``time.monotonic()`` when something of the peer last arrived.
     """
 
-    def __init__(self, connection: UcxxConnection, slowest_bytes_per_second: float) -> None:
+    def __init__(self, connection: BaseConnection, slowest_bytes_per_second: float) -> None:
         self._connection = connection
         self._slowest_bytes_per_second = slowest_bytes_per_second
         self._verdict: Timer | None = None
@@ -52,7 +52,7 @@ class Pings:
 
     def _ask(self, timeout_seconds: float) -> None:
         connection = self._connection
-        if self._verdict is not None or connection.closed or connection.remote_id < 0:
+        if self._verdict is not None or connection.closed or not connection.greeted:
             return
         self._expect_answer(timeout_seconds)
         connection.send_control(PING_TAG, b"ping")

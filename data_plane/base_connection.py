@@ -1,0 +1,337 @@
+"""What connections of every transport have in common: offers, deadlines, and failing as a whole.
+
+A failure of any transfer fails the connection: with one message lost, the plan that both sides
+follow is void.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, ClassVar, Final
+
+from data_plane.owner_thread import OwnerThread
+from data_plane.pings import Pings
+from data_plane.posted_transfer import DATA_CHANNEL, PostedTransfer, TransferKind
+from data_plane.transport import (
+    MAX_TAG,
+    MessageSizeMismatch,
+    PeerLost,
+    Transfer,
+    TransferState,
+    TransferTimeout,
+    TransportClosed,
+    TransportError,
+)
+
+if TYPE_CHECKING:
+    from data_plane.buffer_pool import PooledBuffer
+    from data_plane.metrics import DataPlaneMetrics
+
+logger = logging.getLogger(__name__)
+
+MAX_FAREWELL_BYTES: Final = 1024
+"""Longest reason for closing that a peer is told."""
+
+Place = tuple[int, int]
+"""(channel, tag): where an offer waits for its message."""
+
+
+class BaseConnection:
+    """Implements ``Connection`` but for moving bytes.
+
+    Public methods are for any thread; those marked so are for the owner thread. A subclass accepts
+    offers, sends puts and control messages, says farewell and lets go of the network.
+
+    Args:
+        worker: the transport's owner thread.
+        peer: the peer's name.
+        slowest_bytes_per_second: the slowest network worth using.
+        metrics: told of every transfer when given.
+
+    Attributes:
+        local_id: the connection's number in this process, for the log.
+        worker: as above.
+    """
+
+    transport_name: ClassVar[str]
+
+    def __init__(
+        self,
+        *,
+        worker: OwnerThread,
+        local_id: int,
+        peer: str,
+        slowest_bytes_per_second: float,
+        metrics: DataPlaneMetrics | None,
+    ) -> None:
+        self.local_id = local_id
+        self.worker = worker
+        self._peer = peer
+        self._metrics = metrics
+        self._lock = threading.Lock()
+        self._offers: dict[Place, PostedTransfer] = {}
+        self._error: TransportError | None = None
+        self._torn_down = False
+        self._closed_callbacks: list[Callable[[TransportError | None], None]] = []
+        self._pings = Pings(self, slowest_bytes_per_second)
+
+    @property
+    def peer(self) -> str:
+        return self._peer
+
+    @property
+    def transport(self) -> str:
+        return self.transport_name
+
+    @property
+    def closed(self) -> bool:
+        return self._error is not None
+
+    @property
+    def error(self) -> TransportError | None:
+        """Why it is closed; TransportClosed after ``close()``."""
+        return self._error
+
+    @property
+    def greeted(self) -> bool:
+        """Whether the handshake is over. Owner thread."""
+        raise NotImplementedError
+
+    @property
+    def moving_bytes(self) -> int:
+        """Of messages that the network moves now, in either direction. Owner thread."""
+        raise NotImplementedError
+
+    def offer(self, tag: int, buffer: PooledBuffer, deadline_seconds: float) -> Transfer:
+        """See ``Connection.offer``. On a closed connection the transfer has failed already.
+
+        Raises:
+            ValueError: the tag is out of range or already on offer, or the deadline is not > 0.
+        """
+        return self.offer_on_channel(DATA_CHANNEL, tag, buffer, deadline_seconds)
+
+    def offer_on_channel(
+        self, channel: int, tag: int, buffer: PooledBuffer, deadline_seconds: float
+    ) -> PostedTransfer:
+        """``offer`` on the data or control channel."""
+        place = (channel, tag)
+        with self._lock:
+            if place in self._offers:
+                raise ValueError(f"tag {tag} is already on offer to {self._peer}; one at a time")
+            transfer = self._new_transfer("offer", tag, buffer, deadline_seconds, channel)
+            accepted = self._error is None
+            if accepted:
+                self._offers[place] = transfer
+        if accepted:
+            self.worker.submit(lambda: self._take_offer(transfer))
+        else:
+            self._fail_unstarted(transfer)
+        return transfer
+
+    def put(
+        self,
+        tag: int,
+        buffer: PooledBuffer,
+        deadline_seconds: float,
+        ready: Callable[[], bool] | None = None,
+    ) -> Transfer:
+        """See ``Connection.put``. On a closed connection the transfer has failed already.
+
+        Raises:
+            ValueError: the tag is out of range, or the deadline is not > 0.
+        """
+        return self.put_on_channel(DATA_CHANNEL, tag, buffer, deadline_seconds, ready)
+
+    def put_on_channel(
+        self,
+        channel: int,
+        tag: int,
+        buffer: PooledBuffer,
+        deadline_seconds: float,
+        ready: Callable[[], bool] | None = None,
+    ) -> PostedTransfer:
+        """``put`` on the data or control channel."""
+        transfer = self._new_transfer("put", tag, buffer, deadline_seconds, channel)
+        if self._error is not None:
+            self._fail_unstarted(transfer)
+        else:
+            self.worker.submit(lambda: self._start_put(transfer, ready))
+        return transfer
+
+    def close(self, reason: str = "closed by this side") -> None:
+        error = self._new_error(TransportClosed, reason)
+        with self._lock:
+            if self._error is not None:
+                return
+            self._error = error
+        self.worker.submit(lambda: self._say_farewell(reason))
+
+    def add_closed_callback(self, callback: Callable[[TransportError | None], None]) -> None:
+        with self._lock:
+            if not self._torn_down:
+                self._closed_callbacks.append(callback)
+                return
+        self._call_closed(callback)
+
+    @property
+    def last_heard(self) -> float:
+        return self._pings.last_heard
+
+    def ping(self, timeout_seconds: float) -> None:
+        self._pings.ask(timeout_seconds)
+
+    def lose_silent_peer(self, seconds: float) -> None:
+        """Fails the connection after a ping that was not answered. Owner thread."""
+        self.fail(
+            self._new_error(
+                PeerLost,
+                f"no sign of life for {seconds:.1f} s, though it was asked for one",
+                hint="the process is stopped, or the network to it is cut",
+            )
+        )
+
+    def fail(self, error: TransportError) -> None:
+        """Closes the connection because of ``error``. Owner thread."""
+        with self._lock:
+            if self._error is None:
+                self._error = error
+        self._tear_down(error)
+
+    def send_control(self, operation: int, payload: bytes) -> None:
+        """Sends a small message on the control channel, best effort. Owner thread."""
+        raise NotImplementedError
+
+    def _accept_offer(self, transfer: PostedTransfer) -> None:
+        """A buffer is on offer. Owner thread."""
+        raise NotImplementedError
+
+    def _send(self, transfer: PostedTransfer) -> None:
+        """Starts a put whose bytes are ready. Owner thread."""
+        raise NotImplementedError
+
+    def _say_farewell(self, reason: str) -> None:
+        """Tells the peer why, and tears down soon. Owner thread."""
+        raise NotImplementedError
+
+    def _disconnect(self, offers: list[PostedTransfer]) -> None:
+        """Lets go of the network, and ends every transfer: those of ``offers``, which nothing has
+        come for, and those under way, some perhaps later. Owner thread; once."""
+        raise NotImplementedError
+
+    def _take_offer(self, transfer: PostedTransfer) -> None:
+        if transfer.state is TransferState.PENDING:
+            self._start_deadline(transfer)
+            self._accept_offer(transfer)
+
+    def _start_put(self, transfer: PostedTransfer, ready: Callable[[], bool] | None) -> None:
+        if self._error is not None:
+            self._fail_unstarted(transfer)
+            return
+        if ready is not None and not ready():
+            if time.monotonic() > transfer.deadline:
+                self._on_deadline(transfer)
+                self._fail_unstarted(transfer)
+            else:
+                # Asked again on the owner thread's next turn: a kernel in front of a message is
+                # worth polling for, and the thread polls on a GPU anyway.
+                self.worker.submit(lambda: self._start_put(transfer, ready))
+            return
+        self._send(transfer)
+        if transfer.state is TransferState.PENDING:
+            self._start_deadline(transfer)
+
+    def _refuse_size(self, transfer: PostedTransfer, message_bytes: int) -> None:
+        """The message for an offer has another length: fails the offer and the connection."""
+        what = f"message with tag {transfer.tag} has {message_bytes} bytes, offered were "
+        what += f"{transfer.nbytes}"
+        hint = "the peers disagree about the plan"
+        self._end(transfer, self._new_error(MessageSizeMismatch, what, hint=hint))
+        self.fail(self._new_error(PeerLost, f"connection closed: {what}", hint=hint))
+
+    def _end(
+        self, transfer: PostedTransfer, error: TransportError | None, *, release_buffer: bool = True
+    ) -> None:
+        if self._metrics is not None and transfer.state is TransferState.PENDING:
+            self._metrics.transfer_ended(
+                kind=transfer.kind,
+                peer=self._peer,
+                transport=self.transport_name,
+                nbytes=transfer.nbytes,
+                seconds=time.monotonic() - transfer.started,
+                error=error,
+            )
+        transfer.finish(error, release_buffer=release_buffer)
+
+    def _start_deadline(self, transfer: PostedTransfer) -> None:
+        transfer.timer = self.worker.call_at(transfer.deadline, lambda: self._on_deadline(transfer))
+
+    def _on_deadline(self, transfer: PostedTransfer) -> None:
+        if transfer.state is not TransferState.PENDING:
+            return
+        what = (
+            f"{transfer.kind} of tag {transfer.tag} ({transfer.nbytes} bytes) not done within "
+            f"{transfer.deadline_seconds} s"
+        )
+        hint = "the peer is stopped, cut off or too slow"
+        transfer.failure = self._new_error(TransferTimeout, what, hint=hint)
+        self.fail(self._new_error(PeerLost, f"connection closed: {what}", hint=hint))
+
+    def _tear_down(self, error: TransportError | None) -> None:
+        """Ends every transfer, and tells those who want to know. Owner thread; once."""
+        with self._lock:
+            if self._torn_down:
+                return
+            self._torn_down = True
+            offers, self._offers = list(self._offers.values()), {}
+            closed_callbacks, self._closed_callbacks = self._closed_callbacks, []
+        self._disconnect(offers)
+        logger.info("connection %d with %s closed: %s", self.local_id, self._peer, self._error)
+        for callback in closed_callbacks:
+            self._call_closed(callback)
+
+    def _fail_unstarted(self, transfer: PostedTransfer) -> None:
+        self._end(transfer, self._later_error())
+
+    def _later_error(self) -> TransportError:
+        """The error of a transfer that did not itself make the connection fail."""
+        assert self._error is not None
+        if isinstance(self._error, TransportClosed | PeerLost):
+            return self._error
+        return self._new_error(PeerLost, f"connection failed: {self._error}")
+
+    def _new_error(
+        self, error_class: type[TransportError], message: str, *, hint: str = ""
+    ) -> TransportError:
+        return error_class(message, transport=self.transport_name, peer=self._peer, hint=hint)
+
+    def _new_transfer(
+        self,
+        kind: TransferKind,
+        tag: int,
+        buffer: PooledBuffer,
+        deadline_seconds: float,
+        channel: int,
+    ) -> PostedTransfer:
+        if not 0 <= tag <= MAX_TAG:
+            raise ValueError(f"tag is {tag}; valid: 0 to {MAX_TAG}")
+        if not deadline_seconds > 0:
+            raise ValueError(f"deadline_seconds is {deadline_seconds}; give more than 0")
+        return PostedTransfer(
+            kind=kind,
+            tag=tag,
+            buffer=buffer,
+            deadline_seconds=deadline_seconds,
+            transport=self.transport_name,
+            peer=self._peer,
+            owner_thread_id=self.worker.thread_id,
+            channel=channel,
+        )
+
+    def _call_closed(self, callback: Callable[[TransportError | None], None]) -> None:
+        try:
+            callback(None if isinstance(self._error, TransportClosed) else self._error)
+        except Exception:
+            logger.exception("closed callback of the connection with %s failed", self._peer)
