@@ -104,6 +104,18 @@ class PooledBuffer:
             )
         return self._tensor
 
+    @property
+    def block(self) -> torch.Tensor:
+        """The whole block behind it: what a network registers, once, and uses again for every
+        buffer that the block is cut to. It lives for as long as the pool keeps it.
+
+        Raises:
+            BufferReleased: the last reference has gone.
+        """
+        if self._block is None:
+            raise BufferReleased(f"buffer of {self.nbytes} bytes: its block has gone back")
+        return self._block
+
     def retain(self) -> PooledBuffer:
         """Adds a reference and returns the buffer.
 

@@ -57,6 +57,7 @@ class TransportError(Exception):
     """
 
     def __init__(self, message: str, *, transport: str, peer: str, hint: str = "") -> None:
+        self.reason = message
         self.transport = transport
         self.peer = peer
         self.hint = hint

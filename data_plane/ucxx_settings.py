@@ -2,33 +2,21 @@
 
 The defaults were measured on one host with UCX 1.21: with endpoint error handling on (without it
 a dead peer hangs its partners) UCX drops shared memory and falls back to TCP in 8 KiB pieces,
-1 GB/s. ``POSIX_ERROR_HANDLING`` brings shared memory back, 1 MiB segments make TCP five times
-faster, and a long UCX keepalive lets TCP's own see a cut link within seconds.
+1 GB/s. ``POSIX_ERROR_HANDLING`` brings shared memory back.
 """
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-logger = logging.getLogger(__name__)
-
-_COMMON_OPTIONS = {
-    "POSIX_ERROR_HANDLING": "y",
-    # The same in every process of a job, or connections reset.
-    "TCP_TX_SEG_SIZE": "1M",
-    "TCP_RX_SEG_SIZE": "1M",
-    "TCP_KEEPIDLE": "1s",
-    "TCP_KEEPINTVL": "1s",
-    "TCP_KEEPCNT": "3",
-    # UCX's own keepalive would keep the TCP one from ever being sent.
-    "KEEPALIVE_INTERVAL": "1000s",
-    "TCP_SYN_CNT": "2",
-    "TCP_CM_SYN_CNT": "2",
-    "TCP_CONN_NB": "y",
-}
+from data_plane.ucx_options import (
+    TCP_OPTIONS,
+    check_device,
+    choose_options,
+    warn_about_allocator,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,9 +50,7 @@ class UcxxSettings:
     slowest_bytes_per_second: float = 16 * 2**20
 
     def __post_init__(self) -> None:
-        kind, _, index = self.device.partition(":")
-        if kind not in ("cpu", "cuda") or (index and not index.isdigit()):
-            raise ValueError(f"device is {self.device!r}; valid: 'cpu', 'cuda', 'cuda:<index>'")
+        check_device(self.device)
         if self.busy_poll_seconds is not None and self.busy_poll_seconds < 0:
             raise ValueError(f"busy_poll_seconds is {self.busy_poll_seconds}; give 0 or more")
         for name in (
@@ -91,28 +77,19 @@ class UcxxSettings:
 
         A default is left out where ``environ`` sets the option: UCX reads it from there.
         """
-        defaults = {"TLS": self._default_transports(), **_COMMON_OPTIONS}
-        chosen = {name: v for name, v in defaults.items() if f"UCX_{name}" not in environ}
-        return chosen | {name.removeprefix("UCX_"): v for name, v in self.options.items()}
+        defaults = {
+            "TLS": self._default_transports(),
+            "POSIX_ERROR_HANDLING": "y",
+            **TCP_OPTIONS,
+        }
+        return choose_options(defaults, self.options, environ)
 
     def warn_about_environment(self, environ: Mapping[str, str] = os.environ) -> None:
         """Logs a warning for surroundings that silently cost bandwidth."""
-        if self.on_gpu and sets_expandable_segments(environ):
-            logger.warning(
-                "PYTORCH_CUDA_ALLOC_CONF sets expandable_segments:True: cuda_ipc cannot export "
-                "such memory and transfers between GPUs fall back to copies through the host; "
-                "set expandable_segments:False"
-            )
+        warn_about_allocator(self.device, environ)
 
     def _default_transports(self) -> str:
         transports = ["posix", "tcp", "self"] if self.one_host else ["tcp", "self"]
         if self.on_gpu:
             transports += ["cuda_copy", "cuda_ipc"]
         return ",".join(transports)
-
-
-def sets_expandable_segments(environ: Mapping[str, str]) -> bool:
-    """Whether PyTorch is told to allocate GPU memory that cuda_ipc cannot export."""
-    names = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
-    settings = ",".join(environ.get(name, "") for name in names)
-    return "expandable_segments:true" in settings.replace(" ", "").lower()

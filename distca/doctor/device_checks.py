@@ -9,7 +9,7 @@ import torch
 
 from core_attention.ca_task import MaskKind
 from core_attention.kernels.select import select_kernel
-from data_plane.ucxx_settings import sets_expandable_segments
+from data_plane.ucx_options import sets_expandable_segments
 from distca.doctor.finding import Finding, failed, passed, warned
 from distca.doctor.surroundings import Surroundings
 from distca.shapes import format_shape

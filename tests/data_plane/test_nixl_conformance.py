@@ -1,0 +1,60 @@
+"""The nixl transport against the suite: over shared memory, over TCP, and on GPU memory."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from data_plane.buffer_pool import device_allocator
+from data_plane.nixl_agent import import_nixl
+from data_plane.nixl_settings import NixlSettings
+from data_plane.nixl_transport import NixlTransport
+from data_plane.transport import BufferAllocator, Transport
+from tests.data_plane.conformance import TransportConformance
+
+try:
+    import_nixl()
+except ImportError as error:
+    pytest.skip(str(error), allow_module_level=True)
+
+
+def over_shared_memory() -> NixlTransport:
+    return NixlTransport(NixlSettings(one_host=True))
+
+
+def over_tcp() -> NixlTransport:
+    return NixlTransport(NixlSettings())
+
+
+def on_gpu() -> NixlTransport:
+    return NixlTransport(NixlSettings(device="cuda:0", one_host=True))
+
+
+class NixlConformance(TransportConformance):
+    stops_transfers = False
+
+
+class TestNixlOverSharedMemory(NixlConformance):
+    peer_factory = f"{__name__}:over_shared_memory"
+
+    def make_transport(self) -> Transport:
+        return over_shared_memory()
+
+
+class TestNixlOverTcp(NixlConformance):
+    peer_factory = f"{__name__}:over_tcp"
+
+    def make_transport(self) -> Transport:
+        return over_tcp()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+class TestNixlOnGpu(NixlConformance):
+    peer_factory = f"{__name__}:on_gpu"
+
+    def make_transport(self) -> Transport:
+        return on_gpu()
+
+    def allocator(self) -> BufferAllocator:
+        return device_allocator("cuda:0")
