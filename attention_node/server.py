@@ -41,8 +41,7 @@ from core_attention.shape import AttentionShape
 from data_plane.buffer_pool import BufferPool, device_allocator
 from data_plane.metrics import DataPlaneMetrics
 from data_plane.transport import Address
-from data_plane.ucxx_settings import UcxxSettings
-from data_plane.ucxx_transport import UcxxTransport
+from data_plane.transports import TransportName, check_transport, open_transport
 from distca import __version__, rpc
 from distca.codec import first_tick_from_bytes, plan_from_proto, profile_to_proto
 from distca.monitoring import MetricsEndpoint, process_registry
@@ -74,6 +73,7 @@ class NodeSettings:
         health_port: port of grpc.health.v1, over mTLS if ``certificate_file`` is given; 0 takes any
             free one.
         metrics_port: port of ``/metrics``; 0 takes any free one.
+        transport: ``"ucxx"`` or ``"nixl"``; the same in all processes.
         one_host: all trainers are on this machine, so shared memory may be used.
         capacity_rows: q plus k/v rows the node can hold in one tick; 0 is what fits
             ``buffer_limit_bytes``, or without limit if that has none.
@@ -100,6 +100,7 @@ class NodeSettings:
     data_port: int = 0
     health_port: int = 0
     metrics_port: int = 0
+    transport: str = TransportName.UCXX
     one_host: bool = False
     capacity_rows: int = 0
     buffer_limit_bytes: int = 0
@@ -119,6 +120,7 @@ class NodeSettings:
     def __post_init__(self) -> None:
         if not self.profile_shapes:
             raise ValueError("profile_shapes is empty; give the shape of at least one model")
+        object.__setattr__(self, "transport", check_transport(self.transport))
         for setting in fields(self):
             value = getattr(self, setting.name)
             if setting.name.endswith("_seconds") and not (math.isfinite(value) and value > 0):
@@ -212,8 +214,11 @@ class AttentionNode:
             ),
         )
         self._metrics.watch(self._executor, lambda: self._ticks.open_ticks)
-        self._transport = UcxxTransport(
-            UcxxSettings(device=settings.device, one_host=settings.one_host), data_metrics
+        self._transport = open_transport(
+            settings.transport,
+            device=settings.device,
+            one_host=settings.one_host,
+            metrics=data_metrics,
         )
         self._registry = registry
         self._endpoint: MetricsEndpoint | None = None

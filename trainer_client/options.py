@@ -10,6 +10,7 @@ from pathlib import Path
 
 from core_attention.shape import AttentionShape
 from core_attention.tick import MAX_LAYERS, MAX_NANO_BATCHES
+from data_plane.transports import TransportName, check_transport
 from distca.timeouts import check_order, known_timeouts
 
 
@@ -43,6 +44,7 @@ class SessionOptions:
         device: where the model's tensors are, for example ``"cpu"`` or ``"cuda:0"``.
         data_host: address of this machine that other ranks reach; used by in-place servers.
         data_port: port of the in-place server; 0 takes any free one.
+        transport: ``"ucxx"`` or ``"nixl"``; the same on every rank and server.
         one_host: all ranks and servers are on this machine, so shared memory may be used.
         connect_timeout_seconds: to reach the control plane, and later each server.
         control_plane_timeout_seconds: how long the control plane may be away while training goes
@@ -88,6 +90,7 @@ class SessionOptions:
     device: str = "cpu"
     data_host: str = field(default_factory=lambda: socket.gethostbyname(socket.gethostname()))
     data_port: int = 0
+    transport: str = TransportName.UCXX
     one_host: bool = False
     connect_timeout_seconds: float = 20.0
     control_plane_timeout_seconds: float = 300.0
@@ -114,6 +117,7 @@ class SessionOptions:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "placement", Placement(self.placement))
+        object.__setattr__(self, "transport", check_transport(self.transport))
         self._check_range("n_ranks", 1, 2**16)
         self._check_range("rank", 0, self.n_ranks - 1)
         self._check_range("n_layers", 1, MAX_LAYERS)

@@ -21,8 +21,7 @@ from data_plane.buffer_pool import BufferPool, device_allocator
 from data_plane.liveness import LivenessMonitor
 from data_plane.metrics import DataPlaneMetrics
 from data_plane.transport import Connection
-from data_plane.ucxx_settings import UcxxSettings
-from data_plane.ucxx_transport import UcxxTransport
+from data_plane.transports import open_transport
 from distca import __version__, rpc, tracing
 from distca.codec import profile_to_proto, shape_to_proto
 from distca.monitoring import MetricsEndpoint, process_registry
@@ -86,8 +85,11 @@ class Session:
         )
         self._data_metrics.watch_pool("messages", self._pool)
         self._endpoint: MetricsEndpoint | None = None
-        self._transport = UcxxTransport(
-            UcxxSettings(device=options.device, one_host=options.one_host), self._data_metrics
+        self._transport = open_transport(
+            options.transport,
+            device=options.device,
+            one_host=options.one_host,
+            metrics=self._data_metrics,
         )
         self._servers = ServerLinks(
             self._transport, options, self._make_hello, self._metrics, self._data_metrics

@@ -40,6 +40,9 @@ class NodeOptions:
     data_port: Annotated[int, typer.Option(help="Of the data plane; 0: any free one.")] = 0
     health_port: Annotated[int, typer.Option(help="Of grpc.health.v1, likewise.")] = 0
     metrics_port: Annotated[int, typer.Option(help="Of /metrics, likewise.")] = 0
+    transport: Annotated[
+        str, typer.Option(help="ucxx or nixl; the same for all processes of a job.")
+    ] = "ucxx"
     one_host: Annotated[
         bool,
         typer.Option(
@@ -93,6 +96,7 @@ def attention_node(options: NodeOptions, tls: ClientTls) -> None:
             data_port=options.data_port,
             health_port=options.health_port,
             metrics_port=options.metrics_port,
+            transport=options.transport,
             one_host=options.one_host,
             capacity_rows=options.capacity_rows,
             buffer_limit_bytes=options.buffer_limit_mib * 2**20,

@@ -65,6 +65,7 @@ class DoctorOptions:
     data_host: Annotated[
         str, typer.Option(help="Address of this machine that others reach; default: its own.")
     ] = ""
+    transport: Annotated[str, typer.Option(help="ucxx or nixl.")] = "ucxx"
     one_host: Annotated[
         bool,
         typer.Option(
@@ -188,6 +189,7 @@ def _surroundings(options: DoctorOptions, tls: ClientTls) -> Surroundings:
             device=options.device,
             shapes=tuple(parse_shape(text) for text in options.shape),
             data_host=options.data_host or _own_address(),
+            transport=options.transport,
             one_host=options.one_host,
             rdma=options.rdma,
             peers=tuple(_address("peer", text) for text in options.peer),
@@ -206,9 +208,13 @@ def _listen(options: DoctorOptions, console: Console) -> None:
 
     with as_usage_error():
         address = _address("listen", options.listen)
-    settings = ResponderSettings(
-        host=address.host, port=address.port, device=options.device, one_host=options.one_host
-    )
+        settings = ResponderSettings(
+            host=address.host,
+            port=address.port,
+            device=options.device,
+            transport=options.transport,
+            one_host=options.one_host,
+        )
     for bound in respond_until_signal(settings):
         console.print(f"Answering doctors at {bound}; Ctrl-C ends it.", soft_wrap=True)
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from data_plane.transports import TransportName
 from distca.doctor.finding import Finding, failed, passed, warned
 from distca.doctor.surroundings import Surroundings
 from distca.doctor.ucx_library import ucx_modules
@@ -147,6 +148,10 @@ def check_rdma(around: Surroundings) -> Iterable[Finding]:
             "request the device plugin's resource instead of mounting /dev/infiniband",
         )
         return
+    if around.settings.transport == TransportName.NIXL:
+        # Its wheel carries a UCX with verbs.
+        yield passed("rdma", shown)
+        return
     yield judge_ucx_modules(shown, ucx_modules())
 
 
@@ -168,7 +173,8 @@ def judge_ucx_modules(ports: str, modules: frozenset[str] | None) -> Finding:
             "rdma",
             f"{ports}, but this UCX has no verbs (transports of the ucxx wheel: "
             f"{', '.join(sorted(modules)) or 'none'})",
-            "install a UCX built with verbs and set RAPIDS_LIBUCX_PREFER_SYSTEM_LIBRARY=true",
+            "give --transport=nixl, whose wheel has them, or install a UCX built with verbs and "
+            "set RAPIDS_LIBUCX_PREFER_SYSTEM_LIBRARY=true",
         )
     return passed("rdma", ports)
 

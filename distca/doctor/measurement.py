@@ -1,4 +1,4 @@
-"""Measures the way to a peer with UCX."""
+"""Measures the way to a peer."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 
-from data_plane.transport import Address, HandshakeRejected, ProbeResult
-from data_plane.ucxx_settings import UcxxSettings
-from data_plane.ucxx_transport import UcxxTransport
+from data_plane.transport import Address, HandshakeRejected, ProbeResult, Transport
+from data_plane.transports import open_transport
 from distca.doctor.responder import ResponderSettings
 
 _PROBE_BYTES = {"cpu": 8 * 2**20, "cuda": 64 * 2**20}
@@ -33,9 +32,9 @@ class ChildFailed(Exception):
 
 
 @contextmanager
-def transport_of(device: str, *, one_host: bool) -> Iterator[UcxxTransport]:
+def transport_of(name: str, device: str, *, one_host: bool) -> Iterator[Transport]:
     """A transport whose buffers are on ``device``."""
-    transport = UcxxTransport(UcxxSettings(device=device, one_host=one_host))
+    transport = open_transport(name, device=device, one_host=one_host)
     try:
         yield transport
     finally:
@@ -43,7 +42,7 @@ def transport_of(device: str, *, one_host: bool) -> Iterator[UcxxTransport]:
 
 
 def measure(
-    transport: UcxxTransport, device: str, address: Address, hello: bytes, timeout_seconds: float
+    transport: Transport, device: str, address: Address, hello: bytes, timeout_seconds: float
 ) -> ProbeResult:
     """What one connection to ``address`` achieves.
 
@@ -60,7 +59,7 @@ def measure(
 
 
 def measure_retrying(
-    transport: UcxxTransport,
+    transport: Transport,
     device: str,
     address: Address,
     hello: bytes,

@@ -1,4 +1,4 @@
-"""What UCX achieves: on this machine, and on the way to peers. Importing this needs ucxx."""
+"""What the network achieves: on this machine, and on the way to peers."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from contextlib import ExitStack
 
 from core_attention.shape import AttentionShape
 from data_plane.transport import Address, HandshakeRejected, ProbeResult, TransportError
+from data_plane.transports import TransportName
 from distca.doctor.finding import Finding, failed, passed, warned
 from distca.doctor.measurement import (
     ChildFailed,
@@ -37,12 +38,17 @@ def self_tests(around: Surroundings) -> Iterable[Finding]:
 
 def _self_test(around: Surroundings, *, one_host: bool) -> Iterator[Finding]:
     settings = around.settings
-    peer = ResponderSettings(host=settings.data_host, device=settings.device, one_host=one_host)
+    peer = ResponderSettings(
+        host=settings.data_host,
+        device=settings.device,
+        transport=settings.transport,
+        one_host=one_host,
+    )
     what = "shared memory" if one_host else "the network"
     try:
         with (
             child_responder(peer) as address,
-            transport_of(settings.device, one_host=one_host) as transport,
+            transport_of(settings.transport, settings.device, one_host=one_host) as transport,
         ):
             result = measure(transport, settings.device, address, HELLO, settings.probe_seconds)
     except (TransportError, ChildFailed, RuntimeError, ValueError) as error:
@@ -56,9 +62,10 @@ def _self_test(around: Surroundings, *, one_host: bool) -> Iterator[Finding]:
 def judge_self_test(
     result: ProbeResult, *, one_host: bool, floor_gigabytes_per_second: float
 ) -> Finding:
-    """Whether what UCX chose on this machine is what it should choose."""
+    """Whether what UCX chose on this machine is what it should choose, where the library tells."""
     fast = {"posix", "sysv", "cma", "cuda_ipc", "cuda_copy"}
-    if one_host and not fast & set(result.lanes.split(",")):
+    told = result.transport == TransportName.UCXX
+    if one_host and told and not fast & set(result.lanes.split(",")):
         return warned(
             "ucx",
             f"within this machine: {_shown(result)}; shared memory is not used",
@@ -79,7 +86,7 @@ def ways_to_peers(around: Surroundings) -> Iterable[Finding]:
     with ExitStack() as stack:
         try:
             transport = stack.enter_context(
-                transport_of(settings.device, one_host=settings.one_host)
+                transport_of(settings.transport, settings.device, one_host=settings.one_host)
             )
             job = None
             if addresses and around.cluster is not None:
@@ -149,7 +156,7 @@ def _judge_server(
 def _reached(name: str) -> Finding:
     return passed(
         "peers",
-        f"{name}: a server, reached over UCX; it answers jobs alone, so its speed is not measured",
+        f"{name}: a server, reached; it answers jobs alone, so its speed is not measured",
     )
 
 

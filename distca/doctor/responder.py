@@ -1,4 +1,4 @@
-"""The other end of a measurement: listens with UCX and answers probes, nothing else."""
+"""The other end of a measurement: listens and answers probes, nothing else."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 
 from data_plane.transport import Address, Connection
-from data_plane.ucxx_settings import UcxxSettings
-from data_plane.ucxx_transport import UcxxTransport
+from data_plane.transports import TransportName, check_transport, open_transport
 from distca import __version__
 
 HELLO = b"distca doctor"
@@ -27,13 +26,18 @@ class ResponderSettings:
         host: address of this machine.
         port: 0 takes any free one.
         device: ``"cpu"`` or ``"cuda:<index>"``.
+        transport: ``"ucxx"`` or ``"nixl"``.
         one_host: let doctors of this machine use shared memory.
     """
 
     host: str
     port: int = 0
     device: str = "cpu"
+    transport: str = TransportName.UCXX
     one_host: bool = False
+
+    def __post_init__(self) -> None:
+        check_transport(self.transport)
 
 
 @contextmanager
@@ -43,7 +47,9 @@ def responding(settings: ResponderSettings) -> Iterator[Address]:
     Raises:
         TransportError: the port is in use, or ``host`` is not of this machine.
     """
-    transport = UcxxTransport(UcxxSettings(device=settings.device, one_host=settings.one_host))
+    transport = open_transport(
+        settings.transport, device=settings.device, one_host=settings.one_host
+    )
     try:
         yield transport.listen(settings.host, settings.port, _accept)
     finally:

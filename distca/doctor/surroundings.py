@@ -10,6 +10,7 @@ from pathlib import Path
 
 from core_attention.shape import AttentionShape
 from data_plane.transport import Address
+from data_plane.transports import TransportName, check_transport
 from distca.doctor.cluster_probe import ClusterProbe
 
 
@@ -21,6 +22,7 @@ class DoctorSettings:
         device: ``"cpu"`` or ``"cuda:<index>"``.
         shapes: attention shapes that the kernel must run.
         data_host: address of this machine that others reach.
+        transport: ``"ucxx"`` or ``"nixl"``, as trainers and servers use it.
         one_host: trainers and servers share this machine, so shared memory is to be used.
         rdma: the network is to be RDMA; without it, TCP will do.
         peers: responders or servers to measure the way to.
@@ -33,6 +35,7 @@ class DoctorSettings:
     device: str = "cpu"
     shapes: tuple[AttentionShape, ...] = ()
     data_host: str = "127.0.0.1"
+    transport: str = TransportName.UCXX
     one_host: bool = False
     rdma: bool = False
     peers: tuple[Address, ...] = ()
@@ -45,6 +48,7 @@ class DoctorSettings:
         kind, _, index = self.device.partition(":")
         if self.device != "cpu" and (kind != "cuda" or not index.isdecimal()):
             raise ValueError(f"device is {self.device!r}; give cpu or cuda:INDEX")
+        check_transport(self.transport)
         if not (math.isfinite(self.probe_seconds) and self.probe_seconds > 0):
             raise ValueError(f"probe_seconds is {self.probe_seconds}; it must be a positive number")
         if not self.min_gigabytes_per_second >= 0:

@@ -1,10 +1,13 @@
-"""Which UCX ucxx loads into a process, and what it can do."""
+"""Which library moves the bytes, which UCX it loads into a process, and what that can do."""
 
 from __future__ import annotations
 
+import importlib.metadata
 import re
 from functools import cache
 from pathlib import Path
+
+from data_plane.nixl_agent import import_nixl
 
 
 @cache
@@ -16,6 +19,18 @@ def ucx_version() -> str | None:
         return None
     version = ".".join(str(part) for part in ucxx.get_ucx_version())
     return f"ucxx {ucxx.__version__}, UCX {version}"
+
+
+@cache
+def nixl_version() -> str | None:
+    """Version of nixl, which brings a UCX of its own; None if it cannot be imported."""
+    try:
+        library = import_nixl()
+    except (ImportError, OSError):
+        return None
+    # The package is named for its version of CUDA: nixl-cu13.
+    name = str(library.__name__).replace("_", "-")
+    return f"{name} {importlib.metadata.version(name)}"
 
 
 @cache

@@ -73,6 +73,7 @@ SETTINGS = (
     "attention_node.server:NodeSettings",
     "control_plane.settings:ControlPlaneSettings",
     "control_plane.settings:CoordinatorSettings",
+    "data_plane.nixl_settings:NixlSettings",
     "data_plane.ucxx_settings:UcxxSettings",
     "distca.rpc:RpcSettings",
     "trainer_client.options:SessionOptions",

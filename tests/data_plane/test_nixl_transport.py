@@ -1,0 +1,215 @@
+"""What is particular to the nixl transport: registered memory that comes and goes, and peers whose
+frames make no sense."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import struct
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from data_plane.buffer_pool import BufferPool
+from data_plane.greeting import HEADER_BYTES, Greeting, Status, decode_header
+from data_plane.nixl_agent import import_nixl
+from data_plane.nixl_connection import NixlConnection
+from data_plane.nixl_link import MAX_FRAME_BYTES
+from data_plane.nixl_settings import NixlSettings
+from data_plane.nixl_transport import NixlTransport
+from data_plane.transport import Address, Connection, TransportError
+from tests.data_plane.conformance import eventually, pattern
+
+try:
+    import_nixl()
+except ImportError as error:
+    pytest.skip(str(error), allow_module_level=True)
+
+
+@pytest.fixture
+def transport() -> Iterator[NixlTransport]:
+    transport = NixlTransport(NixlSettings(one_host=True, max_unclaimed_offers=10))
+    yield transport
+    transport.close()
+
+
+@pytest.fixture
+def peer() -> Iterator[NixlTransport]:
+    transport = NixlTransport(NixlSettings(one_host=True))
+    yield transport
+    transport.close()
+
+
+@pytest.fixture
+def accepted() -> list[Connection]:
+    return []
+
+
+@pytest.fixture
+def address(transport: NixlTransport, accepted: list[Connection]) -> Address:
+    def accept(hello: bytes, connection: Connection) -> bytes:
+        accepted.append(connection)
+        return b"ok"
+
+    return transport.listen("127.0.0.1", 0, accept)
+
+
+class Slab:
+    """An allocator that hands out the same memory again and again."""
+
+    def __init__(self, nbytes: int) -> None:
+        self._memory = torch.empty(nbytes, dtype=torch.uint8)
+
+    def __call__(self, nbytes: int) -> torch.Tensor:
+        return self._memory[:nbytes]
+
+
+def test_memory_that_comes_back_as_another_block_is_never_mixed_up(
+    address: Address, accepted: list[Connection], peer: NixlTransport
+) -> None:
+    """Peers keep the metadata of the blocks before for the same addresses."""
+    connection, _ = peer.connect(address, b"", 5.0)
+    slab, sending = Slab(2**21), BufferPool()
+    for number, nbytes in enumerate((2**20, 3 * 2**17, 2**20, 100_000, 2**20 - 1)):
+        # A pool of its own for each size: the one before gives its block back.
+        received = BufferPool(slab).acquire(nbytes)
+        received.tensor.fill_(0)
+        sent = sending.acquire(nbytes)
+        sent.tensor.copy_(pattern(nbytes, number))
+        offer = accepted[0].offer(number, received, 5.0)
+        connection.put(number, sent, 5.0).wait(5.0)
+        offer.wait(5.0)
+        assert torch.equal(received.tensor, pattern(nbytes, number))
+        received.release()
+        sent.release()
+
+
+def test_memory_is_registered_once(
+    caplog: pytest.LogCaptureFixture,
+    address: Address,
+    accepted: list[Connection],
+    peer: NixlTransport,
+) -> None:
+    connection, _ = peer.connect(address, b"", 5.0)
+    pool = BufferPool()
+    with caplog.at_level(logging.DEBUG, "data_plane.nixl_agent"):
+        for tag in range(10):
+            sent, received = pool.acquire(50_000 - tag), pool.acquire(50_000 - tag)
+            offer = accepted[0].offer(tag, received, 5.0)
+            connection.put(tag, sent, 5.0).wait(5.0)
+            offer.wait(5.0)
+            sent.release()
+            received.release()
+    assert sum("registered" in record.message for record in caplog.records) <= 4
+
+
+def test_too_many_unclaimed_offers_end_the_connection(
+    address: Address, accepted: list[Connection], peer: NixlTransport
+) -> None:
+    connection, _ = peer.connect(address, b"", 5.0)
+    ended: list[TransportError | None] = []
+    accepted[0].add_closed_callback(ended.append)
+    pool = BufferPool()
+    for tag in range(11):
+        connection.offer(tag, pool.acquire(100), 5.0)
+    eventually(lambda: len(ended) == 1)
+    assert "max_unclaimed_offers=10" in str(ended[0])
+    eventually(lambda: connection.closed)
+
+
+def greeted(address: Address) -> socket.socket:
+    """A stranger that knows the greeting, and nothing else."""
+    link = socket.create_connection((address.host, address.port), 5.0)
+    link.sendall(Greeting(status=Status.HELLO, connection_id=1, body=b"").encode())
+    answer = decode_header(link.recv(HEADER_BYTES, socket.MSG_WAITALL))
+    assert answer.status is Status.ACCEPTED
+    link.recv(answer.body_bytes, socket.MSG_WAITALL)
+    return link
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        struct.pack("!BI", 99, 0),
+        struct.pack("!BI", 1, MAX_FRAME_BYTES + 1),
+        struct.pack("!BI", 2, 3) + b"abc",
+        struct.pack("!BIBIIQQI", 2, 29, 0, 1, 7, 4096, 100, 0),
+        struct.pack("!BIBI", 3, 5, 0, 1),
+        struct.pack("!BIBI", 4, 5, 0, 1),
+        struct.pack("!BI", 6, 1) + b"x",
+    ],
+    ids=["kind", "length", "short offer", "unknown region", "begin", "done", "short control"],
+)
+def test_frames_that_make_no_sense_end_the_connection(
+    address: Address, accepted: list[Connection], raw: bytes
+) -> None:
+    with greeted(address) as link:
+        ended: list[TransportError | None] = []
+        accepted[0].add_closed_callback(ended.append)
+        link.sendall(raw)
+        eventually(lambda: len(ended) == 1)
+        assert "another protocol" in str(ended[0])
+
+
+def test_damaged_metadata_ends_the_connection_not_the_process(
+    address: Address, accepted: list[Connection]
+) -> None:
+    pool = BufferPool()
+    with greeted(address) as link:
+        put = accepted[0].put(1, pool.acquire(100), 5.0)
+        link.sendall(struct.pack("!BII", 1, 4 + 20, 7) + b"not metadata at all!")
+        link.sendall(struct.pack("!BIBIIQQI", 2, 29, 0, 1, 7, 4096, 100, 0))
+        with pytest.raises(TransportError, match="cannot write"):
+            put.wait(5.0)
+        eventually(lambda: accepted[0].closed)
+
+
+def test_children_do_not_hold_a_link_up(address: Address, peer: NixlTransport) -> None:
+    """A forked child would keep the socket open after this process has ended."""
+    connection, _ = peer.connect(address, b"", 5.0)
+    assert isinstance(connection, NixlConnection)
+    link = connection.link._socket
+    assert link is not None
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if link.fileno() == -1 else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert link.fileno() >= 0
+
+
+@pytest.mark.parametrize(
+    ("settings", "tls"),
+    [(NixlSettings(), "^sm"), (NixlSettings(one_host=True), None)],
+)
+def test_shared_memory_is_for_one_host(settings: NixlSettings, tls: str | None) -> None:
+    assert settings.context_options({}).get("TLS") == tls
+    assert settings.context_options({"UCX_TLS": "rc"}).get("TLS") is None
+    options = NixlSettings(options={"UCX_TLS": "tcp"}).context_options({"UCX_TLS": "rc"})
+    assert options["TLS"] == "tcp"
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"device": "gpu"},
+        {"busy_poll_seconds": -1.0},
+        {"handshake_timeout_seconds": 0.0},
+        {"max_unclaimed_offers": 0},
+        {"max_probe_bytes": 0},
+        {"slowest_bytes_per_second": 0.0},
+    ],
+)
+def test_wrong_settings_are_named(wrong: dict[str, object]) -> None:
+    ((name, _),) = wrong.items()
+    with pytest.raises(ValueError, match=name):
+        NixlSettings(**wrong)  # type: ignore[arg-type]
+
+
+def test_environment_is_left_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("UCX_TCP_KEEPCNT", "7")
+    before = dict(os.environ)
+    NixlTransport(NixlSettings(options={"TCP_KEEPCNT": "5"})).close()
+    changed = {name for name in before if os.environ.get(name) != before[name]}
+    assert not {name for name in changed | (os.environ.keys() - before.keys()) if "UCX" in name}
