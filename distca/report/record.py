@@ -102,7 +102,8 @@ class Verification:
     Attributes:
         steps: how many were compared.
         loss: largest relative difference of the loss.
-        gradient: largest, over parameters and steps, of max|g - g'| / max|g'|.
+        gradient: largest, over parameters and steps, of max|g - g'| / max|g'|; max|g'| counts as no
+            less than a thousandth of the largest over all parameters.
         parameter: where ``gradient`` was found.
         loss_tolerance, gradient_tolerance: what they may be.
     """

@@ -143,6 +143,12 @@ def test_relative_difference(found: list[float], expected: list[float], differen
     assert measured == pytest.approx(difference, rel=1e-12)
 
 
+def test_differences_of_tiny_gradients_count_relative_to_the_floor() -> None:
+    found, expected = torch.tensor([3.0e-6]), torch.tensor([2.0e-6])
+    assert relative_difference(found, expected, floor=1e-3) == pytest.approx(1e-3)
+    assert relative_difference(found, expected, floor=1e-9) == pytest.approx(0.5)
+
+
 def test_missing_gradient_differs_without_bound() -> None:
     assert relative_difference(None, None) == 0.0
     assert relative_difference(None, torch.ones(1)) == float("inf")
@@ -179,11 +185,11 @@ def test_verifier_agrees_with_packed_eager_attention_and_sees_a_wrong_gradient(
     verifier.compare(model, feed.packed(0), loss)
     assert verifier.result.passed
     assert verifier.result.steps == 1
-    parameter = model.get_parameter("model.layers.0.self_attn.k_proj.weight")
+    parameter = model.get_parameter("model.layers.0.self_attn.v_proj.weight")
     assert parameter.grad is not None
     parameter.grad[0, 0] += 1e-3 * parameter.grad.abs().max()
     difference = verifier.compare(model, feed.packed(0), loss * (1 + 1e-4))
-    assert difference.parameter == "model.layers.0.self_attn.k_proj.weight"
+    assert difference.parameter == "model.layers.0.self_attn.v_proj.weight"
     assert difference.gradient == pytest.approx(1e-3, rel=0.05)
     assert difference.loss == pytest.approx(1e-4, rel=0.05)
     assert not verifier.result.passed
