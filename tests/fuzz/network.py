@@ -15,8 +15,8 @@ from contextlib import contextmanager, suppress
 
 import grpc
 
+from data_plane.greeting import BadGreeting, decode_header
 from data_plane.transport import MAX_HELLO_BYTES, Address, TransportError
-from data_plane.ucxx_greeting import BadGreeting, _decode_header
 from data_plane.ucxx_settings import UcxxSettings
 from data_plane.ucxx_transport import UcxxTransport
 from distca.tokens import JOB_TOKEN_KEY
@@ -121,7 +121,7 @@ def _header(rng: random.Random) -> str:
     raw = struct.pack("!8sIII", MAGIC, rng.choice((0, 1, 2**31)), rng.randrange(4), 40)
     raw = mutated_bytes(raw, rng)[:20].ljust(20, b"\0")
     try:
-        header = _decode_header(raw)
+        header = decode_header(raw)
     except BadGreeting:
         return "refused"
     assert raw.startswith(MAGIC)

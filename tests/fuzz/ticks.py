@@ -213,9 +213,14 @@ def _check_accepted(raw: bytes, served: Served) -> None:
     assert hello.token == rank_token(KEY, hello.rank)
     assert (hello.version, hello.server_id) == (PROTOCOL_VERSION, SERVER)
     assert hello.job_id == "attacked"
-    served.epoch = max(served.epoch, hello.epoch)
+    _note_epoch(served)
+
+
+def _note_epoch(served: Served) -> None:
+    """Goes on in the job's epoch, which hellos, plans and recoveries raise. Beyond all that are
+    given a rank ends its own job on a server; then it is opened again."""
+    served.epoch = served.server._jobs["attacked"].epoch
     if served.epoch > MAX_EPOCH:
-        # A rank may end its own job on a server, by an epoch beyond all that are given.
         _reopen(served)
 
 
@@ -238,13 +243,14 @@ def _plan(served: Served, rng: random.Random) -> str:
     served.server.add_plan(
         "attacked", decoded, forward_only=event.forward_only, first_tick=first_tick
     )
+    _note_epoch(served)
     return "plan taken"
 
 
 def _event(served: Served, rng: random.Random) -> str:
     if rng.random() < 0.8:
         served.server.recover("attacked", rng.choice((0, served.epoch, served.epoch + 1)))
-        served.epoch = max(served.epoch, served.server._jobs["attacked"].epoch)
+        _note_epoch(served)
         return "recovery"
     _reopen(served)
     return "job closed"
