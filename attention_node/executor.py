@@ -23,6 +23,7 @@ from attention_node.open_tick import OpenTick, Source
 from core_attention.ca_task import Phase
 from core_attention.checksum import ChecksumMismatch
 from core_attention.kernels.protocol import Kernel
+from core_attention.kernels.streams import HIGH_PRIORITY
 from core_attention.shape import AttentionShape
 
 logger = logging.getLogger(__name__)
@@ -81,6 +82,15 @@ class _Stopwatch:
         return total + level * (time.perf_counter() - since)
 
 
+@dataclass(frozen=True, eq=False)
+class _Arrival:
+    """A source on its way to the executor's thread."""
+
+    tick: OpenTick
+    rank: int
+    source: Source
+
+
 class Executor:
     """Runs ready parts on one device, from one thread.
 
@@ -110,6 +120,8 @@ class Executor:
         self._waiting, self._running, self._resting = (_Stopwatch(level) for level in (0, 0, 1))
         self._thread = threading.Thread(target=self._run, name="distca-executor", daemon=True)
         self._thread.start()
+        self._unwritten: queue.SimpleQueue[_Arrival | None] = queue.SimpleQueue()
+        self._watcher: threading.Thread | None = None
 
     @property
     def queued_parts(self) -> int:
@@ -140,11 +152,21 @@ class Executor:
         return 0.0 if since is None else max(time.monotonic() - since, 0.0)
 
     def arrive(self, tick: OpenTick, rank: int, source: Source) -> None:
-        """Hands in one source of a tick; its callbacks are made on the executor's thread."""
-        arrived = time.perf_counter()
-        self._events.put(
-            lambda: self._guard(tick, lambda: self._arrive(tick, rank, source, arrived))
-        )
+        """Hands in one source of a tick; its callbacks are made on the executor's thread.
+
+        One whose inputs a stream still writes counts as arrived when they are complete: a kernel
+        that waited for them would hold up the parts of others, and its time would be no measure of
+        the work.
+        """
+        if source.written is None:
+            self._enqueue(_Arrival(tick, rank, source))
+            return
+        if self._watcher is None:
+            self._watcher = threading.Thread(
+                target=self._watch, name="distca-executor-inputs", daemon=True
+            )
+            self._watcher.start()
+        self._unwritten.put(_Arrival(tick, rank, source))
 
     def run_soon(self, action: Callable[[], None]) -> None:
         """Runs ``action``, which must not raise, on the executor's thread between kernel calls."""
@@ -156,6 +178,7 @@ class Executor:
 
     def close(self, timeout_seconds: float = 5.0) -> None:
         """Stops the thread after the call in progress."""
+        self._unwritten.put(None)
         self._events.put(None)
         self._thread.join(timeout_seconds)
         if self._thread.is_alive():
@@ -165,14 +188,30 @@ class Executor:
             )
 
     def _run(self) -> None:
-        # A stream of its own, so that kernels run beside the trainer's work in-place.
+        # A stream of its own, so that kernels run beside the trainer's work in-place; before it
+        # where both want the device, since other ranks wait for them.
         on_gpu = self.device.type == "cuda"
-        stream = torch.cuda.Stream(self.device) if on_gpu else None
+        stream = torch.cuda.Stream(self.device, HIGH_PRIORITY) if on_gpu else None
         with torch.no_grad(), torch.cuda.stream(stream):
             while self._take_events():
                 if self._ready:
                     self._run_batch(self._take_batch())
                     self._at_work_since = time.monotonic()
+
+    def _watch(self) -> None:
+        """Follows the streams that inputs are written on; they come in order."""
+        torch.cuda.set_device(self.device)
+        while (waiting := self._unwritten.get()) is not None:
+            assert waiting.source.written is not None
+            waiting.source.written.synchronize()
+            self._enqueue(waiting)
+
+    def _enqueue(self, come: _Arrival) -> None:
+        arrived = time.perf_counter()
+        tick, rank, source = come.tick, come.rank, come.source
+        self._events.put(
+            lambda: self._guard(tick, lambda: self._arrive(tick, rank, source, arrived))
+        )
 
     def _take_events(self) -> bool:
         """Handles all waiting events, blocking only if nothing is ready; False at the end."""

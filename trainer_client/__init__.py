@@ -1,5 +1,6 @@
 """The trainer's side: sessions, the autograd operation, ping-pong, integrations."""
 
+from trainer_client.checkpointing import checkpoint
 from trainer_client.errors import CoreAttentionFailed, PlanNotReady, SessionClosed, SessionError
 from trainer_client.operation import core_attention
 from trainer_client.options import Placement, SessionOptions
@@ -18,5 +19,6 @@ __all__ = [
     "SessionOptions",
     "StepReport",
     "TraceEvent",
+    "checkpoint",
     "core_attention",
 ]

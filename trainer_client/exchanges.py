@@ -103,8 +103,15 @@ class PlanInForce:
                     route=route,
                     request=request_layout(route, shape, phase, checksums=checksums),
                     reply=reply_layout(route, shape, phase, checksums=checksums),
-                    q_rows=torch.from_numpy(route.q_rows).to(self._device),
-                    kv_rows=torch.from_numpy(route.kv_rows).to(self._device),
+                    q_rows=self._upload(route.q_rows),
+                    kv_rows=self._upload(route.kv_rows),
                 )
             )
         return tuple(exchanges)
+
+    def _upload(self, rows: Int64Array) -> torch.Tensor:
+        """``rows`` on the device, without waiting for what it does."""
+        host = torch.from_numpy(rows)
+        if self._device.type != "cuda":
+            return host.to(self._device)
+        return host.pin_memory().to(self._device, non_blocking=True)

@@ -5,6 +5,9 @@ rank sends its part again. How far behind they can be follows from causal attent
 ``docs/fault_tolerance.md``): in the backward pass one tick; in the forward pass any number, but
 only until the first backward tick is complete here, since that one needs theirs. A rank that shares
 no document keeps nothing of complete ticks.
+
+Where something else keeps the ranks together (weights that are gathered layer by layer), fewer
+forward ticks need be kept. A recovery that asks for one that is gone ends the step.
 """
 
 from __future__ import annotations
@@ -66,10 +69,13 @@ class LaneLog:
 
     Args:
         shared: whether a document of this nano-batch has rows on other ranks too.
+        kept_forward_ticks: of how many complete forward ticks the inputs are kept, the latest; None
+            for all of them.
     """
 
-    def __init__(self, *, shared: bool) -> None:
+    def __init__(self, *, shared: bool, kept_forward_ticks: int | None = None) -> None:
         self.shared = shared
+        self._kept_forward_ticks = kept_forward_ticks
         self.complete_ticks = 0
         self._sent: dict[int, SentTick] = {}
 
@@ -93,6 +99,10 @@ class LaneLog:
             for earlier in self._sent.values():
                 if earlier.complete and earlier.index < sent.index:
                     earlier.inputs = None
+        elif self._kept_forward_ticks is not None:
+            too_old = self._sent.get(sent.index - self._kept_forward_ticks)
+            if too_old is not None and too_old.complete:
+                too_old.inputs = None
 
     def release(self) -> None:
         """Nobody asks for anything again."""

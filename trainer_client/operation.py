@@ -14,8 +14,10 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
+from core_attention.kernels.row_dots import row_dots
 from core_attention.tensor_checks import check_qkv
 from trainer_client.attention_call import AttentionCall
+from trainer_client.checkpointing import Recomputed, keep_result, kept_result
 from trainer_client.lane import require_lane
 
 
@@ -23,7 +25,8 @@ def core_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.T
     """Causal ``softmax(scale * q k^T) v`` within each document of the current nano-batch.
 
     Call it inside ``with session.step(n):``, and inside :class:`trainer_client.PingPong` if the
-    step has several nano-batches. Rows are those of the rank's manifest, in packed order.
+    step has several nano-batches. Rows are those of the rank's manifest, in packed order. Inside
+    :func:`trainer_client.checkpoint` it is run once, not again when activations are recomputed.
 
     Args:
         q: ``[rows, num_heads, head_dim]``, the job's dtype, contiguous.
@@ -41,6 +44,9 @@ def core_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.T
     lane = require_lane()
     running = lane.running
     check_qkv(q, k, v, running.job.shape, running.n_rows(lane.nano_batch))
+    if (kept := kept_result()) is not None:
+        again: torch.Tensor = Recomputed.apply(q, k, v, *kept)  # type: ignore[no-untyped-call]
+        return again
     call = AttentionCall(running, running.next_layer(lane.nano_batch), lane.nano_batch)
     token = _Send.apply(q, k, v, call)  # type: ignore[no-untyped-call]
     lane.give_way()
@@ -75,6 +81,7 @@ class _Collect(torch.autograd.Function):
         call: AttentionCall,
     ) -> torch.Tensor:
         o, lse = call.collect_forward()
+        keep_result(o, lse)
         ctx.call = call
         ctx.save_for_backward(q, k, v, o, lse)
         return o
@@ -84,6 +91,6 @@ class _Collect(torch.autograd.Function):
     def backward(ctx: Any, do: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         q, k, v, o, lse = ctx.saved_tensors
         do = do.contiguous()
-        delta = (do.float() * o.float()).sum(-1)
+        delta = row_dots(do, o)
         ctx.call.send_backward({"q": q, "k": k, "v": v, "do": do, "lse": lse, "delta": delta})
         return do.new_empty(0, dtype=torch.float32), None, None, None, None, None

@@ -63,6 +63,10 @@ class SessionOptions:
             next to nothing.
         audit_rate: share of the tasks that servers run for this rank which is recomputed at home.
         audit_seed: chooses which.
+        kept_forward_ticks: of how many complete forward layers (a nano-batch) the inputs are kept
+            for other ranks' replays, where documents span ranks. None: of all, so that every
+            failure is recovered from; they take as much memory as the activations that they are.
+            Ranks that gather sharded weights layer by layer cannot drift apart: 3 is enough.
         probe_bytes: size of the bandwidth probe to each server at start; 0 leaves it out.
         min_gigabytes_per_second: a probe below this is a warning in the log, and the floor that
             the metrics tell; 0 is no floor.
@@ -104,6 +108,7 @@ class SessionOptions:
     check_results: bool | None = None
     audit_rate: float = 0.0
     audit_seed: int = 0
+    kept_forward_ticks: int | None = None
     probe_bytes: int = 8 * 2**20
     min_gigabytes_per_second: float = 0.0
     metrics_port: int | None = None
@@ -132,6 +137,8 @@ class SessionOptions:
                 f"min_gigabytes_per_second is {self.min_gigabytes_per_second}; it must be 0 or more"
             )
         self._check_range("probe_bytes", 0, 64 * 2**20)
+        if self.kept_forward_ticks is not None:
+            self._check_range("kept_forward_ticks", 1, MAX_LAYERS)
         if not (math.isfinite(self.tolerance) and self.tolerance >= 0):
             raise ValueError(f"tolerance is {self.tolerance}; it must be 0 or more")
         if not 0 <= self.audit_rate <= 1:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextvars
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import greenlet
@@ -114,7 +114,8 @@ class _Turns:
 
 class _ThreadState:
     """PyTorch's settings that belong to a thread, not to a greenlet: a lane that switches inside
-    ``torch.no_grad`` or ``torch.autocast`` must not change the other lane's."""
+    ``torch.no_grad``, ``torch.autocast`` or an activation checkpoint (whose hooks take what
+    autograd saves) must not change the other lane's."""
 
     _DEVICE_TYPES = ("cpu", "cuda")
 
@@ -125,6 +126,8 @@ class _ThreadState:
             kind: (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
             for kind in self._DEVICE_TYPES
         }
+        self._hooks = self._take_hooks()
+        self._put_hooks()
 
     @classmethod
     def capture(cls) -> _ThreadState:
@@ -136,3 +139,22 @@ class _ThreadState:
         for kind, (enabled, dtype) in self._autocast.items():
             torch.set_autocast_enabled(kind, enabled)
             torch.set_autocast_dtype(kind, dtype)
+        self._take_hooks()
+        self._put_hooks()
+
+    @staticmethod
+    def _take_hooks() -> list[_Hooks]:
+        """Removes all hooks on saved tensors; returns them, the innermost first."""
+        hooks = []
+        while (top := _top_hooks(False)) is not None:
+            hooks.append(top)
+            torch._C._autograd._pop_saved_tensors_default_hooks()
+        return hooks
+
+    def _put_hooks(self) -> None:
+        for pack, unpack in reversed(self._hooks):
+            torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
+
+
+_Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
+_top_hooks: Callable[[bool], _Hooks | None] = torch._C._autograd._top_saved_tensors_default_hooks

@@ -95,6 +95,7 @@ class RunningStep:
         connected: whether the control plane can be reached.
         lost: told when a server fails: its id, the epoch of the plan, the cause.
         metrics: told of every tick.
+        kept_forward_ticks: see :class:`trainer_client.lane_log.LaneLog`.
 
     Attributes:
         complete: every tick that servers expect of this rank is complete.
@@ -114,6 +115,7 @@ class RunningStep:
         connected: Callable[[], bool],
         lost: Callable[[str, int, str], None],
         metrics: TrainerMetrics,
+        kept_forward_ticks: int | None = None,
     ) -> None:
         self.plan = plan
         self.rank = rank
@@ -142,7 +144,10 @@ class RunningStep:
         self._without_plan_since = time.monotonic()
         self._trouble = "no plan has come"
         self._failure = ""
-        self._lanes = [LaneLog(shared=self._shares(n)) for n in range(self.job.n_nano_batches)]
+        self._lanes = [
+            LaneLog(shared=self._shares(nano_batch), kept_forward_ticks=kept_forward_ticks)
+            for nano_batch in range(self.job.n_nano_batches)
+        ]
 
     @property
     def step(self) -> int:

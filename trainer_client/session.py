@@ -365,6 +365,7 @@ class Session:
             connected=lambda: self._link.connected,
             lost=self._link.report_lost,
             metrics=self._metrics,
+            kept_forward_ticks=self.options.kept_forward_ticks,
         )
         self._running = running
         self._recovery.begin(running, planned)

@@ -32,6 +32,7 @@ from core_attention.kernels.gpu_shapes import (
     warm_up_parts,
 )
 from core_attention.kernels.protocol import BackwardPart, ForwardPart
+from core_attention.kernels.streams import HIGH_PRIORITY
 from core_attention.shape import AttentionShape
 
 logger = logging.getLogger(__name__)
@@ -88,7 +89,7 @@ class Fa4Kernel:
         self._launches = LaunchCache(device, gaps=True, workspace_keys=workspace_keys)
         self._zero_rows: dict[AttentionShape, torch.Tensor] = {}
         self._warm: set[AttentionShape] = set()
-        self._second_queue = torch.cuda.Stream(device)
+        self._second_queue = torch.cuda.Stream(device, HIGH_PRIORITY)
 
     @property
     def name(self) -> str:

@@ -1,0 +1,397 @@
+"""Training steps of a Llama on the GPUs of one host, with core attention spread in several ways.
+
+Every way runs the same documents, the same model and the same FSDP2, in one run:
+
+* plain: whole documents, packed in order, attention at home;
+* repacked: whole documents, moved between ranks so that work is as equal as memory allows;
+* context-parallel: every document cut over all ranks, keys and values gathered;
+* disaggregated: DistCA in place, with a real control plane, real sessions and UCX.
+
+    python -m benchmarks.gpu.end_to_end --layers 8 --tokens-per-rank 131072 --json out.json
+
+*Headroom* is how much faster plain packing's step would be if its attention were spread evenly and
+nothing else changed.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import logging
+import os
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from attention_node.server import SWITCH_INTERVAL_SECONDS
+from benchmarks.gpu.training import methods
+from benchmarks.gpu.training.batches import Batch, draw_batch
+from benchmarks.gpu.training.methods import Disaggregated, RankSettings
+from benchmarks.gpu.training.stack import ModelShape
+from benchmarks.gpu.training.trace import traced
+from core_attention.profiling import device_name
+from distca.local.process import LocalProcess
+from distca.local.supervisor import Supervisor
+
+PEAK_FLOPS = 989e12
+"""Dense bfloat16 of an H200, by its data sheet; what MFU is a share of."""
+GROUP_SECONDS = 300.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What to measure.
+
+    Attributes:
+        model: sizes.
+        tokens_per_rank: of a step; also the longest document.
+        ranks: GPUs.
+        seeds: of the batches.
+        warm_ups: steps before them, on the first ones.
+        ways: names, see ``methods.METHODS``.
+        distribution: of document lengths.
+        tolerance: eps.
+        device: ``"cuda"`` or ``"cpu"``.
+        compiled: whether parts of the layers are compiled.
+        trace: whether to run one more step of each way under the profiler.
+    """
+
+    model: ModelShape
+    tokens_per_rank: int
+    ranks: int
+    seeds: tuple[int, ...]
+    warm_ups: int
+    ways: tuple[str, ...]
+    distribution: str
+    tolerance: float
+    device: str
+    compiled: bool
+    trace: bool
+
+    def drawn(self) -> list[Batch]:
+        """All batches: first those to warm up on."""
+        measured = [
+            draw_batch(seed, self.ranks, self.tokens_per_rank, self.distribution)
+            for seed in self.seeds
+        ]
+        return [measured[i % len(measured)] for i in range(self.warm_ups)] + measured
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepResult:
+    """One step of one way.
+
+    Attributes:
+        seed: of the batch.
+        seconds: from all ranks ready to all ranks done.
+        tokens_per_second: of all ranks.
+        mfu: model FLOPs (recomputation not counted) over the peak of all GPUs.
+        loss: of all ranks.
+        attention_seconds: by rank, device time of core attention where the rank runs it alone;
+            with DistCA what the servers report, in which other kernels run beside it.
+        imbalance: of them, max over mean.
+        waits: by rank, seconds by name.
+        extra: of rank 0.
+    """
+
+    seed: int
+    seconds: float
+    tokens_per_second: float
+    mfu: float
+    loss: float
+    attention_seconds: list[float]
+    imbalance: float
+    waits: list[dict[str, float]]
+    extra: dict[str, Any]
+
+
+def run_way(name: str, plan: Plan, settings: RankSettings) -> dict[str, Any]:
+    """Measures one way; every rank gets the result."""
+    on_gpu = settings.device.type == "cuda"
+    drawn = plan.drawn()
+    began = time.perf_counter()
+    way = methods.make(name, settings)
+    steps: list[StepResult] = []
+    try:
+        way.prepare([*drawn, *([drawn[-1]] if plan.trace else [])])
+        prepared_seconds = time.perf_counter() - began
+        for step, batch in enumerate(drawn):
+            if on_gpu and step == plan.warm_ups:
+                torch.cuda.reset_peak_memory_stats()
+            result = run_step(way, step, batch, settings)
+            if settings.rank == 0:
+                print(
+                    f"{name} step {step}: {result.seconds:.3f} s, loss {result.loss:.5f}, "
+                    f"imbalance {result.imbalance:.3f}",
+                    flush=True,
+                )
+            if step >= plan.warm_ups:
+                steps.append(result)
+        memory = gathered(_peak_memory() if on_gpu else {})
+        timeline = way.timeline() if isinstance(way, Disaggregated) else []
+        trace = _traced_step(way, len(drawn), settings) if plan.trace and on_gpu else []
+    finally:
+        way.close()
+    return {
+        "way": name,
+        "prepare_seconds": prepared_seconds,
+        "steps": [asdict(step) for step in steps],
+        "memory": memory,
+        "trace": trace,
+        "timeline": timeline,
+    }
+
+
+def run_step(
+    way: methods.Method, step: int, batch: Batch, settings: RankSettings
+) -> StepResult:
+    """One step, timed from when all ranks are ready until all are done."""
+    _settle(settings)
+    began = time.perf_counter()
+    measured = way.run(step)
+    _settle(settings)
+    seconds = time.perf_counter() - began
+    way.finish(step, measured)
+    everyone = gathered((float(measured.loss), measured.seconds, measured.extra))
+    extra = everyone[0][2]
+    busy = extra.get("busy_seconds") or [
+        sum(t for name, t in waits.items() if name.startswith("attention"))
+        for _, waits, _ in everyone
+    ]
+    tokens = settings.n_ranks * settings.tokens_per_rank
+    flops = settings.model.step_flops(tokens, batch.qk_pairs)
+    return StepResult(
+        seed=batch.seed,
+        seconds=seconds,
+        tokens_per_second=tokens / seconds,
+        mfu=flops / seconds / (PEAK_FLOPS * settings.n_ranks),
+        loss=sum(loss for loss, _, _ in everyone),
+        attention_seconds=busy,
+        imbalance=extra.get("measured_imbalance") or methods.imbalance(busy),
+        waits=[waits for _, waits, _ in everyone],
+        extra=extra,
+    )
+
+
+def gathered(value: Any) -> list[Any]:
+    """``value`` of every rank."""
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, value)
+    return everyone
+
+
+def _settle(settings: RankSettings) -> None:
+    if settings.device.type == "cuda":
+        torch.cuda.synchronize()
+    dist.barrier()
+    if settings.device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def _peak_memory() -> dict[str, float]:
+    free, total = torch.cuda.mem_get_info()
+    return {
+        "allocated_gib": torch.cuda.max_memory_allocated() / 2**30,
+        "reserved_gib": torch.cuda.max_memory_reserved() / 2**30,
+        "device_gib": (total - free) / 2**30,
+    }
+
+
+def _traced_step(way: methods.Method, step: int, settings: RankSettings) -> list[Any]:
+    def run() -> None:
+        measured = way.run(step)
+        _settle(settings)
+        way.finish(step, measured)
+
+    _settle(settings)
+    return gathered(traced(run))
+
+
+def run_rank(rank: int, plan: Plan, folder: Path) -> None:
+    """A rank's process: all ways, one after the other; rank 0 writes the results."""
+    logging.basicConfig(level=logging.WARNING, format=f"[{rank}] %(name)s: %(message)s")
+    sys.setswitchinterval(SWITCH_INTERVAL_SECONDS)
+    on_gpu = plan.device == "cuda"
+    device = torch.device("cuda", rank) if on_gpu else torch.device("cpu")
+    if on_gpu:
+        torch.cuda.set_device(device)
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
+        init_method=f"file://{folder}/rendezvous",
+        rank=rank,
+        world_size=plan.ranks,
+        timeout=timedelta(seconds=GROUP_SECONDS),
+        device_id=device if on_gpu else None,
+    )
+    settings = RankSettings(
+        rank=rank,
+        n_ranks=plan.ranks,
+        device=device,
+        model=plan.model,
+        tokens_per_rank=plan.tokens_per_rank,
+        tolerance=plan.tolerance,
+        compiled=plan.compiled,
+        folder=folder,
+    )
+    try:
+        for name in plan.ways:
+            result = run_way(name, plan, settings)
+            if rank == 0:
+                (folder / f"{name}.json").write_text(json.dumps(result))
+            del result
+            gc.collect()
+            if on_gpu:
+                torch.cuda.empty_cache()
+        dist.destroy_process_group()
+    except BaseException:
+        # A rank that is torn down while others wait for it would only hide the reason.
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)
+
+
+def measure(plan: Plan) -> list[dict[str, Any]]:
+    """Starts a control plane and the ranks; returns the ways' results."""
+    with tempfile.TemporaryDirectory() as name, Supervisor() as supervisor:
+        folder = Path(name)
+        if _needs_service(plan):
+            _start_control_plane(supervisor, folder)
+        try:
+            mp.spawn(run_rank, (plan, folder), nprocs=plan.ranks)
+        except Exception as error:
+            print(error, flush=True)
+            log = folder / "control-plane.log"
+            if log.exists():
+                print(log.read_text()[-4000:], flush=True)
+        found = [folder / f"{way}.json" for way in plan.ways]
+        return [json.loads(path.read_text()) for path in found if path.exists()]
+
+
+def _needs_service(plan: Plan) -> bool:
+    return any(way.startswith("disaggregated") for way in plan.ways)
+
+
+def _start_control_plane(supervisor: Supervisor, folder: Path) -> None:
+    """Starts it and does not wait: at its first start it compiles the planner for a while."""
+    supervisor.watch(
+        LocalProcess(
+            "control plane",
+            [
+                "control-plane",
+                "--listen=127.0.0.1:0",
+                "--metrics-listen=127.0.0.1:0",
+                f"--address-file={folder / methods.ADDRESS_FILE}",
+            ],
+            folder / "control-plane.log",
+            dict(os.environ),
+        )
+    )
+
+
+def headroom(plain: dict[str, Any]) -> list[float]:
+    """By step: how much faster it would be with attention spread evenly."""
+    gains = []
+    for step in plain["steps"]:
+        attention = step["attention_seconds"]
+        even = step["seconds"] - max(attention) + float(np.mean(attention))
+        gains.append(step["seconds"] / even)
+    return gains
+
+
+def show(plan: Plan, results: Sequence[dict[str, Any]], title: str) -> None:
+    """Prints the tables."""
+    console = Console(width=150)
+    by_name = {result["way"]: result for result in results}
+    plain = by_name.get("plain")
+    table = Table(title=title)
+    for column in (
+        "way", "step s by batch", "tokens/s", "MFU", "over plain", "imbalance", "allocated GiB",
+        "device GiB",
+    ):  # fmt: skip
+        table.add_column(column, justify="left" if column == "way" else "right")
+    for result in results:
+        steps = result["steps"]
+        seconds = [step["seconds"] for step in steps]
+        gain = ""
+        if plain is not None:
+            ratios = [p["seconds"] / s for p, s in zip(plain["steps"], seconds, strict=True)]
+            gain = f"{np.mean(ratios):.3f}x"
+        tokens = plan.ranks * plan.tokens_per_rank * len(seconds)
+        table.add_row(
+            result["way"],
+            " ".join(f"{s:.2f}" for s in seconds),
+            f"{tokens / sum(seconds):,.0f}",
+            f"{np.mean([step['mfu'] for step in steps]):.1%}",
+            gain,
+            f"{np.mean([step['imbalance'] for step in steps]):.3f}",
+            f"{max((m.get('allocated_gib', 0) for m in result['memory']), default=0):.1f}",
+            f"{max((m.get('device_gib', 0) for m in result['memory']), default=0):.1f}",
+        )
+    console.print(table)
+    if plain is not None:
+        gains = headroom(plain)
+        console.print(
+            f"headroom by batch: {' '.join(f'{g:.2f}' for g in gains)}; mean {np.mean(gains):.3f}x"
+        )
+
+
+def main(
+    layers: Annotated[int, typer.Option(help="Of the Llama-3-8B shape.")] = 8,
+    tokens_per_rank: Annotated[int, typer.Option(help="Also the longest document.")] = 128 * 1024,
+    ranks: Annotated[int, typer.Option(help="GPUs.")] = 4,
+    batches: Annotated[int, typer.Option(min=1, help="Measured; seeds from 0.")] = 6,
+    warm_ups: Annotated[int, typer.Option(min=0)] = 1,
+    ways: Annotated[str, typer.Option(help=f"With commas: {', '.join(methods.METHODS)}.")] = (
+        "plain,repacked,context-parallel,disaggregated"
+    ),
+    lengths: Annotated[str, typer.Option(help="pretrain or prolong.")] = "pretrain",
+    eps: Annotated[float, typer.Option(help="Tolerance of the plan.")] = 0.03,
+    device: Annotated[str, typer.Option(help="cuda or cpu.")] = "cuda",
+    tiny: Annotated[bool, typer.Option(help="A tiny model, to try the program.")] = False,
+    compiled: Annotated[bool, typer.Option(help="Compile parts of the layers.")] = True,
+    trace: Annotated[bool, typer.Option(help="One more step of each under the profiler.")] = False,
+    json_path: Annotated[Path | None, typer.Option("--json")] = None,
+) -> None:
+    """Training steps with core attention spread in several ways."""
+    model = ModelShape(layers=layers)
+    if tiny:
+        model = ModelShape(
+            layers=layers, hidden=64, feed_forward=96, heads=4, kv_heads=2, vocabulary=512,
+            dtype="float32" if device == "cpu" else "bfloat16",
+        )  # fmt: skip
+    plan = Plan(
+        model=model,
+        tokens_per_rank=tokens_per_rank,
+        ranks=ranks,
+        seeds=tuple(range(batches)),
+        warm_ups=warm_ups,
+        ways=tuple(ways.split(",")),
+        distribution=lengths,
+        tolerance=eps,
+        device=device,
+        compiled=compiled,
+        trace=trace,
+    )
+    results = measure(plan)
+    name = f"{ranks} x {device_name(torch.device(device))}, {layers} layers, {tokens_per_rank} tokens"
+    show(plan, results, name)
+    if json_path is not None:
+        json_path.write_text(json.dumps({"plan": asdict(plan), "ways": results}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,1 @@
+"""One training step of a Llama over several GPUs, with core attention spread in different ways."""

@@ -1,0 +1,182 @@
+"""The documents of a batch, and where each way of spreading core attention puts their tokens.
+
+All ways train on the same documents with the same tokens, so their losses must agree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from control_plane.homes import plan_homes
+from control_plane.planning import PlanningOptions, PlanningServer
+from core_attention.arrays import Int64Array
+from core_attention.cost_model import CostProfile
+from core_attention.manifest import RankManifest, Segment
+from core_attention.plan import PlanServer
+from distca.data.batch import IGNORED_LABEL, TokenBatch
+from simulator.lengths import sample_lengths
+from simulator.packing import take_steps
+
+
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """The documents of one step.
+
+    Attributes:
+        seed: of their lengths and tokens.
+        ranks: by rank, the lengths that plain packing gives it, in order; each sums to
+            ``tokens_per_rank``. A document that crosses the end of a rank is cut there, for all.
+    """
+
+    seed: int
+    ranks: tuple[Int64Array, ...]
+
+    @property
+    def lengths(self) -> Int64Array:
+        """All documents; their indices are their ids."""
+        return np.concatenate(self.ranks)
+
+    @property
+    def tokens_per_rank(self) -> int:
+        return int(self.ranks[0].sum())
+
+    @property
+    def qk_pairs(self) -> int:
+        """Query-key pairs under the causal mask."""
+        lengths = self.lengths
+        return int((lengths * (lengths + 1) // 2).sum())
+
+
+def draw_batch(seed: int, n_ranks: int, tokens_per_rank: int, distribution: str) -> Batch:
+    """Documents of ``distribution`` that fill all ranks; none is longer than a rank."""
+    lengths = sample_lengths(distribution, n_ranks * tokens_per_rank, tokens_per_rank, seed)
+    return Batch(seed, tuple(take_steps(lengths, n_ranks, tokens_per_rank)))
+
+
+def packed(batch: Batch) -> list[RankManifest]:
+    """Plain packing: whole documents, in order."""
+    return [
+        RankManifest(0, rank, (segments,)) for rank, segments in enumerate(_whole(batch.ranks))
+    ]
+
+
+def repacked(batch: Batch) -> list[RankManifest]:
+    """Whole documents at equal memory: the dearest first, each to the rank with the least work
+    that has room for it. One that fits nowhere is cut; its pieces are documents of their own, which
+    saves this way some work."""
+    n_ranks, room = len(batch.ranks), [batch.tokens_per_rank] * len(batch.ranks)
+    work = [0] * n_ranks
+    bins: list[list[Segment]] = [[] for _ in range(n_ranks)]
+    lengths = batch.lengths
+    for document in np.argsort(-lengths, kind="stable").tolist():
+        missing = int(lengths[document])
+        while missing:
+            fitting = [rank for rank in range(n_ranks) if room[rank] >= missing]
+            rank = (
+                min(fitting, key=work.__getitem__)
+                if fitting
+                else max(range(n_ranks), key=room.__getitem__)
+            )
+            taken = min(missing, room[rank])
+            bins[rank].append(Segment(document, int(lengths[document]), 0, taken))
+            room[rank] -= taken
+            work[rank] += taken * taken
+            missing -= taken
+    return [RankManifest(0, rank, (tuple(segments),)) for rank, segments in enumerate(bins)]
+
+
+def zigzag(batch: Batch) -> list[RankManifest]:
+    """Per-document context parallelism: of 2 n pieces of every document, rank r holds piece r and
+    piece 2 n - 1 - r, which together have an nth of its work."""
+    n_ranks = len(batch.ranks)
+    held: list[list[Segment]] = [[] for _ in range(n_ranks)]
+    for document, length in enumerate(batch.lengths.tolist()):
+        bounds = [length * i // (2 * n_ranks) for i in range(2 * n_ranks + 1)]
+        for rank in range(n_ranks):
+            for piece in (rank, 2 * n_ranks - 1 - rank):
+                begin, end = bounds[piece], bounds[piece + 1]
+                if end > begin:
+                    held[rank].append(Segment(document, length, begin, end - begin))
+    return [RankManifest(0, rank, (tuple(segments),)) for rank, segments in enumerate(held)]
+
+
+def in_pairs(batch: Batch, step: int) -> list[RankManifest]:
+    """Two nano-batches of whole plainly packed ranks, each laid over all ranks in order."""
+    n_ranks, half = len(batch.ranks), len(batch.ranks) // 2
+    work = [int((lengths * lengths).sum()) for lengths in batch.ranks]
+    order = sorted(range(n_ranks), key=work.__getitem__)
+    # The dearest with the cheapest, so that both nano-batches have about the same work.
+    chosen = {*order[: half // 2], *order[n_ranks - (half - half // 2) :]}
+    rows = batch.tokens_per_rank // 2
+    held: list[list[tuple[Segment, ...]]] = [[] for _ in range(n_ranks)]
+    for nano in (chosen, set(range(n_ranks)) - chosen):
+        streams = [segments for rank, segments in enumerate(_whole(batch.ranks)) if rank in nano]
+        laid: list[list[Segment]] = [[] for _ in range(n_ranks)]
+        row = 0
+        for document in (segment for stream in streams for segment in stream):
+            offset = 0
+            while offset < document.length:
+                rank, at = divmod(row, rows)
+                taken = min(document.length - offset, rows - at)
+                laid[rank].append(replace(document, offset=offset, length=taken))
+                offset += taken
+                row += taken
+        for rank, segments in enumerate(laid):
+            held[rank].append(tuple(segments))
+    return [RankManifest(step, rank, tuple(nanos)) for rank, nanos in enumerate(held)]
+
+
+def planned(
+    batch: Batch, step: int, profile: CostProfile, options: PlanningOptions
+) -> list[RankManifest]:
+    """Two nano-batches, each token where the plan of core attention moves the fewest bytes."""
+    servers = [
+        PlanningServer(
+            server=PlanServer(server_id=f"rank-{rank}", in_place_rank=rank, address=""),
+            host=f"rank-{rank}",
+            profile=profile,
+        )
+        for rank in range(len(batch.ranks))
+    ]
+    return plan_homes(
+        batch.lengths,
+        len(batch.ranks),
+        batch.tokens_per_rank,
+        servers,
+        options,
+        n_nano_batches=2,
+        step=step,
+    )
+
+
+def tokens_of(
+    batch: Batch, segments: Sequence[Segment], vocabulary: int, device: torch.device
+) -> TokenBatch:
+    """Random tokens of the rows of ``segments``, the same in every layout.
+
+    A document that repacking has cut keeps its tokens, and its first piece its last label.
+    """
+    ids, positions, labels = [], [], []
+    for segment in segments:
+        generator = np.random.default_rng((batch.seed, segment.document_id))
+        document = generator.integers(0, vocabulary, segment.document_length + 1)
+        document[-1] = IGNORED_LABEL
+        begin, end = segment.offset, segment.offset + segment.length
+        ids.append(document[begin:end])
+        labels.append(document[begin + 1 : end + 1])
+        positions.append(np.arange(begin, end))
+    columns = (np.concatenate(column)[None].astype(np.int64) for column in (ids, positions, labels))
+    return TokenBatch(*(torch.from_numpy(column).to(device) for column in columns))
+
+
+def _whole(ranks: Sequence[Int64Array]) -> list[tuple[Segment, ...]]:
+    first, segments = 0, []
+    for lengths in ranks:
+        held = [Segment(first + i, length, 0, length) for i, length in enumerate(lengths.tolist())]
+        segments.append(tuple(held))
+        first += len(held)
+    return segments

@@ -1,0 +1,340 @@
+"""The ways of spreading core attention that are compared, each as one rank runs it."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+import trainer_client.transformers
+from benchmarks.gpu.training import attention, batches
+from benchmarks.gpu.training.batches import Batch
+from benchmarks.gpu.training.stack import ModelShape, TrainingStack
+from benchmarks.gpu.training.stopwatch import Stopwatch
+from control_plane.planning import PlanningOptions
+from core_attention.cost_model import CostProfile
+from core_attention.kernels.select import select_kernel
+from core_attention.manifest import RankManifest
+from core_attention.profiling import device_name, profile_file_name
+from distca.train.measurements import StepMeasurements, tick_imbalance
+from distca.train.timeline import readable_timeline
+from trainer_client import Placement, Session, SessionOptions, StepReport
+
+logger = logging.getLogger(__name__)
+
+PROFILE = Path(__file__).parents[3] / "simulator/profiles/h200-llama3-8b.json"
+KEPT_FORWARD_TICKS = 3
+ADDRESS_FILE = "control-plane.address"
+START_SECONDS = 200.0
+"""The first control plane on a machine compiles its planner."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankSettings:
+    """What a rank needs to know.
+
+    Attributes:
+        rank: this one.
+        n_ranks: all.
+        device: of this rank.
+        model: sizes.
+        tokens_per_rank: of a step.
+        tolerance: eps of the planner.
+        compiled: whether parts of the layers are compiled.
+        folder: where cost profiles are, and the control plane's address in ADDRESS_FILE.
+    """
+
+    rank: int
+    n_ranks: int
+    device: torch.device
+    model: ModelShape
+    tokens_per_rank: int
+    tolerance: float
+    compiled: bool
+    folder: Path
+
+    @property
+    def control_plane(self) -> str:
+        """Its address, once it has one."""
+        file = self.folder / ADDRESS_FILE
+        deadline = time.monotonic() + START_SECONDS
+        while not file.exists():
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"the control plane did not start within {START_SECONDS:.0f} s")
+            time.sleep(0.1)
+        return str(json.loads(file.read_text())["grpc"])
+
+
+@dataclass
+class Measured:
+    """What one rank saw in one step.
+
+    Attributes:
+        loss: this rank's part of the mean.
+        seconds: by name, see :class:`Stopwatch`.
+        extra: what only one way knows.
+    """
+
+    loss: torch.Tensor
+    seconds: dict[str, float] = field(default_factory=dict)
+    extra: dict[str, Any] = field(default_factory=dict)
+
+
+class Method(Protocol):
+    """A way of spreading core attention, on one rank."""
+
+    def prepare(self, drawn: Sequence[Batch]) -> None:
+        """Told of all batches before the first step."""
+
+    def run(self, step: int) -> Measured:
+        """Runs one step up to the weights' update; returns without waiting for the device."""
+
+    def finish(self, step: int, measured: Measured) -> None:
+        """Adds what is known once the step is over on all ranks."""
+
+    def close(self) -> None:
+        """Ends what it started."""
+
+
+def predicted_tokens(batch: Batch) -> int:
+    """All tokens but each document's last."""
+    return int(batch.lengths.sum()) - len(batch.lengths)
+
+
+class AtHome:
+    """The baselines: every rank computes what its rows need.
+
+    Args:
+        settings: of the rank.
+        layout: of a batch: which rank holds what.
+        gathers: keys come from all ranks.
+    """
+
+    def __init__(self, settings: RankSettings, layout: Any, *, gathers: bool) -> None:
+        self._settings, self._layout, self._gathers = settings, layout, gathers
+        self._watch = Stopwatch(settings.device)
+        self._kernel = select_kernel(settings.device)
+        self._kernel.warm_up(settings.model.attention)
+        self._group: Any = dist.new_group() if gathers else None
+        self.stack = _stack(settings, attention.IMPLEMENTATION, n_lanes=1)
+        self._steps: list[tuple[Any, list[Any], int]] = []
+
+    def prepare(self, drawn: Sequence[Batch]) -> None:
+        """See :class:`Method`."""
+        settings = self._settings
+        for batch in drawn:
+            manifests: list[RankManifest] = self._layout(batch)
+            mine = manifests[settings.rank]
+            runner: attention.Attention
+            if self._gathers:
+                runner = attention.GatheredKeys(
+                    self._kernel,
+                    manifests,
+                    settings.rank,
+                    settings.device,
+                    self._watch,
+                    self._group,
+                )
+            else:
+                runner = attention.WholeDocuments(
+                    self._kernel, mine, settings.device, self._watch
+                )
+            self._steps.append((runner, _tensors(settings, batch, mine), predicted_tokens(batch)))
+
+    def run(self, step: int) -> Measured:
+        """See :class:`Method`."""
+        runner, tensors, predicted = self._steps[step]
+        attention.use(runner)
+        loss = self.stack.forward_backward(tensors, predicted)
+        self.stack.update()
+        return Measured(loss)
+
+    def finish(self, step: int, measured: Measured) -> None:
+        """See :class:`Method`."""
+        measured.seconds = self._watch.read()
+
+    def close(self) -> None:
+        """See :class:`Method`."""
+        attention.use(None)
+
+
+class Disaggregated:
+    """DistCA in place: a session of a real control plane, ping-pong, UCX.
+
+    Args:
+        settings: of the rank.
+        name: of the job.
+        interleave: False is without ping-pong.
+        homes: ``"planned"`` or ``"packed"``.
+    """
+
+    def __init__(
+        self,
+        settings: RankSettings,
+        name: str = "disaggregated",
+        *,
+        interleave: bool = True,
+        homes: str = "planned",
+    ) -> None:
+        self._settings, self._homes = settings, homes
+        self._exits = ExitStack()
+        _keep_profile(settings)
+        self.session = self._exits.enter_context(
+            Session.open(
+                SessionOptions(
+                    control_plane=settings.control_plane,
+                    job=name,
+                    rank=settings.rank,
+                    n_ranks=settings.n_ranks,
+                    n_layers=settings.model.layers,
+                    shape=settings.model.attention,
+                    placement=Placement.IN_PLACE,
+                    tolerance=settings.tolerance,
+                    device=str(settings.device),
+                    data_host="127.0.0.1",
+                    one_host=True,
+                    kept_forward_ticks=KEPT_FORWARD_TICKS,
+                    profile_dir=settings.folder,
+                )
+            )
+        )
+        self.stack = _stack(
+            settings, trainer_client.transformers.IMPLEMENTATION, n_lanes=2, interleave=interleave
+        )
+        self._steps: list[tuple[list[Any], int]] = []
+        self._report: StepReport | None = None
+        self._trace: list[Any] = []
+
+    def prepare(self, drawn: Sequence[Batch]) -> None:
+        """See :class:`Method`."""
+        settings = self._settings
+        profile = CostProfile.load(_profile_path(settings))
+        options = PlanningOptions(tolerance=settings.tolerance)
+        for step, batch in enumerate(drawn):
+            if self._homes == "planned":
+                manifests = batches.planned(batch, step, profile, options)
+            else:
+                manifests = batches.in_pairs(batch, step)
+            mine = manifests[settings.rank]
+            self.session.submit(mine)
+            self._steps.append((_tensors(settings, batch, mine), predicted_tokens(batch)))
+
+    def run(self, step: int) -> Measured:
+        """See :class:`Method`."""
+        tensors, predicted = self._steps[step]
+        with self.session.step(step) as running:
+            loss = self.stack.forward_backward(tensors, predicted)
+            self.stack.update()
+        self._report, self._trace = running.report, running.trace
+        return Measured(loss)
+
+    def finish(self, step: int, measured: Measured) -> None:
+        """See :class:`Method`."""
+        assert self._report is not None
+        report = self._report
+        measured.seconds = {"wait": report.wait_seconds, "send": report.send_seconds}
+        measured.extra = {
+            "sent_bytes": report.sent_bytes,
+            "received_bytes": report.received_bytes,
+            "plan_wait_seconds": report.plan_wait_seconds,
+            "replayed_ticks": report.replayed_ticks,
+        }
+        if self._settings.rank == 0:
+            measured.extra |= self._planned(step)
+
+    def timeline(self) -> list[Any]:
+        """This rank's timeline of the last step."""
+        return [vars(event) for event in readable_timeline(self._trace)]
+
+    def close(self) -> None:
+        """See :class:`Method`."""
+        self._exits.close()
+
+    def _planned(self, step: int) -> dict[str, Any]:
+        found = StepMeasurements.from_proto(self.session.fetch_step(step))
+        seconds = found.measured_seconds
+        return {
+            "plan_seconds": found.plan_seconds,
+            "planned_imbalance": tick_imbalance(found.planned_seconds),
+            "busy_seconds": None if seconds is None else seconds.sum(axis=0).tolist(),
+            "measured_imbalance": None if seconds is None else tick_imbalance(seconds),
+            "planned_seconds": (
+                found.planned_seconds.sum(axis=0) * self._settings.model.layers
+            ).tolist(),
+        }
+
+
+def make(name: str, settings: RankSettings) -> Method:
+    """The way called ``name``; see METHODS."""
+    if name == "plain":
+        return AtHome(settings, batches.packed, gathers=False)
+    if name == "repacked":
+        return AtHome(settings, batches.repacked, gathers=False)
+    if name == "context-parallel":
+        return AtHome(settings, batches.zigzag, gathers=True)
+    if name == "disaggregated":
+        return Disaggregated(settings)
+    if name == "disaggregated-packed":
+        return Disaggregated(settings, name, homes="packed")
+    raise ValueError(f"method is {name!r}; valid are {METHODS}")
+
+
+METHODS = ("plain", "repacked", "context-parallel", "disaggregated", "disaggregated-packed")
+
+
+def _stack(
+    settings: RankSettings, implementation: str, *, n_lanes: int, interleave: bool = True
+) -> TrainingStack:
+    return TrainingStack(
+        settings.model,
+        implementation,
+        n_lanes=n_lanes,
+        interleave=interleave,
+        max_positions=settings.tokens_per_rank,
+        compiled=settings.compiled,
+        device=settings.device,
+        n_ranks=settings.n_ranks,
+    )
+
+
+def _tensors(settings: RankSettings, batch: Batch, mine: RankManifest) -> list[Any]:
+    return [
+        batches.tokens_of(batch, segments, settings.model.vocabulary, settings.device)
+        for segments in mine.nano_batches
+    ]
+
+
+def _profile_path(settings: RankSettings) -> Path:
+    name = profile_file_name(
+        device_name(settings.device),
+        select_kernel(settings.device).name,
+        settings.model.attention,
+    )
+    return settings.folder / name
+
+
+def _keep_profile(settings: RankSettings) -> None:
+    """Gives servers on an H200 the profile that the simulator has, instead of a quick one."""
+    shipped = CostProfile.load(PROFILE)
+    path = _profile_path(settings)
+    fits = (
+        shipped.device == device_name(settings.device)
+        and shipped.shape == settings.model.attention
+    )
+    if settings.rank == 0 and fits and not path.exists():
+        replace(shipped, kernel=select_kernel(settings.device).name).save(path)
+    dist.barrier()
+
+
+def imbalance(seconds: Sequence[float]) -> float:
+    """Max over mean."""
+    return float(np.max(seconds) / np.mean(seconds)) if np.mean(seconds) > 0 else 1.0

@@ -1,0 +1,69 @@
+"""A causal language model together with its loss, so that its logits are never whole."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+from torch import nn
+from torch.nn import functional
+from transformers import PreTrainedModel
+
+from distca.data.batch import IGNORED_LABEL
+from distca.train.loss import DEFAULT_CHUNK_ROWS, chunked_loss
+
+logger = logging.getLogger(__name__)
+
+_LOGIT_CHANGES = ("final_logit_softcapping", "logit_scale", "logits_scaling")
+"""Fields of configurations whose models do more to logits than multiply by the head's weight."""
+
+
+class LanguageModel(nn.Module):
+    """A transformers model whose forward returns the summed loss.
+
+    Args:
+        model: a causal language model.
+        chunk_rows: rows whose logits exist together, where the head is a plain matrix; with other
+            heads all logits are made at once.
+    """
+
+    def __init__(self, model: PreTrainedModel, chunk_rows: int = DEFAULT_CHUNK_ROWS) -> None:
+        super().__init__()
+        self.model = model
+        self._chunk_rows = chunk_rows
+        self._plain_head = _has_plain_head(model)
+        if not self._plain_head:
+            logger.warning(
+                "model type %s does more to its logits than a matrix product: they are made whole, "
+                "which takes much memory for long batches",
+                model.config.model_type,
+            )
+
+    def forward(
+        self, input_ids: torch.Tensor, position_ids: torch.Tensor, labels: torch.Tensor
+    ) -> torch.Tensor:
+        """Sum of the cross entropy over labels that are not IGNORED_LABEL, a float32 scalar.
+
+        Args:
+            input_ids, position_ids, labels: ``[1, n_tokens]``; labels are the next tokens already.
+        """
+        inputs = {"input_ids": input_ids, "position_ids": position_ids, "use_cache": False}
+        if not self._plain_head:
+            logits = self.model(**inputs).logits
+            return functional.cross_entropy(
+                logits[0].float(), labels[0], ignore_index=IGNORED_LABEL, reduction="sum"
+            )
+        hidden = self.model.base_model(**inputs).last_hidden_state
+        weight = self.model.get_output_embeddings().weight
+        return chunked_loss(hidden[0], weight, labels[0], self._chunk_rows)
+
+
+def _has_plain_head(model: PreTrainedModel) -> bool:
+    head = model.get_output_embeddings()
+    changed = any(getattr(model.config, name, None) not in (None, 1, 1.0) for name in _LOGIT_CHANGES)
+    return (
+        type(head) is nn.Linear
+        and head.bias is None
+        and model.base_model is not model
+        and not changed
+    )
