@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -41,16 +41,27 @@ class Exchange:
     kv_rows: torch.Tensor
 
 
-class PlanInForce:
-    """A plan of a step with the connections to its servers. Routes are derived when they are first
-    asked for, and then kept.
+@dataclass(frozen=True, eq=False)
+class ServerRows:
+    """What this rank exchanges with one server, whatever the connection; see :class:`Exchange`."""
+
+    server_id: str
+    route: PairRoute
+    request: MessageLayout
+    reply: MessageLayout
+    q_rows: torch.Tensor
+    kv_rows: torch.Tensor
+
+
+class Routes:
+    """This rank's routes under a plan: derived when first asked for, or ahead, and then kept.
+    Thread-safe: two threads may derive the same route, which is then the same.
 
     Args:
         plan: this rank's slice.
         first_tick: ``[n_documents]`` where each document begins under this plan; None at 0.
         rank: this rank.
         job: what the job's members agree on.
-        connections: by server id, to all servers of the plan that are other processes.
         device: of the model's tensors.
     """
 
@@ -61,53 +72,46 @@ class PlanInForce:
         *,
         rank: int,
         job: JobDescription,
-        connections: Mapping[str, Connection],
         device: torch.device,
     ) -> None:
         self.plan = plan
         self._first = FirstTicks(plan.manifest, first_tick)
         self._rank = rank
         self._job = job
-        self._connections = connections
         self._device = device
-        self._exchanges: dict[tuple[int, Phase, int], tuple[Exchange, ...]] = {}
+        self._derived: dict[_RouteKey, tuple[ServerRows, ...]] = {}
 
-    @property
-    def epoch(self) -> int:
-        return self.plan.epoch
+    def derive_ahead(self, phases: Iterable[Phase]) -> None:
+        """Derives what the first ticks of ``phases`` need, so that they do not wait for it."""
+        for phase in phases:
+            layer = 0 if phase is Phase.FORWARD else self._job.n_layers - 1
+            for nano_batch in range(self._job.n_nano_batches):
+                self.of(Tick(self.plan.manifest.step, layer, nano_batch, phase))
 
-    def exchanges(self, tick: Tick) -> tuple[Exchange, ...]:
-        """The exchanges of ``tick``, by server in the plan's order."""
+    def of(self, tick: Tick) -> tuple[_RouteKey, tuple[ServerRows, ...]]:
+        """The routes of ``tick``, by server in the plan's order, and what they are kept under."""
         stretch = self._first.stretch(tick.nano_batch, tick.lane_index(self._job.n_layers))
-        if stretch < 0:
-            return ()
         key = (tick.nano_batch, tick.phase, stretch)
-        if key not in self._exchanges:
-            self._exchanges[key] = self._derive(*key)
-        return self._exchanges[key]
+        if key not in self._derived:
+            self._derived[key] = () if stretch < 0 else self._derive(*key)
+        return key, self._derived[key]
 
-    def _derive(self, nano_batch: int, phase: Phase, stretch: int) -> tuple[Exchange, ...]:
+    def _derive(self, nano_batch: int, phase: Phase, stretch: int) -> tuple[ServerRows, ...]:
         plan, shape, checksums = self.plan, self._job.shape, self._job.checksums
         documents = self._first.documents(nano_batch, stretch)
         routes = derive_routes(plan.manifest, plan.tasks(phase), nano_batch, documents)
-        exchanges = []
-        for (rank, index), route in routes.items():
-            if rank != self._rank:
-                continue
-            server_id = plan.servers[index].server_id
-            exchanges.append(
-                Exchange(
-                    plan=plan,
-                    server_id=server_id,
-                    connection=self._connections.get(server_id),
-                    route=route,
-                    request=request_layout(route, shape, phase, checksums=checksums),
-                    reply=reply_layout(route, shape, phase, checksums=checksums),
-                    q_rows=self._upload(route.q_rows),
-                    kv_rows=self._upload(route.kv_rows),
-                )
+        return tuple(
+            ServerRows(
+                server_id=plan.servers[index].server_id,
+                route=route,
+                request=request_layout(route, shape, phase, checksums=checksums),
+                reply=reply_layout(route, shape, phase, checksums=checksums),
+                q_rows=self._upload(route.q_rows),
+                kv_rows=self._upload(route.kv_rows),
             )
-        return tuple(exchanges)
+            for (rank, index), route in routes.items()
+            if rank == self._rank
+        )
 
     def _upload(self, rows: Int64Array) -> torch.Tensor:
         """``rows`` on the device, without waiting for what it does."""
@@ -115,3 +119,45 @@ class PlanInForce:
         if self._device.type != "cuda":
             return host.to(self._device)
         return host.pin_memory().to(self._device, non_blocking=True)
+
+
+class PlanInForce:
+    """A plan of a step with the connections to its servers.
+
+    Args:
+        routes: of this rank.
+        connections: by server id, to all servers of the plan that are other processes.
+    """
+
+    def __init__(self, routes: Routes, connections: Mapping[str, Connection]) -> None:
+        self.plan = routes.plan
+        self._routes = routes
+        self._connections = connections
+        self._exchanges: dict[_RouteKey, tuple[Exchange, ...]] = {}
+
+    @property
+    def epoch(self) -> int:
+        return self.plan.epoch
+
+    def exchanges(self, tick: Tick) -> tuple[Exchange, ...]:
+        """The exchanges of ``tick``, by server in the plan's order."""
+        key, servers = self._routes.of(tick)
+        if key not in self._exchanges:
+            self._exchanges[key] = tuple(
+                Exchange(
+                    plan=self.plan,
+                    server_id=rows.server_id,
+                    connection=self._connections.get(rows.server_id),
+                    route=rows.route,
+                    request=rows.request,
+                    reply=rows.reply,
+                    q_rows=rows.q_rows,
+                    kv_rows=rows.kv_rows,
+                )
+                for rows in servers
+            )
+        return self._exchanges[key]
+
+
+_RouteKey = tuple[int, Phase, int]
+"""Nano-batch, phase and stretch (see ``FirstTicks``)."""

@@ -29,7 +29,8 @@ class SentTick:
     Attributes:
         tick: which exchange.
         index: its place in its lane.
-        inputs: what is sent, by packed row; None once nobody can ask for it again.
+        inputs: what is sent, by packed row; of a complete forward tick k and v only; None once
+            nobody can ask for it again.
         outputs: o and lse, or dq, by packed row; once handed out, their shapes only ("meta").
         gradients: dk and dv, by packed row, float32: from completion until they are handed out.
         written: on a GPU, the event after which the inputs are complete.
@@ -96,13 +97,18 @@ class LaneLog:
         if not self.shared:
             sent.inputs = None
         elif sent.tick.phase is Phase.BACKWARD:
-            for earlier in self._sent.values():
-                if earlier.complete and earlier.index < sent.index:
-                    earlier.inputs = None
-        elif self._kept_forward_ticks is not None:
-            too_old = self._sent.get(sent.index - self._kept_forward_ticks)
-            if too_old is not None and too_old.complete:
-                too_old.inputs = None
+            self._let_go(sent.index)
+        elif sent.inputs is not None:
+            # Its own queries are answered: if others replay it, any will do in their place.
+            sent.inputs = {name: sent.inputs[name] for name in ("k", "v")}
+            if self._kept_forward_ticks is not None:
+                self._let_go(sent.index - self._kept_forward_ticks + 1)
+
+    def _let_go(self, end: int) -> None:
+        """Keeps no inputs of complete ticks before ``end``."""
+        for earlier in self._sent.values():
+            if earlier.complete and earlier.index < end:
+                earlier.inputs = None
 
     def release(self) -> None:
         """Nobody asks for anything again."""

@@ -13,8 +13,9 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from attention_node.tick_server import TickServer
+from core_attention.ca_task import Phase
 from distca.v1 import jobs_pb2
-from trainer_client.exchanges import PlanInForce
+from trainer_client.exchanges import PlanInForce, Routes
 from trainer_client.running_step import RunningStep
 from trainer_client.servers import EpochOver, ServerLinks, ServerUnreachable
 from trainer_client.step_book import PlannedStep
@@ -26,22 +27,22 @@ class Recovery:
     """The steps that this rank may have to replay.
 
     Args:
-        rank: this rank.
         links: to servers.
         in_place: this process's own server.
         job_id: names the job, once it is open.
         lost: told when a server fails: its id, the epoch of the plan, the cause.
+        routes: makes this rank's routes under a plan.
     """
 
     def __init__(
         self,
-        rank: int,
         links: ServerLinks,
         in_place: TickServer,
         job_id: Callable[[], str],
         lost: Callable[[str, int, str], None],
+        routes: Callable[[PlannedStep], Routes],
     ) -> None:
-        self._rank = rank
+        self._make_routes = routes
         self._links = links
         self._in_place = in_place
         self._job_id = job_id
@@ -50,6 +51,7 @@ class Recovery:
         self._epoch = 0
         self._steps: dict[int, RunningStep] = {}
         self._plans: dict[int, PlannedStep] = {}
+        self._routes: dict[int, Routes] = {}
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="distca-recovery")
 
     def begin(self, running: RunningStep, planned: PlannedStep) -> None:
@@ -102,6 +104,8 @@ class Recovery:
             running = self._steps.get(planned.plan.step)
         if running is not None:
             self._thread.submit(self._resume, running, planned)
+        else:
+            self._thread.submit(self._derive_ahead, planned)
 
     def failed(self, step: int, reason: str) -> None:
         """A step gets no plan any more."""
@@ -117,6 +121,8 @@ class Recovery:
             steps = [self._steps.pop(number) for number in over if self._steps[number].closed]
             for number in [number for number in self._plans if number <= step]:
                 del self._plans[number]
+            for number in [number for number in self._routes if number <= step]:
+                del self._routes[number]
         for running in steps:
             running.release()
 
@@ -145,16 +151,26 @@ class Recovery:
             self._lost(error.server_id, plan.epoch, f"step {plan.step}: {error}")
             running.trouble(f"server {error.server_id} {error}")
             return
-        running.resume(
-            PlanInForce(
-                plan,
-                planned.first_tick,
-                rank=self._rank,
-                job=running.job,
-                connections=connections,
-                device=running.device,
-            )
-        )
+        running.resume(PlanInForce(self._routes_under(planned), connections))
+
+    def _routes_under(self, planned: PlannedStep) -> Routes:
+        with self._lock:
+            routes = self._routes.get(planned.plan.step)
+        # Those of an earlier epoch are of another plan.
+        return routes if routes and routes.plan is planned.plan else self._make_routes(planned)
+
+    def _derive_ahead(self, planned: PlannedStep) -> None:
+        """Before the step begins: its ticks should not wait for it."""
+        try:
+            routes = self._make_routes(planned)
+            routes.derive_ahead([Phase.FORWARD] if planned.forward_only else list(Phase))
+        except Exception:
+            # The step derives them itself, and tells what is wrong.
+            logger.exception("step %d: routes cannot be derived ahead", planned.plan.step)
+            return
+        with self._lock:
+            if planned.plan.step in self._plans:
+                self._routes[planned.plan.step] = routes
 
 
 def _without(lost: Sequence[str]) -> str:

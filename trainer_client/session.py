@@ -30,6 +30,7 @@ from distca.v1 import data_plane_pb2, jobs_pb2, membership_pb2
 from trainer_client.control_link import ControlLink, PlannedStep
 from trainer_client.errors import SessionError
 from trainer_client.examiner import Examiner
+from trainer_client.exchanges import Routes
 from trainer_client.in_place import InPlaceServer
 from trainer_client.lane import current_step
 from trainer_client.metrics import TrainerMetrics
@@ -126,11 +127,11 @@ class Session:
             self._liveness.close()
             raise
         self._recovery = Recovery(
-            options.rank,
             self._servers,
             self._in_place.ticks,
             lambda: self._link.job_id,
             self._link.report_lost,
+            self._routes,
         )
 
     @classmethod
@@ -335,6 +336,16 @@ class Session:
             deadline_seconds=self.options.tick_timeout_seconds,
         )
         self._in_place.ticks.open_job(self._description)
+
+    def _routes(self, planned: PlannedStep) -> Routes:
+        assert self._description is not None
+        return Routes(
+            planned.plan,
+            planned.first_tick,
+            rank=self.options.rank,
+            job=self._description,
+            device=self._device,
+        )
 
     def _serve_to_the_end(self) -> None:
         deadline = time.monotonic() + self.options.tick_timeout_seconds

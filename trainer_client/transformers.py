@@ -135,7 +135,8 @@ def _is_causal_within_segments(lane: Lane, mask_function: Callable[..., Any]) ->
     sees_first = torch.as_tensor(mask_function(zero, zero, rows, first))
     sees_itself = torch.as_tensor(mask_function(zero, zero, rows, rows))
     sees_next = torch.as_tensor(mask_function(zero, zero, rows[:-1], rows[1:]))
-    return bool(sees_first.all() and sees_itself.all() and not sees_next.any())
+    # One question to the device, which the mask may be on.
+    return bool(sees_first.all() & sees_itself.all() & ~sees_next.any())
 
 
 def _refuse_unsupported(arguments: dict[str, Any]) -> None:

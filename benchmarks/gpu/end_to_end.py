@@ -67,7 +67,7 @@ class Plan:
         tolerance: eps.
         device: ``"cuda"`` or ``"cpu"``.
         compiled: whether parts of the layers are compiled.
-        trace: whether to run one more step of each way under the profiler.
+        traced: ways of which one more step is run under the profiler.
     """
 
     model: ModelShape
@@ -80,7 +80,7 @@ class Plan:
     tolerance: float
     device: str
     compiled: bool
-    trace: bool
+    traced: tuple[str, ...]
 
     def drawn(self) -> list[Batch]:
         """All batches: first those to warm up on."""
@@ -127,7 +127,7 @@ def run_way(name: str, plan: Plan, settings: RankSettings) -> dict[str, Any]:
     way = methods.make(name, settings)
     steps: list[StepResult] = []
     try:
-        way.prepare([*drawn, *([drawn[-1]] if plan.trace else [])])
+        way.prepare([*drawn, *([drawn[plan.warm_ups]] if name in plan.traced else [])])
         prepared_seconds = time.perf_counter() - began
         for step, batch in enumerate(drawn):
             if on_gpu and step == plan.warm_ups:
@@ -143,7 +143,7 @@ def run_way(name: str, plan: Plan, settings: RankSettings) -> dict[str, Any]:
                 steps.append(result)
         memory = gathered(_peak_memory() if on_gpu else {})
         timeline = way.timeline() if isinstance(way, Disaggregated) else []
-        trace = _traced_step(way, len(drawn), settings) if plan.trace and on_gpu else []
+        trace = _traced_step(way, len(drawn), settings) if name in plan.traced and on_gpu else []
     finally:
         way.close()
     return {
@@ -160,6 +160,7 @@ def run_step(
     way: methods.Method, step: int, batch: Batch, settings: RankSettings
 ) -> StepResult:
     """One step, timed from when all ranks are ready until all are done."""
+    gc.collect()
     _settle(settings)
     began = time.perf_counter()
     measured = way.run(step)
@@ -218,13 +219,16 @@ def _traced_step(way: methods.Method, step: int, settings: RankSettings) -> list
         way.finish(step, measured)
 
     _settle(settings)
-    return gathered(traced(run))
+    found = traced(run)
+    return [found] if settings.rank == 0 else []
 
 
 def run_rank(rank: int, plan: Plan, folder: Path) -> None:
     """A rank's process: all ways, one after the other; rank 0 writes the results."""
     logging.basicConfig(level=logging.WARNING, format=f"[{rank}] %(name)s: %(message)s")
     sys.setswitchinterval(SWITCH_INTERVAL_SECONDS)
+    # Collections in the middle of a step would stop its launches; there is one between steps.
+    gc.disable()
     on_gpu = plan.device == "cuda"
     device = torch.device("cuda", rank) if on_gpu else torch.device("cpu")
     if on_gpu:
@@ -282,7 +286,7 @@ def measure(plan: Plan) -> list[dict[str, Any]]:
 
 
 def _needs_service(plan: Plan) -> bool:
-    return any(way.startswith("disaggregated") for way in plan.ways)
+    return any(way not in methods.AT_HOME for way in plan.ways)
 
 
 def _start_control_plane(supervisor: Supervisor, folder: Path) -> None:
@@ -363,7 +367,7 @@ def main(
     device: Annotated[str, typer.Option(help="cuda or cpu.")] = "cuda",
     tiny: Annotated[bool, typer.Option(help="A tiny model, to try the program.")] = False,
     compiled: Annotated[bool, typer.Option(help="Compile parts of the layers.")] = True,
-    trace: Annotated[bool, typer.Option(help="One more step of each under the profiler.")] = False,
+    trace: Annotated[str, typer.Option(help="Ways to run once more under the profiler.")] = "",
     json_path: Annotated[Path | None, typer.Option("--json")] = None,
 ) -> None:
     """Training steps with core attention spread in several ways."""
@@ -384,7 +388,7 @@ def main(
         tolerance=eps,
         device=device,
         compiled=compiled,
-        trace=trace,
+        traced=tuple(trace.split(",")),
     )
     results = measure(plan)
     name = f"{ranks} x {device_name(torch.device(device))}, {layers} layers, {tokens_per_rank} tokens"

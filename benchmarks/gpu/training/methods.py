@@ -18,6 +18,7 @@ import torch.distributed as dist
 import trainer_client.transformers
 from benchmarks.gpu.training import attention, batches
 from benchmarks.gpu.training.batches import Batch
+from benchmarks.gpu.training.signal import one_byte_messages
 from benchmarks.gpu.training.stack import ModelShape, TrainingStack
 from benchmarks.gpu.training.stopwatch import Stopwatch
 from control_plane.planning import PlanningOptions
@@ -175,6 +176,7 @@ class Disaggregated:
         name: of the job.
         interleave: False is without ping-pong.
         homes: ``"planned"`` or ``"packed"``.
+        signal: messages have one byte; see :mod:`benchmarks.gpu.training.signal`.
     """
 
     def __init__(
@@ -184,9 +186,12 @@ class Disaggregated:
         *,
         interleave: bool = True,
         homes: str = "planned",
+        signal: bool = False,
     ) -> None:
         self._settings, self._homes = settings, homes
         self._exits = ExitStack()
+        if signal:
+            self._exits.enter_context(one_byte_messages(settings.device))
         _keep_profile(settings)
         self.session = self._exits.enter_context(
             Session.open(
@@ -285,10 +290,23 @@ def make(name: str, settings: RankSettings) -> Method:
         return Disaggregated(settings)
     if name == "disaggregated-packed":
         return Disaggregated(settings, name, homes="packed")
+    if name == "signal":
+        return Disaggregated(settings, name, signal=True)
+    if name == "single-stream":
+        return Disaggregated(settings, name, interleave=False)
     raise ValueError(f"method is {name!r}; valid are {METHODS}")
 
 
-METHODS = ("plain", "repacked", "context-parallel", "disaggregated", "disaggregated-packed")
+AT_HOME = ("plain", "repacked", "context-parallel")
+METHODS = (
+    "plain",
+    "repacked",
+    "context-parallel",
+    "disaggregated",
+    "disaggregated-packed",
+    "signal",
+    "single-stream",
+)
 
 
 def _stack(

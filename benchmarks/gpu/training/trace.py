@@ -33,11 +33,16 @@ def traced(run: Callable[[], None]) -> dict[str, Any]:
         torch.cuda.synchronize()
     events = profiler.profiler.kineto_results.events()  # type: ignore[union-attr]
     on_device = [
-        (e.start_ns() / 1e9, (e.start_ns() + e.duration_ns()) / 1e9, str(e.name()))
+        (
+            e.start_ns() / 1e9,
+            (e.start_ns() + e.duration_ns()) / 1e9,
+            str(e.name()),
+            int(e.device_resource_id()),
+        )
         for e in events
         if str(e.device_type()).endswith("CUDA") and e.duration_ns() > 0 and not _is_range(e)
     ]
-    return summarise(on_device)
+    return {**summarise(event[:3] for event in on_device), **compact(on_device)}
 
 
 def summarise(intervals: Iterable[Interval]) -> dict[str, Any]:
@@ -68,6 +73,23 @@ def summarise(intervals: Iterable[Interval]) -> dict[str, Any]:
         "top_kernels": dict(sorted(by_name.items(), key=lambda item: -item[1])[:25]),
         "longest_gaps": sorted(gaps, reverse=True)[:12],
     }
+
+
+def compact(events: Iterable[tuple[float, float, str, int]]) -> dict[str, Any]:
+    """All kernels in few bytes: names, and (begin, length in microseconds, name, stream) each."""
+    names: dict[str, int] = {}
+    ordered = sorted(events)
+    first = ordered[0][0] if ordered else 0.0
+    rows = [
+        (
+            round((begin - first) * 1e6),
+            round((end - begin) * 1e6),
+            names.setdefault(name[:60], len(names)),
+            stream,
+        )
+        for begin, end, name, stream in ordered
+    ]
+    return {"names": list(names), "kernels": rows}
 
 
 def category_of(name: str) -> str:
