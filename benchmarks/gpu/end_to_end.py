@@ -156,9 +156,7 @@ def run_way(name: str, plan: Plan, settings: RankSettings) -> dict[str, Any]:
     }
 
 
-def run_step(
-    way: methods.Method, step: int, batch: Batch, settings: RankSettings
-) -> StepResult:
+def run_step(way: methods.Method, step: int, batch: Batch, settings: RankSettings) -> StepResult:
     """One step, timed from when all ranks are ready until all are done."""
     gc.collect()
     _settle(settings)
@@ -391,7 +389,9 @@ def main(
         traced=tuple(trace.split(",")),
     )
     results = measure(plan)
-    name = f"{ranks} x {device_name(torch.device(device))}, {layers} layers, {tokens_per_rank} tokens"
+    name = (
+        f"{ranks} x {device_name(torch.device(device))}, {layers} layers, {tokens_per_rank} tokens"
+    )
     show(plan, results, name)
     if json_path is not None:
         json_path.write_text(json.dumps({"plan": asdict(plan), "ways": results}, indent=1) + "\n")

@@ -60,7 +60,9 @@ class LanguageModel(nn.Module):
 
 def _has_plain_head(model: PreTrainedModel) -> bool:
     head = model.get_output_embeddings()
-    changed = any(getattr(model.config, name, None) not in (None, 1, 1.0) for name in _LOGIT_CHANGES)
+    changed = any(
+        getattr(model.config, name, None) not in (None, 1, 1.0) for name in _LOGIT_CHANGES
+    )
     return (
         type(head) is nn.Linear
         and head.bias is None

@@ -90,9 +90,7 @@ class LaneGate:
         left_forward: called when the last nano-batch has left the layer in the forward pass.
     """
 
-    def __init__(
-        self, layer: nn.Module, n_lanes: int, *, left_forward: Callable[[], None]
-    ) -> None:
+    def __init__(self, layer: nn.Module, n_lanes: int, *, left_forward: Callable[[], None]) -> None:
         self._n_lanes = n_lanes
         self._left_forward = left_forward
         self._forward = layer.forward

@@ -269,9 +269,7 @@ class GatheredKeys:
     def _reduce(
         self, dk: torch.Tensor, dv: torch.Tensor, dtype: torch.dtype
     ) -> tuple[Any, torch.Tensor, torch.Tensor]:
-        everyone = dk.new_zeros(
-            (self._n_ranks * self._padded, 2, *dk.shape[1:]), dtype=dtype
-        )
+        everyone = dk.new_zeros((self._n_ranks * self._padded, 2, *dk.shape[1:]), dtype=dtype)
         everyone[self._place, 0], everyone[self._place, 1] = dk.to(dtype), dv.to(dtype)
         own = everyone.new_empty((self._padded, *everyone.shape[1:]))
         return self._async(dist.reduce_scatter_tensor, own, everyone), everyone, own

@@ -59,9 +59,7 @@ def draw_batch(seed: int, n_ranks: int, tokens_per_rank: int, distribution: str)
 
 def packed(batch: Batch) -> list[RankManifest]:
     """Plain packing: whole documents, in order."""
-    return [
-        RankManifest(0, rank, (segments,)) for rank, segments in enumerate(_whole(batch.ranks))
-    ]
+    return [RankManifest(0, rank, (segments,)) for rank, segments in enumerate(_whole(batch.ranks))]
 
 
 def repacked(batch: Batch) -> list[RankManifest]:

@@ -146,9 +146,7 @@ class AtHome:
                     self._group,
                 )
             else:
-                runner = attention.WholeDocuments(
-                    self._kernel, mine, settings.device, self._watch
-                )
+                runner = attention.WholeDocuments(self._kernel, mine, settings.device, self._watch)
             self._steps.append((runner, _tensors(settings, batch, mine), predicted_tokens(batch)))
 
     def run(self, step: int) -> Measured:
@@ -345,8 +343,7 @@ def _keep_profile(settings: RankSettings) -> None:
     shipped = CostProfile.load(PROFILE)
     path = _profile_path(settings)
     fits = (
-        shipped.device == device_name(settings.device)
-        and shipped.shape == settings.model.attention
+        shipped.device == device_name(settings.device) and shipped.shape == settings.model.attention
     )
     if settings.rank == 0 and fits and not path.exists():
         replace(shipped, kernel=select_kernel(settings.device).name).save(path)
