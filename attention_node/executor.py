@@ -107,7 +107,7 @@ class _DeviceTimer:
 
     def seconds(self) -> float:
         """Once the last kernel has ended."""
-        return self._begin.elapsed_time(self._end) / 1e3
+        return float(self._begin.elapsed_time(self._end)) / 1e3
 
 
 class Executor:

@@ -39,7 +39,7 @@ def configured_shape(settings: ModelSettings) -> AttentionShape:
         ModelConfigError: the model's JSON file cannot be used.
         ValueError: the model's sizes make no valid shape.
     """
-    if settings.model_config is not None:
+    if settings.model_config is not None or settings.model_preset is not None:
         from distca.train.model import attention_shape, model_config
 
         return attention_shape(model_config(settings, max_positions=1), settings.dtype)

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from attention_node.cuda_order import record_event
+from core_attention.arrays import runs_to_rows
 from core_attention.ca_task import Phase
 from core_attention.plan import Plan
 from core_attention.tick import Tick
@@ -163,10 +164,8 @@ class RunningStep:
         """By nano-batch: ``[rows]`` each packed row's position in its document, int64."""
         positions = []
         for nano_batch in range(self.job.n_nano_batches):
-            rows = torch.empty(self.n_rows(nano_batch), dtype=torch.int64)
-            for row, offset, length in self.segments(nano_batch):
-                rows[row : row + length] = torch.arange(offset, offset + length)
-            positions.append(rows)
+            held = np.array(self.segments(nano_batch), dtype=np.int64).reshape(-1, 3)
+            positions.append(torch.from_numpy(runs_to_rows(held[:, 1], held[:, 2])))
         return tuple(positions)
 
     def segments(self, nano_batch: int) -> list[tuple[int, int, int]]:

@@ -127,9 +127,9 @@ def distca_mask(
 def _is_causal_within_segments(lane: Lane, mask_function: Callable[..., Any]) -> bool:
     """Asks the mask at its borders: each row must see the first row of its segment and itself,
     and must not see the next row."""
-    first = torch.empty(lane.running.n_rows(lane.nano_batch), dtype=torch.int64)
-    for row, _, length in lane.running.segments(lane.nano_batch):
-        first[row : row + length] = row
+    segments = torch.tensor(lane.running.segments(lane.nano_batch), dtype=torch.int64)
+    begin, _, length = segments.reshape(-1, 3).unbind(1)
+    first = begin.repeat_interleave(length)
     rows = torch.arange(len(first))
     zero = torch.zeros((), dtype=torch.int64)
     sees_first = torch.as_tensor(mask_function(zero, zero, rows, first))

@@ -32,10 +32,10 @@ from typing import Annotated, Any
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 import typer
 from rich.console import Console
 from rich.table import Table
+from torch.multiprocessing.spawn import spawn
 
 from attention_node.server import SWITCH_INTERVAL_SECONDS
 from benchmarks.gpu.training import methods
@@ -273,7 +273,7 @@ def measure(plan: Plan) -> list[dict[str, Any]]:
         if _needs_service(plan):
             _start_control_plane(supervisor, folder)
         try:
-            mp.spawn(run_rank, (plan, folder), nprocs=plan.ranks)
+            spawn(run_rank, (plan, folder), nprocs=plan.ranks)
         except Exception as error:
             print(error, flush=True)
             log = folder / "control-plane.log"

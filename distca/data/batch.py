@@ -31,6 +31,12 @@ class TokenBatch:
     position_ids: torch.Tensor
     labels: torch.Tensor
 
+    def to(self, device: torch.device) -> TokenBatch:
+        """The same on ``device``."""
+        return TokenBatch(
+            *(tensor.to(device) for tensor in (self.input_ids, self.position_ids, self.labels))
+        )
+
 
 def rank_batches(packed: PackedStep, corpus: Corpus, rank: int) -> list[TokenBatch]:
     """The nano-batches of ``rank``, ``[1, nano_batch_tokens]`` each.

@@ -23,6 +23,7 @@ from distca.report.step_log import StepTail
 from distca.run_folder import RunFolder
 from distca.shapes import configured_shape, format_shape
 from distca.train.settings import (
+    DeviceName,
     IntegritySettings,
     ModelSettings,
     PlanSettings,
@@ -147,6 +148,7 @@ class _Launcher:
             run_dir=self._folder.root,
             rendezvous=f"file://{self._rendezvous}",
             one_host=True,
+            device=DeviceName.CPU,
         )
         return self._start(
             f"trainer {rank}",

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 import torch
 from torch import nn
-from torch.nn import functional
 from transformers import PreTrainedModel
 
-from distca.data.batch import IGNORED_LABEL
-from distca.train.loss import DEFAULT_CHUNK_ROWS, chunked_loss
+from distca.data.batch import TokenBatch
+from distca.train.loss import DEFAULT_CHUNK_ROWS, chunked_loss, summed_loss
 
 logger = logging.getLogger(__name__)
 
@@ -49,17 +49,19 @@ class LanguageModel(nn.Module):
         """
         inputs = {"input_ids": input_ids, "position_ids": position_ids, "use_cache": False}
         if not self._plain_head:
-            logits = self.model(**inputs).logits
-            return functional.cross_entropy(
-                logits[0].float(), labels[0], ignore_index=IGNORED_LABEL, reduction="sum"
-            )
+            batch = TokenBatch(input_ids, position_ids, labels)
+            return summed_loss(self.model(**inputs).logits, batch)
         hidden = self.model.base_model(**inputs).last_hidden_state
-        weight = self.model.get_output_embeddings().weight
-        return chunked_loss(hidden[0], weight, labels[0], self._chunk_rows)
+        return chunked_loss(hidden[0], _head(self.model).weight, labels[0], self._chunk_rows)
+
+
+def _head(model: PreTrainedModel) -> Any:
+    untyped: Any = model
+    return untyped.get_output_embeddings()
 
 
 def _has_plain_head(model: PreTrainedModel) -> bool:
-    head = model.get_output_embeddings()
+    head = _head(model)
     changed = any(
         getattr(model.config, name, None) not in (None, 1, 1.0) for name in _LOGIT_CHANGES
     )

@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 from core_attention.shape import AttentionShape
 from distca.data.corpus import VOCABULARY_SIZE
 from distca.errors import ModelConfigError
-from distca.train.settings import ModelSettings
+from distca.train.settings import ModelSettings, Preset
 
 _FEED_FORWARD_MULTIPLE = 32
 
@@ -28,9 +28,13 @@ def model_config(settings: ModelSettings, max_positions: int) -> PretrainedConfi
         ModelConfigError: the JSON file is missing or malformed, names an unknown model type, or
             the model cannot take bytes or documents of that length.
     """
+    if settings.model_preset is not None:
+        return _preset(settings, max_positions)
     if settings.model_config is None:
         return _small_llama(settings, max_positions)
     fields = _read_json(settings)
+    if settings.model_layers is not None:
+        fields["num_hidden_layers"] = settings.model_layers
     model_type = fields.pop("model_type", None)
     try:
         config = AutoConfig.for_model(model_type, **fields)
@@ -52,7 +56,12 @@ def model_config(settings: ModelSettings, max_positions: int) -> PretrainedConfi
 
 
 def build_model(
-    config: PretrainedConfig, *, attention: str, dtype: str, seed: int
+    config: PretrainedConfig,
+    *,
+    attention: str,
+    dtype: str,
+    seed: int,
+    device: torch.device = torch.device("cpu"),  # noqa: B008  (immutable)
 ) -> PreTrainedModel:
     """A causal language model with random weights, the same for the same seed.
 
@@ -61,6 +70,7 @@ def build_model(
         attention: name of the attention implementation, for example ``"distca"`` or ``"sdpa"``.
         dtype: torch name of the weights' dtype.
         seed: of the weights.
+        device: where they are made.
 
     Raises:
         ModelConfigError: transformers has no causal language model for ``config``.
@@ -68,12 +78,13 @@ def build_model(
     torch.manual_seed(seed)
     auto: Any = AutoModelForCausalLM  # from_config has no annotations
     try:
-        model: PreTrainedModel = auto.from_config(
-            # A copy, because the model keeps it and writes the attention's name into it.
-            copy.deepcopy(config),
-            attn_implementation=attention,
-            dtype=getattr(torch, dtype),
-        )
+        with device:
+            model: PreTrainedModel = auto.from_config(
+                # A copy, because the model keeps it and writes the attention's name into it.
+                copy.deepcopy(config),
+                attn_implementation=attention,
+                dtype=getattr(torch, dtype),
+            )
     except ValueError as error:
         reason = str(error).splitlines()[0][:300]
         raise ModelConfigError(f"model type {config.model_type!r}: {reason}") from error
@@ -125,6 +136,33 @@ def _small_llama(settings: ModelSettings, max_positions: int) -> PretrainedConfi
         eos_token_id=None,
         use_cache=False,
     )
+
+
+_PRESETS: dict[Preset, dict[str, Any]] = {
+    Preset.LLAMA_3_8B: {
+        "model_type": "llama",
+        "vocab_size": 128256,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 8192,
+        "rms_norm_eps": 1e-5,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
+        "tie_word_embeddings": False,
+        "use_cache": False,
+    }
+}
+
+
+def _preset(settings: ModelSettings, max_positions: int) -> PretrainedConfig:
+    assert settings.model_preset is not None
+    fields = dict(_PRESETS[settings.model_preset])
+    fields["max_position_embeddings"] = max(fields["max_position_embeddings"], max_positions)
+    if settings.model_layers is not None:
+        fields["num_hidden_layers"] = settings.model_layers
+    return AutoConfig.for_model(fields.pop("model_type"), **fields)
 
 
 def _read_json(settings: ModelSettings) -> dict[str, Any]:

@@ -64,11 +64,17 @@ class RankEnvironment:
 
 
 @contextmanager
-def process_group(environment: RankEnvironment, timeout_seconds: float) -> Iterator[None]:
-    """Joins the gloo group of all ranks, whose waits end after ``timeout_seconds``; leaves it at
-    the end."""
+def process_group(
+    environment: RankEnvironment,
+    timeout_seconds: float,
+    device: torch.device = torch.device("cpu"),  # noqa: B008  (immutable)
+) -> Iterator[None]:
+    """Joins the group of all ranks, whose waits end after ``timeout_seconds``; leaves it at the
+    end. Tensors on the CPU go over gloo, those on ``device``, if it is a GPU, over NCCL."""
+    on_gpu = device.type == "cuda"
     dist.init_process_group(
-        "gloo",
+        "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
+        device_id=device if on_gpu else None,
         init_method=environment.init_method,
         rank=environment.rank,
         world_size=environment.n_ranks,

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from rich.console import Console
 from torch import nn
@@ -30,6 +31,7 @@ from distca.report.record import RunRecord, StepRecord
 from distca.report.step_log import StepLog
 from distca.run_folder import RunFolder
 from distca.train.checkpoint import Checkpoint, CheckpointKeeper, load_newest
+from distca.train.device import choose_device, collect_garbage, prepare_process
 from distca.train.feed import Feed
 from distca.train.model import attention_shape, build_model, describe_model, model_config
 from distca.train.observer import Observer
@@ -41,6 +43,7 @@ from distca.train.settings import (
     PlacementName,
     PlanSettings,
     ServiceSettings,
+    Sharding,
     TrainingSettings,
 )
 from distca.train.timeline import readable_timeline
@@ -88,14 +91,24 @@ def run_trainer(run: TrainerRun, console: Console) -> bool:
     )
     config = model_config(run.model, feed.max_document_tokens)
     shape = attention_shape(config, run.model.dtype)
+    device = choose_device(run.service.device, run.ranks.local_rank)
+    run = replace(run, training=_for_device(run.training, device))
     timeout = run.service.collective_timeout_seconds
+    prepare_process(device)
     with ExitStack() as stack:
         stop = stack.enter_context(StopRequest())
-        stack.enter_context(process_group(run.ranks, timeout))
+        stack.enter_context(process_group(run.ranks, timeout, device))
         identity = {**feed.identity, "seed": run.data.seed, "model": _model_identity(config)}
-        check_agreement({**identity, "steps": run.training.steps})
-        session = stack.enter_context(Session.open(session_options(run, shape, config)))
-        loop = _Loop(run, feed, config, shape, session, identity, stop, console)
+        check_agreement(
+            {
+                **identity,
+                "steps": run.training.steps,
+                "device": device.type,
+                "sharding": str(run.training.sharding),
+            }
+        )
+        session = stack.enter_context(Session.open(session_options(run, shape, config, device)))
+        loop = _Loop(run, feed, config, shape, session, identity, stop, console, device)
         finished = loop.train()
         record = loop.record(began, finished=finished)
     if run.ranks.rank == 0:
@@ -109,6 +122,17 @@ def run_trainer(run: TrainerRun, console: Console) -> bool:
             f"{record.verification.gradient_tolerance:.0e}) in {record.verification.parameter}"
         )
     return finished
+
+
+def _for_device(training: TrainingSettings, device: torch.device) -> TrainingSettings:
+    """What the user left open: weights are spread and layers recomputed where memory is dear."""
+    on_gpu = device.type == "cuda"
+    sharding, checkpointing = training.sharding, training.activation_checkpointing
+    return replace(
+        training,
+        sharding=sharding or (Sharding.FSDP if on_gpu else Sharding.REPLICATED),
+        activation_checkpointing=on_gpu if checkpointing is None else checkpointing,
+    )
 
 
 def _write_report(record: RunRecord, folder: RunFolder) -> None:
@@ -141,7 +165,7 @@ def _planned_homes(run: TrainerRun) -> PlanningOptions | None:
 
 
 def session_options(
-    run: TrainerRun, shape: AttentionShape, config: PretrainedConfig
+    run: TrainerRun, shape: AttentionShape, config: PretrainedConfig, device: torch.device
 ) -> SessionOptions:
     """How this rank joins the job, which is named for the run."""
     return SessionOptions(
@@ -157,6 +181,9 @@ def session_options(
         planner=run.plan.planner,
         min_forward_tokens=run.plan.min_forward_tokens,
         min_backward_tokens=run.plan.min_backward_tokens,
+        device=str(device),
+        # Gathering sharded weights keeps the ranks together.
+        kept_forward_ticks=3 if run.training.sharding is Sharding.FSDP else None,
         data_host=run.service.data_host,
         one_host=run.service.one_host,
         connect_timeout_seconds=run.service.connect_timeout_seconds,
@@ -198,8 +225,10 @@ class _Loop:
         identity: dict[str, Any],
         stop: StopRequest,
         console: Console,
+        device: torch.device,
     ) -> None:
         self._run = run
+        self._device = device
         self._feed = feed
         self._config = config
         self._session = session
@@ -208,16 +237,20 @@ class _Loop:
         self._folder = RunFolder(run.service.run_dir)
         self._log = StepLog(self._folder.step_log)
         self.checkpoints = CheckpointKeeper(self._folder.checkpoints)
+        sharded = run.training.sharding is Sharding.FSDP
         model = build_model(
             config,
             attention=trainer_client.transformers.IMPLEMENTATION,
-            dtype=run.model.dtype,
+            # Sharded weights are float32, and gathered in the dtype of the run.
+            dtype="float32" if sharded else run.model.dtype,
             seed=run.data.seed,
+            device=device,
         )
+        self._n_parameters = sum(parameter.numel() for parameter in model.parameters())
         self._model: nn.Module = model
-        self._trainer = Trainer(model, session, run.training)
+        self._trainer = Trainer(model, session, run.training, getattr(torch, run.model.dtype))
         self._verifier = (
-            Verifier(config, run.model.dtype, feed.corpus, run.ranks.rank)
+            Verifier(config, run.model.dtype, feed.corpus, run.ranks.rank, device)
             if run.training.verify
             else None
         )
@@ -264,7 +297,7 @@ class _Loop:
             finished=finished,
             began=began,
             model=describe_model(self._config),
-            parameters=sum(parameter.numel() for parameter in self._model.parameters()),
+            parameters=self._n_parameters,
             dtype=run.model.dtype,
             data=self._feed.description,
             n_ranks=run.ranks.n_ranks,
@@ -277,6 +310,7 @@ class _Loop:
 
     def _train_step(self, step: int) -> None:
         self._submit_until(step + self._run.plan.steps_ahead)
+        collect_garbage(self._device)
         packed = self._submitted.pop(step)
         batches = self._feed.batches(packed, self._run.ranks.rank)
         began = time.perf_counter()
@@ -339,8 +373,8 @@ class _Loop:
         return checkpoint.steps_done
 
     def _save(self, steps_done: int) -> None:
+        model, optimizer = self._trainer.state()
         if self._leads:
-            model, optimizer = self._trainer.state()
             self.checkpoints.save(Checkpoint(steps_done, self._identity, model, optimizer))
         # Nobody goes on, or leaves, before it is written.
         dist.barrier()

@@ -33,6 +33,27 @@ class PlacementName(StrEnum):
     MIXED = "mixed"
 
 
+class DeviceName(StrEnum):
+    """What a trainer computes on."""
+
+    AUTO = "auto"
+    CPU = "cpu"
+    CUDA = "cuda"
+
+
+class Sharding(StrEnum):
+    """How weights, gradients and optimiser are kept."""
+
+    REPLICATED = "replicated"
+    FSDP = "fsdp"
+
+
+class Preset(StrEnum):
+    """Models whose sizes are known by name; their weights are random."""
+
+    LLAMA_3_8B = "llama-3-8b"
+
+
 class Homes(StrEnum):
     """Which rank holds which tokens of a step."""
 
@@ -51,6 +72,20 @@ class ModelSettings:
             rich_help_panel=_MODEL,
         ),
     ] = None
+    model_preset: Annotated[
+        Preset | None,
+        typer.Option(
+            help="Sizes of a known model instead of those below; its weights are random.",
+            rich_help_panel=_MODEL,
+        ),
+    ] = None
+    model_layers: Annotated[
+        int | None,
+        typer.Option(
+            help="Fewer (or more) layers than the preset or the configuration has.",
+            rich_help_panel=_MODEL,
+        ),
+    ] = None
     hidden_size: Annotated[
         int, typer.Option(help="Width of the model.", rich_help_panel=_MODEL)
     ] = 128
@@ -66,6 +101,16 @@ class ModelSettings:
         for name in ("hidden_size", "layers", "heads", "kv_heads"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be 1 or more")
+        if self.model_layers is not None:
+            if self.model_layers < 1:
+                raise ValueError(f"model_layers is {self.model_layers}; it must be 1 or more")
+            if self.model_config is None and self.model_preset is None:
+                raise ValueError(
+                    "model_layers goes with model_preset or model_config; without them the "
+                    "model has --layers layers"
+                )
+        if self.model_config is not None and self.model_preset is not None:
+            raise ValueError("model_config and model_preset both name a model; give one of them")
         if self.hidden_size % (2 * self.heads):
             raise ValueError(
                 f"hidden_size {self.hidden_size} is no multiple of twice the heads "
@@ -107,6 +152,38 @@ class TrainingSettings:
     max_gradient_norm: Annotated[
         float, typer.Option(help="Gradients are clipped to this norm.", rich_help_panel=_TRAINING)
     ] = 1.0
+    sharding: Annotated[
+        Sharding | None,
+        typer.Option(
+            help="Whether every rank holds all weights, or FSDP2 spreads them; default: fsdp on "
+            "CUDA devices, replicated on the CPU.",
+            rich_help_panel=_TRAINING,
+        ),
+    ] = None
+    activation_checkpointing: Annotated[
+        bool | None,
+        typer.Option(
+            "--activation-checkpointing/--no-activation-checkpointing",
+            help="Recompute the layers in the backward pass, but for core attention; default: on "
+            "CUDA devices.",
+            rich_help_panel=_TRAINING,
+        ),
+    ] = None
+    compile_layers: Annotated[
+        bool,
+        typer.Option(
+            "--compile-layers/--no-compile-layers",
+            help="Compile normalisation, rotary embeddings and feed-forward parts of the layers.",
+            rich_help_panel=_TRAINING,
+        ),
+    ] = False
+    loss_chunk_tokens: Annotated[
+        int,
+        typer.Option(
+            help="Rows whose logits exist at the same time; logits of a batch are never whole.",
+            rich_help_panel=_TRAINING,
+        ),
+    ] = 8192
     verify: Annotated[
         bool,
         typer.Option(
@@ -138,6 +215,7 @@ class TrainingSettings:
             ("nano_batches", 1),
             ("warmup_steps", 0),
             ("checkpoint_every", 1),
+            ("loss_chunk_tokens", 1),
         ):
             if getattr(self, name) < least:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be {least} or more")
@@ -270,6 +348,14 @@ class ServiceSettings:
         PlacementName,
         typer.Option(help="Where core attention runs.", rich_help_panel=_SERVICE),
     ] = PlacementName.POOL
+    device: Annotated[
+        DeviceName,
+        typer.Option(
+            help="cuda: device LOCAL_RANK of this host, gradients over NCCL; auto: cuda where "
+            "there is one.",
+            rich_help_panel=_TRAINING,
+        ),
+    ] = DeviceName.AUTO
     data_host: Annotated[
         str,
         typer.Option(
@@ -361,7 +447,7 @@ class ServiceSettings:
 
     @property
     def collective_timeout_seconds(self) -> float:
-        """How long a rank waits for another in gloo: longer than all waits for core attention
+        """How long a rank waits for another in a collective: longer than all waits for attention
         together, so that the more telling error comes first."""
         return (
             self.connect_timeout_seconds

@@ -12,6 +12,7 @@ needs, and every nano-batch would reduce gradients of its own. So both wait for 
 
 from __future__ import annotations
 
+import itertools
 from functools import partial
 from typing import Any
 
@@ -19,8 +20,14 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 
 from distca.train.layers import LaneGate
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor``, gathered from all ranks if it is sharded; then all ranks must call it."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 class ShardedModel:
@@ -55,7 +62,7 @@ class ShardedModel:
             self._lanes.append(_gate_lanes(shard(layer), n_lanes, keeps_gathered=last))
             sharded.append(layer)  # type: ignore[arg-type]  # fully_shard has changed its class
         self.module: Any = shard(model, reshard_after_forward=False)
-        for before, after in zip(sharded, sharded[1:], strict=False):
+        for before, after in itertools.pairwise(sharded):
             before.set_modules_to_forward_prefetch([after])
             after.set_modules_to_backward_prefetch([before])
 

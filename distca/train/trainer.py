@@ -9,14 +9,22 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_state_dict,
+    set_state_dict,
+)
 from torch.nn.parallel import DistributedDataParallel
+from transformers import PreTrainedModel
 
 from distca.data.batch import TokenBatch
 from distca.data.packing import PackedStep
 from distca.errors import DivergenceError, ModelConfigError
-from distca.train.loss import summed_loss
+from distca.train.language_model import LanguageModel
+from distca.train.layers import checkpoint_layers, compile_layers, decoder_layers
 from distca.train.ranks import sum_over_ranks
-from distca.train.settings import TrainingSettings
+from distca.train.settings import Sharding, TrainingSettings
+from distca.train.sharding import ShardedModel, whole
 from trainer_client import PingPong, Session, StepReport, TraceEvent
 
 
@@ -36,24 +44,51 @@ class StepResult:
 
 
 class Trainer:
-    """A model under data-parallel training. All ranks hold equal weights at any time.
+    """A model under data-parallel training. All ranks hold equal weights, or a share each.
 
     Args:
-        model: built with ``attn_implementation="distca"``.
+        model: built with ``attn_implementation="distca"``, on the device of this rank.
         session: this rank's membership in the job.
-        settings: batch and optimiser.
+        settings: batch and optimiser; ``sharding`` and ``activation_checkpointing`` are given.
+        compute_dtype: of sharded models' activations; others compute in their weights' dtype.
     """
 
-    def __init__(self, model: nn.Module, session: Session, settings: TrainingSettings) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        session: Session,
+        settings: TrainingSettings,
+        compute_dtype: torch.dtype,
+    ) -> None:
         self.model = model
         self._session = session
         self._settings = settings
-        self._ping_pong = DistributedDataParallel(PingPong(model))
+        self._device = model.device
+        self._connected = False
+        if settings.compile_layers:
+            compile_layers(decoder_layers(model))
+        if settings.activation_checkpointing:
+            checkpoint_layers(decoder_layers(model))
+        ping_pong = PingPong(LanguageModel(model, settings.loss_chunk_tokens))
+        self._sharded: ShardedModel | None = None
+        if settings.sharding is Sharding.FSDP:
+            self._sharded = ShardedModel(
+                ping_pong,
+                decoder_layers(model),
+                settings.nano_batches,
+                device_type=self._device.type,
+                n_ranks=dist.get_world_size(),
+                compute_dtype=compute_dtype,
+            )
+            self._module: nn.Module = self._sharded.module
+        else:
+            self._module = DistributedDataParallel(ping_pong)
         self._optimizer = torch.optim.AdamW(
             model.parameters(),
             lr=settings.learning_rate,
             betas=(0.9, 0.95),
             weight_decay=settings.weight_decay,
+            fused=self._device.type == "cuda",
         )
 
     def run(self, packed: PackedStep, batches: list[TokenBatch]) -> StepResult:
@@ -68,19 +103,13 @@ class Trainer:
             ModelConfigError: the model computed attention otherwise, at least in part.
         """
         self._optimizer.zero_grad()
+        if self._sharded is not None:
+            self._sharded.begin_step()
         with self._session.step(packed.step) as running:
-            outputs = self._ping_pong(
-                [
-                    {"input_ids": b.input_ids, "position_ids": b.position_ids, "use_cache": False}
-                    for b in batches
-                ]
-            )
-            losses = [
-                summed_loss(output.logits, batch)
-                for output, batch in zip(outputs, batches, strict=True)
-            ]
+            self._wait_for_connections()
+            losses = self._module([vars(batch.to(self._device)) for batch in batches])
             loss = torch.stack(losses).sum() / packed.predicted_tokens
-            # DDP averages over the ranks, but each has only its own share of the sum.
+            # Gradients are averaged over the ranks, but each has only its own share of the sum.
             (loss * dist.get_world_size()).backward()
         if not running.complete:
             raise ModelConfigError(
@@ -99,7 +128,9 @@ class Trainer:
             DivergenceError: the norm is not finite, so the weights would be lost.
         """
         norm = float(
-            nn.utils.clip_grad_norm_(self.model.parameters(), self._settings.max_gradient_norm)
+            whole(
+                nn.utils.clip_grad_norm_(self.model.parameters(), self._settings.max_gradient_norm)
+            )
         )
         if not math.isfinite(norm):
             raise DivergenceError(
@@ -111,10 +142,37 @@ class Trainer:
         return norm
 
     def state(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """State dicts of model and optimiser."""
-        return self.model.state_dict(), self._optimizer.state_dict()
+        """Whole state dicts of model and optimiser, for the first rank to save. All ranks call it;
+        those of a sharded model are gathered, and empty on the others."""
+        if self._sharded is None:
+            return self.model.state_dict(), self._optimizer.state_dict()
+        gathered: tuple[dict[str, Any], dict[str, Any]] = get_state_dict(
+            self.model, self._optimizer, options=_WHOLE
+        )
+        return gathered
 
     def load_state(self, model: dict[str, Any], optimizer: dict[str, Any]) -> None:
-        """Takes up what :meth:`state` gave."""
-        self.model.load_state_dict(model)
-        self._optimizer.load_state_dict(optimizer)
+        """Takes up what :meth:`state` gave the first rank."""
+        if self._sharded is None:
+            self.model.load_state_dict(model)
+            self._optimizer.load_state_dict(optimizer)
+            return
+        set_state_dict(
+            self.model,
+            self._optimizer,
+            model_state_dict=model,
+            optim_state_dict=optimizer,
+            options=_WHOLE,
+        )
+
+    def _wait_for_connections(self) -> None:
+        """In the first step, until every rank is connected to its servers. A collective that waits
+        on a GPU for a rank which still connects can keep that rank's server from answering: CUDA
+        loads kernels, and UCX opens memory, only when running ones have ended."""
+        if not self._connected:
+            # A CPU tensor: the wait is on the host.
+            sum_over_ranks(0.0)
+            self._connected = True
+
+
+_WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)

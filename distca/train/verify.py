@@ -22,6 +22,7 @@ from distca.data.corpus import Corpus
 from distca.data.packing import PackedStep
 from distca.report.record import Verification
 from distca.train.model import build_model
+from distca.train.sharding import whole
 
 logger = logging.getLogger(__name__)
 
@@ -58,10 +59,21 @@ class Verifier:
         dtype: of its weights; the comparison is made in a wider one.
         corpus: to read whole documents from.
         rank: this rank; it recomputes the documents that begin on it.
+        device: where it does so.
     """
 
-    def __init__(self, config: PretrainedConfig, dtype: str, corpus: Corpus, rank: int) -> None:
-        self._model = build_model(config, attention="sdpa", dtype=_WIDER[dtype], seed=0)
+    def __init__(
+        self,
+        config: PretrainedConfig,
+        dtype: str,
+        corpus: Corpus,
+        rank: int,
+        device: torch.device = torch.device("cpu"),  # noqa: B008  (immutable)
+    ) -> None:
+        self._model = build_model(
+            config, attention="sdpa", dtype=_WIDER[dtype], seed=0, device=device
+        )
+        self._device = device
         self._corpus = corpus
         self._rank = rank
         loss_tolerance, gradient_tolerance = _TOLERANCES[dtype]
@@ -79,7 +91,9 @@ class Verifier:
 
         Every rank gets the same answer. ``model`` has not been updated yet and is not changed.
         """
-        self._model.load_state_dict(model.state_dict())
+        self._model.load_state_dict(
+            {name: whole(tensor) for name, tensor in model.state_dict().items()}
+        )
         self._model.zero_grad(set_to_none=False)
         local_loss = self._backward(packed)
         worst, parameter = self._largest_gradient_difference(model)
@@ -97,13 +111,14 @@ class Verifier:
     def _backward(self, packed: PackedStep) -> float:
         """Leaves the gradients of all ranks in the model and returns the loss of all ranks."""
         total = torch.zeros((), dtype=torch.float64)
-        for batch in whole_documents(packed, self._corpus, self._rank):
+        for document in whole_documents(packed, self._corpus, self._rank):
+            batch = document.to(self._device)
             output = self._model(
                 input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False
             )
             loss = _summed_loss(output.logits, batch) / packed.predicted_tokens
             loss.backward()
-            total += loss.detach().double()
+            total += loss.detach().double().cpu()
         dist.all_reduce(total)
         for parameter in self._model.parameters():
             if parameter.grad is None:  # this rank has no document
@@ -117,7 +132,8 @@ class Verifier:
         largest = (float(each.abs().max()) for each in local.values() if each is not None)
         floor = _QUIET * max(largest, default=0.0)
         for name, parameter in model.named_parameters():
-            difference = relative_difference(parameter.grad, local[name], floor=floor)
+            found = None if parameter.grad is None else whole(parameter.grad)
+            difference = relative_difference(found, local[name], floor=floor)
             # Written so that a NaN is the worst of all.
             if not difference <= worst or not where:
                 worst, where = difference, name

@@ -31,7 +31,7 @@ def traced(run: Callable[[], None]) -> dict[str, Any]:
     with torch.profiler.profile(activities=activities) as profiler:
         run()
         torch.cuda.synchronize()
-    events = profiler.profiler.kineto_results.events()  # type: ignore[union-attr]
+    events = profiler.profiler.kineto_results.events()
     on_device = [
         (
             e.start_ns() / 1e9,

@@ -1,0 +1,46 @@
+"""Which device a trainer computes on."""
+
+from __future__ import annotations
+
+import gc
+import sys
+
+import torch
+
+from attention_node.server import SWITCH_INTERVAL_SECONDS
+from distca.errors import SettingsError
+from distca.train.settings import DeviceName
+
+
+def choose_device(name: DeviceName, local_rank: int) -> torch.device:
+    """The device of the trainer that is number ``local_rank`` on its host, made current.
+
+    Raises:
+        SettingsError: there is no such CUDA device.
+    """
+    n_devices = torch.cuda.device_count() if name is not DeviceName.CPU else 0
+    if name is DeviceName.CPU or (name is DeviceName.AUTO and not n_devices):
+        return torch.device("cpu")
+    if local_rank >= n_devices:
+        raise SettingsError(
+            f"trainer {local_rank} of this host (LOCAL_RANK) asks for CUDA device {local_rank}, "
+            f"and there are {n_devices}; start as many trainers a host as it has GPUs, or give "
+            "--device cpu"
+        )
+    device = torch.device("cuda", local_rank)
+    torch.cuda.set_device(device)
+    return device
+
+
+def prepare_process(device: torch.device) -> None:
+    """On a GPU, the training loop must launch in time: its threads take turns quickly, and garbage
+    is collected between steps only (:func:`collect_garbage`)."""
+    if device.type == "cuda":
+        sys.setswitchinterval(SWITCH_INTERVAL_SECONDS)
+        gc.disable()
+
+
+def collect_garbage(device: torch.device) -> None:
+    """Between two steps, what :func:`prepare_process` keeps from happening within them."""
+    if device.type == "cuda":
+        gc.collect(1)
