@@ -16,6 +16,7 @@ from attention_node.tick_route import NOTHING, TickRoute, derive_tick_route
 from core_attention.arrays import Int64Array
 from core_attention.ca_task import Phase
 from core_attention.first_ticks import FirstTicks
+from core_attention.kernels.protocol import Kernel
 from core_attention.message import MessageLayout, reply_layout, request_layout
 from core_attention.plan import Plan
 from core_attention.shape import AttentionShape
@@ -189,6 +190,12 @@ class ServedStep:
                 reply_layout(pair, job.shape, tick.phase, checksums=job.checksums),
             )
         return self._messages[key]
+
+    def prepare(self, kernel: Kernel) -> None:
+        """Has ``kernel`` derive ahead what the step's ticks need."""
+        for (_, phase, _), route in self._routes.items():
+            for part in route.parts:
+                kernel.prepare(part.tasks, phase)
 
     @property
     def finished(self) -> bool:

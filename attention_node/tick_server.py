@@ -226,6 +226,7 @@ class TickServer:
         )
         if step.finished or not self._has_memory_for(job, step):
             return
+        step.prepare(self._executor.kernel)
         with self._lock:
             # A recovery may have begun while the routes were derived.
             if plan.epoch < job.epoch:

@@ -15,9 +15,9 @@ from collections.abc import Sequence
 
 import torch
 
-from core_attention.ca_task import MaskKind
+from core_attention.ca_task import MaskKind, Phase
 from core_attention.kernels.cpu_tiles import Tile, tiles
-from core_attention.kernels.protocol import BackwardPart, ForwardPart
+from core_attention.kernels.protocol import BackwardPart, ForwardPart, TaskBatch
 from core_attention.shape import AttentionShape
 
 
@@ -58,6 +58,9 @@ class CpuKernel:
             k, v = part.k.float(), part.v.float()
             for tile in tiles(part.tasks, part.q.shape[1], k.shape[1]):
                 self._backward_tile(part, k, v, tile, scale)
+
+    def prepare(self, tasks: TaskBatch, phase: Phase) -> None:
+        """There is nothing to prepare."""
 
     def synchronize(self) -> None:
         """Returns at once: CPU calls have finished when they return."""

@@ -21,7 +21,7 @@ from core_attention.kernels.gpu_shapes import (
     part_shape,
     warm_up_parts,
 )
-from core_attention.kernels.protocol import BackwardPart, ForwardPart
+from core_attention.kernels.protocol import BackwardPart, ForwardPart, TaskBatch
 from core_attention.shape import AttentionShape
 
 MAJORS = (8, 9, 10, 11, 12)
@@ -105,6 +105,10 @@ class Fa2Kernel:
                 self.check(part_shape(part), MaskKind.CAUSAL)
                 for launch in self._launches.launches(part.tasks, Phase.BACKWARD):
                     self._backward(part, launch, scale)
+
+    def prepare(self, tasks: TaskBatch, phase: Phase) -> None:
+        """Derives the launches of ``tasks`` and uploads their index tensors."""
+        self._launches.prepare(tasks, phase)
 
     def synchronize(self) -> None:
         """Returns once what was launched on the current stream has finished."""

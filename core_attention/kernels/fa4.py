@@ -31,7 +31,7 @@ from core_attention.kernels.gpu_shapes import (
     part_shape,
     warm_up_parts,
 )
-from core_attention.kernels.protocol import BackwardPart, ForwardPart
+from core_attention.kernels.protocol import BackwardPart, ForwardPart, TaskBatch
 from core_attention.kernels.streams import HIGH_PRIORITY
 from core_attention.shape import AttentionShape
 
@@ -129,6 +129,10 @@ class Fa4Kernel:
         with torch.cuda.device(self._device), torch.no_grad():
             for part in parts:
                 self._run_backward(part, scale)
+
+    def prepare(self, tasks: TaskBatch, phase: Phase) -> None:
+        """Derives the launches of ``tasks`` and uploads their index tensors."""
+        self._launches.prepare(tasks, phase)
 
     def synchronize(self) -> None:
         """Returns once what was launched on the current stream has finished."""

@@ -139,6 +139,13 @@ class LaunchCache:
             )
         return by_phase[phase]
 
+    def prepare(self, tasks: TaskBatch, phase: Phase) -> None:
+        """Makes the launches of ``tasks`` now, on any thread; they are there when it returns."""
+        stream = torch.cuda.Stream(self._device)
+        with torch.cuda.stream(stream):
+            self.launches(tasks, phase)
+        stream.synchronize()
+
     def _order(self, tasks: TaskBatch, phase: Phase) -> Int64Array:
         """Forward, tasks with the most keys come first: their tiles take longest, and short ones
         fill the device at the end. Backward, kernels want the order of the queries, in which they

@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 
 from core_attention.arrays import Int64Array
-from core_attention.ca_task import MaskKind
+from core_attention.ca_task import MaskKind, Phase
 from core_attention.shape import AttentionShape
 
 
@@ -96,7 +96,8 @@ class BackwardPart:
 
 
 class Kernel(Protocol):
-    """Runs fused batches of CA-tasks. Calls come from one thread at a time."""
+    """Runs fused batches of CA-tasks. Calls come from one thread at a time, but for
+    :meth:`prepare`, which any thread may call at any time."""
 
     @property
     def name(self) -> str:
@@ -108,6 +109,9 @@ class Kernel(Protocol):
 
     def warm_up(self, shape: AttentionShape) -> None:
         """Compiles and loads what calls with ``shape`` need, so that no tick waits for it."""
+
+    def prepare(self, tasks: TaskBatch, phase: Phase) -> None:
+        """Derives ahead what calls with ``tasks`` need, so that the first one does not wait."""
 
     def forward(self, parts: Sequence[ForwardPart], scale: float) -> None:
         """Writes o and lse of every task of ``parts``; ``scale`` multiplies q.k before softmax."""

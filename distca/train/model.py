@@ -29,6 +29,11 @@ def model_config(settings: ModelSettings, max_positions: int) -> PretrainedConfi
             the model cannot take bytes or documents of that length.
     """
     if settings.model_preset is not None:
+        if settings.model_config is not None:
+            raise ModelConfigError(
+                f"--model-preset {settings.model_preset} and --model-config "
+                f"{settings.model_config} both name a model; give one of them"
+            )
         return _preset(settings, max_positions)
     if settings.model_config is None:
         return _small_llama(settings, max_positions)

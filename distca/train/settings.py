@@ -109,8 +109,6 @@ class ModelSettings:
                     "model_layers goes with model_preset or model_config; without them the "
                     "model has --layers layers"
                 )
-        if self.model_config is not None and self.model_preset is not None:
-            raise ValueError("model_config and model_preset both name a model; give one of them")
         if self.hidden_size % (2 * self.heads):
             raise ValueError(
                 f"hidden_size {self.hidden_size} is no multiple of twice the heads "

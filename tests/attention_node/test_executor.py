@@ -15,7 +15,7 @@ from attention_node.open_tick import OpenTick
 from attention_node.tick_route import derive_tick_route
 from core_attention.ca_task import MaskKind, Phase, TaskTable
 from core_attention.kernels.cpu import CpuKernel
-from core_attention.kernels.protocol import BackwardPart, ForwardPart
+from core_attention.kernels.protocol import BackwardPart, ForwardPart, TaskBatch
 from core_attention.manifest import RankManifest
 from core_attention.shape import AttentionShape
 from tests.attention_node.cases import make_documents, make_plan, make_source, open_tick
@@ -47,6 +47,9 @@ class GatedKernel:
     def backward(self, parts: Sequence[BackwardPart], scale: float) -> None:
         self._pass()
         self._kernel.backward(parts, scale)
+
+    def prepare(self, tasks: TaskBatch, phase: Phase) -> None:
+        """Nothing to prepare."""
 
     def synchronize(self) -> None:
         self._kernel.synchronize()

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from core_attention import profiling
-from core_attention.ca_task import MaskKind, causal_qk_pairs
+from core_attention.ca_task import MaskKind, Phase, causal_qk_pairs
 from core_attention.cost_model import CostProfile
 from core_attention.errors import ProfileError
 from core_attention.kernels.cpu import CpuKernel
@@ -58,6 +58,9 @@ class ClockKernel:
     def backward(self, parts: Sequence[BackwardPart], scale: float) -> None:
         for part in parts:
             self._work(part.tasks, 2 * PAIR_SECONDS)
+
+    def prepare(self, tasks: TaskBatch, phase: Phase) -> None:
+        """Nothing to prepare."""
 
     def synchronize(self) -> None:
         pass

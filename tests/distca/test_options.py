@@ -16,13 +16,16 @@ from typer.testing import CliRunner
 from distca.data.settings import DataSettings
 from distca.options import as_arguments, options_from
 from distca.train.settings import (
+    DeviceName,
     Homes,
     IntegritySettings,
     ModelSettings,
     PlacementName,
     PlanSettings,
     Precision,
+    Preset,
     ServiceSettings,
+    Sharding,
     TrainingSettings,
 )
 
@@ -121,12 +124,15 @@ def test_everything_that_a_local_run_hands_to_its_trainers_reaches_them() -> Non
             metrics_port=9100,
             min_gigabytes_per_second=0.5,
             rendezvous="file:///tmp/r",
+            device=DeviceName.CUDA,
         ),
         DataSettings(
             data=Path("/tmp/data"), text_field="b", max_document_tokens=9, span_ranks=True, seed=3
         ),
         ModelSettings(
             model_config=Path("/tmp/c.json"),
+            model_preset=Preset.LLAMA_3_8B,
+            model_layers=3,
             hidden_size=64,
             layers=2,
             heads=8,
@@ -141,6 +147,10 @@ def test_everything_that_a_local_run_hands_to_its_trainers_reaches_them() -> Non
             warmup_steps=0,
             weight_decay=0.0,
             max_gradient_norm=2.0,
+            sharding=Sharding.FSDP,
+            activation_checkpointing=True,
+            compile_layers=True,
+            loss_chunk_tokens=64,
             verify=True,
             checkpoint_every=5,
             resume=True,

@@ -1,0 +1,133 @@
+"""Devices, presets and layers: what training on a GPU adds to the settings."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from distca.errors import ModelConfigError, SettingsError
+from distca.shapes import configured_shape
+from distca.train.device import choose_device
+from distca.train.language_model import LanguageModel
+from distca.train.layers import LaneGate, decoder_layers
+from distca.train.model import build_model, model_config
+from distca.train.settings import DeviceName, ModelSettings, Preset
+
+TINY = ModelSettings(hidden_size=16, layers=2, heads=4, kv_heads=2)
+
+
+@pytest.mark.parametrize(
+    ("name", "n_devices", "expected"),
+    [
+        (DeviceName.CPU, 4, "cpu"),
+        (DeviceName.AUTO, 0, "cpu"),
+        (DeviceName.AUTO, 4, "cuda:2"),
+        (DeviceName.CUDA, 4, "cuda:2"),
+    ],
+)
+def test_device_is_that_of_the_local_rank(
+    monkeypatch: pytest.MonkeyPatch, name: DeviceName, n_devices: int, expected: str
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: n_devices)
+    made_current: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "set_device", made_current.append)
+    device = choose_device(name, local_rank=2)
+    assert device == torch.device(expected)
+    assert made_current == ([device] if device.type == "cuda" else [])
+
+
+@pytest.mark.parametrize("n_devices", [0, 2])
+def test_missing_device_is_named(monkeypatch: pytest.MonkeyPatch, n_devices: int) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: n_devices)
+    with pytest.raises(SettingsError, match=f"device 2, and there are {n_devices}"):
+        choose_device(DeviceName.CUDA, local_rank=2)
+
+
+def test_preset_has_the_sizes_of_its_model() -> None:
+    settings = ModelSettings(model_preset=Preset.LLAMA_3_8B)
+    config = model_config(settings, max_positions=2**17)
+    assert (config.num_hidden_layers, config.hidden_size) == (32, 4096)
+    assert config.max_position_embeddings == 2**17
+    shape = configured_shape(settings)
+    assert (shape.num_heads, shape.num_heads_kv, shape.head_dim) == (32, 8, 128)
+
+
+def test_preset_may_have_other_layers() -> None:
+    settings = ModelSettings(model_preset=Preset.LLAMA_3_8B, model_layers=8)
+    assert model_config(settings, max_positions=64).num_hidden_layers == 8
+
+
+def test_two_models_are_refused() -> None:
+    settings = ModelSettings(model_preset=Preset.LLAMA_3_8B, model_config=Path("config.json"))
+    with pytest.raises(ModelConfigError, match="both name a model; give one of them"):
+        model_config(settings, max_positions=64)
+
+
+def test_layers_of_no_model_are_refused() -> None:
+    with pytest.raises(ValueError, match="model_layers goes with model_preset or model_config"):
+        ModelSettings(model_layers=8)
+
+
+def test_layers_are_found_and_missing_ones_named() -> None:
+    config = model_config(TINY, max_positions=64)
+    model = build_model(config, attention="sdpa", dtype="float32", seed=0)
+    assert [type(layer).__name__ for layer in decoder_layers(model)] == ["LlamaDecoderLayer"] * 2
+    model.config.num_hidden_layers = 3
+    with pytest.raises(ModelConfigError, match="no list of 3 layers"):
+        decoder_layers(model)
+
+
+def test_head_that_changes_logits_makes_them_whole(caplog: pytest.LogCaptureFixture) -> None:
+    config = model_config(TINY, max_positions=64)
+    model = build_model(config, attention="sdpa", dtype="float32", seed=0)
+    ids = torch.arange(10)[None]
+    chunked = LanguageModel(model, chunk_rows=3)(ids, ids, ids)
+    assert not caplog.text
+    model.config.logits_scaling = 2.0
+    whole = LanguageModel(model, chunk_rows=3)(ids, ids, ids)
+    assert "more to its logits" in caplog.text
+    # The model itself does not know the field, so both are the same loss.
+    assert float(whole.detach()) == pytest.approx(float(chunked.detach()), rel=1e-6)
+
+
+class Halves(nn.Module):
+    """A layer; its hooks see what they are given."""
+
+    def forward(self, hidden: torch.Tensor, factor: float = 0.5) -> torch.Tensor:
+        return hidden * factor
+
+
+def gated(n_lanes: int) -> tuple[Halves, LaneGate, list[bool], list[str]]:
+    """A layer behind a gate, whether its hooks saw hidden states, and when all had left it."""
+    layer, seen, left = Halves(), [], []
+    layer.register_forward_pre_hook(
+        lambda _, args: seen.append(isinstance(args[0], torch.Tensor)), prepend=True
+    )
+    gate = LaneGate(layer, n_lanes, left_forward=lambda: left.append("left"))
+    return layer, gate, seen, left
+
+
+def test_hooks_see_the_first_lane_only_and_all_lanes_are_waited_for() -> None:
+    layer, _, seen, left = gated(2)
+    inputs = [torch.ones(2, requires_grad=True) for _ in range(4)]
+    for step in range(2):
+        outputs = []
+        for lane in range(2):
+            assert len(left) == step
+            outputs.append(layer(inputs[2 * step + lane], factor=0.25))
+        torch.stack(outputs).sum().backward()
+    assert seen == [True, False, True, False]
+    assert left == ["left", "left"]
+    assert all(torch.equal(each.grad, torch.full((2,), 0.25)) for each in inputs)
+
+
+def test_first_lane_that_leaves_first_in_the_backward_pass_is_an_error() -> None:
+    layer, gate, _, _ = gated(2)
+    first, _ = (layer(torch.ones(1, requires_grad=True)) for _ in range(2))
+    with pytest.raises(RuntimeError, match="sum the losses of all nano-batches"):
+        first.sum().backward()
+    gate.begin_step()
+    layer(torch.ones(1, requires_grad=True)).sum()
