@@ -226,6 +226,7 @@ class FiniteBetweenTasks:
         self.name = kernel.name
         self.check = kernel.check
         self.warm_up = kernel.warm_up
+        self.prepare = kernel.prepare
         self.synchronize = kernel.synchronize
 
     def forward(self, parts: Sequence[ForwardPart], scale: float) -> None:

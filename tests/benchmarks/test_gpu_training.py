@@ -1,0 +1,168 @@
+"""The end-to-end benchmark: layouts of a batch, and that all ways train the same model."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from benchmarks.gpu.training import batches, trace
+from benchmarks.gpu.training.batches import Batch, draw_batch
+from benchmarks.gpu.training.stack import ModelShape
+from control_plane.planning import PlanningOptions
+from core_attention.cost_model import CostProfile
+from core_attention.manifest import Manifest, RankManifest
+from core_attention.shape import AttentionShape
+
+ROOT = Path(__file__).resolve().parents[2]
+RANKS, TOKENS = 4, 32768
+
+
+@pytest.fixture(scope="module")
+def batch() -> Batch:
+    return draw_batch(2, RANKS, TOKENS, "pretrain")
+
+
+def work(manifest: RankManifest) -> int:
+    """Query-key pairs of a rank's rows."""
+    segments = [segment for nano in manifest.nano_batches for segment in nano]
+    return sum(
+        sum(range(segment.offset + 1, segment.offset + segment.length + 1)) for segment in segments
+    )
+
+
+def test_batches_fill_all_ranks_and_differ_by_seed(batch: Batch) -> None:
+    assert [int(lengths.sum()) for lengths in batch.ranks] == [TOKENS] * RANKS
+    assert batch.qk_pairs == sum(work(manifest) for manifest in batches.packed(batch))
+    other = draw_batch(3, RANKS, TOKENS, "pretrain")
+    assert other.lengths.tolist() != batch.lengths.tolist()
+
+
+@pytest.mark.parametrize("layout", [batches.packed, batches.zigzag])
+def test_layouts_hold_every_token_once(batch: Batch, layout: object) -> None:
+    assert callable(layout)
+    manifest = Manifest.merge(layout(batch), RANKS)
+    assert sorted(manifest.document_length.tolist()) == sorted(batch.lengths.tolist())
+
+
+def test_two_nano_batches_over_all_ranks_hold_every_token_once(batch: Batch) -> None:
+    manifest = Manifest.merge(batches.in_pairs(batch, 7), RANKS)
+    assert sorted(manifest.document_length.tolist()) == sorted(batch.lengths.tolist())
+    for nano_batch in range(2):
+        assert manifest.tokens_per_rank(nano_batch).tolist() == [TOKENS // 2] * RANKS
+
+
+def test_planned_homes_hold_every_token_once(batch: Batch) -> None:
+    grid = np.array([1, 1024, TOKENS])
+    seconds = 1e-9 * grid[:, None] * np.maximum(grid[None, :], grid[:, None])
+    shape = AttentionShape(num_heads=4, num_heads_kv=2, head_dim=16, head_dim_v=16, dtype="float32")
+    profile = CostProfile(
+        device="test",
+        kernel="test",
+        shape=shape,
+        q_tokens=grid,
+        kv_tokens=grid,
+        forward_seconds=seconds,
+        backward_seconds=seconds,
+    )
+    planned = batches.planned(batch, 7, profile, PlanningOptions(tolerance=0.03))
+    manifest = Manifest.merge(planned, RANKS)
+    assert sorted(manifest.document_length.tolist()) == sorted(batch.lengths.tolist())
+
+
+def test_zigzag_spreads_the_work_of_every_document(batch: Batch) -> None:
+    done = [work(manifest) for manifest in batches.zigzag(batch)]
+    # Pieces are whole tokens: a document of a few tokens cannot be spread evenly.
+    assert max(done) / np.mean(done) < 1.01
+
+
+def test_repacking_keeps_memory_equal_and_lightens_the_busiest_rank(batch: Batch) -> None:
+    plain, repacked = batches.packed(batch), batches.repacked(batch)
+    assert [manifest.tokens(0) for manifest in repacked] == [TOKENS] * RANKS
+    held: Counter[int] = Counter()
+    for manifest in repacked:
+        for segment in manifest.nano_batches[0]:
+            held[segment.document_id] += segment.length
+    assert [held[document] for document in range(len(batch.lengths))] == batch.lengths.tolist()
+    assert max(map(work, repacked)) <= max(map(work, plain))
+
+
+def test_tokens_are_the_same_wherever_they_lie(batch: Batch) -> None:
+    seen: list[Counter[tuple[int, int, int]]] = []
+    for layout in (batches.packed, batches.zigzag):
+        rows: Counter[tuple[int, int, int]] = Counter()
+        for manifest in layout(batch):
+            found = batches.tokens_of(batch, manifest.nano_batches[0], 97, torch.device("cpu"))
+            columns = (found.input_ids[0], found.position_ids[0], found.labels[0])
+            rows.update(zip(*(column.tolist() for column in columns), strict=True))
+        seen.append(rows)
+    assert seen[0] == seen[1]
+
+
+def test_operations_count_weights_and_attention_once() -> None:
+    shape = ModelShape(layers=2)
+    # 218,103,808 weights in the matrices of a Llama-3-8B layer, 525,336,576 in its head.
+    assert shape.matrix_weights == 2 * 218_103_808 + 525_336_576
+    linear = 6 * shape.matrix_weights * 1000
+    # Scores and their product with V forward, twice that backward: 12 operations a pair, head, dim.
+    attention = 2 * 12 * 32 * 128 * 5000
+    assert shape.step_flops(1000, 5000) == pytest.approx(linear + attention, rel=1e-9)
+
+
+def test_trace_counts_overlapping_kernels_once_and_finds_gaps() -> None:
+    found = trace.summarise(
+        [(0.0, 1.0, "nvjet_gemm"), (0.5, 1.5, "flash_fwd"), (2.0, 2.5, "ncclAllGather")]
+    )
+    assert found["seconds"] == 2.5
+    assert found["busy_seconds"] == 2.0
+    assert found["by_category"] == {"matrix products": 1.0, "attention": 1.0, "nccl": 0.5}
+    assert found["longest_gaps"][0][:2] == (0.5, 1.5)
+
+
+WAYS = ("plain", "repacked", "context-parallel", "disaggregated", "single-stream")
+
+
+def losses(device: str, ranks: int, folder: Path) -> dict[str, list[float]]:
+    """Runs the benchmark with a tiny model."""
+    out = folder / "out.json"
+    command = [
+        *(sys.executable, "-m", "benchmarks.gpu.end_to_end", "--tiny", "--no-compiled"),
+        *(f"--device={device}", f"--ranks={ranks}", f"--ways={','.join(WAYS)}", f"--json={out}"),
+        *("--layers=2", "--tokens-per-rank=512", "--batches=2", "--warm-ups=0"),
+    ]
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=250, check=False
+    )
+    assert out.exists(), done.stdout + done.stderr
+    return {
+        way["way"]: [step["loss"] for step in way["steps"]]
+        for way in json.loads(out.read_text())["ways"]
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_all_ways_train_the_same_model(tmp_path: Path) -> None:
+    """The second loss is that of updated weights, so gradients agree as well."""
+    found = losses("cpu", 2, tmp_path)
+    assert found.keys() == set(WAYS)
+    for way in WAYS:
+        # Repacking cuts a document at most, whose second piece sees less context.
+        assert found[way] == pytest.approx(found["plain"], rel=1e-3 if way == "repacked" else 1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.timeout(300)
+def test_all_ways_train_the_same_model_on_gpus(tmp_path: Path) -> None:
+    found = losses("cuda", torch.cuda.device_count(), tmp_path)
+    assert found.keys() == set(WAYS)
+    for way in WAYS:
+        # bfloat16: 2^-9 = 2e-3 a rounding, averaged over hundreds of tokens.
+        assert found[way] == pytest.approx(found["plain"], rel=2e-3)
