@@ -42,9 +42,9 @@ class Turn:
 class Side:
     """A checkout's cluster in a process of its own."""
 
-    def __init__(self, tree: Path) -> None:
+    def __init__(self, tree: Path, rows: int) -> None:
         self._popen = subprocess.Popen(
-            [sys.executable, str(SIDE)],
+            [sys.executable, str(SIDE), str(rows)],
             cwd=tree,
             env={**os.environ, "PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"},
             stdin=subprocess.PIPE,
@@ -104,9 +104,9 @@ class Ratio:
         )
 
 
-def measure(baseline: Path, rounds: int, steps: int) -> dict[str, Ratio]:
+def measure(baseline: Path, rounds: int, steps: int, rows: int) -> dict[str, Ratio]:
     """Lets both trees take turns; by kind of time, the ratio."""
-    sides = [Side(tree) for tree in (ROOT, baseline)]
+    sides = [Side(tree, rows) for tree in (ROOT, baseline)]
     turns: list[list[Turn]] = [[], []]
     try:
         for side in sides:
@@ -129,13 +129,19 @@ def measure(baseline: Path, rounds: int, steps: int) -> dict[str, Ratio]:
 def main(
     baseline: Annotated[Path, typer.Option(help="Another checkout of this project.")],
     rounds: Annotated[int, typer.Option(help="Turns of each tree.")] = 40,
-    steps: Annotated[int, typer.Option(help="Steps of a turn.")] = 8,
+    steps: Annotated[int, typer.Option(help="Steps of a turn.")] = 4,
+    rows: Annotated[
+        int,
+        typer.Option(
+            help="Tokens of a nano-batch, two of which are a rank's step; as in the demo."
+        ),
+    ] = 2048,
 ) -> None:
     """Compares step times of this tree with those of another one."""
-    table = Table(title=f"{rounds} rounds of {steps} steps")
+    table = Table(title=f"{rounds} rounds of {steps} steps; 2 ranks with 2 x {rows:,} tokens each")
     for column in ("", "this tree, ms a step", "baseline, ms a step", "ratio", "95% interval"):
         table.add_column(column, justify="right")
-    for name, ratio in measure(baseline, rounds, steps).items():
+    for name, ratio in measure(baseline, rounds, steps, rows).items():
         table.add_row(
             name.removesuffix("_seconds"),
             f"{ratio.seconds * 1000:.1f}",

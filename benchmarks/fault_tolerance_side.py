@@ -1,8 +1,8 @@
 """One side of ``benchmarks.fault_tolerance``: a cluster of one checkout that trains when told to.
 
-Run as a file with PYTHONPATH set to the checkout, whose tests start the cluster. Reads numbers of
-steps from standard input, one a line; answers each with a JSON object: wall seconds of the steps
-and CPU seconds of all processes.
+Run as a file with the rows of a nano-batch as argument and PYTHONPATH set to the checkout, whose
+tests start the cluster. Reads numbers of steps from standard input, one a line; answers each with a
+JSON object: wall seconds of the steps and CPU seconds of all processes.
 """
 
 from __future__ import annotations
@@ -27,11 +27,8 @@ from trainer_client import PingPong, Session, core_attention
 SHAPE = AttentionShape(num_heads=8, num_heads_kv=2, head_dim=32, head_dim_v=32, dtype="float32")
 HIDDEN = SHAPE.num_heads * SHAPE.head_dim
 N_RANKS, N_LAYERS, N_NANO_BATCHES = 2, 4, 2
-ROWS = 512
-"""Of each rank's nano-batch."""
-
-SPAN = 384
-"""Rows on each rank of the document that both share: the case in which ranks keep inputs."""
+SHARED = 0.75
+"""Part of a rank's rows that belong to a document of both: the case in which ranks keep inputs."""
 
 STEPS_AHEAD = 3
 
@@ -72,15 +69,16 @@ class Model(nn.Module):
 class Rank(threading.Thread):
     """One rank, in a thread of its own."""
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: Session, rows: int) -> None:
         super().__init__(daemon=True)
         self._session = session
+        self._rows = rows
         self._rank = session.options.rank
         torch.manual_seed(self._rank)
         model = Model()
         self._model = PingPong(model)
         self._parameters = list(model.parameters())
-        self._batches = [{"x": torch.randn(ROWS, HIDDEN)} for _ in range(N_NANO_BATCHES)]
+        self._batches = [{"x": torch.randn(rows, HIDDEN)} for _ in range(N_NANO_BATCHES)]
         self._submitted = self._done = 0
         self._wanted = threading.Semaphore(0)
         self.finished = threading.Semaphore(0)
@@ -106,10 +104,11 @@ class Rank(threading.Thread):
 
     def _manifest(self, step: int) -> RankManifest:
         shared, own = 10, 20 + self._rank
+        span = int(SHARED * self._rows)
         nano_batches = tuple(
             (
-                Segment(shared + nano, N_RANKS * SPAN, self._rank * SPAN, SPAN),
-                Segment(own + 2 * nano, ROWS - SPAN, 0, ROWS - SPAN),
+                Segment(shared + nano, N_RANKS * span, self._rank * span, span),
+                Segment(own + 2 * nano, self._rows - span, 0, self._rows - span),
             )
             for nano in range(N_NANO_BATCHES)
         )
@@ -132,7 +131,7 @@ def main() -> None:
         ) as team,
     ):  # fmt: skip
         processes = [psutil.Process(), *(psutil.Process(p.popen.pid) for p in running.processes)]
-        ranks = [Rank(session) for session in team.sessions]
+        ranks = [Rank(session, int(sys.argv[1])) for session in team.sessions]
         for rank in ranks:
             rank.start()
         print("ready", flush=True)
