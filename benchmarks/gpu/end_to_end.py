@@ -68,6 +68,7 @@ class Plan:
         device: ``"cuda"`` or ``"cpu"``.
         compiled: whether parts of the layers are compiled.
         traced: ways of which one more step is run under the profiler.
+        learning_rate: of AdamW.
     """
 
     model: ModelShape
@@ -81,6 +82,7 @@ class Plan:
     device: str
     compiled: bool
     traced: tuple[str, ...]
+    learning_rate: float = 1e-4
 
     def drawn(self) -> list[Batch]:
         """All batches: first those to warm up on."""
@@ -247,6 +249,7 @@ def run_rank(rank: int, plan: Plan, folder: Path) -> None:
         tokens_per_rank=plan.tokens_per_rank,
         tolerance=plan.tolerance,
         compiled=plan.compiled,
+        learning_rate=plan.learning_rate,
         folder=folder,
     )
     try:

@@ -51,6 +51,7 @@ class RankSettings:
         tokens_per_rank: of a step.
         tolerance: eps of the planner.
         compiled: whether parts of the layers are compiled.
+        learning_rate: of AdamW.
         folder: where cost profiles are, and the control plane's address in ADDRESS_FILE.
     """
 
@@ -61,6 +62,7 @@ class RankSettings:
     tokens_per_rank: int
     tolerance: float
     compiled: bool
+    learning_rate: float
     folder: Path
 
     @property
@@ -235,6 +237,9 @@ class Disaggregated:
         """See :class:`Method`."""
         tensors, predicted = self._steps[step]
         with self.session.step(step) as running:
+            if step == 0:
+                # All are connected before a collective runs on a GPU; see distca.train.trainer.
+                dist.all_reduce(torch.zeros(1))
             loss = self.stack.forward_backward(tensors, predicted)
             self.stack.update()
         self._report, self._trace = running.report, running.trace
@@ -317,6 +322,7 @@ def _stack(
         interleave=interleave,
         max_positions=settings.tokens_per_rank,
         compiled=settings.compiled,
+        learning_rate=settings.learning_rate,
         device=settings.device,
         n_ranks=settings.n_ranks,
     )

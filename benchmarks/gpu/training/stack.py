@@ -17,8 +17,6 @@ from distca.train.layers import checkpoint_layers, compile_layers, decoder_layer
 from distca.train.sharding import ShardedModel
 from trainer_client import PingPong
 
-LEARNING_RATE = 1e-4
-
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
@@ -87,6 +85,7 @@ class TrainingStack:
         interleave: False runs them one after the other.
         max_positions: longest document.
         compiled: whether parts of the layers are compiled.
+        learning_rate: of AdamW.
         device: of this rank.
         n_ranks: all ranks.
     """
@@ -100,6 +99,7 @@ class TrainingStack:
         interleave: bool = True,
         max_positions: int,
         compiled: bool,
+        learning_rate: float,
         device: torch.device,
         n_ranks: int,
     ) -> None:
@@ -127,7 +127,7 @@ class TrainingStack:
         )
         self._parameters = list(root.parameters())
         self._optimizer = torch.optim.AdamW(
-            self._parameters, lr=LEARNING_RATE, fused=device.type == "cuda"
+            self._parameters, lr=learning_rate, fused=device.type == "cuda"
         )
 
     def forward_backward(self, batches: Sequence[TokenBatch], predicted: int) -> torch.Tensor:
