@@ -219,10 +219,15 @@ class Executor:
 
     def _watch(self) -> None:
         """Follows the streams that inputs are written on; they come in order."""
-        torch.cuda.set_device(self.device)
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
         while (waiting := self._unwritten.get()) is not None:
             assert waiting.source.written is not None
-            waiting.source.written.synchronize()
+            try:
+                waiting.source.written.synchronize()
+            except RuntimeError:
+                # The device has failed, and so will the kernel, which ends the tick.
+                logger.exception("inputs of %s cannot be waited for", waiting.tick.tick)
             self._enqueue(waiting)
 
     def _enqueue(self, come: _Arrival) -> None:
@@ -250,8 +255,6 @@ class Executor:
             block = block and not self._ready
 
     def _arrive(self, tick: OpenTick, rank: int, source: Source, arrived: float) -> None:
-        if source.written is not None:
-            torch.cuda.current_stream(self.device).wait_event(source.written)
         try:
             source.verify()
         except ChecksumMismatch as error:

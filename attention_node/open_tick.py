@@ -34,8 +34,8 @@ class Source:
         release: called once, when the inputs are no longer read.
         fail: called instead of ``reply`` when the tick cannot be run.
         verify: called before the inputs are read; raises ChecksumMismatch if they are damaged.
-        written: on a GPU, the event after which a trainer's own inputs are complete; None for
-            messages, which are complete when they arrive.
+        written: on a GPU, the event after which a trainer's own inputs are complete; the executor
+            waits for it. None for messages, which are complete when they arrive.
     """
 
     inputs: Mapping[str, torch.Tensor]

@@ -31,7 +31,12 @@ from distca.report.record import RunRecord, StepRecord
 from distca.report.step_log import StepLog
 from distca.run_folder import RunFolder
 from distca.train.checkpoint import Checkpoint, CheckpointKeeper, load_newest
-from distca.train.device import choose_device, collect_garbage, prepare_process
+from distca.train.device import (
+    choose_device,
+    collect_garbage,
+    keep_what_is_built,
+    prepare_process,
+)
 from distca.train.feed import Feed
 from distca.train.model import attention_shape, build_model, describe_model, model_config
 from distca.train.observer import Observer
@@ -275,6 +280,7 @@ class _Loop:
         if self._leads:
             self._log.forget_from(first)
         done = self._next_to_submit = first
+        keep_what_is_built(self._device)
         with self._display:
             for step in range(first, self._run.training.steps):
                 self._train_step(step)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -79,8 +81,24 @@ def executor(kernel: GatedKernel, calls: list[KernelCall]) -> Iterator[Executor]
     running.close()
 
 
+class StreamEvent:
+    """Stands for the CUDA event after a rank's inputs."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.reached = threading.Event()
+        self._error = error
+
+    def synchronize(self) -> None:
+        assert self.reached.wait(WAIT_SECONDS)
+        if self._error is not None:
+            raise self._error
+
+
 def submit(
-    executor: Executor, length: int, phase: Phase = Phase.FORWARD
+    executor: Executor,
+    length: int,
+    phase: Phase = Phase.FORWARD,
+    written: StreamEvent | None = None,
 ) -> tuple[OpenTick, list[BaseException]]:
     """One document on one rank."""
     plan = make_plan(
@@ -90,7 +108,8 @@ def submit(
     route = derive_tick_route(plan, 0, 0, phase, None)
     ranks, _ = make_documents(plan.manifest)
     tick = open_tick(route, phase, lambda tick: None)
-    executor.arrive(tick, 0, make_source(route, 0, ranks[0], phase, local=False))
+    source = make_source(route, 0, ranks[0], phase, local=False)
+    executor.arrive(tick, 0, replace(source, written=cast(Any, written)))
     return tick, ranks[0].failures
 
 
@@ -115,6 +134,31 @@ def test_what_became_ready_during_a_call_is_fused_into_the_next(
     assert calls[1].qk_pairs == 28 + 1 + 45
     wait_for(lambda: all(tick.closed for tick in (first, *others)))
     assert all(tick.busy_seconds > 0 for tick in (first, *others))
+
+
+def test_inputs_that_a_stream_still_writes_hold_up_nobody_else(
+    executor: Executor, kernel: GatedKernel, calls: list[KernelCall]
+) -> None:
+    kernel.gate.set()
+    event = StreamEvent()
+    late, _ = submit(executor, 5, written=event)
+    early, _ = submit(executor, 7)
+    wait_for(lambda: early.closed)
+    assert [call.ticks for call in calls] == [(early,)]
+    event.reached.set()
+    wait_for(lambda: late.closed)
+    assert [call.ticks for call in calls] == [(early,), (late,)]
+
+
+def test_inputs_whose_stream_failed_do_not_end_the_thread_that_waits(
+    executor: Executor, kernel: GatedKernel
+) -> None:
+    kernel.gate.set()
+    failed, fine = StreamEvent(RuntimeError("CUDA error")), StreamEvent()
+    for event in (failed, fine):
+        event.reached.set()
+    ticks = [submit(executor, 5, written=event)[0] for event in (failed, fine)]
+    wait_for(lambda: all(tick.closed for tick in ticks))
 
 
 def test_phases_do_not_share_a_call(

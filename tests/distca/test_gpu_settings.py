@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from transformers.models.llama import modeling_llama
 
 from distca.errors import ModelConfigError, SettingsError
 from distca.shapes import configured_shape
 from distca.train.device import choose_device
 from distca.train.language_model import LanguageModel
-from distca.train.layers import LaneGate, decoder_layers
+from distca.train.layers import LaneGate, compile_layers, decoder_layers
 from distca.train.model import build_model, model_config
 from distca.train.settings import DeviceName, ModelSettings, Preset
 
@@ -91,6 +94,29 @@ def test_head_that_changes_logits_makes_them_whole(caplog: pytest.LogCaptureFixt
     assert "more to its logits" in caplog.text
     # The model itself does not know the field, so both are the same loss.
     assert float(whole.detach()) == pytest.approx(float(chunked.detach()), rel=1e-6)
+
+
+def test_parts_of_layers_are_compiled_once_for_all_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled: list[str] = []
+
+    def compile_by_name(function: Callable[..., Any], *, dynamic: bool) -> Callable[..., Any]:
+        assert dynamic, "a batch of another number of rows must not compile again"
+        compiled.append(function.__qualname__)
+        return lambda *args, **kwargs: function(*args, **kwargs)
+
+    monkeypatch.setattr(torch, "compile", compile_by_name)
+    monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", modeling_llama.apply_rotary_pos_emb)
+    config = model_config(TINY, max_positions=64)
+    model = build_model(config, attention="sdpa", dtype="float32", seed=0)
+    ids = torch.arange(10)[None]
+    before = model(ids).logits
+    compile_layers(decoder_layers(model))
+    assert sorted(compiled) == [
+        "LlamaMLP.forward",
+        "LlamaRMSNorm.forward",
+        "apply_rotary_pos_emb",
+    ]
+    assert torch.equal(model(ids).logits, before)
 
 
 class Halves(nn.Module):
