@@ -5,7 +5,8 @@ Every way runs the same documents, the same model and the same FSDP2, in one run
 * plain: whole documents, packed in order, attention at home;
 * repacked: whole documents, moved between ranks so that work is as equal as memory allows;
 * context-parallel: every document cut over all ranks, keys and values gathered;
-* disaggregated: DistCA in place, with a real control plane, real sessions and UCX.
+* disaggregated: DistCA in place, with a real control plane, real sessions and UCX;
+* pool: DistCA with attention nodes on GPUs of their own (``--ranks 3 --pool-nodes 1 --ways pool``).
 
     python -m benchmarks.gpu.end_to_end --layers 8 --tokens-per-rank 131072 --json out.json
 
@@ -46,6 +47,7 @@ from benchmarks.gpu.training.trace import traced
 from core_attention.profiling import device_name
 from distca.local.process import LocalProcess
 from distca.local.supervisor import Supervisor
+from distca.shapes import format_shape
 
 PEAK_FLOPS = 989e12
 """Dense bfloat16 of an H200, by its data sheet; what MFU is a share of."""
@@ -68,6 +70,7 @@ class Plan:
         device: ``"cuda"`` or ``"cpu"``.
         compiled: whether parts of the layers are compiled.
         traced: ways of which one more step is run under the profiler.
+        pool_nodes: attention nodes, on the GPUs behind those of the ranks.
         learning_rate: of AdamW.
     """
 
@@ -82,6 +85,7 @@ class Plan:
     device: str
     compiled: bool
     traced: tuple[str, ...]
+    pool_nodes: int = 0
     learning_rate: float = 1e-4
 
     def drawn(self) -> list[Batch]:
@@ -274,7 +278,7 @@ def measure(plan: Plan) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as name, Supervisor() as supervisor:
         folder = Path(name)
         if _needs_service(plan):
-            _start_control_plane(supervisor, folder)
+            _start_services(supervisor, folder, plan)
         try:
             spawn(run_rank, (plan, folder), nprocs=plan.ranks)
         except Exception as error:
@@ -290,9 +294,10 @@ def _needs_service(plan: Plan) -> bool:
     return any(way not in methods.AT_HOME for way in plan.ways)
 
 
-def _start_control_plane(supervisor: Supervisor, folder: Path) -> None:
-    """Starts it and does not wait: at its first start it compiles the planner for a while."""
-    supervisor.watch(
+def _start_services(supervisor: Supervisor, folder: Path, plan: Plan) -> None:
+    """Starts the control plane, and does not wait for it without need: at its first start it
+    compiles the planner for a while. Attention nodes have joined when this returns."""
+    control_plane = supervisor.watch(
         LocalProcess(
             "control plane",
             [
@@ -305,6 +310,31 @@ def _start_control_plane(supervisor: Supervisor, folder: Path) -> None:
             dict(os.environ),
         )
     )
+    if not plan.pool_nodes:
+        return
+    address = json.loads(supervisor.wait_for_file(control_plane, folder / methods.ADDRESS_FILE))
+    started = []
+    for index in range(plan.pool_nodes):
+        ready = folder / f"node-{index}.address"
+        device = f"cuda:{plan.ranks + index}" if plan.device == "cuda" else "cpu"
+        node = LocalProcess(
+            f"attention node {index}",
+            [
+                "attention-node",
+                f"--control-plane={address['grpc']}",
+                f"--server-id=node-{index}",
+                f"--shape={format_shape(plan.model.attention)}",
+                f"--device={device}",
+                "--data-host=127.0.0.1",
+                "--one-host",
+                f"--address-file={ready}",
+            ],
+            folder / f"node-{index}.log",
+            dict(os.environ),
+        )
+        started.append((supervisor.watch(node), ready))
+    for node, ready in started:
+        supervisor.wait_for_file(node, ready)
 
 
 def headroom(plain: dict[str, Any]) -> list[float]:
@@ -368,6 +398,9 @@ def main(
     device: Annotated[str, typer.Option(help="cuda or cpu.")] = "cuda",
     tiny: Annotated[bool, typer.Option(help="A tiny model, to try the program.")] = False,
     compiled: Annotated[bool, typer.Option(help="Compile parts of the layers.")] = True,
+    pool_nodes: Annotated[
+        int, typer.Option(help="Attention nodes on further GPUs, for the way 'pool'.")
+    ] = 0,
     trace: Annotated[str, typer.Option(help="Ways to run once more under the profiler.")] = "",
     json_path: Annotated[Path | None, typer.Option("--json")] = None,
 ) -> None:
@@ -390,6 +423,7 @@ def main(
         device=device,
         compiled=compiled,
         traced=tuple(trace.split(",")),
+        pool_nodes=pool_nodes,
     )
     results = measure(plan)
     name = (

@@ -177,6 +177,7 @@ class Disaggregated:
         interleave: False is without ping-pong.
         homes: ``"planned"`` or ``"packed"``.
         signal: messages have one byte; see :mod:`benchmarks.gpu.training.signal`.
+        placement: in place, or on attention nodes.
     """
 
     def __init__(
@@ -187,6 +188,7 @@ class Disaggregated:
         interleave: bool = True,
         homes: str = "planned",
         signal: bool = False,
+        placement: Placement = Placement.IN_PLACE,
     ) -> None:
         self._settings, self._homes = settings, homes
         self._exits = ExitStack()
@@ -202,7 +204,7 @@ class Disaggregated:
                     n_ranks=settings.n_ranks,
                     n_layers=settings.model.layers,
                     shape=settings.model.attention,
-                    placement=Placement.IN_PLACE,
+                    placement=placement,
                     tolerance=settings.tolerance,
                     device=str(settings.device),
                     data_host="127.0.0.1",
@@ -295,6 +297,8 @@ def make(name: str, settings: RankSettings) -> Method:
         return Disaggregated(settings, name, homes="packed")
     if name == "signal":
         return Disaggregated(settings, name, signal=True)
+    if name == "pool":
+        return Disaggregated(settings, name, placement=Placement.POOL)
     if name == "single-stream":
         return Disaggregated(settings, name, interleave=False)
     raise ValueError(f"method is {name!r}; valid are {METHODS}")
@@ -309,6 +313,7 @@ METHODS = (
     "disaggregated-packed",
     "signal",
     "single-stream",
+    "pool",
 )
 
 
