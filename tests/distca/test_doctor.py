@@ -320,7 +320,7 @@ def test_two_doctors_measure_the_way_between_them() -> None:
 def test_a_listening_doctor_answers_doctors_alone() -> None:
     with (
         responding(ResponderSettings(host="127.0.0.1")) as address,
-        transport_of("cpu", one_host=False) as transport,
+        transport_of("ucxx", "cpu", one_host=False) as transport,
     ):
         assert measure(transport, "cpu", address, HELLO, 10.0).gigabytes_per_second > 0
         with pytest.raises(HandshakeRejected, match="answers other doctors only"):

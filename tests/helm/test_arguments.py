@@ -39,6 +39,8 @@ NOT_IN_THE_CHART = {
     },
     "attention-node": {
         "--address-file",
+        # The images hold ucxx alone.
+        "--transport",
         "--several-hosts",
         # Processes check the name of the service; only probes go to localhost.
         "--tls-server-name",
