@@ -13,6 +13,7 @@ import torch
 from attention_node.tick_route import ASSEMBLED, RowCopy, TickRoute
 from core_attention.ca_task import Phase
 from core_attention.kernels.protocol import BackwardPart, ForwardPart
+from core_attention.message_rows import runs_triton
 from core_attention.shape import AttentionShape
 from core_attention.tick import Tick
 
@@ -184,6 +185,12 @@ class OpenTick:
                     dtype=getattr(torch, shape.dtype),
                     device=self.device,
                 )
+        if runs_triton(self.device):
+            from core_attention.gpu_rows import move_rows
+
+            pairs = [(source.inputs[name], target) for name, target in self._assembled.items()]
+            move_rows(pairs, *self.route.assembly_rows(rank, self.device))
+            return
         for name, target in self._assembled.items():
             for copy in copies:
                 _rows(target, copy.target_row, copy.length).copy_(

@@ -17,8 +17,9 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
+import torch
 
-from core_attention.arrays import BoolArray, exclusive_cumsum, frozen
+from core_attention.arrays import BoolArray, exclusive_cumsum, frozen, runs_to_rows
 from core_attention.ca_task import Phase, TaskTable
 from core_attention.kernels.protocol import TaskBatch
 from core_attention.plan import Plan
@@ -86,6 +87,26 @@ class TickRoute:
         """The parts that must have run before ``rank`` gets its reply of a tick of ``phase``."""
         queries, queries_and_keys = self._parts_of_rank[rank]
         return queries_and_keys if phase is Phase.BACKWARD else queries
+
+    def assembly_rows(self, rank: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """``assembly[rank]`` row by row: int64 source and target rows, on ``device``."""
+        rows = self._assembly_rows.get((rank, device))
+        if rows is None:
+            copies = self.assembly[rank]
+            length = np.array([copy.length for copy in copies], dtype=np.int64)
+            source = np.array([copy.source_row for copy in copies], dtype=np.int64)
+            target = np.array([copy.target_row for copy in copies], dtype=np.int64)
+            rows = self._assembly_rows[rank, device] = (
+                torch.from_numpy(runs_to_rows(source, length)).to(device),
+                torch.from_numpy(runs_to_rows(target, length)).to(device),
+            )
+        return rows
+
+    @cached_property
+    def _assembly_rows(
+        self,
+    ) -> dict[tuple[int, torch.device], tuple[torch.Tensor, torch.Tensor]]:
+        return {}
 
     @cached_property
     def _parts_of_rank(self) -> Mapping[int, tuple[frozenset[int], frozenset[int]]]:

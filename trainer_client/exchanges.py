@@ -12,6 +12,7 @@ from core_attention.arrays import Int64Array
 from core_attention.ca_task import Phase
 from core_attention.first_ticks import FirstTicks
 from core_attention.message import MessageLayout, reply_layout, request_layout
+from core_attention.message_rows import MessageRows, message_rows
 from core_attention.plan import Plan
 from core_attention.routing import PairRoute, derive_routes
 from core_attention.tick import Tick
@@ -28,7 +29,8 @@ class Exchange:
         connection: to it; None if it is this process's own in-place server.
         route: which rows.
         request, reply: message layouts.
-        q_rows, kv_rows: int64 packed rows on the device, in message order.
+        kv_rows: int64 packed rows of keys on the device, in message order.
+        rows: puts rows into requests and takes them out of replies.
     """
 
     plan: Plan
@@ -37,8 +39,8 @@ class Exchange:
     route: PairRoute
     request: MessageLayout
     reply: MessageLayout
-    q_rows: torch.Tensor
     kv_rows: torch.Tensor
+    rows: MessageRows
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,8 +51,8 @@ class ServerRows:
     route: PairRoute
     request: MessageLayout
     reply: MessageLayout
-    q_rows: torch.Tensor
     kv_rows: torch.Tensor
+    rows: MessageRows
 
 
 class Routes:
@@ -101,16 +103,27 @@ class Routes:
         documents = self._first.documents(nano_batch, stretch)
         routes = derive_routes(plan.manifest, plan.tasks(phase), nano_batch, documents)
         return tuple(
-            ServerRows(
-                server_id=plan.servers[index].server_id,
-                route=route,
-                request=request_layout(route, shape, phase, checksums=checksums),
-                reply=reply_layout(route, shape, phase, checksums=checksums),
-                q_rows=self._upload(route.q_rows),
-                kv_rows=self._upload(route.kv_rows),
+            self._rows_of(
+                plan.servers[index].server_id,
+                route,
+                request_layout(route, shape, phase, checksums=checksums),
+                reply_layout(route, shape, phase, checksums=checksums),
             )
             for (rank, index), route in routes.items()
             if rank == self._rank
+        )
+
+    def _rows_of(
+        self, server_id: str, route: PairRoute, request: MessageLayout, reply: MessageLayout
+    ) -> ServerRows:
+        q_rows, kv_rows = self._upload(route.q_rows), self._upload(route.kv_rows)
+        return ServerRows(
+            server_id=server_id,
+            route=route,
+            request=request,
+            reply=reply,
+            kv_rows=kv_rows,
+            rows=message_rows(request, reply, q_rows, kv_rows),
         )
 
     def _upload(self, rows: Int64Array) -> torch.Tensor:
@@ -151,8 +164,8 @@ class PlanInForce:
                     route=rows.route,
                     request=rows.request,
                     reply=rows.reply,
-                    q_rows=rows.q_rows,
                     kv_rows=rows.kv_rows,
+                    rows=rows.rows,
                 )
                 for rows in servers
             )

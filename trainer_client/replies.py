@@ -18,7 +18,6 @@ from attention_node.served_job import JobDescription
 from attention_node.tick_server import LocalReply, TickServer
 from core_attention.ca_task import Phase
 from core_attention.checksum import seal
-from core_attention.message_views import message_views
 from core_attention.tick import Tick
 from data_plane.buffer_pool import BufferPool, PooledBuffer
 from data_plane.liveness import LivenessMonitor
@@ -144,9 +143,7 @@ class Exchanger:
         assert connection is not None
         request = self.pool.acquire(exchange.request.nbytes)
         try:
-            for name, view in message_views(request.tensor, exchange.request).items():
-                rows = exchange.kv_rows if name in ("k", "v") else exchange.q_rows
-                torch.index_select(inputs[name], 0, rows, out=view)
+            exchange.rows.pack(request.tensor, inputs)
             seal(request.tensor, exchange.request, tick.tag(reply=False))
             reply = self.pool.acquire(exchange.reply.nbytes)
             try:
@@ -229,12 +226,7 @@ class _RemoteAwaited:
 
     def take_in(self, outputs: Tensors, gradients: Tensors) -> None:
         assert self._buffer is not None
-        exchange = self.exchange
-        for name, tensor in message_views(self._buffer.tensor, exchange.reply).items():
-            if name in gradients:
-                gradients[name].index_add_(0, exchange.kv_rows, tensor.to(torch.float32))
-            else:
-                outputs[name].index_copy_(0, exchange.q_rows, tensor)
+        self.exchange.rows.unpack(self._buffer.tensor, outputs, gradients)
         self.let_go()
 
     def let_go(self) -> None:
