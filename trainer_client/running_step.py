@@ -24,7 +24,7 @@ from core_attention.plan import Plan
 from core_attention.tick import Tick
 from distca.v1 import jobs_pb2
 from trainer_client.errors import CoreAttentionFailed
-from trainer_client.exchanges import PlanInForce
+from trainer_client.exchanges import Exchange, PlanInForce
 from trainer_client.lane_log import LaneLog, SentTick
 from trainer_client.metrics import OWN_PROCESS, ServedTasks, TrainerMetrics
 from trainer_client.replies import Awaited, ExchangeFailed, Exchanger, Tensors
@@ -377,7 +377,7 @@ class RunningStep:
             rows, shape = len(inputs["k"]), self.job.shape
             inputs = {"q": inputs["k"].new_zeros(rows, shape.num_heads, shape.head_dim), **inputs}
         sent.awaited = []
-        for exchange in plan.exchanges(sent.tick):
+        for exchange in self._sending_order(plan, sent.tick):
             try:
                 awaited = self._exchanger.send(exchange, plan.epoch, sent.tick, inputs, outputs)
             except ExchangeFailed as error:
@@ -387,10 +387,21 @@ class RunningStep:
             if exchange.connection is not None:
                 self.sent_bytes += exchange.request.nbytes
                 self.received_bytes += exchange.reply.nbytes
+        # Taken in in the plan's order, whatever the order of sending.
+        sent.awaited.sort(key=lambda each: each.exchange.route.server)
         sent.sent_at = time.monotonic()
         if sent.complete:
             # Only this rank's rows were needed. What comes back is received and let go.
             sent.stop_awaiting()
+
+    def _sending_order(self, plan: PlanInForce, tick: Tick) -> list[Exchange]:
+        """Every rank begins with another server, and its own one comes last: if all began with the
+        first, its network would be crowded while the others' lie idle."""
+        n_servers = len(plan.plan.servers)
+        return sorted(
+            plan.exchanges(tick),
+            key=lambda exchange: (exchange.route.server - self.rank - 1) % n_servers,
+        )
 
     def _take_in(self, sent: SentTick, began_at: float) -> bool:
         """Completes ``sent`` if all its replies are here. Needs the lock."""
