@@ -21,6 +21,10 @@ if TYPE_CHECKING:
 ALIGNMENT_BYTES = 256
 """Start of every buffer: what CUDA's vector loads and the kernels' tiles ask for."""
 
+MOST_WASTE = 2
+"""An idle block of up to so many times the size is taken before a new one is made: message sizes
+change a little with every plan, and must not cost an allocation each time."""
+
 
 class BufferPoolExhausted(RuntimeError):
     """The pool's limit leaves no room for a buffer; the message carries the numbers."""
@@ -189,10 +193,10 @@ class BufferPool:
         """
         block_bytes = size_class_bytes(nbytes)
         with self._lock:
-            if self._idle[block_bytes]:
-                block = self._idle[block_bytes].pop()
-                self._idle_bytes -= block_bytes
-                self._in_use_bytes += block_bytes
+            block = self._take_idle(block_bytes)
+            if block is not None:
+                self._idle_bytes -= block.numel()
+                self._in_use_bytes += block.numel()
                 return PooledBuffer(self, block, nbytes)
             self._make_room(block_bytes, nbytes)
             self._in_use_bytes += block_bytes
@@ -229,6 +233,18 @@ class BufferPool:
             )
         offset = -memory.data_ptr() % ALIGNMENT_BYTES
         return memory[offset : offset + block_bytes]
+
+    def _take_idle(self, block_bytes: int) -> torch.Tensor | None:
+        """An idle block that will do. Needs the lock."""
+        if self._idle[block_bytes]:
+            return self._idle[block_bytes].pop()
+        if self._limit_bytes is not None:
+            # Whoever set a limit counts on what a buffer takes: not more than its class.
+            return None
+        most = MOST_WASTE * block_bytes
+        larger = (c for c, blocks in self._idle.items() if blocks and block_bytes < c <= most)
+        chosen = min(larger, default=0)
+        return self._idle[chosen].pop() if chosen else None
 
     def _make_room(self, block_bytes: int, nbytes: int) -> None:
         """Frees idle blocks, largest first, until a new one fits. Needs the lock."""

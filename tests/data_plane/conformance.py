@@ -299,6 +299,8 @@ class TransportConformance:
     def test_steady_state_allocates_nothing(self, pair: Pair) -> None:
         allocations = []
         for tag in range(20):
+            if tag == 10 and torch.cuda.is_initialized():
+                from_device = torch.cuda.memory_stats()["num_device_alloc"]
             sent, received = pair.filled(100_000), pair.pool.acquire(100_000)
             offer = pair.at_server.offer(tag, received, WAIT_SECONDS)
             wait_all([offer, pair.at_client.put(tag, sent, WAIT_SECONDS)])
@@ -306,6 +308,8 @@ class TransportConformance:
             received.release()
             allocations.append(pair.pool.stats().allocations)
         assert allocations[0] == allocations[-1]
+        if torch.cuda.is_initialized():
+            assert torch.cuda.memory_stats()["num_device_alloc"] == from_device
 
     # A wrong plan
 

@@ -121,3 +121,35 @@ def test_threads_share_a_pool() -> None:
         thread.join(20)
     assert pool.stats().in_use_bytes == 0
     assert pool.stats().allocations <= 12
+
+
+def test_a_somewhat_larger_block_is_used_again() -> None:
+    """Message sizes change a little with every plan."""
+    pool = BufferPool()
+    pool.acquire(100_000).release()
+    smaller = pool.acquire(60_000)
+    assert (smaller.nbytes, smaller.tensor.numel()) == (60_000, 60_000)
+    assert pool.stats().allocations == 1
+    assert pool.stats().in_use_bytes == size_class_bytes(100_000)
+    smaller.release()
+    pool.acquire(20_000)
+    assert pool.stats().allocations == 2
+    assert pool.stats().idle_bytes == size_class_bytes(100_000)
+
+
+def test_a_limited_pool_takes_no_more_than_it_says() -> None:
+    pool = BufferPool(limit_bytes=2**20)
+    pool.acquire(100_000).release()
+    pool.acquire(60_000)
+    assert pool.stats().in_use_bytes == size_class_bytes(60_000)
+
+
+def test_the_block_behind_a_buffer_stays_the_same() -> None:
+    pool = BufferPool()
+    buffer = pool.acquire(1000)
+    block = buffer.block
+    assert block.data_ptr() == buffer.tensor.data_ptr()
+    buffer.release()
+    assert pool.acquire(1010).block is block
+    with pytest.raises(BufferReleased):
+        buffer.block  # noqa: B018

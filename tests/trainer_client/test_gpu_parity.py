@@ -65,6 +65,22 @@ def test_equal_steps_give_equal_bits_forward(team: Team) -> None:
             assert rows["o"].equal(other.rows[key]["o"]), f"o of {key} differs"
 
 
+def test_a_steady_state_allocates_no_device_memory(team: Team) -> None:
+    """Neither message buffers, nor the caching allocator that everything else comes from."""
+    manifests = spanning(2, 1500)
+    for _ in range(4):
+        team.run(manifests)
+
+    def allocations() -> list[int]:
+        pools = [session._pool.stats().allocations for session in team.sessions]
+        return [*pools, torch.cuda.memory_stats(DEVICE)["num_device_alloc"]]
+
+    before = allocations()
+    for _ in range(4):
+        team.run(manifests)
+    assert allocations() == before
+
+
 @pytest.mark.parametrize("phase", list(Phase))
 def test_a_killed_server_costs_no_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, phase: Phase
