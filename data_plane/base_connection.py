@@ -235,13 +235,18 @@ class BaseConnection:
                 self._on_deadline(transfer)
                 self._fail_unstarted(transfer)
             else:
-                # Asked again on the owner thread's next turn: a kernel in front of a message is
-                # worth polling for, and the thread polls on a GPU anyway.
-                self.worker.submit(lambda: self._start_put(transfer, ready))
+                self.worker.call_when(
+                    lambda: ready() or self._gives_up(transfer),
+                    lambda: self._start_put(transfer, ready),
+                )
             return
         self._send(transfer)
         if transfer.state is TransferState.PENDING:
             self._start_deadline(transfer)
+
+    def _gives_up(self, transfer: PostedTransfer) -> bool:
+        """Whether a put need not wait for its bytes any more."""
+        return self._error is not None or time.monotonic() > transfer.deadline
 
     def _refuse_size(self, transfer: PostedTransfer, message_bytes: int) -> None:
         """The message for an offer has another length: fails the offer and the connection."""

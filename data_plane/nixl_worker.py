@@ -43,7 +43,10 @@ class NixlWorker(OwnerThread):
     memory: NixlMemory
 
     def __init__(self, settings: NixlSettings) -> None:
-        super().__init__("nixl-owner", settings.effective_busy_poll_seconds)
+        # Without a pause: with one, an all-to-all of 1 GiB between 4 GPUs is a quarter slower.
+        super().__init__(
+            "nixl-owner", pause_seconds=0.0, busy_poll_seconds=settings.effective_busy_poll_seconds
+        )
         self._settings = settings
         self.lingering: set[object] = set()
         self._withheld: list[object] = []
@@ -108,6 +111,9 @@ class NixlWorker(OwnerThread):
             agent.progress()
         worked = self._advance_writes()
         return self._dispatch(self._poller.poll(0.0)) or worked
+
+    def _is_moving(self) -> bool:
+        return bool(self._writes or self._arriving)
 
     def _may_sleep(self) -> bool:
         if self._writes or self._arriving:
