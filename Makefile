@@ -9,6 +9,7 @@
 #   make chart-readme  writes the chart's table of values
 #   make images   builds the container images; VARIANT=cuda for GPUs
 #   make deploy-test  images and Compose on a Docker engine, its own one as root if none runs; 15 minutes
+#   make test-nixl    tests of the nixl transport, in a process of their own; installs its library
 #   make chaos    every fault in every way, a million malformed inputs, the larger models; two hours
 #   make soak     an hour (MINUTES=60) of joins, drains and kills; draws docs/img/soak.png
 #   make clean    removes what the targets above made, but not the runs
@@ -30,7 +31,7 @@ EXTRAS ?= trainer,node,otel,ucxx-cu13,dev
 # of them holds the expensive ends of long documents. Short pieces cost little on a CPU.
 DEMO := --verify --steps 12 --span-ranks --min-backward-tokens 128 --overwrite
 
-.PHONY: help demo test lint format stubs chart chart-tools chart-readme images constraints deploy-test chaos soak install clean
+.PHONY: help demo test test-nixl lint format stubs chart chart-tools chart-readme images constraints deploy-test chaos soak install clean
 .DEFAULT_GOAL := help
 
 # The command must know BuildKit: Docker 23 or newer, or 20.10 with DOCKER_BUILDKIT=1.
@@ -55,6 +56,10 @@ test: $(INSTALLED)
 	@$(BIN)/python -c 'from control_plane.planners import PLANNERS, prepare; \
 	  [prepare(planner) for planner in PLANNERS.values()]'
 	@$(BIN)/python -m pytest --ignore=tests/helm --numprocesses=2 --dist=loadscope $(PYTEST)
+
+test-nixl: $(INSTALLED)
+	@$(BIN)/python -m pip install --quiet "nixl-cu13>=1.5"
+	@$(BIN)/python -m pytest -m nixl tests/nixl $(PYTEST)
 
 lint: $(INSTALLED)
 	@$(BIN)/ruff format --check .

@@ -29,6 +29,9 @@ logger = logging.getLogger(__name__)
 
 INSTALL: Final = "pip install 'distca[nixl-cu13]' (or nixl-cu12)"
 
+HOST: Final = -1
+"""In place of a GPU's index."""
+
 _BACKEND = "UCX"
 _ENVIRONMENT_LOCK = threading.Lock()
 
@@ -95,7 +98,6 @@ class NixlAgent:
     def __init__(self, settings: NixlSettings) -> None:
         library = import_nixl()
         self.errors = nixl_errors(library)
-        self._memory_kind = "VRAM" if settings.on_gpu else "DRAM"
         config = library.nixl_agent_config(enable_prog_thread=False, backends=[])
         # Unique: peers tell agents apart by name.
         self._agent = library.nixl_agent(f"distca-{uuid.uuid4().hex}", config)
@@ -114,7 +116,7 @@ class NixlAgent:
         """Registers a block, 1-D uint8."""
         begin, nbytes = block.data_ptr(), block.numel()
         handle = self._agent.register_memory(
-            [(begin, nbytes, _device_index(block), "")], self._memory_kind, [_BACKEND]
+            [(begin, nbytes, block.device.index or 0, "")], _memory_kind(block.is_cuda), [_BACKEND]
         )
         metadata = self._agent.get_partial_agent_metadata(handle, True, [_BACKEND])
         logger.debug("registered %d bytes", nbytes)
@@ -144,7 +146,8 @@ class NixlAgent:
         Args:
             source: 1-D uint8.
             metadata: of the peer's region.
-            address, device_index: where the bytes go.
+            address: where the bytes go.
+            device_index: of the GPU that the address belongs to, or HOST.
         """
         name = self._remote_names.get(metadata)
         if name is None:
@@ -152,12 +155,12 @@ class NixlAgent:
             name = loaded.decode() if isinstance(loaded, bytes) else str(loaded)
             self._remote_names[metadata] = name
         nbytes = source.numel()
-        local = [(source.data_ptr(), nbytes, _device_index(source))]
-        remote = [(address, nbytes, device_index)]
+        local = [(source.data_ptr(), nbytes, source.device.index or 0)]
+        remote = [(address, nbytes, max(device_index, 0))]
         handle = self._agent.initialize_xfer(
             "WRITE",
-            self._agent.get_xfer_descs(local, self._memory_kind),
-            self._agent.get_xfer_descs(remote, self._memory_kind),
+            self._agent.get_xfer_descs(local, _memory_kind(source.is_cuda)),
+            self._agent.get_xfer_descs(remote, _memory_kind(device_index != HOST)),
             name,
             b"",
             [_BACKEND],
@@ -267,8 +270,8 @@ class _Registered:
     region: Region
 
 
-def _device_index(tensor: torch.Tensor) -> int:
-    return tensor.device.index or 0
+def _memory_kind(on_gpu: bool) -> str:
+    return "VRAM" if on_gpu else "DRAM"
 
 
 @contextmanager

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Final
 
 from data_plane.base_connection import MAX_FAREWELL_BYTES, BaseConnection, Place
-from data_plane.nixl_agent import Region
+from data_plane.nixl_agent import HOST, Region
 from data_plane.nixl_link import BadFrame, FrameKind, NixlLink
 from data_plane.nixl_worker import NixlWorker
 from data_plane.pings import PING_TAG, PONG_TAG
@@ -41,7 +41,7 @@ FAREWELL: Final = 0
 """Operation of a control frame: why the other side closes the connection, in words."""
 
 _PLACE = struct.Struct("!BI")
-_OFFER = struct.Struct("!BIIQQI")
+_OFFER = struct.Struct("!BIIQQi")
 _SIZE = struct.Struct("!BIQ")
 _NUMBER = struct.Struct("!I")
 _HELP_SECONDS = 5e-3
@@ -141,11 +141,12 @@ class NixlConnection(BaseConnection):
         except self.worker.memory.errors as error:
             self._fail_with(f"memory cannot be registered: {error}", "is it plain memory?")
             return
-        address, device_index = 0, 0
+        address, device_index = 0, HOST
         if region is not None:
             self._send_region(region)
             tensor = transfer.buffer.tensor
-            address, device_index = tensor.data_ptr(), tensor.device.index or 0
+            address = tensor.data_ptr()
+            device_index = tensor.device.index or 0 if tensor.is_cuda else HOST
         place = (transfer.channel, transfer.tag)
         self._advertised[place] = _Advertised(transfer, region)
         number = 0 if region is None else self._sent_regions[region]

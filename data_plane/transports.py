@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
@@ -16,6 +17,28 @@ class TransportName(StrEnum):
 
     UCXX = "ucxx"
     NIXL = "nixl"
+
+
+class _Loaded:
+    """Which library this process has loaded. Each brings a UCX of its own, and two of them in one
+    process crash."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._name: TransportName | None = None
+
+    def claim(self, name: TransportName) -> None:
+        """Raises RuntimeError if another one was loaded before."""
+        with self._lock:
+            if self._name not in (None, name):
+                raise RuntimeError(
+                    f"this process has opened the {self._name} transport, so it cannot open "
+                    f"{name}: each brings a UCX of its own; use one of them in a process"
+                )
+            self._name = name
+
+
+_LOADED = _Loaded()
 
 
 def check_transport(name: str) -> TransportName:
@@ -45,9 +68,11 @@ def open_transport(
     Raises:
         ValueError: no such transport, or an option is wrong.
         ImportError: its library is not installed; says what to install.
-        RuntimeError: the library did not start.
+        RuntimeError: the library did not start, or this process has opened the other transport.
     """
-    if check_transport(name) is TransportName.NIXL:
+    chosen = check_transport(name)
+    _LOADED.claim(chosen)
+    if chosen is TransportName.NIXL:
         from data_plane.nixl_settings import NixlSettings
         from data_plane.nixl_transport import NixlTransport
 

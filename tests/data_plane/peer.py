@@ -11,9 +11,12 @@ import json
 import multiprocessing
 import os
 import signal
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection as Pipe
+
+import psutil
 
 from data_plane.buffer_pool import BufferPool
 from data_plane.transport import Address, Connection
@@ -23,10 +26,9 @@ FILL = 7
 
 _START_SECONDS = 30.0
 _LIFETIME_SECONDS = 120.0
+_STOP_SECONDS = 5.0
 
-# One process imports torch and the transports; the peers are its forks, so they start in no time.
 _SERVER = multiprocessing.get_context("forkserver")
-_SERVER.set_forkserver_preload([__name__, "data_plane.ucxx_transport"])
 
 
 class PeerProcess:
@@ -37,6 +39,11 @@ class PeerProcess:
     """
 
     def __init__(self, factory: str) -> None:
+        # One process imports torch and the transport; the peers are its forks, so they start in no
+        # time. Only the first call counts. (The factory's own module asks for CUDA devices, after
+        # which a fork cannot use them.)
+        library = "nixl" if ".nixl." in factory else "ucxx"
+        _SERVER.set_forkserver_preload([__name__, f"data_plane.{library}_transport"])
         self._pipe, theirs = _SERVER.Pipe()
         self._process = _SERVER.Process(target=serve, args=(factory, theirs), daemon=True)
         self._process.start()
@@ -50,7 +57,12 @@ class PeerProcess:
         self._signal(signal.SIGKILL)
 
     def stop(self) -> None:
+        """Returns when all its threads have stopped, which takes a while on a busy machine."""
         self._signal(signal.SIGSTOP)
+        process = psutil.Process(self._process.pid)
+        deadline = time.monotonic() + _STOP_SECONDS
+        while process.status() != psutil.STATUS_STOPPED and time.monotonic() < deadline:
+            time.sleep(0.0005)
 
     def resume(self) -> None:
         self._signal(signal.SIGCONT)

@@ -6,7 +6,7 @@ import pytest
 
 from attention_node.server import NodeSettings
 from core_attention.shape import AttentionShape
-from data_plane import nixl_agent
+from data_plane import transports
 from data_plane.transports import TransportName, check_transport, open_transport
 from distca.doctor.responder import ResponderSettings
 from distca.doctor.surroundings import DoctorSettings
@@ -15,16 +15,17 @@ from trainer_client import SessionOptions
 SHAPE = AttentionShape(num_heads=2, num_heads_kv=1, head_dim=64, head_dim_v=64, dtype="float32")
 
 
-@pytest.mark.parametrize("name", list(TransportName))
-def test_each_name_opens_its_transport(name: TransportName) -> None:
-    if name is TransportName.NIXL:
-        try:
-            nixl_agent.import_nixl()
-        except ImportError as error:
-            pytest.skip(str(error))
-    transport = open_transport(name, device="cpu", one_host=True)
+@pytest.fixture(autouse=True)
+def nothing_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transports, "_LOADED", transports._Loaded())
+
+
+def test_a_name_opens_its_transport_and_no_other_one_in_the_same_process() -> None:
+    transport = open_transport("ucxx", device="cpu", one_host=True)
     try:
-        assert transport.name == name
+        assert transport.name == TransportName.UCXX
+        with pytest.raises(RuntimeError, match="use one of them in a process"):
+            open_transport("nixl", device="cpu", one_host=True)
     finally:
         transport.close()
 

@@ -14,7 +14,6 @@ import torch
 
 from data_plane.buffer_pool import BufferPool
 from data_plane.greeting import HEADER_BYTES, Greeting, Status, decode_header
-from data_plane.nixl_agent import import_nixl
 from data_plane.nixl_connection import NixlConnection
 from data_plane.nixl_link import MAX_FRAME_BYTES
 from data_plane.nixl_settings import NixlSettings
@@ -22,10 +21,7 @@ from data_plane.nixl_transport import NixlTransport
 from data_plane.transport import Address, Connection, TransportError
 from tests.data_plane.conformance import eventually, pattern
 
-try:
-    import_nixl()
-except ImportError as error:
-    pytest.skip(str(error), allow_module_level=True)
+pytestmark = pytest.mark.nixl
 
 
 @pytest.fixture

@@ -8,16 +8,12 @@ from pathlib import Path
 import pytest
 
 from core_attention.ca_task import Phase
-from data_plane.nixl_agent import import_nixl
 from tests.cluster import Cluster, cluster
 from tests.team import Team
 from tests.trainer_client.test_parity import CASES, PLACEMENTS, make_shape, spanning
 from tests.trainer_client.test_recovery import kill_at, nodes_of, recoveries
 
-try:
-    import_nixl()
-except ImportError as error:
-    pytest.skip(str(error), allow_module_level=True)
+pytestmark = pytest.mark.nixl
 
 
 @pytest.fixture(scope="module")

@@ -6,16 +6,12 @@ import pytest
 import torch
 
 from data_plane.buffer_pool import device_allocator
-from data_plane.nixl_agent import import_nixl
 from data_plane.nixl_settings import NixlSettings
 from data_plane.nixl_transport import NixlTransport
 from data_plane.transport import BufferAllocator, Transport
 from tests.data_plane.conformance import TransportConformance
 
-try:
-    import_nixl()
-except ImportError as error:
-    pytest.skip(str(error), allow_module_level=True)
+pytestmark = pytest.mark.nixl
 
 
 def over_shared_memory() -> NixlTransport:
