@@ -134,7 +134,9 @@ def test_reply_finds_its_rows_and_no_others(
         sent[name].copy_(values[: len(sent[name])])
     before = tensors(reply, device)
     outputs = {name: each for name, each in before.items() if name not in ("dk", "dv")}
-    gradients = {name: before[name].float() for name in ("dk", "dv") if name in before}
+    gradients: dict[str, torch.Tensor] = {
+        name: before[name].float() for name in ("dk", "dv") if name in before
+    }
     want = {name: each.cpu().clone() for name, each in (outputs | gradients).items()}
     rows.unpack(message, outputs, gradients)
     for name, view in sent.items():
