@@ -266,7 +266,8 @@ class NixlConnection(BaseConnection):
 
     def _on_frame(self, kind: FrameKind, payload: bytes) -> None:
         self._pings.last_heard = time.monotonic()
-        if self._torn_down:
+        if self._torn_down or not self._greeted:
+            # A peer that was refused has nothing to say.
             return
         try:
             self._take_frame(kind, payload)

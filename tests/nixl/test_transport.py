@@ -209,3 +209,24 @@ def test_environment_is_left_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     NixlTransport(NixlSettings(options={"TCP_KEEPCNT": "5"})).close()
     changed = {name for name in before if os.environ.get(name) != before[name]}
     assert not {name for name in changed | (os.environ.keys() - before.keys()) if "UCX" in name}
+
+
+def test_a_refused_peer_is_not_listened_to(peer: NixlTransport) -> None:
+    """Its frames come right behind its hello, and none of them is looked at."""
+    refused: list[Connection] = []
+
+    def accept(hello: bytes, connection: Connection) -> bytes:
+        refused.append(connection)
+        raise ValueError("not today")
+
+    address = peer.listen("127.0.0.1", 0, accept)
+    with socket.create_connection((address.host, address.port), 5.0) as link:
+        hello = Greeting(status=Status.HELLO, connection_id=1, body=b"").encode()
+        link.sendall(hello + struct.pack("!BII", 1, 4 + 20, 7) + b"not metadata at all!")
+        answer = decode_header(link.recv(HEADER_BYTES, socket.MSG_WAITALL))
+        assert answer.status is Status.REJECTED
+        assert b"not today" in link.recv(answer.body_bytes, socket.MSG_WAITALL)
+        (connection,) = refused
+        assert isinstance(connection, NixlConnection)
+        assert not connection._remote_regions
+        assert not connection.greeted
