@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -325,7 +326,13 @@ _DISTCA = (sys.executable, "-c", "from distca.cli import main; main()")
 
 
 def _free_port() -> int:
-    """A port that is free now; the control plane comes back to it."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A port that is free now; the control plane comes back to it. It is none of those that the
+    kernel gives to outgoing connections: one of them could have it while the control plane is away,
+    even one that tries to reach the control plane."""
+    range_file = Path("/proc/sys/net/ipv4/ip_local_port_range")
+    below = int(range_file.read_text().split()[0])
+    while True:
+        port = random.randrange(below // 2, below)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
