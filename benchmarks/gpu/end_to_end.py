@@ -69,7 +69,8 @@ class Plan:
         tolerance: eps.
         device: ``"cuda"`` or ``"cpu"``.
         compiled: whether parts of the layers are compiled.
-        traced: ways of which one more step is run under the profiler.
+        traced: ways of which steps are run once more under the profiler.
+        traced_batches: how many, the first ones.
         pool_nodes: attention nodes, on the GPUs behind those of the ranks.
         learning_rate: of AdamW.
     """
@@ -85,6 +86,7 @@ class Plan:
     device: str
     compiled: bool
     traced: tuple[str, ...]
+    traced_batches: int = 1
     pool_nodes: int = 0
     learning_rate: float = 1e-4
 
@@ -95,6 +97,12 @@ class Plan:
             for seed in self.seeds
         ]
         return [measured[i % len(measured)] for i in range(self.warm_ups)] + measured
+
+    def n_traced(self, way: str) -> int:
+        """Steps of ``way`` that are traced, after all others."""
+        if self.device != "cuda" or way not in self.traced:
+            return 0
+        return min(self.traced_batches, len(self.seeds))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,8 +140,9 @@ def run_way(name: str, plan: Plan, settings: RankSettings) -> dict[str, Any]:
     began = time.perf_counter()
     way = methods.make(name, settings)
     steps: list[StepResult] = []
+    again = drawn[plan.warm_ups :][: plan.n_traced(name)]
     try:
-        way.prepare([*drawn, *([drawn[plan.warm_ups]] if name in plan.traced else [])])
+        way.prepare([*drawn, *again])
         prepared_seconds = time.perf_counter() - began
         for step, batch in enumerate(drawn):
             if on_gpu and step == plan.warm_ups:
@@ -149,7 +158,7 @@ def run_way(name: str, plan: Plan, settings: RankSettings) -> dict[str, Any]:
                 steps.append(result)
         memory = gathered(_peak_memory() if on_gpu else {})
         timeline = way.timeline() if isinstance(way, Disaggregated) else []
-        trace = _traced_step(way, len(drawn), settings) if name in plan.traced and on_gpu else []
+        traces = [_traced_step(way, len(drawn) + i, settings) for i in range(len(again))]
     finally:
         way.close()
     return {
@@ -157,7 +166,7 @@ def run_way(name: str, plan: Plan, settings: RankSettings) -> dict[str, Any]:
         "prepare_seconds": prepared_seconds,
         "steps": [asdict(step) for step in steps],
         "memory": memory,
-        "trace": trace,
+        "traces": traces,
         "timeline": timeline,
     }
 
@@ -216,7 +225,10 @@ def _peak_memory() -> dict[str, float]:
     }
 
 
-def _traced_step(way: methods.Method, step: int, settings: RankSettings) -> list[Any]:
+def _traced_step(way: methods.Method, step: int, settings: RankSettings) -> dict[str, Any]:
+    """A step under the profiler: where rank 0's time goes, and every rank's kernel seconds of core
+    attention, which do not count what a kernel waits for the device."""
+
     def run() -> None:
         measured = way.run(step)
         _settle(settings)
@@ -224,7 +236,10 @@ def _traced_step(way: methods.Method, step: int, settings: RankSettings) -> list
 
     _settle(settings)
     found = traced(run)
-    return [found] if settings.rank == 0 else []
+    busy = gathered(found["by_category"].get("attention", 0.0))
+    return {"attention_seconds": busy, "imbalance": methods.imbalance(busy)} | (
+        found if settings.rank == 0 else {}
+    )
 
 
 def run_rank(rank: int, plan: Plan, folder: Path) -> None:
@@ -377,6 +392,12 @@ def show(plan: Plan, results: Sequence[dict[str, Any]], title: str) -> None:
             f"{max((m.get('device_gib', 0) for m in result['memory']), default=0):.1f}",
         )
     console.print(table)
+    for result in results:
+        if traces := result["traces"]:
+            console.print(
+                f"{result['way']}, attention's kernels in traced steps, max over mean: "
+                + " ".join(f"{trace['imbalance']:.3f}" for trace in traces)
+            )
     if plain is not None:
         gains = headroom(plain)
         console.print(
@@ -402,6 +423,7 @@ def main(
         int, typer.Option(help="Attention nodes on further GPUs, for the way 'pool'.")
     ] = 0,
     trace: Annotated[str, typer.Option(help="Ways to run once more under the profiler.")] = "",
+    trace_batches: Annotated[int, typer.Option(min=1, help="Batches of which that is done.")] = 1,
     json_path: Annotated[Path | None, typer.Option("--json")] = None,
 ) -> None:
     """Training steps with core attention spread in several ways."""
@@ -423,6 +445,7 @@ def main(
         device=device,
         compiled=compiled,
         traced=tuple(trace.split(",")),
+        traced_batches=trace_batches,
         pool_nodes=pool_nodes,
     )
     results = measure(plan)
