@@ -2,79 +2,27 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import ClassVar
 
-from data_plane.ucx_options import (
-    TCP_OPTIONS,
-    check_device,
-    choose_options,
-    warn_about_allocator,
-)
+from data_plane.ucx_options import UcxSettings
 
 
 @dataclass(frozen=True, kw_only=True)
-class NixlSettings:
+class NixlSettings(UcxSettings):
     """How a ``NixlTransport`` uses nixl, which moves bytes with a UCX of its own.
 
     Attributes:
-        device: where the buffers live: ``"cpu"``, ``"cuda"`` or ``"cuda:<index>"``.
-        one_host: every peer runs on this host and shares its IPC namespace: adds shared memory.
-        options: UCX options by name (with or without ``UCX_``). They win over ``UCX_*``
-            environment variables, which win over the defaults.
-        busy_poll_seconds: after activity, how long to poll before sleeping. None: 0 on the CPU,
-            2 ms on a GPU.
-        handshake_timeout_seconds: how long a client may take from its connection to its hello.
         max_unclaimed_offers: offers of a peer that one connection may have waiting for a put; one
             more fails the connection.
-        max_probe_bytes: the largest probe message that a peer may make this side hold memory for.
-        slowest_bytes_per_second: the slowest network worth using. A ping is given the time that
-            the messages under way take at this rate, since they share the network with it.
     """
 
-    device: str = "cpu"
-    one_host: bool = False
-    options: Mapping[str, str] = field(default_factory=dict)
-    busy_poll_seconds: float | None = None
-    handshake_timeout_seconds: float = 5.0
     max_unclaimed_offers: int = 16384
-    max_probe_bytes: int = 64 * 2**20
-    slowest_bytes_per_second: float = 16 * 2**20
 
-    def __post_init__(self) -> None:
-        check_device(self.device)
-        if self.busy_poll_seconds is not None and self.busy_poll_seconds < 0:
-            raise ValueError(f"busy_poll_seconds is {self.busy_poll_seconds}; give 0 or more")
-        for name in (
-            "handshake_timeout_seconds",
-            "max_unclaimed_offers",
-            "max_probe_bytes",
-            "slowest_bytes_per_second",
-        ):
-            if getattr(self, name) <= 0:
-                raise ValueError(f"{name} is {getattr(self, name)}; give more than 0")
+    _POSITIVE: ClassVar[tuple[str, ...]] = (*UcxSettings._POSITIVE, "max_unclaimed_offers")
 
-    @property
-    def on_gpu(self) -> bool:
-        return self.device.startswith("cuda")
-
-    @property
-    def effective_busy_poll_seconds(self) -> float:
-        if self.busy_poll_seconds is not None:
-            return self.busy_poll_seconds
-        return 0.002 if self.on_gpu else 0.0
-
-    def context_options(self, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-        """Returns the options for the UCX context, names without ``UCX_``.
-
-        A default is left out where ``environ`` sets the option: UCX reads it from there.
-        """
+    def _default_options(self) -> Mapping[str, str]:
         # Left to itself, UCX takes the fastest that reaches the peer, RDMA before TCP. Two
         # containers of one host may seem to share memory that they do not share.
-        defaults = dict(TCP_OPTIONS) if self.one_host else {"TLS": "^sm", **TCP_OPTIONS}
-        return choose_options(defaults, self.options, environ)
-
-    def warn_about_environment(self, environ: Mapping[str, str] = os.environ) -> None:
-        """Logs a warning for surroundings that silently cost bandwidth."""
-        warn_about_allocator(self.device, environ)
+        return {} if self.one_host else {"TLS": "^sm"}

@@ -6,17 +6,15 @@ IPv4 only, as the ucxx transport.
 
 from __future__ import annotations
 
-import atexit
 import itertools
 import logging
 import select
 import socket
-import threading
 import time
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, ClassVar, Final
 
 from data_plane.addresses import connect_failed, local_ip, resolve
-from data_plane.buffer_pool import BufferPool, device_allocator
+from data_plane.base_transport import COMMAND_TIMEOUT_SECONDS, BaseTransport, check_hello
 from data_plane.greeting import (
     HEADER_BYTES,
     BadGreeting,
@@ -31,23 +29,13 @@ from data_plane.nixl_probe import NixlProbe
 from data_plane.nixl_settings import NixlSettings
 from data_plane.nixl_worker import NixlWorker
 from data_plane.owner_result import OwnerResult
-from data_plane.transport import (
-    MAX_HELLO_BYTES,
-    AcceptCallback,
-    Address,
-    Connection,
-    HandshakeRejected,
-    ProbeResult,
-    TransportClosed,
-    TransportError,
-)
+from data_plane.transport import AcceptCallback, Address, Connection, HandshakeRejected
 
 if TYPE_CHECKING:
     from data_plane.metrics import DataPlaneMetrics
 
 logger = logging.getLogger(__name__)
 
-_COMMAND_TIMEOUT_SECONDS = 5.0
 _BACKLOG: Final = 1024
 _REJECTION_LINGER_SECONDS = 1.0
 """How long a refused client has to read the reason."""
@@ -56,8 +44,10 @@ _LINGER_SECONDS = 1.0
 """How long a closing transport waits for writes that cannot be stopped."""
 
 
-class NixlTransport:
+class NixlTransport(BaseTransport[NixlConnection, NixlWorker]):
     """Implements ``Transport`` with nixl. Starts its owner thread at once; ``close`` ends it.
+
+    nixl does not tell its lanes, so a probe names none.
 
     Args:
         settings: devices, UCX options and limits.
@@ -68,27 +58,18 @@ class NixlTransport:
         RuntimeError: nixl did not start.
     """
 
+    connection_type = NixlConnection
+    # The worker spends 0.7 of it waiting for writes, and nixl and their memory are then kept
+    # until the process ends.
+    longest_stop_seconds: ClassVar[float] = _LINGER_SECONDS / 0.7
+
     def __init__(
         self, settings: NixlSettings | None = None, metrics: DataPlaneMetrics | None = None
     ) -> None:
         self._settings = settings or NixlSettings()
-        self._metrics = metrics
-        self._settings.warn_about_environment()
-        self._probe_pool = BufferPool(device_allocator(self._settings.device))
-        self._connections: dict[int, NixlConnection] = {}
-        self._probes: dict[int, NixlProbe] = {}
         self._ids = itertools.count()
         self._listener: socket.socket | None = None
-        self._closed = False
-        self._close_lock = threading.Lock()
-        self._worker = NixlWorker(self._settings)
-        self._worker.start()
-        # Ends the owner thread before the interpreter takes its modules apart.
-        atexit.register(self.close, 1.0)
-
-    @property
-    def name(self) -> str:
-        return TRANSPORT_NAME
+        super().__init__(NixlWorker(self._settings), self._settings, metrics)
 
     def listen(self, host: str, port: int, accept: AcceptCallback) -> Address:
         """See ``Transport.listen``; once per transport.
@@ -123,8 +104,7 @@ class NixlTransport:
         self, address: Address, hello: bytes, timeout_seconds: float
     ) -> tuple[Connection, bytes]:
         """See ``Transport.connect``."""
-        if len(hello) > MAX_HELLO_BYTES:
-            raise ValueError(f"hello has {len(hello)} bytes, MAX_HELLO_BYTES={MAX_HELLO_BYTES}")
+        check_hello(hello)
         self._require_open(str(address))
         deadline = time.monotonic() + timeout_seconds
         ip = resolve(address, timeout_seconds, TRANSPORT_NAME)
@@ -133,50 +113,19 @@ class NixlTransport:
         result = OwnerResult()
         self._worker.submit(lambda: self._adopt(link, local_id, str(address), result))
         try:
-            connection: NixlConnection = result.get(_COMMAND_TIMEOUT_SECONDS)
+            connection: NixlConnection = result.get(COMMAND_TIMEOUT_SECONDS)
         except TimeoutError as error:
             raise connect_failed(address, str(error), TRANSPORT_NAME) from error
         logger.info("connection %d with %s opened", local_id, address)
         return connection, answer
 
-    def probe(
-        self, connection: Connection, nbytes: int, repeats: int, timeout_seconds: float
-    ) -> ProbeResult:
-        """See ``Transport.probe``. nixl does not tell its lanes.
+    def _new_probe(self, connection: NixlConnection) -> NixlProbe:
+        return NixlProbe(connection, self._probe_pool, self._max_probe_bytes)
 
-        Raises:
-            ValueError: ``nbytes`` or ``repeats`` is out of range, or ``connection`` is not nixl's.
-        """
-        if not isinstance(connection, NixlConnection):
-            raise ValueError(f"connection is a {type(connection).__name__}, not one of nixl")
-        probe = self._probes.get(connection.local_id)
-        if probe is None:
-            raise connection.error or TransportError(
-                "not a connection of this transport", transport=TRANSPORT_NAME, peer=connection.peer
-            )
-        result = probe.ask(nbytes, repeats, timeout_seconds)
-        if self._metrics is not None:
-            self._metrics.probed(result)
-        logger.info(
-            "probe of %s: %.3g GB/s with %d bytes, round trip %.3g s",
-            result.peer,
-            result.gigabytes_per_second,
-            result.nbytes,
-            result.round_trip_seconds,
-        )
-        return result
-
-    def close(self, timeout_seconds: float = 5.0) -> None:
-        """See ``Transport.close``. Writes that cannot be stopped are waited for, but not for long:
-        nixl and their memory are then kept until the process ends."""
-        with self._close_lock:
-            if self._closed:
-                return
-            self._closed = True
-        atexit.unregister(self.close)
-        self._worker.submit(self._close_everything)
-        if not self._worker.stop(min(timeout_seconds, _LINGER_SECONDS / 0.7)):
-            logger.error("the nixl owner thread did not end within %s s", timeout_seconds)
+    def _stop_listening(self) -> None:
+        if self._listener is not None:
+            self._worker.unwatch(self._listener)
+            self._listener.close()
 
     def _greet(
         self, address: Address, ip: str, hello: bytes, local_id: int, deadline: float
@@ -271,36 +220,5 @@ class NixlTransport:
             slowest_bytes_per_second=self._settings.slowest_bytes_per_second,
             metrics=self._metrics,
         )
-        self._connections[local_id] = connection
-        self._probes[local_id] = NixlProbe(
-            connection, self._probe_pool, self._settings.max_probe_bytes
-        )
-        if self._metrics is not None:
-            self._metrics.connection_opened(peer, TRANSPORT_NAME)
-        connection.add_closed_callback(lambda error: self._forget(connection))
+        self._keep(connection)
         return connection
-
-    def _close_everything(self) -> None:
-        if self._listener is not None:
-            self._worker.unwatch(self._listener)
-            self._listener.close()
-        for connection in list(self._connections.values()):
-            connection.close("transport closed by this side")
-
-    def _forget(self, connection: NixlConnection) -> None:
-        self._connections.pop(connection.local_id, None)
-        self._probes.pop(connection.local_id, None)
-        if self._metrics is not None:
-            self._metrics.connection_closed(connection.peer, TRANSPORT_NAME)
-
-    def _cannot_listen(self, host: str, port: int, reason: str) -> TransportError:
-        return TransportError(
-            f"cannot listen: {reason}",
-            transport=TRANSPORT_NAME,
-            peer=f"{host}:{port}",
-            hint="is the port in use? Port 0 takes any free one",
-        )
-
-    def _require_open(self, peer: str) -> None:
-        if self._closed:
-            raise TransportClosed("the transport is closed", transport=TRANSPORT_NAME, peer=peer)

@@ -6,8 +6,10 @@ Both libraries move bytes with a UCX of their own, which reads the same ``UCX_*`
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Mapping
-from typing import Final
+from dataclasses import dataclass, field
+from typing import ClassVar, Final
 
 logger = logging.getLogger(__name__)
 
@@ -27,31 +29,87 @@ TCP_OPTIONS: Final[Mapping[str, str]] = {
 """1 MiB segments make TCP five times faster, and a long UCX keepalive lets TCP's own see a cut link
 within seconds."""
 
+_GPU_BUSY_POLL_SECONDS = 0.002
+
+
+@dataclass(frozen=True, kw_only=True)
+class UcxSettings:
+    """How a transport uses UCX. A subclass adds its own limits and the options it sets by default.
+
+    Attributes:
+        device: where the buffers live: ``"cpu"``, ``"cuda"`` or ``"cuda:<index>"``.
+        one_host: every peer runs on this host and shares its IPC namespace: adds shared memory.
+        options: UCX options by name (with or without ``UCX_``). They win over ``UCX_*``
+            environment variables, which win over the defaults.
+        busy_poll_seconds: after activity, how long to poll before sleeping. None: 0 on the CPU
+            (two polling processes on few cores only slow each other down), 2 ms on a GPU
+            (sleeping costs cuda_ipc half of its bandwidth at 16 MiB).
+        handshake_timeout_seconds: how long a client may take from its connection to its hello.
+        max_probe_bytes: the largest probe message that a peer may make this side hold memory for.
+        slowest_bytes_per_second: the slowest network worth using. A ping is given the time that
+            the messages under way take at this rate, since they share the network with it.
+    """
+
+    device: str = "cpu"
+    one_host: bool = False
+    options: Mapping[str, str] = field(default_factory=dict)
+    busy_poll_seconds: float | None = None
+    handshake_timeout_seconds: float = 5.0
+    max_probe_bytes: int = 64 * 2**20
+    slowest_bytes_per_second: float = 16 * 2**20
+
+    _POSITIVE: ClassVar[tuple[str, ...]] = (
+        "handshake_timeout_seconds",
+        "max_probe_bytes",
+        "slowest_bytes_per_second",
+    )
+
+    def __post_init__(self) -> None:
+        check_device(self.device)
+        if self.busy_poll_seconds is not None and self.busy_poll_seconds < 0:
+            raise ValueError(f"busy_poll_seconds is {self.busy_poll_seconds}; give 0 or more")
+        for name in self._POSITIVE:
+            if getattr(self, name) <= 0:
+                raise ValueError(f"{name} is {getattr(self, name)}; give more than 0")
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.device.startswith("cuda")
+
+    @property
+    def effective_busy_poll_seconds(self) -> float:
+        if self.busy_poll_seconds is not None:
+            return self.busy_poll_seconds
+        return _GPU_BUSY_POLL_SECONDS if self.on_gpu else 0.0
+
+    def context_options(self, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+        """Returns the options for the UCX context, names without ``UCX_``.
+
+        A default is left out where ``environ`` sets the option: UCX reads it from there.
+        """
+        defaults = {**self._default_options(), **TCP_OPTIONS}
+        chosen = {name: value for name, value in defaults.items() if f"UCX_{name}" not in environ}
+        return chosen | {name.removeprefix("UCX_"): value for name, value in self.options.items()}
+
+    def warn_about_environment(self, environ: Mapping[str, str] = os.environ) -> None:
+        """Logs a warning if PyTorch is told to allocate GPU memory that UCX cannot share."""
+        if self.on_gpu and sets_expandable_segments(environ):
+            logger.warning(
+                "PYTORCH_CUDA_ALLOC_CONF sets expandable_segments:True: cuda_ipc cannot export "
+                "such memory and transfers between GPUs fall back to copies through the host; "
+                "set expandable_segments:False"
+            )
+
+    def _default_options(self) -> Mapping[str, str]:
+        """UCX options besides ``TCP_OPTIONS``."""
+        raise NotImplementedError
+
 
 def check_device(device: str) -> None:
     """Raises ValueError unless ``device`` is ``"cpu"``, ``"cuda"`` or ``"cuda:<index>"``."""
     kind, _, index = device.partition(":")
     if kind not in ("cpu", "cuda") or (index and not index.isdigit()):
         raise ValueError(f"device is {device!r}; valid: 'cpu', 'cuda', 'cuda:<index>'")
-
-
-def choose_options(
-    defaults: Mapping[str, str], options: Mapping[str, str], environ: Mapping[str, str]
-) -> dict[str, str]:
-    """UCX options, names without ``UCX_``: ``options`` win over the variables of ``environ``, which
-    win over ``defaults``. What ``environ`` sets is left out: UCX reads it from there."""
-    chosen = {name: value for name, value in defaults.items() if f"UCX_{name}" not in environ}
-    return chosen | {name.removeprefix("UCX_"): value for name, value in options.items()}
-
-
-def warn_about_allocator(device: str, environ: Mapping[str, str]) -> None:
-    """Logs a warning if PyTorch is told to allocate GPU memory that UCX cannot share."""
-    if device.startswith("cuda") and sets_expandable_segments(environ):
-        logger.warning(
-            "PYTORCH_CUDA_ALLOC_CONF sets expandable_segments:True: cuda_ipc cannot export "
-            "such memory and transfers between GPUs fall back to copies through the host; "
-            "set expandable_segments:False"
-        )
 
 
 def sets_expandable_segments(environ: Mapping[str, str]) -> bool:

@@ -6,26 +6,16 @@ opens its listeners there.
 
 from __future__ import annotations
 
-import atexit
 import logging
 import secrets
-import threading
 import time
 from typing import TYPE_CHECKING, Any
 
 from data_plane.addresses import connect_failed, local_ip, resolve
-from data_plane.buffer_pool import BufferPool, device_allocator
+from data_plane.base_transport import COMMAND_TIMEOUT_SECONDS, BaseTransport, check_hello
 from data_plane.greeting import MAX_CONNECTION_ID
 from data_plane.owner_result import OwnerResult
-from data_plane.transport import (
-    MAX_HELLO_BYTES,
-    AcceptCallback,
-    Address,
-    Connection,
-    ProbeResult,
-    TransportClosed,
-    TransportError,
-)
+from data_plane.transport import AcceptCallback, Address, Connection
 from data_plane.ucxx_connection import TRANSPORT_NAME, UcxxConnection, split_wire_tag
 from data_plane.ucxx_connector import UcxxConnector
 from data_plane.ucxx_listener import UcxxListener
@@ -38,10 +28,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_COMMAND_TIMEOUT_SECONDS = 5.0
 
-
-class UcxxTransport:
+class UcxxTransport(BaseTransport[UcxxConnection, UcxxWorker]):
     """Implements ``Transport`` with ucxx. Starts its owner thread at once; ``close`` ends it.
 
     Args:
@@ -53,26 +41,14 @@ class UcxxTransport:
         RuntimeError: UCX did not start.
     """
 
+    connection_type = UcxxConnection
+
     def __init__(
         self, settings: UcxxSettings | None = None, metrics: DataPlaneMetrics | None = None
     ) -> None:
         self._settings = settings or UcxxSettings()
-        self._metrics = metrics
-        self._settings.warn_about_environment()
-        self._probe_pool = BufferPool(device_allocator(self._settings.device))
-        self._connections: dict[int, UcxxConnection] = {}
-        self._probes: dict[int, UcxxProbe] = {}
         self._listener: UcxxListener | None = None
-        self._closed = False
-        self._close_lock = threading.Lock()
-        self._worker = UcxxWorker(self._settings, self._on_message)
-        self._worker.start()
-        # Ends the owner thread before the interpreter takes its modules apart.
-        atexit.register(self.close, 1.0)
-
-    @property
-    def name(self) -> str:
-        return TRANSPORT_NAME
+        super().__init__(UcxxWorker(self._settings, self._on_message), self._settings, metrics)
 
     def listen(self, host: str, port: int, accept: AcceptCallback) -> Address:
         """See ``Transport.listen``; once per transport.
@@ -85,14 +61,9 @@ class UcxxTransport:
         result = OwnerResult()
         self._worker.submit(lambda: self._start_listening(ip, port, accept, result))
         try:
-            bound_port = result.get(_COMMAND_TIMEOUT_SECONDS)
+            bound_port = result.get(COMMAND_TIMEOUT_SECONDS)
         except (*UCX_ERRORS, TimeoutError) as error:
-            raise TransportError(
-                f"cannot listen: {type(error).__name__}: {error}",
-                transport=TRANSPORT_NAME,
-                peer=f"{host}:{port}",
-                hint="is the port in use? Port 0 takes any free one",
-            ) from error
+            raise self._cannot_listen(host, port, f"{type(error).__name__}: {error}") from error
         logger.info("listening on %s:%d", host, bound_port)
         return Address(host, bound_port)
 
@@ -100,8 +71,7 @@ class UcxxTransport:
         self, address: Address, hello: bytes, timeout_seconds: float
     ) -> tuple[Connection, bytes]:
         """See ``Transport.connect``."""
-        if len(hello) > MAX_HELLO_BYTES:
-            raise ValueError(f"hello has {len(hello)} bytes, MAX_HELLO_BYTES={MAX_HELLO_BYTES}")
+        check_hello(hello)
         self._require_open(str(address))
         deadline = time.monotonic() + timeout_seconds
         ip = resolve(address, timeout_seconds, TRANSPORT_NAME)
@@ -116,50 +86,12 @@ class UcxxTransport:
         logger.info("connection %d with %s opened", connection.local_id, address)
         return connection, answer
 
-    def probe(
-        self, connection: Connection, nbytes: int, repeats: int, timeout_seconds: float
-    ) -> ProbeResult:
-        """See ``Transport.probe``.
+    def _new_probe(self, connection: UcxxConnection) -> UcxxProbe:
+        return UcxxProbe(connection, self._probe_pool, self._max_probe_bytes)
 
-        Raises:
-            ValueError: ``nbytes`` or ``repeats`` is out of range, or ``connection`` is not ucxx's.
-        """
-        if not isinstance(connection, UcxxConnection):
-            raise ValueError(f"connection is a {type(connection).__name__}, not one of ucxx")
-        probe = self._probes.get(connection.local_id)
-        if probe is None:
-            raise connection.error or TransportError(
-                "not a connection of this transport", transport=TRANSPORT_NAME, peer=connection.peer
-            )
-        result = probe.ask(nbytes, repeats, timeout_seconds)
-        if self._metrics is not None:
-            self._metrics.probed(result)
-        logger.info(
-            "probe of %s over %s: %.3g GB/s with %d bytes, round trip %.3g s",
-            result.peer,
-            result.lanes,
-            result.gigabytes_per_second,
-            result.nbytes,
-            result.round_trip_seconds,
-        )
-        return result
-
-    def close(self, timeout_seconds: float = 5.0) -> None:
-        """See ``Transport.close``. Returns after ``timeout_seconds`` even if UCX hangs."""
-        with self._close_lock:
-            if self._closed:
-                return
-            self._closed = True
-        atexit.unregister(self.close)
-        self._worker.submit(self._close_everything)
-        if not self._worker.stop(timeout_seconds):
-            logger.error("the ucxx owner thread did not end within %s s", timeout_seconds)
-
-    def _close_everything(self) -> None:
+    def _stop_listening(self) -> None:
         if self._listener is not None:
             self._listener.close()
-        for connection in list(self._connections.values()):
-            connection.close("transport closed by this side")
 
     def _start_listening(
         self, ip: str, port: int, accept: AcceptCallback, result: OwnerResult
@@ -191,13 +123,7 @@ class UcxxTransport:
             slowest_bytes_per_second=self._settings.slowest_bytes_per_second,
             metrics=self._metrics,
         )
-        self._connections[connection.local_id] = connection
-        self._probes[connection.local_id] = UcxxProbe(
-            connection, self._probe_pool, self._settings.max_probe_bytes
-        )
-        if self._metrics is not None:
-            self._metrics.connection_opened(peer, TRANSPORT_NAME)
-        connection.add_closed_callback(lambda error: self._forget(connection))
+        self._keep(connection)
         return connection
 
     def _new_connection_id(self) -> int:
@@ -207,12 +133,6 @@ class UcxxTransport:
             if candidate not in self._connections:
                 return candidate
 
-    def _forget(self, connection: UcxxConnection) -> None:
-        self._connections.pop(connection.local_id, None)
-        self._probes.pop(connection.local_id, None)
-        if self._metrics is not None:
-            self._metrics.connection_closed(connection.peer, TRANSPORT_NAME)
-
     def _on_message(self, message: Any) -> None:
         connection_id, channel, tag = split_wire_tag(message.sender_tag.value)
         connection = self._connections.get(connection_id)
@@ -221,7 +141,3 @@ class UcxxTransport:
             self._worker.discard(message)
             return
         connection.deliver(channel, tag, message)
-
-    def _require_open(self, peer: str) -> None:
-        if self._closed:
-            raise TransportClosed("the transport is closed", transport=TRANSPORT_NAME, peer=peer)

@@ -1,0 +1,159 @@
+"""What transports have in common: their connections and probes, and opening and closing.
+
+One connection's probe and metrics live as long as the connection is in the transport's books.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import threading
+from typing import TYPE_CHECKING, ClassVar, Final, Generic, TypeVar
+
+from data_plane.base_connection import BaseConnection
+from data_plane.buffer_pool import BufferPool, device_allocator
+from data_plane.owner_thread import OwnerThread
+from data_plane.probe_endpoint import ProbeEndpoint
+from data_plane.transport import (
+    MAX_HELLO_BYTES,
+    Connection,
+    ProbeResult,
+    TransportClosed,
+    TransportError,
+)
+from data_plane.ucx_options import UcxSettings
+
+if TYPE_CHECKING:
+    from data_plane.metrics import DataPlaneMetrics
+
+logger = logging.getLogger(__name__)
+
+COMMAND_TIMEOUT_SECONDS: Final = 5.0
+"""How long the owner thread may take for a command that waits for nobody else."""
+
+ConnectionT = TypeVar("ConnectionT", bound=BaseConnection)
+WorkerT = TypeVar("WorkerT", bound=OwnerThread)
+
+
+class BaseTransport(Generic[ConnectionT, WorkerT]):
+    """Implements ``Transport`` but for listening and connecting. Starts ``worker`` at once;
+    ``close`` ends it.
+
+    Args:
+        worker: the owner thread of the network library.
+        settings: devices, UCX options and limits.
+        metrics: counts transfers, failures and probes when given.
+
+    Raises:
+        ValueError: the library refused an option.
+        RuntimeError: the library did not start.
+    """
+
+    connection_type: type[ConnectionT]
+    longest_stop_seconds: ClassVar[float] = float("inf")
+    """How long ``close`` waits for the owner thread at most, whatever the caller allows."""
+
+    def __init__(
+        self, worker: WorkerT, settings: UcxSettings, metrics: DataPlaneMetrics | None
+    ) -> None:
+        settings.warn_about_environment()
+        self._worker = worker
+        self._metrics = metrics
+        self._max_probe_bytes = settings.max_probe_bytes
+        self._probe_pool = BufferPool(device_allocator(settings.device))
+        self._connections: dict[int, ConnectionT] = {}
+        self._probes: dict[int, ProbeEndpoint] = {}
+        self._closed = False
+        self._close_lock = threading.Lock()
+        worker.start()
+        # Ends the owner thread before the interpreter takes its modules apart.
+        atexit.register(self.close, 1.0)
+
+    @property
+    def name(self) -> str:
+        return self.connection_type.transport_name
+
+    def probe(
+        self, connection: Connection, nbytes: int, repeats: int, timeout_seconds: float
+    ) -> ProbeResult:
+        """See ``Transport.probe``.
+
+        Raises:
+            ValueError: ``nbytes`` or ``repeats`` is out of range, or ``connection`` is of another
+                transport.
+        """
+        if not isinstance(connection, self.connection_type):
+            raise ValueError(f"connection is a {type(connection).__name__}, not one of {self.name}")
+        probe = self._probes.get(connection.local_id)
+        if probe is None:
+            raise connection.error or TransportError(
+                "not a connection of this transport", transport=self.name, peer=connection.peer
+            )
+        result = probe.ask(nbytes, repeats, timeout_seconds)
+        if self._metrics is not None:
+            self._metrics.probed(result)
+        logger.info(
+            "probe of %s over %s: %.3g GB/s with %d bytes, round trip %.3g s",
+            result.peer,
+            result.lanes,
+            result.gigabytes_per_second,
+            result.nbytes,
+            result.round_trip_seconds,
+        )
+        return result
+
+    def close(self, timeout_seconds: float = 5.0) -> None:
+        """See ``Transport.close``. Returns after ``timeout_seconds`` even if the library hangs."""
+        with self._close_lock:
+            if self._closed:
+                return
+            self._closed = True
+        atexit.unregister(self.close)
+        self._worker.submit(self._close_everything)
+        if not self._worker.stop(min(timeout_seconds, self.longest_stop_seconds)):
+            logger.error("the %s owner thread did not end within %s s", self.name, timeout_seconds)
+
+    def _new_probe(self, connection: ConnectionT) -> ProbeEndpoint:
+        """Returns the probe that takes over the connection's control channel."""
+        raise NotImplementedError
+
+    def _stop_listening(self) -> None:
+        """Takes no more connections in; nothing if it never did. Owner thread."""
+        raise NotImplementedError
+
+    def _close_everything(self) -> None:
+        self._stop_listening()
+        for connection in list(self._connections.values()):
+            connection.close("transport closed by this side")
+
+    def _keep(self, connection: ConnectionT) -> None:
+        """Enters a new connection into the books, until it is closed."""
+        self._connections[connection.local_id] = connection
+        self._probes[connection.local_id] = self._new_probe(connection)
+        if self._metrics is not None:
+            self._metrics.connection_opened(connection.peer, self.name)
+        connection.add_closed_callback(lambda error: self._forget(connection))
+
+    def _forget(self, connection: ConnectionT) -> None:
+        self._connections.pop(connection.local_id, None)
+        self._probes.pop(connection.local_id, None)
+        if self._metrics is not None:
+            self._metrics.connection_closed(connection.peer, self.name)
+
+    def _require_open(self, peer: str) -> None:
+        if self._closed:
+            raise TransportClosed("the transport is closed", transport=self.name, peer=peer)
+
+    def _cannot_listen(self, host: str, port: int, reason: str) -> TransportError:
+        return TransportError(
+            f"cannot listen: {reason}",
+            transport=self.name,
+            peer=f"{host}:{port}",
+            hint="is the port in use? Port 0 takes any free one",
+        )
+
+
+def check_hello(hello: bytes) -> None:
+    """Raises ValueError if ``hello`` is longer than a peer would accept."""
+    if len(hello) > MAX_HELLO_BYTES:
+        raise ValueError(f"hello has {len(hello)} bytes, MAX_HELLO_BYTES={MAX_HELLO_BYTES}")
