@@ -15,6 +15,7 @@ import time
 from datetime import UTC, datetime
 from typing import Any
 
+from control_plane.kubernetes_api import CALL_SECONDS, in_one_line
 from control_plane.leader_label import LeaderLabel
 
 logger = logging.getLogger(__name__)
@@ -22,8 +23,6 @@ logger = logging.getLogger(__name__)
 LEASE_SECONDS = 15
 RENEW_SECONDS = 10.0
 RETRY_SECONDS = 2.0
-CALL_SECONDS = 5.0
-"""Deadline of a call to the API."""
 
 _CONFLICT, _NOT_FOUND = 409, 404
 
@@ -32,7 +31,8 @@ class KubernetesLease:
     """Leads who holds a Lease.
 
     Args:
-        api: a ``kubernetes.client.CoordinationV1Api``; see :func:`cluster_apis`.
+        api: a ``kubernetes.client.CoordinationV1Api``; see
+            :func:`control_plane.kubernetes_api.cluster_apis`.
         namespace, name: of the Lease; it is made if it is not there.
         identity: of this process, unique among the candidates: the pod's name.
         label: tells a Service which pod leads; None: nothing does.
@@ -129,7 +129,7 @@ class KubernetesLease:
             taken = await asyncio.wait_for(asyncio.to_thread(self._take), self._renew_seconds)
         except Exception as error:
             # The client raises what its HTTP library does; all that counts is that it failed.
-            logger.warning("Lease %s: %s", self, _in_one_line(error))
+            logger.warning("Lease %s: %s", self, in_one_line(error))
             return False
         if taken:
             # From before the call: nobody can have seen the renewal earlier than that.
@@ -211,30 +211,3 @@ class KubernetesLease:
         if lease is not None and lease.spec.holder_identity == self._identity:
             lease.spec.holder_identity = ""
             self._write(lease)
-
-
-def cluster_apis() -> tuple[Any, Any]:
-    """``CoordinationV1Api`` and ``CoreV1Api`` of the cluster that this pod runs in.
-
-    Raises:
-        ModuleNotFoundError: the package ``kubernetes`` is not installed.
-        OSError: this is no pod, or it has no service account token.
-    """
-    try:
-        from kubernetes import client, config
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            "a Kubernetes Lease needs the package kubernetes: pip install 'distca[kubernetes]'"
-        ) from error
-    try:
-        config.load_incluster_config()  # type: ignore[no-untyped-call]
-    except config.ConfigException as error:
-        raise OSError(
-            f"this process cannot reach the Kubernetes API: {error}; it must run in a pod whose "
-            "service account token is mounted and may get, create and update leases"
-        ) from error
-    return client.CoordinationV1Api(), client.CoreV1Api()
-
-
-def _in_one_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}".replace("\n", " ")[:300]

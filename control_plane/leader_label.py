@@ -9,11 +9,11 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+from control_plane.kubernetes_api import CALL_SECONDS, in_one_line
+
 logger = logging.getLogger(__name__)
 
 LEADER_LABEL = "distca.io/leader"
-CALL_SECONDS = 5.0
-"""Deadline of a call to the API."""
 
 
 class LeaderLabel:
@@ -46,13 +46,12 @@ class LeaderLabel:
             )
         except Exception as error:
             # The client raises what its HTTP library does; all that counts is that it failed.
-            why = f"{type(error).__name__}: {error}".replace("\n", " ")[:300]
             logger.warning(
                 "label %s of pod %s/%s is not changed: %s",
                 LEADER_LABEL,
                 self._namespace,
                 self._pod,
-                why,
+                in_one_line(error),
             )
         else:
             self._shown = leads

@@ -23,7 +23,8 @@ from control_plane.coordinator import Coordinator
 from control_plane.epochs import next_generation
 from control_plane.errors import NoHandshakeError
 from control_plane.job_keys import job_keys
-from control_plane.kubernetes_lease import KubernetesLease, cluster_apis
+from control_plane.kubernetes_api import cluster_apis
+from control_plane.kubernetes_lease import KubernetesLease
 from control_plane.leader_label import LeaderLabel
 from control_plane.leadership import Alone, FileLock, Leadership, LeadershipLostError
 from control_plane.metrics import Metrics

@@ -15,7 +15,8 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from control_plane.kubernetes_lease import KubernetesLease, cluster_apis
+from control_plane.kubernetes_api import cluster_apis
+from control_plane.kubernetes_lease import KubernetesLease
 from control_plane.leader_label import LEADER_LABEL, LeaderLabel
 from control_plane.leadership import Alone, FileLock, Leadership
 from control_plane.server import ControlPlane
