@@ -7,6 +7,7 @@ stands in a table on the device that is made once.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -14,7 +15,7 @@ import torch
 import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
 
-from core_attention.message import MessageLayout, Section
+from core_attention.message import MessageLayout
 from core_attention.message_rows import LibraryMessageRows, Tensors, section_rows
 from core_attention.shape import DTYPE_BYTES
 
@@ -137,7 +138,7 @@ def _table(
     for section in layout.sections:
         of_keys = section_rows(section.name, rows[:0], rows) is rows
         adds = summed and section.name in _SUMMED
-        width = _numbers(section)
+        width = math.prod(section.shape[1:])
         if not adds:
             nbytes = width * DTYPE_BYTES[section.dtype]
             if nbytes % WORD_BYTES:
@@ -159,14 +160,6 @@ def _upload(table: torch.Tensor, device: torch.device) -> torch.Tensor:
     if device.type != "cuda":
         return table
     return table.pin_memory().to(device, non_blocking=True)
-
-
-def _numbers(section: Section) -> int:
-    """In one row."""
-    numbers = 1
-    for size in section.shape[1:]:
-        numbers *= size
-    return numbers
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:

@@ -20,14 +20,18 @@ of bfloat16 logits for a vocabulary of 128K."""
 
 
 def summed_loss(logits: torch.Tensor, batch: TokenBatch) -> torch.Tensor:
-    """Sum of the cross entropy over the predicted tokens of ``batch``, in float32.
+    """Sum of the cross entropy over the predicted tokens of ``batch``, in float32 or, of
+    wider logits, in their dtype.
 
     Args:
         logits: ``[1, n_tokens, vocabulary]``.
         batch: of the same rows; its labels are the next tokens already.
     """
     return functional.cross_entropy(
-        logits[0].float(), batch.labels[0], ignore_index=IGNORED_LABEL, reduction="sum"
+        logits[0].to(torch.promote_types(logits.dtype, torch.float32)),
+        batch.labels[0],
+        ignore_index=IGNORED_LABEL,
+        reduction="sum",
     )
 
 

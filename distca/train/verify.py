@@ -14,13 +14,13 @@ from dataclasses import dataclass, replace
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn import functional
 from transformers import PretrainedConfig
 
-from distca.data.batch import IGNORED_LABEL, TokenBatch, whole_documents
+from distca.data.batch import whole_documents
 from distca.data.corpus import Corpus
 from distca.data.packing import PackedStep
 from distca.report.record import Verification
+from distca.train.loss import summed_loss
 from distca.train.model import build_model
 from distca.train.sharding import whole
 
@@ -116,7 +116,7 @@ class Verifier:
             output = self._model(
                 input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False
             )
-            loss = _summed_loss(output.logits, batch) / packed.predicted_tokens
+            loss = summed_loss(output.logits, batch) / packed.predicted_tokens
             loss.backward()
             total += loss.detach().double().cpu()
         dist.all_reduce(total)
@@ -165,9 +165,3 @@ def relative_difference(
     if scale == 0.0:
         return 0.0 if difference == 0.0 else float("inf")
     return difference / scale
-
-
-def _summed_loss(logits: torch.Tensor, batch: TokenBatch) -> torch.Tensor:
-    return functional.cross_entropy(
-        logits[0], batch.labels[0], ignore_index=IGNORED_LABEL, reduction="sum"
-    )
