@@ -40,6 +40,7 @@ from core_attention.profiling import load_or_measure
 from core_attention.shape import AttentionShape
 from data_plane.buffer_pool import BufferPool, device_allocator
 from data_plane.metrics import DataPlaneMetrics
+from data_plane.owner_thread import SWITCH_INTERVAL_SECONDS
 from data_plane.transport import Address
 from data_plane.transports import TransportName, check_transport, open_transport
 from distca import __version__, rpc
@@ -50,9 +51,6 @@ from distca.tls import TlsFiles, server_credentials
 from distca.v1 import jobs_pb2, membership_pb2
 
 logger = logging.getLogger(__name__)
-
-SWITCH_INTERVAL_SECONDS = 2e-4
-"""Python's default of 5 ms between threads would add up to 10 ms to a tick behind a busy thread."""
 
 QUIET_SECONDS = 0.5
 """How long a draining node must be idle: a plan made just before may still come."""

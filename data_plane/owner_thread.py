@@ -3,9 +3,9 @@
 One thread, because thread-safe modes of the libraries cost latency and because two threads that
 poll on few cores slow each other down. It sleeps in epoll, so that it costs nothing while idle.
 
-The thread needs the GIL between calls of the library. Where another thread hogs it, each turn can
-wait for Python's switch interval: ``sys.setswitchinterval(2e-4)`` in the process turns 5 ms into
-0.2 ms.
+The thread needs the GIL between calls of the library. Where another thread hogs it, each of them
+can wait for Python's switch interval, 5 ms unless the process sets
+:data:`SWITCH_INTERVAL_SECONDS`.
 """
 
 from __future__ import annotations
@@ -21,8 +21,13 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from typing import Final
 
 logger = logging.getLogger(__name__)
+
+SWITCH_INTERVAL_SECONDS: Final = 2e-4
+"""For ``sys.setswitchinterval`` in a process whose other threads are busy: Python's default would
+add 10 ms to a tick, and tenths of a second to a ping on a busy machine."""
 
 MOVING_POLL_FACTOR = 10
 

@@ -43,10 +43,10 @@ from core_attention.message_rows import MessageRows, message_rows
 from core_attention.routing import PairRoute
 from core_attention.shape import AttentionShape
 from data_plane.buffer_pool import BufferPool, PooledBuffer, device_allocator
+from data_plane.owner_thread import SWITCH_INTERVAL_SECONDS
 
 MIB = 2**20
 GROUPS = ({"raw ucxx", "ucxx"}, {"raw nixl", "nixl"}, {"NCCL"})
-SWITCH_INTERVAL_SECONDS = 2e-4
 WARM_UPS = 3
 SPIN_SECONDS = 120.0
 RUN_ROWS = 1024

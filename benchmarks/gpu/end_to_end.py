@@ -38,13 +38,13 @@ from rich.console import Console
 from rich.table import Table
 from torch.multiprocessing.spawn import spawn
 
-from attention_node.server import SWITCH_INTERVAL_SECONDS
 from benchmarks.gpu.training import methods
 from benchmarks.gpu.training.batches import Batch, draw_batch
 from benchmarks.gpu.training.methods import Disaggregated, RankSettings
 from benchmarks.gpu.training.stack import ModelShape
 from benchmarks.gpu.training.trace import traced
 from core_attention.profiling import device_name
+from data_plane.owner_thread import SWITCH_INTERVAL_SECONDS
 from distca.local.process import LocalProcess
 from distca.local.supervisor import Supervisor
 from distca.shapes import format_shape

@@ -7,7 +7,7 @@ import sys
 
 import torch
 
-from attention_node.server import SWITCH_INTERVAL_SECONDS
+from data_plane.owner_thread import SWITCH_INTERVAL_SECONDS
 from distca.errors import SettingsError
 from distca.train.settings import DeviceName
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection as Pipe
@@ -14,7 +15,7 @@ import pytest
 
 from data_plane.buffer_pool import BufferPool, PooledBuffer
 from data_plane.liveness import LivenessMonitor
-from data_plane.owner_thread import Timer
+from data_plane.owner_thread import SWITCH_INTERVAL_SECONDS, Timer
 from data_plane.pings import SUSPENDED_SECONDS, Pings
 from data_plane.transport import (
     Address,
@@ -186,6 +187,7 @@ def make_transport() -> UcxxTransport:
 def serve_while_computing(pipe: Pipe) -> None:
     """A peer that never answers a request and whose main thread hogs the GIL, as a busy server's
     may; only its transport's thread is at hand."""
+    sys.setswitchinterval(SWITCH_INTERVAL_SECONDS)
     transport = make_transport()
     pipe.send(transport.listen("127.0.0.1", 0, lambda hello, connection: b"").port)
     end = time.monotonic() + _LIFETIME_SECONDS
