@@ -73,6 +73,16 @@ def eventually(condition: Callable[[], bool], seconds: float = WAIT_SECONDS) -> 
         time.sleep(0.002)
 
 
+def listen(transport: Transport, accepted: list[Connection]) -> Address:
+    """Has ``transport`` listen on loopback and accept everyone, into ``accepted``."""
+
+    def accept(hello: bytes, connection: Connection) -> bytes:
+        accepted.append(connection)
+        return b"welcome " + hello
+
+    return transport.listen("127.0.0.1", 0, accept)
+
+
 def wait_all(transfers: list[Transfer]) -> None:
     for transfer in transfers:
         transfer.wait(WAIT_SECONDS)
@@ -113,12 +123,7 @@ class TransportConformance:
     @pytest.fixture
     def pair(self, transport: Transport, server: Transport, pool: BufferPool) -> Pair:
         accepted: list[Connection] = []
-
-        def accept(hello: bytes, connection: Connection) -> bytes:
-            accepted.append(connection)
-            return b"welcome " + hello
-
-        address = server.listen("127.0.0.1", 0, accept)
+        address = listen(server, accepted)
         connection, answer = transport.connect(address, b"client", WAIT_SECONDS)
         assert answer == b"welcome client"
         return Pair(transport, server, address, connection, accepted[0], pool, accepted)

@@ -22,7 +22,7 @@ from data_plane.transport import (
 )
 from data_plane.ucxx_settings import UcxxSettings
 from data_plane.ucxx_transport import UcxxTransport
-from tests.data_plane.conformance import eventually
+from tests.data_plane.conformance import eventually, listen
 
 MAGIC = b"DISTCA\x00\x01"
 
@@ -78,11 +78,7 @@ def accepted() -> list[Connection]:
 
 @pytest.fixture
 def address(transport: UcxxTransport, accepted: list[Connection]) -> Address:
-    def accept(hello: bytes, connection: Connection) -> bytes:
-        accepted.append(connection)
-        return b"ok"
-
-    return transport.listen("127.0.0.1", 0, accept)
+    return listen(transport, accepted)
 
 
 @pytest.mark.parametrize(
@@ -126,7 +122,7 @@ def test_listener_lives_on_after_bad_clients(transport: UcxxTransport, address: 
     garbage.send(bytes(range(20)))
     other = UcxxTransport()
     try:
-        assert other.connect(address, b"good", 5.0)[1] == b"ok"
+        assert other.connect(address, b"good", 5.0)[1] == b"welcome good"
     finally:
         other.close()
     silent.progress_until(lambda: silent.lost)

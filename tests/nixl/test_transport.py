@@ -19,7 +19,7 @@ from data_plane.nixl_link import MAX_FRAME_BYTES
 from data_plane.nixl_settings import NixlSettings
 from data_plane.nixl_transport import NixlTransport
 from data_plane.transport import Address, Connection, TransportError
-from tests.data_plane.conformance import eventually, pattern
+from tests.data_plane.conformance import eventually, listen, pattern
 
 pytestmark = pytest.mark.nixl
 
@@ -45,11 +45,7 @@ def accepted() -> list[Connection]:
 
 @pytest.fixture
 def address(transport: NixlTransport, accepted: list[Connection]) -> Address:
-    def accept(hello: bytes, connection: Connection) -> bytes:
-        accepted.append(connection)
-        return b"ok"
-
-    return transport.listen("127.0.0.1", 0, accept)
+    return listen(transport, accepted)
 
 
 class Slab:

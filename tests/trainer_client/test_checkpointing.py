@@ -12,31 +12,22 @@ import torch
 from torch import nn
 
 from core_attention.ca_task import Phase
-from tests.cluster import Cluster, keep_profile
-from tests.trainer_client.test_transformers import CONFIGS, SHAPE, make_batches, make_model, submit
-from trainer_client import PingPong, Placement, Session, SessionError, SessionOptions, checkpoint
+from tests.cluster import Cluster
+from tests.trainer_client.test_transformers import (
+    CONFIGS,
+    make_batches,
+    make_model,
+    open_session,
+    submit,
+)
+from trainer_client import PingPong, Session, SessionError, checkpoint
 from trainer_client.attention_call import AttentionCall
 from trainer_client.checkpointing import Region, keep_result, kept_result
 
 
 @pytest.fixture(scope="module")
 def session(pool_of_four: Cluster) -> Iterator[Session]:
-    keep_profile(pool_of_four.folder, SHAPE)
-    with Session.open(
-        SessionOptions(
-            control_plane=pool_of_four.address,
-            job="checkpointing",
-            rank=0,
-            n_ranks=1,
-            n_layers=2,
-            shape=SHAPE,
-            placement=Placement.MIXED,
-            data_host="127.0.0.1",
-            one_host=True,
-            profile_dir=pool_of_four.folder,
-            probe_bytes=0,
-        )
-    ) as opened:
+    with open_session(pool_of_four, "checkpointing") as opened:
         yield opened
 
 

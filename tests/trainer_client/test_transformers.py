@@ -32,13 +32,13 @@ SHAPE = AttentionShape(num_heads=4, num_heads_kv=2, head_dim=16, head_dim_v=16, 
 LENGTHS = ([40, 1, 90], [77, 2, 5])
 
 
-@pytest.fixture(scope="module")
-def session(pool_of_four: Cluster) -> Iterator[Session]:
-    keep_profile(pool_of_four.folder, SHAPE)
-    with Session.open(
+def open_session(cluster: Cluster, job: str, **options: Any) -> Session:
+    """A job of one rank, whose servers are the cluster's and the rank's own."""
+    keep_profile(cluster.folder, SHAPE)
+    return Session.open(
         SessionOptions(
-            control_plane=pool_of_four.address,
-            job="transformers",
+            control_plane=cluster.address,
+            job=job,
             rank=0,
             n_ranks=1,
             n_layers=2,
@@ -46,11 +46,16 @@ def session(pool_of_four: Cluster) -> Iterator[Session]:
             placement=Placement.MIXED,
             data_host="127.0.0.1",
             one_host=True,
-            planner="random",
-            profile_dir=pool_of_four.folder,
+            profile_dir=cluster.folder,
             probe_bytes=0,
+            **options,
         )
-    ) as opened:
+    )
+
+
+@pytest.fixture(scope="module")
+def session(pool_of_four: Cluster) -> Iterator[Session]:
+    with open_session(pool_of_four, "transformers", planner="random") as opened:
         yield opened
 
 
