@@ -2,12 +2,13 @@
 
 One process a GPU, started together for every round; seconds are from the first process's start to
 the last one's end, medians. ucxx, nixl and NCCL have processes of their own, one library after the
-other, since each of the first two brings a UCX. Three parts:
+other, since each of the first two brings a UCX. Four parts:
 
 * flow: messages from one GPU to another, received into buffers that were offered before;
 * tick: what a tick does but for its kernel: rows are packed into requests, each request is answered
   with a reply, and the replies' rows are unpacked. The bare libraries exchange messages of the
   same sizes, already packed;
+* ping-pong: such ticks one after the other, two of them under way at a time;
 * all-to-all: every GPU sends an equal share of its bytes to every other one.
 
     python -m benchmarks.gpu.data_plane --gpus 4 --json data_plane.json
@@ -36,7 +37,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.gpu.data_plane_sides import SIDES, Buffers, Side, gather
+from benchmarks.gpu.data_plane_sides import SIDES, Buffers, Place, Side, gather
 from core_attention.ca_task import Phase
 from core_attention.message import MessageLayout, reply_layout, request_layout
 from core_attention.message_rows import MessageRows, message_rows
@@ -46,8 +47,12 @@ from data_plane.buffer_pool import BufferPool, PooledBuffer, device_allocator
 from data_plane.owner_thread import SWITCH_INTERVAL_SECONDS
 
 MIB = 2**20
+PARTS = ("flow", "tick", "ping-pong", "all-to-all")
 GROUPS = ({"raw ucxx", "ucxx"}, {"raw nixl", "nixl"}, {"NCCL"})
 WARM_UPS = 3
+TICKS = 16
+"""In a round of the ping-pong."""
+
 SPIN_SECONDS = 120.0
 RUN_ROWS = 1024
 """Rows of a message lie in pieces of so many, in no order."""
@@ -60,13 +65,14 @@ class Measurement:
     """One library, one size.
 
     Attributes:
-        part: flow, tick or all-to-all.
+        part: of ``PARTS``.
         library: whose.
         gpus: that take part.
-        message_mib: of each message (flow), of each request (tick), of a rank's data (all-to-all).
+        message_mib: of each message (flow), of each request (tick, ping-pong), of a rank's data
+            (all-to-all).
         messages: under way at a time.
-        gigabytes_per_second: 1e9 bytes per second: of all messages (flow, tick), of what one GPU
-            sends to others (all-to-all).
+        gigabytes_per_second: 1e9 bytes per second: of all messages; in all-to-all, of what one GPU
+            sends to others.
         slowest, fastest: of the rounds.
     """
 
@@ -223,48 +229,74 @@ class TickRows:
         self.outputs = _packed(self.reply, device)
 
 
-def tick(process: Process, name: str, side: Side, mib: int, messages: int) -> Measurement:
-    """Rank 0 is the trainer, rank 1 the server; bare libraries neither pack nor unpack."""
+def tick(
+    process: Process, name: str, side: Side, mib: int, messages: int, *, lanes: int = 1
+) -> Measurement:
+    """Rank 0 is the trainer, rank 1 the server; bare libraries neither pack nor unpack.
+
+    Args:
+        lanes: 1: a round is one tick. 2: it is ``TICKS`` of them, two under way at a time, as the
+            two nano-batches of ping-pong have them.
+    """
     rank, raw = process.rank, not name.startswith(("ucxx", "nixl"))
-    device = torch.device("cuda", rank)
-    rows = TickRows(mib * MIB, device)
+    rows = TickRows(mib * MIB, torch.device("cuda", rank))
     sizes = (rows.request.nbytes, rows.reply.nbytes)
     outgoing, incoming = sizes if rank == 0 else sizes[::-1]
-    peer = 1 - rank
-    part_of = rank < 2
-    sends = {(peer, key): process.filled(outgoing, 1) for key in range(messages) if part_of}
-    receives = {(peer, key): process.filled(incoming, 0) for key in range(messages) if part_of}
+    n_ticks = 1 if lanes == 1 else TICKS
+    keys = range(lanes * messages if rank < 2 else 0)
+    sends = {(1 - rank, key): process.filled(outgoing, 1) for key in keys}
+    receives = {(1 - rank, key): process.filled(incoming, 0) for key in keys}
     side.expose(receives)
+
+    def of_lane(number: int) -> list[Place]:
+        lane = number % lanes
+        return list(sends)[lane * messages : (lane + 1) * messages]
 
     def prepare() -> None:
         for place in receives:
             side.receive(place)
 
-    def trainer() -> None:
-        for place, buffer in sends.items():
+    def dispatch(number: int) -> None:
+        for place in of_lane(number):
             ready = None
+            if number >= lanes:
+                side.receive(place)
             if not raw:
-                rows.rows.pack(buffer.tensor, rows.inputs)
+                rows.rows.pack(sends[place].tensor, rows.inputs)
                 packed = torch.cuda.Event()
                 packed.record()
                 ready = packed.query
-            side.send(place, buffer, ready)
-        for place, buffer in receives.items():
+            side.send(place, sends[place], ready)
+
+    def collect(number: int) -> None:
+        for place in of_lane(number):
             side.wait_received(place)
             if not raw:
-                rows.rows.unpack(buffer.tensor, rows.outputs, {})
+                rows.rows.unpack(receives[place].tensor, rows.outputs, {})
+
+    def trainer() -> None:
+        for number in range(n_ticks + lanes):
+            if number >= lanes:
+                collect(number - lanes)
+            if number < n_ticks:
+                dispatch(number)
         side.wait_sent()
         torch.cuda.synchronize()
 
     def server() -> None:
-        for place, buffer in sends.items():
-            side.wait_received(place)
-            side.send(place, buffer)
+        for number in range(n_ticks):
+            for place in of_lane(number):
+                side.wait_received(place)
+                if number + lanes < n_ticks:
+                    side.receive(place)
+                side.send(place, sends[place])
         side.wait_sent()
 
     seconds = process.timed(prepare, trainer if rank == 0 else server)
     release(sends, receives)
-    return summarize("tick", name, 2, mib, messages, sum(sizes) * messages, seconds)
+    part = "tick" if lanes == 1 else "ping-pong"
+    nbytes = n_ticks * sum(sizes) * messages
+    return summarize(part, name, 2, mib, messages, nbytes, seconds)
 
 
 def peer_copies(process: Process, mib: int) -> Iterator[Measurement]:
@@ -415,6 +447,11 @@ def measure(process: Process, plan: Plan, sides: dict[str, Side]) -> Iterator[Me
             for messages in plan.messages:
                 for name, side in both_ways.items():
                     yield tick(process, name, side, mib, messages)
+    if "ping-pong" in plan.parts:
+        for mib in plan.tick_mib:
+            for messages in plan.messages:
+                for name, side in both_ways.items():
+                    yield tick(process, name, side, mib, messages, lanes=2)
     if "all-to-all" in plan.parts:
         for mib in plan.all_to_all_mib:
             for name, side in both_ways.items():
@@ -482,7 +519,7 @@ def main(
         list[str] | None, typer.Option(help=f"Of {', '.join(SIDES)}; may be repeated.")
     ] = None,
     part: Annotated[
-        list[str] | None, typer.Option(help="flow, tick or all-to-all; may be repeated.")
+        list[str] | None, typer.Option(help=f"Of {', '.join(PARTS)}; may be repeated.")
     ] = None,
     flow_mib: Annotated[list[int], typer.Option(help="Message sizes.")] = [1, 16, 64, 256, 1024],  # noqa: B006
     tick_mib: Annotated[list[int], typer.Option(help="Request sizes.")] = [16, 64, 256],  # noqa: B006
@@ -493,13 +530,14 @@ def main(
 ) -> None:
     """The data plane between GPUs, against bare libraries, NCCL and peer copies."""
     libraries = library or list(SIDES)
-    unknown = set(libraries) - SIDES.keys()
-    if unknown:
+    if unknown := set(libraries) - SIDES.keys():
         raise typer.BadParameter(f"library is {unknown.pop()!r}; valid: {', '.join(SIDES)}")
+    if unknown := set(part or PARTS) - set(PARTS):
+        raise typer.BadParameter(f"part is {unknown.pop()!r}; valid: {', '.join(PARTS)}")
     plan = Plan(
         gpus=gpus,
         libraries=libraries,
-        parts=part or ["flow", "tick", "all-to-all"],
+        parts=part or PARTS,
         flow_mib=flow_mib,
         tick_mib=tick_mib,
         all_to_all_mib=all_to_all_mib,
