@@ -227,6 +227,21 @@ class ServedStep:
             if ticks
         }
 
+    def held_bytes(self) -> dict[Phase, list[int]]:
+        """By phase, the sizes in bytes of all messages that are held at a time: of each rank and
+        nano-batch the request in service, its reply, and the receives posted ahead."""
+        held: dict[Phase, list[int]] = {phase: [] for phase in Phase}
+        for ticks in self._ticks.values():
+            for phase in Phase:
+                first = next((tick for tick in ticks if tick.phase is phase), None)
+                if first is None:
+                    continue
+                for rank in self._route(first).pairs.keys() - {self._local_rank}:
+                    pair = self.messages(rank, first)
+                    requests = min(RECEIVES_AHEAD + 1, self.job.n_layers)
+                    held[phase] += [pair.request.nbytes] * requests + [pair.reply.nbytes]
+        return held
+
     def _message_bytes(self, tick: Tick) -> int:
         key = self._key(tick)
         if key not in self._needs:

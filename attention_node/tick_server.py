@@ -227,6 +227,7 @@ class TickServer:
         if step.finished or not self._has_memory_for(job, step):
             return
         step.prepare(self._executor.kernel)
+        self._reserve_memory(job_id, step)
         with self._lock:
             # A recovery may have begun while the routes were derived.
             if plan.epoch < job.epoch:
@@ -272,6 +273,7 @@ class TickServer:
         for connected_rank in connected:
             connected_rank.connection.close(why)
         self._give_up(open_ticks, why)
+        self._pool.forget((self.server_id, job_id))
         self._gate.changed()
 
     def accept(self, hello: bytes, connection: Connection) -> bytes:
@@ -463,6 +465,14 @@ class TickServer:
                 connection.connection.close(why)
             return False
         return True
+
+    def _reserve_memory(self, job_id: str, step: ServedStep) -> None:
+        """Before the step's first messages: none of them should wait for an allocation."""
+        try:
+            self._pool.reserve((self.server_id, job_id), step.held_bytes())
+        except NO_MEMORY as error:
+            # Receives are posted one by one, and the first that finds no room tells its rank.
+            logger.warning("step %d: no memory to set aside for its messages: %s", step.step, error)
 
     def _extend(self, connection: _RankConnection, step: ServedStep) -> None:
         if step.step >= connection.first_step and step.epoch >= connection.epoch:

@@ -7,11 +7,12 @@ gone; a transport holds a reference for as long as the network can touch a block
 
 from __future__ import annotations
 
+import bisect
 import threading
-from collections import defaultdict
-from collections.abc import Callable
+from collections import Counter, defaultdict
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -166,9 +167,14 @@ class BufferPool:
         if limit_bytes is not None and limit_bytes < 0:
             raise ValueError(f"limit_bytes is {limit_bytes}; give 0 or more, or None for no limit")
         self._allocator = allocator
+        # Whoever set a limit counts on what a buffer takes: not more than its class.
+        self._most_waste = MOST_WASTE if limit_bytes is None else 1
         self._limit_bytes = limit_bytes
         self._lock = threading.Lock()
         self._idle: defaultdict[int, list[torch.Tensor]] = defaultdict(list)
+        # All blocks, idle or in use, by size class.
+        self._made: Counter[int] = Counter()
+        self._reserved: dict[Hashable, dict[Hashable, list[int]]] = {}
         self._in_use_bytes = 0
         self._idle_bytes = 0
         self._allocations = 0
@@ -199,15 +205,47 @@ class BufferPool:
                 self._in_use_bytes += block.numel()
                 return PooledBuffer(self, block, nbytes)
             self._make_room(block_bytes, nbytes)
-            self._in_use_bytes += block_bytes
-            self._allocations += 1
-        try:
-            block = self._allocate(block_bytes)
-        except BaseException:
+            self._count_new(block_bytes)
+        return PooledBuffer(self, self._allocate(block_bytes), nbytes)
+
+    def reserve(self, holder: Hashable, situations: Mapping[Any, Iterable[int]]) -> None:
+        """Makes the blocks now that ``holder`` will need soon, so that :meth:`acquire` finds them
+        there. Takes the place of what it reserved before; blocks that exist count, whoever uses
+        them at the moment. Does nothing where it would not fit under ``limit_bytes``.
+
+        Args:
+            holder: any name. What several of them reserve for one situation is held together.
+            situations: by situation, of which one comes after the other, sizes in bytes of all
+                buffers that are held at a time.
+
+        Raises:
+            ValueError: a size is negative.
+            torch.OutOfMemoryError, MemoryError: the device has no room; blocks made so far stay.
+        """
+        wanted = {name: [*map(size_class_bytes, sizes)] for name, sizes in situations.items()}
+        with self._lock:
+            self._reserved[holder] = wanted
+            missing = self._missing()
+            held_bytes = self._held_bytes() + sum(missing)
+            if self._limit_bytes is not None and held_bytes > self._limit_bytes:
+                return
+            for block_bytes in missing:
+                self._count_new(block_bytes)
+        for number, block_bytes in enumerate(missing):
+            try:
+                block = self._allocate(block_bytes)
+            except BaseException:
+                with self._lock:
+                    for never_made in missing[number + 1 :]:
+                        self._forget_new(never_made)
+                raise
             with self._lock:
-                self._in_use_bytes -= block_bytes
-            raise
-        return PooledBuffer(self, block, nbytes)
+                self._take_back(block)
+
+    def forget(self, holder: Hashable) -> None:
+        """Drops what ``holder`` has reserved; the blocks stay. Idempotent."""
+        with self._lock:
+            self._reserved.pop(holder, None)
 
     def stats(self) -> PoolStats:
         """Returns the memory held now."""
@@ -221,10 +259,52 @@ class BufferPool:
     def trim(self) -> None:
         """Frees every idle block."""
         with self._lock:
+            for block_bytes, blocks in self._idle.items():
+                self._made[block_bytes] -= len(blocks)
             self._idle.clear()
             self._idle_bytes = 0
 
+    def _count_new(self, block_bytes: int) -> None:
+        """A block is about to be made, for use. Needs the lock."""
+        self._in_use_bytes += block_bytes
+        self._made[block_bytes] += 1
+        self._allocations += 1
+
+    def _forget_new(self, block_bytes: int) -> None:
+        """A block that was counted could not be made. Needs the lock."""
+        self._in_use_bytes -= block_bytes
+        self._made[block_bytes] -= 1
+
+    def _missing(self) -> list[int]:
+        """Size classes of the blocks to make for what is reserved, largest first. Needs the
+        lock."""
+        blocks = sorted(self._made.elements())
+        missing: list[int] = []
+        situations: defaultdict[Hashable, list[int]] = defaultdict(list)
+        for wanted in self._reserved.values():
+            for name, sizes in wanted.items():
+                situations[name] += sizes
+        # The largest first: its blocks may do for the others.
+        for together in sorted(situations.values(), key=sum, reverse=True):
+            free = sorted([*blocks, *missing])
+            for block_bytes in sorted(together, reverse=True):
+                place = bisect.bisect_left(free, block_bytes)
+                if place < len(free) and free[place] <= self._most_waste * block_bytes:
+                    del free[place]
+                else:
+                    missing.append(block_bytes)
+        return sorted(missing, reverse=True)
+
     def _allocate(self, block_bytes: int) -> torch.Tensor:
+        """Makes a block that was counted, or takes the count back."""
+        try:
+            return self._aligned(block_bytes)
+        except BaseException:
+            with self._lock:
+                self._forget_new(block_bytes)
+            raise
+
+    def _aligned(self, block_bytes: int) -> torch.Tensor:
         memory = self._allocator(block_bytes + ALIGNMENT_BYTES)
         if memory.dtype != torch.uint8 or memory.dim() != 1 or not memory.is_contiguous():
             raise ValueError(
@@ -238,10 +318,7 @@ class BufferPool:
         """An idle block that will do. Needs the lock."""
         if self._idle[block_bytes]:
             return self._idle[block_bytes].pop()
-        if self._limit_bytes is not None:
-            # Whoever set a limit counts on what a buffer takes: not more than its class.
-            return None
-        most = MOST_WASTE * block_bytes
+        most = self._most_waste * block_bytes
         larger = (c for c, blocks in self._idle.items() if blocks and block_bytes < c <= most)
         chosen = min(larger, default=0)
         return self._idle[chosen].pop() if chosen else None
@@ -254,6 +331,7 @@ class BufferPool:
             blocks = self._idle[idle_class]
             while blocks and self._held_bytes() + block_bytes > self._limit_bytes:
                 blocks.pop()
+                self._made[idle_class] -= 1
                 self._idle_bytes -= idle_class
         if self._held_bytes() + block_bytes > self._limit_bytes:
             raise BufferPoolExhausted(

@@ -134,10 +134,23 @@ class Team:
         self, manifests: Sequence[RankManifest], *, seed: int = 0, backward: bool = True
     ) -> list[Future[tuple[dict[tuple[int, int, int], Rows], RunningStep]]]:
         """Begins what :meth:`run` does: a future for each manifest."""
+        submitted = self.submit(manifests, backward=backward)
+        return self.start_submitted(submitted, seed=seed, backward=backward)
+
+    def submit(
+        self, manifests: Sequence[RankManifest], *, backward: bool = True
+    ) -> list[RankManifest]:
+        """Hands ``manifests`` in under the next step number; returns them with it."""
         step, self._step = self._step, self._step + 1
         manifests = [RankManifest(step, m.rank, m.nano_batches) for m in manifests]
         for manifest in manifests:
             self.sessions[manifest.rank].submit(manifest, forward_only=not backward)
+        return manifests
+
+    def start_submitted(
+        self, manifests: Sequence[RankManifest], *, seed: int = 0, backward: bool = True
+    ) -> list[Future[tuple[dict[tuple[int, int, int], Rows], RunningStep]]]:
+        """:meth:`start` for what :meth:`submit` has returned."""
         return [
             self._threads[manifest.rank].submit(self._run_rank, manifest, seed, backward)
             for manifest in manifests

@@ -63,6 +63,7 @@ class Routes:
         plan: this rank's slice.
         first_tick: ``[n_documents]`` where each document begins under this plan; None at 0.
         rank: this rank.
+        own_server_id: this process's server, with which no messages are exchanged.
         job: what the job's members agree on.
         device: of the model's tensors.
     """
@@ -73,22 +74,35 @@ class Routes:
         first_tick: Int64Array | None,
         *,
         rank: int,
+        own_server_id: str,
         job: JobDescription,
         device: torch.device,
     ) -> None:
         self.plan = plan
         self._first = FirstTicks(plan.manifest, first_tick)
         self._rank = rank
+        self._own_server_id = own_server_id
         self._job = job
         self._device = device
         self._derived: dict[_RouteKey, tuple[ServerRows, ...]] = {}
 
-    def derive_ahead(self, phases: Iterable[Phase]) -> None:
-        """Derives what the first ticks of ``phases`` need, so that they do not wait for it."""
+    def derive_ahead(self, phases: Iterable[Phase]) -> dict[Phase, list[int]]:
+        """Derives what the first ticks of ``phases`` need, so that they do not wait for it.
+
+        Returns:
+            By phase, the sizes in bytes of all messages of a tick of each nano-batch: what is held
+            at a time.
+        """
+        message_bytes: dict[Phase, list[int]] = {}
         for phase in phases:
             layer = 0 if phase is Phase.FORWARD else self._job.n_layers - 1
+            sizes = message_bytes[phase] = []
             for nano_batch in range(self._job.n_nano_batches):
-                self.of(Tick(self.plan.manifest.step, layer, nano_batch, phase))
+                _, servers = self.of(Tick(self.plan.manifest.step, layer, nano_batch, phase))
+                for rows in servers:
+                    if rows.server_id != self._own_server_id:
+                        sizes += [rows.request.nbytes, rows.reply.nbytes]
+        return message_bytes
 
     def of(self, tick: Tick) -> tuple[_RouteKey, tuple[ServerRows, ...]]:
         """The routes of ``tick``, by server in the plan's order, and what they are kept under."""

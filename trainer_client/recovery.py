@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from attention_node.tick_server import TickServer
 from core_attention.ca_task import Phase
+from data_plane.buffer_pool import BufferPool
 from distca.v1 import jobs_pb2
 from trainer_client.exchanges import PlanInForce, Routes
 from trainer_client.running_step import RunningStep
@@ -32,6 +33,7 @@ class Recovery:
         job_id: names the job, once it is open.
         lost: told when a server fails: its id, the epoch of the plan, the cause.
         routes: makes this rank's routes under a plan.
+        pool: what messages are taken from.
     """
 
     def __init__(
@@ -41,7 +43,9 @@ class Recovery:
         job_id: Callable[[], str],
         lost: Callable[[str, int, str], None],
         routes: Callable[[PlannedStep], Routes],
+        pool: BufferPool,
     ) -> None:
+        self._pool = pool
         self._make_routes = routes
         self._links = links
         self._in_place = in_place
@@ -163,10 +167,11 @@ class Recovery:
         """Before the step begins: its ticks should not wait for it."""
         try:
             routes = self._make_routes(planned)
-            routes.derive_ahead([Phase.FORWARD] if planned.forward_only else list(Phase))
+            phases = [Phase.FORWARD] if planned.forward_only else list(Phase)
+            self._pool.reserve(self, routes.derive_ahead(phases))
         except Exception:
-            # The step derives them itself, and tells what is wrong.
-            logger.exception("step %d: routes cannot be derived ahead", planned.plan.step)
+            # The step does both itself, and tells what is wrong.
+            logger.exception("step %d cannot be prepared ahead", planned.plan.step)
             return
         with self._lock:
             if planned.plan.step in self._plans:

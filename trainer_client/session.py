@@ -132,6 +132,7 @@ class Session:
             lambda: self._link.job_id,
             self._link.report_lost,
             self._routes,
+            self._pool,
         )
 
     @classmethod
@@ -343,6 +344,7 @@ class Session:
             planned.plan,
             planned.first_tick,
             rank=self.options.rank,
+            own_server_id=self._in_place.ticks.server_id,
             job=self._description,
             device=self._device,
         )

@@ -15,7 +15,7 @@ import torch
 from attention_node.executor import Executor
 from attention_node.hello import HelloRefusal, HelloRefused
 from attention_node.open_tick import TickGivenUp
-from attention_node.served_job import JobDescription, StepBusy
+from attention_node.served_job import RECEIVES_AHEAD, JobDescription, StepBusy
 from attention_node.tick_server import PROTOCOL_VERSION, TickServer
 from core_attention.ca_task import Phase, TaskTable
 from core_attention.kernels.cpu import CpuKernel
@@ -348,3 +348,31 @@ def test_the_local_rank_is_told_that_its_step_was_given_up() -> None:
     with pytest.raises(TickGivenUp, match="step 0 layer 0"):
         server.submit_local(JOB.job_id, 0, ticks_of(0)[0], {}, {})
     executor.close()
+
+
+def test_memory_of_a_step_is_there_with_its_plan(harness: Harness) -> None:
+    harness.add(0)
+    made = harness.pool.stats().allocations
+    # Of each rank: a request in service and those ahead, and a reply. Some have the same size.
+    assert harness.pool.stats().idle_bytes >= TICK_BYTES
+    assert made == 2 * (min(RECEIVES_AHEAD + 1, N_LAYERS) + 1)
+    connections = [harness.connect(rank) for rank in range(2)]
+    for number, tick in enumerate(ticks_of(0), 1):
+        for connection in connections:
+            connection.arrive(tick)
+        wait_for(lambda number=number: all(len(c.puts) == number for c in connections))  # type: ignore[misc]
+        # A tick is over a moment after its last reply.
+        wait_for(lambda: harness.server.open_ticks == 0)
+    assert harness.pool.stats().allocations == made
+
+
+def test_jobs_share_memory_only_one_after_the_other(harness: Harness) -> None:
+    def add_to(job_id: str) -> int:
+        harness.server.open_job(replace(JOB, job_id=job_id))
+        harness.server.add_plan(job_id, plan_of(0), forward_only=True)
+        return harness.pool.stats().allocations
+
+    alone = add_to("first")
+    assert add_to("second") == 2 * alone
+    harness.server.close_job("first", "finished")
+    assert add_to("third") == 2 * alone

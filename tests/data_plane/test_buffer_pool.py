@@ -153,3 +153,62 @@ def test_the_block_behind_a_buffer_stays_the_same() -> None:
     assert pool.acquire(1010).block is block
     with pytest.raises(BufferReleased):
         buffer.block  # noqa: B018
+
+
+def test_what_is_reserved_is_there() -> None:
+    pool = BufferPool()
+    sizes = [5000, 5000, 100, 70_000]
+    pool.reserve("us", {"forward": sizes})
+    made = pool.stats().allocations
+    assert pool.stats().idle_bytes == sum(map(size_class_bytes, sizes))
+    held = [pool.acquire(nbytes) for nbytes in sizes]
+    assert pool.stats().allocations == made
+    pool.acquire(5000)
+    assert pool.stats().allocations == made + 1
+    assert held[0].tensor.numel() == 5000
+
+
+def test_situations_share_memory_and_holders_do_not() -> None:
+    pool = BufferPool()
+    pool.reserve("us", {"forward": [4096, 4096], "backward": [4096, 5120]})
+    assert pool.stats().idle_bytes == 4096 + 5120
+    pool.reserve("them", {"backward": [4096]})
+    assert pool.stats().idle_bytes == 4096 + 5120 + 4096
+    pool.forget("us")
+    pool.reserve("them", {"backward": [4096] * 3})
+    assert pool.stats().allocations == 3
+
+
+def test_blocks_in_use_count_for_what_is_reserved() -> None:
+    """A plan comes while the step before still holds its messages."""
+    pool = BufferPool()
+    held = [pool.acquire(10_000) for _ in range(3)]
+    pool.reserve("us", {"forward": [9_000, 8_000, 10_000]})
+    assert pool.stats().allocations == 3
+    for buffer in held:
+        buffer.release()
+    pool.trim()
+    pool.reserve("us", {"forward": [9_000]})
+    assert (pool.stats().allocations, pool.stats().idle_bytes) == (4, size_class_bytes(9_000))
+
+
+def test_nothing_is_reserved_beyond_the_limit() -> None:
+    pool = BufferPool(limit_bytes=8192)
+    pool.reserve("us", {"forward": [4096, 4096, 256]})
+    assert pool.stats().allocations == 0
+    pool.reserve("us", {"forward": [4096, 2048]})
+    assert pool.stats().idle_bytes == 6144
+
+
+def test_a_device_that_is_full_takes_the_rest_back() -> None:
+    def allocate(nbytes: int) -> torch.Tensor:
+        if nbytes < 2000:
+            raise MemoryError("full")
+        return torch.empty(nbytes, dtype=torch.uint8)
+
+    pool = BufferPool(allocate)
+    with pytest.raises(MemoryError, match="full"):
+        pool.reserve("us", {"forward": [256, 512, 4096]})
+    assert (pool.stats().in_use_bytes, pool.stats().idle_bytes) == (0, 4096)
+    pool.reserve("us", {"forward": [4096]})
+    assert pool.stats().idle_bytes == 4096

@@ -16,6 +16,7 @@ from core_attention.kernels.protocol import BackwardPart
 from core_attention.manifest import RankManifest, Segment
 from core_attention.shape import AttentionShape
 from tests.cluster import Cluster
+from tests.data_plane.conformance import eventually
 from tests.team import Team
 from trainer_client import (
     CoreAttentionFailed,
@@ -206,3 +207,20 @@ def test_a_kernel_that_fails_is_named_on_every_rank(pool_of_four: Cluster) -> No
         for future in futures:
             assert "no memory for the scores" in future.result(30)
         wait_for_no_buffers(team.sessions)
+
+
+def test_memory_of_messages_is_there_before_the_step(pool_of_four: Cluster) -> None:
+    """The plan tells how much, and however many layers run, nothing is allocated any more: but for
+    a request that has arrived and is not known yet to have left, one in each lane."""
+    with Team(pool_of_four, 2, SHAPE, placement="pool", n_layers=6) as team:
+        submitted = team.submit(
+            [RankManifest.from_lengths(0, rank, [[300, 40], [17, 200]]) for rank in range(2)]
+        )
+        eventually(lambda: all(0 in session._recovery._routes for session in team.sessions))
+        pools = [session._pool for session in team.sessions]
+        before = [pool.stats().allocations for pool in pools]
+        for future in team.start_submitted(submitted):
+            future.result(SOON_SECONDS)
+        more = [pool.stats().allocations - made for pool, made in zip(pools, before, strict=True)]
+        assert all(made > 4 * team.n_nano_batches for made in before)
+        assert all(made <= team.n_nano_batches for made in more), (before, more)
