@@ -8,6 +8,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 
 from attention_node.memory_gate import pair_bytes
@@ -28,6 +29,10 @@ logger = logging.getLogger(__name__)
 
 RECEIVES_AHEAD = 2
 """Receives posted ahead in each lane: one for the tick in flight, one for the next."""
+
+UNDISTURBED_QUANTILE = 0.25
+"""Of the times of equal ticks; see :class:`StepBusy`. Not the least one, which a single mismeasured
+tick would decide."""
 
 REMEMBERED_PLANS = 4096
 """Plans of a job that a server tells apart from ones that it has not seen. A control plane repeats
@@ -80,7 +85,14 @@ class JobDescription:
 
 @dataclass(frozen=True, kw_only=True)
 class StepBusy:
-    """Kernel seconds of one server in one step, per nano-batch."""
+    """Kernel seconds of one server in one step, per nano-batch, without what calls waited for other
+    work on the device.
+
+    In place a call shares the GPU with the trainer: whenever one of its kernels ends, a matrix
+    product may take the device and hold up the next one for 20 ms, as long as whole calls last.
+    Ticks of different layers run the same tasks, so their times differ only by such disturbances,
+    and the lower quartile of the layers, as many times as there are layers, leaves them out.
+    """
 
     job_id: str
     step: int
@@ -167,7 +179,7 @@ class ServedStep:
         self._messages: dict[tuple[int, int, Phase, int], MessagePair] = {}
         self._needs: dict[tuple[int, Phase, int], int] = {}
         self._ticks: dict[int, list[Tick]] = {}
-        self._busy = {phase: [0.0] * job.n_nano_batches for phase in Phase}
+        self._busy: dict[tuple[int, Phase, int], list[float]] = {}
         server = plan.server_index(server_id)
         if server is not None:
             for nano_batch in range(job.n_nano_batches):
@@ -279,12 +291,18 @@ class ServedStep:
             return self._open[tick]
 
     def busy(self) -> StepBusy:
-        """Kernel seconds spent so far."""
+        """Of the ticks that are over."""
+        seconds = {phase: [0.0] * self.job.n_nano_batches for phase in Phase}
+        with self._lock:
+            for (nano_batch, phase, _), ticks in self._busy.items():
+                seconds[phase][nano_batch] += len(ticks) * float(
+                    np.quantile(ticks, UNDISTURBED_QUANTILE)
+                )
         return StepBusy(
             job_id=self.job.job_id,
             step=self.step,
-            forward_seconds=tuple(self._busy[Phase.FORWARD]),
-            backward_seconds=tuple(self._busy[Phase.BACKWARD]),
+            forward_seconds=tuple(seconds[Phase.FORWARD]),
+            backward_seconds=tuple(seconds[Phase.BACKWARD]),
         )
 
     def _key(self, tick: Tick) -> tuple[int, Phase, int]:
@@ -321,7 +339,7 @@ class ServedStep:
         with self._lock:
             self._open.pop(tick, None)
             self._over.add(tick)
-            self._busy[tick.phase][tick.nano_batch] += open_tick.busy_seconds
+            self._busy.setdefault(self._key(tick), []).append(open_tick.busy_seconds)
             self._ticks_left -= 1
             failed_now = failure is not None and not self._given_up
             if failed_now:

@@ -66,6 +66,7 @@ class Plan:
         warm_ups: steps before them, on the first ones.
         ways: names, see ``methods.METHODS``.
         distribution: of document lengths.
+        stretch: documents are that many times as long.
         tolerance: eps.
         device: ``"cuda"`` or ``"cpu"``.
         compiled: whether parts of the layers are compiled.
@@ -87,13 +88,14 @@ class Plan:
     compiled: bool
     traced: tuple[str, ...]
     traced_batches: int = 1
+    stretch: int = 1
     pool_nodes: int = 0
     learning_rate: float = 1e-4
 
     def drawn(self) -> list[Batch]:
         """All batches: first those to warm up on."""
         measured = [
-            draw_batch(seed, self.ranks, self.tokens_per_rank, self.distribution)
+            draw_batch(seed, self.ranks, self.tokens_per_rank, self.distribution, self.stretch)
             for seed in self.seeds
         ]
         return [measured[i % len(measured)] for i in range(self.warm_ups)] + measured
@@ -342,6 +344,7 @@ def _start_services(supervisor: Supervisor, folder: Path, plan: Plan) -> None:
                 f"--device={device}",
                 "--data-host=127.0.0.1",
                 "--one-host",
+                f"--profile-dir={folder}",
                 f"--address-file={ready}",
             ],
             folder / f"node-{index}.log",
@@ -415,6 +418,9 @@ def main(
         "plain,repacked,context-parallel,disaggregated"
     ),
     lengths: Annotated[str, typer.Option(help="pretrain or prolong.")] = "pretrain",
+    stretch: Annotated[
+        int, typer.Option(min=1, help="Documents are that many times as long as drawn.")
+    ] = 1,
     eps: Annotated[float, typer.Option(help="Tolerance of the plan.")] = 0.03,
     device: Annotated[str, typer.Option(help="cuda or cpu.")] = "cuda",
     tiny: Annotated[bool, typer.Option(help="A tiny model, to try the program.")] = False,
@@ -441,6 +447,7 @@ def main(
         warm_ups=warm_ups,
         ways=tuple(ways.split(",")),
         distribution=lengths,
+        stretch=stretch,
         tolerance=eps,
         device=device,
         compiled=compiled,

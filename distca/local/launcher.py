@@ -132,6 +132,7 @@ class _Launcher:
                     f"--server-id=node-{index}",
                     f"--shape={format_shape(self._shape)}",
                     "--data-host=127.0.0.1",
+                    f"--transport={self._run.local.transport}",
                     "--one-host",
                 ],
             )
@@ -146,6 +147,7 @@ class _Launcher:
             control_plane=control_plane,
             placement=run.local.mode,
             run_dir=self._folder.root,
+            transport=run.local.transport,
             rendezvous=f"file://{self._rendezvous}",
             one_host=True,
             device=DeviceName.CPU,

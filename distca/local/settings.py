@@ -10,6 +10,7 @@ from typing import Annotated
 
 import typer
 
+from data_plane.transports import TransportName
 from distca.run_folder import RunFolder
 from distca.train.settings import PlacementName
 
@@ -37,6 +38,10 @@ class LocalSettings:
         int,
         typer.Option(help="Compute threads of each process.", rich_help_panel=_PANEL),
     ] = 1
+    transport: Annotated[
+        TransportName,
+        typer.Option(help="What moves the rows.", rich_help_panel=_PANEL),
+    ] = TransportName.UCXX
     name: Annotated[
         str,
         typer.Option(help="Of the run; default: mode and time of day.", rich_help_panel=_PANEL),

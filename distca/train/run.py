@@ -190,6 +190,7 @@ def session_options(
         # Gathering sharded weights keeps the ranks together.
         kept_forward_ticks=3 if run.training.sharding is Sharding.FSDP else None,
         data_host=run.service.data_host,
+        transport=run.service.transport,
         one_host=run.service.one_host,
         connect_timeout_seconds=run.service.connect_timeout_seconds,
         plan_timeout_seconds=run.service.plan_timeout_seconds,

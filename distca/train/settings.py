@@ -13,6 +13,7 @@ from typing import Annotated
 
 import typer
 
+from data_plane.transports import TransportName
 from distca.timeouts import check_order, known_timeouts
 
 _MODEL, _TRAINING, _SERVICE = "Model", "Training", "Service"
@@ -369,6 +370,13 @@ class ServiceSettings:
             rich_help_panel=_TRAINING,
         ),
     ]
+    transport: Annotated[
+        TransportName,
+        typer.Option(
+            help="What moves the rows; the same for all processes of a job.",
+            rich_help_panel=_SERVICE,
+        ),
+    ] = TransportName.UCXX
     one_host: Annotated[
         bool,
         typer.Option(

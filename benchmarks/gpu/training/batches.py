@@ -51,10 +51,28 @@ class Batch:
         return int((lengths * (lengths + 1) // 2).sum())
 
 
-def draw_batch(seed: int, n_ranks: int, tokens_per_rank: int, distribution: str) -> Batch:
-    """Documents of ``distribution`` that fill all ranks; none is longer than a rank."""
-    lengths = sample_lengths(distribution, n_ranks * tokens_per_rank, tokens_per_rank, seed)
-    return Batch(seed, tuple(take_steps(lengths, n_ranks, tokens_per_rank)))
+def draw_batch(
+    seed: int, n_ranks: int, tokens_per_rank: int, distribution: str, stretch: int = 1
+) -> Batch:
+    """Documents of ``distribution`` that fill all ranks; none is longer than a rank.
+
+    Args:
+        seed: of the lengths and tokens.
+        n_ranks: ranks to fill.
+        tokens_per_rank: a multiple of ``stretch``.
+        distribution: of the lengths, see ``simulator.lengths``.
+        stretch: every document is that many times as long as it was drawn.
+
+    Raises:
+        ValueError: ``tokens_per_rank`` is no multiple of ``stretch``.
+    """
+    drawn_tokens, rest = divmod(tokens_per_rank, stretch)
+    if rest:
+        raise ValueError(
+            f"tokens_per_rank is {tokens_per_rank}; it must be a multiple of stretch ({stretch})"
+        )
+    lengths = sample_lengths(distribution, n_ranks * drawn_tokens, drawn_tokens, seed)
+    return Batch(seed, tuple(stretch * rank for rank in take_steps(lengths, n_ranks, drawn_tokens)))
 
 
 def packed(batch: Batch) -> list[RankManifest]:

@@ -2,6 +2,10 @@
 
 What is received is made up: random numbers of the size of activations, so that kernels run as fast
 as on real data. Losses mean nothing.
+
+Kernels must not run on what real data never are, either: matrix products of NaN are a fifth faster.
+A made-up log-sum-exp would make probabilities that add up to the number of keys instead of 1, and
+gradients grow by that factor from layer to layer until they overflow; so it has a floor.
 """
 
 from __future__ import annotations
@@ -12,12 +16,31 @@ from unittest import mock
 
 import torch
 
+from core_attention.message_rows import MessageRows, Tensors, message_rows
 from data_plane.buffer_pool import BufferPool, PooledBuffer, device_allocator
 from data_plane.transport import Transfer
 from data_plane.ucxx_connection import UcxxConnection
+from trainer_client import exchanges
 
 SIZE = 0.05
 """Standard deviation of the made-up numbers."""
+
+LEAST_LSE = 10.0
+"""About the logarithm of the keys that a query of the benchmarked documents sees."""
+
+
+class _PlausibleRows:
+    """Rows of an exchange whose log-sum-exp have a floor when they come in."""
+
+    def __init__(self, rows: MessageRows) -> None:
+        self._rows = rows
+        self.pack = rows.pack
+
+    def unpack(self, message: torch.Tensor, outputs: Tensors, gradients: Tensors) -> None:
+        """See :class:`core_attention.message_rows.MessageRows`."""
+        self._rows.unpack(message, outputs, gradients)
+        if "lse" in outputs:
+            outputs["lse"].clamp_(min=LEAST_LSE)
 
 
 @contextmanager
@@ -25,16 +48,26 @@ def one_byte_messages(device: torch.device) -> Iterator[None]:
     """In this process, connections send and receive one byte of every message. All processes of a
     job must do so, from before its first step on."""
     pool = BufferPool(device_allocator(device))
-    made_up: set[int] = set()
+    made_up: dict[int, int] = {}
+    stream = torch.cuda.Stream(device) if device.type == "cuda" else None
     offer, put = UcxxConnection.offer, UcxxConnection.put
+
+    def make_up(buffer: PooledBuffer) -> None:
+        """Fills the memory of ``buffer`` that no earlier one had; it is written when this returns,
+        since readers wait for no stream."""
+        address, nbytes = buffer.tensor.data_ptr(), buffer.nbytes // 2 * 2
+        if nbytes <= made_up.get(address, 0):
+            return
+        made_up[address] = nbytes
+        with torch.cuda.stream(stream):
+            buffer.tensor[:nbytes].view(torch.bfloat16).normal_(std=SIZE)
+        if stream is not None:
+            stream.synchronize()
 
     def offer_byte(
         self: UcxxConnection, tag: int, buffer: PooledBuffer, deadline_seconds: float
     ) -> Transfer:
-        if buffer.nbytes and buffer.tensor.data_ptr() not in made_up:
-            made_up.add(buffer.tensor.data_ptr())
-            whole = buffer.tensor[: buffer.nbytes // 2 * 2].view(torch.bfloat16)
-            whole.normal_(std=SIZE)
+        make_up(buffer)
         byte = pool.acquire(1)
         try:
             return offer(self, tag, byte, deadline_seconds)
@@ -57,5 +90,6 @@ def one_byte_messages(device: torch.device) -> Iterator[None]:
     with (
         mock.patch.object(UcxxConnection, "offer", offer_byte),
         mock.patch.object(UcxxConnection, "put", put_byte),
+        mock.patch.object(exchanges, "message_rows", lambda *of: _PlausibleRows(message_rows(*of))),
     ):
         yield
