@@ -10,6 +10,7 @@
 #   make images   builds the container images; VARIANT=cuda for GPUs
 #   make deploy-test  images and Compose on a Docker engine, its own one as root if none runs; 15 minutes
 #   make test-nixl    tests of the nixl transport, in a process of their own; installs its library
+#   make test-gpu     tests that need a GPU, on a machine with one (Hopper or newer, CUDA 13)
 #   make chaos    every fault in every way, a million malformed inputs, the larger models; two hours
 #   make soak     an hour (MINUTES=60) of joins, drains and kills; draws docs/img/soak.png
 #   make clean    removes what the targets above made, but not the runs
@@ -31,7 +32,7 @@ EXTRAS ?= trainer,node,otel,ucxx-cu13,dev
 # of them holds the expensive ends of long documents. Short pieces cost little on a CPU.
 DEMO := --verify --steps 12 --span-ranks --min-backward-tokens 128 --overwrite
 
-.PHONY: help demo test test-nixl lint format stubs chart chart-tools chart-readme images constraints deploy-test chaos soak install clean
+.PHONY: help demo test test-nixl test-gpu lint format stubs chart chart-tools chart-readme images constraints deploy-test chaos soak install clean
 .DEFAULT_GOAL := help
 
 # The command must know BuildKit: Docker 23 or newer, or 20.10 with DOCKER_BUILDKIT=1.
@@ -60,6 +61,11 @@ test: $(INSTALLED)
 test-nixl: $(INSTALLED)
 	@$(BIN)/python -m pip install --quiet "nixl-cu13>=1.5"
 	@$(BIN)/python -m pytest -m nixl tests/nixl $(PYTEST)
+
+test-gpu: $(INSTALLED)
+	@$(BIN)/python -m pip install --quiet --editable ".[fa4-cu13,nixl-cu13]"
+	@$(BIN)/python -m pytest -m gpu tests $(PYTEST)
+	@$(BIN)/python -m pytest -m "nixl and gpu" tests/nixl $(PYTEST)
 
 lint: $(INSTALLED)
 	@$(BIN)/ruff format --check .
