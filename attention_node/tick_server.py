@@ -9,18 +9,17 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
-from google.protobuf.message import DecodeError
 
 from attention_node.cuda_order import record_event
 from attention_node.executor import Executor
-from attention_node.hello import HelloRefusal, HelloRefused
+from attention_node.hello import HelloRefusal, HelloRefused, check_hello, parse_hello
 from attention_node.memory_gate import MemoryGate
 from attention_node.open_tick import OpenTick, Source, TickGivenUp
+from attention_node.residence import LocalReply, Residence
 from attention_node.served_job import (
     ExchangeTimes,
     JobDescription,
@@ -44,12 +43,9 @@ from data_plane.transport import (
     TransportError,
 )
 from distca import tracing
-from distca.tokens import rank_of_token
 from distca.v1 import data_plane_pb2
 
 logger = logging.getLogger(__name__)
-
-PROTOCOL_VERSION = 2
 
 NO_MEMORY = (BufferPoolExhausted, MemoryError, torch.OutOfMemoryError)
 """What a buffer pool raises when it has no room."""
@@ -291,13 +287,13 @@ class TickServer:
             raise
 
     def _admit(self, hello: bytes, connection: Connection) -> bytes:
-        message = _parse_hello(hello)
+        message = parse_hello(hello)
         with self._lock:
-            self._check_hello(message)
+            self._check(message)
         # A rank may hear of a recovery before this server does.
         self.recover(message.job_id, message.epoch)
         with self._lock:
-            job = self._check_hello(message)
+            job = self._check(message)
             rank_connection = _RankConnection(
                 job, message.rank, connection, message.first_step, message.epoch
             )
@@ -351,7 +347,7 @@ class TickServer:
                     "given it up"
                 )
             open_tick = step.open_tick(tick)
-        residence = _Residence(open_tick, job_id, self._local_rank)
+        residence = Residence(open_tick, job_id, self._local_rank)
         reply = LocalReply(tick)
 
         def finish() -> None:
@@ -388,48 +384,8 @@ class TickServer:
         """Closes every job."""
         self.close_all("the server is shutting down")
 
-    def _check_hello(self, message: data_plane_pb2.Hello) -> ServedJob:
-        if message.version != PROTOCOL_VERSION:
-            raise HelloRefused(
-                HelloRefusal.VERSION,
-                f"protocol version {message.version}; this server speaks {PROTOCOL_VERSION}: run "
-                "the same release of distca everywhere",
-            )
-        if message.server_id != self.server_id:
-            raise HelloRefused(
-                HelloRefusal.SERVER,
-                f"this is server {self.server_id!r}, not {message.server_id!r}: does another "
-                "server advertise this address?",
-            )
-        job = self._jobs.get(message.job_id)
-        if job is None:
-            raise HelloRefused(HelloRefusal.UNKNOWN_JOB, f"unknown job {message.job_id!r}")
-        token_rank = rank_of_token(job.description.verification_key, message.token)
-        if token_rank != message.rank:
-            raise HelloRefused(
-                HelloRefusal.TOKEN,
-                f"wrong token for rank {message.rank} of job {message.job_id!r}",
-            )
-        if message.rank >= job.description.n_ranks:
-            raise HelloRefused(
-                HelloRefusal.RANK,
-                f"rank {message.rank} of job {message.job_id!r}; it has "
-                f"{job.description.n_ranks} ranks",
-            )
-        refused = [
-            why
-            for (epoch, step), why in job.refused.items()
-            if epoch >= message.epoch and step >= message.first_step
-        ]
-        if refused:
-            raise HelloRefused(HelloRefusal.MEMORY, refused[0])
-        if message.epoch < job.epoch:
-            raise HelloRefused(
-                HelloRefusal.EPOCH,
-                f"epoch {message.epoch} of job {message.job_id!r} is over; it recovered with epoch "
-                f"{job.epoch}",
-            )
-        return job
+    def _check(self, message: data_plane_pb2.Hello) -> ServedJob:
+        return check_hello(message, self.server_id, self._jobs.get(message.job_id))
 
     def _drop_abandoned(
         self, job: ServedJob, rank: int, first_step: int
@@ -559,7 +515,7 @@ class TickServer:
         received: Transfer,
     ) -> Source:
         step, tick, request = posting.step, posting.tick, posting.request
-        residence = _Residence(open_tick, step.job.job_id, connection.rank)
+        residence = Residence(open_tick, step.job.job_id, connection.rank)
         messages = step.messages(connection.rank, tick)
         reply = posting.reply or self._pool.acquire(messages.reply.nbytes)
 
@@ -644,74 +600,3 @@ class TickServer:
             connection.rank,
             f": {error}" if error else "",
         )
-
-
-class _Residence:
-    """A rank's rows on the server, from their arrival to the reply."""
-
-    def __init__(self, open_tick: OpenTick, job_id: str, rank: int) -> None:
-        self._open_tick = open_tick
-        self._job_id, self._rank = job_id, rank
-        self._kernel_before = open_tick.kernel_seconds
-        self._began_at = time.monotonic()
-
-    def times(self) -> ExchangeTimes:
-        """Where the time went until now."""
-        seconds = time.monotonic() - self._began_at
-        # A call that ran already when the rows arrived is counted from their arrival on.
-        kernel_seconds = min(self._open_tick.kernel_seconds - self._kernel_before, seconds)
-        return ExchangeTimes(
-            tick=self._open_tick.tick,
-            rank=self._rank,
-            job_id=self._job_id,
-            began_at=self._began_at,
-            wait_seconds=seconds - kernel_seconds,
-            kernel_seconds=kernel_seconds,
-        )
-
-
-class LocalReply:
-    """The end of the local rank's side of a tick.
-
-    Attributes:
-        tick: which exchange.
-        written: once done, on a GPU: the event after which the outputs are complete.
-        ended_at: ``time.monotonic()`` when it was done; None before, and if it failed.
-    """
-
-    def __init__(self, tick: Tick) -> None:
-        self.tick = tick
-        self.written: torch.cuda.Event | None = None
-        self.ended_at: float | None = None
-        self._ended = threading.Event()
-        self._error: BaseException | None = None
-
-    def set_done(self, written: torch.cuda.Event | None) -> None:
-        self.written = written
-        self.ended_at = time.monotonic()
-        self._ended.set()
-
-    def set_failed(self, error: BaseException) -> None:
-        self._error = error
-        self._ended.set()
-
-    def wait(self, timeout_seconds: float) -> bool:
-        """Waits for the outputs; False if ``timeout_seconds`` passed before.
-
-        Raises:
-            TickGivenUp: it will not end well; the cause is chained.
-        """
-        if not self._ended.wait(timeout_seconds):
-            return False
-        if self._error is not None:
-            raise TickGivenUp(f"{self.tick} failed in-place: {self._error}") from self._error
-        return True
-
-
-def _parse_hello(hello: bytes) -> data_plane_pb2.Hello:
-    try:
-        return data_plane_pb2.Hello.FromString(hello)
-    except DecodeError as error:
-        raise HelloRefused(
-            HelloRefusal.MALFORMED, "the hello is no distca.v1.Hello message"
-        ) from error

@@ -14,8 +14,9 @@ import torch
 
 from attention_node.cuda_order import record_event
 from attention_node.open_tick import TickGivenUp
+from attention_node.residence import LocalReply
 from attention_node.served_job import JobDescription
-from attention_node.tick_server import LocalReply, TickServer
+from attention_node.tick_server import TickServer
 from core_attention.ca_task import Phase
 from core_attention.checksum import seal
 from core_attention.tick import Tick

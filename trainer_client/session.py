@@ -12,9 +12,9 @@ from types import TracebackType
 import torch
 
 from attention_node.executor import KernelCall
+from attention_node.hello import PROTOCOL_VERSION
 from attention_node.metrics import NodeMetrics
 from attention_node.served_job import JobDescription, StepBusy
-from attention_node.tick_server import PROTOCOL_VERSION
 from core_attention.manifest import RankManifest
 from core_attention.plan import PlanServer
 from data_plane.buffer_pool import BufferPool, device_allocator

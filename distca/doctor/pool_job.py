@@ -8,7 +8,7 @@ import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from attention_node.tick_server import PROTOCOL_VERSION
+from attention_node.hello import PROTOCOL_VERSION
 from core_attention.shape import AttentionShape
 from distca.codec import shape_to_proto
 from distca.rpc import RpcSettings, open_channel

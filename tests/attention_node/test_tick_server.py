@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from attention_node.executor import Executor
-from attention_node.hello import HelloRefusal, HelloRefused
+from attention_node.hello import PROTOCOL_VERSION, HelloRefusal, HelloRefused
 from attention_node.open_tick import TickGivenUp
 from attention_node.served_job import RECEIVES_AHEAD, JobDescription, StepBusy
-from attention_node.tick_server import PROTOCOL_VERSION, TickServer
+from attention_node.tick_server import TickServer
 from core_attention.ca_task import Phase, TaskTable
 from core_attention.kernels.cpu import CpuKernel
 from core_attention.kernels.protocol import ForwardPart

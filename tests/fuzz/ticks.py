@@ -11,8 +11,9 @@ import numpy as np
 import torch
 
 from attention_node.executor import Executor
+from attention_node.hello import PROTOCOL_VERSION
 from attention_node.served_job import JobDescription
-from attention_node.tick_server import PROTOCOL_VERSION, TickServer
+from attention_node.tick_server import TickServer
 from core_attention.ca_task import Phase, TaskTable
 from core_attention.kernels.cpu import CpuKernel
 from core_attention.manifest import Manifest, RankManifest, Segment

@@ -12,7 +12,7 @@ from typing import Any, cast
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from attention_node.tick_server import PROTOCOL_VERSION
+from attention_node.hello import PROTOCOL_VERSION
 from core_attention.manifest import RankManifest
 from data_plane.transport import Address, HandshakeRejected
 from data_plane.ucxx_settings import UcxxSettings

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from attention_node.tick_server import PROTOCOL_VERSION
+from attention_node.hello import PROTOCOL_VERSION
 from core_attention.errors import TensorError
 from core_attention.manifest import RankManifest, Segment
 from core_attention.shape import AttentionShape
