@@ -5,8 +5,8 @@ from trainer_client.errors import CoreAttentionFailed, PlanNotReady, SessionClos
 from trainer_client.operation import core_attention
 from trainer_client.options import Placement, SessionOptions
 from trainer_client.ping_pong import PingPong
-from trainer_client.running_step import StepReport, TraceEvent
 from trainer_client.session import Session
+from trainer_client.step_report import StepReport, TraceEvent
 
 __all__ = [
     "CoreAttentionFailed",

@@ -11,7 +11,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
@@ -28,59 +27,12 @@ from trainer_client.exchanges import Exchange, PlanInForce
 from trainer_client.lane_log import LaneLog, SentTick
 from trainer_client.metrics import OWN_PROCESS, ServedTasks, TrainerMetrics
 from trainer_client.replies import Awaited, ExchangeFailed, Exchanger, Tensors
+from trainer_client.step_report import StepReport, TraceEvent
 
 logger = logging.getLogger(__name__)
 
 CHECK_SECONDS = 0.25
 """How often a wait looks whether something else has ended or begun."""
-
-
-@dataclass(frozen=True)
-class TraceEvent:
-    """Something that took time in a step.
-
-    Attributes:
-        lane: where: ``"nano-batch 0"``, ``"in-place server"``, ...
-        name: what: ``"compute"``, ``"wait"``, ``"send"``, ``"kernel"``.
-        begin_seconds, end_seconds: since the step began.
-        detail: layer and phase, in words.
-    """
-
-    lane: str
-    name: str
-    begin_seconds: float
-    end_seconds: float
-    detail: str = ""
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepReport:
-    """What a rank measured in one step.
-
-    Attributes:
-        step: which.
-        tokens: of this rank.
-        step_seconds: wall seconds from the plan's arrival to the end of the step.
-        plan_wait_seconds: wall seconds that the step waited for its plan.
-        wait_seconds: of ``step_seconds``, blocked on results of core attention.
-        send_seconds: of ``step_seconds``, spent packing and handing over requests.
-        sent_bytes, received_bytes: to and from other processes.
-        recoveries: how often another plan was put in force in the middle of the step.
-        replayed_ticks: sent again under another plan.
-        recovery_seconds: wall seconds without a plan in force, all recoveries together.
-    """
-
-    step: int
-    tokens: int
-    step_seconds: float
-    plan_wait_seconds: float
-    wait_seconds: float
-    send_seconds: float
-    sent_bytes: int
-    received_bytes: int
-    recoveries: int = 0
-    replayed_ticks: int = 0
-    recovery_seconds: float = 0.0
 
 
 class RunningStep:

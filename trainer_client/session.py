@@ -37,8 +37,9 @@ from trainer_client.metrics import TrainerMetrics
 from trainer_client.options import Placement, SessionOptions
 from trainer_client.recovery import Recovery
 from trainer_client.replies import Exchanger
-from trainer_client.running_step import RunningStep, StepReport
+from trainer_client.running_step import RunningStep
 from trainer_client.servers import ServerLinks
+from trainer_client.step_report import StepReport
 
 logger = logging.getLogger(__name__)
 
