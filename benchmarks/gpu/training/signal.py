@@ -16,6 +16,7 @@ from unittest import mock
 
 import torch
 
+from attention_node.cuda_order import record_event
 from core_attention.message_rows import MessageRows, Tensors, message_rows
 from data_plane.buffer_pool import BufferPool, PooledBuffer, device_allocator
 from data_plane.transport import Transfer
@@ -53,21 +54,19 @@ def one_byte_messages(device: torch.device) -> Iterator[None]:
     offer, put = UcxxConnection.offer, UcxxConnection.put
 
     def make_up(buffer: PooledBuffer) -> None:
-        """Fills the memory of ``buffer`` that no earlier one had; it is written when this returns,
-        since readers wait for no stream."""
-        address, nbytes = buffer.tensor.data_ptr(), buffer.nbytes // 2 * 2
-        if nbytes <= made_up.get(address, 0):
-            return
-        made_up[address] = nbytes
-        with torch.cuda.stream(stream):
-            buffer.tensor[:nbytes].view(torch.bfloat16).normal_(std=SIZE)
-        if stream is not None:
-            stream.synchronize()
+        buffer.tensor[: buffer.nbytes // 2 * 2].view(torch.bfloat16).normal_(std=SIZE)
 
     def offer_byte(
         self: UcxxConnection, tag: int, buffer: PooledBuffer, deadline_seconds: float
     ) -> Transfer:
-        make_up(buffer)
+        address = buffer.tensor.data_ptr()
+        if buffer.nbytes > made_up.get(address, 0):
+            # Memory that no earlier buffer had may hold anything, and readers wait for no stream.
+            made_up[address] = buffer.nbytes
+            with torch.cuda.stream(stream):
+                make_up(buffer)
+            if stream is not None:
+                stream.synchronize()
         byte = pool.acquire(1)
         try:
             return offer(self, tag, byte, deadline_seconds)
@@ -81,9 +80,13 @@ def one_byte_messages(device: torch.device) -> Iterator[None]:
         deadline_seconds: float,
         ready: Callable[[], bool] | None = None,
     ) -> Transfer:
+        # What was packed stays here, and whatever is next received into this memory would be read
+        # from it: float32 read as bfloat16 is now and then a NaN.
+        make_up(buffer)
+        written = record_event(device)
         byte = pool.acquire(1)
         try:
-            return put(self, tag, byte, deadline_seconds, ready)
+            return put(self, tag, byte, deadline_seconds, written.query if written else ready)
         finally:
             byte.release()
 
