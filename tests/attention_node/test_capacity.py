@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 
 from attention_node.capacity import LANES, rows_within
 from core_attention.ca_task import Phase
@@ -20,7 +20,6 @@ PADDING_BYTES = 8 * 256 * 1.25
 """Of a message of up to six sections, aligned to 256 bytes, in a block of the pool."""
 
 
-@settings(deadline=None)
 @given(plan=plans())
 def test_ticks_within_the_capacity_fit_the_memory(plan: Plan) -> None:
     """Any plan, with the memory that its largest tick makes the capacity ask for."""

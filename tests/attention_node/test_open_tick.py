@@ -161,7 +161,7 @@ def test_giving_up_tells_those_who_have_sent() -> None:
     assert ranks[1].released == 1
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(plan=plans(), phase=st.sampled_from(Phase))
 def test_random_plans_match_the_reference(plan: Plan, phase: Phase) -> None:
     for nano_batch in range(plan.manifest.n_nano_batches):

@@ -204,7 +204,7 @@ class Simulation:
         return moved
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(case=cases(), seed=st.integers(0, 2**32))
 def test_all_ranks_come_to_the_end_within_the_limit(case: Case, seed: int) -> None:
     needs = {tick: sum(parts.values()) for tick, parts in case.parts.items()}

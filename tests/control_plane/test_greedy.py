@@ -61,7 +61,7 @@ def test_work_without_a_server_is_an_error() -> None:
         greedy.plan(manifest, in_place(1, receives=False), SHAPE, PlanningOptions())
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     lengths=st.lists(st.integers(1, 30_000), min_size=1, max_size=30),
     n_ranks=st.integers(1, 6),

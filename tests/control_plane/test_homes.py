@@ -25,7 +25,7 @@ def padded(lengths: list[int], n_ranks: int, n_nano_batches: int) -> list[int]:
     return [*lengths, *[1] * (-sum(lengths) % step + step * max(lengths))]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     lengths=st.lists(st.integers(1, 5_000), min_size=1, max_size=30),
     n_ranks=st.integers(1, 6),

@@ -178,4 +178,4 @@ class MembershipMachine(RuleBasedStateMachine):
 
 
 TestMembershipMachine = MembershipMachine.TestCase
-TestMembershipMachine.settings = settings(max_examples=60, deadline=None)
+TestMembershipMachine.settings = settings(max_examples=60)

@@ -54,7 +54,7 @@ def with_speeds(servers: list[PlanningServer], speeds: list[float]) -> list[Plan
     ]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     lengths=st.lists(st.integers(1, 40_000), min_size=1, max_size=40),
     n_ranks=st.integers(1, 8),

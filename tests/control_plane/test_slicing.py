@@ -57,7 +57,7 @@ def random_plan(seed: int, n_ranks: int, n_servers: int) -> Plan:
     )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(seed=st.integers(0, 2**32), n_ranks=st.integers(1, 5), n_servers=st.integers(1, 6))
 def test_slices_have_the_bytes_of_for_rank_and_for_server(
     seed: int, n_ranks: int, n_servers: int

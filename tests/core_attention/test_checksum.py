@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from core_attention.ca_task import Phase
@@ -19,7 +19,6 @@ from tests.strategies import plans
 SHAPE = AttentionShape(num_heads=3, num_heads_kv=1, head_dim=5, head_dim_v=3, dtype="bfloat16")
 
 
-@settings(deadline=None)
 @given(plan=plans(), phase=st.sampled_from(Phase), data=st.data())
 def test_any_flipped_bit_is_found(plan: Plan, phase: Phase, data: st.DataObject) -> None:
     for route in derive_routes(plan.manifest, plan.tasks(phase), 0).values():
@@ -42,7 +41,6 @@ def test_any_flipped_bit_is_found(plan: Plan, phase: Phase, data: st.DataObject)
                 verify(message, layout, 7)
 
 
-@settings(deadline=None)
 @given(plan=plans())
 def test_sections_are_not_touched(plan: Plan) -> None:
     for route in derive_routes(plan.manifest, plan.forward, 0).values():
@@ -55,7 +53,6 @@ def test_sections_are_not_touched(plan: Plan) -> None:
         assert all(bool((view == 1.5).all()) for view in views.values())
 
 
-@settings(deadline=None)
 @given(plan=plans())
 def test_message_without_a_checksum_is_left_alone(plan: Plan) -> None:
     for route in derive_routes(plan.manifest, plan.forward, 0).values():

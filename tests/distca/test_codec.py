@@ -123,7 +123,7 @@ def test_shape_and_profile_come_back_bit_for_bit() -> None:
     assert_equal(profile_from_proto(profile_to_proto(profile())), profile())
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(manifests=rank_manifests())
 def test_rank_manifests_and_plans_come_back_unchanged(manifests: list[RankManifest]) -> None:
     for manifest in manifests:

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
+from data_plane.transports import TransportName
 from distca.data.settings import DataSettings
 from distca.options import as_arguments, options_from
 from distca.train.settings import (
@@ -115,6 +116,7 @@ def test_everything_that_a_local_run_hands_to_its_trainers_reaches_them() -> Non
             placement=PlacementName.MIXED,
             data_host="127.0.0.2",
             run_dir=Path("/tmp/runs/x"),
+            transport=TransportName.NIXL,
             one_host=True,
             connect_timeout_seconds=1.5,
             plan_timeout_seconds=2.5,

@@ -88,7 +88,7 @@ def test_ping_pong_agrees_with_events_on_two_kinds_of_links_and_a_pool(seed: int
     assert 0.95 <= closed / events <= 1.14  # as above at 40 GB/s
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.integers(1, 5), st.integers(1, 7), st.integers(0, 1000))
 def test_1f1b_agrees_with_events(n_stages: int, n_microbatches: int, seed: int) -> None:
     forward, backward = np.random.default_rng(seed).uniform(0.1, 3, (2, n_microbatches, 2))

@@ -165,9 +165,7 @@ def rank_manifests(draw: st.DrawFn, n_ranks: int = 2) -> list[RankManifest]:
     ]
 
 
-@settings(
-    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(manifests=rank_manifests(), seed=st.integers(0, 2**16))
 def test_random_manifests_and_plans_match_the_reference(
     team: Team, manifests: list[RankManifest], seed: int
