@@ -23,7 +23,7 @@ from control_plane.planner.fleet import UNLIMITED_ROWS, Fleet, build_fleet
 from control_plane.planner.links import Links
 from control_plane.planner.phase import Outcome, plan_phase
 from control_plane.planning import PlanningOptions, PlanningServer
-from core_attention.arrays import Float64Array, Int64Array, frozen
+from core_attention.arrays import Float64Array, frozen
 from core_attention.ca_task import MaskKind, Phase, TaskTable
 from core_attention.errors import PlanError
 from core_attention.manifest import Manifest
@@ -51,7 +51,7 @@ def plan(
             says which, and by how much.
     """
     fleet = build_fleet(servers, manifest.n_ranks)
-    links = _links(servers, options, manifest.n_ranks)
+    links = _links(servers, fleet, options)
     at_home, nano_batches = segment_seconds(manifest, fleet), _nano_batches(manifest)
     tables, forecasts, reasons = {}, {}, []
     for phase in Phase:
@@ -176,10 +176,11 @@ def _limits(fleet: Fleet, shape: AttentionShape, phase: Phase, options: Planning
     )
 
 
-def _links(servers: Sequence[PlanningServer], options: PlanningOptions, n_ranks: int) -> Links:
+def _links(servers: Sequence[PlanningServer], fleet: Fleet, options: PlanningOptions) -> Links:
     """Who shares a host, and what a byte costs: 1 between hosts."""
     index: dict[str, int] = {}
     server_host = np.array([index.setdefault(s.host, len(index)) for s in servers], dtype=np.int64)
+    n_ranks = len(fleet.server_of_rank)
     rank_host = np.full(n_ranks, -1, dtype=np.int64)
     if options.rank_hosts is not None:
         if len(options.rank_hosts) != n_ranks:
@@ -187,12 +188,7 @@ def _links(servers: Sequence[PlanningServer], options: PlanningOptions, n_ranks:
                 f"rank_hosts names {len(options.rank_hosts)} hosts; the step has {n_ranks} ranks"
             )
         rank_host[:] = [index.get(host, -1) for host in options.rank_hosts]
-    in_place = _in_place_ranks(servers)
-    rank_host[in_place[in_place >= 0]] = server_host[in_place >= 0]
+    in_place = fleet.rank >= 0
+    rank_host[fleet.rank[in_place]] = server_host[in_place]
     near = options.network_bytes_per_second / options.host_bytes_per_second
     return Links(rank_host, server_host, near, 1.0)
-
-
-def _in_place_ranks(servers: Sequence[PlanningServer]) -> Int64Array:
-    ranks = [server.server.in_place_rank for server in servers]
-    return np.array([-1 if rank is None else rank for rank in ranks], dtype=np.int64)

@@ -116,6 +116,13 @@ def forecast_fleet(
     size = (manifest.n_nano_batches, len(fleet.rank))
     seconds = np.zeros(size)
     q_rows, kv_rows, q_moved, kv_moved = (np.zeros(size, dtype=np.int64) for _ in range(4))
+    _add_home_seconds(
+        manifest.segment_document,
+        manifest.segment_rank,
+        manifest.document_nano_batch,
+        at_home[phase_index],
+        home_seconds,
+    )
     _add_tasks(
         *_task_columns(tasks),
         manifest.first_segment,
@@ -123,7 +130,6 @@ def forecast_fleet(
         fleet,
         phase_index,
         at_home[phase_index],
-        home_seconds,
         seconds,
         q_rows,
         kv_rows,
@@ -187,6 +193,11 @@ def _task_columns(tasks: TaskTable) -> tuple[Int64Array, Int64Array, Int64Array,
     return tasks.document, tasks.q_begin, tasks.q_end, tasks.server
 
 
+REMEMBERED_TOKENS = 1 << 14
+"""Rates of whole documents up to this length are looked up once a length: a step has many of the
+same."""
+
+
 @compiled
 def _fill_segment_seconds(
     segment_offset: Int64Array,
@@ -195,6 +206,9 @@ def _fill_segment_seconds(
     fleet: Fleet,
     seconds: Float64Array,
 ) -> None:
+    # By length: for which profile, and the rates, forward and backward.
+    known = np.full(REMEMBERED_TOKENS, -1, dtype=np.int64)
+    rates = np.empty((REMEMBERED_TOKENS, 2))
     for i in range(len(segment_offset)):
         server = fleet.server_of_rank[segment_rank[i]]
         profile, speed = fleet.profile[max(server, 0)], 1.0
@@ -202,10 +216,38 @@ def _fill_segment_seconds(
             speed = fleet.speed[server]
         begin, length = segment_offset[i], segment_length[i]
         end = begin + length
-        forward, backward = pair_seconds_of_both(fleet.tables, profile, float(length), float(end))
+        if end < REMEMBERED_TOKENS and begin == 0:
+            if known[end] != profile:
+                known[end] = profile
+                rates[end] = pair_seconds_of_both(fleet.tables, profile, float(end), float(end))
+            forward, backward = rates[end, FORWARD], rates[end, BACKWARD]
+        else:
+            forward, backward = pair_seconds_of_both(
+                fleet.tables, profile, float(length), float(end)
+            )
         pairs = causal_pairs(begin, end) / speed
         seconds[FORWARD, i] = pairs * forward
         seconds[BACKWARD, i] = pairs * backward
+
+
+@compiled
+def _add_home_seconds(
+    segment_document: Int64Array,
+    segment_rank: Int64Array,
+    document_nano_batch: Int64Array,
+    at_home: Float64Array,
+    home_seconds: Float64Array,
+) -> None:
+    # Neighbours mostly share a rank: their sum is kept out of memory until it is complete.
+    nano = rank = 0
+    total = 0.0
+    for i in range(len(segment_document)):
+        its_nano = document_nano_batch[segment_document[i]]
+        if segment_rank[i] != rank or its_nano != nano:
+            home_seconds[nano, rank] += total
+            nano, rank, total = its_nano, segment_rank[i], 0.0
+        total += at_home[i]
+    home_seconds[nano, rank] += total
 
 
 @compiled
@@ -223,7 +265,6 @@ def _add_tasks(
     fleet: Fleet,
     phase: int,
     at_home: Float64Array,
-    home_seconds: Float64Array,
     seconds: Float64Array,
     q_rows: Int64Array,
     kv_rows: Int64Array,
@@ -232,34 +273,49 @@ def _add_tasks(
 ) -> None:
     """Walks the tasks from last to first, so that the first task of a server seen in a document is
     the one that reads the most keys: its keys are all that the server needs of the document."""
-    for i in range(len(segment_document)):
-        home_seconds[document_nano_batch[segment_document[i]], segment_rank[i]] += at_home[i]
     last_document = np.full(len(fleet.rank), -1, dtype=np.int64)
     segment = len(segment_document) - 1
+    # Neighbours mostly share a server: their sums are kept out of memory until they are complete.
+    at_nano = at_server = 0
+    busy, q, kv = 0.0, 0, 0
     for i in range(len(document) - 1, -1, -1):
         d, s, begin, end = document[i], server[i], q_begin[i], q_end[i]
         nano = document_nano_batch[d]
+        if s != at_server or nano != at_nano:
+            seconds[at_nano, at_server] += busy
+            q_rows[at_nano, at_server] += q
+            kv_rows[at_nano, at_server] += kv
+            at_nano, at_server = nano, s
+            busy, q, kv = 0.0, 0, 0
         while segment_document[segment] > d or segment_offset[segment] > begin:
             segment -= 1
-        rank, speed = fleet.rank[s], fleet.speed[s]
-        if speed == 0.0:
-            seconds[nano, s] = np.inf
-        elif rank == segment_rank[segment] and end - begin == segment_length[segment]:
-            seconds[nano, s] += at_home[segment]
+        rank = fleet.rank[s]
+        is_home = segment_rank[segment] == rank
+        q += end - begin
+        if is_home and end - begin == segment_length[segment] and fleet.speed[s] > 0.0:
+            busy += at_home[segment]
+        elif fleet.speed[s] > 0.0:
+            busy += task_seconds(fleet.tables, fleet.profile[s], phase, begin, end) / fleet.speed[s]
         else:
-            busy = task_seconds(fleet.tables, fleet.profile[s], phase, begin, end)
-            seconds[nano, s] += busy / speed
-        q_rows[nano, s] += end - begin
-        if segment_rank[segment] != rank:
+            busy = np.inf
+        if not is_home:
             q_moved[nano, s] += end - begin
-        if last_document[s] != d:
-            last_document[s] = d
-            kv_rows[nano, s] += end
-            kv_moved[nano, s] += end
-            if rank >= 0:
-                for j in range(first_segment[d], segment + 1):
-                    if segment_rank[j] == rank:
-                        kv_moved[nano, s] -= min(segment_length[j], end - segment_offset[j])
+        if last_document[s] == d:
+            continue
+        last_document[s] = d
+        kv += end
+        if is_home and segment == first_segment[d]:
+            # All keys are at home.
+            continue
+        kv_moved[nano, s] += end
+        if rank >= 0:
+            for j in range(first_segment[d], segment + 1):
+                if segment_rank[j] == rank:
+                    kv_moved[nano, s] -= min(segment_length[j], end - segment_offset[j])
+    if len(document):
+        seconds[at_nano, at_server] += busy
+        q_rows[at_nano, at_server] += q
+        kv_rows[at_nano, at_server] += kv
 
 
 @compiled

@@ -11,7 +11,7 @@ from enum import IntEnum, StrEnum
 
 import numpy as np
 
-from core_attention.arrays import Int64Array, exclusive_cumsum, int64_column
+from core_attention.arrays import BoolArray, Int64Array, exclusive_cumsum, int64_column
 from core_attention.errors import PlanError
 from core_attention.manifest import Manifest
 
@@ -72,11 +72,10 @@ class TaskTable:
                 f"a task names server {self.server[unknown][0]}; the plan has servers 0 to "
                 f"{n_servers - 1}"
             )
-        first = np.ones(len(self), dtype=np.bool_)
-        np.not_equal(self.document[1:], self.document[:-1], out=first[1:])
-        begin = np.flatnonzero(first)
+        same = self.document[1:] == self.document[:-1]
+        begin = np.concatenate([np.zeros(min(len(self), 1), np.int64), np.flatnonzero(~same) + 1])
         self._check_documents(manifest, self.document[begin])
-        self._check_partition(manifest, begin)
+        self._check_partition(manifest, begin, same)
         self._check_homes(manifest)
 
     def _check_documents(self, manifest: Manifest, documents: Int64Array) -> None:
@@ -92,23 +91,33 @@ class TaskTable:
         at = int(np.setdiff1d(np.arange(manifest.n_documents), documents)[0])
         raise PlanError(f"document {manifest.document_id[at]} has no CA-task")
 
-    def _check_partition(self, manifest: Manifest, begin: Int64Array) -> None:
-        """The tasks of each document, whose first one is at ``begin``, cover it once, in order."""
+    def _check_partition(self, manifest: Manifest, begin: Int64Array, same: BoolArray) -> None:
+        """The tasks of each document, whose first one is at ``begin``, cover it once, in order.
+
+        Args:
+            same: ``[n_tasks - 1]`` whether a task has the document of the next.
+        """
+        last = np.append(begin, len(self))[1:] - 1
+        if (
+            np.array_equal(self.q_begin[1:], self.q_end[:-1] * same)
+            and not self.q_begin[:1].any()
+            and (self.q_end > self.q_begin).all()
+            and np.array_equal(self.q_end[last], manifest.document_length)
+        ):
+            return
         expected = np.zeros_like(self.q_end)
         expected[1:] = self.q_end[:-1]
         expected[begin] = 0
         wrong = (self.q_begin != expected) | (self.q_end <= self.q_begin)
-        last = np.append(begin, len(self))[1:] - 1
         wrong[last] |= self.q_end[last] != manifest.document_length
-        if wrong.any():
-            at = int(np.flatnonzero(wrong)[0])
-            document = int(self.document[at])
-            raise PlanError(
-                f"document {manifest.document_id[document]}: the task [{self.q_begin[at]}, "
-                f"{self.q_end[at]}) breaks the partition of [0, "
-                f"{manifest.document_length[document]}); expected a non-empty range that begins "
-                f"at {expected[at]}"
-            )
+        at = int(np.flatnonzero(wrong)[0])
+        document = int(self.document[at])
+        raise PlanError(
+            f"document {manifest.document_id[document]}: the task [{self.q_begin[at]}, "
+            f"{self.q_end[at]}) breaks the partition of [0, "
+            f"{manifest.document_length[document]}); expected a non-empty range that begins "
+            f"at {expected[at]}"
+        )
 
     def _check_homes(self, manifest: Manifest) -> None:
         """Where a segment ends, a task ends; the tasks are a partition already."""

@@ -16,14 +16,16 @@ from control_plane.planner.board import (
     NEXT_HELD,
     SEGMENT,
     Board,
+    Limits,
     Segments,
 )
 from control_plane.planner.chunk import CutRules, begin_for_pairs, best_end
-from control_plane.planner.compiled import compiled_inner, compiled_leaf
-from control_plane.planner.donors import N_DONORS, N_VISITS, Donors
+from control_plane.planner.compiled import BoolArray, compiled_inner, compiled_leaf
+from control_plane.planner.donors import N_DONORS, N_VISITS, Donors, no_donors
 from control_plane.planner.fleet import Fleet
+from control_plane.planner.level import Work
 from control_plane.planner.links import Links
-from core_attention.arrays import Int64Array
+from core_attention.arrays import Float64Array, Int64Array
 
 AS_GOOD = 1.0 - 1e-9
 """A chunk whose value is this close to the most that any could have ends the search."""
@@ -66,131 +68,164 @@ class Candidate(NamedTuple):
     value: float
 
 
+ATTEMPTS = 6
+"""Parts that a receiver tries: the estimate that ranks them does not see every rule of cuts."""
+
+
+class Market(NamedTuple):
+    """Who may give what to whom.
+
+    Attributes:
+        board, segments, fleet, limits, links: what there is, and where.
+        donors: who gives.
+        cap: ``[n_servers]`` seconds that each server may reach.
+        receives, pair_rate: ``[n_servers]`` of ``level.Work``.
+        variant: how near-ties are broken.
+        failed: ``[ATTEMPTS]`` free parts that one receiver tried in vain.
+        held: ``[room, 2]`` of one receiver: the documents whose keys it has beyond those whole on
+            its rank, and up to where.
+    """
+
+    board: Board
+    segments: Segments
+    fleet: Fleet
+    limits: Limits
+    links: Links
+    donors: Donors
+    cap: Float64Array
+    receives: BoolArray
+    pair_rate: Float64Array
+    variant: Variant
+    failed: Int64Array
+    held: Int64Array
+
+
 @compiled_inner
-def find_best(
+def open_market(
     board: Board,
     segments: Segments,
     fleet: Fleet,
-    rules: CutRules,
+    limits: Limits,
     links: Links,
-    donors: Donors,
+    cap: Float64Array,
+    work: Work,
     variant: Variant,
-    receiver: int,
-    room_pairs: float,
-    failed: Int64Array,
-) -> Candidate:
-    """The best chunk that fits into ``room_pairs``; ``failed`` parts do not count.
+) -> Market:
+    """A market without donors."""
+    return Market(
+        board,
+        segments,
+        fleet,
+        limits,
+        links,
+        no_donors(links),
+        cap,
+        work.receives,
+        work.pair_rate,
+        variant,
+        np.empty(ATTEMPTS, dtype=np.int64),
+        np.empty((len(board.held) + len(board.own), 2), dtype=np.int64),
+    )
 
-    Donors near the receiver, or whose keys it has, come first; then the others, those with the
-    most to give first, until a chunk is found as good as any of them could offer.
+
+@compiled_leaf
+def find_best(
+    market: Market, rules: CutRules, receiver: int, room_pairs: float, n_failed: int
+) -> Candidate:
+    """The best chunk that fits into ``room_pairs``; the first ``n_failed`` of ``market.failed`` do
+    not count.
+
+    Donors near the receiver, or whose keys it has, come first; then the others, the most urgent
+    first, until a chunk is found as good as any of them could offer.
     """
+    donors, links, variant = market.donors, market.links, market.variant
     best = Candidate(-1, -1, 0.0, 0.0)
-    held = _held(board, fleet.rank[receiver], receiver)
-    special = _special(segments, fleet, links, donors, held, receiver)
+    n_held = _list_held(market, receiver)
     donors.counts[N_VISITS] += 1
     visit = donors.counts[N_VISITS]
-    for donor in special:
-        if donors.visited[donor] == visit:
-            continue
-        donors.visited[donor] = visit
-        near = links.near if links.server_host[donor] == links.server_host[receiver] else links.far
-        best, _ = _best_of(
-            board.free,
-            board.first_free[fleet.rank[donor]],
-            segments.document,
-            segments.whole,
-            rules,
-            held,
-            donor,
-            donors.need[donor],
-            room_pairs,
-            near / factor(variant, donor, receiver),
-            best,
-            failed,
-        )
-    n_donors = donors.counts[N_DONORS]
-    if n_donors == 0:
-        return best
-    most_need = donors.need[donors.server[0]]
-    enough = math.sqrt(min(room_pairs, most_need)) * rules.ideal / links.far
+    host = links.server_host[receiver]
+    first, last = donors.host_first[host], donors.host_first[host + 1]
+    if last - first > 1:
+        for k in range(first, last):
+            donor = donors.of_host[k]
+            if donors.need[donor] > 0.0:
+                weight = links.near / (donors.urgency[donor] * factor(variant, donor, receiver))
+                best, _ = _best_of(market, rules, donor, room_pairs, weight, best, n_failed, n_held)
+    segments = market.segments
+    for h in range(n_held):
+        document = market.held[h, DOCUMENT]
+        i = _first_segment(segments, document)
+        while i < len(segments.document) and segments.document[i] == document:
+            donor = market.fleet.server_of_rank[segments.rank[i]]
+            if donor >= 0 and donors.need[donor] > 0.0 and donors.visited[donor] != visit:
+                near = links.server_host[donor] == host
+                weight = links.near if near else links.far
+                weight /= donors.urgency[donor] * factor(variant, donor, receiver)
+                best, _ = _best_of(market, rules, donor, room_pairs, weight, best, n_failed, n_held)
+            i += 1
+    enough = math.sqrt(room_pairs) * rules.ideal / links.far
     enough *= (1.0 + variant.spread) * AS_GOOD
-    nothing_held = held[:0]
-    for k in range(n_donors):
-        if best.value >= enough:
-            break
+    for k in range(donors.counts[N_DONORS]):
         donor = donors.server[k]
-        if donors.visited[donor] == visit:
+        urgency = donors.urgency[donor]
+        if best.value >= enough * urgency:
+            # The others are no more urgent.
+            break
+        weight = links.far / (urgency * factor(variant, donor, receiver))
+        if donors.bound[donor] <= best.value * weight or donors.visited[donor] == visit:
             continue
-        weight = links.far / factor(variant, donor, receiver)
-        if donors.bound[donor] <= best.value * weight:
-            continue
-        best, most = _best_of(
-            board.free,
-            board.first_free[fleet.rank[donor]],
-            segments.document,
-            segments.whole,
-            rules,
-            nothing_held,
-            donor,
-            donors.need[donor],
-            room_pairs,
-            weight,
-            best,
-            failed,
-        )
-        if len(failed) == 0:
+        best, most = _best_of(market, rules, donor, room_pairs, weight, best, n_failed, 0)
+        if n_failed == 0:
             donors.bound[donor] = most
     return best
 
 
 @compiled_leaf
 def _best_of(
-    free: Int64Array,
-    first: int,
-    document_of: Int64Array,
-    whole_of: np.ndarray[tuple[int], np.dtype[np.bool_]],
+    market: Market,
     rules: CutRules,
-    held: Int64Array,
     donor: int,
-    need: float,
     room_pairs: float,
     weight: float,
     best: Candidate,
-    failed: Int64Array,
+    n_failed: int,
+    n_held: int,
 ) -> tuple[Candidate, float]:
     """The better of ``best`` and the donor's best chunk; and a bound on the pairs per byte of all
     its chunks, for a receiver that has none of its keys.
 
     Args:
-        first: head of the donor's free parts.
-        held: ``[n, 2]`` documents, and up to where the receiver has their keys.
         weight: cost of a byte.
+        n_failed, n_held: how many of ``market.failed`` and ``market.held`` count.
     """
+    donors, segments, free = market.donors, market.segments, market.board.free
+    donors.visited[donor] = donors.counts[N_VISITS]
+    need = donors.need[donor]
     most = 0.0
     # No chunk of at most these pairs is better, wherever it lies.
     ideal = math.sqrt(min(room_pairs, need)) * rules.ideal
-    part = first
+    part = market.board.first_free[market.fleet.rank[donor]]
     while part >= 0:
         # No chunk that ends at `high` carries more pairs per byte than `bound`; parts further
         # down the list end earlier.
         low, high = free[part, BEGIN], free[part, END]
         bound = min(high * rules.peak, ideal)
         resident = 0
-        if len(held):
+        if n_held > 0:
             if high / rules.q_bytes <= best.value * weight:
                 break
-            document = document_of[free[part, SEGMENT]]
-            for h in range(len(held)):
-                if held[h, DOCUMENT] == document:
-                    resident = held[h, KEYS_END]
+            document = segments.document[free[part, SEGMENT]]
+            for h in range(n_held):
+                if market.held[h, DOCUMENT] == document:
+                    resident = market.held[h, KEYS_END]
             if resident > 0:
                 bound = high / rules.q_bytes
         if bound <= best.value * weight:
             most = max(most, bound)
-            if not len(held):
+            if n_held == 0:
                 break
-        elif not _contains(failed, part):
-            whole = low == 0 and whole_of[free[part, SEGMENT]]
+        elif not _contains(market.failed, n_failed, part):
+            whole = low == 0 and segments.whole[free[part, SEGMENT]]
             value, end = _value(rules, low, high, whole, resident, room_pairs, need)
             most = max(most, value)
             if value > best.value * weight:
@@ -200,76 +235,45 @@ def _best_of(
 
 
 @compiled_leaf
-def _contains(values: Int64Array, wanted: int) -> bool:
+def _contains(values: Int64Array, n_values: int, wanted: int) -> bool:
     found = False
-    for value in values:
-        found |= value == wanted
+    for k in range(n_values):
+        found |= values[k] == wanted
     return found
 
 
-@compiled_inner
-def _special(
-    segments: Segments,
-    fleet: Fleet,
-    links: Links,
-    donors: Donors,
-    held: Int64Array,
-    receiver: int,
-) -> Int64Array:
-    """The donors on the receiver's machine, and those that are home of a part of a document whose
-    keys it has; some of them twice."""
-    host = links.server_host[receiver]
-    first, last = donors.host_first[host], donors.host_first[host + 1]
-    n = last - first if last - first > 1 else 0
-    for h in range(len(held)):
-        i = np.searchsorted(segments.document, held[h, DOCUMENT])
-        while i < len(segments.document) and segments.document[i] == held[h, DOCUMENT]:
+@compiled_leaf
+def _first_segment(segments: Segments, document: int) -> int:
+    """The first segment of ``document``, or where it would be."""
+    low, high = 0, len(segments.document)
+    while low < high:
+        middle = (low + high) // 2
+        if segments.document[middle] < document:
+            low = middle + 1
+        else:
+            high = middle
+    return low
+
+
+@compiled_leaf
+def _list_held(market: Market, server: int) -> int:
+    """Fills ``market.held`` for ``server``; returns how many documents there are."""
+    board, held, rank = market.board, market.held, market.fleet.rank[server]
+    n = 0
+    if rank >= 0:
+        for k in range(board.own_first[rank], board.own_first[rank + 1]):
+            held[n, DOCUMENT], held[n, KEYS_END] = board.own[k, DOCUMENT], board.own[k, KEYS_END]
             n += 1
-            i += 1
-    found = np.empty(n, dtype=np.int64)
-    n = 0
-    if last - first > 1:
-        for k in range(first, last):
-            if donors.need[donors.of_host[k]] > 0.0:
-                found[n] = donors.of_host[k]
-                n += 1
-    for h in range(len(held)):
-        i = np.searchsorted(segments.document, held[h, DOCUMENT])
-        while i < len(segments.document) and segments.document[i] == held[h, DOCUMENT]:
-            server = fleet.server_of_rank[segments.rank[i]]
-            if server >= 0 and donors.need[server] > 0.0:
-                found[n] = server
-                n += 1
-            i += 1
-    return found[:n]
-
-
-@compiled_inner
-def _held(board: Board, rank: int, server: int) -> Int64Array:
-    """``[n, 2]`` the documents whose keys a server has beyond those whole on its rank, and up to
-    where."""
-    n = 0
-    i = board.first_held[server]
-    while i >= 0:
-        n += 1
-        i = board.held[i, NEXT_HELD]
-    first = board.own_first[rank] if rank >= 0 else 0
-    last = board.own_first[rank + 1] if rank >= 0 else 0
-    found = np.empty((n + last - first, 2), dtype=np.int64)
-    n = 0
-    for k in range(first, last):
-        found[n, DOCUMENT], found[n, KEYS_END] = board.own[k, DOCUMENT], board.own[k, KEYS_END]
-        n += 1
     i = board.first_held[server]
     while i >= 0:
         document, end = board.held[i, DOCUMENT], board.held[i, KEYS_END]
         for k in range(n):
-            if found[k, DOCUMENT] == document:
-                end = max(end, found[k, KEYS_END])
-        found[n, DOCUMENT], found[n, KEYS_END] = document, end
+            if held[k, DOCUMENT] == document:
+                end = max(end, held[k, KEYS_END])
+        held[n, DOCUMENT], held[n, KEYS_END] = document, end
         n += 1
         i = board.held[i, NEXT_HELD]
-    return found
+    return n
 
 
 @compiled_leaf

@@ -110,7 +110,7 @@ def with_alignment(rules: CutRules, level_pairs: float, longest: int) -> CutRule
     )
 
 
-@compiled_inner
+@compiled_leaf
 def with_shorter_chunks(rules: CutRules) -> CutRules:
     """The rules with chunks as short as rests; or, where they are already, both half as short."""
     chunk, rest = rules.min_rest_tokens, rules.min_rest_tokens

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import numpy as np
 
+from control_plane.planner.chunk import CutRules
 from control_plane.planner.compiled import compiled_inner, compiled_leaf
 from control_plane.planner.fleet import Fleet
 from control_plane.planner.links import Links
@@ -13,26 +15,37 @@ from core_attention.arrays import Float64Array, Int64Array
 
 N_DONORS, N_VISITS = 0, 1
 
+URGENCY = 1.0
+"""How much more a chunk of the donor with the most to give counts than one of a donor with next to
+nothing; in between it falls with the square of what there was to give."""
+
 
 class Donors(NamedTuple):
     """Who is above its cap, by how much.
 
     Attributes:
-        server: ``[n_servers]`` the donors, most query-key pairs to give first.
+        server: ``[n_servers]`` the donors, those that had the most to give first.
         need: ``[n_servers]`` query-key pairs that a server should give; 0 for all but donors.
+        urgency: ``[n_servers]`` factor on the value of a donor's chunks, by what it had to give at
+            first; 0 for those who were no donors yet. Wide rooms go to those who need many: in
+            narrow ones they would repeat their many keys most often, and the busiest rank is one
+            of them. Others lose little in narrow rooms.
         bound: ``[n_servers]`` most pairs per byte that a donor can still give: rooms and needs
             only shrink, so what was found once bounds what will be found later.
         visited: ``[n_servers]`` the last search that looked at a server.
         host_first, of_host: the servers of each host: ``of_host[host_first[h]:host_first[h + 1]]``.
+        most: ``[1]`` query-key pairs that the first of the first donors had to give.
         counts: ``[2]`` the number of donors, and of searches.
     """
 
     server: Int64Array
     need: Float64Array
+    urgency: Float64Array
     bound: Float64Array
     visited: Int64Array
     host_first: Int64Array
     of_host: Int64Array
+    most: Float64Array
     counts: Int64Array
 
 
@@ -52,10 +65,12 @@ def no_donors(links: Links) -> Donors:
     return Donors(
         np.empty(n_servers, dtype=np.int64),
         np.zeros(n_servers),
+        np.zeros(n_servers),
         np.empty(n_servers),
         np.zeros(n_servers, dtype=np.int64),
         host_first,
         of_host,
+        np.zeros(1),
         np.zeros(2, dtype=np.int64),
     )
 
@@ -64,6 +79,7 @@ def no_donors(links: Links) -> Donors:
 def gather_donors(
     donors: Donors,
     fleet: Fleet,
+    rules: CutRules,
     load: Float64Array,
     cap: Float64Array,
     slack: float,
@@ -72,38 +88,61 @@ def gather_donors(
 ) -> None:
     """Finds the in-place servers more than ``slack`` seconds above their cap; only one in
     ``every`` of them counts."""
-    n = passed = 0
+    n = 0
+    first = donors.most[0] == 0.0
     for server in range(len(load)):
         donors.need[server] = 0.0
-        donors.bound[server] = np.inf
         if load[server] > cap[server] + slack and fleet.rank[server] >= 0:
-            passed += 1
-            if passed % every:
-                continue
             need = (load[server] - cap[server]) / pair_rate[server]
             donors.need[server] = need
-            at = n
-            while at > 0 and donors.need[donors.server[at - 1]] < need:
-                donors.server[at] = donors.server[at - 1]
-                at -= 1
-            donors.server[at] = server
+            donors.bound[server] = math.sqrt(need) * rules.ideal
+            donors.server[n] = server
             n += 1
+            if first:
+                donors.most[0] = max(donors.most[0], need)
+    for k in range(n):
+        server = donors.server[k]
+        if donors.urgency[server] == 0.0:
+            share = min(donors.need[server] / donors.most[0], 1.0)
+            donors.urgency[server] = 1.0 + URGENCY * share * share
+        at = k
+        while at > 0 and donors.urgency[donors.server[at - 1]] < donors.urgency[server]:
+            donors.server[at] = donors.server[at - 1]
+            at -= 1
+        donors.server[at] = server
+    if every > 1:
+        n = _sample(donors, n, every)
     donors.counts[N_DONORS] = n
 
 
 @compiled_leaf
-def has_given(donors: Donors, server: int, need: float) -> None:
-    """Puts a donor that gave a chunk at its new place; 0 or less: it is none any more."""
+def _sample(donors: Donors, n: int, every: int) -> int:
+    """Leaves one in ``every`` of the ``n`` donors, of those with much and with little to give
+    alike; returns how many."""
+    kept = 0
+    for k in range(n):
+        server = donors.server[k]
+        if k % every == every // 2:
+            donors.server[kept] = server
+            kept += 1
+        else:
+            donors.need[server] = 0.0
+    return kept
+
+
+@compiled_leaf
+def has_given(donors: Donors, rules: CutRules, server: int, need: float) -> None:
+    """Notes what a donor that gave a chunk should still give; 0 or less: it is none any more."""
     need = max(need, 0.0)
-    n = donors.counts[N_DONORS]
     donors.need[server] = need
+    donors.bound[server] = min(donors.bound[server], math.sqrt(need) * rules.ideal)
+    if need > 0.0:
+        return
+    last = donors.counts[N_DONORS] - 1
+    donors.counts[N_DONORS] = last
     at = 0
     while donors.server[at] != server:
         at += 1
-    while at + 1 < n and donors.need[donors.server[at + 1]] > need:
+    while at < last:
         donors.server[at] = donors.server[at + 1]
         at += 1
-    donors.server[at] = server
-    if need == 0.0:
-        # All others have something left, so it came last.
-        donors.counts[N_DONORS] = n - 1

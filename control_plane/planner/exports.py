@@ -9,7 +9,7 @@ take anything any more, chunks may be shorter, or the cap rises a little for all
 
 from __future__ import annotations
 
-import numpy as np
+import math
 
 from control_plane.planner.board import (
     BEGIN,
@@ -25,13 +25,21 @@ from control_plane.planner.board import (
     remove_free,
     resident_end,
 )
-from control_plane.planner.candidates import Candidate, Variant, factor, find_best
+from control_plane.planner.candidates import (
+    ATTEMPTS,
+    Candidate,
+    Market,
+    Variant,
+    factor,
+    find_best,
+    open_market,
+)
 from control_plane.planner.chunk import CutRules, with_shorter_chunks
-from control_plane.planner.compiled import BoolArray, compiled_inner, compiled_leaf
-from control_plane.planner.costs import pace_seconds
-from control_plane.planner.donors import N_DONORS, Donors, gather_donors, has_given, no_donors
+from control_plane.planner.compiled import compiled_inner, compiled_leaf
+from control_plane.planner.costs import Pace, pace_seconds
+from control_plane.planner.donors import N_DONORS, gather_donors, has_given
 from control_plane.planner.fit import Offer, fit_best
-from control_plane.planner.fleet import Fleet, pace_of
+from control_plane.planner.fleet import Fleet
 from control_plane.planner.level import Work
 from control_plane.planner.links import Links, link_cost
 from control_plane.planner.rooms import Rooms, no_rooms, pop_room, push_room
@@ -45,8 +53,6 @@ PATIENCE = 8e-3
 """By how much of it the cap rises before chunks of which kernels are slow are cut instead."""
 MOST_FAILURES = 8
 """Receivers in a row that can take nothing, the ones with the most room, before the cap rises."""
-ATTEMPTS = 6
-"""Parts that a receiver tries: the estimate that ranks them does not see every rule of cuts."""
 SHRINKS = 5
 """How often a chunk that breaks a memory or byte limit is halved before it is given up."""
 
@@ -75,20 +81,37 @@ def export_surplus(
     Returns:
         By how many seconds the cap was raised; infinity if work is left that nobody can take.
     """
-    load, receives, pair_rate = board.load, work.receives, work.pair_rate
-    first_cap = cap.max()
+    market = open_market(board, segments, fleet, limits, links, cap, work, variant)
+    return _move_surplus(
+        market, rules, no_rooms(len(cap)), cap.max(), 4.0 * board.load.max(), every
+    )
+
+
+@compiled_leaf
+def _move_surplus(
+    market: Market,
+    rules: CutRules,
+    rooms: Rooms,
+    first_cap: float,
+    most_raised: float,
+    every: int,
+) -> float:
+    """The same, with all arrays that it needs.
+
+    Args:
+        first_cap: the largest cap.
+        most_raised: by how many seconds it may rise.
+    """
+    board, cap, donors = market.board, market.cap, market.donors
     slack, step = SLACK * first_cap, CAP_STEP * first_cap
-    raised, most_raised = 0.0, 4.0 * load.max()
+    raised = 0.0
     failures = 0
-    donors = no_donors(links)
-    gather_donors(donors, fleet, load, cap, slack, pair_rate, every)
-    rooms = no_rooms(len(cap))
-    _fill_rooms(rooms, load, cap, receives, slack, variant, every)
+    _look_around(market, rules, rooms, slack, every)
     while donors.counts[N_DONORS] > 0:
         if every > 1 and rooms.size[0] == 0:
             return 0.0
         if board.used[CHUNKS] >= len(board.chunks) or raised > most_raised:
-            return np.inf
+            return math.inf
         if rooms.size[0] == 0 or failures == MOST_FAILURES:
             if rules.min_tokens > rules.min_rest_tokens or (
                 raised >= PATIENCE * first_cap and rules.min_tokens > rules.shortest_tokens
@@ -97,114 +120,72 @@ def export_surplus(
             else:
                 rise = max(step, 0.25 * raised)
                 raised += rise
-                cap[cap > 0.0] += rise
+                for server in range(len(cap)):
+                    if cap[server] > 0.0:
+                        cap[server] += rise
             failures = 0
-            gather_donors(donors, fleet, load, cap, slack, pair_rate, every)
-            _fill_rooms(rooms, load, cap, receives, slack, variant, every)
+            _look_around(market, rules, rooms, slack, every)
             continue
         receiver = pop_room(rooms)
-        donor = _serve(
-            board, segments, fleet, rules, limits, links, cap, pair_rate, variant, donors, receiver
-        )
+        donor = _serve(market, rules, receiver)
         failures = 0 if donor >= 0 else failures + 1
         if donor < 0:
             continue
-        over = load[donor] - cap[donor]
-        has_given(donors, donor, over / pair_rate[donor] if over > slack else 0.0)
+        over = board.load[donor] - cap[donor]
+        has_given(donors, rules, donor, over / market.pair_rate[donor] if over > slack else 0.0)
         for server in (receiver, donor):
-            room = cap[server] - load[server]
-            if receives[server] and room > slack:
-                push_room(rooms, server, room * factor(variant, server, len(cap)))
+            _offer_room(market, rooms, slack, server)
     return raised
 
 
-@compiled_inner
-def _fill_rooms(
-    rooms: Rooms,
-    load: Float64Array,
-    cap: Float64Array,
-    receives: BoolArray,
-    slack: float,
-    variant: Variant,
-    every: int,
-) -> None:
-    """Puts the servers (one ``every`` so many) that can take more than ``slack`` seconds on the
-    heap."""
+@compiled_leaf
+def _look_around(market: Market, rules: CutRules, rooms: Rooms, slack: float, every: int) -> None:
+    """Finds the donors, and puts the servers that can take more than ``slack`` seconds on the heap;
+    of both only one in ``every``."""
+    load, cap = market.board.load, market.cap
+    gather_donors(market.donors, market.fleet, rules, load, cap, slack, market.pair_rate, every)
     rooms.size[0] = 0
     for server in range(0, len(cap), every):
-        room = cap[server] - load[server]
-        if receives[server] and room > slack:
-            push_room(rooms, server, room * factor(variant, server, len(cap)))
+        _offer_room(market, rooms, slack, server)
 
 
-@compiled_inner
-def _serve(
-    board: Board,
-    segments: Segments,
-    fleet: Fleet,
-    rules: CutRules,
-    limits: Limits,
-    links: Links,
-    cap: Float64Array,
-    pair_rate: Float64Array,
-    variant: Variant,
-    donors: Donors,
-    receiver: int,
-) -> int:
+@compiled_leaf
+def _offer_room(market: Market, rooms: Rooms, slack: float, server: int) -> None:
+    """Puts a server on the heap if it can take more than ``slack`` seconds."""
+    room = market.cap[server] - market.board.load[server]
+    if market.receives[server] and room > slack:
+        push_room(rooms, server, room * factor(market.variant, server, len(market.cap)))
+
+
+@compiled_leaf
+def _serve(market: Market, rules: CutRules, receiver: int) -> int:
     """Gives ``receiver`` the best chunk of all; returns its donor, -1 if there is none that the
     receiver can take."""
-    failed = np.full(ATTEMPTS, -1, dtype=np.int64)
-    room = cap[receiver] - board.load[receiver]
+    load, cap = market.board.load, market.cap
+    room = cap[receiver] - load[receiver]
     for attempt in range(ATTEMPTS):
-        best = find_best(
-            board,
-            segments,
-            fleet,
-            rules,
-            links,
-            donors,
-            variant,
-            receiver,
-            room / pair_rate[receiver],
-            failed[:attempt],
-        )
+        best = find_best(market, rules, receiver, room / market.pair_rate[receiver], attempt)
         if best.part < 0:
             return -1
-        surplus = board.load[best.donor] - cap[best.donor]
-        if _take(
-            board,
-            segments,
-            fleet,
-            rules,
-            limits,
-            links,
-            best,
-            receiver,
-            surplus,
-            room,
-            variant.n_shifts,
-        ):
+        surplus = load[best.donor] - cap[best.donor]
+        if _take(market, rules, best, receiver, surplus, room):
             return best.donor
-        failed[attempt] = best.part
+        market.failed[attempt] = best.part
     return -1
 
 
 @compiled_leaf
 def _take(
-    board: Board,
-    segments: Segments,
-    fleet: Fleet,
+    market: Market,
     rules: CutRules,
-    limits: Limits,
-    links: Links,
     best: Candidate,
     receiver: int,
     surplus: float,
     room: float,
-    n_shifts: int,
 ) -> bool:
     """Cuts the best chunk out of its free part, by true seconds; False if no chunk there keeps all
-    limits."""
+    limits and relieves the donor."""
+    board, segments, fleet = market.board, market.segments, market.fleet
     part, donor, at_end = best.part, best.donor, best.at_end
     segment = board.free[part, SEGMENT]
     low, high = board.free[part, BEGIN], board.free[part, END]
@@ -212,24 +193,30 @@ def _take(
     resident = resident_end(board, fleet, segments.document[segment], receiver)
     whole = segments.whole[segment] and high - low == segments.end[segment]
     shortest = min(rules.min_tokens, high - low) if whole else rules.min_tokens
-    gives, takes = pace_of(fleet, donor, rules.phase), pace_of(fleet, receiver, rules.phase)
+    # Made here, because a function that returned them would count references that nobody gives up.
+    gives = Pace(fleet.tables, fleet.profile[donor], rules.phase, fleet.speed[donor])
+    takes = Pace(fleet.tables, fleet.profile[receiver], rules.phase, fleet.speed[receiver])
     seconds = pace_seconds(gives, low, high)
     for _ in range(SHRINKS):
         offer = Offer(low, high, seconds, shortest, surplus, room, resident)
-        begin, end = fit_best(rules, gives, takes, offer, at_end, n_shifts)
+        begin, end = fit_best(rules, gives, takes, offer, at_end, market.variant.n_shifts)
         if end <= begin:
             return False
-        if affordable(segments, fleet, limits, segment, begin, end, receiver, resident):
+        before, after = pace_seconds(gives, low, begin), pace_seconds(gives, end, high)
+        if before + after >= seconds:
+            # What is left would run so slowly that the donor has no less to do.
+            return False
+        if affordable(segments, fleet, market.limits, segment, begin, end, receiver, resident):
             remove_free(board, rank, part)
-            board.load[donor] -= seconds
+            board.load[donor] += before + after - seconds
             if begin > low:
                 add_free(board, rank, segment, low, begin)
-                board.load[donor] += pace_seconds(gives, low, begin)
             if end < high:
                 add_free(board, rank, segment, end, high)
-                board.load[donor] += pace_seconds(gives, end, high)
-            link = link_cost(links, rank, receiver)
-            add_chunk(board, segments, fleet, rules, limits, segment, begin, end, receiver, link)
+            link = link_cost(market.links, rank, receiver)
+            add_chunk(
+                board, segments, fleet, rules, market.limits, segment, begin, end, receiver, link
+            )
             return True
         room *= 0.5
         at_end = max(low + 0.7 * (at_end - low), float(low + rules.min_tokens))

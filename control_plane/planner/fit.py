@@ -45,7 +45,9 @@ def fit_best(
     rules: CutRules, donor: Pace, receiver: Pace, offer: Offer, at_end: float, n_shifts: int
 ) -> tuple[int, int]:
     """The chunk of :func:`_fit` with the most useful seconds per byte, for ends near ``at_end``;
-    empty if none relieves the donor."""
+    empty if none fits."""
+    if n_shifts == 0:
+        return _fit(rules, donor, receiver, offer, at_end)
     best_begin, best_end_at, best_value = 0, 0, 0.0
     for shift in range(-n_shifts, n_shifts + 1):
         begin, end = _fit(rules, donor, receiver, offer, at_end + shift * rules.alignment)

@@ -87,5 +87,5 @@ def build_fleet(servers: Sequence[PlanningServer], n_ranks: int) -> Fleet:
 
 @compiled_inner
 def pace_of(fleet: Fleet, server: int, phase: int) -> Pace:
-    """How fast ``server`` runs ``phase``."""
+    """How fast ``server`` runs ``phase``. Not for compiled leaves: it returns arrays."""
     return Pace(fleet.tables, fleet.profile[server], phase, float(fleet.speed[server]))

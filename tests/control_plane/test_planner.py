@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -270,6 +273,20 @@ def test_documents_that_span_ranks_use_the_keys_that_are_there() -> None:
     plan = plan_of(manifest, in_place(3), tolerance=0.5)
     assert plan.forward_forecast is not None
     assert plan.forward_forecast.predicted_imbalance <= 1.52
+
+
+@pytest.mark.parametrize("servers", [in_place(4), pool(4), in_place(2) + pool(2)])
+def test_planning_keeps_no_memory(servers: list[PlanningServer]) -> None:
+    # Compiled code counts references to its arrays by hand; one too many keeps the array for ever.
+    manifest = stream_manifest([TOKENS] + [1000] * 64, 4)
+    runtime: Any = importlib.import_module("numba.core.runtime.nrt")
+    runtime._nrt.memsys_enable_stats()
+    kept = []
+    for _ in range(3):
+        plan_of(manifest, servers)
+        stats = runtime.rtsys.get_allocation_stats()
+        kept.append(stats.mi_alloc - stats.mi_free)
+    assert kept[1] == kept[2]
 
 
 class TestMemory:
