@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -31,7 +31,7 @@ RECEIVES_AHEAD = 2
 """Receives posted ahead in each lane: one for the tick in flight, one for the next."""
 
 UNDISTURBED_QUANTILE = 0.25
-"""Of the times of equal ticks; see :class:`StepBusy`. Not the least one, which a single mismeasured
+"""Of the times of equal ticks. Not the least one, which a single mismeasured
 tick would decide."""
 
 REMEMBERED_PLANS = 4096
@@ -89,15 +89,21 @@ class StepBusy:
     work on the device.
 
     In place a call shares the GPU with the trainer: whenever one of its kernels ends, a matrix
-    product may take the device and hold up the next one for 20 ms, as long as whole calls last.
-    Ticks of different layers run the same tasks, so their times differ only by such disturbances,
-    and the lower quartile of the layers, as many times as there are layers, leaves them out.
+    product may take the device and hold up the next one for 20 ms, as long as a whole call lasts.
+    Ticks of different layers run the same tasks, so their times differ only by such disturbances:
+    see :func:`undisturbed_seconds`.
     """
 
     job_id: str
     step: int
     forward_seconds: tuple[float, ...]
     backward_seconds: tuple[float, ...]
+
+
+def undisturbed_seconds(ticks: Sequence[float]) -> float:
+    """The sum of the kernel seconds of ticks that run the same tasks, without disturbances: the
+    lower quartile in place of each."""
+    return len(ticks) * float(np.quantile(ticks, UNDISTURBED_QUANTILE))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -295,9 +301,7 @@ class ServedStep:
         seconds = {phase: [0.0] * self.job.n_nano_batches for phase in Phase}
         with self._lock:
             for (nano_batch, phase, _), ticks in self._busy.items():
-                seconds[phase][nano_batch] += len(ticks) * float(
-                    np.quantile(ticks, UNDISTURBED_QUANTILE)
-                )
+                seconds[phase][nano_batch] += undisturbed_seconds(ticks)
         return StepBusy(
             job_id=self.job.job_id,
             step=self.step,

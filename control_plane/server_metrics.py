@@ -30,7 +30,9 @@ class ServerMetrics:
             "How often a server of this id has joined since the control plane's start.",
         )
         self._busy_seconds = series.counter(
-            "server_busy_seconds_total", "Kernel seconds in the steps reported.", "phase"
+            "server_busy_seconds_total",
+            "Kernel seconds in the steps reported, without waits for other work on the device.",
+            "phase",
         )
         self._predicted_seconds = series.counter(
             "server_predicted_seconds_total",

@@ -44,6 +44,14 @@ def test_batches_fill_all_ranks_and_differ_by_seed(batch: Batch) -> None:
     assert other.lengths.tolist() != batch.lengths.tolist()
 
 
+def test_stretched_documents_are_longer_and_fill_all_ranks(batch: Batch) -> None:
+    stretched = draw_batch(2, RANKS, 2 * TOKENS, "pretrain", stretch=2)
+    for lengths, drawn in zip(stretched.ranks, batch.ranks, strict=True):
+        assert lengths.tolist() == (2 * drawn).tolist()
+    with pytest.raises(ValueError, match="multiple of stretch"):
+        draw_batch(2, RANKS, TOKENS + 1, "pretrain", stretch=2)
+
+
 @pytest.mark.parametrize("layout", [batches.packed, batches.zigzag])
 def test_layouts_hold_every_token_once(batch: Batch, layout: object) -> None:
     assert callable(layout)

@@ -25,6 +25,9 @@ from trainer_client.checkpointing import Recomputed, keep_result, kept_result
 
 IMPLEMENTATION = "benchmark"
 
+FORWARD, BACKWARD = "attention forward", "attention backward"
+"""What is timed."""
+
 Grads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
@@ -48,6 +51,45 @@ class Attention(Protocol):
         """dq, dk and dv."""
 
 
+class _TimedKernel:
+    """Calls of a kernel with one set of tensors, timed.
+
+    Args:
+        kernel: runs the tasks.
+        watch: times the calls.
+    """
+
+    def __init__(self, kernel: Kernel, watch: Stopwatch) -> None:
+        self._kernel, self._watch = kernel, watch
+
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tasks: TaskBatch
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """o, like q, and lse, ``[rows, heads]`` in float32."""
+        o, lse = torch.empty_like(q), q.new_empty(q.shape[:2], dtype=torch.float32)
+        with self._watch.timed(FORWARD):
+            self._kernel.forward([ForwardPart(q, k, v, o, lse, tasks)], q.shape[-1] ** -0.5)
+        return o, lse
+
+    def backward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        do: torch.Tensor,
+        lse: torch.Tensor,
+        delta: torch.Tensor,
+        tasks: TaskBatch,
+    ) -> Grads:
+        """dq, like q, and dk and dv in float32."""
+        dq = torch.empty_like(q)
+        dk, dv = (torch.zeros_like(x, dtype=torch.float32) for x in (k, v))
+        part = BackwardPart(q, k, v, do, lse, delta, dq, dk, dv, tasks)
+        with self._watch.timed(BACKWARD):
+            self._kernel.backward([part], q.shape[-1] ** -0.5)
+        return dq, dk, dv
+
+
 class WholeDocuments:
     """Documents that lie whole on this rank: one plain library call a layer.
 
@@ -61,7 +103,7 @@ class WholeDocuments:
     def __init__(
         self, kernel: Kernel, manifest: RankManifest, device: torch.device, watch: Stopwatch
     ) -> None:
-        self._kernel, self._watch = kernel, watch
+        self._kernel, self._watch = _TimedKernel(kernel, watch), watch
         lengths = np.array([segment.length for segment in manifest.nano_batches[0]])
         begin = exclusive_cumsum(lengths)
         self._tasks = TaskBatch(begin, begin + lengths, begin, begin + lengths, begin)
@@ -81,16 +123,13 @@ class WholeDocuments:
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See :class:`Attention`."""
-        scale = q.shape[-1] ** -0.5
-        with self._watch.timed("attention forward"):
-            if self._library is not None:
-                o, lse, *_ = self._library._flash_attn_fwd(
-                    q, k, v, softmax_scale=scale, return_lse=True, **self._call
-                )
-                return o, lse
-            o, lse = torch.empty_like(q), q.new_empty(q.shape[:2], dtype=torch.float32)
-            self._kernel.forward([ForwardPart(q, k, v, o, lse, self._tasks)], scale)
-            return o, lse
+        if self._library is None:
+            return self._kernel.forward(q, k, v, self._tasks)
+        with self._watch.timed(FORWARD):
+            o, lse, *_ = self._library._flash_attn_fwd(
+                q, k, v, softmax_scale=q.shape[-1] ** -0.5, return_lse=True, **self._call
+            )
+        return o, lse
 
     def backward(
         self,
@@ -102,19 +141,14 @@ class WholeDocuments:
         do: torch.Tensor,
     ) -> Grads:
         """See :class:`Attention`."""
-        scale = q.shape[-1] ** -0.5
-        with self._watch.timed("attention backward"):
-            if self._library is not None:
-                dq, dk, dv, *_ = self._library._flash_attn_bwd(
-                    q, k, v, o, do, lse, softmax_scale=scale, **self._call
-                )
-                return dq, dk, dv
-            dq = torch.empty_like(q)
-            dk, dv = (torch.zeros_like(x, dtype=torch.float32) for x in (k, v))
-            delta = row_dots(do, o)
-            part = BackwardPart(q, k, v, do, lse, delta, dq, dk, dv, self._tasks)
-            self._kernel.backward([part], scale)
+        if self._library is None:
+            dq, dk, dv = self._kernel.backward(q, k, v, do, lse, row_dots(do, o), self._tasks)
             return dq, dk.to(q.dtype), dv.to(q.dtype)
+        with self._watch.timed(BACKWARD):
+            dq, dk, dv, *_ = self._library._flash_attn_bwd(
+                q, k, v, o, do, lse, softmax_scale=q.shape[-1] ** -0.5, **self._call
+            )
+        return dq, dk, dv
 
 
 class GatheredKeys:
@@ -143,7 +177,7 @@ class GatheredKeys:
         group: dist.ProcessGroup,
         n_groups: int = 2,
     ) -> None:
-        self._kernel, self._watch, self._n_groups = kernel, watch, n_groups
+        self._kernel, self._watch, self._n_groups = _TimedKernel(kernel, watch), watch, n_groups
         self._group = group
         held = [manifest.nano_batches[0] for manifest in manifests]
         lengths = {s.document_id: s.document_length for segments in held for s in segments}
@@ -188,15 +222,9 @@ class GatheredKeys:
             if group + 1 < self._n_groups:
                 pending = self._gather(k, v, group + 1)
             heads = self._heads(q, group)
-            part_q = q[:, heads].contiguous()
-            part_o = torch.empty_like(part_q)
-            part_lse = part_q.new_empty(part_q.shape[:2], dtype=torch.float32)
-            with self._watch.timed("attention forward"):
-                self._kernel.forward(
-                    [ForwardPart(part_q, keys, values, part_o, part_lse, self._tasks)],
-                    q.shape[-1] ** -0.5,
-                )
-            o[:, heads], lse[:, heads] = part_o, part_lse
+            o[:, heads], lse[:, heads] = self._kernel.forward(
+                q[:, heads].contiguous(), keys, values, self._tasks
+            )
         return o, lse
 
     def backward(
@@ -219,22 +247,12 @@ class GatheredKeys:
             if group + 1 < self._n_groups:
                 pending = self._gather(k, v, group + 1)
             heads = self._heads(q, group)
-            part = BackwardPart(
-                q=q[:, heads].contiguous(),
-                k=keys,
-                v=values,
-                do=do[:, heads].contiguous(),
-                lse=lse[:, heads].contiguous(),
-                delta=delta[:, heads].contiguous(),
-                dq=q.new_empty(q[:, heads].shape),
-                dk=torch.zeros_like(keys, dtype=torch.float32),
-                dv=torch.zeros_like(values, dtype=torch.float32),
-                tasks=self._tasks,
+            rows = (tensor[:, heads].contiguous() for tensor in (q, do, lse, delta))
+            part_q, part_do, part_lse, part_delta = rows
+            dq[:, heads], part_dk, part_dv = self._kernel.backward(
+                part_q, keys, values, part_do, part_lse, part_delta, self._tasks
             )
-            with self._watch.timed("attention backward"):
-                self._kernel.backward([part], q.shape[-1] ** -0.5)
-            dq[:, heads] = part.dq
-            reducing.append((group, *self._reduce(part.dk, part.dv, q.dtype)))
+            reducing.append((group, *self._reduce(part_dk, part_dv, q.dtype)))
         for group, work, _, own in reducing:
             with self._watch.timed("wait"):
                 work.wait()
