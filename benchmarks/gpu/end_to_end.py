@@ -153,7 +153,8 @@ def run_way(name: str, plan: Plan, settings: RankSettings) -> dict[str, Any]:
             if settings.rank == 0:
                 print(
                     f"{name} step {step}: {result.seconds:.3f} s, loss {result.loss:.5f}, "
-                    f"imbalance {result.imbalance:.3f}",
+                    f"imbalance {result.imbalance:.3f}, attention by rank, s: "
+                    + " ".join(f"{seconds:.3f}" for seconds in result.attention_seconds),
                     flush=True,
                 )
             if step >= plan.warm_ups:
