@@ -39,11 +39,14 @@ class Variant(NamedTuple):
         spread: the factors lie within ``1 - spread`` to ``1 + spread``; 0 for the plain plan.
         n_shifts: cuts to try on either side of each that the geometry proposes; they matter where
             documents are few steps of the grid of cuts long.
+        urgency: how much more a chunk of the donor with the most to give counts than one of a donor
+            with next to nothing.
     """
 
     seed: int
     spread: float
     n_shifts: int
+    urgency: float
 
 
 @compiled_leaf

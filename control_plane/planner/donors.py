@@ -15,10 +15,6 @@ from core_attention.arrays import Float64Array, Int64Array
 
 N_DONORS, N_VISITS = 0, 1
 
-URGENCY = 1.0
-"""How much more a chunk of the donor with the most to give counts than one of a donor with next to
-nothing; in between it falls with the square of what there was to give."""
-
 
 class Donors(NamedTuple):
     """Who is above its cap, by how much.
@@ -26,10 +22,10 @@ class Donors(NamedTuple):
     Attributes:
         server: ``[n_servers]`` the donors, those that had the most to give first.
         need: ``[n_servers]`` query-key pairs that a server should give; 0 for all but donors.
-        urgency: ``[n_servers]`` factor on the value of a donor's chunks, by what it had to give at
-            first; 0 for those who were no donors yet. Wide rooms go to those who need many: in
-            narrow ones they would repeat their many keys most often, and the busiest rank is one
-            of them. Others lose little in narrow rooms.
+        urgency: ``[n_servers]`` factor on the value of a donor's chunks, falling with the square of
+            what it had to give at first; 0 for those who were no donors yet. Wide rooms go to those
+            who need many: in narrow ones they would repeat their many keys most often, and the
+            busiest rank is one of them. Others lose little in narrow rooms.
         bound: ``[n_servers]`` most pairs per byte that a donor can still give: rooms and needs
             only shrink, so what was found once bounds what will be found later.
         visited: ``[n_servers]`` the last search that looked at a server.
@@ -84,10 +80,12 @@ def gather_donors(
     cap: Float64Array,
     slack: float,
     pair_rate: Float64Array,
+    urgency: float,
     every: int,
 ) -> None:
     """Finds the in-place servers more than ``slack`` seconds above their cap; only one in
-    ``every`` of them counts."""
+    ``every`` of them counts. Chunks of the one with the most to give count ``1 + urgency`` times
+    as much as those of one with next to nothing."""
     n = 0
     first = donors.most[0] == 0.0
     for server in range(len(load)):
@@ -104,7 +102,7 @@ def gather_donors(
         server = donors.server[k]
         if donors.urgency[server] == 0.0:
             share = min(donors.need[server] / donors.most[0], 1.0)
-            donors.urgency[server] = 1.0 + URGENCY * share * share
+            donors.urgency[server] = 1.0 + urgency * share * share
         at = k
         while at > 0 and donors.urgency[donors.server[at - 1]] < donors.urgency[server]:
             donors.server[at] = donors.server[at - 1]

@@ -143,7 +143,17 @@ def _look_around(market: Market, rules: CutRules, rooms: Rooms, slack: float, ev
     """Finds the donors, and puts the servers that can take more than ``slack`` seconds on the heap;
     of both only one in ``every``."""
     load, cap = market.board.load, market.cap
-    gather_donors(market.donors, market.fleet, rules, load, cap, slack, market.pair_rate, every)
+    gather_donors(
+        market.donors,
+        market.fleet,
+        rules,
+        load,
+        cap,
+        slack,
+        market.pair_rate,
+        market.variant.urgency,
+        every,
+    )
     rooms.size[0] = 0
     for server in range(0, len(cap), every):
         _offer_room(market, rooms, slack, server)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
 from control_plane.planner.board import (
@@ -19,31 +21,41 @@ from control_plane.planner.compiled import BoolArray, compiled_inner
 from control_plane.planner.fleet import Fleet
 from control_plane.planner.level import Work
 from control_plane.planner.sorting import sorted_by
-from core_attention.arrays import Float64Array, Int64Array
+from core_attention.arrays import Int64Array
 
 CHUNKS_PER_SERVER = 8
 """Room for chunks; a plan has one or two a server, more only where the tolerance is 0."""
 
 
+class Opening(NamedTuple):
+    """What every board of one phase begins with.
+
+    Attributes:
+        first_free, free: as in ``Board``: the segments of all who may come to give.
+        runs: ``[n_segments]`` the server at home, -1 for a homeless segment.
+        own_first, own: as in ``Board``.
+    """
+
+    first_free: Int64Array
+    free: Int64Array
+    runs: Int64Array
+    own_first: Int64Array
+    own: Int64Array
+
+
 @compiled_inner
-def open_board(
-    segments: Segments,
-    n_ranks: int,
-    fleet: Fleet,
-    work: Work,
-    cap: Float64Array,
-    everyone: bool,
-) -> Board:
-    """The board before any export: free parts of servers above the cap (of ``everyone`` where
-    memory may force exports), shared documents of all."""
+def prepare_opening(
+    segments: Segments, n_ranks: int, fleet: Fleet, work: Work, lowest_cap: float, everyone: bool
+) -> Opening:
+    """Free parts of servers above ``lowest_cap`` seconds (of ``everyone`` where memory may force
+    exports), shared documents of all."""
     n, n_servers = len(segments.begin), len(fleet.rank)
-    load, homeless = work.load.copy(), work.is_homeless
-    room = CHUNKS_PER_SERVER * n_servers + 4 * len(work.homeless) + 256
+    homeless = work.is_homeless
     first_free = np.full(n_ranks, -1, dtype=np.int64)
     donates = np.zeros(n_ranks, dtype=np.bool_)
     own_count = np.zeros(n_ranks + 1, dtype=np.int64)
     for s in range(n_servers):
-        if fleet.rank[s] >= 0 and (everyone or load[s] > cap[s]):
+        if fleet.rank[s] >= 0 and (everyone or work.load[s] > lowest_cap):
             donates[fleet.rank[s]] = True
     given, runs = np.empty(n, dtype=np.int64), np.full(n, -1, dtype=np.int64)
     n_given = 0
@@ -57,7 +69,7 @@ def open_board(
     own = np.full((own_first[n_ranks], 2), -1, dtype=np.int64)
     if len(own):
         _list_own(segments, homeless, own_first, own)
-    free = np.empty((n_given + 2 * room, 4), dtype=np.int64)
+    free = np.empty((n_given, 4), dtype=np.int64)
     # Earliest ends first, so that each one goes to the head of its list.
     order = sorted_by(given[:n_given], segments.end)
     for part in range(n_given):
@@ -66,16 +78,26 @@ def open_board(
         free[part, BEGIN], free[part, END] = segments.begin[i], segments.end[i]
         free[part, NEXT] = first_free[segments.rank[i]]
         first_free[segments.rank[i]] = part
+    return Opening(first_free, free, runs, own_first, own)
+
+
+@compiled_inner
+def open_board(opening: Opening, work: Work) -> Board:
+    """The board before any export."""
+    n_servers, n_given = len(work.load), len(opening.free)
+    room = CHUNKS_PER_SERVER * n_servers + 4 * len(work.homeless) + 256
+    free = np.empty((n_given + 2 * room, 4), dtype=np.int64)
+    free[:n_given] = opening.free
     return Board(
-        load,
-        first_free,
+        work.load.copy(),
+        opening.first_free.copy(),
         free,
         np.empty((room, 4), dtype=np.int64),
         np.full(n_servers, -1, dtype=np.int64),
         np.empty((room, 3), dtype=np.int64),
-        own_first,
-        own,
-        runs,
+        opening.own_first,
+        opening.own,
+        opening.runs.copy(),
         np.array([n_given, 0, 0, n_given, 0]),
         np.zeros(2),
     )

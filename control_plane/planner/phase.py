@@ -23,7 +23,12 @@ from control_plane.planner.fleet import Fleet
 from control_plane.planner.level import Work, expected_growth, weigh
 from control_plane.planner.links import Links
 from control_plane.planner.memory import relieve_memory
-from control_plane.planner.opening import limits_after_home_work, open_board
+from control_plane.planner.opening import (
+    Opening,
+    limits_after_home_work,
+    open_board,
+    prepare_opening,
+)
 from control_plane.planner.placement import place_homeless
 from control_plane.planner.tasks import Tasks, collect_tasks
 from core_attention.arrays import Float64Array
@@ -32,6 +37,10 @@ CORRECTIONS = 2
 """How often the level is corrected for the rates of the pieces."""
 MOST_SHIFTS = 2
 """Shifts of each cut that are tried for small fleets, which are planned several times anyway."""
+LARGEST_CORRECTION = 0.1
+"""By which share the level may fall below an estimate before it is looked up anew who may give."""
+URGENCIES = (1.0, 2.0, 4.0, 0.0)
+"""How much more chunks of the donor with the most to give count; large fleets use the first."""
 LARGEST_DRIFT = 1e-2
 SMALL_FLEET_DRIFT = 5e-3
 """Relative error of the level that is left uncorrected: time counts more for large fleets."""
@@ -103,28 +112,49 @@ def plan_phase(
     setting = Setting(segments, home_seconds, fleet, rules, limits, links, tolerance)
     work = weigh(segments, home_seconds, fleet, rules.phase)
     n_shifts = MOST_SHIFTS if n_variants > 1 else 0
-    plain = Variant(0, 0.0, n_shifts)
+    plain = Variant(0, 0.0, n_shifts, URGENCIES[0])
     scale = expected_growth(work, fleet, rules)
+    lowest = scale * (1.0 - LARGEST_CORRECTION)
+    opening = _opening(setting, work, lowest)
     if len(fleet.rank) >= 4 * SAMPLED_SERVERS and len(work.homeless) == 0:
         every = len(fleet.rank) // SAMPLED_SERVERS
-        scale = _attempt(setting, work, scale, plain, every)[1].work_ratio
-    board, outcome = _attempt(setting, work, scale, plain, 1)
+        scale = _attempt(setting, work, opening, scale, plain, every)[1].work_ratio
     largest_drift = SMALL_FLEET_DRIFT if n_variants > 1 else LARGEST_DRIFT
-    for _ in range(CORRECTIONS):
+    corrections = 0
+    while True:
+        if scale < lowest:
+            lowest = scale * (1.0 - LARGEST_CORRECTION)
+            opening = _opening(setting, work, lowest)
+        board, outcome = _attempt(setting, work, opening, scale, plain, 1)
         # Pieces run at other rates than whole documents, so cutting changes the mean load.
-        if _is_final(outcome) or abs(outcome.work_ratio / outcome.scale - 1.0) < largest_drift:
+        drift = abs(outcome.work_ratio / scale - 1.0)
+        if corrections == CORRECTIONS or drift < largest_drift or _is_final(outcome):
             break
-        board, outcome = _attempt(setting, work, outcome.work_ratio, plain, 1)
-    scale = outcome.scale
+        corrections += 1
+        scale = outcome.work_ratio
     donors = work.load.max() > work.level * scale * (1.0 + tolerance)
     for seed in range(1, n_variants):
         if _is_final(outcome) or not donors:
             break
-        variant = Variant(seed, 0.05 * (1 + seed % 6), seed % (n_shifts + 1))
-        other_board, other = _attempt(setting, work, scale, variant, 1)
+        variant = Variant(
+            seed,
+            0.05 * (1 + seed % 6),
+            seed % (n_shifts + 1),
+            URGENCIES[seed % len(URGENCIES)],
+        )
+        other_board, other = _attempt(setting, work, opening, scale, variant, 1)
         if other.stuck_server < 0 and _better(other, outcome):
             board, outcome = other_board, other
     return collect_tasks(board, segments, fleet), outcome
+
+
+@compiled_inner
+def _opening(setting: Setting, work: Work, scale: float) -> Opening:
+    """The opening for levels of ``scale`` and higher."""
+    segments, _, fleet, _, limits, _, tolerance = setting
+    lowest_cap = work.level * scale * (1.0 + tolerance)
+    n_ranks = len(fleet.server_of_rank)
+    return prepare_opening(segments, n_ranks, fleet, work, lowest_cap, limits.active)
 
 
 @compiled_inner
@@ -151,7 +181,12 @@ def _miss(outcome: Outcome) -> float:
 
 @compiled_inner
 def _attempt(
-    setting: Setting, work: Work, scale: float, variant: Variant, every: int
+    setting: Setting,
+    work: Work,
+    opening: Opening,
+    scale: float,
+    variant: Variant,
+    every: int,
 ) -> tuple[Board, Outcome]:
     """One plan, for a level ``scale`` times as high as if pieces ran like whole documents.
 
@@ -165,7 +200,7 @@ def _attempt(
     rules = with_alignment(rules, level / work.pair_rate.min(), segments.end.max())
     cap = np.full(n_servers, level * (1.0 + tolerance))
     cap[fleet.speed == 0.0] = 0.0
-    board = open_board(segments, len(fleet.server_of_rank), fleet, work, cap, limits.active)
+    board = open_board(opening, work)
     limits = limits_after_home_work(segments, fleet, board, limits, work.is_homeless)
     first_cap = cap.max()
     stuck, stuck_end, stuck_server = -1, 0, -1
