@@ -52,7 +52,7 @@ from tests import random_planner
 run(ControlPlaneSettings(listen_address={listen!r}, metrics_address="127.0.0.1:0",
     address_file=Path({address_file!r}), state_dir=Path({state_dir!r}),
     coordinator=CoordinatorSettings(lease_seconds={lease_seconds!r})),
-    planners={{**PLANNERS, "random": random_planner.plan}})
+    planners={{**PLANNERS, "random": random_planner.plan, "steady": random_planner.steady_plan}})
 """
 
 

@@ -24,7 +24,30 @@ def plan(
     epoch: int = 0,
 ) -> Plan:
     """Cuts every segment at random places, and gives every piece to a random server."""
-    rng = np.random.default_rng([manifest.step, int(manifest.document_length.sum())])
+    return _plan(manifest, servers, shape, epoch, seed=manifest.step)
+
+
+def steady_plan(
+    manifest: Manifest,
+    servers: Sequence[PlanningServer],
+    shape: AttentionShape,
+    options: PlanningOptions,
+    *,
+    epoch: int = 0,
+) -> Plan:
+    """As :func:`plan`, the same for the same documents in every step."""
+    return _plan(manifest, servers, shape, epoch, seed=0)
+
+
+def _plan(
+    manifest: Manifest,
+    servers: Sequence[PlanningServer],
+    shape: AttentionShape,
+    epoch: int,
+    *,
+    seed: int,
+) -> Plan:
+    rng = np.random.default_rng([seed, int(manifest.document_length.sum())])
     tables = {phase: _random_tasks(manifest, len(servers), rng) for phase in Phase}
     forecasts = {phase: forecast(manifest, tables[phase], servers, shape, phase) for phase in Phase}
     return Plan(

@@ -65,20 +65,23 @@ def test_equal_steps_give_equal_bits_forward(team: Team) -> None:
             assert rows["o"].equal(other.rows[key]["o"]), f"o of {key} differs"
 
 
-def test_a_steady_state_allocates_no_device_memory(team: Team) -> None:
+def test_a_steady_state_allocates_no_device_memory(gpu_pool: Cluster) -> None:
     """Neither message buffers, nor the caching allocator that everything else comes from."""
     manifests = spanning(2, 1500)
-    for _ in range(4):
-        team.run(manifests)
+    with Team(
+        gpu_pool, 2, SHAPE, n_layers=2, placement="pool", planner="steady", device=DEVICE
+    ) as team:
 
-    def allocations() -> list[int]:
-        pools = [session._pool.stats().allocations for session in team.sessions]
-        return [*pools, torch.cuda.memory_stats(DEVICE)["num_device_alloc"]]
+        def allocations() -> list[int]:
+            pools = [session._pool.stats().allocations for session in team.sessions]
+            return [*pools, torch.cuda.memory_stats(DEVICE)["num_device_alloc"]]
 
-    before = allocations()
-    for _ in range(4):
-        team.run(manifests)
-    assert allocations() == before
+        for _ in range(4):
+            team.run(manifests)
+        before = allocations()
+        for _ in range(4):
+            team.run(manifests)
+        assert allocations() == before
 
 
 @pytest.mark.parametrize("phase", list(Phase))
