@@ -8,10 +8,12 @@ runs. Whoever holds more at home must give the rest away, S in total; a server w
 can take C - H (it may take more by giving up its own, which only adds to what must move).
 
 A server that receives x pairs of one document, up to key e, gets at least the q rows that hold the
-most pairs, those just below e: ``w_q (e - sqrt(e^2 - 2 x)) + w_kv e`` bytes, least at the e of
-``control_plane.planner.chunk`` or at the end of the longest document. Spread over several documents
-x costs no less than ``g(x) = x min_{y <= x} c(y) / y``, which is concave with g(0) = 0. So a sum of
-g over servers is least when the widest rooms are filled and the others stay empty.
+most pairs, those just below e: ``c(x) = w_q (e - sqrt(e^2 - 2 x)) + w_kv e`` bytes, least at the e
+of ``control_plane.planner.chunk``, where c grows with the square root of x, until that e is the end
+of the longest document. From there on c is convex, so above its tangent in that point. Let g be c
+up to there and the tangent after it: nowhere above c, and concave with g(0) = 0. So x pairs spread
+over several documents cost no less than g(x), and a sum of g over servers is least when the widest
+rooms are filled and the others stay empty.
 
 For one rank's rows the same holds with room C on every server.
 """
@@ -47,9 +49,12 @@ class LeastBytes:
         # Rows [a, b) hold ((b + 1/2)^2 - (a + 1/2)^2) / 2 pairs.
         last = longest + 0.5
         self._pairs = np.linspace(0.0, last * last / 2, GRID + 1)[1:]
-        end = np.minimum(np.sqrt(2 * self._pairs / (1 - kappa * kappa)), last)
-        rows = end - np.sqrt(np.maximum(end * end - 2 * self._pairs, 0.0))
+        bend = (1 - kappa * kappa) * last * last / 2
+        below = np.minimum(self._pairs, bend)
+        end = np.sqrt(2 * below / (1 - kappa * kappa))
+        rows = end - np.sqrt(end * end - 2 * below)
         moved = w_q * rows + w_kv * (end - 0.5)
+        moved += w_q / (kappa * last) * (self._pairs - below)
         self._per_pair = np.minimum.accumulate(moved / self._pairs)
 
     def __call__(self, pairs: float) -> float:

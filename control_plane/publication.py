@@ -100,7 +100,7 @@ def publish_step(
     by_server = {
         server.server_id: encoder.event(piece)
         for server, piece in zip(plan.servers, slicer.server_slices(), strict=True)
-        if piece is not None and server.in_place_rank is None
+        if piece is not None
     }
     plan_bytes = sum(event.ByteSize() for event in (*by_rank.values(), *by_server.values()))
     return Publication(record=record, by_rank=by_rank, by_server=by_server, plan_bytes=plan_bytes)

@@ -64,11 +64,16 @@ class PlanSlicer:
             yield self._slice(chosen)
 
     def server_slices(self) -> Iterator[plan_pb2.Plan | None]:
-        """The slice of every server, in the plan's order; None for one without a task."""
-        tables = (self._plan.forward, self._plan.backward)
-        servers, documents = [t.server for t in tables], [t.document for t in tables]
-        for chosen in self._grouped(servers, documents, len(self._servers)):
-            yield self._slice(chosen) if len(chosen) else None
+        """The slice of every pool server, in the plan's order; None for a server without a task,
+        and for an in-place one, whose tasks are in its rank's slice."""
+        pool = np.array([s.in_place_rank is None for s in self._plan.servers], dtype=np.bool_)
+        servers, documents = [], []
+        for table in (self._plan.forward, self._plan.backward):
+            chosen = pool[table.server]
+            servers.append(table.server[chosen])
+            documents.append(table.document[chosen])
+        for group in self._grouped(servers, documents, len(self._servers)):
+            yield self._slice(group) if len(group) else None
 
     def _grouped(
         self, members: list[Int64Array], documents: list[Int64Array], n_members: int

@@ -40,7 +40,7 @@ class Variant(NamedTuple):
         n_shifts: cuts to try on either side of each that the geometry proposes; they matter where
             documents are few steps of the grid of cuts long.
         urgency: how much more a chunk of the donor with the most to give counts than one of a donor
-            with next to nothing.
+            with next to nothing, if it needs many receivers.
     """
 
     seed: int

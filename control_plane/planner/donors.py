@@ -14,6 +14,11 @@ from control_plane.planner.links import Links
 from core_attention.arrays import Float64Array, Int64Array
 
 N_DONORS, N_VISITS = 0, 1
+MOST, STRENGTH = 0, 1
+
+FEW_RECEIVERS, MANY_RECEIVERS = 2.0, 4.0
+"""Urgency grows from nothing to all between the two: surplus of the largest donor, in caps. Who
+needs no more than a few receivers finds them anyway."""
 
 
 class Donors(NamedTuple):
@@ -30,7 +35,8 @@ class Donors(NamedTuple):
             only shrink, so what was found once bounds what will be found later.
         visited: ``[n_servers]`` the last search that looked at a server.
         host_first, of_host: the servers of each host: ``of_host[host_first[h]:host_first[h + 1]]``.
-        most: ``[1]`` query-key pairs that the first of the first donors had to give.
+        first: ``[2]`` of the first donors: the most query-key pairs that one had to give, and how
+            much more its chunks count than those of one with next to nothing.
         counts: ``[2]`` the number of donors, and of searches.
     """
 
@@ -41,7 +47,7 @@ class Donors(NamedTuple):
     visited: Int64Array
     host_first: Int64Array
     of_host: Int64Array
-    most: Float64Array
+    first: Float64Array
     counts: Int64Array
 
 
@@ -66,7 +72,7 @@ def no_donors(links: Links) -> Donors:
         np.zeros(n_servers, dtype=np.int64),
         host_first,
         of_host,
-        np.zeros(1),
+        np.zeros(2),
         np.zeros(2, dtype=np.int64),
     )
 
@@ -84,10 +90,9 @@ def gather_donors(
     every: int,
 ) -> None:
     """Finds the in-place servers more than ``slack`` seconds above their cap; only one in
-    ``every`` of them counts. Chunks of the one with the most to give count ``1 + urgency`` times
-    as much as those of one with next to nothing."""
+    ``every`` of them counts. ``urgency``: of :class:`~control_plane.planner.candidates.Variant`."""
     n = 0
-    first = donors.most[0] == 0.0
+    most = most_caps = 0.0
     for server in range(len(load)):
         donors.need[server] = 0.0
         if load[server] > cap[server] + slack and fleet.rank[server] >= 0:
@@ -96,13 +101,17 @@ def gather_donors(
             donors.bound[server] = math.sqrt(need) * rules.ideal
             donors.server[n] = server
             n += 1
-            if first:
-                donors.most[0] = max(donors.most[0], need)
+            most = max(most, need)
+            most_caps = max(most_caps, (load[server] - cap[server]) / cap[server])
+    if donors.first[MOST] == 0.0:
+        many = (most_caps - FEW_RECEIVERS) / (MANY_RECEIVERS - FEW_RECEIVERS)
+        donors.first[MOST] = most
+        donors.first[STRENGTH] = urgency * min(max(many, 0.0), 1.0)
     for k in range(n):
         server = donors.server[k]
         if donors.urgency[server] == 0.0:
-            share = min(donors.need[server] / donors.most[0], 1.0)
-            donors.urgency[server] = 1.0 + urgency * share * share
+            share = min(donors.need[server] / donors.first[MOST], 1.0)
+            donors.urgency[server] = 1.0 + donors.first[STRENGTH] * share * share
         at = k
         while at > 0 and donors.urgency[donors.server[at - 1]] < donors.urgency[server]:
             donors.server[at] = donors.server[at - 1]
