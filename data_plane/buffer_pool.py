@@ -152,6 +152,15 @@ class PooledBuffer:
             self._block = self._tensor = None
         self._pool._tell_freed()
 
+    def release_when(self, ready: Callable[[], bool]) -> None:
+        """:meth:`release` as soon as ``ready()`` is True: for kernels that are launched and still
+        read the bytes. The pool asks whenever somebody wants a buffer; whoever waits for one of a
+        limited pool is not told."""
+        if ready():
+            self.release()
+        else:
+            self._pool._release_later(self, ready)
+
 
 class BufferPool:
     """Hands out buffers of any size from blocks by size class. Thread-safe.
@@ -179,6 +188,7 @@ class BufferPool:
         self._idle_bytes = 0
         self._allocations = 0
         self._on_free: Callable[[], None] | None = None
+        self._leaving: list[tuple[Callable[[], bool], PooledBuffer]] = []
 
     def on_free(self, callback: Callable[[], None]) -> None:
         """Has ``callback`` called whenever a buffer has come back, on the thread that released it;
@@ -198,6 +208,7 @@ class BufferPool:
             ValueError: ``nbytes`` is negative.
         """
         block_bytes = size_class_bytes(nbytes)
+        self._release_those_ready()
         with self._lock:
             block = self._take_idle(block_bytes)
             if block is not None:
@@ -249,6 +260,7 @@ class BufferPool:
 
     def stats(self) -> PoolStats:
         """Returns the memory held now."""
+        self._release_those_ready()
         with self._lock:
             return PoolStats(
                 in_use_bytes=self._in_use_bytes,
@@ -263,6 +275,21 @@ class BufferPool:
                 self._made[block_bytes] -= len(blocks)
             self._idle.clear()
             self._idle_bytes = 0
+
+    def _release_later(self, buffer: PooledBuffer, ready: Callable[[], bool]) -> None:
+        with self._lock:
+            self._leaving.append((ready, buffer))
+
+    def _release_those_ready(self) -> None:
+        if not self._leaving:
+            return
+        with self._lock:
+            leaving, self._leaving = self._leaving, []
+        # Outside the lock: a release takes it.
+        waiting = [(ready, buffer) for ready, buffer in leaving if not _released(buffer, ready)]
+        if waiting:
+            with self._lock:
+                self._leaving += waiting
 
     def _count_new(self, block_bytes: int) -> None:
         """A block is about to be made, for use. Needs the lock."""
@@ -353,3 +380,10 @@ class BufferPool:
         self._idle[block_bytes].append(block)
         self._in_use_bytes -= block_bytes
         self._idle_bytes += block_bytes
+
+
+def _released(buffer: PooledBuffer, ready: Callable[[], bool]) -> bool:
+    if not ready():
+        return False
+    buffer.release()
+    return True

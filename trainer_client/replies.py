@@ -226,8 +226,16 @@ class _RemoteAwaited:
             return
 
     def take_in(self, outputs: Tensors, gradients: Tensors) -> None:
-        assert self._buffer is not None
-        self.exchange.rows.unpack(self._buffer.tensor, outputs, gradients)
+        buffer, self._buffer = self._buffer, None
+        assert buffer is not None
+        self.exchange.rows.unpack(buffer.tensor, outputs, gradients)
+        unpacked = record_event(buffer.tensor.device)
+        if unpacked is None:
+            buffer.release()
+        else:
+            # The kernel waits for what the trainer has launched before. Meanwhile the in-place
+            # server, which takes from the same pool, must not receive into the memory.
+            buffer.release_when(unpacked.query)
         self.let_go()
 
     def let_go(self) -> None:

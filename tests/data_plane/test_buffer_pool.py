@@ -212,3 +212,22 @@ def test_a_device_that_is_full_takes_the_rest_back() -> None:
     assert (pool.stats().in_use_bytes, pool.stats().idle_bytes) == (0, 4096)
     pool.reserve("us", {"forward": [4096]})
     assert pool.stats().idle_bytes == 4096
+
+
+def test_memory_that_is_still_read_is_nobody_elses() -> None:
+    pool = BufferPool()
+    is_read = [False]
+    buffer = pool.acquire(1000)
+    block = buffer.block
+    buffer.release_when(lambda: is_read[0])
+    assert pool.stats().in_use_bytes == 1024
+    assert pool.acquire(1000).block.data_ptr() != block.data_ptr()
+    is_read[0] = True
+    assert pool.acquire(1000).block.data_ptr() == block.data_ptr()
+    assert pool.stats().allocations == 2
+
+
+def test_memory_that_was_read_before_is_free_at_once() -> None:
+    pool = BufferPool()
+    pool.acquire(1000).release_when(lambda: True)
+    assert pool.stats().idle_bytes == 1024

@@ -1,0 +1,54 @@
+"""What becomes of a reply's memory once its rows are taken in."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from data_plane.buffer_pool import BufferPool
+from trainer_client import replies
+
+
+class Rows:
+    """Unpacks nothing, as a kernel that is launched and has not run."""
+
+    def unpack(self, message: Any, outputs: Any, gradients: Any) -> None:
+        assert message.numel() == 1000
+
+
+class Event:
+    """A CUDA event that the test completes."""
+
+    done = False
+
+    def query(self) -> bool:
+        return self.done
+
+
+def take_in(pool: BufferPool) -> None:
+    exchange: Any = SimpleNamespace(rows=Rows())
+    tick: Any = None
+    examiner: Any = None
+    awaited = replies._RemoteAwaited(exchange, tick, {}, pool.acquire(1000), None, examiner)
+    awaited.take_in({}, {})
+
+
+def test_memory_of_a_reply_is_kept_until_the_device_has_read_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The in-place server, which takes from the same pool, would receive into it."""
+    event = Event()
+    monkeypatch.setattr(replies, "record_event", lambda device: event)
+    pool = BufferPool()
+    take_in(pool)
+    assert pool.stats().in_use_bytes == 1024
+    event.done = True
+    assert pool.stats().in_use_bytes == 0
+
+
+def test_a_cpu_has_read_it_at_once() -> None:
+    pool = BufferPool()
+    take_in(pool)
+    assert pool.stats().in_use_bytes == 0
