@@ -14,6 +14,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
@@ -308,6 +309,9 @@ class Executor:
         except Exception as error:
             # The kernel is foreign code and may raise anything; these ticks end, the node lives.
             logger.exception("kernel %s failed in %s", self.kernel.name, batch[0][0].tick)
+            # What was launched before it failed may still write to memory that is given back now.
+            with suppress(Exception):
+                self.kernel.synchronize()
             for tick in _distinct_ticks(batch):
                 self._guard(tick, partial(tick.give_up, error))
             return

@@ -240,6 +240,27 @@ def test_a_failed_tick_is_told_to_ranks_that_send_later() -> None:
     harness.executor.close()
 
 
+def test_memory_of_a_failed_tick_is_given_back_when_the_device_is_done() -> None:
+    """Parts that were launched before the one that failed still write to replies."""
+    held: list[int] = []
+    made: list[Harness] = []
+
+    class LaunchingKernel(FailingKernel):
+        def synchronize(self) -> None:
+            held.append(made[0].pool.stats().in_use_bytes)
+
+    made.append(Harness(LaunchingKernel()))
+    connection = made[0].connect(0)
+    made[0].add(0)
+    posted_ahead = made[0].pool.stats().in_use_bytes
+    connection.arrive(ticks_of(0)[0])
+    wait_for(lambda: connection.closed)
+    # Those posted ahead, the request and its reply.
+    assert held
+    assert held[0] > posted_ahead
+    made[0].executor.close()
+
+
 def test_a_step_that_one_rank_gives_up_holds_no_buffers(harness: Harness) -> None:
     first, second = harness.connect(0), harness.connect(1)
     harness.add(0)
