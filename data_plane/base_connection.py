@@ -156,7 +156,7 @@ class BaseConnection:
         """``put`` on the data or control channel."""
         transfer = self._new_transfer("put", tag, buffer, deadline_seconds, channel)
         if self._error is not None:
-            self._fail_unstarted(transfer)
+            self._fail_put(transfer, ready)
         else:
             self.worker.submit(lambda: self._start_put(transfer, ready))
         return transfer
@@ -228,12 +228,12 @@ class BaseConnection:
 
     def _start_put(self, transfer: PostedTransfer, ready: Callable[[], bool] | None) -> None:
         if self._error is not None:
-            self._fail_unstarted(transfer)
+            self._fail_put(transfer, ready)
             return
         if ready is not None and not ready():
             if time.monotonic() > transfer.deadline:
                 self._on_deadline(transfer)
-                self._fail_unstarted(transfer)
+                self._fail_put(transfer, ready)
             else:
                 self.worker.call_when(
                     lambda: ready() or self._gives_up(transfer),
@@ -243,6 +243,14 @@ class BaseConnection:
         self._send(transfer)
         if transfer.state is TransferState.PENDING:
             self._start_deadline(transfer)
+
+    def _fail_put(self, transfer: PostedTransfer, ready: Callable[[], bool] | None) -> None:
+        """Ends a put that was not sent. Whoever writes its bytes until ``ready()`` may do so to the
+        end: nobody else gets the memory before."""
+        if ready is not None and not ready():
+            buffer = transfer.buffer.retain()
+            self.worker.submit(lambda: self.worker.call_when(ready, buffer.release))
+        self._fail_unstarted(transfer)
 
     def _gives_up(self, transfer: PostedTransfer) -> bool:
         """Whether a put need not wait for its bytes any more."""

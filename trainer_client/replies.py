@@ -143,16 +143,17 @@ class Exchanger:
         connection = exchange.connection
         assert connection is not None
         request = self.pool.acquire(exchange.request.nbytes)
+        packed = None
         try:
             exchange.rows.pack(request.tensor, inputs)
             seal(request.tensor, exchange.request, tick.tag(reply=False))
+            packed = record_event(self.device)
             reply = self.pool.acquire(exchange.reply.nbytes)
             try:
                 transfer = None
                 if exchange.reply.nbytes:
                     transfer = connection.offer(tick.tag(reply=True), reply, self.deadline_seconds)
                     self._watch(connection, transfer)
-                packed = record_event(self.device)
                 sent = connection.put(
                     tick.tag(reply=False),
                     request,
@@ -164,7 +165,8 @@ class Exchanger:
                 reply.release()
                 raise ExchangeFailed(exchange.server_id, error) from error
         finally:
-            request.release()
+            # The kernel that packs it has only been launched.
+            request.release_when(packed.query if packed else _at_once)
         return _RemoteAwaited(exchange, tick, inputs, reply, transfer, self.examiner)
 
     def _watch(self, connection: Connection, transfer: Transfer) -> None:
@@ -230,12 +232,9 @@ class _RemoteAwaited:
         assert buffer is not None
         self.exchange.rows.unpack(buffer.tensor, outputs, gradients)
         unpacked = record_event(buffer.tensor.device)
-        if unpacked is None:
-            buffer.release()
-        else:
-            # The kernel waits for what the trainer has launched before. Meanwhile the in-place
-            # server, which takes from the same pool, must not receive into the memory.
-            buffer.release_when(unpacked.query)
+        # The kernel waits for what the trainer has launched before. Meanwhile the in-place server,
+        # which takes from the same pool, must not receive into the memory.
+        buffer.release_when(unpacked.query if unpacked else _at_once)
         self.let_go()
 
     def let_go(self) -> None:
@@ -287,3 +286,8 @@ class _LocalAwaited:
 
     def let_go(self) -> None:
         self._partial = {}
+
+
+def _at_once() -> bool:
+    """On a CPU everything is done when it returns."""
+    return True

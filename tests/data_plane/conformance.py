@@ -301,6 +301,25 @@ class TransportConformance:
         assert bool((other.tensor == 99).all())
         eventually(lambda: pair.pool.stats().idle_bytes > 0)
 
+    @pytest.mark.parametrize("closed_before", [True, False])
+    def test_failed_put_keeps_its_buffer_until_its_bytes_are_written(
+        self, pair: Pair, closed_before: bool
+    ) -> None:
+        """A kernel that is launched writes them, whatever becomes of the connection."""
+        written = threading.Event()
+        buffer = pair.filled(100_000)
+        if closed_before:
+            pair.at_client.close()
+        put = pair.at_client.put(1, buffer, WAIT_SECONDS, ready=written.is_set)
+        buffer.release()
+        pair.at_client.close()
+        with pytest.raises(TransportError):
+            put.wait(WAIT_SECONDS)
+        time.sleep(0.05)
+        assert pair.pool.stats().idle_bytes == 0
+        written.set()
+        eventually(lambda: pair.pool.stats().in_use_bytes == 0)
+
     def test_steady_state_allocates_nothing(self, pair: Pair) -> None:
         allocations = []
         for tag in range(20):
