@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 
@@ -12,3 +14,10 @@ def record_event(device: torch.device) -> torch.cuda.Event | None:
     event = torch.cuda.Event()
     event.record(torch.cuda.current_stream(device))
     return event
+
+
+def launched_work(device: torch.device) -> Callable[[], bool] | None:
+    """Tells whether everything launched so far on the current stream has run; None on a CPU, where
+    it has."""
+    event = record_event(device)
+    return None if event is None else event.query

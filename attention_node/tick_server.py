@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from attention_node.cuda_order import record_event
+from attention_node.cuda_order import launched_work, record_event
 from attention_node.executor import Executor
 from attention_node.hello import HelloRefusal, HelloRefused, check_hello, parse_hello
 from attention_node.memory_gate import MemoryGate
@@ -522,12 +522,11 @@ class TickServer:
         def send_reply() -> None:
             if messages.reply.nbytes:
                 seal(reply.tensor, messages.reply, tick.tag(reply=True))
-                written = record_event(self._executor.device)
                 transfer = connection.connection.put(
                     tick.tag(reply=True),
                     reply,
                     self._reply_deadline_seconds,
-                    ready=written.query if written else None,
+                    ready=launched_work(self._executor.device),
                 )
                 times = residence.times()
                 with self._lock:

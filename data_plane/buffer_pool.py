@@ -152,11 +152,11 @@ class PooledBuffer:
             self._block = self._tensor = None
         self._pool._tell_freed()
 
-    def release_when(self, ready: Callable[[], bool]) -> None:
-        """:meth:`release` as soon as ``ready()`` is True: for kernels that are launched and still
-        read the bytes. The pool asks whenever somebody wants a buffer; whoever waits for one of a
-        limited pool is not told."""
-        if ready():
+    def release_when(self, ready: Callable[[], bool] | None) -> None:
+        """:meth:`release` as soon as ``ready()`` is True, for kernels that are launched and still
+        use the bytes; None: now. The pool asks whenever somebody wants a buffer; whoever waits for
+        one of a limited pool is not told."""
+        if ready is None or ready():
             self.release()
         else:
             self._pool._release_later(self, ready)

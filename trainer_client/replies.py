@@ -12,7 +12,7 @@ from typing import Protocol
 
 import torch
 
-from attention_node.cuda_order import record_event
+from attention_node.cuda_order import launched_work
 from attention_node.open_tick import TickGivenUp
 from attention_node.residence import LocalReply
 from attention_node.served_job import JobDescription
@@ -147,7 +147,7 @@ class Exchanger:
         try:
             exchange.rows.pack(request.tensor, inputs)
             seal(request.tensor, exchange.request, tick.tag(reply=False))
-            packed = record_event(self.device)
+            packed = launched_work(self.device)
             reply = self.pool.acquire(exchange.reply.nbytes)
             try:
                 transfer = None
@@ -158,7 +158,7 @@ class Exchanger:
                     tick.tag(reply=False),
                     request,
                     self.deadline_seconds,
-                    ready=packed.query if packed else None,
+                    ready=packed,
                 )
                 self._watch(connection, sent)
             except TransportError as error:
@@ -166,7 +166,7 @@ class Exchanger:
                 raise ExchangeFailed(exchange.server_id, error) from error
         finally:
             # The kernel that packs it has only been launched.
-            request.release_when(packed.query if packed else _at_once)
+            request.release_when(packed)
         return _RemoteAwaited(exchange, tick, inputs, reply, transfer, self.examiner)
 
     def _watch(self, connection: Connection, transfer: Transfer) -> None:
@@ -231,10 +231,9 @@ class _RemoteAwaited:
         buffer, self._buffer = self._buffer, None
         assert buffer is not None
         self.exchange.rows.unpack(buffer.tensor, outputs, gradients)
-        unpacked = record_event(buffer.tensor.device)
         # The kernel waits for what the trainer has launched before. Meanwhile the in-place server,
         # which takes from the same pool, must not receive into the memory.
-        buffer.release_when(unpacked.query if unpacked else _at_once)
+        buffer.release_when(launched_work(buffer.tensor.device))
         self.let_go()
 
     def let_go(self) -> None:
@@ -286,8 +285,3 @@ class _LocalAwaited:
 
     def let_go(self) -> None:
         self._partial = {}
-
-
-def _at_once() -> bool:
-    """On a CPU everything is done when it returns."""
-    return True

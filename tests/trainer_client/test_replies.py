@@ -40,7 +40,7 @@ def test_memory_of_a_reply_is_kept_until_the_device_has_read_it(
 ) -> None:
     """The in-place server, which takes from the same pool, would receive into it."""
     event = Event()
-    monkeypatch.setattr(replies, "record_event", lambda device: event)
+    monkeypatch.setattr(replies, "launched_work", lambda device: event.query)
     pool = BufferPool()
     take_in(pool)
     assert pool.stats().in_use_bytes == 1024

@@ -16,7 +16,7 @@ from unittest import mock
 
 import torch
 
-from attention_node.cuda_order import record_event
+from attention_node.cuda_order import launched_work
 from core_attention.message_rows import MessageRows, Tensors, message_rows
 from data_plane.buffer_pool import BufferPool, PooledBuffer, device_allocator
 from data_plane.transport import Transfer
@@ -83,10 +83,10 @@ def one_byte_messages(device: torch.device) -> Iterator[None]:
         # What was packed stays here, and whatever is next received into this memory would be read
         # from it: float32 read as bfloat16 is now and then a NaN.
         make_up(buffer)
-        written = record_event(device)
+        written = launched_work(device)
         byte = pool.acquire(1)
         try:
-            return put(self, tag, byte, deadline_seconds, written.query if written else ready)
+            return put(self, tag, byte, deadline_seconds, written or ready)
         finally:
             byte.release()
 
