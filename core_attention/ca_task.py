@@ -97,19 +97,13 @@ class TaskTable:
         Args:
             same: ``[n_tasks - 1]`` whether a task has the document of the next.
         """
-        last = np.append(begin, len(self))[1:] - 1
-        if (
-            np.array_equal(self.q_begin[1:], self.q_end[:-1] * same)
-            and not self.q_begin[:1].any()
-            and (self.q_end > self.q_begin).all()
-            and np.array_equal(self.q_end[last], manifest.document_length)
-        ):
-            return
         expected = np.zeros_like(self.q_end)
-        expected[1:] = self.q_end[:-1]
-        expected[begin] = 0
+        np.multiply(self.q_end[:-1], same, out=expected[1:])
         wrong = (self.q_begin != expected) | (self.q_end <= self.q_begin)
+        last = np.append(begin, len(self))[1:] - 1
         wrong[last] |= self.q_end[last] != manifest.document_length
+        if not wrong.any():
+            return
         at = int(np.flatnonzero(wrong)[0])
         document = int(self.document[at])
         raise PlanError(
