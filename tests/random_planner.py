@@ -3,65 +3,55 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from control_plane.forecast import forecast
-from control_plane.planning import PlanningOptions, PlanningServer
+from control_plane.planning import Planner, PlanningOptions, PlanningServer
 from core_attention.ca_task import MaskKind, Phase, TaskTable
 from core_attention.manifest import Manifest
 from core_attention.plan import Plan
 from core_attention.shape import AttentionShape
 
 
-def plan(
-    manifest: Manifest,
-    servers: Sequence[PlanningServer],
-    shape: AttentionShape,
-    options: PlanningOptions,
-    *,
-    epoch: int = 0,
-) -> Plan:
+def _planner(seed_of: Callable[[Manifest], int]) -> Planner:
     """Cuts every segment at random places, and gives every piece to a random server."""
-    return _plan(manifest, servers, shape, epoch, seed=manifest.step)
+
+    def plan(
+        manifest: Manifest,
+        servers: Sequence[PlanningServer],
+        shape: AttentionShape,
+        options: PlanningOptions,
+        *,
+        epoch: int = 0,
+    ) -> Plan:
+        rng = np.random.default_rng([seed_of(manifest), int(manifest.document_length.sum())])
+        tables = {phase: _random_tasks(manifest, len(servers), rng) for phase in Phase}
+        forecasts = {
+            phase: forecast(manifest, tables[phase], servers, shape, phase) for phase in Phase
+        }
+        return Plan(
+            manifest=manifest,
+            epoch=epoch,
+            servers=tuple(server.server for server in servers),
+            forward=tables[Phase.FORWARD],
+            backward=tables[Phase.BACKWARD],
+            mask=MaskKind.CAUSAL,
+            planner="random",
+            reason="random pieces on random servers",
+            forward_forecast=forecasts[Phase.FORWARD],
+            backward_forecast=forecasts[Phase.BACKWARD],
+        )
+
+    return plan
 
 
-def steady_plan(
-    manifest: Manifest,
-    servers: Sequence[PlanningServer],
-    shape: AttentionShape,
-    options: PlanningOptions,
-    *,
-    epoch: int = 0,
-) -> Plan:
-    """As :func:`plan`, the same for the same documents in every step."""
-    return _plan(manifest, servers, shape, epoch, seed=0)
+plan = _planner(lambda manifest: manifest.step)
+"""Draws anew in every step."""
 
-
-def _plan(
-    manifest: Manifest,
-    servers: Sequence[PlanningServer],
-    shape: AttentionShape,
-    epoch: int,
-    *,
-    seed: int,
-) -> Plan:
-    rng = np.random.default_rng([seed, int(manifest.document_length.sum())])
-    tables = {phase: _random_tasks(manifest, len(servers), rng) for phase in Phase}
-    forecasts = {phase: forecast(manifest, tables[phase], servers, shape, phase) for phase in Phase}
-    return Plan(
-        manifest=manifest,
-        epoch=epoch,
-        servers=tuple(server.server for server in servers),
-        forward=tables[Phase.FORWARD],
-        backward=tables[Phase.BACKWARD],
-        mask=MaskKind.CAUSAL,
-        planner="random",
-        reason="random pieces on random servers",
-        forward_forecast=forecasts[Phase.FORWARD],
-        backward_forecast=forecasts[Phase.BACKWARD],
-    )
+steady_plan = _planner(lambda manifest: 0)
+"""Plans the same documents alike in every step."""
 
 
 def _random_tasks(manifest: Manifest, n_servers: int, rng: np.random.Generator) -> TaskTable:
