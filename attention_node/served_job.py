@@ -31,8 +31,7 @@ RECEIVES_AHEAD = 2
 """Receives posted ahead in each lane: one for the tick in flight, one for the next."""
 
 UNDISTURBED_QUANTILE = 0.25
-"""Of the times of equal ticks. Not the least one, which a single mismeasured
-tick would decide."""
+"""Of the times of equal ticks. Not the least one, which a single mismeasured tick would decide."""
 
 REMEMBERED_PLANS = 4096
 """Plans of a job that a server tells apart from ones that it has not seen. A control plane repeats

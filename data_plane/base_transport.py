@@ -153,7 +153,7 @@ class BaseTransport(Generic[ConnectionT, WorkerT]):
         )
 
 
-def check_hello(hello: bytes) -> None:
+def check_hello_length(hello: bytes) -> None:
     """Raises ValueError if ``hello`` is longer than a peer would accept."""
     if len(hello) > MAX_HELLO_BYTES:
         raise ValueError(f"hello has {len(hello)} bytes, MAX_HELLO_BYTES={MAX_HELLO_BYTES}")

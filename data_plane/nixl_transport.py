@@ -14,7 +14,7 @@ import time
 from typing import TYPE_CHECKING, ClassVar, Final
 
 from data_plane.addresses import connect_failed, local_ip, resolve
-from data_plane.base_transport import COMMAND_TIMEOUT_SECONDS, BaseTransport, check_hello
+from data_plane.base_transport import COMMAND_TIMEOUT_SECONDS, BaseTransport, check_hello_length
 from data_plane.greeting import (
     HEADER_BYTES,
     BadGreeting,
@@ -104,7 +104,7 @@ class NixlTransport(BaseTransport[NixlConnection, NixlWorker]):
         self, address: Address, hello: bytes, timeout_seconds: float
     ) -> tuple[Connection, bytes]:
         """See ``Transport.connect``."""
-        check_hello(hello)
+        check_hello_length(hello)
         self._require_open(str(address))
         deadline = time.monotonic() + timeout_seconds
         ip = resolve(address, timeout_seconds, TRANSPORT_NAME)
