@@ -74,6 +74,8 @@ class Plan:
         traced_batches: how many, the first ones.
         pool_nodes: attention nodes, on the GPUs behind those of the ranks.
         learning_rate: of AdamW.
+        memory_gib: of a device that PyTorch may hold, messages included; None: all of it. Within a
+            limit its cache frees idle blocks where it would otherwise ask for more memory.
     """
 
     model: ModelShape
@@ -91,6 +93,7 @@ class Plan:
     stretch: int = 1
     pool_nodes: int = 0
     learning_rate: float = 1e-4
+    memory_gib: float | None = None
 
     def drawn(self) -> list[Batch]:
         """All batches: first those to warm up on."""
@@ -228,6 +231,12 @@ def _peak_memory() -> dict[str, float]:
     }
 
 
+def _limit_memory(gib: float | None) -> None:
+    if gib is not None:
+        _, total = torch.cuda.mem_get_info()
+        torch.cuda.set_per_process_memory_fraction(min(gib * 2**30 / total, 1.0))
+
+
 def _traced_step(way: methods.Method, step: int, settings: RankSettings) -> dict[str, Any]:
     """A step under the profiler: where rank 0's time goes, and every rank's kernel seconds of core
     attention, which do not count what a kernel waits for the device."""
@@ -255,6 +264,7 @@ def run_rank(rank: int, plan: Plan, folder: Path) -> None:
     device = torch.device("cuda", rank) if on_gpu else torch.device("cpu")
     if on_gpu:
         torch.cuda.set_device(device)
+        _limit_memory(plan.memory_gib)
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
         init_method=f"file://{folder}/rendezvous",
@@ -431,6 +441,10 @@ def main(
     ] = 0,
     trace: Annotated[str, typer.Option(help="Ways to run once more under the profiler.")] = "",
     trace_batches: Annotated[int, typer.Option(min=1, help="Batches of which that is done.")] = 1,
+    memory_gib: Annotated[
+        float | None,
+        typer.Option(min=1, help="Device memory that PyTorch may hold; default: all of it."),
+    ] = None,
     json_path: Annotated[Path | None, typer.Option("--json")] = None,
 ) -> None:
     """Training steps with core attention spread in several ways."""
@@ -455,6 +469,7 @@ def main(
         traced=tuple(trace.split(",")),
         traced_batches=trace_batches,
         pool_nodes=pool_nodes,
+        memory_gib=memory_gib,
     )
     results = measure(plan)
     name = (
