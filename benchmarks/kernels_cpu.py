@@ -31,7 +31,7 @@ from core_attention.arrays import exclusive_cumsum
 from core_attention.ca_task import Phase, causal_qk_pairs
 from core_attention.kernels.cpu import CpuKernel
 from core_attention.kernels.protocol import BackwardPart, ForwardPart, TaskBatch
-from core_attention.profiling import QUICK_GRID, device_name, measure_profile, random_parts
+from core_attention.profiling import QUICK_GRIDS, device_name, measure_profile, random_parts
 from core_attention.shape import AttentionShape
 
 CPU = torch.device("cpu")
@@ -116,9 +116,9 @@ def profile(
     dtype: Dtype = "float32",
     repeats: Repeats = 3,
     batches: Annotated[int, typer.Option(min=1, help="Random batches.")] = 8,
-    budget_seconds: Annotated[
-        float, typer.Option(help="For the profile.")
-    ] = QUICK_GRID.budget_seconds,
+    budget_seconds: Annotated[float, typer.Option(help="For the profile.")] = QUICK_GRIDS[
+        "cpu"
+    ].budget_seconds,
     json_path: JsonPath = None,
 ) -> None:
     """Predicted against measured seconds over random fused batches."""
@@ -128,8 +128,8 @@ def profile(
         kernel,
         shape,
         CPU,
-        QUICK_GRID.q_tokens,
-        QUICK_GRID.kv_tokens,
+        QUICK_GRIDS["cpu"].q_tokens,
+        QUICK_GRIDS["cpu"].kv_tokens,
         budget_seconds=budget_seconds,
     )
     rng = np.random.default_rng(1)

@@ -35,15 +35,21 @@ PhaseSeconds = tuple[float, float]
 Progress = Callable[[int, int], None]
 """Called with (cells done, cells in all)."""
 
-FUSED_Q_ROWS = {"cpu": 256, "cuda": 16384}
+FUSED_Q_ROWS = {"cpu": 256, "cuda": 65536}
 """Query rows that a measured batch has at least, so that short tasks are timed as servers run
-them, many to a call; by device type."""
+them, many to a call; by device type. On a GPU the kernel must outlast the host's part of a call."""
 
 FUSED_KV_ROWS = {"cpu": 2**16, "cuda": 2**19}
 """Keys summed over the tasks of a measured batch, at most: bounds the memory of kernels that keep
 dK and dV of every task apart."""
 
-MAX_FUSED_TASKS = {"cpu": 16, "cuda": 64}
+MAX_FUSED_TASKS = {"cpu": 16, "cuda": 1024}
+
+CALLS_IN_A_ROW = {"cpu": 1, "cuda": 3}
+"""Calls that are timed together: on a GPU the host launches one while another still runs, as in a
+step. Calls that take LONG_SECONDS are timed alone, where this matters no more."""
+
+LONG_SECONDS = 0.005
 
 ANCHOR_PAIRS = 2**16
 """Query-key pairs of the document measured first: long enough to run at about the best rate, so
@@ -89,10 +95,18 @@ def _powers_of_two(end: int) -> tuple[int, ...]:
     return tuple(2**exponent for exponent in range(end.bit_length()))
 
 
-QUICK_GRID = ProfileGrid(
-    q_tokens=_powers_of_two(4096), kv_tokens=_powers_of_two(16384), budget_seconds=4.0
-)
-"""For a server that starts without a cached profile."""
+QUICK_GRIDS = {
+    "cpu": ProfileGrid(
+        q_tokens=_powers_of_two(4096), kv_tokens=_powers_of_two(16384), budget_seconds=4.0
+    ),
+    "cuda": ProfileGrid(
+        q_tokens=(1, 16, *_powers_of_two(16384)[6:]),
+        kv_tokens=(1, 16, *_powers_of_two(131072)[6:]),
+        budget_seconds=10.0,
+    ),
+}
+"""For a server that starts without a cached profile; by device type. A GPU computes whole tiles, so
+its shortest tasks differ little, and documents that fill its memory are worth the time."""
 
 FULL_GRID = ProfileGrid(
     q_tokens=_powers_of_two(32768), kv_tokens=_powers_of_two(2**19), budget_seconds=300.0
@@ -105,13 +119,17 @@ def load_or_measure(
     kernel: Kernel,
     shape: AttentionShape,
     device: torch.device,
-    grid: ProfileGrid = QUICK_GRID,
+    grid: ProfileGrid | None = None,
     progress: Progress | None = None,
 ) -> CostProfile:
     """The profile kept in ``directory`` for this device, kernel and shape, or a new one, kept.
 
     A kept file that cannot be used is measured again, with a warning.
+
+    Args:
+        grid: what to measure; by default the device's of :data:`QUICK_GRIDS`.
     """
+    grid = grid or QUICK_GRIDS[device.type]
     path = directory / profile_file_name(device_name(device), kernel.name, shape)
     if path.exists():
         try:
@@ -246,7 +264,10 @@ def _expected_seconds(
 ) -> float:
     """How long :func:`_measure` will take at least."""
     one_task = sum(_extrapolated(cell, measured))
-    return (1 + MIN_REPEATS) * _n_tasks(cell, device) * one_task
+    seconds = _n_tasks(cell, device) * one_task
+    return (
+        1 + MIN_REPEATS * (1 if seconds > LONG_SECONDS else CALLS_IN_A_ROW[device.type])
+    ) * seconds
 
 
 def _n_tasks(cell: Cell, device: torch.device) -> int:
@@ -262,20 +283,30 @@ def _measure(
     lengths = [(cell.q, cell.kv)] * _n_tasks(cell, device)
     forward, backward = random_parts(shape, lengths, device)
     scale = shape.head_dim**-0.5
-    forward_seconds = _median_seconds(kernel, lambda: kernel.forward([forward], scale))
-    backward_seconds = _median_seconds(kernel, lambda: kernel.backward([backward], scale))
+    in_a_row = CALLS_IN_A_ROW[device.type]
+    forward_seconds, backward_seconds = (
+        _median_seconds(kernel, call, in_a_row)
+        for call in (
+            lambda: kernel.forward([forward], scale),
+            lambda: kernel.backward([backward], scale),
+        )
+    )
     return forward_seconds / len(lengths), backward_seconds / len(lengths)
 
 
-def _median_seconds(kernel: Kernel, call: Callable[[], None]) -> float:
+def _median_seconds(kernel: Kernel, call: Callable[[], None], in_a_row: int) -> float:
+    """Seconds of one call, among ``in_a_row`` unless it takes LONG_SECONDS."""
     call()
     kernel.synchronize()
     times: list[float] = []
     while len(times) < MIN_REPEATS or (sum(times) < ENOUGH_SECONDS and len(times) < MAX_REPEATS):
         begin = time.perf_counter()
-        call()
+        for _ in range(in_a_row):
+            call()
         kernel.synchronize()
-        times.append(time.perf_counter() - begin)
+        times.append((time.perf_counter() - begin) / in_a_row)
+        if times[-1] > LONG_SECONDS:
+            in_a_row = 1
     return statistics.median(times)
 
 

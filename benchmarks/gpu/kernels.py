@@ -36,13 +36,12 @@ from core_attention.cost_model import CostProfile
 from core_attention.kernels.protocol import BackwardPart, ForwardPart, Kernel
 from core_attention.kernels.select import select_kernel
 from core_attention.plan import Plan, PlanServer
-from core_attention.profiling import device_name, measure_profile
+from core_attention.profiling import QUICK_GRIDS, device_name, measure_profile
 from core_attention.shape import AttentionShape
 from simulator.lengths import sample_lengths
 from simulator.packing import pack_in_order
 
 WARM_UPS, REPEATS = 2, 7
-GRID = tuple(2**n for n in range(18))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +59,7 @@ class Measurement:
         ratio: fused / whole.
         predicted_imbalance: max / mean seconds over servers, by the plan.
         measured_imbalance: the same, measured.
+        predicted_over_measured: seconds of all servers together.
         peak_extra_gib: most memory that a fused call took beyond its tensors, in 2**30 bytes.
     """
 
@@ -73,6 +73,7 @@ class Measurement:
     ratio: float
     predicted_imbalance: float
     measured_imbalance: float
+    predicted_over_measured: float
     peak_extra_gib: float
 
 
@@ -240,6 +241,9 @@ def measure(
         ratio=fused / whole,
         predicted_imbalance=forecast.predicted_imbalance if forecast else float("nan"),
         measured_imbalance=max(seconds) / statistics.mean(seconds),
+        predicted_over_measured=float(np.sum(forecast.seconds)) / sum(seconds)
+        if forecast
+        else float("nan"),
         peak_extra_gib=extra / 2**30,
     )
 
@@ -271,7 +275,9 @@ def show(measurements: Sequence[Measurement], title: str) -> None:
     table = Table(title=title)
     for column in ("seed", "phase", "tasks (parts)", "task tokens", "fused TFLOP/s"):
         table.add_column(column, justify="right")
-    for column in ("whole TFLOP/s", "ratio", "imbalance (planned)", "extra GiB"):
+    for column in (
+        "whole TFLOP/s", "ratio", "imbalance (planned)", "seconds, planned", "extra GiB",
+    ):  # fmt: skip
         table.add_column(column, justify="right")
     for m in measurements:
         table.add_row(
@@ -283,6 +289,7 @@ def show(measurements: Sequence[Measurement], title: str) -> None:
             f"{m.whole_tflops:.0f}",
             f"{m.ratio:.3f}",
             f"{m.measured_imbalance:.3f} ({m.predicted_imbalance:.3f})",
+            f"{m.predicted_over_measured:.3f}",
             f"{m.peak_extra_gib:.2f}",
         )
     Console(width=120).print(table)
@@ -296,7 +303,9 @@ def main(
     batches: Annotated[int, typer.Option(min=1, help="Batches, seeds from 0.")] = 3,
     lengths: Annotated[str, typer.Option(help="pretrain or prolong.")] = "pretrain",
     eps: Annotated[float, typer.Option(help="Tolerance of the plan.")] = 0.03,
-    profile_seconds: Annotated[float, typer.Option(help="Budget of the cost profile.")] = 15.0,
+    profile_seconds: Annotated[
+        float, typer.Option(help="Budget of the cost profile.")
+    ] = QUICK_GRIDS["cuda"].budget_seconds,
     json_path: Annotated[Path | None, typer.Option("--json")] = None,
 ) -> None:
     """Fused CA-tasks against whole documents, Llama-3-8B heads in bfloat16."""
@@ -306,8 +315,9 @@ def main(
         num_heads=32, num_heads_kv=8, head_dim=128, head_dim_v=128, dtype="bfloat16"
     )
     chosen = select_kernel(device, kernel)
+    grid = QUICK_GRIDS["cuda"]
     profile = measure_profile(
-        chosen, shape, device, GRID[:14], GRID, budget_seconds=profile_seconds
+        chosen, shape, device, grid.q_tokens, grid.kv_tokens, budget_seconds=profile_seconds
     )
     load = Workload(shape, device)
     measurements = []

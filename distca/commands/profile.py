@@ -49,7 +49,7 @@ def profile(options: ProfileOptions) -> None:
     from core_attention.kernels.select import select_kernel
     from core_attention.profiling import (
         FULL_GRID,
-        QUICK_GRID,
+        QUICK_GRIDS,
         device_name,
         measure_profile,
         profile_file_name,
@@ -72,7 +72,7 @@ def profile(options: ProfileOptions) -> None:
         / "distca"
         / profile_file_name(device_name(device), kernel.name, shape)
     )
-    grid = QUICK_GRID if options.quick else FULL_GRID
+    grid = QUICK_GRIDS[device.type] if options.quick else FULL_GRID
     with Progress(console=console) as progress:
         task = progress.add_task(f"measuring {kernel.name} on {device_name(device)}", total=None)
         measured = measure_profile(
