@@ -10,20 +10,20 @@ profile and speed, and so is every nano-batch. ``docs/planner.md`` explains the 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
 
 import numpy as np
 
-from control_plane.forecast import forecast_fleet, row_bytes, segment_seconds
+from control_plane.forecast import forecast_fleet, row_bytes
 from control_plane.planner import explain
-from control_plane.planner.board import Limits, Segments
+from control_plane.planner.board import Limits
 from control_plane.planner.chunk import CutRules, cut_rules
 from control_plane.planner.costs import PHASE_INDEX
 from control_plane.planner.fleet import UNLIMITED_ROWS, Fleet, build_fleet
 from control_plane.planner.links import Links
 from control_plane.planner.phase import Outcome, plan_phase
+from control_plane.planner.survey import NanoBatch, nano_batches, survey
 from control_plane.planning import PlanningOptions, PlanningServer
-from core_attention.arrays import Float64Array, frozen
+from core_attention.arrays import frozen
 from core_attention.ca_task import MaskKind, Phase, TaskTable
 from core_attention.errors import PlanError
 from core_attention.manifest import Manifest
@@ -52,7 +52,8 @@ def plan(
     """
     fleet = build_fleet(servers, manifest.n_ranks)
     links = _links(servers, fleet, options)
-    at_home, nano_batches = segment_seconds(manifest, fleet), _nano_batches(manifest)
+    found = survey(manifest, fleet)
+    batches = nano_batches(manifest, found)
     tables, forecasts, reasons = {}, {}, []
     for phase in Phase:
         tasks, outcomes = _plan_tasks(
@@ -60,13 +61,12 @@ def plan(
             servers,
             fleet,
             links,
-            nano_batches,
-            at_home[PHASE_INDEX[phase]],
+            batches,
             shape,
             options,
             phase,
         )
-        forecast = forecast_fleet(manifest, tasks, fleet, at_home, shape, phase)
+        forecast = forecast_fleet(manifest, tasks, fleet, found, shape, phase)
         explain.check_capacity(servers, fleet, forecast, options, manifest, tasks, shape, phase)
         tables[phase], forecasts[phase] = tasks, forecast
         reasons.append(explain.reason(servers, forecast, outcomes, options, phase))
@@ -89,8 +89,7 @@ def _plan_tasks(
     servers: Sequence[PlanningServer],
     fleet: Fleet,
     links: Links,
-    nano_batches: Sequence[tuple[int, Segments]],
-    at_home: Float64Array,
+    batches: Sequence[NanoBatch],
     shape: AttentionShape,
     options: PlanningOptions,
     phase: Phase,
@@ -100,10 +99,10 @@ def _plan_tasks(
     limits = _limits(fleet, shape, phase, options)
     n_variants = min(max(VARIANT_SERVERS // len(servers), 1), MOST_VARIANTS)
     parts, outcomes = [], []
-    for low, segments in nano_batches:
+    for batch in batches:
         tasks, outcome = plan_phase(
-            segments,
-            at_home[low : low + len(segments.begin)],
+            batch.segments,
+            batch.home[PHASE_INDEX[phase]],
             fleet,
             rules,
             limits,
@@ -112,39 +111,12 @@ def _plan_tasks(
             n_variants,
         )
         if outcome.stuck_segment >= 0 or outcome.stuck_server >= 0:
-            raise PlanError(explain.what_is_short(manifest, servers, outcome, low, options, rules))
+            short = explain.what_is_short(manifest, servers, outcome, batch.low, options, rules)
+            raise PlanError(short)
         parts.append(tasks)
         outcomes.append(outcome)
     columns = (frozen(np.concatenate(column)) for column in zip(*parts, strict=True))
     return TaskTable(*columns), outcomes
-
-
-def _nano_batches(manifest: Manifest) -> list[tuple[int, Segments]]:
-    """The segments of every nano-batch that has any, with the index of its first segment.
-
-    Documents are sorted by nano-batch, so these are slices."""
-    document = manifest.segment_document
-    begin, end = manifest.segment_offset, manifest.segment_offset + manifest.segment_length
-    whole = manifest.segment_length == manifest.document_length[document]
-    first = manifest.first_segment[document]
-    bounds = manifest.first_segment[
-        np.searchsorted(manifest.document_nano_batch, np.arange(manifest.n_nano_batches + 1))
-    ]
-    return [
-        (
-            int(low),
-            Segments(
-                document=document[low:high],
-                begin=begin[low:high],
-                end=end[low:high],
-                rank=manifest.segment_rank[low:high],
-                whole=whole[low:high],
-                first=first[low:high] - low,
-            ),
-        )
-        for low, high in pairwise(bounds)
-        if high > low
-    ]
 
 
 def _rules(shape: AttentionShape, phase: Phase, options: PlanningOptions) -> CutRules:

@@ -8,21 +8,16 @@ left out.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-from control_plane.planner.compiled import compiled
-from control_plane.planner.costs import (
-    BACKWARD,
-    FORWARD,
-    PHASE_INDEX,
-    causal_pairs,
-    pair_seconds_of_both,
-    task_seconds,
-)
+from control_plane.planner.compiled import compiled, compiled_leaf
+from control_plane.planner.costs import PHASE_INDEX, task_seconds
 from control_plane.planner.fleet import Fleet, build_fleet
+from control_plane.planner.survey import Survey, survey
 from control_plane.planning import PlanningServer
 from core_attention.arrays import Float64Array, Int64Array
 from core_attention.ca_task import Phase, TaskTable
@@ -85,62 +80,41 @@ def forecast(
         PlanError: as :func:`~control_plane.planner.fleet.build_fleet`.
     """
     fleet = build_fleet(servers, manifest.n_ranks)
-    return forecast_fleet(manifest, tasks, fleet, segment_seconds(manifest, fleet), shape, phase)
-
-
-def segment_seconds(manifest: Manifest, fleet: Fleet) -> Float64Array:
-    """``[2, n_segments]`` seconds of every segment at home, forward and backward, by the profile
-    and speed of its rank's in-place server; by the first server's profile if there is none."""
-    seconds = np.empty((2, manifest.n_segments))
-    _fill_segment_seconds(
-        manifest.segment_offset, manifest.segment_length, manifest.segment_rank, fleet, seconds
-    )
-    return seconds
+    return forecast_fleet(manifest, tasks, fleet, survey(manifest, fleet), shape, phase)
 
 
 def forecast_fleet(
     manifest: Manifest,
     tasks: TaskTable,
     fleet: Fleet,
-    at_home: Float64Array,
+    found: Survey,
     shape: AttentionShape,
     phase: Phase,
 ) -> PhaseForecast:
-    """The same for servers that are columns already.
-
-    Args:
-        at_home: of :func:`segment_seconds`.
-    """
+    """The same for servers that are columns already, and segments that were looked at: ``found``
+    says what they take at home."""
     phase_index, per_row = PHASE_INDEX[phase], row_bytes(shape, phase)
-    home_seconds = np.zeros((manifest.n_nano_batches, manifest.n_ranks))
-    size = (manifest.n_nano_batches, len(fleet.rank))
-    seconds = np.zeros(size)
-    q_rows, kv_rows, q_moved, kv_moved = (np.zeros(size, dtype=np.int64) for _ in range(4))
-    _add_home_seconds(
-        manifest.segment_document,
-        manifest.segment_rank,
-        manifest.document_nano_batch,
-        at_home[phase_index],
-        home_seconds,
-    )
+    n_nano, n_servers = manifest.n_nano_batches, len(fleet.rank)
+    first_document = np.searchsorted(manifest.document_nano_batch, np.arange(n_nano + 1))
+    seconds = np.zeros((n_nano, n_servers))
+    rows = np.zeros((n_nano, 4, n_servers), dtype=np.int64)
     _add_tasks(
+        np.searchsorted(tasks.document, first_document),
         *_task_columns(tasks),
         manifest.first_segment,
         *_segment_columns(manifest),
         fleet,
         phase_index,
-        at_home[phase_index],
+        found,
         seconds,
-        q_rows,
-        kv_rows,
-        q_moved,
-        kv_moved,
+        rows,
     )
+    q_moved, kv_moved = rows[:, Q_MOVED], rows[:, KV_MOVED]
     return PhaseForecast(
-        home_seconds=home_seconds,
+        home_seconds=found.rank_seconds[phase_index],
         seconds=seconds,
-        q_rows=q_rows,
-        kv_rows=kv_rows,
+        q_rows=rows[:, Q_ROWS],
+        kv_rows=rows[:, KV_ROWS],
         bytes_in=q_moved * per_row.q_request + kv_moved * per_row.kv_request,
         bytes_out=q_moved * per_row.q_reply + kv_moved * per_row.kv_reply,
     )
@@ -166,7 +140,9 @@ def pair_bytes(
     _add_pairs(
         *_task_columns(tasks),
         manifest.first_segment,
+        manifest.segment_document,
         *_segment_columns(manifest),
+        manifest.document_nano_batch,
         fleet,
         nano_batch,
         q_moved,
@@ -176,146 +152,196 @@ def pair_bytes(
     return requests, q_moved * per_row.q_reply + kv_moved * per_row.kv_reply
 
 
-_FiveColumns = tuple[Int64Array, Int64Array, Int64Array, Int64Array, Int64Array]
-
-
-def _segment_columns(manifest: Manifest) -> _FiveColumns:
-    return (
-        manifest.segment_document,
-        manifest.segment_offset,
-        manifest.segment_length,
-        manifest.segment_rank,
-        manifest.document_nano_batch,
-    )
+def _segment_columns(manifest: Manifest) -> tuple[Int64Array, Int64Array, Int64Array]:
+    return manifest.segment_offset, manifest.segment_length, manifest.segment_rank
 
 
 def _task_columns(tasks: TaskTable) -> tuple[Int64Array, Int64Array, Int64Array, Int64Array]:
     return tasks.document, tasks.q_begin, tasks.q_end, tasks.server
 
 
-REMEMBERED_TOKENS = 1 << 14
-"""Rates of whole documents up to this length are looked up once a length: a step has many of the
-same."""
-
-
-@compiled
-def _fill_segment_seconds(
-    segment_offset: Int64Array,
-    segment_length: Int64Array,
-    segment_rank: Int64Array,
-    fleet: Fleet,
-    seconds: Float64Array,
-) -> None:
-    # By length: for which profile, and the rates, forward and backward.
-    known = np.full(REMEMBERED_TOKENS, -1, dtype=np.int64)
-    rates = np.empty((REMEMBERED_TOKENS, 2))
-    for i in range(len(segment_offset)):
-        server = fleet.server_of_rank[segment_rank[i]]
-        profile, speed = fleet.profile[max(server, 0)], 1.0
-        if server >= 0 and fleet.speed[server] > 0:
-            speed = fleet.speed[server]
-        begin, length = segment_offset[i], segment_length[i]
-        end = begin + length
-        if end < REMEMBERED_TOKENS and begin == 0:
-            if known[end] != profile:
-                known[end] = profile
-                rates[end] = pair_seconds_of_both(fleet.tables, profile, float(end), float(end))
-            forward, backward = rates[end, FORWARD], rates[end, BACKWARD]
-        else:
-            forward, backward = pair_seconds_of_both(
-                fleet.tables, profile, float(length), float(end)
-            )
-        pairs = causal_pairs(begin, end) / speed
-        seconds[FORWARD, i] = pairs * forward
-        seconds[BACKWARD, i] = pairs * backward
-
-
-@compiled
-def _add_home_seconds(
-    segment_document: Int64Array,
-    segment_rank: Int64Array,
-    document_nano_batch: Int64Array,
-    at_home: Float64Array,
-    home_seconds: Float64Array,
-) -> None:
-    # Neighbours mostly share a rank: their sum is kept out of memory until it is complete.
-    nano = rank = 0
-    total = 0.0
-    for i in range(len(segment_document)):
-        its_nano = document_nano_batch[segment_document[i]]
-        if segment_rank[i] != rank or its_nano != nano:
-            home_seconds[nano, rank] += total
-            nano, rank, total = its_nano, segment_rank[i], 0.0
-        total += at_home[i]
-    home_seconds[nano, rank] += total
+Q_ROWS, KV_ROWS, Q_MOVED, KV_MOVED = 0, 1, 2, 3
+"""What is counted of each server: rows of its tasks, and those of them that come from elsewhere."""
 
 
 @compiled
 def _add_tasks(
+    first_task: Int64Array,
     document: Int64Array,
     q_begin: Int64Array,
     q_end: Int64Array,
     server: Int64Array,
     first_segment: Int64Array,
-    segment_document: Int64Array,
     segment_offset: Int64Array,
     segment_length: Int64Array,
     segment_rank: Int64Array,
-    document_nano_batch: Int64Array,
     fleet: Fleet,
     phase: int,
-    at_home: Float64Array,
+    found: Survey,
     seconds: Float64Array,
-    q_rows: Int64Array,
-    kv_rows: Int64Array,
-    q_moved: Int64Array,
-    kv_moved: Int64Array,
+    rows: Int64Array,
 ) -> None:
-    """Walks the tasks from last to first, so that the first task of a server seen in a document is
-    the one that reads the most keys: its keys are all that the server needs of the document."""
+    """Adds up the tasks' ``seconds`` ``[n_nano_batches, n_servers]`` and ``rows``
+    ``[n_nano_batches, 4, n_servers]``.
+
+    Args:
+        first_task: ``[n_nano_batches + 1]`` of each nano-batch, then the number of tasks.
+    """
     last_document = np.full(len(fleet.rank), -1, dtype=np.int64)
-    segment = len(segment_document) - 1
-    # Neighbours mostly share a server: their sums are kept out of memory until they are complete.
-    at_nano = at_server = 0
+    for nano in range(len(seconds)):
+        _add_nano_batch(
+            first_task[nano],
+            first_task[nano + 1],
+            document,
+            q_begin,
+            q_end,
+            server,
+            first_segment,
+            segment_offset,
+            segment_length,
+            segment_rank,
+            fleet,
+            phase,
+            found,
+            last_document,
+            seconds[nano],
+            rows[nano],
+        )
+
+
+@compiled_leaf
+def _add_nano_batch(
+    low: int,
+    high: int,
+    document: Int64Array,
+    q_begin: Int64Array,
+    q_end: Int64Array,
+    server: Int64Array,
+    first_segment: Int64Array,
+    segment_offset: Int64Array,
+    segment_length: Int64Array,
+    segment_rank: Int64Array,
+    fleet: Fleet,
+    phase: int,
+    found: Survey,
+    last_document: Int64Array,
+    seconds: Float64Array,
+    rows: Int64Array,
+) -> None:
+    """The tasks ``[low, high)`` of one nano-batch.
+
+    Args:
+        last_document: ``[n_servers]`` of each server's tasks of cut documents so far, or -1.
+    """
+    # Most documents are not cut and stay where they are, and their neighbours do too: the sums of
+    # these are kept out of memory until the next server's turn.
+    s, rank = -1, -1
     busy, q, kv = 0.0, 0, 0
-    for i in range(len(document) - 1, -1, -1):
-        d, s, begin, end = document[i], server[i], q_begin[i], q_end[i]
-        nano = document_nano_batch[d]
-        if s != at_server or nano != at_nano:
-            seconds[at_nano, at_server] += busy
-            q_rows[at_nano, at_server] += q
-            kv_rows[at_nano, at_server] += kv
-            at_nano, at_server = nano, s
+    done = low
+    for i in range(low, high):
+        if i < done:
+            continue
+        if server[i] != s:
+            if s >= 0:
+                seconds[s] += busy
+                rows[Q_ROWS, s] += q
+                rows[KV_ROWS, s] += kv
+            s = server[i]
+            rank = fleet.rank[s] if fleet.speed[s] > 0.0 else STOPPED
             busy, q, kv = 0.0, 0, 0
-        while segment_document[segment] > d or segment_offset[segment] > begin:
-            segment -= 1
+        d, begin, end = document[i], q_begin[i], q_end[i]
+        segment = first_segment[d]
+        if found.whole[segment] and end - begin == found.end[segment]:
+            q += end
+            kv += end
+            if segment_rank[segment] == rank:
+                busy += found.seconds[phase, segment]
+                continue
+            busy += _seconds_on(fleet, s, phase, 0, end)
+            if segment_rank[segment] != fleet.rank[s]:
+                rows[Q_MOVED, s] += end
+                rows[KV_MOVED, s] += end
+            continue
+        done = i + 1
+        while done < high and document[done] == d:
+            done += 1
+        _add_cut_document(
+            i,
+            done,
+            d,
+            q_begin,
+            q_end,
+            server,
+            first_segment,
+            segment_offset,
+            segment_length,
+            segment_rank,
+            fleet,
+            phase,
+            last_document,
+            seconds,
+            rows,
+        )
+    if s >= 0:
+        seconds[s] += busy
+        rows[Q_ROWS, s] += q
+        rows[KV_ROWS, s] += kv
+
+
+@compiled_leaf
+def _add_cut_document(
+    low: int,
+    high: int,
+    d: int,
+    q_begin: Int64Array,
+    q_end: Int64Array,
+    server: Int64Array,
+    first_segment: Int64Array,
+    segment_offset: Int64Array,
+    segment_length: Int64Array,
+    segment_rank: Int64Array,
+    fleet: Fleet,
+    phase: int,
+    last_document: Int64Array,
+    seconds: Float64Array,
+    rows: Int64Array,
+) -> None:
+    """The tasks ``[low, high)``, all of document ``d``.
+
+    From last to first, so that the first one seen of a server is the one that reads the most keys:
+    its keys are all that the server needs of the document."""
+    segment = first_segment[d + 1] - 1
+    for i in range(high - 1, low - 1, -1):
+        s, begin, end = server[i], q_begin[i], q_end[i]
         rank = fleet.rank[s]
-        is_home = segment_rank[segment] == rank
-        q += end - begin
-        if is_home and end - begin == segment_length[segment] and fleet.speed[s] > 0.0:
-            busy += at_home[segment]
-        elif fleet.speed[s] > 0.0:
-            busy += task_seconds(fleet.tables, fleet.profile[s], phase, begin, end) / fleet.speed[s]
-        else:
-            busy = np.inf
-        if not is_home:
-            q_moved[nano, s] += end - begin
+        while segment_offset[segment] > begin:
+            segment -= 1
+        seconds[s] += _seconds_on(fleet, s, phase, begin, end)
+        rows[Q_ROWS, s] += end - begin
+        if segment_rank[segment] != rank:
+            rows[Q_MOVED, s] += end - begin
         if last_document[s] == d:
             continue
         last_document[s] = d
-        kv += end
-        if is_home and segment == first_segment[d]:
-            # All keys are at home.
-            continue
-        kv_moved[nano, s] += end
+        rows[KV_ROWS, s] += end
+        rows[KV_MOVED, s] += end
         if rank >= 0:
             for j in range(first_segment[d], segment + 1):
                 if segment_rank[j] == rank:
-                    kv_moved[nano, s] -= min(segment_length[j], end - segment_offset[j])
-    if len(document):
-        seconds[at_nano, at_server] += busy
-        q_rows[at_nano, at_server] += q
-        kv_rows[at_nano, at_server] += kv
+                    rows[KV_MOVED, s] -= min(segment_length[j], end - segment_offset[j])
+
+
+STOPPED = -2
+"""Instead of the rank of a server whose speed is 0: no segment is at home there."""
+
+
+@compiled_leaf
+def _seconds_on(fleet: Fleet, server: int, phase: int, begin: int, end: int) -> float:
+    """Seconds of a task on a server; infinite if its speed is 0."""
+    if fleet.speed[server] == 0.0:
+        return math.inf
+    seconds = task_seconds(fleet.tables, fleet.profile[server], phase, begin, end)
+    return seconds / float(fleet.speed[server])
 
 
 @compiled

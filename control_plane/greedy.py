@@ -23,10 +23,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from control_plane.forecast import forecast_fleet, segment_seconds
+from control_plane.forecast import forecast_fleet
 from control_plane.planner.compiled import BoolArray, compiled, compiled_inner
 from control_plane.planner.costs import FORWARD, CostTables, task_seconds
 from control_plane.planner.fleet import Fleet, build_fleet
+from control_plane.planner.survey import survey
 from control_plane.planning import PlanningOptions, PlanningServer
 from core_attention.arrays import Int64Array
 from core_attention.ca_task import MaskKind, Phase, TaskTable
@@ -79,7 +80,7 @@ def plan(
         columns.append((chosen[pieces[0]], *pieces[1:]))
         stopped += n_stopped
     tasks = _table(manifest, *(np.concatenate(parts) for parts in zip(*columns, strict=True)))
-    at_home = segment_seconds(manifest, fleet)
+    found = survey(manifest, fleet)
     return Plan(
         manifest=manifest,
         epoch=epoch,
@@ -89,8 +90,8 @@ def plan(
         mask=MaskKind.CAUSAL,
         planner="greedy",
         reason=_reason(options.tolerance, stopped),
-        forward_forecast=forecast_fleet(manifest, tasks, fleet, at_home, shape, Phase.FORWARD),
-        backward_forecast=forecast_fleet(manifest, tasks, fleet, at_home, shape, Phase.BACKWARD),
+        forward_forecast=forecast_fleet(manifest, tasks, fleet, found, shape, Phase.FORWARD),
+        backward_forecast=forecast_fleet(manifest, tasks, fleet, found, shape, Phase.BACKWARD),
     )
 
 

@@ -25,7 +25,8 @@ class Segments(NamedTuple):
         begin, end: positions in the document.
         rank: home.
         whole: whether the segment is its whole document.
-        first: index of the first segment of its document.
+        first_of_document: ``[n_documents + 1]`` of the manifest: the first segment of each
+            document, counted from the first of this nano-batch.
     """
 
     document: Int64Array
@@ -33,7 +34,13 @@ class Segments(NamedTuple):
     end: Int64Array
     rank: Int64Array
     whole: BoolArray
-    first: Int64Array
+    first_of_document: Int64Array
+
+
+@compiled_leaf
+def first_part(segments: Segments, segment: int) -> int:
+    """The first segment of the document of ``segment``."""
+    return int(segments.first_of_document[segments.document[segment]])
 
 
 class Limits(NamedTuple):
@@ -229,7 +236,7 @@ def charge(
     limits.sent_bytes[receiver] -= q * limits.q_reply + kv * limits.kv_reply
     limits.sent_bytes[home] -= q * limits.q_request
     limits.received_bytes[home] -= q * limits.q_reply
-    for j in range(segments.first[segment], segment + 1):
+    for j in range(first_part(segments, segment), segment + 1):
         rows = min(segments.end[j], end) - max(segments.begin[j], resident)
         if rows > 0:
             limits.sent_bytes[segments.rank[j]] -= rows * limits.kv_request
@@ -258,7 +265,7 @@ def affordable(
         return False
     if limits.sent_bytes[receiver] < q * limits.q_reply + kv * limits.kv_reply:
         return False
-    for j in range(segments.first[segment], segment + 1):
+    for j in range(first_part(segments, segment), segment + 1):
         rows = max(min(segments.end[j], end) - max(segments.begin[j], resident), 0)
         queries = q if j == segment else 0
         rank = segments.rank[j]

@@ -157,15 +157,14 @@ def find_best(
     segments = market.segments
     for h in range(n_held):
         document = market.held[h, DOCUMENT]
-        i = _first_segment(segments, document)
-        while i < len(segments.document) and segments.document[i] == document:
+        first, last = segments.first_of_document[document], segments.first_of_document[document + 1]
+        for i in range(first, last):
             donor = market.fleet.server_of_rank[segments.rank[i]]
             if donor >= 0 and donors.need[donor] > 0.0 and donors.visited[donor] != visit:
                 near = links.server_host[donor] == host
                 weight = links.near if near else links.far
                 weight /= donors.urgency[donor] * factor(variant, donor, receiver)
                 best, _ = _best_of(market, rules, donor, room_pairs, weight, best, n_failed, n_held)
-            i += 1
     enough = math.sqrt(room_pairs) * rules.ideal / links.far
     enough *= (1.0 + variant.spread) * AS_GOOD
     for k in range(donors.counts[N_DONORS]):
@@ -243,19 +242,6 @@ def _contains(values: Int64Array, n_values: int, wanted: int) -> bool:
     for k in range(n_values):
         found |= values[k] == wanted
     return found
-
-
-@compiled_leaf
-def _first_segment(segments: Segments, document: int) -> int:
-    """The first segment of ``document``, or where it would be."""
-    low, high = 0, len(segments.document)
-    while low < high:
-        middle = (low + high) // 2
-        if segments.document[middle] < document:
-            low = middle + 1
-        else:
-            high = middle
-    return low
 
 
 @compiled_leaf

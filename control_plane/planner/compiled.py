@@ -37,9 +37,13 @@ def compiled_inner(function: F) -> F:
 
 
 def compiled_leaf(function: F) -> F:
-    """The same for a function that neither makes nor returns arrays: without counts of references
-    to those it is passed, which take longer than what it does."""
-    options = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
+    """The same for a function that neither makes nor returns arrays.
+
+    It goes without counts of references to those it is passed, which take longer than what it does;
+    and into its callers, because a call would copy its arguments: tuples of arrays, which come to
+    hundreds of words, took over half of the time of the search for chunks.
+    """
+    options = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True, "forceinline": True}
     try:
         return _compiled(function, options | {"_nrt": False})
     except KeyError:  # a numba that has no such option

@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from control_plane.planner.compiled import compiled_leaf
+from control_plane.planner.compiled import compiled, compiled_leaf
 from core_attention.arrays import Float64Array, Int64Array
 from core_attention.ca_task import Phase, causal_qk_pairs
 from core_attention.cost_model import CostProfile
@@ -43,19 +43,26 @@ _BEGIN, _N_Q, _N_KV, _OCTAVE_Q = 0, 1, 2, 3
 _OCTAVE_KV = _OCTAVE_Q + OCTAVES
 
 
+UNCUT_TOKENS = 1 << 14
+"""Rates of uncut documents shorter than this are looked up by length: almost all documents are."""
+
+
 class _Flat(NamedTuple):
-    """One profile's share of the tables, its values beginning at 0."""
+    """One profile's share of the tables, its values beginning at 0; and ``[UNCUT_TOKENS, 2]``
+    seconds per query-key pair of uncut documents by length, forward and backward."""
 
     values: Float64Array
     layout: Int64Array
+    uncut_rates: Float64Array
 
 
 # A profile is immutable, so what is derived from it once holds as long as it lives.
 _flat_of_profile: WeakKeyDictionary[CostProfile, _Flat] = WeakKeyDictionary()
 
 
-def pack_profiles(profiles: Sequence[CostProfile]) -> tuple[CostTables, Int64Array]:
-    """The tables of ``profiles``, and for each of them its index in the tables.
+def pack_profiles(profiles: Sequence[CostProfile]) -> tuple[CostTables, Float64Array, Int64Array]:
+    """The tables of ``profiles``; ``[n_profiles, UNCUT_TOKENS, 2]`` their rates of uncut documents;
+    and for each of ``profiles`` its index in the tables.
 
     Servers that share one profile object share its table.
     """
@@ -65,7 +72,10 @@ def pack_profiles(profiles: Sequence[CostProfile]) -> tuple[CostTables, Int64Arr
     sizes = np.array([len(f.values) for f in flat], dtype=np.int64)
     layout = np.stack([f.layout for f in flat])
     layout[:, _BEGIN] = np.cumsum(sizes) - sizes
-    return CostTables(np.concatenate([f.values for f in flat]), layout), index
+    uncut_rates = flat[0].uncut_rates[None]
+    if len(flat) > 1:
+        uncut_rates = np.stack([f.uncut_rates for f in flat])
+    return CostTables(np.concatenate([f.values for f in flat]), layout), uncut_rates, index
 
 
 def _flatten(profile: CostProfile) -> _Flat:
@@ -75,10 +85,11 @@ def _flatten(profile: CostProfile) -> _Flat:
         keys = np.maximum(kv[None, :], q[:, None])
         pairs = causal_qk_pairs(keys - q[:, None], keys)
         rates = [profile.forward_seconds / pairs, profile.backward_seconds / pairs]
-        flat = _Flat(
-            values=np.concatenate([np.log(q), np.log(kv), *(rate.ravel() for rate in rates)]),
-            layout=np.concatenate([[0, len(q), len(kv)], _octaves(q), _octaves(kv)]),
-        )
+        values = np.concatenate([np.log(q), np.log(kv), *(rate.ravel() for rate in rates)])
+        layout = np.concatenate([[0, len(q), len(kv)], _octaves(q), _octaves(kv)])
+        uncut_rates = np.empty((UNCUT_TOKENS, 2))
+        _fill_uncut_rates(CostTables(values, layout[None]), uncut_rates)
+        flat = _Flat(values, layout, uncut_rates)
         _flat_of_profile[profile] = flat
     return flat
 
@@ -139,6 +150,12 @@ def _bilinear(rate: Float64Array, at: int, n_kv: int, a: float, b: float) -> flo
     low: float = (1.0 - b) * rate[at] + b * rate[at + 1]
     high: float = (1.0 - b) * rate[at + n_kv] + b * rate[at + n_kv + 1]
     return (1.0 - a) * low + a * high
+
+
+@compiled
+def _fill_uncut_rates(tables: CostTables, uncut_rates: Float64Array) -> None:
+    for length in range(UNCUT_TOKENS):
+        uncut_rates[length] = pair_seconds_of_both(tables, 0, float(length), float(length))
 
 
 @compiled_leaf

@@ -28,6 +28,7 @@ class Fleet(NamedTuple):
         capacity_rows: ``[n_servers]`` q plus k/v rows it can hold.
         receives: ``[n_servers]`` whether it may be given work of other homes.
         tables: the profiles.
+        uncut_rates: ``[n_profiles, UNCUT_TOKENS, 2]`` of ``costs.pack_profiles``.
     """
 
     rank: Int64Array
@@ -37,6 +38,7 @@ class Fleet(NamedTuple):
     capacity_rows: Int64Array
     receives: BoolArray
     tables: CostTables
+    uncut_rates: Float64Array
 
 
 def build_fleet(servers: Sequence[PlanningServer], n_ranks: int) -> Fleet:
@@ -47,7 +49,7 @@ def build_fleet(servers: Sequence[PlanningServer], n_ranks: int) -> Fleet:
     """
     if not servers:
         raise PlanError("no servers: a plan needs at least one")
-    tables, profile = pack_profiles([server.profile for server in servers])
+    tables, uncut_rates, profile = pack_profiles([server.profile for server in servers])
     in_place = [server.server.in_place_rank for server in servers]
     rank = np.array([-1 if r is None else r for r in in_place], dtype=np.int64)
     server_of_rank = np.full(n_ranks, -1, dtype=np.int64)
@@ -82,6 +84,7 @@ def build_fleet(servers: Sequence[PlanningServer], n_ranks: int) -> Fleet:
         ),
         receives=np.array([server.receives for server in servers], dtype=np.bool_),
         tables=tables,
+        uncut_rates=uncut_rates,
     )
 
 

@@ -13,6 +13,7 @@ from control_plane.planner.compiled import BoolArray, compiled_inner
 from control_plane.planner.costs import pair_seconds
 from control_plane.planner.fleet import Fleet
 from control_plane.planner.sorting import sorted_by
+from control_plane.planner.survey import HomeWork
 from core_attention.arrays import Float64Array, Int64Array
 
 BISECTIONS = 50
@@ -29,8 +30,8 @@ class Work(NamedTuple):
             speed 0.
         load: ``[n_servers]`` seconds of each server's own rank.
         longest: ``[n_servers]`` where its longest document ends.
-        is_homeless: ``[n_segments]`` whether no server runs on the segment's rank.
-        homeless: these segments, most query-key pairs first.
+        is_homeless: ``[n_ranks]`` whether no server runs on a rank.
+        homeless: the segments of these ranks, most query-key pairs first.
         pairs: all work, in query-key pairs at typical rates.
         level: seconds in which all servers would finish if work could be divided at will and
             pieces ran at the rates of whole documents.
@@ -47,30 +48,27 @@ class Work(NamedTuple):
 
 
 @compiled_inner
-def weigh(segments: Segments, home_seconds: Float64Array, fleet: Fleet, phase: int) -> Work:
-    """The work of ``segments``, which take ``home_seconds`` at home; those without a server that
-    runs there, on the profile of that server or of the first one, at speed 1."""
-    n, n_servers = len(segments.begin), len(fleet.rank)
-    rate_of_profile = typical_pair_seconds(segments, fleet, phase)
+def weigh(segments: Segments, home: HomeWork, fleet: Fleet, phase: int) -> Work:
+    """The work of ``segments``, which take ``home`` where they are at home."""
+    n_servers = len(fleet.rank)
+    rate_of_profile = typical_pair_seconds(home.mean_end, fleet, phase)
     pair_rate = np.full(n_servers, np.inf)
     for s in range(n_servers):
         if fleet.speed[s] > 0.0:
             pair_rate[s] = rate_of_profile[fleet.profile[s]] / fleet.speed[s]
     load, longest = np.zeros(n_servers), np.zeros(n_servers)
-    is_homeless = np.zeros(n, dtype=np.bool_)
-    homeless_pairs = 0.0
-    for i in range(n):
-        server = fleet.server_of_rank[segments.rank[i]]
+    is_homeless = np.zeros(len(fleet.server_of_rank), dtype=np.bool_)
+    pairs = homeless_pairs = 0.0
+    for rank in range(len(fleet.server_of_rank)):
+        server = fleet.server_of_rank[rank]
         if server >= 0 and fleet.speed[server] > 0.0:
-            load[server] += home_seconds[i]
-            longest[server] = max(longest[server], segments.end[i])
+            load[server], longest[server] = home.rank_seconds[rank], home.longest[rank]
+            pairs += load[server] / pair_rate[server]
         else:
-            is_homeless[i] = True
-            homeless_pairs += home_seconds[i] / rate_of_profile[fleet.profile[max(server, 0)]]
-    pairs = homeless_pairs
-    for s in range(n_servers):
-        if load[s] > 0.0:
-            pairs += load[s] / pair_rate[s]
+            is_homeless[rank] = True
+            rate = rate_of_profile[fleet.profile[max(server, 0)]]
+            homeless_pairs += home.rank_seconds[rank] / rate
+    pairs += homeless_pairs
     receives = fleet.receives & (fleet.speed > 0.0)
     level = find_level(load, pairs, homeless_pairs, pair_rate, receives)
     homeless = _by_pairs(segments, is_homeless)
@@ -78,31 +76,30 @@ def weigh(segments: Segments, home_seconds: Float64Array, fleet: Fleet, phase: i
 
 
 @compiled_inner
-def _by_pairs(segments: Segments, chosen: BoolArray) -> Int64Array:
-    """The chosen segments, most query-key pairs first."""
-    picked = np.flatnonzero(chosen)
-    # The length of a whole document with as many pairs, negated.
-    key = np.zeros(len(chosen) if len(picked) else 0, dtype=np.int64)
-    for i in picked:
-        begin, end = float(segments.begin[i]), float(segments.end[i])
-        key[i] = (1 << 32) - int(math.sqrt(end * end - begin * begin))
-    return sorted_by(picked, key)
+def _by_pairs(segments: Segments, is_homeless: BoolArray) -> Int64Array:
+    """The homeless segments, most query-key pairs first."""
+    if not is_homeless.any():
+        return np.empty(0, dtype=np.int64)
+    n = len(segments.begin)
+    homeless, key = np.empty(n, dtype=np.int64), np.empty(n, dtype=np.int64)
+    n_homeless = 0
+    for i in range(n):
+        if is_homeless[segments.rank[i]]:
+            homeless[n_homeless] = i
+            n_homeless += 1
+            # The length of a whole document with as many pairs, negated.
+            begin, end = float(segments.begin[i]), float(segments.end[i])
+            key[i] = (1 << 32) - int(math.sqrt(end * end - begin * begin))
+    return sorted_by(homeless[:n_homeless], key)
 
 
 @compiled_inner
-def typical_pair_seconds(segments: Segments, fleet: Fleet, phase: int) -> Float64Array:
+def typical_pair_seconds(mean_end: float, fleet: Fleet, phase: int) -> Float64Array:
     """``[n_profiles]`` seconds per query-key pair of work like this step's, at speed 1.
 
-    Taken where a typical pair lies: the mean document end, weighted by pairs, and a quarter of it
-    as q length.
+    Taken where a typical pair lies: with ``mean_end`` keys, and a quarter of it as q length.
     """
-    pairs = moment = 0.0
-    for i in range(len(segments.begin)):
-        begin, end = float(segments.begin[i]), float(segments.end[i])
-        held = 0.5 * (end * end - begin * begin)
-        pairs += held
-        moment += held * end
-    kv = max(moment / pairs, 1.0)
+    kv = max(mean_end, 1.0)
     rate = np.empty(len(fleet.tables.layout))
     for p in range(len(rate)):
         rate[p] = pair_seconds(fleet.tables, p, phase, max(0.25 * kv, 1.0), kv)
@@ -129,19 +126,22 @@ def find_level(
     Returns:
         The level in seconds; infinity if nobody can take the homeless work.
     """
+    pairs_per_second = 0.0
+    for s in np.flatnonzero(receives):
+        pairs_per_second += 1.0 / pair_rate[s]
+    others = np.flatnonzero(~receives & (load > 0.0))
+    if pairs_per_second > 0.0 and len(others) == 0:
+        return pairs / pairs_per_second
     low, high = 0.0, load.max() if len(load) else 0.0
-    if receives.any():
-        high = max(high, pairs * pair_rate[receives].min())
+    if pairs_per_second > 0.0:
+        high = max(high, pairs / pairs_per_second)
     elif homeless_pairs > 0.0:
         return np.inf
     for _ in range(BISECTIONS):
         middle = 0.5 * (low + high)
-        capacity = 0.0
-        for s in range(len(load)):
-            if receives[s]:
-                capacity += middle / pair_rate[s]
-            elif load[s] > 0.0:
-                capacity += min(load[s], middle) / pair_rate[s]
+        capacity = middle * pairs_per_second
+        for s in others:
+            capacity += min(load[s], middle) / pair_rate[s]
         if capacity < pairs:
             low = middle
         else:

@@ -16,6 +16,7 @@ from control_plane.planner.board import (
     Board,
     Limits,
     Segments,
+    first_part,
 )
 from control_plane.planner.compiled import BoolArray, compiled_inner
 from control_plane.planner.fleet import Fleet
@@ -55,16 +56,17 @@ def prepare_opening(
     donates = np.zeros(n_ranks, dtype=np.bool_)
     own_count = np.zeros(n_ranks + 1, dtype=np.int64)
     for s in range(n_servers):
-        if fleet.rank[s] >= 0 and (everyone or work.load[s] > lowest_cap):
-            donates[fleet.rank[s]] = True
+        rank = fleet.rank[s]
+        if rank >= 0 and not homeless[rank] and (everyone or work.load[s] > lowest_cap):
+            donates[rank] = True
     given, runs = np.empty(n, dtype=np.int64), np.full(n, -1, dtype=np.int64)
     n_given = 0
     for i in range(n):
-        if not homeless[i]:
+        if not homeless[segments.rank[i]]:
             runs[i] = fleet.server_of_rank[segments.rank[i]]
         own_count[segments.rank[i] + 1] += not segments.whole[i]
         given[n_given] = i
-        n_given += donates[segments.rank[i]] and not homeless[i]
+        n_given += donates[segments.rank[i]]
     own_first = np.cumsum(own_count)
     own = np.full((own_first[n_ranks], 2), -1, dtype=np.int64)
     if len(own):
@@ -111,7 +113,7 @@ def _list_own(
     fill = own_first[:-1].copy()
     for i in range(len(segments.begin)):
         rank = segments.rank[i]
-        if not segments.whole[i] and not homeless[i]:
+        if not segments.whole[i] and not homeless[rank]:
             # Segments come in order of position: the last one of a document and rank stays.
             at = fill[rank] - 1
             if at < own_first[rank] or own[at, DOCUMENT] != segments.document[i]:
@@ -130,7 +132,7 @@ def limits_after_home_work(
     rows, sent = limits.rows.copy(), limits.sent_bytes.copy()
     received = limits.received_bytes.copy()
     for i in range(len(segments.begin)):
-        if homeless[i]:
+        if homeless[segments.rank[i]]:
             continue
         server = fleet.server_of_rank[segments.rank[i]]
         rows[server] -= segments.end[i] - segments.begin[i]
@@ -145,10 +147,10 @@ def limits_after_home_work(
     for i in range(len(segments.begin)):
         # What home tasks fetch of their document's earlier segments; each rank's last segment
         # of a document fetches it all.
-        if homeless[i] or segments.whole[i] or not _is_last_own(board, segments, i):
-            continue
         rank = segments.rank[i]
-        for j in range(segments.first[i], i):
+        if homeless[rank] or segments.whole[i] or not _is_last_own(board, segments, i):
+            continue
+        for j in range(first_part(segments, i), i):
             other = segments.rank[j]
             if other != rank:
                 keys = segments.end[j] - segments.begin[j]

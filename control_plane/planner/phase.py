@@ -30,6 +30,7 @@ from control_plane.planner.opening import (
     prepare_opening,
 )
 from control_plane.planner.placement import place_homeless
+from control_plane.planner.survey import HomeWork
 from control_plane.planner.tasks import Tasks, collect_tasks
 from core_attention.arrays import Float64Array
 
@@ -83,7 +84,7 @@ class Setting(NamedTuple):
     """What a phase of a nano-batch is planned from; see :func:`plan_phase`."""
 
     segments: Segments
-    home_seconds: Float64Array
+    home: HomeWork
     fleet: Fleet
     rules: CutRules
     limits: Limits
@@ -94,7 +95,7 @@ class Setting(NamedTuple):
 @compiled
 def plan_phase(
     segments: Segments,
-    home_seconds: Float64Array,
+    home: HomeWork,
     fleet: Fleet,
     rules: CutRules,
     limits: Limits,
@@ -105,12 +106,12 @@ def plan_phase(
     """Plans one phase of one nano-batch.
 
     Args:
-        home_seconds: ``[n_segments]`` of each segment at home.
+        home: what they take in this phase at home.
         limits: what each server and process may take, before any work is given to it.
         n_variants: plans to make; the cheapest that keeps the tolerance best is returned.
     """
-    setting = Setting(segments, home_seconds, fleet, rules, limits, links, tolerance)
-    work = weigh(segments, home_seconds, fleet, rules.phase)
+    setting = Setting(segments, home, fleet, rules, limits, links, tolerance)
+    work = weigh(segments, home, fleet, rules.phase)
     n_shifts = MOST_SHIFTS if n_variants > 1 else 0
     plain = Variant(0, 0.0, n_shifts, URGENCIES[0])
     scale = expected_growth(work, fleet, rules)
@@ -194,10 +195,10 @@ def _attempt(
         every: 1; or more for a sample of the exports, whose ``work_ratio`` is what all of them
             would give.
     """
-    segments, home_seconds, fleet, rules, limits, links, tolerance = setting
+    segments, home, fleet, rules, limits, links, tolerance = setting
     n_servers = len(fleet.rank)
     level = work.level * scale
-    rules = with_alignment(rules, level / work.pair_rate.min(), segments.end.max())
+    rules = with_alignment(rules, level / work.pair_rate.min(), home.longest.max())
     cap = np.full(n_servers, level * (1.0 + tolerance))
     cap[fleet.speed == 0.0] = 0.0
     board = open_board(opening, work)
@@ -208,7 +209,7 @@ def _attempt(
     if len(work.homeless):
         if work.receives.any():
             stuck, stuck_end = place_homeless(
-                board, segments, home_seconds, fleet, rules, limits, links, cap, work
+                board, segments, home.seconds, fleet, rules, limits, links, cap, work
             )
         else:
             stuck, stuck_end = work.homeless[0], segments.end[work.homeless[0]]
