@@ -39,11 +39,11 @@ FUSED_Q_ROWS = {"cpu": 256, "cuda": 65536}
 """Query rows that a measured batch has at least, so that short tasks are timed as servers run
 them, many to a call; by device type. On a GPU the kernel must outlast the host's part of a call."""
 
-FUSED_KV_ROWS = {"cpu": 2**16, "cuda": 2**19}
+FUSED_KV_ROWS = {"cpu": 2**16, "cuda": 2**18}
 """Keys summed over the tasks of a measured batch, at most: bounds the memory of kernels that keep
 dK and dV of every task apart."""
 
-MAX_FUSED_TASKS = {"cpu": 16, "cuda": 1024}
+MAX_FUSED_TASKS = {"cpu": 16, "cuda": 256}
 
 CALLS_IN_A_ROW = {"cpu": 1, "cuda": 3}
 """Calls that are timed together: on a GPU the host launches one while another still runs, as in a
