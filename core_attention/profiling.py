@@ -35,11 +35,11 @@ PhaseSeconds = tuple[float, float]
 Progress = Callable[[int, int], None]
 """Called with (cells done, cells in all)."""
 
-FUSED_Q_ROWS = {"cpu": 256, "cuda": 65536}
+FUSED_Q_ROWS = {"cpu": 256, "cuda": 16384}
 """Query rows that a measured batch has at least, so that short tasks are timed as servers run
-them, many to a call; by device type. On a GPU the kernel must outlast the host's part of a call."""
+them, many to a call; by device type."""
 
-FUSED_KV_ROWS = {"cpu": 2**16, "cuda": 2**18}
+FUSED_KV_ROWS = {"cpu": 2**16, "cuda": 2**17}
 """Keys summed over the tasks of a measured batch, at most: bounds the memory of kernels that keep
 dK and dV of every task apart."""
 

@@ -93,6 +93,9 @@ class _Turns:
             for player in self._players:
                 if not player.dead:
                     player.throw(greenlet.GreenletExit)
+            # Their contexts lead back here: a cycle that would keep the outputs, and all that
+            # autograd has saved for them, until garbage is collected.
+            self._players.clear()
             state.restore()
 
     def _player(self, index: int, batch: Mapping[str, Any]) -> greenlet.greenlet:

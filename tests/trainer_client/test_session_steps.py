@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import re
 import time
 from collections.abc import Sequence
@@ -224,3 +225,29 @@ def test_memory_of_messages_is_there_before_the_step(pool_of_four: Cluster) -> N
         more = [pool.stats().allocations - made for pool, made in zip(pools, before, strict=True)]
         assert all(made > 4 * team.n_nano_batches for made in before)
         assert all(made <= team.n_nano_batches for made in more), (before, more)
+
+
+@pytest.mark.parametrize("placement", ["pool", "in-place"])
+def test_a_steps_tensors_go_with_their_last_reference(
+    pool_of_four: Cluster, placement: str
+) -> None:
+    """Not when Python collects garbage: on a GPU that may be many steps later."""
+    with Team(pool_of_four, 1, SHAPE, placement=placement, n_layers=2) as team:
+        manifest = RankManifest.from_lengths(0, 0, [[300, 40], [17, 200]])
+        team.run([manifest])
+        gc.collect()
+        gc.disable()
+        try:
+            result = team.run([manifest])
+            storages = {
+                tensor.data_ptr() for rows in result.rows.values() for tensor in rows.values()
+            }
+            del result
+            found = [
+                tensor.shape
+                for tensor in gc.get_objects()
+                if issubclass(type(tensor), torch.Tensor) and tensor.data_ptr() in storages
+            ]
+            assert not found
+        finally:
+            gc.enable()
