@@ -16,7 +16,7 @@ import torch
 
 from attention_node.cuda_order import launched_work, record_event
 from attention_node.executor import Executor
-from attention_node.hello import HelloRefusal, HelloRefused, check_hello, parse_hello
+from attention_node.hello import FAREWELL, HelloRefusal, HelloRefused, check_hello, parse_hello
 from attention_node.memory_gate import MemoryGate
 from attention_node.open_tick import OpenTick, Source, TickGivenUp
 from attention_node.residence import LocalReply, Residence
@@ -38,6 +38,7 @@ from data_plane.buffer_pool import BufferPool, BufferPoolExhausted, PooledBuffer
 from data_plane.transport import (
     Connection,
     MessageSizeMismatch,
+    PeerClosed,
     Transfer,
     TransferState,
     TransportError,
@@ -592,8 +593,9 @@ class TickServer:
                 return
             self._connections.remove(connection)
         self._gate.changed()
+        has_left = error is None or (isinstance(error, PeerClosed) and error.said == FAREWELL)
         logger.log(
-            logging.WARNING if error else logging.INFO,
+            logging.INFO if has_left else logging.WARNING,
             "job %s: rank %d disconnected%s",
             connection.job.description.job_id,
             connection.rank,

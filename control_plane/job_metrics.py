@@ -63,7 +63,7 @@ class JobMetrics:
         self._wait_seconds = series.gauge(
             "wait_seconds",
             "Seconds that the rank which waited longest was blocked on core attention, in the last "
-            "step that all have reported.",
+            "step that all have reported; of ranks without a GPU.",
         )
         self._step_tokens = series.gauge(
             "step_tokens", "Tokens of all ranks in the last step that all have reported."
@@ -166,7 +166,9 @@ class JobMetrics:
             name, ranks = job.spec.name, record.ranks.values()
             tokens = sum(rank.tokens for rank in ranks)
             self._step_seconds.labels(name).set(max(rank.step_seconds for rank in ranks))
-            self._wait_seconds.labels(name).set(max(rank.wait_seconds for rank in ranks))
+            waits = [rank.wait_seconds for rank in ranks if rank.wait_seconds is not None]
+            if waits:
+                self._wait_seconds.labels(name).set(max(waits))
             self._step_tokens.labels(name).set(tokens)
             self._tokens.labels(name).inc(tokens)
             self._steps_finished.labels(name).inc()

@@ -197,7 +197,7 @@ def rank_measurement_from_proto(message: jobs_pb2.RankMeasurement) -> RankMeasur
     return RankMeasurement(
         rank=message.rank,
         step_seconds=message.step_seconds,
-        wait_seconds=message.wait_seconds,
+        wait_seconds=message.wait_seconds if message.HasField("wait_seconds") else None,
         tokens=message.tokens,
     )
 

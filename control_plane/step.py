@@ -30,11 +30,12 @@ class ServerMeasurement:
 
 @dataclass(frozen=True, kw_only=True)
 class RankMeasurement:
-    """What one rank measured in a step: wall seconds, of them blocked on core attention."""
+    """What one rank measured in a step: wall seconds, and those of them in which it waited for core
+    attention; None if it does not know, as on a GPU."""
 
     rank: int
     step_seconds: float
-    wait_seconds: float
+    wait_seconds: float | None
     tokens: int
 
 

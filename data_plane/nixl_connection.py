@@ -26,7 +26,7 @@ from data_plane.nixl_link import BadFrame, FrameKind, NixlLink
 from data_plane.nixl_worker import NixlWorker
 from data_plane.pings import PING_TAG, PONG_TAG
 from data_plane.posted_transfer import PostedTransfer
-from data_plane.transport import PeerLost, TransportError
+from data_plane.transport import PeerClosed, PeerLost, TransportError
 
 if TYPE_CHECKING:
     import socket
@@ -299,7 +299,7 @@ class NixlConnection(BaseConnection):
     def _take_control(self, operation: int, payload: bytes) -> None:
         if operation == FAREWELL:
             reason = payload.decode(errors="replace")
-            self.fail(self._new_error(PeerLost, f"closed by the peer: {reason}"))
+            self.fail(self._new_error(PeerClosed, reason))
         elif operation in (PING_TAG, PONG_TAG):
             self._pings.take(operation)
         elif self.on_control is not None:

@@ -68,6 +68,18 @@ class PeerLost(TransportError):
     """The peer died, or the connection to it broke."""
 
 
+class PeerClosed(PeerLost):
+    """The peer closed the connection.
+
+    Attributes:
+        said: the reason that it gave.
+    """
+
+    def __init__(self, said: str, *, transport: str, peer: str, hint: str = "") -> None:
+        self.said = said
+        super().__init__(f"closed by the peer: {said}", transport=transport, peer=peer, hint=hint)
+
+
 class TransferTimeout(TransportError):
     """A deadline passed: the peer is stopped, cut off or too slow. The connection is closed."""
 
@@ -171,7 +183,8 @@ class Connection(Protocol):
 
     def close(self, reason: str = "closed by this side") -> None:
         """Closes the connection; pending transfers fail with TransportClosed. Idempotent. The
-        peer's transfers fail with PeerLost, which carries ``reason`` if the peer could be told."""
+        peer's transfers fail with PeerClosed, which carries ``reason``, if the peer could be told,
+        else with PeerLost."""
 
     def add_closed_callback(self, callback: Callable[[TransportError | None], None]) -> None:
         """Calls ``callback(error)`` once when the connection ends (None after ``close()``)."""

@@ -20,7 +20,7 @@ from ucxx._lib.arr import Array
 from data_plane.base_connection import MAX_FAREWELL_BYTES, BaseConnection
 from data_plane.pings import PING_TAG, PONG_TAG
 from data_plane.posted_transfer import CONTROL_CHANNEL, DATA_CHANNEL, PostedTransfer
-from data_plane.transport import MAX_TAG, PeerLost, TransportError
+from data_plane.transport import MAX_TAG, PeerClosed, PeerLost, TransportError
 from data_plane.ucxx_endpoint_query import query_endpoint
 from data_plane.ucxx_worker import UCX_ERRORS, UcxxWorker
 
@@ -165,7 +165,7 @@ class UcxxConnection(BaseConnection):
         def on_complete(error: Exception | None) -> None:
             if error is None and not self._torn_down:
                 reason = body.tobytes().decode(errors="replace")
-                self.fail(self._new_error(PeerLost, f"closed by the peer: {reason}"))
+                self.fail(self._new_error(PeerClosed, reason))
 
         self.worker.track(request, body, on_complete)
 

@@ -53,13 +53,20 @@ class ServedTasks:
 
 
 @dataclass(frozen=True, eq=False)
+class _Exposure:
+    """How much of its ticks a rank was blocked on; only of one that computes on its own thread."""
+
+    seconds: Histogram
+    hidden: Counter
+    exposed: Counter
+
+
+@dataclass(frozen=True, eq=False)
 class _PhaseSeries:
     """The series of one phase, kept so that a tick costs no lookup by label."""
 
     seconds: Histogram
-    exposed_seconds: Histogram
-    hidden: Counter
-    exposed: Counter
+    exposure: _Exposure | None
 
 
 class TrainerMetrics:
@@ -68,10 +75,20 @@ class TrainerMetrics:
     Args:
         registry: of the session.
         job_name, rank: values of the labels of every series.
+        runs_ahead: the rank's thread runs ahead of a device. It is blocked while that computes, so
+            what is exposed of core attention is not known, and the series of it are left out.
     """
 
-    def __init__(self, registry: CollectorRegistry, job_name: str, rank: int) -> None:
+    def __init__(
+        self,
+        registry: CollectorRegistry,
+        job_name: str,
+        rank: int,
+        *,
+        runs_ahead: bool = False,
+    ) -> None:
         self._registry = registry
+        self._runs_ahead = runs_ahead
         self._identity = (job_name, str(rank))
         self._by_server: list[MetricWrapperBase] = []
         self._make_step_series()
@@ -91,9 +108,10 @@ class TrainerMetrics:
         """
         series = self._phases[phase]
         series.seconds.observe(flight_seconds)
-        series.exposed_seconds.observe(exposed_seconds)
-        series.exposed.inc(exposed_seconds)
-        series.hidden.inc(max(flight_seconds - exposed_seconds, 0.0))
+        if series.exposure is not None:
+            series.exposure.seconds.observe(exposed_seconds)
+            series.exposure.exposed.inc(exposed_seconds)
+            series.exposure.hidden.inc(max(flight_seconds - exposed_seconds, 0.0))
 
     def plan_waited_for(self, seconds: float) -> None:
         """A step's plan is here, ``seconds`` after it was wanted."""
@@ -124,7 +142,10 @@ class TrainerMetrics:
             self._step_tokens.set(tokens)
             self._step_seconds.observe(seconds)
             self._part_seconds["send"].inc(send_seconds)
-            self._part_seconds["wait"].inc(wait_seconds)
+            if self._runs_ahead:
+                wait_seconds = 0.0
+            else:
+                self._part_seconds["wait"].inc(wait_seconds)
             self._part_seconds["compute"].inc(max(seconds - send_seconds - wait_seconds, 0.0))
 
     def tasks_served(self, served: Iterable[ServedTasks]) -> None:
@@ -182,12 +203,13 @@ class TrainerMetrics:
         parts = self._counter(
             "step_part_seconds_total",
             "Where the time of complete steps went: compute, packing and sending requests, blocked "
-            "on results of core attention, waiting for the plan.",
+            "on results of core attention (with a GPU: in compute), waiting for the plan.",
             "part",
         )
         self._part_seconds = {
             part: parts.labels(*self._identity, part)
             for part in ("compute", "send", "wait", "plan")
+            if not (self._runs_ahead and part == "wait")
         }
         self._plan_wait_seconds = self._histogram(
             "plan_wait_seconds",
@@ -202,22 +224,32 @@ class TrainerMetrics:
             _TICK_SECONDS_BUCKETS,
             "phase",
         )
+        exposures = {} if self._runs_ahead else self._make_exposure_series()
+        self._phases = {
+            phase: _PhaseSeries(
+                seconds=seconds.labels(*self._identity, phase), exposure=exposures.get(phase)
+            )
+            for phase in Phase
+        }
+
+    def _make_exposure_series(self) -> dict[Phase, _Exposure]:
         exposed = self._histogram(
             "tick_exposed_seconds",
-            "Seconds of a tick in which the rank was blocked, waiting for its last reply.",
+            "Seconds of a tick in which the rank was blocked, waiting for its last reply; of ranks "
+            "without a GPU.",
             _TICK_SECONDS_BUCKETS,
             "phase",
         )
         communication = self._counter(
             "communication_seconds_total",
-            "Seconds of ticks: hidden behind other work of the rank, or exposed.",
+            "Seconds of ticks: hidden behind other work of the rank, or exposed; of ranks without "
+            "a GPU.",
             "phase",
             "visibility",
         )
-        self._phases = {
-            phase: _PhaseSeries(
-                seconds=seconds.labels(*self._identity, phase),
-                exposed_seconds=exposed.labels(*self._identity, phase),
+        return {
+            phase: _Exposure(
+                seconds=exposed.labels(*self._identity, phase),
                 hidden=communication.labels(*self._identity, phase, "hidden"),
                 exposed=communication.labels(*self._identity, phase, "exposed"),
             )

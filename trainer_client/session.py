@@ -12,7 +12,7 @@ from types import TracebackType
 import torch
 
 from attention_node.executor import KernelCall
-from attention_node.hello import PROTOCOL_VERSION
+from attention_node.hello import FAREWELL, PROTOCOL_VERSION
 from attention_node.metrics import NodeMetrics
 from attention_node.served_job import JobDescription, StepBusy
 from core_attention.manifest import RankManifest
@@ -62,6 +62,8 @@ class Session:
         self.options = options
         self.metrics_registry = process_registry("trainer")
         self._device = torch.device(options.device)
+        # A GPU computes behind the thread that launches its work.
+        self._runs_ahead = self._device.type == "cuda"
         # First, since it checks the address and reads the TLS files: the transport starts a thread.
         self._link = ControlLink(
             rpc.RpcSettings(
@@ -81,7 +83,9 @@ class Session:
             control_plane_timeout_seconds=options.control_plane_timeout_seconds,
         )
         self._pool = BufferPool(device_allocator(self._device))
-        self._metrics = TrainerMetrics(self.metrics_registry, options.job, options.rank)
+        self._metrics = TrainerMetrics(
+            self.metrics_registry, options.job, options.rank, runs_ahead=self._runs_ahead
+        )
         self._data_metrics = DataPlaneMetrics(
             self.metrics_registry, floor_bytes_per_second=options.min_gigabytes_per_second * 1e9
         )
@@ -262,7 +266,7 @@ class Session:
         self._examiner.close()
         self._link.close(error)
         self._recovery.close()
-        self._servers.close_all("the session is closed")
+        self._servers.close_all(FAREWELL if not error else f"the session failed: {error}")
         self._in_place.close()
         self._transport.close()
         self._liveness.close()
@@ -395,12 +399,14 @@ class Session:
             self._go_on_with(running.step + 1, servers, why)
         self._recovery.ended(running)
         seconds = time.perf_counter() - running.began_seconds
+        exposed_seconds = None if self._runs_ahead else running.wait_seconds
         running.report = StepReport(
             step=running.step,
             tokens=sum(running.n_rows(n) for n in range(self.options.n_nano_batches)),
             step_seconds=seconds,
             plan_wait_seconds=plan_wait_seconds,
             wait_seconds=running.wait_seconds,
+            exposed_seconds=exposed_seconds,
             send_seconds=running.send_seconds,
             sent_bytes=running.sent_bytes,
             received_bytes=running.received_bytes,
@@ -437,7 +443,7 @@ class Session:
                 jobs_pb2.RankMeasurement(
                     rank=self.options.rank,
                     step_seconds=seconds,
-                    wait_seconds=running.wait_seconds,
+                    wait_seconds=exposed_seconds,
                     tokens=running.report.tokens,
                 ),
             )

@@ -32,7 +32,11 @@ class StepReport:
         tokens: of this rank.
         step_seconds: wall seconds from the plan's arrival to the end of the step.
         plan_wait_seconds: wall seconds that the step waited for its plan.
-        wait_seconds: of ``step_seconds``, blocked on results of core attention.
+        wait_seconds: of ``step_seconds``, in which the rank's thread was blocked on results of core
+            attention.
+        exposed_seconds: of ``step_seconds``, in which nothing was computed because of that. The
+            same on a CPU. None on a GPU: the thread runs ahead of the device, and is blocked while
+            that computes.
         send_seconds: of ``step_seconds``, spent packing and handing over requests.
         sent_bytes, received_bytes: to and from other processes.
         recoveries: how often another plan was put in force in the middle of the step.
@@ -45,6 +49,7 @@ class StepReport:
     step_seconds: float
     plan_wait_seconds: float
     wait_seconds: float
+    exposed_seconds: float | None
     send_seconds: float
     sent_bytes: int
     received_bytes: int

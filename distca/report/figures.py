@@ -26,7 +26,7 @@ def draw_figures(record: RunRecord) -> dict[str, Figure]:
     if (detail := record.detail) is not None:
         drawers["load"] = lambda: draw_load(detail)
         if detail.timeline:
-            drawers["timeline"] = lambda: draw_timeline(detail)
+            drawers["timeline"] = lambda: draw_timeline(detail, on_gpu=record.device != "cpu")
         drawers["bytes"] = lambda: draw_bytes(detail)
     with figure_style():
         return {name: draw() for name, draw in drawers.items()}

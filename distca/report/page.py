@@ -26,6 +26,11 @@ _CAPTIONS = {
     "come back. What stays in a process is not copied and counts as 0.",
 }
 
+_TIMELINE_OF_A_GPU = (
+    "What the thread did that launches the work of rank 0's GPU. It runs ahead of the device: "
+    "while it waits, the device computes what was launched before."
+)
+
 
 def write_report(record: RunRecord, page: Path, figures: Path) -> None:
     """Writes the page to ``page`` and the figures as PNG into ``figures``."""
@@ -47,10 +52,16 @@ def render_page(record: RunRecord, figures: Mapping[str, Figure]) -> str:
         record=record,
         rows=summary_rows(record),
         figures=[
-            {"name": name, "caption": _CAPTIONS[name], "png": _base64_png(figure)}
+            {"name": name, "caption": _caption(name, record), "png": _base64_png(figure)}
             for name, figure in figures.items()
         ],
     )
+
+
+def _caption(name: str, record: RunRecord) -> str:
+    if name == "timeline" and record.device != "cpu":
+        return _TIMELINE_OF_A_GPU
+    return _CAPTIONS[name]
 
 
 def _base64_png(figure: Figure) -> str:

@@ -30,7 +30,8 @@ class StepRecord:
         gradient_norm: before clipping.
         tokens: of all ranks.
         step_seconds: wall time on rank 0, comparison with local attention left out.
-        wait_seconds: how much of it rank 0 was blocked on core attention.
+        wait_seconds: how much of it rank 0 waited for core attention; None where a GPU computes,
+            see ``StepReport.exposed_seconds``.
         home_imbalance: predicted, if nothing moved.
         planned_imbalance: predicted, under the plan.
         measured_imbalance: of the kernel seconds that the servers measured.
@@ -44,7 +45,7 @@ class StepRecord:
     gradient_norm: float
     tokens: int
     step_seconds: float
-    wait_seconds: float
+    wait_seconds: float | None
     home_imbalance: float | None = None
     planned_imbalance: float | None = None
     measured_imbalance: float | None = None
@@ -140,6 +141,7 @@ class RunRecord:
         steps: every step, those before a resume included.
         detail: the step that was most unbalanced at home, in full; None when none was recorded.
         verification: None without ``--verify``.
+        device: type of what the ranks computed on, ``"cpu"`` or ``"cuda"``.
     """
 
     name: str
@@ -156,6 +158,7 @@ class RunRecord:
     steps: tuple[StepRecord, ...]
     detail: StepDetail | None = None
     verification: Verification | None = None
+    device: str = "cpu"
 
     def to_json(self) -> str:
         """A JSON text that :meth:`from_json` reads."""

@@ -56,13 +56,14 @@ def _step_rows(record: RunRecord) -> list[tuple[str, str]]:
     first, last = record.steps[0], record.steps[-1]
     timed = record.steps[WARMUP_STEPS:] or record.steps
     seconds = sum(step.step_seconds for step in timed)
+    waits = [step.wait_seconds for step in timed if step.wait_seconds is not None]
+    waited = f", of which {sum(waits) / seconds:.0%} waiting for core attention" if waits else ""
     rows = [
         ("loss", f"{first.loss:.4f} (step {first.step}) to {last.loss:.4f} (step {last.step})"),
         (
             "speed",
             f"{sum(step.tokens for step in timed) / seconds:,.0f} tokens/s, "
-            f"{seconds / len(timed):.3f} s a step, of which "
-            f"{sum(step.wait_seconds for step in timed) / seconds:.0%} waiting for core attention",
+            f"{seconds / len(timed):.3f} s a step{waited}",
         ),
     ]
     imbalances = [

@@ -20,8 +20,13 @@ _OWN_COLOURS = {
 }
 
 
-def draw_timeline(detail: StepDetail) -> Figure:
-    """One row a lane, in order of first appearance; one colour a kind of event."""
+def draw_timeline(detail: StepDetail, *, on_gpu: bool = False) -> Figure:
+    """One row a lane, in order of first appearance; one colour a kind of event.
+
+    Args:
+        detail: of the step.
+        on_gpu: the events are of the thread that launches a GPU's work, and the title says so.
+    """
     lanes = list(dict.fromkeys(event.lane for event in detail.timeline))
     kinds = list(dict.fromkeys(event.name for event in detail.timeline))
     colours = _colours(kinds)
@@ -44,7 +49,8 @@ def draw_timeline(detail: StepDetail) -> Figure:
     axes.margins(x=0.01)
     axes.set_xlim(left=0)
     axes.set_xlabel("time in the step (ms)")
-    axes.set_title(f"Step {detail.step} on rank 0")
+    whose = ": the thread that launches the GPU's work" if on_gpu else ""
+    axes.set_title(f"Step {detail.step} on rank 0{whose}")
     axes.legend(
         handles=[Patch(color=colours[kind], label=kind) for kind in kinds],
         loc="upper left",

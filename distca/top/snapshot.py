@@ -56,13 +56,14 @@ class StepView:
     """The latest step that every rank has finished.
 
     Attributes:
-        step_seconds, wait_seconds: of the slowest rank, and the longest that one was blocked.
+        step_seconds: of the slowest rank.
+        wait_seconds: the longest that a rank was blocked on core attention; None if none knows.
         moved_bytes: between processes in the whole step.
     """
 
     step: int
     step_seconds: float
-    wait_seconds: float
+    wait_seconds: float | None
     tokens: int
     moved_bytes: int
     balance: tuple[BalanceView, ...]
@@ -180,7 +181,7 @@ def _step(status: cluster_pb2.StepStatus) -> StepView:
     return StepView(
         step=status.step,
         step_seconds=status.step_seconds,
-        wait_seconds=status.wait_seconds,
+        wait_seconds=status.wait_seconds if status.HasField("wait_seconds") else None,
         tokens=status.tokens,
         moved_bytes=status.moved_bytes,
         balance=tuple(

@@ -123,10 +123,10 @@ def _progress(job: JobView) -> Text:
 def _step_cells(step: StepView | None) -> tuple[str, str, str, str]:
     if step is None:
         return ("-", "-", "-", "-")
-    waits = step.wait_seconds / step.step_seconds if step.step_seconds > 0 else 0.0
+    known = step.wait_seconds is not None and step.step_seconds > 0
     return (
         f"{step.step_seconds:.3g}",
-        f"{waits:.0%}",
+        f"{(step.wait_seconds or 0.0) / step.step_seconds:.0%}" if known else "-",
         f"{step.tokens_per_second:,.0f}",
         _gigabytes(step.moved_bytes_per_second),
     )

@@ -97,7 +97,7 @@ def run_trainer(run: TrainerRun, console: Console) -> bool:
     config = model_config(run.model, feed.max_document_tokens)
     shape = attention_shape(config, run.model.dtype)
     device = choose_device(run.service.device, run.ranks.local_rank)
-    run = replace(run, training=_for_device(run.training, device))
+    run = replace(run, training=chosen(run.training, run.model, device))
     timeout = run.service.collective_timeout_seconds
     prepare_process(device)
     with ExitStack() as stack:
@@ -129,12 +129,16 @@ def run_trainer(run: TrainerRun, console: Console) -> bool:
     return finished
 
 
-def _for_device(training: TrainingSettings, device: torch.device) -> TrainingSettings:
-    """What the user left open: weights are spread and layers recomputed where memory is dear."""
+def chosen(
+    training: TrainingSettings, model: ModelSettings, device: torch.device
+) -> TrainingSettings:
+    """``training`` with what the user left open: the learning rate follows the model; weights are
+    spread and layers recomputed where memory is dear."""
     on_gpu = device.type == "cuda"
     sharding, checkpointing = training.sharding, training.activation_checkpointing
     return replace(
         training,
+        learning_rate=training.learning_rate or model.default_learning_rate,
         sharding=sharding or (Sharding.FSDP if on_gpu else Sharding.REPLICATED),
         activation_checkpointing=on_gpu if checkpointing is None else checkpointing,
     )
@@ -313,6 +317,7 @@ class _Loop:
             steps=self._log.read() if self._leads else (),
             detail=self._observer.detail,
             verification=self._verifier.result if self._verifier else None,
+            device=self._device.type,
         )
 
     def _train_step(self, step: int) -> None:
@@ -349,7 +354,7 @@ class _Loop:
             gradient_norm=norm,
             tokens=self._feed.shape.step_tokens,
             step_seconds=seconds,
-            wait_seconds=result.report.wait_seconds,
+            wait_seconds=result.report.exposed_seconds,
         )
         if difference is None:
             return record

@@ -118,6 +118,12 @@ class ModelSettings:
         if self.heads % self.kv_heads:
             raise ValueError(f"heads {self.heads} is no multiple of kv_heads {self.kv_heads}")
 
+    @property
+    def default_learning_rate(self) -> float:
+        """What suits the small Llama diverges on models of the size that others train."""
+        is_small = self.model_preset is None and self.model_config is None
+        return 3e-3 if is_small else 3e-4
+
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingSettings:
@@ -141,8 +147,13 @@ class TrainingSettings:
         ),
     ] = 2
     learning_rate: Annotated[
-        float, typer.Option(help="Of AdamW, after warm-up.", rich_help_panel=_TRAINING)
-    ] = 3e-3
+        float | None,
+        typer.Option(
+            help="Of AdamW, after warm-up; default: 3e-4 with --model-preset or --model-config, "
+            "3e-3 for the small Llama.",
+            rich_help_panel=_TRAINING,
+        ),
+    ] = None
     warmup_steps: Annotated[
         int,
         typer.Option(help="Steps over which the learning rate rises.", rich_help_panel=_TRAINING),
@@ -220,7 +231,7 @@ class TrainingSettings:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be {least} or more")
         for name in ("learning_rate", "max_gradient_norm"):
             value = getattr(self, name)
-            if not (math.isfinite(value) and value > 0):
+            if value is not None and not (math.isfinite(value) and value > 0):
                 raise ValueError(f"{name} is {value}; it must be a number above 0")
         if not (math.isfinite(self.weight_decay) and self.weight_decay >= 0):
             raise ValueError(f"weight_decay is {self.weight_decay}; it must be 0 or more")
@@ -237,7 +248,8 @@ class TrainingSettings:
         return self.tokens_per_rank // self.nano_batches
 
     def learning_rate_at(self, step: int) -> float:
-        """Rises linearly over the warm-up steps, then stays."""
+        """Rises linearly over the warm-up steps, then stays; ``learning_rate`` must be given."""
+        assert self.learning_rate is not None
         return self.learning_rate * min(1.0, (step + 1) / (self.warmup_steps + 1))
 
 

@@ -49,7 +49,8 @@ class Trainer:
     Args:
         model: built with ``attn_implementation="distca"``, on the device of this rank.
         session: this rank's membership in the job.
-        settings: batch and optimiser; ``sharding`` and ``activation_checkpointing`` are given.
+        settings: batch and optimiser; ``learning_rate``, ``sharding`` and
+            ``activation_checkpointing`` are given.
         compute_dtype: of sharded models' activations; others compute in their weights' dtype.
     """
 
@@ -85,7 +86,7 @@ class Trainer:
             self._module = DistributedDataParallel(ping_pong)
         self._optimizer = torch.optim.AdamW(
             model.parameters(),
-            lr=settings.learning_rate,
+            lr=settings.learning_rate_at(0),
             betas=(0.9, 0.95),
             weight_decay=settings.weight_decay,
             fused=self._device.type == "cuda",

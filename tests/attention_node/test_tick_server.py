@@ -4,6 +4,7 @@ and buffers, which all go back to the pool."""
 from __future__ import annotations
 
 import itertools
+import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -13,7 +14,7 @@ import pytest
 import torch
 
 from attention_node.executor import Executor
-from attention_node.hello import PROTOCOL_VERSION, HelloRefusal, HelloRefused
+from attention_node.hello import FAREWELL, PROTOCOL_VERSION, HelloRefusal, HelloRefused
 from attention_node.open_tick import TickGivenUp
 from attention_node.served_job import RECEIVES_AHEAD, JobDescription, StepBusy
 from attention_node.tick_server import TickServer
@@ -24,7 +25,13 @@ from core_attention.manifest import RankManifest, Segment
 from core_attention.plan import Plan
 from core_attention.tick import Tick
 from data_plane.buffer_pool import BufferPool, PooledBuffer
-from data_plane.transport import Transfer, TransferState, TransportError
+from data_plane.transport import (
+    PeerClosed,
+    PeerLost,
+    Transfer,
+    TransferState,
+    TransportError,
+)
 from distca.tokens import KEY_BYTES, rank_token
 from distca.v1 import data_plane_pb2
 from tests.attention_node.cases import SCALE, SHAPE, make_plan
@@ -85,6 +92,7 @@ class FakeConnection:
         self.closed, self.reason = False, ""
         self.offers: dict[int, FakeTransfer] = {}
         self.puts: list[int] = []
+        self.callbacks: list[Callable[[TransportError | None], None]] = []
 
     def offer(self, tag: int, buffer: PooledBuffer, deadline_seconds: float) -> Transfer:
         assert tag not in self.offers, "one offer of a tag at a time"
@@ -116,7 +124,12 @@ class FakeConnection:
                 offer.end(TransferState.FAILED)
 
     def add_closed_callback(self, callback: Callable[[TransportError | None], None]) -> None:
-        pass
+        self.callbacks.append(callback)
+
+    def end(self, error: TransportError) -> None:
+        """The peer closes the connection, or is lost."""
+        for callback in self.callbacks:
+            callback(error)
 
     def ping(self, timeout_seconds: float) -> None:
         raise AssertionError("trainers ask servers, not the other way round")
@@ -208,6 +221,29 @@ def test_a_finished_step_whose_plan_comes_again_is_not_expected_again(harness: H
     assert not ranks[0].offers
     harness.add(1)
     assert sorted(ranks[0].offers) == [tick.tag(reply=False) for tick in ticks_of(1)[:2]]
+
+
+@pytest.mark.parametrize(
+    ("error", "level"),
+    [
+        (PeerClosed(FAREWELL, transport="fake", peer="rank"), logging.INFO),
+        (
+            PeerClosed("the session failed: no memory", transport="fake", peer="rank"),
+            logging.WARNING,
+        ),
+        (PeerLost("no sign of life", transport="fake", peer="rank"), logging.WARNING),
+        (PeerLost(FAREWELL, transport="fake", peer="rank"), logging.WARNING),
+    ],
+)
+def test_a_farewell_is_no_warning_and_a_loss_is_one(
+    harness: Harness, caplog: pytest.LogCaptureFixture, error: TransportError, level: int
+) -> None:
+    connection = harness.connect(1)
+    with caplog.at_level(logging.INFO):
+        connection.end(error)
+    (record,) = [record for record in caplog.records if "disconnected" in record.message]
+    assert record.levelno == level
+    assert str(error) in record.message
 
 
 def test_a_step_that_is_planned_after_a_later_one_comes_first(harness: Harness) -> None:

@@ -303,14 +303,16 @@ class Client:
         assert value is not None
         return value
 
-    def report_rank(self, job_id: str, lease: str, step: int, rank: int) -> None:
+    def report_rank(
+        self, job_id: str, lease: str, step: int, rank: int, *, waited: float | None = 0.25
+    ) -> None:
         self.jobs.ReportStep(
             jobs_pb2.ReportStepRequest(
                 job_id=job_id,
                 step=step,
                 lease_id=lease,
                 rank=jobs_pb2.RankMeasurement(
-                    rank=rank, step_seconds=2.0 + rank, wait_seconds=0.25, tokens=100
+                    rank=rank, step_seconds=2.0 + rank, wait_seconds=waited, tokens=100
                 ),
             )
         )

@@ -112,6 +112,35 @@ def test_a_finished_step_tells_time_tokens_bytes_and_balance() -> None:
         assert phase.measured_imbalance == pytest.approx(1.5)
 
 
+@pytest.mark.parametrize(
+    ("waited", "longest"), [((0.25, None), 0.25), ((0.0, 0.0), 0.0), ((None, None), None)]
+)
+def test_waits_are_those_of_the_ranks_that_know_them(
+    waited: tuple[float | None, float | None], longest: float | None
+) -> None:
+    with running() as control_plane, client_of(control_plane.address) as client:
+        client.register("s0")
+        job_id, leases = open_job(client)
+        watcher = client.watch_rank(job_id, leases[0])
+        watcher.next("job_opened")
+        for rank, lease in enumerate(leases):
+            client.submit(job_id, lease, rank_manifest(0, rank))
+        watcher.next("step_planned")
+        for rank, lease in enumerate(leases):
+            client.report_rank(job_id, lease, 0, rank, waited=waited[rank])
+        (job,) = describe(client.channel).jobs
+        watcher.cancel()
+        gauge = control_plane.metrics.registry.get_sample_value(
+            "distca_control_plane_wait_seconds", {"job_name": job.name}
+        )
+        answer = client.jobs.GetStep(jobs_pb2.GetStepRequest(job_id=job_id, step=0))
+    step = job.last_step
+    assert (step.wait_seconds if step.HasField("wait_seconds") else None) == longest
+    assert gauge == longest
+    told = [r.wait_seconds if r.HasField("wait_seconds") else None for r in answer.ranks]
+    assert told == list(waited)
+
+
 def test_a_job_that_was_closed_is_gone() -> None:
     with running() as control_plane, client_of(control_plane.address) as client:
         client.register("s1")

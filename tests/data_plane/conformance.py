@@ -26,6 +26,7 @@ from data_plane.transport import (
     Connection,
     HandshakeRejected,
     MessageSizeMismatch,
+    PeerClosed,
     PeerLost,
     Transfer,
     TransferState,
@@ -637,8 +638,9 @@ class TransportConformance:
     def test_the_peer_is_told_why_a_connection_closed(self, pair: Pair) -> None:
         offer = pair.at_server.offer(1, pair.pool.acquire(100), WAIT_SECONDS)
         pair.at_client.close("no memory for the scores")
-        with pytest.raises(PeerLost, match="no memory for the scores"):
+        with pytest.raises(PeerClosed, match="no memory for the scores") as told:
             offer.wait(WAIT_SECONDS)
+        assert told.value.said == "no memory for the scores"
 
     def test_closed_callback_added_late(self, pair: Pair) -> None:
         pair.at_client.close()

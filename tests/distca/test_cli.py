@@ -55,6 +55,12 @@ def test_every_command_has_help(command: str) -> None:
     assert f"Usage: distca {command} " in shown.stdout
 
 
+@pytest.mark.parametrize("command", ["local", "train"])
+def test_help_tells_both_default_learning_rates(command: str) -> None:
+    shown = " ".join(distca(command, "--help").stdout.replace("│", " ").split())
+    assert "default: 3e-4 with --model-preset or --model-config, 3e-3 for the small Llama" in shown
+
+
 def test_version_is_shown() -> None:
     assert distca("--version").stdout == "distca 0.1.0\n"
 

@@ -17,7 +17,14 @@ from distca.train.device import choose_device
 from distca.train.language_model import LanguageModel
 from distca.train.layers import LaneGate, compile_layers, decoder_layers
 from distca.train.model import build_model, model_config
-from distca.train.settings import DeviceName, ModelSettings, Preset
+from distca.train.run import chosen
+from distca.train.settings import (
+    DeviceName,
+    ModelSettings,
+    Preset,
+    Sharding,
+    TrainingSettings,
+)
 
 TINY = ModelSettings(hidden_size=16, layers=2, heads=4, kv_heads=2)
 
@@ -61,6 +68,36 @@ def test_preset_has_the_sizes_of_its_model() -> None:
 def test_preset_may_have_other_layers() -> None:
     settings = ModelSettings(model_preset=Preset.LLAMA_3_8B, model_layers=8)
     assert model_config(settings, max_positions=64).num_hidden_layers == 8
+
+
+@pytest.mark.parametrize(
+    ("model", "given", "rate"),
+    [
+        (TINY, None, 3e-3),
+        (ModelSettings(model_preset=Preset.LLAMA_3_8B), None, 3e-4),
+        (ModelSettings(model_config=Path("config.json")), None, 3e-4),
+        (ModelSettings(model_preset=Preset.LLAMA_3_8B), 0.01, 0.01),
+        (TINY, 0.01, 0.01),
+    ],
+)
+def test_learning_rate_follows_the_model_unless_it_is_given(
+    model: ModelSettings, given: float | None, rate: float
+) -> None:
+    settings = TrainingSettings(learning_rate=given, warmup_steps=0)
+    assert chosen(settings, model, torch.device("cpu")).learning_rate_at(0) == rate
+
+
+@pytest.mark.parametrize(("device", "on_gpu"), [("cpu", False), ("cuda:1", True)])
+def test_sharding_and_checkpoints_follow_the_device_unless_they_are_given(
+    device: str, on_gpu: bool
+) -> None:
+    settings = chosen(TrainingSettings(), TINY, torch.device(device))
+    assert settings.sharding is (Sharding.FSDP if on_gpu else Sharding.REPLICATED)
+    assert settings.activation_checkpointing is on_gpu
+    given = TrainingSettings(sharding=Sharding.REPLICATED, activation_checkpointing=False)
+    settings = chosen(given, TINY, torch.device(device))
+    assert settings.sharding is Sharding.REPLICATED
+    assert settings.activation_checkpointing is False
 
 
 def test_two_models_are_refused() -> None:

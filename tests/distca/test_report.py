@@ -80,6 +80,22 @@ def test_a_stopped_run_with_nothing_measured_still_has_a_report(tmp_path: Path) 
     write_report(replace(bare, steps=()), tmp_path / "report.html", tmp_path / "figures")
 
 
+def test_waits_are_told_of_a_cpu_alone() -> None:
+    """On a GPU the thread that waits has launched work that the device still computes."""
+    record = example_record()
+    assert "of which 12% waiting" in dict(summary_rows(record))["speed"]
+    unknown = tuple(replace(step, wait_seconds=None) for step in record.steps)
+    on_gpu = replace(record, steps=unknown, device="cuda")
+    assert dict(summary_rows(on_gpu))["speed"] == "10,240 tokens/s, 0.800 s a step"
+    figures = draw_figures(on_gpu)
+    assert "thread that launches" in figures["timeline"].axes[0].get_title(loc="left")
+    html = render_page(on_gpu, figures)
+    assert "runs ahead of the device" in html
+    assert "waiting for core attention" not in html
+    assert "runs ahead of the device" not in render_page(record, draw_figures(record))
+    assert RunRecord.from_json(on_gpu.to_json()) == on_gpu
+
+
 def test_load_shows_home_planned_and_measured_seconds_as_bars() -> None:
     detail = example_detail()
 

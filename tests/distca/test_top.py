@@ -15,6 +15,7 @@ import termios
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -127,6 +128,15 @@ def test_a_job_shows_progress_speed_and_balance() -> None:
     for words in ("3/4", "7 done, 9 planned", "5%", "100,000", "1.50", "forward 1.50 1.02 1.30"):
         assert words in text
     assert "backward 1.40 1.01 -" in text
+
+
+def test_a_job_on_gpus_shows_no_waits() -> None:
+    step = replace(STEP, wait_seconds=None)
+    line = next(
+        line for line in shown(jobs=(replace(JOB, last_step=step),)).splitlines() if "3/4" in line
+    )
+    assert "5%" not in line
+    assert line.split()[line.split().index("planned") + 1 :][:3] == ["2", "-", "100,000"]
 
 
 def test_an_empty_cluster_and_old_figures_are_told() -> None:

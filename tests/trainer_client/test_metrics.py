@@ -60,6 +60,22 @@ def test_a_complete_steps_seconds_are_told_by_part_and_a_given_up_ones_are_not(
     assert value(registry, "steps_total", outcome="given_up") == 1
 
 
+def test_what_is_exposed_is_not_told_of_a_rank_that_runs_ahead_of_its_device(
+    registry: CollectorRegistry,
+) -> None:
+    metrics = TrainerMetrics(registry, "train", 3, runs_ahead=True)
+    metrics.tick_collected(Phase.FORWARD, flight_seconds=0.5, exposed_seconds=0.125)
+    metrics.step_ended(complete=True, tokens=100, seconds=4.0, send_seconds=0.25, wait_seconds=0.75)
+    assert value(registry, "tick_seconds_sum", phase="forward") == 0.5
+    parts = {
+        part: value(registry, "step_part_seconds_total", part=part)
+        for part in ("compute", "send", "wait")
+    }
+    assert parts == {"compute": 3.75, "send": 0.25, "wait": None}
+    names = {metric.name for metric in registry.collect()}
+    assert not [name for name in names if "exposed" in name or "communication" in name]
+
+
 def test_a_servers_series_go_with_the_connection_to_it(
     registry: CollectorRegistry, metrics: TrainerMetrics
 ) -> None:
