@@ -41,6 +41,7 @@ from torch.multiprocessing.spawn import spawn
 from benchmarks.gpu.training import methods
 from benchmarks.gpu.training.batches import Batch, draw_batch
 from benchmarks.gpu.training.methods import Disaggregated, RankSettings
+from benchmarks.gpu.training.pictures import save_timeline
 from benchmarks.gpu.training.stack import ModelShape
 from benchmarks.gpu.training.trace import traced
 from core_attention.profiling import device_name
@@ -95,6 +96,12 @@ class Plan:
     learning_rate: float = 1e-4
     memory_gib: float | None = None
 
+    @classmethod
+    def from_dict(cls, fields: dict[str, Any]) -> Plan:
+        """The reverse of ``dataclasses.asdict`` and JSON."""
+        lists = {name: tuple(fields[name]) for name in ("seeds", "ways", "traced")}
+        return cls(**fields | lists | {"model": ModelShape(**fields["model"])})
+
     def drawn(self) -> list[Batch]:
         """All batches: first those to warm up on."""
         measured = [
@@ -102,6 +109,10 @@ class Plan:
             for seed in self.seeds
         ]
         return [measured[i % len(measured)] for i in range(self.warm_ups)] + measured
+
+    def n_devices(self, way: str) -> int:
+        """Devices that ``way`` uses."""
+        return self.ranks + (self.pool_nodes if way == methods.POOL else 0)
 
     def n_traced(self, way: str) -> int:
         """Steps of ``way`` that are traced, after all others."""
@@ -118,7 +129,8 @@ class StepResult:
         seed: of the batch.
         seconds: from all ranks ready to all ranks done.
         tokens_per_second: of all ranks.
-        mfu: model FLOPs (recomputation not counted) over the peak of all GPUs.
+        mfu: model FLOPs (recomputation not counted) over the peak of all GPUs, those of attention
+            nodes included.
         loss: of all ranks.
         attention_seconds: by rank, device time of core attention where the rank runs it alone;
             with DistCA what the servers report, in which other kernels run beside it.
@@ -152,7 +164,7 @@ def run_way(name: str, plan: Plan, settings: RankSettings) -> dict[str, Any]:
         for step, batch in enumerate(drawn):
             if on_gpu and step == plan.warm_ups:
                 torch.cuda.reset_peak_memory_stats()
-            result = run_step(way, step, batch, settings)
+            result = run_step(way, step, batch, settings, n_devices=plan.n_devices(name))
             if settings.rank == 0:
                 print(
                     f"{name} step {step}: {result.seconds:.3f} s, loss {result.loss:.5f}, "
@@ -177,8 +189,11 @@ def run_way(name: str, plan: Plan, settings: RankSettings) -> dict[str, Any]:
     }
 
 
-def run_step(way: methods.Method, step: int, batch: Batch, settings: RankSettings) -> StepResult:
-    """One step, timed from when all ranks are ready until all are done."""
+def run_step(
+    way: methods.Method, step: int, batch: Batch, settings: RankSettings, *, n_devices: int
+) -> StepResult:
+    """One step of a way on ``n_devices`` devices, timed from when all ranks are ready until all
+    are done."""
     gc.collect()
     _settle(settings)
     began = time.perf_counter()
@@ -198,7 +213,7 @@ def run_step(way: methods.Method, step: int, batch: Batch, settings: RankSetting
         seed=batch.seed,
         seconds=seconds,
         tokens_per_second=tokens / seconds,
-        mfu=flops / seconds / (PEAK_FLOPS * settings.n_ranks),
+        mfu=flops / seconds / (PEAK_FLOPS * n_devices),
         loss=sum(loss for loss, _, _ in everyone),
         attention_seconds=busy,
         imbalance=extra.get("measured_imbalance") or methods.imbalance(busy),
@@ -383,8 +398,8 @@ def show(plan: Plan, results: Sequence[dict[str, Any]], title: str) -> None:
     plain = by_name.get("plain")
     table = Table(title=title)
     for column in (
-        "way", "step s by batch", "tokens/s", "MFU", "over plain", "imbalance", "allocated GiB",
-        "device GiB",
+        "way", "step s by batch", "tokens/s", "a GPU", "MFU", "over plain", "imbalance",
+        "allocated GiB", "device GiB",
     ):  # fmt: skip
         table.add_column(column, justify="left" if column == "way" else "right")
     for result in results:
@@ -394,11 +409,12 @@ def show(plan: Plan, results: Sequence[dict[str, Any]], title: str) -> None:
         if plain is not None:
             ratios = [p["seconds"] / s for p, s in zip(plain["steps"], seconds, strict=True)]
             gain = f"{np.mean(ratios):.3f}x"
-        tokens = plan.ranks * plan.tokens_per_rank * len(seconds)
+        speed = plan.ranks * plan.tokens_per_rank * len(seconds) / sum(seconds)
         table.add_row(
             result["way"],
             " ".join(f"{s:.2f}" for s in seconds),
-            f"{tokens / sum(seconds):,.0f}",
+            f"{speed:,.0f}",
+            f"{speed / plan.n_devices(result['way']):,.0f}",
             f"{np.mean([step['mfu'] for step in steps]):.1%}",
             gain,
             f"{np.mean([step['imbalance'] for step in steps]):.3f}",
@@ -407,7 +423,9 @@ def show(plan: Plan, results: Sequence[dict[str, Any]], title: str) -> None:
         )
     console.print(table)
     for result in results:
-        if traces := result["traces"]:
+        # Attention nodes, which run all of it with a pool, are not traced.
+        traces = [trace for trace in result["traces"] if sum(trace["attention_seconds"])]
+        if traces:
             console.print(
                 f"{result['way']}, attention's kernels in traced steps, max over mean: "
                 + " ".join(f"{trace['imbalance']:.3f}" for trace in traces)
@@ -446,8 +464,24 @@ def main(
         typer.Option(min=1, help="Device memory that PyTorch may hold; default: all of it."),
     ] = None,
     json_path: Annotated[Path | None, typer.Option("--json")] = None,
+    timeline_png: Annotated[
+        Path | None,
+        typer.Option(
+            help="Picture of a step of the first way that has one: a traced step of rank 0's "
+            "device, or what the thread did."
+        ),
+    ] = None,
+    from_json: Annotated[
+        Path | None,
+        typer.Option(help="Show, and draw, what an earlier run wrote instead of measuring."),
+    ] = None,
 ) -> None:
     """Training steps with core attention spread in several ways."""
+    if from_json is not None:
+        written = json.loads(from_json.read_text())
+        plan = Plan.from_dict(written["plan"])
+        _present(plan, written["ways"], _name_of(plan), timeline_png)
+        return
     model = ModelShape(layers=layers)
     if tiny:
         model = ModelShape(
@@ -472,12 +506,25 @@ def main(
         memory_gib=memory_gib,
     )
     results = measure(plan)
-    name = (
-        f"{ranks} x {device_name(torch.device(device))}, {layers} layers, {tokens_per_rank} tokens"
-    )
-    show(plan, results, name)
     if json_path is not None:
         json_path.write_text(json.dumps({"plan": asdict(plan), "ways": results}, indent=1) + "\n")
+    _present(plan, results, f"{device_name(torch.device(device))}, {_name_of(plan)}", timeline_png)
+
+
+def _name_of(plan: Plan) -> str:
+    nodes = f" + {plan.pool_nodes}" if plan.pool_nodes else ""
+    return f"{plan.ranks}{nodes} devices, {plan.model.layers} layers, {plan.tokens_per_rank} tokens"
+
+
+def _present(
+    plan: Plan, results: Sequence[dict[str, Any]], title: str, timeline_png: Path | None
+) -> None:
+    show(plan, results, title)
+    if timeline_png is not None:
+        drawable = [result for result in results if result["timeline"] or result["traces"]]
+        if not drawable:
+            raise SystemExit("no way has a timeline: run one of DistCA's, or --trace one on GPUs")
+        save_timeline(drawable[0], title, timeline_png)
 
 
 if __name__ == "__main__":

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from distca.report.record import StepDetail
-from distca.report.style import BLUE, GREEN, LIGHT_SKY, ORANGE, PURPLE, SPARE
+from distca.report.record import StepDetail, TimelineEvent
+from distca.report.style import BLUE, GREEN, GREY, LIGHT_SKY, ORANGE, PURPLE, SPARE, VERMILION
 
 MILLI = 1e3
 
@@ -17,22 +19,41 @@ _OWN_COLOURS = {
     "wait": "#BDBDBD",
     "attention under way": LIGHT_SKY,
     "kernel": PURPLE,
+    "matrix products": BLUE,
+    "attention": PURPLE,
+    "elementwise": GREEN,
+    "NCCL": ORANGE,
+    "copies": LIGHT_SKY,
+    "others": GREY,
+    "idle": VERMILION,
 }
 
 
 def draw_timeline(detail: StepDetail, *, on_gpu: bool = False) -> Figure:
-    """One row a lane, in order of first appearance; one colour a kind of event.
+    """The timeline of a run's step.
 
     Args:
         detail: of the step.
         on_gpu: the events are of the thread that launches a GPU's work, and the title says so.
     """
-    lanes = list(dict.fromkeys(event.lane for event in detail.timeline))
-    kinds = list(dict.fromkeys(event.name for event in detail.timeline))
+    whose = ": the thread that launches the GPU's work" if on_gpu else ""
+    return draw_events(detail.timeline, f"Step {detail.step} on rank 0{whose}")
+
+
+def draw_events(events: Sequence[TimelineEvent], title: str, *, outlined: bool = True) -> Figure:
+    """One row a lane, in order of first appearance; one colour a kind of event.
+
+    Args:
+        events: seconds from the step's beginning.
+        title: of the figure.
+        outlined: events that follow each other are set apart; those shorter than a line vanish.
+    """
+    lanes = list(dict.fromkeys(event.lane for event in events))
+    kinds = list(dict.fromkeys(event.name for event in events))
     colours = _colours(kinds)
     figure = Figure(figsize=(11, 1.4 + 0.42 * len(lanes)), layout="constrained")
     axes = figure.subplots()
-    for event in detail.timeline:
+    for event in events:
         axes.barh(
             lanes.index(event.lane),
             (event.end_seconds - event.begin_seconds) * MILLI,
@@ -40,7 +61,7 @@ def draw_timeline(detail: StepDetail, *, on_gpu: bool = False) -> Figure:
             height=0.72,
             color=colours[event.name],
             edgecolor="white",
-            linewidth=0.4,
+            linewidth=0.4 if outlined else 0.0,
         )
     axes.set_yticks(range(len(lanes)), lanes)
     axes.invert_yaxis()
@@ -49,14 +70,14 @@ def draw_timeline(detail: StepDetail, *, on_gpu: bool = False) -> Figure:
     axes.margins(x=0.01)
     axes.set_xlim(left=0)
     axes.set_xlabel("time in the step (ms)")
-    whose = ": the thread that launches the GPU's work" if on_gpu else ""
-    axes.set_title(f"Step {detail.step} on rank 0{whose}")
-    axes.legend(
-        handles=[Patch(color=colours[kind], label=kind) for kind in kinds],
-        loc="upper left",
-        bbox_to_anchor=(1.005, 1),
-        borderaxespad=0,
-    )
+    axes.set_title(title)
+    if kinds != lanes:
+        axes.legend(
+            handles=[Patch(color=colours[kind], label=kind) for kind in kinds],
+            loc="upper left",
+            bbox_to_anchor=(1.005, 1),
+            borderaxespad=0,
+        )
     return figure
 
 

@@ -6,13 +6,15 @@ import json
 import subprocess
 import sys
 from collections import Counter
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from benchmarks.gpu.training import batches, trace
+from benchmarks.gpu.end_to_end import Plan
+from benchmarks.gpu.training import batches, pictures, trace
 from benchmarks.gpu.training.batches import Batch, draw_batch
 from benchmarks.gpu.training.stack import ModelShape
 from control_plane.planning import PlanningOptions
@@ -133,11 +135,42 @@ def test_trace_counts_overlapping_kernels_once_and_finds_gaps() -> None:
     assert found["longest_gaps"][0][:2] == (0.5, 1.5)
 
 
+def test_a_device_is_idle_where_no_kernel_runs() -> None:
+    names = ["nvjet_gemm", "ncclAllGather", "Memset (Device)"]
+    kernels = [(0, 2000, 0, 7), (1000, 4000, 1, 9), (5500, 100, 2, 7), (8000, 1000, 0, 7)]
+    events = pictures.device_events(names, kernels)
+    assert [(event.lane, event.begin_seconds, event.end_seconds) for event in events] == [
+        ("matrix products", 0.0, 0.002),
+        ("matrix products", 0.008, 0.009),
+        ("NCCL", 0.001, 0.005),
+        ("others", 0.0055, 0.0056),
+        # From the last end of any kernel on; the pause of 0.5 ms before is too short.
+        ("idle", 0.0056, 0.008),
+    ]
+    trace_of = {"names": names, "kernels": kernels, "seconds": 0.009, "idle_seconds": 0.0029}
+    figure = pictures.draw_timeline({"way": "pool", "traces": [trace_of], "timeline": []}, "tiny")
+    (axes,) = figure.axes
+    assert axes.get_title() == "tiny: pool, GPU of rank 0, idle for 32.2%"
+    assert [label.get_text() for label in axes.get_yticklabels()] == [
+        "matrix products", "NCCL", "others", "idle",
+    ]  # fmt: skip
+
+
+def test_a_way_without_a_timeline_is_named() -> None:
+    with pytest.raises(ValueError, match="'plain' has no timeline"):
+        pictures.draw_timeline({"way": "plain", "traces": [], "timeline": []}, "tiny")
+
+
 WAYS = ("plain", "repacked", "context-parallel", "disaggregated", "single-stream", "pool")
 
 
 def losses(
-    device: str, ranks: int, folder: Path, ways: tuple[str, ...] = WAYS, pool_nodes: int = 0
+    device: str,
+    ranks: int,
+    folder: Path,
+    ways: tuple[str, ...] = WAYS,
+    pool_nodes: int = 0,
+    options: tuple[str, ...] = (),
 ) -> dict[str, list[float]]:
     """Runs the benchmark with a tiny model."""
     out = folder / "out.json"
@@ -151,6 +184,7 @@ def losses(
             "--batches=2",
             "--warm-ups=0",
         ),
+        *options,
     ]
     done = subprocess.run(
         command, cwd=ROOT, capture_output=True, text=True, timeout=250, check=False
@@ -166,8 +200,10 @@ def losses(
 @pytest.mark.timeout(300)
 def test_all_ways_train_the_same_model(tmp_path: Path) -> None:
     """The second loss is that of updated weights, so gradients agree as well."""
-    found = losses("cpu", 2, tmp_path, pool_nodes=1)
+    picture = tmp_path / "step.png"
+    found = losses("cpu", 2, tmp_path, pool_nodes=1, options=(f"--timeline-png={picture}",))
     assert found.keys() == set(WAYS)
+    assert picture.read_bytes().startswith(b"\x89PNG")
     for way in WAYS:
         # Repacking cuts a document at most, whose second piece sees less context.
         assert found[way] == pytest.approx(found["plain"], rel=1e-3 if way == "repacked" else 1e-5)
@@ -183,3 +219,27 @@ def test_all_ways_train_the_same_model_on_gpus(tmp_path: Path) -> None:
     for way in ways:
         # bfloat16: 2^-9 = 2e-3 a rounding, averaged over hundreds of tokens.
         assert found[way] == pytest.approx(found["plain"], rel=2e-3)
+
+
+def test_what_a_run_wrote_is_shown_and_drawn_again(tmp_path: Path) -> None:
+    plan = Plan(
+        model=ModelShape(layers=1), tokens_per_rank=8, ranks=3, seeds=(0,), warm_ups=1,
+        ways=("pool",), distribution="pretrain", tolerance=0.03, device="cuda", compiled=True,
+        traced=("pool",), pool_nodes=1,
+    )  # fmt: skip
+    step = {"seconds": 2.0, "mfu": 0.5, "imbalance": 1.0}
+    event = {"lane": "nano-batch 0", "name": "wait", "begin_seconds": 0.0, "end_seconds": 1.0}
+    way = {"way": "pool", "steps": [step], "memory": [], "traces": [], "timeline": [event]}
+    written, picture = tmp_path / "out.json", tmp_path / "step.png"
+    written.write_text(json.dumps({"plan": asdict(plan), "ways": [way]}))
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.gpu.end_to_end", f"--from-json={written}",
+         f"--timeline-png={picture}"],
+        cwd=ROOT, capture_output=True, text=True, timeout=100, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    # 3 ranks with 8 tokens in 2 s, on 4 devices.
+    assert "12 │" in done.stdout
+    assert "3 │" in done.stdout
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert Plan.from_dict(json.loads(written.read_text())["plan"]) == plan

@@ -297,13 +297,14 @@ def make(name: str, settings: RankSettings) -> Method:
         return Disaggregated(settings, name, homes="packed")
     if name == "signal":
         return Disaggregated(settings, name, signal=True)
-    if name == "pool":
+    if name == POOL:
         return Disaggregated(settings, name, placement=Placement.POOL)
     if name == "single-stream":
         return Disaggregated(settings, name, interleave=False)
     raise ValueError(f"method is {name!r}; valid are {METHODS}")
 
 
+POOL = "pool"
 AT_HOME = ("plain", "repacked", "context-parallel")
 METHODS = (
     "plain",
@@ -313,7 +314,7 @@ METHODS = (
     "disaggregated-packed",
     "signal",
     "single-stream",
-    "pool",
+    POOL,
 )
 
 
