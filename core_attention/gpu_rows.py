@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
@@ -40,16 +39,12 @@ class RowTable:
         rows: int64 on the device: the sections' indices, one after the other.
         max_rows: of any section.
         aligned: whether every width is a multiple of ALIGNED_WORDS.
-        compiled: the kernel by which addresses are null, which Triton takes for narrower integers.
-            All others are alike for it (multiples of 16), so it need not look at them each time,
-            which takes longer than the launch.
     """
 
     entries: torch.Tensor
     rows: torch.Tensor
     max_rows: int
     aligned: bool
-    compiled: dict[tuple[bool, ...], Any] = field(default_factory=dict)
 
 
 class FusedMessageRows:
@@ -184,23 +179,22 @@ def _launch(
         return
     n_sections = len(sources)
     padding = [0] * (MAX_SECTIONS - n_sections)
-    addresses = (*sources, *padding, *targets, *padding)
-    grid = (triton.cdiv(table.max_rows, BLOCK_ROWS), n_sections, 1)
-    constants = (
-        gather,
-        ALIGNED_WORDS if table.aligned else 1,
-        _TRITON_DTYPES[dtype],
-        _ENTRIES,
-        BLOCK_ROWS,
-        BLOCK_COLUMNS,
-    )
-    arguments = (*addresses, table.entries, table.rows, *constants)
-    null = tuple(address == 0 for address in addresses)
+    grid = (triton.cdiv(table.max_rows, BLOCK_ROWS), n_sections)
     with torch.cuda.device_of(table.rows):
-        if null in table.compiled:
-            table.compiled[null][grid](*arguments)
-        else:
-            table.compiled[null] = _move_sections[grid](*arguments)
+        _move_sections[grid](
+            *sources,
+            *padding,
+            *targets,
+            *padding,
+            table.entries,
+            table.rows,
+            gather=gather,
+            aligned=ALIGNED_WORDS if table.aligned else 1,
+            summed_dtype=_TRITON_DTYPES[dtype],
+            n_entries=_ENTRIES,
+            block_rows=BLOCK_ROWS,
+            block_columns=BLOCK_COLUMNS,
+        )
 
 
 @triton.jit  # type: ignore[misc,untyped-decorator,unused-ignore]
