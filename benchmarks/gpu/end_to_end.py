@@ -5,6 +5,8 @@ Every way runs the same documents, the same model and the same FSDP2, in one run
 * plain: whole documents, packed in order, attention at home;
 * repacked: whole documents, moved between ranks so that work is as equal as memory allows;
 * context-parallel: every document cut over all ranks, keys and values gathered;
+* pytorch-context-parallel: PyTorch's own ring, on batches of one document (``--lengths
+  one-document``, which plain and repacked cannot hold);
 * disaggregated: DistCA in place, with a real control plane, real sessions and UCX;
 * pool: DistCA with attention nodes on GPUs of their own (``--ranks 3 --pool-nodes 1 --ways pool``).
 
@@ -39,7 +41,7 @@ from rich.table import Table
 from torch.multiprocessing.spawn import spawn
 
 from benchmarks.gpu.training import methods
-from benchmarks.gpu.training.batches import Batch, draw_batch
+from benchmarks.gpu.training.batches import ONE_DOCUMENT, Batch, draw_batch
 from benchmarks.gpu.training.methods import Disaggregated, RankSettings
 from benchmarks.gpu.training.pictures import save_timeline
 from benchmarks.gpu.training.stack import ModelShape
@@ -61,12 +63,12 @@ class Plan:
 
     Attributes:
         model: sizes.
-        tokens_per_rank: of a step; also the longest document.
+        tokens_per_rank: of a step; also the longest document, unless there is only one.
         ranks: GPUs.
         seeds: of the batches.
         warm_ups: steps before them, on the first ones.
         ways: names, see ``methods.METHODS``.
-        distribution: of document lengths.
+        distribution: of document lengths; see ``batches.draw_batch``.
         stretch: documents are that many times as long.
         tolerance: eps.
         device: ``"cuda"`` or ``"cpu"``.
@@ -109,6 +111,17 @@ class Plan:
             for seed in self.seeds
         ]
         return [measured[i % len(measured)] for i in range(self.warm_ups)] + measured
+
+    @property
+    def n_nano_batches(self) -> int:
+        """Of DistCA's ways. A document lies within one nano-batch: one document is one."""
+        return 1 if self.distribution == ONE_DOCUMENT else 2
+
+    def require_runnable(self) -> None:
+        """Raises ValueError, which says why, if a way cannot run a batch."""
+        for batch in self.drawn():
+            for way in self.ways:
+                methods.require_runnable(way, batch, self.device)
 
     def n_devices(self, way: str) -> int:
         """Devices that ``way`` uses."""
@@ -294,6 +307,8 @@ def run_rank(rank: int, plan: Plan, folder: Path) -> None:
         device=device,
         model=plan.model,
         tokens_per_rank=plan.tokens_per_rank,
+        longest_document=max(int(batch.lengths.max()) for batch in plan.drawn()),
+        n_nano_batches=plan.n_nano_batches,
         tolerance=plan.tolerance,
         compiled=plan.compiled,
         learning_rate=plan.learning_rate,
@@ -392,23 +407,21 @@ def headroom(plain: dict[str, Any]) -> list[float]:
 
 
 def show(plan: Plan, results: Sequence[dict[str, Any]], title: str) -> None:
-    """Prints the tables."""
+    """Prints the tables, relative to plain packing or else to the first way."""
     console = Console(width=150)
     by_name = {result["way"]: result for result in results}
     plain = by_name.get("plain")
+    baseline = plain or results[0]
     table = Table(title=title)
     for column in (
-        "way", "step s by batch", "tokens/s", "a GPU", "MFU", "over plain", "imbalance",
-        "allocated GiB", "device GiB",
+        "way", "step s by batch", "tokens/s", "a GPU", "MFU", f"over {baseline['way']}",
+        "imbalance", "allocated GiB", "device GiB",
     ):  # fmt: skip
         table.add_column(column, justify="left" if column == "way" else "right")
     for result in results:
         steps = result["steps"]
         seconds = [step["seconds"] for step in steps]
-        gain = ""
-        if plain is not None:
-            ratios = [p["seconds"] / s for p, s in zip(plain["steps"], seconds, strict=True)]
-            gain = f"{np.mean(ratios):.3f}x"
+        ratios = [b["seconds"] / s for b, s in zip(baseline["steps"], seconds, strict=True)]
         speed = plan.ranks * plan.tokens_per_rank * len(seconds) / sum(seconds)
         table.add_row(
             result["way"],
@@ -416,7 +429,7 @@ def show(plan: Plan, results: Sequence[dict[str, Any]], title: str) -> None:
             f"{speed:,.0f}",
             f"{speed / plan.n_devices(result['way']):,.0f}",
             f"{np.mean([step['mfu'] for step in steps]):.1%}",
-            gain,
+            f"{np.mean(ratios):.3f}x",
             f"{np.mean([step['imbalance'] for step in steps]):.3f}",
             f"{max((m.get('allocated_gib', 0) for m in result['memory']), default=0):.1f}",
             f"{max((m.get('device_gib', 0) for m in result['memory']), default=0):.1f}",
@@ -446,7 +459,9 @@ def main(
     ways: Annotated[str, typer.Option(help=f"With commas: {', '.join(methods.METHODS)}.")] = (
         "plain,repacked,context-parallel,disaggregated"
     ),
-    lengths: Annotated[str, typer.Option(help="pretrain or prolong.")] = "pretrain",
+    lengths: Annotated[
+        str, typer.Option(help=f"pretrain, prolong, or {ONE_DOCUMENT}: one over all ranks.")
+    ] = "pretrain",
     stretch: Annotated[
         int, typer.Option(min=1, help="Documents are that many times as long as drawn.")
     ] = 1,
@@ -505,6 +520,10 @@ def main(
         pool_nodes=pool_nodes,
         memory_gib=memory_gib,
     )
+    try:
+        plan.require_runnable()
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
     results = measure(plan)
     if json_path is not None:
         json_path.write_text(json.dumps({"plan": asdict(plan), "ways": results}, indent=1) + "\n")
@@ -519,6 +538,8 @@ def _name_of(plan: Plan) -> str:
 def _present(
     plan: Plan, results: Sequence[dict[str, Any]], title: str, timeline_png: Path | None
 ) -> None:
+    if not results:
+        raise SystemExit("no way ran to its end; what went wrong is above")
     show(plan, results, title)
     if timeline_png is not None:
         drawable = [result for result in results if result["timeline"] or result["traces"]]

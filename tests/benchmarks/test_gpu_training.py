@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -12,10 +13,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from torch.distributed.tensor.experimental._attention import _HeadTailLoadBalancer
 
 from benchmarks.gpu.end_to_end import Plan
-from benchmarks.gpu.training import batches, pictures, trace
-from benchmarks.gpu.training.batches import Batch, draw_batch
+from benchmarks.gpu.training import batches, methods, pictures, ring, trace
+from benchmarks.gpu.training.batches import Batch, CannotRun, draw_batch
 from benchmarks.gpu.training.stack import ModelShape
 from control_plane.planning import PlanningOptions
 from core_attention.cost_model import CostProfile
@@ -52,6 +54,61 @@ def test_stretched_documents_are_longer_and_fill_all_ranks(batch: Batch) -> None
         assert lengths.tolist() == (2 * drawn).tolist()
     with pytest.raises(ValueError, match="multiple of stretch"):
         draw_batch(2, RANKS, TOKENS + 1, "pretrain", stretch=2)
+
+
+@pytest.fixture(scope="module")
+def one_document() -> Batch:
+    return draw_batch(2, RANKS, TOKENS, batches.ONE_DOCUMENT)
+
+
+def test_one_document_fills_all_ranks(one_document: Batch) -> None:
+    assert one_document.lengths.tolist() == [RANKS * TOKENS]
+    assert one_document.tokens_per_rank == TOKENS
+    assert one_document.qk_pairs == RANKS * TOKENS * (RANKS * TOKENS + 1) // 2
+
+
+def test_zigzag_of_one_document_is_the_layout_of_pytorchs_load_balancer(
+    one_document: Batch,
+) -> None:
+    balancer = _HeadTailLoadBalancer(RANKS * TOKENS, RANKS, torch.device("cpu"))
+    order = balancer._generate_indices().reshape(RANKS, TOKENS)
+    for rank, manifest in enumerate(batches.zigzag(one_document)):
+        found = batches.tokens_of(one_document, manifest.nano_batches[0], 97, torch.device("cpu"))
+        assert torch.equal(found.position_ids[0], order[rank])
+
+
+@pytest.mark.parametrize("way", ["plain", "repacked", "disaggregated-packed"])
+def test_ways_of_whole_documents_refuse_one_over_all_ranks(one_document: Batch, way: str) -> None:
+    with pytest.raises(CannotRun, match=f"{way} keeps .* holds 32768 tokens, .* one of 131072"):
+        methods.require_runnable(way, one_document, "cuda")
+    layout = {"plain": batches.packed, "repacked": batches.repacked}.get(way)
+    with pytest.raises(CannotRun):
+        layout(one_document) if layout else batches.in_pairs(one_document, 0)
+
+
+def test_pytorchs_context_parallelism_refuses_what_it_cannot_run(
+    batch: Batch, one_document: Batch
+) -> None:
+    way = methods.PYTORCH
+    methods.require_runnable(way, one_document, "cuda")
+    with pytest.raises(CannotRun, match=f"seed 2 has {len(batch.lengths)}; give it --lengths one"):
+        methods.require_runnable(way, batch, "cuda")
+    with pytest.raises(CannotRun, match="runs on CUDA devices, not on 'cpu'"):
+        methods.require_runnable(way, one_document, "cpu")
+    odd = draw_batch(0, 2, 7, batches.ONE_DOCUMENT)
+    with pytest.raises(CannotRun, match="4 equal pieces on 2 ranks, and the document has 14"):
+        methods.require_runnable(way, odd, "cuda")
+
+
+def test_a_pytorch_without_the_ring_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ring, "_FORWARD", "_nothing_of_this_name")
+    with pytest.raises(CannotRun, match=f"torch {re.escape(torch.__version__)} has no _nothing"):
+        ring.ring_module()
+
+
+def test_an_unknown_way_is_named(batch: Batch) -> None:
+    with pytest.raises(ValueError, match="way is 'nonsense'; valid are plain, repacked, "):
+        methods.require_runnable("nonsense", batch, "cpu")
 
 
 @pytest.mark.parametrize("layout", [batches.packed, batches.zigzag])
@@ -209,6 +266,29 @@ def test_all_ways_train_the_same_model(tmp_path: Path) -> None:
     for way in WAYS:
         # Repacking cuts a document at most, whose second piece sees less context.
         assert found[way] == pytest.approx(found["plain"], rel=1e-3 if way == "repacked" else 1e-5)
+
+
+ONE_DOCUMENT_WAYS = ("context-parallel", "disaggregated")
+ONE_DOCUMENT = (f"--lengths={batches.ONE_DOCUMENT}",)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_ways_that_can_hold_one_document_train_the_same_model(tmp_path: Path) -> None:
+    found = losses("cpu", 2, tmp_path, ONE_DOCUMENT_WAYS, options=ONE_DOCUMENT)
+    assert found.keys() == set(ONE_DOCUMENT_WAYS)
+    assert found["disaggregated"] == pytest.approx(found["context-parallel"], rel=1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.timeout(300)
+def test_pytorchs_context_parallelism_trains_the_same_model_on_gpus(tmp_path: Path) -> None:
+    ways = (*ONE_DOCUMENT_WAYS, methods.PYTORCH)
+    found = losses("cuda", torch.cuda.device_count(), tmp_path, ways, options=ONE_DOCUMENT)
+    assert found.keys() == set(ways)
+    for way in ways:
+        assert found[way] == pytest.approx(found["context-parallel"], rel=2e-3)
 
 
 @pytest.mark.gpu

@@ -21,6 +21,13 @@ from distca.data.batch import IGNORED_LABEL, TokenBatch
 from simulator.lengths import sample_lengths
 from simulator.packing import take_steps
 
+ONE_DOCUMENT = "one-document"
+"""Instead of a distribution of lengths: one document that fills all ranks."""
+
+
+class CannotRun(ValueError):
+    """A way of spreading core attention cannot run a batch."""
+
 
 @dataclass(frozen=True, eq=False)
 class Batch:
@@ -30,6 +37,7 @@ class Batch:
         seed: of their lengths and tokens.
         ranks: by rank, the lengths that plain packing gives it, in order; each sums to
             ``tokens_per_rank``. A document that crosses the end of a rank is cut there, for all.
+            With ONE_DOCUMENT that document is at rank 0 and the others have none.
     """
 
     seed: int
@@ -42,7 +50,7 @@ class Batch:
 
     @property
     def tokens_per_rank(self) -> int:
-        return int(self.ranks[0].sum())
+        return int(self.lengths.sum()) // len(self.ranks)
 
     @property
     def qk_pairs(self) -> int:
@@ -54,13 +62,14 @@ class Batch:
 def draw_batch(
     seed: int, n_ranks: int, tokens_per_rank: int, distribution: str, stretch: int = 1
 ) -> Batch:
-    """Documents of ``distribution`` that fill all ranks; none is longer than a rank.
+    """Documents of ``distribution`` that fill all ranks; none is longer than a rank, but for the
+    only one of ONE_DOCUMENT.
 
     Args:
         seed: of the lengths and tokens.
         n_ranks: ranks to fill.
         tokens_per_rank: a multiple of ``stretch``.
-        distribution: of the lengths, see ``simulator.lengths``.
+        distribution: of the lengths, see ``simulator.lengths``; or ONE_DOCUMENT.
         stretch: every document is that many times as long as it was drawn.
 
     Raises:
@@ -71,19 +80,42 @@ def draw_batch(
         raise ValueError(
             f"tokens_per_rank is {tokens_per_rank}; it must be a multiple of stretch ({stretch})"
         )
+    if distribution == ONE_DOCUMENT:
+        held = ([n_ranks * tokens_per_rank], *[[]] * (n_ranks - 1))
+        return Batch(seed, tuple(np.array(lengths, dtype=np.int64) for lengths in held))
     lengths = sample_lengths(distribution, n_ranks * drawn_tokens, drawn_tokens, seed)
     return Batch(seed, tuple(stretch * rank for rank in take_steps(lengths, n_ranks, drawn_tokens)))
 
 
+def require_whole_documents(batch: Batch, way: str) -> None:
+    """Raises CannotRun if ``batch`` has a document that no rank can hold alone, as ``way`` must."""
+    longest = int(batch.lengths.max())
+    if longest > batch.tokens_per_rank:
+        raise CannotRun(
+            f"{way} keeps every document whole on one rank, which holds {batch.tokens_per_rank} "
+            f"tokens, and the batch of seed {batch.seed} has one of {longest}"
+        )
+
+
 def packed(batch: Batch) -> list[RankManifest]:
-    """Plain packing: whole documents, in order."""
+    """Plain packing: whole documents, in order.
+
+    Raises:
+        CannotRun: one is longer than a rank.
+    """
+    require_whole_documents(batch, "plain packing")
     return [RankManifest(0, rank, (segments,)) for rank, segments in enumerate(_whole(batch.ranks))]
 
 
 def repacked(batch: Batch) -> list[RankManifest]:
     """Whole documents at equal memory: the dearest first, each to the rank with the least work
     that has room for it. One that fits nowhere is cut; its pieces are documents of their own, which
-    saves this way some work."""
+    saves this way some work.
+
+    Raises:
+        CannotRun: one is longer than a rank.
+    """
+    require_whole_documents(batch, "re-packing")
     n_ranks, room = len(batch.ranks), [batch.tokens_per_rank] * len(batch.ranks)
     work = [0] * n_ranks
     bins: list[list[Segment]] = [[] for _ in range(n_ranks)]
@@ -121,7 +153,12 @@ def zigzag(batch: Batch) -> list[RankManifest]:
 
 
 def in_pairs(batch: Batch, step: int) -> list[RankManifest]:
-    """Two nano-batches of whole plainly packed ranks, each laid over all ranks in order."""
+    """Two nano-batches of whole plainly packed ranks, each laid over all ranks in order.
+
+    Raises:
+        CannotRun: a document is longer than a rank.
+    """
+    require_whole_documents(batch, "a layout of plainly packed ranks")
     n_ranks, half = len(batch.ranks), len(batch.ranks) // 2
     work = [int((lengths * lengths).sum()) for lengths in batch.ranks]
     order = sorted(range(n_ranks), key=work.__getitem__)
@@ -147,9 +184,13 @@ def in_pairs(batch: Batch, step: int) -> list[RankManifest]:
 
 
 def planned(
-    batch: Batch, step: int, profile: CostProfile, options: PlanningOptions
+    batch: Batch,
+    step: int,
+    profile: CostProfile,
+    options: PlanningOptions,
+    n_nano_batches: int = 2,
 ) -> list[RankManifest]:
-    """Two nano-batches, each token where the plan of core attention moves the fewest bytes."""
+    """Nano-batches, each token where the plan of core attention moves the fewest bytes."""
     servers = [
         PlanningServer(
             server=PlanServer(server_id=f"rank-{rank}", in_place_rank=rank, address=""),
@@ -164,7 +205,7 @@ def planned(
         batch.tokens_per_rank,
         servers,
         options,
-        n_nano_batches=2,
+        n_nano_batches=n_nano_batches,
         step=step,
     )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -17,7 +17,8 @@ import torch.distributed as dist
 
 import trainer_client.transformers
 from benchmarks.gpu.training import attention, batches
-from benchmarks.gpu.training.batches import Batch
+from benchmarks.gpu.training.batches import Batch, CannotRun, require_whole_documents
+from benchmarks.gpu.training.ring import RingAttention, require_one_document, ring_module
 from benchmarks.gpu.training.signal import one_byte_messages
 from benchmarks.gpu.training.stack import ModelShape, TrainingStack
 from benchmarks.gpu.training.stopwatch import Stopwatch
@@ -49,6 +50,8 @@ class RankSettings:
         device: of this rank.
         model: sizes.
         tokens_per_rank: of a step.
+        longest_document: tokens of it.
+        n_nano_batches: of DistCA's ways; a document lies within one.
         tolerance: eps of the planner.
         compiled: whether parts of the layers are compiled.
         learning_rate: of AdamW.
@@ -60,6 +63,8 @@ class RankSettings:
     device: torch.device
     model: ModelShape
     tokens_per_rank: int
+    longest_document: int
+    n_nano_batches: int
     tolerance: float
     compiled: bool
     learning_rate: float
@@ -118,16 +123,15 @@ class AtHome:
 
     Args:
         settings: of the rank.
-        layout: of a batch: which rank holds what.
-        gathers: keys come from all ranks.
+        name: of the way, one of AT_HOME.
     """
 
-    def __init__(self, settings: RankSettings, layout: Any, *, gathers: bool) -> None:
-        self._settings, self._layout, self._gathers = settings, layout, gathers
+    def __init__(self, settings: RankSettings, name: str) -> None:
+        self._settings, self._name = settings, name
         self._watch = Stopwatch(settings.device)
         self._kernel = select_kernel(settings.device)
         self._kernel.warm_up(settings.model.attention)
-        self._group: Any = dist.new_group() if gathers else None
+        self._group: Any = None if name in ("plain", "repacked") else dist.new_group()
         self.stack = _stack(settings, attention.IMPLEMENTATION, n_lanes=1)
         self._steps: list[tuple[Any, list[Any], int]] = []
 
@@ -135,21 +139,10 @@ class AtHome:
         """See :class:`Method`."""
         settings = self._settings
         for batch in drawn:
-            manifests: list[RankManifest] = self._layout(batch)
+            manifests = AT_HOME[self._name](batch)
             mine = manifests[settings.rank]
-            runner: attention.Attention
-            if self._gathers:
-                runner = attention.GatheredKeys(
-                    self._kernel,
-                    manifests,
-                    settings.rank,
-                    settings.device,
-                    self._watch,
-                    self._group,
-                )
-            else:
-                runner = attention.WholeDocuments(self._kernel, mine, settings.device, self._watch)
-            self._steps.append((runner, _tensors(settings, batch, mine), predicted_tokens(batch)))
+            tensors = _tensors(settings, batch, mine)
+            self._steps.append((self._runner(manifests), tensors, predicted_tokens(batch)))
 
     def run(self, step: int) -> Measured:
         """See :class:`Method`."""
@@ -166,6 +159,16 @@ class AtHome:
     def close(self) -> None:
         """See :class:`Method`."""
         attention.use(None)
+
+    def _runner(self, manifests: list[RankManifest]) -> attention.Attention:
+        settings, mine = self._settings, manifests[self._settings.rank]
+        if self._name == PYTORCH:
+            return RingAttention(settings.device, self._watch, self._group)
+        if self._name == "context-parallel":
+            return attention.GatheredKeys(
+                self._kernel, manifests, settings.rank, settings.device, self._watch, self._group
+            )
+        return attention.WholeDocuments(self._kernel, mine, settings.device, self._watch)
 
 
 class Disaggregated:
@@ -203,6 +206,7 @@ class Disaggregated:
                     rank=settings.rank,
                     n_ranks=settings.n_ranks,
                     n_layers=settings.model.layers,
+                    n_nano_batches=settings.n_nano_batches,
                     shape=settings.model.attention,
                     placement=placement,
                     tolerance=settings.tolerance,
@@ -215,7 +219,10 @@ class Disaggregated:
             )
         )
         self.stack = _stack(
-            settings, trainer_client.transformers.IMPLEMENTATION, n_lanes=2, interleave=interleave
+            settings,
+            trainer_client.transformers.IMPLEMENTATION,
+            n_lanes=settings.n_nano_batches,
+            interleave=interleave,
         )
         self._steps: list[tuple[list[Any], int]] = []
         self._report: StepReport | None = None
@@ -228,7 +235,7 @@ class Disaggregated:
         options = PlanningOptions(tolerance=settings.tolerance)
         for step, batch in enumerate(drawn):
             if self._homes == "planned":
-                manifests = batches.planned(batch, step, profile, options)
+                manifests = batches.planned(batch, step, profile, options, settings.n_nano_batches)
             else:
                 manifests = batches.in_pairs(batch, step)
             mine = manifests[settings.rank]
@@ -285,12 +292,8 @@ class Disaggregated:
 
 def make(name: str, settings: RankSettings) -> Method:
     """The way called ``name``; see METHODS."""
-    if name == "plain":
-        return AtHome(settings, batches.packed, gathers=False)
-    if name == "repacked":
-        return AtHome(settings, batches.repacked, gathers=False)
-    if name == "context-parallel":
-        return AtHome(settings, batches.zigzag, gathers=True)
+    if name in AT_HOME:
+        return AtHome(settings, name)
     if name == "disaggregated":
         return Disaggregated(settings)
     if name == "disaggregated-packed":
@@ -304,12 +307,35 @@ def make(name: str, settings: RankSettings) -> Method:
     raise ValueError(f"method is {name!r}; valid are {METHODS}")
 
 
+def require_runnable(name: str, batch: Batch, device_type: str) -> None:
+    """Raises CannotRun, which says why, if the way called ``name`` cannot run ``batch`` on devices
+    of that type, and ValueError if there is no such way."""
+    if name not in METHODS:
+        raise ValueError(f"way is {name!r}; valid are {', '.join(METHODS)}")
+    if name == PYTORCH:
+        require_one_document(batch)
+        ring_module()
+        if device_type != "cuda":
+            raise CannotRun(
+                f"{PYTORCH} is a ring of flash attention, which runs on CUDA devices, not on "
+                f"{device_type!r}"
+            )
+    elif name in ("plain", "repacked", "disaggregated-packed"):
+        require_whole_documents(batch, name)
+
+
 POOL = "pool"
-AT_HOME = ("plain", "repacked", "context-parallel")
+PYTORCH = "pytorch-context-parallel"
+AT_HOME: dict[str, Callable[[Batch], list[RankManifest]]] = {
+    "plain": batches.packed,
+    "repacked": batches.repacked,
+    "context-parallel": batches.zigzag,
+    # What PyTorch's load balancer makes of one document.
+    PYTORCH: batches.zigzag,
+}
+"""Ways that need no service, with their layouts: which rank holds what."""
 METHODS = (
-    "plain",
-    "repacked",
-    "context-parallel",
+    *AT_HOME,
     "disaggregated",
     "disaggregated-packed",
     "signal",
@@ -326,7 +352,7 @@ def _stack(
         implementation,
         n_lanes=n_lanes,
         interleave=interleave,
-        max_positions=settings.tokens_per_rank,
+        max_positions=settings.longest_document,
         compiled=settings.compiled,
         learning_rate=settings.learning_rate,
         device=settings.device,
