@@ -51,6 +51,7 @@ def compile_layers(layers: list[nn.Module]) -> None:
     Rotary embeddings are a function of the model's module in transformers, and are compiled for
     every model of that type in the process.
     """
+    _let_others_read_the_cache()
     compiled: dict[Any, Callable[..., Any]] = {}
     for layer in layers:
         for part in layer.modules():
@@ -64,6 +65,19 @@ def compile_layers(layers: list[nn.Module]) -> None:
     rotate = getattr(source, _ROTARY, None)
     if rotate is not None and not hasattr(rotate, "_torchdynamo_orig_callable"):
         setattr(source, _ROTARY, torch.compile(rotate, dynamic=True))
+
+
+def _let_others_read_the_cache() -> None:
+    """PyTorch keeps compiled graphs as pickles, for every program that compiles the same.
+
+    Pickle calls what has no module of its own, as ``torch.contiguous_format``, after the first
+    module in ``sys.modules`` that has it. ``multiprocessing`` enters the main module there a second
+    time, before torch: if that imports torch, graphs would name it, and a program with another main
+    module could not read them. So the second entry goes to the end.
+    """
+    main = sys.modules.pop("__mp_main__", None)
+    if main is not None:
+        sys.modules["__mp_main__"] = main
 
 
 _ROTARY = "apply_rotary_pos_emb"

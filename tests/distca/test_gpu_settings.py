@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -118,6 +120,25 @@ def test_layers_are_found_and_missing_ones_named() -> None:
     model.config.num_hidden_layers = 3
     with pytest.raises(ModelConfigError, match="no list of 3 layers"):
         decoder_layers(model)
+
+
+def test_compiled_graphs_do_not_name_the_main_module(tmp_path: Path) -> None:
+    """They are cached as pickles, which a program with another main module reads as well."""
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import multiprocessing\n"
+        "import pickle\n"
+        "import torch\n"
+        "from torch import nn\n"
+        "from distca.train.layers import compile_layers\n"
+        "compile_layers([nn.Linear(1, 1)])\n"
+        "print(pickle.dumps(torch.contiguous_format))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, program], capture_output=True, text=True, timeout=100, check=True
+    )
+    assert "torch.contiguous_format" in done.stdout
+    assert "main__" not in done.stdout
 
 
 def test_head_that_changes_logits_makes_them_whole(caplog: pytest.LogCaptureFixture) -> None:
