@@ -148,7 +148,8 @@ class StepResult:
         attention_seconds: by rank, device time of core attention where the rank runs it alone;
             with DistCA what the servers report, in which other kernels run beside it.
         imbalance: of them, max over mean.
-        waits: by rank, seconds by name.
+        waits: by rank, seconds by name; DistCA's are of the training thread, which on GPUs runs
+            ahead of the device.
         extra: of rank 0.
     """
 

@@ -53,7 +53,8 @@ _PROGRESS = Row(
         ),
         Panel(
             title="Step seconds",
-            description="Of the slowest rank, and how long the longest blocked rank was.",
+            description="Of the slowest rank, and how long the longest blocked rank was (of those "
+            "without a GPU).",
             queries=[
                 _of_job("step_seconds", "{{job_name}} step"),
                 _of_job("wait_seconds", "{{job_name}} blocked"),
@@ -206,7 +207,7 @@ _WAITS = Row(
         ),
         Panel(
             title="Exposed seconds of a tick (95th percentile)",
-            description="How long a rank is blocked in a slow tick.",
+            description="How long a rank without a GPU is blocked in a slow tick.",
             queries=[
                 Query(
                     quantile(0.95, f"{_TRAINER}_tick_exposed_seconds", OF_JOB, "phase"),

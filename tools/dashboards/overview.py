@@ -49,7 +49,8 @@ _NOW = Row(
         ),
         Panel(
             title="Communication hidden",
-            description="Share of the ticks' time in which the ranks did something else.",
+            description="Share of the ticks' time in which the ranks did something else; of ranks "
+            "without a GPU.",
             queries=[
                 Query(
                     f'sum(rate({_COMMUNICATION}{{{OF_JOB}, visibility="hidden"}}[5m]))'
@@ -64,7 +65,8 @@ _NOW = Row(
         ),
         Panel(
             title="Step blocked on core attention",
-            description="Share of the steps' time in which the ranks were blocked.",
+            description="Share of the steps' time in which the ranks were blocked; of ranks without "
+            "a GPU.",
             queries=[
                 Query(
                     f'sum(rate({_PARTS}{{{OF_JOB}, part="wait"}}[5m]))'
@@ -142,7 +144,8 @@ _COMMUNICATION_ROW = Row(
     [
         Panel(
             title="Ticks under way, hidden and exposed",
-            description="Seconds of ticks per second, all ranks. Exposed ones lengthen the step.",
+            description="Seconds of ticks per second, all ranks without a GPU. Exposed ones "
+            "lengthen the step.",
             queries=[
                 Query(rate(_COMMUNICATION, OF_JOB, "phase, visibility"), "{{phase}} {{visibility}}")
             ],
@@ -171,8 +174,8 @@ _LIMITS = Row(
         Panel(
             title="Where the step's time goes",
             description="Compute is the trainer's own work; send is packing; wait is being blocked "
-            "on core attention (servers too slow, out of balance, or the network); plan is waiting "
-            "for the control plane.",
+            "on core attention (servers too slow, out of balance, or the network; with a GPU it is "
+            "within compute); plan is waiting for the control plane.",
             queries=[
                 Query(
                     f"sum by (part) (rate({_PARTS}{{{OF_JOB}}}[$__rate_interval])) "
@@ -187,7 +190,8 @@ _LIMITS = Row(
         ),
         Panel(
             title="Step seconds",
-            description="Of the slowest rank, and how long the longest blocked rank was.",
+            description="Of the slowest rank, and how long the longest blocked rank was (of those "
+            "without a GPU).",
             queries=[
                 Query(
                     worst("distca_control_plane_step_seconds", OF_JOB, "job_name"),
