@@ -65,8 +65,8 @@ _NOW = Row(
         ),
         Panel(
             title="Step blocked on core attention",
-            description="Share of the steps' time in which the ranks were blocked; of ranks without "
-            "a GPU.",
+            description="Share of the steps' time in which the ranks were blocked; of ranks "
+            "without a GPU.",
             queries=[
                 Query(
                     f'sum(rate({_PARTS}{{{OF_JOB}, part="wait"}}[5m]))'
