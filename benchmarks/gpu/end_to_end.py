@@ -164,17 +164,18 @@ class StepResult:
     extra: dict[str, Any]
 
 
-def run_way(name: str, plan: Plan, settings: RankSettings) -> dict[str, Any]:
-    """Measures one way; every rank gets the result."""
+def run_way(name: str, plan: Plan, settings: RankSettings) -> None:
+    """Measures one way. Rank 0 writes what has been found after every step, so that a run that is
+    interrupted leaves the steps before."""
     on_gpu = settings.device.type == "cuda"
     drawn = plan.drawn()
     began = time.perf_counter()
     way = methods.make(name, settings)
-    steps: list[StepResult] = []
     again = drawn[plan.warm_ups :][: plan.n_traced(name)]
+    found: dict[str, Any] = {"way": name, "steps": [], "memory": [], "traces": [], "timeline": []}
     try:
         way.prepare([*drawn, *again])
-        prepared_seconds = time.perf_counter() - began
+        found["prepare_seconds"] = time.perf_counter() - began
         for step, batch in enumerate(drawn):
             if on_gpu and step == plan.warm_ups:
                 torch.cuda.reset_peak_memory_stats()
@@ -187,20 +188,23 @@ def run_way(name: str, plan: Plan, settings: RankSettings) -> dict[str, Any]:
                     flush=True,
                 )
             if step >= plan.warm_ups:
-                steps.append(result)
-        memory = gathered(_peak_memory() if on_gpu else {})
-        timeline = way.timeline() if isinstance(way, Disaggregated) else []
-        traces = [_traced_step(way, len(drawn) + i, settings) for i in range(len(again))]
+                found["steps"].append(asdict(result))
+                found["memory"] = gathered(_peak_memory() if on_gpu else {})
+                _keep(found, settings)
+        found["timeline"] = way.timeline() if isinstance(way, Disaggregated) else []
+        for i in range(len(again)):
+            found["traces"].append(_traced_step(way, len(drawn) + i, settings))
+            _keep(found, settings)
+        _keep(found, settings)
     finally:
         way.close()
-    return {
-        "way": name,
-        "prepare_seconds": prepared_seconds,
-        "steps": [asdict(step) for step in steps],
-        "memory": memory,
-        "traces": traces,
-        "timeline": timeline,
-    }
+
+
+def _keep(found: dict[str, Any], settings: RankSettings) -> None:
+    if settings.rank == 0:
+        partial = settings.folder / "partial"
+        partial.write_text(json.dumps(found))
+        partial.replace(settings.folder / f"{found['way']}.json")
 
 
 def run_step(
@@ -317,10 +321,7 @@ def run_rank(rank: int, plan: Plan, folder: Path) -> None:
     )
     try:
         for name in plan.ways:
-            result = run_way(name, plan, settings)
-            if rank == 0:
-                (folder / f"{name}.json").write_text(json.dumps(result))
-            del result
+            run_way(name, plan, settings)
             gc.collect()
             if on_gpu:
                 torch.cuda.empty_cache()
@@ -333,15 +334,16 @@ def run_rank(rank: int, plan: Plan, folder: Path) -> None:
 
 
 def measure(plan: Plan) -> list[dict[str, Any]]:
-    """Starts a control plane and the ranks; returns the ways' results."""
+    """Starts a control plane and the ranks; returns the ways' results, of a run that failed or was
+    interrupted what there is."""
     with tempfile.TemporaryDirectory() as name, Supervisor() as supervisor:
         folder = Path(name)
         if _needs_service(plan):
             _start_services(supervisor, folder, plan)
         try:
             spawn(run_rank, (plan, folder), nprocs=plan.ranks)
-        except Exception as error:
-            print(error, flush=True)
+        except (Exception, KeyboardInterrupt) as error:
+            print(f"{type(error).__name__}: {error}", flush=True)
             log = folder / "control-plane.log"
             if log.exists():
                 print(log.read_text()[-4000:], flush=True)
@@ -422,7 +424,8 @@ def show(plan: Plan, results: Sequence[dict[str, Any]], title: str) -> None:
     for result in results:
         steps = result["steps"]
         seconds = [step["seconds"] for step in steps]
-        ratios = [b["seconds"] / s for b, s in zip(baseline["steps"], seconds, strict=True)]
+        # A way that was interrupted has fewer steps.
+        ratios = [b["seconds"] / s for b, s in zip(baseline["steps"], seconds, strict=False)]
         speed = plan.ranks * plan.tokens_per_rank * len(seconds) / sum(seconds)
         table.add_row(
             result["way"],
@@ -540,7 +543,7 @@ def _present(
     plan: Plan, results: Sequence[dict[str, Any]], title: str, timeline_png: Path | None
 ) -> None:
     if not results:
-        raise SystemExit("no way ran to its end; what went wrong is above")
+        raise SystemExit("no step was measured; what went wrong is above")
     show(plan, results, title)
     if timeline_png is not None:
         drawable = [result for result in results if result["timeline"] or result["traces"]]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
 import subprocess
 import sys
 from collections import Counter
@@ -253,6 +255,36 @@ def losses(
     }
     assert found.keys() == set(ways), done.stdout + done.stderr
     return found
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_an_interrupted_run_keeps_the_steps_before(tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    running = subprocess.Popen(
+        [
+            *(sys.executable, "-m", "benchmarks.gpu.end_to_end", "--tiny", "--no-compiled"),
+            *("--device=cpu", "--ranks=1", "--layers=1", "--tokens-per-rank=512", "--warm-ups=0"),
+            *("--ways=plain", "--batches=1000", f"--json={out}"),
+        ],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    assert running.stdout is not None
+    try:
+        for line in running.stdout:
+            if line.startswith("plain step 3:"):
+                break
+        # To the ranks as well, like Ctrl-C in a terminal.
+        os.killpg(running.pid, signal.SIGINT)
+        printed, _ = running.communicate(timeout=60)
+    finally:
+        running.kill()
+    (way,) = json.loads(out.read_text())["ways"]
+    assert len(way["steps"]) >= 3
+    assert "tokens/s" in printed
 
 
 @pytest.mark.slow
