@@ -66,44 +66,59 @@ class TaskTable:
             PlanError: the tasks of a document do not partition ``[0, length)``, a task's q range
                 lies in more than one segment, or a server index is out of range.
         """
-        if len(self) and (self.server.min() < 0 or self.server.max() >= n_servers):
-            unknown = (self.server < 0) | (self.server >= n_servers)
-            raise PlanError(
-                f"a task names server {self.server[unknown][0]}; the plan has servers 0 to "
-                f"{n_servers - 1}"
-            )
-        same = self.document[1:] == self.document[:-1]
-        begin = np.concatenate([np.zeros(min(len(self), 1), np.int64), np.flatnonzero(~same) + 1])
-        self._check_documents(manifest, self.document[begin])
-        self._check_partition(manifest, begin, same)
+        self._check_servers(n_servers)
+        step = self.document[1:] - self.document[:-1]
+        self._check_documents(manifest, step)
+        self._check_partition(manifest, step != 0)
         self._check_homes(manifest)
 
-    def _check_documents(self, manifest: Manifest, documents: Int64Array) -> None:
-        """``documents``, of every run of tasks of one document, are all there are, in order."""
-        if np.array_equal(documents, np.arange(manifest.n_documents)):
+    def _check_servers(self, n_servers: int) -> None:
+        # Read as unsigned, what is negative is large.
+        if not len(self) or self.server.view(np.uint64).max() < n_servers:
             return
-        outside = (self.document < 0) | (self.document >= manifest.n_documents)
-        if outside.any() or (np.diff(self.document) < 0).any():
+        unknown = (self.server < 0) | (self.server >= n_servers)
+        raise PlanError(
+            f"a task names server {self.server[unknown][0]}; the plan has servers 0 to "
+            f"{n_servers - 1}"
+        )
+
+    def _check_documents(self, manifest: Manifest, step: Int64Array) -> None:
+        """Every document has tasks, in order; ``step``: from each task's to the next one's."""
+        n = manifest.n_documents
+        if len(self) and self.document[0] == 0 and self.document[-1] == n - 1:
+            if (step.view(np.uint64) <= 1).all():
+                return
+        elif len(self) == n == 0:
+            return
+        outside = (self.document < 0) | (self.document >= n)
+        if outside.any() or (step < 0).any():
             raise PlanError(
                 "tasks must be sorted by document, with documents in "
-                f"[0, {manifest.n_documents}); got {self.document[outside][:1].tolist()}"
+                f"[0, {n}); got {self.document[outside][:1].tolist()}"
             )
-        at = int(np.setdiff1d(np.arange(manifest.n_documents), documents)[0])
+        at = int(np.setdiff1d(np.arange(n), self.document)[0])
         raise PlanError(f"document {manifest.document_id[at]} has no CA-task")
 
-    def _check_partition(self, manifest: Manifest, begin: Int64Array, same: BoolArray) -> None:
-        """The tasks of each document, whose first one is at ``begin``, cover it once, in order.
+    def _check_partition(self, manifest: Manifest, is_last: BoolArray) -> None:
+        """The tasks of each document cover it once, in order.
 
         Args:
-            same: ``[n_tasks - 1]`` whether a task has the document of the next.
+            is_last: ``[n_tasks - 1]`` whether a task is its document's last.
         """
-        expected = np.zeros_like(self.q_end)
-        np.multiply(self.q_end[:-1], same, out=expected[1:])
-        wrong = (self.q_begin != expected) | (self.q_end <= self.q_begin)
-        last = np.append(begin, len(self))[1:] - 1
-        wrong[last] |= self.q_end[last] != manifest.document_length
-        if not wrong.any():
+        follows = self.q_begin[1:] == self.q_end[:-1]
+        if (
+            not self.q_begin[:1].any()
+            and ((self.q_begin[1:] == 0) == is_last).all()
+            and (follows | is_last).all()
+            and (self.q_end > self.q_begin).all()
+            and np.array_equal(self.q_end[:-1][is_last], manifest.document_length[:-1])
+            and np.array_equal(self.q_end[-1:], manifest.document_length[-1:])
+        ):
             return
+        last = np.append(np.flatnonzero(is_last), len(self) - 1)
+        expected = np.append(0, np.where(is_last, 0, self.q_end[:-1]))
+        wrong = (self.q_begin != expected) | (self.q_end <= self.q_begin)
+        wrong[last] |= self.q_end[last] != manifest.document_length
         at = int(np.flatnonzero(wrong)[0])
         document = int(self.document[at])
         raise PlanError(
@@ -115,9 +130,9 @@ class TaskTable:
 
     def _check_homes(self, manifest: Manifest) -> None:
         """Where a segment ends, a task ends; the tasks are a partition already."""
-        inner = np.flatnonzero(manifest.segment_offset)
-        if not inner.size:
+        if manifest.n_segments == manifest.n_documents:
             return
+        inner = np.flatnonzero(manifest.segment_offset)
         # Positions of all documents on one line, so that one binary search serves all.
         line = exclusive_cumsum(manifest.document_length)
         begin = line[self.document] + self.q_begin
