@@ -83,9 +83,10 @@ class Board(NamedTuple):
         own_first: ``[n_ranks + 1]`` bounds of each rank's entries in ``own``.
         own: ``[n, 2]`` documents that lie on several ranks, and the end of the rank's last
             segment of each: its home tasks read all keys up to there.
-        server: ``[n_segments]`` who runs a segment that is whole; -1 if it was cut, or nobody yet.
+        server: ``[n_segments]`` who runs a homeless segment that moved whole without an entry
+            among the chunks, -1 for all others; empty where no segment is homeless.
         used: ``[5]`` free parts, chunks and held entries in use; the first free part that is what
-            a cut left; how many segments moved whole without an entry among the chunks.
+            a cut left; how many segments ``server`` names.
         spent: ``[2]`` bytes moved by exports, and the same weighted by link.
     """
 
@@ -195,7 +196,6 @@ def add_chunk(
     board.used[CHUNKS] += 1
     board.chunks[at, SEGMENT], board.chunks[at, SERVER] = segment, server
     board.chunks[at, BEGIN], board.chunks[at, END] = begin, end
-    board.server[segment] = -1
     document = segments.document[segment]
     # Nobody else needs keys of a document that moves whole.
     all_of_it = segments.whole[segment] and begin == 0 and end == segments.end[segment]

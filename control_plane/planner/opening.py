@@ -18,7 +18,7 @@ from control_plane.planner.board import (
     Segments,
     first_part,
 )
-from control_plane.planner.compiled import BoolArray, compiled_inner
+from control_plane.planner.compiled import BoolArray, compiled_inner, compiled_leaf
 from control_plane.planner.fleet import Fleet
 from control_plane.planner.level import Work
 from control_plane.planner.sorting import sorted_by
@@ -33,13 +33,11 @@ class Opening(NamedTuple):
 
     Attributes:
         first_free, free: as in ``Board``: the segments of all who may come to give.
-        runs: ``[n_segments]`` the server at home, -1 for a homeless segment.
         own_first, own: as in ``Board``.
     """
 
     first_free: Int64Array
     free: Int64Array
-    runs: Int64Array
     own_first: Int64Array
     own: Int64Array
 
@@ -59,35 +57,54 @@ def prepare_opening(
         rank = fleet.rank[s]
         if rank >= 0 and not homeless[rank] and (everyone or work.load[s] > lowest_cap):
             donates[rank] = True
-    given, runs = np.empty(n, dtype=np.int64), np.full(n, -1, dtype=np.int64)
-    n_given = 0
-    for i in range(n):
-        if not homeless[segments.rank[i]]:
-            runs[i] = fleet.server_of_rank[segments.rank[i]]
-        own_count[segments.rank[i] + 1] += not segments.whole[i]
-        given[n_given] = i
-        n_given += donates[segments.rank[i]]
+    given = np.empty(n, dtype=np.int64)
+    n_given = _list_given(segments, donates, given, own_count)
     own_first = np.cumsum(own_count)
     own = np.full((own_first[n_ranks], 2), -1, dtype=np.int64)
     if len(own):
         _list_own(segments, homeless, own_first, own)
     free = np.empty((n_given, 4), dtype=np.int64)
-    # Earliest ends first, so that each one goes to the head of its list.
-    order = sorted_by(given[:n_given], segments.end)
-    for part in range(n_given):
+    _list_free(segments, sorted_by(given[:n_given], segments.end), first_free, free)
+    return Opening(first_free, free, own_first, own)
+
+
+@compiled_leaf
+def _list_given(
+    segments: Segments, donates: BoolArray, given: Int64Array, own_count: Int64Array
+) -> int:
+    """Writes the segments of ranks that may come to give to ``given``, and counts the shared
+    segments of each rank; returns how many were written."""
+    n_given = 0
+    for i in range(len(segments.rank)):
+        rank = segments.rank[i]
+        if not segments.whole[i]:
+            own_count[rank + 1] += 1
+        if donates[rank]:
+            given[n_given] = i
+            n_given += 1
+    return n_given
+
+
+@compiled_leaf
+def _list_free(
+    segments: Segments, order: Int64Array, first_free: Int64Array, free: Int64Array
+) -> None:
+    """Makes lists of the segments in ``order``, earliest ends first: each one goes to the head of
+    its list."""
+    for part in range(len(order)):
         i = order[part]
         free[part, SEGMENT] = i
         free[part, BEGIN], free[part, END] = segments.begin[i], segments.end[i]
         free[part, NEXT] = first_free[segments.rank[i]]
         first_free[segments.rank[i]] = part
-    return Opening(first_free, free, runs, own_first, own)
 
 
 @compiled_inner
-def open_board(opening: Opening, work: Work) -> Board:
+def open_board(opening: Opening, work: Work, n_segments: int) -> Board:
     """The board before any export."""
     n_servers, n_given = len(work.load), len(opening.free)
-    room = CHUNKS_PER_SERVER * n_servers + 4 * len(work.homeless) + 256
+    n_homeless = len(work.homeless)
+    room = CHUNKS_PER_SERVER * n_servers + 4 * n_homeless + 256
     free = np.empty((n_given + 2 * room, 4), dtype=np.int64)
     free[:n_given] = opening.free
     return Board(
@@ -99,7 +116,7 @@ def open_board(opening: Opening, work: Work) -> Board:
         np.empty((room, 3), dtype=np.int64),
         opening.own_first,
         opening.own,
-        opening.runs.copy(),
+        np.full(n_segments if n_homeless else 0, -1, dtype=np.int64),
         np.array([n_given, 0, 0, n_given, 0]),
         np.zeros(2),
     )

@@ -201,7 +201,7 @@ def _attempt(
     rules = with_alignment(rules, level / work.pair_rate.min(), home.longest.max())
     cap = np.full(n_servers, level * (1.0 + tolerance))
     cap[fleet.speed == 0.0] = 0.0
-    board = open_board(opening, work)
+    board = open_board(opening, work, len(segments.begin))
     limits = limits_after_home_work(segments, fleet, board, limits, work.is_homeless)
     first_cap = cap.max()
     stuck, stuck_end, stuck_server = -1, 0, -1
