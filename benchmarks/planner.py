@@ -2,6 +2,7 @@
 
     python -m benchmarks.planner --output planner.json
     python -m benchmarks.planner --quick
+    python -m benchmarks.planner --only "T=128K Lmax=128K n=512 "
 
 Steps are drawn from the two length distributions of ``simulator.lengths``; loads come from the H200
 profile. With ``Lmax <= T`` a document is cut at the end of a rank and goes on as a new one, as
@@ -280,20 +281,24 @@ def main(
     output: Annotated[Path | None, typer.Option(help="Where to write the figures as JSON.")] = None,
     seeds: Annotated[int, typer.Option(min=1, help="Steps of each kind.")] = 20,
     quick: Annotated[bool, typer.Option(help="A few small kinds of steps, in a minute.")] = False,
+    only: Annotated[str, typer.Option(help="Only kinds that contain it, as 'n=512'.")] = "",
 ) -> None:
     """Plans steps of many kinds with both planners and compares them."""
     console = Console(width=200)
     profile = CostProfile.load(PROFILE)
     measure(Case(name="pretrain", tokens=64 * K, longest=64 * K, n=4, seeds=1), 0, profile)
     rows = []
-    chosen = list(cases(quick, min(seeds, 5) if quick else seeds))
+    kinds = cases(quick, min(seeds, 5) if quick else seeds)
+    chosen = [case for case in kinds if only in f"{case} "]
+    if not chosen:
+        raise typer.BadParameter(f"no kind of step contains {only!r}")
     for case in track(chosen, console=console, description="planning"):
         rows.append((case, summary([measure(case, seed, profile) for seed in range(case.seeds)])))
         if output is not None:
             records = [asdict(done) | {"results": values} for done, values in rows]
             output.write_text(json.dumps(records, indent=1))
     report(console, rows)
-    if not quick:
+    if not quick and not only:
         report_gaps(console)
 
 

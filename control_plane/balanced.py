@@ -22,6 +22,7 @@ from control_plane.planner.fleet import UNLIMITED_ROWS, Fleet, build_fleet
 from control_plane.planner.links import Links
 from control_plane.planner.phase import Outcome, plan_phase
 from control_plane.planner.survey import NanoBatch, nano_batches, survey
+from control_plane.planner.tasks import Cuts, write_tasks
 from control_plane.planning import PlanningOptions, PlanningServer
 from core_attention.arrays import frozen
 from core_attention.ca_task import MaskKind, Phase, TaskTable
@@ -98,9 +99,9 @@ def _plan_tasks(
     rules = _rules(shape, phase, options)
     limits = _limits(fleet, shape, phase, options)
     n_variants = min(max(VARIANT_SERVERS // len(servers), 1), MOST_VARIANTS)
-    parts, outcomes = [], []
+    all_cuts, outcomes = [], []
     for batch in batches:
-        tasks, outcome = plan_phase(
+        cuts, outcome = plan_phase(
             batch.segments,
             batch.home[PHASE_INDEX[phase]],
             fleet,
@@ -113,10 +114,21 @@ def _plan_tasks(
         if outcome.stuck_segment >= 0 or outcome.stuck_server >= 0:
             short = explain.what_is_short(manifest, servers, outcome, batch.low, options, rules)
             raise PlanError(short)
-        parts.append(tasks)
+        all_cuts.append(cuts)
         outcomes.append(outcome)
-    columns = (frozen(np.concatenate(column)) for column in zip(*parts, strict=True))
-    return TaskTable(*columns), outcomes
+    return _table(batches, all_cuts, fleet), outcomes
+
+
+def _table(batches: Sequence[NanoBatch], all_cuts: Sequence[Cuts], fleet: Fleet) -> TaskTable:
+    """The tasks of all nano-batches."""
+    size = sum(cuts.n_tasks for cuts in all_cuts)
+    columns = [np.empty(size, dtype=np.int64) for _ in range(4)]
+    low = 0
+    for batch, cuts in zip(batches, all_cuts, strict=True):
+        high = low + cuts.n_tasks
+        write_tasks(cuts, batch.segments, fleet, *(column[low:high] for column in columns))
+        low = high
+    return TaskTable(*(frozen(column) for column in columns))
 
 
 def _rules(shape: AttentionShape, phase: Phase, options: PlanningOptions) -> CutRules:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from control_plane.planner.compiled import compiled, compiled_leaf
+from control_plane.planner.compiled import BoolArray, compiled, compiled_leaf
 from control_plane.planner.costs import PHASE_INDEX, task_seconds
 from control_plane.planner.fleet import Fleet, build_fleet
 from control_plane.planner.survey import Survey, survey
@@ -111,7 +111,7 @@ def forecast_fleet(
     )
     q_moved, kv_moved = rows[:, Q_MOVED], rows[:, KV_MOVED]
     return PhaseForecast(
-        home_seconds=found.rank_seconds[phase_index],
+        home_seconds=found.rank_seconds[:, phase_index],
         seconds=seconds,
         q_rows=rows[:, Q_ROWS],
         kv_rows=rows[:, KV_ROWS],
@@ -188,21 +188,36 @@ def _add_tasks(
         first_task: ``[n_nano_batches + 1]`` of each nano-batch, then the number of tasks.
     """
     last_document = np.full(len(fleet.rank), -1, dtype=np.int64)
+    others = np.empty(len(document), dtype=np.int64)
     for nano in range(len(seconds)):
-        _add_nano_batch(
-            first_task[nano],
-            first_task[nano + 1],
-            document,
-            q_begin,
-            q_end,
-            server,
+        its = slice(first_task[nano], first_task[nano + 1])
+        n_others = _add_unmoved(
+            document[its],
+            q_begin[its],
+            q_end[its],
+            server[its],
+            first_segment,
+            segment_rank,
+            fleet,
+            found.whole,
+            found.end,
+            found.seconds[phase],
+            seconds[nano],
+            rows[nano],
+            others,
+        )
+        _add_others(
+            others[:n_others],
+            document[its],
+            q_begin[its],
+            q_end[its],
+            server[its],
             first_segment,
             segment_offset,
             segment_length,
             segment_rank,
             fleet,
             phase,
-            found,
             last_document,
             seconds[nano],
             rows[nano],
@@ -210,9 +225,53 @@ def _add_tasks(
 
 
 @compiled_leaf
-def _add_nano_batch(
-    low: int,
-    high: int,
+def _add_unmoved(
+    document: Int64Array,
+    q_begin: Int64Array,
+    q_end: Int64Array,
+    server: Int64Array,
+    first_segment: Int64Array,
+    segment_rank: Int64Array,
+    fleet: Fleet,
+    whole: BoolArray,
+    segment_end: Int64Array,
+    at_home: Float64Array,
+    seconds: Float64Array,
+    rows: Int64Array,
+    others: Int64Array,
+) -> int:
+    """Those of a nano-batch's tasks that are whole documents where they are at home: most are.
+    Writes the others to ``others``; returns how many there are."""
+    n_others = 0
+    # Neighbours mostly share a server: their sums are kept out of memory until they are complete.
+    at, rank = -1, -1
+    busy, tokens = 0.0, 0
+    for i in range(len(document)):
+        if server[i] != at:
+            if at >= 0:
+                seconds[at] += busy
+                rows[Q_ROWS, at] += tokens
+                rows[KV_ROWS, at] += tokens
+            at = server[i]
+            rank = fleet.rank[at] if fleet.speed[at] > 0.0 else STOPPED
+            busy, tokens = 0.0, 0
+        segment, length = first_segment[document[i]], q_end[i] - q_begin[i]
+        if whole[segment] and length == segment_end[segment] and segment_rank[segment] == rank:
+            busy += at_home[segment]
+            tokens += length
+        else:
+            others[n_others] = i
+            n_others += 1
+    if at >= 0:
+        seconds[at] += busy
+        rows[Q_ROWS, at] += tokens
+        rows[KV_ROWS, at] += tokens
+    return n_others
+
+
+@compiled_leaf
+def _add_others(
+    others: Int64Array,
     document: Int64Array,
     q_begin: Int64Array,
     q_end: Int64Array,
@@ -223,99 +282,25 @@ def _add_nano_batch(
     segment_rank: Int64Array,
     fleet: Fleet,
     phase: int,
-    found: Survey,
     last_document: Int64Array,
     seconds: Float64Array,
     rows: Int64Array,
 ) -> None:
-    """The tasks ``[low, high)`` of one nano-batch.
+    """All other tasks, those of a document from last to first: so the first one seen of a server
+    is the one that reads the most keys, and its keys are all that the server needs of it.
 
     Args:
-        last_document: ``[n_servers]`` of each server's tasks of cut documents so far, or -1.
+        last_document: ``[n_servers]`` of each server's tasks so far, -1 before the first.
     """
-    # Most documents are not cut and stay where they are, and their neighbours do too: the sums of
-    # these are kept out of memory until the next server's turn.
-    s, rank = -1, -1
-    busy, q, kv = 0.0, 0, 0
-    done = low
-    for i in range(low, high):
-        if i < done:
-            continue
-        if server[i] != s:
-            if s >= 0:
-                seconds[s] += busy
-                rows[Q_ROWS, s] += q
-                rows[KV_ROWS, s] += kv
-            s = server[i]
-            rank = fleet.rank[s] if fleet.speed[s] > 0.0 else STOPPED
-            busy, q, kv = 0.0, 0, 0
-        d, begin, end = document[i], q_begin[i], q_end[i]
-        segment = first_segment[d]
-        if found.whole[segment] and end - begin == found.end[segment]:
-            q += end
-            kv += end
-            if segment_rank[segment] == rank:
-                busy += found.seconds[phase, segment]
-                continue
-            busy += _seconds_on(fleet, s, phase, 0, end)
-            if segment_rank[segment] != fleet.rank[s]:
-                rows[Q_MOVED, s] += end
-                rows[KV_MOVED, s] += end
-            continue
-        done = i + 1
-        while done < high and document[done] == d:
-            done += 1
-        _add_cut_document(
-            i,
-            done,
-            d,
-            q_begin,
-            q_end,
-            server,
-            first_segment,
-            segment_offset,
-            segment_length,
-            segment_rank,
-            fleet,
-            phase,
-            last_document,
-            seconds,
-            rows,
-        )
-    if s >= 0:
-        seconds[s] += busy
-        rows[Q_ROWS, s] += q
-        rows[KV_ROWS, s] += kv
-
-
-@compiled_leaf
-def _add_cut_document(
-    low: int,
-    high: int,
-    d: int,
-    q_begin: Int64Array,
-    q_end: Int64Array,
-    server: Int64Array,
-    first_segment: Int64Array,
-    segment_offset: Int64Array,
-    segment_length: Int64Array,
-    segment_rank: Int64Array,
-    fleet: Fleet,
-    phase: int,
-    last_document: Int64Array,
-    seconds: Float64Array,
-    rows: Int64Array,
-) -> None:
-    """The tasks ``[low, high)``, all of document ``d``.
-
-    From last to first, so that the first one seen of a server is the one that reads the most keys:
-    its keys are all that the server needs of the document."""
-    segment = first_segment[d + 1] - 1
-    for i in range(high - 1, low - 1, -1):
-        s, begin, end = server[i], q_begin[i], q_end[i]
-        rank = fleet.rank[s]
+    segment = -1
+    for k in range(len(others) - 1, -1, -1):
+        i = others[k]
+        d, s, begin, end = document[i], server[i], q_begin[i], q_end[i]
+        if k == len(others) - 1 or document[others[k + 1]] != d:
+            segment = first_segment[d + 1] - 1
         while segment_offset[segment] > begin:
             segment -= 1
+        rank = fleet.rank[s]
         seconds[s] += _seconds_on(fleet, s, phase, begin, end)
         rows[Q_ROWS, s] += end - begin
         if segment_rank[segment] != rank:

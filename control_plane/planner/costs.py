@@ -66,8 +66,10 @@ def pack_profiles(profiles: Sequence[CostProfile]) -> tuple[CostTables, Float64A
 
     Servers that share one profile object share its table.
     """
-    index_of: dict[CostProfile, int] = {}
-    index = np.array([index_of.setdefault(p, len(index_of)) for p in profiles], dtype=np.int64)
+    index_of = {profile: index for index, profile in enumerate(dict.fromkeys(profiles))}
+    index = np.zeros(len(profiles), dtype=np.int64)
+    if len(index_of) > 1:
+        index[:] = [index_of[profile] for profile in profiles]
     flat = [_flatten(profile) for profile in index_of]
     sizes = np.array([len(f.values) for f in flat], dtype=np.int64)
     layout = np.stack([f.layout for f in flat])

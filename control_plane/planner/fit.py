@@ -46,11 +46,11 @@ def fit_best(
 ) -> tuple[int, int]:
     """The chunk of :func:`_fit` with the most useful seconds per byte, for ends near ``at_end``;
     empty if none fits."""
-    if n_shifts == 0:
-        return _fit(rules, donor, receiver, offer, at_end)
     best_begin, best_end_at, best_value = 0, 0, 0.0
     for shift in range(-n_shifts, n_shifts + 1):
         begin, end = _fit(rules, donor, receiver, offer, at_end + shift * rules.alignment)
+        if n_shifts == 0:
+            return begin, end
         if end <= begin:
             continue
         relief = offer.seconds - pace_seconds(donor, offer.low, begin)

@@ -9,7 +9,7 @@ import numpy as np
 
 from control_plane.planner.board import Segments
 from control_plane.planner.chunk import CutRules, begin_for_pairs
-from control_plane.planner.compiled import BoolArray, compiled_inner
+from control_plane.planner.compiled import BoolArray, compiled_inner, compiled_leaf
 from control_plane.planner.costs import pair_seconds
 from control_plane.planner.fleet import Fleet
 from control_plane.planner.sorting import sorted_by
@@ -149,7 +149,7 @@ def find_level(
     return high
 
 
-@compiled_inner
+@compiled_leaf
 def expected_growth(work: Work, fleet: Fleet, rules: CutRules) -> float:
     """By which factor all work grows (or shrinks) when what lies above the level runs in chunks of
     the cheapest shape, each as large as the level, cut out of each server's longest document."""

@@ -17,7 +17,7 @@ from control_plane.planner.board import (
 )
 from control_plane.planner.candidates import Variant
 from control_plane.planner.chunk import CutRules, with_alignment
-from control_plane.planner.compiled import compiled, compiled_inner
+from control_plane.planner.compiled import compiled, compiled_inner, compiled_leaf
 from control_plane.planner.exports import export_surplus
 from control_plane.planner.fleet import Fleet
 from control_plane.planner.level import Work, expected_growth, weigh
@@ -31,7 +31,7 @@ from control_plane.planner.opening import (
 )
 from control_plane.planner.placement import place_homeless
 from control_plane.planner.survey import HomeWork
-from control_plane.planner.tasks import Tasks, collect_tasks
+from control_plane.planner.tasks import Cuts, collect_cuts
 from core_attention.arrays import Float64Array
 
 CORRECTIONS = 2
@@ -102,7 +102,7 @@ def plan_phase(
     links: Links,
     tolerance: float,
     n_variants: int,
-) -> tuple[Tasks, Outcome]:
+) -> tuple[Cuts, Outcome]:
     """Plans one phase of one nano-batch.
 
     Args:
@@ -146,7 +146,7 @@ def plan_phase(
         other_board, other = _attempt(setting, work, opening, scale, variant, 1)
         if other.stuck_server < 0 and _better(other, outcome):
             board, outcome = other_board, other
-    return collect_tasks(board, segments, fleet), outcome
+    return collect_cuts(board, segments, fleet), outcome
 
 
 @compiled_inner
@@ -158,13 +158,13 @@ def _opening(setting: Setting, work: Work, scale: float) -> Opening:
     return prepare_opening(segments, n_ranks, fleet, work, lowest_cap, limits.active)
 
 
-@compiled_inner
+@compiled_leaf
 def _is_final(outcome: Outcome) -> bool:
     """Whether planning again cannot help: nothing has moved, or something fits nowhere."""
     return outcome.n_chunks == 0 or outcome.stuck_segment >= 0 or outcome.stuck_server >= 0
 
 
-@compiled_inner
+@compiled_leaf
 def _better(ours: Outcome, theirs: Outcome) -> bool:
     """Whether a plan is cheaper without a busier server, or has a less busy one."""
     margin = 1e-3 * theirs.level
@@ -174,7 +174,7 @@ def _better(ours: Outcome, theirs: Outcome) -> bool:
     return our_miss < their_miss - margin or ours.spent_cost < theirs.spent_cost
 
 
-@compiled_inner
+@compiled_leaf
 def _miss(outcome: Outcome) -> float:
     """By how many seconds a plan misses the tolerance; an error of the level is not counted."""
     return max(outcome.raised, outcome.excess - SMALL_FLEET_DRIFT * outcome.level)
@@ -245,7 +245,7 @@ def _attempt(
     return board, outcome
 
 
-@compiled_inner
+@compiled_leaf
 def work_of(load: Float64Array, work: Work) -> float:
     """The load of all servers in query-key pairs at their typical rates."""
     pairs = 0.0
@@ -255,7 +255,7 @@ def work_of(load: Float64Array, work: Work) -> float:
     return pairs
 
 
-@compiled_inner
+@compiled_leaf
 def _over(load: Float64Array, cap: Float64Array, fleet: Fleet) -> float:
     """Seconds by which in-place servers are above their cap."""
     over = 0.0

@@ -35,10 +35,10 @@ class Survey(NamedTuple):
         seconds: ``[2, n_segments]`` of each segment at home, forward and backward.
         end: ``[n_segments]`` where each ends in its document.
         whole: ``[n_segments]`` whether it is its whole document.
-        rank_seconds: ``[2, n_nano_batches, n_ranks]`` sums of ``seconds``.
+        rank_seconds: ``[n_nano_batches, 2, n_ranks]`` sums of ``seconds``.
         longest: ``[n_nano_batches, n_ranks]`` where each rank's longest document ends.
-        pairs: ``[n_nano_batches]`` query-key pairs of all segments.
-        moment: ``[n_nano_batches]`` sum over the segments of pairs times end.
+        mean_end: ``[n_nano_batches]`` where a typical query-key pair's segment ends: the mean,
+            weighted by pairs; 0 where there are none.
     """
 
     seconds: Float64Array
@@ -46,8 +46,7 @@ class Survey(NamedTuple):
     whole: BoolArray
     rank_seconds: Float64Array
     longest: Int64Array
-    pairs: Float64Array
-    moment: Float64Array
+    mean_end: Float64Array
 
 
 class HomeWork(NamedTuple):
@@ -56,7 +55,7 @@ class HomeWork(NamedTuple):
     Attributes:
         seconds: ``[n_segments]`` as in ``Survey``.
         rank_seconds, longest: ``[n_ranks]`` as in ``Survey``.
-        mean_end: where a typical query-key pair's segment ends: the mean, weighted by pairs.
+        mean_end: as in ``Survey``.
     """
 
     seconds: Float64Array
@@ -79,28 +78,40 @@ class NanoBatch(NamedTuple):
     home: tuple[HomeWork, HomeWork]
 
 
+class _Columns(NamedTuple):
+    """The segments of one nano-batch, and their seconds, which are to be filled in."""
+
+    begin: Int64Array
+    end: Int64Array
+    rank: Int64Array
+    forward: Float64Array
+    backward: Float64Array
+
+
 def survey(manifest: Manifest, fleet: Fleet) -> Survey:
     """Looks at every segment of ``manifest``."""
     n, n_nano, n_ranks = manifest.n_segments, manifest.n_nano_batches, manifest.n_ranks
+    whole = np.ones(n, dtype=np.bool_)
+    if n > manifest.n_documents:
+        whole = manifest.segment_length == manifest.document_length[manifest.segment_document]
     found = Survey(
         seconds=np.empty((2, n)),
-        end=np.empty(n, dtype=np.int64),
-        whole=np.empty(n, dtype=np.bool_),
-        rank_seconds=np.zeros((2, n_nano, n_ranks)),
+        end=manifest.segment_offset + manifest.segment_length,
+        whole=whole,
+        rank_seconds=np.zeros((n_nano, 2, n_ranks)),
         longest=np.zeros((n_nano, n_ranks), dtype=np.int64),
-        pairs=np.zeros(n_nano),
-        moment=np.zeros(n_nano),
+        mean_end=np.zeros(n_nano),
     )
-    _look(
-        _bounds(manifest),
-        manifest.segment_document,
-        manifest.segment_offset,
-        manifest.segment_length,
-        manifest.segment_rank,
-        manifest.document_length,
-        fleet,
-        found,
-    )
+    for nano, (low, high) in enumerate(pairwise(_bounds(manifest).tolist())):
+        columns = _Columns(
+            manifest.segment_offset[low:high],
+            found.end[low:high],
+            manifest.segment_rank[low:high],
+            found.seconds[FORWARD, low:high],
+            found.seconds[BACKWARD, low:high],
+        )
+        sums = found.rank_seconds[nano], found.longest[nano]
+        found.mean_end[nano] = _look(columns, fleet, *sums)
     return found
 
 
@@ -120,13 +131,12 @@ def nano_batches(manifest: Manifest, found: Survey) -> list[NanoBatch]:
             whole=found.whole[low:high],
             first_of_document=manifest.first_segment - low if low else manifest.first_segment,
         )
-        mean_end = float(found.moment[nano] / found.pairs[nano])
         forward, backward = (
             HomeWork(
                 found.seconds[phase, low:high],
-                found.rank_seconds[phase, nano],
+                found.rank_seconds[nano, phase],
                 found.longest[nano],
-                mean_end,
+                float(found.mean_end[nano]),
             )
             for phase in (FORWARD, BACKWARD)
         )
@@ -142,82 +152,83 @@ def _bounds(manifest: Manifest) -> Int64Array:
 
 @compiled
 def _look(
-    bounds: Int64Array,
-    document: Int64Array,
-    offset: Int64Array,
-    length: Int64Array,
-    rank: Int64Array,
-    document_length: Int64Array,
-    fleet: Fleet,
-    found: Survey,
-) -> None:
-    for nano in range(len(bounds) - 1):
-        _look_at(
-            nano,
-            bounds[nano],
-            bounds[nano + 1],
-            document,
-            offset,
-            length,
-            rank,
-            document_length,
-            fleet,
-            found,
-        )
+    segments: _Columns, fleet: Fleet, rank_seconds: Float64Array, longest: Int64Array
+) -> float:
+    """Fills in the seconds and adds up those of each rank; returns the mean end."""
+    long = np.empty(len(segments.begin), dtype=np.int64)
+    n_long, mean_end = _fill_seconds(segments, fleet, rank_seconds, longest, long)
+    _fill_long(segments, fleet, rank_seconds, longest, long[:n_long])
+    return mean_end
 
 
 @compiled_leaf
-def _look_at(
-    nano: int,
-    low: int,
-    high: int,
-    document: Int64Array,
-    offset: Int64Array,
-    length: Int64Array,
-    rank: Int64Array,
-    document_length: Int64Array,
+def _fill_seconds(
+    segments: _Columns,
     fleet: Fleet,
-    found: Survey,
-) -> None:
-    """The segments ``[low, high)``, all of nano-batch ``nano``."""
+    rank_seconds: Float64Array,
+    longest: Int64Array,
+    long: Int64Array,
+) -> tuple[int, float]:
+    """All but the segments whose rates are in no table: they are written to ``long``. Returns how
+    many these are, and the mean end of all."""
+    n_long = 0
     pairs = moment = 0.0
     # Neighbours mostly share a rank: its sums are kept out of memory while they do.
-    at, profile, speed = -1, 0, 1.0
-    forward_sum = backward_sum = 0.0
-    longest = 0
-    for i in range(low, high):
-        if rank[i] != at:
-            if at >= 0:
-                found.rank_seconds[FORWARD, nano, at] += forward_sum
-                found.rank_seconds[BACKWARD, nano, at] += backward_sum
-                found.longest[nano, at] = max(found.longest[nano, at], longest)
-            at = rank[i]
-            forward_sum = backward_sum = 0.0
-            longest = 0
-            server = fleet.server_of_rank[at]
-            profile, speed = fleet.profile[max(server, 0)], 1.0
-            if server >= 0 and fleet.speed[server] > 0.0:
-                speed = fleet.speed[server]
-        begin, end = offset[i], offset[i] + length[i]
-        if begin == 0 and end < UNCUT_TOKENS:
-            forward = fleet.uncut_rates[profile, end, FORWARD]
-            backward = fleet.uncut_rates[profile, end, BACKWARD]
-        else:
-            forward, backward = pair_seconds_of_both(
-                fleet.tables, profile, float(length[i]), float(end)
-            )
-        work = causal_pairs(begin, end) / speed
-        forward_sum += work * forward
-        backward_sum += work * backward
-        longest = max(longest, end)
-        found.seconds[FORWARD, i], found.seconds[BACKWARD, i] = work * forward, work * backward
-        found.end[i] = end
-        found.whole[i] = length[i] == document_length[document[i]]
+    rank, profile, slowness = -1, 0, 1.0
+    forward, backward, last = 0.0, 0.0, 0
+    for i in range(len(segments.begin)):
+        if segments.rank[i] != rank:
+            if rank >= 0:
+                rank_seconds[FORWARD, rank] += forward
+                rank_seconds[BACKWARD, rank] += backward
+                longest[rank] = max(longest[rank], last)
+            rank = segments.rank[i]
+            profile, slowness = _home(fleet, rank)
+            forward, backward, last = 0.0, 0.0, 0
+        begin, end = segments.begin[i], segments.end[i]
         held = 0.5 * (float(end) * end - float(begin) * begin)
         pairs += held
         moment += held * end
-    if at >= 0:
-        found.rank_seconds[FORWARD, nano, at] += forward_sum
-        found.rank_seconds[BACKWARD, nano, at] += backward_sum
-        found.longest[nano, at] = max(found.longest[nano, at], longest)
-    found.pairs[nano], found.moment[nano] = pairs, moment
+        if begin > 0 or end >= UNCUT_TOKENS:
+            long[n_long] = i
+            n_long += 1
+            continue
+        work = causal_pairs(0, end) * slowness
+        segments.forward[i] = work * fleet.uncut_rates[profile, end, FORWARD]
+        segments.backward[i] = work * fleet.uncut_rates[profile, end, BACKWARD]
+        forward += segments.forward[i]
+        backward += segments.backward[i]
+        last = max(last, end)
+    if rank >= 0:
+        rank_seconds[FORWARD, rank] += forward
+        rank_seconds[BACKWARD, rank] += backward
+        longest[rank] = max(longest[rank], last)
+    return n_long, moment / pairs if pairs > 0.0 else 0.0
+
+
+@compiled_leaf
+def _fill_long(
+    segments: _Columns,
+    fleet: Fleet,
+    rank_seconds: Float64Array,
+    longest: Int64Array,
+    long: Int64Array,
+) -> None:
+    """The segments ``long``."""
+    for i in long:
+        begin, end, rank = segments.begin[i], segments.end[i], segments.rank[i]
+        profile, slowness = _home(fleet, rank)
+        rates = pair_seconds_of_both(fleet.tables, profile, float(end - begin), float(end))
+        work = causal_pairs(begin, end) * slowness
+        segments.forward[i], segments.backward[i] = work * rates[FORWARD], work * rates[BACKWARD]
+        rank_seconds[FORWARD, rank] += segments.forward[i]
+        rank_seconds[BACKWARD, rank] += segments.backward[i]
+        longest[rank] = max(longest[rank], end)
+
+
+@compiled_leaf
+def _home(fleet: Fleet, rank: int) -> tuple[int, float]:
+    """The profile by which segments of ``rank`` run at home, and the inverse of the speed."""
+    server = fleet.server_of_rank[rank]
+    runs = server >= 0 and fleet.speed[server] > 0.0
+    return fleet.profile[max(server, 0)], 1.0 / fleet.speed[server] if runs else 1.0
