@@ -21,7 +21,7 @@ from control_plane.planner.costs import (
     pair_seconds_of_both,
 )
 from control_plane.planner.fleet import Fleet
-from core_attention.arrays import Float64Array, Int64Array
+from core_attention.arrays import Float64Array, Int64Array, frozen
 from core_attention.manifest import Manifest
 
 
@@ -129,7 +129,7 @@ def nano_batches(manifest: Manifest, found: Survey) -> list[NanoBatch]:
             end=found.end[low:high],
             rank=manifest.segment_rank[low:high],
             whole=found.whole[low:high],
-            first_of_document=manifest.first_segment - low if low else manifest.first_segment,
+            first_of_document=_counted_from(low, manifest.first_segment),
         )
         forward, backward = (
             HomeWork(
@@ -142,6 +142,11 @@ def nano_batches(manifest: Manifest, found: Survey) -> list[NanoBatch]:
         )
         batches.append(NanoBatch(low, segments, (forward, backward)))
     return batches
+
+
+def _counted_from(low: int, first_segment: Int64Array) -> Int64Array:
+    """Read-only in either case: compiled functions are compiled again for any other kind of array."""
+    return frozen(first_segment - low) if low else first_segment
 
 
 def _bounds(manifest: Manifest) -> Int64Array:

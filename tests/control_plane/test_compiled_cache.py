@@ -1,8 +1,11 @@
-"""Machine code that an image brings along is used although the image cannot be written."""
+"""Machine code is compiled before a control plane serves, and found where an image brings it along."""
 
 from __future__ import annotations
 
+import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -42,3 +45,48 @@ def test_numba_chooses_where_no_cache_is_set(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(CONFIG, "CACHE_DIR", "")
     compiled._make_cache_writable.__wrapped__()
     assert CONFIG.CACHE_DIR == ""
+
+
+_COMPILED_AFTER_PREPARING = """
+import gc, json
+from numba.core.registry import CPUDispatcher
+from control_plane.planners import PLANNERS, prepare
+from control_plane.planning import PlanningOptions
+from tests.control_plane.planning_cases import SHAPE, in_place, pool, stream_manifest
+
+def signatures():
+    return {
+        f"{each.py_func.__module__}.{each.__name__}": len(each.signatures)
+        for each in gc.get_objects()
+        if isinstance(each, CPUDispatcher) and each.py_func.__module__.startswith("control_plane")
+    }
+
+planner = PLANNERS["balanced"]
+prepare(planner)
+before = signatures()
+assert sum(before.values()) > 0
+lengths = [9000, 200, 5000, 30, 700, 8000]
+for manifest in (
+    stream_manifest(lengths, 2),
+    stream_manifest(lengths, 2, n_nano_batches=2),
+    stream_manifest(lengths, 2, span=True),
+):
+    for servers in (in_place(2), pool(3), in_place(2) + pool(1), in_place(2, capacity_rows=60_000)):
+        planner(manifest, servers, SHAPE, PlanningOptions(tolerance=0.1))
+now = signatures()
+print(json.dumps([name for name in now if now[name] != before.get(name, 0)]))
+"""
+
+
+def test_a_step_compiles_nothing_that_was_not_prepared() -> None:
+    """It takes a minute, in which the control plane would answer nobody."""
+    done = subprocess.run(
+        [sys.executable, "-c", _COMPILED_AFTER_PREPARING],
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == []
