@@ -145,7 +145,7 @@ def nano_batches(manifest: Manifest, found: Survey) -> list[NanoBatch]:
 
 
 def _counted_from(low: int, first_segment: Int64Array) -> Int64Array:
-    """Read-only in either case: compiled functions are compiled again for any other kind of array."""
+    """Read-only in either case: for another kind of array, functions would be compiled again."""
     return frozen(first_segment - low) if low else first_segment
 
 

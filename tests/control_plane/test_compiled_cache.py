@@ -1,4 +1,4 @@
-"""Machine code is compiled before a control plane serves, and found where an image brings it along."""
+"""Machine code is there before a control plane serves; an image that is read-only brings it."""
 
 from __future__ import annotations
 
