@@ -299,12 +299,15 @@ def _median_seconds(kernel: Kernel, call: Callable[[], None], in_a_row: int) -> 
     call()
     kernel.synchronize()
     times: list[float] = []
-    while len(times) < MIN_REPEATS or (sum(times) < ENOUGH_SECONDS and len(times) < MAX_REPEATS):
+    spent = 0.0
+    while len(times) < MIN_REPEATS or (spent < ENOUGH_SECONDS and len(times) < MAX_REPEATS):
         begin = time.perf_counter()
         for _ in range(in_a_row):
             call()
         kernel.synchronize()
-        times.append((time.perf_counter() - begin) / in_a_row)
+        seconds = time.perf_counter() - begin
+        spent += seconds
+        times.append(seconds / in_a_row)
         if times[-1] > LONG_SECONDS:
             in_a_row = 1
     return statistics.median(times)

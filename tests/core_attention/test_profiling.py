@@ -12,7 +12,7 @@ import torch
 
 from core_attention import profiling
 from core_attention.ca_task import MaskKind, Phase, causal_qk_pairs
-from core_attention.cost_model import CostProfile
+from core_attention.cost_model import CostProfile, grid_axis
 from core_attention.errors import ProfileError
 from core_attention.kernels.cpu import CpuKernel
 from core_attention.kernels.protocol import BackwardPart, ForwardPart, TaskBatch
@@ -159,3 +159,32 @@ def test_the_cpu_kernel_can_be_profiled() -> None:
     profile = measure_profile(CpuKernel(), SHAPE, CPU, [1, 64], [1, 256], budget_seconds=2)
     assert profile.kernel == "cpu"
     assert profile.forward_seconds[1, 1] > 0
+
+
+@pytest.mark.parametrize(("seconds", "calls"), [(0.0004, 1 + 3 * 4), (0.1, 1 + 3 + 1 + 1)])
+def test_short_calls_are_timed_in_a_row_and_long_ones_alone(
+    clock: Clock, seconds: float, calls: int
+) -> None:
+    """A row of calls counts as its mean: each launch but the first is hidden by the call before."""
+    launch_seconds, made = 0.0001, []
+
+    class Device(ClockKernel):
+        def synchronize(self) -> None:
+            clock.now += launch_seconds
+
+    def call() -> None:
+        made.append(clock.now)
+        clock.now += seconds
+
+    measured = profiling._median_seconds(Device(clock), call, 3)
+    assert len(made) == calls
+    in_a_row = 3 if seconds < profiling.LONG_SECONDS else 1
+    assert measured == pytest.approx(seconds + launch_seconds / in_a_row)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_quick_grids_are_valid_and_reach_long_documents(device: str) -> None:
+    grid = profiling.QUICK_GRIDS[device]
+    for name in ("q_tokens", "kv_tokens"):
+        grid_axis(getattr(grid, name), name)
+    assert grid.kv_tokens[-1] == {"cpu": 16384, "cuda": 131072}[device]
