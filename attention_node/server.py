@@ -103,7 +103,7 @@ class NodeSettings:
     capacity_rows: int = 0
     buffer_limit_bytes: int = 0
     profile_dir: Path = Path.home() / ".cache" / "distca"
-    connect_seconds: float = 30.0
+    connect_seconds: float = 180.0
     control_plane_timeout_seconds: float = 300.0
     stuck_seconds: float = 60.0
     drain_seconds: float = 30.0

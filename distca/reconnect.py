@@ -6,12 +6,14 @@ knows the addresses of all and tries one after the other; a standby answers UNAV
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable
 from dataclasses import replace
 from typing import TypeVar
 
 from tenacity import (
+    RetryCallState,
     Retrying,
     retry_if_exception,
     sleep_using_event,
@@ -22,6 +24,8 @@ from tenacity import (
 
 from distca import rpc
 
+logger = logging.getLogger(__name__)
+
 Result = TypeVar("Result")
 
 LONGEST_WAIT_SECONDS = 2.0
@@ -29,6 +33,9 @@ LONGEST_WAIT_SECONDS = 2.0
 
 ATTEMPT_SECONDS = 2.0
 """How long an address may take to accept a connection before it is the next one's turn."""
+
+TOLD_AFTER_SECONDS = 5.0
+"""After so long somebody who waits is told what for."""
 
 _TRANSIENT = (
     rpc.ControlPlaneUnavailable,
@@ -98,11 +105,26 @@ def reach(
             addresses.advance()
             raise
 
+    told = False
+
+    def tell(state: RetryCallState) -> None:
+        nonlocal told
+        if told or (state.seconds_since_start or 0.0) < TOLD_AFTER_SECONDS:
+            return
+        told = True
+        logger.warning(
+            "the control plane at %s does not answer yet; trying for %g s (its first start on a "
+            "machine compiles the planner, which takes about a minute)",
+            addresses,
+            timeout_seconds,
+        )
+
     retrying = Retrying(
         stop=stop_after_delay(timeout_seconds) | stop_when_event_set(giving_up),
         wait=wait_random_exponential(multiplier=0.2, max=LONGEST_WAIT_SECONDS),
         retry=retry_if_exception(again),
         sleep=sleep_using_event(giving_up),
+        before_sleep=tell,
         reraise=True,
     )
     return retrying(attempt_in_turn)

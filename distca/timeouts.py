@@ -195,11 +195,20 @@ TIMEOUTS = (
     ),
     # Connections.
     Timeout(
+        name="start_timeout_seconds",
+        seconds=180.0,
+        who="rank",
+        what="the control plane, at start (it may have to compile its planner first)",
+        then="the job does not start",
+        where="trainer_client.options:SessionOptions.start_timeout_seconds",
+        option="train --start-timeout-seconds",
+    ),
+    Timeout(
         name="connect_timeout_seconds",
         seconds=20.0,
         who="rank",
-        what="a connection to the control plane or to a server, with its bandwidth probe",
-        then="the job does not start; later, the server counts as lost: recovery",
+        what="a connection to a server, with its bandwidth probe",
+        then="the server counts as lost: recovery",
         where="trainer_client.options:SessionOptions.connect_timeout_seconds",
         option="train --connect-timeout-seconds",
     ),
@@ -213,7 +222,7 @@ TIMEOUTS = (
     ),
     Timeout(
         name="connect_seconds",
-        seconds=30.0,
+        seconds=180.0,
         who="server",
         what="the control plane, at start",
         then="the process exits with an error",

@@ -46,7 +46,9 @@ class SessionOptions:
         data_port: port of the in-place server; 0 takes any free one.
         transport: ``"ucxx"`` or ``"nixl"``; the same on every rank and server.
         one_host: all ranks and servers are on this machine, so shared memory may be used.
-        connect_timeout_seconds: to reach the control plane, and later each server.
+        start_timeout_seconds: to reach the control plane at start; the first start of one on a
+            machine compiles its planner for a minute.
+        connect_timeout_seconds: to reach each server.
         control_plane_timeout_seconds: how long the control plane may be away while training goes
             on.
         plan_timeout_seconds: how long a step waits for its plan, while the control plane is there.
@@ -96,6 +98,7 @@ class SessionOptions:
     data_port: int = 0
     transport: str = TransportName.UCXX
     one_host: bool = False
+    start_timeout_seconds: float = 180.0
     connect_timeout_seconds: float = 20.0
     control_plane_timeout_seconds: float = 300.0
     plan_timeout_seconds: float = 60.0

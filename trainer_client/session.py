@@ -68,7 +68,7 @@ class Session:
         self._link = ControlLink(
             rpc.RpcSettings(
                 address=options.control_plane,
-                connect_seconds=options.connect_timeout_seconds,
+                connect_seconds=options.start_timeout_seconds,
                 ca_file=options.ca_file,
                 certificate_file=options.certificate_file,
                 key_file=options.key_file,

@@ -62,7 +62,7 @@ class NodeOptions:
     ] = None
     connect_seconds: Annotated[
         float, typer.Option(help="How long to look for the control plane at start.")
-    ] = 30.0
+    ] = 180.0
     control_plane_timeout_seconds: Annotated[
         float, typer.Option(help="How long to serve planned steps while the control plane is away.")
     ] = 300.0

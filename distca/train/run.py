@@ -196,6 +196,7 @@ def session_options(
         data_host=run.service.data_host,
         transport=run.service.transport,
         one_host=run.service.one_host,
+        start_timeout_seconds=run.service.start_timeout_seconds,
         connect_timeout_seconds=run.service.connect_timeout_seconds,
         plan_timeout_seconds=run.service.plan_timeout_seconds,
         tick_timeout_seconds=run.service.tick_timeout_seconds,

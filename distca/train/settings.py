@@ -397,9 +397,13 @@ class ServiceSettings:
             rich_help_panel=_SERVICE,
         ),
     ] = False
+    start_timeout_seconds: Annotated[
+        float,
+        typer.Option(help="To reach the control plane at start.", rich_help_panel=_SERVICE),
+    ] = 180.0
     connect_timeout_seconds: Annotated[
         float,
-        typer.Option(help="To reach control plane and servers.", rich_help_panel=_SERVICE),
+        typer.Option(help="To reach a server.", rich_help_panel=_SERVICE),
     ] = 20.0
     plan_timeout_seconds: Annotated[
         float, typer.Option(help="A step waits this long for its plan.", rich_help_panel=_SERVICE)
@@ -450,6 +454,7 @@ class ServiceSettings:
 
     def __post_init__(self) -> None:
         for name in (
+            "start_timeout_seconds",
             "connect_timeout_seconds",
             "plan_timeout_seconds",
             "tick_timeout_seconds",
@@ -468,7 +473,8 @@ class ServiceSettings:
         """How long a rank waits for another in a collective: longer than all waits for attention
         together, so that the more telling error comes first."""
         return (
-            self.connect_timeout_seconds
+            self.start_timeout_seconds
+            + self.connect_timeout_seconds
             + self.plan_timeout_seconds
             + self.tick_timeout_seconds
             + self.recovery_timeout_seconds

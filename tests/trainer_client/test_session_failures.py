@@ -196,7 +196,7 @@ def test_no_control_plane_is_told_soon(tmp_path: Path) -> None:
                 n_layers=1,
                 shape=SHAPE,
                 placement=Placement.POOL,
-                connect_timeout_seconds=1.0,
+                start_timeout_seconds=1.0,
             )
         )
     assert time.monotonic() - began < SOON_SECONDS

@@ -1,0 +1,68 @@
+"""Looking for a control plane."""
+
+from __future__ import annotations
+
+import logging
+import threading
+
+import pytest
+
+from distca import reconnect, rpc
+from distca.reconnect import Addresses, reach
+
+SETTINGS = rpc.RpcSettings(address="one:1,two:2")
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reconnect, "LONGEST_WAIT_SECONDS", 0.01)
+
+
+def failing(times: int) -> tuple[list[str], object]:
+    asked: list[str] = []
+
+    def attempt(settings: rpc.RpcSettings) -> str:
+        asked.append(settings.address)
+        if len(asked) <= times:
+            raise rpc.ControlPlaneUnavailable("connect", settings.address, "nobody answers")
+        return "here"
+
+    return asked, attempt
+
+
+def search(attempt: object, timeout_seconds: float = 30.0) -> str:
+    return reach(
+        attempt,  # type: ignore[arg-type]
+        Addresses(SETTINGS),
+        timeout_seconds=timeout_seconds,
+        giving_up=threading.Event(),
+    )
+
+
+def test_addresses_take_turns() -> None:
+    asked, attempt = failing(3)
+    assert search(attempt) == "here"
+    assert asked == ["one:1", "two:2", "one:1", "two:2"]
+
+
+def test_who_waits_long_is_told_once(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reconnect, "TOLD_AFTER_SECONDS", 0.0)
+    _, attempt = failing(4)
+    search(attempt)
+    (told,) = caplog.records
+    assert told.levelno == logging.WARNING
+    assert "one:1, two:2 does not answer yet; trying for 30 s" in told.getMessage()
+
+
+def test_who_waits_for_a_moment_is_not_told(caplog: pytest.LogCaptureFixture) -> None:
+    _, attempt = failing(2)
+    search(attempt)
+    assert not caplog.records
+
+
+def test_the_last_error_is_raised_when_time_is_up() -> None:
+    _, attempt = failing(10_000)
+    with pytest.raises(rpc.ControlPlaneUnavailable, match="nobody answers"):
+        search(attempt, timeout_seconds=0.05)
