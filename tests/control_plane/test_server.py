@@ -26,6 +26,7 @@ from control_plane.settings import (
     split_address,
 )
 from distca import rpc
+from distca.reconnect import is_transient
 from distca.tls import TlsFiles
 from distca.v1 import membership_pb2
 from tests.control_plane.service_harness import (
@@ -77,7 +78,10 @@ def test_process_writes_its_addresses_serves_and_ends_well_on_a_signal(
             with urllib.request.urlopen(url, timeout=DEADLINE_SECONDS) as answer:
                 assert b"distca_control_plane_jobs" in answer.read()
             process.send_signal(number)
-            assert isinstance(watcher.end(), rpc.ControlPlaneUnavailable)
+            # On a busy machine the stream may be cut off by the end of stop_seconds (CANCELLED).
+            ended = watcher.end()
+            assert ended is not None
+            assert is_transient(ended)
         stdout, stderr = process.communicate(timeout=DEADLINE_SECONDS)
     finally:
         process.kill()
