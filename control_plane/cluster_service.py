@@ -87,11 +87,10 @@ def _last_step(job: Job) -> PlannedStep | None:
 
 def _step_status(record: PlannedStep, n_layers: int) -> cluster_pb2.StepStatus:
     ranks = record.ranks.values()
-    waits = [rank.wait_seconds for rank in ranks if rank.wait_seconds is not None]
     status = cluster_pb2.StepStatus(
         step=record.step,
         step_seconds=max(rank.step_seconds for rank in ranks),
-        wait_seconds=max(waits, default=None),
+        wait_seconds=record.longest_wait_seconds,
         tokens=sum(rank.tokens for rank in ranks),
     )
     for phase in record.phases:

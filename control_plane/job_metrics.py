@@ -166,9 +166,8 @@ class JobMetrics:
             name, ranks = job.spec.name, record.ranks.values()
             tokens = sum(rank.tokens for rank in ranks)
             self._step_seconds.labels(name).set(max(rank.step_seconds for rank in ranks))
-            waits = [rank.wait_seconds for rank in ranks if rank.wait_seconds is not None]
-            if waits:
-                self._wait_seconds.labels(name).set(max(waits))
+            if record.longest_wait_seconds is not None:
+                self._wait_seconds.labels(name).set(record.longest_wait_seconds)
             self._step_tokens.labels(name).set(tokens)
             self._tokens.labels(name).inc(tokens)
             self._steps_finished.labels(name).inc()

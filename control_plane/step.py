@@ -125,6 +125,12 @@ class PlannedStep:
         return self.plan.step
 
     @property
+    def longest_wait_seconds(self) -> float | None:
+        """The longest that a rank waited for core attention; None if no rank has told."""
+        waits = (rank.wait_seconds for rank in self.ranks.values())
+        return max((seconds for seconds in waits if seconds is not None), default=None)
+
+    @property
     def runs_whole(self) -> bool:
         """Whether all of the step runs under this plan, so that forecasts and measurements are of
         the same work."""

@@ -265,9 +265,12 @@ def _expected_seconds(
     """How long :func:`_measure` will take at least."""
     one_task = sum(_extrapolated(cell, measured))
     seconds = _n_tasks(cell, device) * one_task
-    return (
-        1 + MIN_REPEATS * (1 if seconds > LONG_SECONDS else CALLS_IN_A_ROW[device.type])
-    ) * seconds
+    return (1 + MIN_REPEATS * _calls_in_a_row(seconds, device)) * seconds
+
+
+def _calls_in_a_row(seconds: float, device: torch.device) -> int:
+    """Calls that are timed together if one takes ``seconds``."""
+    return 1 if seconds > LONG_SECONDS else CALLS_IN_A_ROW[device.type]
 
 
 def _n_tasks(cell: Cell, device: torch.device) -> int:
@@ -283,24 +286,19 @@ def _measure(
     lengths = [(cell.q, cell.kv)] * _n_tasks(cell, device)
     forward, backward = random_parts(shape, lengths, device)
     scale = shape.head_dim**-0.5
-    in_a_row = CALLS_IN_A_ROW[device.type]
-    forward_seconds, backward_seconds = (
-        _median_seconds(kernel, call, in_a_row)
-        for call in (
-            lambda: kernel.forward([forward], scale),
-            lambda: kernel.backward([backward], scale),
-        )
-    )
+    forward_seconds = _median_seconds(kernel, lambda: kernel.forward([forward], scale), device)
+    backward_seconds = _median_seconds(kernel, lambda: kernel.backward([backward], scale), device)
     return forward_seconds / len(lengths), backward_seconds / len(lengths)
 
 
-def _median_seconds(kernel: Kernel, call: Callable[[], None], in_a_row: int) -> float:
-    """Seconds of one call, among ``in_a_row`` unless it takes LONG_SECONDS."""
+def _median_seconds(kernel: Kernel, call: Callable[[], None], device: torch.device) -> float:
+    """Seconds of one call, among as many as are timed together on ``device``."""
     call()
     kernel.synchronize()
     times: list[float] = []
     spent = 0.0
     while len(times) < MIN_REPEATS or (spent < ENOUGH_SECONDS and len(times) < MAX_REPEATS):
+        in_a_row = _calls_in_a_row(max(times, default=0.0), device)
         begin = time.perf_counter()
         for _ in range(in_a_row):
             call()
@@ -308,8 +306,6 @@ def _median_seconds(kernel: Kernel, call: Callable[[], None], in_a_row: int) -> 
         seconds = time.perf_counter() - begin
         spent += seconds
         times.append(seconds / in_a_row)
-        if times[-1] > LONG_SECONDS:
-            in_a_row = 1
     return statistics.median(times)
 
 

@@ -164,11 +164,12 @@ class StepResult:
     extra: dict[str, Any]
 
 
-def run_way(name: str, plan: Plan, settings: RankSettings) -> None:
-    """Measures one way. Rank 0 writes what has been found after every step, so that a run that is
-    interrupted leaves the steps before."""
+def run_way(name: str, plan: Plan, drawn: Sequence[Batch], settings: RankSettings) -> None:
+    """Measures one way on the batches ``drawn``.
+
+    Rank 0 writes what has been found after every step, so that a run that is interrupted leaves the
+    steps before."""
     on_gpu = settings.device.type == "cuda"
-    drawn = plan.drawn()
     began = time.perf_counter()
     way = methods.make(name, settings)
     again = drawn[plan.warm_ups :][: plan.n_traced(name)]
@@ -192,10 +193,10 @@ def run_way(name: str, plan: Plan, settings: RankSettings) -> None:
                 found["memory"] = gathered(_peak_memory() if on_gpu else {})
                 _keep(found, settings)
         found["timeline"] = way.timeline() if isinstance(way, Disaggregated) else []
+        _keep(found, settings)
         for i in range(len(again)):
             found["traces"].append(_traced_step(way, len(drawn) + i, settings))
             _keep(found, settings)
-        _keep(found, settings)
     finally:
         way.close()
 
@@ -306,13 +307,14 @@ def run_rank(rank: int, plan: Plan, folder: Path) -> None:
         timeout=timedelta(seconds=GROUP_SECONDS),
         device_id=device if on_gpu else None,
     )
+    drawn = plan.drawn()
     settings = RankSettings(
         rank=rank,
         n_ranks=plan.ranks,
         device=device,
         model=plan.model,
         tokens_per_rank=plan.tokens_per_rank,
-        longest_document=max(int(batch.lengths.max()) for batch in plan.drawn()),
+        longest_document=max(int(batch.lengths.max()) for batch in drawn),
         n_nano_batches=plan.n_nano_batches,
         tolerance=plan.tolerance,
         compiled=plan.compiled,
@@ -321,7 +323,7 @@ def run_rank(rank: int, plan: Plan, folder: Path) -> None:
     )
     try:
         for name in plan.ways:
-            run_way(name, plan, settings)
+            run_way(name, plan, drawn, settings)
             gc.collect()
             if on_gpu:
                 torch.cuda.empty_cache()

@@ -50,6 +50,7 @@ def fit_best(
     for shift in range(-n_shifts, n_shifts + 1):
         begin, end = _fit(rules, donor, receiver, offer, at_end + shift * rules.alignment)
         if n_shifts == 0:
+            # Here, as a second call would be a second copy of what it is inlined from.
             return begin, end
         if end <= begin:
             continue

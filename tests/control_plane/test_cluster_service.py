@@ -12,6 +12,7 @@ from distca.rpc_errors import InvalidRequest
 from distca.v1 import cluster_pb2, cluster_pb2_grpc, jobs_pb2, membership_pb2
 from tests.control_plane.service_harness import (
     Client,
+    Watcher,
     client_of,
     job_spec,
     rank_manifest,
@@ -67,6 +68,17 @@ def open_job(client: Client) -> tuple[str, list[str]]:
     return opened[0][0], [lease for _, lease in opened]
 
 
+def plan_a_step(client: Client) -> tuple[str, list[str], Watcher]:
+    """The same for a job whose step 0 is planned, and what rank 0 is told."""
+    job_id, leases = open_job(client)
+    watcher = client.watch_rank(job_id, leases[0])
+    watcher.next("job_opened")
+    for rank, lease in enumerate(leases):
+        client.submit(job_id, lease, rank_manifest(0, rank))
+    watcher.next("step_planned")
+    return job_id, leases, watcher
+
+
 def test_a_job_tells_how_far_it_is() -> None:
     with running() as control_plane, client_of(control_plane.address) as client:
         client.register("s1")
@@ -84,12 +96,7 @@ def test_a_job_tells_how_far_it_is() -> None:
 def test_a_finished_step_tells_time_tokens_bytes_and_balance() -> None:
     with running() as control_plane, client_of(control_plane.address) as client:
         server_leases = {name: client.register(name) for name in ("s0", "s1")}
-        job_id, leases = open_job(client)
-        watcher = client.watch_rank(job_id, leases[0])
-        watcher.next("job_opened")
-        for rank, lease in enumerate(leases):
-            client.submit(job_id, lease, rank_manifest(0, rank))
-        watcher.next("step_planned")
+        job_id, leases, watcher = plan_a_step(client)
         for name, seconds in (("s0", 1.0), ("s1", 3.0)):
             client.report_server(job_id, server_leases[name], 0, name, seconds)
         client.report_rank(job_id, leases[0], 0, 0)
@@ -120,12 +127,7 @@ def test_waits_are_those_of_the_ranks_that_know_them(
 ) -> None:
     with running() as control_plane, client_of(control_plane.address) as client:
         client.register("s0")
-        job_id, leases = open_job(client)
-        watcher = client.watch_rank(job_id, leases[0])
-        watcher.next("job_opened")
-        for rank, lease in enumerate(leases):
-            client.submit(job_id, lease, rank_manifest(0, rank))
-        watcher.next("step_planned")
+        job_id, leases, watcher = plan_a_step(client)
         for rank, lease in enumerate(leases):
             client.report_rank(job_id, lease, 0, rank, waited=waited[rank])
         (job,) = describe(client.channel).jobs

@@ -176,7 +176,7 @@ def test_short_calls_are_timed_in_a_row_and_long_ones_alone(
         made.append(clock.now)
         clock.now += seconds
 
-    measured = profiling._median_seconds(Device(clock), call, 3)
+    measured = profiling._median_seconds(Device(clock), call, torch.device("cuda"))
     assert len(made) == calls
     in_a_row = 3 if seconds < profiling.LONG_SECONDS else 1
     assert measured == pytest.approx(seconds + launch_seconds / in_a_row)

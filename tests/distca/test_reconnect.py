@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Callable
 
 import pytest
 
@@ -18,7 +19,10 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reconnect, "LONGEST_WAIT_SECONDS", 0.01)
 
 
-def failing(times: int) -> tuple[list[str], object]:
+Attempt = Callable[[rpc.RpcSettings], str]
+
+
+def failing(times: int) -> tuple[list[str], Attempt]:
     asked: list[str] = []
 
     def attempt(settings: rpc.RpcSettings) -> str:
@@ -30,9 +34,9 @@ def failing(times: int) -> tuple[list[str], object]:
     return asked, attempt
 
 
-def search(attempt: object, timeout_seconds: float = 30.0) -> str:
+def search(attempt: Attempt, timeout_seconds: float = 30.0) -> str:
     return reach(
-        attempt,  # type: ignore[arg-type]
+        attempt,
         Addresses(SETTINGS),
         timeout_seconds=timeout_seconds,
         giving_up=threading.Event(),
