@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from data_plane import device_memory
+
 if TYPE_CHECKING:
     from data_plane.transport import BufferAllocator
 
@@ -56,16 +58,12 @@ def host_allocator(nbytes: int) -> torch.Tensor:
 
 
 def device_allocator(device: str | torch.device) -> BufferAllocator:
-    """Returns an allocator of device memory, for example on ``"cuda:0"``.
-
-    cuda_ipc needs plain allocations: PyTorch's ``expandable_segments`` must be off.
-    """
+    """Returns an allocator of memory on ``device``, for example ``"cuda:0"``, that other processes
+    can be given."""
     target = torch.device(device)
-
-    def allocate(nbytes: int) -> torch.Tensor:
-        return torch.empty(nbytes, dtype=torch.uint8, device=target)
-
-    return allocate
+    if target.type != "cuda":
+        return lambda nbytes: torch.empty(nbytes, dtype=torch.uint8, device=target)
+    return lambda nbytes: device_memory.allocate(nbytes, target)
 
 
 def size_class_bytes(nbytes: int) -> int:
