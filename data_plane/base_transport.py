@@ -56,7 +56,6 @@ class BaseTransport(Generic[ConnectionT, WorkerT]):
     def __init__(
         self, worker: WorkerT, settings: UcxSettings, metrics: DataPlaneMetrics | None
     ) -> None:
-        settings.warn_about_environment()
         self._worker = worker
         self._metrics = metrics
         self._max_probe_bytes = settings.max_probe_bytes

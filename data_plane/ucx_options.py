@@ -1,17 +1,14 @@
-"""What settings of all transports share: devices, UCX options, and surroundings that cost speed.
+"""What settings of all transports share: devices and UCX options.
 
 Both libraries move bytes with a UCX of their own, which reads the same ``UCX_*`` variables.
 """
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar, Final
-
-logger = logging.getLogger(__name__)
 
 TCP_OPTIONS: Final[Mapping[str, str]] = {
     # The same in every process of a job, or connections reset.
@@ -91,15 +88,6 @@ class UcxSettings:
         chosen = {name: value for name, value in defaults.items() if f"UCX_{name}" not in environ}
         return chosen | {name.removeprefix("UCX_"): value for name, value in self.options.items()}
 
-    def warn_about_environment(self, environ: Mapping[str, str] = os.environ) -> None:
-        """Logs a warning if PyTorch is told to allocate GPU memory that UCX cannot share."""
-        if self.on_gpu and sets_expandable_segments(environ):
-            logger.warning(
-                "PYTORCH_CUDA_ALLOC_CONF sets expandable_segments:True: cuda_ipc cannot export "
-                "such memory and transfers between GPUs fall back to copies through the host; "
-                "set expandable_segments:False"
-            )
-
     def _default_options(self) -> Mapping[str, str]:
         """UCX options besides ``TCP_OPTIONS``."""
         raise NotImplementedError
@@ -110,10 +98,3 @@ def check_device(device: str) -> None:
     kind, _, index = device.partition(":")
     if kind not in ("cpu", "cuda") or (index and not index.isdigit()):
         raise ValueError(f"device is {device!r}; valid: 'cpu', 'cuda', 'cuda:<index>'")
-
-
-def sets_expandable_segments(environ: Mapping[str, str]) -> bool:
-    """Whether PyTorch is told to allocate GPU memory that cuda_ipc cannot export."""
-    names = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
-    settings = ",".join(environ.get(name, "") for name in names)
-    return "expandable_segments:true" in settings.replace(" ", "").lower()

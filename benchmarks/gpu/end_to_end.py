@@ -51,6 +51,7 @@ from data_plane.owner_thread import SWITCH_INTERVAL_SECONDS
 from distca.local.process import LocalProcess
 from distca.local.supervisor import Supervisor
 from distca.shapes import format_shape
+from distca.train.device import prefer_expandable_segments
 
 PEAK_FLOPS = 989e12
 """Dense bfloat16 of an H200, by its data sheet; what MFU is a share of."""
@@ -297,6 +298,7 @@ def run_rank(rank: int, plan: Plan, folder: Path) -> None:
     on_gpu = plan.device == "cuda"
     device = torch.device("cuda", rank) if on_gpu else torch.device("cpu")
     if on_gpu:
+        prefer_expandable_segments()
         torch.cuda.set_device(device)
         _limit_memory(plan.memory_gib)
     dist.init_process_group(

@@ -23,7 +23,6 @@ CHECK_NAMES = (
     "gpu",
     "driver",
     "kernels",
-    "allocator",
     "memlock",
     "shared-memory",
     "namespaces",

@@ -1,4 +1,4 @@
-"""GPU, driver, kernels, and PyTorch's allocator."""
+"""GPU, driver and kernels."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import torch
 
 from core_attention.ca_task import MaskKind
 from core_attention.kernels.select import select_kernel
-from data_plane.ucx_options import sets_expandable_segments
 from distca.doctor.finding import Finding, failed, passed, warned
 from distca.doctor.surroundings import Surroundings
 from distca.shapes import format_shape
@@ -159,22 +158,8 @@ def _capability(device: torch.device) -> tuple[int, int] | None:
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else None
 
 
-def check_allocator(around: Surroundings) -> Iterable[Finding]:
-    """Can cuda_ipc export what PyTorch allocates?"""
-    if around.settings.on_gpu and sets_expandable_segments(around.environ):
-        yield warned(
-            "allocator",
-            "PYTORCH_CUDA_ALLOC_CONF sets expandable_segments:True, which cuda_ipc cannot export: "
-            "transfers between GPUs go through the host, at a hundredth of the speed",
-            "set expandable_segments:False",
-        )
-        return
-    yield passed("allocator", "no setting that slows transfers between GPUs")
-
-
 DEVICE_CHECKS: dict[str, Callable[[Surroundings], Iterable[Finding]]] = {
     "gpu": check_gpu,
     "driver": check_driver,
     "kernels": check_kernels,
-    "allocator": check_allocator,
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import sys
 
 import torch
@@ -34,10 +35,25 @@ def choose_device(name: DeviceName, local_rank: int) -> torch.device:
 
 def prepare_process(device: torch.device) -> None:
     """On a GPU, the training loop must launch in time: its threads take turns quickly, and garbage
-    is collected between steps only (:func:`collect_garbage`)."""
+    is collected between steps only (:func:`collect_garbage`). To be called before the first
+    allocation on it, see :func:`prefer_expandable_segments`."""
     if device.type == "cuda":
         sys.setswitchinterval(SWITCH_INTERVAL_SECONDS)
         gc.disable()
+        prefer_expandable_segments()
+
+
+ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+
+
+def prefer_expandable_segments() -> None:
+    """Has PyTorch's cache grow in place, unless the environment says how it is to be.
+
+    Two nano-batches free blocks of more sizes than one, which its usual cache cannot join.
+    PyTorch reads the setting at its first allocation on a GPU.
+    """
+    if not any(name in os.environ for name in ALLOCATOR_VARIABLES):
+        os.environ[ALLOCATOR_VARIABLES[0]] = "expandable_segments:True"
 
 
 def keep_what_is_built(device: torch.device) -> None:

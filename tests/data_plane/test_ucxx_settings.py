@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
 from typing import Any
 
 import pytest
@@ -63,16 +62,6 @@ def test_polls_only_on_a_gpu_unless_told() -> None:
     assert UcxxSettings().effective_busy_poll_seconds == 0
     assert UcxxSettings(device="cuda").effective_busy_poll_seconds > 0
     assert UcxxSettings(device="cuda", busy_poll_seconds=0.0).effective_busy_poll_seconds == 0
-
-
-def test_expandable_segments_are_warned_about(caplog: pytest.LogCaptureFixture) -> None:
-    environ = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
-    with caplog.at_level(logging.WARNING):
-        UcxxSettings().warn_about_environment(environ)
-        UcxxSettings(device="cuda").warn_about_environment({})
-        assert not caplog.records
-        UcxxSettings(device="cuda").warn_about_environment(environ)
-    assert "expandable_segments" in caplog.text
 
 
 def test_unknown_option_is_refused() -> None:

@@ -169,7 +169,7 @@ class TestGpu:
     @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
     def test_a_real_gpu_passes_every_check_of_the_device(self) -> None:
         where = around(device="cuda:0", shapes=(dataclasses.replace(SHAPE, dtype="bfloat16"),))
-        for check in ("driver", "kernels", "allocator"):
+        for check in ("driver", "kernels"):
             assert FAIL not in statuses(check, where), findings(check, where)
         assert only("gpu", where).status is not FAIL
 
@@ -233,24 +233,6 @@ class TestKernels:
         self, name: str, capability: tuple[int, int] | None, status: Status
     ) -> None:
         assert judge_kernel(name, capability, "").status is status
-
-
-class TestAllocator:
-    @pytest.mark.parametrize(
-        ("device", "value", "status"),
-        [
-            ("cuda:0", "expandable_segments:True", WARN),
-            ("cuda:0", "max_split_size_mb:64, Expandable_Segments: true", WARN),
-            ("cuda:0", "expandable_segments:False", PASS),
-            ("cuda:0", "", PASS),
-            ("cpu", "expandable_segments:True", PASS),
-        ],
-    )
-    def test_expandable_segments_warn_on_a_gpu(
-        self, device: str, value: str, status: Status
-    ) -> None:
-        environ = {"PYTORCH_CUDA_ALLOC_CONF": value}
-        assert only("allocator", around(device=device, environ=environ)).status is status
 
 
 MEMLOCK = """

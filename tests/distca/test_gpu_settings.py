@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -15,7 +16,11 @@ from transformers.models.llama import modeling_llama
 
 from distca.errors import ModelConfigError, SettingsError
 from distca.shapes import configured_shape
-from distca.train.device import choose_device
+from distca.train.device import (
+    ALLOCATOR_VARIABLES,
+    choose_device,
+    prefer_expandable_segments,
+)
 from distca.train.language_model import LanguageModel
 from distca.train.layers import LaneGate, compile_layers, decoder_layers
 from distca.train.model import build_model, model_config
@@ -49,6 +54,38 @@ def test_device_is_that_of_the_local_rank(
     device = choose_device(name, local_rank=2)
     assert device == torch.device(expected)
     assert made_current == ([device] if device.type == "cuda" else [])
+
+
+@pytest.mark.parametrize("chosen", ["", *ALLOCATOR_VARIABLES])
+def test_a_setting_of_pytorchs_allocator_is_kept(
+    monkeypatch: pytest.MonkeyPatch, chosen: str
+) -> None:
+    told = {chosen: "max_split_size_mb:64"} if chosen else {}
+    environ = dict(told)
+    monkeypatch.setattr(os, "environ", environ)
+    prefer_expandable_segments()
+    assert environ == (told or {"PYTORCH_ALLOC_CONF": "expandable_segments:True"})
+
+
+EXPANDABLE = """
+import torch
+from distca.train.device import choose_device, prepare_process
+from distca.train.settings import DeviceName
+prepare_process(choose_device(DeviceName.CUDA, 0))
+torch.ones(1, device="cuda")
+print([segment["is_expandable"] for segment in torch.cuda.memory_snapshot()])
+"""
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_pytorchs_cache_grows_in_place() -> None:
+    environ = {k: v for k, v in os.environ.items() if k not in ALLOCATOR_VARIABLES}
+    done = subprocess.run(
+        [sys.executable, "-c", EXPANDABLE],
+        env=environ, capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert done.stdout.split() == ["[True]"], done.stderr
 
 
 @pytest.mark.parametrize("n_devices", [0, 2])
