@@ -122,6 +122,9 @@ class LaunchCache:
         if workspace_keys < 1:
             raise ValueError(f"workspace_keys is {workspace_keys}; it must be 1 or more")
         self._device = device
+        # One for all: PyTorch has 32 streams, and a new one could be that of a collective, on which
+        # this process must not wait.
+        self._uploads = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._gaps = gaps
         self._workspace_keys = workspace_keys
         self._launches: WeakKeyDictionary[TaskBatch, dict[Phase, tuple[Launch, ...]]] = (
@@ -141,10 +144,9 @@ class LaunchCache:
 
     def prepare(self, tasks: TaskBatch, phase: Phase) -> None:
         """Makes the launches of ``tasks`` now, on any thread; they are there when it returns."""
-        stream = torch.cuda.Stream(self._device)
-        with torch.cuda.stream(stream):
+        with torch.cuda.stream(self._uploads):
             self.launches(tasks, phase)
-        stream.synchronize()
+        self._uploads.synchronize()
 
     def _order(self, tasks: TaskBatch, phase: Phase) -> Int64Array:
         """Forward, tasks with the most keys come first: their tiles take longest, and short ones
