@@ -14,6 +14,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -122,14 +123,17 @@ class LaunchCache:
         if workspace_keys < 1:
             raise ValueError(f"workspace_keys is {workspace_keys}; it must be 1 or more")
         self._device = device
-        # One for all: PyTorch has 32 streams, and a new one could be that of a collective, on which
-        # this process must not wait.
-        self._uploads = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._gaps = gaps
         self._workspace_keys = workspace_keys
         self._launches: WeakKeyDictionary[TaskBatch, dict[Phase, tuple[Launch, ...]]] = (
             WeakKeyDictionary()
         )
+
+    @cached_property
+    def _uploads(self) -> torch.cuda.Stream:
+        """One for all: PyTorch hands out the same 32 streams again and again, and the next could be
+        one on which a collective waits for other ranks."""
+        return torch.cuda.Stream(self._device)
 
     def launches(self, tasks: TaskBatch, phase: Phase) -> tuple[Launch, ...]:
         """The launches of ``tasks``; together they run every task once."""
