@@ -192,8 +192,9 @@ class AttentionNode:
         registry = process_registry("attention-node")
         self._metrics = NodeMetrics(registry, settings.server_id)
         data_metrics = self._data_metrics = DataPlaneMetrics(registry)
+        limit_bytes = settings.buffer_limit_bytes or None
         self._pool = BufferPool(
-            device_allocator(device), limit_bytes=settings.buffer_limit_bytes or None
+            device_allocator(device, limited=limit_bytes is not None), limit_bytes=limit_bytes
         )
         data_metrics.watch_pool("messages", self._pool)
         self._executor = Executor(kernel, device, on_call=self._kernel_called)

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from data_plane import device_memory
+from data_plane.slab_allocator import SlabAllocator
 
 if TYPE_CHECKING:
     from data_plane.transport import BufferAllocator
@@ -57,13 +58,23 @@ def host_allocator(nbytes: int) -> torch.Tensor:
     return torch.empty(nbytes, dtype=torch.uint8)
 
 
-def device_allocator(device: str | torch.device) -> BufferAllocator:
+def device_allocator(device: str | torch.device, *, limited: bool = False) -> BufferAllocator:
     """Returns an allocator of memory on ``device``, for example ``"cuda:0"``, that other processes
-    can be given."""
+    can be given.
+
+    Args:
+        device: where.
+        limited: for a pool with a limit, which gives blocks back; otherwise they are cut from
+            slabs.
+    """
     target = torch.device(device)
     if target.type != "cuda":
         return lambda nbytes: torch.empty(nbytes, dtype=torch.uint8, device=target)
-    return lambda nbytes: device_memory.allocate(nbytes, target)
+
+    def allocate(nbytes: int) -> torch.Tensor:
+        return device_memory.allocate(nbytes, target)
+
+    return allocate if limited else SlabAllocator(allocate)
 
 
 def size_class_bytes(nbytes: int) -> int:
