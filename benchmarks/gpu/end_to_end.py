@@ -182,16 +182,12 @@ def run_way(name: str, plan: Plan, drawn: Sequence[Batch], settings: RankSetting
             if on_gpu and step == plan.warm_ups:
                 torch.cuda.reset_peak_memory_stats()
             result = run_step(way, step, batch, settings, n_devices=plan.n_devices(name))
+            memory = gathered(_peak_memory() if on_gpu else {})
             if settings.rank == 0:
-                print(
-                    f"{name} step {step}: {result.seconds:.3f} s, loss {result.loss:.5f}, "
-                    f"imbalance {result.imbalance:.3f}, attention by rank, s: "
-                    + " ".join(f"{seconds:.3f}" for seconds in result.attention_seconds),
-                    flush=True,
-                )
+                print(_line(name, step, result, memory), flush=True)
             if step >= plan.warm_ups:
                 found["steps"].append(asdict(result))
-                found["memory"] = gathered(_peak_memory() if on_gpu else {})
+                found["memory"] = memory
                 _keep(found, settings)
         found["timeline"] = way.timeline() if isinstance(way, Disaggregated) else []
         _keep(found, settings)
@@ -200,6 +196,20 @@ def run_way(name: str, plan: Plan, drawn: Sequence[Batch], settings: RankSetting
             _keep(found, settings)
     finally:
         way.close()
+
+
+def _line(name: str, step: int, result: StepResult, memory: list[dict[str, float]]) -> str:
+    peak = ", ".join(
+        f"{title} {max(rank[f'{title}_gib'] for rank in memory):.1f} GiB"
+        for title in ("allocated", "reserved", "device")
+        if memory[0]
+    )
+    return (
+        f"{name} step {step}: {result.seconds:.3f} s, loss {result.loss:.5f}, "
+        f"imbalance {result.imbalance:.3f}, attention by rank, s: "
+        + " ".join(f"{seconds:.3f}" for seconds in result.attention_seconds)
+        + (f"; peak {peak}" if peak else "")
+    )
 
 
 def _keep(found: dict[str, Any], settings: RankSettings) -> None:
