@@ -78,6 +78,7 @@ class Plan:
         traced_batches: how many, the first ones.
         pool_nodes: attention nodes, on the GPUs behind those of the ranks.
         learning_rate: of AdamW.
+        host_barriers: whether DistCA's ways have ranks meet before collectives.
         memory_gib: of a device that PyTorch may hold, messages included; None: all of it. Within a
             limit its cache frees idle blocks where it would otherwise ask for more memory.
     """
@@ -97,6 +98,7 @@ class Plan:
     stretch: int = 1
     pool_nodes: int = 0
     learning_rate: float = 1e-4
+    host_barriers: bool = True
     memory_gib: float | None = None
 
     @classmethod
@@ -331,6 +333,7 @@ def run_rank(rank: int, plan: Plan, folder: Path) -> None:
         tolerance=plan.tolerance,
         compiled=plan.compiled,
         learning_rate=plan.learning_rate,
+        host_barriers=plan.host_barriers,
         folder=folder,
     )
     try:
@@ -492,6 +495,9 @@ def main(
     ] = 0,
     trace: Annotated[str, typer.Option(help="Ways to run once more under the profiler.")] = "",
     trace_batches: Annotated[int, typer.Option(min=1, help="Batches of which that is done.")] = 1,
+    host_barriers: Annotated[
+        bool, typer.Option(help="DistCA's ways: ranks meet before collectives.")
+    ] = True,
     memory_gib: Annotated[
         float | None,
         typer.Option(min=1, help="Device memory that PyTorch may hold; default: all of it."),
@@ -537,6 +543,7 @@ def main(
         traced_batches=trace_batches,
         pool_nodes=pool_nodes,
         memory_gib=memory_gib,
+        host_barriers=host_barriers,
     )
     try:
         plan.require_runnable()

@@ -38,6 +38,7 @@ from distca.train.device import (
     prepare_process,
 )
 from distca.train.feed import Feed
+from distca.train.host_barriers import HostBarriers
 from distca.train.model import attention_shape, build_model, describe_model, model_config
 from distca.train.observer import Observer
 from distca.train.ranks import RankEnvironment, check_agreement, process_group, sum_over_ranks
@@ -133,14 +134,17 @@ def chosen(
     training: TrainingSettings, model: ModelSettings, device: torch.device
 ) -> TrainingSettings:
     """``training`` with what the user left open: the learning rate follows the model; weights are
-    spread and layers recomputed where memory is dear."""
+    spread and layers recomputed where memory is dear, and ranks meet where collectives run on the
+    device."""
     on_gpu = device.type == "cuda"
     sharding, checkpointing = training.sharding, training.activation_checkpointing
+    barriers = training.host_barriers
     return replace(
         training,
         learning_rate=training.learning_rate or model.default_learning_rate,
         sharding=sharding or (Sharding.FSDP if on_gpu else Sharding.REPLICATED),
         activation_checkpointing=on_gpu if checkpointing is None else checkpointing,
+        host_barriers=on_gpu if barriers is None else barriers,
     )
 
 
@@ -259,7 +263,15 @@ class _Loop:
         )
         self._n_parameters = sum(parameter.numel() for parameter in model.parameters())
         self._model: nn.Module = model
-        self._trainer = Trainer(model, session, run.training, getattr(torch, run.model.dtype))
+        self._trainer = Trainer(
+            model,
+            session,
+            run.training,
+            getattr(torch, run.model.dtype),
+            barriers=HostBarriers(run.service.collective_timeout_seconds)
+            if run.training.host_barriers
+            else None,
+        )
         self._verifier = (
             Verifier(config, run.model.dtype, feed.corpus, run.ranks.rank, device)
             if run.training.verify

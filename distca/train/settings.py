@@ -179,6 +179,15 @@ class TrainingSettings:
             rich_help_panel=_TRAINING,
         ),
     ] = None
+    host_barriers: Annotated[
+        bool | None,
+        typer.Option(
+            "--host-barriers/--no-host-barriers",
+            help="Launch collectives only once all ranks have come to them, so that none can keep "
+            "a server from answering; default: on CUDA devices.",
+            rich_help_panel=_TRAINING,
+        ),
+    ] = None
     compile_layers: Annotated[
         bool,
         typer.Option(

@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from distca.train.host_barriers import HostBarriers
 from distca.train.layers import LaneGate
 
 
@@ -40,6 +41,7 @@ class ShardedModel:
         device_type: ``"cpu"`` or ``"cuda"``.
         n_ranks: of the default process group.
         compute_dtype: of gathered weights and activations; gradients are reduced in float32.
+        barriers: met before each collective; None: collectives are launched as soon as they can.
     """
 
     def __init__(
@@ -51,6 +53,7 @@ class ShardedModel:
         device_type: str,
         n_ranks: int,
         compute_dtype: torch.dtype,
+        barriers: HostBarriers | None = None,
     ) -> None:
         mesh = init_device_mesh(device_type, (n_ranks,))
         policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
@@ -65,6 +68,9 @@ class ShardedModel:
         for before, after in itertools.pairwise(sharded):
             before.set_modules_to_forward_prefetch([after])
             after.set_modules_to_backward_prefetch([before])
+        if barriers is not None:
+            for each in (*sharded, self.module):
+                barriers.guard_sharded(each)
 
     def begin_step(self) -> None:
         """Forgets what a step that was given up has left."""

@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 from distca.data.batch import TokenBatch
 from distca.data.packing import PackedStep
 from distca.errors import DivergenceError, ModelConfigError
+from distca.train.host_barriers import HostBarriers
 from distca.train.language_model import LanguageModel
 from distca.train.layers import checkpoint_layers, compile_layers, decoder_layers
 from distca.train.ranks import sum_over_ranks
@@ -52,6 +53,7 @@ class Trainer:
         settings: batch and optimiser; ``learning_rate``, ``sharding`` and
             ``activation_checkpointing`` are given.
         compute_dtype: of sharded models' activations; others compute in their weights' dtype.
+        barriers: met before each collective; None: collectives are launched as soon as they can.
     """
 
     def __init__(
@@ -60,6 +62,8 @@ class Trainer:
         session: Session,
         settings: TrainingSettings,
         compute_dtype: torch.dtype,
+        *,
+        barriers: HostBarriers | None = None,
     ) -> None:
         self.model = model
         self._session = session
@@ -80,10 +84,14 @@ class Trainer:
                 device_type=self._device.type,
                 n_ranks=dist.get_world_size(),
                 compute_dtype=compute_dtype,
+                barriers=barriers,
             )
             self._module: nn.Module = self._sharded.module
         else:
-            self._module = DistributedDataParallel(ping_pong)
+            replicated = DistributedDataParallel(ping_pong)
+            if barriers is not None:
+                barriers.guard_replicated(replicated)
+            self._module = replicated
         self._optimizer = torch.optim.AdamW(
             model.parameters(),
             lr=settings.learning_rate_at(0),
@@ -167,9 +175,8 @@ class Trainer:
         )
 
     def _wait_for_connections(self) -> None:
-        """In the first step, until every rank is connected to its servers. A collective that waits
-        on a GPU for a rank which still connects can keep that rank's server from answering: CUDA
-        loads kernels, and UCX opens memory, only when running ones have ended."""
+        """In the first step, until every rank is connected to its servers: see ``HostBarriers`` for
+        what collectives can do to a server."""
         if not self._connected:
             # A CPU tensor: the wait is on the host.
             sum_over_ranks(0.0)

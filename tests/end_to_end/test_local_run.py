@@ -57,7 +57,10 @@ def test_sharded_and_recomputed_layers_train_as_whole_ones_do(
 ) -> None:
     """FSDP2 under ping-pong, with core attention left out of activation checkpoints: every gradient
     is compared with local attention's."""
-    options = ("--sharding=fsdp", "--activation-checkpointing", "--loss-chunk-tokens=50")
+    options = (
+        "--sharding=fsdp", "--activation-checkpointing", "--loss-chunk-tokens=50",
+        "--host-barriers",
+    )  # fmt: skip
     run = start_run("run", "--mode=in-place", f"--dtype={dtype}", "--steps=3", "--verify", *options)
     assert run.wait(150.0).exit_code == 0
     verification = run.record().verification

@@ -27,6 +27,7 @@ from core_attention.cost_model import CostProfile
 from core_attention.kernels.select import select_kernel
 from core_attention.manifest import RankManifest
 from core_attention.profiling import device_name, profile_file_name
+from distca.train.host_barriers import HostBarriers
 from distca.train.measurements import StepMeasurements, tick_imbalance
 from distca.train.timeline import readable_timeline
 from trainer_client import Placement, Session, SessionOptions, StepReport
@@ -36,6 +37,7 @@ logger = logging.getLogger(__name__)
 PROFILE = Path(__file__).parents[3] / "simulator/profiles/h200-llama3-8b.json"
 KEPT_FORWARD_TICKS = 3
 ADDRESS_FILE = "control-plane.address"
+BARRIER_SECONDS = 300.0
 START_SECONDS = 200.0
 """The first control plane on a machine compiles its planner."""
 
@@ -55,6 +57,7 @@ class RankSettings:
         tolerance: eps of the planner.
         compiled: whether parts of the layers are compiled.
         learning_rate: of AdamW.
+        host_barriers: whether DistCA's ways have ranks meet before collectives.
         folder: where cost profiles are, and the control plane's address in ADDRESS_FILE.
     """
 
@@ -68,6 +71,7 @@ class RankSettings:
     tolerance: float
     compiled: bool
     learning_rate: float
+    host_barriers: bool
     folder: Path
 
     @property
@@ -223,6 +227,7 @@ class Disaggregated:
             trainer_client.transformers.IMPLEMENTATION,
             n_lanes=settings.n_nano_batches,
             interleave=interleave,
+            barriers=HostBarriers(BARRIER_SECONDS) if settings.host_barriers else None,
         )
         self._steps: list[tuple[list[Any], int]] = []
         self._report: StepReport | None = None
@@ -345,7 +350,12 @@ METHODS = (
 
 
 def _stack(
-    settings: RankSettings, implementation: str, *, n_lanes: int, interleave: bool = True
+    settings: RankSettings,
+    implementation: str,
+    *,
+    n_lanes: int,
+    interleave: bool = True,
+    barriers: HostBarriers | None = None,
 ) -> TrainingStack:
     return TrainingStack(
         settings.model,
@@ -357,6 +367,7 @@ def _stack(
         learning_rate=settings.learning_rate,
         device=settings.device,
         n_ranks=settings.n_ranks,
+        barriers=barriers,
     )
 
 

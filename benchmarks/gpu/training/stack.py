@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from core_attention.shape import AttentionShape
 from distca.data.batch import TokenBatch
+from distca.train.host_barriers import HostBarriers
 from distca.train.language_model import LanguageModel
 from distca.train.layers import checkpoint_layers, compile_layers, decoder_layers
 from distca.train.sharding import ShardedModel
@@ -102,8 +103,10 @@ class TrainingStack:
         learning_rate: float,
         device: torch.device,
         n_ranks: int,
+        barriers: HostBarriers | None = None,
     ) -> None:
         self._n_ranks = n_ranks
+        self._barriers = barriers
         torch.manual_seed(0)
         auto: Any = AutoModelForCausalLM
         with device:
@@ -124,6 +127,7 @@ class TrainingStack:
             device_type=device.type,
             n_ranks=n_ranks,
             compute_dtype=getattr(torch, shape.dtype),
+            barriers=barriers,
         )
         self._parameters = list(root.parameters())
         self._optimizer = torch.optim.AdamW(
@@ -147,6 +151,8 @@ class TrainingStack:
 
     def update(self) -> None:
         """Clips the gradients and updates the weights."""
+        if self._barriers is not None:
+            self._barriers.meet()
         nn.utils.clip_grad_norm_(self._parameters, 1.0)
         self._optimizer.step()
 

@@ -1,0 +1,121 @@
+"""Collectives of FSDP2 and DDP wait on the host until all ranks have come."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.multiprocessing.spawn import spawn
+from torch.nn.parallel import DistributedDataParallel
+
+from distca.train import host_barriers
+from distca.train.host_barriers import HostBarriers
+from distca.train.sharding import ShardedModel
+
+RANKS, LATE_SECONDS, TIMEOUT_SECONDS = 2, 1.0, 30.0
+
+
+class Layer(nn.Linear):
+    """Runs on several nano-batches, as a decoder layer does."""
+
+
+def model() -> tuple[nn.Sequential, list[nn.Module]]:
+    torch.manual_seed(0)
+    layers: list[nn.Module] = [Layer(8, 8) for _ in range(3)]
+    return nn.Sequential(*layers), layers
+
+
+def wrapped(kind: str, barriers: HostBarriers | None) -> nn.Module:
+    whole, layers = model()
+    if kind == "sharded":
+        sharded = ShardedModel(
+            whole, layers, 1, device_type="cpu", n_ranks=RANKS, compute_dtype=torch.float32,
+            barriers=barriers,
+        )  # fmt: skip
+        sharded.begin_step()
+        module: nn.Module = sharded.module
+        return module
+    replicated = DistributedDataParallel(whole)
+    if barriers is not None:
+        barriers.guard_replicated(replicated)
+    return replicated
+
+
+def gradients(module: nn.Module) -> list[torch.Tensor]:
+    """Whole gradients, of forward and backward of a batch that differs by rank."""
+    module(torch.full((4, 8), float(dist.get_rank() + 1))).pow(2).mean().backward()
+    found = []
+    for parameter in module.parameters():
+        assert parameter.grad is not None
+        grad: Any = parameter.grad
+        found.append(grad.full_tensor() if hasattr(grad, "full_tensor") else grad)
+    return found
+
+
+def run_rank(rank: int, folder: str, kind: str, body: Any) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=RANKS
+    )
+    body(rank, kind)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def equal_gradients(rank: int, kind: str) -> None:
+    plain = gradients(wrapped(kind, None))
+    for ours, theirs in zip(
+        gradients(wrapped(kind, HostBarriers(TIMEOUT_SECONDS))), plain, strict=True
+    ):
+        assert torch.equal(ours, theirs)
+
+
+def nothing_is_launched_early(rank: int, kind: str) -> None:
+    """The last rank comes late to the step; no other has launched anything by then."""
+    module = wrapped(kind, HostBarriers(TIMEOUT_SECONDS))
+    launched: list[float] = []
+
+    def noted(launch: Any) -> Any:
+        def run(*arguments: Any, **options: Any) -> Any:
+            launched.append(time.monotonic())
+            return launch(*arguments, **options)
+
+        return run
+
+    for name in ("_all_gather", "_reduce_scatter", "allreduce_hook"):
+        setattr(host_barriers, name, noted(getattr(host_barriers, name)))
+    dist.barrier()
+    if rank == RANKS - 1:
+        time.sleep(LATE_SECONDS)
+    came = time.monotonic()
+    gradients(module)
+    assert launched
+    # The clock is the machine's: comparable between processes.
+    times: list[Any] = [None] * RANKS
+    dist.all_gather_object(times, (came, min(launched)))
+    last = max(when for when, _ in times)
+    assert all(first >= last for _, first in times)
+
+
+def a_rank_that_stays_away(rank: int, kind: str) -> None:
+    barriers = HostBarriers(1.0)
+    if rank == 0:
+        with pytest.raises(RuntimeError):
+            barriers.meet()
+    else:
+        time.sleep(3.0)
+
+
+@pytest.mark.parametrize("kind", ["sharded", "replicated"])
+@pytest.mark.parametrize("body", [equal_gradients, nothing_is_launched_early])
+def test_ranks_meet_before_collectives(tmp_path: Path, kind: str, body: Any) -> None:
+    spawn(run_rank, (str(tmp_path), kind, body), nprocs=RANKS)
+
+
+def test_a_barrier_has_a_deadline(tmp_path: Path) -> None:
+    spawn(run_rank, (str(tmp_path), "", a_rank_that_stays_away), nprocs=RANKS)
