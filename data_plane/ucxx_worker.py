@@ -102,9 +102,9 @@ class UcxxWorker(OwnerThread):
             # UCX looks for the thread's CUDA context when it opens its CUDA transports.
             torch.cuda.set_device(torch.device(self._settings.device))
             torch.zeros(1, device=self._settings.device)
-        else:
-            # Importing ucxx sets this variable, and UCX without CUDA prints a warning about it.
-            os.environ.pop("UCX_MEMTYPE_CACHE", None)
+        # Importing ucxx sets this variable. UCX reads it, if at all, while it is loaded, and would
+        # warn about it from now on.
+        os.environ.pop("UCX_MEMTYPE_CACHE", None)
         feature = libucxx.Feature
         context = libucxx.UCXContext(
             self._settings.context_options(), (feature.TAG, feature.STREAM, feature.WAKEUP)
