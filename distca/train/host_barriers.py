@@ -36,7 +36,9 @@ class HostBarriers:
 
     def __init__(self, timeout_seconds: float) -> None:
         # A group of its own: over gloo, a barrier takes log2(ranks) rounds.
-        self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
+        self._group: dist.ProcessGroup = dist.new_group(
+            backend="gloo", timeout=timedelta(seconds=timeout_seconds)
+        )
 
     def meet(self) -> None:
         """Returns when all ranks have come.
@@ -44,7 +46,10 @@ class HostBarriers:
         Raises:
             RuntimeError: a rank has not come in time, or has ended.
         """
-        dist.barrier(group=self._group)
+        # dist.barrier would go by the default group's device, a GPU.
+        options = dist.BarrierOptions()
+        options.device = torch.device("cpu")
+        self._group.barrier(options).wait()
 
     def guard_sharded(self, module: FSDPModule) -> None:
         """Before what ``module``, but not its submodules, gathers and reduces."""
