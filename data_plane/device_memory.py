@@ -17,8 +17,6 @@ import torch
 
 _SUCCESS: Final = 0
 _OUT_OF_MEMORY: Final = 2
-_ENDING: Final = (4, 709)
-"""The driver, or the process's context, is being torn down, and takes its memory along."""
 
 
 class DriverError(RuntimeError):
@@ -114,12 +112,9 @@ class _Driver:
 
     def free(self, address: int) -> None:
         """Gives memory back once the device is done with it."""
-        if self._library.cuCtxPushCurrent_v2(self._context) in _ENDING:
-            return
-        try:
+        with contextlib.suppress(DriverError), self._current():
+            # Without the context, at the process's end, the memory has gone already.
             self._library.cuMemFree_v2(ctypes.c_uint64(address))
-        finally:
-            self._library.cuCtxPopCurrent_v2(ctypes.byref(ctypes.c_void_p()))
 
     @contextlib.contextmanager
     def _current(self) -> Iterator[None]:
