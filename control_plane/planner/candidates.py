@@ -19,7 +19,7 @@ from control_plane.planner.board import (
     Limits,
     Segments,
 )
-from control_plane.planner.chunk import CutRules, begin_for_pairs, best_end
+from control_plane.planner.chunk import CutRules, begin_for_pairs, best_end, cheapest_end
 from control_plane.planner.compiled import BoolArray, compiled_inner, compiled_leaf
 from control_plane.planner.donors import N_DONORS, N_VISITS, Donors, no_donors
 from control_plane.planner.fleet import Fleet
@@ -73,6 +73,41 @@ class Candidate(NamedTuple):
 
 ATTEMPTS = 6
 """Parts that a receiver tries: the estimate that ranks them does not see every rule of cuts."""
+
+
+class Ideal(NamedTuple):
+    """The chunk that a donor with long documents can give to one receiver, and what it bounds.
+
+    Attributes:
+        pairs: query-key pairs that the receiver has room for and the donor wants to be rid of.
+        bound: most pairs per byte of any chunk with at most as many.
+        end: where the cheapest chunk of ``pairs`` ends.
+        fits_from: parts that begin their document and are this long have that chunk; infinite
+            where it has too few queries.
+        useful: query-key pairs of it that the donor wants to be rid of.
+        value: the same per byte, for a receiver that has none of the keys.
+    """
+
+    pairs: float
+    bound: float
+    end: float
+    fits_from: float
+    useful: float
+    value: float
+
+
+@compiled_leaf
+def _ideal(rules: CutRules, room_pairs: float, need: float) -> Ideal:
+    pairs = min(room_pairs, max(need, 1.0))
+    end = cheapest_end(rules, pairs)
+    begin = begin_for_pairs(end, pairs)
+    fits_from = math.inf
+    if end - begin >= rules.min_tokens and pairs < 0.5 * end * end:
+        fits_from = max(end, float(rules.min_tokens + rules.min_rest_tokens))
+    useful = min(0.5 * (end * end - begin * begin), need)
+    moved = rules.q_bytes * (end - begin) + rules.kv_bytes * end
+    bound = math.sqrt(min(room_pairs, need)) * rules.ideal
+    return Ideal(pairs, bound, end, fits_from, useful, useful / moved)
 
 
 class Market(NamedTuple):
@@ -143,6 +178,7 @@ def find_best(
     """
     donors, links, variant = market.donors, market.links, market.variant
     best = Candidate(-1, -1, 0.0, 0.0)
+    full = _ideal(rules, room_pairs, math.inf)
     n_held = _list_held(market, receiver)
     donors.counts[N_VISITS] += 1
     visit = donors.counts[N_VISITS]
@@ -153,7 +189,9 @@ def find_best(
             donor = donors.of_host[k]
             if donors.need[donor] > 0.0:
                 weight = links.near / (donors.urgency[donor] * factor(variant, donor, receiver))
-                best, _ = _best_of(market, rules, donor, room_pairs, weight, best, n_failed, n_held)
+                best, _ = _best_of(
+                    market, rules, donor, room_pairs, full, weight, best, n_failed, n_held
+                )
     segments = market.segments
     for h in range(n_held):
         document = market.held[h, DOCUMENT]
@@ -164,19 +202,22 @@ def find_best(
                 near = links.server_host[donor] == host
                 weight = links.near if near else links.far
                 weight /= donors.urgency[donor] * factor(variant, donor, receiver)
-                best, _ = _best_of(market, rules, donor, room_pairs, weight, best, n_failed, n_held)
+                best, _ = _best_of(
+                    market, rules, donor, room_pairs, full, weight, best, n_failed, n_held
+                )
     enough = math.sqrt(room_pairs) * rules.ideal / links.far
     enough *= (1.0 + variant.spread) * AS_GOOD
     for k in range(donors.counts[N_DONORS]):
         donor = donors.server[k]
-        urgency = donors.urgency[donor]
-        if best.value >= enough * urgency:
+        if best.value >= enough * donors.urgency[donor]:
             # The others are no more urgent.
             break
-        weight = links.far / (urgency * factor(variant, donor, receiver))
+        weight = donors.far[donor]
+        if variant.spread > 0.0:
+            weight = links.far / (donors.urgency[donor] * factor(variant, donor, receiver))
         if donors.bound[donor] <= best.value * weight or donors.visited[donor] == visit:
             continue
-        best, most = _best_of(market, rules, donor, room_pairs, weight, best, n_failed, 0)
+        best, most = _best_of(market, rules, donor, room_pairs, full, weight, best, n_failed, 0)
         if n_failed == 0:
             donors.bound[donor] = most
     return best
@@ -188,6 +229,7 @@ def _best_of(
     rules: CutRules,
     donor: int,
     room_pairs: float,
+    full: Ideal,
     weight: float,
     best: Candidate,
     n_failed: int,
@@ -197,6 +239,7 @@ def _best_of(
     its chunks, for a receiver that has none of its keys.
 
     Args:
+        full: for a donor that wants to be rid of more than the receiver has room for.
         weight: cost of a byte.
         n_failed, n_held: how many of ``market.failed`` and ``market.held`` count.
     """
@@ -204,14 +247,15 @@ def _best_of(
     donors.visited[donor] = donors.counts[N_VISITS]
     need = donors.need[donor]
     most = 0.0
-    # No chunk of at most these pairs is better, wherever it lies.
-    ideal = math.sqrt(min(room_pairs, need)) * rules.ideal
+    ideal = full
+    if need < max(room_pairs, full.useful):
+        ideal = _ideal(rules, room_pairs, need)
     part = market.board.first_free[market.fleet.rank[donor]]
     while part >= 0:
         # No chunk that ends at `high` carries more pairs per byte than `bound`; parts further
         # down the list end earlier.
         low, high = free[part, BEGIN], free[part, END]
-        bound = min(high * rules.peak, ideal)
+        bound = min(high * rules.peak, ideal.bound)
         resident = 0
         if n_held > 0:
             if high / rules.q_bytes <= best.value * weight:
@@ -227,8 +271,10 @@ def _best_of(
             if n_held == 0:
                 break
         elif not _contains(market.failed, n_failed, part):
-            whole = low == 0 and segments.whole[free[part, SEGMENT]]
-            value, end = _value(rules, low, high, whole, resident, room_pairs, need)
+            value, end = ideal.value, ideal.end
+            if low > 0 or resident > 0 or high < ideal.fits_from:
+                whole = low == 0 and segments.whole[free[part, SEGMENT]]
+                value, end = _value(rules, ideal, low, high, whole, resident, room_pairs, need)
             most = max(most, value)
             if value > best.value * weight:
                 best = Candidate(donor, part, end, value / weight)
@@ -268,6 +314,7 @@ def _list_held(market: Market, server: int) -> int:
 @compiled_leaf
 def _value(
     rules: CutRules,
+    ideal: Ideal,
     low: int,
     high: int,
     whole: bool,
@@ -278,14 +325,14 @@ def _value(
     """Useful pairs per byte of the best chunk of the free part ``[low, high)``, and where it ends;
     0 if none fits. ``whole``: the part begins a document that lies on one rank."""
     held = 0.5 * (float(high) * high - float(low) * low)
-    pairs = min(room_pairs, max(need, 1.0))
+    pairs = ideal.pairs
     if high - low < rules.min_tokens + rules.min_rest_tokens and held <= room_pairs:
         # Too short to be cut.
         pairs = held
     if held <= pairs:
         begin, end = float(low), float(high)
     else:
-        end = best_end(rules, low, high, resident, pairs)
+        end = best_end(ideal.end, low, high, resident, pairs)
         begin = max(begin_for_pairs(end, pairs), float(low))
         if end - begin < rules.min_tokens:
             if high - low < rules.min_tokens:

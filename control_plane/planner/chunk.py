@@ -16,7 +16,7 @@ import math
 from typing import NamedTuple
 
 from control_plane.planner.compiled import compiled_inner, compiled_leaf
-from control_plane.planner.costs import Pace, pace_seconds, pair_seconds
+from control_plane.planner.costs import Pace, pace_seconds, pair_seconds_at, place_keys
 
 ALIGNMENT_TOKENS = 128
 """Cuts lie at multiples of it in the document: the q tile of the kernels."""
@@ -132,19 +132,28 @@ def with_shorter_chunks(rules: CutRules) -> CutRules:
 
 
 @compiled_leaf
-def best_end(rules: CutRules, low: int, high: int, resident: int, pairs: float) -> float:
+def cheapest_end(rules: CutRules, pairs: float) -> float:
+    """Where the cheapest chunk of ``pairs`` ends, in a document that is long enough."""
+    return math.sqrt(2.0 * pairs / (1.0 - rules.kappa * rules.kappa))
+
+
+@compiled_leaf
+def best_end(cheapest: float, low: int, high: int, resident: int, pairs: float) -> float:
     """Where the cheapest chunk of ``pairs`` inside ``[low, high)`` ends.
 
     Args:
+        cheapest: :func:`cheapest_end` of ``pairs``.
         resident: the receiver has the K and V of ``[0, resident)`` anyway.
         pairs: fewer than ``[low, high)`` has.
     """
-    earliest = math.sqrt(float(low) * low + 2.0 * pairs)
-    if resident > earliest:
-        # Up to `resident` K and V are free, so the latest queries, with the most pairs each, win.
-        return min(float(high), float(resident))
-    end = math.sqrt(2.0 * pairs / (1.0 - rules.kappa * rules.kappa))
-    return min(max(end, earliest), float(high))
+    if low > 0 or resident > 0:
+        earliest = math.sqrt(float(low) * low + 2.0 * pairs)
+        if resident > earliest:
+            # Up to `resident` K and V are free, so the latest queries, with the most pairs each,
+            # win.
+            return min(float(high), float(resident))
+        cheapest = max(cheapest, earliest)
+    return min(cheapest, float(high))
 
 
 @compiled_leaf
@@ -159,10 +168,11 @@ def begin_for_seconds(pace: Pace, low: int, end: int, seconds: float, alignment:
     most ``seconds``; aligned, or ``low``. ``end`` if none does."""
     if pace_seconds(pace, low, end) <= seconds:
         return low
+    keys = place_keys(pace.tables, pace.profile, pace.phase, float(end))
     q = 0.5 * (end - low)
     begin = float(low)
     for _ in range(MOST_ESTIMATES):
-        rate = pair_seconds(pace.tables, pace.profile, pace.phase, q, float(end))
+        rate = pair_seconds_at(pace.tables, pace.profile, keys, q)
         before = begin
         begin = begin_for_pairs(float(end), seconds * pace.speed / rate)
         begin = max(begin, float(low))

@@ -101,44 +101,81 @@ def _octaves(grid: Int64Array) -> Int64Array:
     return np.minimum(cell, len(grid) - 2).astype(np.int64)
 
 
-@compiled_leaf
-def pair_seconds_of_both(
-    tables: CostTables, profile: int, q: float, kv: float
-) -> tuple[float, float]:
-    """Seconds per query-key pair of a task of ``q`` queries and ``kv`` keys: forward, backward."""
-    at, backward, n_kv, a, b = _cell(tables.values, tables.layout, profile, q, kv)
-    forward = _bilinear(tables.values, at, n_kv, a, b)
-    return forward, _bilinear(tables.values, at + backward, n_kv, a, b)
+class Keys(NamedTuple):
+    """Where a number of keys lies in a profile's grid.
+
+    Attributes:
+        at: index in ``CostTables.values`` of the rate of the fewest queries and of the grid's last
+            number of keys that is no larger.
+        share: how far it is from there to the next one, in [0, 1].
+    """
+
+    at: int
+    share: float
 
 
 @compiled_leaf
 def pair_seconds(tables: CostTables, profile: int, phase: int, q: float, kv: float) -> float:
     """Seconds per query-key pair of a task of ``q`` queries and ``kv`` keys."""
-    at, backward, n_kv, a, b = _cell(tables.values, tables.layout, profile, q, kv)
-    rate: float = _bilinear(tables.values, at + phase * backward, n_kv, a, b)
-    return rate
+    log_q = math.log(max(q, 1.0))
+    log_kv = log_q if kv == q else math.log(max(kv, 1.0))
+    keys = _place_log_keys(tables, profile, phase, log_kv)
+    i, a = _place_log_queries(tables, profile, log_q)
+    return _bilinear(tables, profile, keys, i, a)
 
 
 @compiled_leaf
-def _cell(
-    values: Float64Array, layout: Int64Array, profile: int, q: float, kv: float
-) -> tuple[int, int, int, float, float]:
-    """The cell of a profile's grid in which a task lies: the index of its forward rate, how much
-    further its backward rate is, how far the next row, and where in the cell the task is."""
-    begin, n_q, n_kv = layout[profile, _BEGIN], layout[profile, _N_Q], layout[profile, _N_KV]
+def pair_seconds_of_both(
+    tables: CostTables, profile: int, q: float, kv: float
+) -> tuple[float, float]:
+    """The same forward and backward."""
     log_q = math.log(max(q, 1.0))
     log_kv = log_q if kv == q else math.log(max(kv, 1.0))
+    keys = _place_log_keys(tables, profile, FORWARD, log_kv)
+    n_rates = tables.layout[profile, _N_Q] * tables.layout[profile, _N_KV]
+    i, a = _place_log_queries(tables, profile, log_q)
+    forward = _bilinear(tables, profile, keys, i, a)
+    return forward, _bilinear(tables, profile, Keys(keys.at + n_rates, keys.share), i, a)
+
+
+@compiled_leaf
+def place_keys(tables: CostTables, profile: int, phase: int, kv: float) -> Keys:
+    """What :func:`pair_seconds_at` needs of ``kv`` keys."""
+    return _place_log_keys(tables, profile, phase, math.log(max(kv, 1.0)))
+
+
+@compiled_leaf
+def pair_seconds_at(tables: CostTables, profile: int, keys: Keys, q: float) -> float:
+    """:func:`pair_seconds` for many numbers of queries and one of keys."""
+    i, a = _place_log_queries(tables, profile, math.log(max(q, 1.0)))
+    return _bilinear(tables, profile, keys, i, a)
+
+
+@compiled_leaf
+def _place_log_keys(tables: CostTables, profile: int, phase: int, log_kv: float) -> Keys:
+    begin, n_q = tables.layout[profile, _BEGIN], tables.layout[profile, _N_Q]
+    n_kv = tables.layout[profile, _N_KV]
+    j, share = _place(tables, profile, _OCTAVE_KV, begin + n_q, n_kv, log_kv)
+    return Keys(begin + n_q + n_kv + phase * (n_q * n_kv) + j, share)
+
+
+@compiled_leaf
+def _place_log_queries(tables: CostTables, profile: int, log_q: float) -> tuple[int, float]:
+    begin, n_q = tables.layout[profile, _BEGIN], tables.layout[profile, _N_Q]
+    return _place(tables, profile, _OCTAVE_Q, begin, n_q, log_q)
+
+
+@compiled_leaf
+def _place(
+    tables: CostTables, profile: int, octaves: int, first: int, n: int, log_tokens: float
+) -> tuple[int, float]:
+    """The cell of a grid of ``n`` logarithms, ``values[first:first + n]``, in which one lies, and
+    where in the cell. ``octaves``: column of ``layout`` with the grid's cells by octave."""
     # The leading bit gives the cell, or the first of the few cells, of that octave.
-    i = layout[profile, _OCTAVE_Q + min(int(log_q * _PER_OCTAVE), OCTAVES - 1)]
-    while i < n_q - 2 and values[begin + i + 1] <= log_q:
+    i = tables.layout[profile, octaves + min(int(log_tokens * _PER_OCTAVE), OCTAVES - 1)]
+    while i < n - 2 and tables.values[first + i + 1] <= log_tokens:
         i += 1
-    a = _fraction(values[begin + i], values[begin + i + 1], log_q)
-    j = layout[profile, _OCTAVE_KV + min(int(log_kv * _PER_OCTAVE), OCTAVES - 1)]
-    first_kv = begin + n_q
-    while j < n_kv - 2 and values[first_kv + j + 1] <= log_kv:
-        j += 1
-    b = _fraction(values[first_kv + j], values[first_kv + j + 1], log_kv)
-    return first_kv + n_kv + i * n_kv + j, n_q * n_kv, n_kv, a, b
+    return i, _fraction(tables.values[first + i], tables.values[first + i + 1], log_tokens)
 
 
 @compiled_leaf
@@ -148,7 +185,10 @@ def _fraction(low: float, high: float, at: float) -> float:
 
 
 @compiled_leaf
-def _bilinear(rate: Float64Array, at: int, n_kv: int, a: float, b: float) -> float:
+def _bilinear(tables: CostTables, profile: int, keys: Keys, i: int, a: float) -> float:
+    """The rate at ``keys``, and ``a`` of the way from the ``i``-th number of queries to the next."""
+    rate, n_kv, b = tables.values, tables.layout[profile, _N_KV], keys.share
+    at = keys.at + i * n_kv
     low: float = (1.0 - b) * rate[at] + b * rate[at + 1]
     high: float = (1.0 - b) * rate[at + n_kv] + b * rate[at + n_kv + 1]
     return (1.0 - a) * low + a * high

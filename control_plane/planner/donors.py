@@ -31,6 +31,7 @@ class Donors(NamedTuple):
             what it had to give at first; 0 for those who were no donors yet. Wide rooms go to those
             who need many: in narrow ones they would repeat their many keys most often, and the
             busiest rank is one of them. Others lose little in narrow rooms.
+        far: ``[n_servers]`` what a byte of a donor's chunks costs between hosts, over its urgency.
         bound: ``[n_servers]`` most pairs per byte that a donor can still give: rooms and needs
             only shrink, so what was found once bounds what will be found later.
         visited: ``[n_servers]`` the last search that looked at a server.
@@ -43,6 +44,7 @@ class Donors(NamedTuple):
     server: Int64Array
     need: Float64Array
     urgency: Float64Array
+    far: Float64Array
     bound: Float64Array
     visited: Int64Array
     host_first: Int64Array
@@ -69,6 +71,7 @@ def no_donors(links: Links) -> Donors:
         np.zeros(n_servers),
         np.zeros(n_servers),
         np.empty(n_servers),
+        np.empty(n_servers),
         np.zeros(n_servers, dtype=np.int64),
         host_first,
         of_host,
@@ -81,6 +84,7 @@ def no_donors(links: Links) -> Donors:
 def gather_donors(
     donors: Donors,
     fleet: Fleet,
+    links: Links,
     rules: CutRules,
     load: Float64Array,
     cap: Float64Array,
@@ -112,6 +116,7 @@ def gather_donors(
         if donors.urgency[server] == 0.0:
             share = min(donors.need[server] / donors.first[MOST], 1.0)
             donors.urgency[server] = 1.0 + donors.first[STRENGTH] * share * share
+            donors.far[server] = links.far / donors.urgency[server]
         at = k
         while at > 0 and donors.urgency[donors.server[at - 1]] < donors.urgency[server]:
             donors.server[at] = donors.server[at - 1]

@@ -146,6 +146,7 @@ def _look_around(market: Market, rules: CutRules, rooms: Rooms, slack: float, ev
     gather_donors(
         market.donors,
         market.fleet,
+        market.links,
         rules,
         load,
         cap,
