@@ -10,6 +10,7 @@ profile and speed, and so is every nano-batch. ``docs/planner.md`` explains the 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import numpy as np
 
@@ -18,13 +19,13 @@ from control_plane.planner import explain
 from control_plane.planner.board import Limits
 from control_plane.planner.chunk import CutRules, cut_rules
 from control_plane.planner.costs import PHASE_INDEX
-from control_plane.planner.fleet import UNLIMITED_ROWS, Fleet, build_fleet
+from control_plane.planner.fleet import REMEMBERED, UNLIMITED_ROWS, Fleet, build_fleet
 from control_plane.planner.links import Links
 from control_plane.planner.phase import Outcome, plan_phase
 from control_plane.planner.survey import NanoBatch, nano_batches, survey
 from control_plane.planner.tasks import Cuts, write_tasks
 from control_plane.planning import PlanningOptions, PlanningServer
-from core_attention.arrays import frozen
+from core_attention.arrays import Int64Array, frozen
 from core_attention.ca_task import MaskKind, Phase, TaskTable
 from core_attention.errors import PlanError
 from core_attention.manifest import Manifest
@@ -74,7 +75,7 @@ def plan(
     return Plan(
         manifest=manifest,
         epoch=epoch,
-        servers=tuple(server.server for server in servers),
+        servers=tuple([server.server for server in servers]),
         forward=tables[Phase.FORWARD],
         backward=tables[Phase.BACKWARD],
         mask=MaskKind.CAUSAL,
@@ -162,17 +163,29 @@ def _limits(fleet: Fleet, shape: AttentionShape, phase: Phase, options: Planning
 
 def _links(servers: Sequence[PlanningServer], fleet: Fleet, options: PlanningOptions) -> Links:
     """Who shares a host, and what a byte costs: 1 between hosts."""
-    index: dict[str, int] = {}
-    server_host = np.array([index.setdefault(s.host, len(index)) for s in servers], dtype=np.int64)
     n_ranks = len(fleet.server_of_rank)
-    rank_host = np.full(n_ranks, -1, dtype=np.int64)
-    if options.rank_hosts is not None:
-        if len(options.rank_hosts) != n_ranks:
-            raise PlanError(
-                f"rank_hosts names {len(options.rank_hosts)} hosts; the step has {n_ranks} ranks"
-            )
-        rank_host[:] = [index.get(host, -1) for host in options.rank_hosts]
+    if options.rank_hosts is not None and len(options.rank_hosts) != n_ranks:
+        raise PlanError(
+            f"rank_hosts names {len(options.rank_hosts)} hosts; the step has {n_ranks} ranks"
+        )
+    hosts = tuple([server.host for server in servers])
+    server_host, known_rank_host = _host_columns(hosts, options.rank_hosts, n_ranks)
+    rank_host = known_rank_host.copy()
     in_place = fleet.rank >= 0
     rank_host[fleet.rank[in_place]] = server_host[in_place]
     near = options.network_bytes_per_second / options.host_bytes_per_second
     return Links(rank_host, server_host, near, 1.0)
+
+
+@lru_cache(maxsize=REMEMBERED)
+def _host_columns(
+    hosts: tuple[str, ...], rank_hosts: tuple[str, ...] | None, n_ranks: int
+) -> tuple[Int64Array, Int64Array]:
+    """``[n_servers]`` index of each server's host, and ``[n_ranks]`` of each rank's as far as
+    ``rank_hosts`` say, -1 for others; mostly the same in every step of a job."""
+    index: dict[str, int] = {}
+    server_host = np.array([index.setdefault(host, len(index)) for host in hosts], dtype=np.int64)
+    rank_host = np.full(n_ranks, -1, dtype=np.int64)
+    if rank_hosts is not None:
+        rank_host[:] = [index.get(host, -1) for host in rank_hosts]
+    return frozen(server_host), frozen(rank_host)

@@ -23,6 +23,9 @@ def int64_column(values: Iterable[int] | NDArray[Any], name: str) -> Int64Array:
         ValueError: a value is not an integer, or ``values`` is not one-dimensional.
     """
     array = np.asarray(values if isinstance(values, np.ndarray) else list(values))
+    flags = array.flags
+    if array.dtype == np.int64 and array.ndim == 1 and flags.owndata and not flags.writeable:
+        return array
     if array.size == 0:
         array = array.astype(np.int64)
     if array.ndim != 1 or not np.issubdtype(array.dtype, np.integer):
@@ -30,8 +33,6 @@ def int64_column(values: Iterable[int] | NDArray[Any], name: str) -> Int64Array:
             f"{name} must be a one-dimensional sequence of integers, got shape {array.shape} "
             f"and dtype {array.dtype}"
         )
-    if array.dtype == np.int64 and array.flags.owndata and not array.flags.writeable:
-        return array
     return frozen(array.astype(np.int64))
 
 

@@ -92,8 +92,8 @@ class Plan:
     backward_forecast: PhaseForecast | None = None
 
     def __post_init__(self) -> None:
-        names = [server.server_id for server in self.servers]
-        if len(set(names)) != len(names):
+        if len({server.server_id for server in self.servers}) != len(self.servers):
+            names = [server.server_id for server in self.servers]
             raise PlanError(f"servers appear twice: {names}")
         self.forward.check(self.manifest, len(self.servers))
         self.backward.check(self.manifest, len(self.servers))
@@ -169,7 +169,7 @@ class Plan:
 
 def imbalance(seconds: Float64Array) -> float:
     """Max over the last axis / mean, the worst row of it; 1.0 where nothing is to do."""
-    rows = np.atleast_2d(seconds)
-    mean = rows.mean(axis=-1)
-    busy = mean > 0
-    return float((rows.max(axis=-1)[busy] / mean[busy]).max()) if busy.any() else 1.0
+    rows = seconds.reshape(-1, seconds.shape[-1])
+    means = [(row, float(row.sum()) / len(row)) for row in rows]
+    worst = [float(row.max()) / mean for row, mean in means if mean > 0]
+    return float(np.max(worst)) if worst else 1.0

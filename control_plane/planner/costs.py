@@ -66,17 +66,17 @@ def pack_profiles(profiles: Sequence[CostProfile]) -> tuple[CostTables, Float64A
 
     Servers that share one profile object share its table.
     """
+    if profiles.count(profiles[0]) == len(profiles):
+        only = _flatten(profiles[0])
+        index = np.zeros(len(profiles), dtype=np.int64)
+        return CostTables(only.values, only.layout[None]), only.uncut_rates[None], index
     index_of = {profile: index for index, profile in enumerate(dict.fromkeys(profiles))}
-    index = np.zeros(len(profiles), dtype=np.int64)
-    if len(index_of) > 1:
-        index[:] = [index_of[profile] for profile in profiles]
+    index = np.array([index_of[profile] for profile in profiles], dtype=np.int64)
     flat = [_flatten(profile) for profile in index_of]
     sizes = np.array([len(f.values) for f in flat], dtype=np.int64)
     layout = np.stack([f.layout for f in flat])
     layout[:, _BEGIN] = np.cumsum(sizes) - sizes
-    uncut_rates = flat[0].uncut_rates[None]
-    if len(flat) > 1:
-        uncut_rates = np.stack([f.uncut_rates for f in flat])
+    uncut_rates = np.stack([f.uncut_rates for f in flat])
     return CostTables(np.concatenate([f.values for f in flat]), layout), uncut_rates, index
 
 

@@ -26,12 +26,13 @@ def reason(
     phase: Phase,
 ) -> str:
     """What bounds a phase, and why the planner stopped."""
-    nano, busiest = np.unravel_index(int(forecast.seconds.argmax()), forecast.seconds.shape)
-    seconds = float(forecast.seconds[nano, busiest])
+    at = int(forecast.seconds.argmax())
+    busiest = at % len(servers)
+    seconds = float(forecast.seconds.flat[at])
     text = (
         f"{phase}: imbalance {forecast.predicted_imbalance:.3f} "
         f"({forecast.home_imbalance:.3f} at home), bounded by server "
-        f"{servers[int(busiest)].server.server_id} with {seconds * 1e3:.3f} ms a layer"
+        f"{servers[busiest].server.server_id} with {seconds * 1e3:.3f} ms a layer"
     )
     n_chunks = sum(outcome.n_chunks for outcome in outcomes)
     if n_chunks == 0:

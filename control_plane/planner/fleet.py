@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -10,11 +11,13 @@ import numpy as np
 from control_plane.planner.compiled import BoolArray, compiled_inner
 from control_plane.planner.costs import CostTables, Pace, pack_profiles
 from control_plane.planning import PlanningServer
-from core_attention.arrays import Float64Array, Int64Array
+from core_attention.arrays import Float64Array, Int64Array, frozen
 from core_attention.errors import PlanError
 
 UNLIMITED_ROWS = 2**62
 """``capacity_rows`` of a server without a limit: more than any step has rows."""
+REMEMBERED = 16
+"""Sets of servers whose places and hosts are remembered: those of a few jobs."""
 
 
 class Fleet(NamedTuple):
@@ -49,43 +52,63 @@ def build_fleet(servers: Sequence[PlanningServer], n_ranks: int) -> Fleet:
     """
     if not servers:
         raise PlanError("no servers: a plan needs at least one")
+    places = _places(tuple([server.server.in_place_rank for server in servers]), n_ranks)
+    if places.outside is not None:
+        at = places.outside
+        raise PlanError(
+            f"server {servers[at].server.server_id} is in-place on rank {places.rank[at]}; the "
+            f"step has ranks 0 to {n_ranks - 1}"
+        )
+    if places.twice is not None:
+        at = places.twice
+        other = servers[int(places.server_of_rank[places.rank[at]])].server.server_id
+        raise PlanError(
+            f"servers {servers[at].server.server_id} and {other} are both in-place on rank "
+            f"{places.rank[at]}; a rank has one in-place server at most"
+        )
     tables, uncut_rates, profile = pack_profiles([server.profile for server in servers])
-    in_place = [server.server.in_place_rank for server in servers]
+    return Fleet(
+        rank=places.rank,
+        server_of_rank=places.server_of_rank,
+        profile=profile,
+        speed=np.array([server.speed for server in servers], dtype=np.float64),
+        capacity_rows=_capacity_column([server.capacity_rows for server in servers]),
+        receives=np.array([server.receives for server in servers], dtype=np.bool_),
+        tables=tables,
+        uncut_rates=uncut_rates,
+    )
+
+
+class _Places(NamedTuple):
+    """``rank`` and ``server_of_rank`` of ``Fleet``; a server on a rank that does not exist, and one
+    on the same rank as another, if there are any."""
+
+    rank: Int64Array
+    server_of_rank: Int64Array
+    outside: int | None
+    twice: int | None
+
+
+@lru_cache(maxsize=REMEMBERED)
+def _places(in_place: tuple[int | None, ...], n_ranks: int) -> _Places:
+    """Where servers are, from ``in_place_rank`` of each; mostly the same in every step of a job."""
     rank = np.array([-1 if r is None else r for r in in_place], dtype=np.int64)
     server_of_rank = np.full(n_ranks, -1, dtype=np.int64)
     own = np.flatnonzero(rank != -1)
     outside = own[(rank[own] < 0) | (rank[own] >= n_ranks)]
     if outside.size:
-        at = int(outside[0])
-        raise PlanError(
-            f"server {servers[at].server.server_id} is in-place on rank {rank[at]}; the step has "
-            f"ranks 0 to {n_ranks - 1}"
-        )
+        return _Places(frozen(rank), frozen(server_of_rank), int(outside[0]), None)
     server_of_rank[rank[own]] = own
     twice = own[server_of_rank[rank[own]] != own]
-    if twice.size:
-        at = int(twice[0])
-        other = servers[int(server_of_rank[rank[at]])].server.server_id
-        raise PlanError(
-            f"servers {servers[at].server.server_id} and {other} are both in-place on rank "
-            f"{rank[at]}; a rank has one in-place server at most"
-        )
-    return Fleet(
-        rank=rank,
-        server_of_rank=server_of_rank,
-        profile=profile,
-        speed=np.array([server.speed for server in servers], dtype=np.float64),
-        capacity_rows=np.array(
-            [
-                UNLIMITED_ROWS if server.capacity_rows is None else server.capacity_rows
-                for server in servers
-            ],
-            dtype=np.int64,
-        ),
-        receives=np.array([server.receives for server in servers], dtype=np.bool_),
-        tables=tables,
-        uncut_rates=uncut_rates,
-    )
+    at = int(twice[0]) if twice.size else None
+    return _Places(frozen(rank), frozen(server_of_rank), None, at)
+
+
+def _capacity_column(capacity_rows: list[int | None]) -> Int64Array:
+    if capacity_rows.count(None) == len(capacity_rows):
+        return np.full(len(capacity_rows), UNLIMITED_ROWS, dtype=np.int64)
+    rows = [UNLIMITED_ROWS if most is None else most for most in capacity_rows]
+    return np.array(rows, dtype=np.int64)
 
 
 @compiled_inner
