@@ -83,6 +83,7 @@ def plan(
         reason="; ".join(reasons),
         forward_forecast=forecasts[Phase.FORWARD],
         backward_forecast=forecasts[Phase.BACKWARD],
+        tasks_are_valid=True,  # or there were no forecasts
     )
 
 

@@ -77,7 +77,8 @@ def forecast(
         phase: for seconds and bytes.
 
     Raises:
-        PlanError: as :func:`~control_plane.planner.fleet.build_fleet`.
+        PlanError: as :func:`~control_plane.planner.fleet.build_fleet`, and where the tasks break an
+            invariant of ``TaskTable.check``.
     """
     fleet = build_fleet(servers, manifest.n_ranks)
     return forecast_fleet(manifest, tasks, fleet, survey(manifest, fleet), shape, phase)
@@ -92,16 +93,19 @@ def forecast_fleet(
     phase: Phase,
 ) -> PhaseForecast:
     """The same for servers that are columns already, and segments that were looked at: ``found``
-    says what they take at home."""
+    says what they take at home.
+
+    Raises:
+        PlanError: the tasks break an invariant of ``TaskTable.check``.
+    """
     phase_index, per_row = PHASE_INDEX[phase], row_bytes(shape, phase)
     n_nano, n_servers = manifest.n_nano_batches, len(fleet.rank)
-    first_document = np.searchsorted(manifest.document_nano_batch, np.arange(n_nano + 1))
     seconds = np.zeros((n_nano, n_servers))
     rows = np.zeros((n_nano, 4, n_servers), dtype=np.int64)
-    _add_tasks(
-        np.searchsorted(tasks.document, first_document),
+    are_valid = _add_tasks(
         *_task_columns(tasks),
         manifest.first_segment,
+        manifest.segment_document,
         *_segment_columns(manifest),
         fleet,
         phase_index,
@@ -109,6 +113,9 @@ def forecast_fleet(
         seconds,
         rows,
     )
+    if not are_valid:
+        tasks.check(manifest, n_servers)
+        raise AssertionError(f"a task table in which a forecast found a mistake: {tasks}")
     q_moved, kv_moved = rows[:, Q_MOVED], rows[:, KV_MOVED]
     return PhaseForecast(
         home_seconds=found.rank_seconds[:, phase_index],
@@ -166,12 +173,12 @@ Q_ROWS, KV_ROWS, Q_MOVED, KV_MOVED = 0, 1, 2, 3
 
 @compiled
 def _add_tasks(
-    first_task: Int64Array,
     document: Int64Array,
     q_begin: Int64Array,
     q_end: Int64Array,
     server: Int64Array,
     first_segment: Int64Array,
+    segment_document: Int64Array,
     segment_offset: Int64Array,
     segment_length: Int64Array,
     segment_rank: Int64Array,
@@ -180,38 +187,40 @@ def _add_tasks(
     found: Survey,
     seconds: Float64Array,
     rows: Int64Array,
-) -> None:
+) -> bool:
     """Adds up the tasks' ``seconds`` ``[n_nano_batches, n_servers]`` and ``rows``
-    ``[n_nano_batches, 4, n_servers]``.
-
-    Args:
-        first_task: ``[n_nano_batches + 1]`` of each nano-batch, then the number of tasks.
-    """
+    ``[n_nano_batches, 4, n_servers]``; False where they are no valid tasks of the manifest."""
     last_document = np.full(len(fleet.rank), -1, dtype=np.int64)
     others = np.empty(len(document), dtype=np.int64)
+    task = 0
     for nano in range(len(seconds)):
-        its = slice(first_task[nano], first_task[nano + 1])
-        n_others = _add_unmoved(
-            document[its],
-            q_begin[its],
-            q_end[its],
-            server[its],
-            first_segment,
-            segment_rank,
+        its = slice(found.bounds[nano], found.bounds[nano + 1])
+        task, n_others = _add_unmoved(
+            task,
+            document,
+            q_begin,
+            q_end,
+            server,
+            segment_document[its],
+            segment_offset[its],
+            segment_rank[its],
             fleet,
-            found.whole,
-            found.end,
-            found.seconds[phase],
+            found.whole[its],
+            found.end[its],
+            found.divided,
+            found.seconds[phase, its],
             seconds[nano],
             rows[nano],
             others,
         )
+        if task < 0:
+            return False
         _add_others(
             others[:n_others],
-            document[its],
-            q_begin[its],
-            q_end[its],
-            server[its],
+            document,
+            q_begin,
+            q_end,
+            server,
             first_segment,
             segment_offset,
             segment_length,
@@ -222,51 +231,83 @@ def _add_tasks(
             seconds[nano],
             rows[nano],
         )
+    return task == len(document)
 
 
 @compiled_leaf
 def _add_unmoved(
+    task: int,
     document: Int64Array,
     q_begin: Int64Array,
     q_end: Int64Array,
     server: Int64Array,
-    first_segment: Int64Array,
+    segment_document: Int64Array,
+    segment_offset: Int64Array,
     segment_rank: Int64Array,
     fleet: Fleet,
     whole: BoolArray,
     segment_end: Int64Array,
+    divided: bool,
     at_home: Float64Array,
     seconds: Float64Array,
     rows: Int64Array,
     others: Int64Array,
-) -> int:
+) -> tuple[int, int]:
     """Those of a nano-batch's tasks that are whole documents where they are at home: most are.
-    Writes the others to ``others``; returns how many there are."""
-    n_others = 0
+    Writes the others to ``others``.
+
+    Follows the tasks, from ``task`` on, along the nano-batch's segments, so it sees whether they
+    cover each of them once, in order, on servers that exist: as segments partition the documents,
+    that is all that ``TaskTable.check`` asks for. It is done here because reading all tasks again
+    would take longer than the check itself.
+
+    Returns:
+        The first task of the next nano-batch, -1 if these are not valid; and how many others
+        there are.
+    """
+    n_tasks, n_others = len(document), 0
     # Neighbours mostly share a server: their sums are kept out of memory until they are complete.
     at, rank = -1, -1
     busy, tokens = 0.0, 0
-    for i in range(len(document)):
-        if server[i] != at:
-            if at >= 0:
-                seconds[at] += busy
-                rows[Q_ROWS, at] += tokens
-                rows[KV_ROWS, at] += tokens
-            at = server[i]
-            rank = fleet.rank[at] if fleet.speed[at] > 0.0 else STOPPED
-            busy, tokens = 0.0, 0
-        segment, length = first_segment[document[i]], q_end[i] - q_begin[i]
-        if whole[segment] and length == segment_end[segment] and segment_rank[segment] == rank:
-            busy += at_home[segment]
-            tokens += length
-        else:
-            others[n_others] = i
-            n_others += 1
+    first = segment_document[0] if len(segment_document) else 0
+    for segment in range(len(segment_end)):
+        d, position, end = first + segment, 0, segment_end[segment]
+        if divided:
+            d, position = segment_document[segment], segment_offset[segment]
+        while position < end:
+            if (
+                task >= n_tasks
+                or document[task] != d
+                or q_begin[task] != position
+                or q_end[task] <= position
+            ):
+                return -1, 0
+            if server[task] != at or at < 0:
+                if at >= 0:
+                    seconds[at] += busy
+                    rows[Q_ROWS, at] += tokens
+                    rows[KV_ROWS, at] += tokens
+                at = server[task]
+                if at < 0 or at >= len(fleet.rank):
+                    return -1, 0
+                rank = fleet.rank[at] if fleet.speed[at] > 0.0 else STOPPED
+                busy, tokens = 0.0, 0
+            length = q_end[task] - position
+            if length == end and whole[segment] and segment_rank[segment] == rank:
+                busy += at_home[segment]
+                tokens += length
+            else:
+                others[n_others] = task
+                n_others += 1
+            position += length
+            task += 1
+        if position > end:
+            return -1, 0
     if at >= 0:
         seconds[at] += busy
         rows[Q_ROWS, at] += tokens
         rows[KV_ROWS, at] += tokens
-    return n_others
+    return task, n_others
 
 
 @compiled_leaf

@@ -25,6 +25,9 @@ class Segments(NamedTuple):
         begin, end: positions in the document.
         rank: home.
         whole: whether the segment is its whole document.
+        divided: whether any is not. If none is, the segments are the documents in order, each from
+            its beginning, and ``document`` and ``begin`` need not be read: memory is what passes
+            over all segments take time for.
         first_of_document: ``[n_documents + 1]`` of the manifest: the first segment of each
             document, counted from the first of this nano-batch.
     """
@@ -34,6 +37,7 @@ class Segments(NamedTuple):
     end: Int64Array
     rank: Int64Array
     whole: BoolArray
+    divided: bool
     first_of_document: Int64Array
 
 

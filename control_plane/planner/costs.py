@@ -186,7 +186,7 @@ def _fraction(low: float, high: float, at: float) -> float:
 
 @compiled_leaf
 def _bilinear(tables: CostTables, profile: int, keys: Keys, i: int, a: float) -> float:
-    """The rate at ``keys``, and ``a`` of the way from the ``i``-th number of queries to the next."""
+    """The rate at ``keys``, ``a`` of the way from the ``i``-th number of queries to the next."""
     rate, n_kv, b = tables.values, tables.layout[profile, _N_KV], keys.share
     at = keys.at + i * n_kv
     low: float = (1.0 - b) * rate[at] + b * rate[at + 1]

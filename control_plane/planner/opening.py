@@ -77,7 +77,7 @@ def _list_given(
     n_given = 0
     for i in range(len(segments.rank)):
         rank = segments.rank[i]
-        if not segments.whole[i]:
+        if segments.divided and not segments.whole[i]:
             own_count[rank + 1] += 1
         if donates[rank]:
             given[n_given] = i

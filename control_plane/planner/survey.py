@@ -32,18 +32,23 @@ class Survey(NamedTuple):
     none, and by the first server's profile if there is no in-place server.
 
     Attributes:
+        bounds: ``[n_nano_batches + 1]`` first segment of every nano-batch, then the number of
+            segments.
         seconds: ``[2, n_segments]`` of each segment at home, forward and backward.
         end: ``[n_segments]`` where each ends in its document.
         whole: ``[n_segments]`` whether it is its whole document.
+        divided: whether any is not.
         rank_seconds: ``[n_nano_batches, 2, n_ranks]`` sums of ``seconds``.
         longest: ``[n_nano_batches, n_ranks]`` where each rank's longest document ends.
         mean_end: ``[n_nano_batches]`` where a typical query-key pair's segment ends: the mean,
             weighted by pairs; 0 where there are none.
     """
 
+    bounds: Int64Array
     seconds: Float64Array
     end: Int64Array
     whole: BoolArray
+    divided: bool
     rank_seconds: Float64Array
     longest: Int64Array
     mean_end: Float64Array
@@ -84,6 +89,7 @@ class _Columns(NamedTuple):
     begin: Int64Array
     end: Int64Array
     rank: Int64Array
+    divided: bool
     forward: Float64Array
     backward: Float64Array
 
@@ -91,22 +97,28 @@ class _Columns(NamedTuple):
 def survey(manifest: Manifest, fleet: Fleet) -> Survey:
     """Looks at every segment of ``manifest``."""
     n, n_nano, n_ranks = manifest.n_segments, manifest.n_nano_batches, manifest.n_ranks
-    whole = np.ones(n, dtype=np.bool_)
-    if n > manifest.n_documents:
+    whole, end = np.ones(n, dtype=np.bool_), manifest.segment_length
+    divided = n > manifest.n_documents
+    if divided:
         whole = manifest.segment_length == manifest.document_length[manifest.segment_document]
+        end = frozen(manifest.segment_offset + manifest.segment_length)
+    nano_batches = np.arange(n_nano + 1)
     found = Survey(
+        bounds=manifest.first_segment[manifest.document_nano_batch.searchsorted(nano_batches)],
         seconds=np.empty((2, n)),
-        end=manifest.segment_offset + manifest.segment_length,
+        end=end,
         whole=whole,
+        divided=divided,
         rank_seconds=np.zeros((n_nano, 2, n_ranks)),
         longest=np.zeros((n_nano, n_ranks), dtype=np.int64),
         mean_end=np.zeros(n_nano),
     )
-    for nano, (low, high) in enumerate(pairwise(_bounds(manifest).tolist())):
+    for nano, (low, high) in enumerate(pairwise(found.bounds.tolist())):
         columns = _Columns(
             manifest.segment_offset[low:high],
             found.end[low:high],
             manifest.segment_rank[low:high],
+            divided,
             found.seconds[FORWARD, low:high],
             found.seconds[BACKWARD, low:high],
         )
@@ -120,7 +132,7 @@ def nano_batches(manifest: Manifest, found: Survey) -> list[NanoBatch]:
 
     Documents are sorted by nano-batch, so these are slices."""
     batches = []
-    for nano, (low, high) in enumerate(pairwise(_bounds(manifest).tolist())):
+    for nano, (low, high) in enumerate(pairwise(found.bounds.tolist())):
         if high == low:
             continue
         segments = Segments(
@@ -129,6 +141,7 @@ def nano_batches(manifest: Manifest, found: Survey) -> list[NanoBatch]:
             end=found.end[low:high],
             rank=manifest.segment_rank[low:high],
             whole=found.whole[low:high],
+            divided=found.divided,
             first_of_document=_counted_from(low, manifest.first_segment),
         )
         forward, backward = (
@@ -147,12 +160,6 @@ def nano_batches(manifest: Manifest, found: Survey) -> list[NanoBatch]:
 def _counted_from(low: int, first_segment: Int64Array) -> Int64Array:
     """Read-only in either case: for another kind of array, functions would be compiled again."""
     return frozen(first_segment - low) if low else first_segment
-
-
-def _bounds(manifest: Manifest) -> Int64Array:
-    """``[n_nano_batches + 1]`` first segment of every nano-batch, then the number of segments."""
-    nano_batches = np.arange(manifest.n_nano_batches + 1)
-    return manifest.first_segment[np.searchsorted(manifest.document_nano_batch, nano_batches)]
 
 
 @compiled
@@ -190,7 +197,7 @@ def _fill_seconds(
             rank = segments.rank[i]
             profile, slowness = _home(fleet, rank)
             forward, backward, last = 0.0, 0.0, 0
-        begin, end = segments.begin[i], segments.end[i]
+        begin, end = segments.begin[i] if segments.divided else 0, segments.end[i]
         held = 0.5 * (float(end) * end - float(begin) * begin)
         pairs += held
         moment += held * end

@@ -108,8 +108,12 @@ def write_tasks(
     while i < n_segments:
         cut = pieces[k, SEGMENT] if k < len(pieces) else n_segments
         whole, there = slice(i, cut), slice(n, n + cut - i)
-        _copy(segments.document[whole], document[there])
-        _copy(segments.begin[whole], q_begin[there])
+        if segments.divided:
+            _copy(segments.document[whole], document[there])
+            _copy(segments.begin[whole], q_begin[there])
+        else:
+            _count_from(segments.document[0] + i, document[there])
+            q_begin[there] = 0
         _copy(segments.end[whole], q_end[there])
         _copy_servers(cuts.moved_to[whole], fleet, segments.rank[whole], server[there])
         n += cut - i
@@ -125,6 +129,12 @@ def write_tasks(
 def _copy(source: Int64Array, target: Int64Array) -> None:
     for i in range(len(source)):
         target[i] = source[i]
+
+
+@compiled_leaf
+def _count_from(first: int, target: Int64Array) -> None:
+    for i in range(len(target)):
+        target[i] = first + i
 
 
 @compiled_leaf

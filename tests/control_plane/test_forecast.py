@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import numpy as np
 import pytest
 
 from control_plane import greedy
 from control_plane.forecast import forecast, pair_bytes, row_bytes
 from control_plane.planning import PlanningOptions
-from core_attention.ca_task import Phase
+from core_attention.ca_task import Phase, TaskTable
+from core_attention.errors import PlanError
 from core_attention.message import reply_layout, request_layout
 from core_attention.routing import derive_routes
+from tests import random_planner
 from tests.control_plane.planning_cases import PROFILE, SHAPE, in_place, pool, stream_manifest
 
 LENGTHS = [9000, 300, 5, 4000, 12000, 700, 1, 2500]
@@ -87,3 +92,34 @@ def test_home_seconds_of_a_rank_without_a_server_use_the_first_profile() -> None
     lengths = [[3072], [1024, 2048]]
     expected = [PROFILE.seconds(q, q, Phase.FORWARD).sum() for q in lengths]
     np.testing.assert_allclose(predicted.home_seconds, [expected], rtol=1e-12)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_tasks_that_break_an_invariant_have_no_forecast(case: str) -> None:
+    """Whatever is changed, taken out or put in: a forecast finds what the check of plans finds."""
+    manifest, servers = CASES[case]
+    good = random_planner.plan(manifest, servers, SHAPE, PlanningOptions()).forward
+    columns = np.stack([good.document, good.q_begin, good.q_end, good.server])
+    broken = [columns[:, :0], columns[:, 1:], columns[:, :-1], columns[:, ::-1]]
+    for at in range(len(good)):
+        broken += [np.delete(columns, at, axis=1), np.insert(columns, at, columns[:, at], axis=1)]
+        for column in range(4):
+            for change in (-1, 1, 1000):
+                broken.append(columns.copy())
+                broken[-1][column, at] += change
+    n_refused = 0
+    for table in (TaskTable(*each) for each in broken):
+        said = _refusal(partial(table.check, manifest, len(servers)))
+        predict = partial(forecast, manifest, table, servers, SHAPE, Phase.FORWARD)
+        assert _refusal(predict) == said
+        n_refused += said is not None
+    assert n_refused > len(broken) / 2
+
+
+def _refusal(action: Callable[[], object]) -> str | None:
+    """What the PlanError of ``action`` says; None if there is none."""
+    try:
+        action()
+    except PlanError as error:
+        return str(error)
+    return None
