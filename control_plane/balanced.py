@@ -19,7 +19,7 @@ from control_plane.planner import explain
 from control_plane.planner.board import Limits
 from control_plane.planner.chunk import CutRules, cut_rules
 from control_plane.planner.costs import PHASE_INDEX
-from control_plane.planner.fleet import REMEMBERED, UNLIMITED_ROWS, Fleet, build_fleet
+from control_plane.planner.fleet import REMEMBERED, Fleet, build_fleet
 from control_plane.planner.links import Links
 from control_plane.planner.phase import Outcome, plan_phase
 from control_plane.planner.survey import NanoBatch, nano_batches, survey
@@ -151,7 +151,7 @@ def _limits(fleet: Fleet, shape: AttentionShape, phase: Phase, options: Planning
     most = options.max_process_bytes
     process_bytes = np.full(n_processes, np.inf if most is None else float(most))
     return Limits(
-        active=most is not None or bool((fleet.capacity_rows < UNLIMITED_ROWS).any()),
+        active=most is not None or fleet.is_limited,
         rows=fleet.capacity_rows,
         sent_bytes=process_bytes,
         received_bytes=process_bytes,

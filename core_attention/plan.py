@@ -175,4 +175,6 @@ def imbalance(seconds: Float64Array) -> float:
     rows = seconds.reshape(-1, seconds.shape[-1])
     means = [(row, float(row.sum()) / len(row)) for row in rows]
     worst = [float(row.max()) / mean for row, mean in means if mean > 0]
+    if len(worst) == 1:
+        return worst[0]
     return float(np.max(worst)) if worst else 1.0

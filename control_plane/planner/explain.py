@@ -152,13 +152,14 @@ def check_capacity(
     Raises:
         PlanError: one is exceeded; the message says which and by how much.
     """
-    rows = (forecast.q_rows + forecast.kv_rows).max(axis=0)
-    for at in np.flatnonzero(rows > fleet.capacity_rows).tolist():
-        raise PlanError(
-            f"server {servers[at].server.server_id} would hold {rows[at]} q plus k/v rows, its "
-            f"capacity_rows is {servers[at].capacity_rows}: "
-            f"{rows[at] - fleet.capacity_rows[at]} rows short"
-        )
+    if fleet.is_limited:
+        rows = (forecast.q_rows + forecast.kv_rows).max(axis=0)
+        for at in np.flatnonzero(rows > fleet.capacity_rows).tolist():
+            raise PlanError(
+                f"server {servers[at].server.server_id} would hold {rows[at]} q plus k/v rows, its "
+                f"capacity_rows is {servers[at].capacity_rows}: "
+                f"{rows[at] - fleet.capacity_rows[at]} rows short"
+            )
     if options.max_process_bytes is not None:
         for nano in range(manifest.n_nano_batches):
             pairs = pair_bytes(manifest, tasks, servers, shape, phase, nano)

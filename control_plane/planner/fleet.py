@@ -29,6 +29,7 @@ class Fleet(NamedTuple):
         profile: ``[n_servers]`` index into ``tables``.
         speed: ``[n_servers]`` correction of the profile; 0 takes no work.
         capacity_rows: ``[n_servers]`` q plus k/v rows it can hold.
+        is_limited: whether any server has a limit to them.
         receives: ``[n_servers]`` whether it may be given work of other homes.
         tables: the profiles.
         uncut_rates: ``[n_profiles, UNCUT_TOKENS, 2]`` of ``costs.pack_profiles``.
@@ -39,6 +40,7 @@ class Fleet(NamedTuple):
     profile: Int64Array
     speed: Float64Array
     capacity_rows: Int64Array
+    is_limited: bool
     receives: BoolArray
     tables: CostTables
     uncut_rates: Float64Array
@@ -67,12 +69,20 @@ def build_fleet(servers: Sequence[PlanningServer], n_ranks: int) -> Fleet:
             f"{places.rank[at]}; a rank has one in-place server at most"
         )
     tables, uncut_rates, profile = pack_profiles([server.profile for server in servers])
+    capacity_rows = [server.capacity_rows for server in servers]
+    is_limited = capacity_rows.count(None) < len(servers)
+    if is_limited:
+        capacity_rows = [UNLIMITED_ROWS if most is None else most for most in capacity_rows]
+        rows = np.array(capacity_rows, dtype=np.int64)
+    else:
+        rows = np.full(len(servers), UNLIMITED_ROWS, dtype=np.int64)
     return Fleet(
         rank=places.rank,
         server_of_rank=places.server_of_rank,
         profile=profile,
         speed=np.array([server.speed for server in servers], dtype=np.float64),
-        capacity_rows=_capacity_column([server.capacity_rows for server in servers]),
+        capacity_rows=rows,
+        is_limited=is_limited,
         receives=np.array([server.receives for server in servers], dtype=np.bool_),
         tables=tables,
         uncut_rates=uncut_rates,
@@ -102,13 +112,6 @@ def _places(in_place: tuple[int | None, ...], n_ranks: int) -> _Places:
     twice = own[server_of_rank[rank[own]] != own]
     at = int(twice[0]) if twice.size else None
     return _Places(frozen(rank), frozen(server_of_rank), None, at)
-
-
-def _capacity_column(capacity_rows: list[int | None]) -> Int64Array:
-    if capacity_rows.count(None) == len(capacity_rows):
-        return np.full(len(capacity_rows), UNLIMITED_ROWS, dtype=np.int64)
-    rows = [UNLIMITED_ROWS if most is None else most for most in capacity_rows]
-    return np.array(rows, dtype=np.int64)
 
 
 @compiled_inner
