@@ -98,14 +98,18 @@ def calls(device: torch.device, handles: list[bytes]) -> Iterator[Call]:
 
 
 def _map(handle: bytes) -> None:
+    memory = _Handle.from_buffer_copy(handle)
     address = ctypes.c_uint64()
-    memory = (ctypes.c_byte * HANDLE_BYTES).from_buffer_copy(handle)
-    library = ctypes.CDLL("libcuda.so.1")
-    status = library.cuIpcOpenMemHandle_v2(
-        ctypes.byref(address), _Handle(memory), ctypes.c_uint(_LAZY_PEER_ACCESS)
+    _driver(
+        "cuIpcOpenMemHandle_v2", ctypes.byref(address), memory, ctypes.c_uint(_LAZY_PEER_ACCESS)
     )
+
+
+def _driver(name: str, *arguments: Any) -> None:
+    """Calls the CUDA driver; RuntimeError if it refuses."""
+    status = getattr(ctypes.CDLL("libcuda.so.1"), name)(*arguments)
     if status:
-        raise RuntimeError(f"cuIpcOpenMemHandle: CUresult {status}")
+        raise RuntimeError(f"{name}: CUresult {status}")
 
 
 class _Handle(ctypes.Structure):
@@ -119,11 +123,10 @@ def export(pipe: Connection, index: int) -> None:
     device = torch.device("cuda", index)
     torch.ones(1, device=device)
     blocks = [allocate(BLOCK_BYTES, device) for _ in range(2)]
-    library = ctypes.CDLL("libcuda.so.1")
     for block in blocks:
-        handle = (ctypes.c_byte * HANDLE_BYTES)()
-        status = library.cuIpcGetMemHandle(ctypes.byref(handle), ctypes.c_uint64(block.data_ptr()))
-        pipe.send(bytes(handle) if status == 0 else status)
+        handle = _Handle()
+        _driver("cuIpcGetMemHandle", ctypes.byref(handle), ctypes.c_uint64(block.data_ptr()))
+        pipe.send(bytes(handle))
     pipe.recv()
 
 
@@ -177,6 +180,8 @@ def main(
     ours, theirs = context.Pipe()
     other = context.Process(target=export, args=(theirs, int(peers)), daemon=True)
     other.start()
+    # So that its end, for whatever reason, ends the wait for what it sends.
+    theirs.close()
     handles = [ours.recv() for _ in range(2)]
     spin = spinner()
     found = []

@@ -79,8 +79,8 @@ class Plan:
         pool_nodes: attention nodes, on the GPUs behind those of the ranks.
         learning_rate: of AdamW.
         host_barriers: whether DistCA's ways have ranks meet before collectives.
-        memory_gib: of a device that PyTorch may hold, messages included; None: all of it. Within a
-            limit its cache frees idle blocks where it would otherwise ask for more memory.
+        memory_gib: of a device that PyTorch may hold, message buffers apart; None: all of it.
+            Within a limit its cache frees idle blocks where it would otherwise ask for more memory.
     """
 
     model: ModelShape

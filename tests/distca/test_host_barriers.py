@@ -20,13 +20,9 @@ from distca.train.sharding import ShardedModel
 RANKS, LATE_SECONDS, TIMEOUT_SECONDS = 2, 1.0, 30.0
 
 
-class Layer(nn.Linear):
-    """Runs on several nano-batches, as a decoder layer does."""
-
-
 def model() -> tuple[nn.Sequential, list[nn.Module]]:
     torch.manual_seed(0)
-    layers: list[nn.Module] = [Layer(8, 8) for _ in range(3)]
+    layers: list[nn.Module] = [nn.Linear(8, 8) for _ in range(3)]
     return nn.Sequential(*layers), layers
 
 
