@@ -32,7 +32,7 @@ class Source:
         outputs: o and lse, or dq, dk and dv: views of the reply, or tensors of the trainer. dk and
             dv hold the rows of the pair's K/V runs; float32 or the job's dtype.
         reply: called once, when the outputs are complete.
-        release: called once, when the inputs are no longer read.
+        release: called once, when the inputs are no longer read: behind ``reply`` or ``fail``.
         fail: called instead of ``reply`` when the tick cannot be run.
         verify: called before the inputs are read; raises ChecksumMismatch if they are damaged.
         written: on a GPU, the event after which a trainer's own inputs are complete; the executor
@@ -211,6 +211,9 @@ class OpenTick:
                 _sum_rows(terms, source.outputs[name])
         self._unreplied.discard(rank)
         source.reply()
+        # Keys that other ranks' tasks read were copied together when they came; its own tasks have
+        # run, and dK and dV are sums of tensors of this tick.
+        source.release()
 
     def _finish(self) -> None:
         """Once nothing is left to run, a rank that gave only K/V owes nothing and is owed nothing
@@ -222,8 +225,8 @@ class OpenTick:
 
     def _close(self) -> None:
         self._closed = True
-        for source in self._sources.values():
-            source.release()
+        for rank in sorted(self._unreplied & self._sources.keys()):
+            self._sources[rank].release()
         self._sources.clear()
         self._assembled.clear()
         self._gradients.clear()

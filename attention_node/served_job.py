@@ -27,9 +27,6 @@ from distca.v1 import jobs_pb2
 
 logger = logging.getLogger(__name__)
 
-RECEIVES_AHEAD = 2
-"""Receives posted ahead in each lane: one for the tick in flight, one for the next."""
-
 UNDISTURBED_QUANTILE = 0.25
 """Of the times of equal ticks. Not the least one, which a single mismeasured tick would decide."""
 
@@ -246,7 +243,7 @@ class ServedStep:
 
     def held_bytes(self) -> dict[Phase, list[int]]:
         """By phase, the sizes in bytes of all messages that are held at a time: of each rank and
-        nano-batch the request in service, its reply, and the receives posted ahead."""
+        nano-batch those of a tick, or of two where the rank may be a tick ahead."""
         held: dict[Phase, list[int]] = {phase: [] for phase in Phase}
         for ticks in self._ticks.values():
             for phase in Phase:
@@ -255,8 +252,8 @@ class ServedStep:
                     continue
                 for rank in self._route(first).pairs.keys() - {self._local_rank}:
                     pair = self.messages(rank, first)
-                    requests = min(RECEIVES_AHEAD + 1, self.job.n_layers)
-                    held[phase] += [pair.request.nbytes] * requests + [pair.reply.nbytes]
+                    ticks_at_a_time = 1 if pair.reply.nbytes else 2
+                    held[phase] += [pair.request.nbytes, pair.reply.nbytes] * ticks_at_a_time
         return held
 
     def _message_bytes(self, tick: Tick) -> int:
@@ -383,41 +380,62 @@ class ServedJob:
         return True
 
 
+@dataclass(frozen=True)
+class ExpectedTick:
+    """A tick that a rank is to send.
+
+    Attributes:
+        step: its step.
+        tick: which exchange.
+        owes_reply: whether the rank waits for rows before it goes on.
+    """
+
+    step: ServedStep
+    tick: Tick
+    owes_reply: bool
+
+
 @dataclass(eq=False)
 class Lane:
     """The ticks that one rank is still to send for one nano-batch, in order.
 
+    A rank sends a layer's rows when it has got those of the layer before. So a receive is posted
+    when the reply before it has left, and no memory is held for a message that cannot come yet.
+    Only a rank that is owed nothing may be a tick ahead.
+
     Attributes:
         expected: ticks for which no receive is posted yet, by step.
-        posted: ticks whose receives are posted and not complete.
+        under_way: ticks whose receives are posted, or that are being served.
     """
 
-    expected: deque[tuple[ServedStep, Tick]] = field(default_factory=deque)
-    posted: set[Tick] = field(default_factory=set)
+    expected: deque[ExpectedTick] = field(default_factory=deque)
+    under_way: dict[Tick, ExpectedTick] = field(default_factory=dict)
 
     def extend(self, step: ServedStep, rank: int, nano_batch: int) -> None:
         """Adds the ticks of ``step``, before those of later steps: a step whose planning failed
         at first is planned after them."""
-        ticks = [(step, tick) for tick in step.expected_ticks(rank, nano_batch)]
-        later = [entry for entry in self.expected if entry[0].step > step.step]
+        later = [entry for entry in self.expected if entry.step.step > step.step]
         for _ in later:
             self.expected.pop()
-        self.expected.extend(ticks)
+        self.expected.extend(
+            ExpectedTick(step, tick, step.messages(rank, tick).reply.nbytes > 0)
+            for tick in step.expected_ticks(rank, nano_batch)
+        )
         self.expected.extend(later)
 
-    def next_to_post(self) -> tuple[ServedStep, Tick] | None:
-        """Takes the tick to post a receive for; None if enough are posted. Receives of later
-        steps do not count: their messages come after the tick's."""
+    def next_to_post(self) -> ExpectedTick | None:
+        """Takes the tick to post a receive for; None if it cannot come yet. Those of later steps
+        do not hold it up: their messages come after the tick's."""
         if not self.expected:
             return None
-        step, tick = self.expected[0]
-        if sum(posted.step <= step.step for posted in self.posted) >= RECEIVES_AHEAD:
+        entry = self.expected[0]
+        before = [other for tick, other in self.under_way.items() if tick.step <= entry.tick.step]
+        if len(before) > 1 or any(other.owes_reply for other in before):
             return None
-        self.expected.popleft()
-        self.posted.add(tick)
-        return step, tick
+        self.under_way[entry.tick] = self.expected.popleft()
+        return entry
 
-    def put_back(self, step: ServedStep, tick: Tick) -> None:
+    def put_back(self, entry: ExpectedTick) -> None:
         """Undoes :meth:`next_to_post`: no receive is posted after all."""
-        self.posted.discard(tick)
-        self.expected.appendleft((step, tick))
+        del self.under_way[entry.tick]
+        self.expected.appendleft(entry)

@@ -437,7 +437,7 @@ class TickServer:
                 lane.extend(step, connection.rank, nano_batch)
 
     def _post(self, connection: _RankConnection) -> None:
-        """Posts receives until every lane has enough of them."""
+        """Posts the receives of all ticks that may come now."""
         for lane in connection.lanes:
             while not connection.connection.closed:
                 posting = self._next_posting(connection, lane)
@@ -446,13 +446,13 @@ class TickServer:
                 self._offer(connection, lane, posting)
 
     def _next_posting(self, connection: _RankConnection, lane: Lane) -> _Posting | None:
-        """The next receive of ``lane`` with its memory; None if enough are posted, or if there is
-        no memory: then the gate posts for the connection again."""
+        """The next receive of ``lane`` with its memory; None if none is to be posted, or if there
+        is no memory: then the gate posts for the connection again."""
         with self._lock:
             following = lane.next_to_post()
             if following is None:
                 return None
-            step, tick = following
+            step, tick = following.step, following.tick
             messages = step.messages(connection.rank, tick)
             try:
                 buffers = self._gate.take(
@@ -460,13 +460,13 @@ class TickServer:
                     tick,
                     (messages.request.nbytes, messages.reply.nbytes),
                     connection,
-                    idle=lane.posted == {tick},
+                    idle=len(lane.under_way) == 1,
                 )
             except NO_MEMORY as error:
                 self._fail(connection, tick, error)
                 return None
             if buffers is None:
-                lane.put_back(step, tick)
+                lane.put_back(following)
                 return None
             return _Posting(step, tick, *buffers)
 
@@ -489,11 +489,9 @@ class TickServer:
             if isinstance(transfer.error, MessageSizeMismatch):
                 self._on_message_refused("size")
             return
-        with self._lock:
-            lane.posted.discard(tick)
         try:
             open_tick = step.open_tick(tick)
-            source = self._remote_source(connection, posting, open_tick, transfer)
+            source = self._remote_source(connection, lane, posting, open_tick, transfer)
         except (TickGivenUp, *NO_MEMORY) as error:
             posting.release()
             if isinstance(error, TickGivenUp):
@@ -501,6 +499,11 @@ class TickServer:
             self._fail(connection, tick, error)
             return
         self._executor.arrive(open_tick, connection.rank, source)
+
+    def _follow(self, connection: _RankConnection, lane: Lane, tick: Tick) -> None:
+        """``tick`` has been answered: the rank may send the one behind it."""
+        with self._lock:
+            lane.under_way.pop(tick, None)
         self._post(connection)
 
     def _fail(self, connection: _RankConnection, tick: Tick, error: BaseException) -> None:
@@ -511,6 +514,7 @@ class TickServer:
     def _remote_source(
         self,
         connection: _RankConnection,
+        lane: Lane,
         posting: _Posting,
         open_tick: OpenTick,
         received: Transfer,
@@ -533,6 +537,8 @@ class TickServer:
                 with self._lock:
                     self._leaving.add(transfer)
                 transfer.add_done_callback(lambda sent: self._has_left(sent, received, times))
+            # Soon: when the request's memory has come back.
+            self._executor.run_soon(lambda: self._follow(connection, lane, tick))
 
         def release() -> None:
             request.release()
