@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import threading
 from typing import TYPE_CHECKING, Final
 
@@ -10,9 +11,8 @@ if TYPE_CHECKING:
 
     from data_plane.transport import BufferAllocator
 
-MIN_SLAB_BYTES: Final = 64 * 2**20
-GROWTH: Final = 4
-"""A slab has at least such a part of all before it: sizes follow the plans, and grow a little."""
+SLAB_BYTES: Final = 64 * 2**20
+"""Of a slab, unless a block is larger."""
 
 
 class SlabAllocator:
@@ -29,15 +29,17 @@ class SlabAllocator:
     def __init__(self, make_slab: BufferAllocator) -> None:
         self._make_slab = make_slab
         self._lock = threading.Lock()
-        self._rest: torch.Tensor | None = None
-        self._made_bytes = 0
+        # What is left of slabs, by size.
+        self._rests: list[torch.Tensor] = []
 
     def __call__(self, nbytes: int) -> torch.Tensor:
         """Returns ``nbytes``, uninitialised."""
         with self._lock:
-            if self._rest is None or len(self._rest) < nbytes:
-                slab_bytes = max(nbytes, MIN_SLAB_BYTES, self._made_bytes // GROWTH)
-                self._rest = self._make_slab(slab_bytes)
-                self._made_bytes += slab_bytes
-            block, self._rest = self._rest[:nbytes], self._rest[nbytes:]
-            return block
+            at = bisect.bisect_left(self._rests, nbytes, key=len)
+            if at < len(self._rests):
+                free = self._rests.pop(at)
+            else:
+                free = self._make_slab(max(nbytes, SLAB_BYTES))
+            if rest := len(free) - nbytes:
+                bisect.insort(self._rests, free[-rest:], key=len)
+            return free[:nbytes]

@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-from data_plane.slab_allocator import GROWTH, MIN_SLAB_BYTES, SlabAllocator
+from data_plane.slab_allocator import SLAB_BYTES, SlabAllocator
 
 
 class Slabs:
@@ -28,15 +28,16 @@ def test_blocks_of_a_slab_do_not_overlap() -> None:
     for value, block in enumerate(blocks):
         block.fill_(value)
     assert all(bool((block == value).all()) for value, block in enumerate(blocks))
-    assert slabs.sizes == [MIN_SLAB_BYTES]
+    assert slabs.sizes == [SLAB_BYTES]
 
 
-def test_slabs_grow_with_what_there_is() -> None:
+def test_what_is_left_of_a_slab_is_used_later() -> None:
     slabs = Slabs()
     allocator = SlabAllocator(slabs)
-    for nbytes in (1, 8 * MIN_SLAB_BYTES, 1, 1):
+    half, third = SLAB_BYTES // 2, SLAB_BYTES // 3
+    for nbytes in (half, 8 * SLAB_BYTES, SLAB_BYTES - third, third, half):
         allocator(nbytes)
-    assert slabs.sizes == [MIN_SLAB_BYTES, 8 * MIN_SLAB_BYTES, 9 * MIN_SLAB_BYTES // GROWTH]
+    assert slabs.sizes == [SLAB_BYTES, 8 * SLAB_BYTES, SLAB_BYTES]
 
 
 def test_threads_get_blocks_of_their_own() -> None:
