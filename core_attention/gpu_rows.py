@@ -65,7 +65,10 @@ class FusedMessageRows:
         self._request = request
         self._reply = reply
         self._library = LibraryMessageRows(request, reply, q_rows, kv_rows)
-        rows = torch.cat((q_rows, kv_rows))
+        # Two copies, for which no kernel has to be loaded, as it would for torch.cat.
+        rows = q_rows.new_empty(len(q_rows) + len(kv_rows))
+        rows[: len(q_rows)].copy_(q_rows)
+        rows[len(q_rows) :].copy_(kv_rows)
         self._pack_table = _table(request, rows, len(q_rows), summed=False)
         self._unpack_table = _table(reply, rows, len(q_rows), summed=True)
 
@@ -178,7 +181,8 @@ def _launch(
     if table.max_rows == 0:
         return
     n_sections = len(sources)
-    padding = [0] * (MAX_SECTIONS - n_sections)
+    # Addresses, too: Triton compiles anew for other types of arguments.
+    padding = sources[:1] * (MAX_SECTIONS - n_sections)
     grid = (triton.cdiv(table.max_rows, BLOCK_ROWS), n_sections)
     with torch.cuda.device_of(table.rows):
         _move_sections[grid](
@@ -267,7 +271,7 @@ def _move_sections(  # type: ignore[no-untyped-def]
                 tl.store(at, total, mask=mask)
 
 
-@triton.jit  # type: ignore[misc,untyped-decorator,unused-ignore]
+@triton.jit(do_not_specialize=["n_rows"])  # type: ignore[misc,untyped-decorator,unused-ignore]
 def _copy_by_rows(  # type: ignore[no-untyped-def]
     source,
     target,

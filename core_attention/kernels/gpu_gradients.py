@@ -84,7 +84,7 @@ def surrogate_output(do: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
     return surrogate
 
 
-@triton.jit  # type: ignore[misc,untyped-decorator,unused-ignore]
+@triton.jit(do_not_specialize=["n_rows"])  # type: ignore[misc,untyped-decorator,unused-ignore]
 def _surrogate_output(  # type: ignore[no-untyped-def]
     do_pointer,
     delta_pointer,

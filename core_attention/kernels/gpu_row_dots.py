@@ -27,7 +27,7 @@ def launch_row_dots(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return dots
 
 
-@triton.jit  # type: ignore[misc,untyped-decorator,unused-ignore]
+@triton.jit(do_not_specialize=["n_rows"])  # type: ignore[misc,untyped-decorator,unused-ignore]
 def _row_dots(  # type: ignore[no-untyped-def]
     a, b, dots, n_rows, dim, block_rows: tl.constexpr, block_columns: tl.constexpr
 ):
