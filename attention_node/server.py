@@ -30,6 +30,7 @@ from attention_node.capacity import rows_within
 from attention_node.executor import Executor, KernelCall
 from attention_node.membership import Membership, MembershipLost
 from attention_node.metrics import NodeMetrics
+from attention_node.rehearsal import rehearse
 from attention_node.served_job import JobDescription, StepBusy
 from attention_node.tick_server import TickServer
 from core_attention.ca_task import MaskKind
@@ -329,6 +330,7 @@ class AttentionNode:
     def _measure(self, kernel: Kernel, shape: AttentionShape, device: torch.device) -> CostProfile:
         kernel.check(shape, MaskKind.CAUSAL)
         kernel.warm_up(shape)
+        rehearse(kernel, shape, device)
         return load_or_measure(self._settings.profile_dir, kernel, shape, device)
 
     def _start_health(self) -> int:

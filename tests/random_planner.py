@@ -27,7 +27,7 @@ def _planner(seed_of: Callable[[Manifest], int]) -> Planner:
         epoch: int = 0,
     ) -> Plan:
         rng = np.random.default_rng([seed_of(manifest), int(manifest.document_length.sum())])
-        tables = {phase: _random_tasks(manifest, len(servers), rng) for phase in Phase}
+        tables = {phase: random_tasks(manifest, len(servers), rng) for phase in Phase}
         forecasts = {
             phase: forecast(manifest, tables[phase], servers, shape, phase) for phase in Phase
         }
@@ -54,7 +54,8 @@ steady_plan = _planner(lambda manifest: 0)
 """Plans the same documents alike in every step."""
 
 
-def _random_tasks(manifest: Manifest, n_servers: int, rng: np.random.Generator) -> TaskTable:
+def random_tasks(manifest: Manifest, n_servers: int, rng: np.random.Generator) -> TaskTable:
+    """The documents, cut at random places, on random servers."""
     rows = []
     for document, offset, length in zip(
         manifest.segment_document.tolist(),

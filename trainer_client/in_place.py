@@ -9,6 +9,7 @@ import torch
 
 from attention_node.executor import Executor, KernelCall
 from attention_node.metrics import NodeMetrics
+from attention_node.rehearsal import rehearse
 from attention_node.served_job import StepBusy
 from attention_node.tick_server import TickServer
 from core_attention.ca_task import MaskKind
@@ -67,6 +68,7 @@ class InPlaceServer:
         self.profile: CostProfile | None = None
         if not standby:
             kernel.warm_up(shape)
+            rehearse(kernel, shape, device)
             self.profile = load_or_measure(profile_dir, kernel, shape, device)
         self.device_name = device_name(device)
 
