@@ -184,7 +184,7 @@ def run_way(name: str, plan: Plan, drawn: Sequence[Batch], settings: RankSetting
             if on_gpu and step == plan.warm_ups:
                 torch.cuda.reset_peak_memory_stats()
             result = run_step(way, step, batch, settings, n_devices=plan.n_devices(name))
-            memory = gathered(_peak_memory() if on_gpu else {})
+            memory = gathered(_memory(way) if on_gpu else {})
             if settings.rank == 0:
                 print(_line(name, step, result, memory), flush=True)
             if step >= plan.warm_ups:
@@ -203,8 +203,8 @@ def run_way(name: str, plan: Plan, drawn: Sequence[Batch], settings: RankSetting
 def _line(name: str, step: int, result: StepResult, memory: list[dict[str, float]]) -> str:
     peak = ", ".join(
         f"{title} {max(rank[f'{title}_gib'] for rank in memory):.1f} GiB"
-        for title in ("allocated", "reserved", "device")
-        if memory[0]
+        for title in ("allocated", "reserved", "buffers", "device")
+        if f"{title}_gib" in memory[0]
     )
     return (
         f"{name} step {step}: {result.seconds:.3f} s, loss {result.loss:.5f}, "
@@ -269,9 +269,11 @@ def _settle(settings: RankSettings) -> None:
         torch.cuda.synchronize()
 
 
-def _peak_memory() -> dict[str, float]:
+def _memory(way: methods.Method) -> dict[str, float]:
+    """What PyTorch has held at most, what message buffers hold, and what is in use in all."""
     free, total = torch.cuda.mem_get_info()
-    return {
+    buffers = {"buffers_gib": way.buffer_bytes / 2**30} if isinstance(way, Disaggregated) else {}
+    return buffers | {
         "allocated_gib": torch.cuda.max_memory_allocated() / 2**30,
         "reserved_gib": torch.cuda.max_memory_reserved() / 2**30,
         "device_gib": (total - free) / 2**30,

@@ -37,6 +37,7 @@ logger = logging.getLogger(__name__)
 PROFILE = Path(__file__).parents[3] / "simulator/profiles/h200-llama3-8b.json"
 KEPT_FORWARD_TICKS = 3
 ADDRESS_FILE = "control-plane.address"
+POOL_METRIC = "distca_data_plane_buffer_pool_bytes"
 BARRIER_SECONDS = 300.0
 START_SECONDS = 200.0
 """The first control plane on a machine compiles its planner."""
@@ -272,6 +273,15 @@ class Disaggregated:
         }
         if self._settings.rank == 0:
             measured.extra |= self._planned(step)
+
+    @property
+    def buffer_bytes(self) -> float:
+        """Memory of message buffers, in use or idle, which is not PyTorch's."""
+        registry = self.session.metrics_registry
+        return sum(
+            registry.get_sample_value(POOL_METRIC, {"pool": "messages", "state": state}) or 0.0
+            for state in ("in_use", "idle")
+        )
 
     def timeline(self) -> list[Any]:
         """This rank's timeline of the last step."""
