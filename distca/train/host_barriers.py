@@ -1,10 +1,10 @@
 """Collectives that are launched only once all ranks have come to them.
 
-A collective's kernel occupies a GPU until the last rank has launched its own. Meanwhile some calls
-of CUDA may not return on that GPU: loading a kernel, mapping another process's memory, allocating.
-If the rank that is awaited waits in its turn for rows from this rank's server, and the server is
-held up in such a call, nobody goes on. With a barrier on the host before each launch, every kernel
-of a collective that runs is one that all ranks are about to launch, whatever servers do.
+A collective's kernel occupies a GPU until the last rank has launched its own. Meanwhile CUDA does
+not load kernels on that GPU, nor free memory (``benchmarks.gpu.blocking_calls``). If the rank that
+is awaited waits in its turn for rows from this rank's server, and the server is held up in such a
+call, nobody goes on. With a barrier on the host before each launch, every kernel of a collective
+that runs is one that all ranks are about to launch, whatever servers do.
 """
 
 from __future__ import annotations
