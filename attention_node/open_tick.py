@@ -210,10 +210,12 @@ class OpenTick:
                 terms = [(self._gradients[part][which], copy) for part, copy in sums]
                 _sum_rows(terms, source.outputs[name])
         self._unreplied.discard(rank)
-        source.reply()
-        # Keys that other ranks' tasks read were copied together when they came; its own tasks have
-        # run, and dK and dV are sums of tensors of this tick.
-        source.release()
+        try:
+            source.reply()
+        finally:
+            # Keys that other ranks' tasks read were copied together when they came; its own tasks
+            # have run, and dK and dV are sums of tensors of this tick.
+            source.release()
 
     def _finish(self) -> None:
         """Once nothing is left to run, a rank that gave only K/V owes nothing and is owed nothing

@@ -139,6 +139,10 @@ def make_source(route: TickRoute, rank: int, data: Rank, phase: Phase, *, local:
 
     def release() -> None:
         data.released += 1
+        if not local:
+            # The next message may be received into this memory.
+            for rows in inputs.values():
+                rows.fill_(torch.nan)
 
     return Source(
         inputs=inputs,

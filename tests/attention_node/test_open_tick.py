@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import permutations
 
 import numpy as np
@@ -141,6 +142,23 @@ def test_keys_are_copied_only_where_they_lie_in_pieces() -> None:
     sources = {(part.q_source, part.k_source) for part in route.parts}
     assert sources == {(0, 0), (1, 1), (1, ASSEMBLED), (2, ASSEMBLED)}
     assert route.n_assembled_rows == 30
+
+
+def test_a_reply_that_fails_keeps_no_inputs() -> None:
+    plan = make_plan(SPANNING, SPANNING_TASKS)
+    route = derive_tick_route(plan, 0, 0, Phase.FORWARD, None)
+    ranks, _ = make_documents(plan.manifest)
+    tick = open_tick(route, Phase.FORWARD, lambda tick: None)
+
+    def fail() -> None:
+        raise ValueError("no such tag")
+
+    source = make_source(route, 0, ranks[0], Phase.FORWARD, local=False)
+    ready = tick.arrive(0, replace(source, reply=fail))
+    with pytest.raises(ValueError, match="no such tag"):
+        run_parts(tick, ready, Phase.FORWARD)
+    tick.give_up(ValueError("no such tag"))
+    assert ranks[0].released == 1
 
 
 def test_giving_up_tells_those_who_have_sent() -> None:
