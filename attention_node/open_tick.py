@@ -33,7 +33,7 @@ class Source:
             dv hold the rows of the pair's K/V runs; float32 or the job's dtype.
         reply: called once, when the outputs are complete.
         release: called once, when the inputs are no longer read: behind ``reply`` or ``fail``.
-        fail: called instead of ``reply`` when the tick cannot be run.
+        fail: called instead of ``reply`` when the tick cannot be run, or after one that has raised.
         verify: called before the inputs are read; raises ChecksumMismatch if they are damaged.
         written: on a GPU, the event after which a trainer's own inputs are complete; the executor
             waits for it. None for messages, which are complete when they arrive.
@@ -209,13 +209,11 @@ class OpenTick:
             for which, name in enumerate(("dk", "dv")):
                 terms = [(self._gradients[part][which], copy) for part, copy in sums]
                 _sum_rows(terms, source.outputs[name])
+        source.reply()
         self._unreplied.discard(rank)
-        try:
-            source.reply()
-        finally:
-            # Keys that other ranks' tasks read were copied together when they came; its own tasks
-            # have run, and dK and dV are sums of tensors of this tick.
-            source.release()
+        # Keys that other ranks' tasks read were copied together when they came; its own tasks have
+        # run, and dK and dV are sums of tensors of this tick.
+        source.release()
 
     def _finish(self) -> None:
         """Once nothing is left to run, a rank that gave only K/V owes nothing and is owed nothing

@@ -144,7 +144,7 @@ def test_keys_are_copied_only_where_they_lie_in_pieces() -> None:
     assert route.n_assembled_rows == 30
 
 
-def test_a_reply_that_fails_keeps_no_inputs() -> None:
+def test_a_rank_whose_reply_fails_is_told_and_keeps_no_inputs() -> None:
     plan = make_plan(SPANNING, SPANNING_TASKS)
     route = derive_tick_route(plan, 0, 0, Phase.FORWARD, None)
     ranks, _ = make_documents(plan.manifest)
@@ -155,9 +155,10 @@ def test_a_reply_that_fails_keeps_no_inputs() -> None:
 
     source = make_source(route, 0, ranks[0], Phase.FORWARD, local=False)
     ready = tick.arrive(0, replace(source, reply=fail))
-    with pytest.raises(ValueError, match="no such tag"):
+    with pytest.raises(ValueError, match="no such tag") as raised:
         run_parts(tick, ready, Phase.FORWARD)
-    tick.give_up(ValueError("no such tag"))
+    tick.give_up(raised.value)
+    assert ranks[0].failures == [raised.value]
     assert ranks[0].released == 1
 
 
