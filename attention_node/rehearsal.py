@@ -175,7 +175,7 @@ class _Rank:
             name: packed.pop(name).float() for name in ("dk", "dv") if name in packed
         }
         self._partial = {
-            name: torch.empty((pair.n_kv_rows, *rows.shape[1:]), device=device)
+            name: rows.new_empty((pair.n_kv_rows, *rows.shape[1:]))
             for name, rows in self._gradients.items()
         }
         self._packed: Tensors = packed

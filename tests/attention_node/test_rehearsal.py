@@ -61,6 +61,16 @@ def test_it_runs_through_a_kernel() -> None:
     rehearse(CpuKernel(), SHAPE, CPU)
 
 
+def test_it_does_not_depend_on_the_default_dtype() -> None:
+    """A trainer may have set it to build its model."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        rehearse(CpuKernel(), SHAPE, CPU)
+    finally:
+        torch.set_default_dtype(before)
+
+
 def test_a_kernel_that_fails_is_not_hidden() -> None:
     class FailingKernel(CpuKernel):
         def backward(self, parts: Sequence[BackwardPart], scale: float) -> None:
