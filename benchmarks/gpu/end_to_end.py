@@ -359,13 +359,20 @@ def measure(plan: Plan) -> list[dict[str, Any]]:
         folder = Path(name)
         if _needs_service(plan):
             _start_services(supervisor, folder, plan)
+        ranks = spawn(run_rank, (plan, folder), nprocs=plan.ranks, join=False)
+        assert ranks is not None
         try:
-            spawn(run_rank, (plan, folder), nprocs=plan.ranks)
+            while not ranks.join():
+                pass
         except (Exception, KeyboardInterrupt) as error:
             print(f"{type(error).__name__}: {error}", flush=True)
             log = folder / "control-plane.log"
             if log.exists():
                 print(log.read_text()[-4000:], flush=True)
+        finally:
+            # One that an interrupt found in a callback of the library's has not heard of it.
+            for process in ranks.processes:
+                process.kill()
         found = [folder / f"{way}.json" for way in plan.ways]
         return [json.loads(path.read_text()) for path in found if path.exists()]
 
