@@ -30,8 +30,7 @@ HERE, ELSEWHERE = 0, 1
 
 
 def rehearse(kernel: Kernel, shape: AttentionShape, device: torch.device) -> None:
-    """Serves two ranks, one of them in place, for a few rows of zeros; returns when the device is
-    done.
+    """Runs a small step on a GPU; returns when it is done. A CPU has no kernels to load.
 
     Args:
         kernel: runs the tasks; warm.
@@ -41,6 +40,12 @@ def rehearse(kernel: Kernel, shape: AttentionShape, device: torch.device) -> Non
     Raises:
         RuntimeError: a kernel fails.
     """
+    if device.type != "cpu":
+        run_small_step(kernel, shape, device)
+
+
+def run_small_step(kernel: Kernel, shape: AttentionShape, device: torch.device) -> None:
+    """Serves two ranks, one of them in place, for a few rows of zeros."""
     plan = small_plan()
     with torch.no_grad():
         for nano_batch in range(plan.manifest.n_nano_batches):

@@ -35,6 +35,7 @@ from core_attention.message_views import message_views
 from core_attention.plan import Plan
 from core_attention.tick import Tick
 from data_plane.buffer_pool import BufferPool, BufferPoolExhausted, PooledBuffer
+from data_plane.device_memory import DriverError
 from data_plane.transport import (
     Connection,
     MessageSizeMismatch,
@@ -48,7 +49,7 @@ from distca.v1 import data_plane_pb2
 
 logger = logging.getLogger(__name__)
 
-NO_MEMORY = (BufferPoolExhausted, MemoryError, torch.OutOfMemoryError)
+NO_MEMORY = (BufferPoolExhausted, DriverError, MemoryError, torch.OutOfMemoryError)
 """What a buffer pool raises when it has no room."""
 
 LANE_DEADLINE_SECONDS = 24 * 3600.0

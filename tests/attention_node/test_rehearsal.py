@@ -11,7 +11,14 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from attention_node.rehearsal import HERE, LOCAL_RANK, rehearse, rehearse_tick, small_plan
+from attention_node.rehearsal import (
+    HERE,
+    LOCAL_RANK,
+    rehearse,
+    rehearse_tick,
+    run_small_step,
+    small_plan,
+)
 from attention_node.tick_route import ASSEMBLED, TickRoute, derive_tick_route
 from core_attention.ca_task import Phase
 from core_attention.kernels.cpu import CpuKernel
@@ -58,7 +65,7 @@ def test_it_has_all_that_tasks_can_differ_in(phase: Phase) -> None:
 
 
 def test_it_runs_through_a_kernel() -> None:
-    rehearse(CpuKernel(), SHAPE, CPU)
+    run_small_step(CpuKernel(), SHAPE, CPU)
 
 
 def test_it_does_not_depend_on_the_default_dtype() -> None:
@@ -66,7 +73,7 @@ def test_it_does_not_depend_on_the_default_dtype() -> None:
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
     try:
-        rehearse(CpuKernel(), SHAPE, CPU)
+        run_small_step(CpuKernel(), SHAPE, CPU)
     finally:
         torch.set_default_dtype(before)
 
@@ -77,7 +84,7 @@ def test_a_kernel_that_fails_is_not_hidden() -> None:
             raise RuntimeError("no such kernel image")
 
     with pytest.raises(RuntimeError, match="no such kernel image"):
-        rehearse(FailingKernel(), SHAPE, CPU)
+        run_small_step(FailingKernel(), SHAPE, CPU)
 
 
 def kernels_of(action: Callable[[], None]) -> set[str]:

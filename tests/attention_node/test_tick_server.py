@@ -25,6 +25,7 @@ from core_attention.manifest import RankManifest, Segment
 from core_attention.plan import Plan
 from core_attention.tick import Tick
 from data_plane.buffer_pool import BufferPool, PooledBuffer
+from data_plane.device_memory import DriverError
 from data_plane.transport import (
     PeerClosed,
     PeerLost,
@@ -340,6 +341,26 @@ def test_memory_of_a_failed_tick_is_given_back_when_the_device_is_done() -> None
     assert held
     assert held[0] > posted
     made[0].executor.close()
+
+
+def test_a_device_that_gives_no_memory_costs_one_rank_its_connection(
+    harness: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = (harness.connect(rank) for rank in range(2))
+    harness.add(0)
+    acquire = harness.pool.acquire
+
+    def refuse_after_reply(nbytes: int) -> PooledBuffer:
+        if first.puts and not first.closed:
+            raise DriverError("cuMemAlloc_v2: unspecified launch failure (CUresult 719)")
+        return acquire(nbytes)
+
+    monkeypatch.setattr(harness.pool, "acquire", refuse_after_reply)
+    first.arrive(ticks_of(0)[0])
+    wait_for(lambda: first.closed)
+    assert "launch failure" in first.reason
+    second.arrive(ticks_of(0)[0])
+    wait_for(lambda: len(second.puts) == 1)
 
 
 def test_a_step_that_one_rank_gives_up_holds_no_buffers(harness: Harness) -> None:
