@@ -274,6 +274,8 @@ def test_an_interrupted_run_ends_and_keeps_the_steps_before(tmp_path: Path, ever
         stdout=subprocess.PIPE,
         text=True,
         start_new_session=True,
+        # A shell has what runs in its background ignore it, and so do the children of that.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     assert running.stdout is not None
     try:
