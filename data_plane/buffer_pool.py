@@ -278,7 +278,7 @@ class BufferPool:
             )
 
     def trim(self) -> None:
-        """Lets go of every idle block; the memory of a slab goes with the last of its blocks."""
+        """Lets go of every idle block; memory that was cut from slabs stays while they do."""
         with self._lock:
             for block_bytes, blocks in self._idle.items():
                 self._made[block_bytes] -= len(blocks)

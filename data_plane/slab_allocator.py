@@ -19,8 +19,8 @@ class SlabAllocator:
     """Cuts blocks out of slabs, so that few calls reach the allocator behind it, and a process that
     is sent a block for the first time has nearly always mapped its slab before. Thread-safe.
 
-    A slab goes back when all its blocks have gone; the room of a single one is not used again, so
-    this is for pools that keep what they have.
+    A slab goes back when all its blocks have gone, and one that is not used up with the allocator;
+    the room of a single block is not used again. So this is for pools that keep what they have.
 
     Args:
         make_slab: allocates a slab.
