@@ -133,8 +133,9 @@ def rehearse_tick(
     tick = OpenTick(
         Tick(plan.step, 0, nano_batch, phase), route, shape, 1.0, device, on_closed=_nothing
     )
+    n_rows = plan.manifest.tokens_per_rank(nano_batch).tolist()
     ranks = {
-        rank: _Rank(plan.manifest, nano_batch, phase, pair, shape, device)
+        rank: _Rank(n_rows[rank], phase, pair, shape, device)
         for rank, pair in sorted(route.pairs.items())
     }
     ready = [i for rank, each in ranks.items() for i in tick.arrive(rank, each.source())]
@@ -153,16 +154,12 @@ class _Rank:
 
     def __init__(
         self,
-        manifest: Manifest,
-        nano_batch: int,
+        n_rows: int,
         phase: Phase,
         pair: PairRoute,
         shape: AttentionShape,
         device: torch.device,
     ) -> None:
-        of_document = manifest.document_nano_batch[manifest.segment_document] == nano_batch
-        mine = of_document & (manifest.segment_rank == pair.rank)
-        n_rows = int(manifest.segment_length[mine].sum())
         self._local = pair.rank == LOCAL_RANK
         self._request = request_layout(pair, shape, phase)
         self._reply = reply_layout(pair, shape, phase)

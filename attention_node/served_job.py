@@ -134,6 +134,11 @@ class MessagePair:
     request: MessageLayout
     reply: MessageLayout
 
+    @property
+    def owes_reply(self) -> bool:
+        """Whether the rank waits for rows before it goes on; not if it gives only keys, forward."""
+        return self.reply.nbytes > 0
+
 
 class ServedStep:
     """One planned step on one server: routes, open ticks, and what is still to come.
@@ -252,7 +257,7 @@ class ServedStep:
                     continue
                 for rank in self._route(first).pairs.keys() - {self._local_rank}:
                     pair = self.messages(rank, first)
-                    ticks_at_a_time = 1 if pair.reply.nbytes else 2
+                    ticks_at_a_time = 1 if pair.owes_reply else 2
                     held[phase] += [pair.request.nbytes, pair.reply.nbytes] * ticks_at_a_time
         return held
 
@@ -387,7 +392,7 @@ class ExpectedTick:
     Attributes:
         step: its step.
         tick: which exchange.
-        owes_reply: whether the rank waits for rows before it goes on.
+        owes_reply: see :class:`MessagePair`.
     """
 
     step: ServedStep
@@ -418,7 +423,7 @@ class Lane:
         for _ in later:
             self.expected.pop()
         self.expected.extend(
-            ExpectedTick(step, tick, step.messages(rank, tick).reply.nbytes > 0)
+            ExpectedTick(step, tick, step.messages(rank, tick).owes_reply)
             for tick in step.expected_ticks(rank, nano_batch)
         )
         self.expected.extend(later)

@@ -50,7 +50,7 @@ from distca.v1 import data_plane_pb2
 logger = logging.getLogger(__name__)
 
 NO_MEMORY = (BufferPoolExhausted, DriverError, MemoryError, torch.OutOfMemoryError)
-"""What a buffer pool raises when it has no room."""
+"""What a buffer pool raises when it has no room, or the device gives it none."""
 
 LANE_DEADLINE_SECONDS = 24 * 3600.0
 """A posted receive waits for as long as its trainer computes, evaluates or saves. When the trainer
@@ -526,7 +526,7 @@ class TickServer:
         reply = posting.reply or self._pool.acquire(messages.reply.nbytes)
 
         def send_reply() -> None:
-            if messages.reply.nbytes:
+            if messages.owes_reply:
                 seal(reply.tensor, messages.reply, tick.tag(reply=True))
                 transfer = connection.connection.put(
                     tick.tag(reply=True),
