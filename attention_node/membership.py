@@ -107,6 +107,7 @@ class Membership:
             server_id=self._description.server_id,
             forward_busy_seconds=busy.forward_seconds,
             backward_busy_seconds=busy.backward_seconds,
+            backward_layers=busy.backward_layers,
         )
         future: Future[object] = self._outbox.submit(
             contact.report_step, busy.job_id, busy.step, measurement

@@ -54,6 +54,7 @@ from control_plane.step import (
 )
 from control_plane.step_planner import StepPlanner
 from control_plane.subscriptions import Subscription
+from control_plane.waits import Wait
 from core_attention.manifest import RankManifest
 from distca import tracing
 from distca.tokens import rank_of_token
@@ -346,6 +347,33 @@ class Coordinator:
         if job.report_rank(lease_id, step, measured, now=self._clock()):
             self._metrics.rank_reported(job, job.step(step))
         self._recoveries.advance(job)
+
+    def give_up_step(self, job_id: str, lease_id: str, step: int, reason: str) -> None:
+        """A rank leaves ``step`` before it is complete.
+
+        Raises:
+            UnknownJobError, LeaseExpiredError: as :meth:`Jobs.get` and :meth:`Job.give_up`.
+        """
+        job = self._jobs.get(job_id)
+        rank = job.give_up(lease_id, step, reason, now=self._clock())
+        self._recoveries.step_given_up(job, rank, step, reason)
+
+    def wait_in_step(self, job_id: str, lease_id: str, wait: Wait) -> None:
+        """A rank has waited long for a tick. If it and others wait for each other, the step fails.
+
+        Raises:
+            UnknownJobError, LeaseExpiredError, InvalidRequestError: as :meth:`Jobs.get` and
+                :meth:`Job.wait`.
+        """
+        job = self._jobs.get(job_id)
+        stuck = job.wait(lease_id, wait, now=self._clock())
+        if stuck:
+            self._fail(
+                job,
+                wait.step,
+                f"ranks wait for each other: {stuck}; all ranks must run the forward and backward "
+                "passes of their nano-batches in the same order",
+            )
 
     def report_server(
         self, job_id: str, lease_id: str, step: int, measured: ServerMeasurement

@@ -25,6 +25,7 @@ from control_plane.step import (
     ReadyStep,
     ServerMeasurement,
 )
+from control_plane.waits import Wait, Waits
 from core_attention.manifest import RankManifest
 
 
@@ -80,6 +81,8 @@ class Job:
         # a submission whose answer it did not get.
         self._accepted: OrderedDict[int, dict[int, int]] = OrderedDict()
         self._last_reported = dict.fromkeys(range(spec.n_ranks), -1)
+        self._given_up: dict[tuple[int, int], str] = {}
+        self._waits = Waits(spec.n_layers)
         self._finished_step = -1
 
     def check_can_join(self, rank: int) -> None:
@@ -210,6 +213,7 @@ class Job:
         void."""
         for known in (self._ready, self._accepted, self._planned):
             known.pop(step, None)
+        self._waits.forget(step)
 
     def step(self, step: int) -> PlannedStep:
         """A recent step with its plan.
@@ -248,6 +252,45 @@ class Job:
         self.recovery.progressed()
         return is_new
 
+    def give_up(self, lease_id: str, step: int, reason: str, *, now: float) -> int:
+        """A rank leaves ``step`` before it is complete; returns the rank.
+
+        Raises:
+            LeaseExpiredError: as :meth:`lease`.
+        """
+        rank = self.lease(lease_id, now=now).rank
+        if step > self._finished_step:
+            self._given_up[step, rank] = reason
+            self._last_reported[rank] = max(self._last_reported[rank], step)
+        return rank
+
+    def wait(self, lease_id: str, wait: Wait, *, now: float) -> str:
+        """A rank has waited long for a tick; the ranks that wait for each other, in words, or
+        nothing.
+
+        Raises:
+            LeaseExpiredError: as :meth:`lease`.
+            InvalidRequestError: the job has no such nano-batch.
+        """
+        rank = self.lease(lease_id, now=now).rank
+        n_nano_batches = self.spec.n_nano_batches
+        if len(wait.sent_ticks) != n_nano_batches or wait.nano_batch >= n_nano_batches:
+            raise InvalidRequestError(
+                f"rank {rank} waits in nano-batch {wait.nano_batch} with sent_ticks "
+                f"{list(wait.sent_ticks)}; job {self.job_id} has {n_nano_batches} nano-batches"
+            )
+        if self.is_recovering or wait.step not in self._planned:
+            return ""
+        return self._waits.wait(rank, wait, now=now)
+
+    def others_may_run(self, step: int, rank: int) -> bool:
+        """Whether a rank other than ``rank`` may still be running the planned ``step``."""
+        return step in self._planned and any(
+            last < step
+            for other, last in self._last_reported.items()
+            if other != rank and other not in self._leases.left
+        )
+
     def report_server(self, step: int, measured: ServerMeasurement) -> bool:
         """Stores what a server measured; returns whether that is new, and not a repetition.
 
@@ -256,11 +299,20 @@ class Job:
             InvalidRequestError: it has not one number per nano-batch and phase.
         """
         record = self.step(step)
-        n_values = {len(measured.forward_busy_seconds), len(measured.backward_busy_seconds)}
+        n_values = {
+            len(measured.forward_busy_seconds),
+            len(measured.backward_busy_seconds),
+            len(measured.backward_layers),
+        }
         if n_values != {self.spec.n_nano_batches}:
             raise InvalidRequestError(
-                f"server {measured.server_id} reports {sorted(n_values)} busy seconds; the job "
-                f"has {self.spec.n_nano_batches} nano-batches"
+                f"server {measured.server_id} reports {sorted(n_values)} busy seconds and backward "
+                f"layers; the job has {self.spec.n_nano_batches} nano-batches"
+            )
+        if max(measured.backward_layers) > self.spec.n_layers:
+            raise InvalidRequestError(
+                f"server {measured.server_id} reports backward_layers "
+                f"{list(measured.backward_layers)}; the job has {self.spec.n_layers} layers"
             )
         is_new = measured.server_id not in record.servers
         if is_new:
@@ -301,6 +353,9 @@ class Job:
         if finished <= self._finished_step:
             return None
         self._finished_step = finished
+        self._waits.forget(finished)
+        for key in [key for key in self._given_up if key[0] <= finished]:
+            del self._given_up[key]
         for known in (self._pending, self._ready):
             for step in [step for step in known if step <= finished]:
                 del known[step]
@@ -310,6 +365,7 @@ class Job:
         """Makes all plans void: unfinished steps are to be planned again, once all ranks have
         answered."""
         self.recovery.begin(now=now)
+        self._waits = Waits(self.spec.n_layers)
         for record in self.unfinished_steps():
             self._ready[record.step] = ReadyStep(
                 step=record.step,
@@ -446,28 +502,28 @@ class Job:
             for rank in range(self.spec.n_ranks)
         )
 
-    def _without(self, ready: ReadyStep, answers: Answers) -> frozenset[int]:
-        """The ranks that have left the job, or have left the step behind unfinished: they send
-        nothing of it any more."""
+    def _without(self, ready: ReadyStep, answers: Answers) -> dict[int, str]:
+        """The ranks that have left the job, or have left the step behind unfinished, and why: they
+        send nothing of it any more."""
         given_up = {
-            rank
+            rank: f"gave the step up: {self._given_up.get((ready.step, rank), 'it left it out')}"
             for rank, steps in answers.items()
             if ready.step in steps
             and steps[ready.step].done
             and min(steps[ready.step].complete_ticks) < self._lane_ticks(ready)
         }
-        return frozenset(self._leases.left | given_up)
+        return given_up | dict.fromkeys(self._leases.left, "has left the job")
 
     def _lane_ticks(self, ready: ReadyStep) -> int:
         return self.spec.n_layers * (1 if ready.forward_only else 2)
 
     def _correct_speed(self, record: PlannedStep, measured: ServerMeasurement) -> None:
-        predicted = record.predicted_seconds(measured.server_id)
+        predicted = record.predicted_seconds(measured, self.spec.n_layers)
         if predicted is not None and record.runs_whole:
             self.speeds.measured(
                 measured.server_id,
                 planned_speed=record.speeds.get(measured.server_id, 1.0),
-                predicted_seconds=predicted * self.spec.n_layers,
+                predicted_seconds=predicted,
                 measured_seconds=sum(sum(measured.busy_seconds(phase)) for phase in record.phases),
             )
 

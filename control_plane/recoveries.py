@@ -85,6 +85,19 @@ class Recoveries:
             )
         self._call_for(job, f"rank {rank} lost server {server_id}: {cause}", server_id)
 
+    def step_given_up(self, job: Job, rank: int, step: int, reason: str) -> None:
+        """A rank has left a step unfinished. Those that still run it are asked how far they are:
+        they go on without its rows, or hear that they cannot."""
+        # In a moment: often all ranks give it up, and then there is nothing to recover.
+        asyncio.get_running_loop().call_later(
+            self._settings.settle_seconds, self._recover_without, job, rank, step, reason
+        )
+        self.advance(job)
+
+    def _recover_without(self, job: Job, rank: int, step: int, reason: str) -> None:
+        if job.closed is None and job.others_may_run(step, rank):
+            self._call_for(job, f"rank {rank} gave step {step} up: {reason}")
+
     def rank_came_back(self, job: Job) -> None:
         """A rank has opened the job again; when all have, and servers have had the time to
         register, the control plane asks where they are."""

@@ -11,6 +11,7 @@ from control_plane.membership import Member, ServerDescription, ServerLoad
 from control_plane.profiles import nominal_profile
 from control_plane.recovery import StepProgress
 from control_plane.step import PlannedStep, RankMeasurement, ServerMeasurement
+from control_plane.waits import Wait
 from core_attention.cost_model import CostProfile
 from core_attention.manifest import RankManifest
 from distca.codec import (
@@ -189,6 +190,7 @@ def server_measurement_from_proto(message: jobs_pb2.ServerMeasurement) -> Server
         server_id=message.server_id,
         forward_busy_seconds=tuple(message.forward_busy_seconds),
         backward_busy_seconds=tuple(message.backward_busy_seconds),
+        backward_layers=tuple(message.backward_layers),
     )
 
 
@@ -251,6 +253,17 @@ def progress_from_proto(message: jobs_pb2.StepProgress) -> StepProgress:
     )
 
 
+def wait_from_proto(step: int, message: jobs_pb2.StepWaiting) -> Wait:
+    """What a rank waits for."""
+    return Wait(
+        step=step,
+        nano_batch=message.nano_batch,
+        tick=message.tick,
+        sent_ticks=tuple(message.sent_ticks),
+        needed_ranks=frozenset(message.needed_ranks),
+    )
+
+
 def description_of_job(job: Job) -> jobs_pb2.DescribeJobResponse:
     """A job's state, for people."""
     return jobs_pb2.DescribeJobResponse(
@@ -274,6 +287,7 @@ def step_to_proto(record: PlannedStep, plan: plan_pb2.Plan) -> jobs_pb2.GetStepR
                 server_id=measured.server_id,
                 forward_busy_seconds=measured.forward_busy_seconds,
                 backward_busy_seconds=measured.backward_busy_seconds,
+                backward_layers=measured.backward_layers,
             )
             for _, measured in sorted(record.servers.items())
         ],

@@ -26,6 +26,7 @@ from control_plane.requests import (
     spec_from_proto,
     status_to_proto,
     step_to_proto,
+    wait_from_proto,
 )
 from control_plane.subscriptions import Subscription
 from distca.codec import plan_to_proto
@@ -175,8 +176,18 @@ class JobsService(jobs_pb2_grpc.JobsServicer):
                 request.step,
                 rank_measurement_from_proto(request.rank),
             )
+        elif kind == "given_up":
+            self._coordinator.give_up_step(
+                request.job_id, request.lease_id, request.step, request.given_up.reason
+            )
+        elif kind == "waiting":
+            self._coordinator.wait_in_step(
+                request.job_id, request.lease_id, wait_from_proto(request.step, request.waiting)
+            )
         else:
-            raise InvalidRequestError("measurement is missing; give server or rank")
+            raise InvalidRequestError(
+                "measurement is missing; give server, rank, given_up or waiting"
+            )
         return jobs_pb2.ReportStepResponse()
 
     async def ReportServerLost(  # noqa: N802

@@ -32,6 +32,15 @@ FLUSH_SECONDS = 5.0
 """How long closing waits for reports that are under way."""
 
 
+StepNews = (
+    jobs_pb2.RankMeasurement
+    | jobs_pb2.ServerMeasurement
+    | jobs_pb2.StepGivenUp
+    | jobs_pb2.StepWaiting
+)
+"""What a rank has to tell of a step."""
+
+
 class ControlLink:
     """One rank's membership in one job.
 
@@ -142,17 +151,24 @@ class ControlLink:
         )
 
     def report(
-        self, step: int, measurement: jobs_pb2.RankMeasurement | jobs_pb2.ServerMeasurement
+        self,
+        step: int,
+        measurement: StepNews,
     ) -> None:
-        """Sends what the rank or its in-place server measured in a step; a refusal is logged
-        only."""
+        """Sends what the rank or its in-place server measured in a step, that the rank gave it up,
+        or waits in it; a refusal is logged only."""
         if self._left:
             return
         request = jobs_pb2.ReportStepRequest(step=step)
-        if isinstance(measurement, jobs_pb2.RankMeasurement):
-            request.rank.CopyFrom(measurement)
-        else:
-            request.server.CopyFrom(measurement)
+        match measurement:
+            case jobs_pb2.RankMeasurement():
+                request.rank.CopyFrom(measurement)
+            case jobs_pb2.ServerMeasurement():
+                request.server.CopyFrom(measurement)
+            case jobs_pb2.StepGivenUp():
+                request.given_up.CopyFrom(measurement)
+            case jobs_pb2.StepWaiting():
+                request.waiting.CopyFrom(measurement)
         self._outbox.put(
             Letter(f"the report of step {step}", lambda contact: contact.report_step(request))
         )

@@ -49,6 +49,7 @@ _PLACEMENTS = {
     Placement.MIXED: jobs_pb2.PLACEMENT_MIXED,
 }
 _SERVING_CHECK_SECONDS = 0.02
+_MAX_REASON_LETTERS = 2000
 
 
 class Session:
@@ -206,8 +207,8 @@ class Session:
         Steps run in increasing order; one that was submitted may be left out.
 
         Raises:
-            SessionError: it is not after the last step begun, or the block ended without a single
-                call of core attention.
+            SessionError: it is not after the last step begun, or the block ended before the step
+                was complete; see :meth:`RunningStep.check_ended`.
             PlanNotReady: its plan did not come before ``plan_timeout_seconds``; it may be run
                 again, unless the message says that it has no plan.
             SessionClosed: the job ended.
@@ -223,18 +224,16 @@ class Session:
         self._metrics.plan_waited_for(plan_wait_seconds)
         running = self._begin(planned)
         token = current_step.set(running)
+        why = ""
         try:
             yield running
+        except BaseException as error:
+            why = f"{type(error).__name__}: {error}"
+            raise
         finally:
             current_step.reset(token)
-            self._end(running, plan_wait_seconds)
-        if not running.called:
-            # A model that silently runs another implementation would train without being served.
-            raise SessionError(
-                f"step {step} ended without a call of core attention; load the model with "
-                "attn_implementation='distca' (building another model from the same config object "
-                "changes it), or call trainer_client.core_attention"
-            )
+            self._end(running, plan_wait_seconds, why)
+        running.check_ended()
 
     def fetch_step(self, step: int) -> jobs_pb2.GetStepResponse:
         """The whole plan of a recent step and what all members measured in it so far.
@@ -382,6 +381,7 @@ class Session:
             check=self._link.check,
             connected=lambda: self._link.connected,
             lost=self._link.report_lost,
+            waiting=lambda waiting: self._link.report(step, waiting),
             metrics=self._metrics,
             kept_forward_ticks=self.options.kept_forward_ticks,
         )
@@ -389,14 +389,12 @@ class Session:
         self._recovery.begin(running, planned)
         return running
 
-    def _end(self, running: RunningStep, plan_wait_seconds: float) -> None:
+    def _end(self, running: RunningStep, plan_wait_seconds: float, why: str) -> None:
+        """Closes a step whose block has ended, with the error ``why`` if that is not empty."""
         running.closed = True
         self._running = None
         if not running.complete:
-            running.abandon()
-            servers = [server.server_id for server in running.plan.servers]
-            why = f"step {running.step} was not run to its end"
-            self._go_on_with(running.step + 1, servers, why)
+            self._give_up(running, why or running.given_up or running.unfinished)
         self._recovery.ended(running)
         seconds = time.perf_counter() - running.began_seconds
         exposed_seconds = None if self._runs_ahead else running.wait_seconds
@@ -448,6 +446,15 @@ class Session:
                 ),
             )
 
+    def _give_up(self, running: RunningStep, why: str) -> None:
+        """Others may wait for this rank's rows of the step: they are told that none will come."""
+        running.abandon()
+        servers = [server.server_id for server in running.plan.servers]
+        self._go_on_with(running.step + 1, servers, f"step {running.step} was not run to its end")
+        if self._link.failure is None:
+            reason = why[:_MAX_REASON_LETTERS]
+            self._link.report(running.step, jobs_pb2.StepGivenUp(reason=reason))
+
     def _go_on_with(self, step: int, servers: list[str], why: str) -> None:
         """Servers expect ticks that will not come: new connections tell them where to go on."""
         self._servers.close(servers, why)
@@ -481,5 +488,6 @@ class Session:
                 server_id=self._in_place.ticks.server_id,
                 forward_busy_seconds=busy.forward_seconds,
                 backward_busy_seconds=busy.backward_seconds,
+                backward_layers=busy.backward_layers,
             ),
         )

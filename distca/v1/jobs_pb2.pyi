@@ -220,18 +220,22 @@ class JobClosed(_message.Message):
     def __init__(self, job_id: _Optional[str] = ..., error: _Optional[str] = ...) -> None: ...
 
 class ReportStepRequest(_message.Message):
-    __slots__ = ("job_id", "step", "lease_id", "server", "rank")
+    __slots__ = ("job_id", "step", "lease_id", "server", "rank", "given_up", "waiting")
     JOB_ID_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     LEASE_ID_FIELD_NUMBER: _ClassVar[int]
     SERVER_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
+    GIVEN_UP_FIELD_NUMBER: _ClassVar[int]
+    WAITING_FIELD_NUMBER: _ClassVar[int]
     job_id: str
     step: int
     lease_id: str
     server: ServerMeasurement
     rank: RankMeasurement
-    def __init__(self, job_id: _Optional[str] = ..., step: _Optional[int] = ..., lease_id: _Optional[str] = ..., server: _Optional[_Union[ServerMeasurement, _Mapping]] = ..., rank: _Optional[_Union[RankMeasurement, _Mapping]] = ...) -> None: ...
+    given_up: StepGivenUp
+    waiting: StepWaiting
+    def __init__(self, job_id: _Optional[str] = ..., step: _Optional[int] = ..., lease_id: _Optional[str] = ..., server: _Optional[_Union[ServerMeasurement, _Mapping]] = ..., rank: _Optional[_Union[RankMeasurement, _Mapping]] = ..., given_up: _Optional[_Union[StepGivenUp, _Mapping]] = ..., waiting: _Optional[_Union[StepWaiting, _Mapping]] = ...) -> None: ...
 
 class ReportStepResponse(_message.Message):
     __slots__ = ()
@@ -328,14 +332,34 @@ class GetStepResponse(_message.Message):
     def __init__(self, plan: _Optional[_Union[_plan_pb2.Plan, _Mapping]] = ..., plan_seconds: _Optional[float] = ..., servers: _Optional[_Iterable[_Union[ServerMeasurement, _Mapping]]] = ..., ranks: _Optional[_Iterable[_Union[RankMeasurement, _Mapping]]] = ...) -> None: ...
 
 class ServerMeasurement(_message.Message):
-    __slots__ = ("server_id", "forward_busy_seconds", "backward_busy_seconds")
+    __slots__ = ("server_id", "forward_busy_seconds", "backward_busy_seconds", "backward_layers")
     SERVER_ID_FIELD_NUMBER: _ClassVar[int]
     FORWARD_BUSY_SECONDS_FIELD_NUMBER: _ClassVar[int]
     BACKWARD_BUSY_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    BACKWARD_LAYERS_FIELD_NUMBER: _ClassVar[int]
     server_id: str
     forward_busy_seconds: _containers.RepeatedScalarFieldContainer[float]
     backward_busy_seconds: _containers.RepeatedScalarFieldContainer[float]
-    def __init__(self, server_id: _Optional[str] = ..., forward_busy_seconds: _Optional[_Iterable[float]] = ..., backward_busy_seconds: _Optional[_Iterable[float]] = ...) -> None: ...
+    backward_layers: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, server_id: _Optional[str] = ..., forward_busy_seconds: _Optional[_Iterable[float]] = ..., backward_busy_seconds: _Optional[_Iterable[float]] = ..., backward_layers: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class StepWaiting(_message.Message):
+    __slots__ = ("nano_batch", "tick", "sent_ticks", "needed_ranks")
+    NANO_BATCH_FIELD_NUMBER: _ClassVar[int]
+    TICK_FIELD_NUMBER: _ClassVar[int]
+    SENT_TICKS_FIELD_NUMBER: _ClassVar[int]
+    NEEDED_RANKS_FIELD_NUMBER: _ClassVar[int]
+    nano_batch: int
+    tick: int
+    sent_ticks: _containers.RepeatedScalarFieldContainer[int]
+    needed_ranks: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, nano_batch: _Optional[int] = ..., tick: _Optional[int] = ..., sent_ticks: _Optional[_Iterable[int]] = ..., needed_ranks: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class StepGivenUp(_message.Message):
+    __slots__ = ("reason",)
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    reason: str
+    def __init__(self, reason: _Optional[str] = ...) -> None: ...
 
 class RankMeasurement(_message.Message):
     __slots__ = ("rank", "step_seconds", "wait_seconds", "tokens")

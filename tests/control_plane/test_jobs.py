@@ -97,9 +97,14 @@ def rank_measurement(rank: int) -> RankMeasurement:
     return RankMeasurement(rank=rank, step_seconds=2.0, wait_seconds=0.5, tokens=10)
 
 
-def server_measurement(server_id: str, *seconds: float) -> ServerMeasurement:
+def server_measurement(
+    server_id: str, *seconds: float, backward_layers: tuple[int, ...] | None = None
+) -> ServerMeasurement:
     return ServerMeasurement(
-        server_id=server_id, forward_busy_seconds=seconds, backward_busy_seconds=seconds
+        server_id=server_id,
+        forward_busy_seconds=seconds,
+        backward_busy_seconds=seconds,
+        backward_layers=(4,) * len(seconds) if backward_layers is None else backward_layers,
     )
 
 
@@ -341,9 +346,8 @@ def test_differences_name_each_field_once() -> None:
 
 def test_a_servers_speed_follows_what_it_measures(job: Job) -> None:
     record = plan_next(job, 0)
-    predicted = record.predicted_seconds("a")
-    assert predicted is not None
-    twice_as_long = predicted * job.spec.n_layers
+    twice_as_long = record.predicted_seconds(server_measurement("a", 0.0, 0.0), job.spec.n_layers)
+    assert twice_as_long is not None
     job.report_server(0, server_measurement("a", twice_as_long, twice_as_long / 2))
     slower = job.speeds.of("a")
     assert slower < 1.0
