@@ -36,7 +36,15 @@ def open_session(
     cluster: Cluster, job: str, *, shape: AttentionShape = SHAPE, **options: Any
 ) -> Session:
     """A job of one rank, whose servers are the cluster's and the rank's own."""
-    keep_profile(cluster.folder, shape)
+    keep_profile(cluster.folder, shape, options.get("device", "cpu"))
+    settings: dict[str, Any] = {
+        "placement": Placement.MIXED,
+        "data_host": "127.0.0.1",
+        "one_host": True,
+        "profile_dir": cluster.folder,
+        "probe_bytes": 0,
+        **options,
+    }
     return Session.open(
         SessionOptions(
             control_plane=cluster.address,
@@ -45,12 +53,7 @@ def open_session(
             n_ranks=1,
             n_layers=2,
             shape=shape,
-            placement=Placement.MIXED,
-            data_host="127.0.0.1",
-            one_host=True,
-            profile_dir=cluster.folder,
-            probe_bytes=0,
-            **options,
+            **settings,
         )
     )
 
