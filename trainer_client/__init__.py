@@ -1,5 +1,6 @@
 """The trainer's side: sessions, the autograd operation, ping-pong, integrations."""
 
+from core_attention.shape import AttentionShape
 from trainer_client.checkpointing import checkpoint
 from trainer_client.errors import CoreAttentionFailed, PlanNotReady, SessionClosed, SessionError
 from trainer_client.operation import core_attention
@@ -9,6 +10,7 @@ from trainer_client.session import Session
 from trainer_client.step_report import StepReport, TraceEvent
 
 __all__ = [
+    "AttentionShape",
     "CoreAttentionFailed",
     "PingPong",
     "Placement",
