@@ -3,6 +3,7 @@
 from core_attention.shape import AttentionShape
 from trainer_client.checkpointing import checkpoint
 from trainer_client.errors import CoreAttentionFailed, PlanNotReady, SessionClosed, SessionError
+from trainer_client.feed import submit_ahead
 from trainer_client.operation import core_attention
 from trainer_client.options import Placement, SessionOptions
 from trainer_client.ping_pong import PingPong
@@ -23,4 +24,5 @@ __all__ = [
     "TraceEvent",
     "checkpoint",
     "core_attention",
+    "submit_ahead",
 ]
