@@ -17,6 +17,7 @@ import torch
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from trainer_client.errors import SessionError
+from trainer_client.graphs import outside_graphs
 
 Result = tuple[torch.Tensor, torch.Tensor]
 """o ``[rows, num_heads, head_dim_v]`` and lse ``[rows, num_heads]`` float32."""
@@ -72,6 +73,7 @@ class Region:
 _current: ContextVar[Region | None] = ContextVar("distca_region", default=None)
 
 
+@outside_graphs
 def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Calls ``function`` and keeps of its activations only what core attention in it gave; the rest
     is recomputed in the backward pass, as ``torch.utils.checkpoint`` does.

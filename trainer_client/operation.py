@@ -18,10 +18,12 @@ from core_attention.kernels.row_dots import row_dots
 from core_attention.tensor_checks import check_qkv
 from trainer_client.attention_call import AttentionCall
 from trainer_client.checkpointing import Recomputed, keep_result, kept_result
+from trainer_client.graphs import outside_graphs
 from trainer_client.lane import require_lane
 from trainer_client.probe import current_recorder
 
 
+@outside_graphs
 def core_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     """Causal ``softmax(scale * q k^T) v`` within each document of the current nano-batch.
 
@@ -68,6 +70,7 @@ class _Send(torch.autograd.Function):
         return q.new_empty(0, dtype=torch.float32)
 
     @staticmethod
+    @outside_graphs
     @once_differentiable
     def backward(ctx: Any, token_gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         return *ctx.call.collect_backward(), None
@@ -90,6 +93,7 @@ class _Collect(torch.autograd.Function):
         return o
 
     @staticmethod
+    @outside_graphs
     @once_differentiable
     def backward(ctx: Any, do: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         q, k, v, o, lse = ctx.saved_tensors

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
+from trainer_client.graphs import outside_graphs
 from trainer_client.lane import Lane, require_lane
 from trainer_client.operation import core_attention
 from trainer_client.probe import current_recorder
@@ -51,6 +52,7 @@ class _UnsupportedMask:
         return self.reason
 
 
+@outside_graphs
 def distca_attention(
     module: nn.Module,
     query: torch.Tensor,
@@ -99,6 +101,7 @@ def distca_attention(
     return core_attention(q, k, v)[None], None
 
 
+@outside_graphs
 def distca_mask(
     batch_size: int,
     q_length: int,
