@@ -21,6 +21,7 @@ from torch.utils.checkpoint import _CheckpointFrame
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from trainer_client.errors import SessionError
+from trainer_client.graphs import outside_graphs
 from trainer_client.thread_state import saved_tensor_hooks
 
 Result = tuple[torch.Tensor, torch.Tensor]
@@ -72,6 +73,7 @@ class Region:
 _regions: weakref.WeakKeyDictionary[_CheckpointFrame, Region] = weakref.WeakKeyDictionary()
 
 
+@outside_graphs
 def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Calls ``function`` and keeps of its activations only what core attention in it gave; the rest
     is recomputed in the backward pass. This is ``torch.utils.checkpoint`` with

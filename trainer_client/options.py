@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import math
 import socket
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from pathlib import Path
+from typing import Any
+
+from torch import nn
 
 from core_attention.shape import AttentionShape
 from core_attention.tick import MAX_LAYERS, MAX_NANO_BATCHES
@@ -151,6 +155,33 @@ class SessionOptions:
             if option.name.endswith("_seconds") and not (math.isfinite(value) and value > 0):
                 raise ValueError(f"{option.name} is {value}; it must be a positive number")
         check_order(known_timeouts(self))
+
+    @classmethod
+    def for_model(
+        cls, model: nn.Module, *, inputs: Mapping[str, Any] | None = None, **options: Any
+    ) -> SessionOptions:
+        """Options whose ``n_layers``, ``shape``, ``softmax_scale`` and ``device`` are found by one
+        forward of a few tokens. The model is left as it was, and nothing is sent.
+
+        Call it as the model is trained: on its device, in its dtype, inside ``torch.autocast`` if
+        its steps are, and before its weights are sharded. DistributedDataParallel, PingPong,
+        ``torch.compile`` and adapters may be around it.
+
+        Args:
+            model: what calls core attention.
+            inputs: keyword arguments of one forward; not needed for models of transformers.
+            options: of the session. Those that the probe finds are checked against it.
+
+        Raises:
+            SessionError: the model's weights are sharded or on the meta device, it does not call
+                core attention, or its calls differ in shape, dtype or scale.
+            ValueError: an option has an invalid value or contradicts the model, or ``inputs`` are
+                needed.
+        """
+        # The probe stands on ping-pong, which stands on this module.
+        from trainer_client.probe import probe_model
+
+        return cls(**probe_model(model, inputs).complete(options))
 
     @property
     def checks_results(self) -> bool:

@@ -15,6 +15,7 @@ import greenlet
 from torch import nn
 
 from trainer_client.errors import SessionError
+from trainer_client.graphs import outside_graphs
 from trainer_client.lane import Lane, current_lane, require_step
 from trainer_client.lane_random import RandomState, lane_states
 from trainer_client.running_step import RunningStep
@@ -36,6 +37,7 @@ class PingPong(nn.Module):
         self.module = module
         self.interleave = interleave
 
+    @outside_graphs
     def forward(self, nano_batches: Sequence[Mapping[str, Any]]) -> list[Any]:
         """The module's outputs, one per nano-batch.
 

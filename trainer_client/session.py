@@ -169,6 +169,11 @@ class Session:
         """Where this rank's metrics are served over HTTP, under ``/metrics``; None: nowhere."""
         return None if self._endpoint is None else self._endpoint.port
 
+    @property
+    def next_step(self) -> int:
+        """The number after the last step begun or submitted; 0 at first."""
+        return max(self._handed_in | {self._last_step}) + 1
+
     def submit(self, manifest: RankManifest, *, forward_only: bool = False) -> None:
         """Hands in what this rank holds in a coming step; returns at once.
 

@@ -15,8 +15,10 @@ import torch
 from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
+from trainer_client.graphs import outside_graphs
 from trainer_client.lane import Lane, require_lane
 from trainer_client.operation import core_attention
+from trainer_client.probe import current_recorder
 
 IMPLEMENTATION = "distca"
 
@@ -50,6 +52,7 @@ class _UnsupportedMask:
         return self.reason
 
 
+@outside_graphs
 def distca_attention(
     module: nn.Module,
     query: torch.Tensor,
@@ -80,22 +83,25 @@ def distca_attention(
         ValueError: position_ids or cu_seq_lens do not match the manifest.
         SessionError: no step is running.
     """
-    lane = require_lane()
     is_causal = getattr(module, "is_causal", True) and kwargs.pop("is_causal", None) is not False
     _refuse_unsupported(
         {**kwargs, "attention_mask": attention_mask, "dropout": dropout, "is_causal": is_causal}
     )
-    _check_scale(lane, scaling, module)
     if query.shape[0] != 1:
         raise UnsupportedArgument(
             f"query has a batch of {query.shape[0]}; pack the documents of a nano-batch into one "
             "row, [1, rows], with position_ids that restart at 0"
         )
-    _check_documents(lane, kwargs)
     q, k, v = (tensor[0].transpose(0, 1).contiguous() for tensor in (query, key, value))
+    if (recorder := current_recorder.get()) is not None:
+        return recorder.call(q, k, v, scaling)[None], None
+    lane = require_lane()
+    _check_scale(lane, scaling, module)
+    _check_documents(lane, kwargs)
     return core_attention(q, k, v)[None], None
 
 
+@outside_graphs
 def distca_mask(
     batch_size: int,
     q_length: int,
@@ -118,6 +124,8 @@ def distca_mask(
         return _UnsupportedMask("a custom mask function")
     if q_length != kv_length or q_offset or kv_offset:
         return _UnsupportedMask(f"a cache ({q_length} queries, {kv_length} keys)")
+    if current_recorder.get() is not None:
+        return None
     lane = require_lane()
     if mask_function is not None and not _is_causal_within_segments(lane, mask_function):
         return _UnsupportedMask("not causal (sliding window, chunked or bidirectional)")
