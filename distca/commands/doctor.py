@@ -33,6 +33,7 @@ CHECK_NAMES = (
     "control-plane",
     "clock",
     "versions",
+    "transport",
     "ucx",
     "peers",
 )
@@ -64,7 +65,7 @@ class DoctorOptions:
     data_host: Annotated[
         str, typer.Option(help="Address of this machine that others reach; default: its own.")
     ] = ""
-    transport: Annotated[str, typer.Option(help="ucxx or nixl.")] = "ucxx"
+    transport: Annotated[str, typer.Option(help="auto, ucxx or nixl.")] = "auto"
     one_host: Annotated[
         bool,
         typer.Option(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, replace
 
+from data_plane.transports import TransportName
 from distca.rpc import RpcSettings, open_channel, wait_until_ready
 from distca.rpc_errors import PermissionDenied, RpcError
 from distca.top.snapshot import Snapshot, snapshot_from
@@ -18,12 +19,14 @@ class ClusterAnswer:
     Attributes:
         snapshot: of the cluster; None if this role may not see it.
         addresses: data address of each server by its id; empty if this role may not know.
+        transports: what the pool's servers use.
         round_trip_seconds: of the call.
         asked_at: this machine's clock half way through the call, seconds since 1970 UTC.
     """
 
     snapshot: Snapshot | None = None
     addresses: dict[str, str]
+    transports: frozenset[TransportName] = frozenset()
     round_trip_seconds: float = 0.0
     asked_at: float = 0.0
 
@@ -88,6 +91,11 @@ class ClusterProbe:
                     for status in answer.servers
                     if status.server.data_address
                 },
+                transports=frozenset(
+                    TransportName(status.server.transport)
+                    for status in answer.servers
+                    if not status.in_place_job_id and status.server.transport in set(TransportName)
+                ),
                 round_trip_seconds=seconds,
                 asked_at=time.time() - seconds / 2,
             )

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import asdict
 
 from data_plane.transport import Address, HandshakeRejected, ProbeResult, Transport
+from data_plane.transport_choice import TransportChoice
 from data_plane.transports import open_transport
 from distca.doctor.responder import ResponderSettings
 
@@ -32,7 +33,9 @@ class ChildFailed(Exception):
 
 
 @contextmanager
-def transport_of(name: str, device: str, *, one_host: bool) -> Iterator[Transport]:
+def transport_of(
+    name: str | TransportChoice, device: str, *, one_host: bool
+) -> Iterator[Transport]:
     """A transport whose buffers are on ``device``."""
     transport = open_transport(name, device=device, one_host=one_host)
     try:

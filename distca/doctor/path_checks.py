@@ -41,14 +41,14 @@ def _self_test(around: Surroundings, *, one_host: bool) -> Iterator[Finding]:
     peer = ResponderSettings(
         host=settings.data_host,
         device=settings.device,
-        transport=settings.transport,
+        transport=around.transport.name,
         one_host=one_host,
     )
     what = "shared memory" if one_host else "the network"
     try:
         with (
             child_responder(peer) as address,
-            transport_of(settings.transport, settings.device, one_host=one_host) as transport,
+            transport_of(around.transport, settings.device, one_host=one_host) as transport,
         ):
             result = measure(transport, settings.device, address, HELLO, settings.probe_seconds)
     except (TransportError, ChildFailed, RuntimeError, ValueError) as error:
@@ -86,12 +86,14 @@ def ways_to_peers(around: Surroundings) -> Iterable[Finding]:
     with ExitStack() as stack:
         try:
             transport = stack.enter_context(
-                transport_of(settings.transport, settings.device, one_host=settings.one_host)
+                transport_of(around.transport, settings.device, one_host=settings.one_host)
             )
             job = None
             if addresses and around.cluster is not None:
                 shape = settings.shapes[0] if settings.shapes else _ANY_SHAPE
-                job = stack.enter_context(pool_job(around.cluster.settings, shape))
+                job = stack.enter_context(
+                    pool_job(around.cluster.settings, shape, around.transport.name)
+                )
         except (RpcError, RuntimeError, ValueError) as error:
             yield failed("peers", str(error), "mend what check ucx and control-plane say first")
             return
