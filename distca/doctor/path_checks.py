@@ -12,6 +12,7 @@ from data_plane.transports import TransportName
 from distca.doctor.finding import Finding, failed, passed, warned
 from distca.doctor.measurement import (
     ChildFailed,
+    answers_as_nixl,
     child_responder,
     measure,
     measure_retrying,
@@ -131,7 +132,7 @@ def _judge_peer(
         except HandshakeRejected:
             yield _reached(name)
         except TransportError as error:
-            yield _unreachable(name, error)
+            yield _other_transport(name, address, error) or _unreachable(name, error)
 
 
 def _judge_server(
@@ -162,12 +163,23 @@ def _reached(name: str) -> Finding:
     )
 
 
+def _other_transport(name: str, peer: Address, error: TransportError) -> Finding | None:
+    """That the peer uses another transport, if that is so."""
+    if error.transport == TransportName.NIXL or not answers_as_nixl(peer):
+        return None
+    return failed(
+        "peers",
+        f"{name}: the peer uses the transport nixl, this doctor {error.transport}",
+        "give all processes the same --transport",
+    )
+
+
 def _unreachable(name: str, error: TransportError) -> Finding:
     return failed(
         "peers",
         f"{name}: {error}",
-        "look for a firewall or NetworkPolicy: UCX needs the data port and the ports of "
-        "UCX_TCP_PORT_RANGE, in both directions",
+        "see that it uses the same --transport; look for a firewall or NetworkPolicy: UCX needs "
+        "the data port and the ports of UCX_TCP_PORT_RANGE, in both directions",
     )
 
 
