@@ -88,7 +88,8 @@ class DoctorOptions:
         bool,
         typer.Option(
             "--pool/--no-pool",
-            help="Measure the way to each attention node that the control plane names, too.",
+            help="Compare with the attention nodes that the control plane names, and measure the "
+            "way to each.",
         ),
     ] = True
     min_gigabytes_per_second: Annotated[

@@ -29,7 +29,7 @@ class DoctorSettings:
         one_host: trainers and servers share this machine, so shared memory is to be used.
         rdma: the network is to be RDMA; without it, TCP will do.
         peers: responders or servers to measure the way to.
-        pool: whether to measure the way to each server of the pool too.
+        pool: whether to compare with the servers of the pool, and measure the way to each of them.
         min_gigabytes_per_second: a slower way is a failure; 0 asks for nothing.
         probe_seconds: how long one measurement may take.
         skip: names of checks to leave out.
@@ -87,8 +87,10 @@ class Surroundings:
 
     @cached_property
     def pool_transports(self) -> frozenset[TransportName]:
-        """What the pool's servers use; empty if there are none, or this role may not know."""
-        answer = self.cluster.answer_or_none() if self.cluster else None
+        """What the pool's servers use; empty if there are none, this role may not know, or the
+        settings leave the pool out."""
+        asks = self.cluster if self.settings.pool else None
+        answer = asks.answer_or_none() if asks else None
         return answer.transports if answer else frozenset()
 
     @cached_property
