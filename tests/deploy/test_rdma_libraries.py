@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.deploy import stand_ins
 from tests.deploy.conftest import BUILD_SECONDS, ROOT, build
 from tests.deploy.docker_engine import Docker
 from tests.rdma_libraries import MISSING_LIBRARIES, RDMA_MODULES
@@ -48,10 +49,12 @@ def test_cuda_images_hold_both_transports_at_fixed_versions() -> None:
 @pytest.mark.docker
 @pytest.mark.timeout(4 * BUILD_SECONDS)
 def test_what_carries_infiniband_and_roce_is_complete(
-    docker: Docker, checkout: Path, images: object, base_image: str
+    docker: Docker, checkout: Path, base_image: str
 ) -> None:
     """In an image of the CPU, with the transports of CUDA: they bring all that they need but the
     driver's libraries, so nothing of the base counts, and rdma-core must not be needed."""
+    constraints = checkout / "docker" / "constraints.txt"
+    stand_ins.fetch_torch(checkout / "docker" / "wheels", constraints)
     build(docker, checkout, "build-node-packages", PACKAGES, CPU_BASE_IMAGE=base_image)
     python = "/opt/distca/bin/python"
     script = "\n".join(
@@ -63,7 +66,6 @@ def test_what_carries_infiniband_and_roce_is_complete(
             f"UCX_MODULES=^efa {python} -c {shlex.quote(OPENS)} | tail -n 1",
         ]
     )
-    constraints = checkout / "docker" / "constraints.txt"
     mounted = f"--volume={constraints}:/build/constraints.txt:ro"
     options = ("--rm", "--user=0", "--entrypoint=sh", mounted)
     said = docker("run", *options, PACKAGES, "-c", script, timeout_seconds=300).splitlines()
