@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Collection
+from dataclasses import replace
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
@@ -34,6 +35,11 @@ class _Loaded:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._name: TransportName | None = None
+
+    @property
+    def name(self) -> TransportName | None:
+        """The one that is loaded."""
+        return self._name
 
     def claim(self, name: TransportName) -> None:
         """Raises RuntimeError if another one was loaded before."""
@@ -81,6 +87,10 @@ def resolve_transport(
 
     given = check_transport(name)
     facts = transport_facts()
+    if given is TransportName.AUTO and _LOADED.name is not None:
+        # No other one could be opened.
+        choice = named_transport(_LOADED.name, facts, one_host=one_host)
+        return replace(choice, reason="this process has opened it before")
     if given is TransportName.AUTO:
         return choose_transport(facts, one_host=one_host, peers=peers)
     return named_transport(given, facts, one_host=one_host)

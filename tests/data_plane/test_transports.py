@@ -13,8 +13,15 @@ from attention_node.server import NodeSettings
 from core_attention.shape import AttentionShape
 from data_plane import transports
 from data_plane.metrics import DataPlaneMetrics
-from data_plane.transport_facts import transport_facts
-from data_plane.transports import TransportName, check_transport, open_transport
+from data_plane.rdma import rdma_ports
+from data_plane.transport_choice import choose_transport
+from data_plane.transport_facts import TransportFacts, transport_facts
+from data_plane.transports import (
+    TransportName,
+    check_transport,
+    open_transport,
+    resolve_transport,
+)
 from distca.doctor.responder import ResponderSettings
 from distca.doctor.surroundings import DoctorSettings
 from tests.rdma_machine import add_rdma_device
@@ -93,6 +100,17 @@ def test_tcp_beside_rdma_devices_is_a_warning_and_a_metric(
     if warnings:
         assert "no /dev/infiniband/uverbs* of mlx5_0 opens" in warnings[0]
         assert "rdma.resourceName" in warnings[0]
+
+
+def test_auto_stays_with_what_the_process_has_opened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A second session of a process cannot open another library."""
+    open_transport("ucxx", device="cpu", one_host=True).close()
+    facts = TransportFacts(ports=rdma_ports(add_rdma_device(tmp_path)))
+    monkeypatch.setattr("data_plane.transport_facts.transport_facts", lambda: facts)
+    assert choose_transport(facts, one_host=False).name == TransportName.NIXL
+    assert resolve_transport("auto", one_host=False).name == TransportName.UCXX
 
 
 def test_auto_is_the_default_everywhere() -> None:
