@@ -72,7 +72,8 @@ class NodeSettings:
         health_port: port of grpc.health.v1, over mTLS if ``certificate_file`` is given; 0 takes any
             free one.
         metrics_port: port of ``/metrics``; 0 takes any free one.
-        transport: ``"ucxx"`` or ``"nixl"``; the same in all processes.
+        transport: ``"ucxx"`` or ``"nixl"``, the same in all processes; ``"auto"`` takes what suits
+            this machine.
         one_host: all trainers are on this machine, so shared memory may be used.
         capacity_rows: q plus k/v rows the node can hold in one tick; 0 is what fits
             ``buffer_limit_bytes``, or without limit if that has none.
@@ -99,7 +100,7 @@ class NodeSettings:
     data_port: int = 0
     health_port: int = 0
     metrics_port: int = 0
-    transport: str = TransportName.UCXX
+    transport: str = TransportName.AUTO
     one_host: bool = False
     capacity_rows: int = 0
     buffer_limit_bytes: int = 0
@@ -367,6 +368,7 @@ class AttentionNode:
             capacity_rows=self._settings.planned_rows,
             profiles=[profile_to_proto(profile) for profile in self._profiles],
             version=__version__,
+            transport=self._transport.name,
         )
 
     def _load(self) -> membership_pb2.ServerLoad:

@@ -162,9 +162,26 @@ class Coordinator:
             description.data_address,
             description.host,
         )
+        self._warn_of_other_transports(description)
         self._metrics.registered("server")
         self._members_changed()
         return lease_id
+
+    def _warn_of_other_transports(self, joined: ServerDescription) -> None:
+        """A pool of several transports is divided: each job uses the servers of its own."""
+        others = sorted(
+            f"{member.server_id} ({member.description.transport})"
+            for member in self._membership.pool()
+            if not member.reaches(joined.transport)
+        )
+        if others:
+            logger.warning(
+                "server %s uses the transport %s, unlike %s: a job uses the servers of its own "
+                "transport alone; give all processes the same --transport",
+                joined.server_id,
+                joined.transport,
+                ", ".join(others),
+            )
 
     def heartbeat(self, lease_id: str, load: ServerLoad) -> Member:
         """Renews a server's lease.
@@ -213,6 +230,10 @@ class Coordinator:
         """The live servers by id, each with the seconds since its heartbeat."""
         now = self._clock()
         return [(member, now - member.renewed_at) for member in self._membership.members()]
+
+    def pool_transports(self) -> list[str]:
+        """What the pool servers that take new work use, sorted, each once."""
+        return self._membership.pool_transports()
 
     def jobs(self) -> list[Job]:
         """The open jobs."""
@@ -482,6 +503,7 @@ class Coordinator:
         servers that its ranks could not reach of late.
         """
         pool = self._membership.pool() if job.spec.placement.uses_pool else []
+        pool = [member for member in pool if member.reaches(job.spec.transport)]
         own = self._membership.in_place_of(job.job_id)
         now = self._clock()
         near = [

@@ -46,9 +46,11 @@ class Jobs:
                     )
                 differences = job.spec.differences(spec)
                 if differences:
+                    named = spec.transport != job.spec.transport
                     raise SpecMismatchError(
                         f"rank {rank} opens job {job.job_id} with {differences}; all ranks must "
                         "give the same spec"
+                        + (" (give all the same --transport by name)" if named else "")
                     )
                 job.check_can_join(rank)
                 return job

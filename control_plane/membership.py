@@ -53,6 +53,7 @@ class ServerDescription:
         capacity_rows: q plus k/v rows it can hold in one tick; None without limit.
         profiles: its measured kernel cost, at least one.
         version: of distca that it runs.
+        transport: what moves its rows, for example ``"ucxx"``; empty if it does not say.
     """
 
     server_id: str
@@ -63,6 +64,7 @@ class ServerDescription:
     capacity_rows: int | None
     profiles: tuple[CostProfile, ...]
     version: str
+    transport: str = ""
 
     def __post_init__(self) -> None:
         checked_id("server_id", self.server_id)
@@ -72,6 +74,8 @@ class ServerDescription:
             raise InvalidRequestError(
                 f"{name}: data_address is {self.data_address!r}; it must be host:port"
             )
+        if self.transport:
+            checked_id("transport", self.transport)
         for field_name in ("host", "device"):
             if not getattr(self, field_name):
                 raise InvalidRequestError(f"{name}: {field_name} is empty; it must be named")
@@ -138,6 +142,10 @@ class Member:
     @property
     def server_id(self) -> str:
         return self.description.server_id
+
+    def reaches(self, transport: str) -> bool:
+        """Whether ranks that use ``transport`` can reach it; either may not have said."""
+        return not transport or self.description.transport in ("", transport)
 
 
 class Membership:
@@ -286,6 +294,10 @@ class Membership:
     def pool(self) -> list[Member]:
         """The pool servers that take new work, sorted by id."""
         return [m for m in self.members() if m.in_place is None and not m.draining]
+
+    def pool_transports(self) -> list[str]:
+        """What the pool servers that take new work use, sorted, each once."""
+        return sorted({m.description.transport for m in self.pool()} - {""})
 
     def in_place_of(self, job_id: str) -> list[Member]:
         """The in-place servers of a job, sorted by rank."""

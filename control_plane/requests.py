@@ -50,6 +50,7 @@ def description_from_proto(
         capacity_rows=message.capacity_rows or None,
         profiles=profiles,
         version=message.version,
+        transport=message.transport,
     )
 
 
@@ -83,6 +84,7 @@ def status_to_proto(
             memory_bytes=about.memory_bytes,
             capacity_rows=about.capacity_rows or 0,
             version=about.version,
+            transport=about.transport,
         ),
         load=membership_pb2.ServerLoad(
             queued_tasks=member.load.queued_tasks,
@@ -129,6 +131,7 @@ def spec_from_proto(message: jobs_pb2.JobSpec) -> JobSpec:
         planner=message.planner,
         softmax_scale=message.softmax_scale,
         checksums=message.checksums,
+        transport=message.transport,
     )
 
 
@@ -145,6 +148,7 @@ def spec_to_proto(spec: JobSpec) -> jobs_pb2.JobSpec:
         planner=spec.planner,
         softmax_scale=spec.scale,
         checksums=spec.checksums,
+        transport=spec.transport,
         min_forward_tokens=spec.options.min_forward_tokens,
         min_backward_tokens=spec.options.min_backward_tokens,
     )

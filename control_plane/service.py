@@ -94,7 +94,12 @@ class JobsService(jobs_pb2_grpc.JobsServicer):
     def __init__(self, coordinator: Coordinator) -> None:
         self._coordinator = coordinator
 
-    async def OpenJob(  # noqa: N802 - named by the protocol
+    async def DescribePool(  # noqa: N802 - named by the protocol
+        self, request: jobs_pb2.DescribePoolRequest, context: Context
+    ) -> jobs_pb2.DescribePoolResponse:
+        return jobs_pb2.DescribePoolResponse(transports=self._coordinator.pool_transports())
+
+    async def OpenJob(  # noqa: N802
         self, request: jobs_pb2.OpenJobRequest, context: Context
     ) -> jobs_pb2.OpenJobResponse:
         spec = spec_from_proto(request.spec)

@@ -21,6 +21,11 @@ class RankContact(Contact):
     job_id = ""
     timeouts: Mapping[str, float] = MappingProxyType({})
 
+    def pool_transports(self) -> list[str]:
+        """What the pool's servers use, each once."""
+        answer = self.call(self._jobs.DescribePool, jobs_pb2.DescribePoolRequest())
+        return list(answer.transports)
+
     def join(self, request: jobs_pb2.OpenJobRequest) -> bytes:
         """Opens the job, for the first time or to come back to it; returns the rank's token."""
         response = self.call(self._jobs.OpenJob, request)

@@ -48,7 +48,8 @@ class SessionOptions:
         device: where the model's tensors are, for example ``"cpu"`` or ``"cuda:0"``.
         data_host: address of this machine that other ranks reach; used by in-place servers.
         data_port: port of the in-place server; 0 takes any free one.
-        transport: ``"ucxx"`` or ``"nixl"``; the same on every rank and server.
+        transport: ``"ucxx"`` or ``"nixl"``, the same on every rank and server; ``"auto"`` takes
+            that of the pool's servers, or what suits this machine.
         one_host: all ranks and servers are on this machine, so shared memory may be used.
         start_timeout_seconds: to reach the control plane at start; the first start of one on a
             machine compiles its planner for a minute.
@@ -100,7 +101,7 @@ class SessionOptions:
     device: str = "cpu"
     data_host: str = field(default_factory=lambda: socket.gethostbyname(socket.gethostname()))
     data_port: int = 0
-    transport: str = TransportName.UCXX
+    transport: str = TransportName.AUTO
     one_host: bool = False
     start_timeout_seconds: float = 180.0
     connect_timeout_seconds: float = 20.0

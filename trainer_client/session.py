@@ -35,6 +35,7 @@ from trainer_client.in_place import InPlaceServer
 from trainer_client.lane import current_step
 from trainer_client.metrics import TrainerMetrics
 from trainer_client.options import Placement, SessionOptions
+from trainer_client.pool_transports import transport_of
 from trainer_client.recovery import Recovery
 from trainer_client.replies import Exchanger
 from trainer_client.running_step import RunningStep
@@ -66,16 +67,17 @@ class Session:
         # A GPU computes behind the thread that launches its work.
         self._runs_ahead = self._device.type == "cuda"
         # First, since it checks the address and reads the TLS files: the transport starts a thread.
+        control_plane = rpc.RpcSettings(
+            address=options.control_plane,
+            connect_seconds=options.start_timeout_seconds,
+            ca_file=options.ca_file,
+            certificate_file=options.certificate_file,
+            key_file=options.key_file,
+            server_name=options.server_name,
+            certificate_check_seconds=options.certificate_check_seconds,
+        )
         self._link = ControlLink(
-            rpc.RpcSettings(
-                address=options.control_plane,
-                connect_seconds=options.start_timeout_seconds,
-                ca_file=options.ca_file,
-                certificate_file=options.certificate_file,
-                key_file=options.key_file,
-                server_name=options.server_name,
-                certificate_check_seconds=options.certificate_check_seconds,
-            ),
+            control_plane,
             on_opened=self._job_opened,
             on_planned=lambda planned: self._recovery.planned(planned),
             on_recover=lambda epoch, lost, why: self._recovery.recover(epoch, lost, why),
@@ -93,7 +95,7 @@ class Session:
         self._data_metrics.watch_pool("messages", self._pool)
         self._endpoint: MetricsEndpoint | None = None
         self._transport = open_transport(
-            options.transport,
+            transport_of(options, control_plane),
             device=options.device,
             one_host=options.one_host,
             metrics=self._data_metrics,
@@ -309,6 +311,7 @@ class Session:
                 min_backward_tokens=options.min_backward_tokens,
                 softmax_scale=options.scale,
                 checksums=options.checksums,
+                transport=self._transport.name,
             ),
             rank=options.rank,
             host=socket.gethostname(),
@@ -325,6 +328,7 @@ class Session:
                 device=self._in_place.device_name,
                 profiles=[profile_to_proto(profile)] if profile else [],
                 version=__version__,
+                transport=self._transport.name,
             )
         )
         self._link.open(request)

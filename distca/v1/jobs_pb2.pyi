@@ -22,7 +22,7 @@ PLACEMENT_IN_PLACE: Placement
 PLACEMENT_MIXED: Placement
 
 class JobSpec(_message.Message):
-    __slots__ = ("name", "n_ranks", "n_layers", "n_nano_batches", "shape", "placement", "tolerance", "planner", "min_forward_tokens", "min_backward_tokens", "softmax_scale", "checksums")
+    __slots__ = ("name", "n_ranks", "n_layers", "n_nano_batches", "shape", "placement", "tolerance", "planner", "min_forward_tokens", "min_backward_tokens", "softmax_scale", "checksums", "transport")
     NAME_FIELD_NUMBER: _ClassVar[int]
     N_RANKS_FIELD_NUMBER: _ClassVar[int]
     N_LAYERS_FIELD_NUMBER: _ClassVar[int]
@@ -35,6 +35,7 @@ class JobSpec(_message.Message):
     MIN_BACKWARD_TOKENS_FIELD_NUMBER: _ClassVar[int]
     SOFTMAX_SCALE_FIELD_NUMBER: _ClassVar[int]
     CHECKSUMS_FIELD_NUMBER: _ClassVar[int]
+    TRANSPORT_FIELD_NUMBER: _ClassVar[int]
     name: str
     n_ranks: int
     n_layers: int
@@ -47,7 +48,18 @@ class JobSpec(_message.Message):
     min_backward_tokens: int
     softmax_scale: float
     checksums: bool
-    def __init__(self, name: _Optional[str] = ..., n_ranks: _Optional[int] = ..., n_layers: _Optional[int] = ..., n_nano_batches: _Optional[int] = ..., shape: _Optional[_Union[_profile_pb2.AttentionShape, _Mapping]] = ..., placement: _Optional[_Union[Placement, str]] = ..., tolerance: _Optional[float] = ..., planner: _Optional[str] = ..., min_forward_tokens: _Optional[int] = ..., min_backward_tokens: _Optional[int] = ..., softmax_scale: _Optional[float] = ..., checksums: bool = ...) -> None: ...
+    transport: str
+    def __init__(self, name: _Optional[str] = ..., n_ranks: _Optional[int] = ..., n_layers: _Optional[int] = ..., n_nano_batches: _Optional[int] = ..., shape: _Optional[_Union[_profile_pb2.AttentionShape, _Mapping]] = ..., placement: _Optional[_Union[Placement, str]] = ..., tolerance: _Optional[float] = ..., planner: _Optional[str] = ..., min_forward_tokens: _Optional[int] = ..., min_backward_tokens: _Optional[int] = ..., softmax_scale: _Optional[float] = ..., checksums: bool = ..., transport: _Optional[str] = ...) -> None: ...
+
+class DescribePoolRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class DescribePoolResponse(_message.Message):
+    __slots__ = ("transports",)
+    TRANSPORTS_FIELD_NUMBER: _ClassVar[int]
+    transports: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, transports: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class OpenJobRequest(_message.Message):
     __slots__ = ("spec", "rank", "in_place_server", "host", "resume")

@@ -34,6 +34,11 @@ class JobsStub(object):
         Args:
             channel: A grpc.Channel.
         """
+        self.DescribePool = channel.unary_unary(
+                '/distca.v1.Jobs/DescribePool',
+                request_serializer=distca_dot_v1_dot_jobs__pb2.DescribePoolRequest.SerializeToString,
+                response_deserializer=distca_dot_v1_dot_jobs__pb2.DescribePoolResponse.FromString,
+                _registered_method=True)
         self.OpenJob = channel.unary_unary(
                 '/distca.v1.Jobs/OpenJob',
                 request_serializer=distca_dot_v1_dot_jobs__pb2.OpenJobRequest.SerializeToString,
@@ -94,10 +99,17 @@ class JobsStub(object):
 class JobsServicer(object):
     """Missing associated documentation comment in .proto file."""
 
+    def DescribePool(self, request, context):
+        """What a rank must know of the pool before it opens its transport, and with it a job.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def OpenJob(self, request, context):
         """A rank joins a job; the first one of a name creates it. INVALID_ARGUMENT: a field is missing or
-        wrong. FAILED_PRECONDITION: the spec differs from the one of the ranks before. ALREADY_EXISTS:
-        the rank has joined and its lease still runs. PERMISSION_DENIED: the job is another identity's.
+        wrong. FAILED_PRECONDITION: the spec differs from the one of the ranks before, or no server of
+        the pool uses its transport. ALREADY_EXISTS: the rank has joined and its lease still runs. PERMISSION_DENIED: the job is another identity's.
         With `resume` a rank comes back, and shows its token. NOT_FOUND: the job has been closed.
         ALREADY_EXISTS: the rank has left, or another job has taken the name.
 
@@ -200,6 +212,11 @@ class JobsServicer(object):
 
 def add_JobsServicer_to_server(servicer, server):
     rpc_method_handlers = {
+            'DescribePool': grpc.unary_unary_rpc_method_handler(
+                    servicer.DescribePool,
+                    request_deserializer=distca_dot_v1_dot_jobs__pb2.DescribePoolRequest.FromString,
+                    response_serializer=distca_dot_v1_dot_jobs__pb2.DescribePoolResponse.SerializeToString,
+            ),
             'OpenJob': grpc.unary_unary_rpc_method_handler(
                     servicer.OpenJob,
                     request_deserializer=distca_dot_v1_dot_jobs__pb2.OpenJobRequest.FromString,
@@ -265,6 +282,33 @@ def add_JobsServicer_to_server(servicer, server):
  # This class is part of an EXPERIMENTAL API.
 class Jobs(object):
     """Missing associated documentation comment in .proto file."""
+
+    @staticmethod
+    def DescribePool(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/distca.v1.Jobs/DescribePool',
+            distca_dot_v1_dot_jobs__pb2.DescribePoolRequest.SerializeToString,
+            distca_dot_v1_dot_jobs__pb2.DescribePoolResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
 
     @staticmethod
     def OpenJob(request,

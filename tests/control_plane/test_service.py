@@ -134,6 +134,65 @@ def test_plans_of_a_job_come_in_step_order_and_forward_only_is_kept(client: Clie
     assert [event.forward_only for event in planned] == [False] * 11 + [True]
 
 
+def test_a_job_uses_the_servers_of_its_transport_alone(client: Client) -> None:
+    """A rank that connected to another one would wait for an answer in vain."""
+    client.register("s0", transport="nixl")
+    client.register("s1", transport="ucxx")
+    client.register("of-any-release")
+    job_id, leases = open_pair(client, job_spec(transport="ucxx"))
+    watcher = client.watch_rank(job_id, leases[0])
+    assert watcher.next("job_opened").spec.transport == "ucxx"
+    submit_pair(client, job_id, leases, 0)
+    plan = plan_from_proto(watcher.next("step_planned").plan)
+    assert [server.server_id for server in plan.servers] == ["of-any-release", "s1"]
+
+
+def test_a_pool_of_another_transport_refuses_the_job_and_names_both(client: Client) -> None:
+    client.register("s0", transport="ucxx")
+    with pytest.raises(rpc.FailedPrecondition) as caught:
+        client.open(0, job_spec(transport="nixl"))
+    assert "job train uses the transport nixl, and the servers of the pool use ucxx" in str(
+        caught.value
+    )
+    assert "--transport=ucxx" in str(caught.value)
+    client.register("s1", transport="nixl")
+    client.open(0, job_spec(transport="nixl"))
+
+
+def test_ranks_of_two_transports_are_no_job(client: Client) -> None:
+    client.open(0, job_spec(transport="ucxx"))
+    with pytest.raises(rpc.FailedPrecondition, match="transport nixl instead of ucxx") as caught:
+        client.open(1, job_spec(transport="nixl"))
+    assert "--transport by name" in str(caught.value)
+
+
+def test_ranks_learn_what_the_pool_uses_before_they_open_a_job(
+    client: Client, caplog: pytest.LogCaptureFixture
+) -> None:
+    def transports() -> list[str]:
+        answer = client.jobs.DescribePool(jobs_pb2.DescribePoolRequest())
+        return list(answer.transports)
+
+    assert transports() == []
+    client.register("s0", transport="ucxx")
+    client.register("s1", transport="ucxx")
+    client.register("of-any-release")
+    assert transports() == ["ucxx"]
+    assert "unlike" not in caplog.text
+    lease = client.register("s2", transport="nixl")
+    assert transports() == ["nixl", "ucxx"]
+    assert "server s2 uses the transport nixl, unlike s0 (ucxx), s1 (ucxx)" in caplog.text
+    client.membership.DeregisterServer(membership_pb2.DeregisterServerRequest(lease_id=lease))
+    assert transports() == ["ucxx"]
+
+
+def test_a_transport_is_a_name(client: Client) -> None:
+    with pytest.raises(rpc.InvalidRequest, match="transport is 'u c x'"):
+        client.register("s0", transport="u c x")
+    with pytest.raises(rpc.InvalidRequest, match="transport is 'u c x'"):
+        client.open(0, job_spec(transport="u c x"))
+
+
 def test_server_without_a_task_gets_nothing(client: Client) -> None:
     watchers = {}
     for index in range(7):

@@ -109,6 +109,7 @@ spec:
     - --data-port={{ add .ports.data (mul 10 $index) }}
     - --health-port={{ $health }}
     - --metrics-port={{ add .ports.metrics (mul 10 $index) }}
+    - --transport={{ $root.Values.transport }}
     - --capacity-rows={{ int64 .capacityRows }}
     - --buffer-limit-mib={{ int64 .bufferLimitMib }}
     - --profile-dir=/var/lib/distca/profiles
@@ -172,6 +173,7 @@ spec:
     - --shape={{ . }}
     {{- end }}
     - --data-host=$(POD_IP)
+    - --transport={{ $root.Values.transport }}
     {{- if $root.Values.rdma.enabled }}
     - --rdma
     {{- end }}

@@ -28,6 +28,7 @@ spec:
         - --run-dir=/runs/{{ include "distca.exampleJob.name" $root }}
         - --placement={{ .placement }}
         - --data-host=$(POD_IP)
+        - --transport={{ $root.Values.transport }}
         - --metrics-port={{ .metricsPort }}
         {{- range .args }}
         - {{ . | quote }}
