@@ -1,8 +1,8 @@
 """Images of GPUs hold what kernels are compiled with where they run.
 
-They are built for real, with CUDA's builds of all packages. Where there is no GPU, everything but the
-launch is seen: Triton makes its launcher in a container, against a driver of which only the names
-are there, and PyTorch compiles for the CPU.
+They are built for real, with CUDA's builds of all packages. Where there is no GPU, everything but
+the launch is seen: Triton makes its launcher in a container, against a driver of which only the
+names are there, and PyTorch compiles for the CPU.
 """
 
 from __future__ import annotations
