@@ -9,7 +9,7 @@
 #   make chart-readme  writes the chart's table of values
 #   make images   builds the container images; VARIANT=cuda for GPUs
 #   make push     pushes them to a registry: REGISTRY=registry.example.com/ml, VARIANT as for images
-#   make deploy-test  images and Compose on a Docker engine, its own one as root if none runs; 15 minutes
+#   make deploy-test  images and Compose on a Docker engine, its own one as root if none runs; 25 minutes
 #   make test-nixl    tests of the nixl transport, in a process of their own; installs its library
 #   make test-gpu     tests that need a GPU, on a machine with one (Hopper or newer, CUDA 13)
 #   make chaos    every fault in every way, a million malformed inputs, the larger models; two hours

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import re
+import shlex
+from pathlib import Path
+
 import pytest
+import yaml
 
 from tests.deploy.test_versions import image_names
-from tests.helm.chart import containers, pod_specs, rendered
+from tests.helm.chart import CHART, ROOT, containers, helm, pod_specs, rendered
 
 REGISTRY = "registry.example.com/ml"
 WITH_JOB = "exampleJob.enabled=true"
@@ -41,3 +46,35 @@ def test_a_job_without_gpus_takes_the_image_without_cuda() -> None:
 
 def test_a_tag_of_its_own_stands_as_it_is() -> None:
     assert "distca/attention-node:mine" in images("attentionNode.image.tag=mine")
+
+
+def commands_of_installing(document: Path) -> list[tuple[str, str]]:
+    """(what names the images, `helm install ...`) of each installation that ``document`` shows."""
+    text = re.sub(r"\s*\\\n\s*", " ", document.read_text())
+    lines = [line.strip() for line in text.splitlines()]
+    shown, named = [], ""
+    for line in lines:
+        if line.startswith(("make push", "kind load")):
+            named = line
+        elif line.startswith("helm install"):
+            shown.append((named, line))
+    return shown
+
+
+@pytest.mark.parametrize(
+    ("document", "n_shown"), [("README.md", 1), ("docs/deploy_kubernetes.md", 3)]
+)
+def test_what_the_documents_install_is_what_they_push(document: str, n_shown: int) -> None:
+    shown = commands_of_installing(ROOT / document)
+    assert len(shown) == n_shown
+    for named, install in shown:
+        settings = dict(re.findall(r"(\w+)=(\S+)", named))
+        registry = settings.pop("REGISTRY", "")
+        built = image_names(*(f"{name}={value}" for name, value in settings.items()))
+        there = {f"{registry}/{name}" if registry else name for name in built}
+        done = helm("template", *shlex.split(install)[2:3], str(CHART), *shlex.split(install)[4:])
+        assert done.returncode == 0, done.stderr
+        manifests = [each for each in yaml.safe_load_all(done.stdout) if each]
+        pulled = {each["image"] for _, spec in pod_specs(manifests) for each in containers(spec)}
+        assert len(pulled) == 2, "control plane and node"
+        assert pulled < there
