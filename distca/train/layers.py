@@ -15,7 +15,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from distca.errors import ModelConfigError
+from core_attention.host_compiler import CPP, compiler_trouble
+from distca.errors import ModelConfigError, SettingsError
 from trainer_client import checkpoint
 
 
@@ -50,7 +51,12 @@ def compile_layers(layers: list[nn.Module]) -> None:
 
     Rotary embeddings are a function of the model's module in transformers, and are compiled for
     every model of that type in the process.
+
+    Raises:
+        SettingsError: the layers are on the CPU, and this machine has no C++ compiler.
     """
+    if next(layers[0].parameters()).device.type == "cpu":
+        _require_compiler()
     _let_others_read_the_cache()
     compiled: dict[Any, Callable[..., Any]] = {}
     for layer in layers:
@@ -65,6 +71,17 @@ def compile_layers(layers: list[nn.Module]) -> None:
     rotate = getattr(source, _ROTARY, None)
     if rotate is not None and not hasattr(rotate, "_torchdynamo_orig_callable"):
         setattr(source, _ROTARY, torch.compile(rotate, dynamic=True))
+
+
+def _require_compiler() -> None:
+    """PyTorch writes C++ for the CPU, and reports a missing compiler in the midst of a step. Its
+    code for GPUs needs what Triton needs, which core attention has found by then."""
+    trouble = compiler_trouble(CPP)
+    if trouble is not None:
+        raise SettingsError(
+            f"--compile-layers is on, and {trouble.cause}; {trouble.advice}, or leave it off (the "
+            "images built with VARIANT=cuda have a compiler, those for CPUs have none)"
+        )
 
 
 def _let_others_read_the_cache() -> None:

@@ -9,6 +9,7 @@ import os
 import resource
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,16 +18,18 @@ from typing import Any
 import pytest
 import torch
 
+from core_attention.host_compiler import Trouble
 from core_attention.kernels.cpu import CpuKernel
+from core_attention.kernels.launcher import LauncherError
 from core_attention.shape import AttentionShape
 from data_plane import transport_facts
 from data_plane.transport import ProbeResult
 from data_plane.transports import TransportName
 from distca import __version__
 from distca.commands.doctor import CHECK_NAMES
-from distca.doctor import cluster_checks
+from distca.doctor import cluster_checks, device_checks
 from distca.doctor.cluster_checks import compare_versions, judge_clock
-from distca.doctor.device_checks import compare_driver, judge_kernel
+from distca.doctor.device_checks import compare_driver, judge_kernel, rehearsal_trouble
 from distca.doctor.examination import CHECKS, examine
 from distca.doctor.finding import Finding, Status, failed, passed, warned, worst
 from distca.doctor.machine_checks import judge_shared_memory
@@ -220,6 +223,48 @@ class TestKernels:
         finding = only("kernels", around(shapes=(SHAPE,)))
         assert finding.status is FAIL
         assert finding.says == "head_dim is 16; valid are 64 and 128"
+
+    @pytest.mark.parametrize("shapes", [(), (SHAPE,)])
+    def test_what_a_server_launches_before_it_serves_is_launched(
+        self, shapes: tuple[AttentionShape, ...], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """A kernel that can be chosen, takes the shape and cannot run: the node would not start."""
+
+        def rehearse(kernel: CpuKernel, shape: AttentionShape, device: torch.device) -> None:
+            raise RuntimeError("no kernel image is available for execution on the device")
+
+        monkeypatch.setattr(device_checks, "rehearse", rehearse)
+        finding = only("kernels", around(shapes=shapes))
+        assert finding.status is FAIL
+        shape = "4:2:16:float32" if shapes else "32:8:128:bfloat16"
+        assert finding.says == (
+            f"cpu with {shape} fails on cpu: RuntimeError: no kernel image is available for "
+            "execution on the device"
+        )
+
+    def test_a_machine_that_cannot_launch_fails_by_name(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def select(device: torch.device) -> CpuKernel:
+            raise LauncherError(Trouble("no C compiler", "install gcc"))
+
+        monkeypatch.setattr(device_checks, "select_kernel", select)
+        finding = only("kernels", around())
+        assert (finding.status, finding.says, finding.advice) == (
+            FAIL,
+            "no C compiler",
+            "install gcc",
+        )
+
+    def test_a_device_that_hangs_fails_in_time(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        released = threading.Event()
+        monkeypatch.setattr(device_checks, "rehearse", lambda *_: released.wait(60))
+        try:
+            trouble = rehearsal_trouble(CpuKernel(), SHAPE, torch.device("cpu"), seconds=0.2)
+        finally:
+            released.set()
+        assert trouble is not None
+        assert trouble.cause == "cpu with 4:2:16:float32 does not end within 0.2 s on cpu"
 
     @pytest.mark.parametrize(("device", "count"), [("cuda:0", 0), ("cuda:2", 2)])
     def test_no_such_gpu_fails(

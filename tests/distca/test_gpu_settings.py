@@ -218,6 +218,16 @@ def test_parts_of_layers_are_compiled_once_for_all_layers(monkeypatch: pytest.Mo
     assert torch.equal(model(ids).logits, before)
 
 
+def test_without_a_compiler_nothing_is_compiled_on_the_cpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in the trainer's image for CPUs: said at the start, not in the first step."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    with pytest.raises(SettingsError, match=r"--compile-layers is on, and no C\+\+ compiler"):
+        compile_layers([nn.Linear(1, 1)])
+
+
 class Halves(nn.Module):
     """A layer; its hooks see what they are given."""
 

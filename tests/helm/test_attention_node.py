@@ -237,7 +237,7 @@ def test_values_for_placing_reach_the_pod() -> None:
     assert spec["imagePullSecrets"] == [{"name": "registry-credentials"}]
     assert spec["topologySpreadConstraints"][0]["topologyKey"] == "kubernetes.io/hostname"
     server = container(spec, "server-0")
-    assert server["image"] == "registry.example.com/ml/distca/attention-node:1.2.3"
+    assert server["image"] == "registry.example.com/ml/distca/attention-node:1.2.3-cuda"
     assert arguments(server)["--capacity-rows"] == "4000000"
     (cache,) = (volume for volume in spec["volumes"] if volume["name"] == "cache")
     assert cache["hostPath"]["path"] == "/var/cache/distca"

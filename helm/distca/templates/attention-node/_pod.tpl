@@ -94,7 +94,7 @@ spec:
 {{- with .root.Values.attentionNode }}
 {{- $health := add .ports.health (mul 10 $index) -}}
 - name: server-{{ $index }}
-  image: {{ include "distca.image" (dict "root" $root "image" .image) }}
+  image: {{ include "distca.image" (dict "root" $root "image" .image "gpus" $.gpus) }}
   imagePullPolicy: {{ $root.Values.image.pullPolicy }}
   command: [distca]
   args:
@@ -161,7 +161,7 @@ spec:
 {{- $root := .root }}
 {{- with .root.Values.attentionNode -}}
 - name: doctor-{{ $.index }}
-  image: {{ include "distca.image" (dict "root" $root "image" .image) }}
+  image: {{ include "distca.image" (dict "root" $root "image" .image "gpus" $.gpus) }}
   imagePullPolicy: {{ $root.Values.image.pullPolicy }}
   command: [distca]
   args:

@@ -16,7 +16,7 @@ spec:
     {{- toYaml .podSecurityContext | nindent 4 }}
   containers:
     - name: node
-      image: {{ include "distca.image" (dict "root" $root "image" .image) }}
+      image: {{ include "distca.image" (dict "root" $root "image" .image "gpus" .gpus) }}
       imagePullPolicy: {{ $root.Values.image.pullPolicy }}
       # How many there are, and where they meet, torchrun reads from PET_* variables.
       command: [torchrun]
