@@ -86,6 +86,12 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return torch_checkpoint(region.run, function, *args, use_reentrant=False, **kwargs)
 
 
+def recomputes() -> bool:
+    """Whether the caller is in a recomputation."""
+    region = _current.get()
+    return region is not None and region.recomputes
+
+
 def kept_result() -> Result | None:
     """In a recomputation: what the next call of core attention gave in the forward pass. None
     otherwise: then core attention is to be run.

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from trainer_client.errors import SessionError
+from trainer_client.fsdp import require_prepared
 from trainer_client.graphs import outside_graphs
 from trainer_client.lane import Lane, current_lane, require_step
 from trainer_client.running_step import RunningStep
@@ -35,13 +36,15 @@ class PingPong(nn.Module):
         super().__init__()
         self.module = module
         self.interleave = interleave
+        self._checked = False
 
     @outside_graphs
     def forward(self, nano_batches: Sequence[Mapping[str, Any]]) -> list[Any]:
         """The module's outputs, one per nano-batch.
 
         Raises:
-            SessionError: no step is running, or it has another number of nano-batches.
+            SessionError: no step is running, it has another number of nano-batches, or the module
+                is sharded by FSDP2 and not prepared, see :func:`trainer_client.prepare_fsdp`.
         """
         running = require_step()
         if len(nano_batches) != running.job.n_nano_batches:
@@ -53,6 +56,9 @@ class PingPong(nn.Module):
             return [
                 self._run_alone(running, index, batch) for index, batch in enumerate(nano_batches)
             ]
+        if not self._checked:
+            require_prepared(self.module)
+            self._checked = True
         return _Turns(self.module, running, nano_batches).run()
 
     def _run_alone(self, running: RunningStep, index: int, batch: Mapping[str, Any]) -> Any:
