@@ -122,6 +122,11 @@ class Checkpoints:
             region.keep(caller, o, lse)
 
 
+def recomputes() -> bool:
+    """Whether the caller is in the recomputation of a checkpoint."""
+    return any(recomputed for _, recomputed in _frames())
+
+
 def _frames() -> Iterator[tuple[_CheckpointFrame, bool]]:
     """The checkpoints around the caller, the innermost first, and whether each is recomputed."""
     for pack, _ in saved_tensor_hooks():

@@ -15,6 +15,7 @@ import greenlet
 from torch import nn
 
 from trainer_client.errors import SessionError
+from trainer_client.fsdp import require_prepared
 from trainer_client.graphs import outside_graphs
 from trainer_client.lane import Lane, current_lane, require_step
 from trainer_client.lane_random import RandomState, lane_states
@@ -36,13 +37,15 @@ class PingPong(nn.Module):
         super().__init__()
         self.module = module
         self.interleave = interleave
+        self._checked = False
 
     @outside_graphs
     def forward(self, nano_batches: Sequence[Mapping[str, Any]]) -> list[Any]:
         """The module's outputs, one per nano-batch.
 
         Raises:
-            SessionError: no step is running, or it has another number of nano-batches.
+            SessionError: no step is running, it has another number of nano-batches, or the module
+                is sharded by FSDP2 and not prepared, see :func:`trainer_client.prepare_fsdp`.
         """
         running = require_step()
         if len(nano_batches) != running.job.n_nano_batches:
@@ -51,12 +54,15 @@ class PingPong(nn.Module):
                 f"{running.job.n_nano_batches}"
             )
         random = lane_states(len(nano_batches))
-        if self.interleave and len(nano_batches) > 1:
-            return _Turns(self.module, running, nano_batches, random).run()
-        return [
-            self._run_alone(running, index, batch, random)
-            for index, batch in enumerate(nano_batches)
-        ]
+        if not self.interleave or len(nano_batches) == 1:
+            return [
+                self._run_alone(running, index, batch, random)
+                for index, batch in enumerate(nano_batches)
+            ]
+        if not self._checked:
+            require_prepared(self.module)
+            self._checked = True
+        return _Turns(self.module, running, nano_batches, random).run()
 
     def _run_alone(
         self,

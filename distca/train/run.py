@@ -38,7 +38,6 @@ from distca.train.device import (
     prepare_process,
 )
 from distca.train.feed import Feed
-from distca.train.host_barriers import HostBarriers
 from distca.train.model import attention_shape, build_model, describe_model, model_config
 from distca.train.observer import Observer
 from distca.train.ranks import RankEnvironment, check_agreement, process_group, sum_over_ranks
@@ -55,7 +54,7 @@ from distca.train.settings import (
 from distca.train.timeline import readable_timeline
 from distca.train.trainer import StepResult, Trainer
 from distca.train.verify import Difference, Verifier
-from trainer_client import Session, SessionOptions
+from trainer_client import HostBarriers, Session, SessionOptions
 from trainer_client.options import Placement
 
 logger = logging.getLogger(__name__)
