@@ -147,11 +147,15 @@ class Coordinator:
         """Gets ready to plan; without it the first plan takes longer."""
         await self._planner.prepare()
 
-    def register_server(self, description: ServerDescription) -> str:
+    def register_server(
+        self, description: ServerDescription, *, waited_seconds: float = 0.0
+    ) -> str:
         """A pool server joins; returns its lease. Raises as :meth:`Membership.register`."""
         self._hear_and_sweep()
         lease_id = new_lease_id()
-        self._membership.register(description, lease_id=lease_id, now=self._clock())
+        self._membership.register(
+            description, lease_id=lease_id, now=self._clock(), waited_seconds=waited_seconds
+        )
         for job in self._jobs.open_jobs():
             job.quarantine.clear(description.server_id)
         logger.info(
@@ -303,6 +307,7 @@ class Coordinator:
         if job.recovery.runs and not job.recovery.has_answered(rank):
             first.append(recover_event(job))
         first += [rank_event(job_id, record, rank) for record in job.steps_to_tell()]
+        job.watched_by(rank)
         return self._audience.watch_rank(job, rank, first)
 
     def watch_server(self, lease_id: str) -> tuple[str, Subscription]:
@@ -333,7 +338,8 @@ class Coordinator:
 
     def unwatch(self, key: RankKey | str, subscription: Subscription) -> None:
         """The reader of a stream has gone."""
-        self._audience.discard(key, subscription)
+        if self._audience.discard(key, subscription) and not isinstance(key, str):
+            self._jobs.stream_broken(*key)
 
     def report_rank(self, job_id: str, lease_id: str, step: int, measured: RankMeasurement) -> None:
         """Takes in what a rank measured.

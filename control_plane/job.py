@@ -11,7 +11,14 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import replace
 
-from control_plane.errors import BacklogError, InvalidRequestError, UnknownStepError
+from control_plane.errors import (
+    AlreadyExistsError,
+    BacklogError,
+    HeldError,
+    InvalidRequestError,
+    SpecMismatchError,
+    UnknownStepError,
+)
 from control_plane.job_spec import JobSpec
 from control_plane.quarantine import Quarantine
 from control_plane.rank_leases import RankLease, RankLeases
@@ -82,12 +89,55 @@ class Job:
         self._last_reported = dict.fromkeys(range(spec.n_ranks), -1)
         self._finished_step = -1
 
-    def check_can_join(self, rank: int) -> None:
-        """Raises unless ``rank`` may join; as :meth:`RankLeases.check_can_join`."""
-        self._leases.check_can_join(rank)
+    def check_can_join(
+        self, spec: JobSpec, rank: int, *, waited_seconds: float, now: float
+    ) -> None:
+        """Raises unless ``rank`` may join for the first time.
+
+        A job that has no place for the rank may be one whose processes were killed; so may one of
+        which a rank has lost its connection. What comes then belongs to the next job of the name
+        and is to wait for the end of this one.
+
+        Args:
+            spec: that the rank gives.
+            rank: of a job of that spec.
+            waited_seconds: for how long it has waited for the end of a job of the name.
+            now: the time.
+
+        Raises:
+            HeldError: it is to wait.
+            SpecMismatchError: the job lives and has another spec.
+            AlreadyExistsError: the job lives, and the rank has joined it or has left it.
+        """
+        differences = self.spec.differences(spec)
+        away = self._leases.away
+        if differences and self._gathers and not away:
+            raise self._mismatch(rank, differences)
+        if differences:
+            why = f"rank {rank} opens job {spec.name} with {differences}"
+        else:
+            why = self._leases.why_taken(rank) or ""
+        if not why and not away:
+            return
+        if not self._leases.are_alive(waited_seconds=waited_seconds, now=now):
+            raise self._held(why or f"ranks {away} of it have lost their connection", rank, now)
+        if differences:
+            raise self._mismatch(rank, differences)
+        if why:
+            raise AlreadyExistsError(
+                f"{why}, and the job lives: {self._leases.who_was_heard(rank, now=now)}"
+            )
+
+    def watched_by(self, rank: int) -> None:
+        """A rank has opened its stream of events."""
+        self._set_away(rank, is_away=False)
+
+    def stream_broken(self, rank: int) -> None:
+        """A rank's stream of events has broken: its process is gone, or its connection."""
+        self._set_away(rank, is_away=True)
 
     def join(self, rank: int, *, host: str, lease_id: str, now: float) -> None:
-        """A rank joins; raises as :meth:`check_can_join`."""
+        """A rank joins; raises as :meth:`RankLeases.join`."""
         self._leases.join(rank, host=host, lease_id=lease_id, now=now)
 
     def come_back(self, rank: int, *, host: str, lease_id: str, now: float) -> None:
@@ -100,7 +150,7 @@ class Job:
         Raises:
             LeaseExpiredError: it expired or is unknown.
         """
-        self.lease(lease_id, now=now).renewed_at = now
+        self._leases.renew(lease_id, now=now)
 
     def renew_all(self, *, now: float) -> None:
         """All leases begin anew."""
@@ -408,6 +458,31 @@ class Job:
     def planned_step(self) -> int | None:
         """The latest step with a plan."""
         return max(self._planned, default=None)
+
+    @property
+    def _gathers(self) -> bool:
+        """Whether ranks are still to join for the first time."""
+        return not self._is_resumed and self._leases.gather
+
+    def _mismatch(self, rank: int, differences: str) -> SpecMismatchError:
+        return SpecMismatchError(
+            f"rank {rank} opens job {self.job_id} with {differences}; all ranks must give the same "
+            "spec"
+        )
+
+    def _held(self, why: str, rank: int, now: float) -> HeldError:
+        """What to tell a rank that is to wait until this job has ended or is known to live."""
+        end_at = min(self._leases.end_at, self.return_by)
+        return HeldError(
+            f"job {self.job_id} has the name: {why}; if its processes are gone, it ends in "
+            f"{max(end_at - now, 0.0):.1f} s ({self._leases.who_was_heard(rank, now=now)})",
+            retry_after_seconds=self._leases.retry_seconds(end_at, now=now),
+        )
+
+    def _set_away(self, rank: int, *, is_away: bool) -> None:
+        lease = self._leases.of_rank(rank)
+        if lease is not None:
+            lease.is_away = is_away
 
     def _decide(self, step: int, pending: PendingStep) -> ReadyStep | FailedStep | None:
         missing = pending.missing(self.spec.n_ranks)

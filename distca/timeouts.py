@@ -204,6 +204,16 @@ TIMEOUTS = (
         option="train --start-timeout-seconds",
     ),
     Timeout(
+        name="held_timeout_seconds",
+        seconds=45.0,
+        who="rank, server",
+        what="the end of the job or server that has its name, while the control plane cannot tell "
+        "whether that one lives: a lease at most, two if the control plane was away",
+        then="the process ends with an error that names who has the name",
+        where="trainer_client.options:SessionOptions.held_timeout_seconds",
+        option="SessionOptions",
+    ),
+    Timeout(
         name="connect_timeout_seconds",
         seconds=20.0,
         who="rank",
@@ -301,6 +311,11 @@ ORDERS = (
         shorter=("lease_seconds",),
         longer="tick_timeout_seconds",
         why="a rank that dies would be taken for a server that does not answer",
+    ),
+    Order(
+        shorter=("lease_seconds",),
+        longer="held_timeout_seconds",
+        why="what is started again would give up before the lease of the process before it ends",
     ),
     Order(
         shorter=("stall_seconds",),

@@ -21,8 +21,14 @@ class RankContact(Contact):
     job_id = ""
     timeouts: Mapping[str, float] = MappingProxyType({})
 
-    def join(self, request: jobs_pb2.OpenJobRequest) -> bytes:
-        """Opens the job, for the first time or to come back to it; returns the rank's token."""
+    def join(self, request: jobs_pb2.OpenJobRequest, *, waited_seconds: float = 0.0) -> bytes:
+        """Opens the job, for the first time or to come back to it; returns the rank's token.
+
+        Args:
+            request: names the job; changed only in ``waited_seconds``.
+            waited_seconds: for how long the rank has waited for the job's name.
+        """
+        request.waited_seconds = waited_seconds
         response = self.call(self._jobs.OpenJob, request)
         self.job_id, self.lease_id = response.job_id, response.rank_lease_id
         self.lease_seconds = response.lease_seconds

@@ -50,18 +50,20 @@ class JobSpec(_message.Message):
     def __init__(self, name: _Optional[str] = ..., n_ranks: _Optional[int] = ..., n_layers: _Optional[int] = ..., n_nano_batches: _Optional[int] = ..., shape: _Optional[_Union[_profile_pb2.AttentionShape, _Mapping]] = ..., placement: _Optional[_Union[Placement, str]] = ..., tolerance: _Optional[float] = ..., planner: _Optional[str] = ..., min_forward_tokens: _Optional[int] = ..., min_backward_tokens: _Optional[int] = ..., softmax_scale: _Optional[float] = ..., checksums: bool = ...) -> None: ...
 
 class OpenJobRequest(_message.Message):
-    __slots__ = ("spec", "rank", "in_place_server", "host", "resume")
+    __slots__ = ("spec", "rank", "in_place_server", "host", "resume", "waited_seconds")
     SPEC_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
     IN_PLACE_SERVER_FIELD_NUMBER: _ClassVar[int]
     HOST_FIELD_NUMBER: _ClassVar[int]
     RESUME_FIELD_NUMBER: _ClassVar[int]
+    WAITED_SECONDS_FIELD_NUMBER: _ClassVar[int]
     spec: JobSpec
     rank: int
     in_place_server: _membership_pb2.ServerDescription
     host: str
     resume: ResumeJob
-    def __init__(self, spec: _Optional[_Union[JobSpec, _Mapping]] = ..., rank: _Optional[int] = ..., in_place_server: _Optional[_Union[_membership_pb2.ServerDescription, _Mapping]] = ..., host: _Optional[str] = ..., resume: _Optional[_Union[ResumeJob, _Mapping]] = ...) -> None: ...
+    waited_seconds: float
+    def __init__(self, spec: _Optional[_Union[JobSpec, _Mapping]] = ..., rank: _Optional[int] = ..., in_place_server: _Optional[_Union[_membership_pb2.ServerDescription, _Mapping]] = ..., host: _Optional[str] = ..., resume: _Optional[_Union[ResumeJob, _Mapping]] = ..., waited_seconds: _Optional[float] = ...) -> None: ...
 
 class ResumeJob(_message.Message):
     __slots__ = ("job_id", "epoch")
