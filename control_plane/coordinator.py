@@ -244,8 +244,9 @@ class Coordinator:
                 f"the token of rank {rank} of job {job_id} came with another rank's lease"
             )
 
-    def renew_rank(self, job_id: str, lease_id: str) -> None:
-        """Renews the lease of a rank and of its in-place server.
+    def renew_rank(self, job_id: str, lease_id: str, *, next_step: int = 0) -> None:
+        """Renews the lease of a rank and of its in-place server. Steps before ``next_step`` of
+        which the rank has handed in nothing get no plan any more.
 
         Raises:
             UnknownJobError, LeaseExpiredError: as :meth:`Jobs.get` and :meth:`Job.renew`.
@@ -255,6 +256,8 @@ class Coordinator:
         job = self._jobs.get(job_id)
         job.renew(lease_id, now=now)
         self._membership.renew_in_place(lease_id, now=now)
+        if job.went_on(lease_id, next_step):
+            self._advance(job)
 
     def leave_job(self, job_id: str, lease_id: str, error: str) -> None:
         """A rank leaves; with an error, or as the last one, it closes the job.
@@ -273,6 +276,7 @@ class Coordinator:
         self._members_changed()
         self._metrics.ranks_changed(self._jobs.open_jobs())
         self._advance(job)
+        self._recoveries.rank_left(job, rank)
 
     def submit_manifest(
         self, job_id: str, lease_id: str, manifest: RankManifest, *, forward_only: bool

@@ -87,6 +87,8 @@ class Job:
         # a submission whose answer it did not get.
         self._accepted: OrderedDict[int, dict[int, int]] = OrderedDict()
         self._last_reported = dict.fromkeys(range(spec.n_ranks), -1)
+        # By rank, if it has told: it hands in no step before this one any more.
+        self._next_step: dict[int, int] = {}
         self._finished_step = -1
 
     def check_can_join(
@@ -151,6 +153,14 @@ class Job:
             LeaseExpiredError: it expired or is unknown.
         """
         self._leases.renew(lease_id, now=now)
+
+    def went_on(self, lease_id: str, next_step: int) -> bool:
+        """A rank has left the steps before ``next_step`` behind; returns whether that is new."""
+        rank = self._leases.rank_of(lease_id)
+        if rank is None or next_step <= self._next_step.get(rank, 0):
+            return False
+        self._next_step[rank] = next_step
+        return True
 
     def renew_all(self, *, now: float) -> None:
         """All leases begin anew."""
@@ -411,6 +421,18 @@ class Job:
                 return record.step
         return None
 
+    def step_without(self, rank: int) -> int | None:
+        """The first planned step that ``rank``, which has left, has not finished, and others have
+        not either; None if there is none."""
+        return next(
+            (
+                record.step
+                for record in self.steps_to_tell()
+                if record.step > self._last_reported[rank]
+            ),
+            None,
+        )
+
     @property
     def joined_ranks(self) -> list[int]:
         """The ranks that hold a lease."""
@@ -491,6 +513,13 @@ class Job:
             return FailedStep(
                 step,
                 f"ranks {gone} left the job without a manifest for step {step}; all ranks must "
+                "run the same steps",
+            )
+        passed = [rank for rank in missing if step < self._next_step.get(rank, 0)]
+        if passed:
+            return FailedStep(
+                step,
+                f"ranks {passed} have gone on without a manifest for step {step}; all ranks must "
                 "run the same steps",
             )
         if missing:

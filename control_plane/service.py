@@ -134,7 +134,9 @@ class JobsService(jobs_pb2_grpc.JobsServicer):
     async def RenewRank(  # noqa: N802
         self, request: jobs_pb2.RenewRankRequest, context: Context
     ) -> jobs_pb2.RenewRankResponse:
-        self._coordinator.renew_rank(request.job_id, request.rank_lease_id)
+        self._coordinator.renew_rank(
+            request.job_id, request.rank_lease_id, next_step=request.next_step
+        )
         return jobs_pb2.RenewRankResponse(lease_seconds=self._coordinator.lease_seconds)
 
     async def CloseJob(  # noqa: N802

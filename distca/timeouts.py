@@ -126,6 +126,14 @@ TIMEOUTS = (
         where="control_plane.settings:CoordinatorSettings.answer_seconds",
     ),
     Timeout(
+        name="leave_seconds",
+        seconds=5.0,
+        who="control plane",
+        what="the other ranks to leave too, when one has left before the end of a planned step",
+        then="recovery; steps that need its rows fail, with the reason",
+        where="control_plane.settings:CoordinatorSettings.leave_seconds",
+    ),
+    Timeout(
         name="recovery_timeout_seconds",
         seconds=60.0,
         who="rank",

@@ -44,11 +44,14 @@ class RankContact(Contact):
         self.job_id, self.lease_id = job_id, lease_id
         self.renew()
 
-    def renew(self) -> None:
-        """Renews the lease; a call that takes longer than a third of it is of no use."""
+    def renew(self, *, next_step: int = 0) -> None:
+        """Renews the lease, and tells that the rank has left the steps before ``next_step`` behind;
+        a call that takes longer than a third of the lease is of no use."""
         self.lease_seconds = self.call(
             self._jobs.RenewRank,
-            jobs_pb2.RenewRankRequest(job_id=self.job_id, rank_lease_id=self.lease_id),
+            jobs_pb2.RenewRankRequest(
+                job_id=self.job_id, rank_lease_id=self.lease_id, next_step=next_step
+            ),
             timeout_seconds=self.renewal_seconds or None,
         ).lease_seconds
 

@@ -74,7 +74,7 @@ class ControlLink:
             settings,
             first=self._join,
             again=self._come_back,
-            renew=RankContact.renew,
+            renew=lambda contact: contact.renew(next_step=self._book.next_step),
             on_event=self._handle,
             on_broken=self._fail,
             away_seconds=control_plane_timeout_seconds,
@@ -189,6 +189,10 @@ class ControlLink:
         """The plan of ``step`` that counts now; None if there is none."""
         with self._changed:
             return self._book.plan_of(step)
+
+    def is_finished(self, step: int) -> bool:
+        """Whether every rank that has not left has finished ``step`` and those before."""
+        return self._book.is_finished(step)
 
     def wait_plan(self, step: int, timeout_seconds: float) -> PlannedStep:
         """The plan of ``step``, which begins; earlier steps that have not begun are left out.

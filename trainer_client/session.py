@@ -363,7 +363,7 @@ class Session:
         deadline = time.monotonic() + self.options.tick_timeout_seconds
         last = self._last_step
         while self._in_place.ticks.is_serving(last) or self._recovery.unfinished(last):
-            if self._link.failure is not None:
+            if self._link.failure is not None or self._link.is_finished(last):
                 return
             if time.monotonic() > deadline:
                 logger.warning("closing with other ranks' part of step %d unfinished", last)

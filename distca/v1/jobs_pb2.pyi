@@ -90,12 +90,14 @@ class OpenJobResponse(_message.Message):
     def __init__(self, job_id: _Optional[str] = ..., rank_lease_id: _Optional[str] = ..., lease_seconds: _Optional[float] = ..., token: _Optional[bytes] = ..., stall_seconds: _Optional[float] = ..., answer_seconds: _Optional[float] = ...) -> None: ...
 
 class RenewRankRequest(_message.Message):
-    __slots__ = ("job_id", "rank_lease_id")
+    __slots__ = ("job_id", "rank_lease_id", "next_step")
     JOB_ID_FIELD_NUMBER: _ClassVar[int]
     RANK_LEASE_ID_FIELD_NUMBER: _ClassVar[int]
+    NEXT_STEP_FIELD_NUMBER: _ClassVar[int]
     job_id: str
     rank_lease_id: str
-    def __init__(self, job_id: _Optional[str] = ..., rank_lease_id: _Optional[str] = ...) -> None: ...
+    next_step: int
+    def __init__(self, job_id: _Optional[str] = ..., rank_lease_id: _Optional[str] = ..., next_step: _Optional[int] = ...) -> None: ...
 
 class RenewRankResponse(_message.Message):
     __slots__ = ("lease_seconds",)
