@@ -79,8 +79,9 @@ class NodeSettings:
             ``buffer_limit_bytes``, or without limit if that has none.
         buffer_limit_bytes: memory for messages; 0 is without limit.
         profile_dir: where cost profiles are cached.
-        connect_seconds: how long to wait for the control plane at start, and for the lease of a
-            server of the same name to end.
+        connect_seconds: how long to wait for the control plane at start.
+        held_timeout_seconds: how long to wait for the lease of a server of the same name to end,
+            which may be gone; longer than the control plane's lease.
         control_plane_timeout_seconds: how long the control plane may be away while planned steps
             are served.
         stuck_seconds: after so long without finishing any of its work the process exits, so that
@@ -106,6 +107,7 @@ class NodeSettings:
     buffer_limit_bytes: int = 0
     profile_dir: Path = Path.home() / ".cache" / "distca"
     connect_seconds: float = 180.0
+    held_timeout_seconds: float = 45.0
     control_plane_timeout_seconds: float = 300.0
     stuck_seconds: float = 60.0
     drain_seconds: float = 30.0
@@ -257,6 +259,7 @@ class AttentionNode:
             on_drain=self.stop,
             on_lost=self._lose,
             away_seconds=settings.control_plane_timeout_seconds,
+            held_seconds=settings.held_timeout_seconds,
         )
         self._membership.join()
         self.joined = True

@@ -10,7 +10,7 @@ import secrets
 from collections.abc import Callable
 
 from control_plane.audience import Audience
-from control_plane.errors import InvalidRequestError, SpecMismatchError
+from control_plane.errors import HeldError, InvalidRequestError, SpecMismatchError
 from control_plane.job import Job
 from control_plane.job_keys import JobKeys
 from control_plane.job_spec import JobSpec
@@ -75,11 +75,14 @@ class Admission:
         in_place: ServerDescription | None,
         *,
         owner: str = "",
+        waited_seconds: float = 0.0,
     ) -> tuple[Job, str]:
         """A rank joins a job, the first one creates it; returns the job and the rank's lease.
 
         Raises:
             InvalidRequestError: the planner or the rank does not exist, or the host is empty.
+            HeldError: the name is one whose holder may be gone: ask again, with
+                ``waited_seconds`` since the first time.
             OtherOwnerError, SpecMismatchError, AlreadyExistsError: as :meth:`Jobs.joinable`
                 and :meth:`Membership.check_free`. SpecMismatchError, too, if the pool has servers,
                 but none of the job's transport.
@@ -87,12 +90,20 @@ class Admission:
         self._sweep()
         self._check_open(spec, rank, host)
         now, lease_id = self._clock(), new_lease_id()
-        job = self._jobs.joinable(spec, rank, owner=owner)
+        try:
+            job = self._jobs.joinable(
+                spec, rank, owner=owner, waited_seconds=waited_seconds, now=now
+            )
+            if in_place is not None:
+                self._membership.check_free(
+                    in_place.server_id, now=now, waited_seconds=waited_seconds
+                )
+        except HeldError as error:
+            if not waited_seconds:
+                logger.info("job %s: rank %d on %s waits: %s", spec.name, rank, host, error)
+            raise
         if job is None:
             self._check_transport(spec)
-        if in_place is not None:
-            self._membership.check_free(in_place.server_id, now=now)
-        if job is None:
             job = self._create_job(spec, owner)
         job.join(rank, host=host, lease_id=lease_id, now=now)
         if in_place is not None:

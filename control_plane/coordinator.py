@@ -148,11 +148,15 @@ class Coordinator:
         """Gets ready to plan; without it the first plan takes longer."""
         await self._planner.prepare()
 
-    def register_server(self, description: ServerDescription) -> str:
+    def register_server(
+        self, description: ServerDescription, *, waited_seconds: float = 0.0
+    ) -> str:
         """A pool server joins; returns its lease. Raises as :meth:`Membership.register`."""
         self._hear_and_sweep()
         lease_id = new_lease_id()
-        self._membership.register(description, lease_id=lease_id, now=self._clock())
+        self._membership.register(
+            description, lease_id=lease_id, now=self._clock(), waited_seconds=waited_seconds
+        )
         for job in self._jobs.open_jobs():
             job.quarantine.clear(description.server_id)
         logger.info(
@@ -262,8 +266,9 @@ class Coordinator:
                 f"the token of rank {rank} of job {job_id} came with another rank's lease"
             )
 
-    def renew_rank(self, job_id: str, lease_id: str) -> None:
-        """Renews the lease of a rank and of its in-place server.
+    def renew_rank(self, job_id: str, lease_id: str, *, next_step: int = 0) -> None:
+        """Renews the lease of a rank and of its in-place server. Steps before ``next_step`` of
+        which the rank has handed in nothing get no plan any more.
 
         Raises:
             UnknownJobError, LeaseExpiredError: as :meth:`Jobs.get` and :meth:`Job.renew`.
@@ -273,6 +278,8 @@ class Coordinator:
         job = self._jobs.get(job_id)
         job.renew(lease_id, now=now)
         self._membership.renew_in_place(lease_id, now=now)
+        if job.went_on(lease_id, next_step):
+            self._advance(job)
 
     def leave_job(self, job_id: str, lease_id: str, error: str) -> None:
         """A rank leaves; with an error, or as the last one, it closes the job.
@@ -291,6 +298,7 @@ class Coordinator:
         self._members_changed()
         self._metrics.ranks_changed(self._jobs.open_jobs())
         self._advance(job)
+        self._recoveries.rank_left(job, rank)
 
     def submit_manifest(
         self, job_id: str, lease_id: str, manifest: RankManifest, *, forward_only: bool
@@ -325,6 +333,7 @@ class Coordinator:
         if job.recovery.runs and not job.recovery.has_answered(rank):
             first.append(recover_event(job))
         first += [rank_event(job_id, record, rank) for record in job.steps_to_tell()]
+        job.watched_by(rank)
         return self._audience.watch_rank(job, rank, first)
 
     def watch_server(self, lease_id: str) -> tuple[str, Subscription]:
@@ -355,7 +364,8 @@ class Coordinator:
 
     def unwatch(self, key: RankKey | str, subscription: Subscription) -> None:
         """The reader of a stream has gone."""
-        self._audience.discard(key, subscription)
+        if self._audience.discard(key, subscription) and not isinstance(key, str):
+            self._jobs.stream_broken(*key)
 
     def report_rank(self, job_id: str, lease_id: str, step: int, measured: RankMeasurement) -> None:
         """Takes in what a rank measured.

@@ -53,6 +53,8 @@ class SessionOptions:
         one_host: all ranks and servers are on this machine, so shared memory may be used.
         start_timeout_seconds: to reach the control plane at start; the first start of one on a
             machine compiles its planner for a minute.
+        held_timeout_seconds: how long opening waits for the end of an earlier job of the name whose
+            processes may be gone; longer than the control plane's lease.
         connect_timeout_seconds: to reach each server.
         control_plane_timeout_seconds: how long the control plane may be away while training goes
             on.
@@ -104,6 +106,7 @@ class SessionOptions:
     transport: str = TransportName.AUTO
     one_host: bool = False
     start_timeout_seconds: float = 180.0
+    held_timeout_seconds: float = 45.0
     connect_timeout_seconds: float = 20.0
     control_plane_timeout_seconds: float = 300.0
     plan_timeout_seconds: float = 60.0

@@ -84,6 +84,7 @@ class Session:
             on_finished=lambda step: self._recovery.finished(step),
             on_failed=lambda step, why: self._recovery.failed(step, why),
             control_plane_timeout_seconds=options.control_plane_timeout_seconds,
+            held_timeout_seconds=options.held_timeout_seconds,
         )
         self._pool = BufferPool(device_allocator(self._device))
         self._metrics = TrainerMetrics(
@@ -147,8 +148,12 @@ class Session:
     def open(cls, options: SessionOptions) -> Session:
         """Joins the job; returns at once, whether or not the other ranks have joined.
 
+        If an earlier job has the name whose processes may be gone, such as those before a restart,
+        waits for its end: a lease, and at most ``held_timeout_seconds``.
+
         Raises:
             ValueError: no kernel runs the shape on the device.
+            distca.rpc.AlreadyExists: another job has the name, and lives.
             distca.rpc.RpcError: the control plane cannot be reached, or refuses.
             TransportError: the in-place server's port is in use.
             distca.monitoring.MetricsAddressError: the metrics port is in use.
@@ -366,7 +371,7 @@ class Session:
         deadline = time.monotonic() + self.options.tick_timeout_seconds
         last = self._last_step
         while self._in_place.ticks.is_serving(last) or self._recovery.unfinished(last):
-            if self._link.failure is not None:
+            if self._link.failure is not None or self._link.is_finished(last):
                 return
             if time.monotonic() > deadline:
                 logger.warning("closing with other ranks' part of step %d unfinished", last)

@@ -62,18 +62,20 @@ class DescribePoolResponse(_message.Message):
     def __init__(self, transports: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class OpenJobRequest(_message.Message):
-    __slots__ = ("spec", "rank", "in_place_server", "host", "resume")
+    __slots__ = ("spec", "rank", "in_place_server", "host", "resume", "waited_seconds")
     SPEC_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
     IN_PLACE_SERVER_FIELD_NUMBER: _ClassVar[int]
     HOST_FIELD_NUMBER: _ClassVar[int]
     RESUME_FIELD_NUMBER: _ClassVar[int]
+    WAITED_SECONDS_FIELD_NUMBER: _ClassVar[int]
     spec: JobSpec
     rank: int
     in_place_server: _membership_pb2.ServerDescription
     host: str
     resume: ResumeJob
-    def __init__(self, spec: _Optional[_Union[JobSpec, _Mapping]] = ..., rank: _Optional[int] = ..., in_place_server: _Optional[_Union[_membership_pb2.ServerDescription, _Mapping]] = ..., host: _Optional[str] = ..., resume: _Optional[_Union[ResumeJob, _Mapping]] = ...) -> None: ...
+    waited_seconds: float
+    def __init__(self, spec: _Optional[_Union[JobSpec, _Mapping]] = ..., rank: _Optional[int] = ..., in_place_server: _Optional[_Union[_membership_pb2.ServerDescription, _Mapping]] = ..., host: _Optional[str] = ..., resume: _Optional[_Union[ResumeJob, _Mapping]] = ..., waited_seconds: _Optional[float] = ...) -> None: ...
 
 class ResumeJob(_message.Message):
     __slots__ = ("job_id", "epoch")
@@ -100,12 +102,14 @@ class OpenJobResponse(_message.Message):
     def __init__(self, job_id: _Optional[str] = ..., rank_lease_id: _Optional[str] = ..., lease_seconds: _Optional[float] = ..., token: _Optional[bytes] = ..., stall_seconds: _Optional[float] = ..., answer_seconds: _Optional[float] = ...) -> None: ...
 
 class RenewRankRequest(_message.Message):
-    __slots__ = ("job_id", "rank_lease_id")
+    __slots__ = ("job_id", "rank_lease_id", "next_step")
     JOB_ID_FIELD_NUMBER: _ClassVar[int]
     RANK_LEASE_ID_FIELD_NUMBER: _ClassVar[int]
+    NEXT_STEP_FIELD_NUMBER: _ClassVar[int]
     job_id: str
     rank_lease_id: str
-    def __init__(self, job_id: _Optional[str] = ..., rank_lease_id: _Optional[str] = ...) -> None: ...
+    next_step: int
+    def __init__(self, job_id: _Optional[str] = ..., rank_lease_id: _Optional[str] = ..., next_step: _Optional[int] = ...) -> None: ...
 
 class RenewRankResponse(_message.Message):
     __slots__ = ("lease_seconds",)

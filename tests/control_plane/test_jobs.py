@@ -291,14 +291,16 @@ def test_measured_imbalance_counts_idle_servers(job: Job) -> None:
 
 
 def test_open_job_of_the_name_is_joined_only_with_its_spec(jobs: Jobs, job: Job) -> None:
-    assert jobs.joinable(spec(name="other"), 0) is None
+    assert jobs.joinable(spec(name="other"), 0, now=0.0) is None
+    for rank in (0, 1):
+        job.renew(f"L{rank}", now=5.0)
     with pytest.raises(SpecMismatchError, match="n_layers 9 instead of 4, placement"):
-        jobs.joinable(spec(n_layers=9, placement=Placement.MIXED), 1)
+        jobs.joinable(spec(n_layers=9, placement=Placement.MIXED), 1, waited_seconds=12.0, now=13.0)
     with pytest.raises(AlreadyExistsError):
-        jobs.joinable(spec(), 1)
-    job.leave("L0", error="", now=0.0)
+        jobs.joinable(spec(), 1, waited_seconds=12.0, now=13.0)
+    job.leave("L0", error="", now=5.0)
     jobs.close(job, "")
-    assert jobs.joinable(spec(), 0) is None
+    assert jobs.joinable(spec(), 0, now=5.0) is None
 
 
 def test_closed_jobs_are_remembered_with_their_reason_up_to_a_bound(jobs: Jobs) -> None:

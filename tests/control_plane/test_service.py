@@ -472,9 +472,9 @@ def test_register_server_refuses_a_profile_with_holes(client: Client) -> None:
 
 def test_register_server_refuses_the_id_of_a_live_one(client: Client) -> None:
     client.register("s0")
-    with pytest.raises(rpc.AlreadyExists, match="held by a live server at 127"):
+    with pytest.raises(rpc.Held, match="held by a server at 127"):
         client.register("s0")
-    with pytest.raises(rpc.AlreadyExists):
+    with pytest.raises(rpc.Held):
         client.register("s0", data_address="127.0.0.1:1")
 
 
@@ -523,8 +523,23 @@ def test_open_job_refuses_another_spec_and_a_rank_that_has_joined(client: Client
     client.open(0)
     with pytest.raises(rpc.FailedPrecondition, match="n_layers 5 instead of 4"):
         client.open(1, job_spec(n_layers=5))
-    with pytest.raises(rpc.AlreadyExists, match="rank 0 has joined job train-"):
+    with pytest.raises(rpc.Held, match="rank 0 has joined job train-") as caught:
         client.open(0)
+    assert 0 < caught.value.retry_after_seconds <= 1.05
+
+
+@pytest.mark.parametrize("seconds", [-1.0, float("nan"), float("inf")])
+def test_no_time_to_have_waited_is_refused(client: Client, seconds: float) -> None:
+    with pytest.raises(rpc.InvalidRequest, match=f"waited_seconds is {seconds}"):
+        client.jobs.OpenJob(
+            jobs_pb2.OpenJobRequest(spec=job_spec(), rank=0, host="h", waited_seconds=seconds)
+        )
+    with pytest.raises(rpc.InvalidRequest, match=f"waited_seconds is {seconds}"):
+        client.membership.RegisterServer(
+            membership_pb2.RegisterServerRequest(
+                server=server_description("s0"), waited_seconds=seconds
+            )
+        )
 
 
 def test_open_job_with_a_taken_server_id_changes_nothing(client: Client) -> None:
