@@ -61,7 +61,14 @@ def test_example_of_a_trainer_of_ones_own_trains(
     run = subprocess.run(
         [*launch, f"--nproc-per-node={N_RANKS}", *watched],
         cwd=tmp_path,
-        env={**os.environ, "HOME": str(tmp_path), "OMP_NUM_THREADS": "1", "PYTHONPATH": _path()},
+        # On the CPU also where there are GPUs, perhaps fewer than ranks.
+        env={
+            **os.environ,
+            "HOME": str(tmp_path),
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": _path(),
+            "CUDA_VISIBLE_DEVICES": "",
+        },
         capture_output=True,
         text=True,
         timeout=DEADLINE_SECONDS,
