@@ -52,7 +52,7 @@ def _by_layer(model: Any, wrap: Callable[..., Any]) -> None:
 
 
 CHECKPOINTED: dict[str, Checkpointed] = {
-    "transformers' own": lambda model: model.activation_checkpointing_enable(),
+    "transformers' own": lambda model: model.gradient_checkpointing_enable(),
     "torch": lambda model: _by_layer(
         model, functools.partial(torch_checkpoint, use_reentrant=False)
     ),
@@ -237,7 +237,7 @@ def test_checkpoints_in_evaluation_keep_nothing(session: Session) -> None:
 
 def test_a_reentrant_checkpoint_is_named(session: Session) -> None:
     model: Any = make_model(copy.deepcopy(CONFIGS["Llama"]), "distca").train()
-    model.activation_checkpointing_enable({"use_reentrant": True})
+    model.gradient_checkpointing_enable({"use_reentrant": True})
     model.enable_input_require_grads()
     with pytest.raises(SessionError, match="use_reentrant=False"), session.step(submit(session)):
         sum(output.loss for output in PingPong(model)(make_batches())).backward()
