@@ -198,8 +198,8 @@ class TransportConformance:
         again = pair.at_server.offer(5, received, WAIT_SECONDS)
         puts = [pair.at_client.put(tag, pair.filled(64, tag), WAIT_SECONDS) for tag in (5, 6)]
         wait_all([again, beside, *puts])
-        assert torch.equal(received.tensor, pattern(64, 5))
-        assert torch.equal(other.tensor, pattern(64, 6))
+        assert torch.equal(received.tensor.cpu(), pattern(64, 5))
+        assert torch.equal(other.tensor.cpu(), pattern(64, 6))
 
     def test_skip_of_a_closed_connection_does_nothing(self, pair: Pair) -> None:
         pair.at_client.close()
