@@ -14,7 +14,8 @@ from distca.train.settings import DeviceName
 
 
 def choose_device(name: DeviceName, local_rank: int) -> torch.device:
-    """The device of the trainer that is number ``local_rank`` on its host, made current.
+    """The device of the trainer that is number ``local_rank`` on its host, made current. PyTorch's
+    cache on it grows in place, see :func:`prefer_expandable_segments`.
 
     Raises:
         SettingsError: there is no such CUDA device.
@@ -29,18 +30,18 @@ def choose_device(name: DeviceName, local_rank: int) -> torch.device:
             "--device cpu"
         )
     device = torch.device("cuda", local_rank)
+    # First, since the allocator may read its settings when the device is made current.
+    prefer_expandable_segments()
     torch.cuda.set_device(device)
     return device
 
 
 def prepare_process(device: torch.device) -> None:
     """On a GPU, the training loop must launch in time: its threads take turns quickly, and garbage
-    is collected between steps only (:func:`collect_garbage`). To be called before the first
-    allocation on it, see :func:`prefer_expandable_segments`."""
+    is collected between steps only (:func:`collect_garbage`)."""
     if device.type == "cuda":
         sys.setswitchinterval(SWITCH_INTERVAL_SECONDS)
         gc.disable()
-        prefer_expandable_segments()
 
 
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")

@@ -69,7 +69,6 @@ def test_a_setting_of_pytorchs_allocator_is_kept(
 
 EXPANDABLE = """
 import torch
-from torch import nn
 from distca.train.device import choose_device, prepare_process
 from distca.train.settings import DeviceName
 prepare_process(choose_device(DeviceName.CUDA, 0))
