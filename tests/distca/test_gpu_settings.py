@@ -51,6 +51,7 @@ def test_device_is_that_of_the_local_rank(
     monkeypatch.setattr(torch.cuda, "device_count", lambda: n_devices)
     made_current: list[torch.device] = []
     monkeypatch.setattr(torch.cuda, "set_device", made_current.append)
+    monkeypatch.setattr(os, "environ", {})
     device = choose_device(name, local_rank=2)
     assert device == torch.device(expected)
     assert made_current == ([device] if device.type == "cuda" else [])
