@@ -232,8 +232,11 @@ class Session:
             # A model that silently runs another implementation would train without being served.
             raise SessionError(
                 f"step {step} ended without a call of core attention; load the model with "
-                "attn_implementation='distca' (building another model from the same config object "
-                "changes it), or call trainer_client.core_attention"
+                "attn_implementation='distca' after 'import trainer_client.transformers' (building "
+                "another model from the same config object changes it), or call "
+                "trainer_client.core_attention. If it was loaded so, its model type computes "
+                "attention without transformers' attention interface: "
+                "trainer_client.transformers.check_documents(model) says why"
             )
 
     def fetch_step(self, step: int) -> jobs_pb2.GetStepResponse:

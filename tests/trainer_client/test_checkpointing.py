@@ -23,6 +23,7 @@ from tests.trainer_client.test_transformers import (
 from trainer_client import PingPong, Session, SessionError, checkpoint
 from trainer_client.attention_call import AttentionCall
 from trainer_client.checkpointing import Region, keep_result, kept_result
+from trainer_client.transformers import check_documents
 
 
 @pytest.fixture(scope="module")
@@ -68,6 +69,8 @@ def test_layers_run_twice_but_core_attention_once(
     plain = make_model(copy.deepcopy(CONFIGS["Llama"]), "distca")
     model = make_model(copy.deepcopy(CONFIGS["Llama"]), "distca")
     model.load_state_dict(plain.state_dict())
+    # Which would run the layers too, at the model's first forward.
+    check_documents(model)
     layers = [CountedForwards(layer) for layer in model.get_submodule("model.layers").children()]
     losses = []
     for each in (plain, model):
