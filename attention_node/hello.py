@@ -11,7 +11,7 @@ from attention_node.served_job import ServedJob
 from distca.tokens import rank_of_token
 from distca.v1 import data_plane_pb2
 
-PROTOCOL_VERSION: Final = 2
+PROTOCOL_VERSION: Final = 3
 FAREWELL: Final = "the session is closed"
 """What a rank says that leaves at the end of its job. Anything else tells of a failure."""
 

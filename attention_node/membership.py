@@ -16,6 +16,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from attention_node.pool_contact import PoolContact
 from attention_node.served_job import StepBusy
 from distca import rpc
+from distca.held import Patience
 from distca.lifeline import Lifeline
 from distca.v1 import jobs_pb2, membership_pb2
 
@@ -43,6 +44,8 @@ class Membership:
         on_drain: called once, when the control plane asks the server to drain.
         on_lost: called once, when the membership ends for another reason than :meth:`leave`.
         away_seconds: how long the control plane may be away.
+        held_seconds: how long to wait for the server's name, if another process has it that may be
+            gone.
 
     ``on_event``, ``on_registered`` and ``on_fenced`` are called on the watching thread.
     """
@@ -59,6 +62,7 @@ class Membership:
         on_drain: Callable[[], None],
         on_lost: Callable[[MembershipLost], None],
         away_seconds: float,
+        held_seconds: float,
     ) -> None:
         self._description = description
         self._load = load
@@ -76,8 +80,10 @@ class Membership:
             # A node that drains does without a control plane that goes away.
             wanted=lambda: not self._draining,
             away_seconds=away_seconds,
+            held_seconds=held_seconds,
         )
         self._lifeline.who = f"server {description.server_id}"
+        self._patience = self._make_patience()
         self._draining = False
         self._dropped_lease = ""
         self._left = False
@@ -86,14 +92,13 @@ class Membership:
 
     def join(self) -> None:
         """Registers and starts the heartbeat and the watch. If a server of the same name still
-        holds a lease, such as the process before this one, waits for its end.
+        holds a lease and may be gone, such as the process before this one, waits for its end.
 
         Raises:
+            distca.rpc.AlreadyExists: a server of the name lives, or has not ended in time.
             distca.rpc.RpcError: the control plane cannot be reached, or refuses.
         """
-        contact = self._lifeline.join(
-            again=(rpc.ControlPlaneUnavailable, rpc.RateLimited, rpc.AlreadyExists)
-        )
+        contact = self._lifeline.join(again=(rpc.ControlPlaneUnavailable, rpc.RateLimited))
         self._on_registered()
         self._lifeline.start(renewing="distca-heartbeat")
         logger.info("server %s registered at %s", self._description.server_id, contact.address)
@@ -107,6 +112,7 @@ class Membership:
             server_id=self._description.server_id,
             forward_busy_seconds=busy.forward_seconds,
             backward_busy_seconds=busy.backward_seconds,
+            backward_layers=busy.backward_layers,
         )
         future: Future[object] = self._outbox.submit(
             contact.report_step, busy.job_id, busy.step, measurement
@@ -145,7 +151,7 @@ class Membership:
     def _first_contact(self, settings: rpc.RpcSettings) -> PoolContact:
         contact = PoolContact(settings)
         try:
-            contact.register(self._description)
+            self._register(contact, self._patience)
             contact.watch()
         except BaseException:
             contact.end()
@@ -171,8 +177,8 @@ class Membership:
         return contact
 
     def _register_again(self, contact: PoolContact) -> None:
-        """Registers, unless the executor is at work on what was dropped, or the name is taken:
-        then a later attempt does."""
+        """Registers, unless the executor is at work on what was dropped: then a later attempt
+        does."""
         busy_seconds = self._load().oldest_ready_seconds
         if busy_seconds > BUSY_SECONDS:
             raise rpc.ControlPlaneUnavailable(
@@ -180,13 +186,16 @@ class Membership:
                 contact.address,
                 f"not asked: the executor has finished nothing for {busy_seconds:.0f} s",
             )
-        try:
-            contact.register(self._description)
-        except rpc.AlreadyExists as error:
-            # Held by a registration of this server whose answer was lost, until that lease ends.
-            raise rpc.ControlPlaneUnavailable(error.method, error.address, error.details) from error
+        # Its name may be held by a registration whose answer was lost, until that lease ends.
+        self._register(contact, self._make_patience())
         logger.info("server %s registered again", self._description.server_id)
         self._on_registered()
+
+    def _register(self, contact: PoolContact, patience: Patience) -> None:
+        patience.ask(lambda waited: contact.register(self._description, waited_seconds=waited))
+
+    def _make_patience(self) -> Patience:
+        return self._lifeline.patience(f"server {self._description.server_id}")
 
     def _drop_everything(self, lease_id: str, error: Exception) -> None:
         if lease_id != self._dropped_lease:

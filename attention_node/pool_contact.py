@@ -9,11 +9,13 @@ from distca.v1 import jobs_pb2, membership_pb2
 class PoolContact(Contact):
     """A control plane that a server has reached; every call raises ``distca.rpc.RpcError``."""
 
-    def register(self, description: membership_pb2.ServerDescription) -> None:
-        """Joins the pool, under a new lease."""
+    def register(
+        self, description: membership_pb2.ServerDescription, *, waited_seconds: float
+    ) -> None:
+        """Joins the pool, under a new lease, after waiting for the server's name so long."""
         response = self.call(
             self._membership.RegisterServer,
-            membership_pb2.RegisterServerRequest(server=description),
+            membership_pb2.RegisterServerRequest(server=description, waited_seconds=waited_seconds),
         )
         self.lease_id, self.lease_seconds = response.lease_id, response.lease_seconds
 

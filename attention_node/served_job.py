@@ -88,12 +88,17 @@ class StepBusy:
     product may take the device and hold up the next one for 20 ms, as long as a whole call lasts.
     Ticks of different layers run the same tasks, so their times differ only by such disturbances:
     see :func:`undisturbed_seconds`.
+
+    Attributes:
+        backward_layers: per nano-batch, how many backward ticks were run: fewer than the job has
+            layers where ranks needed no gradients from some layer down.
     """
 
     job_id: str
     step: int
     forward_seconds: tuple[float, ...]
     backward_seconds: tuple[float, ...]
+    backward_layers: tuple[int, ...]
 
 
 def undisturbed_seconds(ticks: Sequence[float]) -> float:
@@ -180,6 +185,7 @@ class ServedStep:
         self._local_rank = local_rank
         self._open: dict[Tick, OpenTick] = {}
         self._over: set[Tick] = set()
+        self._lane_ends: dict[tuple[int, int], int] = {}
         self._given_up = ""
         self._first = FirstTicks(plan.manifest, first_tick)
         self._routes: dict[tuple[int, Phase, int], TickRoute] = {}
@@ -279,13 +285,16 @@ class ServedStep:
         """The state of ``tick``, begun if need be.
 
         Raises:
-            TickGivenUp: the step was given up, or the tick is over; says why.
+            TickGivenUp: the step was given up, or the tick is over, or a rank that takes part in
+                it has ended its lane; says why.
         """
         with self._lock:
             if self._given_up:
                 raise TickGivenUp(self._given_up)
             if tick in self._over:
                 raise TickGivenUp(f"{tick} is over on this server")
+            if self._ended_ranks(tick):
+                raise self._without_backward(tick)
             if tick not in self._open:
                 self._open[tick] = OpenTick(
                     tick=tick,
@@ -297,17 +306,70 @@ class ServedStep:
                 )
             return self._open[tick]
 
+    def end_lane(self, rank: int, first: Tick) -> list[tuple[OpenTick, TickGivenUp]]:
+        """``rank`` sends nothing of the lane of ``first`` any more, from ``first`` on: it needs no
+        gradients from that layer down. Ticks in which only such ranks take part are over.
+
+        Runs on the executor's thread. Returns open ticks that others take part in, which cannot be
+        completed, and why.
+        """
+        with self._lock:
+            self._lane_ends[rank, first.nano_batch] = first.lane_index(self.job.n_layers)
+            ended = [
+                tick
+                for tick in self._ticks.get(first.nano_batch, ())
+                if tick not in self._over and self._ended_ranks(tick)
+            ]
+            over = [
+                tick for tick in ended if self._ended_ranks(tick) == self._route(tick).pairs.keys()
+            ]
+            self._over.update(over)
+            self._ticks_left -= len(over)
+            stuck = [
+                (self._open[tick], self._without_backward(tick))
+                for tick in ended
+                if tick in self._open
+            ]
+        for tick in over:
+            self._on_tick_over(self, tick)
+        if over and self.finished and not self._given_up:
+            self._on_finished(self)
+        return stuck
+
+    def _ended_ranks(self, tick: Tick) -> set[int]:
+        """The ranks of ``tick`` whose lane ends before it."""
+        if not self._lane_ends:
+            return set()
+        index = tick.lane_index(self.job.n_layers)
+        return {
+            rank
+            for rank in self._route(tick).pairs
+            if self._lane_ends.get((rank, tick.nano_batch), index + 1) <= index
+        }
+
+    def _without_backward(self, tick: Tick) -> TickGivenUp:
+        ended = self._ended_ranks(tick)
+        others = sorted(self._route(tick).pairs.keys() - ended)
+        return TickGivenUp(
+            f"{tick}: ranks {sorted(ended)} need no gradients from layer {tick.layer} down, and "
+            f"ranks {others} do; ranks that share documents must train the same layers"
+        )
+
     def busy(self) -> StepBusy:
         """Of the ticks that are over."""
         seconds = {phase: [0.0] * self.job.n_nano_batches for phase in Phase}
+        backward_layers = [0] * self.job.n_nano_batches
         with self._lock:
             for (nano_batch, phase, _), ticks in self._busy.items():
                 seconds[phase][nano_batch] += undisturbed_seconds(ticks)
+                if phase is Phase.BACKWARD:
+                    backward_layers[nano_batch] += len(ticks)
         return StepBusy(
             job_id=self.job.job_id,
             step=self.step,
             forward_seconds=tuple(seconds[Phase.FORWARD]),
             backward_seconds=tuple(seconds[Phase.BACKWARD]),
+            backward_layers=tuple(backward_layers),
         )
 
     def _key(self, tick: Tick) -> tuple[int, Phase, int]:
@@ -439,6 +501,13 @@ class Lane:
             return None
         self.under_way[entry.tick] = self.expected.popleft()
         return entry
+
+    def end(self, step: ServedStep) -> None:
+        """The rank sends nothing of ``step`` any more."""
+        self.expected = deque(entry for entry in self.expected if entry.step is not step)
+        self.under_way = {
+            tick: entry for tick, entry in self.under_way.items() if entry.step is not step
+        }
 
     def put_back(self, entry: ExpectedTick) -> None:
         """Undoes :meth:`next_to_post`: no receive is posted after all."""

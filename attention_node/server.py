@@ -72,14 +72,16 @@ class NodeSettings:
         health_port: port of grpc.health.v1, over mTLS if ``certificate_file`` is given; 0 takes any
             free one.
         metrics_port: port of ``/metrics``; 0 takes any free one.
-        transport: ``"ucxx"`` or ``"nixl"``; the same in all processes.
+        transport: ``"ucxx"`` or ``"nixl"``, the same in all processes; ``"auto"`` takes what suits
+            this machine.
         one_host: all trainers are on this machine, so shared memory may be used.
         capacity_rows: q plus k/v rows the node can hold in one tick; 0 is what fits
             ``buffer_limit_bytes``, or without limit if that has none.
         buffer_limit_bytes: memory for messages; 0 is without limit.
         profile_dir: where cost profiles are cached.
-        connect_seconds: how long to wait for the control plane at start, and for the lease of a
-            server of the same name to end.
+        connect_seconds: how long to wait for the control plane at start.
+        held_timeout_seconds: how long to wait for the lease of a server of the same name to end,
+            which may be gone; longer than the control plane's lease.
         control_plane_timeout_seconds: how long the control plane may be away while planned steps
             are served.
         stuck_seconds: after so long without finishing any of its work the process exits, so that
@@ -99,12 +101,13 @@ class NodeSettings:
     data_port: int = 0
     health_port: int = 0
     metrics_port: int = 0
-    transport: str = TransportName.UCXX
+    transport: str = TransportName.AUTO
     one_host: bool = False
     capacity_rows: int = 0
     buffer_limit_bytes: int = 0
     profile_dir: Path = Path.home() / ".cache" / "distca"
     connect_seconds: float = 180.0
+    held_timeout_seconds: float = 45.0
     control_plane_timeout_seconds: float = 300.0
     stuck_seconds: float = 60.0
     drain_seconds: float = 30.0
@@ -256,6 +259,7 @@ class AttentionNode:
             on_drain=self.stop,
             on_lost=self._lose,
             away_seconds=settings.control_plane_timeout_seconds,
+            held_seconds=settings.held_timeout_seconds,
         )
         self._membership.join()
         self.joined = True
@@ -367,6 +371,7 @@ class AttentionNode:
             capacity_rows=self._settings.planned_rows,
             profiles=[profile_to_proto(profile) for profile in self._profiles],
             version=__version__,
+            transport=self._transport.name,
         )
 
     def _load(self) -> membership_pb2.ServerLoad:

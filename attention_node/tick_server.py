@@ -367,6 +367,17 @@ class TickServer:
         self._executor.arrive(open_tick, self._local_rank, source)
         return reply
 
+    def end_local_lane(self, job_id: str, epoch: int, first: Tick) -> None:
+        """The local rank sends nothing of the lane of ``first`` any more, from ``first`` on. Does
+        nothing if the step is over on this server, was given up, or runs under another plan."""
+        assert self._local_rank is not None
+        with self._lock:
+            job = self._jobs.get(job_id)
+            step = job.steps.get(first.step) if job else None
+        if step is not None and step.epoch == epoch:
+            rank, served = self._local_rank, step
+            self._executor.run_soon(lambda: self._give_up_stuck(served.end_lane(rank, first)))
+
     def abandon(self, job_id: str, rank: int, first_step: int) -> None:
         """Forgets unfinished steps before ``first_step`` in which the local ``rank`` takes part:
         it will not run them to their end."""
@@ -485,6 +496,10 @@ class TickServer:
         transfer: Transfer,
     ) -> None:
         step, tick = posting.step, posting.tick
+        if transfer.state is TransferState.SKIPPED:
+            posting.release()
+            self._executor.run_soon(lambda: self._end_lane(connection, lane, posting))
+            return
         if transfer.state is not TransferState.DONE:
             posting.release()
             if isinstance(transfer.error, MessageSizeMismatch):
@@ -500,6 +515,17 @@ class TickServer:
             self._fail(connection, tick, error)
             return
         self._executor.arrive(open_tick, connection.rank, source)
+
+    def _end_lane(self, connection: _RankConnection, lane: Lane, posting: _Posting) -> None:
+        """The rank sends nothing of the lane any more in the posting's step."""
+        with self._lock:
+            lane.end(posting.step)
+        self._give_up_stuck(posting.step.end_lane(connection.rank, posting.tick))
+        self._post(connection)
+
+    def _give_up_stuck(self, stuck: list[tuple[OpenTick, TickGivenUp]]) -> None:
+        for tick, why in stuck:
+            self._executor.give_up(tick, why)
 
     def _follow(self, connection: _RankConnection, lane: Lane, tick: Tick) -> None:
         """``tick`` has been answered: the rank may send the one behind it."""

@@ -10,7 +10,7 @@ import secrets
 from collections.abc import Callable
 
 from control_plane.audience import Audience
-from control_plane.errors import InvalidRequestError
+from control_plane.errors import HeldError, InvalidRequestError, SpecMismatchError
 from control_plane.job import Job
 from control_plane.job_keys import JobKeys
 from control_plane.job_spec import JobSpec
@@ -75,21 +75,35 @@ class Admission:
         in_place: ServerDescription | None,
         *,
         owner: str = "",
+        waited_seconds: float = 0.0,
     ) -> tuple[Job, str]:
         """A rank joins a job, the first one creates it; returns the job and the rank's lease.
 
         Raises:
             InvalidRequestError: the planner or the rank does not exist, or the host is empty.
+            HeldError: the name is one whose holder may be gone: ask again, with
+                ``waited_seconds`` since the first time.
             OtherOwnerError, SpecMismatchError, AlreadyExistsError: as :meth:`Jobs.joinable`
-                and :meth:`Membership.check_free`.
+                and :meth:`Membership.check_free`. SpecMismatchError, too, if the pool has servers,
+                but none of the job's transport.
         """
         self._sweep()
         self._check_open(spec, rank, host)
         now, lease_id = self._clock(), new_lease_id()
-        job = self._jobs.joinable(spec, rank, owner=owner)
-        if in_place is not None:
-            self._membership.check_free(in_place.server_id, now=now)
+        try:
+            job = self._jobs.joinable(
+                spec, rank, owner=owner, waited_seconds=waited_seconds, now=now
+            )
+            if in_place is not None:
+                self._membership.check_free(
+                    in_place.server_id, now=now, waited_seconds=waited_seconds
+                )
+        except HeldError as error:
+            if not waited_seconds:
+                logger.info("job %s: rank %d on %s waits: %s", spec.name, rank, host, error)
+            raise
         if job is None:
+            self._check_transport(spec)
             job = self._create_job(spec, owner)
         job.join(rank, host=host, lease_id=lease_id, now=now)
         if in_place is not None:
@@ -164,6 +178,17 @@ class Admission:
             )
         if not host:
             raise InvalidRequestError(f"job {spec.name}, rank {rank}: host is empty")
+
+    def _check_transport(self, spec: JobSpec) -> None:
+        pool = self._membership.pool() if spec.placement.uses_pool else []
+        if pool and not any(member.reaches(spec.transport) for member in pool):
+            theirs = " and ".join(self._membership.pool_transports())
+            raise SpecMismatchError(
+                f"job {spec.name} uses the transport {spec.transport}, and the servers of the pool "
+                f"use {theirs}; all processes of a job use the same: give the ranks "
+                f"--transport={theirs} (SessionOptions.transport), or the attention nodes "
+                f"--transport={spec.transport}"
+            )
 
     def _create_job(self, spec: JobSpec, owner: str) -> Job:
         job_id = f"{spec.name}-{secrets.token_hex(4)}"

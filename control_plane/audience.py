@@ -45,13 +45,14 @@ class Audience:
         self._count()
         return member.lease_id, subscription
 
-    def discard(self, key: RankKey | str, subscription: Subscription) -> None:
-        """The reader of ``subscription`` has gone."""
+    def discard(self, key: RankKey | str, subscription: Subscription) -> bool:
+        """The reader of ``subscription`` has gone; returns whether the member has no other."""
         if isinstance(key, str):
-            self._servers.discard(key, subscription)
+            was_its_own = self._servers.discard(key, subscription)
         else:
-            self._ranks.discard(key, subscription)
+            was_its_own = self._ranks.discard(key, subscription)
         self._count()
+        return was_its_own
 
     def tell_rank(self, job: Job, rank: int, event: jobs_pb2.PlanEvent) -> None:
         """Queues ``event`` for a rank."""

@@ -54,6 +54,7 @@ from control_plane.step import (
 )
 from control_plane.step_planner import StepPlanner
 from control_plane.subscriptions import Subscription
+from control_plane.waits import Wait
 from core_attention.manifest import RankManifest
 from distca import tracing
 from distca.tokens import rank_of_token
@@ -147,11 +148,15 @@ class Coordinator:
         """Gets ready to plan; without it the first plan takes longer."""
         await self._planner.prepare()
 
-    def register_server(self, description: ServerDescription) -> str:
+    def register_server(
+        self, description: ServerDescription, *, waited_seconds: float = 0.0
+    ) -> str:
         """A pool server joins; returns its lease. Raises as :meth:`Membership.register`."""
         self._hear_and_sweep()
         lease_id = new_lease_id()
-        self._membership.register(description, lease_id=lease_id, now=self._clock())
+        self._membership.register(
+            description, lease_id=lease_id, now=self._clock(), waited_seconds=waited_seconds
+        )
         for job in self._jobs.open_jobs():
             job.quarantine.clear(description.server_id)
         logger.info(
@@ -161,9 +166,26 @@ class Coordinator:
             description.data_address,
             description.host,
         )
+        self._warn_of_other_transports(description)
         self._metrics.registered("server")
         self._members_changed()
         return lease_id
+
+    def _warn_of_other_transports(self, joined: ServerDescription) -> None:
+        """A pool of several transports is divided: each job uses the servers of its own."""
+        others = sorted(
+            f"{member.server_id} ({member.description.transport})"
+            for member in self._membership.pool()
+            if not member.reaches(joined.transport)
+        )
+        if others:
+            logger.warning(
+                "server %s uses the transport %s, unlike %s: a job uses the servers of its own "
+                "transport alone; give all processes the same --transport",
+                joined.server_id,
+                joined.transport,
+                ", ".join(others),
+            )
 
     def heartbeat(self, lease_id: str, load: ServerLoad) -> Member:
         """Renews a server's lease.
@@ -213,6 +235,10 @@ class Coordinator:
         now = self._clock()
         return [(member, now - member.renewed_at) for member in self._membership.members()]
 
+    def pool_transports(self) -> list[str]:
+        """What the pool servers that take new work use, sorted, each once."""
+        return self._membership.pool_transports()
+
     def jobs(self) -> list[Job]:
         """The open jobs."""
         return self._jobs.open_jobs()
@@ -240,8 +266,9 @@ class Coordinator:
                 f"the token of rank {rank} of job {job_id} came with another rank's lease"
             )
 
-    def renew_rank(self, job_id: str, lease_id: str) -> None:
-        """Renews the lease of a rank and of its in-place server.
+    def renew_rank(self, job_id: str, lease_id: str, *, next_step: int = 0) -> None:
+        """Renews the lease of a rank and of its in-place server. Steps before ``next_step`` of
+        which the rank has handed in nothing get no plan any more.
 
         Raises:
             UnknownJobError, LeaseExpiredError: as :meth:`Jobs.get` and :meth:`Job.renew`.
@@ -251,6 +278,8 @@ class Coordinator:
         job = self._jobs.get(job_id)
         job.renew(lease_id, now=now)
         self._membership.renew_in_place(lease_id, now=now)
+        if job.went_on(lease_id, next_step):
+            self._advance(job)
 
     def leave_job(self, job_id: str, lease_id: str, error: str) -> None:
         """A rank leaves; with an error, or as the last one, it closes the job.
@@ -269,6 +298,7 @@ class Coordinator:
         self._members_changed()
         self._metrics.ranks_changed(self._jobs.open_jobs())
         self._advance(job)
+        self._recoveries.rank_left(job, rank)
 
     def submit_manifest(
         self, job_id: str, lease_id: str, manifest: RankManifest, *, forward_only: bool
@@ -303,6 +333,7 @@ class Coordinator:
         if job.recovery.runs and not job.recovery.has_answered(rank):
             first.append(recover_event(job))
         first += [rank_event(job_id, record, rank) for record in job.steps_to_tell()]
+        job.watched_by(rank)
         return self._audience.watch_rank(job, rank, first)
 
     def watch_server(self, lease_id: str) -> tuple[str, Subscription]:
@@ -333,7 +364,8 @@ class Coordinator:
 
     def unwatch(self, key: RankKey | str, subscription: Subscription) -> None:
         """The reader of a stream has gone."""
-        self._audience.discard(key, subscription)
+        if self._audience.discard(key, subscription) and not isinstance(key, str):
+            self._jobs.stream_broken(*key)
 
     def report_rank(self, job_id: str, lease_id: str, step: int, measured: RankMeasurement) -> None:
         """Takes in what a rank measured.
@@ -346,6 +378,33 @@ class Coordinator:
         if job.report_rank(lease_id, step, measured, now=self._clock()):
             self._metrics.rank_reported(job, job.step(step))
         self._recoveries.advance(job)
+
+    def give_up_step(self, job_id: str, lease_id: str, step: int, reason: str) -> None:
+        """A rank leaves ``step`` before it is complete.
+
+        Raises:
+            UnknownJobError, LeaseExpiredError: as :meth:`Jobs.get` and :meth:`Job.give_up`.
+        """
+        job = self._jobs.get(job_id)
+        rank = job.give_up(lease_id, step, reason, now=self._clock())
+        self._recoveries.step_given_up(job, rank, step, reason)
+
+    def wait_in_step(self, job_id: str, lease_id: str, wait: Wait) -> None:
+        """A rank has waited long for a tick. If it and others wait for each other, the step fails.
+
+        Raises:
+            UnknownJobError, LeaseExpiredError, InvalidRequestError: as :meth:`Jobs.get` and
+                :meth:`Job.wait`.
+        """
+        job = self._jobs.get(job_id)
+        stuck = job.wait(lease_id, wait, now=self._clock())
+        if stuck:
+            self._fail(
+                job,
+                wait.step,
+                f"ranks wait for each other: {stuck}; all ranks must run the forward and backward "
+                "passes of their nano-batches in the same order",
+            )
 
     def report_server(
         self, job_id: str, lease_id: str, step: int, measured: ServerMeasurement
@@ -454,6 +513,7 @@ class Coordinator:
         servers that its ranks could not reach of late.
         """
         pool = self._membership.pool() if job.spec.placement.uses_pool else []
+        pool = [member for member in pool if member.reaches(job.spec.transport)]
         own = self._membership.in_place_of(job.job_id)
         now = self._clock()
         near = [

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -14,7 +14,7 @@ from distca.v1 import plan_pb2
 
 
 def first_ticks(
-    manifest: Manifest, complete_ticks: Sequence[Sequence[int]], left: Collection[int]
+    manifest: Manifest, complete_ticks: Sequence[Sequence[int]], left: Mapping[int, str]
 ) -> Int64Array:
     """``[n_documents]``: of the ranks that hold rows of a document, the least number of complete
     ticks in its lane.
@@ -22,7 +22,7 @@ def first_ticks(
     Args:
         manifest: of the whole step.
         complete_ticks: by rank, then nano-batch; of a rank in ``left``, all ticks of a lane.
-        left: the ranks that have left the job or given the step up.
+        left: the ranks that have left the job or given the step up, and which, in words.
 
     Raises:
         PlanError: a rank is without the step whose rows others still need.
@@ -35,10 +35,11 @@ def first_ticks(
     short &= of_segment > first[manifest.segment_document]
     if short.any():
         at = int(np.flatnonzero(short)[0])
+        rank = int(manifest.segment_rank[at])
         raise PlanError(
-            f"rank {manifest.segment_rank[at]} has left the job or given the step up, and its rows "
-            f"of document {manifest.document_id[manifest.segment_document[at]]} are needed to run "
-            f"step {manifest.step} again; a rank leaves after all have finished its last step"
+            f"rank {rank}'s rows of document "
+            f"{manifest.document_id[manifest.segment_document[at]]} are needed to run step "
+            f"{manifest.step}, and rank {rank} {left[rank]}"
         )
     return first
 

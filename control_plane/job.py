@@ -11,7 +11,14 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import replace
 
-from control_plane.errors import BacklogError, InvalidRequestError, UnknownStepError
+from control_plane.errors import (
+    AlreadyExistsError,
+    BacklogError,
+    HeldError,
+    InvalidRequestError,
+    SpecMismatchError,
+    UnknownStepError,
+)
 from control_plane.job_spec import JobSpec
 from control_plane.quarantine import Quarantine
 from control_plane.rank_leases import RankLease, RankLeases
@@ -25,6 +32,7 @@ from control_plane.step import (
     ReadyStep,
     ServerMeasurement,
 )
+from control_plane.waits import Wait, Waits
 from core_attention.manifest import RankManifest
 
 
@@ -80,14 +88,61 @@ class Job:
         # a submission whose answer it did not get.
         self._accepted: OrderedDict[int, dict[int, int]] = OrderedDict()
         self._last_reported = dict.fromkeys(range(spec.n_ranks), -1)
+        self._given_up: dict[tuple[int, int], str] = {}
+        self._waits = Waits(spec.n_layers)
+        # By rank, if it has told: it hands in no step before this one any more.
+        self._next_step: dict[int, int] = {}
         self._finished_step = -1
 
-    def check_can_join(self, rank: int) -> None:
-        """Raises unless ``rank`` may join; as :meth:`RankLeases.check_can_join`."""
-        self._leases.check_can_join(rank)
+    def check_can_join(
+        self, spec: JobSpec, rank: int, *, waited_seconds: float, now: float
+    ) -> None:
+        """Raises unless ``rank`` may join for the first time.
+
+        A job that has no place for the rank may be one whose processes were killed; so may one of
+        which a rank has lost its connection. What comes then belongs to the next job of the name
+        and is to wait for the end of this one.
+
+        Args:
+            spec: that the rank gives.
+            rank: of a job of that spec.
+            waited_seconds: for how long it has waited for the end of a job of the name.
+            now: the time.
+
+        Raises:
+            HeldError: it is to wait.
+            SpecMismatchError: the job lives and has another spec.
+            AlreadyExistsError: the job lives, and the rank has joined it or has left it.
+        """
+        differences = self.spec.differences(spec)
+        away = self._leases.away
+        if differences and self._gathers and not away:
+            raise self._mismatch(rank, spec)
+        if differences:
+            why = f"rank {rank} opens job {spec.name} with {differences}"
+        else:
+            why = self._leases.why_taken(rank) or ""
+        if not why and not away:
+            return
+        if not self._leases.are_alive(waited_seconds=waited_seconds, now=now):
+            raise self._held(why or f"ranks {away} of it have lost their connection", rank, now)
+        if differences:
+            raise self._mismatch(rank, spec)
+        if why:
+            raise AlreadyExistsError(
+                f"{why}, and the job lives: {self._leases.who_was_heard(rank, now=now)}"
+            )
+
+    def watched_by(self, rank: int) -> None:
+        """A rank has opened its stream of events."""
+        self._set_away(rank, is_away=False)
+
+    def stream_broken(self, rank: int) -> None:
+        """A rank's stream of events has broken: its process is gone, or its connection."""
+        self._set_away(rank, is_away=True)
 
     def join(self, rank: int, *, host: str, lease_id: str, now: float) -> None:
-        """A rank joins; raises as :meth:`check_can_join`."""
+        """A rank joins; raises as :meth:`RankLeases.join`."""
         self._leases.join(rank, host=host, lease_id=lease_id, now=now)
 
     def come_back(self, rank: int, *, host: str, lease_id: str, now: float) -> None:
@@ -100,7 +155,15 @@ class Job:
         Raises:
             LeaseExpiredError: it expired or is unknown.
         """
-        self.lease(lease_id, now=now).renewed_at = now
+        self._leases.renew(lease_id, now=now)
+
+    def went_on(self, lease_id: str, next_step: int) -> bool:
+        """A rank has left the steps before ``next_step`` behind; returns whether that is new."""
+        rank = self._leases.rank_of(lease_id)
+        if rank is None or next_step <= self._next_step.get(rank, 0):
+            return False
+        self._next_step[rank] = next_step
+        return True
 
     def renew_all(self, *, now: float) -> None:
         """All leases begin anew."""
@@ -210,6 +273,7 @@ class Job:
         void."""
         for known in (self._ready, self._accepted, self._planned):
             known.pop(step, None)
+        self._waits.forget(step)
 
     def step(self, step: int) -> PlannedStep:
         """A recent step with its plan.
@@ -248,6 +312,45 @@ class Job:
         self.recovery.progressed()
         return is_new
 
+    def give_up(self, lease_id: str, step: int, reason: str, *, now: float) -> int:
+        """A rank leaves ``step`` before it is complete; returns the rank.
+
+        Raises:
+            LeaseExpiredError: as :meth:`lease`.
+        """
+        rank = self.lease(lease_id, now=now).rank
+        if step > self._finished_step:
+            self._given_up[step, rank] = reason
+            self._last_reported[rank] = max(self._last_reported[rank], step)
+        return rank
+
+    def wait(self, lease_id: str, wait: Wait, *, now: float) -> str:
+        """A rank has waited long for a tick; the ranks that wait for each other, in words, or
+        nothing.
+
+        Raises:
+            LeaseExpiredError: as :meth:`lease`.
+            InvalidRequestError: the job has no such nano-batch.
+        """
+        rank = self.lease(lease_id, now=now).rank
+        n_nano_batches = self.spec.n_nano_batches
+        if len(wait.sent_ticks) != n_nano_batches or wait.nano_batch >= n_nano_batches:
+            raise InvalidRequestError(
+                f"rank {rank} waits in nano-batch {wait.nano_batch} with sent_ticks "
+                f"{list(wait.sent_ticks)}; job {self.job_id} has {n_nano_batches} nano-batches"
+            )
+        if self.is_recovering or wait.step not in self._planned:
+            return ""
+        return self._waits.wait(rank, wait, now=now)
+
+    def others_may_run(self, step: int, rank: int) -> bool:
+        """Whether a rank other than ``rank`` may still be running the planned ``step``."""
+        return step in self._planned and any(
+            last < step
+            for other, last in self._last_reported.items()
+            if other != rank and other not in self._leases.left
+        )
+
     def report_server(self, step: int, measured: ServerMeasurement) -> bool:
         """Stores what a server measured; returns whether that is new, and not a repetition.
 
@@ -256,11 +359,20 @@ class Job:
             InvalidRequestError: it has not one number per nano-batch and phase.
         """
         record = self.step(step)
-        n_values = {len(measured.forward_busy_seconds), len(measured.backward_busy_seconds)}
+        n_values = {
+            len(measured.forward_busy_seconds),
+            len(measured.backward_busy_seconds),
+            len(measured.backward_layers),
+        }
         if n_values != {self.spec.n_nano_batches}:
             raise InvalidRequestError(
-                f"server {measured.server_id} reports {sorted(n_values)} busy seconds; the job "
-                f"has {self.spec.n_nano_batches} nano-batches"
+                f"server {measured.server_id} reports {sorted(n_values)} busy seconds and backward "
+                f"layers; the job has {self.spec.n_nano_batches} nano-batches"
+            )
+        if max(measured.backward_layers) > self.spec.n_layers:
+            raise InvalidRequestError(
+                f"server {measured.server_id} reports backward_layers "
+                f"{list(measured.backward_layers)}; the job has {self.spec.n_layers} layers"
             )
         is_new = measured.server_id not in record.servers
         if is_new:
@@ -301,6 +413,9 @@ class Job:
         if finished <= self._finished_step:
             return None
         self._finished_step = finished
+        self._waits.forget(finished)
+        for key in [key for key in self._given_up if key[0] <= finished]:
+            del self._given_up[key]
         for known in (self._pending, self._ready):
             for step in [step for step in known if step <= finished]:
                 del known[step]
@@ -310,6 +425,7 @@ class Job:
         """Makes all plans void: unfinished steps are to be planned again, once all ranks have
         answered."""
         self.recovery.begin(now=now)
+        self._waits = Waits(self.spec.n_layers)
         for record in self.unfinished_steps():
             self._ready[record.step] = ReadyStep(
                 step=record.step,
@@ -361,6 +477,18 @@ class Job:
                 return record.step
         return None
 
+    def step_without(self, rank: int) -> int | None:
+        """The first planned step that ``rank``, which has left, has not finished, and others have
+        not either; None if there is none."""
+        return next(
+            (
+                record.step
+                for record in self.steps_to_tell()
+                if record.step > self._last_reported[rank]
+            ),
+            None,
+        )
+
     @property
     def joined_ranks(self) -> list[int]:
         """The ranks that hold a lease."""
@@ -409,6 +537,33 @@ class Job:
         """The latest step with a plan."""
         return max(self._planned, default=None)
 
+    @property
+    def _gathers(self) -> bool:
+        """Whether ranks are still to join for the first time."""
+        return not self._is_resumed and self._leases.gather
+
+    def _mismatch(self, rank: int, spec: JobSpec) -> SpecMismatchError:
+        named = spec.transport != self.spec.transport
+        return SpecMismatchError(
+            f"rank {rank} opens job {self.job_id} with {self.spec.differences(spec)}; all ranks "
+            "must give the same spec"
+            + (" (give all the same --transport by name)" if named else "")
+        )
+
+    def _held(self, why: str, rank: int, now: float) -> HeldError:
+        """What to tell a rank that is to wait until this job has ended or is known to live."""
+        end_at = min(self._leases.end_at, self.return_by)
+        return HeldError(
+            f"job {self.job_id} has the name: {why}; if its processes are gone, it ends in "
+            f"{max(end_at - now, 0.0):.1f} s ({self._leases.who_was_heard(rank, now=now)})",
+            retry_after_seconds=self._leases.retry_seconds(end_at, now=now),
+        )
+
+    def _set_away(self, rank: int, *, is_away: bool) -> None:
+        lease = self._leases.of_rank(rank)
+        if lease is not None:
+            lease.is_away = is_away
+
     def _decide(self, step: int, pending: PendingStep) -> ReadyStep | FailedStep | None:
         missing = pending.missing(self.spec.n_ranks)
         gone = [rank for rank in missing if rank in self._leases.left]
@@ -416,6 +571,13 @@ class Job:
             return FailedStep(
                 step,
                 f"ranks {gone} left the job without a manifest for step {step}; all ranks must "
+                "run the same steps",
+            )
+        passed = [rank for rank in missing if step < self._next_step.get(rank, 0)]
+        if passed:
+            return FailedStep(
+                step,
+                f"ranks {passed} have gone on without a manifest for step {step}; all ranks must "
                 "run the same steps",
             )
         if missing:
@@ -446,28 +608,28 @@ class Job:
             for rank in range(self.spec.n_ranks)
         )
 
-    def _without(self, ready: ReadyStep, answers: Answers) -> frozenset[int]:
-        """The ranks that have left the job, or have left the step behind unfinished: they send
-        nothing of it any more."""
+    def _without(self, ready: ReadyStep, answers: Answers) -> dict[int, str]:
+        """The ranks that have left the job, or have left the step behind unfinished, and why: they
+        send nothing of it any more."""
         given_up = {
-            rank
+            rank: f"gave the step up: {self._given_up.get((ready.step, rank), 'it left it out')}"
             for rank, steps in answers.items()
             if ready.step in steps
             and steps[ready.step].done
             and min(steps[ready.step].complete_ticks) < self._lane_ticks(ready)
         }
-        return frozenset(self._leases.left | given_up)
+        return given_up | dict.fromkeys(self._leases.left, "has left the job")
 
     def _lane_ticks(self, ready: ReadyStep) -> int:
         return self.spec.n_layers * (1 if ready.forward_only else 2)
 
     def _correct_speed(self, record: PlannedStep, measured: ServerMeasurement) -> None:
-        predicted = record.predicted_seconds(measured.server_id)
+        predicted = record.predicted_seconds(measured, self.spec.n_layers)
         if predicted is not None and record.runs_whole:
             self.speeds.measured(
                 measured.server_id,
                 planned_speed=record.speeds.get(measured.server_id, 1.0),
-                predicted_seconds=predicted * self.spec.n_layers,
+                predicted_seconds=predicted,
                 measured_seconds=sum(sum(measured.busy_seconds(phase)) for phase in record.phases),
             )
 

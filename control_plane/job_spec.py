@@ -47,6 +47,7 @@ class JobSpec:
         planner: name of the planner; empty for the default.
         softmax_scale: multiplies q.k before the softmax; 0 is 1 / sqrt(head_dim).
         checksums: tick messages carry one.
+        transport: what moves the rows, for example ``"ucxx"``; empty if the ranks do not say.
     """
 
     name: str
@@ -59,6 +60,7 @@ class JobSpec:
     planner: str = ""
     softmax_scale: float = 0.0
     checksums: bool = False
+    transport: str = ""
 
     def __post_init__(self) -> None:
         checked_id("name", self.name)
@@ -72,7 +74,8 @@ class JobSpec:
                 raise InvalidRequestError(
                     f"job {self.name}: {field_name} is {value}; valid are 1 to {highest}"
                 )
-
+        if self.transport:
+            checked_id("transport", self.transport)
         if not (math.isfinite(self.softmax_scale) and self.softmax_scale >= 0):
             raise InvalidRequestError(
                 f"job {self.name}: softmax_scale is {self.softmax_scale}; it must be positive, or "

@@ -29,13 +29,20 @@ class Jobs:
         self._open: dict[str, Job] = {}
         self._closed: OrderedDict[str, str] = OrderedDict()
 
-    def joinable(self, spec: JobSpec, rank: int, *, owner: str = "") -> Job | None:
+    def joinable(
+        self,
+        spec: JobSpec,
+        rank: int,
+        *,
+        owner: str = "",
+        waited_seconds: float = 0.0,
+        now: float,
+    ) -> Job | None:
         """The open job that ``rank`` joins, or None if a new one is to be created.
 
         Raises:
             OtherOwnerError: an open job has the name and is another identity's.
-            SpecMismatchError: an open job has the name and another spec.
-            AlreadyExistsError: the rank has joined it.
+            HeldError, SpecMismatchError, AlreadyExistsError: as :meth:`Job.check_can_join`.
         """
         for job in self._open.values():
             if job.spec.name == spec.name:
@@ -44,15 +51,15 @@ class Jobs:
                         f"rank {rank} of {owner!r} opens job {spec.name}, which another identity "
                         "runs; choose another name"
                     )
-                differences = job.spec.differences(spec)
-                if differences:
-                    raise SpecMismatchError(
-                        f"rank {rank} opens job {job.job_id} with {differences}; all ranks must "
-                        "give the same spec"
-                    )
-                job.check_can_join(rank)
+                job.check_can_join(spec, rank, waited_seconds=waited_seconds, now=now)
                 return job
         return None
+
+    def stream_broken(self, job_id: str, rank: int) -> None:
+        """A rank's stream of events has broken; nothing if the job is not open any more."""
+        job = self._open.get(job_id)
+        if job is not None:
+            job.stream_broken(rank)
 
     def create(
         self,

@@ -15,10 +15,12 @@ from dataclasses import dataclass, field
 from control_plane.errors import (
     AlreadyExistsError,
     FencedError,
+    HeldError,
     InvalidRequestError,
     LeaseExpiredError,
     UnknownServerError,
 )
+from control_plane.holders import are_alive, retry_seconds
 from core_attention.cost_model import CostProfile
 
 REMEMBERED_LEASES = 1024
@@ -53,6 +55,7 @@ class ServerDescription:
         capacity_rows: q plus k/v rows it can hold in one tick; None without limit.
         profiles: its measured kernel cost, at least one.
         version: of distca that it runs.
+        transport: what moves its rows, for example ``"ucxx"``; empty if it does not say.
     """
 
     server_id: str
@@ -63,6 +66,7 @@ class ServerDescription:
     capacity_rows: int | None
     profiles: tuple[CostProfile, ...]
     version: str
+    transport: str = ""
 
     def __post_init__(self) -> None:
         checked_id("server_id", self.server_id)
@@ -72,6 +76,8 @@ class ServerDescription:
             raise InvalidRequestError(
                 f"{name}: data_address is {self.data_address!r}; it must be host:port"
             )
+        if self.transport:
+            checked_id("transport", self.transport)
         for field_name in ("host", "device"):
             if not getattr(self, field_name):
                 raise InvalidRequestError(f"{name}: {field_name} is empty; it must be named")
@@ -123,6 +129,7 @@ class Member:
         description: what it is.
         lease_id: of its own lease, or of its rank's.
         renewed_at: when its lease was last renewed; an in-place server's heartbeat.
+        heard_at: when it has last called itself; leases may begin anew without that.
         in_place: None for a pool server.
         draining: gets no new work. An in-place server still runs its own rank's tasks.
         load: as last reported.
@@ -134,10 +141,18 @@ class Member:
     in_place: InPlace | None = None
     draining: bool = False
     load: ServerLoad = field(default_factory=ServerLoad)
+    heard_at: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.heard_at = self.renewed_at
 
     @property
     def server_id(self) -> str:
         return self.description.server_id
+
+    def reaches(self, transport: str) -> bool:
+        """Whether ranks that use ``transport`` can reach it; either may not have said."""
+        return not transport or self.description.transport in ("", transport)
 
 
 class Membership:
@@ -150,36 +165,59 @@ class Membership:
         # Why leases were taken away, so that their servers can tell it from a new control plane.
         self._taken: OrderedDict[str, str] = OrderedDict()
 
-    def register(self, description: ServerDescription, *, lease_id: str, now: float) -> Member:
-        """A pool server joins.
-
-        Raises:
-            AlreadyExistsError: a live server has the id.
-        """
+    def register(
+        self,
+        description: ServerDescription,
+        *,
+        lease_id: str,
+        now: float,
+        waited_seconds: float = 0.0,
+    ) -> Member:
+        """A pool server joins; raises as :meth:`check_free`."""
+        self.check_free(description.server_id, now=now, waited_seconds=waited_seconds)
         return self._add(Member(description=description, lease_id=lease_id, renewed_at=now), now)
 
     def register_in_place(
         self, description: ServerDescription, in_place: InPlace, *, lease_id: str, now: float
     ) -> Member:
-        """The server of a rank joins, under the rank's lease.
-
-        Raises:
-            AlreadyExistsError: a live server has the id.
-        """
+        """The server of a rank joins, under the rank's lease; raises as :meth:`check_free`."""
+        self.check_free(description.server_id, now=now)
         member = Member(
             description=description, lease_id=lease_id, renewed_at=now, in_place=in_place
         )
         return self._add(member, now)
 
-    def check_free(self, server_id: str, *, now: float) -> None:
-        """Raises AlreadyExistsError if a live server has ``server_id``."""
+    def check_free(self, server_id: str, *, now: float, waited_seconds: float = 0.0) -> None:
+        """Raises unless ``server_id`` is free.
+
+        Args:
+            server_id: that another server asks for.
+            now: the time.
+            waited_seconds: for how long it has waited for the id.
+
+        Raises:
+            HeldError: a server has it that may be gone: wait.
+            AlreadyExistsError: a live server has it.
+        """
         holder = self._by_id.get(server_id)
-        if holder is not None and not self._expired(holder, now):
-            raise AlreadyExistsError(
-                f"server_id {server_id!r} is held by a live server at "
-                f"{holder.description.data_address} on {holder.description.host}; give this one "
-                f"another id, or wait up to {self._lease_seconds:g} s if that one is gone"
-            )
+        if holder is None or self._expired(holder, now):
+            return
+        about = (
+            f"server_id {server_id!r} is held by a server at {holder.description.data_address} on "
+            f"{holder.description.host}, heard {now - holder.heard_at:.1f} s ago"
+        )
+        lease_seconds = self._lease_seconds
+        if are_alive(
+            [holder.heard_at], lease_seconds=lease_seconds, waited_seconds=waited_seconds, now=now
+        ):
+            raise AlreadyExistsError(f"{about}, which lives; give this one another id")
+        end_at = holder.renewed_at + lease_seconds
+        raise HeldError(
+            f"{about}; if it is gone, its lease ends in {max(end_at - now, 0.0):.1f} s",
+            retry_after_seconds=retry_seconds(
+                end_at, n_waiting=1, lease_seconds=lease_seconds, now=now
+            ),
+        )
 
     def heartbeat(self, lease_id: str, load: ServerLoad, *, now: float) -> Member:
         """Renews a lease and stores the load.
@@ -188,7 +226,8 @@ class Membership:
             LeaseExpiredError: the lease expired or is unknown.
         """
         member = self.of_lease(lease_id, now=now)
-        member.renewed_at, member.load = now, load
+        member.renewed_at = member.heard_at = now
+        member.load = load
         return member
 
     def renew_all(self, *, now: float) -> None:
@@ -253,7 +292,7 @@ class Membership:
         """A rank's lease was renewed: so is its in-place server's, if it has one."""
         member = self._by_lease.get(lease_id)
         if member is not None:
-            member.renewed_at = now
+            member.renewed_at = member.heard_at = now
 
     def remove_in_place(self, job_id: str, rank: int | None = None) -> list[Member]:
         """The in-place servers of a job, or of one of its ranks, leave; returns them."""
@@ -287,6 +326,10 @@ class Membership:
         """The pool servers that take new work, sorted by id."""
         return [m for m in self.members() if m.in_place is None and not m.draining]
 
+    def pool_transports(self) -> list[str]:
+        """What the pool servers that take new work use, sorted, each once."""
+        return sorted({m.description.transport for m in self.pool()} - {""})
+
     def in_place_of(self, job_id: str) -> list[Member]:
         """The in-place servers of a job, sorted by rank."""
         found = [
@@ -301,7 +344,6 @@ class Membership:
         return self._by_lease.get(member.lease_id) is member
 
     def _add(self, member: Member, now: float) -> Member:
-        self.check_free(member.server_id, now=now)
         expired = self._by_id.get(member.server_id)
         if expired is not None:
             self.fence(expired, self._why_expired(expired))

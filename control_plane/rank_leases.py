@@ -5,19 +5,33 @@ Pure state: the time comes in.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
+from control_plane import holders
 from control_plane.errors import AlreadyExistsError, InvalidRequestError, LeaseExpiredError
+
+MAX_NAMED = 3
+"""Ranks that a message tells apart."""
 
 
 @dataclass
 class RankLease:
-    """A rank that has joined."""
+    """A rank that has joined.
+
+    Attributes:
+        rank, lease_id, host: of the rank.
+        renewed_at: since when its lease runs.
+        heard_at: when the rank has last called; a lease may begin anew without that.
+        is_away: its stream of events has broken, and it has opened no other.
+    """
 
     rank: int
     lease_id: str
     host: str
     renewed_at: float
+    heard_at: float
+    is_away: bool = False
 
 
 class RankLeases:
@@ -43,31 +57,35 @@ class RankLeases:
         self.left: set[int] = set()
         self.absent = set(absent)
 
-    def check_can_join(self, rank: int) -> None:
-        """Raises unless ``rank`` may join for the first time.
+    def why_taken(self, rank: int) -> str | None:
+        """Why ``rank`` cannot join for the first time; None if it can.
 
         Raises:
             InvalidRequestError: it is none of the job's ranks.
-            AlreadyExistsError: it has joined, or has left already, or is to come back.
         """
         self._check_rank(rank)
         if rank in self.absent:
-            raise AlreadyExistsError(
+            return (
                 f"rank {rank} of job {self._job_id} is to come back with its token, after the "
-                f"control plane was away; if that process is gone, wait up to "
-                f"{2 * self._lease_seconds:g} s, or use another name"
+                "control plane was away"
             )
+        if rank in self.left:
+            return self._why_left(rank)
         lease = self.of_rank(rank)
         if lease is not None:
-            raise AlreadyExistsError(
-                f"rank {rank} has joined job {self._job_id} from {lease.host}; wait up to "
-                f"{self._lease_seconds:g} s if that process is gone, or use another name"
-            )
+            return f"rank {rank} has joined job {self._job_id} from {lease.host}"
+        return None
 
     def join(self, rank: int, *, host: str, lease_id: str, now: float) -> None:
-        """A rank joins; raises as :meth:`check_can_join`."""
-        self.check_can_join(rank)
-        self._by_id[lease_id] = RankLease(rank, lease_id, host, now)
+        """A rank joins.
+
+        Raises:
+            InvalidRequestError, AlreadyExistsError: it cannot, see :meth:`why_taken`.
+        """
+        why = self.why_taken(rank)
+        if why is not None:
+            raise AlreadyExistsError(why)
+        self._by_id[lease_id] = RankLease(rank, lease_id, host, now, now)
 
     def come_back(self, rank: int, *, host: str, lease_id: str, now: float) -> None:
         """A rank comes back, under a new lease.
@@ -77,11 +95,20 @@ class RankLeases:
             AlreadyExistsError: it has left.
         """
         self._check_rank(rank)
+        if rank in self.left:
+            raise AlreadyExistsError(
+                f"{self._why_left(rank)}; wait until it is closed, or use another name"
+            )
         lease = self.of_rank(rank)
         if lease is not None:
             del self._by_id[lease.lease_id]
         self.absent.discard(rank)
-        self._by_id[lease_id] = RankLease(rank, lease_id, host, now)
+        self._by_id[lease_id] = RankLease(rank, lease_id, host, now, now)
+
+    def renew(self, lease_id: str, *, now: float) -> None:
+        """A rank has called: its lease begins anew. Raises as :meth:`get`."""
+        lease = self.get(lease_id, now=now)
+        lease.renewed_at = lease.heard_at = now
 
     def get(self, lease_id: str, *, now: float) -> RankLease:
         """The rank that holds ``lease_id``.
@@ -126,6 +153,47 @@ class RankLeases:
         gone = [lease for lease in self._by_id.values() if self._expired(lease, now)]
         return sorted(gone, key=lambda lease: lease.rank)
 
+    def are_alive(self, *, waited_seconds: float, now: float) -> bool:
+        """Whether it is certain, to one who waits for their end, that all ranks live."""
+        return not self.absent and holders.are_alive(
+            (lease.heard_at for lease in self._by_id.values()),
+            lease_seconds=self._lease_seconds,
+            waited_seconds=waited_seconds,
+            now=now,
+        )
+
+    def who_was_heard(self, rank: int, *, now: float) -> str:
+        """The ranks that hold a lease, ``rank`` first, and when each was heard; for messages."""
+        leases = sorted(self._by_id.values(), key=lambda lease: (lease.rank != rank, lease.rank))
+        named = ", ".join(
+            f"rank {lease.rank} on {lease.host} was heard {now - lease.heard_at:.1f} s ago"
+            for lease in leases[:MAX_NAMED]
+        )
+        more = len(leases) - MAX_NAMED
+        return f"{named} and {more} more ranks live" if more > 0 else named
+
+    @property
+    def end_at(self) -> float:
+        """When the first lease runs out unless it is renewed."""
+        renewed_at = min((lease.renewed_at for lease in self._by_id.values()), default=math.inf)
+        return renewed_at + self._lease_seconds
+
+    def retry_seconds(self, end_at: float, *, now: float) -> float:
+        """When one asks again who waits for the end of the job, at ``end_at`` at the latest."""
+        return holders.retry_seconds(
+            end_at, n_waiting=self._n_ranks, lease_seconds=self._lease_seconds, now=now
+        )
+
+    @property
+    def away(self) -> list[int]:
+        """The ranks that hold a lease and have lost their stream of events."""
+        return sorted(lease.rank for lease in self._by_id.values() if lease.is_away)
+
+    @property
+    def gather(self) -> bool:
+        """Whether a rank has never joined, nor is to come back."""
+        return len(self._by_id) + len(self.left | self.absent) < self._n_ranks
+
     @property
     def joined(self) -> list[int]:
         """The ranks that hold a lease."""
@@ -144,11 +212,9 @@ class RankLeases:
             raise InvalidRequestError(
                 f"rank is {rank}; job {self._job_id} has ranks 0 to {self._n_ranks - 1}"
             )
-        if rank in self.left:
-            raise AlreadyExistsError(
-                f"rank {rank} has left job {self._job_id}, which ranks {self.joined} still run; "
-                "wait until it is closed, or use another name"
-            )
+
+    def _why_left(self, rank: int) -> str:
+        return f"rank {rank} has left job {self._job_id}, which ranks {self.joined} still run"
 
     def _expired(self, lease: RankLease, now: float) -> bool:
         return now - lease.renewed_at > self._lease_seconds

@@ -85,6 +85,27 @@ class Recoveries:
             )
         self._call_for(job, f"rank {rank} lost server {server_id}: {cause}", server_id)
 
+    def step_given_up(self, job: Job, rank: int, step: int, reason: str) -> None:
+        """A rank has left a step unfinished. Those that still run it are asked how far they are:
+        they go on without its rows, or hear that they cannot."""
+        # In a moment: often all ranks give it up, and then there is nothing to recover.
+        asyncio.get_running_loop().call_later(
+            self._settings.settle_seconds, self._recover_without, job, rank, step, reason
+        )
+        self.advance(job)
+
+    def _recover_without(self, job: Job, rank: int, step: int, reason: str) -> None:
+        if job.closed is None and job.others_may_run(step, rank):
+            self._call_for(job, f"rank {rank} gave step {step} up: {reason}")
+
+    def rank_left(self, job: Job, rank: int) -> None:
+        """A rank has left. If it has not finished steps that others run, these may wait for its
+        rows for ever: after a while, in which they may leave too, they are asked where they are."""
+        if job.step_without(rank) is not None:
+            asyncio.get_running_loop().call_later(
+                self._settings.leave_seconds, self._go_on_without, job, rank
+            )
+
     def rank_came_back(self, job: Job) -> None:
         """A rank has opened the job again; when all have, and servers have had the time to
         register, the control plane asks where they are."""
@@ -135,6 +156,11 @@ class Recoveries:
         if not job.recovery.began and job.is_recovering:
             until = max(until, self._leads_since + self._settings.rejoin_seconds)
         asyncio.get_running_loop().call_later(until - self._clock(), self._begin, job)
+
+    def _go_on_without(self, job: Job, rank: int) -> None:
+        step = job.step_without(rank)
+        if job.closed is None and step is not None and not job.is_recovering:
+            self._call_for(job, f"rank {rank} has left the job and has not finished step {step}")
 
     def _begin(self, job: Job) -> None:
         if job.closed is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import lru_cache
 
 from control_plane.errors import InvalidRequestError
@@ -11,6 +12,7 @@ from control_plane.membership import Member, ServerDescription, ServerLoad
 from control_plane.profiles import nominal_profile
 from control_plane.recovery import StepProgress
 from control_plane.step import PlannedStep, RankMeasurement, ServerMeasurement
+from control_plane.waits import Wait
 from core_attention.cost_model import CostProfile
 from core_attention.manifest import RankManifest
 from distca.codec import (
@@ -49,7 +51,22 @@ def description_from_proto(
         capacity_rows=message.capacity_rows or None,
         profiles=profiles,
         version=message.version,
+        transport=message.transport,
     )
+
+
+def waited_from_proto(
+    message: jobs_pb2.OpenJobRequest | membership_pb2.RegisterServerRequest,
+) -> float:
+    """For how long the sender has waited for its name, in seconds.
+
+    Raises:
+        InvalidRequestError: that is no time.
+    """
+    seconds = message.waited_seconds
+    if not (math.isfinite(seconds) and seconds >= 0):
+        raise InvalidRequestError(f"waited_seconds is {seconds}; it must be 0 or more")
+    return seconds
 
 
 def load_from_proto(message: membership_pb2.ServerLoad) -> ServerLoad:
@@ -82,6 +99,7 @@ def status_to_proto(
             memory_bytes=about.memory_bytes,
             capacity_rows=about.capacity_rows or 0,
             version=about.version,
+            transport=about.transport,
         ),
         load=membership_pb2.ServerLoad(
             queued_tasks=member.load.queued_tasks,
@@ -128,6 +146,7 @@ def spec_from_proto(message: jobs_pb2.JobSpec) -> JobSpec:
         planner=message.planner,
         softmax_scale=message.softmax_scale,
         checksums=message.checksums,
+        transport=message.transport,
     )
 
 
@@ -144,6 +163,7 @@ def spec_to_proto(spec: JobSpec) -> jobs_pb2.JobSpec:
         planner=spec.planner,
         softmax_scale=spec.scale,
         checksums=spec.checksums,
+        transport=spec.transport,
         min_forward_tokens=spec.options.min_forward_tokens,
         min_backward_tokens=spec.options.min_backward_tokens,
     )
@@ -189,6 +209,7 @@ def server_measurement_from_proto(message: jobs_pb2.ServerMeasurement) -> Server
         server_id=message.server_id,
         forward_busy_seconds=tuple(message.forward_busy_seconds),
         backward_busy_seconds=tuple(message.backward_busy_seconds),
+        backward_layers=tuple(message.backward_layers),
     )
 
 
@@ -251,6 +272,17 @@ def progress_from_proto(message: jobs_pb2.StepProgress) -> StepProgress:
     )
 
 
+def wait_from_proto(step: int, message: jobs_pb2.StepWaiting) -> Wait:
+    """What a rank waits for."""
+    return Wait(
+        step=step,
+        nano_batch=message.nano_batch,
+        tick=message.tick,
+        sent_ticks=tuple(message.sent_ticks),
+        needed_ranks=frozenset(message.needed_ranks),
+    )
+
+
 def description_of_job(job: Job) -> jobs_pb2.DescribeJobResponse:
     """A job's state, for people."""
     return jobs_pb2.DescribeJobResponse(
@@ -274,6 +306,7 @@ def step_to_proto(record: PlannedStep, plan: plan_pb2.Plan) -> jobs_pb2.GetStepR
                 server_id=measured.server_id,
                 forward_busy_seconds=measured.forward_busy_seconds,
                 backward_busy_seconds=measured.backward_busy_seconds,
+                backward_layers=measured.backward_layers,
             )
             for _, measured in sorted(record.servers.items())
         ],

@@ -71,12 +71,11 @@ class ServerMetrics:
 
     def reported(self, record: PlannedStep, server_id: str, n_layers: int) -> None:
         """A live server reported a step for the first time."""
-        measured, index = record.servers[server_id], record.plan.server_index(server_id)
+        measured = record.servers[server_id]
         for phase in record.phases:
             self._busy_seconds.labels(server_id, phase).inc(sum(measured.busy_seconds(phase)))
-            forecast = record.plan.forecast(phase)
-            if forecast is not None and index is not None:
-                predicted = float(forecast.seconds[:, index].sum()) * n_layers
+            predicted = record.predicted_phase_seconds(phase, measured, n_layers)
+            if predicted is not None:
                 self._predicted_seconds.labels(server_id, phase).inc(predicted)
 
     def _joined(self, member: Member) -> None:

@@ -26,6 +26,8 @@ from control_plane.requests import (
     spec_from_proto,
     status_to_proto,
     step_to_proto,
+    wait_from_proto,
+    waited_from_proto,
 )
 from control_plane.subscriptions import Subscription
 from distca.codec import plan_to_proto
@@ -45,7 +47,9 @@ class MembershipService(membership_pb2_grpc.MembershipServicer):
     async def RegisterServer(  # noqa: N802 - named by the protocol
         self, request: membership_pb2.RegisterServerRequest, context: Context
     ) -> membership_pb2.RegisterServerResponse:
-        lease_id = self._coordinator.register_server(description_from_proto(request.server))
+        lease_id = self._coordinator.register_server(
+            description_from_proto(request.server), waited_seconds=waited_from_proto(request)
+        )
         return membership_pb2.RegisterServerResponse(
             lease_id=lease_id, lease_seconds=self._coordinator.lease_seconds
         )
@@ -93,7 +97,12 @@ class JobsService(jobs_pb2_grpc.JobsServicer):
     def __init__(self, coordinator: Coordinator) -> None:
         self._coordinator = coordinator
 
-    async def OpenJob(  # noqa: N802 - named by the protocol
+    async def DescribePool(  # noqa: N802 - named by the protocol
+        self, request: jobs_pb2.DescribePoolRequest, context: Context
+    ) -> jobs_pb2.DescribePoolResponse:
+        return jobs_pb2.DescribePoolResponse(transports=self._coordinator.pool_transports())
+
+    async def OpenJob(  # noqa: N802
         self, request: jobs_pb2.OpenJobRequest, context: Context
     ) -> jobs_pb2.OpenJobResponse:
         spec = spec_from_proto(request.spec)
@@ -112,7 +121,12 @@ class JobsService(jobs_pb2_grpc.JobsServicer):
             )
         else:
             job, lease_id = self._coordinator.admission.open(
-                spec, request.rank, request.host, in_place, owner=caller.owner
+                spec,
+                request.rank,
+                request.host,
+                in_place,
+                owner=caller.owner,
+                waited_seconds=waited_from_proto(request),
             )
         return jobs_pb2.OpenJobResponse(
             job_id=job.job_id,
@@ -126,7 +140,9 @@ class JobsService(jobs_pb2_grpc.JobsServicer):
     async def RenewRank(  # noqa: N802
         self, request: jobs_pb2.RenewRankRequest, context: Context
     ) -> jobs_pb2.RenewRankResponse:
-        self._coordinator.renew_rank(request.job_id, request.rank_lease_id)
+        self._coordinator.renew_rank(
+            request.job_id, request.rank_lease_id, next_step=request.next_step
+        )
         return jobs_pb2.RenewRankResponse(lease_seconds=self._coordinator.lease_seconds)
 
     async def CloseJob(  # noqa: N802
@@ -175,8 +191,18 @@ class JobsService(jobs_pb2_grpc.JobsServicer):
                 request.step,
                 rank_measurement_from_proto(request.rank),
             )
+        elif kind == "given_up":
+            self._coordinator.give_up_step(
+                request.job_id, request.lease_id, request.step, request.given_up.reason
+            )
+        elif kind == "waiting":
+            self._coordinator.wait_in_step(
+                request.job_id, request.lease_id, wait_from_proto(request.step, request.waiting)
+            )
         else:
-            raise InvalidRequestError("measurement is missing; give server or rank")
+            raise InvalidRequestError(
+                "measurement is missing; give server, rank, given_up or waiting"
+            )
         return jobs_pb2.ReportStepResponse()
 
     async def ReportServerLost(  # noqa: N802

@@ -24,6 +24,8 @@ class CoordinatorSettings:
         default_planner: name of the planner of jobs that name none.
         stall_seconds: how long a server may have work and finish none of it before it is fenced.
         settle_seconds: how long after a first loss a recovery begins: losses rarely come alone.
+        leave_seconds: how long the other ranks may take to leave too, when one has left before the
+            end of a planned step.
         answer_seconds: how long the ranks may take to say how far they are.
         max_fruitless_recoveries: after so many in a row in which no rank completed a tick, a job is
             closed.
@@ -39,6 +41,7 @@ class CoordinatorSettings:
     default_planner: str = DEFAULT_PLANNER
     stall_seconds: float = 10.0
     settle_seconds: float = 0.1
+    leave_seconds: float = 5.0
     answer_seconds: float = 30.0
     max_fruitless_recoveries: int = 8
     rejoin_seconds: float = 2.5
@@ -48,6 +51,7 @@ class CoordinatorSettings:
             "lease_seconds",
             "stall_seconds",
             "settle_seconds",
+            "leave_seconds",
             "answer_seconds",
             "rejoin_seconds",
         ):

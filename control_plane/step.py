@@ -15,11 +15,12 @@ from core_attention.plan import Plan, imbalance
 
 @dataclass(frozen=True, kw_only=True)
 class ServerMeasurement:
-    """Kernel seconds of one server in a step, per nano-batch."""
+    """Kernel seconds of one server in a step, per nano-batch, and how many layers ran backward."""
 
     server_id: str
     forward_busy_seconds: tuple[float, ...]
     backward_busy_seconds: tuple[float, ...]
+    backward_layers: tuple[int, ...]
 
     def busy_seconds(self, phase: Phase) -> tuple[float, ...]:
         """Kernel seconds of ``phase``, per nano-batch."""
@@ -62,7 +63,7 @@ class ReadyStep:
         epoch: of the plan to be made.
         complete_ticks: by rank, then nano-batch, how many ticks of the lane need not be run again;
             empty for a step that nobody has begun.
-        left: the ranks that have left the job.
+        left: the ranks that have left the job or given the step up, and which, in words.
         begun: ranks may wait in the middle of it.
     """
 
@@ -72,7 +73,7 @@ class ReadyStep:
     forward_only: bool
     epoch: int = 0
     complete_ticks: tuple[tuple[int, ...], ...] = ()
-    left: frozenset[int] = frozenset()
+    left: Mapping[int, str] = field(default_factory=dict)
     begun: bool = False
 
     def whole_manifest(self, n_ranks: int) -> Manifest:
@@ -141,14 +142,22 @@ class PlannedStep:
         """The phases that the step runs."""
         return (Phase.FORWARD,) if self.forward_only else (Phase.FORWARD, Phase.BACKWARD)
 
-    def predicted_seconds(self, server_id: str) -> float | None:
-        """Busy seconds of one layer that the plan expects of a server, over all nano-batches and
-        phases; None if the plan does not name it."""
-        index = self.plan.server_index(server_id)
-        forecasts = [self.plan.forecast(phase) for phase in self.phases]
-        if index is None:
+    def predicted_seconds(self, measured: ServerMeasurement, n_layers: int) -> float | None:
+        """Busy seconds that the plan expects of a server for the layers that it has run, over all
+        nano-batches and phases; None if the plan does not name it."""
+        phases = [self.predicted_phase_seconds(phase, measured, n_layers) for phase in self.phases]
+        known = [seconds for seconds in phases if seconds is not None]
+        return sum(known) if known else None
+
+    def predicted_phase_seconds(
+        self, phase: Phase, measured: ServerMeasurement, n_layers: int
+    ) -> float | None:
+        """The same for one phase; None if the plan has no forecast for it either."""
+        index, forecast = self.plan.server_index(measured.server_id), self.plan.forecast(phase)
+        if index is None or forecast is None:
             return None
-        return float(sum(f.seconds[:, index].sum() for f in forecasts if f is not None))
+        layers = n_layers if phase is Phase.FORWARD else np.array(measured.backward_layers)
+        return float((forecast.seconds[:, index] * layers).sum())
 
     def measured_imbalance(self, phase: Phase) -> float | None:
         """Worst over nano-batches of max / mean measured busy seconds over the plan's servers;

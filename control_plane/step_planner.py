@@ -115,7 +115,9 @@ class StepPlanner:
             if not _is_wanted(job, ready):
                 return
             if not isinstance(outcome, Publication):
-                self._owner.fail(job, ready, outcome or "; ".join(why_not) or _no_server(job))
+                self._owner.fail(
+                    job, ready, outcome or "; ".join(dict.fromkeys(why_not)) or _no_server(job)
+                )
                 return
             if self._owner.still_serve(members, outcome.record.serving):
                 self._owner.publish(job, outcome)

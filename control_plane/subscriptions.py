@@ -107,7 +107,9 @@ class Subscriptions(Generic[Key]):
         for key in list(self._by_key):
             self.end(key, error)
 
-    def discard(self, key: Key, subscription: Subscription) -> None:
-        """The reader of ``subscription`` has gone."""
-        if self._by_key.get(key) is subscription:
-            del self._by_key[key]
+    def discard(self, key: Key, subscription: Subscription) -> bool:
+        """The reader of ``subscription`` has gone; returns whether it was the one of ``key``."""
+        if self._by_key.get(key) is not subscription:
+            return False
+        del self._by_key[key]
+        return True

@@ -161,6 +161,11 @@ class BaseConnection:
             self.worker.submit(lambda: self._start_put(transfer, ready))
         return transfer
 
+    def skip(self, tag: int) -> None:
+        """See ``Connection.skip``."""
+        _check_tag(tag)
+        self.worker.submit(lambda: None if self._error else self._send_skip(tag))
+
     def close(self, reason: str = "closed by this side") -> None:
         error = self._new_error(TransportClosed, reason)
         with self._lock:
@@ -210,6 +215,10 @@ class BaseConnection:
 
     def _send(self, transfer: PostedTransfer) -> None:
         """Starts a put whose bytes are ready. Owner thread."""
+        raise NotImplementedError
+
+    def _send_skip(self, tag: int) -> None:
+        """Tells the peer that no message with ``tag`` will come. Owner thread."""
         raise NotImplementedError
 
     def _say_farewell(self, reason: str) -> None:
@@ -328,8 +337,7 @@ class BaseConnection:
         deadline_seconds: float,
         channel: int,
     ) -> PostedTransfer:
-        if not 0 <= tag <= MAX_TAG:
-            raise ValueError(f"tag is {tag}; valid: 0 to {MAX_TAG}")
+        _check_tag(tag)
         if not deadline_seconds > 0:
             raise ValueError(f"deadline_seconds is {deadline_seconds}; give more than 0")
         return PostedTransfer(
@@ -343,8 +351,21 @@ class BaseConnection:
             channel=channel,
         )
 
+    def _skip_offer(self, tag: int) -> bool:
+        """Ends the offer of ``tag`` without a message, if there is one. Owner thread."""
+        with self._lock:
+            transfer = self._offers.pop((DATA_CHANNEL, tag), None)
+        if transfer is not None:
+            transfer.finish(None, skipped=True)
+        return transfer is not None
+
     def _call_closed(self, callback: Callable[[TransportError | None], None]) -> None:
         try:
             callback(None if isinstance(self._error, TransportClosed) else self._error)
         except Exception:
             logger.exception("closed callback of the connection with %s failed", self._peer)
+
+
+def _check_tag(tag: int) -> None:
+    if not 0 <= tag <= MAX_TAG:
+        raise ValueError(f"tag is {tag}; valid: 0 to {MAX_TAG}")

@@ -15,6 +15,7 @@ from prometheus_client.registry import Collector
 if TYPE_CHECKING:
     from data_plane.buffer_pool import BufferPool
     from data_plane.transport import ProbeResult, TransportError
+    from data_plane.transport_choice import TransportChoice
 
 OTHER_PEERS = "other"
 """Label of the peers beyond ``max_peers``."""
@@ -112,6 +113,13 @@ class DataPlaneMetrics:
             ("transport",),
             registry=registry,
         )
+        self._transport = Gauge(
+            f"{_PREFIX}_transport_info",
+            "1 for the transport of the process; rdma is used, idle (there are devices, and rows "
+            "do not travel over them) or none.",
+            ("transport", "rdma"),
+            registry=registry,
+        )
         Gauge(
             f"{_PREFIX}_floor_bytes_per_second",
             "Rate below which a peer counts as badly reached; 0 is no floor.",
@@ -119,6 +127,11 @@ class DataPlaneMetrics:
         ).set(floor_bytes_per_second)
         self._pools = _PoolCollector()
         registry.register(self._pools)
+
+    def transport_chosen(self, choice: TransportChoice) -> None:
+        """Shows which transport was opened, and whether RDMA devices lie idle."""
+        rdma = "used" if choice.rdma else "idle" if choice.obstacles else "none"
+        self._transport.labels(choice.name, rdma).set(1)
 
     def connection_opened(self, peer: str, transport: str) -> None:
         """Gives ``peer`` its labels."""

@@ -29,6 +29,9 @@ logger = logging.getLogger(__name__)
 
 INSTALL: Final = "pip install 'distca[nixl-cu13]' (or nixl-cu12)"
 
+NIXL_PACKAGES: Final = ("nixl_cu13", "nixl_cu12", "nixl")
+"""The library's names, one for each version of CUDA."""
+
 HOST: Final = -1
 """In place of a GPU's index."""
 
@@ -44,7 +47,7 @@ def import_nixl() -> Any:
     """
     # It writes to stdout, and reads this when it is loaded.
     os.environ.setdefault("NIXL_LOG_LEVEL", "ERROR")
-    for name in ("nixl_cu13", "nixl_cu12", "nixl"):
+    for name in NIXL_PACKAGES:
         try:
             return importlib.import_module(name)
         except ModuleNotFoundError as error:

@@ -25,7 +25,7 @@ from data_plane.nixl_agent import HOST, Region
 from data_plane.nixl_link import BadFrame, FrameKind, NixlLink
 from data_plane.nixl_worker import NixlWorker
 from data_plane.pings import PING_TAG, PONG_TAG
-from data_plane.posted_transfer import PostedTransfer
+from data_plane.posted_transfer import DATA_CHANNEL, PostedTransfer
 from data_plane.transport import PeerClosed, PeerLost, TransportError
 
 if TYPE_CHECKING:
@@ -110,6 +110,7 @@ class NixlConnection(BaseConnection):
         self._remote_offers: defaultdict[Place, deque[_RemoteOffer]] = defaultdict(deque)
         self._remote_offer_count = 0
         self._waiting_puts: defaultdict[Place, deque[PostedTransfer]] = defaultdict(deque)
+        self._waiting_skips: set[Place] = set()
         self._moving: set[PostedTransfer] = set()
         self._peer_ended = False
         self._said_farewell = False
@@ -192,21 +193,48 @@ class NixlConnection(BaseConnection):
         except KeyError:
             raise BadFrame(f"nothing is on offer for channel {place[0]}, tag {place[1]}") from None
 
+    def _take_skip(self, place: Place) -> None:
+        channel, tag = place
+        if channel != DATA_CHANNEL or self._offered(place).begun:
+            raise BadFrame(f"a skip of channel {channel}, tag {tag}, whose message has begun")
+        # The peer writes nothing to it.
+        del self._advertised[place]
+        self._skip_offer(tag)
+
     # The sending side
 
-    def _send(self, transfer: PostedTransfer) -> None:
-        place = (transfer.channel, transfer.tag)
+    def _send_skip(self, tag: int) -> None:
+        """Answers the peer's offer, so that both sides agree which one it was."""
+        place = (DATA_CHANNEL, tag)
+        if self._take_remote_offer(place) is None:
+            self._waiting_skips.add(place)
+        else:
+            self.link.send(FrameKind.SKIP, _PLACE.pack(*place))
+
+    def _take_remote_offer(self, place: Place) -> _RemoteOffer | None:
+        """The peer's oldest offer for ``place``; None if there is none."""
         offers = self._remote_offers.get(place)
         if not offers:
-            self._waiting_puts[place].append(transfer)
-            return
+            return None
         offer = offers.popleft()
         self._remote_offer_count -= 1
         if not offers:
             del self._remote_offers[place]
-        self._write(transfer, offer)
+        return offer
+
+    def _send(self, transfer: PostedTransfer) -> None:
+        place = (transfer.channel, transfer.tag)
+        offer = self._take_remote_offer(place)
+        if offer is None:
+            self._waiting_puts[place].append(transfer)
+        else:
+            self._write(transfer, offer)
 
     def _take_offer_frame(self, place: Place, offer: _RemoteOffer) -> None:
+        if place in self._waiting_skips:
+            self._waiting_skips.discard(place)
+            self.link.send(FrameKind.SKIP, _PLACE.pack(*place))
+            return
         waiting = self._waiting_puts.get(place)
         if waiting:
             transfer = waiting.popleft()
@@ -292,6 +320,8 @@ class NixlConnection(BaseConnection):
             case FrameKind.SIZE:
                 channel, tag, nbytes = _SIZE.unpack(payload)
                 self._take_size((channel, tag), nbytes)
+            case FrameKind.SKIP:
+                self._take_skip(_PLACE.unpack(payload))
             case FrameKind.CONTROL:
                 (operation,) = _NUMBER.unpack_from(payload)
                 self._take_control(operation, payload[_NUMBER.size :])

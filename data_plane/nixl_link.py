@@ -39,6 +39,7 @@ class FrameKind(IntEnum):
     DONE = 4
     SIZE = 5
     CONTROL = 6
+    SKIP = 7
 
 
 class BadFrame(ValueError):

@@ -23,6 +23,9 @@ class NixlSettings(UcxSettings):
     _POSITIVE: ClassVar[tuple[str, ...]] = (*UcxSettings._POSITIVE, "max_unclaimed_offers")
 
     def _default_options(self) -> Mapping[str, str]:
+        # Where rdma-core is installed, the module for EFA takes libefa.so.1 from it and with that a
+        # second libnl: the process then ends in a segmentation fault (seen with nixl 1.5.1).
+        options = {"MODULES": "^efa"}
         # Left to itself, UCX takes the fastest that reaches the peer, RDMA before TCP. Two
         # containers of one host may seem to share memory that they do not share.
-        return {} if self.one_host else {"TLS": "^sm"}
+        return options if self.one_host else {**options, "TLS": "^sm"}

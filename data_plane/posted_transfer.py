@@ -120,12 +120,19 @@ class PostedTransfer:
                 return
         callback(self)
 
-    def finish(self, error: TransportError | None, *, release_buffer: bool = True) -> None:
+    def finish(
+        self,
+        error: TransportError | None,
+        *,
+        release_buffer: bool = True,
+        skipped: bool = False,
+    ) -> None:
         """Ends the transfer once; later calls do nothing but release the buffer.
 
         Args:
             error: why it failed, or None.
             release_buffer: False keeps the buffer from the pool: the network may still touch it.
+            skipped: without an error: no message came, and none will.
         """
         if release_buffer:
             self._release_buffer()
@@ -134,7 +141,10 @@ class PostedTransfer:
                 return
             self._error = error
             self._ended_at = time.monotonic()
-            self._state = TransferState.DONE if error is None else TransferState.FAILED
+            if error is not None:
+                self._state = TransferState.FAILED
+            else:
+                self._state = TransferState.SKIPPED if skipped else TransferState.DONE
             callbacks, self._callbacks = self._callbacks, []
             if self._finished_event is not None:
                 self._finished_event.set()

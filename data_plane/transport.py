@@ -28,10 +28,11 @@ MAX_HELLO_BYTES = 64 * 1024
 
 
 class TransferState(StrEnum):
-    """A transfer is pending, then exactly one of done and failed."""
+    """A transfer is pending, then exactly one of done, skipped (an offer only) and failed."""
 
     PENDING = "pending"
     DONE = "done"
+    SKIPPED = "skipped"
     FAILED = "failed"
 
 
@@ -126,7 +127,7 @@ class Transfer(Protocol):
         its message arrived. 0 before."""
 
     def wait(self, timeout_seconds: float) -> None:
-        """Blocks until the transfer is done.
+        """Blocks until the transfer is done or skipped.
 
         Raises:
             TransportError: the transfer failed, or ``timeout_seconds`` passed (TransferTimeout;
@@ -134,7 +135,7 @@ class Transfer(Protocol):
         """
 
     def add_done_callback(self, callback: Callable[[Transfer], None]) -> None:
-        """Calls ``callback(self)`` once it is done or failed, on the transport's own thread (or
+        """Calls ``callback(self)`` once it is no longer pending, on the transport's own thread (or
         at once, on the calling thread, if it already is). The callback must not block or raise."""
 
 
@@ -179,6 +180,15 @@ class Connection(Protocol):
             ready: the bytes leave once this is True; a CUDA event's ``query`` for a buffer that a
                 kernel still writes, since no network knows of streams. Called on the transport's
                 thread.
+        """
+
+    def skip(self, tag: int) -> None:
+        """Says that no message with ``tag`` will be put: the peer's offer for it, be it there or
+        still to come, ends as SKIPPED, its buffer as it was. On a closed connection nothing
+        happens.
+
+        Raises:
+            ValueError: the tag is out of range.
         """
 
     def close(self, reason: str = "closed by this side") -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import threading
+from collections.abc import Collection
+from dataclasses import replace
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
@@ -10,11 +13,17 @@ from data_plane.transport import Transport
 
 if TYPE_CHECKING:
     from data_plane.metrics import DataPlaneMetrics
+    from data_plane.transport_choice import TransportChoice
+
+
+logger = logging.getLogger(__name__)
 
 
 class TransportName(StrEnum):
-    """What moves the bytes; the same in all processes of a job."""
+    """What moves the bytes; the same in all processes of a job. ``auto`` stands for one of the
+    others, as :func:`resolve_transport` chooses."""
 
+    AUTO = "auto"
     UCXX = "ucxx"
     NIXL = "nixl"
 
@@ -26,6 +35,11 @@ class _Loaded:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._name: TransportName | None = None
+
+    @property
+    def name(self) -> TransportName | None:
+        """The one that is loaded."""
+        return self._name
 
     def claim(self, name: TransportName) -> None:
         """Raises RuntimeError if another one was loaded before."""
@@ -54,13 +68,45 @@ def check_transport(name: str) -> TransportName:
         raise ValueError(f"transport is {name!r}; valid: {valid}") from None
 
 
-def open_transport(
-    name: str, *, device: str, one_host: bool, metrics: DataPlaneMetrics | None = None
-) -> Transport:
-    """Starts a transport.
+def resolve_transport(
+    name: str, *, one_host: bool, peers: Collection[TransportName] = ()
+) -> TransportChoice:
+    """The transport that ``name`` stands for on this machine, and why.
 
     Args:
         name: a :class:`TransportName`.
+        one_host: every peer runs on this host.
+        peers: what the servers of the pool use, if it has any.
+
+    Raises:
+        ValueError: no such transport.
+        ImportError: ``name`` is ``auto``, and no library fits that is installed.
+    """
+    from data_plane.transport_choice import choose_transport, named_transport
+    from data_plane.transport_facts import transport_facts
+
+    given = check_transport(name)
+    facts = transport_facts()
+    if given is TransportName.AUTO and _LOADED.name is not None:
+        # No other one could be opened.
+        choice = named_transport(_LOADED.name, facts, one_host=one_host)
+        return replace(choice, reason="this process has opened it before")
+    if given is TransportName.AUTO:
+        return choose_transport(facts, one_host=one_host, peers=peers)
+    return named_transport(given, facts, one_host=one_host)
+
+
+def open_transport(
+    name: str | TransportChoice,
+    *,
+    device: str,
+    one_host: bool,
+    metrics: DataPlaneMetrics | None = None,
+) -> Transport:
+    """Starts a transport, and logs which one and why.
+
+    Args:
+        name: a :class:`TransportName`, or what one was resolved to.
         device: where the buffers live: ``"cpu"``, ``"cuda"`` or ``"cuda:<index>"``.
         one_host: every peer runs on this host and shares its IPC namespace.
         metrics: counts transfers, failures and probes when given.
@@ -70,9 +116,12 @@ def open_transport(
         ImportError: its library is not installed; says what to install.
         RuntimeError: the library did not start, or this process has opened the other transport.
     """
-    chosen = check_transport(name)
-    _LOADED.claim(chosen)
-    if chosen is TransportName.NIXL:
+    choice = resolve_transport(name, one_host=one_host) if isinstance(name, str) else name
+    _LOADED.claim(choice.name)
+    _announce(choice)
+    if metrics is not None:
+        metrics.transport_chosen(choice)
+    if choice.name is TransportName.NIXL:
         from data_plane.nixl_settings import NixlSettings
         from data_plane.nixl_transport import NixlTransport
 
@@ -80,4 +129,17 @@ def open_transport(
     from data_plane.ucxx_settings import UcxxSettings
     from data_plane.ucxx_transport import UcxxTransport
 
-    return UcxxTransport(UcxxSettings(device=device, one_host=one_host), metrics)
+    settings = UcxxSettings(device=device, one_host=one_host, rdma=choice.rdma)
+    return UcxxTransport(settings, metrics)
+
+
+def _announce(choice: TransportChoice) -> None:
+    """Logs a choice; that RDMA devices lie idle is never left unsaid."""
+    logger.info("transport %s: %s", choice.name, choice.reason)
+    if choice.obstacles:
+        logger.warning(
+            "rows do not travel over this machine's RDMA devices: %s. %s. Or give --one-host if "
+            "all processes are on this machine, --transport=ucxx if TCP is meant",
+            choice.idle,
+            choice.advice,
+        )

@@ -34,8 +34,12 @@ TRANSPORT_NAME: Final = "ucxx"
 FAREWELL_TAG: Final = 0
 """Of the control channel: why the other side closes the connection, in words."""
 
+SKIP_TAG: Final = 34
+"""Of the control channel: the tag, big-endian, of a message that will not come."""
+
 _FAREWELL_SECONDS = 0.2
 _GIVE_UP_SECONDS = 1.0
+_SKIP_BYTES = 4
 _NOTHING = np.empty(0, dtype=np.uint8)
 
 
@@ -92,6 +96,7 @@ class UcxxConnection(BaseConnection):
         self._max_unclaimed_messages = max_unclaimed_messages
         self._unclaimed: dict[int, deque[Any]] = {}
         self._unclaimed_count = 0
+        self._skipped: set[int] = set()
         self._moving: set[PostedTransfer] = set()
         endpoint.set_close_callback(self._on_endpoint_lost)
 
@@ -129,6 +134,8 @@ class UcxxConnection(BaseConnection):
         elif channel == CONTROL_CHANNEL:
             if tag == FAREWELL_TAG:
                 self._take_farewell(message)
+            elif tag == SKIP_TAG:
+                self._take_skip(message)
             elif tag in (PING_TAG, PONG_TAG):
                 self.worker.discard(message)
                 self._pings.take(tag)
@@ -156,7 +163,23 @@ class UcxxConnection(BaseConnection):
         self.worker.track(request, memory, lambda error: self._tear_down(None))
 
     def _take_farewell(self, message: Any) -> None:
-        if message.length > MAX_FAREWELL_BYTES:
+        def close(body: bytes) -> None:
+            self.fail(self._new_error(PeerClosed, body.decode(errors="replace")))
+
+        self._read_control(message, range(MAX_FAREWELL_BYTES + 1), close)
+
+    def _take_skip(self, message: Any) -> None:
+        def skip(body: bytes) -> None:
+            tag = int.from_bytes(body, "big")
+            if not self._skip_offer(tag):
+                self._skipped.add(tag)
+                self._check_unclaimed()
+
+        self._read_control(message, range(_SKIP_BYTES, _SKIP_BYTES + 1), skip)
+
+    def _read_control(self, message: Any, lengths: range, then: Callable[[bytes], None]) -> None:
+        """Receives a control message of a valid length; ``then`` gets its bytes."""
+        if message.length not in lengths:
             self.worker.discard(message)
             return
         body = np.zeros(max(message.length, 1), dtype=np.uint8)
@@ -164,10 +187,12 @@ class UcxxConnection(BaseConnection):
 
         def on_complete(error: Exception | None) -> None:
             if error is None and not self._torn_down:
-                reason = body.tobytes().decode(errors="replace")
-                self.fail(self._new_error(PeerClosed, reason))
+                then(body.tobytes())
 
         self.worker.track(request, body, on_complete)
+
+    def _send_skip(self, tag: int) -> None:
+        self.send_control(SKIP_TAG, tag.to_bytes(_SKIP_BYTES, "big"))
 
     def _deliver_data(self, tag: int, message: Any) -> None:
         with self._lock:
@@ -177,18 +202,27 @@ class UcxxConnection(BaseConnection):
             return
         self._unclaimed.setdefault(tag, deque()).append(message)
         self._unclaimed_count += 1
-        if self._unclaimed_count > self._max_unclaimed_messages:
+        self._check_unclaimed()
+
+    def _check_unclaimed(self) -> None:
+        """Fails the connection if more waits for offers than a peer can have sent by the plan."""
+        waiting = self._unclaimed_count + len(self._skipped)
+        if waiting > self._max_unclaimed_messages:
             self.fail(
                 self._new_error(
                     TransportError,
-                    f"{self._unclaimed_count} messages wait for an offer, "
+                    f"{waiting} messages wait for an offer, "
                     f"max_unclaimed_messages={self._max_unclaimed_messages}",
                     hint="the peers disagree about the plan, or receives are offered too late",
                 )
             )
 
     def _accept_offer(self, transfer: PostedTransfer) -> None:
-        """Looks whether the message is here already."""
+        """Looks whether the message is here already, or will not come."""
+        if transfer.channel == DATA_CHANNEL and transfer.tag in self._skipped:
+            self._skipped.discard(transfer.tag)
+            self._skip_offer(transfer.tag)
+            return
         waiting = self._unclaimed.get(transfer.tag)
         if not waiting:
             return

@@ -21,14 +21,18 @@ class UcxxSettings(UcxSettings):
     Attributes:
         max_unclaimed_messages: messages that one connection may have waiting for an offer;
             one more fails the connection.
+        rdma: this UCX has verbs, and there is a device for them.
     """
 
     max_unclaimed_messages: int = 16384
+    rdma: bool = False
 
     _POSITIVE: ClassVar[tuple[str, ...]] = (*UcxSettings._POSITIVE, "max_unclaimed_messages")
 
     def _default_options(self) -> Mapping[str, str]:
         transports = ["posix", "tcp", "self"] if self.one_host else ["tcp", "self"]
+        if self.rdma:
+            transports.insert(0, "rc")
         if self.on_gpu:
             transports += ["cuda_copy", "cuda_ipc"]
         return {"TLS": ",".join(transports), "POSIX_ERROR_HANDLING": "y"}

@@ -54,9 +54,19 @@ class FailedPrecondition(RpcError):
 
 
 class AlreadyExists(RpcError):
-    """Another live server has the id, or the rank has joined already."""
+    """Another live server has the id, or a live job the name."""
 
-    advice = "use another name, or wait until the lease of the one before has expired"
+    advice = "use another name, or end the process that has this one"
+
+
+class Held(AlreadyExists):
+    """Who has the id or the name may be gone; see :mod:`distca.held`.
+
+    Attributes:
+        retry_after_seconds: when to ask again.
+    """
+
+    retry_after_seconds = 1.0
 
 
 class Unauthenticated(RpcError):
@@ -131,6 +141,7 @@ class Fenced(LeaseExpired):
 
 
 _BY_KIND: dict[str, type[RpcError]] = {
+    "held": Held,
     "unknown-job": UnknownJob,
     "unknown-server": UnknownServer,
     "unknown-step": UnknownStep,
@@ -162,6 +173,6 @@ def named_error(error: grpc.RpcError, method: str, address: str) -> RpcError:
     if issubclass(specific, kind):
         kind = specific
     named = kind(method, address, error.details() or status.name)
-    if isinstance(named, RateLimited):
+    if isinstance(named, RateLimited | Held):
         named.retry_after_seconds = float(metadata.get(RETRY_AFTER_KEY, named.retry_after_seconds))
     return named

@@ -126,6 +126,14 @@ TIMEOUTS = (
         where="control_plane.settings:CoordinatorSettings.answer_seconds",
     ),
     Timeout(
+        name="leave_seconds",
+        seconds=5.0,
+        who="control plane",
+        what="the other ranks to leave too, when one has left before the end of a planned step",
+        then="recovery; steps that need its rows fail, with the reason",
+        where="control_plane.settings:CoordinatorSettings.leave_seconds",
+    ),
+    Timeout(
         name="recovery_timeout_seconds",
         seconds=60.0,
         who="rank",
@@ -202,6 +210,16 @@ TIMEOUTS = (
         then="the job does not start",
         where="trainer_client.options:SessionOptions.start_timeout_seconds",
         option="train --start-timeout-seconds",
+    ),
+    Timeout(
+        name="held_timeout_seconds",
+        seconds=45.0,
+        who="rank, server",
+        what="the end of the job or server that has its name, while the control plane cannot tell "
+        "whether that one lives: a lease at most, two if the control plane was away",
+        then="the process ends with an error that names who has the name",
+        where="trainer_client.options:SessionOptions.held_timeout_seconds",
+        option="SessionOptions",
     ),
     Timeout(
         name="connect_timeout_seconds",
@@ -301,6 +319,11 @@ ORDERS = (
         shorter=("lease_seconds",),
         longer="tick_timeout_seconds",
         why="a rank that dies would be taken for a server that does not answer",
+    ),
+    Order(
+        shorter=("lease_seconds",),
+        longer="held_timeout_seconds",
+        why="what is started again would give up before the lease of the process before it ends",
     ),
     Order(
         shorter=("stall_seconds",),

@@ -31,6 +31,7 @@ TRACED_CALLS = (
     "DrainServer",
     "DeregisterServer",
     "ListServers",
+    "DescribePool",
     "OpenJob",
     "CloseJob",
     "SubmitManifest",

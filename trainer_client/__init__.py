@@ -1,7 +1,11 @@
 """The trainer's side: sessions, the autograd operation, ping-pong, integrations."""
 
+from core_attention.shape import AttentionShape
 from trainer_client.checkpointing import checkpoint
 from trainer_client.errors import CoreAttentionFailed, PlanNotReady, SessionClosed, SessionError
+from trainer_client.feed import submit_ahead
+from trainer_client.fsdp import prepare_fsdp
+from trainer_client.host_barriers import HostBarriers
 from trainer_client.operation import core_attention
 from trainer_client.options import Placement, SessionOptions
 from trainer_client.ping_pong import PingPong
@@ -9,7 +13,9 @@ from trainer_client.session import Session
 from trainer_client.step_report import StepReport, TraceEvent
 
 __all__ = [
+    "AttentionShape",
     "CoreAttentionFailed",
+    "HostBarriers",
     "PingPong",
     "Placement",
     "PlanNotReady",
@@ -21,4 +27,6 @@ __all__ = [
     "TraceEvent",
     "checkpoint",
     "core_attention",
+    "prepare_fsdp",
+    "submit_ahead",
 ]

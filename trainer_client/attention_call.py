@@ -63,6 +63,7 @@ class AttentionCall:
 
         Raises:
             CoreAttentionFailed: the step is over, has no backward pass, or this was run before.
+            SessionError: another layer's backward is next.
         """
         self._send(Phase.BACKWARD, inputs, {"dq": torch.empty_like(inputs["q"])})
 
@@ -92,6 +93,8 @@ class AttentionCall:
                 f"{tick} was run before; core attention is differentiable once: run backward once, "
                 "without retain_graph"
             )
+        if phase is Phase.BACKWARD:
+            running.backward_call(self._nano_batch, self._layer)
         self._phases_sent.add(phase)
         with running.timed(self.lane, "send", _describe(tick)):
             self._sent = running.send(tick, inputs, outputs)

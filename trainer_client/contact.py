@@ -21,8 +21,19 @@ class RankContact(Contact):
     job_id = ""
     timeouts: Mapping[str, float] = MappingProxyType({})
 
-    def join(self, request: jobs_pb2.OpenJobRequest) -> bytes:
-        """Opens the job, for the first time or to come back to it; returns the rank's token."""
+    def pool_transports(self) -> list[str]:
+        """What the pool's servers use, each once."""
+        answer = self.call(self._jobs.DescribePool, jobs_pb2.DescribePoolRequest())
+        return list(answer.transports)
+
+    def join(self, request: jobs_pb2.OpenJobRequest, *, waited_seconds: float = 0.0) -> bytes:
+        """Opens the job, for the first time or to come back to it; returns the rank's token.
+
+        Args:
+            request: names the job; changed only in ``waited_seconds``.
+            waited_seconds: for how long the rank has waited for the job's name.
+        """
+        request.waited_seconds = waited_seconds
         response = self.call(self._jobs.OpenJob, request)
         self.job_id, self.lease_id = response.job_id, response.rank_lease_id
         self.lease_seconds = response.lease_seconds
@@ -38,11 +49,14 @@ class RankContact(Contact):
         self.job_id, self.lease_id = job_id, lease_id
         self.renew()
 
-    def renew(self) -> None:
-        """Renews the lease; a call that takes longer than a third of it is of no use."""
+    def renew(self, *, next_step: int = 0) -> None:
+        """Renews the lease, and tells that the rank has left the steps before ``next_step`` behind;
+        a call that takes longer than a third of the lease is of no use."""
         self.lease_seconds = self.call(
             self._jobs.RenewRank,
-            jobs_pb2.RenewRankRequest(job_id=self.job_id, rank_lease_id=self.lease_id),
+            jobs_pb2.RenewRankRequest(
+                job_id=self.job_id, rank_lease_id=self.lease_id, next_step=next_step
+            ),
             timeout_seconds=self.renewal_seconds or None,
         ).lease_seconds
 

@@ -32,6 +32,15 @@ FLUSH_SECONDS = 5.0
 """How long closing waits for reports that are under way."""
 
 
+StepNews = (
+    jobs_pb2.RankMeasurement
+    | jobs_pb2.ServerMeasurement
+    | jobs_pb2.StepGivenUp
+    | jobs_pb2.StepWaiting
+)
+"""What a rank has to tell of a step."""
+
+
 class ControlLink:
     """One rank's membership in one job.
 
@@ -45,6 +54,7 @@ class ControlLink:
         on_finished: called with a step that every rank has finished, as it has those before.
         on_failed: called with a step that gets no plan any more, and why.
         control_plane_timeout_seconds: how long the control plane may be away.
+        held_timeout_seconds: how long opening waits for the end of an earlier job of the name.
 
     All callbacks are made on the watching thread, in the order of events.
 
@@ -66,16 +76,18 @@ class ControlLink:
         on_finished: Callable[[int], None] = lambda step: None,
         on_failed: Callable[[int, str], None] = lambda step, why: None,
         control_plane_timeout_seconds: float = 600.0,
+        held_timeout_seconds: float = 45.0,
     ) -> None:
         self._settings = settings
         self._lifeline: Lifeline[RankContact] = Lifeline(
             settings,
             first=self._join,
             again=self._come_back,
-            renew=RankContact.renew,
+            renew=lambda contact: contact.renew(next_step=self._book.next_step),
             on_event=self._handle,
             on_broken=self._fail,
             away_seconds=control_plane_timeout_seconds,
+            held_seconds=held_timeout_seconds,
         )
         self._outbox = Outbox(self._lifeline)
         self._on_opened = on_opened
@@ -84,6 +96,7 @@ class ControlLink:
         self._on_finished = on_finished
         self._on_failed = on_failed
         self._request = jobs_pb2.OpenJobRequest()
+        self._patience = self._lifeline.patience("")
         self._changed = threading.Condition()
         self._book = StepBook(0)
         self._failure: Exception | None = None
@@ -111,15 +124,19 @@ class ControlLink:
     def open(self, request: jobs_pb2.OpenJobRequest) -> None:
         """Joins the job and starts the threads; returns once the job's description is here.
 
+        Waits while an earlier job has the name whose processes may be gone.
+
         Raises:
+            distca.rpc.AlreadyExists: a job has the name that lives, or that has not ended in time.
             distca.rpc.RpcError: the control plane cannot be reached or refuses.
         """
         self._request.CopyFrom(request)
         self._book = StepBook(request.spec.n_nano_batches)
-        deadline = time.monotonic() + self._settings.connect_seconds
+        self._patience = self._lifeline.patience(f"rank {request.rank} of job {request.spec.name}")
         self._lifeline.join(again=(rpc.ControlPlaneUnavailable, rpc.RateLimited))
         self._lifeline.start(renewing="distca-lease")
         self._outbox.start()
+        deadline = time.monotonic() + self._settings.connect_seconds
         while not self._opened.wait(0.1):
             self.check()
             if time.monotonic() > deadline:
@@ -142,17 +159,24 @@ class ControlLink:
         )
 
     def report(
-        self, step: int, measurement: jobs_pb2.RankMeasurement | jobs_pb2.ServerMeasurement
+        self,
+        step: int,
+        measurement: StepNews,
     ) -> None:
-        """Sends what the rank or its in-place server measured in a step; a refusal is logged
-        only."""
+        """Sends what the rank or its in-place server measured in a step, that the rank gave it up,
+        or waits in it; a refusal is logged only."""
         if self._left:
             return
         request = jobs_pb2.ReportStepRequest(step=step)
-        if isinstance(measurement, jobs_pb2.RankMeasurement):
-            request.rank.CopyFrom(measurement)
-        else:
-            request.server.CopyFrom(measurement)
+        match measurement:
+            case jobs_pb2.RankMeasurement():
+                request.rank.CopyFrom(measurement)
+            case jobs_pb2.ServerMeasurement():
+                request.server.CopyFrom(measurement)
+            case jobs_pb2.StepGivenUp():
+                request.given_up.CopyFrom(measurement)
+            case jobs_pb2.StepWaiting():
+                request.waiting.CopyFrom(measurement)
         self._outbox.put(
             Letter(f"the report of step {step}", lambda contact: contact.report_step(request))
         )
@@ -181,6 +205,10 @@ class ControlLink:
         """The plan of ``step`` that counts now; None if there is none."""
         with self._changed:
             return self._book.plan_of(step)
+
+    def is_finished(self, step: int) -> bool:
+        """Whether every rank that has not left has finished ``step`` and those before."""
+        return self._book.is_finished(step)
 
     def wait_plan(self, step: int, timeout_seconds: float) -> PlannedStep:
         """The plan of ``step``, which begins; earlier steps that have not begun are left out.
@@ -239,7 +267,9 @@ class ControlLink:
         """The first contact."""
         contact = RankContact(settings, lambda: self.token)
         try:
-            self.token = contact.join(self._request)
+            self.token = self._patience.ask(
+                lambda waited: contact.join(self._request, waited_seconds=waited)
+            )
             self.timeouts = contact.timeouts
             self.job_id = contact.job_id
             self._lifeline.who = f"job {self.job_id}"

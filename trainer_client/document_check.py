@@ -28,6 +28,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PretrainedConfig, PreTrainedModel
 
 from trainer_client.documents import CHECKED, Documents, documents_of
+from trainer_client.graphs import outside_graphs
 from trainer_client.lane import current_lane, current_step, require_lane
 
 IMPLEMENTATION = "distca"
@@ -202,6 +203,18 @@ def check_documents(model: nn.Module) -> DocumentCheck:
     return _check(models[0], _EVERYTHING)
 
 
+def check_models_in(module: nn.Module) -> None:
+    """Checks every model in ``module`` that was not; one that may have one document a row only is
+    refused when it is given more.
+
+    Raises:
+        UnsupportedModel: as :func:`check_documents`.
+    """
+    for model in _outermost(module):
+        if model not in _checked_models:
+            _check(model, _EVERYTHING)
+
+
 def _check(model: PreTrainedModel, arguments: frozenset[str]) -> DocumentCheck:
     """Checks with position_ids alone, and with all ``arguments`` if that shows a fault: there are
     layers that go by cu_seq_lens or seq_idx."""
@@ -236,7 +249,7 @@ def hook_before_forward(model: PreTrainedModel) -> None:
         model.register_forward_pre_hook(_before_forward, with_kwargs=True)
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+@outside_graphs
 def _before_forward(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     if current_check.get() is not None or (current_lane.get() or current_step.get()) is None:
         return

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
 
+from trainer_client.checkpointing import Checkpoints
 from trainer_client.errors import SessionError
 from trainer_client.running_step import RunningStep
 
@@ -49,7 +50,9 @@ def require_lane() -> Lane:
     Raises:
         SessionError: no step is running, or it has several nano-batches and none was chosen.
     """
-    lane = current_lane.get()
+    # Autograd recomputes checkpoints on a thread of its own, which knows no step.
+    region = Checkpoints().recomputed
+    lane: Lane | None = region.caller if region else current_lane.get()
     if lane is not None:
         return lane
     running = require_step()

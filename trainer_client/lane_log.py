@@ -84,6 +84,11 @@ class LaneLog:
         """The sent ticks in lane order."""
         return iter([self._sent[index] for index in sorted(self._sent)])
 
+    @property
+    def sent_ticks(self) -> int:
+        """How many ticks were sent, complete or not."""
+        return len(self._sent)
+
     def add(self, sent: SentTick) -> None:
         """A tick is sent."""
         self._sent[sent.index] = sent

@@ -9,6 +9,8 @@ after the other nano-batch's node has had its turn.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,16 +19,20 @@ from torch.autograd.function import once_differentiable
 from core_attention.kernels.row_dots import row_dots
 from core_attention.tensor_checks import check_qkv
 from trainer_client.attention_call import AttentionCall
-from trainer_client.checkpointing import Recomputed, keep_result, kept_result
+from trainer_client.checkpointing import Checkpoints, Recomputed
+from trainer_client.graphs import outside_graphs
 from trainer_client.lane import require_lane
+from trainer_client.probe import current_recorder
 
 
+@outside_graphs
 def core_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     """Causal ``softmax(scale * q k^T) v`` within each document of the current nano-batch.
 
     Call it inside ``with session.step(n):``, and inside :class:`trainer_client.PingPong` if the
-    step has several nano-batches. Rows are those of the rank's manifest, in packed order. Inside
-    :func:`trainer_client.checkpoint` it is run once, not again when activations are recomputed.
+    step has several nano-batches. Rows are those of the rank's manifest, in packed order. In an
+    activation checkpoint it is run once, not again when activations are recomputed: see
+    :mod:`trainer_client.checkpointing`.
 
     Args:
         q: ``[rows, num_heads, head_dim]``, the job's dtype, contiguous.
@@ -38,20 +44,26 @@ def core_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.T
 
     Raises:
         TensorError: a shape, dtype, device or stride is wrong.
-        SessionError: no step is running.
+        SessionError: no step is running, or the call is one that the job does not have.
         CoreAttentionFailed: a server failed, or a deadline passed.
     """
+    if (recorder := current_recorder.get()) is not None:
+        return recorder.call(q, k, v)
     lane = require_lane()
-    running = lane.running
-    check_qkv(q, k, v, running.job.shape, running.n_rows(lane.nano_batch))
-    if (kept := kept_result()) is not None:
-        again: torch.Tensor = Recomputed.apply(q, k, v, *kept)  # type: ignore[no-untyped-call]
+    running, nano_batch = lane.running, lane.nano_batch
+    check_qkv(q, k, v, running.job.shape, running.n_rows(nano_batch))
+    checkpoints = Checkpoints()
+    if region := checkpoints.recomputed:
+        again: torch.Tensor = Recomputed.apply(q, k, v, *region.take())  # type: ignore[no-untyped-call]
         return again
-    call = AttentionCall(running, running.next_layer(lane.nano_batch), lane.nano_batch)
+    needs_backward = torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v))
+    layer = running.forward_call(nano_batch, needs_backward=needs_backward)
+    call = AttentionCall(running, layer, nano_batch)
     token = _Send.apply(q, k, v, call)  # type: ignore[no-untyped-call]
     lane.give_way()
     detached = (tensor.detach() for tensor in (q, k, v))
-    o: torch.Tensor = _Collect.apply(token, *detached, call)  # type: ignore[no-untyped-call]
+    keep = functools.partial(checkpoints.keep, lane)
+    o: torch.Tensor = _Collect.apply(token, *detached, call, keep)  # type: ignore[no-untyped-call]
     return o
 
 
@@ -65,6 +77,7 @@ class _Send(torch.autograd.Function):
         return q.new_empty(0, dtype=torch.float32)
 
     @staticmethod
+    @outside_graphs
     @once_differentiable
     def backward(ctx: Any, token_gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         return *ctx.call.collect_backward(), None
@@ -79,18 +92,20 @@ class _Collect(torch.autograd.Function):
         k: torch.Tensor,
         v: torch.Tensor,
         call: AttentionCall,
+        keep: Callable[[torch.Tensor, torch.Tensor], None],
     ) -> torch.Tensor:
         o, lse = call.collect_forward()
-        keep_result(o, lse)
+        keep(o, lse)
         ctx.call = call
         ctx.save_for_backward(q, k, v, o, lse)
         return o
 
     @staticmethod
+    @outside_graphs
     @once_differentiable
     def backward(ctx: Any, do: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         q, k, v, o, lse = ctx.saved_tensors
         do = do.contiguous()
         delta = row_dots(do, o)
         ctx.call.send_backward({"q": q, "k": k, "v": v, "do": do, "lse": lse, "delta": delta})
-        return do.new_empty(0, dtype=torch.float32), None, None, None, None, None
+        return do.new_empty(0, dtype=torch.float32), None, None, None, None, None, None

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import math
 import socket
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from pathlib import Path
+from typing import Any
+
+from torch import nn
 
 from core_attention.shape import AttentionShape
 from core_attention.tick import MAX_LAYERS, MAX_NANO_BATCHES
@@ -44,10 +48,13 @@ class SessionOptions:
         device: where the model's tensors are, for example ``"cpu"`` or ``"cuda:0"``.
         data_host: address of this machine that other ranks reach; used by in-place servers.
         data_port: port of the in-place server; 0 takes any free one.
-        transport: ``"ucxx"`` or ``"nixl"``; the same on every rank and server.
+        transport: ``"ucxx"`` or ``"nixl"``, the same on every rank and server; ``"auto"`` takes
+            that of the pool's servers, or what suits this machine.
         one_host: all ranks and servers are on this machine, so shared memory may be used.
         start_timeout_seconds: to reach the control plane at start; the first start of one on a
             machine compiles its planner for a minute.
+        held_timeout_seconds: how long opening waits for the end of an earlier job of the name whose
+            processes may be gone; longer than the control plane's lease.
         connect_timeout_seconds: to reach each server.
         control_plane_timeout_seconds: how long the control plane may be away while training goes
             on.
@@ -96,9 +103,10 @@ class SessionOptions:
     device: str = "cpu"
     data_host: str = field(default_factory=lambda: socket.gethostbyname(socket.gethostname()))
     data_port: int = 0
-    transport: str = TransportName.UCXX
+    transport: str = TransportName.AUTO
     one_host: bool = False
     start_timeout_seconds: float = 180.0
+    held_timeout_seconds: float = 45.0
     connect_timeout_seconds: float = 20.0
     control_plane_timeout_seconds: float = 300.0
     plan_timeout_seconds: float = 60.0
@@ -151,6 +159,33 @@ class SessionOptions:
             if option.name.endswith("_seconds") and not (math.isfinite(value) and value > 0):
                 raise ValueError(f"{option.name} is {value}; it must be a positive number")
         check_order(known_timeouts(self))
+
+    @classmethod
+    def for_model(
+        cls, model: nn.Module, *, inputs: Mapping[str, Any] | None = None, **options: Any
+    ) -> SessionOptions:
+        """Options whose ``n_layers``, ``shape``, ``softmax_scale`` and ``device`` are found by one
+        forward of a few tokens. The model is left as it was, and nothing is sent.
+
+        Call it as the model is trained: on its device, in its dtype, inside ``torch.autocast`` if
+        its steps are, and before its weights are sharded. DistributedDataParallel, PingPong,
+        ``torch.compile`` and adapters may be around it.
+
+        Args:
+            model: what calls core attention.
+            inputs: keyword arguments of one forward; not needed for models of transformers.
+            options: of the session. Those that the probe finds are checked against it.
+
+        Raises:
+            SessionError: the model's weights are sharded or on the meta device, it does not call
+                core attention, or its calls differ in shape, dtype or scale.
+            ValueError: an option has an invalid value or contradicts the model, or ``inputs`` are
+                needed.
+        """
+        # The probe stands on ping-pong, which stands on this module.
+        from trainer_client.probe import probe_model
+
+        return cls(**probe_model(model, inputs).complete(options))
 
     @property
     def checks_results(self) -> bool:

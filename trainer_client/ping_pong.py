@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import contextvars
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import greenlet
-import torch
 from torch import nn
 
 from trainer_client.errors import SessionError
+from trainer_client.fsdp import require_prepared
+from trainer_client.graphs import outside_graphs
 from trainer_client.lane import Lane, current_lane, require_step
+from trainer_client.lane_random import RandomState, lane_states
 from trainer_client.running_step import RunningStep
+from trainer_client.thread_state import ThreadState
 
 
 class PingPong(nn.Module):
@@ -34,12 +37,15 @@ class PingPong(nn.Module):
         super().__init__()
         self.module = module
         self.interleave = interleave
+        self._checked = False
 
+    @outside_graphs
     def forward(self, nano_batches: Sequence[Mapping[str, Any]]) -> list[Any]:
         """The module's outputs, one per nano-batch.
 
         Raises:
-            SessionError: no step is running, or it has another number of nano-batches.
+            SessionError: no step is running, it has another number of nano-batches, or the module
+                is sharded by FSDP2 and not prepared, see :func:`trainer_client.prepare_fsdp`.
         """
         running = require_step()
         if len(nano_batches) != running.job.n_nano_batches:
@@ -47,17 +53,33 @@ class PingPong(nn.Module):
                 f"{len(nano_batches)} nano-batches were given; the job has n_nano_batches="
                 f"{running.job.n_nano_batches}"
             )
+        random = lane_states(len(nano_batches))
         if not self.interleave or len(nano_batches) == 1:
             return [
-                self._run_alone(running, index, batch) for index, batch in enumerate(nano_batches)
+                self._run_alone(running, index, batch, random)
+                for index, batch in enumerate(nano_batches)
             ]
-        return _Turns(self.module, running, nano_batches).run()
+        if not self._checked:
+            require_prepared(self.module)
+            self._checked = True
+        return _Turns(self.module, running, nano_batches, random).run()
 
-    def _run_alone(self, running: RunningStep, index: int, batch: Mapping[str, Any]) -> Any:
+    def _run_alone(
+        self,
+        running: RunningStep,
+        index: int,
+        batch: Mapping[str, Any],
+        random: list[RandomState],
+    ) -> Any:
         token = current_lane.set(Lane(running, index))
+        random[index].restore()
         try:
-            return self.module(**batch)
+            output = self.module(**batch)
+            running.lane_returned(index)
+            return output
         finally:
+            random[index] = RandomState.capture()
+            random[0].restore()
             current_lane.reset(token)
 
 
@@ -65,16 +87,21 @@ class _Turns:
     """One greenlet per nano-batch; this one hands out the turns, round robin."""
 
     def __init__(
-        self, module: nn.Module, running: RunningStep, nano_batches: Sequence[Mapping[str, Any]]
+        self,
+        module: nn.Module,
+        running: RunningStep,
+        nano_batches: Sequence[Mapping[str, Any]],
+        random: list[RandomState],
     ) -> None:
         self._module = module
         self._running = running
+        self._random = random
         self._outputs: list[Any] = [None] * len(nano_batches)
         self._referee = greenlet.getcurrent()
         self._players = [self._player(index, batch) for index, batch in enumerate(nano_batches)]
 
     def run(self) -> list[Any]:
-        state = _ThreadState.capture()
+        state = ThreadState()
         try:
             playing = dict(enumerate(self._players))
             while playing:
@@ -97,67 +124,27 @@ class _Turns:
             # autograd has saved for them, until garbage is collected.
             self._players.clear()
             state.restore()
+            self._random[0].restore()
 
     def _player(self, index: int, batch: Mapping[str, Any]) -> greenlet.greenlet:
         context = contextvars.copy_context()
-        context.run(current_lane.set, Lane(self._running, index, self._give_way))
+        context.run(current_lane.set, Lane(self._running, index, lambda: self._give_way(index)))
 
         def play() -> None:
-            self._outputs[index] = self._module(**batch)
+            self._random[index].restore()
+            try:
+                self._outputs[index] = self._module(**batch)
+            finally:
+                self._random[index] = RandomState.capture()
+            self._running.lane_returned(index)
 
         player = greenlet.greenlet(play)
         player.gr_context = context
         return player
 
-    def _give_way(self) -> None:
-        state = _ThreadState.capture()
+    def _give_way(self, index: int) -> None:
+        state = ThreadState()
+        self._random[index] = RandomState.capture()
         self._referee.switch()
         state.restore()
-
-
-class _ThreadState:
-    """PyTorch's settings that belong to a thread, not to a greenlet: a lane that switches inside
-    ``torch.no_grad``, ``torch.autocast`` or an activation checkpoint (whose hooks take what
-    autograd saves) must not change the other lane's."""
-
-    _DEVICE_TYPES = ("cpu", "cuda")
-
-    def __init__(self) -> None:
-        self._grad = torch.is_grad_enabled()
-        self._cache = torch.is_autocast_cache_enabled()
-        self._autocast = {
-            kind: (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
-            for kind in self._DEVICE_TYPES
-        }
-        self._hooks = self._take_hooks()
-        self._put_hooks()
-
-    @classmethod
-    def capture(cls) -> _ThreadState:
-        return cls()
-
-    def restore(self) -> None:
-        torch.set_grad_enabled(self._grad)
-        torch.set_autocast_cache_enabled(self._cache)
-        for kind, (enabled, dtype) in self._autocast.items():
-            torch.set_autocast_enabled(kind, enabled)
-            torch.set_autocast_dtype(kind, dtype)
-        self._take_hooks()
-        self._put_hooks()
-
-    @staticmethod
-    def _take_hooks() -> list[_Hooks]:
-        """Removes all hooks on saved tensors; returns them, the innermost first."""
-        hooks = []
-        while (top := _top_hooks(False)) is not None:
-            hooks.append(top)
-            torch._C._autograd._pop_saved_tensors_default_hooks()
-        return hooks
-
-    def _put_hooks(self) -> None:
-        for pack, unpack in reversed(self._hooks):
-            torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
-
-
-_Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
-_top_hooks: Callable[[bool], _Hooks | None] = torch._C._autograd._top_saved_tensors_default_hooks
+        self._random[index].restore()

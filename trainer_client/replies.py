@@ -121,6 +121,14 @@ class Exchanger:
             return self._send_local(exchange, epoch, tick, inputs, outputs)
         return self._send_remote(exchange, tick, inputs)
 
+    def skip(self, exchange: Exchange, epoch: int, tick: Tick) -> None:
+        """Tells a server that this rank sends nothing of ``tick``'s lane any more, from ``tick``
+        on. A server that cannot be told is lost to the next tick that is sent to it."""
+        if exchange.connection is None:
+            self.in_place.end_local_lane(self.job.job_id, epoch, tick)
+        else:
+            exchange.connection.skip(tick.tag(reply=False))
+
     def _send_local(
         self, exchange: Exchange, epoch: int, tick: Tick, inputs: Tensors, outputs: Tensors
     ) -> Awaited:
@@ -206,10 +214,10 @@ class _RemoteAwaited:
         transfer = self._transfer
         if transfer is None or transfer.state is TransferState.DONE:
             return True
-        if transfer.state is TransferState.FAILED:
-            cause = transfer.error or "the transfer failed"
-            raise ExchangeFailed(self.exchange.server_id, cause) from transfer.error
-        return False
+        if transfer.state is TransferState.PENDING:
+            return False
+        cause = transfer.error or f"the transfer ended as {transfer.state}"
+        raise ExchangeFailed(self.exchange.server_id, cause) from transfer.error
 
     def examine(self) -> None:
         if self._transfer is None:

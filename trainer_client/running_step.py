@@ -21,8 +21,9 @@ from core_attention.ca_task import Phase
 from core_attention.plan import Plan
 from core_attention.tick import Tick
 from distca.v1 import jobs_pb2
-from trainer_client.errors import CoreAttentionFailed
+from trainer_client.errors import CoreAttentionFailed, SessionError
 from trainer_client.exchanges import Exchange, PlanInForce
+from trainer_client.lane_calls import LaneCalls
 from trainer_client.lane_log import LaneLog, SentTick
 from trainer_client.metrics import OWN_PROCESS, ServedTasks, TrainerMetrics
 from trainer_client.replies import Awaited, ExchangeFailed, Exchanger, Tensors
@@ -32,6 +33,10 @@ logger = logging.getLogger(__name__)
 
 CHECK_SECONDS = 0.25
 """How often a wait looks whether something else has ended or begun."""
+
+
+WAITING_SECONDS = 3.0
+"""After so long a wait the control plane is told, which may find that ranks wait for each other."""
 
 
 class RunningStep:
@@ -46,6 +51,7 @@ class RunningStep:
         check: raises what ended the session, if something did.
         connected: whether the control plane can be reached.
         lost: told when a server fails: its id, the epoch of the plan, the cause.
+        waiting: told every WAITING_SECONDS of a wait.
         metrics: told of every tick.
         kept_forward_ticks: see :class:`trainer_client.lane_log.LaneLog`.
 
@@ -53,6 +59,7 @@ class RunningStep:
         complete: every tick that servers expect of this rank is complete.
         closed: the step's block has ended.
         abandoned: it ended before its ticks were complete.
+        given_up: why its user gave it up; empty otherwise.
     """
 
     def __init__(
@@ -66,6 +73,7 @@ class RunningStep:
         check: Callable[[], None],
         connected: Callable[[], bool],
         lost: Callable[[str, int, str], None],
+        waiting: Callable[[jobs_pb2.StepWaiting], None],
         metrics: TrainerMetrics,
         kept_forward_ticks: int | None = None,
     ) -> None:
@@ -83,12 +91,21 @@ class RunningStep:
         self.began_seconds = time.perf_counter()
         self.closed = False
         self.abandoned = False
+        self.given_up = ""
         self._exchanger = exchanger
         self._recovery_timeout_seconds = recovery_timeout_seconds
         self._connected = connected
         self._lost = lost
+        self._waiting = waiting
         self._metrics = metrics
-        self._layers: dict[int, int] = {}
+        self._calls = [
+            LaneCalls(
+                f"step {plan.step} nano-batch {nano_batch}",
+                self.job.n_layers,
+                forward_only=forward_only,
+            )
+            for nano_batch in range(self.job.n_nano_batches)
+        ]
         self._changed = threading.Condition(threading.RLock())
         self._in_force: PlanInForce | None = None
         self._epoch = plan.epoch
@@ -135,32 +152,85 @@ class RunningStep:
             for nano_batch in range(self.job.n_nano_batches)
         )
 
-    def next_layer(self, nano_batch: int) -> int:
-        """Counts a nano-batch's attention calls.
+    def forward_call(self, nano_batch: int, *, needs_backward: bool) -> int:
+        """Counts a nano-batch's attention calls; returns the call's layer.
 
         Raises:
-            CoreAttentionFailed: the model calls attention more often than the job said.
+            SessionError: see :meth:`trainer_client.lane_calls.LaneCalls.forward`.
         """
-        layer = self._layers.get(nano_batch, 0)
-        if layer >= self.job.n_layers:
-            raise CoreAttentionFailed(
-                f"step {self.step}: nano-batch {nano_batch} calls core attention a "
-                f"{layer + 1}th time, but the job has n_layers={self.job.n_layers}; set n_layers "
-                "to the calls in one forward, run each nano-batch once a step, and leave "
-                "attention out of activation checkpointing"
+        with self._changed:
+            return self._calls[nano_batch].forward(needs_backward)
+
+    def backward_call(self, nano_batch: int, layer: int) -> None:
+        """The backward pass of a call begins.
+
+        Raises:
+            SessionError: see :meth:`trainer_client.lane_calls.LaneCalls.backward`.
+        """
+        if self._n_rows[nano_batch]:
+            with self._changed:
+                self._calls[nano_batch].backward(layer)
+
+    def lane_returned(self, nano_batch: int) -> None:
+        """The forward pass of a nano-batch is over.
+
+        Raises:
+            SessionError: it has rows, and called core attention less often than the job said.
+        """
+        if self._n_rows[nano_batch]:
+            self._calls[nano_batch].returned()
+
+    def give_up(self, reason: str) -> None:
+        """Allows the step's block to end before its backward passes are complete, as when the loss
+        is not finite. Ranks that still need this one's rows for it get an error with ``reason``."""
+        self.given_up = reason
+
+    def check_ended(self) -> None:
+        """The step's block has ended without an error.
+
+        Raises:
+            SessionError: ticks that servers expect of this rank are missing, and nobody gave the
+                step up; names how many calls were made.
+        """
+        if self.complete or self.given_up:
+            return
+        if not self.called:
+            # A model that silently runs another implementation would train without being served.
+            raise SessionError(
+                f"step {self.step} ended without a call of core attention; load the model with "
+                "attn_implementation='distca' after 'import trainer_client.transformers' (building "
+                "another model from the same config object changes it), or call "
+                "trainer_client.core_attention. If it was loaded so, its model type computes "
+                "attention without transformers' attention interface: "
+                "trainer_client.transformers.check_documents(model) says why"
             )
-        self._layers[nano_batch] = layer + 1
-        return layer
+        raise SessionError(
+            f"step {self.step} was not run to its end: {self.unfinished}; run backward inside the "
+            "step's block, from a loss that depends on every layer of every nano-batch. For "
+            "evaluation use torch.no_grad or submit(..., forward_only=True); to leave a step out "
+            "on purpose, as when the loss is not finite, call give_up(reason) of the step"
+        )
+
+    @property
+    def unfinished(self) -> str:
+        """Which lanes lack ticks, in words."""
+        return ", ".join(
+            f"nano-batch {nano_batch} made {calls.forward_calls} of {self.job.n_layers} forward "
+            f"and {calls.backward_calls} of {calls.expected_backward_calls} backward calls of core "
+            "attention"
+            for nano_batch, calls in enumerate(self._calls)
+            if not self._is_over(nano_batch)
+        )
 
     @property
     def called(self) -> bool:
         """Whether core attention was called at all; True for a step without rows."""
-        return bool(self._layers) or not any(self._n_rows)
+        return any(calls.forward_calls for calls in self._calls) or not any(self._n_rows)
 
     @property
     def complete(self) -> bool:
         """Whether every tick that servers expect of this rank is complete."""
-        return all(lane.complete_ticks == self._ticks_per_lane for lane in self._lanes)
+        return all(map(self._is_over, range(self.job.n_nano_batches)))
 
     @property
     def may_be_asked(self) -> bool:
@@ -224,10 +294,14 @@ class RunningStep:
             SessionClosed: the job ended.
         """
         began_at = time.monotonic()
+        say_at = began_at + WAITING_SECONDS
         while True:
             with self._changed:
                 if self._take_in(sent, began_at):
                     return
+                if time.monotonic() > say_at:
+                    say_at += WAITING_SECONDS
+                    self._say_waiting(sent)
                 pending = self._pending(sent)
                 if pending is None:
                     self._wait_for_plan()
@@ -244,7 +318,7 @@ class RunningStep:
                 self._leave_plan(reason)
             return jobs_pb2.StepProgress(
                 step=self.step,
-                complete_ticks=[lane.complete_ticks for lane in self._lanes],
+                complete_ticks=list(map(self._progress, range(self.job.n_nano_batches))),
                 done=self.closed,
             )
 
@@ -263,6 +337,8 @@ class RunningStep:
             for sent in replayed:
                 if self._in_force is plan:
                     self._send(sent, plan)
+            for nano_batch in range(self.job.n_nano_batches):
+                self._end_lane(nano_batch)
             if replayed:
                 self._count_recovery(replayed, plan)
             self._changed.notify_all()
@@ -356,12 +432,65 @@ class RunningStep:
         for reply in sent.awaited:
             reply.take_in(sent.outputs, sent.gradients)
         self._lanes[sent.tick.nano_batch].completed(sent)
+        self._end_lane(sent.tick.nano_batch)
         self._metrics.tick_collected(
             sent.tick.phase,
             flight_seconds=answered_at - sent.sent_at,
             exposed_seconds=max(answered_at - max(began_at, sent.sent_at), 0.0),
         )
         return True
+
+    def _say_waiting(self, sent: SentTick) -> None:
+        """Other ranks may be waiting for this one in the same way. Needs the lock."""
+        needed = self._needed_ranks(sent.tick)
+        if needed and sent.awaited is not None:
+            self._waiting(
+                jobs_pb2.StepWaiting(
+                    nano_batch=sent.tick.nano_batch,
+                    tick=sent.index,
+                    sent_ticks=[lane.sent_ticks for lane in self._lanes],
+                    needed_ranks=needed,
+                )
+            )
+
+    def _needed_ranks(self, tick: Tick) -> list[int]:
+        """The ranks whose rows this rank's reply of ``tick`` needs: forward, those with earlier
+        rows of its documents; backward, with any."""
+        manifest = self.plan.manifest
+        in_lane = manifest.document_nano_batch[manifest.segment_document] == tick.nano_batch
+        mine = in_lane & (manifest.segment_rank == self.rank)
+        last = np.full(manifest.n_documents, -1, dtype=np.int64)
+        np.maximum.at(last, manifest.segment_document[mine], manifest.segment_offset[mine])
+        needed = in_lane & ~mine & (last[manifest.segment_document] >= 0)
+        if tick.phase is Phase.FORWARD:
+            needed &= manifest.segment_offset < last[manifest.segment_document]
+        return [int(rank) for rank in np.unique(manifest.segment_rank[needed])]
+
+    def _is_over(self, nano_batch: int) -> bool:
+        """Whether every tick of the lane that will come is complete."""
+        ticks = self._lanes[nano_batch].complete_ticks
+        return not self._n_rows[nano_batch] or ticks == self._calls[nano_batch].n_ticks
+
+    def _progress(self, nano_batch: int) -> int:
+        """How many of the ticks that servers count are complete. A lane that is over has none to
+        come, although it may be shorter. Needs the lock."""
+        if self._is_over(nano_batch):
+            return self._ticks_per_lane
+        return self._lanes[nano_batch].complete_ticks
+
+    def _end_lane(self, nano_batch: int) -> None:
+        """Where the lane is over before its last tick, because no gradients are needed from some
+        layer down, tells the servers that expect another one. Needs the lock."""
+        n_ticks = self._calls[nano_batch].n_ticks
+        plan = self._in_force
+        if plan is None or n_ticks is None or n_ticks >= self._ticks_per_lane:
+            return
+        if not self._is_over(nano_batch):
+            return
+        layer = 2 * self.job.n_layers - 1 - n_ticks
+        tick = Tick(self.step, layer, nano_batch, Phase.BACKWARD)
+        for exchange in plan.exchanges(tick):
+            self._exchanger.skip(exchange, plan.epoch, tick)
 
     def _pending(self, sent: SentTick) -> Awaited | None:
         """A reply that ``sent`` still waits for; None if it waits for a plan. Needs the lock."""

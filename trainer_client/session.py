@@ -35,6 +35,7 @@ from trainer_client.in_place import InPlaceServer
 from trainer_client.lane import current_step
 from trainer_client.metrics import TrainerMetrics
 from trainer_client.options import Placement, SessionOptions
+from trainer_client.pool_transports import transport_of
 from trainer_client.recovery import Recovery
 from trainer_client.replies import Exchanger
 from trainer_client.running_step import RunningStep
@@ -49,6 +50,7 @@ _PLACEMENTS = {
     Placement.MIXED: jobs_pb2.PLACEMENT_MIXED,
 }
 _SERVING_CHECK_SECONDS = 0.02
+_MAX_REASON_LETTERS = 2000
 
 
 class Session:
@@ -65,22 +67,24 @@ class Session:
         # A GPU computes behind the thread that launches its work.
         self._runs_ahead = self._device.type == "cuda"
         # First, since it checks the address and reads the TLS files: the transport starts a thread.
+        control_plane = rpc.RpcSettings(
+            address=options.control_plane,
+            connect_seconds=options.start_timeout_seconds,
+            ca_file=options.ca_file,
+            certificate_file=options.certificate_file,
+            key_file=options.key_file,
+            server_name=options.server_name,
+            certificate_check_seconds=options.certificate_check_seconds,
+        )
         self._link = ControlLink(
-            rpc.RpcSettings(
-                address=options.control_plane,
-                connect_seconds=options.start_timeout_seconds,
-                ca_file=options.ca_file,
-                certificate_file=options.certificate_file,
-                key_file=options.key_file,
-                server_name=options.server_name,
-                certificate_check_seconds=options.certificate_check_seconds,
-            ),
+            control_plane,
             on_opened=self._job_opened,
             on_planned=lambda planned: self._recovery.planned(planned),
             on_recover=lambda epoch, lost, why: self._recovery.recover(epoch, lost, why),
             on_finished=lambda step: self._recovery.finished(step),
             on_failed=lambda step, why: self._recovery.failed(step, why),
             control_plane_timeout_seconds=options.control_plane_timeout_seconds,
+            held_timeout_seconds=options.held_timeout_seconds,
         )
         self._pool = BufferPool(device_allocator(self._device))
         self._metrics = TrainerMetrics(
@@ -92,7 +96,7 @@ class Session:
         self._data_metrics.watch_pool("messages", self._pool)
         self._endpoint: MetricsEndpoint | None = None
         self._transport = open_transport(
-            options.transport,
+            transport_of(options, control_plane),
             device=options.device,
             one_host=options.one_host,
             metrics=self._data_metrics,
@@ -144,8 +148,12 @@ class Session:
     def open(cls, options: SessionOptions) -> Session:
         """Joins the job; returns at once, whether or not the other ranks have joined.
 
+        If an earlier job has the name whose processes may be gone, such as those before a restart,
+        waits for its end: a lease, and at most ``held_timeout_seconds``.
+
         Raises:
             ValueError: no kernel runs the shape on the device.
+            distca.rpc.AlreadyExists: another job has the name, and lives.
             distca.rpc.RpcError: the control plane cannot be reached, or refuses.
             TransportError: the in-place server's port is in use.
             distca.monitoring.MetricsAddressError: the metrics port is in use.
@@ -167,6 +175,11 @@ class Session:
     def metrics_port(self) -> int | None:
         """Where this rank's metrics are served over HTTP, under ``/metrics``; None: nowhere."""
         return None if self._endpoint is None else self._endpoint.port
+
+    @property
+    def next_step(self) -> int:
+        """The number after the last step begun or submitted; 0 at first."""
+        return max(self._handed_in | {self._last_step}) + 1
 
     def submit(self, manifest: RankManifest, *, forward_only: bool = False) -> None:
         """Hands in what this rank holds in a coming step; returns at once.
@@ -206,8 +219,8 @@ class Session:
         Steps run in increasing order; one that was submitted may be left out.
 
         Raises:
-            SessionError: it is not after the last step begun, or the block ended without a single
-                call of core attention.
+            SessionError: it is not after the last step begun, or the block ended before the step
+                was complete; see :meth:`RunningStep.check_ended`.
             PlanNotReady: its plan did not come before ``plan_timeout_seconds``; it may be run
                 again, unless the message says that it has no plan.
             SessionClosed: the job ended.
@@ -223,21 +236,16 @@ class Session:
         self._metrics.plan_waited_for(plan_wait_seconds)
         running = self._begin(planned)
         token = current_step.set(running)
+        why = ""
         try:
             yield running
+        except BaseException as error:
+            why = f"{type(error).__name__}: {error}"
+            raise
         finally:
             current_step.reset(token)
-            self._end(running, plan_wait_seconds)
-        if not running.called:
-            # A model that silently runs another implementation would train without being served.
-            raise SessionError(
-                f"step {step} ended without a call of core attention; load the model with "
-                "attn_implementation='distca' after 'import trainer_client.transformers' (building "
-                "another model from the same config object changes it), or call "
-                "trainer_client.core_attention. If it was loaded so, its model type computes "
-                "attention without transformers' attention interface: "
-                "trainer_client.transformers.check_documents(model) says why"
-            )
+            self._end(running, plan_wait_seconds, why)
+        running.check_ended()
 
     def fetch_step(self, step: int) -> jobs_pb2.GetStepResponse:
         """The whole plan of a recent step and what all members measured in it so far.
@@ -308,6 +316,7 @@ class Session:
                 min_backward_tokens=options.min_backward_tokens,
                 softmax_scale=options.scale,
                 checksums=options.checksums,
+                transport=self._transport.name,
             ),
             rank=options.rank,
             host=socket.gethostname(),
@@ -324,6 +333,7 @@ class Session:
                 device=self._in_place.device_name,
                 profiles=[profile_to_proto(profile)] if profile else [],
                 version=__version__,
+                transport=self._transport.name,
             )
         )
         self._link.open(request)
@@ -361,7 +371,7 @@ class Session:
         deadline = time.monotonic() + self.options.tick_timeout_seconds
         last = self._last_step
         while self._in_place.ticks.is_serving(last) or self._recovery.unfinished(last):
-            if self._link.failure is not None:
+            if self._link.failure is not None or self._link.is_finished(last):
                 return
             if time.monotonic() > deadline:
                 logger.warning("closing with other ranks' part of step %d unfinished", last)
@@ -385,6 +395,7 @@ class Session:
             check=self._link.check,
             connected=lambda: self._link.connected,
             lost=self._link.report_lost,
+            waiting=lambda waiting: self._link.report(step, waiting),
             metrics=self._metrics,
             kept_forward_ticks=self.options.kept_forward_ticks,
         )
@@ -392,14 +403,12 @@ class Session:
         self._recovery.begin(running, planned)
         return running
 
-    def _end(self, running: RunningStep, plan_wait_seconds: float) -> None:
+    def _end(self, running: RunningStep, plan_wait_seconds: float, why: str) -> None:
+        """Closes a step whose block has ended, with the error ``why`` if that is not empty."""
         running.closed = True
         self._running = None
         if not running.complete:
-            running.abandon()
-            servers = [server.server_id for server in running.plan.servers]
-            why = f"step {running.step} was not run to its end"
-            self._go_on_with(running.step + 1, servers, why)
+            self._give_up(running, why or running.given_up or running.unfinished)
         self._recovery.ended(running)
         seconds = time.perf_counter() - running.began_seconds
         exposed_seconds = None if self._runs_ahead else running.wait_seconds
@@ -451,6 +460,15 @@ class Session:
                 ),
             )
 
+    def _give_up(self, running: RunningStep, why: str) -> None:
+        """Others may wait for this rank's rows of the step: they are told that none will come."""
+        running.abandon()
+        servers = [server.server_id for server in running.plan.servers]
+        self._go_on_with(running.step + 1, servers, f"step {running.step} was not run to its end")
+        if self._link.failure is None:
+            reason = why[:_MAX_REASON_LETTERS]
+            self._link.report(running.step, jobs_pb2.StepGivenUp(reason=reason))
+
     def _go_on_with(self, step: int, servers: list[str], why: str) -> None:
         """Servers expect ticks that will not come: new connections tell them where to go on."""
         self._servers.close(servers, why)
@@ -484,5 +502,6 @@ class Session:
                 server_id=self._in_place.ticks.server_id,
                 forward_busy_seconds=busy.forward_seconds,
                 backward_busy_seconds=busy.backward_seconds,
+                backward_layers=busy.backward_layers,
             ),
         )

@@ -55,6 +55,7 @@ class StepBook:
         self._refused: dict[int, str] = {}
         # Steps before it have been begun or left out. The one begun last may not be listed yet.
         self._next_step = 0
+        self._finished = -1
 
     def hand_in(self, step: int, handed_in: HandedIn) -> None:
         """The rank hands in a step, for the first time or after it was refused."""
@@ -106,6 +107,11 @@ class StepBook:
         """The rank begins ``step``; earlier ones that it has not begun are left out."""
         self._next_step = max(self._next_step, step)
 
+    @property
+    def next_step(self) -> int:
+        """Steps before it have been begun or left out."""
+        return self._next_step
+
     def is_over(self, epoch: int) -> bool:
         """Whether a later epoch than ``epoch`` has begun."""
         return epoch < self.epoch
@@ -135,10 +141,15 @@ class StepBook:
 
     def finish(self, step: int) -> None:
         """Every rank has finished ``step`` and those before."""
+        self._finished = max(self._finished, step)
         self._next_step = max(self._next_step, step + 1)
         for number in [s for s in {*self._handed_in, *self._refused} if s <= step]:
             self._forget(number)
             self._refused.pop(number, None)
+
+    def is_finished(self, step: int) -> bool:
+        """Whether every rank has finished ``step`` and those before."""
+        return step <= self._finished
 
     def _forget(self, step: int) -> None:
         self._handed_in.pop(step, None)

@@ -28,8 +28,10 @@ from trainer_client.document_check import (
     no_interface,
 )
 from trainer_client.documents import CHECKED, Documents, documents_of
+from trainer_client.graphs import outside_graphs
 from trainer_client.lane import Lane, require_lane
 from trainer_client.operation import core_attention
+from trainer_client.probe import current_recorder
 
 __all__ = [
     "IMPLEMENTATION",
@@ -54,6 +56,9 @@ _WITHOUT_EFFECT = (
 _NEUTRAL: dict[str, Any] = {"is_causal": True, "output_attentions": False, "dropout": 0.0}
 """Arguments that are supported with this one value only (or None)."""
 
+_NOT_PLANNED = Documents("the probe", [])
+"""In a probe only shapes are asked for."""
+
 _WINDOWS = ("sliding_window",)
 """Arguments that hide keys further away than so many tokens: no change for shorter documents."""
 
@@ -68,6 +73,7 @@ class _UnsupportedMask:
         return self.reason
 
 
+@outside_graphs
 def distca_attention(
     module: nn.Module,
     query: torch.Tensor,
@@ -98,7 +104,8 @@ def distca_attention(
         ValueError: position_ids or cu_seq_lens do not match the manifest.
         SessionError: no step is running.
     """
-    documents = _documents()
+    recorder = current_recorder.get()
+    documents = _NOT_PLANNED if recorder else _documents()
     is_causal = getattr(module, "is_causal", True) and kwargs.pop("is_causal", None) is not False
     _refuse_unsupported(
         {**kwargs, "attention_mask": attention_mask, "dropout": dropout, "is_causal": is_causal},
@@ -110,6 +117,9 @@ def distca_attention(
             "row, [1, rows], with position_ids that restart at 0"
         )
     query, key, value = _cast(module, query, key, value)
+    if recorder is not None:
+        q, k, v = (tensor[0].transpose(0, 1).contiguous() for tensor in (query, key, value))
+        return recorder.call(q, k, v, scaling)[None], None
     documents.check(kwargs)
     if (check := current_check.get()) is not None:
         return check.attend(module, query, key, value, scaling), None
@@ -121,6 +131,7 @@ def distca_attention(
     return core_attention(q, k, v)[None], None
 
 
+@outside_graphs
 def distca_mask(
     batch_size: int,
     q_length: int,
@@ -143,7 +154,7 @@ def distca_mask(
         return _UnsupportedMask("a custom mask function")
     if q_length != kv_length or q_offset or kv_offset:
         return _UnsupportedMask(f"a cache ({q_length} queries, {kv_length} keys)")
-    if mask_function is None:
+    if mask_function is None or current_recorder.get() is not None:
         return None
     documents = _documents()
     window = kwargs.get("local_size")

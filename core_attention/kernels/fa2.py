@@ -21,6 +21,7 @@ from core_attention.kernels.gpu_shapes import (
     part_shape,
     warm_up_parts,
 )
+from core_attention.kernels.launcher import require_launcher
 from core_attention.kernels.protocol import BackwardPart, ForwardPart, TaskBatch
 from core_attention.shape import AttentionShape
 
@@ -48,6 +49,7 @@ class Fa2Kernel:
 
     Raises:
         ImportError: Triton, which PyTorch brings for CUDA, is missing.
+        LauncherError: Triton cannot make its launcher here.
         ValueError: the device is of another kind, or ``deterministic`` was not made possible.
     """
 
@@ -64,6 +66,7 @@ class Fa2Kernel:
                 "deterministic is True; the fa2 kernel then needs PyTorch's process-wide setting: "
                 "call torch.use_deterministic_algorithms(True) first"
             )
+        require_launcher()
         from core_attention.kernels import gpu_gradients
 
         self._gradients = gpu_gradients

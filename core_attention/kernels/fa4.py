@@ -31,6 +31,7 @@ from core_attention.kernels.gpu_shapes import (
     part_shape,
     warm_up_parts,
 )
+from core_attention.kernels.launcher import require_launcher
 from core_attention.kernels.protocol import BackwardPart, ForwardPart, TaskBatch
 from core_attention.kernels.streams import HIGH_PRIORITY
 from core_attention.shape import AttentionShape
@@ -69,6 +70,7 @@ class Fa4Kernel:
 
     Raises:
         ImportError: the package is missing or too old; says what to install.
+        LauncherError: Triton cannot make its launcher here.
         ValueError: the device is of another kind.
     """
 
@@ -81,6 +83,7 @@ class Fa4Kernel:
     ) -> None:
         self._capability = check_device("fa4", device, tuple(_HEAD_DIMS))
         self._library = _import_library()
+        require_launcher()
         from core_attention.kernels.gpu_gradients import add_task_gradients
 
         self._add_task_gradients = add_task_gradients

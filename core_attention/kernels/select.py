@@ -21,7 +21,8 @@ class KernelEntry:
     Attributes:
         device_type: torch device type it runs on, ``"cpu"`` or ``"cuda"``.
         make: imports and makes the kernel for a device; raises ImportError if a package that it
-            needs is missing, ValueError if the device is too old for it.
+            needs is missing, ValueError if the device is too old for it, LauncherError if this
+            machine cannot launch kernels of Triton.
     """
 
     device_type: str
@@ -66,6 +67,7 @@ def select_kernel(
     Raises:
         ValueError: ``name`` is unknown, is for another type of device or cannot be made here, or
             no kernel runs on ``device``; lists what there is.
+        LauncherError: this machine cannot launch kernels of Triton, which all on GPUs need.
     """
     there = {n: entry for n, entry in kernels.items() if entry.device_type == device.type}
     if name is not None and name not in there:

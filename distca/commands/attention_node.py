@@ -41,8 +41,12 @@ class NodeOptions:
     health_port: Annotated[int, typer.Option(help="Of grpc.health.v1, likewise.")] = 0
     metrics_port: Annotated[int, typer.Option(help="Of /metrics, likewise.")] = 0
     transport: Annotated[
-        str, typer.Option(help="ucxx or nixl; the same for all processes of a job.")
-    ] = "ucxx"
+        str,
+        typer.Option(
+            help="auto (what suits this machine's devices), ucxx or nixl; the same for all "
+            "processes of a job."
+        ),
+    ] = "auto"
     one_host: Annotated[
         bool,
         typer.Option(

@@ -33,6 +33,7 @@ CHECK_NAMES = (
     "control-plane",
     "clock",
     "versions",
+    "transport",
     "ucx",
     "peers",
 )
@@ -64,7 +65,7 @@ class DoctorOptions:
     data_host: Annotated[
         str, typer.Option(help="Address of this machine that others reach; default: its own.")
     ] = ""
-    transport: Annotated[str, typer.Option(help="ucxx or nixl.")] = "ucxx"
+    transport: Annotated[str, typer.Option(help="auto, ucxx or nixl.")] = "auto"
     one_host: Annotated[
         bool,
         typer.Option(
@@ -87,7 +88,8 @@ class DoctorOptions:
         bool,
         typer.Option(
             "--pool/--no-pool",
-            help="Measure the way to each attention node that the control plane names, too.",
+            help="Compare with the attention nodes that the control plane names, and measure the "
+            "way to each.",
         ),
     ] = True
     min_gigabytes_per_second: Annotated[

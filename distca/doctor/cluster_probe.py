@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
+import grpc
+
+from data_plane.transports import TransportName
 from distca.rpc import RpcSettings, open_channel, wait_until_ready
 from distca.rpc_errors import PermissionDenied, RpcError
 from distca.top.snapshot import Snapshot, snapshot_from
-from distca.v1 import cluster_pb2, cluster_pb2_grpc
+from distca.v1 import cluster_pb2, cluster_pb2_grpc, jobs_pb2, jobs_pb2_grpc
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,12 +22,14 @@ class ClusterAnswer:
     Attributes:
         snapshot: of the cluster; None if this role may not see it.
         addresses: data address of each server by its id; empty if this role may not know.
+        transports: what the pool's servers use.
         round_trip_seconds: of the call.
         asked_at: this machine's clock half way through the call, seconds since 1970 UTC.
     """
 
     snapshot: Snapshot | None = None
     addresses: dict[str, str]
+    transports: frozenset[TransportName] = frozenset()
     round_trip_seconds: float = 0.0
     asked_at: float = 0.0
 
@@ -77,7 +83,7 @@ class ClusterProbe:
             try:
                 stub.DescribeCluster(request)
             except PermissionDenied:
-                return ClusterAnswer(addresses={})
+                return ClusterAnswer(addresses={}, transports=_pool_transports(channel))
             began = time.perf_counter()
             answer = stub.DescribeCluster(request)
             seconds = time.perf_counter() - began
@@ -88,6 +94,24 @@ class ClusterProbe:
                     for status in answer.servers
                     if status.server.data_address
                 },
+                transports=_known(
+                    status.server.transport
+                    for status in answer.servers
+                    if not status.in_place_job_id
+                ),
                 round_trip_seconds=seconds,
                 asked_at=time.time() - seconds / 2,
             )
+
+
+def _pool_transports(channel: grpc.Channel) -> frozenset[TransportName]:
+    """What a trainer, who may not see the cluster, may know of the pool."""
+    try:
+        answer = jobs_pb2_grpc.JobsStub(channel).DescribePool(jobs_pb2.DescribePoolRequest())
+    except PermissionDenied:
+        return frozenset()
+    return _known(answer.transports)
+
+
+def _known(names: Iterable[str]) -> frozenset[TransportName]:
+    return frozenset(TransportName(name) for name in names if name in set(TransportName))

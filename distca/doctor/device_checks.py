@@ -3,20 +3,37 @@
 from __future__ import annotations
 
 import ctypes
+import logging
+import threading
 from collections.abc import Callable, Iterable
 
 import torch
 
+from attention_node.rehearsal import rehearse
 from core_attention.ca_task import MaskKind
+from core_attention.host_compiler import Trouble
+from core_attention.kernels.launcher import LauncherError
+from core_attention.kernels.protocol import Kernel
 from core_attention.kernels.select import select_kernel
+from core_attention.shape import AttentionShape
 from distca.doctor.finding import Finding, failed, passed, warned
 from distca.doctor.surroundings import Surroundings
 from distca.shapes import format_shape
+
+logger = logging.getLogger(__name__)
 
 _FREE_SHARE = 0.9
 """Less free memory than this share means that another process uses the GPU."""
 
 _FIRST_WITH_FA4 = (9, 0)
+
+_REHEARSAL_SECONDS = 300.0
+"""For all kernels of one shape; compiling them takes up to a minute."""
+
+_USUAL_SHAPE = AttentionShape(
+    num_heads=32, num_heads_kv=8, head_dim=128, head_dim_v=128, dtype="bfloat16"
+)
+"""Launched where no shape was asked for."""
 
 
 def check_gpu(around: Surroundings) -> Iterable[Finding]:
@@ -122,7 +139,7 @@ def _driver_cuda_version() -> tuple[int, int] | None:
 
 
 def check_kernels(around: Surroundings) -> Iterable[Finding]:
-    """Which kernel runs here, and does it take the shapes?"""
+    """Which kernel runs here, does it take the shapes, and do all launches of serving work?"""
     settings = around.settings
     device = torch.device(settings.device)
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
@@ -137,8 +154,60 @@ def check_kernels(around: Surroundings) -> Iterable[Finding]:
             "kernels", str(error), "choose another shape or device, or install what is missing"
         )
         return
+    except LauncherError as error:
+        yield failed("kernels", error.cause, error.advice)
+        return
+    for shape in settings.shapes or (_USUAL_SHAPE,):
+        trouble = rehearsal_trouble(kernel, shape, device)
+        if trouble is not None:
+            yield failed("kernels", trouble.cause, trouble.advice, kernel=kernel.name)
+            return
     shapes = ", ".join(format_shape(shape) for shape in settings.shapes)
     yield judge_kernel(kernel.name, _capability(device), shapes)
+
+
+def rehearsal_trouble(
+    kernel: Kernel,
+    shape: AttentionShape,
+    device: torch.device,
+    *,
+    seconds: float = _REHEARSAL_SECONDS,
+) -> Trouble | None:
+    """What keeps ``kernel`` from serving ``shape``, by what a server launches before it serves.
+
+    Args:
+        kernel: runs the rehearsal.
+        shape: of the rehearsal's rows.
+        device: of the kernel.
+        seconds: how long it may take.
+    """
+    raised: list[Exception] = []
+
+    def run() -> None:
+        try:
+            kernel.warm_up(shape)
+            rehearse(kernel, shape, device)
+        except Exception as error:
+            logger.debug("the rehearsal failed", exc_info=True)
+            raised.append(error)
+
+    what = f"{kernel.name} with {format_shape(shape)}"
+    thread = threading.Thread(target=run, name="distca-doctor-rehearsal", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if thread.is_alive():
+        return Trouble(
+            f"{what} does not end within {seconds:g} s on {device}",
+            "see what holds the device with nvidia-smi; a GPU that hangs needs a reset",
+        )
+    if not raised:
+        return None
+    if isinstance(raised[0], LauncherError):
+        return Trouble(raised[0].cause, raised[0].advice)
+    return Trouble(
+        f"{what} fails on {device}: {type(raised[0]).__name__}: {raised[0]}",
+        "see what the other checks say, and the traceback of distca --log-level debug doctor",
+    )
 
 
 def judge_kernel(name: str, capability: tuple[int, int] | None, shapes: str) -> Finding:

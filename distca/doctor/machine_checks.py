@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import os
-import resource
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from pathlib import Path
 
-from data_plane.transports import TransportName
+from data_plane.rdma import MIN_LOCKED_BYTES, locked_bytes_limit
+from data_plane.transport_choice import MEMLOCK, TransportChoice, obstacles
+from data_plane.transport_facts import TransportFacts
 from distca.doctor.finding import Finding, failed, passed, warned
-from distca.doctor.surroundings import Surroundings
-from distca.doctor.ucx_library import ucx_modules
+from distca.doctor.surroundings import DoctorSettings, Surroundings
 
 _MIN_SHM_BYTES = 2**30
-_MIN_LOCKED_BYTES = 16 * 2**30
-_UNLIMITED_BYTES = 2**62
-"""Some systems write "unlimited" as a huge number."""
 
 _INITIAL_NAMESPACES = {"pid": "pid:[4026531836]", "ipc": "ipc:[4026531839]"}
 """The machine's own: numbers that the kernel fixes (include/linux/proc_ns.h)."""
@@ -24,20 +19,18 @@ _INITIAL_NAMESPACES = {"pid": "pid:[4026531836]", "ipc": "ipc:[4026531839]"}
 
 def check_memlock(around: Surroundings) -> Iterable[Finding]:
     """May memory be locked, as RDMA needs?"""
-    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    unlimited = soft == resource.RLIM_INFINITY or soft >= _UNLIMITED_BYTES
-    shown = "unlimited" if unlimited else _size(soft)
-    if around.settings.rdma and not unlimited and soft < _MIN_LOCKED_BYTES:
+    limit = locked_bytes_limit(around.root)
+    shown = "unlimited" if limit is None else _size(limit)
+    if around.settings.rdma and limit is not None and limit < MIN_LOCKED_BYTES:
         yield failed(
             "memlock",
             f"only {shown} may be locked; RDMA locks all of its buffers",
-            "ulimit -l unlimited; in Docker --ulimit memlock=-1; in a pod capability IPC_LOCK, or "
-            "LimitMEMLOCK=infinity for the container runtime",
-            limit_bytes=soft,
+            MEMLOCK,
+            limit_bytes=limit,
         )
         return
-    needed = "" if around.settings.rdma or unlimited else "; only RDMA needs more"
-    yield passed("memlock", shown + needed, limit_bytes=-1 if unlimited else soft)
+    needed = "" if around.settings.rdma or limit is None else "; only RDMA needs more"
+    yield passed("memlock", shown + needed, limit_bytes=-1 if limit is None else limit)
 
 
 def check_shared_memory(around: Surroundings) -> Iterable[Finding]:
@@ -92,91 +85,35 @@ def check_namespaces(around: Surroundings) -> Iterable[Finding]:
     yield passed("namespaces", f"{says}; other machines are reached over the network")
 
 
-@dataclass(frozen=True)
-class RdmaPort:
-    """A port of an RDMA device, as the kernel shows it."""
-
-    device: str
-    port: str
-    state: str
-    link_layer: str
-    rate: str
-
-    @property
-    def active(self) -> bool:
-        return "ACTIVE" in self.state
-
-    def __str__(self) -> str:
-        return f"{self.device}:{self.port} ({self.link_layer}, {self.rate})"
-
-
-def rdma_ports(root: Path) -> list[RdmaPort]:
-    """All ports of all RDMA devices that this process sees."""
-    ports = []
-    for folder in sorted(root.glob("sys/class/infiniband/*/ports/*")):
-        text = {
-            name: (folder / name).read_text().strip() if (folder / name).exists() else "unknown"
-            for name in ("state", "link_layer", "rate")
-        }
-        ports.append(RdmaPort(folder.parent.parent.name, folder.name, **text))
-    return ports
-
-
 def check_rdma(around: Surroundings) -> Iterable[Finding]:
-    """Is there an RDMA network, and can UCX use it?"""
-    ports = rdma_ports(around.root)
-    active = [port for port in ports if port.active]
-    shown = ", ".join(str(port) for port in active)
-    if not around.settings.rdma:
-        if active:
-            yield warned(
-                "rdma",
-                f"{shown} would carry the data, and --rdma is not given: TCP does",
-                "turn rdma on (chart: rdma.enabled), or leave out this check if TCP is meant",
-            )
-        else:
-            yield passed("rdma", "no active device; the data goes over TCP")
+    """Is there an RDMA network, and can the transport use it?"""
+    try:
+        choice = around.transport
+    except ImportError as error:
+        yield failed("rdma", str(error), "install it first")
         return
-    if not active:
-        yield _no_rdma(ports)
-        return
-    verbs = sorted((around.root / "dev/infiniband").glob("uverbs*"))
-    if not any(os.access(path, os.R_OK | os.W_OK) for path in verbs):
-        yield failed(
-            "rdma",
-            f"{shown}, but no /dev/infiniband/uverbs* can be opened",
-            "request the device plugin's resource instead of mounting /dev/infiniband",
-        )
-        return
-    if around.settings.transport == TransportName.NIXL:
-        # Its wheel carries a UCX with verbs.
-        yield passed("rdma", shown)
-        return
-    yield judge_ucx_modules(shown, ucx_modules())
+    yield judge_rdma(around.facts, choice, around.settings)
 
 
-def _no_rdma(ports: list[RdmaPort]) -> Finding:
-    if ports:
-        states = ", ".join(f"{port.device}:{port.port} is {port.state}" for port in ports)
-        return failed("rdma", f"no port is active: {states}", "check cable and subnet manager")
-    return failed(
+def judge_rdma(facts: TransportFacts, choice: TransportChoice, settings: DoctorSettings) -> Finding:
+    """Whether ``choice`` uses the network that is meant."""
+    shown = ", ".join(str(port) for port in facts.active_ports)
+    found = choice.obstacles or obstacles(facts, choice.name)
+    says = "; ".join(obstacle.says for obstacle in found)
+    advice = "; ".join(obstacle.advice for obstacle in found)
+    if choice.rdma or (settings.rdma and not found):
+        return passed("rdma", f"{shown}, by {choice.name}")
+    if settings.rdma:
+        return failed("rdma", f"{shown}, but {says}" if shown else says, advice)
+    if not facts.ports:
+        return passed("rdma", "there is no device; the data goes over TCP")
+    if settings.one_host:
+        return passed("rdma", f"{shown or 'no active port'}; all is on this machine")
+    return warned(
         "rdma",
-        "there is no RDMA device",
-        "load the driver; in a pod request the device plugin's resource (chart: rdma.resourceName)",
+        f"{shown or 'a device'} lies idle, and TCP carries the data: {says}",
+        f"{advice}; or leave out this check if TCP is meant",
     )
-
-
-def judge_ucx_modules(ports: str, modules: frozenset[str] | None) -> Finding:
-    """Whether the UCX that ucxx loads knows verbs; ``modules`` is None if there is no ucxx."""
-    if modules is not None and "ib" not in modules:
-        return failed(
-            "rdma",
-            f"{ports}, but this UCX has no verbs (transports of the ucxx wheel: "
-            f"{', '.join(sorted(modules)) or 'none'})",
-            "give --transport=nixl, whose wheel has them, or install a UCX built with verbs and "
-            "set RAPIDS_LIBUCX_PREFER_SYSTEM_LIBRARY=true",
-        )
-    return passed("rdma", ports)
 
 
 def check_gpudirect(around: Surroundings) -> Iterable[Finding]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import selectors
+import socket
 import subprocess
 import sys
 import time
@@ -12,7 +13,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 
+from data_plane.greeting import HEADER_BYTES, BadGreeting, Greeting, Status, decode_header
+from data_plane.nixl_link import receive_exactly
 from data_plane.transport import Address, HandshakeRejected, ProbeResult, Transport
+from data_plane.transport_choice import TransportChoice
 from data_plane.transports import open_transport
 from distca.doctor.responder import ResponderSettings
 
@@ -23,6 +27,7 @@ _REPEATS = 12
 LOG_OF_UCX = {"UCX_LOG_FILE": "/dev/stderr"}
 """UCX logs to stdout by default, between whatever else is written there."""
 
+_GREETING_SECONDS = 1.0
 _CHILD_START_SECONDS = 60.0
 """It imports PyTorch, on a machine that may be busy."""
 
@@ -32,7 +37,9 @@ class ChildFailed(Exception):
 
 
 @contextmanager
-def transport_of(name: str, device: str, *, one_host: bool) -> Iterator[Transport]:
+def transport_of(
+    name: str | TransportChoice, device: str, *, one_host: bool
+) -> Iterator[Transport]:
     """A transport whose buffers are on ``device``."""
     transport = open_transport(name, device=device, one_host=one_host)
     try:
@@ -75,6 +82,19 @@ def measure_retrying(
             if "unknown job" not in str(error) or time.monotonic() > deadline:
                 raise
             time.sleep(0.1)
+
+
+def answers_as_nixl(address: Address) -> bool:
+    """Whether what listens at ``address`` speaks the greeting of the nixl transport."""
+    odd = Greeting(status=Status.REJECTED, connection_id=0, body=b"")
+    try:
+        with socket.create_connection((address.host, address.port), _GREETING_SECONDS) as link:
+            link.sendall(odd.encode())
+            answer = receive_exactly(link, HEADER_BYTES, time.monotonic() + _GREETING_SECONDS)
+        decode_header(answer)
+    except (OSError, BadGreeting):
+        return False
+    return True
 
 
 @contextmanager

@@ -12,6 +12,7 @@ from data_plane.transports import TransportName
 from distca.doctor.finding import Finding, failed, passed, warned
 from distca.doctor.measurement import (
     ChildFailed,
+    answers_as_nixl,
     child_responder,
     measure,
     measure_retrying,
@@ -41,14 +42,14 @@ def _self_test(around: Surroundings, *, one_host: bool) -> Iterator[Finding]:
     peer = ResponderSettings(
         host=settings.data_host,
         device=settings.device,
-        transport=settings.transport,
+        transport=around.transport.name,
         one_host=one_host,
     )
     what = "shared memory" if one_host else "the network"
     try:
         with (
             child_responder(peer) as address,
-            transport_of(settings.transport, settings.device, one_host=one_host) as transport,
+            transport_of(around.transport, settings.device, one_host=one_host) as transport,
         ):
             result = measure(transport, settings.device, address, HELLO, settings.probe_seconds)
     except (TransportError, ChildFailed, RuntimeError, ValueError) as error:
@@ -86,12 +87,14 @@ def ways_to_peers(around: Surroundings) -> Iterable[Finding]:
     with ExitStack() as stack:
         try:
             transport = stack.enter_context(
-                transport_of(settings.transport, settings.device, one_host=settings.one_host)
+                transport_of(around.transport, settings.device, one_host=settings.one_host)
             )
             job = None
             if addresses and around.cluster is not None:
                 shape = settings.shapes[0] if settings.shapes else _ANY_SHAPE
-                job = stack.enter_context(pool_job(around.cluster.settings, shape))
+                job = stack.enter_context(
+                    pool_job(around.cluster.settings, shape, around.transport.name)
+                )
         except (RpcError, RuntimeError, ValueError) as error:
             yield failed("peers", str(error), "mend what check ucx and control-plane say first")
             return
@@ -129,7 +132,7 @@ def _judge_peer(
         except HandshakeRejected:
             yield _reached(name)
         except TransportError as error:
-            yield _unreachable(name, error)
+            yield _other_transport(name, address, error) or _unreachable(name, error)
 
 
 def _judge_server(
@@ -160,12 +163,23 @@ def _reached(name: str) -> Finding:
     )
 
 
+def _other_transport(name: str, peer: Address, error: TransportError) -> Finding | None:
+    """That the peer uses another transport, if that is so."""
+    if error.transport == TransportName.NIXL or not answers_as_nixl(peer):
+        return None
+    return failed(
+        "peers",
+        f"{name}: the peer uses the transport nixl, this doctor {error.transport}",
+        "give all processes the same --transport",
+    )
+
+
 def _unreachable(name: str, error: TransportError) -> Finding:
     return failed(
         "peers",
         f"{name}: {error}",
-        "look for a firewall or NetworkPolicy: UCX needs the data port and the ports of "
-        "UCX_TCP_PORT_RANGE, in both directions",
+        "see that it uses the same --transport; look for a firewall or NetworkPolicy: UCX needs "
+        "the data port and the ports of UCX_TCP_PORT_RANGE, in both directions",
     )
 
 

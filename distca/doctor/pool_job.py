@@ -51,8 +51,15 @@ class PoolJob:
 
 
 @contextmanager
-def pool_job(settings: RpcSettings, shape: AttentionShape) -> Iterator[PoolJob | None]:
+def pool_job(
+    settings: RpcSettings, shape: AttentionShape, transport: str
+) -> Iterator[PoolJob | None]:
     """Opens the job, and closes it at the end; None if this role may not open jobs.
+
+    Args:
+        settings: how to reach the control plane.
+        shape: of its core attention.
+        transport: what its rank uses.
 
     Raises:
         RpcError: the control plane cannot be reached, or fails.
@@ -66,6 +73,7 @@ def pool_job(settings: RpcSettings, shape: AttentionShape) -> Iterator[PoolJob |
             n_nano_batches=1,
             shape=shape_to_proto(shape),
             placement=jobs_pb2.PLACEMENT_POOL,
+            transport=transport,
         )
         request = jobs_pb2.OpenJobRequest(spec=spec, host=socket.gethostname())
         try:

@@ -26,14 +26,14 @@ class ResponderSettings:
         host: address of this machine.
         port: 0 takes any free one.
         device: ``"cpu"`` or ``"cuda:<index>"``.
-        transport: ``"ucxx"`` or ``"nixl"``.
+        transport: ``"auto"``, ``"ucxx"`` or ``"nixl"``.
         one_host: let doctors of this machine use shared memory.
     """
 
     host: str
     port: int = 0
     device: str = "cpu"
-    transport: str = TransportName.UCXX
+    transport: str = TransportName.AUTO
     one_host: bool = False
 
     def __post_init__(self) -> None:

@@ -6,10 +6,13 @@ import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 
 from core_attention.shape import AttentionShape
 from data_plane.transport import Address
+from data_plane.transport_choice import TransportChoice, choose_transport, named_transport
+from data_plane.transport_facts import TransportFacts, transport_facts
 from data_plane.transports import TransportName, check_transport
 from distca.doctor.cluster_probe import ClusterProbe
 
@@ -22,11 +25,11 @@ class DoctorSettings:
         device: ``"cpu"`` or ``"cuda:<index>"``.
         shapes: attention shapes that the kernel must run.
         data_host: address of this machine that others reach.
-        transport: ``"ucxx"`` or ``"nixl"``, as trainers and servers use it.
+        transport: ``"ucxx"`` or ``"nixl"``, as trainers and servers use it, or ``"auto"``.
         one_host: trainers and servers share this machine, so shared memory is to be used.
         rdma: the network is to be RDMA; without it, TCP will do.
         peers: responders or servers to measure the way to.
-        pool: whether to measure the way to each server of the pool too.
+        pool: whether to compare with the servers of the pool, and measure the way to each of them.
         min_gigabytes_per_second: a slower way is a failure; 0 asks for nothing.
         probe_seconds: how long one measurement may take.
         skip: names of checks to leave out.
@@ -35,7 +38,7 @@ class DoctorSettings:
     device: str = "cpu"
     shapes: tuple[AttentionShape, ...] = ()
     data_host: str = "127.0.0.1"
-    transport: str = TransportName.UCXX
+    transport: str = TransportName.AUTO
     one_host: bool = False
     rdma: bool = False
     peers: tuple[Address, ...] = ()
@@ -76,3 +79,29 @@ class Surroundings:
     cluster: ClusterProbe | None = None
     environ: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
     root: Path = Path("/")
+
+    @cached_property
+    def facts(self) -> TransportFacts:
+        """What this machine offers to the transports."""
+        return transport_facts(self.root, self.environ)
+
+    @cached_property
+    def pool_transports(self) -> frozenset[TransportName]:
+        """What the pool's servers use; empty if there are none, this role may not know, or the
+        settings leave the pool out."""
+        asks = self.cluster if self.settings.pool else None
+        answer = asks.answer_or_none() if asks else None
+        return answer.transports if answer else frozenset()
+
+    @cached_property
+    def transport(self) -> TransportChoice:
+        """The transport that the settings stand for.
+
+        Raises:
+            ImportError: ``auto``, and no library fits that is installed.
+        """
+        settings = self.settings
+        name = TransportName(settings.transport)
+        if name is not TransportName.AUTO:
+            return named_transport(name, self.facts, one_host=settings.one_host)
+        return choose_transport(self.facts, one_host=settings.one_host, peers=self.pool_transports)

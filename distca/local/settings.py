@@ -40,8 +40,11 @@ class LocalSettings:
     ] = 1
     transport: Annotated[
         TransportName,
-        typer.Option(help="What moves the rows.", rich_help_panel=_PANEL),
-    ] = TransportName.UCXX
+        typer.Option(
+            help="What moves the rows; auto is ucxx where it is installed: all is on one machine.",
+            rich_help_panel=_PANEL,
+        ),
+    ] = TransportName.AUTO
     name: Annotated[
         str,
         typer.Option(help="Of the run; default: mode and time of day.", rich_help_panel=_PANEL),

@@ -24,13 +24,11 @@ from trainer_client.document_check import (
     ServedCall,
     UnsupportedModel,
     check_documents,
-    computed_here,
     has_attention_interface,
     no_interface,
 )
 
 _FEED_FORWARD_MULTIPLE = 32
-_TRIED_TOKENS = 8
 
 
 def model_config(settings: ModelSettings, max_positions: int) -> PretrainedConfig:
@@ -123,32 +121,6 @@ def build_model(
         model.set_experts_implementation("eager")
     model.train()
     return model
-
-
-def refuse_random(model: PreTrainedModel) -> None:
-    """``--verify`` needs a model that gives the same twice.
-
-    Raises:
-        ModelConfigError: it draws random numbers in training; names what may do so.
-    """
-    ids = torch.arange(_TRIED_TOKENS, device=model.device)[None]
-    with computed_here(model, _TRIED_TOKENS):
-        model.train()
-        once, again = (
-            model(input_ids=ids, position_ids=ids, use_cache=False).logits for _ in range(2)
-        )
-    # Dropout changes outputs by far more than a device that sums in any order it likes.
-    if not torch.allclose(once, again, rtol=1e-2, atol=1e-2 * float(once.abs().max())):
-        settings = {
-            name: value
-            for name, value in model.config.get_text_config().to_dict().items()
-            if ("drop" in name or "jitter" in name) and isinstance(value, float) and value > 0
-        }
-        raise ModelConfigError(
-            f"--verify repeats steps, and model type {model.config.model_type!r} draws random "
-            f"numbers in training ({settings}), so that no step can be repeated: set them to 0 in "
-            "its configuration, or train without --verify"
-        )
 
 
 def attention_shape(config: PretrainedConfig, dtype: str) -> AttentionShape:

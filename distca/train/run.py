@@ -37,13 +37,11 @@ from distca.train.device import (
     prepare_process,
 )
 from distca.train.feed import Feed
-from distca.train.host_barriers import HostBarriers
 from distca.train.model import (
     ServedAttention,
     build_model,
     describe_model,
     model_config,
-    refuse_random,
     served_attention,
 )
 from distca.train.observer import Observer
@@ -61,7 +59,7 @@ from distca.train.settings import (
 from distca.train.timeline import readable_timeline
 from distca.train.trainer import StepResult, Trainer
 from distca.train.verify import Difference, Verifier
-from trainer_client import Session, SessionOptions
+from trainer_client import HostBarriers, Session, SessionOptions
 from trainer_client.options import Placement
 
 logger = logging.getLogger(__name__)
@@ -166,10 +164,7 @@ def _model_to_train(
         seed=run.data.seed,
         device=device,
     )
-    served = served_attention(model, run.model.dtype)
-    if run.training.verify:
-        refuse_random(model)
-    return model, served
+    return model, served_attention(model, run.model.dtype)
 
 
 def _write_report(record: RunRecord, folder: RunFolder) -> None:

@@ -394,10 +394,11 @@ class ServiceSettings:
     transport: Annotated[
         TransportName,
         typer.Option(
-            help="What moves the rows; the same for all processes of a job.",
+            help="What moves the rows; the same for all processes of a job. auto: that of the "
+            "pool's servers, or what suits this machine's devices.",
             rich_help_panel=_SERVICE,
         ),
-    ] = TransportName.UCXX
+    ] = TransportName.AUTO
     one_host: Annotated[
         bool,
         typer.Option(

@@ -20,13 +20,12 @@ from transformers import PreTrainedModel
 from distca.data.batch import TokenBatch
 from distca.data.packing import PackedStep
 from distca.errors import DivergenceError, ModelConfigError
-from distca.train.host_barriers import HostBarriers
 from distca.train.language_model import LanguageModel, has_plain_head
 from distca.train.layers import checkpoint_layers, compile_layers, decoder_layers
 from distca.train.ranks import sum_over_ranks
 from distca.train.settings import Sharding, TrainingSettings
 from distca.train.sharding import ShardedModel, whole
-from trainer_client import PingPong, Session, StepReport, TraceEvent
+from trainer_client import HostBarriers, PingPong, Session, StepReport, TraceEvent
 
 
 @dataclass(frozen=True)
@@ -83,7 +82,6 @@ class Trainer:
             self._sharded = ShardedModel(
                 ping_pong,
                 decoder_layers(model),
-                settings.nano_batches,
                 device_type=self._device.type,
                 n_ranks=dist.get_world_size(),
                 compute_dtype=compute_dtype,
@@ -115,8 +113,6 @@ class Trainer:
             ModelConfigError: the model computed attention otherwise, at least in part.
         """
         self._optimizer.zero_grad()
-        if self._sharded is not None:
-            self._sharded.begin_step()
         with self._session.step(packed.step) as running:
             self._wait_for_connections()
             losses = self._module([vars(batch.to(self._device)) for batch in batches])

@@ -19,6 +19,7 @@ from transformers import PretrainedConfig
 from distca.data.batch import whole_documents
 from distca.data.corpus import Corpus
 from distca.data.packing import PackedStep
+from distca.errors import ModelConfigError
 from distca.report.record import Verification
 from distca.train.loss import summed_loss
 from distca.train.model import build_model
@@ -34,6 +35,22 @@ _TOLERANCES = {
 }
 
 _WIDER = {"float32": "float64", "bfloat16": "float32"}
+
+
+def _check_draws_nothing(config: PretrainedConfig) -> None:
+    """The comparison runs every document alone, and would draw other masks."""
+    drawn = {
+        name: value
+        for name, value in config.to_dict().items()
+        if "drop" in name and isinstance(value, float) and value > 0
+    }
+    if drawn:
+        shown = ", ".join(f"{name}={value}" for name, value in sorted(drawn.items()))
+        raise ModelConfigError(
+            f"--verify compares with a model that draws other random numbers, and the model has "
+            f"{shown}; set them to 0, or leave --verify out"
+        )
+
 
 _QUIET = 1e-3
 """Differences count relative to a parameter's largest gradient, but to no less than this part of
@@ -60,6 +77,9 @@ class Verifier:
         corpus: to read whole documents from.
         rank: this rank; it recomputes the documents that begin on it.
         device: where it does so.
+
+    Raises:
+        ModelConfigError: the model has dropout.
     """
 
     def __init__(
@@ -70,6 +90,7 @@ class Verifier:
         rank: int,
         device: torch.device = torch.device("cpu"),  # noqa: B008  (immutable)
     ) -> None:
+        _check_draws_nothing(config)
         self._model = build_model(
             config, attention="sdpa", dtype=_WIDER[dtype], seed=0, device=device
         )

@@ -22,7 +22,7 @@ PLACEMENT_IN_PLACE: Placement
 PLACEMENT_MIXED: Placement
 
 class JobSpec(_message.Message):
-    __slots__ = ("name", "n_ranks", "n_layers", "n_nano_batches", "shape", "placement", "tolerance", "planner", "min_forward_tokens", "min_backward_tokens", "softmax_scale", "checksums")
+    __slots__ = ("name", "n_ranks", "n_layers", "n_nano_batches", "shape", "placement", "tolerance", "planner", "min_forward_tokens", "min_backward_tokens", "softmax_scale", "checksums", "transport")
     NAME_FIELD_NUMBER: _ClassVar[int]
     N_RANKS_FIELD_NUMBER: _ClassVar[int]
     N_LAYERS_FIELD_NUMBER: _ClassVar[int]
@@ -35,6 +35,7 @@ class JobSpec(_message.Message):
     MIN_BACKWARD_TOKENS_FIELD_NUMBER: _ClassVar[int]
     SOFTMAX_SCALE_FIELD_NUMBER: _ClassVar[int]
     CHECKSUMS_FIELD_NUMBER: _ClassVar[int]
+    TRANSPORT_FIELD_NUMBER: _ClassVar[int]
     name: str
     n_ranks: int
     n_layers: int
@@ -47,21 +48,34 @@ class JobSpec(_message.Message):
     min_backward_tokens: int
     softmax_scale: float
     checksums: bool
-    def __init__(self, name: _Optional[str] = ..., n_ranks: _Optional[int] = ..., n_layers: _Optional[int] = ..., n_nano_batches: _Optional[int] = ..., shape: _Optional[_Union[_profile_pb2.AttentionShape, _Mapping]] = ..., placement: _Optional[_Union[Placement, str]] = ..., tolerance: _Optional[float] = ..., planner: _Optional[str] = ..., min_forward_tokens: _Optional[int] = ..., min_backward_tokens: _Optional[int] = ..., softmax_scale: _Optional[float] = ..., checksums: bool = ...) -> None: ...
+    transport: str
+    def __init__(self, name: _Optional[str] = ..., n_ranks: _Optional[int] = ..., n_layers: _Optional[int] = ..., n_nano_batches: _Optional[int] = ..., shape: _Optional[_Union[_profile_pb2.AttentionShape, _Mapping]] = ..., placement: _Optional[_Union[Placement, str]] = ..., tolerance: _Optional[float] = ..., planner: _Optional[str] = ..., min_forward_tokens: _Optional[int] = ..., min_backward_tokens: _Optional[int] = ..., softmax_scale: _Optional[float] = ..., checksums: bool = ..., transport: _Optional[str] = ...) -> None: ...
+
+class DescribePoolRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class DescribePoolResponse(_message.Message):
+    __slots__ = ("transports",)
+    TRANSPORTS_FIELD_NUMBER: _ClassVar[int]
+    transports: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, transports: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class OpenJobRequest(_message.Message):
-    __slots__ = ("spec", "rank", "in_place_server", "host", "resume")
+    __slots__ = ("spec", "rank", "in_place_server", "host", "resume", "waited_seconds")
     SPEC_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
     IN_PLACE_SERVER_FIELD_NUMBER: _ClassVar[int]
     HOST_FIELD_NUMBER: _ClassVar[int]
     RESUME_FIELD_NUMBER: _ClassVar[int]
+    WAITED_SECONDS_FIELD_NUMBER: _ClassVar[int]
     spec: JobSpec
     rank: int
     in_place_server: _membership_pb2.ServerDescription
     host: str
     resume: ResumeJob
-    def __init__(self, spec: _Optional[_Union[JobSpec, _Mapping]] = ..., rank: _Optional[int] = ..., in_place_server: _Optional[_Union[_membership_pb2.ServerDescription, _Mapping]] = ..., host: _Optional[str] = ..., resume: _Optional[_Union[ResumeJob, _Mapping]] = ...) -> None: ...
+    waited_seconds: float
+    def __init__(self, spec: _Optional[_Union[JobSpec, _Mapping]] = ..., rank: _Optional[int] = ..., in_place_server: _Optional[_Union[_membership_pb2.ServerDescription, _Mapping]] = ..., host: _Optional[str] = ..., resume: _Optional[_Union[ResumeJob, _Mapping]] = ..., waited_seconds: _Optional[float] = ...) -> None: ...
 
 class ResumeJob(_message.Message):
     __slots__ = ("job_id", "epoch")
@@ -88,12 +102,14 @@ class OpenJobResponse(_message.Message):
     def __init__(self, job_id: _Optional[str] = ..., rank_lease_id: _Optional[str] = ..., lease_seconds: _Optional[float] = ..., token: _Optional[bytes] = ..., stall_seconds: _Optional[float] = ..., answer_seconds: _Optional[float] = ...) -> None: ...
 
 class RenewRankRequest(_message.Message):
-    __slots__ = ("job_id", "rank_lease_id")
+    __slots__ = ("job_id", "rank_lease_id", "next_step")
     JOB_ID_FIELD_NUMBER: _ClassVar[int]
     RANK_LEASE_ID_FIELD_NUMBER: _ClassVar[int]
+    NEXT_STEP_FIELD_NUMBER: _ClassVar[int]
     job_id: str
     rank_lease_id: str
-    def __init__(self, job_id: _Optional[str] = ..., rank_lease_id: _Optional[str] = ...) -> None: ...
+    next_step: int
+    def __init__(self, job_id: _Optional[str] = ..., rank_lease_id: _Optional[str] = ..., next_step: _Optional[int] = ...) -> None: ...
 
 class RenewRankResponse(_message.Message):
     __slots__ = ("lease_seconds",)
@@ -220,18 +236,22 @@ class JobClosed(_message.Message):
     def __init__(self, job_id: _Optional[str] = ..., error: _Optional[str] = ...) -> None: ...
 
 class ReportStepRequest(_message.Message):
-    __slots__ = ("job_id", "step", "lease_id", "server", "rank")
+    __slots__ = ("job_id", "step", "lease_id", "server", "rank", "given_up", "waiting")
     JOB_ID_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     LEASE_ID_FIELD_NUMBER: _ClassVar[int]
     SERVER_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
+    GIVEN_UP_FIELD_NUMBER: _ClassVar[int]
+    WAITING_FIELD_NUMBER: _ClassVar[int]
     job_id: str
     step: int
     lease_id: str
     server: ServerMeasurement
     rank: RankMeasurement
-    def __init__(self, job_id: _Optional[str] = ..., step: _Optional[int] = ..., lease_id: _Optional[str] = ..., server: _Optional[_Union[ServerMeasurement, _Mapping]] = ..., rank: _Optional[_Union[RankMeasurement, _Mapping]] = ...) -> None: ...
+    given_up: StepGivenUp
+    waiting: StepWaiting
+    def __init__(self, job_id: _Optional[str] = ..., step: _Optional[int] = ..., lease_id: _Optional[str] = ..., server: _Optional[_Union[ServerMeasurement, _Mapping]] = ..., rank: _Optional[_Union[RankMeasurement, _Mapping]] = ..., given_up: _Optional[_Union[StepGivenUp, _Mapping]] = ..., waiting: _Optional[_Union[StepWaiting, _Mapping]] = ...) -> None: ...
 
 class ReportStepResponse(_message.Message):
     __slots__ = ()
@@ -328,14 +348,34 @@ class GetStepResponse(_message.Message):
     def __init__(self, plan: _Optional[_Union[_plan_pb2.Plan, _Mapping]] = ..., plan_seconds: _Optional[float] = ..., servers: _Optional[_Iterable[_Union[ServerMeasurement, _Mapping]]] = ..., ranks: _Optional[_Iterable[_Union[RankMeasurement, _Mapping]]] = ...) -> None: ...
 
 class ServerMeasurement(_message.Message):
-    __slots__ = ("server_id", "forward_busy_seconds", "backward_busy_seconds")
+    __slots__ = ("server_id", "forward_busy_seconds", "backward_busy_seconds", "backward_layers")
     SERVER_ID_FIELD_NUMBER: _ClassVar[int]
     FORWARD_BUSY_SECONDS_FIELD_NUMBER: _ClassVar[int]
     BACKWARD_BUSY_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    BACKWARD_LAYERS_FIELD_NUMBER: _ClassVar[int]
     server_id: str
     forward_busy_seconds: _containers.RepeatedScalarFieldContainer[float]
     backward_busy_seconds: _containers.RepeatedScalarFieldContainer[float]
-    def __init__(self, server_id: _Optional[str] = ..., forward_busy_seconds: _Optional[_Iterable[float]] = ..., backward_busy_seconds: _Optional[_Iterable[float]] = ...) -> None: ...
+    backward_layers: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, server_id: _Optional[str] = ..., forward_busy_seconds: _Optional[_Iterable[float]] = ..., backward_busy_seconds: _Optional[_Iterable[float]] = ..., backward_layers: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class StepWaiting(_message.Message):
+    __slots__ = ("nano_batch", "tick", "sent_ticks", "needed_ranks")
+    NANO_BATCH_FIELD_NUMBER: _ClassVar[int]
+    TICK_FIELD_NUMBER: _ClassVar[int]
+    SENT_TICKS_FIELD_NUMBER: _ClassVar[int]
+    NEEDED_RANKS_FIELD_NUMBER: _ClassVar[int]
+    nano_batch: int
+    tick: int
+    sent_ticks: _containers.RepeatedScalarFieldContainer[int]
+    needed_ranks: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, nano_batch: _Optional[int] = ..., tick: _Optional[int] = ..., sent_ticks: _Optional[_Iterable[int]] = ..., needed_ranks: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class StepGivenUp(_message.Message):
+    __slots__ = ("reason",)
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    reason: str
+    def __init__(self, reason: _Optional[str] = ...) -> None: ...
 
 class RankMeasurement(_message.Message):
     __slots__ = ("rank", "step_seconds", "wait_seconds", "tokens")

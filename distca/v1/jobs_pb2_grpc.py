@@ -34,6 +34,11 @@ class JobsStub(object):
         Args:
             channel: A grpc.Channel.
         """
+        self.DescribePool = channel.unary_unary(
+                '/distca.v1.Jobs/DescribePool',
+                request_serializer=distca_dot_v1_dot_jobs__pb2.DescribePoolRequest.SerializeToString,
+                response_deserializer=distca_dot_v1_dot_jobs__pb2.DescribePoolResponse.FromString,
+                _registered_method=True)
         self.OpenJob = channel.unary_unary(
                 '/distca.v1.Jobs/OpenJob',
                 request_serializer=distca_dot_v1_dot_jobs__pb2.OpenJobRequest.SerializeToString,
@@ -94,10 +99,21 @@ class JobsStub(object):
 class JobsServicer(object):
     """Missing associated documentation comment in .proto file."""
 
+    def DescribePool(self, request, context):
+        """What a rank must know of the pool before it opens its transport, and with it a job.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def OpenJob(self, request, context):
         """A rank joins a job; the first one of a name creates it. INVALID_ARGUMENT: a field is missing or
-        wrong. FAILED_PRECONDITION: the spec differs from the one of the ranks before. ALREADY_EXISTS:
-        the rank has joined and its lease still runs. PERMISSION_DENIED: the job is another identity's.
+        wrong. FAILED_PRECONDITION: the spec differs from the one of the ranks before, or no server of
+        the pool uses its transport. ALREADY_EXISTS: a job of the name runs, in which the rank has no
+        place. PERMISSION_DENIED: the job is another identity's.
+        ALREADY_EXISTS with the trailing metadata `distca-error: held`: the job of the name may be one
+        whose processes are gone. Call again after `retry-after` seconds (metadata too), and say in
+        `waited_seconds` how long that has gone on: within a lease the job ends, or turns out to live.
         With `resume` a rank comes back, and shows its token. NOT_FOUND: the job has been closed.
         ALREADY_EXISTS: the rank has left, or another job has taken the name.
 
@@ -153,8 +169,11 @@ class JobsServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ReportStep(self, request, context):
-        """What a trainer or a server measured in a step it finished; a rank's report also says that it
-        needs no server for that step and those before any more. NOT_FOUND: no such job or lease, or
+        """What a trainer or a server measured in a step it finished, or that a rank gave one up; a rank's
+        report also says that it needs no server for that step and those before any more. If others may
+        still wait for rows of a step that was given up, the job recovers: they go on without these
+        rows, or hear why they cannot. A rank that waits long for a tick says so; a step in which ranks
+        wait for each other fails. NOT_FOUND: no such job or lease, or
         the step is not planned yet or already forgotten. INVALID_ARGUMENT: not the reporter's own.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -197,6 +216,11 @@ class JobsServicer(object):
 
 def add_JobsServicer_to_server(servicer, server):
     rpc_method_handlers = {
+            'DescribePool': grpc.unary_unary_rpc_method_handler(
+                    servicer.DescribePool,
+                    request_deserializer=distca_dot_v1_dot_jobs__pb2.DescribePoolRequest.FromString,
+                    response_serializer=distca_dot_v1_dot_jobs__pb2.DescribePoolResponse.SerializeToString,
+            ),
             'OpenJob': grpc.unary_unary_rpc_method_handler(
                     servicer.OpenJob,
                     request_deserializer=distca_dot_v1_dot_jobs__pb2.OpenJobRequest.FromString,
@@ -262,6 +286,33 @@ def add_JobsServicer_to_server(servicer, server):
  # This class is part of an EXPERIMENTAL API.
 class Jobs(object):
     """Missing associated documentation comment in .proto file."""
+
+    @staticmethod
+    def DescribePool(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/distca.v1.Jobs/DescribePool',
+            distca_dot_v1_dot_jobs__pb2.DescribePoolRequest.SerializeToString,
+            distca_dot_v1_dot_jobs__pb2.DescribePoolResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
 
     @staticmethod
     def OpenJob(request,

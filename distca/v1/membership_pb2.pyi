@@ -8,7 +8,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class ServerDescription(_message.Message):
-    __slots__ = ("server_id", "data_address", "host", "device", "memory_bytes", "capacity_rows", "profiles", "version")
+    __slots__ = ("server_id", "data_address", "host", "device", "memory_bytes", "capacity_rows", "profiles", "version", "transport")
     SERVER_ID_FIELD_NUMBER: _ClassVar[int]
     DATA_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     HOST_FIELD_NUMBER: _ClassVar[int]
@@ -17,6 +17,7 @@ class ServerDescription(_message.Message):
     CAPACITY_ROWS_FIELD_NUMBER: _ClassVar[int]
     PROFILES_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
+    TRANSPORT_FIELD_NUMBER: _ClassVar[int]
     server_id: str
     data_address: str
     host: str
@@ -25,13 +26,16 @@ class ServerDescription(_message.Message):
     capacity_rows: int
     profiles: _containers.RepeatedCompositeFieldContainer[_profile_pb2.CostProfile]
     version: str
-    def __init__(self, server_id: _Optional[str] = ..., data_address: _Optional[str] = ..., host: _Optional[str] = ..., device: _Optional[str] = ..., memory_bytes: _Optional[int] = ..., capacity_rows: _Optional[int] = ..., profiles: _Optional[_Iterable[_Union[_profile_pb2.CostProfile, _Mapping]]] = ..., version: _Optional[str] = ...) -> None: ...
+    transport: str
+    def __init__(self, server_id: _Optional[str] = ..., data_address: _Optional[str] = ..., host: _Optional[str] = ..., device: _Optional[str] = ..., memory_bytes: _Optional[int] = ..., capacity_rows: _Optional[int] = ..., profiles: _Optional[_Iterable[_Union[_profile_pb2.CostProfile, _Mapping]]] = ..., version: _Optional[str] = ..., transport: _Optional[str] = ...) -> None: ...
 
 class RegisterServerRequest(_message.Message):
-    __slots__ = ("server",)
+    __slots__ = ("server", "waited_seconds")
     SERVER_FIELD_NUMBER: _ClassVar[int]
+    WAITED_SECONDS_FIELD_NUMBER: _ClassVar[int]
     server: ServerDescription
-    def __init__(self, server: _Optional[_Union[ServerDescription, _Mapping]] = ...) -> None: ...
+    waited_seconds: float
+    def __init__(self, server: _Optional[_Union[ServerDescription, _Mapping]] = ..., waited_seconds: _Optional[float] = ...) -> None: ...
 
 class RegisterServerResponse(_message.Message):
     __slots__ = ("lease_id", "lease_seconds")

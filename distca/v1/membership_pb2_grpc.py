@@ -66,7 +66,8 @@ class MembershipServicer(object):
 
     def RegisterServer(self, request, context):
         """Joins the pool. The lease runs until `lease_seconds` after the last heartbeat.
-        ALREADY_EXISTS: another live server has this id. INVALID_ARGUMENT: a field is missing or wrong.
+        ALREADY_EXISTS: another live server has this id; as `held`, see Jobs.OpenJob, if that one may be
+        gone. INVALID_ARGUMENT: a field is missing or wrong.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -172,8 +172,8 @@ def wait_for_servers(running: Cluster, expected: set[str]) -> None:
 
 
 def test_a_second_node_of_the_same_name_is_refused(running: Cluster) -> None:
-    with pytest.raises(RuntimeError, match=r"AlreadyExists.*node-0"):
-        running.start_node("node-0", connect_seconds=1.0)
+    with pytest.raises(RuntimeError, match=r"Held.*node-0"):
+        running.start_node("node-0", held_timeout_seconds=0.5)
 
 
 @pytest.mark.parametrize(

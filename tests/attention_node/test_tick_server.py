@@ -114,6 +114,9 @@ class FakeConnection:
         transfer.end(TransferState.DONE)
         return transfer
 
+    def skip(self, tag: int) -> None:
+        raise AssertionError("a server skips nothing")
+
     def arrive(self, tick: Tick) -> None:
         """The request of ``tick``, whose rows may hold anything, when its receive is posted."""
         tag = tick.tag(reply=False)

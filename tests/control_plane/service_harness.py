@@ -329,6 +329,7 @@ class Client:
                     server_id=server_id,
                     forward_busy_seconds=[seconds, seconds],
                     backward_busy_seconds=[2 * seconds, 2 * seconds],
+                    backward_layers=[1, 1],
                 ),
             )
         )

@@ -21,6 +21,7 @@ FILES = (cluster_pb2, jobs_pb2, membership_pb2, plan_pb2, profile_pb2, data_plan
 
 MAY_CALL = {
     Role.TRAINER: {
+        "Jobs/DescribePool",
         "Jobs/OpenJob",
         "Jobs/RenewRank",
         "Jobs/CloseJob",
@@ -45,12 +46,14 @@ MAY_CALL = {
     Role.OPERATOR: {
         "Membership/DrainServer",
         "Membership/ListServers",
+        "Jobs/DescribePool",
         "Jobs/DescribeJob",
         "Jobs/GetStep",
         "Cluster/DescribeCluster",
     },
     Role.READ_ONLY: {
         "Membership/ListServers",
+        "Jobs/DescribePool",
         "Jobs/DescribeJob",
         "Jobs/GetStep",
         "Cluster/DescribeCluster",

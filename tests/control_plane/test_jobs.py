@@ -97,9 +97,14 @@ def rank_measurement(rank: int) -> RankMeasurement:
     return RankMeasurement(rank=rank, step_seconds=2.0, wait_seconds=0.5, tokens=10)
 
 
-def server_measurement(server_id: str, *seconds: float) -> ServerMeasurement:
+def server_measurement(
+    server_id: str, *seconds: float, backward_layers: tuple[int, ...] | None = None
+) -> ServerMeasurement:
     return ServerMeasurement(
-        server_id=server_id, forward_busy_seconds=seconds, backward_busy_seconds=seconds
+        server_id=server_id,
+        forward_busy_seconds=seconds,
+        backward_busy_seconds=seconds,
+        backward_layers=(4,) * len(seconds) if backward_layers is None else backward_layers,
     )
 
 
@@ -286,14 +291,16 @@ def test_measured_imbalance_counts_idle_servers(job: Job) -> None:
 
 
 def test_open_job_of_the_name_is_joined_only_with_its_spec(jobs: Jobs, job: Job) -> None:
-    assert jobs.joinable(spec(name="other"), 0) is None
+    assert jobs.joinable(spec(name="other"), 0, now=0.0) is None
+    for rank in (0, 1):
+        job.renew(f"L{rank}", now=5.0)
     with pytest.raises(SpecMismatchError, match="n_layers 9 instead of 4, placement"):
-        jobs.joinable(spec(n_layers=9, placement=Placement.MIXED), 1)
+        jobs.joinable(spec(n_layers=9, placement=Placement.MIXED), 1, waited_seconds=12.0, now=13.0)
     with pytest.raises(AlreadyExistsError):
-        jobs.joinable(spec(), 1)
-    job.leave("L0", error="", now=0.0)
+        jobs.joinable(spec(), 1, waited_seconds=12.0, now=13.0)
+    job.leave("L0", error="", now=5.0)
     jobs.close(job, "")
-    assert jobs.joinable(spec(), 0) is None
+    assert jobs.joinable(spec(), 0, now=5.0) is None
 
 
 def test_closed_jobs_are_remembered_with_their_reason_up_to_a_bound(jobs: Jobs) -> None:
@@ -341,9 +348,8 @@ def test_differences_name_each_field_once() -> None:
 
 def test_a_servers_speed_follows_what_it_measures(job: Job) -> None:
     record = plan_next(job, 0)
-    predicted = record.predicted_seconds("a")
-    assert predicted is not None
-    twice_as_long = predicted * job.spec.n_layers
+    twice_as_long = record.predicted_seconds(server_measurement("a", 0.0, 0.0), job.spec.n_layers)
+    assert twice_as_long is not None
     job.report_server(0, server_measurement("a", twice_as_long, twice_as_long / 2))
     slower = job.speeds.of("a")
     assert slower < 1.0

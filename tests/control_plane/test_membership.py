@@ -11,6 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from control_plane.errors import (
     AlreadyExistsError,
+    HeldError,
     InvalidRequestError,
     LeaseExpiredError,
     UnknownServerError,
@@ -61,7 +62,7 @@ def test_expired_lease_cannot_be_renewed_even_before_it_is_swept(membership: Mem
 
 def test_id_is_free_again_after_expiry_and_after_leaving(membership: Membership) -> None:
     membership.register(description("a"), lease_id="A", now=0.0)
-    with pytest.raises(AlreadyExistsError, match="'a' is held by a live server at h:1"):
+    with pytest.raises(AlreadyExistsError, match="'a' is held by a server at h:1"):
         membership.register(description("a"), lease_id="A2", now=10.0)
     newer = membership.register(description("a"), lease_id="A3", now=10.1)
     with pytest.raises(LeaseExpiredError):
@@ -130,15 +131,24 @@ class MembershipMachine(RuleBasedStateMachine):
     def lives(self, server_id: str) -> bool:
         return server_id in self.model and self.now - self.model[server_id][1] <= LEASE_SECONDS
 
-    @rule(server_id=st.sampled_from("abc"))
-    def register(self, server_id: str) -> None:
+    @rule(server_id=st.sampled_from("abc"), waited=st.sampled_from([0.0, 5.0, 10.0, 15.0]))
+    def register(self, server_id: str, waited: float) -> None:
         lease = f"lease-{self.n_leases}"
         self.n_leases += 1
+
+        def register() -> None:
+            self.membership.register(
+                description(server_id), lease_id=lease, now=self.now, waited_seconds=waited
+            )
+
         if self.lives(server_id):
-            with pytest.raises(AlreadyExistsError):
-                self.membership.register(description(server_id), lease_id=lease, now=self.now)
+            heard_since = self.model[server_id][1] > self.now - waited
+            known_to_live = waited >= LEASE_SECONDS and heard_since
+            with pytest.raises(AlreadyExistsError) as caught:
+                register()
+            assert isinstance(caught.value, HeldError) != known_to_live
         else:
-            self.membership.register(description(server_id), lease_id=lease, now=self.now)
+            register()
             self.model[server_id] = (lease, self.now)
 
     @rule(server_id=st.sampled_from("abc"), leave=st.booleans())

@@ -138,15 +138,16 @@ def shared_step() -> Manifest:
 
 
 def test_first_tick_is_the_least_of_the_ranks_that_hold_rows() -> None:
-    first = first_ticks(shared_step(), [(2, 0), (3, 5), (0, 4)], left=())
+    first = first_ticks(shared_step(), [(2, 0), (3, 5), (0, 4)], left={})
     assert first.tolist() == [2, 3, 4]
 
 
 def test_rows_of_a_rank_that_has_left_cannot_be_asked_for_again() -> None:
-    match = r"rank 2 has left the job or given the step up, and its rows of document 3"
+    match = r"rank 2's rows of document 3 are needed to run step 7, and rank 2 has left the job"
+    left = {2: "has left the job"}
     with pytest.raises(PlanError, match=match):
-        first_ticks(shared_step(), [(2, 0), (3, 5), (8, 8)], left={2})
-    assert first_ticks(shared_step(), [(2, 0), (3, 8), (8, 8)], left={2}).tolist() == [2, 3, 8]
+        first_ticks(shared_step(), [(2, 0), (3, 5), (8, 8)], left)
+    assert first_ticks(shared_step(), [(2, 0), (3, 8), (8, 8)], left).tolist() == [2, 3, 8]
 
 
 def test_first_ticks_are_cut_like_the_plan() -> None:

@@ -8,6 +8,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from control_plane.errors import (
+    HeldError,
     InvalidRequestError,
     RefusedError,
     ReplacedError,
@@ -81,7 +82,13 @@ def test_mistakes_are_counted_and_not_logged(kit: Kit, caplog: pytest.LogCapture
 
 
 @pytest.mark.parametrize(
-    "error", [ReplacedError("newer"), ShuttingDownError("stopping"), StandbyError("not the leader")]
+    "error",
+    [
+        HeldError("wait", retry_after_seconds=1.0),
+        ReplacedError("newer"),
+        ShuttingDownError("stopping"),
+        StandbyError("not the leader"),
+    ],
 )
 def test_what_is_as_it_should_be_is_no_refusal(kit: Kit, error: RefusedError) -> None:
     kit.refusals.refused("Jobs/WatchRank", "a", error)

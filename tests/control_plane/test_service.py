@@ -134,6 +134,65 @@ def test_plans_of_a_job_come_in_step_order_and_forward_only_is_kept(client: Clie
     assert [event.forward_only for event in planned] == [False] * 11 + [True]
 
 
+def test_a_job_uses_the_servers_of_its_transport_alone(client: Client) -> None:
+    """A rank that connected to another one would wait for an answer in vain."""
+    client.register("s0", transport="nixl")
+    client.register("s1", transport="ucxx")
+    client.register("of-any-release")
+    job_id, leases = open_pair(client, job_spec(transport="ucxx"))
+    watcher = client.watch_rank(job_id, leases[0])
+    assert watcher.next("job_opened").spec.transport == "ucxx"
+    submit_pair(client, job_id, leases, 0)
+    plan = plan_from_proto(watcher.next("step_planned").plan)
+    assert [server.server_id for server in plan.servers] == ["of-any-release", "s1"]
+
+
+def test_a_pool_of_another_transport_refuses_the_job_and_names_both(client: Client) -> None:
+    client.register("s0", transport="ucxx")
+    with pytest.raises(rpc.FailedPrecondition) as caught:
+        client.open(0, job_spec(transport="nixl"))
+    assert "job train uses the transport nixl, and the servers of the pool use ucxx" in str(
+        caught.value
+    )
+    assert "--transport=ucxx" in str(caught.value)
+    client.register("s1", transport="nixl")
+    client.open(0, job_spec(transport="nixl"))
+
+
+def test_ranks_of_two_transports_are_no_job(client: Client) -> None:
+    client.open(0, job_spec(transport="ucxx"))
+    with pytest.raises(rpc.FailedPrecondition, match="transport nixl instead of ucxx") as caught:
+        client.open(1, job_spec(transport="nixl"))
+    assert "--transport by name" in str(caught.value)
+
+
+def test_ranks_learn_what_the_pool_uses_before_they_open_a_job(
+    client: Client, caplog: pytest.LogCaptureFixture
+) -> None:
+    def transports() -> list[str]:
+        answer = client.jobs.DescribePool(jobs_pb2.DescribePoolRequest())
+        return list(answer.transports)
+
+    assert transports() == []
+    client.register("s0", transport="ucxx")
+    client.register("s1", transport="ucxx")
+    client.register("of-any-release")
+    assert transports() == ["ucxx"]
+    assert "unlike" not in caplog.text
+    lease = client.register("s2", transport="nixl")
+    assert transports() == ["nixl", "ucxx"]
+    assert "server s2 uses the transport nixl, unlike s0 (ucxx), s1 (ucxx)" in caplog.text
+    client.membership.DeregisterServer(membership_pb2.DeregisterServerRequest(lease_id=lease))
+    assert transports() == ["ucxx"]
+
+
+def test_a_transport_is_a_name(client: Client) -> None:
+    with pytest.raises(rpc.InvalidRequest, match="transport is 'u c x'"):
+        client.register("s0", transport="u c x")
+    with pytest.raises(rpc.InvalidRequest, match="transport is 'u c x'"):
+        client.open(0, job_spec(transport="u c x"))
+
+
 def test_server_without_a_task_gets_nothing(client: Client) -> None:
     watchers = {}
     for index in range(7):
@@ -413,9 +472,9 @@ def test_register_server_refuses_a_profile_with_holes(client: Client) -> None:
 
 def test_register_server_refuses_the_id_of_a_live_one(client: Client) -> None:
     client.register("s0")
-    with pytest.raises(rpc.AlreadyExists, match="held by a live server at 127"):
+    with pytest.raises(rpc.Held, match="held by a server at 127"):
         client.register("s0")
-    with pytest.raises(rpc.AlreadyExists):
+    with pytest.raises(rpc.Held):
         client.register("s0", data_address="127.0.0.1:1")
 
 
@@ -464,8 +523,23 @@ def test_open_job_refuses_another_spec_and_a_rank_that_has_joined(client: Client
     client.open(0)
     with pytest.raises(rpc.FailedPrecondition, match="n_layers 5 instead of 4"):
         client.open(1, job_spec(n_layers=5))
-    with pytest.raises(rpc.AlreadyExists, match="rank 0 has joined job train-"):
+    with pytest.raises(rpc.Held, match="rank 0 has joined job train-") as caught:
         client.open(0)
+    assert 0 < caught.value.retry_after_seconds <= 1.05
+
+
+@pytest.mark.parametrize("seconds", [-1.0, float("nan"), float("inf")])
+def test_no_time_to_have_waited_is_refused(client: Client, seconds: float) -> None:
+    with pytest.raises(rpc.InvalidRequest, match=f"waited_seconds is {seconds}"):
+        client.jobs.OpenJob(
+            jobs_pb2.OpenJobRequest(spec=job_spec(), rank=0, host="h", waited_seconds=seconds)
+        )
+    with pytest.raises(rpc.InvalidRequest, match=f"waited_seconds is {seconds}"):
+        client.membership.RegisterServer(
+            membership_pb2.RegisterServerRequest(
+                server=server_description("s0"), waited_seconds=seconds
+            )
+        )
 
 
 def test_open_job_with_a_taken_server_id_changes_nothing(client: Client) -> None:

@@ -167,10 +167,43 @@ class TransportConformance:
             pair.at_client.put(tag, buffer, 1.0)
         with pytest.raises(ValueError, match=str(MAX_TAG)):
             pair.at_client.offer(tag, buffer, 1.0)
+        with pytest.raises(ValueError, match=str(MAX_TAG)):
+            pair.at_client.skip(tag)
 
     def test_deadline_must_be_positive(self, pair: Pair) -> None:
         with pytest.raises(ValueError, match="deadline_seconds"):
             pair.at_client.put(1, pair.pool.acquire(1), 0.0)
+
+    @pytest.mark.parametrize("offer_first", [True, False])
+    def test_skipped_message_ends_its_offer_and_no_other(
+        self, pair: Pair, offer_first: bool
+    ) -> None:
+        untouched, other = pair.filled(1024, 7), pair.pool.acquire(64)
+        kept = untouched.tensor.clone()
+        if offer_first:
+            skipped = pair.at_server.offer(5, untouched, WAIT_SECONDS)
+            beside = pair.at_server.offer(6, other, WAIT_SECONDS)
+            pair.at_client.skip(5)
+        else:
+            pair.at_client.skip(5)
+            time.sleep(0.05)
+            skipped = pair.at_server.offer(5, untouched, WAIT_SECONDS)
+            beside = pair.at_server.offer(6, other, WAIT_SECONDS)
+        skipped.wait(WAIT_SECONDS)
+        assert (skipped.state, skipped.error) == (TransferState.SKIPPED, None)
+        assert torch.equal(untouched.tensor, kept)
+        assert beside.state is TransferState.PENDING
+        # The next message with the tag is another one.
+        received = pair.pool.acquire(64)
+        again = pair.at_server.offer(5, received, WAIT_SECONDS)
+        puts = [pair.at_client.put(tag, pair.filled(64, tag), WAIT_SECONDS) for tag in (5, 6)]
+        wait_all([again, beside, *puts])
+        assert torch.equal(received.tensor, pattern(64, 5))
+        assert torch.equal(other.tensor, pattern(64, 6))
+
+    def test_skip_of_a_closed_connection_does_nothing(self, pair: Pair) -> None:
+        pair.at_client.close()
+        pair.at_client.skip(5)
 
     def test_many_tags_out_of_order(self, pair: Pair) -> None:
         shuffled = random.Random(1)

@@ -52,6 +52,9 @@ class FakeConnection:
     def offer(self, tag: int, buffer: PooledBuffer, deadline_seconds: float) -> Transfer:
         raise NotImplementedError
 
+    def skip(self, tag: int) -> None:
+        raise NotImplementedError
+
     def put(
         self,
         tag: int,

@@ -25,6 +25,7 @@ NAMES = {
     "distca_data_plane_received_bytes",
     "distca_data_plane_sent_bytes",
     "distca_data_plane_transfer_seconds",
+    "distca_data_plane_transport_info",
 }
 PEER = {"peer": "a:1", "transport": "ucxx"}
 

@@ -83,6 +83,26 @@ def images(docker: Docker, checkout: Path, base_image: str) -> dict[str, str]:
     return names
 
 
+@pytest.fixture(scope="session")
+def cuda_base_image(docker: Docker, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """On which images of GPUs are built: without Python, as NVIDIA's is."""
+    given = os.environ.get("DISTCA_TEST_CUDA_BASE_IMAGE", "")
+    if not given:
+        stand_ins.make_stand_ins(docker, tmp_path_factory.mktemp("stand-ins"))
+    return given or stand_ins.BARE
+
+
+@pytest.fixture(scope="session")
+def cuda_images(docker: Docker, checkout: Path, cuda_base_image: str) -> dict[str, str]:
+    """The images of this checkout for GPUs: full names by target. A control plane has but one."""
+    names = {}
+    for target in ("attention-node", "trainer"):
+        names[target] = f"distca/{target}:{TAG}-cuda"
+        arguments = {"VARIANT": "cuda", "CUDA_BASE_IMAGE": cuda_base_image}
+        build(docker, checkout, target, names[target], **arguments)
+    return names
+
+
 def build(docker: Docker, checkout: Path, target: str, name: str, **arguments: str) -> None:
     """Builds one target of docker/Dockerfile."""
     docker(

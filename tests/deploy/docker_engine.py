@@ -145,6 +145,8 @@ def _private_engine(dockerd: str, folder: Path) -> Iterator[Docker]:
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
+        # Tens of gigabytes, which pytest would keep for three more runs.
+        shutil.rmtree(folder / "data", ignore_errors=True)
 
 
 def _wait_until_it_answers(docker: Docker, process: subprocess.Popen[bytes], log: Path) -> None:

@@ -9,6 +9,7 @@ import os
 import resource
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,22 +18,28 @@ from typing import Any
 import pytest
 import torch
 
+from core_attention.host_compiler import Trouble
 from core_attention.kernels.cpu import CpuKernel
+from core_attention.kernels.launcher import LauncherError
 from core_attention.shape import AttentionShape
+from data_plane import transport_facts
 from data_plane.transport import ProbeResult
+from data_plane.transports import TransportName
 from distca import __version__
 from distca.commands.doctor import CHECK_NAMES
-from distca.doctor import cluster_checks
+from distca.doctor import cluster_checks, device_checks
 from distca.doctor.cluster_checks import compare_versions, judge_clock
-from distca.doctor.device_checks import compare_driver, judge_kernel
+from distca.doctor.device_checks import compare_driver, judge_kernel, rehearsal_trouble
 from distca.doctor.examination import CHECKS, examine
 from distca.doctor.finding import Finding, Status, failed, passed, warned, worst
-from distca.doctor.machine_checks import judge_shared_memory, judge_ucx_modules
+from distca.doctor.machine_checks import judge_shared_memory
 from distca.doctor.path_checks import judge_self_test
 from distca.doctor.report import as_json, summary
 from distca.doctor.surroundings import DoctorSettings, Surroundings
+from distca.doctor.ucx_checks import judge_transport
 from distca.top.snapshot import Snapshot
 from tests.distca.test_top import server_view
+from tests.rdma_machine import add_rdma_device
 
 PASS, WARN, FAIL = Status.PASS, Status.WARN, Status.FAIL
 
@@ -217,6 +224,48 @@ class TestKernels:
         assert finding.status is FAIL
         assert finding.says == "head_dim is 16; valid are 64 and 128"
 
+    @pytest.mark.parametrize("shapes", [(), (SHAPE,)])
+    def test_what_a_server_launches_before_it_serves_is_launched(
+        self, shapes: tuple[AttentionShape, ...], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """A kernel that can be chosen, takes the shape and cannot run: the node would not start."""
+
+        def rehearse(kernel: CpuKernel, shape: AttentionShape, device: torch.device) -> None:
+            raise RuntimeError("no kernel image is available for execution on the device")
+
+        monkeypatch.setattr(device_checks, "rehearse", rehearse)
+        finding = only("kernels", around(shapes=shapes))
+        assert finding.status is FAIL
+        shape = "4:2:16:float32" if shapes else "32:8:128:bfloat16"
+        assert finding.says == (
+            f"cpu with {shape} fails on cpu: RuntimeError: no kernel image is available for "
+            "execution on the device"
+        )
+
+    def test_a_machine_that_cannot_launch_fails_by_name(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def select(device: torch.device) -> CpuKernel:
+            raise LauncherError(Trouble("no C compiler", "install gcc"))
+
+        monkeypatch.setattr(device_checks, "select_kernel", select)
+        finding = only("kernels", around())
+        assert (finding.status, finding.says, finding.advice) == (
+            FAIL,
+            "no C compiler",
+            "install gcc",
+        )
+
+    def test_a_device_that_hangs_fails_in_time(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        released = threading.Event()
+        monkeypatch.setattr(device_checks, "rehearse", lambda *_: released.wait(60))
+        try:
+            trouble = rehearsal_trouble(CpuKernel(), SHAPE, torch.device("cpu"), seconds=0.2)
+        finally:
+            released.set()
+        assert trouble is not None
+        assert trouble.cause == "cpu with 4:2:16:float32 does not end within 0.2 s on cpu"
+
     @pytest.mark.parametrize(("device", "count"), [("cuda:0", 0), ("cuda:2", 2)])
     def test_no_such_gpu_fails(
         self, device: str, count: int, monkeypatch: pytest.MonkeyPatch
@@ -237,11 +286,13 @@ class TestKernels:
 
 MEMLOCK = """
 import resource
+from pathlib import Path
 from distca.doctor.machine_checks import check_memlock
 from distca.doctor.surroundings import DoctorSettings, Surroundings
 resource.setrlimit(resource.RLIMIT_MEMLOCK, (65536, 65536))
+root = Path("/nowhere")  # whose processes have no capabilities
 for rdma in (False, True):
-    (finding,) = check_memlock(Surroundings(settings=DoctorSettings(rdma=rdma)))
+    (finding,) = check_memlock(Surroundings(settings=DoctorSettings(rdma=rdma), root=root))
     print(finding.status, finding.says, "|", finding.advice)
 """
 
@@ -307,22 +358,22 @@ class TestNamespaces:
         assert only("namespaces", around()).status is PASS
 
 
-def add_rdma_port(root: Path, *, state: str = "4: ACTIVE", verbs: bool = True) -> Path:
-    """A fake device as the kernel shows it."""
-    port = root / "sys/class/infiniband/mlx5_0/ports/1"
-    port.mkdir(parents=True)
-    for name, text in (
-        ("state", state),
-        ("link_layer", "InfiniBand"),
-        ("rate", "400 Gb/sec (4X NDR)"),
-    ):
-        (port / name).write_text(text + "\n")
-    if verbs:
-        (root / "dev/infiniband").mkdir(parents=True)
-        (root / "dev/infiniband/uverbs0").touch()
-    return root
+UCXX, NIXL = TransportName.UCXX, TransportName.NIXL
 
 
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """The transports' packages that seem to be installed; ucxx has a UCX without verbs."""
+    packages = {"ucxx", "nixl_cu13"}
+    monkeypatch.setattr(
+        transport_facts, "find_spec", lambda name: name if name in packages else None
+    )
+    monkeypatch.setattr(transport_facts, "ucx_modules", lambda: frozenset({"cuda", "cma"}))
+    monkeypatch.setattr(transport_facts, "locked_bytes_limit", lambda root: None)
+    return packages
+
+
+@pytest.mark.usefixtures("installed")
 class TestRdma:
     def test_none_passes_where_tcp_is_meant_and_fails_where_it_is_not(self, tmp_path: Path) -> None:
         assert only("rdma", around(tmp_path)).status is PASS
@@ -330,41 +381,104 @@ class TestRdma:
         assert (finding.status, finding.says) == (FAIL, "there is no RDMA device")
         assert "rdma.resourceName" in finding.advice
 
-    def test_a_network_that_lies_idle_warns(self, tmp_path: Path) -> None:
-        finding = only("rdma", around(add_rdma_port(tmp_path)))
-        assert finding.status is WARN
-        assert "mlx5_0:1 (InfiniBand, 400 Gb/sec (4X NDR))" in finding.says
+    @pytest.mark.parametrize("rdma", [False, True])
+    @pytest.mark.parametrize("transport", ["auto", "nixl"])
+    def test_a_network_that_is_used_passes(
+        self, transport: str, rdma: bool, tmp_path: Path
+    ) -> None:
+        where = around(add_rdma_device(tmp_path), transport=transport, rdma=rdma)
+        finding = only("rdma", where)
+        assert finding.status is PASS
+        assert finding.says == "mlx5_0:1 (InfiniBand, 400 Gb/sec (4X NDR)), by nixl"
 
-    def test_a_port_that_is_down_fails(self, tmp_path: Path) -> None:
-        finding = only("rdma", around(add_rdma_port(tmp_path, state="1: DOWN"), rdma=True))
-        assert finding.status is FAIL
+    @pytest.mark.parametrize(("rdma", "status"), [(False, WARN), (True, FAIL)])
+    def test_a_network_that_lies_idle_warns_or_fails_where_it_is_meant(
+        self, rdma: bool, status: Status, tmp_path: Path, installed: set[str]
+    ) -> None:
+        installed.remove("nixl_cu13")
+        finding = only("rdma", around(add_rdma_device(tmp_path), rdma=rdma))
+        assert finding.status is status
+        assert "mlx5_0:1 (InfiniBand, 400 Gb/sec (4X NDR))" in finding.says
+        assert "nixl is not installed and the UCX of ucxx has no verbs" in finding.says
+        assert "distca[nixl-cu13]" in finding.advice
+
+    def test_a_network_that_is_not_meant_for_one_machine_passes(self, tmp_path: Path) -> None:
+        where = around(add_rdma_device(tmp_path), one_host=True, transport="ucxx")
+        assert only("rdma", where).status is PASS
+
+    @pytest.mark.parametrize(("rdma", "status"), [(False, WARN), (True, FAIL)])
+    def test_a_port_that_is_down_fails(self, rdma: bool, status: Status, tmp_path: Path) -> None:
+        where = around(add_rdma_device(tmp_path, states=("1: DOWN",)), rdma=rdma)
+        finding = only("rdma", where)
+        assert finding.status is status
         assert "mlx5_0:1 is 1: DOWN" in finding.says
 
-    def test_a_device_without_verbs_files_fails(self, tmp_path: Path) -> None:
-        finding = only("rdma", around(add_rdma_port(tmp_path, verbs=False), rdma=True))
-        assert finding.status is FAIL
+    @pytest.mark.parametrize(("rdma", "status"), [(False, WARN), (True, FAIL)])
+    def test_a_device_without_verbs_files_fails(
+        self, rdma: bool, status: Status, tmp_path: Path
+    ) -> None:
+        finding = only("rdma", around(add_rdma_device(tmp_path, verbs=False), rdma=rdma))
+        assert finding.status is status
         assert "uverbs" in finding.says
+        assert "device plugin" in finding.advice
 
     @pytest.mark.parametrize(
         ("modules", "status"),
         [
             (frozenset({"cuda", "cma"}), FAIL),
             (frozenset({"cuda", "ib"}), PASS),
-            # Without ucxx, check ucx tells what to do.
-            (None, PASS),
+            (None, FAIL),
         ],
     )
     def test_a_ucx_without_verbs_fails(
-        self, modules: frozenset[str] | None, status: Status
+        self,
+        modules: frozenset[str] | None,
+        status: Status,
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
     ) -> None:
-        assert judge_ucx_modules("mlx5_0:1", modules).status is status
+        monkeypatch.setattr(transport_facts, "ucx_modules", lambda: modules)
+        where = around(add_rdma_device(tmp_path), rdma=True, transport="ucxx")
+        finding = only("rdma", where)
+        assert finding.status is status
+        assert ("has no verbs" in finding.says) == (status is FAIL)
 
-    def test_the_ucx_of_the_wheel_is_found_to_have_none(self, tmp_path: Path) -> None:
-        """The wheel of ucxx carries no verbs; a machine with a UCX that has them would pass."""
-        finding = only("rdma", around(add_rdma_port(tmp_path), rdma=True))
-        if "RAPIDS_LIBUCX_PREFER_SYSTEM_LIBRARY" not in os.environ:
-            assert finding.status is FAIL
-            assert "has no verbs" in finding.says
+
+@pytest.mark.usefixtures("installed")
+class TestTransport:
+    def test_what_auto_picks_and_why(self, tmp_path: Path) -> None:
+        finding = only("transport", around(tmp_path))
+        assert finding.status is PASS
+        assert finding.says.startswith("ucxx: there is no RDMA device")
+        finding = only("transport", around(add_rdma_device(tmp_path)))
+        assert finding.says == "nixl: it can use mlx5_0:1 (InfiniBand, 400 Gb/sec (4X NDR))"
+
+    def test_a_name_is_a_reason(self, tmp_path: Path) -> None:
+        says = only("transport", around(tmp_path, transport="nixl")).says
+        assert says == "nixl: it was given by name"
+
+    def test_no_library_fails(self, tmp_path: Path, installed: set[str]) -> None:
+        installed.clear()
+        where = around(tmp_path)
+        finding = only("transport", where)
+        assert (finding.status, "nixl-cu13" in finding.says) == (FAIL, True)
+        assert only("ucx", where).status is FAIL
+
+    @pytest.mark.parametrize(
+        ("pool", "status", "words"),
+        [
+            (frozenset(), PASS, "given by name"),
+            (frozenset({UCXX}), PASS, "given by name"),
+            (frozenset({NIXL}), FAIL, "the servers of the pool use nixl"),
+            (frozenset({UCXX, NIXL}), WARN, "the servers of the pool use nixl and ucxx"),
+        ],
+    )
+    def test_it_is_compared_with_the_pools(
+        self, pool: frozenset[TransportName], status: Status, words: str, tmp_path: Path
+    ) -> None:
+        finding = judge_transport(around(tmp_path, transport="ucxx").transport, pool)
+        assert finding.status is status
+        assert words in finding.says
 
 
 class TestGpuDirect:

@@ -22,7 +22,7 @@ from distca.train.device import (
     prefer_expandable_segments,
 )
 from distca.train.language_model import LanguageModel
-from distca.train.layers import LaneGate, compile_layers, decoder_layers
+from distca.train.layers import compile_layers, decoder_layers
 from distca.train.model import build_model, model_config
 from distca.train.run import chosen
 from distca.train.settings import (
@@ -69,6 +69,7 @@ def test_a_setting_of_pytorchs_allocator_is_kept(
 
 EXPANDABLE = """
 import torch
+from torch import nn
 from distca.train.device import choose_device, prepare_process
 from distca.train.settings import DeviceName
 prepare_process(choose_device(DeviceName.CUDA, 0))
@@ -218,43 +219,11 @@ def test_parts_of_layers_are_compiled_once_for_all_layers(monkeypatch: pytest.Mo
     assert torch.equal(model(ids).logits, before)
 
 
-class Halves(nn.Module):
-    """A layer; its hooks see what they are given."""
-
-    def forward(self, hidden: torch.Tensor, factor: float = 0.5) -> torch.Tensor:
-        return hidden * factor
-
-
-def gated(n_lanes: int) -> tuple[Halves, LaneGate, list[bool], list[str]]:
-    """A layer behind a gate, whether its hooks saw hidden states, and when all had left it."""
-    layer, seen, left = Halves(), [], []
-    layer.register_forward_pre_hook(
-        lambda _, args: seen.append(isinstance(args[0], torch.Tensor)), prepend=True
-    )
-    gate = LaneGate(layer, n_lanes, left_forward=lambda: left.append("left"))
-    return layer, gate, seen, left
-
-
-def test_hooks_see_the_first_lane_only_and_all_lanes_are_waited_for() -> None:
-    layer, _, seen, left = gated(2)
-    inputs = [torch.ones(2, requires_grad=True) for _ in range(4)]
-    for step in range(2):
-        outputs = []
-        for lane in range(2):
-            assert len(left) == step
-            outputs.append(layer(inputs[2 * step + lane], factor=0.25))
-        torch.stack(outputs).sum().backward()
-    assert seen == [True, False, True, False]
-    assert left == ["left", "left"]
-    for each in inputs:
-        assert each.grad is not None
-        assert each.grad.tolist() == [0.25, 0.25]
-
-
-def test_first_lane_that_leaves_first_in_the_backward_pass_is_an_error() -> None:
-    layer, gate, _, _ = gated(2)
-    first, _ = (layer(torch.ones(1, requires_grad=True)) for _ in range(2))
-    with pytest.raises(RuntimeError, match="sum the losses of all nano-batches"):
-        first.sum().backward()
-    gate.begin_step()
-    layer(torch.ones(1, requires_grad=True)).sum()
+def test_without_a_compiler_nothing_is_compiled_on_the_cpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in the trainer's image for CPUs: said at the start, not in the first step."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    with pytest.raises(SettingsError, match=r"--compile-layers is on, and no C\+\+ compiler"):
+        compile_layers([nn.Linear(1, 1)])

@@ -13,9 +13,8 @@ from torch import nn
 from torch.multiprocessing.spawn import spawn
 from torch.nn.parallel import DistributedDataParallel
 
-from distca.train import host_barriers
-from distca.train.host_barriers import HostBarriers
 from distca.train.sharding import ShardedModel
+from trainer_client import HostBarriers, host_barriers
 
 RANKS, LATE_SECONDS, TIMEOUT_SECONDS = 2, 1.0, 30.0
 
@@ -30,10 +29,9 @@ def wrapped(kind: str, barriers: HostBarriers | None) -> nn.Module:
     whole, layers = model()
     if kind == "sharded":
         sharded = ShardedModel(
-            whole, layers, 1, device_type="cpu", n_ranks=RANKS, compute_dtype=torch.float32,
+            whole, layers, device_type="cpu", n_ranks=RANKS, compute_dtype=torch.float32,
             barriers=barriers,
         )  # fmt: skip
-        sharded.begin_step()
         module: nn.Module = sharded.module
         return module
     replicated = DistributedDataParallel(whole)

@@ -198,6 +198,14 @@ def test_verifier_agrees_with_packed_eager_attention_and_sees_a_wrong_gradient(
     assert not verifier.result.passed
 
 
+def test_verifier_refuses_models_that_draw_random_numbers(tmp_path: Path) -> None:
+    feed = Feed(text_folder(tmp_path, [5, 9, 30]), ONE_RANK)
+    config = model_config(TINY, max_positions=24)
+    config.hidden_dropout = 0.1
+    with pytest.raises(ModelConfigError, match=r"--verify .* hidden_dropout=0\.1"):
+        Verifier(config, "float32", feed.corpus, rank=0)
+
+
 @pytest.mark.usefixtures("one_rank")
 def test_sums_and_agreement_over_ranks() -> None:
     assert sum_over_ranks(1.5, 2.0) == [1.5, 2.0]

@@ -1,93 +1,130 @@
-"""The README's example of a trainer of one's own runs as it stands there."""
+"""The README's example of a trainer of one's own runs as it stands there, and trains as local
+attention does."""
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
 from core_attention.shape import AttentionShape
-from distca.train.ranks import RankEnvironment, process_group
-from tests.cluster import ROOT, Cluster
+from tests.cluster import ROOT, Cluster, cluster, keep_profile
 
-N_STEPS = 3
+N_RANKS, N_STEPS = 2, 4
+SHAPE = AttentionShape(num_heads=4, num_heads_kv=2, head_dim=64, head_dim_v=64, dtype="float32")
+DEADLINE_SECONDS = 110
+
+_WATCHED = """
+import os, runpy, sys, torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+steps = []
+def note(optimizer, *_):
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    steps.append([(p.detach().clone(), p.grad.clone()) for p in parameters])
+register_optimizer_step_pre_hook(note)
+sys.argv, folder = sys.argv[1:-1], sys.argv[-1]
+names = runpy.run_path(sys.argv[0], run_name="__main__")
+kept = {"batches": list(names["loader"]), "loss": names["loss"].item(), "steps": steps}
+kept |= {name: names[name] for name in ("config", "documents")}
+torch.save(kept, folder + "/rank" + os.environ["RANK"])
+"""
+"""Runs a script, and notes weights and gradients before each step of its optimiser."""
 
 
-def batch(lengths: list[int]) -> dict[str, torch.Tensor]:
-    """Documents of these lengths in one row; each document's first token is not predicted."""
-    ids = torch.randint(0, 64, (1, sum(lengths)), generator=torch.Generator().manual_seed(1))
-    labels = ids.clone()
-    labels[0, torch.tensor([0, *lengths[:-1]]).cumsum(0)] = -100
-    positions = torch.cat([torch.arange(length) for length in lengths])[None]
-    return {"input_ids": ids, "position_ids": positions, "labels": labels}
+@pytest.fixture(scope="module")
+def one_node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    with cluster(tmp_path_factory.mktemp("readme"), 1, node_shape=SHAPE) as running:
+        yield running
 
 
 @pytest.mark.slow
-def test_example_of_a_trainer_of_ones_own_trains(tmp_path: Path) -> None:
+@pytest.mark.parametrize("placement", ["in-place", "pool"])
+def test_example_of_a_trainer_of_ones_own_trains(
+    tmp_path: Path, one_node: Cluster, placement: str
+) -> None:
     (example,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-    config = AutoConfig.for_model(
-        "llama",
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        use_cache=False,
+    (tmp_path / "train.py").write_text(example)
+    (tmp_path / "watched.py").write_text(_WATCHED)
+    cache = tmp_path / ".cache" / "distca"
+    cache.mkdir(parents=True)
+    keep_profile(cache, SHAPE)
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    watched = ["watched.py", "train.py", one_node.address, placement, str(tmp_path)]
+    run = subprocess.run(
+        [*launch, f"--nproc-per-node={N_RANKS}", *watched],
+        cwd=tmp_path,
+        # On the CPU also where there are GPUs, perhaps fewer than ranks.
+        env={
+            **os.environ,
+            "HOME": str(tmp_path),
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": _path(),
+            "CUDA_VISIBLE_DEVICES": "",
+        },
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_SECONDS,
     )
-    built: list[Any] = []
-
-    class Recording:
-        """Keeps the model that the example builds, and gives it an optimiser."""
-
-        @staticmethod
-        def from_config(*args: Any, **kwargs: Any) -> Any:
-            auto: Any = AutoModelForCausalLM  # from_config has no annotations
-            model = auto.from_config(*args, **kwargs)
-            built.append(torch.optim.SGD(model.parameters(), lr=0.1))
-            return model
-
-    class Optimizer:
-        def step(self) -> None:
-            built[0].step()
-
-        def zero_grad(self) -> None:
-            built[0].zero_grad()
-
-    losses: list[float] = []
-
-    def loader() -> Any:
-        for _ in range(N_STEPS):
-            yield [batch([5, 1, 10]), batch([16])]
-
-    cluster = Cluster(tmp_path)
-    try:
-        ranks = RankEnvironment(rank=0, n_ranks=1, init_method=f"file://{tmp_path / 'store'}")
-        with process_group(ranks, timeout_seconds=60.0):
-            names: dict[str, Any] = {
-                "AutoModelForCausalLM": Recording,
-                "DistributedDataParallel": torch.nn.parallel.DistributedDataParallel,
-                "config": config,
-                "rank": 0,
-                "n_ranks": 1,
-                "shape": AttentionShape(
-                    num_heads=4, num_heads_kv=2, head_dim=8, head_dim_v=8, dtype="float32"
-                ),
-                "loader": loader(),
-                "optimizer": Optimizer(),
-                "sum": lambda values: _recorded(torch.stack([*values]).sum(), losses),
-            }
-            exec(example.replace("control-plane:7700", cluster.address), names)
-    finally:
-        cluster.close()
-    assert len(losses) == N_STEPS
-    assert losses[-1] < losses[0]
+    assert run.returncode == 0, run.stderr[-4000:]
+    compare_with_local_attention(tmp_path)
 
 
-def _recorded(loss: torch.Tensor, losses: list[float]) -> torch.Tensor:
-    losses.append(float(loss.detach()))
-    return loss
+def _path() -> str:
+    """The project first: the example's folder is another one."""
+    return os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+
+
+def compare_with_local_attention(folder: Path) -> None:
+    """Each document alone through a model with local attention, on the weights of each step."""
+    ranks = [torch.load(folder / f"rank{rank}", weights_only=False) for rank in range(N_RANKS)]
+    watched = ranks[0]
+    assert len(watched["steps"]) == N_STEPS
+    auto: Any = AutoModelForCausalLM  # from_config has no annotations
+    local = auto.from_config(watched["config"], attn_implementation="sdpa")
+    taken = 0
+    for step, parameters in enumerate(watched["steps"]):
+        documents = [
+            document
+            for rank in ranks
+            for batch in rank["batches"][step]
+            for document in split(batch)
+        ]
+        taken += len(documents)
+        with torch.no_grad():
+            for mine, (weights, _) in zip(local.parameters(), parameters, strict=True):
+                mine.copy_(weights)
+        local.zero_grad()
+        loss = mean_loss(local, documents)
+        loss.backward()
+        for (name, mine), (_, gradient) in zip(local.named_parameters(), parameters, strict=True):
+            assert mine.grad is not None
+            difference = (gradient - mine.grad).abs().max() / mine.grad.abs().max()
+            # float32 through two layers: a few hundred roundings of 6e-8.
+            assert difference < 2e-5, f"step {step}: {name} differs by {difference:.1e}"
+    assert taken == len(watched["documents"])
+    # A rank's loss is its share of the sum, in units of the mean number of labels.
+    last = sum(rank["loss"] for rank in ranks) / N_RANKS
+    assert last == pytest.approx(loss.item(), rel=1e-6)
+
+
+def split(batch: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+    """The token ids of each packed document."""
+    (starts,) = (batch["position_ids"][0] == 0).nonzero(as_tuple=True)
+    return list(batch["input_ids"][0].tensor_split(starts[1:]))
+
+
+def mean_loss(model: Any, documents: list[torch.Tensor]) -> torch.Tensor:
+    """Over all tokens of all documents that have one before them."""
+    losses = []
+    for document in documents:
+        logits = model(input_ids=document[None]).logits[0, :-1]
+        losses.append(torch.nn.functional.cross_entropy(logits, document[1:], reduction="sum"))
+    return torch.stack(losses).sum() / sum(len(document) - 1 for document in documents)

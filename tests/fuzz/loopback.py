@@ -59,13 +59,14 @@ class LoopbackTransfer:
                 return
         callback(self)
 
-    def end(self, error: TransportError | None = None) -> None:
-        """Done, or failed with ``error``."""
+    def end(self, error: TransportError | None = None, *, skipped: bool = False) -> None:
+        """Done or skipped, or failed with ``error``."""
         with self._lock:
             if self.state is not TransferState.PENDING:
                 return
             self.error, self.ended_at = error, time.monotonic()
-            self.state = TransferState.FAILED if error else TransferState.DONE
+            ended = TransferState.SKIPPED if skipped else TransferState.DONE
+            self.state = TransferState.FAILED if error else ended
             callbacks = self._callbacks
         self._ended.set()
         for callback in callbacks:
@@ -86,6 +87,7 @@ class LoopbackConnection:
         self.last_heard = time.monotonic()
         self.offers: dict[int, LoopbackTransfer] = {}
         self._unclaimed: dict[int, torch.Tensor] = {}
+        self._skipped: set[int] = set()
         self._callbacks: list[Callable[[TransportError | None], None]] = []
         self._lock = threading.RLock()
 
@@ -99,7 +101,10 @@ class LoopbackConnection:
                 return transfer
             self.offers[tag] = transfer
             waiting = self._unclaimed.pop(tag, None)
-        if waiting is not None:
+            skipped = tag in self._skipped
+        if skipped:
+            self.arrive_skip(tag)
+        elif waiting is not None:
             self.arrive(tag, waiting)
         return transfer
 
@@ -137,6 +142,20 @@ class LoopbackConnection:
             return
         offer.buffer.tensor.copy_(message)
         offer.end()
+
+    def skip(self, tag: int) -> None:
+        if not self.closed:
+            self.other.arrive_skip(tag)
+
+    def arrive_skip(self, tag: int) -> None:
+        """The peer says that no message with ``tag`` will come."""
+        with self._lock:
+            offer = self.offers.pop(tag, None)
+            if offer is None:
+                self._skipped.add(tag)
+                return
+            self._skipped.discard(tag)
+        offer.end(skipped=True)
 
     def close(self, reason: str = "closed by this side") -> None:
         self._end(None)

@@ -39,8 +39,6 @@ NOT_IN_THE_CHART = {
     },
     "attention-node": {
         "--address-file",
-        # The images hold ucxx alone.
-        "--transport",
         "--several-hosts",
         # Processes check the name of the service; only probes go to localhost.
         "--tls-server-name",
@@ -196,6 +194,7 @@ def test_values_become_settings_of_a_node(monkeypatch: pytest.MonkeyPatch) -> No
             "attentionNode.connectSeconds=90",
             "attentionNode.drainSeconds=45",
             "attentionNode.ports.data=9000",
+            "transport=nixl",
         ),
         "server-0",
     )
@@ -213,6 +212,7 @@ def test_values_become_settings_of_a_node(monkeypatch: pytest.MonkeyPatch) -> No
     assert (settings.connect_seconds, settings.drain_seconds) == (90, 45)
     assert str(settings.certificate_file) == "/etc/distca/tls/tls.crt"
     assert not settings.one_host
+    assert settings.transport == "nixl"
 
 
 def test_values_become_settings_of_the_example_job(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -222,6 +222,7 @@ def test_values_become_settings_of_the_example_job(monkeypatch: pytest.MonkeyPat
             "example-jobset-values.yaml",
             "exampleJob.placement=mixed",
             "exampleJob.metricsPort=9100",
+            "transport=ucxx",
         ),
         "node",
     )
@@ -239,6 +240,7 @@ def test_values_become_settings_of_the_example_job(monkeypatch: pytest.MonkeyPat
     assert run.service.placement.value == "mixed"
     assert run.service.data_host == "10.0.0.1"
     assert run.service.metrics_port == 9100
+    assert run.service.transport == "ucxx"
     assert str(run.service.run_dir) == "/runs/rel-distca-example"
     assert (run.training.steps, run.data.span_ranks) == (8, True)
 

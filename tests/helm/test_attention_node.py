@@ -99,6 +99,19 @@ def test_rdma_is_a_resource_by_value_with_memory_locked_and_ucx_told() -> None:
     assert set(environment(without)) & {"UCX_TLS", "UCX_IB_ADDR_TYPE"} == set()
 
 
+@pytest.mark.parametrize("transport", ["auto", "nixl"])
+def test_node_doctor_and_job_are_given_one_transport(transport: str) -> None:
+    settings = ["exampleJob.enabled=true", *([] if transport == "auto" else ["transport=nixl"])]
+    given = {
+        each["name"]: [text for text in each["args"] if text.startswith("--transport")]
+        for owner, spec in pod_specs(rendered("rdma-values.yaml", *settings))
+        for each in containers(spec)
+        if {"attention-node", "doctor", "train"} & set(each["args"])
+    }
+    expected = [f"--transport={transport}"]
+    assert given == {"server-0": expected, "doctor-0": expected, "node": expected}
+
+
 def test_on_the_cpu_ucx_is_told_of_no_cuda_transport() -> None:
     env = environment(container(pod("rdma-values.yaml", "gpu.enabled=false"), "server-0"))
     assert env["UCX_TLS"] == "rc,tcp,self"
@@ -224,7 +237,7 @@ def test_values_for_placing_reach_the_pod() -> None:
     assert spec["imagePullSecrets"] == [{"name": "registry-credentials"}]
     assert spec["topologySpreadConstraints"][0]["topologyKey"] == "kubernetes.io/hostname"
     server = container(spec, "server-0")
-    assert server["image"] == "registry.example.com/ml/distca/attention-node:1.2.3"
+    assert server["image"] == "registry.example.com/ml/distca/attention-node:1.2.3-cuda"
     assert arguments(server)["--capacity-rows"] == "4000000"
     (cache,) = (volume for volume in spec["volumes"] if volume["name"] == "cache")
     assert cache["hostPath"]["path"] == "/var/cache/distca"

@@ -57,6 +57,7 @@ def test_rendered_text_has_no_blank_lines_and_no_nulls() -> None:
         ("attentionNode.sharedMemorySize=lots", "attentionNode.sharedMemorySize"),
         ("gpu.count=0", "gpu.count"),
         ("gpu.resourceName=nvidia.com/", "gpu.resourceName"),
+        ("transport=tcp", "transport"),
         ("rdma.resourceName=/dev/infiniband", "rdma.resourceName"),
         ("rdma.addressType=ethernet", "rdma.addressType"),
         ("ucx.tcpPortRange=7800", "ucx.tcpPortRange"),

@@ -73,6 +73,7 @@ OTHER: dict[str, Any] = {
     "attentionNode.shapes": ["1:1:8:float32"],
     "attentionNode.sharedMemorySize": "1Gi",
     "attentionNode.doctor.skip": ["clock"],
+    "transport": "nixl",
     "rdma.transports": "dc,tcp,self",
     "rdma.addressType": "ib",
     "ucx.tcpPortRange": "9000-9099",

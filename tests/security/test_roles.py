@@ -20,7 +20,7 @@ from tests.control_plane.service_harness import Client, client_of, job_spec, run
 from tests.control_plane.test_access_policy import MAY_CALL, methods
 from tests.security.pki import Pki, control_plane_with, refused, secure_client
 
-NEED_NOTHING = {"Membership/ListServers", "Cluster/DescribeCluster"}
+NEED_NOTHING = {"Membership/ListServers", "Cluster/DescribeCluster", "Jobs/DescribePool"}
 """What answers an empty request."""
 
 METHODS = {name: method for name, method in methods().items() if "grpc.health" not in name}

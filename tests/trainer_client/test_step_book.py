@@ -99,3 +99,16 @@ def test_refused_step_is_told_once_and_may_be_handed_in_again() -> None:
     assert not book.is_known(3)
     book.hand_in(3, HANDED_IN)
     assert book.is_known(3)
+
+
+def test_steps_before_the_one_begun_last_are_behind_the_rank() -> None:
+    book = StepBook(2)
+    assert book.next_step == 0
+    assert not book.is_finished(0)
+    book.begin(3)
+    assert book.next_step == 3
+    assert not book.is_finished(3)
+    book.finish(3)
+    assert book.next_step == 4
+    assert book.is_finished(3)
+    assert not book.is_finished(4)

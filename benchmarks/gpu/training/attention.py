@@ -21,7 +21,7 @@ from core_attention.arrays import Int64Array, exclusive_cumsum
 from core_attention.kernels.protocol import BackwardPart, ForwardPart, Kernel, TaskBatch
 from core_attention.kernels.row_dots import row_dots
 from core_attention.manifest import RankManifest
-from trainer_client.checkpointing import Recomputed, keep_result, kept_result
+from trainer_client.checkpointing import Checkpoints, Recomputed
 
 IMPLEMENTATION = "benchmark"
 
@@ -296,17 +296,22 @@ class GatheredKeys:
 class _Operation(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, attention: Attention
+        ctx: Any,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        attention: Attention,
+        checkpoints: Checkpoints,
     ) -> torch.Tensor:
         o, lse = attention.forward(q, k, v)
-        keep_result(o, lse)
+        checkpoints.keep(attention, o, lse)
         ctx.attention = attention
         ctx.save_for_backward(q, k, v, o, lse)
         return o
 
     @staticmethod
     def backward(ctx: Any, do: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return *ctx.attention.backward(*ctx.saved_tensors, do.contiguous()), None
+        return *ctx.attention.backward(*ctx.saved_tensors, do.contiguous()), None, None
 
 
 _current: list[Attention] = []
@@ -326,9 +331,11 @@ def _attention(
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
     q, k, v = (tensor[0].transpose(0, 1).contiguous() for tensor in (query, key, value))
-    if (kept := kept_result()) is not None:
-        return Recomputed.apply(q, k, v, *kept)[None], None  # type: ignore[no-untyped-call]
-    return _Operation.apply(q, k, v, _current[0])[None], None  # type: ignore[no-untyped-call]
+    checkpoints = Checkpoints()
+    if region := checkpoints.recomputed:
+        return Recomputed.apply(q, k, v, *region.take())[None], None  # type: ignore[no-untyped-call]
+    o = _Operation.apply(q, k, v, _current[0], checkpoints)  # type: ignore[no-untyped-call]
+    return o[None], None
 
 
 AttentionInterface.register(IMPLEMENTATION, _attention)

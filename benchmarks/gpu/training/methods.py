@@ -27,10 +27,9 @@ from core_attention.cost_model import CostProfile
 from core_attention.kernels.select import select_kernel
 from core_attention.manifest import RankManifest
 from core_attention.profiling import device_name, profile_file_name
-from distca.train.host_barriers import HostBarriers
 from distca.train.measurements import StepMeasurements, tick_imbalance
 from distca.train.timeline import readable_timeline
-from trainer_client import Placement, Session, SessionOptions, StepReport
+from trainer_client import HostBarriers, Placement, Session, SessionOptions, StepReport
 
 logger = logging.getLogger(__name__)
 

@@ -12,11 +12,10 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from core_attention.shape import AttentionShape
 from distca.data.batch import TokenBatch
-from distca.train.host_barriers import HostBarriers
 from distca.train.language_model import LanguageModel
 from distca.train.layers import checkpoint_layers, compile_layers, decoder_layers
 from distca.train.sharding import ShardedModel
-from trainer_client import PingPong
+from trainer_client import HostBarriers, PingPong
 from trainer_client.transformers import IMPLEMENTATION, check_documents
 
 
@@ -127,7 +126,6 @@ class TrainingStack:
         self._sharded = ShardedModel(
             root,
             layers,
-            n_lanes,
             device_type=device.type,
             n_ranks=n_ranks,
             compute_dtype=getattr(torch, shape.dtype),
@@ -146,7 +144,6 @@ class TrainingStack:
             predicted: tokens that all ranks predict.
         """
         self._optimizer.zero_grad(set_to_none=True)
-        self._sharded.begin_step()
         losses = self._sharded.module([vars(batch) for batch in batches])
         loss = torch.stack(losses).sum() / predicted
         # FSDP averages over the ranks, but each has only its own share of the sum.

@@ -65,11 +65,15 @@ helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace 
 {{- end }}
 {{- end }}
 
-{{/* Images. Arguments: root, image. */}}
+{{/* Images. What runs on GPUs has an image of its own, called so by `make images VARIANT=cuda`.
+     Arguments: root, image, gpus (of the container; none by default). */}}
 {{- define "distca.image" -}}
 {{- $registry := .root.Values.image.registry | trimSuffix "/" }}
 {{- if $registry }}{{ $registry }}/{{ end }}{{ .image.repository }}
-{{- if .image.digest }}@{{ .image.digest }}{{ else }}:{{ coalesce .image.tag .root.Values.image.tag .root.Chart.AppVersion }}{{ end }}
+{{- if .image.digest }}@{{ .image.digest }}
+{{- else if .image.tag }}:{{ .image.tag }}
+{{- else }}:{{ default .root.Chart.AppVersion .root.Values.image.tag }}{{ if gt (int .gpus) 0 }}-cuda{{ end }}
+{{- end }}
 {{- end }}
 
 {{- define "distca.imagePullSecrets" -}}

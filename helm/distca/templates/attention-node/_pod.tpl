@@ -94,7 +94,7 @@ spec:
 {{- with .root.Values.attentionNode }}
 {{- $health := add .ports.health (mul 10 $index) -}}
 - name: server-{{ $index }}
-  image: {{ include "distca.image" (dict "root" $root "image" .image) }}
+  image: {{ include "distca.image" (dict "root" $root "image" .image "gpus" $.gpus) }}
   imagePullPolicy: {{ $root.Values.image.pullPolicy }}
   command: [distca]
   args:
@@ -109,6 +109,7 @@ spec:
     - --data-port={{ add .ports.data (mul 10 $index) }}
     - --health-port={{ $health }}
     - --metrics-port={{ add .ports.metrics (mul 10 $index) }}
+    - --transport={{ $root.Values.transport }}
     - --capacity-rows={{ int64 .capacityRows }}
     - --buffer-limit-mib={{ int64 .bufferLimitMib }}
     - --profile-dir=/var/lib/distca/profiles
@@ -160,7 +161,7 @@ spec:
 {{- $root := .root }}
 {{- with .root.Values.attentionNode -}}
 - name: doctor-{{ $.index }}
-  image: {{ include "distca.image" (dict "root" $root "image" .image) }}
+  image: {{ include "distca.image" (dict "root" $root "image" .image "gpus" $.gpus) }}
   imagePullPolicy: {{ $root.Values.image.pullPolicy }}
   command: [distca]
   args:
@@ -172,6 +173,7 @@ spec:
     - --shape={{ . }}
     {{- end }}
     - --data-host=$(POD_IP)
+    - --transport={{ $root.Values.transport }}
     {{- if $root.Values.rdma.enabled }}
     - --rdma
     {{- end }}

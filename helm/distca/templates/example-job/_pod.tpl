@@ -16,7 +16,7 @@ spec:
     {{- toYaml .podSecurityContext | nindent 4 }}
   containers:
     - name: node
-      image: {{ include "distca.image" (dict "root" $root "image" .image) }}
+      image: {{ include "distca.image" (dict "root" $root "image" .image "gpus" .gpus) }}
       imagePullPolicy: {{ $root.Values.image.pullPolicy }}
       # How many there are, and where they meet, torchrun reads from PET_* variables.
       command: [torchrun]
@@ -28,6 +28,7 @@ spec:
         - --run-dir=/runs/{{ include "distca.exampleJob.name" $root }}
         - --placement={{ .placement }}
         - --data-host=$(POD_IP)
+        - --transport={{ $root.Values.transport }}
         - --metrics-port={{ .metricsPort }}
         {{- range .args }}
         - {{ . | quote }}

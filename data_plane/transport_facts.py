@@ -1,0 +1,106 @@
+"""What a machine offers to the transports; no library is loaded to find out."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from importlib.util import find_spec
+from pathlib import Path
+
+from data_plane.nixl_agent import NIXL_PACKAGES
+from data_plane.rdma import MIN_LOCKED_BYTES, RdmaPort, locked_bytes_limit, rdma_ports
+from data_plane.transports import TransportName
+from data_plane.ucx_modules import ucx_modules
+
+_RDMA_TLS = ("ib", "rc", "dc", "ud", "srd", "all", "*")
+"""Beginnings of the names in UCX_TLS that stand for RDMA."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransportFacts:
+    """What a machine, or a container, offers.
+
+    Attributes:
+        ports: of its RDMA devices.
+        locked_bytes: that the process may lock; None without a limit.
+        installed: the libraries that are there.
+        ucxx_has_verbs: the UCX of ucxx knows RDMA.
+        ucx_tls: UCX_TLS; None where it is not set.
+        ucx_net_devices: UCX_NET_DEVICES, likewise.
+    """
+
+    ports: tuple[RdmaPort, ...] = ()
+    locked_bytes: int | None = None
+    installed: frozenset[TransportName] = frozenset({TransportName.UCXX, TransportName.NIXL})
+    ucxx_has_verbs: bool = False
+    ucx_tls: str | None = None
+    ucx_net_devices: str | None = None
+
+    @property
+    def active_ports(self) -> tuple[RdmaPort, ...]:
+        return tuple(port for port in self.ports if port.active)
+
+    @property
+    def wanted_ports(self) -> tuple[RdmaPort, ...]:
+        """The active ports that UCX_NET_DEVICES leaves in."""
+        devices = self.ucx_net_devices
+        return tuple(p for p in self.active_ports if devices is None or _names(devices, p))
+
+    @property
+    def may_lock_enough(self) -> bool:
+        return self.locked_bytes is None or self.locked_bytes >= MIN_LOCKED_BYTES
+
+    @property
+    def left_out_by(self) -> str:
+        """The variable by which somebody has kept RDMA from UCX; empty if nobody has."""
+        if self.ucx_tls is not None and not _allows_rdma(self.ucx_tls):
+            return f"UCX_TLS={self.ucx_tls}"
+        if self.active_ports and not self.wanted_ports:
+            return f"UCX_NET_DEVICES={self.ucx_net_devices}"
+        return ""
+
+
+def transport_facts(
+    root: Path = Path("/"), environ: Mapping[str, str] | None = None
+) -> TransportFacts:
+    """Looks at this machine.
+
+    Args:
+        root: of the file system; only tests have another than ``/``.
+        environ: the environment; None is that of the process.
+    """
+    environ = os.environ if environ is None else environ
+    ports = rdma_ports(root)
+    packages = {TransportName.UCXX: ("ucxx",), TransportName.NIXL: NIXL_PACKAGES}
+    installed = frozenset(
+        transport
+        for transport, names in packages.items()
+        if any(find_spec(name) is not None for name in names)
+    )
+    asks = any(port.active for port in ports) and TransportName.UCXX in installed
+    return TransportFacts(
+        ports=ports,
+        locked_bytes=locked_bytes_limit(root),
+        installed=installed,
+        ucxx_has_verbs=asks and "ib" in (ucx_modules() or ()),
+        ucx_tls=environ.get("UCX_TLS"),
+        ucx_net_devices=environ.get("UCX_NET_DEVICES"),
+    )
+
+
+def _allows_rdma(tls: str) -> bool:
+    """Whether a list of UCX's transports, which a ``^`` in front negates, leaves one for RDMA."""
+    names = [name.strip().lstrip("\\") for name in tls.removeprefix("^").split(",")]
+    if tls.startswith("^"):
+        return not {"ib", "all"} & set(names)
+    return any(name.startswith(_RDMA_TLS) for name in names)
+
+
+def _names(devices: str, port: RdmaPort) -> bool:
+    patterns = (pattern.strip() for pattern in devices.split(","))
+    return any(
+        pattern == "all" or fnmatchcase(port.name, pattern) or fnmatchcase(port.device, pattern)
+        for pattern in patterns
+    )

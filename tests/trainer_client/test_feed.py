@@ -1,0 +1,104 @@
+"""``submit_ahead``: a loader's steps are submitted before they run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from core_attention.errors import ManifestError
+from core_attention.manifest import RankManifest
+from tests.cluster import NODE_SHAPE, Cluster
+from trainer_client import PingPong, Session, SessionOptions, core_attention, submit_ahead
+
+
+class Recording:
+    """A session that notes what is submitted."""
+
+    options = SimpleNamespace(rank=0)
+
+    def __init__(self) -> None:
+        self.submitted: list[RankManifest] = []
+
+    @property
+    def next_step(self) -> int:
+        return len(self.submitted)
+
+    def submit(self, manifest: RankManifest, *, forward_only: bool) -> None:
+        self.submitted.append(manifest)
+
+
+def steps(n: int) -> Iterator[list[dict[str, torch.Tensor]]]:
+    for step in range(n):
+        yield [{"position_ids": torch.arange(step + 1)[None]}, {"position_ids": torch.arange(3)}]
+
+
+@pytest.mark.parametrize("ahead", [0, 2, 9])
+def test_steps_are_submitted_ahead_and_come_in_order(ahead: int) -> None:
+    session: Any = Recording()
+    seen = []
+    for step, nano_batches in submit_ahead(session, steps(5), ahead=ahead):
+        assert len(session.submitted) == min(step + 1 + ahead, 5)
+        assert nano_batches[0]["position_ids"].numel() == step + 1
+        seen.append(step)
+    assert seen == list(range(5))
+    assert session.submitted == [
+        RankManifest.from_lengths(step, 0, ([step + 1], [3])) for step in range(5)
+    ]
+
+
+def test_documents_may_be_told_by_cumulative_lengths() -> None:
+    session: Any = Recording()
+    batch = {"cu_seq_lens_q": torch.tensor([0, 3, 7])}
+    list(submit_ahead(session, [[batch, batch]]))
+    assert session.submitted == [RankManifest.from_lengths(0, 0, ([3, 4], [3, 4]))]
+
+
+def test_batches_without_documents_are_refused_by_name() -> None:
+    session: Any = Recording()
+    with pytest.raises(ManifestError, match=r"step 0: .*'input_ids'.*position_ids"):
+        list(submit_ahead(session, [[{"input_ids": torch.zeros(1, 3)}]]))
+    with pytest.raises(ValueError, match="ahead is -1"):
+        list(submit_ahead(session, steps(1), ahead=-1))
+
+
+class Attention(nn.Module):
+    def forward(self, position_ids: torch.Tensor) -> torch.Tensor:
+        rows = position_ids.numel()
+        q, k, v = (torch.ones(rows, heads, 16, requires_grad=True) for heads in (4, 2, 2))
+        return core_attention(q, k, v)
+
+
+def test_a_session_runs_one_loader_after_another(pool_of_four: Cluster) -> None:
+    """Numbers go on, also where a loop was left early; evaluation has no backward pass."""
+    options = SessionOptions(
+        control_plane=pool_of_four.address,
+        job="feed",
+        rank=0,
+        n_ranks=1,
+        n_layers=1,
+        shape=NODE_SHAPE,
+        data_host="127.0.0.1",
+        one_host=True,
+        profile_dir=pool_of_four.folder,
+        probe_bytes=0,
+    )
+    model = PingPong(Attention())
+    ran = []
+    with Session.open(options) as session:
+        for step, nano_batches in submit_ahead(session, steps(4), ahead=1):
+            with session.step(step):
+                sum(o.sum() for o in model(nano_batches)).backward()
+            ran.append(step)
+            if step == 1:
+                break
+        for step, nano_batches in submit_ahead(session, steps(2), forward_only=True):
+            with session.step(step) as running, torch.no_grad():
+                model(nano_batches)
+            assert running.complete
+            ran.append(step)
+    assert ran == [0, 1, 3, 4]

@@ -1,0 +1,68 @@
+"""The calls of a lane, compared with what the job expects."""
+
+from __future__ import annotations
+
+import pytest
+
+from trainer_client.errors import SessionError
+from trainer_client.lane_calls import LaneCalls
+
+
+def calls(*needs_backward: bool, n_layers: int = 3, forward_only: bool = False) -> LaneCalls:
+    lane = LaneCalls("step 4 nano-batch 1", n_layers, forward_only=forward_only)
+    assert [lane.forward(needed) for needed in needs_backward] == list(range(len(needs_backward)))
+    return lane
+
+
+def test_a_lane_in_order() -> None:
+    lane = calls(True, True, True)
+    lane.returned()
+    assert lane.n_ticks == 6
+    for layer in (2, 1, 0):
+        lane.backward(layer)
+    assert lane.backward_calls == 3
+
+
+@pytest.mark.parametrize(
+    ("needs_backward", "n_ticks"),
+    [((True, True, True), 6), ((False, True, True), 5), ((False, False, False), 3)],
+)
+def test_a_lane_ends_with_the_lowest_layer_that_needs_gradients(
+    needs_backward: tuple[bool, ...], n_ticks: int
+) -> None:
+    assert calls(*needs_backward[:2]).n_ticks is None
+    assert calls(*needs_backward).n_ticks == n_ticks
+    assert calls(*needs_backward, forward_only=True).n_ticks == 3
+
+
+@pytest.mark.parametrize(("made", "said"), [(0, "not once"), (1, "once"), (2, "2 times")])
+def test_too_few_calls(made: int, said: str) -> None:
+    lane = calls(*[True] * made)
+    match = f"step 4 nano-batch 1 called core attention {said}, but the job has n_layers=3"
+    with pytest.raises(SessionError, match=match):
+        lane.returned()
+    with pytest.raises(SessionError, match=match):
+        lane.backward(made - 1)
+
+
+@pytest.mark.parametrize(
+    ("n_layers", "said"),
+    [(1, "2nd"), (2, "3rd"), (3, "4th"), (10, "11th"), (12, "13th"), (21, "22nd")],
+)
+def test_too_many_calls(n_layers: int, said: str) -> None:
+    lane = calls(*[True] * n_layers, n_layers=n_layers)
+    with pytest.raises(SessionError, match=f"a {said} time, but the job has n_layers={n_layers}"):
+        lane.forward(True)
+
+
+def test_an_upper_layer_without_gradients() -> None:
+    lane = calls(False, True)
+    with pytest.raises(SessionError, match=r"layer 2 takes no part .* layer 1 below it does"):
+        lane.forward(False)
+
+
+@pytest.mark.parametrize("came", [0, 1, 3])
+def test_backward_out_of_order(came: int) -> None:
+    lane = calls(True, True, True)
+    with pytest.raises(SessionError, match=f"layer {came} while layer 2 is next .0 of 3"):
+        lane.backward(came)

@@ -1,0 +1,28 @@
+"""What ``torch.compile`` leaves out of its graphs: core attention and what lies around it.
+
+Servers compute it, and lanes take turns inside it: a graph can hold neither. So a graph ends before
+it and another one begins after it, as it does at every call that Python alone can make. While a
+lane is inside, Dynamo is off in its thread; so a lane finds the thread as it left it, whatever
+the other one compiles in between.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
+
+import torch
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+def outside_graphs(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Decorates a function that graphs end before; with ``fullgraph=True`` Dynamo refuses it with
+    the reason given here."""
+    kept_out: Callable[_P, _R] = torch.compiler.disable(
+        function,
+        reason="core attention is computed by servers, outside of all graphs; compile without "
+        "fullgraph=True",
+    )
+    return kept_out

@@ -1,0 +1,130 @@
+"""The calls of core attention in one lane, compared with what the job expects.
+
+Servers expect a lane's ticks in a fixed order: forward by layer, then backward mirrored, down to
+the lowest layer that needs gradients. A model that calls otherwise would leave everybody waiting
+for ticks that never come, so the first call that is out of order is an error, here and at once.
+
+Pure state; who calls it sees to threads.
+"""
+
+from __future__ import annotations
+
+from trainer_client.errors import SessionError
+
+
+class LaneCalls:
+    """The calls of one nano-batch in a step.
+
+    Args:
+        where: the step and nano-batch, for errors.
+        n_layers: calls in one forward.
+        forward_only: the step has no backward pass, whatever needs gradients.
+    """
+
+    def __init__(self, where: str, n_layers: int, *, forward_only: bool) -> None:
+        self._where = where
+        self._n_layers = n_layers
+        self._forward_only = forward_only
+        self._needs_backward: list[bool] = []
+        self._next_backward = n_layers - 1
+        self._backward_begun = False
+
+    @property
+    def forward_calls(self) -> int:
+        """Calls so far."""
+        return len(self._needs_backward)
+
+    @property
+    def backward_calls(self) -> int:
+        """Backward calls so far."""
+        return self._n_layers - 1 - self._next_backward
+
+    @property
+    def n_ticks(self) -> int | None:
+        """How many ticks the lane has; None until its last forward call has come."""
+        if self.forward_calls < self._n_layers:
+            return None
+        return self._n_layers + self.expected_backward_calls
+
+    @property
+    def expected_backward_calls(self) -> int:
+        """Backward calls that will come, as far as forward calls have."""
+        return sum(self._needs_backward)
+
+    def forward(self, needs_backward: bool) -> int:
+        """Counts a forward call; returns its layer.
+
+        Args:
+            needs_backward: gradients of its result are wanted: grad mode is on, and one of q, k
+                and v requires them.
+
+        Raises:
+            SessionError: there are more than ``n_layers``, or a layer takes part in the backward
+                pass while one above does not.
+        """
+        layer = self.forward_calls
+        if layer == self._n_layers:
+            raise SessionError(
+                f"{self._where} calls core attention a {_ordinal(layer + 1)} time, but the job has "
+                f"n_layers={self._n_layers}; set n_layers to the calls in one forward, and run "
+                "each nano-batch once a step"
+            )
+        needs_backward = needs_backward and not self._forward_only
+        if any(self._needs_backward) and not needs_backward:
+            lower = self._needs_backward.index(True)
+            raise SessionError(
+                f"{self._where}: layer {layer} takes no part in the backward pass, though layer "
+                f"{lower} below it does; do not run upper layers under torch.no_grad, nor detach "
+                "their inputs, or submit the step with forward_only=True"
+            )
+        self._needs_backward.append(needs_backward)
+        return layer
+
+    def returned(self) -> None:
+        """The forward pass of the lane is over.
+
+        Raises:
+            SessionError: there were fewer calls than ``n_layers``.
+        """
+        if self.forward_calls < self._n_layers:
+            raise SessionError(
+                f"{self._where} called core attention {_times(self.forward_calls)}, but the job "
+                f"has n_layers={self._n_layers}; {_FEWER if self.forward_calls else _NONE}"
+            )
+
+    def backward(self, layer: int) -> None:
+        """A backward call of ``layer`` comes.
+
+        Raises:
+            SessionError: the forward pass had fewer calls than ``n_layers``, or another layer's
+                backward call is next.
+        """
+        self.returned()
+        if layer != self._next_backward:
+            raise SessionError(
+                f"{self._where}: the backward pass came to layer {layer} while layer "
+                f"{self._next_backward} is next ({self.backward_calls} of "
+                f"{self.expected_backward_calls} backward calls were made); the loss must depend "
+                "on the result of every layer above the lowest trained one, and the layers must "
+                "follow one another"
+            )
+        self._next_backward -= 1
+
+
+def _ordinal(number: int) -> str:
+    suffix = "th" if number // 10 % 10 == 1 else {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")
+    return f"{number}{suffix}"
+
+
+def _times(number: int) -> str:
+    return "not once" if number == 0 else "once" if number == 1 else f"{number} times"
+
+
+_FEWER = (
+    "set n_layers to the calls in one forward (SessionOptions.for_model counts them: of a hybrid "
+    "only some layers compute attention)"
+)
+_NONE = (
+    "load the model with attn_implementation='distca' (building another model from the same config "
+    "object changes it), or call trainer_client.core_attention"
+)
