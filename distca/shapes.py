@@ -1,4 +1,8 @@
-"""Attention shapes: as people write them, ``HEADS:KV_HEADS:HEAD_DIM:DTYPE``, and of a model."""
+"""Attention shapes: as people write them, ``HEADS:KV_HEADS:HEAD_DIM:DTYPE``, and of a model.
+
+Where values have another head dim than queries and keys, both are given:
+``128:128:192/128:bfloat16``.
+"""
 
 from __future__ import annotations
 
@@ -13,23 +17,27 @@ def parse_shape(text: str) -> AttentionShape:
         ValueError: it is written otherwise, or makes no valid shape.
     """
     parts = text.split(":")
-    if len(parts) != 4 or not all(part.isdecimal() for part in parts[:3]):
+    dims = parts[2].split("/") if len(parts) == 4 else []
+    if not 1 <= len(dims) <= 2 or not all(part.isdecimal() for part in (*parts[:2], *dims)):
         raise ValueError(
-            f"shape is {text!r}; write HEADS:KV_HEADS:HEAD_DIM:DTYPE, for example 32:8:128:bfloat16"
+            f"shape is {text!r}; write HEADS:KV_HEADS:HEAD_DIM:DTYPE, for example "
+            "32:8:128:bfloat16, and HEAD_DIM as 192/128 if values have another one"
         )
-    heads, kv_heads, head_dim = (int(part) for part in parts[:3])
     return AttentionShape(
-        num_heads=heads,
-        num_heads_kv=kv_heads,
-        head_dim=head_dim,
-        head_dim_v=head_dim,
+        num_heads=int(parts[0]),
+        num_heads_kv=int(parts[1]),
+        head_dim=int(dims[0]),
+        head_dim_v=int(dims[-1]),
         dtype=parts[3],
     )
 
 
 def format_shape(shape: AttentionShape) -> str:
     """Writes what :func:`parse_shape` reads."""
-    return f"{shape.num_heads}:{shape.num_heads_kv}:{shape.head_dim}:{shape.dtype}"
+    dims = f"{shape.head_dim}"
+    if shape.head_dim_v != shape.head_dim:
+        dims += f"/{shape.head_dim_v}"
+    return f"{shape.num_heads}:{shape.num_heads_kv}:{dims}:{shape.dtype}"
 
 
 def configured_shape(settings: ModelSettings) -> AttentionShape:

@@ -212,7 +212,8 @@ def probe_model(model: nn.Module, inputs: Mapping[str, Any] | None = None) -> Se
     Raises:
         SessionError: the model's weights are sharded or on the meta device, it does not call core
             attention, or its calls differ.
-        ValueError: the model is not one of transformers and ``inputs`` were not given.
+        ValueError: the model is not one of transformers and ``inputs`` were not given, or it is one
+            that cannot be served (``trainer_client.transformers.UnsupportedModel``).
     """
     model = _bare(model)
     _check_weights(model)
@@ -222,10 +223,19 @@ def probe_model(model: nn.Module, inputs: Mapping[str, Any] | None = None) -> Se
         name: value.to(device) if isinstance(value, torch.Tensor) and device else value
         for name, value in given.items()
     }
+    _check_documents(model)
     recorder = Recorder(model)
     with _untouched(model), _uncompiled(), recorder.recording():
         model(**moved)
     return ServedAttention(n_layers=len(recorder.calls), kind=recorder.kind())
+
+
+def _check_documents(model: nn.Module) -> None:
+    """While the weights are whole. Models of transformers are there only if the integration is."""
+    if "trainer_client.transformers" in sys.modules:
+        from trainer_client.document_check import check_models_in
+
+        check_models_in(model)
 
 
 def _bare(model: nn.Module) -> nn.Module:

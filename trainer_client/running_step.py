@@ -17,7 +17,6 @@ import numpy as np
 import torch
 
 from attention_node.cuda_order import record_event
-from core_attention.arrays import runs_to_rows
 from core_attention.ca_task import Phase
 from core_attention.plan import Plan
 from core_attention.tick import Tick
@@ -107,7 +106,6 @@ class RunningStep:
             )
             for nano_batch in range(self.job.n_nano_batches)
         ]
-        self._verified: dict[tuple[int, int], torch.Tensor] = {}
         self._changed = threading.Condition(threading.RLock())
         self._in_force: PlanInForce | None = None
         self._epoch = plan.epoch
@@ -127,15 +125,6 @@ class RunningStep:
     def epoch(self) -> int:
         """Of the plan in force, or of the one that is awaited."""
         return self._epoch
-
-    @cached_property
-    def positions(self) -> tuple[torch.Tensor, ...]:
-        """By nano-batch: ``[rows]`` each packed row's position in its document, int64."""
-        positions = []
-        for nano_batch in range(self.job.n_nano_batches):
-            held = np.array(self.segments(nano_batch), dtype=np.int64).reshape(-1, 3)
-            positions.append(torch.from_numpy(runs_to_rows(held[:, 1], held[:, 2])))
-        return tuple(positions)
 
     def segments(self, nano_batch: int) -> list[tuple[int, int, int]]:
         """(packed row, offset in its document, length) of this rank's segments, by row."""
@@ -209,8 +198,11 @@ class RunningStep:
             # A model that silently runs another implementation would train without being served.
             raise SessionError(
                 f"step {self.step} ended without a call of core attention; load the model with "
-                "attn_implementation='distca' (building another model from the same config object "
-                "changes it), or call trainer_client.core_attention"
+                "attn_implementation='distca' after 'import trainer_client.transformers' (building "
+                "another model from the same config object changes it), or call "
+                "trainer_client.core_attention. If it was loaded so, its model type computes "
+                "attention without transformers' attention interface: "
+                "trainer_client.transformers.check_documents(model) says why"
             )
         raise SessionError(
             f"step {self.step} was not run to its end: {self.unfinished}; run backward inside the "
@@ -229,14 +221,6 @@ class RunningStep:
             for nano_batch, calls in enumerate(self._calls)
             if not self._is_over(nano_batch)
         )
-
-    def verified(self, nano_batch: int, tensor: torch.Tensor) -> bool:
-        """Whether this very tensor was checked before: layers hand over the same one."""
-        return (nano_batch, id(tensor)) in self._verified
-
-    def mark_verified(self, nano_batch: int, tensor: torch.Tensor) -> None:
-        """Remembers a checked tensor (and keeps it, so that its id stays its own)."""
-        self._verified[nano_batch, id(tensor)] = tensor
 
     @property
     def called(self) -> bool:

@@ -11,11 +11,14 @@ from transformers import PreTrainedModel
 
 from distca.data.batch import TokenBatch
 from distca.train.loss import DEFAULT_CHUNK_ROWS, chunked_loss, summed_loss
+from trainer_client.document_check import computed_here
 
 logger = logging.getLogger(__name__)
 
 _LOGIT_CHANGES = ("final_logit_softcapping", "logit_scale", "logits_scaling")
 """Fields of configurations whose models do more to logits than multiply by the head's weight."""
+
+_TRIED_TOKENS = 4
 
 
 class LanguageModel(nn.Module):
@@ -25,13 +28,20 @@ class LanguageModel(nn.Module):
         model: a causal language model.
         chunk_rows: rows whose logits exist together, where the head is a plain matrix; with other
             heads all logits are made at once.
+        plain_head: whether it is, see :func:`has_plain_head`; None: as the configuration says.
     """
 
-    def __init__(self, model: PreTrainedModel, chunk_rows: int = DEFAULT_CHUNK_ROWS) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        chunk_rows: int = DEFAULT_CHUNK_ROWS,
+        *,
+        plain_head: bool | None = None,
+    ) -> None:
         super().__init__()
         self.model = model
         self._chunk_rows = chunk_rows
-        self._plain_head = _has_plain_head(model)
+        self._plain_head = _looks_plain(model) if plain_head is None else plain_head
         if not self._plain_head:
             logger.warning(
                 "model type %s does more to its logits than a matrix product: they are made whole, "
@@ -60,7 +70,21 @@ def _head(model: PreTrainedModel) -> Any:
     return untyped.get_output_embeddings()
 
 
-def _has_plain_head(model: PreTrainedModel) -> bool:
+def has_plain_head(model: PreTrainedModel) -> bool:
+    """Whether logits are the head's product with the last hidden states: as the configuration
+    says, and as a few tokens show, since some models scale hidden states in between."""
+    if not _looks_plain(model):
+        return False
+    ids = torch.arange(_TRIED_TOKENS, device=model.device)[None]
+    inputs = {"input_ids": ids, "position_ids": ids, "use_cache": False}
+    with computed_here(model, _TRIED_TOKENS):
+        logits = model(**inputs).logits
+        product = _head(model)(model.base_model(**inputs).last_hidden_state)
+    # The same product of the same numbers; a factor that matters is further from one.
+    return torch.allclose(product, logits.to(product.dtype), rtol=1e-3, atol=0)
+
+
+def _looks_plain(model: PreTrainedModel) -> bool:
     head = _head(model)
     changed = any(
         getattr(model.config, name, None) not in (None, 1, 1.0) for name in _LOGIT_CHANGES

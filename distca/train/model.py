@@ -4,15 +4,29 @@ from __future__ import annotations
 
 import copy
 import json
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 
 from core_attention.shape import AttentionShape
 from distca.data.corpus import VOCABULARY_SIZE
 from distca.errors import ModelConfigError
 from distca.train.settings import ModelSettings, Preset
+from trainer_client.document_check import (
+    ServedCall,
+    UnsupportedModel,
+    check_documents,
+    has_attention_interface,
+    no_interface,
+)
 
 _FEED_FORWARD_MULTIPLE = 32
 
@@ -25,8 +39,9 @@ def model_config(settings: ModelSettings, max_positions: int) -> PretrainedConfi
         max_positions: the longest document, in tokens.
 
     Raises:
-        ModelConfigError: the JSON file is missing or malformed, names an unknown model type, or
-            the model cannot take bytes or documents of that length.
+        ModelConfigError: the JSON file is missing or malformed, names an unknown model type or one
+            whose attention cannot be served, or the model cannot take bytes or documents of that
+            length.
     """
     if settings.model_preset is not None:
         if settings.model_config is not None:
@@ -43,19 +58,21 @@ def model_config(settings: ModelSettings, max_positions: int) -> PretrainedConfi
     model_type = fields.pop("model_type", None)
     try:
         config = AutoConfig.for_model(model_type, **fields)
-    except (TypeError, ValueError) as error:
-        reason = str(error).splitlines()[0][:300]
+    except Exception as error:
+        # Configurations check themselves, each kind with errors of its own.
+        reason = " ".join(str(error).split())[:300]
         raise ModelConfigError(f"{settings.model_config}: {reason}") from error
+    _refuse_unserved(config)
     if config.vocab_size < VOCABULARY_SIZE:
         raise ModelConfigError(
             f"{settings.model_config}: vocab_size is {config.vocab_size}; tokens are bytes, so it "
             f"must be {VOCABULARY_SIZE} or more"
         )
-    if max_positions > config.max_position_embeddings:
+    most = getattr(config, "max_position_embeddings", None)
+    if most is not None and max_positions > most:
         raise ModelConfigError(
-            f"{settings.model_config}: max_position_embeddings is "
-            f"{config.max_position_embeddings}, but documents may have {max_positions} tokens; "
-            "give a smaller --max-document-tokens"
+            f"{settings.model_config}: max_position_embeddings is {most}, but documents may have "
+            f"{max_positions} tokens; give a smaller --max-document-tokens"
         )
     return config
 
@@ -78,7 +95,8 @@ def build_model(
         device: where they are made.
 
     Raises:
-        ModelConfigError: transformers has no causal language model for ``config``.
+        ModelConfigError: transformers has no causal language model for ``config``, or cannot build
+            it with such sizes or such an attention.
     """
     torch.manual_seed(seed)
     auto: Any = AutoModelForCausalLM  # from_config has no annotations
@@ -90,28 +108,112 @@ def build_model(
                 attn_implementation=attention,
                 dtype=getattr(torch, dtype),
             )
-    except ValueError as error:
-        reason = str(error).splitlines()[0][:300]
-        raise ModelConfigError(f"model type {config.model_type!r}: {reason}") from error
+    except UnsupportedModel as error:
+        raise ModelConfigError(str(error)) from error
+    except Exception as error:
+        # Models check their configurations, each kind with errors of its own.
+        reason = " ".join(str(error).split())[:300]
+        raise ModelConfigError(
+            f"model type {config.model_type!r}: {reason} ({type(error).__name__})"
+        ) from error
+    if dtype == "float64" and hasattr(model, "set_experts_implementation"):
+        # The grouped matrix product of experts has no float64; their plain loop has.
+        model.set_experts_implementation("eager")
     model.train()
     return model
 
 
 def attention_shape(config: PretrainedConfig, dtype: str) -> AttentionShape:
-    """Heads and head dims of ``config``'s core attention.
+    """Heads and head dims of ``config``'s core attention, as its fields say.
 
     Raises:
         ValueError: they make no valid shape.
     """
-    heads = config.num_attention_heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    text = config.get_text_config()
+    heads = text.num_attention_heads
+    head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
+    heads_kv = getattr(text, "num_key_value_heads", None) or heads
+    head_dim_v = head_dim
+    if (rotary := getattr(text, "qk_rope_head_dim", None)) is not None:
+        # Multi-head latent attention: every head has keys and values of its own.
+        head_dim, head_dim_v, heads_kv = text.qk_nope_head_dim + rotary, text.v_head_dim, heads
     return AttentionShape(
         num_heads=heads,
-        num_heads_kv=getattr(config, "num_key_value_heads", None) or heads,
+        num_heads_kv=heads_kv,
         head_dim=head_dim,
-        head_dim_v=head_dim,
+        head_dim_v=head_dim_v,
         dtype=dtype,
     )
+
+
+@dataclass(frozen=True)
+class ServedAttention:
+    """The core attention of a model that is trained.
+
+    Attributes:
+        shape: of each call.
+        n_layers: calls in one forward.
+        softmax_scale: what multiplies q.k.
+    """
+
+    shape: AttentionShape
+    n_layers: int
+    softmax_scale: float
+
+
+def served_attention(model: PreTrainedModel, dtype: str) -> ServedAttention:
+    """What ``model`` calls, found by running a few tokens.
+
+    Args:
+        model: built with ``attn_implementation="distca"``.
+        dtype: torch name of the dtype that it is trained in.
+
+    Raises:
+        ModelConfigError: it cannot be served, or not on packed documents; says why.
+    """
+    name = f"model type {model.config.model_type!r}"
+    try:
+        check = check_documents(model)
+    except UnsupportedModel as error:
+        raise ModelConfigError(f"{name}: {error}") from error
+    if check.fault:
+        raise ModelConfigError(
+            f"{name} cannot be trained on packed documents: {check.fault}. Choose another model "
+            "type, or train it with one document a nano-batch in a program of your own"
+        )
+    if check.needs != {"position_ids"}:
+        raise ModelConfigError(
+            f"{name} keeps packed documents apart by {sorted(check.needs)}, and distca train hands "
+            "over position_ids only; train it in a program of your own"
+        )
+    kinds = {_sizes(call): call for call in check.calls}
+    if len(kinds) > 1:
+        raise ModelConfigError(
+            f"{name}: all core attention of a job has one shape and one scale, and its layers "
+            f"differ: {'; '.join(str(call) for call in kinds.values())}"
+        )
+    (call,) = kinds.values()
+    shape = AttentionShape(
+        num_heads=call.num_heads,
+        num_heads_kv=call.num_heads_kv,
+        head_dim=call.head_dim,
+        head_dim_v=call.head_dim_v,
+        dtype=dtype,
+    )
+    return ServedAttention(shape, len(check.calls), call.scale)
+
+
+def _sizes(call: ServedCall) -> tuple[float, ...]:
+    return call.num_heads, call.num_heads_kv, call.head_dim, call.head_dim_v, call.scale
+
+
+def _refuse_unserved(config: PretrainedConfig) -> None:
+    """What can be said of a model type without building the model."""
+    models: Any = MODEL_FOR_CAUSAL_LM_MAPPING
+    if type(config) in models and not has_attention_interface(models[type(config)]):
+        raise ModelConfigError(
+            f"it cannot be trained with served attention: {no_interface(config)}"
+        )
 
 
 def describe_model(config: PretrainedConfig) -> str:
@@ -119,7 +221,7 @@ def describe_model(config: PretrainedConfig) -> str:
     return (
         f"{config.model_type}, {config.num_hidden_layers} layers, hidden {config.hidden_size}, "
         f"{config.num_attention_heads} heads, "
-        f"{getattr(config, 'num_key_value_heads', config.num_attention_heads)} kv heads"
+        f"{getattr(config, 'num_key_value_heads', None) or config.num_attention_heads} kv heads"
     )
 
 

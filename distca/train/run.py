@@ -14,12 +14,11 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 from torch import nn
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, PreTrainedModel
 
 import trainer_client.transformers
 from control_plane.job_spec import planning_options
 from control_plane.planning import PlanningOptions
-from core_attention.shape import AttentionShape
 from distca.commands.tls import ClientTls
 from distca.data.packing import BatchShape, PackedStep
 from distca.data.settings import DataSettings
@@ -38,7 +37,13 @@ from distca.train.device import (
     prepare_process,
 )
 from distca.train.feed import Feed
-from distca.train.model import attention_shape, build_model, describe_model, model_config
+from distca.train.model import (
+    ServedAttention,
+    build_model,
+    describe_model,
+    model_config,
+    served_attention,
+)
 from distca.train.observer import Observer
 from distca.train.ranks import RankEnvironment, check_agreement, process_group, sum_over_ranks
 from distca.train.settings import (
@@ -95,13 +100,14 @@ def run_trainer(run: TrainerRun, console: Console) -> bool:
         planned_homes=_planned_homes(run),
     )
     config = model_config(run.model, feed.max_document_tokens)
-    shape = attention_shape(config, run.model.dtype)
     device = choose_device(run.service.device, run.ranks.local_rank)
     run = replace(run, training=chosen(run.training, run.model, device))
     timeout = run.service.collective_timeout_seconds
     prepare_process(device)
     with ExitStack() as stack:
         stop = stack.enter_context(StopRequest())
+        # Before anything that waits for others: a model that cannot be trained ends every rank.
+        model, served = _model_to_train(run, config, device)
         stack.enter_context(process_group(run.ranks, timeout, device))
         identity = {**feed.identity, "seed": run.data.seed, "model": _model_identity(config)}
         check_agreement(
@@ -112,8 +118,8 @@ def run_trainer(run: TrainerRun, console: Console) -> bool:
                 "sharding": str(run.training.sharding),
             }
         )
-        session = stack.enter_context(Session.open(session_options(run, shape, config, device)))
-        loop = _Loop(run, feed, config, shape, session, identity, stop, console, device)
+        session = stack.enter_context(Session.open(session_options(run, served, device)))
+        loop = _Loop(run, feed, config, model, served, session, identity, stop, console, device)
         finished = loop.train()
         record = loop.record(began, finished=finished)
     if run.ranks.rank == 0:
@@ -147,6 +153,20 @@ def chosen(
     )
 
 
+def _model_to_train(
+    run: TrainerRun, config: PretrainedConfig, device: torch.device
+) -> tuple[PreTrainedModel, ServedAttention]:
+    model = build_model(
+        config,
+        attention=trainer_client.transformers.IMPLEMENTATION,
+        # Sharded weights are float32, and gathered in the dtype of the run.
+        dtype="float32" if run.training.sharding is Sharding.FSDP else run.model.dtype,
+        seed=run.data.seed,
+        device=device,
+    )
+    return model, served_attention(model, run.model.dtype)
+
+
 def _write_report(record: RunRecord, folder: RunFolder) -> None:
     """Writes record and report; that they cannot be written does not undo the training."""
     try:
@@ -177,7 +197,7 @@ def _planned_homes(run: TrainerRun) -> PlanningOptions | None:
 
 
 def session_options(
-    run: TrainerRun, shape: AttentionShape, config: PretrainedConfig, device: torch.device
+    run: TrainerRun, served: ServedAttention, device: torch.device
 ) -> SessionOptions:
     """How this rank joins the job, which is named for the run."""
     return SessionOptions(
@@ -185,9 +205,10 @@ def session_options(
         job=RunFolder(run.service.run_dir).name,
         rank=run.ranks.rank,
         n_ranks=run.ranks.n_ranks,
-        n_layers=config.num_hidden_layers,
+        n_layers=served.n_layers,
         n_nano_batches=run.training.nano_batches,
-        shape=shape,
+        shape=served.shape,
+        softmax_scale=served.softmax_scale,
         placement=Placement(run.service.placement),
         tolerance=run.plan.tolerance,
         planner=run.plan.planner,
@@ -234,7 +255,8 @@ class _Loop:
         run: TrainerRun,
         feed: Feed,
         config: PretrainedConfig,
-        shape: AttentionShape,
+        model: PreTrainedModel,
+        served: ServedAttention,
         session: Session,
         identity: dict[str, Any],
         stop: StopRequest,
@@ -251,15 +273,6 @@ class _Loop:
         self._folder = RunFolder(run.service.run_dir)
         self._log = StepLog(self._folder.step_log)
         self.checkpoints = CheckpointKeeper(self._folder.checkpoints)
-        sharded = run.training.sharding is Sharding.FSDP
-        model = build_model(
-            config,
-            attention=trainer_client.transformers.IMPLEMENTATION,
-            # Sharded weights are float32, and gathered in the dtype of the run.
-            dtype="float32" if sharded else run.model.dtype,
-            seed=run.data.seed,
-            device=device,
-        )
         self._n_parameters = sum(parameter.numel() for parameter in model.parameters())
         self._model: nn.Module = model
         self._trainer = Trainer(
@@ -280,8 +293,8 @@ class _Loop:
         self._observer = Observer(
             session.fetch_step,
             self._log,
-            shape,
-            config.num_hidden_layers,
+            served.shape,
+            served.n_layers,
             show=self._display.show,
         )
         self._submitted: dict[int, PackedStep] = {}

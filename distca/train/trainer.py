@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from distca.data.batch import TokenBatch
 from distca.data.packing import PackedStep
 from distca.errors import DivergenceError, ModelConfigError
-from distca.train.language_model import LanguageModel
+from distca.train.language_model import LanguageModel, has_plain_head
 from distca.train.layers import checkpoint_layers, compile_layers, decoder_layers
 from distca.train.ranks import sum_over_ranks
 from distca.train.settings import Sharding, TrainingSettings
@@ -73,7 +73,10 @@ class Trainer:
             compile_layers(decoder_layers(model))
         if settings.activation_checkpointing:
             checkpoint_layers(decoder_layers(model))
-        ping_pong = PingPong(LanguageModel(model, settings.loss_chunk_tokens))
+        language = LanguageModel(
+            model, settings.loss_chunk_tokens, plain_head=has_plain_head(model)
+        )
+        ping_pong = PingPong(language)
         self._sharded: ShardedModel | None = None
         if settings.sharding is Sharding.FSDP:
             self._sharded = ShardedModel(

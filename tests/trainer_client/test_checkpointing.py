@@ -30,6 +30,7 @@ from tests.trainer_client.test_transformers import (
 from trainer_client import PingPong, Session, SessionError, checkpoint, checkpointing
 from trainer_client.attention_call import AttentionCall
 from trainer_client.checkpointing import Checkpoints, Region
+from trainer_client.transformers import check_documents
 
 GPT2 = transformers.GPT2Config(
     vocab_size=64,
@@ -118,6 +119,8 @@ def test_layers_run_twice_but_core_attention_once(
     plain = make_model(copy.deepcopy(CONFIGS["Llama"]), "distca")
     model = make_model(copy.deepcopy(CONFIGS["Llama"]), "distca")
     model.load_state_dict(plain.state_dict())
+    # Which would run the layers too, at the model's first forward.
+    check_documents(model)
     layers = [CountedForwards(layer) for layer in model.get_submodule("model.layers").children()]
     losses = []
     for each in (plain, model):

@@ -16,6 +16,7 @@ from distca.train.language_model import LanguageModel
 from distca.train.layers import checkpoint_layers, compile_layers, decoder_layers
 from distca.train.sharding import ShardedModel
 from trainer_client import HostBarriers, PingPong
+from trainer_client.transformers import IMPLEMENTATION, check_documents
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,6 +114,9 @@ class TrainingStack:
                 shape.config(max_positions), attn_implementation=attention, dtype=torch.float32
             )
         model.train()
+        if attention == IMPLEMENTATION:
+            # While its weights are whole.
+            check_documents(model)
         layers = decoder_layers(model)
         if compiled:
             compile_layers(layers)
