@@ -201,6 +201,8 @@ def test_verifier_agrees_with_packed_eager_attention_and_sees_a_wrong_gradient(
 def test_verifier_refuses_models_that_draw_random_numbers(tmp_path: Path) -> None:
     feed = Feed(text_folder(tmp_path, [5, 9, 30]), ONE_RANK)
     config = model_config(TINY, max_positions=24)
+    config.summary_first_dropout = 0.1
+    Verifier(config, "float32", feed.corpus, rank=0)
     config.hidden_dropout = 0.1
     with pytest.raises(ModelConfigError, match=r"--verify .* hidden_dropout=0\.1"):
         Verifier(config, "float32", feed.corpus, rank=0)

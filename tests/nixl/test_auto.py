@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
-import shutil
 import subprocess
 import sys
 import time
-from importlib.util import find_spec
+from ctypes.util import find_library
 from pathlib import Path
 
 import pytest
@@ -88,16 +86,12 @@ def test_a_doctor_tells_a_peer_of_another_transport() -> None:
     assert "same --transport" in finding.advice
 
 
-def test_the_transports_of_a_machine_with_rdma_core_end_well(tmp_path: Path) -> None:
-    """rdma-core brings libefa.so.1, with which nixl's UCX would load its module for EFA, and that a
-    second libnl: such a process ends in a segmentation fault."""
-    package = find_spec("nixl_cu13") or find_spec("nixl_cu12")
-    assert package is not None
-    assert package.origin is not None
-    bundled = Path(package.origin).parents[1] / f"{package.name}.libs"
-    (library,) = bundled.glob("libmlx5-*")
-    # Any library does for the module to load; what it calls is looked up when it is called.
-    shutil.copy(library, tmp_path / "libefa.so.1")
+@pytest.mark.skipif(
+    find_library("efa") is None, reason="needs rdma-core (Debian: apt install ibverbs-providers)"
+)
+def test_the_transports_of_a_machine_with_rdma_core_end_well() -> None:
+    """With rdma-core's libefa.so.1 nixl's UCX would load its module for EFA, and with that a second
+    libnl: such a process ends in a segmentation fault."""
     program = (
         "from data_plane.transports import open_transport\n"
         "open_transport('nixl', device='cpu', one_host=False).close()\n"
@@ -105,12 +99,7 @@ def test_the_transports_of_a_machine_with_rdma_core_end_well(tmp_path: Path) -> 
         "print('libuct_ib_mlx5' in maps, 'libuct_ib_efa' in maps)"
     )
     done = subprocess.run(
-        [sys.executable, "-c", program],
-        env={**os.environ, "LD_LIBRARY_PATH": f"{tmp_path}:{bundled}"},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=True,
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True
     )
     assert done.stdout.split() == ["True", "False"]
 
