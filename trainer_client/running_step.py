@@ -239,13 +239,15 @@ class RunningStep:
 
     def served_tasks(self) -> Iterator[ServedTasks]:
         """What every server of the plan in force runs for this rank in the step."""
-        plan, layers = self._in_force, self.job.n_layers
-        phases = [Phase.FORWARD] if self.forward_only else list(Phase)
+        plan, n_layers = self._in_force, self.job.n_layers
         for nano_batch in range(self.job.n_nano_batches if plan else 0):
-            for phase in phases:
+            backward = self._calls[nano_batch].expected_backward_calls
+            for phase, layers in ((Phase.FORWARD, n_layers), (Phase.BACKWARD, backward)):
+                if not layers:
+                    continue
                 assert plan is not None
                 last = Tick(
-                    self.step, 0 if phase is Phase.BACKWARD else layers - 1, nano_batch, phase
+                    self.step, 0 if phase is Phase.BACKWARD else n_layers - 1, nano_batch, phase
                 )
                 for exchange in plan.exchanges(last):
                     route, connection = exchange.route, exchange.connection
