@@ -31,6 +31,7 @@ from trainer_client.control_link import ControlLink, PlannedStep
 from trainer_client.errors import SessionError
 from trainer_client.examiner import Examiner
 from trainer_client.exchanges import Routes
+from trainer_client.first_step import collective_store, meet
 from trainer_client.in_place import InPlaceServer
 from trainer_client.lane import current_step
 from trainer_client.metrics import TrainerMetrics
@@ -115,6 +116,7 @@ class Session:
         self._recovery: Recovery
         self._handed_in: set[int] = set()
         self._last_step = -1
+        self._met = False
         self._closed = False
         server_id = f"{options.job}.rank-{options.rank}"
         try:
@@ -401,7 +403,24 @@ class Session:
         )
         self._running = running
         self._recovery.begin(running, planned)
+        if self._runs_ahead:
+            self._meet_others()
         return running
+
+    def _meet_others(self) -> None:
+        """In the first step on GPUs, waits for the others to have connected."""
+        if self._met:
+            return
+        self._met = True
+        store = collective_store(self.options.n_ranks)
+        if store is not None:
+            meet(
+                store,
+                self.job_id,
+                self.options.n_ranks,
+                timeout_seconds=self.options.connect_timeout_seconds,
+                check=self._link.check,
+            )
 
     def _end(self, running: RunningStep, plan_wait_seconds: float, why: str) -> None:
         """Closes a step whose block has ended, with the error ``why`` if that is not empty."""
