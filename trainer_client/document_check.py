@@ -30,6 +30,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from trainer_client.documents import CHECKED, Documents, documents_of
 from trainer_client.graphs import outside_graphs
 from trainer_client.lane import current_lane, current_step, require_lane
+from trainer_client.untouched import untouched
 
 IMPLEMENTATION = "distca"
 
@@ -499,46 +500,13 @@ def _undisturbed(model: nn.Module) -> Iterator[None]:
     """Puts ``model`` into evaluation for the block; leaves it, autocast's cache and random number
     generators as they were. Nothing compiled runs, and nothing is compiled."""
     modes = [(module, module.training) for module in model.modules()]
-    buffers = [_Buffers(module) for module in model.modules()]
-    devices = sorted({p.device.index or 0 for p in model.parameters() if p.is_cuda})
-    caches = torch.is_autocast_cache_enabled()
-    with (
-        torch.random.fork_rng(devices),
-        torch.no_grad(),
-        _noise_for_zeros(model),
-        torch.compiler.set_stance("force_eager"),
-    ):
-        # Weights that are cast here have no graph; kept, they would get no gradients later.
-        torch.set_autocast_cache_enabled(False)
+    with untouched(model), _noise_for_zeros(model), torch.compiler.set_stance("force_eager"):
         model.eval()
         try:
             yield
         finally:
-            torch.set_autocast_cache_enabled(caches)
             for module, training in modes:
                 module.training = training
-            for kept in buffers:
-                kept.restore()
-
-
-class _Buffers:
-    """A module's own buffers, to be put back: rotary embeddings, for one, may change theirs."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self._module = module
-        self._all = dict(module._buffers)
-        self._values = [
-            (buffer, buffer._version, buffer.clone())
-            for buffer in self._all.values()
-            if buffer is not None
-        ]
-
-    def restore(self) -> None:
-        self._module._buffers.clear()
-        self._module._buffers.update(self._all)
-        for buffer, version, values in self._values:
-            if buffer._version != version:
-                buffer.copy_(values)
 
 
 @contextlib.contextmanager

@@ -30,6 +30,7 @@ from core_attention.shape import AttentionShape
 from core_attention.tensor_checks import check_qkv
 from trainer_client.errors import SessionError
 from trainer_client.ping_pong import PingPong
+from trainer_client.untouched import untouched
 
 DOCUMENT_TOKENS = 4
 """The default inputs are two documents of so many tokens, packed."""
@@ -225,7 +226,7 @@ def probe_model(model: nn.Module, inputs: Mapping[str, Any] | None = None) -> Se
     }
     _check_documents(model)
     recorder = Recorder(model)
-    with _untouched(model), _uncompiled(), recorder.recording():
+    with untouched(model), _uncompiled(), recorder.recording():
         model(**moved)
     return ServedAttention(n_layers=len(recorder.calls), kind=recorder.kind())
 
@@ -288,47 +289,6 @@ def _default_inputs(model: nn.Module) -> dict[str, Any]:
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         return inputs
     return {name: value for name, value in inputs.items() if name in parameters}
-
-
-@contextmanager
-def _untouched(model: nn.Module) -> Iterator[None]:
-    """Whatever the block runs, the model and the random number generators stay as they are."""
-    kept = [_Buffers(module) for module in model.modules()]
-    devices = {
-        tensor.device.index or 0
-        for tensor in (*model.parameters(), *model.buffers())
-        if tensor.device.type == "cuda"
-    }
-    caches = torch.is_autocast_cache_enabled()
-    with torch.random.fork_rng(sorted(devices), device_type="cuda"), torch.no_grad():
-        # Weights that are cast here have no graph; kept, they would get no gradients later.
-        torch.set_autocast_cache_enabled(False)
-        try:
-            yield
-        finally:
-            torch.set_autocast_cache_enabled(caches)
-            for buffers in kept:
-                buffers.restore()
-
-
-class _Buffers:
-    """A module's own buffers, to be put back."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self._module = module
-        self._kept = {
-            name: (buffer, buffer._version, buffer.clone())
-            for name, buffer in module.named_buffers(recurse=False)
-        }
-        self._all = dict(module._buffers)
-
-    def restore(self) -> None:
-        self._module._buffers.clear()
-        self._module._buffers.update(self._all)
-        for buffer, version, values in self._kept.values():
-            # A graph of the caller's that saved the buffer must find it unwritten.
-            if buffer._version != version:
-                buffer.copy_(values)
 
 
 def _uncompiled() -> AbstractContextManager[object]:
