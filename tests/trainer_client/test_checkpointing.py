@@ -32,17 +32,23 @@ from trainer_client.attention_call import AttentionCall
 from trainer_client.checkpointing import Checkpoints, Region
 from trainer_client.transformers import check_documents
 
-GPT2 = transformers.GPT2Config(
-    vocab_size=64,
-    n_positions=512,
-    n_embd=64,
-    n_layer=2,
-    n_head=4,
-    resid_pdrop=0.1,
-    embd_pdrop=0.1,
-    attn_pdrop=0.0,
-    use_cache=False,
-)
+
+def gpt2_config(width: int) -> transformers.GPT2Config:
+    """A small model with dropout everywhere but in attention."""
+    return transformers.GPT2Config(
+        vocab_size=64,
+        n_positions=512,
+        n_embd=width,
+        n_layer=2,
+        n_head=4,
+        resid_pdrop=0.1,
+        embd_pdrop=0.1,
+        attn_pdrop=0.0,
+        use_cache=False,
+    )
+
+
+GPT2 = gpt2_config(64)
 
 Checkpointed = Callable[[Any], None]
 

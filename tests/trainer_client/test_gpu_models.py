@@ -8,12 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from torch import nn
 
 from core_attention.shape import AttentionShape
 from tests.cluster import Cluster
-from tests.trainer_client.test_checkpointing import CHECKPOINTED, Checkpointed
+from tests.trainer_client.test_checkpointing import CHECKPOINTED, Checkpointed, gpt2_config
 from tests.trainer_client.test_gpu_parity import DEVICE, gpu_pool
 from tests.trainer_client.test_transformers import make_batches, make_model, open_session, submit
 from trainer_client import PingPong, Session, SessionError
@@ -27,17 +26,7 @@ pytestmark = [
 ]
 
 SHAPE = AttentionShape(num_heads=4, num_heads_kv=4, head_dim=64, head_dim_v=64, dtype="bfloat16")
-CONFIG = transformers.GPT2Config(
-    vocab_size=64,
-    n_positions=512,
-    n_embd=256,
-    n_layer=2,
-    n_head=4,
-    resid_pdrop=0.1,
-    embd_pdrop=0.1,
-    attn_pdrop=0.0,
-    use_cache=False,
-)
+CONFIG = gpt2_config(256)
 
 
 @pytest.fixture(scope="module", params=["in-place", "pool"])
