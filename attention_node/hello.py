@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import secrets
 from enum import StrEnum
 from typing import Final
 
 from google.protobuf.message import DecodeError
 
 from attention_node.served_job import ServedJob
-from distca.tokens import rank_of_token
+from data_plane.transport import AddressesDiffer, Claim, ProofFailed
+from distca.tokens import KEY_BYTES, rank_token
 from distca.v1 import data_plane_pb2
 
-PROTOCOL_VERSION: Final = 3
+PROTOCOL_VERSION: Final = 4
 FAREWELL: Final = "the session is closed"
 """What a rank says that leaves at the end of its job. Anything else tells of a failure."""
 
@@ -24,6 +26,7 @@ class HelloRefusal(StrEnum):
     SERVER = "server"
     UNKNOWN_JOB = "unknown-job"
     TOKEN = "token"
+    ADDRESS = "address"
     RANK = "rank"
     EPOCH = "epoch"
     MEMORY = "memory"
@@ -45,49 +48,72 @@ def parse_hello(hello: bytes) -> data_plane_pb2.Hello:
     """Reads a hello.
 
     Raises:
-        HelloRefused: it is none.
+        HelloRefused: it is none, or of another version.
     """
     try:
-        return data_plane_pb2.Hello.FromString(hello)
+        message = data_plane_pb2.Hello.FromString(hello)
     except DecodeError as error:
         raise HelloRefused(
             HelloRefusal.MALFORMED, "the hello is no distca.v1.Hello message"
         ) from error
-
-
-def check_hello(message: data_plane_pb2.Hello, server_id: str, job: ServedJob | None) -> ServedJob:
-    """Returns ``job`` if the rank may connect.
-
-    Args:
-        message: what the rank says.
-        server_id: of the server that hears it.
-        job: the open job that it names, if there is one.
-
-    Raises:
-        HelloRefused: it is of another version or an epoch that is over, for another server or an
-            unknown job, shows a wrong token, names a rank that the job does not have, or asks for
-            a step that the server has no memory for.
-    """
     if message.version != PROTOCOL_VERSION:
         raise HelloRefused(
             HelloRefusal.VERSION,
             f"protocol version {message.version}; this server speaks {PROTOCOL_VERSION}: run "
             "the same release of distca everywhere",
         )
+    return message
+
+
+def check_proof(
+    message: data_plane_pb2.Hello, claim: Claim, server_id: str, job: ServedJob | None
+) -> ServedJob:
+    """Returns ``job`` if the client is the rank of it that it says it is.
+
+    What a refusal says may be read by anybody, so that an unknown job and a wrong token sound and
+    last the same.
+
+    Args:
+        message: what the client says.
+        claim: what it can prove.
+        server_id: of the server that hears it.
+        job: the open job that it names, if there is one.
+
+    Raises:
+        HelloRefused: it cannot prove that it has the rank's token, or it connected by way of
+            address translation.
+    """
+    key = job.description.verification_key if job is not None else _NO_JOB
+    try:
+        claim.check(rank_token(key, message.rank))
+    except AddressesDiffer as error:
+        raise HelloRefused(HelloRefusal.ADDRESS, str(error)) from error
+    except ProofFailed as error:
+        if message.server_id != server_id:
+            raise _another_server(message) from error
+        raise HelloRefused(
+            HelloRefusal.UNKNOWN_JOB if job is None else HelloRefusal.TOKEN,
+            f"unknown job {message.job_id!r}, or wrong token for rank {message.rank} of it",
+        ) from error
+    # Nobody knows the key of no job.
+    assert job is not None
+    return job
+
+
+def check_hello(message: data_plane_pb2.Hello, server_id: str, job: ServedJob) -> None:
+    """Returns if the rank, which has proven itself, may connect.
+
+    Args:
+        message: what the rank says.
+        server_id: of the server that hears it.
+        job: the rank's.
+
+    Raises:
+        HelloRefused: it is of an epoch that is over, or for another server, names a rank that the
+            job does not have, or asks for a step that the server has no memory for.
+    """
     if message.server_id != server_id:
-        raise HelloRefused(
-            HelloRefusal.SERVER,
-            f"this is server {server_id!r}, not {message.server_id!r}: does another "
-            "server advertise this address?",
-        )
-    if job is None:
-        raise HelloRefused(HelloRefusal.UNKNOWN_JOB, f"unknown job {message.job_id!r}")
-    token_rank = rank_of_token(job.description.verification_key, message.token)
-    if token_rank != message.rank:
-        raise HelloRefused(
-            HelloRefusal.TOKEN,
-            f"wrong token for rank {message.rank} of job {message.job_id!r}",
-        )
+        raise _another_server(message)
     if message.rank >= job.description.n_ranks:
         raise HelloRefused(
             HelloRefusal.RANK,
@@ -107,4 +133,13 @@ def check_hello(message: data_plane_pb2.Hello, server_id: str, job: ServedJob | 
             f"epoch {message.epoch} of job {message.job_id!r} is over; it recovered with epoch "
             f"{job.epoch}",
         )
-    return job
+
+
+def _another_server(message: data_plane_pb2.Hello) -> HelloRefused:
+    return HelloRefused(
+        HelloRefusal.SERVER,
+        f"this server is not {message.server_id!r}: does another server advertise this address?",
+    )
+
+
+_NO_JOB: Final = secrets.token_bytes(KEY_BYTES)

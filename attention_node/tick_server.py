@@ -16,7 +16,14 @@ import torch
 
 from attention_node.cuda_order import launched_work, record_event
 from attention_node.executor import Executor
-from attention_node.hello import FAREWELL, HelloRefusal, HelloRefused, check_hello, parse_hello
+from attention_node.hello import (
+    FAREWELL,
+    HelloRefusal,
+    HelloRefused,
+    check_hello,
+    check_proof,
+    parse_hello,
+)
 from attention_node.memory_gate import MemoryGate
 from attention_node.open_tick import OpenTick, Source, TickGivenUp
 from attention_node.residence import LocalReply, Residence
@@ -37,6 +44,7 @@ from core_attention.tick import Tick
 from data_plane.buffer_pool import BufferPool, BufferPoolExhausted, PooledBuffer
 from data_plane.device_memory import DriverError
 from data_plane.transport import (
+    Claim,
     Connection,
     MessageSizeMismatch,
     PeerClosed,
@@ -274,28 +282,33 @@ class TickServer:
         self._pool.forget((self.server_id, job_id))
         self._gate.changed()
 
-    def accept(self, hello: bytes, connection: Connection) -> bytes:
+    def accept(self, claim: Claim, connection: Connection) -> bytes:
         """The transport's accept callback: admits a rank of an open job.
 
         Raises:
             HelloRefused: the hello is malformed, of another version or an epoch that is over, for
-                another server or an unknown job, shows a wrong token, or names a rank that the job
-                does not have.
+                another server or an unknown job, without the proof that it is the rank's, or names
+                a rank that the job does not have.
         """
         try:
-            return self._admit(hello, connection)
+            return self._admit(claim, connection)
         except HelloRefused as refused:
             self._on_refused(refused.reason)
             raise
 
-    def _admit(self, hello: bytes, connection: Connection) -> bytes:
-        message = parse_hello(hello)
+    def _admit(self, claim: Claim, connection: Connection) -> bytes:
+        message = parse_hello(claim.hello)
         with self._lock:
-            self._check(message)
+            job = self._jobs.get(message.job_id)
+        job = check_proof(message, claim, self.server_id, job)
+        with self._lock:
+            check_hello(message, self.server_id, job)
         # A rank may hear of a recovery before this server does.
         self.recover(message.job_id, message.epoch)
         with self._lock:
-            job = self._check(message)
+            check_hello(message, self.server_id, job)
+            if self._jobs.get(message.job_id) is not job:
+                raise HelloRefused(HelloRefusal.UNKNOWN_JOB, f"unknown job {message.job_id!r}")
             rank_connection = _RankConnection(
                 job, message.rank, connection, message.first_step, message.epoch
             )
@@ -396,9 +409,6 @@ class TickServer:
     def close(self) -> None:
         """Closes every job."""
         self.close_all("the server is shutting down")
-
-    def _check(self, message: data_plane_pb2.Hello) -> ServedJob:
-        return check_hello(message, self.server_id, self._jobs.get(message.job_id))
 
     def _drop_abandoned(
         self, job: ServedJob, rank: int, first_step: int

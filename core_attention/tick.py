@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from core_attention.ca_task import Phase
 
-STEP_BITS, LAYER_BITS, NANO_BATCH_BITS = 12, 12, 5
+STEP_BITS, LAYER_BITS, NANO_BATCH_BITS = 44, 12, 5
 MAX_LAYERS = 1 << LAYER_BITS
 MAX_NANO_BATCHES = 1 << NANO_BATCH_BITS
 
@@ -29,9 +29,11 @@ class Tick:
     phase: Phase
 
     def tag(self, *, reply: bool) -> int:
-        """The transport tag of this tick's request or reply, unique within a connection as long
-        as two ticks in flight are less than 4096 steps apart. Bits, high to low: step 12,
-        layer 12, nano-batch 5, phase 1, reply 1; the top bit stays free for the transport."""
+        """The transport tag of this tick's request or reply; no two ticks share one.
+
+        Bits, high to low: step 44, layer 12, nano-batch 5, phase 1, reply 1; the top bit stays
+        free, so that a tag is a signed 64-bit number.
+        """
         tag = self.step % (1 << STEP_BITS)
         tag = tag << LAYER_BITS | self.layer
         tag = tag << NANO_BATCH_BITS | self.nano_batch

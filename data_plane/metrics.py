@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import TYPE_CHECKING, Literal
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
@@ -14,6 +15,7 @@ from prometheus_client.registry import Collector
 
 if TYPE_CHECKING:
     from data_plane.buffer_pool import BufferPool
+    from data_plane.handshake import HandshakeFailure
     from data_plane.transport import ProbeResult, TransportError
     from data_plane.transport_choice import TransportChoice
 
@@ -27,6 +29,19 @@ _LARGE_MESSAGE_BYTES = 2**18
 
 Peer = tuple[str, str]
 """A peer, by address or by label, and the transport that reaches it."""
+
+
+class DropCause(StrEnum):
+    """Why a message that came was not used."""
+
+    UNEXPECTED = "unexpected"
+    """Nobody expected it for as long as a message may wait, or it came twice."""
+    NO_ROOM = "no-room"
+    """Too many wait that nobody expects."""
+    LATE = "late"
+    """Its connection has ended."""
+    UNPROVEN = "unproven"
+    """It does not carry the connection's key."""
 
 
 @dataclass(eq=False)
@@ -120,6 +135,19 @@ class DataPlaneMetrics:
             ("transport",),
             registry=registry,
         )
+        self._dropped = Counter(
+            f"{_PREFIX}_messages_dropped_total",
+            "Messages that were not used: nobody expected them in time, they came late, or they do "
+            "not carry the key of their connection.",
+            ("transport", "cause"),
+            registry=registry,
+        )
+        self._refused = Counter(
+            f"{_PREFIX}_handshakes_refused_total",
+            "Clients that a listener did not take in, by cause.",
+            ("transport", "cause"),
+            registry=registry,
+        )
         self._transport = Gauge(
             f"{_PREFIX}_transport_info",
             "1 for the transport of the process; rdma is used, idle (there are devices, and rows "
@@ -173,6 +201,14 @@ class DataPlaneMetrics:
     def network_restarted(self, transport: str) -> None:
         """Counts a start anew of the network library."""
         self._restarts.labels(transport).inc()
+
+    def message_dropped(self, transport: str, cause: DropCause) -> None:
+        """Counts a message that was not used."""
+        self._dropped.labels(transport, cause).inc()
+
+    def handshake_refused(self, transport: str, cause: HandshakeFailure) -> None:
+        """Counts a client that was not taken in."""
+        self._refused.labels(transport, cause).inc()
 
     def transfer_ended(
         self,

@@ -21,8 +21,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Final
 
 from data_plane.base_connection import MAX_FAREWELL_BYTES, BaseConnection, Place
+from data_plane.metrics import DropCause
 from data_plane.nixl_agent import HOST, Region
-from data_plane.nixl_link import BadFrame, FrameKind, NixlLink
+from data_plane.nixl_link import BadFrame, FrameKind, NixlLink, UnprovenFrame
 from data_plane.nixl_worker import NixlWorker
 from data_plane.pings import PING_TAG, PONG_TAG
 from data_plane.posted_transfer import DATA_CHANNEL, PostedTransfer
@@ -40,9 +41,9 @@ TRANSPORT_NAME: Final = "nixl"
 FAREWELL: Final = 0
 """Operation of a control frame: why the other side closes the connection, in words."""
 
-_PLACE = struct.Struct("!BI")
-_OFFER = struct.Struct("!BIIQQi")
-_SIZE = struct.Struct("!BIQ")
+_PLACE = struct.Struct("!BQ")
+_OFFER = struct.Struct("!BQIQQi")
+_SIZE = struct.Struct("!BQQ")
 _NUMBER = struct.Struct("!I")
 _HELP_SECONDS = 5e-3
 
@@ -120,9 +121,10 @@ class NixlConnection(BaseConnection):
     def greeted(self) -> bool:
         return self._greeted
 
-    def begin(self) -> None:
-        """The handshake is over. Owner thread."""
+    def begin(self, *, sending_key: bytes, receiving_key: bytes) -> None:
+        """The handshake is over: from now on frames carry codes of its keys. Owner thread."""
         self._greeted = True
+        self.link.begin(sending_key=sending_key, receiving_key=receiving_key)
 
     @property
     def moving_bytes(self) -> int:
@@ -294,8 +296,7 @@ class NixlConnection(BaseConnection):
 
     def _on_frame(self, kind: FrameKind, payload: bytes) -> None:
         self._pings.last_heard = time.monotonic()
-        if self._torn_down or not self._greeted:
-            # A peer that was refused has nothing to say.
+        if self._torn_down:
             return
         try:
             self._take_frame(kind, payload)
@@ -339,6 +340,8 @@ class NixlConnection(BaseConnection):
         if self.on_bad_greeting is not None and not self._greeted:
             self.on_bad_greeting(bad)
         else:
+            if isinstance(bad, UnprovenFrame) and self._metrics is not None:
+                self._metrics.message_dropped(self.transport_name, DropCause.UNPROVEN)
             self._fail_with(f"the peer speaks another protocol: {bad}")
 
     def _on_link_ended(self, error: Exception | None) -> None:

@@ -3,7 +3,8 @@
 nixl is one-sided and has no failure detector of its own. The link tells each side what the other
 offers and when its bytes are there, and it ends when the other process ends, at once.
 
-A frame is a kind (1 byte), a length (4 bytes, big-endian) and so many bytes.
+A frame is a kind (1 byte), a length (4 bytes, big-endian), a code that shows whose it is
+(``data_plane.frame_mac``) and so many bytes.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from collections.abc import Callable
 from enum import IntEnum
 from typing import TYPE_CHECKING, Final
 
+from data_plane.frame_mac import MAC_BYTES, FrameMac
 from data_plane.greeting import HEADER_BYTES, Greeting, decode_header
 
 if TYPE_CHECKING:
@@ -46,9 +48,14 @@ class BadFrame(ValueError):
     """The peer's bytes are no frame of this protocol."""
 
 
-def encode_frame(kind: FrameKind, payload: bytes) -> bytes:
-    """The bytes of a frame."""
-    return _FRAME.pack(kind, len(payload)) + payload
+class UnprovenFrame(BadFrame):
+    """A frame does not carry the connection's key, or is not the next one."""
+
+
+def encode_frame(kind: FrameKind, payload: bytes, sending: FrameMac) -> bytes:
+    """The bytes of the next frame."""
+    head = _FRAME.pack(kind, len(payload))
+    return head + sending.next(head, payload) + payload
 
 
 class NixlLink:
@@ -77,6 +84,8 @@ class NixlLink:
         self._on_bad = on_bad
         self._on_ended = on_ended
         self._on_greeting: Callable[[Greeting], None] | None = None
+        self._sending: FrameMac | None = None
+        self._receiving: FrameMac | None = None
         self._incoming = bytearray()
         self._outgoing = bytearray()
         self._readable = True
@@ -91,14 +100,21 @@ class NixlLink:
         if self._socket is not None:
             self._worker.watch(self._socket, select.EPOLLIN, self._on_events)
 
+    def begin(self, *, sending_key: bytes, receiving_key: bytes) -> None:
+        """The handshake is over: from now on frames travel, and prove whose they are."""
+        self._sending = FrameMac(sending_key)
+        self._receiving = FrameMac(receiving_key)
+
     @property
     def finished(self) -> bool:
         """Whether this side has said that it sends nothing more."""
         return self._socket is None or (self._finishing and not self._outgoing)
 
     def send(self, kind: FrameKind, payload: bytes) -> None:
-        """Sends a frame, now or as soon as the network takes it."""
-        self.send_raw(encode_frame(kind, payload))
+        """Sends a frame, now or as soon as the network takes it; nothing before the handshake is
+        over."""
+        if self._sending is not None and self._socket is not None and not self._finishing:
+            self.send_raw(encode_frame(kind, payload, self._sending))
 
     def send_raw(self, raw: bytes) -> None:
         """Sends bytes."""
@@ -190,16 +206,25 @@ class NixlLink:
 
     def _take_frame(self, begin: int) -> int:
         """Takes a frame at ``begin``; returns its length, 0 if it is not complete."""
-        if len(self._incoming) < begin + _FRAME.size:
+        if self._receiving is None:
+            # A peer that was refused has nothing to say.
+            return len(self._incoming) - begin
+        if len(self._incoming) < begin + _FRAME.size + MAC_BYTES:
             return 0
         kind, length = _FRAME.unpack_from(self._incoming, begin)
         if kind not in set(FrameKind) or length > MAX_FRAME_BYTES:
             raise BadFrame(f"kind {kind}, {length} bytes")
-        begin += _FRAME.size
-        if len(self._incoming) < begin + length:
+        mac_at = begin + _FRAME.size
+        payload_at = mac_at + MAC_BYTES
+        end = payload_at + length
+        if len(self._incoming) < end:
             return 0
-        self._on_frame(FrameKind(kind), bytes(self._incoming[begin : begin + length]))
-        return _FRAME.size + int(length)
+        head = bytes(self._incoming[begin:mac_at])
+        payload = bytes(self._incoming[payload_at:end])
+        if not self._receiving.is_next(head, payload, bytes(self._incoming[mac_at:payload_at])):
+            raise UnprovenFrame(f"{FrameKind(kind).name} of {length} bytes without the right code")
+        self._on_frame(FrameKind(kind), payload)
+        return end - begin
 
     def _flush(self) -> None:
         if self._socket is None:

@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, ClassVar, Final
 
 from data_plane.addresses import connect_failed, local_ip, resolve
 from data_plane.base_transport import COMMAND_TIMEOUT_SECONDS, BaseTransport, check_hello_length
-from data_plane.greeting import (
-    HEADER_BYTES,
-    BadGreeting,
-    Greeting,
-    Status,
-    decode_header,
-    judge,
+from data_plane.greeting import HEADER_BYTES, BadGreeting, Greeting, decode_header
+from data_plane.handshake import (
+    ClientHandshake,
+    HandshakeFailure,
+    ListenerHandshake,
+    Verdict,
+    refusal,
 )
 from data_plane.nixl_connection import TRANSPORT_NAME, NixlConnection
 from data_plane.nixl_link import receive_exactly
@@ -29,7 +29,8 @@ from data_plane.nixl_probe import NixlProbe
 from data_plane.nixl_settings import NixlSettings
 from data_plane.nixl_worker import NixlWorker
 from data_plane.owner_result import OwnerResult
-from data_plane.transport import AcceptCallback, Address, Connection, HandshakeRejected
+from data_plane.proof import ConnectionKeys, Ends
+from data_plane.transport import AcceptCallback, Address, Connection, TransportError
 
 if TYPE_CHECKING:
     from data_plane.metrics import DataPlaneMetrics
@@ -101,22 +102,21 @@ class NixlTransport(BaseTransport[NixlConnection, NixlWorker]):
         return Address(host, bound_port)
 
     def connect(
-        self, address: Address, hello: bytes, timeout_seconds: float
+        self, address: Address, hello: bytes, timeout_seconds: float, *, secret: bytes
     ) -> tuple[Connection, bytes]:
         """See ``Transport.connect``."""
         check_hello_length(hello)
         self._require_open(str(address))
         deadline = time.monotonic() + timeout_seconds
         ip = resolve(address, timeout_seconds, TRANSPORT_NAME)
-        local_id = next(self._ids)
-        link, answer = self._greet(address, ip, hello, local_id, deadline)
+        link, keys, answer = self._greet(address, ip, ClientHandshake(hello, secret), deadline)
         result = OwnerResult()
-        self._worker.submit(lambda: self._adopt(link, local_id, str(address), result))
+        self._worker.submit(lambda: self._adopt(link, keys, str(address), result))
         try:
             connection: NixlConnection = result.get(COMMAND_TIMEOUT_SECONDS)
         except TimeoutError as error:
             raise connect_failed(address, str(error), TRANSPORT_NAME) from error
-        logger.info("connection %d with %s opened", local_id, address)
+        logger.info("connection %d with %s opened", connection.local_id, address)
         return connection, answer
 
     def _new_probe(self, connection: NixlConnection) -> NixlProbe:
@@ -128,9 +128,9 @@ class NixlTransport(BaseTransport[NixlConnection, NixlWorker]):
             self._listener.close()
 
     def _greet(
-        self, address: Address, ip: str, hello: bytes, local_id: int, deadline: float
-    ) -> tuple[socket.socket, bytes]:
-        """Connects and says hello; returns the socket and the listener's answer."""
+        self, address: Address, ip: str, handshake: ClientHandshake, deadline: float
+    ) -> tuple[socket.socket, ConnectionKeys, bytes]:
+        """Connects and proves itself; returns the socket, its keys and the listener's answer."""
         try:
             link = socket.create_connection(
                 (ip, address.port), max(deadline - time.monotonic(), 1e-3)
@@ -138,26 +138,25 @@ class NixlTransport(BaseTransport[NixlConnection, NixlWorker]):
         except OSError as error:
             raise connect_failed(address, f"{error}", TRANSPORT_NAME) from error
         try:
-            greeting = Greeting(status=Status.HELLO, connection_id=local_id, body=hello)
-            link.sendall(greeting.encode())
-            header = decode_header(receive_exactly(link, HEADER_BYTES, deadline))
-            answer = header.with_body(receive_exactly(link, header.body_bytes, deadline))
+            ends = _ends(client=link.getsockname(), server=link.getpeername())
+            link.sendall(handshake.answer(_receive_greeting(link, deadline), ends).encode())
+            keys, answer = handshake.conclude(
+                _receive_greeting(link, deadline), transport=TRANSPORT_NAME, peer=str(address)
+            )
         except (OSError, BadGreeting) as error:
             link.close()
             reason = f"the listener's answer {error}"
             raise connect_failed(address, reason, TRANSPORT_NAME) from error
-        if answer.status is not Status.ACCEPTED:
+        except TransportError:
             link.close()
-            raise HandshakeRejected(
-                f"hello refused: {answer.body.decode(errors='replace')}",
-                transport=TRANSPORT_NAME,
-                peer=str(address),
-            )
-        return link, answer.body
+            raise
+        return link, keys, answer
 
-    def _adopt(self, link: socket.socket, local_id: int, peer: str, result: OwnerResult) -> None:
-        connection = self._open_connection(link, local_id, peer)
-        connection.begin()
+    def _adopt(
+        self, link: socket.socket, keys: ConnectionKeys, peer: str, result: OwnerResult
+    ) -> None:
+        connection = self._open_connection(link, next(self._ids), peer)
+        connection.begin(sending_key=keys.to_server, receiving_key=keys.to_client)
         connection.link.start()
         if not result.set(connection):
             connection.close("nobody waits for this connection any more")
@@ -172,43 +171,61 @@ class NixlTransport(BaseTransport[NixlConnection, NixlWorker]):
                 logger.warning("a client went away while it connected: %s", error)
                 return
             connection = self._open_connection(link, next(self._ids), str(Address(*peer)))
-            self._wait_for_hello(connection, accept)
+            ends = _ends(client=peer, server=link.getsockname())
+            self._challenge(connection, ListenerHandshake(ends), accept)
 
-    def _wait_for_hello(self, connection: NixlConnection, accept: AcceptCallback) -> None:
+    def _challenge(
+        self, connection: NixlConnection, handshake: ListenerHandshake, accept: AcceptCallback
+    ) -> None:
+        """Sends the challenge, and judges the client by its answer to it."""
         seconds = self._settings.handshake_timeout_seconds
-        timer = self._worker.call_at(
-            time.monotonic() + seconds, lambda: connection.close(f"no hello within {seconds} s")
+        failure: HandshakeFailure | None = HandshakeFailure.LOST
+
+        def on_deadline() -> None:
+            nonlocal failure
+            failure = HandshakeFailure.TIMEOUT
+            connection.close(f"no hello within {seconds} s")
+
+        def on_closed(error: TransportError | None) -> None:
+            timer.cancel()
+            if failure is not None:
+                self._on_refused(failure)
+
+        def conclude(verdict: Verdict) -> None:
+            nonlocal failure
+            failure = None
+            timer.cancel()
+            self._conclude(connection, verdict)
+
+        timer = self._worker.call_at(time.monotonic() + seconds, on_deadline)
+        connection.add_closed_callback(on_closed)
+        connection.on_bad_greeting = lambda bad: conclude(
+            refusal(HandshakeFailure.MALFORMED, f"the hello {bad}")
+        )
+        connection.link.send_raw(handshake.challenge.encode())
+        connection.link.start(
+            lambda greeting: conclude(handshake.judge(accept, greeting, connection))
         )
 
-        def on_greeting(hello: Greeting) -> None:
-            timer.cancel()
-            status, answer = judge(accept, hello, connection)
-            if status is Status.REJECTED:
-                self._reject(connection, answer)
-                return
-            self._answer(connection, status, answer)
-            connection.begin()
+    def _conclude(self, connection: NixlConnection, verdict: Verdict) -> None:
+        connection.link.send_raw(verdict.greeting.encode())
+        if verdict.keys is not None:
+            keys = verdict.keys
+            connection.begin(sending_key=keys.to_client, receiving_key=keys.to_server)
             logger.info("connection %d with %s accepted", connection.local_id, connection.peer)
-
-        def on_bad(bad: ValueError) -> None:
-            timer.cancel()
-            self._reject(connection, f"hello {bad}".encode())
-
-        connection.on_bad_greeting = on_bad
-        connection.link.start(on_greeting)
-
-    def _reject(self, connection: NixlConnection, reason: bytes) -> None:
-        words = reason.decode(errors="replace")
-        logger.info("connection with %s refused: %s", connection.peer, words)
-        self._answer(connection, Status.REJECTED, reason)
+            return
+        assert verdict.failure is not None
+        self._on_refused(verdict.failure)
+        reason = verdict.reason
+        logger.info("connection with %s refused: %s", connection.peer, reason)
         self._worker.call_at(
             time.monotonic() + _REJECTION_LINGER_SECONDS,
-            lambda: connection.close(f"refused: {words}"),
+            lambda: connection.close(f"refused: {reason}"),
         )
 
-    def _answer(self, connection: NixlConnection, status: Status, body: bytes) -> None:
-        greeting = Greeting(status=status, connection_id=connection.local_id, body=body)
-        connection.link.send_raw(greeting.encode())
+    def _on_refused(self, cause: HandshakeFailure) -> None:
+        if self._metrics is not None:
+            self._metrics.handshake_refused(TRANSPORT_NAME, cause)
 
     def _open_connection(self, link: socket.socket, local_id: int, peer: str) -> NixlConnection:
         connection = NixlConnection(
@@ -222,3 +239,18 @@ class NixlTransport(BaseTransport[NixlConnection, NixlWorker]):
         )
         self._keep(connection)
         return connection
+
+
+def _receive_greeting(link: socket.socket, deadline: float) -> Greeting:
+    """Reads one greeting from a blocking socket.
+
+    Raises:
+        OSError: the deadline passed, or the peer ended the link.
+        BadGreeting: it is none.
+    """
+    header = decode_header(receive_exactly(link, HEADER_BYTES, deadline))
+    return header.with_body(receive_exactly(link, header.body_bytes, deadline))
+
+
+def _ends(*, client: tuple[str, int], server: tuple[str, int]) -> Ends:
+    return Ends(client=str(Address(*client)), server=str(Address(*server)))

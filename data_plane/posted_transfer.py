@@ -20,7 +20,7 @@ TransferKind = Literal["offer", "put"]
 
 DATA_CHANNEL: Final = 0
 CONTROL_CHANNEL: Final = 1
-"""Messages of the transport itself: signs of life, farewells, probes."""
+"""Messages of the transport itself: a probe's."""
 
 
 class PostedTransfer:

@@ -1,7 +1,7 @@
 """The bandwidth probe of every transport: the asking side, and the responder on the owner thread.
 
-Everything travels on the connection's control channel, so a probe shares no tag with the tick's
-messages.
+A probe's messages travel on the connection's control channel, numbered through all probes of the
+connection, so they share no tag with the tick's messages or with one another.
 """
 
 from __future__ import annotations
@@ -20,39 +20,42 @@ from data_plane.base_connection import BaseConnection
 from data_plane.buffer_pool import BufferPool, PooledBuffer
 from data_plane.owner_thread import Timer
 from data_plane.posted_transfer import CONTROL_CHANNEL
-from data_plane.transport import ProbeResult, Transfer, TransferTimeout, TransportError
+from data_plane.transport import (
+    ProbeResult,
+    Transfer,
+    TransferState,
+    TransferTimeout,
+    TransportError,
+)
 
 logger = logging.getLogger(__name__)
 
-_REQUEST = struct.Struct("!QI")
+_REQUEST = struct.Struct("!QIQ")
 _MAX_REPEATS = 100_000
 _PINGS = 16
 _WINDOW = 2
 RESPONDER_TIMEOUT_SECONDS: Final = 60.0
-
-
-MAX_CONTROL_BYTES: Final = 256
-"""Longest control message of a probe."""
+_OFFERS: Final = 4
+"""On offer at a time: more than are under way."""
 
 
 class Operation(IntEnum):
-    """Tags of the control channel."""
+    """What a probe's control message says."""
 
     PING = 1
     PONG = 2
     REQUEST = 3
     ACCEPT = 4
     REFUSE = 5
-    DATA = 6
     DONE = 7
 
 
 class ProbeEndpoint:
-    """Both sides of the probe for one connection. A subclass says how the responder receives its
-    messages, and which network paths are in use.
+    """Both sides of the probe for one connection. A subclass hands it the control messages, and
+    says which network paths are in use.
 
     Args:
-        connection: takes over its control channel.
+        connection: whose probe this is; takes over its control channel.
         pool: where probe messages live, in the kind of memory that is to be measured.
         max_probe_bytes: a larger request of the peer is refused.
     """
@@ -65,6 +68,8 @@ class ProbeEndpoint:
         self._asking = threading.Lock()
         self._expecting_replies = False
         self._receive_buffer: PooledBuffer | None = None
+        self._sent = 0
+        self._next_tag = self._end_tag = 0
         self._remaining = 0
         self._abandon_timer: Timer | None = None
         connection.add_closed_callback(self._on_closed)
@@ -94,7 +99,7 @@ class ProbeEndpoint:
 
     def _measure(self, nbytes: int, repeats: int, deadline: float) -> ProbeResult:
         round_trips = [self._ping(deadline) for _ in range(_PINGS)]
-        self._send_control(Operation.REQUEST, _REQUEST.pack(nbytes, repeats))
+        self._send_control(Operation.REQUEST, _REQUEST.pack(nbytes, repeats, self._sent))
         operation, body = self._next_reply(deadline)
         if operation != Operation.ACCEPT:
             raise TransportError(
@@ -125,17 +130,18 @@ class ProbeEndpoint:
         try:
             pending: deque[Transfer] = deque()
             start = time.perf_counter()
-            for number in range(repeats):
+            for _ in range(repeats):
                 if len(pending) == _WINDOW:
                     pending.popleft().wait(self._seconds_left(deadline))
                 pending.append(
                     self._connection.put_on_channel(
                         CONTROL_CHANNEL,
-                        self._data_tag(number),
+                        self._sent,
                         buffer,
                         self._seconds_left(deadline),
                     )
                 )
+                self._sent += 1
             for transfer in pending:
                 transfer.wait(self._seconds_left(deadline))
             self._next_reply(deadline)
@@ -146,13 +152,6 @@ class ProbeEndpoint:
     def _lanes(self, deadline: float) -> tuple[str, ...]:
         """The network paths in use, if the library tells."""
         return ()
-
-    def _data_tag(self, number: int) -> int:
-        """Under which the probe's message of a number travels on the control channel."""
-        return Operation.DATA
-
-    def _expect_data(self, buffer: PooledBuffer, repeats: int) -> None:
-        """Readies the responder for so many messages into ``buffer``. Owner thread."""
 
     def _send_control(self, operation: Operation, payload: bytes) -> None:
         connection = self._connection
@@ -215,9 +214,11 @@ class ProbeEndpoint:
         """Readies the buffer that a request asks for; returns why not, or an empty string."""
         if len(body) != _REQUEST.size:
             return f"a request has {_REQUEST.size} bytes, not {len(body)}"
-        nbytes, repeats = _REQUEST.unpack(body)
+        nbytes, repeats, first_tag = _REQUEST.unpack(body)
         if not 0 < nbytes <= self._max_probe_bytes:
             return f"{nbytes} bytes asked for, max_probe_bytes={self._max_probe_bytes}"
+        if first_tag < self._end_tag or repeats > _MAX_REPEATS or first_tag > 2**32:
+            return f"{repeats} messages from number {first_tag} on"
         self._drop_receive_buffer()
         try:
             self._receive_buffer = self._pool.acquire(nbytes)
@@ -228,8 +229,24 @@ class ProbeEndpoint:
         self._abandon_timer = self._connection.worker.call_at(
             time.monotonic() + RESPONDER_TIMEOUT_SECONDS, self._drop_receive_buffer
         )
-        self._expect_data(self._receive_buffer, repeats)
+        self._next_tag, self._end_tag = first_tag, first_tag + repeats
+        for _ in range(min(repeats, _OFFERS)):
+            self._offer_next(self._receive_buffer)
         return ""
+
+    def _offer_next(self, buffer: PooledBuffer) -> None:
+        tag, self._next_tag = self._next_tag, self._next_tag + 1
+        transfer = self._connection.offer_on_channel(
+            CONTROL_CHANNEL, tag, buffer, RESPONDER_TIMEOUT_SECONDS
+        )
+        transfer.add_done_callback(lambda ended: self._on_ended(ended, buffer))
+
+    def _on_ended(self, transfer: Transfer, buffer: PooledBuffer) -> None:
+        done = transfer.state is TransferState.DONE
+        # Before the last one gives the buffer back.
+        if done and self._next_tag < self._end_tag:
+            self._offer_next(buffer)
+        self._received(done=done)
 
     def _received(self, *, done: bool) -> None:
         """One message of the probe has come, or will not. Owner thread."""

@@ -6,7 +6,12 @@ outside an offer. The shape maps to two-sided libraries (ucxx: tagged receive an
 one-sided ones (nixl: an advertised region and a WRITE with a notification).
 
 A connection belongs to one pair (client, server) of one job, so a tag only has to be unique within
-its connection. Tags are 32-bit; a tag is never used again on a connection after a failure.
+its connection. A tag is to be used once in each direction of a connection: what nobody can foretell
+the first time, the network's watchers know the second time.
+
+A connection begins with a proof. The client shows that it knows a secret, and so does the
+listener, without telling it; from then on a message belongs to its connection by a key that both
+have derived.
 
 Every transport passes ``tests/data_plane/conformance.py``.
 """
@@ -23,7 +28,7 @@ if TYPE_CHECKING:
 
     from data_plane.buffer_pool import PooledBuffer
 
-MAX_TAG = 2**32 - 1
+MAX_TAG = 2**63 - 1
 MAX_HELLO_BYTES = 64 * 1024
 
 
@@ -95,7 +100,26 @@ class ConnectFailed(TransportError):
 
 
 class HandshakeRejected(TransportError):
-    """The listening side refused the hello; the message carries its reason."""
+    """The listening side refused the hello; the message carries its reason.
+
+    Attributes:
+        proven: whether the listener has shown that it knows the secret. If not, anybody may have
+            said so: try again, and decide nothing because of it that cannot be undone.
+    """
+
+    def __init__(
+        self, message: str, *, transport: str, peer: str, hint: str = "", proven: bool = False
+    ) -> None:
+        self.proven = proven
+        super().__init__(message, transport=transport, peer=peer, hint=hint)
+
+
+class ProofFailed(ValueError):
+    """A client does not know the secret that its hello stands for."""
+
+
+class AddressesDiffer(ValueError):
+    """A client that knows the secret sees other addresses than the listener does."""
 
 
 class MessageSizeMismatch(TransportError):
@@ -248,9 +272,25 @@ class ProbeResult:
     round_trip_seconds: float
 
 
-AcceptCallback = Callable[[bytes, Connection], bytes]
-"""Called on the transport's thread with a client's hello and its connection, must not block, and
-returns the answer for the client; raises ValueError to refuse it, with the reason."""
+class Claim(Protocol):
+    """A client's hello, which is only said until it is checked."""
+
+    @property
+    def hello(self) -> bytes: ...
+
+    def check(self, secret: bytes) -> None:
+        """Returns if the client knows ``secret``.
+
+        Raises:
+            ProofFailed: it does not.
+            AddressesDiffer: it does, but address translation, or somebody, is in between.
+        """
+
+
+AcceptCallback = Callable[[Claim, Connection], bytes]
+"""Called on the transport's thread with a client's claim and its connection, must not block, checks
+the claim, and returns the answer for the client. Raises ValueError to refuse it: a reason that it
+gives before the claim is checked may be read by anybody."""
 
 
 class Transport(Protocol):
@@ -267,13 +307,17 @@ class Transport(Protocol):
         """
 
     def connect(
-        self, address: Address, hello: bytes, timeout_seconds: float
+        self, address: Address, hello: bytes, timeout_seconds: float, *, secret: bytes
     ) -> tuple[Connection, bytes]:
         """Connects, sends ``hello`` and returns the connection and the listener's answer.
 
+        Args:
+            secret: what this side and the listener know, and nobody else; it is not sent.
+
         Raises:
             ConnectFailed: nobody listens there or ``timeout_seconds`` passed.
-            HandshakeRejected: the listener refused the hello.
+            HandshakeRejected: the listener refused the hello, or cannot prove that it knows
+                ``secret``.
             ValueError: ``hello`` is longer than MAX_HELLO_BYTES.
         """
 

@@ -1,15 +1,16 @@
-"""A connection of the ucxx transport: matches arrived messages with offers.
+"""A connection of the ucxx transport: offers, puts and news, by tags that its keys make.
 
-UCX matches tags per worker, so the 64-bit wire tag starts with the receiver's id of the connection:
-``(connection id << 1 | channel) << 32 | tag``. Ids are exchanged in the handshake.
+An offer is entered with the worker's arrivals under the tag that its message will carry. News are
+the small messages of the transport itself: each direction numbers its own, and the next one is
+always expected.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import numpy as np
@@ -19,17 +20,18 @@ from ucxx._lib.arr import Array
 
 from data_plane.base_connection import MAX_FAREWELL_BYTES, BaseConnection
 from data_plane.pings import PING_TAG, PONG_TAG
-from data_plane.posted_transfer import CONTROL_CHANNEL, DATA_CHANNEL, PostedTransfer
+from data_plane.posted_transfer import DATA_CHANNEL, PostedTransfer
 from data_plane.transport import (
-    MAX_TAG,
     NetworkRestarted,
     PeerClosed,
     PeerLost,
     TransportClosed,
     TransportError,
 )
+from data_plane.ucxx_arrivals import Arrivals, MessageDropped
 from data_plane.ucxx_endpoint_query import query_endpoint
 from data_plane.ucxx_worker import UCX_ERRORS, UcxxWorker
+from data_plane.wire_tags import NEWS_CHANNEL, WireTags
 
 if TYPE_CHECKING:
     from data_plane.metrics import DataPlaneMetrics
@@ -38,26 +40,18 @@ logger = logging.getLogger(__name__)
 
 TRANSPORT_NAME: Final = "ucxx"
 
-FAREWELL_TAG: Final = 0
-"""Of the control channel: why the other side closes the connection, in words."""
+FAREWELL: Final = 0
+"""Operation of news: why the other side closes the connection, in words."""
 
-SKIP_TAG: Final = 34
-"""Of the control channel: the tag, big-endian, of a message that will not come."""
+SKIP: Final = 34
+"""Operation of news: the tag, big-endian, of a message that will not come."""
 
 _FAREWELL_SECONDS = 0.2
 _GIVE_UP_SECONDS = 1.0
-_SKIP_BYTES = 4
+_SKIP_BYTES = 8
+_MAX_NEWS_BYTES = 1 + MAX_FAREWELL_BYTES
+_MAX_SKIPPED = 16384
 _NOTHING = np.empty(0, dtype=np.uint8)
-
-
-def wire_tag(connection_id: int, channel: int, tag: int) -> int:
-    """Returns the 64-bit UCX tag."""
-    return (connection_id << 1 | channel) << 32 | tag
-
-
-def split_wire_tag(wire: int) -> tuple[int, int, int]:
-    """Returns (connection id, channel, tag)."""
-    return wire >> 33, wire >> 32 & 1, wire & MAX_TAG
 
 
 def as_ucxx_array(tensor: torch.Tensor) -> Any:
@@ -70,10 +64,13 @@ def as_ucxx_array(tensor: torch.Tensor) -> Any:
 class UcxxConnection(BaseConnection):
     """Implements ``Connection``.
 
+    Args:
+        endpoint: UCX's, connected.
+        arrivals: of the worker.
+        worker, local_id, peer, slowest_bytes_per_second, metrics: see ``BaseConnection``.
+
     Attributes:
-        local_id: the id that the peer's messages carry.
-        remote_id: the id that the peer matches by; known after the handshake.
-        on_control: receives (operation, message) of the control channel; set by the transport.
+        on_control: receives (operation, payload) of probes; set by the transport.
     """
 
     transport_name: ClassVar[str] = TRANSPORT_NAME
@@ -86,7 +83,7 @@ class UcxxConnection(BaseConnection):
         endpoint: Any,
         local_id: int,
         peer: str,
-        max_unclaimed_messages: int,
+        arrivals: Arrivals,
         slowest_bytes_per_second: float,
         metrics: DataPlaneMetrics | None,
     ) -> None:
@@ -97,19 +94,26 @@ class UcxxConnection(BaseConnection):
             slowest_bytes_per_second=slowest_bytes_per_second,
             metrics=metrics,
         )
-        self.remote_id = -1
-        self.on_control: Callable[[int, Any], None] | None = None
+        self.on_control: Callable[[int, bytes], None] | None = None
         self.endpoint: Any = endpoint
-        self._max_unclaimed_messages = max_unclaimed_messages
-        self._unclaimed: dict[int, deque[Any]] = {}
-        self._unclaimed_count = 0
+        self._arrivals = arrivals
+        self._outgoing: WireTags | None = None
+        self._incoming: WireTags | None = None
+        self._expected: set[int] = set()
+        self._news_sent = self._news_taken = 0
         self._skipped: set[int] = set()
         self._moving: set[PostedTransfer] = set()
         endpoint.set_close_callback(self._on_endpoint_lost)
 
     @property
     def greeted(self) -> bool:
-        return self.remote_id >= 0
+        return self._outgoing is not None
+
+    def begin(self, *, sending_key: bytes, receiving_key: bytes) -> None:
+        """The handshake is over: from now on messages carry tags of its keys. Owner thread."""
+        self._outgoing = WireTags(sending_key)
+        self._incoming = WireTags(receiving_key)
+        self._expect_news()
 
     @property
     def moving_bytes(self) -> int:
@@ -122,128 +126,149 @@ class UcxxConnection(BaseConnection):
         return query_endpoint(self.endpoint.handle).transports
 
     def send_control(self, operation: int, payload: bytes) -> None:
-        if self.endpoint is None:
+        if self.endpoint is None or not self.greeted:
             return
-        memory = np.frombuffer(payload, dtype=np.uint8)
-        tag = libucxx.UCXXTag(wire_tag(self.remote_id, CONTROL_CHANNEL, operation))
         try:
-            request = self.endpoint.tag_send(Array(memory), tag)
+            request, memory = self._send_news(operation, payload)
         except UCX_ERRORS as error:
             self._fail_with_ucx_error(error)
             return
         self.worker.track(request, memory, lambda error: None)
 
-    def deliver(self, channel: int, tag: int, message: Any) -> None:
-        """Takes an arrived message for this connection. Owner thread."""
+    def _send_news(self, operation: int, payload: bytes) -> tuple[Any, object]:
+        """Starts to send news; returns the request and its memory."""
+        assert self._outgoing is not None
+        memory = np.frombuffer(bytes([operation]) + payload, dtype=np.uint8)
+        wire = self._outgoing.of(NEWS_CHANNEL, self._news_sent)
+        self._news_sent += 1
+        return self.endpoint.tag_send(Array(memory), libucxx.UCXXTag(wire)), memory
+
+    def _expect_news(self) -> None:
+        """Expects the next news, and takes those that are here already."""
+        assert self._incoming is not None
+        message: Any = None
+        while not self._torn_down:
+            wire = self._incoming.of(NEWS_CHANNEL, self._news_taken)
+            self._news_taken += 1
+            message = self._expect(wire, self._take_news)
+            if message is None:
+                return
+            self._read_news(message)
+
+    def _take_news(self, wire: int, message: Any) -> None:
+        self._expected.discard(wire)
+        self._read_news(message)
+        self._expect_news()
+
+    def _read_news(self, message: Any) -> None:
         self._pings.last_heard = time.monotonic()
-        if self._torn_down:
+        length = message.length
+        if not 1 <= length <= _MAX_NEWS_BYTES:
             self.worker.discard(message)
-        elif channel == CONTROL_CHANNEL:
-            if tag == FAREWELL_TAG:
-                self._take_farewell(message)
-            elif tag == SKIP_TAG:
-                self._take_skip(message)
-            elif tag in (PING_TAG, PONG_TAG):
-                self.worker.discard(message)
-                self._pings.take(tag)
-            elif self.on_control is not None:
-                self.on_control(tag, message)
-            else:
-                self.worker.discard(message)
-        else:
-            self._deliver_data(tag, message)
+            return
+        body = np.zeros(length, dtype=np.uint8)
+        request = self.worker.ucp.tag_recv_with_handle(Array(body), message)
+
+        def on_complete(error: Exception | None) -> None:
+            if error is None and not self._torn_down:
+                raw = body.tobytes()
+                self._hear(raw[0], raw[1:])
+
+        self.worker.track(request, body, on_complete)
+
+    def _hear(self, operation: int, payload: bytes) -> None:
+        if operation == FAREWELL:
+            self.fail(self._new_error(PeerClosed, payload.decode(errors="replace")))
+        elif operation == SKIP:
+            self._take_skip(payload)
+        elif operation in (PING_TAG, PONG_TAG):
+            self._pings.take(operation)
+        elif self.on_control is not None:
+            self.on_control(operation, payload)
 
     def _say_farewell(self, reason: str) -> None:
         """Tells the peer why, then tears down; at the latest after _FAREWELL_SECONDS, since a peer
         that is stopped takes nothing."""
-        if self._torn_down or self.remote_id < 0:
+        if self._torn_down or not self.greeted:
             self._tear_down(None)
             return
         self.worker.call_at(time.monotonic() + _FAREWELL_SECONDS, lambda: self._tear_down(None))
-        memory = np.frombuffer(reason.encode()[:MAX_FAREWELL_BYTES] or b" ", dtype=np.uint8)
-        tag = libucxx.UCXXTag(wire_tag(self.remote_id, CONTROL_CHANNEL, FAREWELL_TAG))
         try:
-            request = self.endpoint.tag_send(Array(memory), tag)
+            request, memory = self._send_news(FAREWELL, reason.encode()[:MAX_FAREWELL_BYTES])
         except UCX_ERRORS:
             self._tear_down(None)
             return
         self.worker.track(request, memory, lambda error: self._tear_down(None))
 
-    def _take_farewell(self, message: Any) -> None:
-        def close(body: bytes) -> None:
-            self.fail(self._new_error(PeerClosed, body.decode(errors="replace")))
+    def _take_skip(self, payload: bytes) -> None:
+        tag = int.from_bytes(payload, "big")
+        if len(payload) == _SKIP_BYTES and not self._skip_offer(tag):
+            self._skipped.add(tag)
+            if len(self._skipped) > _MAX_SKIPPED:
+                self.fail(
+                    self._new_error(
+                        TransportError,
+                        f"{len(self._skipped)} messages were skipped that nobody has offered to "
+                        "take",
+                        hint="the peers disagree about the plan",
+                    )
+                )
 
-        self._read_control(message, range(MAX_FAREWELL_BYTES + 1), close)
-
-    def _take_skip(self, message: Any) -> None:
-        def skip(body: bytes) -> None:
-            tag = int.from_bytes(body, "big")
-            if not self._skip_offer(tag):
-                self._skipped.add(tag)
-                self._check_unclaimed()
-
-        self._read_control(message, range(_SKIP_BYTES, _SKIP_BYTES + 1), skip)
-
-    def _read_control(self, message: Any, lengths: range, then: Callable[[bytes], None]) -> None:
-        """Receives a control message of a valid length; ``then`` gets its bytes."""
-        if message.length not in lengths:
-            self.worker.discard(message)
-            return
-        body = np.zeros(max(message.length, 1), dtype=np.uint8)
-        request = self.worker.ucp.tag_recv_with_handle(Array(body), message)
-
-        def on_complete(error: Exception | None) -> None:
-            if error is None and not self._torn_down:
-                then(body.tobytes())
-
-        self.worker.track(request, body, on_complete)
+    def _skip_offer(self, tag: int) -> bool:
+        if not super()._skip_offer(tag):
+            return False
+        assert self._incoming is not None
+        wire = self._incoming.of(DATA_CHANNEL, tag)
+        self._expected.discard(wire)
+        self._arrivals.forget(wire, may_come=False)
+        return True
 
     def _send_skip(self, tag: int) -> None:
-        self.send_control(SKIP_TAG, tag.to_bytes(_SKIP_BYTES, "big"))
-
-    def _deliver_data(self, tag: int, message: Any) -> None:
-        with self._lock:
-            transfer = self._offers.pop((DATA_CHANNEL, tag), None)
-        if transfer is not None:
-            self._start_receive(transfer, message)
-            return
-        self._unclaimed.setdefault(tag, deque()).append(message)
-        self._unclaimed_count += 1
-        self._check_unclaimed()
-
-    def _check_unclaimed(self) -> None:
-        """Fails the connection if more waits for offers than a peer can have sent by the plan."""
-        waiting = self._unclaimed_count + len(self._skipped)
-        if waiting > self._max_unclaimed_messages:
-            self.fail(
-                self._new_error(
-                    TransportError,
-                    f"{waiting} messages wait for an offer, "
-                    f"max_unclaimed_messages={self._max_unclaimed_messages}",
-                    hint="the peers disagree about the plan, or receives are offered too late",
-                )
-            )
+        self.send_control(SKIP, tag.to_bytes(_SKIP_BYTES, "big"))
 
     def _accept_offer(self, transfer: PostedTransfer) -> None:
-        """Looks whether the message is here already, or will not come."""
+        """Expects the message, unless it is here already, or will not come."""
+        if self._torn_down:
+            return
         if transfer.channel == DATA_CHANNEL and transfer.tag in self._skipped:
             self._skipped.discard(transfer.tag)
-            self._skip_offer(transfer.tag)
+            super()._skip_offer(transfer.tag)
             return
-        waiting = self._unclaimed.get(transfer.tag)
-        if not waiting:
-            return
-        place = (DATA_CHANNEL, transfer.tag)
+        assert self._incoming is not None
+        wire = self._incoming.of(transfer.channel, transfer.tag)
+        message = self._expect(wire, partial(self._take_message, transfer))
+        if message is not None:
+            self._take_message(transfer, wire, message)
+
+    def _expect(self, wire: int, take: Callable[[int, Any], None]) -> Any | None:
+        """Expects a message; returns it if it is here already."""
+        try:
+            message = self._arrivals.expect(wire, partial(take, wire))
+        except MessageDropped:
+            self.fail(
+                self._new_error(
+                    PeerLost,
+                    "connection closed: a message came too long before its offer, and was dropped",
+                    hint="the receiver is overloaded, or strangers reach its data port",
+                )
+            )
+            return None
+        if message is None:
+            self._expected.add(wire)
+        return message
+
+    def _take_message(self, transfer: PostedTransfer, wire: int, message: Any) -> None:
+        self._pings.last_heard = time.monotonic()
+        self._expected.discard(wire)
+        place = (transfer.channel, transfer.tag)
         with self._lock:
             mine = self._offers.get(place) is transfer
             if mine:
                 del self._offers[place]
         if mine:
-            message = waiting.popleft()
-            self._unclaimed_count -= 1
-            if not waiting:
-                del self._unclaimed[transfer.tag]
             self._start_receive(transfer, message)
+        else:
+            self.worker.discard(message)
 
     def _start_receive(self, transfer: PostedTransfer, message: Any) -> None:
         if message.length != transfer.nbytes:
@@ -262,10 +287,11 @@ class UcxxConnection(BaseConnection):
         self._track(transfer, request, array)
 
     def _send(self, transfer: PostedTransfer) -> None:
+        assert self._outgoing is not None
         array = as_ucxx_array(transfer.buffer.tensor)
-        tag = wire_tag(self.remote_id, transfer.channel, transfer.tag)
+        wire = self._outgoing.of(transfer.channel, transfer.tag)
         try:
-            request = self.endpoint.tag_send(array, libucxx.UCXXTag(tag))
+            request = self.endpoint.tag_send(array, libucxx.UCXXTag(wire))
         except UCX_ERRORS as error:
             self._end(transfer, self._new_error(PeerLost, f"send failed: {error}"))
             self._fail_with_ucx_error(error)
@@ -317,10 +343,9 @@ class UcxxConnection(BaseConnection):
             self.worker.check_shared_memory()
         for transfer in offers:
             self._end(transfer, transfer.failure or self._later_error())
-        for waiting in self._unclaimed.values():
-            for message in waiting:
-                self.worker.discard(message)
-        self._unclaimed.clear()
+        for wire in self._expected:
+            self._arrivals.forget(wire, may_come=True)
+        self._expected.clear()
         if self._moving:
             self.worker.call_at(time.monotonic() + _GIVE_UP_SECONDS, self._give_up)
 

@@ -1,4 +1,4 @@
-"""The connecting side of the ucxx transport: hello, and the listener's answer."""
+"""The connecting side of the ucxx transport: challenge, hello, and the listener's answer."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ from typing import Any
 from ucxx._lib import libucxx
 
 from data_plane.addresses import connect_failed
-from data_plane.greeting import BadGreeting, Greeting, Status
+from data_plane.greeting import BadGreeting, Greeting
+from data_plane.handshake import ClientHandshake
 from data_plane.owner_result import OwnerResult
 from data_plane.transport import Address, HandshakeRejected, NetworkRestarted, TransportError
 from data_plane.ucxx_connection import TRANSPORT_NAME, UcxxConnection
-from data_plane.ucxx_greeting import receive_greeting, send_greeting
+from data_plane.ucxx_endpoint_query import query_endpoint
+from data_plane.ucxx_greeting import ends_of, receive_greeting, send_greeting
 from data_plane.ucxx_worker import UCX_ERRORS, UcxxWorker
 
 
@@ -33,7 +35,7 @@ class UcxxConnector:
     def start(
         self,
         ip: str,
-        hello: bytes,
+        handshake: ClientHandshake,
         deadline: float,
         open_connection: Callable[[Any, str], UcxxConnection],
     ) -> None:
@@ -53,33 +55,44 @@ class UcxxConnector:
                 self._result.set(error)
             self._give_up(connection, f"the connection ended: {error}")
 
-        def on_greeting(answer: Greeting) -> None:
+        def on_challenge(challenge: Greeting) -> None:
+            ends = ends_of(query_endpoint(connection.endpoint.handle), listening=False)
+            try:
+                hello = handshake.answer(challenge, ends)
+            except BadGreeting as bad:
+                on_bad(bad)
+                return
+            send_greeting(
+                connection, hello, on_sent=lambda: receive_greeting(connection, on_answer, on_bad)
+            )
+
+        def on_answer(answer: Greeting) -> None:
             timer.cancel()
-            self._take_answer(connection, answer)
+            self._take_answer(connection, handshake, answer)
 
         def on_bad(bad: BadGreeting) -> None:
             self._give_up(connection, f"the listener's answer {bad}")
 
         connection.add_closed_callback(on_closed)
-        send_greeting(
-            connection,
-            Greeting(status=Status.HELLO, connection_id=connection.local_id, body=hello),
-            on_sent=lambda: receive_greeting(connection, on_greeting, on_bad),
-        )
+        receive_greeting(connection, on_challenge, on_bad)
 
-    def _take_answer(self, connection: UcxxConnection, answer: Greeting) -> None:
-        if answer.status is Status.ACCEPTED:
-            connection.remote_id = answer.connection_id
-            if not self._result.set((connection, answer.body)):
-                connection.close("nobody waits for this connection any more")
-            return
-        reason = answer.body.decode(errors="replace")
-        self._result.set(
-            HandshakeRejected(
-                f"hello refused: {reason}", transport=TRANSPORT_NAME, peer=connection.peer
+    def _take_answer(
+        self, connection: UcxxConnection, handshake: ClientHandshake, greeting: Greeting
+    ) -> None:
+        try:
+            keys, answer = handshake.conclude(
+                greeting, transport=TRANSPORT_NAME, peer=connection.peer
             )
-        )
-        connection.close(f"refused by the listener: {reason}")
+        except BadGreeting as bad:
+            self._give_up(connection, f"the listener's answer {bad}")
+            return
+        except HandshakeRejected as error:
+            self._result.set(error)
+            connection.close(error.reason)
+            return
+        connection.begin(sending_key=keys.to_server, receiving_key=keys.to_client)
+        if not self._result.set((connection, answer)):
+            connection.close("nobody waits for this connection any more")
 
     def _on_deadline(self, connection: UcxxConnection) -> None:
         self._give_up(connection, "deadline passed")

@@ -1,7 +1,7 @@
 """Greetings on a ucxx connection, over UCX's stream API, which belongs to one endpoint.
 
-Tags cannot carry them: UCX matches tags per worker, and before the ids are exchanged nothing tells
-two new clients apart.
+Tags cannot carry them: UCX matches tags per worker, and before there are keys nothing tells two new
+clients apart.
 """
 
 from __future__ import annotations
@@ -13,7 +13,10 @@ import numpy as np
 from ucxx._lib.arr import Array
 
 from data_plane.greeting import HEADER_BYTES, BadGreeting, Greeting, decode_header
+from data_plane.proof import Ends
+from data_plane.transport import Address
 from data_plane.ucxx_connection import UcxxConnection
+from data_plane.ucxx_endpoint_query import EndpointInfo
 from data_plane.ucxx_worker import UCX_ERRORS
 
 logger = logging.getLogger(__name__)
@@ -38,7 +41,7 @@ def receive_greeting(
     on_bad: Callable[[BadGreeting], None],
 ) -> None:
     """Receives one greeting and calls one of the callbacks, or neither when the connection ends
-    first. Never holds more than MAX_HELLO_BYTES. Owner thread."""
+    first. Never holds more than MAX_BODY_BYTES. Owner thread."""
     head = np.zeros(HEADER_BYTES, dtype=np.uint8)
 
     def on_head(error: Exception | None) -> None:
@@ -62,6 +65,16 @@ def receive_greeting(
             _submit(connection, "stream_recv", body, on_body)
 
     _submit(connection, "stream_recv", head, on_head)
+
+
+def ends_of(info: EndpointInfo, *, listening: bool) -> Ends:
+    """Both ends of an endpoint, as this side sees them."""
+    client, server = (info.remote, info.local) if listening else (info.local, info.remote)
+    return Ends(client=_name(client), server=_name(server))
+
+
+def _name(socket_address: tuple[str, int]) -> str:
+    return str(Address(*socket_address)) if socket_address[0] else ""
 
 
 def _submit(

@@ -9,11 +9,12 @@ from typing import Any
 
 from ucxx._lib import libucxx
 
-from data_plane.greeting import BadGreeting, Greeting, Status, judge
-from data_plane.transport import AcceptCallback, Address
+from data_plane.greeting import BadGreeting, Greeting
+from data_plane.handshake import HandshakeFailure, ListenerHandshake, Verdict, refusal
+from data_plane.transport import AcceptCallback, TransportError
 from data_plane.ucxx_connection import UcxxConnection
 from data_plane.ucxx_endpoint_query import query_endpoint
-from data_plane.ucxx_greeting import receive_greeting, send_greeting
+from data_plane.ucxx_greeting import ends_of, receive_greeting, send_greeting
 from data_plane.ucxx_worker import UCX_ERRORS, UcxxWorker
 
 logger = logging.getLogger(__name__)
@@ -32,7 +33,8 @@ class UcxxListener:
         worker: drives it.
         ip: address of this machine that clients must have connected to.
         port: 0 takes any free one.
-        accept: judges each hello.
+        accept: judges each client.
+        on_refused: told of each client that is not taken in.
         open_connection: makes a connection of an endpoint and a peer's name.
         handshake_timeout_seconds: how long a client may take to say hello.
 
@@ -47,12 +49,14 @@ class UcxxListener:
         ip: str,
         port: int,
         accept: AcceptCallback,
+        on_refused: Callable[[HandshakeFailure], None],
         open_connection: Callable[[Any, str], UcxxConnection],
         handshake_timeout_seconds: float,
     ) -> None:
         self._worker = worker
         self.ip = ip
         self.accept = accept
+        self._on_refused = on_refused
         self._open_connection = open_connection
         self._handshake_timeout_seconds = handshake_timeout_seconds
         self._listener: Any = libucxx.UCXListener.create(
@@ -77,47 +81,58 @@ class UcxxListener:
             logger.warning("a client went away while it connected: %s", error)
             return
         info = query_endpoint(endpoint.handle)
-        peer = str(Address(*info.remote)) if info.remote[0] else "unknown"
-        connection = self._open_connection(endpoint, peer)
+        ends = ends_of(info, listening=True)
+        connection = self._open_connection(endpoint, ends.client or "unknown")
         if self.ip != "0.0.0.0" and info.local[0] not in ("", self.ip):
             connection.close(f"came to {info.local[0]}, listening on {self.ip} only")
             return
-        self._wait_for_hello(connection)
+        self._challenge(connection, ListenerHandshake(ends))
 
-    def _wait_for_hello(self, connection: UcxxConnection) -> None:
+    def _challenge(self, connection: UcxxConnection, handshake: ListenerHandshake) -> None:
+        """Sends the challenge, and judges the client by its answer to it."""
         seconds = self._handshake_timeout_seconds
-        timer = self._worker.call_at(
-            time.monotonic() + seconds, lambda: connection.close(f"no hello within {seconds} s")
-        )
+        failure: HandshakeFailure | None = HandshakeFailure.LOST
 
-        def on_greeting(hello: Greeting) -> None:
+        def on_deadline() -> None:
+            nonlocal failure
+            failure = HandshakeFailure.TIMEOUT
+            connection.close(f"no hello within {seconds} s")
+
+        def on_closed(error: TransportError | None) -> None:
             timer.cancel()
-            self._judge(connection, hello)
+            if failure is not None:
+                self._on_refused(failure)
+
+        def on_greeting(greeting: Greeting) -> None:
+            conclude(handshake.judge(self.accept, greeting, connection))
 
         def on_bad(bad: BadGreeting) -> None:
-            timer.cancel()
-            self._reject(connection, f"hello {bad}")
+            conclude(refusal(HandshakeFailure.MALFORMED, f"the hello {bad}"))
 
+        def conclude(verdict: Verdict) -> None:
+            nonlocal failure
+            failure = None
+            timer.cancel()
+            self._conclude(connection, verdict)
+
+        timer = self._worker.call_at(time.monotonic() + seconds, on_deadline)
+        connection.add_closed_callback(on_closed)
+        send_greeting(connection, handshake.challenge, on_sent=lambda: None)
         receive_greeting(connection, on_greeting, on_bad)
 
-    def _judge(self, connection: UcxxConnection, hello: Greeting) -> None:
-        if hello.status is Status.HELLO:
-            connection.remote_id = hello.connection_id
-        status, answer = judge(self.accept, hello, connection)
-        if status is Status.REJECTED:
-            self._reject(connection, answer.decode(errors="replace"))
+    def _conclude(self, connection: UcxxConnection, verdict: Verdict) -> None:
+        if verdict.keys is not None:
+            keys = verdict.keys
+            connection.begin(sending_key=keys.to_client, receiving_key=keys.to_server)
+            send_greeting(connection, verdict.greeting, on_sent=lambda: None)
+            logger.info("connection %d with %s accepted", connection.local_id, connection.peer)
             return
-        self._answer(connection, Status.ACCEPTED, answer)
-        logger.info("connection %d with %s accepted", connection.local_id, connection.peer)
-
-    def _reject(self, connection: UcxxConnection, reason: str) -> None:
+        assert verdict.failure is not None
+        self._on_refused(verdict.failure)
+        reason = verdict.reason
         logger.info("connection with %s refused: %s", connection.peer, reason)
-        self._answer(connection, Status.REJECTED, reason.encode())
+        send_greeting(connection, verdict.greeting, on_sent=lambda: None)
         self._worker.call_at(
             time.monotonic() + _REJECTION_LINGER_SECONDS,
             lambda: connection.close(f"refused: {reason}"),
         )
-
-    def _answer(self, connection: UcxxConnection, status: Status, body: bytes) -> None:
-        greeting = Greeting(status=status, connection_id=connection.local_id, body=body)
-        send_greeting(connection, greeting, on_sent=lambda: None)

@@ -19,15 +19,23 @@ class UcxxSettings(UcxSettings):
     """How a ``UcxxTransport`` uses UCX.
 
     Attributes:
-        max_unclaimed_messages: messages that one connection may have waiting for an offer;
-            one more fails the connection.
+        max_unclaimed_messages: messages that may wait for an offer; one more is dropped.
+        max_unclaimed_bytes: the same, of what UCX holds of them.
+        max_unclaimed_seconds: how long one may wait; then it is dropped.
         rdma: this UCX has verbs, and there is a device for them.
     """
 
     max_unclaimed_messages: int = 16384
+    max_unclaimed_bytes: int = 2**30
+    max_unclaimed_seconds: float = 600.0
     rdma: bool = False
 
-    _POSITIVE: ClassVar[tuple[str, ...]] = (*UcxSettings._POSITIVE, "max_unclaimed_messages")
+    _POSITIVE: ClassVar[tuple[str, ...]] = (
+        *UcxSettings._POSITIVE,
+        "max_unclaimed_messages",
+        "max_unclaimed_bytes",
+        "max_unclaimed_seconds",
+    )
 
     def _default_options(self) -> Mapping[str, str]:
         transports = ["posix", "tcp", "self"] if self.one_host else ["tcp", "self"]

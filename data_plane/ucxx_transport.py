@@ -6,17 +6,19 @@ opens its listeners there.
 
 from __future__ import annotations
 
+import itertools
 import logging
-import secrets
 import time
 from typing import TYPE_CHECKING, Any
 
 from data_plane.addresses import connect_failed, local_ip, resolve
 from data_plane.base_transport import COMMAND_TIMEOUT_SECONDS, BaseTransport, check_hello_length
-from data_plane.greeting import MAX_CONNECTION_ID
+from data_plane.handshake import ClientHandshake, HandshakeFailure
+from data_plane.metrics import DropCause
 from data_plane.owner_result import OwnerResult
 from data_plane.transport import AcceptCallback, Address, Connection, NetworkRestarted
-from data_plane.ucxx_connection import TRANSPORT_NAME, UcxxConnection, split_wire_tag
+from data_plane.ucxx_arrivals import Arrivals
+from data_plane.ucxx_connection import TRANSPORT_NAME, UcxxConnection
 from data_plane.ucxx_connector import UcxxConnector
 from data_plane.ucxx_listener import UcxxListener
 from data_plane.ucxx_probe import UcxxProbe
@@ -50,7 +52,18 @@ class UcxxTransport(BaseTransport[UcxxConnection, UcxxWorker]):
     ) -> None:
         self._settings = settings or UcxxSettings()
         self._listener: UcxxListener | None = None
-        worker = UcxxWorker(self._settings, self._on_message, self._start_anew)
+        self._ids = itertools.count()
+        worker = UcxxWorker(
+            self._settings, lambda message: self._arrivals.arrive(message), self._start_anew
+        )
+        self._arrivals = Arrivals(
+            discard=worker.discard,
+            call_at=worker.call_at,
+            on_dropped=self._on_dropped,
+            max_messages=self._settings.max_unclaimed_messages,
+            max_bytes=self._settings.max_unclaimed_bytes,
+            max_seconds=self._settings.max_unclaimed_seconds,
+        )
         super().__init__(worker, self._settings, metrics)
 
     def listen(self, host: str, port: int, accept: AcceptCallback) -> Address:
@@ -71,7 +84,7 @@ class UcxxTransport(BaseTransport[UcxxConnection, UcxxWorker]):
         return Address(host, bound_port)
 
     def connect(
-        self, address: Address, hello: bytes, timeout_seconds: float
+        self, address: Address, hello: bytes, timeout_seconds: float, *, secret: bytes
     ) -> tuple[Connection, bytes]:
         """See ``Transport.connect``."""
         check_hello_length(hello)
@@ -80,7 +93,8 @@ class UcxxTransport(BaseTransport[UcxxConnection, UcxxWorker]):
         ip = resolve(address, timeout_seconds, TRANSPORT_NAME)
         result = OwnerResult()
         connector = UcxxConnector(self._worker, address, result)
-        self._worker.submit(lambda: connector.start(ip, hello, deadline, self._open_connection))
+        handshake = ClientHandshake(hello, secret)
+        self._worker.submit(lambda: connector.start(ip, handshake, deadline, self._open_connection))
         try:
             # The owner thread keeps the deadline; the margin is for its answer to arrive.
             connection, answer = result.get(deadline - time.monotonic() + 1.0)
@@ -115,6 +129,7 @@ class UcxxTransport(BaseTransport[UcxxConnection, UcxxWorker]):
             ip=ip,
             port=port,
             accept=accept,
+            on_refused=self._on_refused,
             open_connection=self._open_connection,
             handshake_timeout_seconds=self._settings.handshake_timeout_seconds,
         )
@@ -142,6 +157,7 @@ class UcxxTransport(BaseTransport[UcxxConnection, UcxxWorker]):
                     hint="a process of this host died or stopped while it wrote to this one",
                 )
             )
+        self._arrivals.clear()
         self._worker.replace()
         if listener is not None:
             self._listen_again(listener, time.monotonic() + _LISTEN_AGAIN_SECONDS)
@@ -161,27 +177,24 @@ class UcxxTransport(BaseTransport[UcxxConnection, UcxxWorker]):
         connection = UcxxConnection(
             worker=self._worker,
             endpoint=endpoint,
-            local_id=self._new_connection_id(),
+            local_id=next(self._ids),
             peer=peer,
-            max_unclaimed_messages=self._settings.max_unclaimed_messages,
+            arrivals=self._arrivals,
             slowest_bytes_per_second=self._settings.slowest_bytes_per_second,
             metrics=self._metrics,
         )
         self._keep(connection)
         return connection
 
-    def _new_connection_id(self) -> int:
-        while True:
-            # Random: a stray message of an earlier connection should meet nobody.
-            candidate = secrets.randbelow(MAX_CONNECTION_ID + 1)
-            if candidate not in self._connections:
-                return candidate
+    def _close_everything(self) -> None:
+        super()._close_everything()
+        self._arrivals.clear()
 
-    def _on_message(self, message: Any) -> None:
-        connection_id, channel, tag = split_wire_tag(message.sender_tag.value)
-        connection = self._connections.get(connection_id)
-        if connection is None:
-            logger.debug("discarding %d bytes for no connection", message.length)
-            self._worker.discard(message)
-            return
-        connection.deliver(channel, tag, message)
+    def _on_dropped(self, cause: DropCause) -> None:
+        logger.debug("a message was dropped: %s", cause)
+        if self._metrics is not None:
+            self._metrics.message_dropped(TRANSPORT_NAME, cause)
+
+    def _on_refused(self, cause: HandshakeFailure) -> None:
+        if self._metrics is not None:
+            self._metrics.handshake_refused(TRANSPORT_NAME, cause)

@@ -55,6 +55,7 @@ class ServerLinks:
         transport: connects.
         options: of the session.
         make_hello: makes the first message.
+        token: gives the rank's token, which both sides prove to know.
         metrics, data_metrics: told of connections.
     """
 
@@ -63,12 +64,14 @@ class ServerLinks:
         transport: Transport,
         options: SessionOptions,
         make_hello: MakeHello,
+        token: Callable[[], bytes],
         metrics: TrainerMetrics,
         data_metrics: DataPlaneMetrics,
     ) -> None:
         self._transport = transport
         self._options = options
         self._make_hello = make_hello
+        self._token = token
         self._metrics = metrics
         self._data_metrics = data_metrics
         self._lock = threading.Lock()
@@ -140,7 +143,7 @@ class ServerLinks:
             connection = self._call(_address(server.address), hello, epoch)
         except TransportError as error:
             self._check_epoch(epoch)
-            if isinstance(error, HandshakeRejected) and "is over" in str(error):
+            if isinstance(error, HandshakeRejected) and error.proven and "is over" in str(error):
                 # The server knows of a recovery that this rank will hear of in a moment.
                 raise EpochOver(str(error)) from error
             raise ServerUnreachable(server.server_id, error) from error
@@ -158,9 +161,9 @@ class ServerLinks:
         return connection
 
     def _call(self, address: Address, hello: bytes, epoch: int) -> Connection:
-        """Connects. A server that says nothing is given up as one that answers no ping; one that
-        does not know the job yet may take longer: jobs and plans reach servers and ranks over
-        streams of their own, so a rank may be faster.
+        """Connects. A server that says nothing, or refuses without a proof that it is one of ours,
+        is given up as one that answers no ping; one that does not know the job yet may take longer:
+        jobs and plans reach servers and ranks over streams of their own, so a rank may be faster.
 
         Raises:
             TransportError: no connection.
@@ -179,11 +182,14 @@ class ServerLinks:
             tried_at = time.monotonic()
             try:
                 # In pieces, since what waits here is in the way of the next recovery.
-                return self._transport.connect(address, hello, attempt_seconds)[0]
+                connected = self._transport.connect(
+                    address, hello, attempt_seconds, secret=self._token()
+                )
+                return connected[0]
             except HandshakeRejected as error:
                 heard_at = time.monotonic()
-                late = heard_at - began > options.connect_timeout_seconds
-                if late or not _job_not_there_yet(error):
+                waits = options.connect_timeout_seconds if _job_not_there_yet(error) else patience
+                if error.proven or heard_at - began > waits:
                     raise
                 time.sleep(random.uniform(0.0, longest_pause))
                 longest_pause = min(2 * longest_pause, 1.0)

@@ -103,7 +103,12 @@ class Session:
             metrics=self._data_metrics,
         )
         self._servers = ServerLinks(
-            self._transport, options, self._make_hello, self._metrics, self._data_metrics
+            self._transport,
+            options,
+            self._make_hello,
+            lambda: self._link.token,
+            self._metrics,
+            self._data_metrics,
         )
         self._examiner = Examiner(options, self._metrics, self._link.report_lost)
         self._liveness = LivenessMonitor(
@@ -497,7 +502,6 @@ class Session:
         return data_plane_pb2.Hello(
             version=PROTOCOL_VERSION,
             job_id=self.job_id,
-            token=self._link.token,
             rank=self.options.rank,
             server_id=server.server_id,
             first_step=first_step,

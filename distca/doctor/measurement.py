@@ -13,12 +13,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 
-from data_plane.greeting import HEADER_BYTES, BadGreeting, Greeting, Status, decode_header
+from data_plane.greeting import HEADER_BYTES, BadGreeting, decode_header
 from data_plane.nixl_link import receive_exactly
 from data_plane.transport import Address, HandshakeRejected, ProbeResult, Transport
 from data_plane.transport_choice import TransportChoice
 from data_plane.transports import open_transport
-from distca.doctor.responder import ResponderSettings
+from distca.doctor.responder import OPEN_SECRET, ResponderSettings
 
 _PROBE_BYTES = {"cpu": 8 * 2**20, "cuda": 64 * 2**20}
 """Large enough for full speed, see docs/benchmarks.md; peers answer up to 64 MiB."""
@@ -49,15 +49,27 @@ def transport_of(
 
 
 def measure(
-    transport: Transport, device: str, address: Address, hello: bytes, timeout_seconds: float
+    transport: Transport,
+    device: str,
+    address: Address,
+    hello: bytes,
+    timeout_seconds: float,
+    *,
+    secret: bytes = OPEN_SECRET,
 ) -> ProbeResult:
     """What one connection to ``address`` achieves.
+
+    Args:
+        transport, device: whose buffers are measured.
+        address: the peer.
+        hello, secret: who asks, and what proves it.
+        timeout_seconds: for the whole.
 
     Raises:
         HandshakeRejected: it does not know this hello.
         TransportError: it cannot be reached, or was lost.
     """
-    connection, _ = transport.connect(address, hello, timeout_seconds)
+    connection, _ = transport.connect(address, hello, timeout_seconds, secret=secret)
     try:
         nbytes = _PROBE_BYTES[device.partition(":")[0]]
         return transport.probe(connection, nbytes, _REPEATS, timeout_seconds)
@@ -71,13 +83,15 @@ def measure_retrying(
     address: Address,
     hello: bytes,
     timeout_seconds: float,
+    *,
+    secret: bytes = OPEN_SECRET,
 ) -> ProbeResult:
     """As :func:`measure`; a server that does not know the job yet is asked again. Raises as that
     does."""
     deadline = time.monotonic() + timeout_seconds
     while True:
         try:
-            return measure(transport, device, address, hello, timeout_seconds)
+            return measure(transport, device, address, hello, timeout_seconds, secret=secret)
         except HandshakeRejected as error:
             if "unknown job" not in str(error) or time.monotonic() > deadline:
                 raise
@@ -86,12 +100,10 @@ def measure_retrying(
 
 def answers_as_nixl(address: Address) -> bool:
     """Whether what listens at ``address`` speaks the greeting of the nixl transport."""
-    odd = Greeting(status=Status.REJECTED, connection_id=0, body=b"")
     try:
         with socket.create_connection((address.host, address.port), _GREETING_SECONDS) as link:
-            link.sendall(odd.encode())
-            answer = receive_exactly(link, HEADER_BYTES, time.monotonic() + _GREETING_SECONDS)
-        decode_header(answer)
+            challenge = receive_exactly(link, HEADER_BYTES, time.monotonic() + _GREETING_SECONDS)
+        decode_header(challenge)
     except (OSError, BadGreeting):
         return False
     return True

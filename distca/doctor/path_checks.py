@@ -19,7 +19,7 @@ from distca.doctor.measurement import (
     transport_of,
 )
 from distca.doctor.pool_job import PoolJob, pool_job
-from distca.doctor.responder import HELLO, ResponderSettings
+from distca.doctor.responder import HELLO, OPEN_SECRET, ResponderSettings
 from distca.doctor.surroundings import Surroundings
 from distca.rpc_errors import RpcError
 
@@ -99,9 +99,9 @@ def ways_to_peers(around: Surroundings) -> Iterable[Finding]:
             yield failed("peers", str(error), "mend what check ucx and control-plane say first")
             return
 
-        def rate(address: Address, hello: bytes) -> ProbeResult:
+        def rate(address: Address, hello: bytes, secret: bytes = OPEN_SECRET) -> ProbeResult:
             return measure_retrying(
-                transport, settings.device, address, hello, settings.probe_seconds
+                transport, settings.device, address, hello, settings.probe_seconds, secret=secret
             )
 
         floor = settings.min_gigabytes_per_second
@@ -139,14 +139,15 @@ def _judge_server(
     server_id: str,
     text: str,
     job: PoolJob | None,
-    rate: Callable[[Address, bytes], ProbeResult],
+    rate: Callable[[Address, bytes, bytes], ProbeResult],
     floor: float,
 ) -> Finding:
     host, _, port = text.rpartition(":")
     address = Address(host.strip("[]"), int(port))
     name = f"server {server_id} at {text}"
     try:
-        result = rate(address, job.hello(server_id) if job else HELLO)
+        hello, secret = (job.hello(server_id), job.token) if job else (HELLO, OPEN_SECRET)
+        result = rate(address, hello, secret)
     except HandshakeRejected as error:
         if job is None:
             return _reached(name)

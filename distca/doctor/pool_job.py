@@ -37,12 +37,16 @@ class PoolJob:
         self._answer = answer
         self._epoch = epoch
 
+    @property
+    def token(self) -> bytes:
+        """Of the job's rank, which it proves to have."""
+        return bytes(self._answer.token)
+
     def hello(self, server_id: str) -> bytes:
         """The first message to a server."""
         message = data_plane_pb2.Hello(
             version=PROTOCOL_VERSION,
             job_id=self._answer.job_id,
-            token=self._answer.token,
             rank=0,
             server_id=server_id,
             epoch=self._epoch,

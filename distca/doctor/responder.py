@@ -10,12 +10,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 
-from data_plane.transport import Address, Connection
+from data_plane.transport import Address, Claim, Connection
 from data_plane.transports import TransportName, check_transport, open_transport
 from distca import __version__
 
 HELLO = b"distca doctor"
 """First message of a doctor; a server refuses it."""
+
+OPEN_SECRET = b"distca doctor: no secret"
+"""What doctors prove to one another. It is no secret: a responder answers whoever asks."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,8 +70,9 @@ def respond_until_signal(settings: ResponderSettings) -> Iterator[Address]:
             pass
 
 
-def _accept(hello: bytes, connection: Connection) -> bytes:
-    if hello != HELLO:
+def _accept(claim: Claim, connection: Connection) -> bytes:
+    claim.check(OPEN_SECRET)
+    if claim.hello != HELLO:
         raise ValueError("this is distca doctor --listen, which answers other doctors only")
     return json.dumps({"version": __version__}).encode()
 

@@ -5,22 +5,20 @@ from typing import ClassVar as _ClassVar, Optional as _Optional
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class Hello(_message.Message):
-    __slots__ = ("version", "job_id", "token", "rank", "server_id", "first_step", "epoch")
+    __slots__ = ("version", "job_id", "rank", "server_id", "first_step", "epoch")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     JOB_ID_FIELD_NUMBER: _ClassVar[int]
-    TOKEN_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
     SERVER_ID_FIELD_NUMBER: _ClassVar[int]
     FIRST_STEP_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     version: int
     job_id: str
-    token: bytes
     rank: int
     server_id: str
     first_step: int
     epoch: int
-    def __init__(self, version: _Optional[int] = ..., job_id: _Optional[str] = ..., token: _Optional[bytes] = ..., rank: _Optional[int] = ..., server_id: _Optional[str] = ..., first_step: _Optional[int] = ..., epoch: _Optional[int] = ...) -> None: ...
+    def __init__(self, version: _Optional[int] = ..., job_id: _Optional[str] = ..., rank: _Optional[int] = ..., server_id: _Optional[str] = ..., first_step: _Optional[int] = ..., epoch: _Optional[int] = ...) -> None: ...
 
 class Welcome(_message.Message):
     __slots__ = ("server_id", "device", "kernel")

@@ -7,7 +7,7 @@ import itertools
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -29,6 +29,7 @@ from data_plane.device_memory import DriverError
 from data_plane.transport import (
     PeerClosed,
     PeerLost,
+    ProofFailed,
     Transfer,
     TransferState,
     TransportError,
@@ -141,6 +142,18 @@ class FakeConnection:
         raise AssertionError("trainers ask servers, not the other way round")
 
 
+@dataclass(frozen=True)
+class FakeClaim:
+    """Of a client that knows ``secret``."""
+
+    hello: bytes
+    secret: bytes
+
+    def check(self, secret: bytes) -> None:
+        if secret != self.secret:
+            raise ProofFailed("the proof of the hello is wrong")
+
+
 class FailingKernel(CpuKernel):
     def forward(self, parts: Sequence[ForwardPart], scale: float) -> None:
         raise MemoryError("no memory for the scores")
@@ -171,13 +184,13 @@ class Harness:
         hello = data_plane_pb2.Hello(
             version=PROTOCOL_VERSION,
             job_id=JOB.job_id,
-            token=rank_token(JOB.verification_key, rank),
             rank=rank,
             server_id="server-0",
             first_step=first_step,
             epoch=epoch,
         )
-        self.server.accept(hello.SerializeToString(), connection)
+        claim = FakeClaim(hello.SerializeToString(), rank_token(JOB.verification_key, rank))
+        self.server.accept(claim, connection)
         return connection
 
     def add(self, step: int, epoch: int = 0) -> None:

@@ -36,6 +36,7 @@ from data_plane.transport import (
     TransportError,
 )
 from tests.data_plane.peer import FILL, PeerProcess, running_peer, steps
+from tests.data_plane.secret import SECRET, proven
 
 SIZES = [0, 1, 7, 8191, 8192, 2**20 + 3, 16 * 2**20]
 WAIT_SECONDS = 10.0
@@ -81,7 +82,7 @@ def listen(transport: Transport, accepted: list[Connection]) -> Address:
         accepted.append(connection)
         return b"welcome " + hello
 
-    return transport.listen("127.0.0.1", 0, accept)
+    return transport.listen("127.0.0.1", 0, proven(accept))
 
 
 def wait_all(transfers: list[Transfer]) -> None:
@@ -125,7 +126,7 @@ class TransportConformance:
     def pair(self, transport: Transport, server: Transport, pool: BufferPool) -> Pair:
         accepted: list[Connection] = []
         address = listen(server, accepted)
-        connection, answer = transport.connect(address, b"client", WAIT_SECONDS)
+        connection, answer = transport.connect(address, b"client", WAIT_SECONDS, secret=SECRET)
         assert answer == b"welcome client"
         return Pair(transport, server, address, connection, accepted[0], pool, accepted)
 
@@ -245,7 +246,7 @@ class TransportConformance:
         threads = [
             threading.Thread(
                 target=lambda: clients.append(
-                    pair.client.connect(pair.address, b"client", WAIT_SECONDS)[0]
+                    pair.client.connect(pair.address, b"client", WAIT_SECONDS, secret=SECRET)[0]
                 )
             )
             for _ in range(11)
@@ -275,8 +276,8 @@ class TransportConformance:
             connection.put(1, sent, WAIT_SECONDS)
             return b""
 
-        address = server.listen("127.0.0.1", 0, accept)
-        connection, _ = transport.connect(address, b"", WAIT_SECONDS)
+        address = server.listen("127.0.0.1", 0, proven(accept))
+        connection, _ = transport.connect(address, b"", WAIT_SECONDS, secret=SECRET)
         received = pool.acquire(100_000)
         connection.offer(1, received, WAIT_SECONDS).wait(WAIT_SECONDS)
         assert torch.equal(received.tensor, sent.tensor)
@@ -394,7 +395,7 @@ class TransportConformance:
     # Failures of the peer
 
     def connect_to(self, transport: Transport, peer: PeerProcess, hello: bytes) -> Connection:
-        return transport.connect(peer.address, hello, WAIT_SECONDS)[0]
+        return transport.connect(peer.address, hello, WAIT_SECONDS, secret=SECRET)[0]
 
     def test_killed_peer_is_lost_within_a_second(
         self, transport: Transport, pool: BufferPool, peer: PeerProcess
@@ -575,12 +576,12 @@ class TransportConformance:
             address = Address("127.0.0.1", unused.getsockname()[1])
         start = time.monotonic()
         with pytest.raises(ConnectFailed, match=str(address.port)):
-            transport.connect(address, b"", 5.0)
+            transport.connect(address, b"", 5.0, secret=SECRET)
         assert time.monotonic() - start < 6.0
 
     def test_host_does_not_resolve(self, transport: Transport) -> None:
         with pytest.raises(ConnectFailed, match="resolve"):
-            transport.connect(Address("no-such-host.invalid", 1), b"", 5.0)
+            transport.connect(Address("no-such-host.invalid", 1), b"", 5.0, secret=SECRET)
 
     def test_connect_to_a_stopped_peer_times_out(
         self, transport: Transport, peer: PeerProcess
@@ -588,7 +589,7 @@ class TransportConformance:
         peer.stop()
         start = time.monotonic()
         with pytest.raises(ConnectFailed):
-            transport.connect(peer.address, b"", 0.5)
+            transport.connect(peer.address, b"", 0.5, secret=SECRET)
         assert time.monotonic() - start < 2.0
 
     def test_refused_hello_carries_the_reason(
@@ -597,9 +598,9 @@ class TransportConformance:
         def accept(hello: bytes, connection: Connection) -> bytes:
             raise ValueError("job 'other' is not ours")
 
-        address = server.listen("127.0.0.1", 0, accept)
+        address = server.listen("127.0.0.1", 0, proven(accept))
         with pytest.raises(HandshakeRejected, match="job 'other' is not ours"):
-            transport.connect(address, b"", WAIT_SECONDS)
+            transport.connect(address, b"", WAIT_SECONDS, secret=SECRET)
 
     def test_faulty_accept_refuses_and_the_listener_lives(
         self, transport: Transport, server: Transport
@@ -609,33 +610,35 @@ class TransportConformance:
                 raise KeyError("a bug")
             return b"fine"
 
-        address = server.listen("127.0.0.1", 0, accept)
+        address = server.listen("127.0.0.1", 0, proven(accept))
         with pytest.raises(HandshakeRejected, match="internal error"):
-            transport.connect(address, b"first", WAIT_SECONDS)
-        assert transport.connect(address, b"second", WAIT_SECONDS)[1] == b"fine"
+            transport.connect(address, b"first", WAIT_SECONDS, secret=SECRET)
+        assert transport.connect(address, b"second", WAIT_SECONDS, secret=SECRET)[1] == b"fine"
 
     @pytest.mark.parametrize("nbytes", [0, MAX_HELLO_BYTES])
     def test_hello_and_answer_of_any_allowed_length(
         self, transport: Transport, server: Transport, nbytes: int
     ) -> None:
-        address = server.listen("127.0.0.1", 0, lambda hello, connection: hello)
+        address = server.listen("127.0.0.1", 0, proven(lambda hello, connection: hello))
         hello = bytes(pattern(nbytes, 1).tolist())
-        assert transport.connect(address, hello, WAIT_SECONDS)[1] == hello
+        assert transport.connect(address, hello, WAIT_SECONDS, secret=SECRET)[1] == hello
 
     def test_hello_too_long_is_the_callers_mistake(self, transport: Transport) -> None:
         with pytest.raises(ValueError, match=str(MAX_HELLO_BYTES)):
-            transport.connect(Address("127.0.0.1", 1), bytes(MAX_HELLO_BYTES + 1), 1.0)
+            transport.connect(
+                Address("127.0.0.1", 1), bytes(MAX_HELLO_BYTES + 1), 1.0, secret=SECRET
+            )
 
     def test_port_in_use(self, transport: Transport) -> None:
         with socket.socket() as taken:
             taken.bind(("0.0.0.0", 0))
             taken.listen()
             with pytest.raises(TransportError, match="in use"):
-                transport.listen("127.0.0.1", taken.getsockname()[1], lambda h, c: b"")
+                transport.listen("127.0.0.1", taken.getsockname()[1], proven())
 
     def test_host_of_another_machine(self, transport: Transport) -> None:
         with pytest.raises(TransportError, match=r"192\.0\.2\.1"):
-            transport.listen("192.0.2.1", 0, lambda h, c: b"")
+            transport.listen("192.0.2.1", 0, proven())
 
     def test_listener_survives_strangers(self, pair: Pair) -> None:
         """Port scanners, HTTP clients and noise on the port."""
@@ -644,7 +647,7 @@ class TransportConformance:
             with socket.create_connection(("127.0.0.1", pair.address.port)) as stranger:
                 stranger.sendall(payload)
                 time.sleep(0.02)
-        _, answer = pair.client.connect(pair.address, b"friend", WAIT_SECONDS)
+        _, answer = pair.client.connect(pair.address, b"friend", WAIT_SECONDS, secret=SECRET)
         assert answer == b"welcome friend"
 
     # Closing
@@ -692,7 +695,7 @@ class TransportConformance:
         with pytest.raises(TransportClosed):
             offer.wait(1.0)
         with pytest.raises(TransportClosed):
-            pair.client.connect(pair.address, b"", 1.0)
+            pair.client.connect(pair.address, b"", 1.0, secret=SECRET)
         eventually(lambda: pair.at_server.closed)
 
     def test_transport_closes_beside_a_stopped_peer(

@@ -20,6 +20,7 @@ import psutil
 
 from data_plane.buffer_pool import BufferPool
 from data_plane.transport import Address, Connection
+from tests.data_plane.secret import proven
 
 FILL = 7
 """Value of every byte that a peer puts."""
@@ -106,7 +107,7 @@ def serve(factory: str, pipe: Pipe) -> None:
             buffer.release()
         return b"ok"
 
-    pipe.send(transport.listen("127.0.0.1", 0, obey).port)
+    pipe.send(transport.listen("127.0.0.1", 0, proven(obey)).port)
     # Readable when the test's process closes its end, also by dying.
     pipe.poll(_LIFETIME_SECONDS)
     transport.close()

@@ -29,6 +29,7 @@ from data_plane.transport import (
 from data_plane.ucxx_settings import UcxxSettings
 from data_plane.ucxx_transport import UcxxTransport
 from tests.data_plane.conformance import eventually
+from tests.data_plane.secret import SECRET, proven
 
 QUIET_SECONDS = 0.2
 PING_SECONDS = 0.5
@@ -192,7 +193,7 @@ def serve_while_computing(pipe: Pipe) -> None:
     may; only its transport's thread is at hand."""
     sys.setswitchinterval(SWITCH_INTERVAL_SECONDS)
     transport = make_transport()
-    pipe.send(transport.listen("127.0.0.1", 0, lambda hello, connection: b"").port)
+    pipe.send(transport.listen("127.0.0.1", 0, proven()).port)
     end = time.monotonic() + _LIFETIME_SECONDS
     while time.monotonic() < end and not pipe.poll(0.0):
         sum(index * index for index in range(100_000))
@@ -220,7 +221,7 @@ def test_busy_peer_is_never_blamed_and_a_stopped_one_is_found_in_time(
     pid, address = busy_peer
     transport, pool = make_transport(), BufferPool()
     connection: Connection
-    connection, _ = transport.connect(address, b"", 10.0)
+    connection, _ = transport.connect(address, b"", 10.0, secret=SECRET)
     offer = connection.offer(1, pool.acquire(1000), 60.0)
     monitor.watch(connection)
     with pytest.raises(TransferTimeout):

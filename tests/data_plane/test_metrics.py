@@ -12,6 +12,7 @@ from data_plane.metrics import DataPlaneMetrics
 from data_plane.transport import Address, PeerLost, ProbeResult
 from data_plane.ucxx_transport import UcxxTransport
 from tests.data_plane.conformance import eventually
+from tests.data_plane.secret import SECRET, proven
 
 NAMES = {
     "distca_data_plane_buffer_pool_allocations",
@@ -20,6 +21,8 @@ NAMES = {
     "distca_data_plane_connections",
     "distca_data_plane_failures",
     "distca_data_plane_floor_bytes_per_second",
+    "distca_data_plane_handshakes_refused",
+    "distca_data_plane_messages_dropped",
     "distca_data_plane_probe_bytes_per_second",
     "distca_data_plane_receive_bytes_per_second",
     "distca_data_plane_received_bytes",
@@ -159,12 +162,12 @@ def transport(metrics: DataPlaneMetrics) -> Iterator[UcxxTransport]:
 
 
 def test_a_transport_reports(registry: CollectorRegistry, transport: UcxxTransport) -> None:
-    address: Address = transport.listen("127.0.0.1", 0, lambda hello, connection: b"")
+    address: Address = transport.listen("127.0.0.1", 0, proven())
     peer = UcxxTransport()
     try:
-        connection, _ = peer.connect(address, b"", 5.0)
+        connection, _ = peer.connect(address, b"", 5.0, secret=SECRET)
         assert value(registry, "connections", transport="ucxx") == 1
-        own, _ = transport.connect(address, b"", 5.0)
+        own, _ = transport.connect(address, b"", 5.0, secret=SECRET)
         own.put(1, BufferPool().acquire(300), 5.0).wait(5.0)
         labels = {"peer": str(address), "transport": "ucxx"}
         assert value(registry, "sent_bytes_total", **labels) == 300

@@ -25,6 +25,7 @@ from data_plane.transport import (
 from data_plane.ucxx_settings import UcxxSettings
 from data_plane.ucxx_transport import UcxxTransport
 from tests.data_plane.peer import PeerProcess, running_peer, steps
+from tests.data_plane.secret import SECRET, proven
 
 LARGE = 2**26
 """A message of so many bytes is copied for tens of milliseconds, slot by slot."""
@@ -47,7 +48,7 @@ class Victim:
         self.registry = CollectorRegistry()
         self.transport = UcxxTransport(UcxxSettings(one_host=True), DataPlaneMetrics(self.registry))
         self.accepted: list[Connection] = []
-        self.address = self.transport.listen("127.0.0.1", 0, self._accept)
+        self.address = self.transport.listen("127.0.0.1", 0, proven(self._accept))
 
     def _accept(self, hello: bytes, connection: Connection) -> bytes:
         self.accepted.append(connection)
@@ -71,7 +72,7 @@ def reach(victim: UcxxTransport, peer: PeerProcess, seconds: float) -> Connectio
     deadline = time.monotonic() + seconds
     while True:
         try:
-            return victim.connect(peer.address, b"", 0.5)[0]
+            return victim.connect(peer.address, b"", 0.5, secret=SECRET)[0]
         except (ConnectFailed, NetworkRestarted):
             if time.monotonic() > deadline:
                 raise
@@ -91,8 +92,8 @@ def make_deaf(victim: UcxxTransport, writer: PeerProcess, healthy: PeerProcess) 
     gets through."""
     pool = BufferPool()
     for tag in range(TRIES):
-        stream, _ = victim.connect(writer.address, steps(("put", tag, LARGE)), 5.0)
-        other = victim.connect(healthy.address, b"", 5.0)[0]
+        stream, _ = victim.connect(writer.address, steps(("put", tag, LARGE)), 5.0, secret=SECRET)
+        other = victim.connect(healthy.address, b"", 5.0, secret=SECRET)[0]
         transfer = stream.offer(tag, pool.acquire(LARGE), 30.0)
         time.sleep(0.002 + 0.0005 * (tag % 20))
         writer.stop()
@@ -124,7 +125,7 @@ def test_whoever_listened_listens_again_on_the_same_port(victim: Victim) -> None
         reach(victim.transport, healthy, 5.0)
     client = one_host()
     try:
-        connection, answer = client.connect(victim.address, b"hello", 5.0)
+        connection, answer = client.connect(victim.address, b"hello", 5.0, secret=SECRET)
         assert answer == b"welcome"
         arrived = threading.Event()
         pool = BufferPool()
@@ -149,8 +150,8 @@ def test_a_stopped_peer_takes_nobody_along(victim: Victim) -> None:
 
 def test_a_death_between_slots_costs_no_connection(victim: Victim) -> None:
     with running_peer(FACTORY) as idle, running_peer(FACTORY) as healthy:
-        victim.transport.connect(idle.address, b"", 5.0)
-        other = victim.transport.connect(healthy.address, b"", 5.0)[0]
+        victim.transport.connect(idle.address, b"", 5.0, secret=SECRET)
+        other = victim.transport.connect(healthy.address, b"", 5.0, secret=SECRET)[0]
         idle.kill()
         time.sleep(1.0)
         assert hears(victim.transport, other)
@@ -161,7 +162,7 @@ def test_address_of_the_listener_is_free_after_close(victim: Victim) -> None:
     victim.transport.close()
     again = one_host()
     try:
-        assert again.listen("127.0.0.1", victim.address.port, lambda hello, peer: b"") == Address(
+        assert again.listen("127.0.0.1", victim.address.port, proven()) == Address(
             "127.0.0.1", victim.address.port
         )
     finally:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 
@@ -22,6 +23,7 @@ from data_plane.transport import (
     MessageSizeMismatch,
     PeerLost,
     ProbeResult,
+    ProofFailed,
     Transfer,
     TransferState,
     TransferTimeout,
@@ -185,6 +187,18 @@ class LoopbackConnection:
             callback(error)
 
 
+@dataclass(frozen=True)
+class LoopbackClaim:
+    """Of a client that knows ``secret``."""
+
+    hello: bytes
+    secret: bytes
+
+    def check(self, secret: bytes) -> None:
+        if secret != self.secret:
+            raise ProofFailed("the proof of the hello is wrong")
+
+
 class LoopbackTransport:
     """Listens on names; connects to whatever listens in the same process."""
 
@@ -200,7 +214,7 @@ class LoopbackTransport:
         return address
 
     def connect(
-        self, address: Address, hello: bytes, timeout_seconds: float
+        self, address: Address, hello: bytes, timeout_seconds: float, *, secret: bytes
     ) -> tuple[LoopbackConnection, bytes]:
         accept = self._listeners.get(str(address))
         if accept is None:
@@ -208,7 +222,7 @@ class LoopbackTransport:
         near, far = LoopbackConnection(str(address)), LoopbackConnection("client")
         near.other, far.other = far, near
         try:
-            return near, accept(hello, far)
+            return near, accept(LoopbackClaim(hello, secret), far)
         except ValueError as error:
             near.closed = far.closed = True
             raise HandshakeRejected(str(error), transport=NAME, peer=str(address)) from error

@@ -15,17 +15,17 @@ from contextlib import contextmanager, suppress
 
 import grpc
 
-from data_plane.greeting import BadGreeting, decode_header
-from data_plane.transport import MAX_HELLO_BYTES, Address, TransportError
+from data_plane.greeting import HEADER_BYTES, MAX_BODY_BYTES, BadGreeting, decode_header
+from data_plane.transport import Address, TransportError
 from data_plane.ucxx_settings import UcxxSettings
 from data_plane.ucxx_transport import UcxxTransport
-from distca.tokens import JOB_TOKEN_KEY
+from distca.tokens import JOB_TOKEN_KEY, rank_token
 from tests.control_plane.service_harness import client_of, job_spec, rank_manifest, running
-from tests.data_plane.test_ucxx_handshake import MAGIC, RawClient
+from tests.data_plane.test_ucxx_handshake import MAGIC, RawClient, greeting
 from tests.fuzz.codec import N_RANKS
 from tests.fuzz.control_plane import BUGS, REQUESTS, template
 from tests.fuzz.mutation import mutated_bytes, mutated_raw, random_bytes
-from tests.fuzz.ticks import Served
+from tests.fuzz.ticks import KEY, Served
 
 CALL_SECONDS = 10.0
 """A call that takes longer is a hang."""
@@ -118,14 +118,14 @@ class GreetingTarget:
 
 
 def _header(rng: random.Random) -> str:
-    raw = struct.pack("!8sIII", MAGIC, rng.choice((0, 1, 2**31)), rng.randrange(4), 40)
-    raw = mutated_bytes(raw, rng)[:20].ljust(20, b"\0")
+    raw = struct.pack("!8sII", MAGIC, rng.randrange(6), 40)
+    raw = mutated_bytes(raw, rng)[:HEADER_BYTES].ljust(HEADER_BYTES, b"\0")
     try:
         header = decode_header(raw)
     except BadGreeting:
         return "refused"
     assert raw.startswith(MAGIC)
-    assert header.body_bytes <= MAX_HELLO_BYTES
+    assert header.body_bytes <= MAX_BODY_BYTES
     return "accepted"
 
 
@@ -158,15 +158,16 @@ def _ucx_case(
     if choice < 0.3:
         _send_garbage(address.host, address.port, random_bytes(rng, 2000))
         return "garbage"
-    hello = served.hello("attacked", rng.randrange(N_RANKS), epoch=0)
+    rank = rng.randrange(N_RANKS)
+    hello = served.hello("attacked", rank, epoch=0)
     raw = mutated_raw(hello, rng)
     if choice < 0.6:
         client = RawClient(address)
-        header = struct.pack("!8sIII", MAGIC, 1, 0, len(raw))
-        client.send(mutated_bytes(header + raw, rng) or b"\0")
+        proven = bytes(64) + b"\0\0" + raw
+        client.send(mutated_bytes(greeting(1, proven), rng) or b"\0")
         return "raw greeting"
     try:
-        connection, _ = transport.connect(address, raw, 5.0)
+        connection, _ = transport.connect(address, raw, 5.0, secret=rank_token(KEY, rank))
     except (TransportError, ValueError):
         return "refused"
     buffer = served.pool.acquire(rng.randrange(70_000))
@@ -182,6 +183,6 @@ def _connects(served: Served, transport: UcxxTransport, address: Address) -> Non
     served.open_attacked_job()
     began = time.monotonic()
     hello = served.hello("attacked", 0, epoch=0).SerializeToString()
-    connection, _ = transport.connect(address, hello, 5.0)
+    connection, _ = transport.connect(address, hello, 5.0, secret=rank_token(KEY, 0))
     assert time.monotonic() - began < 5.0
     connection.close()

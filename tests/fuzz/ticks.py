@@ -84,15 +84,17 @@ class Served:
         return data_plane_pb2.Hello(
             version=PROTOCOL_VERSION,
             job_id=job,
-            token=rank_token(KEY, rank),
             rank=rank,
             server_id=SERVER,
             first_step=first_step,
             epoch=epoch,
         )
 
-    def connect(self, hello: bytes) -> LoopbackConnection:
-        connection, welcome = self.transport.connect(self.address, hello, 1.0)
+    def connect(self, hello: bytes, rank: int) -> LoopbackConnection:
+        """Connects as somebody who has the token of ``rank``, whatever the hello says."""
+        connection, welcome = self.transport.connect(
+            self.address, hello, 1.0, secret=rank_token(KEY, rank)
+        )
         assert data_plane_pb2.Welcome.FromString(welcome).server_id == SERVER
         return connection
 
@@ -117,7 +119,7 @@ class Served:
         self.server.add_plan("honest", plan, forward_only=False)
         ranks, reference = make_documents(plan.manifest)
         lines = [
-            self.connect(self.hello("honest", rank, epoch=0).SerializeToString())
+            self.connect(self.hello("honest", rank, epoch=0).SerializeToString(), rank)
             for rank in range(2)
         ]
         self.connections += lines
@@ -190,28 +192,29 @@ def _case(served: Served, rng: random.Random) -> str:
 
 def _hello(served: Served, rng: random.Random) -> str:
     served.connections = [c for c in served.connections if not c.closed]
+    rank = rng.randrange(N_RANKS)
     hello = served.hello(
         "attacked",
-        rng.randrange(N_RANKS),
+        rank,
         epoch=served.epoch,
         first_step=rng.choice((0, served.step, served.step + 1)),
     )
     raw = hello.SerializeToString() if rng.random() < 0.15 else mutated_raw(hello, rng)
     try:
-        connection = served.connect(raw)
+        connection = served.connect(raw, rank)
     except HandshakeRejected:
         return "hello refused"
     served.connections.append(connection)
     if len(served.connections) > MAX_CONNECTIONS:
         served.connections.pop(rng.randrange(MAX_CONNECTIONS)).close()
-    _check_accepted(raw, served)
+    _check_accepted(raw, rank, served)
     return "hello accepted"
 
 
-def _check_accepted(raw: bytes, served: Served) -> None:
-    """Only who shows a rank's own token gets in."""
+def _check_accepted(raw: bytes, rank: int, served: Served) -> None:
+    """Only who knows a rank's own token gets in as that rank."""
     hello = data_plane_pb2.Hello.FromString(raw)
-    assert hello.token == rank_token(KEY, hello.rank)
+    assert hello.rank == rank
     assert (hello.version, hello.server_id) == (PROTOCOL_VERSION, SERVER)
     assert hello.job_id == "attacked"
     _note_epoch(served)
@@ -286,8 +289,9 @@ def _message(served: Served, rng: random.Random) -> str:
 
 
 def _honest_connection(served: Served, rng: random.Random) -> LoopbackConnection:
-    hello = served.hello("attacked", rng.randrange(N_RANKS), epoch=served.epoch)
-    connection = served.connect(hello.SerializeToString())
+    rank = rng.randrange(N_RANKS)
+    hello = served.hello("attacked", rank, epoch=served.epoch)
+    connection = served.connect(hello.SerializeToString(), rank)
     served.connections.append(connection)
     return connection
 

@@ -13,13 +13,17 @@ import pytest
 import torch
 
 from data_plane.buffer_pool import BufferPool
+from data_plane.frame_mac import MAC_BYTES, FrameMac
 from data_plane.greeting import HEADER_BYTES, Greeting, Status, decode_header
+from data_plane.handshake import ClientHandshake
 from data_plane.nixl_connection import NixlConnection
 from data_plane.nixl_link import MAX_FRAME_BYTES
 from data_plane.nixl_settings import NixlSettings
 from data_plane.nixl_transport import NixlTransport
+from data_plane.proof import Ends
 from data_plane.transport import Address, Connection, TransportError
 from tests.data_plane.conformance import eventually, listen, pattern
+from tests.data_plane.secret import SECRET, proven
 
 pytestmark = pytest.mark.nixl
 
@@ -62,7 +66,7 @@ def test_memory_that_comes_back_as_another_block_is_never_mixed_up(
     address: Address, accepted: list[Connection], peer: NixlTransport
 ) -> None:
     """Peers keep the metadata of the blocks before for the same addresses."""
-    connection, _ = peer.connect(address, b"", 5.0)
+    connection, _ = peer.connect(address, b"", 5.0, secret=SECRET)
     slab, sending = Slab(2**21), BufferPool()
     for number, nbytes in enumerate((2**20, 3 * 2**17, 2**20, 100_000, 2**20 - 1)):
         # A pool of its own for each size: the one before gives its block back.
@@ -84,7 +88,7 @@ def test_memory_is_registered_once(
     accepted: list[Connection],
     peer: NixlTransport,
 ) -> None:
-    connection, _ = peer.connect(address, b"", 5.0)
+    connection, _ = peer.connect(address, b"", 5.0, secret=SECRET)
     pool = BufferPool()
     with caplog.at_level(logging.DEBUG, "data_plane.nixl_agent"):
         for tag in range(10):
@@ -100,7 +104,7 @@ def test_memory_is_registered_once(
 def test_too_many_unclaimed_offers_end_the_connection(
     address: Address, accepted: list[Connection], peer: NixlTransport
 ) -> None:
-    connection, _ = peer.connect(address, b"", 5.0)
+    connection, _ = peer.connect(address, b"", 5.0, secret=SECRET)
     ended: list[TransportError | None] = []
     accepted[0].add_closed_callback(ended.append)
     pool = BufferPool()
@@ -111,36 +115,60 @@ def test_too_many_unclaimed_offers_end_the_connection(
     eventually(lambda: connection.closed)
 
 
-def greeted(address: Address) -> socket.socket:
-    """A stranger that knows the greeting, and nothing else."""
-    link = socket.create_connection((address.host, address.port), 5.0)
-    link.sendall(Greeting(status=Status.HELLO, connection_id=1, body=b"").encode())
-    answer = decode_header(link.recv(HEADER_BYTES, socket.MSG_WAITALL))
-    assert answer.status is Status.ACCEPTED
-    link.recv(answer.body_bytes, socket.MSG_WAITALL)
-    return link
+class Peer:
+    """A client that proves itself, and then sends what no transport of ours would."""
+
+    def __init__(self, address: Address) -> None:
+        self.link = socket.create_connection((address.host, address.port), 5.0)
+        handshake = ClientHandshake(b"", SECRET)
+        ends = Ends(client="", server="")
+        self.link.sendall(handshake.answer(self._receive(), ends).encode())
+        self._keys, _ = handshake.conclude(self._receive(), transport="nixl", peer="test")
+        self._sending = FrameMac(self._keys.to_server)
+
+    def __enter__(self) -> Peer:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.link.close()
+
+    def send(self, head: bytes, payload: bytes = b"") -> None:
+        """Sends a frame with the code that belongs to it."""
+        self.link.sendall(head + self._sending.next(head, payload) + payload)
+
+    def _receive(self) -> Greeting:
+        header = decode_header(self.link.recv(HEADER_BYTES, socket.MSG_WAITALL))
+        return header.with_body(self.link.recv(header.body_bytes, socket.MSG_WAITALL))
+
+
+def offer_frame(region: int) -> tuple[bytes, bytes]:
+    payload = struct.pack("!BQIQQi", 0, 1, region, 4096, 100, 0)
+    return struct.pack("!BI", 2, len(payload)), payload
+
+
+PLACE = struct.pack("!BQ", 0, 1)
 
 
 @pytest.mark.parametrize(
-    "raw",
+    ("head", "payload"),
     [
-        struct.pack("!BI", 99, 0),
-        struct.pack("!BI", 1, MAX_FRAME_BYTES + 1),
-        struct.pack("!BI", 2, 3) + b"abc",
-        struct.pack("!BIBIIQQI", 2, 29, 0, 1, 7, 4096, 100, 0),
-        struct.pack("!BIBI", 3, 5, 0, 1),
-        struct.pack("!BIBI", 4, 5, 0, 1),
-        struct.pack("!BI", 6, 1) + b"x",
+        (struct.pack("!BI", 99, 0), b""),
+        (struct.pack("!BI", 1, MAX_FRAME_BYTES + 1), b""),
+        (struct.pack("!BI", 2, 3), b"abc"),
+        offer_frame(7),
+        (struct.pack("!BI", 3, len(PLACE)), PLACE),
+        (struct.pack("!BI", 4, len(PLACE)), PLACE),
+        (struct.pack("!BI", 6, 1), b"x"),
     ],
     ids=["kind", "length", "short offer", "unknown region", "begin", "done", "short control"],
 )
 def test_frames_that_make_no_sense_end_the_connection(
-    address: Address, accepted: list[Connection], raw: bytes
+    address: Address, accepted: list[Connection], head: bytes, payload: bytes
 ) -> None:
-    with greeted(address) as link:
+    with Peer(address) as peer:
         ended: list[TransportError | None] = []
         accepted[0].add_closed_callback(ended.append)
-        link.sendall(raw)
+        peer.send(head, payload)
         eventually(lambda: len(ended) == 1)
         assert "another protocol" in str(ended[0])
 
@@ -149,18 +177,42 @@ def test_damaged_metadata_ends_the_connection_not_the_process(
     address: Address, accepted: list[Connection]
 ) -> None:
     pool = BufferPool()
-    with greeted(address) as link:
+    with Peer(address) as peer:
         put = accepted[0].put(1, pool.acquire(100), 5.0)
-        link.sendall(struct.pack("!BII", 1, 4 + 20, 7) + b"not metadata at all!")
-        link.sendall(struct.pack("!BIBIIQQI", 2, 29, 0, 1, 7, 4096, 100, 0))
+        metadata = struct.pack("!I", 7) + b"not metadata at all!"
+        peer.send(struct.pack("!BI", 1, len(metadata)), metadata)
+        peer.send(*offer_frame(7))
         with pytest.raises(TransportError, match="cannot write"):
             put.wait(5.0)
         eventually(lambda: accepted[0].closed)
 
 
+@pytest.mark.parametrize("forgery", ["made up", "changed", "sent twice", "sent back"])
+def test_a_frame_without_the_connections_key_is_not_taken(
+    address: Address, accepted: list[Connection], forgery: str
+) -> None:
+    pool = BufferPool()
+    with Peer(address) as peer:
+        offer = accepted[0].offer(1, pool.acquire(0), 5.0)
+        head, done = struct.pack("!BI", 4, len(PLACE)), PLACE
+        ping = struct.pack("!BI", 6, 4), struct.pack("!I", 32)
+        if forgery == "made up":
+            peer.link.sendall(head + bytes(MAC_BYTES) + done)
+        elif forgery == "changed":
+            other = struct.pack("!BQ", 0, 2)
+            peer.link.sendall(head + FrameMac(peer._keys.to_server).next(head, other) + done)
+        elif forgery == "sent twice":
+            mac = FrameMac(peer._keys.to_server).next(*ping)
+            peer.link.sendall((ping[0] + mac + ping[1]) * 2)
+        else:
+            peer.link.sendall(head + FrameMac(peer._keys.to_client).next(head, done) + done)
+        with pytest.raises(TransportError, match="without the right code"):
+            offer.wait(5.0)
+
+
 def test_children_do_not_hold_a_link_up(address: Address, peer: NixlTransport) -> None:
     """A forked child would keep the socket open after this process has ended."""
-    connection, _ = peer.connect(address, b"", 5.0)
+    connection, _ = peer.connect(address, b"", 5.0, secret=SECRET)
     assert isinstance(connection, NixlConnection)
     link = connection.link._socket
     assert link is not None
@@ -215,10 +267,15 @@ def test_a_refused_peer_is_not_listened_to(peer: NixlTransport) -> None:
         refused.append(connection)
         raise ValueError("not today")
 
-    address = peer.listen("127.0.0.1", 0, accept)
+    address = peer.listen("127.0.0.1", 0, proven(accept))
     with socket.create_connection((address.host, address.port), 5.0) as link:
-        hello = Greeting(status=Status.HELLO, connection_id=1, body=b"").encode()
-        link.sendall(hello + struct.pack("!BII", 1, 4 + 20, 7) + b"not metadata at all!")
+        handshake = ClientHandshake(b"", SECRET)
+        challenge = decode_header(link.recv(HEADER_BYTES, socket.MSG_WAITALL))
+        nonce = link.recv(challenge.body_bytes, socket.MSG_WAITALL)
+        hello = handshake.answer(challenge.with_body(nonce), Ends(client="", server=""))
+        metadata = struct.pack("!I", 7) + b"not metadata at all!"
+        frame = struct.pack("!BI", 1, len(metadata)) + bytes(MAC_BYTES) + metadata
+        link.sendall(hello.encode() + frame)
         answer = decode_header(link.recv(HEADER_BYTES, socket.MSG_WAITALL))
         assert answer.status is Status.REJECTED
         assert b"not today" in link.recv(answer.body_bytes, socket.MSG_WAITALL)

@@ -109,28 +109,29 @@ def test_only_a_jobs_own_ranks_reach_its_ticks(cluster: SecureCluster) -> None:
             job_id, token = ours.sessions[0].job_id, ours.sessions[0]._link.token
             ours.run(manifests())
 
-            def hello(**changes: Any) -> bytes:
+            def connect(secret: bytes = token, **changes: Any) -> None:
                 fields: dict[str, Any] = {
                     "version": PROTOCOL_VERSION,
                     "job_id": job_id,
-                    "token": token,
                     "rank": 0,
                     "server_id": "node-0",
                     **changes,
                 }
-                return bytes(data_plane_pb2.Hello(**fields).SerializeToString())
+                hello = data_plane_pb2.Hello(**fields).SerializeToString()
+                transport.connect(address, hello, 5.0, secret=secret)
 
             for changes, why in (
-                ({"token": b""}, "wrong token"),
-                ({"token": bytes(36)}, "wrong token"),
-                ({"token": others.sessions[0]._link.token}, "wrong token"),
+                ({"secret": b""}, "wrong token"),
+                ({"secret": bytes(36)}, "wrong token"),
+                ({"secret": others.sessions[0]._link.token}, "wrong token"),
                 ({"rank": 1}, "wrong token for rank 1"),
-                ({"token": old_token}, "wrong token"),
-                ({"job_id": old_job, "token": old_token}, "unknown job"),
+                ({"secret": old_token}, "wrong token"),
+                ({"job_id": old_job, "secret": old_token}, "unknown job"),
                 ({"job_id": others.sessions[0].job_id}, "wrong token"),
             ):
-                with pytest.raises(HandshakeRejected, match=why):
-                    transport.connect(address, hello(**changes), 5.0)
+                with pytest.raises(HandshakeRejected, match=why) as refused:
+                    connect(**changes)
+                assert not refused.value.proven
             # The refused have disturbed nobody.
             ours.check(manifests())
     finally:

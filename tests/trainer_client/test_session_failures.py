@@ -205,34 +205,35 @@ def test_no_control_plane_is_told_soon(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"token": b"guessed"}, "wrong token"),
+        ({"secret": b"guessed"}, "wrong token"),
         ({"job_id": "other"}, "unknown job"),
         ({"server_id": "node-9"}, "not 'node-9'"),
+        ({"server_id": "node-9", "secret": b"guessed"}, "not 'node-9'"),
         ({"rank": 3}, "wrong token for rank 3"),
         ({"version": 99}, "version 99"),
     ],
 )
 def test_a_stranger_gets_no_connection(
-    pool_of_four: Cluster, change: dict[str, object], reason: str
+    pool_of_four: Cluster, change: dict[str, Any], reason: str
 ) -> None:
     host, _, port = pool_of_four.processes[1].addresses["data"].rpartition(":")
     transport = UcxxTransport(UcxxSettings(one_host=True))
     try:
         with Team(pool_of_four, 1, SHAPE, placement="pool") as team:
             link = team.sessions[0]._link
+            secret = change.get("secret", link.token)
             fields: dict[str, Any] = {
                 "version": PROTOCOL_VERSION,
                 "job_id": link.job_id,
-                "token": link.token,
                 "rank": 0,
                 "server_id": "node-0",
-                **change,
+                **{name: value for name, value in change.items() if name != "secret"},
             }
             hello = data_plane_pb2.Hello(**fields).SerializeToString()
             with pytest.raises(HandshakeRejected, match=reason):
-                transport.connect(Address(host, int(port)), hello, 5.0)
+                transport.connect(Address(host, int(port)), hello, 5.0, secret=secret)
             with pytest.raises(HandshakeRejected, match="hello"):
-                transport.connect(Address(host, int(port)), b"\xff\xfe garbage", 5.0)
+                transport.connect(Address(host, int(port)), b"\xff\xfe garbage", 5.0, secret=secret)
     finally:
         transport.close()
 
