@@ -26,12 +26,13 @@ from rich.table import Table
 from ucxx._lib import libucxx
 
 from data_plane.buffer_pool import BufferPool, PooledBuffer, device_allocator
-from data_plane.transport import Address, Connection
+from data_plane.transport import Address, Claim, Connection
 from data_plane.ucxx_connection import as_ucxx_array
 from data_plane.ucxx_settings import UcxxSettings
 from data_plane.ucxx_transport import UcxxTransport
 
 WAIT_SECONDS = 60.0
+_SECRET = b"benchmark"
 ANSWER_TAG = 2**31
 HELLO_TAG = ANSWER_TAG + 1
 
@@ -130,7 +131,8 @@ def serve(pipe: Pipe, settings: UcxxSettings) -> None:
     pool = BufferPool(device_allocator(settings.device))
     accepted: list[Connection] = []
 
-    def accept(hello: bytes, connection: Connection) -> bytes:
+    def accept(claim: Claim, connection: Connection) -> bytes:
+        claim.check(_SECRET)
         accepted.append(connection)
         return b""
 
@@ -198,7 +200,9 @@ def measure(
         raw_port, port = pipe.recv()
         raw = RawSide(settings)
         raw.connect(raw_port)
-        connection, _ = transport.connect(Address("127.0.0.1", port), b"", WAIT_SECONDS)
+        connection, _ = transport.connect(
+            Address("127.0.0.1", port), b"", WAIT_SECONDS, secret=_SECRET
+        )
         pool = BufferPool(device_allocator(settings.device))
         results = []
         for message_bytes in sizes:

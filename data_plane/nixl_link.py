@@ -216,7 +216,7 @@ class NixlLink:
             raise BadFrame(f"kind {kind}, {length} bytes")
         mac_at = begin + _FRAME.size
         payload_at = mac_at + MAC_BYTES
-        end = payload_at + length
+        end = payload_at + int(length)
         if len(self._incoming) < end:
             return 0
         head = bytes(self._incoming[begin:mac_at])

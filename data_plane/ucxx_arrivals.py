@@ -1,8 +1,8 @@
 """Which messages a UCX worker expects, by their tags on the wire, and those that nobody expects.
 
 A message may come before its offer, and then nothing tells whose it is, or whether a stranger sent
-it. It waits in a place that has an end, in number, bytes and time; what it has no room for is
-dropped and counted, and closes nobody's connection. Only when an offer comes for a message that was
+it. It waits in a place that has an end, in number, bytes and time; beyond, the oldest are
+dropped and counted, which closes nobody's connection. Only when an offer comes for a message that was
 dropped, the connection of that offer fails.
 """
 
@@ -106,13 +106,13 @@ class Arrivals:
             self._drop(message, DropCause.LATE)
         elif wire in self._waiting:
             self._drop(message, DropCause.UNEXPECTED)
-        elif self._has_room_for(message):
+        else:
             self._waiting[wire] = (time.monotonic(), message)
             self._waiting_bytes += _held_bytes(message)
+            # The oldest, so that a flood is over when it ends.
+            while self._is_full():
+                self._give_up(next(iter(self._waiting)), DropCause.NO_ROOM)
             self._sweep_later()
-        else:
-            _remember(self._dropped, wire)
-            self._drop(message, DropCause.NO_ROOM)
 
     def clear(self) -> None:
         """Frees what waits. The worker ends, or has lost its peers."""
@@ -120,11 +120,15 @@ class Arrivals:
         for _, message in waiting.values():
             self._discard(message)
 
-    def _has_room_for(self, message: Any) -> bool:
-        return (
-            len(self._waiting) < self._max_messages
-            and self._waiting_bytes + _held_bytes(message) <= self._max_bytes
-        )
+    def _is_full(self) -> bool:
+        return len(self._waiting) > self._max_messages or self._waiting_bytes > self._max_bytes
+
+    def _give_up(self, wire: int, cause: DropCause) -> None:
+        """Drops a message that waits."""
+        _, message = self._waiting.pop(wire)
+        self._waiting_bytes -= _held_bytes(message)
+        _remember(self._dropped, wire)
+        self._drop(message, cause)
 
     def _drop(self, message: Any, cause: DropCause) -> None:
         self._discard(message)
@@ -139,13 +143,10 @@ class Arrivals:
     def _sweep(self) -> None:
         self._sweeping = False
         limit = time.monotonic() - self._max_seconds
-        for wire, (arrived_at, message) in list(self._waiting.items()):
+        for wire, (arrived_at, _) in list(self._waiting.items()):
             if arrived_at > limit:
                 break
-            del self._waiting[wire]
-            self._waiting_bytes -= _held_bytes(message)
-            _remember(self._dropped, wire)
-            self._drop(message, DropCause.UNEXPECTED)
+            self._give_up(wire, DropCause.UNEXPECTED)
         self._sweep_later()
 
 

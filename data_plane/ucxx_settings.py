@@ -19,7 +19,8 @@ class UcxxSettings(UcxSettings):
     """How a ``UcxxTransport`` uses UCX.
 
     Attributes:
-        max_unclaimed_messages: messages that may wait for an offer; one more is dropped.
+        max_unclaimed_messages: messages that may wait for an offer; of more, the oldest are
+            dropped.
         max_unclaimed_bytes: the same, of what UCX holds of them.
         max_unclaimed_seconds: how long one may wait; then it is dropped.
         rdma: this UCX has verbs, and there is a device for them.

@@ -14,10 +14,11 @@ import torch
 import torch.distributed as dist
 
 from data_plane.buffer_pool import BufferPool, PooledBuffer
-from data_plane.transport import Address, Connection, Transfer
+from data_plane.transport import Address, Claim, Connection, Transfer
 from data_plane.transports import open_transport
 
 WAIT_SECONDS = 60.0
+_SECRET = b"benchmark"
 
 Place = tuple[int, int]
 """(peer, key)."""
@@ -94,8 +95,9 @@ class AdapterSide:
     def _connect(self, n_ranks: int) -> None:
         """Every rank connects to those below it."""
 
-        def accept(hello: bytes, connection: Connection) -> bytes:
-            self._connections[hello[0]] = connection
+        def accept(claim: Claim, connection: Connection) -> bytes:
+            claim.check(_SECRET)
+            self._connections[claim.hello[0]] = connection
             return b""
 
         address = self._transport.listen("127.0.0.1", 0, accept)
@@ -103,7 +105,9 @@ class AdapterSide:
         for peer in range(self._rank):
             where = Address("127.0.0.1", ports[peer])
             hello = bytes([self._rank])
-            self._connections[peer] = self._transport.connect(where, hello, WAIT_SECONDS)[0]
+            self._connections[peer] = self._transport.connect(
+                where, hello, WAIT_SECONDS, secret=_SECRET
+            )[0]
         deadline = time.monotonic() + WAIT_SECONDS
         while len(self._connections) < n_ranks - 1:
             if time.monotonic() > deadline:

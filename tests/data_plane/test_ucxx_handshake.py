@@ -176,7 +176,7 @@ def test_messages_that_nobody_expects_are_bounded_and_only_their_own_offers_fail
         assert not at_server.closed
         # Its message will never come: better now than at its deadline.
         with pytest.raises(PeerLost, match="came too long before its offer"):
-            at_server.offer(11, pool.acquire(100), 5.0).wait(5.0)
+            at_server.offer(0, pool.acquire(100), 5.0).wait(5.0)
         assert not beside.closed
     finally:
         other.close()

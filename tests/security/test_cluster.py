@@ -3,6 +3,8 @@ it trains."""
 
 from __future__ import annotations
 
+import itertools
+import threading
 import time
 import urllib.request
 from collections.abc import Iterator
@@ -10,10 +12,12 @@ from datetime import datetime, timedelta
 from typing import Any, cast
 
 import pytest
+import torch
 from prometheus_client.parser import text_string_to_metric_families
 
 from attention_node.hello import PROTOCOL_VERSION
 from core_attention.manifest import RankManifest
+from core_attention.tick import ticks_of_lane
 from data_plane.transport import Address, HandshakeRejected
 from data_plane.ucxx_settings import UcxxSettings
 from data_plane.ucxx_transport import UcxxTransport
@@ -22,12 +26,15 @@ from distca.v1 import data_plane_pb2
 from tests.cluster import NODE_SHAPE, Cluster
 from tests.security.pki import HOUR, Pki
 from tests.security.secure_cluster import CHECK_SECONDS, SecureCluster
-from tests.team import Team
+from tests.security.test_data_network import Attacker
+from tests.team import StepResult, Team
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 LENGTHS = ([[40, 24], [64]], [[64], [30, 34]])
 """Documents of two ranks in two nano-batches."""
+
+FLOOD_SECONDS = 60.0
 
 ROTATION_SECONDS = 60.0
 """New certificates must be in use after this."""
@@ -59,14 +66,19 @@ def manifests(n_ranks: int = 2) -> list[RankManifest]:
 
 def sessions_refused(cluster: SecureCluster) -> dict[str, float]:
     """Refused connections of ranks, by reason."""
+    return node_counts(cluster, "distca_attention_node_sessions_refused_total", "reason")
+
+
+def node_counts(cluster: SecureCluster, counter: str, label: str) -> dict[str, float]:
+    """A counter of the node, by label."""
     url = f"http://{cluster.node.addresses['metrics']}/metrics"
     with urllib.request.urlopen(url, timeout=10) as answer:
         families = text_string_to_metric_families(answer.read().decode())
     return {
-        sample.labels["reason"]: sample.value
+        sample.labels[label]: sample.value
         for family in families
         for sample in family.samples
-        if sample.name == "distca_attention_node_sessions_refused_total"
+        if sample.name == counter
     }
 
 
@@ -139,6 +151,51 @@ def test_only_a_jobs_own_ranks_reach_its_ticks(cluster: SecureCluster) -> None:
     after = sessions_refused(cluster)
     assert after["token"] - before["token"] == 6
     assert after["unknown-job"] - before["unknown-job"] >= 1
+
+
+def test_forged_rows_change_no_result_and_close_no_connection(cluster: SecureCluster) -> None:
+    """A process that only connects sends Q, K and V under every tag that a tick might have."""
+    host, _, port = cluster.node.addresses["data"].rpartition(":")
+    stop, sent = threading.Event(), 0
+
+    def attack() -> None:
+        nonlocal sent
+        attacker = Attacker(Address(host, int(port)))
+        attacker.receive_greeting()
+        ticks = [
+            tick
+            for step in range(1000)
+            for nano_batch in range(2)
+            for tick in ticks_of_lane(step, nano_batch, 1, backward=True)
+        ]
+        for tick, connection_id in itertools.product(ticks, range(6)):
+            if stop.is_set():
+                return
+            attacker.put(connection_id << 33 | tick.tag(reply=False), bytes(64))
+            sent += 1
+
+    def rows(result: StepResult) -> list[torch.Tensor]:
+        return [each[name] for each in result.rows.values() for name in sorted(each)]
+
+    with team(cluster) as ranks:
+        alone = rows(ranks.check(manifests(), seed=1))
+        stranger = threading.Thread(target=attack)
+        stranger.start()
+        try:
+            began, steps = time.monotonic(), 0
+            dropped: dict[str, float] = {}
+            # Until the place for messages that nobody expects has been full for a while.
+            while dropped.get("no-room", 0.0) < 1000 or steps < 5:
+                assert time.monotonic() - began < FLOOD_SECONDS
+                attacked = rows(ranks.check(manifests(), seed=1))
+                assert all(map(torch.equal, attacked, alone))
+                steps += 1
+                dropped = node_counts(cluster, "distca_data_plane_messages_dropped_total", "cause")
+        finally:
+            stop.set()
+            stranger.join(10.0)
+    assert sent > 17_000
+    assert "disconnected: " not in cluster.log("node-0")
 
 
 def connected_with(cluster: SecureCluster, role: Role, end: datetime) -> int:

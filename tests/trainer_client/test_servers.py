@@ -33,7 +33,10 @@ class Scripted:
         self._answer = answer
         self.calls = 0
 
-    def connect(self, address: Address, hello: bytes, timeout: float) -> tuple[Connection, bytes]:
+    def connect(
+        self, address: Address, hello: bytes, timeout: float, *, secret: bytes
+    ) -> tuple[Connection, bytes]:
+        assert secret == b"token"
         self.calls += 1
         return self._answer(timeout), b""
 
@@ -57,6 +60,7 @@ def links(transport: Any) -> ServerLinks:
         transport,
         options,
         lambda server, first_step, epoch: b"hello",
+        lambda: b"token",
         TrainerMetrics(registry, "job", 0),
         DataPlaneMetrics(CollectorRegistry()),
     )
@@ -117,7 +121,43 @@ def test_a_server_that_does_not_know_the_job_yet_is_asked_again() -> None:
 
 def test_a_server_that_knows_of_a_later_recovery_ends_the_attempt() -> None:
     def over(timeout: float) -> Connection:
-        raise HandshakeRejected("epoch 5 of job 'job' is over", transport="scripted", peer="server")
+        raise HandshakeRejected(
+            "epoch 5 of job 'job' is over", transport="scripted", peer="server", proven=True
+        )
 
     with pytest.raises(EpochOver):
         links(Scripted(over)).connect(PLAN, 0)
+
+
+def test_somebody_who_only_says_that_it_is_a_server_is_asked_again() -> None:
+    """Whoever answers at the address may say anything; the server may come a moment later."""
+    began = time.monotonic()
+
+    def pretended(timeout: float) -> Connection:
+        if time.monotonic() - began < PATIENCE_SECONDS / 2:
+            raise HandshakeRejected(
+                "epoch 5 of job 'job' is over", transport="scripted", peer="server"
+            )
+        return connected()
+
+    assert set(links(Scripted(pretended)).connect(PLAN, 0)) == {"server-0", "server-1"}
+
+
+def test_somebody_who_never_proves_anything_is_given_up_like_a_silent_server() -> None:
+    def pretended(timeout: float) -> Connection:
+        raise HandshakeRejected("go away", transport="scripted", peer="server")
+
+    began = time.monotonic()
+    with pytest.raises(ServerUnreachable):
+        links(Scripted(pretended)).connect(PLAN, 0)
+    assert PATIENCE_SECONDS <= time.monotonic() - began < CONNECT_SECONDS
+
+
+def test_a_refusal_with_a_proof_counts_at_once() -> None:
+    def no_memory(timeout: float) -> Connection:
+        raise HandshakeRejected("no memory", transport="scripted", peer="server", proven=True)
+
+    transport = Scripted(no_memory)
+    with pytest.raises(ServerUnreachable, match="no memory"):
+        links(transport).connect(PLAN, 0)
+    assert transport.calls == 1
