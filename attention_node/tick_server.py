@@ -563,7 +563,12 @@ class TickServer:
 
         def send_reply() -> None:
             if messages.owes_reply:
-                seal(reply.tensor, messages.reply, tick.tag(reply=True))
+                seal(
+                    reply.tensor,
+                    messages.reply,
+                    tick.tag(reply=True),
+                    connection.connection.sending_key,
+                )
                 transfer = connection.connection.put(
                     tick.tag(reply=True),
                     reply,
@@ -592,7 +597,12 @@ class TickServer:
             reply=send_reply,
             release=release,
             fail=fail,
-            verify=lambda: verify(request.tensor, messages.request, tick.tag(reply=False)),
+            verify=lambda: verify(
+                request.tensor,
+                messages.request,
+                tick.tag(reply=False),
+                connection.connection.receiving_key,
+            ),
         )
 
     def _has_left(self, reply: Transfer, request: Transfer, times: ExchangeTimes) -> None:

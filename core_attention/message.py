@@ -12,7 +12,7 @@ backward   request: q, k, v, do, lse, delta.            reply: dq, dk, dv
 
 ``delta`` is the row sum of dO * O, which is all that the backward pass needs of O
 (FlashAttention-2, section 3.1); ``lse`` and ``delta`` are float32, everything else has the job's
-dtype. In a job with checksums, 8 bytes follow the last section (``core_attention.checksum``).
+dtype. In a job with checksums, 32 bytes follow the last section (``core_attention.checksum``).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from core_attention.routing import PairRoute
 from core_attention.shape import DTYPE_BYTES, AttentionShape
 
 SECTION_ALIGNMENT_BYTES = 256
-CHECKSUM_BYTES = 8
+CHECKSUM_BYTES = 32
 
 _REQUEST = {
     Phase.FORWARD: ("q", "k", "v"),

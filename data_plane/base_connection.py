@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, ClassVar, Final
 from data_plane.owner_thread import OwnerThread
 from data_plane.pings import Pings
 from data_plane.posted_transfer import DATA_CHANNEL, PostedTransfer, TransferKind
+from data_plane.proof import derived_key
 from data_plane.transport import (
     MAX_TAG,
     MessageSizeMismatch,
@@ -75,6 +76,7 @@ class BaseConnection:
         self._offers: dict[Place, PostedTransfer] = {}
         self._error: TransportError | None = None
         self._torn_down = False
+        self._sending_key = self._receiving_key = b""
         self._closed_callbacks: list[Callable[[TransportError | None], None]] = []
         self._pings = Pings(self, slowest_bytes_per_second)
 
@@ -96,9 +98,22 @@ class BaseConnection:
         return self._error
 
     @property
+    def sending_key(self) -> bytes:
+        return self._sending_key
+
+    @property
+    def receiving_key(self) -> bytes:
+        return self._receiving_key
+
+    @property
     def greeted(self) -> bool:
         """Whether the handshake is over. Owner thread."""
-        raise NotImplementedError
+        return bool(self._sending_key)
+
+    def begin(self, *, sending_key: bytes, receiving_key: bytes) -> None:
+        """The handshake is over, and gave these keys. Owner thread."""
+        self._sending_key = derived_key(sending_key, "checksums")
+        self._receiving_key = derived_key(receiving_key, "checksums")
 
     @property
     def moving_bytes(self) -> int:

@@ -103,7 +103,6 @@ class NixlConnection(BaseConnection):
         )
         self.on_control: Callable[[int, bytes], None] | None = None
         self.on_bad_greeting: Callable[[ValueError], None] | None = None
-        self._greeted = False
         self._max_unclaimed_offers = max_unclaimed_offers
         self._advertised: dict[Place, _Advertised] = {}
         self._sent_regions: dict[Region, int] = {}
@@ -117,13 +116,8 @@ class NixlConnection(BaseConnection):
         self._said_farewell = False
         self.link = NixlLink(worker, connection, self._on_frame, self._on_bad, self._on_link_ended)
 
-    @property
-    def greeted(self) -> bool:
-        return self._greeted
-
     def begin(self, *, sending_key: bytes, receiving_key: bytes) -> None:
-        """The handshake is over: from now on frames carry codes of its keys. Owner thread."""
-        self._greeted = True
+        super().begin(sending_key=sending_key, receiving_key=receiving_key)
         self.link.begin(sending_key=sending_key, receiving_key=receiving_key)
 
     @property
@@ -337,7 +331,7 @@ class NixlConnection(BaseConnection):
             self.on_control(operation, payload)
 
     def _on_bad(self, bad: ValueError) -> None:
-        if self.on_bad_greeting is not None and not self._greeted:
+        if self.on_bad_greeting is not None and not self.greeted:
             self.on_bad_greeting(bad)
         else:
             if isinstance(bad, UnprovenFrame) and self._metrics is not None:
@@ -380,7 +374,7 @@ class NixlConnection(BaseConnection):
         later."""
         self.worker.lingering.add(self)
         reason = (self._error.reason if self._error else "").encode()[:MAX_FAREWELL_BYTES]
-        if self._greeted:
+        if self.greeted:
             self.send_control(FAREWELL, reason)
         advertised = {each.transfer for each in self._advertised.values()}
         waiting = [transfer for puts in self._waiting_puts.values() for transfer in puts]

@@ -182,6 +182,15 @@ class Connection(Protocol):
     @property
     def closed(self) -> bool: ...
 
+    @property
+    def sending_key(self) -> bytes:
+        """32 bytes for checksums of the messages that this side sends. The peer has them as its
+        ``receiving_key``, and nobody else has them."""
+
+    @property
+    def receiving_key(self) -> bytes:
+        """32 bytes for checksums of the messages that the peer sends."""
+
     def offer(self, tag: int, buffer: PooledBuffer, deadline_seconds: float) -> Transfer:
         """Posts ``buffer.tensor`` (1-D uint8, contiguous) to receive the message with ``tag``.
 

@@ -1,8 +1,8 @@
 """Which messages a UCX worker expects, by their tags on the wire, and those that nobody expects.
 
 A message may come before its offer, and then nothing tells whose it is, or whether a stranger sent
-it. It waits in a place that has an end, in number, bytes and time; beyond, the oldest are
-dropped and counted, which closes nobody's connection. Only when an offer comes for a message that was
+it. It waits in a place that has an end, in number, bytes and time; beyond, the oldest are dropped
+and counted, which closes nobody's connection. Only when an offer comes for a message that was
 dropped, the connection of that offer fails.
 """
 

@@ -105,12 +105,8 @@ class UcxxConnection(BaseConnection):
         self._moving: set[PostedTransfer] = set()
         endpoint.set_close_callback(self._on_endpoint_lost)
 
-    @property
-    def greeted(self) -> bool:
-        return self._outgoing is not None
-
     def begin(self, *, sending_key: bytes, receiving_key: bytes) -> None:
-        """The handshake is over: from now on messages carry tags of its keys. Owner thread."""
+        super().begin(sending_key=sending_key, receiving_key=receiving_key)
         self._outgoing = WireTags(sending_key)
         self._incoming = WireTags(receiving_key)
         self._expect_news()

@@ -63,7 +63,9 @@ class Examiner:
             reply: the message, 1-D uint8.
         """
         try:
-            verify(reply, exchange.reply, tick.tag(reply=True))
+            if exchange.connection is not None:
+                key = exchange.connection.receiving_key
+                verify(reply, exchange.reply, tick.tag(reply=True), key)
         except ChecksumMismatch as mismatch:
             self._metrics.corrupt_result("checksum")
             return str(mismatch)

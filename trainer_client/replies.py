@@ -154,7 +154,12 @@ class Exchanger:
         packed = None
         try:
             exchange.rows.pack(request.tensor, inputs)
-            seal(request.tensor, exchange.request, tick.tag(reply=False))
+            seal(
+                request.tensor,
+                exchange.request,
+                tick.tag(reply=False),
+                connection.sending_key,
+            )
             packed = launched_work(self.device)
             reply = self.pool.acquire(exchange.reply.nbytes)
             try:

@@ -89,6 +89,7 @@ class FakeConnection:
     """A rank's connection: the test decides what arrives, and sees what was offered and put."""
 
     peer, transport, last_heard = "rank", "fake", 0.0
+    sending_key = receiving_key = bytes(32)
 
     def __init__(self) -> None:
         self.closed, self.reason = False, ""

@@ -16,6 +16,7 @@ from core_attention.routing import derive_routes
 from core_attention.shape import AttentionShape
 from tests.strategies import plans
 
+KEY = bytes(range(32))
 SHAPE = AttentionShape(num_heads=3, num_heads_kv=1, head_dim=5, head_dim_v=3, dtype="bfloat16")
 
 
@@ -31,14 +32,16 @@ def test_any_flipped_bit_is_found(plan: Plan, phase: Phase, data: st.DataObject)
                 continue
             assert 0 < layout.nbytes - plain.nbytes <= 2 * CHECKSUM_BYTES - 1
             message = torch.randint(0, 256, (layout.nbytes,), dtype=torch.uint8)
-            seal(message, layout, 7)
-            verify(message, layout, 7)
+            seal(message, layout, 7, KEY)
+            verify(message, layout, 7, KEY)
             with pytest.raises(ChecksumMismatch, match="memory or network changed it"):
-                verify(message, layout, 8)
+                verify(message, layout, 8, KEY)
+            with pytest.raises(ChecksumMismatch):
+                verify(message, layout, 7, bytes(32))
             at = data.draw(st.integers(0, layout.nbytes - 1))
             message[at] ^= 1 << data.draw(st.integers(0, 7))
             with pytest.raises(ChecksumMismatch):
-                verify(message, layout, 7)
+                verify(message, layout, 7, KEY)
 
 
 @given(plan=plans())
@@ -49,7 +52,7 @@ def test_sections_are_not_touched(plan: Plan) -> None:
         views = message_views(message, layout)
         for view in views.values():
             view.fill_(1.5)
-        seal(message, layout, 0)
+        seal(message, layout, 0, KEY)
         assert all(bool((view == 1.5).all()) for view in views.values())
 
 
@@ -58,9 +61,27 @@ def test_message_without_a_checksum_is_left_alone(plan: Plan) -> None:
     for route in derive_routes(plan.manifest, plan.forward, 0).values():
         layout = request_layout(route, SHAPE, Phase.FORWARD)
         message = torch.full((layout.nbytes,), 3, dtype=torch.uint8)
-        seal(message, layout, 1)
-        verify(message, layout, 2)
+        seal(message, layout, 1, KEY)
+        verify(message, layout, 2, KEY)
         assert bool((message == 3).all())
+
+
+def test_rows_changed_by_somebody_who_seals_them_again_are_found() -> None:
+    """A checksum without a key he could make himself."""
+    layout = MessageLayout((), 4096, has_checksum=True)
+    message = torch.zeros(4096, dtype=torch.uint8)
+    seal(message, layout, 3, KEY)
+    watched = message.clone()
+    message[17] = 1
+    seal(message, layout, 3, bytes(32))
+    with pytest.raises(ChecksumMismatch, match="somebody in between"):
+        verify(message, layout, 3, KEY)
+    # Nor is the checksum of one message that of another with the same rows.
+    with pytest.raises(ChecksumMismatch):
+        verify(watched, layout, 4, KEY)
+    sealed_again = watched.clone()
+    seal(sealed_again, layout, 3, KEY)
+    assert not torch.equal(sealed_again, watched)
 
 
 @pytest.mark.gpu
@@ -68,13 +89,14 @@ def test_checksum_of_a_message_on_a_gpu_is_the_hosts() -> None:
     if not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
     # More than is copied at a time, and not a multiple of it.
-    nbytes = 40 * 2**20 + 8
+    nbytes = 40 * 2**20 + 32
     layout = MessageLayout((), nbytes, has_checksum=True)
     on_host = torch.randint(0, 256, (nbytes,), dtype=torch.uint8)
     on_gpu = on_host.cuda()
-    seal(on_host, layout, 5)
-    seal(on_gpu, layout, 5)
-    assert torch.equal(on_gpu.cpu(), on_host)
+    seal(on_gpu, layout, 5, KEY)
+    verify(on_gpu.cpu(), layout, 5, KEY)
+    seal(on_host, layout, 5, KEY)
+    verify(on_host.cuda(), layout, 5, KEY)
     on_gpu[100] += 1
     with pytest.raises(ChecksumMismatch):
-        verify(on_gpu, layout, 5)
+        verify(on_gpu, layout, 5, KEY)

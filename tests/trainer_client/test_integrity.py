@@ -41,8 +41,8 @@ CpuKernel.{phase} = damaged_{phase}
 _DAMAGE_MESSAGES = """
 import attention_node.tick_server as module
 seal = module.seal
-def sealed_and_damaged(message, layout, tag):
-    seal(message, layout, tag)
+def sealed_and_damaged(message, layout, tag, key):
+    seal(message, layout, tag, key)
     message[len(message) // 2] ^= 4
 module.seal = sealed_and_damaged
 """
@@ -129,8 +129,8 @@ def test_request_that_is_damaged_on_the_way_is_refused_and_sent_again(
 ) -> None:
     damages = [1]
 
-    def damage_once(message: torch.Tensor, layout: MessageLayout, tag: int) -> None:
-        seal(message, layout, tag)
+    def damage_once(message: torch.Tensor, layout: MessageLayout, tag: int, key: bytes) -> None:
+        seal(message, layout, tag, key)
         if damages:
             message[0] ^= damages.pop()
 
