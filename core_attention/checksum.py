@@ -98,7 +98,7 @@ def _code(
 def _on_host(content: torch.Tensor) -> Iterator[memoryview]:
     """The bytes of ``content``, piece by piece; each is good until the next one."""
     if not content.is_cuda:
-        whole = memoryview(content.numpy())
+        whole = content.numpy().data
         for begin in range(0, len(whole), _CHUNK_BYTES):
             yield whole[begin : begin + _CHUNK_BYTES]
         return
@@ -107,7 +107,7 @@ def _on_host(content: torch.Tensor) -> Iterator[memoryview]:
         host = staging[: len(chunk)]
         host.copy_(chunk, non_blocking=True)
         torch.cuda.current_stream(content.device).synchronize()
-        yield memoryview(host.numpy())
+        yield host.numpy().data
 
 
 class _Staging:

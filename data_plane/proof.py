@@ -14,6 +14,7 @@ import hashlib
 import hmac
 import secrets
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Final
 
 NONCE_BYTES: Final = 32
@@ -58,6 +59,7 @@ class Transcript:
     ends: Ends
     hello: bytes
 
+    @cached_property
     def digest(self) -> bytes:
         """SHA-256 over all of it; no two transcripts share one."""
         fields = (
@@ -88,7 +90,7 @@ def new_nonce() -> bytes:
 
 def client_proof(secret: bytes, transcript: Transcript) -> bytes:
     """PROOF_BYTES that show that the client knows ``secret``."""
-    return _digest(secret, b"client", transcript.digest())
+    return _digest(secret, b"client", transcript.digest)
 
 
 def server_proof(secret: bytes, transcript: Transcript, status: int, answer: bytes) -> bytes:
@@ -98,12 +100,12 @@ def server_proof(secret: bytes, transcript: Transcript, status: int, answer: byt
         status: whether it accepts, 0 to 255.
         answer: what it says.
     """
-    return _digest(secret, b"server", transcript.digest() + bytes([status]) + answer)
+    return _digest(secret, b"server", transcript.digest + bytes([status]) + answer)
 
 
 def connection_keys(secret: bytes, transcript: Transcript) -> ConnectionKeys:
     """The keys of the connection that the handshake opens."""
-    whole = transcript.digest()
+    whole = transcript.digest
     return ConnectionKeys(
         to_server=_digest(secret, b"key to server", whole),
         to_client=_digest(secret, b"key to client", whole),

@@ -41,6 +41,7 @@ class FakeConnection:
     """Notes when it is pinged; hears what the test says."""
 
     peer, transport, closed = "peer", "fake", False
+    sending_key = receiving_key = bytes(32)
 
     def __init__(self) -> None:
         self.last_heard = time.monotonic()

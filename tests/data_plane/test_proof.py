@@ -30,7 +30,7 @@ TRANSCRIPT = Transcript(
 def test_fixed_values() -> None:
     keys = connection_keys(SECRET, TRANSCRIPT)
     assert {
-        "digest": TRANSCRIPT.digest().hex(),
+        "digest": TRANSCRIPT.digest.hex(),
         "client": client_proof(SECRET, TRANSCRIPT).hex(),
         "server": server_proof(SECRET, TRANSCRIPT, 2, b"welcome").hex(),
         "to_server": keys.to_server.hex(),
