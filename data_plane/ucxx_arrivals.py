@@ -10,11 +10,20 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from data_plane.metrics import DropCause
 
-Take = Callable[[Any], None]
+if TYPE_CHECKING:
+    from data_plane.posted_transfer import PostedTransfer
+
+
+class Recipient(Protocol):
+    """Who expects a message."""
+
+    def take(self, transfer: PostedTransfer | None, message: Any) -> None:
+        """The message for ``transfer``, or the next news without one, has come."""
+
 
 _EAGER_BYTES: Final = 2**18
 """UCX may hold a message up to so long; of a longer one it has the announcement alone. (Over TCP
@@ -54,7 +63,7 @@ class Arrivals:
         self._max_messages = max_messages
         self._max_bytes = max_bytes
         self._max_seconds = max_seconds
-        self._expected: dict[int, Take] = {}
+        self._expected: dict[int, tuple[Recipient, PostedTransfer | None]] = {}
         # In the order in which they came.
         self._waiting: dict[int, tuple[float, Any]] = {}
         self._waiting_bytes = 0
@@ -67,8 +76,10 @@ class Arrivals:
         """Messages that nobody expects yet."""
         return len(self._waiting)
 
-    def expect(self, wire: int, take: Take) -> Any | None:
-        """Has ``take`` called with the message whose tag is ``wire``, once; if it is here already,
+    def expect(
+        self, wire: int, recipient: Recipient, transfer: PostedTransfer | None
+    ) -> Any | None:
+        """Has ``recipient`` take the message whose tag is ``wire``, once; if it is here already,
         returns it instead.
 
         Raises:
@@ -82,7 +93,7 @@ class Arrivals:
         if self._dropped and wire in self._dropped:
             del self._dropped[wire]
             raise MessageDropped
-        self._expected[wire] = take
+        self._expected[wire] = (recipient, transfer)
         return None
 
     def forget(self, wire: int, *, may_come: bool) -> None:
@@ -98,9 +109,10 @@ class Arrivals:
     def arrive(self, message: Any) -> None:
         """A message has come."""
         wire = message.sender_tag.value
-        take = self._expected.pop(wire, None)
-        if take is not None:
-            take(message)
+        expected = self._expected.pop(wire, None)
+        if expected is not None:
+            recipient, transfer = expected
+            recipient.take(transfer, message)
         elif wire in self._unwanted:
             del self._unwanted[wire]
             self._drop(message, DropCause.LATE)

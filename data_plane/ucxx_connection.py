@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import numpy as np
@@ -99,7 +98,7 @@ class UcxxConnection(BaseConnection):
         self._arrivals = arrivals
         self._outgoing: WireTags | None = None
         self._incoming: WireTags | None = None
-        self._expected: set[int] = set()
+        self._news_wire: int | None = None
         self._news_sent = self._news_taken = 0
         self._skipped: set[int] = set()
         self._moving: set[PostedTransfer] = set()
@@ -142,19 +141,13 @@ class UcxxConnection(BaseConnection):
     def _expect_news(self) -> None:
         """Expects the next news, and takes those that are here already."""
         assert self._incoming is not None
-        message: Any = None
         while not self._torn_down:
-            wire = self._incoming.of(NEWS_CHANNEL, self._news_taken)
+            self._news_wire = self._incoming.of(NEWS_CHANNEL, self._news_taken)
             self._news_taken += 1
-            message = self._expect(wire, self._take_news)
+            message = self._expect(self._news_wire, None)
             if message is None:
                 return
             self._read_news(message)
-
-    def _take_news(self, wire: int, message: Any) -> None:
-        self._expected.discard(wire)
-        self._read_news(message)
-        self._expect_news()
 
     def _read_news(self, message: Any) -> None:
         self._pings.last_heard = time.monotonic()
@@ -214,9 +207,7 @@ class UcxxConnection(BaseConnection):
         if not super()._skip_offer(tag):
             return False
         assert self._incoming is not None
-        wire = self._incoming.of(DATA_CHANNEL, tag)
-        self._expected.discard(wire)
-        self._arrivals.forget(wire, may_come=False)
+        self._arrivals.forget(self._incoming.of(DATA_CHANNEL, tag), may_come=False)
         return True
 
     def _send_skip(self, tag: int) -> None:
@@ -232,14 +223,14 @@ class UcxxConnection(BaseConnection):
             return
         assert self._incoming is not None
         wire = self._incoming.of(transfer.channel, transfer.tag)
-        message = self._expect(wire, partial(self._take_message, transfer))
+        message = self._expect(wire, transfer)
         if message is not None:
-            self._take_message(transfer, wire, message)
+            self._take_message(transfer, message)
 
-    def _expect(self, wire: int, take: Callable[[int, Any], None]) -> Any | None:
+    def _expect(self, wire: int, transfer: PostedTransfer | None) -> Any | None:
         """Expects a message; returns it if it is here already."""
         try:
-            message = self._arrivals.expect(wire, partial(take, wire))
+            return self._arrivals.expect(wire, self, transfer)
         except MessageDropped:
             self.fail(
                 self._new_error(
@@ -249,13 +240,17 @@ class UcxxConnection(BaseConnection):
                 )
             )
             return None
-        if message is None:
-            self._expected.add(wire)
-        return message
 
-    def _take_message(self, transfer: PostedTransfer, wire: int, message: Any) -> None:
+    def take(self, transfer: PostedTransfer | None, message: Any) -> None:
+        """Takes a message that has come. Owner thread."""
+        if transfer is None:
+            self._read_news(message)
+            self._expect_news()
+        else:
+            self._take_message(transfer, message)
+
+    def _take_message(self, transfer: PostedTransfer, message: Any) -> None:
         self._pings.last_heard = time.monotonic()
-        self._expected.discard(wire)
         place = (transfer.channel, transfer.tag)
         with self._lock:
             mine = self._offers.get(place) is transfer
@@ -339,11 +334,18 @@ class UcxxConnection(BaseConnection):
             self.worker.check_shared_memory()
         for transfer in offers:
             self._end(transfer, transfer.failure or self._later_error())
-        for wire in self._expected:
-            self._arrivals.forget(wire, may_come=True)
-        self._expected.clear()
+        self._forget_expected(offers)
         if self._moving:
             self.worker.call_at(time.monotonic() + _GIVE_UP_SECONDS, self._give_up)
+
+    def _forget_expected(self, offers: list[PostedTransfer]) -> None:
+        if self._incoming is None:
+            return
+        wires = [self._incoming.of(offer.channel, offer.tag) for offer in offers]
+        if self._news_wire is not None:
+            wires.append(self._news_wire)
+        for wire in wires:
+            self._arrivals.forget(wire, may_come=True)
 
     def _close_endpoint(self) -> None:
         endpoint, self.endpoint = self.endpoint, None

@@ -37,5 +37,5 @@ class WireTags:
             number: its tag or number on the channel, below 2**63.
         """
         keyed = self._keyed.copy()
-        keyed.update((channel << 64 | number).to_bytes(_PLACE_BYTES, "big"))
-        return int.from_bytes(keyed.digest(), "big")
+        keyed.update((channel << 64 | number).to_bytes(_PLACE_BYTES))
+        return int.from_bytes(keyed.digest())

@@ -84,7 +84,7 @@ def registry() -> CollectorRegistry:
 @pytest.fixture
 def transport(registry: CollectorRegistry) -> Iterator[UcxxTransport]:
     settings = UcxxSettings(
-        handshake_timeout_seconds=0.3, max_unclaimed_messages=10, max_unclaimed_seconds=2.0
+        handshake_timeout_seconds=1.0, max_unclaimed_messages=10, max_unclaimed_seconds=2.0
     )
     transport = UcxxTransport(settings, DataPlaneMetrics(registry))
     yield transport
@@ -143,7 +143,7 @@ def test_hello_that_never_ends_is_cut_off(
         client.send(beginning)
     start = time.monotonic()
     client.progress_until(lambda: client.lost)
-    assert time.monotonic() - start < 2.0
+    assert time.monotonic() - start < 5.0
     assert not accepted
 
 
