@@ -113,6 +113,13 @@ class DataPlaneMetrics:
             ("transport",),
             registry=registry,
         )
+        self._restarts = Counter(
+            f"{_PREFIX}_restarts_total",
+            "Times that the network library was started anew, because a process of this host died "
+            "or stopped while it wrote to this one.",
+            ("transport",),
+            registry=registry,
+        )
         self._transport = Gauge(
             f"{_PREFIX}_transport_info",
             "1 for the transport of the process; rdma is used, idle (there are devices, and rows "
@@ -162,6 +169,10 @@ class DataPlaneMetrics:
             if known.connections == 0:
                 del self._open[peer, transport]
                 self._remove_unused((known.label, transport))
+
+    def network_restarted(self, transport: str) -> None:
+        """Counts a start anew of the network library."""
+        self._restarts.labels(transport).inc()
 
     def transfer_ended(
         self,

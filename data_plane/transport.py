@@ -81,6 +81,11 @@ class PeerClosed(PeerLost):
         super().__init__(f"closed by the peer: {said}", transport=transport, peer=peer, hint=hint)
 
 
+class NetworkRestarted(PeerLost):
+    """This side had to start its network library anew. The peer is not to blame, and can be reached
+    again at once."""
+
+
 class TransferTimeout(TransportError):
     """A deadline passed: the peer is stopped, cut off or too slow. The connection is closed."""
 

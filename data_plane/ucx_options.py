@@ -21,6 +21,8 @@ TCP_OPTIONS: Final[Mapping[str, str]] = {
     "KEEPALIVE_INTERVAL": "1000s",
     "TCP_SYN_CNT": "2",
     "TCP_CM_SYN_CNT": "2",
+    # A worker that is made anew listens on the port of the old one.
+    "TCP_CM_REUSEADDR": "y",
     "TCP_CONN_NB": "y",
 }
 """1 MiB segments make TCP five times faster, and a long UCX keepalive lets TCP's own see a cut link

@@ -20,7 +20,14 @@ from ucxx._lib.arr import Array
 from data_plane.base_connection import MAX_FAREWELL_BYTES, BaseConnection
 from data_plane.pings import PING_TAG, PONG_TAG
 from data_plane.posted_transfer import CONTROL_CHANNEL, DATA_CHANNEL, PostedTransfer
-from data_plane.transport import MAX_TAG, PeerClosed, PeerLost, TransportError
+from data_plane.transport import (
+    MAX_TAG,
+    NetworkRestarted,
+    PeerClosed,
+    PeerLost,
+    TransportClosed,
+    TransportError,
+)
 from data_plane.ucxx_endpoint_query import query_endpoint
 from data_plane.ucxx_worker import UCX_ERRORS, UcxxWorker
 
@@ -306,6 +313,8 @@ class UcxxConnection(BaseConnection):
         completed their requests, which closing the endpoint brings about: only then are their
         buffers safe."""
         self._close_endpoint()
+        if not isinstance(self._error, TransportClosed | PeerClosed | NetworkRestarted):
+            self.worker.check_shared_memory()
         for transfer in offers:
             self._end(transfer, transfer.failure or self._later_error())
         for waiting in self._unclaimed.values():

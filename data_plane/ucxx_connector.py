@@ -10,7 +10,7 @@ from ucxx._lib import libucxx
 from data_plane.addresses import connect_failed
 from data_plane.greeting import BadGreeting, Greeting, Status
 from data_plane.owner_result import OwnerResult
-from data_plane.transport import Address, HandshakeRejected
+from data_plane.transport import Address, HandshakeRejected, NetworkRestarted, TransportError
 from data_plane.ucxx_connection import TRANSPORT_NAME, UcxxConnection
 from data_plane.ucxx_greeting import receive_greeting, send_greeting
 from data_plane.ucxx_worker import UCX_ERRORS, UcxxWorker
@@ -45,10 +45,12 @@ class UcxxConnector:
             self._result.set(connect_failed(self._address, reason, TRANSPORT_NAME))
             return
         connection = open_connection(endpoint, str(self._address))
-        timer = self._worker.call_at(deadline, lambda: self._give_up(connection, "deadline passed"))
+        timer = self._worker.call_at(deadline, lambda: self._on_deadline(connection))
 
-        def on_closed(error: object) -> None:
+        def on_closed(error: TransportError | None) -> None:
             timer.cancel()
+            if isinstance(error, NetworkRestarted):
+                self._result.set(error)
             self._give_up(connection, f"the connection ended: {error}")
 
         def on_greeting(answer: Greeting) -> None:
@@ -78,6 +80,10 @@ class UcxxConnector:
             )
         )
         connection.close(f"refused by the listener: {reason}")
+
+    def _on_deadline(self, connection: UcxxConnection) -> None:
+        self._give_up(connection, "deadline passed")
+        self._worker.check_shared_memory()
 
     def _give_up(self, connection: UcxxConnection, reason: str) -> None:
         self._result.set(connect_failed(self._address, reason, TRANSPORT_NAME))

@@ -51,8 +51,8 @@ class UcxxListener:
         handshake_timeout_seconds: float,
     ) -> None:
         self._worker = worker
-        self._ip = ip
-        self._accept = accept
+        self.ip = ip
+        self.accept = accept
         self._open_connection = open_connection
         self._handshake_timeout_seconds = handshake_timeout_seconds
         self._listener: Any = libucxx.UCXListener.create(
@@ -79,8 +79,8 @@ class UcxxListener:
         info = query_endpoint(endpoint.handle)
         peer = str(Address(*info.remote)) if info.remote[0] else "unknown"
         connection = self._open_connection(endpoint, peer)
-        if self._ip != "0.0.0.0" and info.local[0] not in ("", self._ip):
-            connection.close(f"came to {info.local[0]}, listening on {self._ip} only")
+        if self.ip != "0.0.0.0" and info.local[0] not in ("", self.ip):
+            connection.close(f"came to {info.local[0]}, listening on {self.ip} only")
             return
         self._wait_for_hello(connection)
 
@@ -103,7 +103,7 @@ class UcxxListener:
     def _judge(self, connection: UcxxConnection, hello: Greeting) -> None:
         if hello.status is Status.HELLO:
             connection.remote_id = hello.connection_id
-        status, answer = judge(self._accept, hello, connection)
+        status, answer = judge(self.accept, hello, connection)
         if status is Status.REJECTED:
             self._reject(connection, answer.decode(errors="replace"))
             return

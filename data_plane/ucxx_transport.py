@@ -15,7 +15,7 @@ from data_plane.addresses import connect_failed, local_ip, resolve
 from data_plane.base_transport import COMMAND_TIMEOUT_SECONDS, BaseTransport, check_hello_length
 from data_plane.greeting import MAX_CONNECTION_ID
 from data_plane.owner_result import OwnerResult
-from data_plane.transport import AcceptCallback, Address, Connection
+from data_plane.transport import AcceptCallback, Address, Connection, NetworkRestarted
 from data_plane.ucxx_connection import TRANSPORT_NAME, UcxxConnection, split_wire_tag
 from data_plane.ucxx_connector import UcxxConnector
 from data_plane.ucxx_listener import UcxxListener
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from data_plane.metrics import DataPlaneMetrics
 
 logger = logging.getLogger(__name__)
+
+_LISTEN_AGAIN_SECONDS = 10.0
 
 
 class UcxxTransport(BaseTransport[UcxxConnection, UcxxWorker]):
@@ -48,7 +50,8 @@ class UcxxTransport(BaseTransport[UcxxConnection, UcxxWorker]):
     ) -> None:
         self._settings = settings or UcxxSettings()
         self._listener: UcxxListener | None = None
-        super().__init__(UcxxWorker(self._settings, self._on_message), self._settings, metrics)
+        worker = UcxxWorker(self._settings, self._on_message, self._start_anew)
+        super().__init__(worker, self._settings, metrics)
 
     def listen(self, host: str, port: int, accept: AcceptCallback) -> Address:
         """See ``Transport.listen``; once per transport.
@@ -100,18 +103,59 @@ class UcxxTransport(BaseTransport[UcxxConnection, UcxxWorker]):
             result.set(RuntimeError("this transport listens already"))
             return
         try:
-            self._listener = UcxxListener(
-                worker=self._worker,
-                ip=ip,
-                port=port,
-                accept=accept,
-                open_connection=self._open_connection,
-                handshake_timeout_seconds=self._settings.handshake_timeout_seconds,
-            )
+            self._listener = self._new_listener(ip, port, accept)
         except UCX_ERRORS as error:
             result.set(error)
             return
         result.set(self._listener.port)
+
+    def _new_listener(self, ip: str, port: int, accept: AcceptCallback) -> UcxxListener:
+        return UcxxListener(
+            worker=self._worker,
+            ip=ip,
+            port=port,
+            accept=accept,
+            open_connection=self._open_connection,
+            handshake_timeout_seconds=self._settings.handshake_timeout_seconds,
+        )
+
+    def _start_anew(self) -> None:
+        """The worker hears nobody of this host any more: ends its connections, and goes on with a
+        new one that listens where the old one did. Owner thread."""
+        if self._closed:
+            return
+        logger.warning(
+            "a process of this host died or stopped while it wrote to this one, and UCX hears "
+            "nothing over shared memory since: %d connections end, and UCX is started anew",
+            len(self._connections),
+        )
+        if self._metrics is not None:
+            self._metrics.network_restarted(TRANSPORT_NAME)
+        listener = self._listener
+        self._stop_listening()
+        for connection in list(self._connections.values()):
+            connection.fail(
+                NetworkRestarted(
+                    "connection lost: UCX is started anew on this side",
+                    transport=TRANSPORT_NAME,
+                    peer=connection.peer,
+                    hint="a process of this host died or stopped while it wrote to this one",
+                )
+            )
+        self._worker.replace()
+        if listener is not None:
+            self._listen_again(listener, time.monotonic() + _LISTEN_AGAIN_SECONDS)
+
+    def _listen_again(self, old: UcxxListener, deadline: float) -> None:
+        try:
+            self._listener = self._new_listener(old.ip, old.port, old.accept)
+        except UCX_ERRORS as error:
+            if time.monotonic() < deadline:
+                self._worker.call_at(
+                    time.monotonic() + 0.1, lambda: self._listen_again(old, deadline)
+                )
+                return
+            logger.error("cannot listen on %s:%d any more: %s", old.ip, old.port, error)
 
     def _open_connection(self, endpoint: Any, peer: str) -> UcxxConnection:
         connection = UcxxConnection(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import os
 import select
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,7 @@ from ucxx._lib.arr import Array
 
 from data_plane.owner_thread import OwnerThread
 from data_plane.ucxx_settings import UcxxSettings
+from data_plane.ucxx_shared_memory import SharedMemoryCheck
 
 logger = logging.getLogger(__name__)
 
@@ -27,6 +29,7 @@ UCX_ERRORS = (libucxx.UCXError, RuntimeError)
 _ANY_TAG = libucxx.UCXXTag(0)
 _ANY_TAG_MASK = libucxx.UCXXTagMask(0)
 _MAX_DISCARD_BYTES = 2**30
+_RETIRE_SECONDS = 0.2
 _PAUSE_SECONDS = 5e-6
 """Between GPUs 20% faster for a tick of 64 MiB messages than without."""
 
@@ -45,13 +48,20 @@ class UcxxWorker(OwnerThread):
 
     Args:
         settings: how to use UCX.
+        on_deaf: called when the worker hears nothing over shared memory any more. It is to close
+            everything that uses the worker, and then to call :meth:`replace`.
         on_message: called with each arrived tag message (a ``TagProbeResult`` whose handle must
             be received or discarded). Matching messages here instead of posting receives to UCX
             tells their length before a byte is written, and leaves an offer that nothing came
             for with no trace in UCX.
     """
 
-    def __init__(self, settings: UcxxSettings, on_message: Callable[[Any], None]) -> None:
+    def __init__(
+        self,
+        settings: UcxxSettings,
+        on_message: Callable[[Any], None],
+        on_deaf: Callable[[], None],
+    ) -> None:
         super().__init__(
             "ucxx-owner",
             pause_seconds=_PAUSE_SECONDS,
@@ -59,6 +69,9 @@ class UcxxWorker(OwnerThread):
         )
         self._settings = settings
         self._on_message = on_message
+        self._on_deaf = on_deaf
+        self._check: SharedMemoryCheck | None = None
+        self._poller: select.epoll | None = None
         self._in_flight: list[_InFlight] = []
         self._undiscardable: list[Any] = []
         self.ucp: Any = None
@@ -88,11 +101,42 @@ class UcxxWorker(OwnerThread):
         request = self.ucp.tag_recv_with_handle(Array(memory), message)
         self.track(request, memory, lambda error: None)
 
+    def check_shared_memory(self) -> None:
+        """Finds out whether a peer that has just been lost took the others with it, where they
+        write to this worker through shared memory."""
+        if not self._settings.one_host or self._check is not None:
+            return
+        try:
+            check = SharedMemoryCheck(self.ucp)
+        except UCX_ERRORS as error:
+            logger.warning("whether shared memory still works cannot be checked: %s", error)
+            return
+        self._check = check
+        self.call_when(check.look, lambda: self._end_check(check))
+
+    def replace(self) -> None:
+        """Goes on with a new UCX worker. The caller has closed every connection and listener."""
+        deadline = time.monotonic() + _RETIRE_SECONDS
+        while self._in_flight and time.monotonic() < deadline:
+            self.ucp.progress()
+            self._complete_finished()
+        assert self._poller is not None
+        self._poller.unregister(self.ucp.epoll_file_descriptor)
+        self._abandon_unfinished()
+        self._open(self._poller)
+
+    def _end_check(self, check: SharedMemoryCheck) -> None:
+        self._check = None
+        check.close()
+        if check.deaf:
+            self._on_deaf()
+
     def _open(self, poller: select.epoll) -> None:
         try:
             self._start_ucx()
         except Exception as error:
             raise self._explain_start(error) from error
+        self._poller = poller
         poller.register(self.ucp.epoll_file_descriptor, select.EPOLLIN)
 
     def _start_ucx(self) -> None:
@@ -155,14 +199,26 @@ class UcxxWorker(OwnerThread):
         found = False
         while (message := self.ucp.tag_probe(_ANY_TAG, _ANY_TAG_MASK, True)).matched:
             found = True
+            if self._check is not None and message.sender_tag.value == self._check.tag:
+                self._check.hear()
+                self.discard(message)
+                continue
             self._guard(lambda arrived=message: self._on_message(arrived))  # type: ignore[misc]
         return found
 
     def _shut_down(self) -> None:
+        if self._check is not None:
+            self._check.close()
+            self._check = None
+        self._abandon_unfinished()
+
+    def _abandon_unfinished(self) -> None:
         if self._in_flight:
             # Destroying the worker now could hang or free memory that UCX still writes to.
             logger.error("%d UCX requests never completed; keeping UCX alive", len(self._in_flight))
             _ABANDONED.append((self.ucp, self._in_flight))
+            self._in_flight = []
+        self._undiscardable.clear()
         self.ucp = None
 
 

@@ -15,6 +15,7 @@ from data_plane.transport import (
     ConnectFailed,
     Connection,
     HandshakeRejected,
+    NetworkRestarted,
     Transport,
     TransportError,
 )
@@ -186,6 +187,9 @@ class ServerLinks:
                     raise
                 time.sleep(random.uniform(0.0, longest_pause))
                 longest_pause = min(2 * longest_pause, 1.0)
+            except NetworkRestarted:
+                if time.monotonic() - began > patience:
+                    raise
             except ConnectFailed:
                 now = time.monotonic()
                 if now - tried_at < attempt_seconds or now - heard_at > patience:

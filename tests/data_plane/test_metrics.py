@@ -23,6 +23,7 @@ NAMES = {
     "distca_data_plane_probe_bytes_per_second",
     "distca_data_plane_receive_bytes_per_second",
     "distca_data_plane_received_bytes",
+    "distca_data_plane_restarts",
     "distca_data_plane_sent_bytes",
     "distca_data_plane_transfer_seconds",
     "distca_data_plane_transport_info",
