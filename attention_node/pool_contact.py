@@ -29,7 +29,7 @@ class PoolContact(Contact):
         response = self.call(
             self._membership.Heartbeat,
             membership_pb2.HeartbeatRequest(lease_id=self.lease_id, load=load),
-            timeout_seconds=self.renewal_seconds or None,
+            timeout_seconds=self.renewal_deadline_seconds,
         )
         self.lease_seconds = response.lease_seconds
         return bool(response.draining)

@@ -209,7 +209,7 @@ class Admission:
             owner=owner,
             first_epoch=self.first_epoch,
             absent=frozenset(range(spec.n_ranks)),
-            return_by=self._clock() + 2 * self._lease_seconds,
+            return_by=self._clock() + self._lease_seconds,
         )
         logger.info("job %s opened again: its ranks come back", job_id)
         self._announce(job)

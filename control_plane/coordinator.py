@@ -8,6 +8,7 @@ events about it are one indivisible action; only the planning of steps happens e
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 
@@ -60,6 +61,10 @@ from distca import tracing
 from distca.tokens import rank_of_token
 
 logger = logging.getLogger(__name__)
+
+LATE_SECONDS = 2.0
+"""A heartbeat that comes so long after its time is late. With the default lease that is after 7 s,
+when ranks give up a server that answers no ping: so of several that stop at once they meet one."""
 
 
 class Coordinator:
@@ -365,7 +370,7 @@ class Coordinator:
     def unwatch(self, key: RankKey | str, subscription: Subscription) -> None:
         """The reader of a stream has gone."""
         if self._audience.discard(key, subscription) and not isinstance(key, str):
-            self._jobs.stream_broken(*key)
+            self._jobs.stream_broken(*key, now=self._clock())
 
     def report_rank(self, job_id: str, lease_id: str, step: int, measured: RankMeasurement) -> None:
         """Takes in what a rank measured.
@@ -469,15 +474,22 @@ class Coordinator:
             )
             self._server_gone(member, "lost its lease", why)
         for job in self._jobs.open_jobs():
-            gone = job.expired_ranks(now=now)
+            gone = job.gone_ranks(broken_seconds=self._broken_seconds, now=now)
             if gone:
                 for _ in gone:
                     self._metrics.lease_expired("rank")
-                names = ", ".join(f"rank {lease.rank} on {lease.host}" for lease in gone)
-                self._close(
-                    job, f"no sign of life for {self.lease_seconds:g} s from {names}; see its log"
+                names = ", ".join(
+                    f"rank {lease.rank} on {lease.host} for {now - lease.heard_at:.0f} s"
+                    for lease in gone
                 )
+                self._close(job, f"no sign of life from {names}; see its log")
         self._recoveries.sweep()
+
+    @property
+    def _broken_seconds(self) -> float:
+        """How long a rank may be away after its stream has broken. If all streams have, what broke
+        is rather this process's network."""
+        return self._settings.broken_stream_seconds if self._audience.is_watched else math.inf
 
     @property
     def _n_leases(self) -> int:
@@ -509,8 +521,10 @@ class Coordinator:
         """The servers of a job's next plan, pool servers by id, then in-place ones by rank; and
         those to take instead if these cannot do it.
 
-        A job on the pool falls back on its ranks' own servers, if all have one, and then on pool
-        servers that its ranks could not reach of late.
+        Pool servers whose heartbeat is late are left out if others can do it: they may be stopped,
+        and ranks that connect to them find that out by waiting. A job on the pool falls back on its
+        ranks' own servers, if all have one, and then on pool servers that its ranks could not reach
+        of late.
         """
         pool = self._membership.pool() if job.spec.placement.uses_pool else []
         pool = [member for member in pool if member.reaches(job.spec.transport)]
@@ -519,10 +533,12 @@ class Coordinator:
         near = [
             m for m in pool if not job.quarantine.holds(m.server_id, heard_at=m.renewed_at, now=now)
         ]
+        late_seconds = self.lease_seconds / 3 + LATE_SECONDS
+        prompt = [m for m in near if now - m.renewed_at <= late_seconds]
         if job.spec.placement.uses_in_place:
-            choices = [near + own]
+            choices = [prompt + own, near + own]
         else:
-            choices = [near, own if len(own) == job.spec.n_ranks else [], pool]
+            choices = [prompt, near, own if len(own) == job.spec.n_ranks else [], pool]
         return [members for members in choices if members]
 
     def still_serve(self, members: list[Member], serving: frozenset[str]) -> bool:

@@ -135,11 +135,11 @@ class Job:
 
     def watched_by(self, rank: int) -> None:
         """A rank has opened its stream of events."""
-        self._set_away(rank, is_away=False)
+        self._set_away(rank, since=None)
 
-    def stream_broken(self, rank: int) -> None:
+    def stream_broken(self, rank: int, *, now: float) -> None:
         """A rank's stream of events has broken: its process is gone, or its connection."""
-        self._set_away(rank, is_away=True)
+        self._set_away(rank, since=now)
 
     def join(self, rank: int, *, host: str, lease_id: str, now: float) -> None:
         """A rank joins; raises as :meth:`RankLeases.join`."""
@@ -181,9 +181,9 @@ class Job:
         """The rank that holds ``lease_id``, expired or not; None if none does."""
         return self._leases.rank_of(lease_id)
 
-    def expired_ranks(self, *, now: float) -> list[RankLease]:
-        """The ranks whose lease has run out, in rank order."""
-        return self._leases.expired(now=now)
+    def gone_ranks(self, *, broken_seconds: float, now: float) -> list[RankLease]:
+        """The ranks that count as dead, in rank order; see :meth:`RankLeases.gone`."""
+        return self._leases.gone(broken_seconds=broken_seconds, now=now)
 
     def leave(self, lease_id: str, *, error: str, now: float) -> int:
         """A rank leaves; with an error, or as the last one, it closes the job. Returns the rank.
@@ -559,10 +559,10 @@ class Job:
             retry_after_seconds=self._leases.retry_seconds(end_at, now=now),
         )
 
-    def _set_away(self, rank: int, *, is_away: bool) -> None:
+    def _set_away(self, rank: int, *, since: float | None) -> None:
         lease = self._leases.of_rank(rank)
         if lease is not None:
-            lease.is_away = is_away
+            lease.away_since = since
 
     def _decide(self, step: int, pending: PendingStep) -> ReadyStep | FailedStep | None:
         missing = pending.missing(self.spec.n_ranks)

@@ -55,11 +55,11 @@ class Jobs:
                 return job
         return None
 
-    def stream_broken(self, job_id: str, rank: int) -> None:
+    def stream_broken(self, job_id: str, rank: int, *, now: float) -> None:
         """A rank's stream of events has broken; nothing if the job is not open any more."""
         job = self._open.get(job_id)
         if job is not None:
-            job.stream_broken(rank)
+            job.stream_broken(rank, now=now)
 
     def create(
         self,

@@ -23,7 +23,7 @@ class RankLease:
         rank, lease_id, host: of the rank.
         renewed_at: since when its lease runs.
         heard_at: when the rank has last called; a lease may begin anew without that.
-        is_away: its stream of events has broken, and it has opened no other.
+        away_since: when its stream of events has broken, if it has opened no other.
     """
 
     rank: int
@@ -31,7 +31,17 @@ class RankLease:
     host: str
     renewed_at: float
     heard_at: float
-    is_away: bool = False
+    away_since: float | None = None
+
+    @property
+    def is_away(self) -> bool:
+        """Whether its stream of events has broken, and it has opened no other."""
+        return self.away_since is not None
+
+    def broken_for(self, now: float) -> float:
+        """For how many seconds it has not been heard since its stream broke; 0.0 if it was."""
+        since = self.away_since
+        return 0.0 if since is None or self.heard_at > since else now - since
 
 
 class RankLeases:
@@ -148,9 +158,14 @@ class RankLeases:
         self.left.add(rank)
         return rank
 
-    def expired(self, *, now: float) -> list[RankLease]:
-        """The ranks whose lease has run out, in rank order."""
-        gone = [lease for lease in self._by_id.values() if self._expired(lease, now)]
+    def gone(self, *, broken_seconds: float, now: float) -> list[RankLease]:
+        """The ranks whose lease has run out, or whose stream broke so long ago and that were not
+        heard since, in rank order."""
+        gone = [
+            lease
+            for lease in self._by_id.values()
+            if self._expired(lease, now) or lease.broken_for(now) > broken_seconds
+        ]
         return sorted(gone, key=lambda lease: lease.rank)
 
     def are_alive(self, *, waited_seconds: float, now: float) -> bool:

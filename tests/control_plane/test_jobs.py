@@ -211,13 +211,13 @@ def test_last_joined_rank_closes_the_job_even_if_others_never_came(jobs: Jobs) -
 
 def test_rank_leases_run_out_one_by_one(job: Job) -> None:
     job.renew("L1", now=8.0)
-    assert job.expired_ranks(now=10.0) == []
-    assert [lease.rank for lease in job.expired_ranks(now=10.1)] == [0]
+    assert job.gone_ranks(broken_seconds=math.inf, now=10.0) == []
+    assert [lease.rank for lease in job.gone_ranks(broken_seconds=math.inf, now=10.1)] == [0]
     with pytest.raises(LeaseExpiredError, match="the lease that came"):
         job.renew("L0", now=10.1)
     with pytest.raises(LeaseExpiredError):
         submit(job, 0, 0, now=10.1)
-    assert [lease.rank for lease in job.expired_ranks(now=18.1)] == [0, 1]
+    assert [lease.rank for lease in job.gone_ranks(broken_seconds=math.inf, now=18.1)] == [0, 1]
 
 
 def test_rank_joins_once(job: Job) -> None:
