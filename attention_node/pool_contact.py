@@ -47,6 +47,13 @@ class PoolContact(Contact):
             ),
         )
 
+    def report_rank_lost(self, job_id: str, rank: int) -> None:
+        """Tells that the connection to a rank was reset."""
+        self.call(
+            self._membership.ReportRankLost,
+            membership_pb2.ReportRankLostRequest(lease_id=self.lease_id, job_id=job_id, rank=rank),
+        )
+
     def drain(self, server_id: str) -> None:
         """Asks for no more plans."""
         self.call(

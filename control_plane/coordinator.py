@@ -8,7 +8,6 @@ events about it are one indivisible action; only the planning of steps happens e
 from __future__ import annotations
 
 import logging
-import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 
@@ -36,6 +35,7 @@ from control_plane.membership import (
 from control_plane.metrics import Metrics
 from control_plane.planning import Planner
 from control_plane.publication import Publication, rank_event, server_event
+from control_plane.rank_leases import Patience
 from control_plane.recoveries import Recoveries
 from control_plane.recovery import StepProgress
 from control_plane.requests import (
@@ -234,6 +234,15 @@ class Coordinator:
         member = self._membership.deregister(lease_id, now=self._clock())
         logger.info("server %s left", member.server_id)
         self._server_gone(member, "left")
+
+    def report_rank_lost(self, lease_id: str, job_id: str, rank: int) -> None:
+        """A server's connection to a rank was reset. The job need not be known yet: the control
+        plane may have started again.
+
+        Raises:
+            LeaseExpiredError: as :meth:`Membership.of_lease`.
+        """
+        self._membership.rank_lost(lease_id, job_id, rank, now=self._clock())
 
     def servers(self) -> list[tuple[Member, float]]:
         """The live servers by id, each with the seconds since its heartbeat."""
@@ -474,7 +483,8 @@ class Coordinator:
             )
             self._server_gone(member, "lost its lease", why)
         for job in self._jobs.open_jobs():
-            gone = job.gone_ranks(broken_seconds=self._broken_seconds, now=now)
+            lost = self._membership.lost_ranks(job.job_id)
+            gone = job.gone_ranks(self._patience(lost), now=now)
             if gone:
                 for _ in gone:
                     self._metrics.lease_expired("rank")
@@ -483,13 +493,26 @@ class Coordinator:
                     for lease in gone
                 )
                 self._close(job, f"no sign of life from {names}; see its log")
+                continue
+            absent = [rank for rank in job.absent_ranks if rank in lost]
+            if absent and now - job.reopened_at > self._settings.lost_rank_seconds:
+                self._close(
+                    job,
+                    f"ranks {absent} have not come back since the control plane was away, and "
+                    "servers have lost their connections to them; see their logs",
+                )
         self._recoveries.sweep()
 
-    @property
-    def _broken_seconds(self) -> float:
-        """How long a rank may be away after its stream has broken. If all streams have, what broke
-        is rather this process's network."""
-        return self._settings.broken_stream_seconds if self._audience.is_watched else math.inf
+    def _patience(self, lost: Mapping[int, float]) -> Patience:
+        """With ranks whose stream has broken, of which servers have lost ``lost``. If all streams
+        have broken, it is rather this process's network."""
+        if not self._audience.is_watched:
+            return Patience()
+        return Patience(
+            broken_seconds=self._settings.broken_stream_seconds,
+            lost_seconds=self._settings.lost_rank_seconds,
+            lost=lost,
+        )
 
     @property
     def _n_leases(self) -> int:

@@ -21,7 +21,7 @@ from control_plane.errors import (
 )
 from control_plane.job_spec import JobSpec
 from control_plane.quarantine import Quarantine
-from control_plane.rank_leases import RankLease, RankLeases
+from control_plane.rank_leases import Patience, RankLease, RankLeases
 from control_plane.recovery import Answers, Recovery, StepProgress, is_finished
 from control_plane.server_speeds import ServerSpeeds
 from control_plane.step import (
@@ -48,6 +48,7 @@ class Job:
         recovery: its epochs.
         quarantine: pool servers that it does not use now.
         speeds: what was learned of its servers.
+        reopened_at: when it was opened again, if it is from before this control plane.
         return_by: when the ranks that are to come back must be there.
         is_at_home: its last plan uses the ranks' own servers because no pool server can serve.
     """
@@ -64,6 +65,7 @@ class Job:
         max_pending_steps: int,
         first_epoch: int = 0,
         absent: frozenset[int] = frozenset(),
+        reopened_at: float = 0.0,
         return_by: float = math.inf,
     ) -> None:
         self.job_id = job_id
@@ -77,6 +79,7 @@ class Job:
         self._retained_steps = retained_steps
         self._max_pending_steps = max_pending_steps
         self._is_resumed = bool(absent)
+        self.reopened_at = reopened_at
         self.return_by = return_by
         self.is_at_home = False
         self._leases = RankLeases(job_id, spec.n_ranks, lease_seconds=lease_seconds, absent=absent)
@@ -181,9 +184,9 @@ class Job:
         """The rank that holds ``lease_id``, expired or not; None if none does."""
         return self._leases.rank_of(lease_id)
 
-    def gone_ranks(self, *, broken_seconds: float, now: float) -> list[RankLease]:
+    def gone_ranks(self, patience: Patience, *, now: float) -> list[RankLease]:
         """The ranks that count as dead, in rank order; see :meth:`RankLeases.gone`."""
-        return self._leases.gone(broken_seconds=broken_seconds, now=now)
+        return self._leases.gone(patience, now=now)
 
     def leave(self, lease_id: str, *, error: str, now: float) -> int:
         """A rank leaves; with an error, or as the last one, it closes the job. Returns the rank.

@@ -70,6 +70,7 @@ class Jobs:
         owner: str = "",
         first_epoch: int = 0,
         absent: frozenset[int] = frozenset(),
+        reopened_at: float = 0.0,
         return_by: float = math.inf,
     ) -> Job:
         """A new job without ranks, or one from before this control plane, whose ranks ``absent``
@@ -84,6 +85,7 @@ class Jobs:
             max_pending_steps=self._max_pending_steps,
             first_epoch=first_epoch,
             absent=absent,
+            reopened_at=reopened_at,
             return_by=return_by,
         )
         self._open[job_id] = job

@@ -6,13 +6,17 @@ Pure state: the time comes in.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from control_plane import holders
 from control_plane.errors import AlreadyExistsError, InvalidRequestError, LeaseExpiredError
 
 MAX_NAMED = 3
 """Ranks that a message tells apart."""
+
+_SAME_TIME_SECONDS = 5.0
+"""A server's loss that is older has another cause than the stream's."""
 
 
 @dataclass
@@ -42,6 +46,27 @@ class RankLease:
         """For how many seconds it has not been heard since its stream broke; 0.0 if it was."""
         since = self.away_since
         return 0.0 if since is None or self.heard_at > since else now - since
+
+
+@dataclass(frozen=True, kw_only=True)
+class Patience:
+    """How long a rank whose stream of events has broken may take to be heard again.
+
+    Attributes:
+        broken_seconds: if nothing else is known of it.
+        lost_seconds: if servers have lost it, too, at about that time.
+        lost: ranks that servers have lost, and when they said so.
+    """
+
+    broken_seconds: float = math.inf
+    lost_seconds: float = math.inf
+    lost: Mapping[int, float] = field(default_factory=dict)
+
+    def seconds(self, lease: RankLease) -> float:
+        """For the rank of ``lease``."""
+        told_at = self.lost.get(lease.rank, -math.inf)
+        is_lost = lease.away_since is not None and told_at > lease.away_since - _SAME_TIME_SECONDS
+        return min(self.broken_seconds, self.lost_seconds) if is_lost else self.broken_seconds
 
 
 class RankLeases:
@@ -158,13 +183,13 @@ class RankLeases:
         self.left.add(rank)
         return rank
 
-    def gone(self, *, broken_seconds: float, now: float) -> list[RankLease]:
-        """The ranks whose lease has run out, or whose stream broke so long ago and that were not
-        heard since, in rank order."""
+    def gone(self, patience: Patience, *, now: float) -> list[RankLease]:
+        """The ranks that count as dead, in rank order: their lease has run out, or they were not
+        heard for too long since their stream broke."""
         gone = [
             lease
             for lease in self._by_id.values()
-            if self._expired(lease, now) or lease.broken_for(now) > broken_seconds
+            if self._expired(lease, now) or lease.broken_for(now) > patience.seconds(lease)
         ]
         return sorted(gone, key=lambda lease: lease.rank)
 

@@ -100,6 +100,14 @@ TIMEOUTS = (
         where="control_plane.settings:CoordinatorSettings.broken_stream_seconds",
     ),
     Timeout(
+        name="lost_rank_seconds",
+        seconds=3.0,
+        who="control plane",
+        what="the same, if a server's connection to the rank was reset: its process is gone",
+        then="the same",
+        where="control_plane.settings:CoordinatorSettings.lost_rank_seconds",
+    ),
+    Timeout(
         name="stall_seconds",
         seconds=10.0,
         who="control plane",
@@ -387,8 +395,13 @@ ORDERS = (
     ),
     Order(
         shorter=("longest_wait_seconds",),
-        longer="broken_stream_seconds",
+        longer="lost_rank_seconds",
         why="a rank would be taken for dead that is about to ask for the control plane again",
+    ),
+    Order(
+        shorter=("lost_rank_seconds",),
+        longer="broken_stream_seconds",
+        why="a rank whose process is gone would be waited for longer than one that may be there",
     ),
     Order(
         shorter=("renewal_seconds",),

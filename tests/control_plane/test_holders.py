@@ -3,7 +3,6 @@ or of a server. As pure state: the time comes from the test."""
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import pytest
@@ -18,6 +17,7 @@ from control_plane.holders import ASKED_PER_SECOND, retry_seconds
 from control_plane.job import Job
 from control_plane.jobs import Jobs
 from control_plane.membership import Membership, ServerLoad
+from control_plane.rank_leases import Patience
 from tests.control_plane.test_jobs import LEASE_SECONDS, spec
 from tests.control_plane.test_membership import description
 
@@ -94,7 +94,7 @@ def test_one_dead_rank_ends_the_job_whose_others_still_run(jobs: Jobs) -> None:
         job.renew("L0", now=now)
         with pytest.raises(HeldError, match="rank 0 has joined"):
             ask(jobs, 0, began=1.0, now=now + 0.5)
-    assert [lease.rank for lease in job.gone_ranks(broken_seconds=math.inf, now=10.1)] == [1]
+    assert [lease.rank for lease in job.gone_ranks(Patience(), now=10.1)] == [1]
 
 
 def test_lease_that_begins_anew_unheard_is_no_sign_of_life(jobs: Jobs) -> None:
