@@ -147,6 +147,8 @@ class Coordinator:
             generation: of its epochs, see :mod:`control_plane.epochs`.
         """
         self.admission.first_epoch = first_epoch(generation)
+        # Whoever stands by hears nobody.
+        self._hearing = Hearing(lease_seconds=self.lease_seconds, now=self._clock())
         self._recoveries.lead()
 
     async def prepare(self) -> None:
@@ -540,7 +542,7 @@ class Coordinator:
         self._audience.end_all(ShuttingDownError("the control plane is shutting down"))
         await self._planner.shut_down()
 
-    def choices_of(self, job: Job) -> list[list[Member]]:
+    def choices_of(self, job: Job, *, begun: bool) -> list[list[Member]]:
         """The servers of a job's next plan, pool servers by id, then in-place ones by rank; and
         those to take instead if these cannot do it.
 
@@ -548,6 +550,10 @@ class Coordinator:
         and ranks that connect to them find that out by waiting. A job on the pool falls back on its
         ranks' own servers, if all have one, and then on pool servers that its ranks could not reach
         of late.
+
+        Args:
+            job: to plan for.
+            begun: the step has begun, and ranks stand still in it.
         """
         pool = self._membership.pool() if job.spec.placement.uses_pool else []
         pool = [member for member in pool if member.reaches(job.spec.transport)]
@@ -561,7 +567,9 @@ class Coordinator:
         if job.spec.placement.uses_in_place:
             choices = [prompt + own, near + own]
         else:
-            choices = [prompt, near, own if len(own) == job.spec.n_ranks else [], pool]
+            home = own if len(own) == job.spec.n_ranks else []
+            # If all are late it may be this process that is slow; who stands still risks nothing.
+            choices = [prompt, home, near, pool] if begun else [prompt, near, home, pool]
         return [members for members in choices if members]
 
     def still_serve(self, members: list[Member], serving: frozenset[str]) -> bool:

@@ -150,10 +150,10 @@ class Job:
         return (CONTROL_PLANE, STANDBY) if self.standby else (CONTROL_PLANE,)
 
     def start_control_plane(
-        self, name: str = CONTROL_PLANE, *, wait: bool = True, **more: float
+        self, name: str = CONTROL_PLANE, *, wait: bool = True, die_publishing: int = 0
     ) -> Process:
-        """A control plane, always at the same address and with the same state; ``more`` as in
-        :mod:`tests.chaos.control_plane_process`."""
+        """A control plane, always at the same address and with the same state; ``die_publishing``
+        as in :mod:`tests.chaos.control_plane_process`."""
         address_file = self._address_file(name)
         chosen: dict[str, object] = {
             "listen": self._listen_address(name),
@@ -161,7 +161,7 @@ class Job:
             "state_dir": str(self.folder / "state"),
             "planner": self.settings.planner,
             "planning_seconds": self.settings.planning_seconds,
-            **more,
+            "die_publishing": die_publishing,
         }
         if self.standby:
             chosen["leader_lock"] = str(self.folder / "leader.lock")

@@ -115,12 +115,6 @@ def control_plane_stopped(rng: random.Random, steps: int) -> Schedule:
     )
 
 
-def control_plane_stopped_alone(rng: random.Random, steps: int) -> Schedule:
-    """The same without a standby: nobody makes plans for 30 s."""
-    acts = control_plane_stopped(rng, steps).acts
-    return Schedule(name="control-plane-stopped-alone", acts=acts)
-
-
 def two_control_planes(rng: random.Random, steps: int) -> Schedule:
     """Two control planes with one lock, killed and stopped in turn, also with nodes."""
 
@@ -178,7 +172,6 @@ SCHEDULES: Mapping[str, Callable[[random.Random, int], Schedule]] = {
     "nodes-and-control-plane": nodes_and_control_plane,
     "control-plane-with-trainer": control_plane_with_trainer,
     "control-plane-stopped": control_plane_stopped,
-    "control-plane-stopped-alone": control_plane_stopped_alone,
     "two-control-planes": two_control_planes,
     "one-host": one_host,
     "random": anything,

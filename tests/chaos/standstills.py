@@ -260,13 +260,12 @@ class Outcome:
             yield f"    {at - begin:+7.2f} s  {text}"
 
 
-def run(schedule: Schedule, steps: int, references: References, folder: Path) -> Outcome:
-    """Runs a job under ``schedule``.
+def run(schedule: Schedule, chosen: JobSettings, references: References, folder: Path) -> Outcome:
+    """Runs a job under ``schedule``. If trainers are killed it must save checkpoints.
 
     Raises:
         AssertionError: it hangs, a step is missing, a loss differs, or a process is left.
     """
-    chosen = settings(steps)
     expected = references.of(chosen)
     job = Job(folder, chosen, mutual_tls=True, standby=schedule.standby)
     with job:
@@ -347,7 +346,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for name in names:
             for seed in range(options.seed, options.seed + options.runs):
                 schedule = SCHEDULES[name](random.Random(seed), options.steps)
-                outcome = run(schedule, options.steps, references, folder / f"{name}-{seed}")
+                outcome = run(
+                    schedule, settings(options.steps), references, folder / f"{name}-{seed}"
+                )
                 outcomes.append((seed, outcome))
                 _print(seed, outcome, verbose=options.verbose)
     print(

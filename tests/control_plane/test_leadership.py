@@ -145,8 +145,9 @@ async def lead():
 asyncio.run(lead())
 """
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as leader:
-        assert leader.stdout is not None
-        assert leader.stdout.readline() == b"leads\n"
+        said = leader.stdout
+        assert said is not None
+        assert said.readline() == b"leads\n"
 
         async def stand_by() -> None:
             lock = FileLock(path, poll_seconds=0.02, lease_seconds=2.0)
@@ -156,7 +157,7 @@ asyncio.run(lead())
             await asyncio.wait_for(taking_over, 6.0)
             assert lock.is_held
             leader.send_signal(signal.SIGCONT)
-            told = await asyncio.to_thread(leader.stdout.readline)
+            told = await asyncio.to_thread(said.readline)
             assert told.endswith(b"showed nothing for too long False\n")
             assert lock.is_held
             await lock.release()
