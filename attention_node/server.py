@@ -53,6 +53,9 @@ from distca.v1 import jobs_pb2, membership_pb2
 
 logger = logging.getLogger(__name__)
 
+_HEALTH_MESSAGE_BYTES = 4096
+"""The health service is all that the node's gRPC port offers."""
+
 QUIET_SECONDS = 0.5
 """How long a draining node must be idle: a plan made just before may still come."""
 
@@ -230,7 +233,8 @@ class AttentionNode:
         self._announced = AnnouncedJobs()
         self._health = health.HealthServicer()
         self._grpc = grpc.server(
-            futures.ThreadPoolExecutor(max_workers=4), options=[("grpc.so_reuseport", 0)]
+            futures.ThreadPoolExecutor(max_workers=4),
+            options=rpc.server_options(_HEALTH_MESSAGE_BYTES),
         )
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._grpc)
 

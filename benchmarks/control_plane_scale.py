@@ -229,7 +229,7 @@ class SimulatedJob:
         load, stub = self._load, self._jobs[rank % len(self._jobs)]
         in_place = None
         if load.placement != "POOL":
-            in_place = description(f"rank-{rank}", f"host-{rank}", message)
+            in_place = description(f"scale.rank-{rank}", f"host-{rank}", message)
         opened = await stub.OpenJob(
             jobs_pb2.OpenJobRequest(
                 spec=jobs_pb2.JobSpec(

@@ -10,12 +10,23 @@ import secrets
 from collections.abc import Callable
 
 from control_plane.audience import Audience
-from control_plane.errors import HeldError, InvalidRequestError, SpecMismatchError
+from control_plane.errors import (
+    AlreadyExistsError,
+    HeldError,
+    InvalidRequestError,
+    SpecMismatchError,
+)
 from control_plane.job import Job
 from control_plane.job_keys import JobKeys
 from control_plane.job_spec import JobSpec
 from control_plane.jobs import Jobs
-from control_plane.membership import InPlace, Membership, ServerDescription
+from control_plane.membership import (
+    MAX_HOST_CHARACTERS,
+    InPlace,
+    Membership,
+    ServerDescription,
+    checked_text,
+)
 from control_plane.metrics import Metrics
 from control_plane.recoveries import Recoveries
 from control_plane.requests import opened_event
@@ -35,10 +46,12 @@ class Admission:
         job_keys: derives the keys of jobs.
         lease_seconds: of ranks.
         clock: seconds that never go back.
+        close: closes a job and tells all who know it why.
         sweep: acts on leases that have run out.
 
     Attributes:
         first_epoch: of jobs that are opened.
+        leads_since: when this control plane began to lead, by ``clock``.
     """
 
     def __init__(
@@ -53,9 +66,11 @@ class Admission:
         *,
         lease_seconds: float,
         clock: Callable[[], float],
+        close: Callable[[Job, str], None],
         sweep: Callable[[], None],
     ) -> None:
         self.first_epoch = 0
+        self.leads_since = clock()
         self._jobs = jobs
         self._membership = membership
         self._audience = audience
@@ -65,6 +80,7 @@ class Admission:
         self._job_keys = job_keys
         self._lease_seconds = lease_seconds
         self._clock = clock
+        self._close = close
         self._sweep = sweep
 
     def open(
@@ -83,6 +99,7 @@ class Admission:
             InvalidRequestError: the planner or the rank does not exist, or the host is empty.
             HeldError: the name is one whose holder may be gone: ask again, with
                 ``waited_seconds`` since the first time.
+            QuotaError: as :meth:`Jobs.check_room`.
             OtherOwnerError, SpecMismatchError, AlreadyExistsError: as :meth:`Jobs.joinable`
                 and :meth:`Membership.check_free`. SpecMismatchError, too, if the pool has servers,
                 but none of the job's transport.
@@ -103,6 +120,7 @@ class Admission:
                 logger.info("job %s: rank %d on %s waits: %s", spec.name, rank, host, error)
             raise
         if job is None:
+            self._jobs.check_room(spec.name, owner)
             self._check_transport(spec)
             job = self._create_job(spec, owner)
         job.join(rank, host=host, lease_id=lease_id, now=now)
@@ -153,6 +171,7 @@ class Admission:
         job = self._jobs.find(job_id, spec)
         now, lease_id = self._clock(), new_lease_id()
         if job is None:
+            self._free_name(job_id, spec.name, owner)
             job = self._reopen_job(spec, job_id, key, owner)
         self._membership.remove_in_place(job_id, rank)
         if in_place is not None:
@@ -176,8 +195,7 @@ class Admission:
             raise InvalidRequestError(
                 f"rank is {rank}; job {spec.name} has ranks 0 to {spec.n_ranks - 1}"
             )
-        if not host:
-            raise InvalidRequestError(f"job {spec.name}, rank {rank}: host is empty")
+        checked_text(f"job {spec.name}, rank {rank}: host", host, longest=MAX_HOST_CHARACTERS)
 
     def _check_transport(self, spec: JobSpec) -> None:
         pool = self._membership.pool() if spec.placement.uses_pool else []
@@ -216,6 +234,24 @@ class Admission:
         logger.info("job %s opened again: its ranks come back", job_id)
         self._announce(job)
         return job
+
+    def _free_name(self, job_id: str, name: str, owner: str) -> None:
+        """Before a control plane has heard of a job from before its time, another tenant may open
+        one of the same name. The name is the older job's."""
+        other = self._jobs.named(name)
+        if other is None:
+            return
+        return_seconds = 2 * self._lease_seconds
+        is_newcomer = not other.is_resumed and other.owner != owner
+        if not is_newcomer or self._clock() - self.leads_since > return_seconds:
+            raise AlreadyExistsError(
+                f"job {job_id} is not known any more, and {other.job_id} has taken its name"
+            )
+        self._close(
+            other,
+            f"its name {name} is that of a job that ran before the control plane started, and "
+            "whose ranks have come back; open it under another name",
+        )
 
     def _announce(self, job: Job) -> None:
         self._metrics.job_opened(job.spec)

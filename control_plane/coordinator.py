@@ -97,6 +97,8 @@ class Coordinator:
             lease_seconds=settings.lease_seconds,
             retained_steps=settings.retained_steps,
             max_pending_steps=settings.max_pending_steps,
+            max_jobs=settings.max_jobs_per_identity,
+            max_manifest_bytes=settings.max_manifest_bytes_per_identity,
         )
         self._audience = Audience(
             self._membership, metrics, max_queued_events=settings.max_queued_events
@@ -128,6 +130,7 @@ class Coordinator:
             job_keys or JobKeys(),
             lease_seconds=settings.lease_seconds,
             clock=clock,
+            close=self._close,
             sweep=self._hear_and_sweep,
         )
 
@@ -149,6 +152,7 @@ class Coordinator:
         self.admission.first_epoch = first_epoch(generation)
         # Whoever stands by hears nobody.
         self._hearing = Hearing(lease_seconds=self.lease_seconds, now=self._clock())
+        self.admission.leads_since = self._clock()
         self._recoveries.lead()
 
     async def prepare(self) -> None:
@@ -316,17 +320,29 @@ class Coordinator:
         self._advance(job)
         self._recoveries.rank_left(job, rank)
 
+    def manifest_bytes(self, owner: str) -> int:
+        """Of requests whose manifests are kept for the jobs of ``owner``."""
+        return self._jobs.manifest_bytes(owner)
+
     def submit_manifest(
-        self, job_id: str, lease_id: str, manifest: RankManifest, *, forward_only: bool
+        self,
+        job_id: str,
+        lease_id: str,
+        manifest: RankManifest,
+        *,
+        forward_only: bool,
+        nbytes: int = 0,
     ) -> None:
         """Takes in a manifest, and has the step planned once all ranks' are there.
 
         Raises:
             UnknownJobError, LeaseExpiredError, InvalidRequestError, BacklogError: as
                 :meth:`Jobs.get` and :meth:`Job.submit`.
+            QuotaError: as :meth:`Jobs.check_manifest_room`.
         """
         job = self._jobs.get(job_id)
-        job.submit(lease_id, manifest, forward_only=forward_only, now=self._clock())
+        self._jobs.check_manifest_room(job, nbytes)
+        job.submit(lease_id, manifest, forward_only=forward_only, now=self._clock(), nbytes=nbytes)
         self._metrics.manifest_received(job)
         self._advance(job)
 

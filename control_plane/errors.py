@@ -75,6 +75,10 @@ class RateLimitedError(AccessError):
         self.retry_after_seconds = retry_after_seconds
 
 
+class QuotaError(AccessError):
+    """The caller's identity has as much open as one identity may have."""
+
+
 class NoHandshakeError(AccessError):
     """A TLS connection brought no call: its handshake failed, or the client said nothing."""
 

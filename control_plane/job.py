@@ -78,7 +78,7 @@ class Job:
         self.speeds = ServerSpeeds()
         self._retained_steps = retained_steps
         self._max_pending_steps = max_pending_steps
-        self._is_resumed = bool(absent)
+        self.is_resumed = bool(absent)
         self.reopened_at = reopened_at
         self.return_by = return_by
         self.is_at_home = False
@@ -90,6 +90,7 @@ class Job:
         # Hash of every manifest of the steps that are ready or planned, so that a rank may repeat
         # a submission whose answer it did not get.
         self._accepted: OrderedDict[int, dict[int, int]] = OrderedDict()
+        self._manifest_bytes: dict[int, int] = {}
         self._last_reported = dict.fromkeys(range(spec.n_ranks), -1)
         self._given_up: dict[tuple[int, int], str] = {}
         self._waits = Waits(spec.n_layers)
@@ -201,10 +202,28 @@ class Job:
             self.closed = ""
         return rank
 
+    @property
+    def manifest_bytes(self) -> int:
+        """Of the requests whose manifests are kept: of steps that wait, and of planned ones."""
+        kept = self._pending.keys() | self._ready.keys() | self._planned.keys()
+        self._manifest_bytes = {
+            step: nbytes for step, nbytes in self._manifest_bytes.items() if step in kept
+        }
+        return sum(self._manifest_bytes.values())
+
     def submit(
-        self, lease_id: str, manifest: RankManifest, *, forward_only: bool, now: float
+        self,
+        lease_id: str,
+        manifest: RankManifest,
+        *,
+        forward_only: bool,
+        now: float,
+        nbytes: int = 0,
     ) -> None:
         """Stores what a rank holds in a coming step. Repeating a submission changes nothing.
+
+        Args:
+            nbytes: of the request it came in.
 
         Raises:
             LeaseExpiredError: the lease expired or is unknown.
@@ -236,6 +255,7 @@ class Job:
         pending.manifests[rank] = manifest
         pending.forward_only[rank] = forward_only
         self._pending[manifest.step] = pending
+        self._manifest_bytes[manifest.step] = self._manifest_bytes.get(manifest.step, 0) + nbytes
 
     def take_decided(self) -> list[ReadyStep | FailedStep]:
         """The pending steps that can be planned now, and those that never can, in step order;
@@ -506,7 +526,7 @@ class Job:
     def is_recovering(self) -> bool:
         """Whether no plan is made now: a recovery runs, or one is to come first, because the job
         was opened under another control plane."""
-        return self.recovery.runs or (self._is_resumed and not self.recovery.began)
+        return self.recovery.runs or (self.is_resumed and not self.recovery.began)
 
     @property
     def epoch(self) -> int:
@@ -543,7 +563,7 @@ class Job:
     @property
     def _gathers(self) -> bool:
         """Whether ranks are still to join for the first time."""
-        return not self._is_resumed and self._leases.gather
+        return not self.is_resumed and self._leases.gather
 
     def _mismatch(self, rank: int, spec: JobSpec) -> SpecMismatchError:
         named = spec.transport != self.spec.transport

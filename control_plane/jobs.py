@@ -6,8 +6,8 @@ import math
 from collections import OrderedDict
 
 from control_plane.errors import (
-    AlreadyExistsError,
     OtherOwnerError,
+    QuotaError,
     SpecMismatchError,
     UnknownJobError,
 )
@@ -21,11 +21,19 @@ class Jobs:
     """All open jobs. At most one of them has a given name."""
 
     def __init__(
-        self, *, lease_seconds: float, retained_steps: int, max_pending_steps: int
+        self,
+        *,
+        lease_seconds: float,
+        retained_steps: int,
+        max_pending_steps: int,
+        max_jobs: int = 256,
+        max_manifest_bytes: int = 512 * 2**20,
     ) -> None:
         self._lease_seconds = lease_seconds
         self._retained_steps = retained_steps
         self._max_pending_steps = max_pending_steps
+        self._max_jobs = max_jobs
+        self._max_manifest_bytes = max_manifest_bytes
         self._open: dict[str, Job] = {}
         self._closed: OrderedDict[str, str] = OrderedDict()
 
@@ -44,16 +52,47 @@ class Jobs:
             OtherOwnerError: an open job has the name and is another identity's.
             HeldError, SpecMismatchError, AlreadyExistsError: as :meth:`Job.check_can_join`.
         """
-        for job in self._open.values():
-            if job.spec.name == spec.name:
-                if job.owner != owner:
-                    raise OtherOwnerError(
-                        f"rank {rank} of {owner!r} opens job {spec.name}, which another identity "
-                        "runs; choose another name"
-                    )
-                job.check_can_join(spec, rank, waited_seconds=waited_seconds, now=now)
-                return job
-        return None
+        job = self.named(spec.name)
+        if job is None:
+            return None
+        if job.owner != owner:
+            raise OtherOwnerError(
+                f"rank {rank} of {owner!r} opens job {spec.name}, which another identity runs; "
+                "choose another name"
+            )
+        job.check_can_join(spec, rank, waited_seconds=waited_seconds, now=now)
+        return job
+
+    def check_room(self, name: str, owner: str) -> None:
+        """Whether ``owner`` may open one more job.
+
+        Raises:
+            QuotaError: it has as many open as one identity may have.
+        """
+        n_open = len(self._of(owner))
+        if n_open >= self._max_jobs:
+            raise QuotaError(
+                f"{owner or 'without certificates all'} runs {n_open} jobs, as many as one "
+                f"identity may (max_jobs_per_identity); {name} can be opened when one of them ends"
+            )
+
+    def check_manifest_room(self, job: Job, nbytes: int) -> None:
+        """Whether ``nbytes`` more of manifests may be kept for the owner of ``job``.
+
+        Raises:
+            QuotaError: they are too many.
+        """
+        kept = self.manifest_bytes(job.owner)
+        if kept + nbytes > self._max_manifest_bytes:
+            raise QuotaError(
+                f"{kept} bytes of manifests are kept for the jobs of {job.owner!r}, and "
+                f"{nbytes} more came; one identity may have {self._max_manifest_bytes} "
+                "(max_manifest_bytes_per_identity): submit fewer steps ahead, or run fewer jobs"
+            )
+
+    def manifest_bytes(self, owner: str) -> int:
+        """Of requests whose manifests are kept for the jobs of ``owner``."""
+        return sum(job.manifest_bytes for job in self._of(owner))
 
     def stream_broken(self, job_id: str, rank: int, *, now: float) -> None:
         """A rank's stream of events has broken; nothing if the job is not open any more."""
@@ -105,13 +144,16 @@ class Jobs:
             raise UnknownJobError(f"there is no job {job_id!r}")
         return job
 
+    def named(self, name: str) -> Job | None:
+        """The open job of that name."""
+        return next((job for job in self._open.values() if job.spec.name == name), None)
+
     def find(self, job_id: str, spec: JobSpec) -> Job | None:
         """The open job ``job_id``, whose ranks come back with ``spec``; None if it is not known.
 
         Raises:
             UnknownJobError: it has been closed.
             SpecMismatchError: it has another spec.
-            AlreadyExistsError: it is not known, and another open job has its name.
         """
         if job_id in self._closed:
             self.get(job_id)
@@ -124,11 +166,6 @@ class Jobs:
                     "the same spec"
                 )
             return job
-        for other in self._open.values():
-            if other.spec.name == spec.name:
-                raise AlreadyExistsError(
-                    f"job {job_id} is not known any more, and {other.job_id} has taken its name"
-                )
         return None
 
     def close(self, job: Job, error: str) -> None:
@@ -138,6 +175,9 @@ class Jobs:
         self._closed[job.job_id] = error
         while len(self._closed) > REMEMBERED_CLOSED_JOBS:
             self._closed.popitem(last=False)
+
+    def _of(self, owner: str) -> list[Job]:
+        return [job for job in self._open.values() if job.owner == owner]
 
     def open_jobs(self) -> list[Job]:
         """The open jobs, oldest first."""

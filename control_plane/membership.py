@@ -29,6 +29,11 @@ REMEMBERED_LEASES = 1024
 REMEMBERED_RANKS = 256
 """Lost ranks that are remembered of each server."""
 
+MAX_HOST_CHARACTERS = 253
+"""Of a DNS name (RFC 1035)."""
+
+_MAX_DEVICE_CHARACTERS = 128
+_MAX_VERSION_CHARACTERS = 64
 _ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 
 
@@ -41,6 +46,23 @@ def checked_id(name: str, value: str) -> str:
     if not _ID.fullmatch(value):
         raise InvalidRequestError(
             f"{name} is {value!r}; it must be 1 to 128 characters of [A-Za-z0-9._-]"
+        )
+    return value
+
+
+def checked_text(name: str, value: str, *, longest: int) -> str:
+    """``value`` if logs, labels and terminals can show it.
+
+    Raises:
+        InvalidRequestError: it is empty, longer than ``longest`` characters, or has characters that
+            are not printable.
+    """
+    if not value:
+        raise InvalidRequestError(f"{name} is empty; it must be named")
+    if len(value) > longest or not value.isprintable():
+        raise InvalidRequestError(
+            f"{name} is {value[:longest]!r}, {len(value)} characters; it must be 1 to {longest} "
+            "printable characters"
         )
     return value
 
@@ -74,6 +96,7 @@ class ServerDescription:
     def __post_init__(self) -> None:
         checked_id("server_id", self.server_id)
         name = f"server {self.server_id}"
+        checked_text(f"{name}: data_address", self.data_address, longest=MAX_HOST_CHARACTERS + 8)
         host, _, port = self.data_address.rpartition(":")
         if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
             raise InvalidRequestError(
@@ -81,9 +104,10 @@ class ServerDescription:
             )
         if self.transport:
             checked_id("transport", self.transport)
-        for field_name in ("host", "device"):
-            if not getattr(self, field_name):
-                raise InvalidRequestError(f"{name}: {field_name} is empty; it must be named")
+        checked_text(f"{name}: host", self.host, longest=MAX_HOST_CHARACTERS)
+        checked_text(f"{name}: device", self.device, longest=_MAX_DEVICE_CHARACTERS)
+        if self.version:
+            checked_text(f"{name}: version", self.version, longest=_MAX_VERSION_CHARACTERS)
         if self.memory_bytes < 0 or (self.capacity_rows or 0) < 0:
             raise InvalidRequestError(
                 f"{name}: memory_bytes is {self.memory_bytes} and capacity_rows "

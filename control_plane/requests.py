@@ -186,6 +186,13 @@ def in_place_server_from_proto(
             )
         return None
     server = request.in_place_server
+    expected = f"{spec.name}.rank-{request.rank}"
+    if server.server_id != expected:
+        # Else a job could take the name of a pool server, or of another job's rank.
+        raise InvalidRequestError(
+            f"job {spec.name}, rank {request.rank}: in_place_server is called "
+            f"{server.server_id!r}; it must be {expected!r}"
+        )
     if spec.placement.uses_in_place or server.profiles:
         return description_from_proto(server)
     return description_from_proto(server, default_profile=nominal_profile(spec.shape))

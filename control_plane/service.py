@@ -32,6 +32,7 @@ from control_plane.requests import (
 from control_plane.subscriptions import Subscription
 from distca.codec import plan_to_proto
 from distca.identity import Role
+from distca.plain_text import MAX_REASON_CHARACTERS, plain
 from distca.tokens import rank_token
 from distca.v1 import jobs_pb2, jobs_pb2_grpc, membership_pb2, membership_pb2_grpc
 
@@ -154,7 +155,7 @@ class JobsService(jobs_pb2_grpc.JobsServicer):
     async def CloseJob(  # noqa: N802
         self, request: jobs_pb2.CloseJobRequest, context: Context
     ) -> jobs_pb2.CloseJobResponse:
-        self._coordinator.leave_job(request.job_id, request.rank_lease_id, request.error)
+        self._coordinator.leave_job(request.job_id, request.rank_lease_id, _reason(request.error))
         return jobs_pb2.CloseJobResponse()
 
     async def SubmitManifest(  # noqa: N802
@@ -165,6 +166,7 @@ class JobsService(jobs_pb2_grpc.JobsServicer):
             request.rank_lease_id,
             manifest_from_proto(request.manifest),
             forward_only=request.forward_only,
+            nbytes=request.ByteSize(),
         )
         return jobs_pb2.SubmitManifestResponse()
 
@@ -199,7 +201,10 @@ class JobsService(jobs_pb2_grpc.JobsServicer):
             )
         elif kind == "given_up":
             self._coordinator.give_up_step(
-                request.job_id, request.lease_id, request.step, request.given_up.reason
+                request.job_id,
+                request.lease_id,
+                request.step,
+                _reason(request.given_up.reason),
             )
         elif kind == "waiting":
             self._coordinator.wait_in_step(
@@ -217,9 +222,9 @@ class JobsService(jobs_pb2_grpc.JobsServicer):
         self._coordinator.report_server_lost(
             request.job_id,
             request.rank_lease_id,
-            request.server_id,
+            _reason(request.server_id),
             request.epoch,
-            request.cause,
+            _reason(request.cause),
         )
         return jobs_pb2.ReportServerLostResponse()
 
@@ -259,3 +264,8 @@ class JobsService(jobs_pb2_grpc.JobsServicer):
                 await context.write(event)
         finally:
             self._coordinator.unwatch(key, subscription)
+
+
+def _reason(text: str) -> str:
+    """What a member says, as logs and other members may show it."""
+    return plain(text, MAX_REASON_CHARACTERS)

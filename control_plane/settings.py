@@ -19,6 +19,9 @@ class CoordinatorSettings:
         lease_seconds: how long servers and ranks live without a heartbeat.
         retained_steps: planned steps of a job that are kept for late readers, 64 or more.
         max_pending_steps: steps of a job that may wait for manifests at a time.
+        max_jobs_per_identity: jobs that one identity may have open; without mTLS, all together.
+        max_manifest_bytes_per_identity: of requests whose manifests are kept for its jobs, steps
+            that are planned and retained included.
         max_queued_events: events that may wait for one reader before it is dropped.
         planning_threads: jobs that are planned at the same time.
         default_planner: name of the planner of jobs that name none.
@@ -39,6 +42,8 @@ class CoordinatorSettings:
     lease_seconds: float = 15.0
     retained_steps: int = 64
     max_pending_steps: int = 64
+    max_jobs_per_identity: int = 256
+    max_manifest_bytes_per_identity: int = 512 * 2**20
     max_queued_events: int = 256
     planning_threads: int = 2
     default_planner: str = DEFAULT_PLANNER
@@ -66,6 +71,8 @@ class CoordinatorSettings:
         for name, lowest in (
             ("retained_steps", 64),
             ("max_pending_steps", 1),
+            ("max_jobs_per_identity", 1),
+            ("max_manifest_bytes_per_identity", 1),
             ("max_queued_events", 1),
             ("planning_threads", 1),
             ("max_fruitless_recoveries", 1),

@@ -7,7 +7,11 @@ from typing import NoReturn
 import grpc
 
 from control_plane import errors
+from distca.plain_text import plain
 from distca.rpc import ERROR_KIND_KEY, RETRY_AFTER_KEY
+
+_MAX_MESSAGE_CHARACTERS = 4000
+"""gRPC carries the message in a trailer, which may not be larger than 8 KiB."""
 
 _STATUS: dict[type[errors.RefusedError], tuple[grpc.StatusCode, str]] = {
     errors.InvalidRequestError: (grpc.StatusCode.INVALID_ARGUMENT, "invalid-request"),
@@ -23,6 +27,7 @@ _STATUS: dict[type[errors.RefusedError], tuple[grpc.StatusCode, str]] = {
     errors.WrongTokenError: (grpc.StatusCode.PERMISSION_DENIED, "wrong-token"),
     errors.RequestTooLargeError: (grpc.StatusCode.RESOURCE_EXHAUSTED, "too-large"),
     errors.RateLimitedError: (grpc.StatusCode.RESOURCE_EXHAUSTED, "rate-limited"),
+    errors.QuotaError: (grpc.StatusCode.RESOURCE_EXHAUSTED, "quota"),
     errors.BacklogError: (grpc.StatusCode.RESOURCE_EXHAUSTED, "backlog"),
     errors.ReplacedError: (grpc.StatusCode.ABORTED, "replaced"),
     errors.ShuttingDownError: (grpc.StatusCode.UNAVAILABLE, "shutting-down"),
@@ -47,5 +52,5 @@ async def refuse(context: grpc.aio.ServicerContext, error: errors.RefusedError) 
     metadata = [(ERROR_KIND_KEY, kind)]
     if isinstance(error, errors.RateLimitedError | errors.HeldError):
         metadata.append((RETRY_AFTER_KEY, f"{error.retry_after_seconds:.3f}"))
-    await context.abort(status, str(error), tuple(metadata))
+    await context.abort(status, plain(str(error), _MAX_MESSAGE_CHARACTERS), tuple(metadata))
     raise AssertionError("abort raises")

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
+from control_plane.fair_slots import FairSlots
 from control_plane.job import Job
 from control_plane.membership import Member
 from control_plane.planners import choose_planner, prepare
@@ -62,6 +63,7 @@ class StepPlanner:
         self._planners = planners
         self._default_planner = default_planner
         self._queues: dict[str, _Queue] = {}
+        self._slots = FairSlots(threads)
         self._executor = ThreadPoolExecutor(max_workers=threads, thread_name_prefix="planning")
 
     def planner_of(self, name: str) -> Planner:
@@ -136,7 +138,8 @@ class StepPlanner:
             job, ready, members, self.planner_of(job.spec.planner)
         )
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._executor, make)
+            async with self._slots.slot(job.owner):
+                return await asyncio.get_running_loop().run_in_executor(self._executor, make)
         except PlanError:
             raise
         except ManifestError as error:

@@ -25,6 +25,7 @@ from distca.commands import (
     train,
 )
 from distca.interrupt import INTERRUPTED_EXIT_CODE, let_sigterm_end_process_1
+from distca.plain_text import PlainFormatter
 
 _OUR_PACKAGES = {
     "attention_node",
@@ -84,11 +85,9 @@ def _configure(
         typer.Option("--version", help="Show the version.", callback=_show_version, is_eager=True),
     ] = False,
 ) -> None:
-    logging.basicConfig(
-        level=log_level.upper(),
-        stream=sys.stderr,
-        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
-    )
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(PlainFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    logging.basicConfig(level=log_level.upper(), handlers=[handler])
     if traces_endpoint and context.invoked_subcommand is not None:
         from distca import tracing
 

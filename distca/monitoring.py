@@ -2,9 +2,23 @@
 
 from __future__ import annotations
 
-from prometheus_client import CollectorRegistry, Info, ProcessCollector, start_http_server
+import contextlib
+import socket
+import threading
+from collections import OrderedDict
+from socketserver import ThreadingMixIn
+from typing import Any, Final
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
+
+from prometheus_client import CollectorRegistry, Info, ProcessCollector, make_wsgi_app
 
 from distca import __version__
+
+MAX_CONNECTIONS: Final = 32
+"""Connections to a metrics endpoint at a time; one more closes the oldest."""
+
+_SILENT_SECONDS: Final = 10.0
+"""A scraper sends its request at once."""
 
 
 def process_registry(role: str) -> CollectorRegistry:
@@ -26,7 +40,10 @@ class MetricsAddressError(OSError):
 
 
 class MetricsEndpoint:
-    """Serves a registry under ``/metrics``, from a thread of its own, until it is closed.
+    """Serves a registry under ``/metrics``, from threads of its own, until it is closed.
+
+    Whoever connects and says nothing, or says it slowly, holds one of MAX_CONNECTIONS places, and
+    loses it when others want it.
 
     Args:
         host: address to listen on.
@@ -39,13 +56,20 @@ class MetricsEndpoint:
     """
 
     def __init__(self, host: str, port: int, registry: CollectorRegistry) -> None:
+        server = _Server6 if ":" in host else _Server
         try:
-            self._server, self._thread = start_http_server(port, host, registry)
+            self._server = make_server(
+                host, port, make_wsgi_app(registry), server, handler_class=_Handler
+            )
         except OSError as error:
             raise MetricsAddressError(
                 f"cannot serve metrics on {host}:{port}: {error}; choose another port, or 0 for "
                 "any free one"
             ) from error
+        self._thread = threading.Thread(
+            target=self._server.serve_forever, name="distca-metrics", daemon=True
+        )
+        self._thread.start()
 
     @property
     def port(self) -> int:
@@ -57,3 +81,52 @@ class MetricsEndpoint:
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
+
+
+class _Server(ThreadingMixIn, WSGIServer):
+    """A thread for each connection, and a bounded number of them."""
+
+    daemon_threads = True
+    block_on_close = False
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._lock = threading.Lock()
+        self._connections: OrderedDict[int, socket.socket] = OrderedDict()
+        super().__init__(*args, **kwargs)
+
+    def server_bind(self) -> None:
+        # WSGIServer would look the host's name up, which may take long and serves nobody.
+        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self.socket.bind(self.server_address)
+        self.server_address = self.socket.getsockname()
+        self.server_name, self.server_port = self.server_address[:2]  # type: ignore[assignment]
+        self.setup_environ()
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        with self._lock:
+            if len(self._connections) >= MAX_CONNECTIONS:
+                _, oldest = self._connections.popitem(last=False)
+                # Its thread wakes up with an end of file, and closes it.
+                with contextlib.suppress(OSError):
+                    oldest.shutdown(socket.SHUT_RDWR)
+            self._connections[id(request)] = request
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:
+        with self._lock:
+            self._connections.pop(id(request), None)
+        super().shutdown_request(request)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Clients that went away or were closed are no news."""
+
+
+class _Server6(_Server):
+    address_family = socket.AF_INET6
+
+
+class _Handler(WSGIRequestHandler):
+    timeout = _SILENT_SECONDS
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Scrapes are no news."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import math
+import resource
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, fields
@@ -82,6 +83,13 @@ logger = logging.getLogger(__name__)
 
 MIN_KEEPALIVE_SECONDS = 10.0
 """The shortest interval between keepalive pings that the control plane permits."""
+
+SERVER_HANDSHAKE_SECONDS = 10.0
+"""How long a connection to a gRPC server may take for its TLS and HTTP/2 handshakes."""
+
+_IDLE_CONNECTION_SECONDS = 600.0
+_MAX_CONNECTIONS = 16384
+_MAX_CALLS_OF_CONNECTION = 4096
 
 DEFAULT_MAX_MESSAGE_BYTES = 256 * 2**20
 """gRPC's own limit of 4 MiB is too small for the whole plan of a large job."""
@@ -228,9 +236,21 @@ def server_options(max_message_bytes: int) -> list[tuple[str, int]]:
         *_message_options(max_message_bytes),
         ("grpc.http2.min_ping_interval_without_data_ms", int(MIN_KEEPALIVE_SECONDS * 500)),
         ("grpc.keepalive_permit_without_calls", 1),
+        # What connects and says nothing, says it slowly, or has nothing more to say.
+        ("grpc.server_handshake_timeout_ms", int(SERVER_HANDSHAKE_SECONDS * 1000)),
+        ("grpc.max_connection_idle_ms", int(_IDLE_CONNECTION_SECONDS * 1000)),
+        ("grpc.max_allowed_incoming_connections", max_connections()),
+        ("grpc.max_concurrent_streams", _MAX_CALLS_OF_CONNECTION),
         # Several processes on one port would each hold half of the members.
         ("grpc.so_reuseport", 0),
     ]
+
+
+def max_connections() -> int:
+    """How many connections a gRPC server of this process takes: three quarters of the files that it
+    may have open (``ulimit -n``), so that the others are left for everything else."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return _MAX_CONNECTIONS if soft < 0 else max(1, min(_MAX_CONNECTIONS, soft * 3 // 4))
 
 
 def _client_options(settings: RpcSettings) -> list[tuple[str, int | str]]:

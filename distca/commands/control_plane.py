@@ -98,6 +98,20 @@ class ControlPlaneOptions:
     registration_burst: Annotated[
         int, typer.Option(help="How many of them at once.", rich_help_panel=_SECURITY)
     ] = 4096
+    max_jobs_per_identity: Annotated[
+        int,
+        typer.Option(
+            help="Jobs that one identity may have open; without certificates, all together.",
+            rich_help_panel=_SECURITY,
+        ),
+    ] = 256
+    max_manifest_bytes_per_identity: Annotated[
+        int,
+        typer.Option(
+            help="Bytes of manifests that are kept for the jobs of one identity.",
+            rich_help_panel=_SECURITY,
+        ),
+    ] = 512 * 2**20
     tls_certificate: Annotated[
         Path | None,
         typer.Option(
@@ -153,6 +167,8 @@ def control_plane(options: ControlPlaneOptions) -> None:
                 planning_threads=options.planning_threads,
                 default_planner=options.planner or DEFAULT_PLANNER,
                 stall_seconds=options.stall_seconds,
+                max_jobs_per_identity=options.max_jobs_per_identity,
+                max_manifest_bytes_per_identity=options.max_manifest_bytes_per_identity,
             ),
             leader_lock=options.leader_lock,
             leader_lease=options.leader_lease,

@@ -7,6 +7,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from distca.plain_text import plain
 from distca.top.snapshot import JobView, ServerView, Snapshot, StepView
 
 SILENT_SECONDS = 10.0
@@ -25,7 +26,8 @@ def render(snapshot: Snapshot, away: str = "", away_seconds: float = 0.0) -> Ren
     if away:
         parts.append(
             Text(
-                f"No answer for {away_seconds:.0f} s, what follows is old; trying again. {away}",
+                f"No answer for {away_seconds:.0f} s, what follows is old; trying again. "
+                + plain(away),
                 style="bold red",
             )
         )
@@ -45,7 +47,7 @@ def _header(snapshot: Snapshot) -> Text:
     busy = [server.busy_ratio for server in snapshot.servers if server.job is None]
     if busy:
         parts.append(f"busy {sum(busy) / len(busy):.0%} in the mean, {max(busy):.0%} at most")
-    return Text("   ".join(parts), style="bold")
+    return Text(plain("   ".join(parts)), style="bold")
 
 
 def _servers(snapshot: Snapshot) -> RenderableType:
@@ -67,9 +69,9 @@ def _servers(snapshot: Snapshot) -> RenderableType:
             ProgressBar(total=1.0, completed=server.busy_ratio, width=10),
         )
         table.add_row(
-            name,
-            server.host,
-            server.device,
+            Text(plain(name)),
+            Text(plain(server.host)),
+            Text(plain(server.device)),
             _state(server),
             bar,
             str(server.queued_tasks),
@@ -86,7 +88,7 @@ def _state(server: ServerView) -> Text:
     if server.draining:
         return Text("draining", style="yellow")
     if server.job is not None:
-        return Text(f"in {server.job}, rank {server.rank}")
+        return Text(f"in {plain(server.job)}, rank {server.rank}")
     return Text("serving", style="green")
 
 
@@ -101,8 +103,8 @@ def _jobs(snapshot: Snapshot) -> RenderableType:
     table.add_column("imbalance: home, planned, measured", no_wrap=True, overflow="ellipsis")
     for job in snapshot.jobs:
         table.add_row(
-            job.name,
-            job.placement,
+            Text(plain(job.name)),
+            Text(plain(job.placement)),
             f"{job.n_joined_ranks}/{job.n_ranks}",
             _progress(job),
             *_step_cells(job.last_step),

@@ -118,9 +118,13 @@ def job_spec(name: str = "train", **changes: Any) -> jobs_pb2.JobSpec:
     return jobs_pb2.JobSpec(**(values | changes))
 
 
-def rank_manifest(step: int, rank: int) -> RankManifest:
-    """Three documents in two nano-batches, of lengths that depend on step and rank."""
-    return RankManifest.from_lengths(step, rank, [[5 + step, 7 + rank], [12 + step + rank]])
+def rank_manifest(
+    step: int, rank: int, lengths: Sequence[Sequence[int]] | None = None
+) -> RankManifest:
+    """Three documents in two nano-batches, of lengths that depend on step and rank; or others."""
+    return RankManifest.from_lengths(
+        step, rank, lengths or [[5 + step, 7 + rank], [12 + step + rank]]
+    )
 
 
 class Watcher:
@@ -217,7 +221,7 @@ class Client:
         spec = spec or job_spec()
         request = jobs_pb2.OpenJobRequest(spec=spec, rank=rank, host=f"host-{rank}")
         if spec.placement != jobs_pb2.PLACEMENT_POOL:
-            request.in_place_server.CopyFrom(server_description(f"{spec.name}-rank-{rank}"))
+            request.in_place_server.CopyFrom(server_description(f"{spec.name}.rank-{rank}"))
         answer = self.jobs.OpenJob(request)
         self.tokens.opened(answer)
         return answer.job_id, answer.rank_lease_id
@@ -230,7 +234,7 @@ class Client:
                 spec=spec,
                 rank=rank,
                 host=f"host-{rank}",
-                in_place_server=server_description(f"{spec.name}-rank-{rank}", profiles=[]),
+                in_place_server=server_description(f"{spec.name}.rank-{rank}", profiles=[]),
             )
         )
         self.tokens.opened(answer)

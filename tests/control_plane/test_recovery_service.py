@@ -406,12 +406,12 @@ def test_job_is_given_up_when_recoveries_do_not_help() -> None:
         pair.submit(0)
         epoch = pair.plans()[0].plan.epoch
         for _ in range(3):
-            pair.lose("train-rank-1", epoch=epoch)
+            pair.lose("train.rank-1", epoch=epoch)
             epoch = pair.recover().epoch
             pair.answer(epoch, {0: [0, 0]}, {0: [0, 0]})
             # Its rank lives, so it is not left out.
-            assert "train-rank-1" in servers_of(pair.plans()[1])
-        pair.lose("train-rank-1", epoch=epoch)
+            assert "train.rank-1" in servers_of(pair.plans()[1])
+        pair.lose("train.rank-1", epoch=epoch)
         error = pair.watchers[0].next("job_closed").error
         assert error.startswith("3 recoveries in a row, and no rank has completed a tick; the last")
 

@@ -55,7 +55,9 @@ class Rank:
         """Joins, or comes back."""
         request = jobs_pb2.OpenJobRequest(spec=self.spec, rank=self.rank, host=f"host-{self.rank}")
         if self.spec.placement != jobs_pb2.PLACEMENT_POOL:
-            request.in_place_server.CopyFrom(server_description(f"rank-{self.rank}"))
+            request.in_place_server.CopyFrom(
+                server_description(f"{self.spec.name}.rank-{self.rank}")
+            )
         if self.job_id:
             request.resume.job_id, request.resume.epoch = self.job_id, self.epoch
             client.tokens.of[request.resume.job_id] = self.token
@@ -215,7 +217,10 @@ def test_rank_takes_up_its_own_lease_and_in_place_server(tmp_path: Path) -> None
         assert ranks[0].lease != former
         with pytest.raises(rpc.LeaseExpired):
             client.submit(ranks[0].job_id, former, rank_manifest(0, 0))
-        assert [m.server_id for m, _ in control_plane.coordinator.servers()] == ["rank-0", "rank-1"]
+        assert [m.server_id for m, _ in control_plane.coordinator.servers()] == [
+            "train.rank-0",
+            "train.rank-1",
+        ]
         # The control plane knows the job: nothing has to be planned again.
         watchers = [rank.watch(client) for rank in ranks]
         for rank in ranks:

@@ -238,14 +238,14 @@ def test_in_place_servers_come_by_rank_and_get_their_plans_with_their_ranks(
     watcher.next("step_planned")
     plan = client.jobs.GetStep(jobs_pb2.GetStepRequest(job_id=job_id, step=0)).plan
     assert [(s.server_id, s.in_place_rank) for s in plan.servers] == [
-        ("train-rank-0", 0),
-        ("train-rank-1", 1),
+        ("train.rank-0", 0),
+        ("train.rank-1", 1),
     ]
     with pytest.raises(rpc.InvalidRequest, match="WatchRank"):
         client.watch_server(first).next()
     # The in-place server's load and measurements go under its rank's lease.
     client.heartbeat(first)
-    client.report_server(job_id, first, 0, "train-rank-0")
+    client.report_server(job_id, first, 0, "train.rank-0")
 
 
 def test_mixed_placement_uses_pool_servers_by_id_then_in_place_ones_by_rank(
@@ -260,7 +260,7 @@ def test_mixed_placement_uses_pool_servers_by_id_then_in_place_ones_by_rank(
     submit_pair(client, job_id, leases, 0)
     watcher.next("step_planned")
     plan = client.jobs.GetStep(jobs_pb2.GetStepRequest(job_id=job_id, step=0)).plan
-    assert [s.server_id for s in plan.servers] == ["a", "b", "train-rank-0", "train-rank-1"]
+    assert [s.server_id for s in plan.servers] == ["a", "b", "train.rank-0", "train.rank-1"]
     client.close_job(job_id, leases[0])
     listed = client.membership.ListServers(membership_pb2.ListServersRequest()).servers
     assert [
@@ -269,7 +269,7 @@ def test_mixed_placement_uses_pool_servers_by_id_then_in_place_ones_by_rank(
         ("a", False, "", -1),
         ("b", False, "", -1),
         ("drained", True, "", -1),
-        ("train-rank-1", False, job_id, 1),
+        ("train.rank-1", False, job_id, 1),
     ]
     assert not listed[0].server.profiles
 
@@ -508,13 +508,13 @@ def test_open_job_refuses_wrong_rank_host_and_in_place_server(client: Client) ->
     in_place = job_spec(placement=jobs_pb2.PLACEMENT_IN_PLACE)
     with pytest.raises(rpc.InvalidRequest, match="in_place_server is missing"):
         client.jobs.OpenJob(jobs_pb2.OpenJobRequest(spec=in_place, rank=0, host="h"))
-    with pytest.raises(rpc.InvalidRequest, match="server s has no cost profile"):
+    with pytest.raises(rpc.InvalidRequest, match=r"server train\.rank-0 has no cost profile"):
         client.jobs.OpenJob(
             jobs_pb2.OpenJobRequest(
                 spec=in_place,
                 rank=0,
                 host="h",
-                in_place_server=server_description("s", profiles=[]),
+                in_place_server=server_description("train.rank-0", profiles=[]),
             )
         )
 
@@ -543,9 +543,9 @@ def test_no_time_to_have_waited_is_refused(client: Client, seconds: float) -> No
 
 
 def test_open_job_with_a_taken_server_id_changes_nothing(client: Client) -> None:
-    client.register("train-rank-0")
+    client.register("train.rank-0")
     in_place = job_spec(placement=jobs_pb2.PLACEMENT_IN_PLACE)
-    with pytest.raises(rpc.AlreadyExists, match="train-rank-0"):
+    with pytest.raises(rpc.AlreadyExists, match=r"train\.rank-0"):
         client.open(0, in_place)
     # Had the refused call created the job, this other spec would not be welcome.
     client.open(0, job_spec())

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
+import threading
 import urllib.error
 import urllib.request
 
 import pytest
 
 from distca import __version__
-from distca.monitoring import MetricsAddressError, MetricsEndpoint, process_registry
+from distca.monitoring import (
+    MAX_CONNECTIONS,
+    MetricsAddressError,
+    MetricsEndpoint,
+    process_registry,
+)
 
 
 def read(port: int) -> str:
@@ -43,3 +50,42 @@ def test_registries_of_two_sessions_in_one_process_do_not_meet() -> None:
     assert {family.name for family in first.collect()} == {
         family.name for family in second.collect()
     }
+
+
+def test_silent_and_slow_connections_keep_nobody_from_scraping() -> None:
+    endpoint = MetricsEndpoint("127.0.0.1", 0, process_registry("trainer"))
+    before = threading.active_count()
+    silent = [
+        socket.create_connection(("127.0.0.1", endpoint.port)) for _ in range(3 * MAX_CONNECTIONS)
+    ]
+    try:
+        for connection in silent[::2]:
+            with contextlib.suppress(OSError):
+                connection.sendall(b"GET /met")
+        for _ in range(5):
+            assert "distca_build_info" in read(endpoint.port)
+        assert threading.active_count() - before <= MAX_CONNECTIONS + 1
+        # The oldest have lost their places.
+        silent[0].settimeout(5.0)
+        assert silent[0].recv(1) == b""
+    finally:
+        for connection in silent:
+            connection.close()
+        endpoint.close()
+
+
+@pytest.mark.parametrize(
+    "garbage",
+    [b"\x00" * 100, b"GET " + b"a" * 100_000 + b"\r\n\r\n", b"\x16\x03\x01" + bytes(600), b"\r\n"],
+)
+def test_garbage_harms_nothing(garbage: bytes) -> None:
+    endpoint = MetricsEndpoint("127.0.0.1", 0, process_registry("trainer"))
+    with socket.create_connection(("127.0.0.1", endpoint.port)) as connection:
+        connection.sendall(garbage)
+        connection.shutdown(socket.SHUT_WR)
+        connection.settimeout(5.0)
+        with contextlib.suppress(ConnectionResetError):
+            while connection.recv(65536):
+                pass
+    assert "distca_build_info" in read(endpoint.port)
+    endpoint.close()

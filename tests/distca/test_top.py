@@ -100,6 +100,16 @@ def shown(*servers: ServerView, jobs: tuple[JobView, ...] = (), away: str = "") 
     return console.file.getvalue()
 
 
+def test_names_are_shown_and_not_obeyed() -> None:
+    text = shown(
+        server_view(server_id="[red]a[/red]", host="h\x1b[2J", device="H200\nH100"),
+        away="why\x1b]0;title\x07",
+    )
+    for part in ("[red]a[/red]", "h\\x1b[2J", "H200\\nH100", "why\\x1b]0;title\\x07"):
+        assert part in text
+    assert "\x1b" not in text
+
+
 def test_the_header_sums_up() -> None:
     text = shown(server_view(), server_view(server_id="node-1", busy_ratio=0.9, draining=True))
     assert "DistCA 0.1.0 at cp:7700   up 2 h   2 servers (1 draining)   0 jobs   5.00 GB/s" in text

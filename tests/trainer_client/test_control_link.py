@@ -50,7 +50,9 @@ class Rank:
             spec=spec or job_spec(),
             rank=rank,
             host=f"host-{rank}",
-            in_place_server=server_description(f"rank-{rank}", profiles=[]),
+            in_place_server=server_description(
+                f"{spec.name if spec else 'train'}.rank-{rank}", profiles=[]
+            ),
         )
 
     def open(self) -> None:
