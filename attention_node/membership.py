@@ -10,7 +10,7 @@ first.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from attention_node.pool_contact import PoolContact
@@ -37,6 +37,7 @@ class Membership:
         settings: how to reach the control plane; with several addresses, its standbys too.
         description: what the server is and can do.
         load: reads the load for heartbeats.
+        lost_ranks: the ranks, by job, whose connections were reset of late.
         on_event: called with each event of the server's jobs.
         on_registered: called after each registration, before the events that follow it.
         on_fenced: called when the control plane has taken the lease away: every job and connection
@@ -56,6 +57,7 @@ class Membership:
         description: membership_pb2.ServerDescription,
         *,
         load: Callable[[], membership_pb2.ServerLoad],
+        lost_ranks: Callable[[], Sequence[tuple[str, int]]] = lambda: (),
         on_event: Callable[[jobs_pb2.PlanEvent], None],
         on_registered: Callable[[], None],
         on_fenced: Callable[[], None],
@@ -66,6 +68,7 @@ class Membership:
     ) -> None:
         self._description = description
         self._load = load
+        self._lost_ranks = lost_ranks
         self._on_registered = on_registered
         self._on_fenced = on_fenced
         self._on_drain = on_drain
@@ -117,6 +120,15 @@ class Membership:
         future: Future[object] = self._outbox.submit(
             contact.report_step, busy.job_id, busy.step, measurement
         )
+        future.add_done_callback(rpc.log_lost_report)
+
+    def report_rank_lost(self, job_id: str, rank: int) -> None:
+        """Tells that the connection to a rank was reset; a failure is logged only. A control plane
+        that is away is told when it is back."""
+        contact = self._lifeline.contact
+        if self._left or contact is None:
+            return
+        future: Future[object] = self._outbox.submit(contact.report_rank_lost, job_id, rank)
         future.add_done_callback(rpc.log_lost_report)
 
     def drain(self) -> None:
@@ -188,6 +200,8 @@ class Membership:
             )
         # Its name may be held by a registration whose answer was lost, until that lease ends.
         self._register(contact, self._make_patience())
+        for job_id, rank in self._lost_ranks():
+            contact.report_rank_lost(job_id, rank)
         logger.info("server %s registered again", self._description.server_id)
         self._on_registered()
 

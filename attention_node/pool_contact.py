@@ -29,7 +29,7 @@ class PoolContact(Contact):
         response = self.call(
             self._membership.Heartbeat,
             membership_pb2.HeartbeatRequest(lease_id=self.lease_id, load=load),
-            timeout_seconds=self.renewal_seconds or None,
+            timeout_seconds=self.renewal_deadline_seconds,
         )
         self.lease_seconds = response.lease_seconds
         return bool(response.draining)
@@ -45,6 +45,13 @@ class PoolContact(Contact):
             jobs_pb2.ReportStepRequest(
                 job_id=job_id, step=step, lease_id=self.lease_id, server=measured
             ),
+        )
+
+    def report_rank_lost(self, job_id: str, rank: int) -> None:
+        """Tells that the connection to a rank was reset."""
+        self.call(
+            self._membership.ReportRankLost,
+            membership_pb2.ReportRankLostRequest(lease_id=self.lease_id, job_id=job_id, rank=rank),
         )
 
     def drain(self, server_id: str) -> None:

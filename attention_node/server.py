@@ -218,6 +218,7 @@ class AttentionNode:
             on_accepted=lambda connection, name: data_metrics.name_peer(
                 connection.peer, connection.transport, name
             ),
+            on_rank_lost=self._rank_lost,
         )
         self._metrics.watch(self._executor, lambda: self._ticks.open_ticks)
         self._transport = open_transport(
@@ -257,6 +258,7 @@ class AttentionNode:
             ),
             self._describe(data_address),
             load=self._load,
+            lost_ranks=lambda: self._ticks.lost_ranks,
             on_event=self._handle,
             on_registered=lambda: self._announced.registered(now=time.monotonic()),
             on_fenced=lambda: self._ticks.close_all("the control plane has fenced the server"),
@@ -421,6 +423,10 @@ class AttentionNode:
         self._metrics.step_finished()
         if self._membership is not None:
             self._membership.report(busy)
+
+    def _rank_lost(self, job_id: str, rank: int) -> None:
+        if self._membership is not None:
+            self._membership.report_rank_lost(job_id, rank)
 
     def _lose(self, error: MembershipLost) -> None:
         self._lost = error

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
@@ -48,6 +49,7 @@ from data_plane.transport import (
     Connection,
     MessageSizeMismatch,
     PeerClosed,
+    PeerReset,
     Transfer,
     TransferState,
     TransportError,
@@ -59,6 +61,10 @@ logger = logging.getLogger(__name__)
 
 NO_MEMORY = (BufferPoolExhausted, DriverError, MemoryError, torch.OutOfMemoryError)
 """What a buffer pool raises when it has no room, or the device gives it none."""
+
+LOST_RANK_SECONDS = 60.0
+"""After so long the loss of a rank's connection says nothing of the rank any more: plans may have
+left this server out since."""
 
 LANE_DEADLINE_SECONDS = 24 * 3600.0
 """A posted receive waits for as long as its trainer computes, evaluates or saves. When the trainer
@@ -115,6 +121,7 @@ class TickServer:
             memory for it was missing.
         on_exchange: called when a rank's part of a tick is over, on the thread that ended it.
         on_accepted: called with each connection and the name of the rank behind it.
+        on_rank_lost: called with job and rank of a connection that was reset.
     """
 
     def __init__(
@@ -131,6 +138,7 @@ class TickServer:
         on_waited: Callable[[float], None] = lambda seconds: None,
         on_exchange: Callable[[ExchangeTimes], None] = lambda times: None,
         on_accepted: Callable[[Connection, str], None] = lambda connection, name: None,
+        on_rank_lost: Callable[[str, int], None] = lambda job_id, rank: None,
     ) -> None:
         self.server_id = server_id
         self._executor = executor
@@ -142,9 +150,12 @@ class TickServer:
         self._on_message_refused = on_message_refused
         self._on_exchange = on_exchange
         self._on_accepted = on_accepted
+        self._on_rank_lost = on_rank_lost
         self._lock = threading.RLock()
         self._jobs: dict[str, ServedJob] = {}
         self._connections: list[_RankConnection] = []
+        # Ranks whose connection was reset and that have made no other: when, by job and rank.
+        self._lost_ranks: dict[tuple[str, int], float] = {}
         self._leaving: set[Transfer] = set()
         self._gate: MemoryGate[_RankConnection] = MemoryGate(
             pool,
@@ -167,6 +178,13 @@ class TickServer:
         """The open jobs."""
         with self._lock:
             return list(self._jobs)
+
+    @property
+    def lost_ranks(self) -> list[tuple[str, int]]:
+        """Jobs and ranks whose connection was reset of late, and that have made no other."""
+        since = time.monotonic() - LOST_RANK_SECONDS
+        with self._lock:
+            return [key for key, at in self._lost_ranks.items() if at > since]
 
     @property
     def idle(self) -> bool:
@@ -271,6 +289,8 @@ class TickServer:
             job = self._jobs.pop(job_id, None)
             if job is None:
                 return
+            for key in [key for key in self._lost_ranks if key[0] == job_id]:
+                del self._lost_ranks[key]
             connected = [c for c in self._connections if c.job is job]
             self._connections = [c for c in self._connections if c.job is not job]
             why = f"job {job_id} was closed: {reason or 'finished'}"
@@ -314,6 +334,7 @@ class TickServer:
             )
             rank_connection.lanes = [Lane() for _ in range(job.description.n_nano_batches)]
             self._connections.append(rank_connection)
+            self._lost_ranks.pop((message.job_id, message.rank), None)
             dropped = self._drop_abandoned(job, message.rank, message.first_step)
             for number in sorted(job.steps):
                 self._extend(rank_connection, job.steps[number])
@@ -645,12 +666,20 @@ class TickServer:
             if connection not in self._connections:
                 return
             self._connections.remove(connection)
+            job_id, rank = connection.job.description.job_id, connection.rank
+            is_lost = isinstance(error, PeerReset) and not any(
+                other.job is connection.job and other.rank == rank for other in self._connections
+            )
+            if is_lost:
+                self._lost_ranks[job_id, rank] = time.monotonic()
         self._gate.changed()
         has_left = error is None or (isinstance(error, PeerClosed) and error.said == FAREWELL)
         logger.log(
             logging.INFO if has_left else logging.WARNING,
             "job %s: rank %d disconnected%s",
-            connection.job.description.job_id,
-            connection.rank,
+            job_id,
+            rank,
             f": {error}" if error else "",
         )
+        if is_lost:
+            self._on_rank_lost(job_id, rank)

@@ -64,6 +64,7 @@ POLICIES: Mapping[str, MethodPolicy] = MappingProxyType(
             roles=frozenset({Role.OPERATOR, Role.SERVER})
         ),
         "/distca.v1.Membership/DeregisterServer": _SERVERS,
+        "/distca.v1.Membership/ReportRankLost": _SERVERS,
         "/distca.v1.Membership/ListServers": MethodPolicy(roles=_WATCHERS | {Role.SERVER}),
         "/distca.v1.Jobs/DescribePool": MethodPolicy(roles=_WATCHERS | {Role.TRAINER}),
         "/distca.v1.Jobs/OpenJob": MethodPolicy(

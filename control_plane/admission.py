@@ -220,6 +220,7 @@ class Admission:
 
     def _reopen_job(self, spec: JobSpec, job_id: str, key: bytes, owner: str) -> Job:
         """A job from before this control plane, to which all its ranks are to come back."""
+        now = self._clock()
         job = self._jobs.create(
             spec,
             job_id=job_id,
@@ -227,7 +228,8 @@ class Admission:
             owner=owner,
             first_epoch=self.first_epoch,
             absent=frozenset(range(spec.n_ranks)),
-            return_by=self._clock() + 2 * self._lease_seconds,
+            reopened_at=now,
+            return_by=now + self._lease_seconds,
         )
         logger.info("job %s opened again: its ranks come back", job_id)
         self._announce(job)

@@ -45,6 +45,11 @@ class Audience:
         self._count()
         return member.lease_id, subscription
 
+    @property
+    def is_watched(self) -> bool:
+        """Whether any member has an open stream."""
+        return bool(len(self._ranks) or len(self._servers))
+
     def discard(self, key: RankKey | str, subscription: Subscription) -> bool:
         """The reader of ``subscription`` has gone; returns whether the member has no other."""
         if isinstance(key, str):

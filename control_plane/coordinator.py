@@ -35,6 +35,7 @@ from control_plane.membership import (
 from control_plane.metrics import Metrics
 from control_plane.planning import Planner
 from control_plane.publication import Publication, rank_event, server_event
+from control_plane.rank_leases import Patience
 from control_plane.recoveries import Recoveries
 from control_plane.recovery import StepProgress
 from control_plane.requests import (
@@ -60,6 +61,10 @@ from distca import tracing
 from distca.tokens import rank_of_token
 
 logger = logging.getLogger(__name__)
+
+LATE_SECONDS = 2.0
+"""A heartbeat that comes so long after its time is late. With the default lease that is after 7 s,
+when ranks give up a server that answers no ping: so of several that stop at once they meet one."""
 
 
 class Coordinator:
@@ -145,6 +150,8 @@ class Coordinator:
             generation: of its epochs, see :mod:`control_plane.epochs`.
         """
         self.admission.first_epoch = first_epoch(generation)
+        # Whoever stands by hears nobody.
+        self._hearing = Hearing(lease_seconds=self.lease_seconds, now=self._clock())
         self.admission.leads_since = self._clock()
         self._recoveries.lead()
 
@@ -233,6 +240,15 @@ class Coordinator:
         member = self._membership.deregister(lease_id, now=self._clock())
         logger.info("server %s left", member.server_id)
         self._server_gone(member, "left")
+
+    def report_rank_lost(self, lease_id: str, job_id: str, rank: int) -> None:
+        """A server's connection to a rank was reset. The job need not be known yet: the control
+        plane may have started again.
+
+        Raises:
+            LeaseExpiredError: as :meth:`Membership.of_lease`.
+        """
+        self._membership.rank_lost(lease_id, job_id, rank, now=self._clock())
 
     def servers(self) -> list[tuple[Member, float]]:
         """The live servers by id, each with the seconds since its heartbeat."""
@@ -381,7 +397,7 @@ class Coordinator:
     def unwatch(self, key: RankKey | str, subscription: Subscription) -> None:
         """The reader of a stream has gone."""
         if self._audience.discard(key, subscription) and not isinstance(key, str):
-            self._jobs.stream_broken(*key)
+            self._jobs.stream_broken(*key, now=self._clock())
 
     def report_rank(self, job_id: str, lease_id: str, step: int, measured: RankMeasurement) -> None:
         """Takes in what a rank measured.
@@ -485,15 +501,36 @@ class Coordinator:
             )
             self._server_gone(member, "lost its lease", why)
         for job in self._jobs.open_jobs():
-            gone = job.expired_ranks(now=now)
+            lost = self._membership.lost_ranks(job.job_id)
+            gone = job.gone_ranks(self._patience(lost), now=now)
             if gone:
                 for _ in gone:
                     self._metrics.lease_expired("rank")
-                names = ", ".join(f"rank {lease.rank} on {lease.host}" for lease in gone)
+                names = ", ".join(
+                    f"rank {lease.rank} on {lease.host} for {now - lease.heard_at:.0f} s"
+                    for lease in gone
+                )
+                self._close(job, f"no sign of life from {names}; see its log")
+                continue
+            absent = [rank for rank in job.absent_ranks if rank in lost]
+            if absent and now - job.reopened_at > self._settings.lost_rank_seconds:
                 self._close(
-                    job, f"no sign of life for {self.lease_seconds:g} s from {names}; see its log"
+                    job,
+                    f"ranks {absent} have not come back since the control plane was away, and "
+                    "servers have lost their connections to them; see their logs",
                 )
         self._recoveries.sweep()
+
+    def _patience(self, lost: Mapping[int, float]) -> Patience:
+        """With ranks whose stream has broken, of which servers have lost ``lost``. If all streams
+        have broken, it is rather this process's network."""
+        if not self._audience.is_watched:
+            return Patience()
+        return Patience(
+            broken_seconds=self._settings.broken_stream_seconds,
+            lost_seconds=self._settings.lost_rank_seconds,
+            lost=lost,
+        )
 
     @property
     def _n_leases(self) -> int:
@@ -521,12 +558,18 @@ class Coordinator:
         self._audience.end_all(ShuttingDownError("the control plane is shutting down"))
         await self._planner.shut_down()
 
-    def choices_of(self, job: Job) -> list[list[Member]]:
+    def choices_of(self, job: Job, *, begun: bool) -> list[list[Member]]:
         """The servers of a job's next plan, pool servers by id, then in-place ones by rank; and
         those to take instead if these cannot do it.
 
-        A job on the pool falls back on its ranks' own servers, if all have one, and then on pool
-        servers that its ranks could not reach of late.
+        Pool servers whose heartbeat is late are left out if others can do it: they may be stopped,
+        and ranks that connect to them find that out by waiting. A job on the pool falls back on its
+        ranks' own servers, if all have one, and then on pool servers that its ranks could not reach
+        of late.
+
+        Args:
+            job: to plan for.
+            begun: the step has begun, and ranks stand still in it.
         """
         pool = self._membership.pool() if job.spec.placement.uses_pool else []
         pool = [member for member in pool if member.reaches(job.spec.transport)]
@@ -535,10 +578,14 @@ class Coordinator:
         near = [
             m for m in pool if not job.quarantine.holds(m.server_id, heard_at=m.renewed_at, now=now)
         ]
+        late_seconds = self.lease_seconds / 3 + LATE_SECONDS
+        prompt = [m for m in near if now - m.renewed_at <= late_seconds]
         if job.spec.placement.uses_in_place:
-            choices = [near + own]
+            choices = [prompt + own, near + own]
         else:
-            choices = [near, own if len(own) == job.spec.n_ranks else [], pool]
+            home = own if len(own) == job.spec.n_ranks else []
+            # If all are late it may be this process that is slow; who stands still risks nothing.
+            choices = [prompt, home, near, pool] if begun else [prompt, near, home, pool]
         return [members for members in choices if members]
 
     def still_serve(self, members: list[Member], serving: frozenset[str]) -> bool:

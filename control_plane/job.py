@@ -21,7 +21,7 @@ from control_plane.errors import (
 )
 from control_plane.job_spec import JobSpec
 from control_plane.quarantine import Quarantine
-from control_plane.rank_leases import RankLease, RankLeases
+from control_plane.rank_leases import Patience, RankLease, RankLeases
 from control_plane.recovery import Answers, Recovery, StepProgress, is_finished
 from control_plane.server_speeds import ServerSpeeds
 from control_plane.step import (
@@ -48,6 +48,7 @@ class Job:
         recovery: its epochs.
         quarantine: pool servers that it does not use now.
         speeds: what was learned of its servers.
+        reopened_at: when it was opened again, if it is from before this control plane.
         return_by: when the ranks that are to come back must be there.
         is_at_home: its last plan uses the ranks' own servers because no pool server can serve.
     """
@@ -64,6 +65,7 @@ class Job:
         max_pending_steps: int,
         first_epoch: int = 0,
         absent: frozenset[int] = frozenset(),
+        reopened_at: float = 0.0,
         return_by: float = math.inf,
     ) -> None:
         self.job_id = job_id
@@ -77,6 +79,7 @@ class Job:
         self._retained_steps = retained_steps
         self._max_pending_steps = max_pending_steps
         self.is_resumed = bool(absent)
+        self.reopened_at = reopened_at
         self.return_by = return_by
         self.is_at_home = False
         self._leases = RankLeases(job_id, spec.n_ranks, lease_seconds=lease_seconds, absent=absent)
@@ -136,11 +139,11 @@ class Job:
 
     def watched_by(self, rank: int) -> None:
         """A rank has opened its stream of events."""
-        self._set_away(rank, is_away=False)
+        self._set_away(rank, since=None)
 
-    def stream_broken(self, rank: int) -> None:
+    def stream_broken(self, rank: int, *, now: float) -> None:
         """A rank's stream of events has broken: its process is gone, or its connection."""
-        self._set_away(rank, is_away=True)
+        self._set_away(rank, since=now)
 
     def join(self, rank: int, *, host: str, lease_id: str, now: float) -> None:
         """A rank joins; raises as :meth:`RankLeases.join`."""
@@ -182,9 +185,9 @@ class Job:
         """The rank that holds ``lease_id``, expired or not; None if none does."""
         return self._leases.rank_of(lease_id)
 
-    def expired_ranks(self, *, now: float) -> list[RankLease]:
-        """The ranks whose lease has run out, in rank order."""
-        return self._leases.expired(now=now)
+    def gone_ranks(self, patience: Patience, *, now: float) -> list[RankLease]:
+        """The ranks that count as dead, in rank order; see :meth:`RankLeases.gone`."""
+        return self._leases.gone(patience, now=now)
 
     def leave(self, lease_id: str, *, error: str, now: float) -> int:
         """A rank leaves; with an error, or as the last one, it closes the job. Returns the rank.
@@ -579,10 +582,10 @@ class Job:
             retry_after_seconds=self._leases.retry_seconds(end_at, now=now),
         )
 
-    def _set_away(self, rank: int, *, is_away: bool) -> None:
+    def _set_away(self, rank: int, *, since: float | None) -> None:
         lease = self._leases.of_rank(rank)
         if lease is not None:
-            lease.is_away = is_away
+            lease.away_since = since
 
     def _decide(self, step: int, pending: PendingStep) -> ReadyStep | FailedStep | None:
         missing = pending.missing(self.spec.n_ranks)

@@ -94,11 +94,11 @@ class Jobs:
         """Of requests whose manifests are kept for the jobs of ``owner``."""
         return sum(job.manifest_bytes for job in self._of(owner))
 
-    def stream_broken(self, job_id: str, rank: int) -> None:
+    def stream_broken(self, job_id: str, rank: int, *, now: float) -> None:
         """A rank's stream of events has broken; nothing if the job is not open any more."""
         job = self._open.get(job_id)
         if job is not None:
-            job.stream_broken(rank)
+            job.stream_broken(rank, now=now)
 
     def create(
         self,
@@ -109,6 +109,7 @@ class Jobs:
         owner: str = "",
         first_epoch: int = 0,
         absent: frozenset[int] = frozenset(),
+        reopened_at: float = 0.0,
         return_by: float = math.inf,
     ) -> Job:
         """A new job without ranks, or one from before this control plane, whose ranks ``absent``
@@ -123,6 +124,7 @@ class Jobs:
             max_pending_steps=self._max_pending_steps,
             first_epoch=first_epoch,
             absent=absent,
+            reopened_at=reopened_at,
             return_by=return_by,
         )
         self._open[job_id] = job

@@ -20,8 +20,8 @@ from control_plane.leader_label import LeaderLabel
 
 logger = logging.getLogger(__name__)
 
-LEASE_SECONDS = 15
-RENEW_SECONDS = 10.0
+LEASE_SECONDS = 10
+RENEW_SECONDS = 7.0
 RETRY_SECONDS = 2.0
 
 _CONFLICT, _NOT_FOUND = 409, 404

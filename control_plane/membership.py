@@ -26,6 +26,9 @@ from core_attention.cost_model import CostProfile
 REMEMBERED_LEASES = 1024
 """Leases that were taken away of which is known why."""
 
+REMEMBERED_RANKS = 256
+"""Lost ranks that are remembered of each server."""
+
 MAX_HOST_CHARACTERS = 253
 """Of a DNS name (RFC 1035)."""
 
@@ -157,6 +160,7 @@ class Member:
         in_place: None for a pool server.
         draining: gets no new work. An in-place server still runs its own rank's tasks.
         load: as last reported.
+        lost_ranks: when it reported that its connection to a rank of a job was reset.
     """
 
     description: ServerDescription
@@ -165,6 +169,7 @@ class Member:
     in_place: InPlace | None = None
     draining: bool = False
     load: ServerLoad = field(default_factory=ServerLoad)
+    lost_ranks: dict[tuple[str, int], float] = field(default_factory=dict)
     heard_at: float = field(init=False)
 
     def __post_init__(self) -> None:
@@ -253,6 +258,23 @@ class Membership:
         member.renewed_at = member.heard_at = now
         member.load = load
         return member
+
+    def rank_lost(self, lease_id: str, job_id: str, rank: int, *, now: float) -> None:
+        """A server's connection to a rank was reset. Raises as :meth:`of_lease`."""
+        lost = self.of_lease(lease_id, now=now).lost_ranks
+        lost.pop((job_id, rank), None)
+        lost[job_id, rank] = now
+        while len(lost) > REMEMBERED_RANKS:
+            del lost[next(iter(lost))]
+
+    def lost_ranks(self, job_id: str) -> dict[int, float]:
+        """The ranks of a job that servers have lost, and when the last one said so."""
+        found: dict[int, float] = {}
+        for member in self._by_id.values():
+            for (of_job, rank), at in member.lost_ranks.items():
+                if of_job == job_id:
+                    found[rank] = max(at, found.get(rank, at))
+        return found
 
     def renew_all(self, *, now: float) -> None:
         """All leases begin anew."""

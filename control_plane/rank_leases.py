@@ -6,13 +6,17 @@ Pure state: the time comes in.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from control_plane import holders
 from control_plane.errors import AlreadyExistsError, InvalidRequestError, LeaseExpiredError
 
 MAX_NAMED = 3
 """Ranks that a message tells apart."""
+
+_SAME_TIME_SECONDS = 5.0
+"""A server's loss that is older has another cause than the stream's."""
 
 
 @dataclass
@@ -23,7 +27,7 @@ class RankLease:
         rank, lease_id, host: of the rank.
         renewed_at: since when its lease runs.
         heard_at: when the rank has last called; a lease may begin anew without that.
-        is_away: its stream of events has broken, and it has opened no other.
+        away_since: when its stream of events has broken, if it has opened no other.
     """
 
     rank: int
@@ -31,7 +35,38 @@ class RankLease:
     host: str
     renewed_at: float
     heard_at: float
-    is_away: bool = False
+    away_since: float | None = None
+
+    @property
+    def is_away(self) -> bool:
+        """Whether its stream of events has broken, and it has opened no other."""
+        return self.away_since is not None
+
+    def broken_for(self, now: float) -> float:
+        """For how many seconds it has not been heard since its stream broke; 0.0 if it was."""
+        since = self.away_since
+        return 0.0 if since is None or self.heard_at > since else now - since
+
+
+@dataclass(frozen=True, kw_only=True)
+class Patience:
+    """How long a rank whose stream of events has broken may take to be heard again.
+
+    Attributes:
+        broken_seconds: if nothing else is known of it.
+        lost_seconds: if servers have lost it, too, at about that time.
+        lost: ranks that servers have lost, and when they said so.
+    """
+
+    broken_seconds: float = math.inf
+    lost_seconds: float = math.inf
+    lost: Mapping[int, float] = field(default_factory=dict)
+
+    def seconds(self, lease: RankLease) -> float:
+        """For the rank of ``lease``."""
+        told_at = self.lost.get(lease.rank, -math.inf)
+        is_lost = lease.away_since is not None and told_at > lease.away_since - _SAME_TIME_SECONDS
+        return min(self.broken_seconds, self.lost_seconds) if is_lost else self.broken_seconds
 
 
 class RankLeases:
@@ -148,9 +183,14 @@ class RankLeases:
         self.left.add(rank)
         return rank
 
-    def expired(self, *, now: float) -> list[RankLease]:
-        """The ranks whose lease has run out, in rank order."""
-        gone = [lease for lease in self._by_id.values() if self._expired(lease, now)]
+    def gone(self, patience: Patience, *, now: float) -> list[RankLease]:
+        """The ranks that count as dead, in rank order: their lease has run out, or they were not
+        heard for too long since their stream broke."""
+        gone = [
+            lease
+            for lease in self._by_id.values()
+            if self._expired(lease, now) or lease.broken_for(now) > patience.seconds(lease)
+        ]
         return sorted(gone, key=lambda lease: lease.rank)
 
     def are_alive(self, *, waited_seconds: float, now: float) -> bool:

@@ -250,8 +250,8 @@ class ControlPlane:
         partial.replace(path)
 
     async def _sweep(self) -> None:
-        """Lets leases run out in time, at most a tenth of their length late."""
-        interval_seconds = self.coordinator.lease_seconds / 10
+        """Lets leases run out in time, at most a thirtieth of their length late."""
+        interval_seconds = self.coordinator.lease_seconds / 30
         while True:
             await asyncio.sleep(interval_seconds)
             if not self._leadership.is_held:

@@ -72,6 +72,12 @@ class MembershipService(membership_pb2_grpc.MembershipServicer):
         self._coordinator.drain(request.server_id)
         return membership_pb2.DrainServerResponse()
 
+    async def ReportRankLost(  # noqa: N802
+        self, request: membership_pb2.ReportRankLostRequest, context: Context
+    ) -> membership_pb2.ReportRankLostResponse:
+        self._coordinator.report_rank_lost(request.lease_id, request.job_id, request.rank)
+        return membership_pb2.ReportRankLostResponse()
+
     async def DeregisterServer(  # noqa: N802
         self, request: membership_pb2.DeregisterServerRequest, context: Context
     ) -> membership_pb2.DeregisterServerResponse:

@@ -25,6 +25,9 @@ class CoordinatorSettings:
         max_queued_events: events that may wait for one reader before it is dropped.
         planning_threads: jobs that are planned at the same time.
         default_planner: name of the planner of jobs that name none.
+        broken_stream_seconds: how long a rank whose stream of events has broken may take to be
+            heard again.
+        lost_rank_seconds: the same if a server's connection to the rank was reset, too.
         stall_seconds: how long a server may have work and finish none of it before it is fenced.
         settle_seconds: how long after a first loss a recovery begins: losses rarely come alone.
         leave_seconds: how long the other ranks may take to leave too, when one has left before the
@@ -44,6 +47,8 @@ class CoordinatorSettings:
     max_queued_events: int = 256
     planning_threads: int = 2
     default_planner: str = DEFAULT_PLANNER
+    broken_stream_seconds: float = 7.0
+    lost_rank_seconds: float = 3.0
     stall_seconds: float = 10.0
     settle_seconds: float = 0.1
     leave_seconds: float = 5.0
@@ -54,6 +59,8 @@ class CoordinatorSettings:
     def __post_init__(self) -> None:
         for name in (
             "lease_seconds",
+            "broken_stream_seconds",
+            "lost_rank_seconds",
             "stall_seconds",
             "settle_seconds",
             "leave_seconds",

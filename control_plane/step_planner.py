@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 class StepOwner(Protocol):
     """What the planning of steps needs to know and whom it tells; called on the event loop."""
 
-    def choices_of(self, job: Job) -> list[list[Member]]:
+    def choices_of(self, job: Job, *, begun: bool) -> list[list[Member]]:
         """The servers of the job's next plan, in their order; and those to take instead if these
         cannot do it."""
 
@@ -108,7 +108,7 @@ class StepPlanner:
         while _is_wanted(job, ready):
             outcome: Publication | str | None = None
             why_not: list[str] = []
-            for members in self._owner.choices_of(job):
+            for members in self._owner.choices_of(job, begun=ready.begun):
                 try:
                     outcome = await self._attempt(job, ready, members)
                     break

@@ -86,6 +86,11 @@ class PeerClosed(PeerLost):
         super().__init__(f"closed by the peer: {said}", transport=transport, peer=peer, hint=hint)
 
 
+class PeerReset(PeerLost):
+    """The connection was reset from the peer's side: its process is gone, or has let go of it
+    without a word. A network that is cut resets nothing."""
+
+
 class NetworkRestarted(PeerLost):
     """This side had to start its network library anew. The peer is not to blame, and can be reached
     again at once."""

@@ -24,6 +24,7 @@ from data_plane.transport import (
     NetworkRestarted,
     PeerClosed,
     PeerLost,
+    PeerReset,
     TransportClosed,
     TransportError,
 )
@@ -311,15 +312,19 @@ class UcxxConnection(BaseConnection):
         self.worker.submit(self._on_peer_lost)
 
     def _on_peer_lost(self) -> None:
-        if not self._torn_down:
-            self.fail(
-                self._new_error(PeerLost, "connection lost", hint="the peer died or closed it")
-            )
+        if self._torn_down:
+            return
+        try:
+            self.endpoint.raise_on_error()
+        except UCX_ERRORS as error:
+            self._fail_with_ucx_error(error)
+            return
+        self.fail(self._new_error(PeerLost, "connection lost", hint="the peer died or closed it"))
 
     def _fail_with_ucx_error(self, error: Exception | None) -> None:
         self.fail(
             self._new_error(
-                PeerLost,
+                PeerReset if isinstance(error, libucxx.UCXConnectionResetError) else PeerLost,
                 f"connection lost: {type(error).__name__}: {error}",
                 hint="the peer died or closed it",
             )

@@ -10,6 +10,10 @@ import grpc
 from distca import rpc
 from distca.v1 import jobs_pb2_grpc, membership_pb2_grpc
 
+RENEWAL_SECONDS = 3.0
+"""How long the renewal of a lease may take. It is what notices a control plane that is stopped: its
+connection stays, and its stream is silent like any that has nothing to tell."""
+
 
 class Contact:
     """A control plane that answers, from reaching it to losing it.
@@ -43,9 +47,13 @@ class Contact:
 
     @property
     def renewal_seconds(self) -> float:
-        """When to renew the lease, and how long that may take; a lease that is not known yet has
-        the deadline of other calls."""
+        """When to renew the lease."""
         return self.lease_seconds / 3
+
+    @property
+    def renewal_deadline_seconds(self) -> float | None:
+        """How long that may take. A lease that is not known yet has the deadline of other calls."""
+        return min(self.renewal_seconds, RENEWAL_SECONDS) or None
 
     def call(self, method: Any, request: Any, *, timeout_seconds: float | None = None) -> Any:
         """Makes a call: ``method`` of one of the stubs.

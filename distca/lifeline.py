@@ -136,6 +136,9 @@ class Lifeline(Generic[AnyContact]):
                 return
             self._contact = None
             self._changed.notify_all()
+        if isinstance(error, rpc.DeadlineExceeded):
+            # It is there and answers nothing: a standby's turn.
+            self._addresses.advance()
         if not self._finished.is_set():
             logger.warning(
                 "%s: lost the control plane at %s, work goes on: %s",

@@ -84,6 +84,30 @@ TIMEOUTS = (
         option="control-plane --lease-seconds",
     ),
     Timeout(
+        name="renewal_seconds",
+        seconds=3.0,
+        who="rank, server",
+        what="the answer to a renewal of its lease",
+        then="the control plane counts as away: it is looked for at its next address",
+        where="distca.contact:RENEWAL_SECONDS",
+    ),
+    Timeout(
+        name="broken_stream_seconds",
+        seconds=7.0,
+        who="control plane",
+        what="a rank whose stream of events has broken to be heard again",
+        then="it is dead: its job is closed",
+        where="control_plane.settings:CoordinatorSettings.broken_stream_seconds",
+    ),
+    Timeout(
+        name="lost_rank_seconds",
+        seconds=3.0,
+        who="control plane",
+        what="the same, if a server's connection to the rank was reset: its process is gone",
+        then="the same",
+        where="control_plane.settings:CoordinatorSettings.lost_rank_seconds",
+    ),
+    Timeout(
         name="stall_seconds",
         seconds=10.0,
         who="control plane",
@@ -187,19 +211,28 @@ TIMEOUTS = (
     ),
     Timeout(
         name="leader_lease_seconds",
-        seconds=15.0,
+        seconds=10.0,
         who="standby control plane",
-        what="the leader to renew its Kubernetes Lease (a file lock is free at once)",
+        what="the leader to renew its Kubernetes Lease",
         then="it takes over",
         where="control_plane.kubernetes_lease:LEASE_SECONDS",
     ),
     Timeout(
         name="leader_renew_seconds",
-        seconds=10.0,
+        seconds=7.0,
         who="leading control plane",
         what="its Kubernetes Lease to be renewed",
         then="it gives up leading",
         where="control_plane.kubernetes_lease:RENEW_SECONDS",
+    ),
+    Timeout(
+        name="lock_lease_seconds",
+        seconds=6.0,
+        who="standby control plane",
+        what="the leader, which is stopped, to touch its lock file (that of a dead one is free at "
+        "once)",
+        then="it takes over",
+        where="control_plane.leadership:LOCK_LEASE_SECONDS",
     ),
     # Connections.
     Timeout(
@@ -251,7 +284,7 @@ TIMEOUTS = (
         name="call_seconds",
         seconds=10.0,
         who="rank, server",
-        what="the answer to a gRPC call (a lease's renewal: a third of the lease)",
+        what="the answer to a gRPC call",
         then="the call is made again",
         where="distca.rpc:RpcSettings.call_seconds",
     ),
@@ -359,6 +392,21 @@ ORDERS = (
         shorter=("leader_lease_seconds",),
         longer="control_plane_timeout_seconds",
         why="jobs would end before a standby takes over",
+    ),
+    Order(
+        shorter=("longest_wait_seconds",),
+        longer="lost_rank_seconds",
+        why="a rank would be taken for dead that is about to ask for the control plane again",
+    ),
+    Order(
+        shorter=("lost_rank_seconds",),
+        longer="broken_stream_seconds",
+        why="a rank whose process is gone would be waited for longer than one that may be there",
+    ),
+    Order(
+        shorter=("renewal_seconds",),
+        longer="lease_seconds",
+        why="a lease would run out while one waits for the answer to its renewal",
     ),
     Order(
         shorter=("longest_wait_seconds",),

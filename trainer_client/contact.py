@@ -50,14 +50,14 @@ class RankContact(Contact):
         self.renew()
 
     def renew(self, *, next_step: int = 0) -> None:
-        """Renews the lease, and tells that the rank has left the steps before ``next_step`` behind;
-        a call that takes longer than a third of the lease is of no use."""
+        """Renews the lease, and tells that the rank has left the steps before ``next_step``
+        behind."""
         self.lease_seconds = self.call(
             self._jobs.RenewRank,
             jobs_pb2.RenewRankRequest(
                 job_id=self.job_id, rank_lease_id=self.lease_id, next_step=next_step
             ),
-            timeout_seconds=self.renewal_seconds or None,
+            timeout_seconds=self.renewal_deadline_seconds,
         ).lease_seconds
 
     def submit(self, handed_in: HandedIn) -> None:

@@ -18,7 +18,7 @@ from data_plane.buffer_pool import BufferPool
 from distca.v1 import jobs_pb2
 from trainer_client.exchanges import PlanInForce, Routes
 from trainer_client.running_step import RunningStep
-from trainer_client.servers import EpochOver, ServerLinks, ServerUnreachable
+from trainer_client.servers import EpochOver, ServerLinks, ServersUnreachable
 from trainer_client.step_book import PlannedStep
 
 logger = logging.getLogger(__name__)
@@ -151,9 +151,10 @@ class Recovery:
         except EpochOver as error:
             logger.info("step %d: %s; waiting for its next plan", plan.step, error)
             return
-        except ServerUnreachable as error:
-            self._lost(error.server_id, plan.epoch, f"step {plan.step}: {error}")
-            running.trouble(f"server {error.server_id} {error}")
+        except ServersUnreachable as error:
+            for server_id, cause in error.causes.items():
+                self._lost(server_id, plan.epoch, f"step {plan.step}: cannot be reached: {cause}")
+            running.trouble(str(error))
             return
         running.resume(PlanInForce(self._routes_under(planned), connections))
 

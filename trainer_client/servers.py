@@ -6,7 +6,8 @@ import logging
 import random
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 from core_attention.plan import Plan, PlanServer
 from data_plane.metrics import DataPlaneMetrics
@@ -32,16 +33,22 @@ MakeHello = Callable[[PlanServer, int, int], bytes]
 """The first message to a server, for a first step and an epoch."""
 
 
-class ServerUnreachable(Exception):
-    """A server of a plan cannot be connected to.
+_AT_ONCE = 32
+"""Connections that are made at a time."""
+
+
+class ServersUnreachable(Exception):
+    """Servers of a plan cannot be connected to.
 
     Attributes:
-        server_id: which one.
+        causes: why, by server id.
     """
 
-    def __init__(self, server_id: str, cause: BaseException) -> None:
-        super().__init__(f"cannot be reached: {cause}")
-        self.server_id = server_id
+    def __init__(self, causes: Mapping[str, TransportError]) -> None:
+        super().__init__(
+            "; ".join(f"server {name} cannot be reached: {why}" for name, why in causes.items())
+        )
+        self.causes = causes
 
 
 class EpochOver(Exception):
@@ -121,21 +128,48 @@ class ServerLinks:
             first_step: the first step whose ticks are sent on new connections.
 
         Raises:
-            ServerUnreachable: one of them cannot be connected to.
+            ServersUnreachable: some of them cannot be connected to; names all that cannot.
             EpochOver: the plan is void.
         """
-        connections = {}
+        others = [s for s in plan.servers if s.in_place_rank != self._options.rank]
         with self._connecting:
-            for server in plan.servers:
-                if server.in_place_rank == self._options.rank:
-                    continue
-                known = self._connections.get(server.server_id)
-                if known is None or known.closed:
-                    known = self._connect(server, first_step, plan.epoch)
-                connections[server.server_id] = known
-        return connections
+            connections = {
+                server.server_id: known
+                for server in others
+                if (known := self._connections.get(server.server_id)) and not known.closed
+            }
+            missing = [server for server in others if server.server_id not in connections]
+            made = self._connect_all(missing, first_step, plan.epoch)
+            self._probe_all(made)
+        return connections | made
+
+    def _connect_all(
+        self, servers: Sequence[PlanServer], first_step: int, epoch: int
+    ) -> dict[str, Connection]:
+        """Connects to all at a time, so that several that are dead cost the wait for one of them.
+        Raises as :meth:`connect`."""
+        if not servers:
+            return {}
+        made: dict[str, Connection] = {}
+        causes: dict[str, TransportError] = {}
+        with ThreadPoolExecutor(
+            min(len(servers), _AT_ONCE), thread_name_prefix="distca-connect"
+        ) as threads:
+            attempts = [
+                (server.server_id, threads.submit(self._connect, server, first_step, epoch))
+                for server in servers
+            ]
+        for server_id, attempt in attempts:
+            try:
+                made[server_id] = attempt.result()
+            except TransportError as error:
+                causes[server_id] = error
+        if causes:
+            raise ServersUnreachable(causes)
+        return made
 
     def _connect(self, server: PlanServer, first_step: int, epoch: int) -> Connection:
+        """Raises TransportError, or EpochOver."""
         self._check_epoch(epoch)
         hello = self._make_hello(server, first_step, self._epoch)
         began = time.monotonic()
@@ -146,7 +180,7 @@ class ServerLinks:
             if isinstance(error, HandshakeRejected) and error.proven and "is over" in str(error):
                 # The server knows of a recovery that this rank will hear of in a moment.
                 raise EpochOver(str(error)) from error
-            raise ServerUnreachable(server.server_id, error) from error
+            raise
         logger.debug("server %s connected in %.3f s", server.server_id, time.monotonic() - began)
         self._data_metrics.name_peer(connection.peer, connection.transport, server.server_id)
         connection.add_closed_callback(lambda _: self._metrics.server_left(server.server_id))
@@ -157,7 +191,6 @@ class ServerLinks:
         if over:
             connection.close("a recovery has begun")
             raise EpochOver(f"epoch {epoch} is over")
-        self._probe(server, connection)
         return connection
 
     def _call(self, address: Address, hello: bytes, epoch: int) -> Connection:
@@ -205,22 +238,30 @@ class ServerLinks:
         if self._epoch > epoch:
             raise EpochOver(f"epoch {epoch} is over; the job recovered with epoch {self._epoch}")
 
-    def _probe(self, server: PlanServer, connection: Connection) -> None:
-        """Measures the bandwidth to a server that is met for the first time."""
+    def _probe_all(self, made: Mapping[str, Connection]) -> None:
+        """Measures the bandwidth to servers that are met for the first time, one after the other:
+        they share this process's network. Raises as :meth:`connect`."""
+        causes = {}
+        for server_id, connection in made.items():
+            if not self._options.probe_bytes or server_id in self._probed:
+                continue
+            try:
+                self._probe(server_id, connection)
+            except TransportError as error:
+                causes[server_id] = error
+        if causes:
+            raise ServersUnreachable(causes)
+
+    def _probe(self, server_id: str, connection: Connection) -> None:
         options = self._options
-        if not options.probe_bytes or server.server_id in self._probed:
-            return
-        try:
-            result = self._transport.probe(
-                connection, options.probe_bytes, _PROBE_REPEATS, options.connect_timeout_seconds
-            )
-        except TransportError as error:
-            raise ServerUnreachable(server.server_id, error) from error
-        self._probed.add(server.server_id)
+        result = self._transport.probe(
+            connection, options.probe_bytes, _PROBE_REPEATS, options.connect_timeout_seconds
+        )
+        self._probed.add(server_id)
         if result.gigabytes_per_second < options.min_gigabytes_per_second:
             logger.warning(
                 "server %s is reached over %s at %.2f GB/s, below min_gigabytes_per_second %.2f",
-                server.server_id,
+                server_id,
                 result.lanes or result.transport,
                 result.gigabytes_per_second,
                 options.min_gigabytes_per_second,

@@ -99,6 +99,20 @@ class DeregisterServerResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
+class ReportRankLostRequest(_message.Message):
+    __slots__ = ("lease_id", "job_id", "rank")
+    LEASE_ID_FIELD_NUMBER: _ClassVar[int]
+    JOB_ID_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    lease_id: str
+    job_id: str
+    rank: int
+    def __init__(self, lease_id: _Optional[str] = ..., job_id: _Optional[str] = ..., rank: _Optional[int] = ...) -> None: ...
+
+class ReportRankLostResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
 class ListServersRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...

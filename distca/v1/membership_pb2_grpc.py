@@ -54,6 +54,11 @@ class MembershipStub(object):
                 request_serializer=distca_dot_v1_dot_membership__pb2.DeregisterServerRequest.SerializeToString,
                 response_deserializer=distca_dot_v1_dot_membership__pb2.DeregisterServerResponse.FromString,
                 _registered_method=True)
+        self.ReportRankLost = channel.unary_unary(
+                '/distca.v1.Membership/ReportRankLost',
+                request_serializer=distca_dot_v1_dot_membership__pb2.ReportRankLostRequest.SerializeToString,
+                response_deserializer=distca_dot_v1_dot_membership__pb2.ReportRankLostResponse.FromString,
+                _registered_method=True)
         self.ListServers = channel.unary_unary(
                 '/distca.v1.Membership/ListServers',
                 request_serializer=distca_dot_v1_dot_membership__pb2.ListServersRequest.SerializeToString,
@@ -97,6 +102,14 @@ class MembershipServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ReportRankLost(self, request, context):
+        """A server's connection to a rank was reset: the rank's process is gone, unless it is heard again.
+        Told anew after each registration. NOT_FOUND: the lease expired or is unknown.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ListServers(self, request, context):
         """The servers that hold a lease; their data addresses only for operators.
         """
@@ -126,6 +139,11 @@ def add_MembershipServicer_to_server(servicer, server):
                     servicer.DeregisterServer,
                     request_deserializer=distca_dot_v1_dot_membership__pb2.DeregisterServerRequest.FromString,
                     response_serializer=distca_dot_v1_dot_membership__pb2.DeregisterServerResponse.SerializeToString,
+            ),
+            'ReportRankLost': grpc.unary_unary_rpc_method_handler(
+                    servicer.ReportRankLost,
+                    request_deserializer=distca_dot_v1_dot_membership__pb2.ReportRankLostRequest.FromString,
+                    response_serializer=distca_dot_v1_dot_membership__pb2.ReportRankLostResponse.SerializeToString,
             ),
             'ListServers': grpc.unary_unary_rpc_method_handler(
                     servicer.ListServers,
@@ -241,6 +259,33 @@ class Membership(object):
             '/distca.v1.Membership/DeregisterServer',
             distca_dot_v1_dot_membership__pb2.DeregisterServerRequest.SerializeToString,
             distca_dot_v1_dot_membership__pb2.DeregisterServerResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReportRankLost(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/distca.v1.Membership/ReportRankLost',
+            distca_dot_v1_dot_membership__pb2.ReportRankLostRequest.SerializeToString,
+            distca_dot_v1_dot_membership__pb2.ReportRankLostResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -29,6 +29,7 @@ from data_plane.device_memory import DriverError
 from data_plane.transport import (
     PeerClosed,
     PeerLost,
+    PeerReset,
     ProofFailed,
     Transfer,
     TransferState,
@@ -165,6 +166,7 @@ class Harness:
 
     def __init__(self, kernel: CpuKernel, limit_bytes: int | None = None) -> None:
         self.finished: list[StepBusy] = []
+        self.lost: list[tuple[str, int]] = []
         self.pool = BufferPool(limit_bytes=limit_bytes)
         self.executor = Executor(kernel, torch.device("cpu"))
         self.waited_seconds = 0.0
@@ -174,6 +176,7 @@ class Harness:
             self.pool,
             on_step_finished=self.finished.append,
             on_waited=self.waited,
+            on_rank_lost=lambda job_id, rank: self.lost.append((job_id, rank)),
         )
         self.server.open_job(JOB)
 
@@ -270,6 +273,27 @@ def test_a_farewell_is_no_warning_and_a_loss_is_one(
     (record,) = [record for record in caplog.records if "disconnected" in record.message]
     assert record.levelno == level
     assert str(error) in record.message
+
+
+def test_a_rank_whose_connection_is_reset_is_lost_until_it_connects_again(harness: Harness) -> None:
+    reset = PeerReset("connection reset", transport="fake", peer="rank")
+    harness.connect(0).end(PeerLost("no sign of life", transport="fake", peer="rank"))
+    assert harness.lost == harness.server.lost_ranks == []
+    first, second = harness.connect(1), harness.connect(1)
+    first.end(reset)
+    assert harness.lost == [], "it has another connection"
+    second.end(reset)
+    assert harness.lost == harness.server.lost_ranks == [("job", 1)]
+    harness.connect(1).end(reset)
+    assert harness.lost == [("job", 1)] * 2
+    harness.connect(1)
+    assert harness.server.lost_ranks == []
+
+
+def test_lost_ranks_of_a_job_that_is_closed_are_forgotten(harness: Harness) -> None:
+    harness.connect(1).end(PeerReset("connection reset", transport="fake", peer="rank"))
+    harness.server.close_job("job", "over")
+    assert harness.server.lost_ranks == []
 
 
 def test_a_step_that_is_planned_after_a_later_one_comes_first(harness: Harness) -> None:

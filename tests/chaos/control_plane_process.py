@@ -3,11 +3,14 @@
 ``python -m tests.chaos.control_plane_process '{"listen": ..., ...}'``. With ``die_publishing`` it
 kills itself while it publishes a plan: one rank has it, the other members do not. With
 ``planning_seconds`` every plan takes that long, so that a kill at any time hits one.
+``certificates`` is a folder of ``distca certs make`` for mutual TLS, ``leader_lock`` a lock to
+stand by for.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import os
 import signal
 import sys
@@ -24,6 +27,7 @@ from control_plane.settings import ControlPlaneSettings, CoordinatorSettings
 from core_attention.manifest import Manifest
 from core_attention.plan import Plan
 from core_attention.shape import AttentionShape
+from distca.tls import TlsFiles
 from distca.v1 import jobs_pb2
 from tests import random_planner
 
@@ -61,7 +65,19 @@ def die_publishing(plans: int) -> None:
     setattr(Audience, "tell_rank", tell_and_die)  # noqa: B010 - mypy takes no such assignment
 
 
+def tls_files(folder: Path) -> TlsFiles:
+    """Mutual TLS with the certificates of ``distca certs make``."""
+    return TlsFiles(
+        certificate_file=folder / "control-plane.crt",
+        key_file=folder / "control-plane.key",
+        client_ca_file=folder / "ca.crt",
+    )
+
+
 def main(chosen: dict[str, Any]) -> None:
+    logging.basicConfig(
+        level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
     if chosen.get("die_publishing"):
         die_publishing(chosen["die_publishing"])
     run(
@@ -70,6 +86,8 @@ def main(chosen: dict[str, Any]) -> None:
             metrics_address=None,
             address_file=Path(chosen["address_file"]),
             state_dir=Path(chosen["state_dir"]),
+            leader_lock=Path(chosen["leader_lock"]) if "leader_lock" in chosen else None,
+            tls=tls_files(Path(chosen["certificates"])) if "certificates" in chosen else None,
             coordinator=CoordinatorSettings(default_planner=chosen["planner"]),
         ),
         planners={**PLANNERS, "random": slow_planner(chosen.get("planning_seconds", 0.0))},

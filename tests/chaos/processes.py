@@ -28,6 +28,7 @@ START_SECONDS = 200.0
 """Until a process serves: importing torch in several at once takes long on a busy machine."""
 
 END_SECONDS = 30.0
+CONTROL_PLANE, STANDBY = "control-plane", "standby"
 SHAPE = AttentionShape(num_heads=4, num_heads_kv=2, head_dim=8, head_dim_v=8, dtype="float32")
 
 
@@ -97,6 +98,8 @@ class Job:
             the loopback host.
         environ: further environment variables, by process name.
         run_dir: of the trainers' run, if not in ``folder``.
+        mutual_tls: the control plane asks everybody for a certificate.
+        standby: a second control plane, :data:`STANDBY`, waits for the lock of the first.
     """
 
     folder: Path
@@ -104,13 +107,17 @@ class Job:
     hosts: Mapping[str, Host] = field(default_factory=dict)
     environ: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     run_dir: Path | None = None
+    mutual_tls: bool = False
+    standby: bool = False
     processes: dict[str, Process] = field(default_factory=dict)
     ended: list[Process] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
         keep_profile(self.folder, SHAPE)
-        self._port = _free_port()
+        self._ports = {name: _free_port() for name in self.control_planes}
+        if self.mutual_tls:
+            _make_certificates(self.folder)
         self.ticks = [
             TickReader(self.folder / f"trainer-{rank}.ticks")
             for rank in range(self.settings.n_trainers)
@@ -129,28 +136,41 @@ class Job:
 
     def start(self) -> None:
         """Starts everything, each once those that it needs serve."""
-        self.start_control_plane()
+        for name in self.control_planes:
+            self.start_control_plane(name)
         nodes = [self.start_node(index) for index in range(self.settings.n_nodes)]
         for node in nodes:
             self.wait_until_serving(node.name)
         for rank in range(self.settings.n_trainers):
             self.start_trainer(rank)
 
-    def start_control_plane(self, **more: float) -> Process:
-        """The control plane, always at the same address and with the same state; ``more`` as in
-        :mod:`tests.chaos.control_plane_process`."""
-        address_file = self._address_file("control-plane")
-        chosen = {
-            "listen": self.control_plane_address,
+    @property
+    def control_planes(self) -> tuple[str, ...]:
+        """The one that leads first comes first."""
+        return (CONTROL_PLANE, STANDBY) if self.standby else (CONTROL_PLANE,)
+
+    def start_control_plane(
+        self, name: str = CONTROL_PLANE, *, wait: bool = True, die_publishing: int = 0
+    ) -> Process:
+        """A control plane, always at the same address and with the same state; ``die_publishing``
+        as in :mod:`tests.chaos.control_plane_process`."""
+        address_file = self._address_file(name)
+        chosen: dict[str, object] = {
+            "listen": self._listen_address(name),
             "address_file": str(address_file),
             "state_dir": str(self.folder / "state"),
             "planner": self.settings.planner,
             "planning_seconds": self.settings.planning_seconds,
-            **more,
+            "die_publishing": die_publishing,
         }
+        if self.standby:
+            chosen["leader_lock"] = str(self.folder / "leader.lock")
+        if self.mutual_tls:
+            chosen["certificates"] = str(self.folder)
         command = [sys.executable, "-m", "tests.chaos.control_plane_process", json.dumps(chosen)]
-        process = self._spawn("control-plane", command, address_file)
-        self.wait_until_serving("control-plane")
+        process = self._spawn(name, command, address_file)
+        if wait:
+            self.wait_until_serving(name)
         return process
 
     def start_node(self, index: int) -> Process:
@@ -162,6 +182,7 @@ class Job:
             [
                 *_DISTCA, "--log-level=info", "attention-node",
                 f"--control-plane={self.control_plane_address}",
+                *self._tls("server"),
                 f"--server-id={name}",
                 f"--shape={format_shape(SHAPE)}",
                 f"--data-host={host.address}",
@@ -183,6 +204,7 @@ class Job:
                 sys.executable, "-m", "tests.chaos.trainer_process", str(ticks),
                 "--log-level=info", "train",
                 f"--control-plane={self.control_plane_address}",
+                *self._tls("trainer"),
                 f"--data-host={host.address}",
                 *(["--one-host"] if host.alone else []),
                 f"--run-dir={self.run_folder}",
@@ -210,7 +232,8 @@ class Job:
 
     @property
     def control_plane_address(self) -> str:
-        return f"{self.host('control-plane').address}:{self._port}"
+        """Of all control planes, with commas between."""
+        return ",".join(map(self._listen_address, self.control_planes))
 
     @property
     def trainers(self) -> list[Process]:
@@ -318,11 +341,30 @@ class Job:
         self.processes[name] = process
         return process
 
+    def _listen_address(self, name: str) -> str:
+        return f"{self.host(name).address}:{self._ports[name]}"
+
+    def _tls(self, role: str) -> list[str]:
+        """Options of a client that shows a certificate of ``role``."""
+        if not self.mutual_tls:
+            return []
+        return [
+            f"--tls-ca={self.folder / 'ca.crt'}",
+            f"--tls-certificate={self.folder / role}.crt",
+            f"--tls-key={self.folder / role}.key",
+        ]
+
     def _address_file(self, name: str) -> Path:
         return self.folder / f"{name}.address"
 
 
 _DISTCA = (sys.executable, "-c", "from distca.cli import main; main()")
+
+
+def _make_certificates(folder: Path) -> None:
+    """An authority, and a certificate of each role, good on the loopback host."""
+    command = [*_DISTCA, "certs", "make", str(folder)]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=START_SECONDS)
 
 
 def _free_port() -> int:

@@ -18,10 +18,10 @@ once it serves, the rank's backoff and the time that servers get to register are
 REJOIN_SECONDS = 20.0
 
 
-def kill_and_restart(disturbance: Disturbance, **more: float) -> None:
+def kill_and_restart(disturbance: Disturbance, *, die_publishing: int = 0) -> None:
     disturbance.note("killed the control plane", BACK_SECONDS)
     disturbance.job.processes["control-plane"].kill()
-    disturbance.job.start_control_plane(**more)
+    disturbance.job.start_control_plane(die_publishing=die_publishing)
     disturbance.note("the control plane is back", REJOIN_SECONDS)
 
 

@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 
 from tests.chaos.hosts import Direction
-from tests.chaos.processes import Job, JobSettings
+from tests.chaos.processes import CONTROL_PLANE, STANDBY, Job, JobSettings
 from tests.chaos.scenario import STOPPED_SECONDS, References, disturbed
+from tests.chaos.schedules import Act, Schedule
+from tests.chaos.standstills import BOUND_SECONDS, run
 from tests.chaos.test_control_plane import kill_and_restart
 from tests.chaos.test_kills import DRAIN_SECONDS, serving
 from tests.chaos.test_links import WHY_NOT, cut, on_a_switch
@@ -41,6 +43,26 @@ def test_processes_that_die_stop_and_leave(tmp_path: Path, references: Reference
         disturbance.stop("node-3")
         disturbance.wait_for_step(64)
         disturbance.kill(*serving(disturbance))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_standstills_of_several_faults_at_once(tmp_path: Path, references: References) -> None:
+    """The leading control plane is stopped and a node dies; then two nodes, one killed and one
+    stopped, and whoever leads."""
+    schedule = Schedule(
+        name="short",
+        acts=(
+            Act(step=6, stops=(CONTROL_PLANE,), kills=("node-0",), stop_seconds=20.0),
+            Act(step=40, stops=("node-1",), kills=("node-2", STANDBY), stop_seconds=20.0),
+        ),
+        standby=True,
+    )
+    outcome = run(schedule, SETTINGS, references, tmp_path)
+    text = [line for each in outcome.standstills for line in outcome.describe(each)]
+    print("\n".join(["", *text]))
+    assert outcome.longest_own_seconds <= BOUND_SECONDS
+    assert "taking over" in (tmp_path / f"{STANDBY}.log").read_text()
 
 
 @pytest.mark.slow

@@ -35,10 +35,10 @@ class TickEvent:
 
 
 class TickLog:
-    """Writes events; made once in a process."""
+    """Writes events, after those of a process that was here before."""
 
     def __init__(self, path: Path) -> None:
-        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_TRUNC)
+        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 
     def add(self, event: TickEvent) -> None:
         flags = COMPLETE * event.complete + BACKWARD * event.backward

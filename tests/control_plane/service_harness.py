@@ -299,6 +299,11 @@ class Client:
         )
         return answer
 
+    def report_rank_lost(self, lease: str, job_id: str, rank: int) -> None:
+        self.membership.ReportRankLost(
+            membership_pb2.ReportRankLostRequest(lease_id=lease, job_id=job_id, rank=rank)
+        )
+
     @staticmethod
     def watching(control_plane: ControlPlane, kind: str) -> float:
         """How many streams to a ``"rank"`` or ``"server"`` are open, by the metric."""

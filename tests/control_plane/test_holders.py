@@ -17,6 +17,7 @@ from control_plane.holders import ASKED_PER_SECOND, retry_seconds
 from control_plane.job import Job
 from control_plane.jobs import Jobs
 from control_plane.membership import Membership, ServerLoad
+from control_plane.rank_leases import Patience
 from tests.control_plane.test_jobs import LEASE_SECONDS, spec
 from tests.control_plane.test_membership import description
 
@@ -93,7 +94,7 @@ def test_one_dead_rank_ends_the_job_whose_others_still_run(jobs: Jobs) -> None:
         job.renew("L0", now=now)
         with pytest.raises(HeldError, match="rank 0 has joined"):
             ask(jobs, 0, began=1.0, now=now + 0.5)
-    assert [lease.rank for lease in job.expired_ranks(now=10.1)] == [1]
+    assert [lease.rank for lease in job.gone_ranks(Patience(), now=10.1)] == [1]
 
 
 def test_lease_that_begins_anew_unheard_is_no_sign_of_life(jobs: Jobs) -> None:
@@ -112,7 +113,7 @@ def test_lease_that_begins_anew_unheard_is_no_sign_of_life(jobs: Jobs) -> None:
 def test_rank_does_not_join_what_is_left_of_a_start_that_was_killed(jobs: Jobs) -> None:
     """Rank 1 died before it had joined, rank 0 after: both are started again."""
     job = opened(jobs, 0)
-    jobs.stream_broken("train-1", 0)
+    jobs.stream_broken("train-1", 0, now=1.0)
     with pytest.raises(HeldError, match=r"ranks \[0\] of it have lost their connection"):
         ask(jobs, 1, began=2.0, now=2.0)
     # It was only the connection: the job is joined.
@@ -122,7 +123,7 @@ def test_rank_does_not_join_what_is_left_of_a_start_that_was_killed(jobs: Jobs) 
 
 def test_rank_joins_a_job_that_is_heard_without_a_stream(jobs: Jobs) -> None:
     job = opened(jobs, 0)
-    job.stream_broken(0)
+    job.stream_broken(0, now=1.0)
     job.renew("L0", now=9.0)
     assert ask(jobs, 1, began=0.5, now=11.0) is job
 
@@ -130,7 +131,7 @@ def test_rank_joins_a_job_that_is_heard_without_a_stream(jobs: Jobs) -> None:
 def test_stream_of_a_job_that_is_closed_may_break(jobs: Jobs) -> None:
     job = opened(jobs, 0)
     jobs.close(job, "over")
-    jobs.stream_broken("train-1", 0)
+    jobs.stream_broken("train-1", 0, now=1.0)
 
 
 def test_other_spec_is_refused_at_once_by_a_job_that_gathers(jobs: Jobs) -> None:
@@ -154,7 +155,7 @@ def test_other_number_of_ranks_waits_for_the_end_of_the_job_before(jobs: Jobs, r
 
 def test_other_spec_waits_for_what_is_left_of_a_start_that_was_killed(jobs: Jobs) -> None:
     job = opened(jobs, 0)
-    job.stream_broken(0)
+    job.stream_broken(0, now=1.0)
     with pytest.raises(HeldError, match="with n_ranks 1 instead of 2"):
         ask(jobs, 0, began=2.0, now=2.0, n_ranks=1)
 
@@ -187,7 +188,7 @@ def test_ranks_that_are_to_come_back_are_waited_for_until_their_time_is_over(job
 
 def test_another_identity_neither_waits_nor_learns_anything(jobs: Jobs) -> None:
     job = opened(jobs, 0, 1)
-    job.stream_broken(0)
+    job.stream_broken(0, now=1.0)
     with pytest.raises(OtherOwnerError) as caught:
         ask(jobs, 0, began=0.0, now=60.0, owner="somebody")
     assert "h0" not in str(caught.value)

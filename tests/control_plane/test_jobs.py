@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from control_plane.job import Job
 from control_plane.job_spec import JobSpec, Placement, planning_options
 from control_plane.jobs import REMEMBERED_CLOSED_JOBS, Jobs
 from control_plane.planning import PlanningOptions, PlanningServer
+from control_plane.rank_leases import Patience
 from control_plane.step import (
     FailedStep,
     PlannedStep,
@@ -211,13 +213,50 @@ def test_last_joined_rank_closes_the_job_even_if_others_never_came(jobs: Jobs) -
 
 def test_rank_leases_run_out_one_by_one(job: Job) -> None:
     job.renew("L1", now=8.0)
-    assert job.expired_ranks(now=10.0) == []
-    assert [lease.rank for lease in job.expired_ranks(now=10.1)] == [0]
+    assert job.gone_ranks(Patience(), now=10.0) == []
+    assert [lease.rank for lease in job.gone_ranks(Patience(), now=10.1)] == [0]
     with pytest.raises(LeaseExpiredError, match="the lease that came"):
         job.renew("L0", now=10.1)
     with pytest.raises(LeaseExpiredError):
         submit(job, 0, 0, now=10.1)
-    assert [lease.rank for lease in job.expired_ranks(now=18.1)] == [0, 1]
+    assert [lease.rank for lease in job.gone_ranks(Patience(), now=18.1)] == [0, 1]
+
+
+BROKEN = Patience(broken_seconds=4.0, lost_seconds=1.0)
+
+
+def gone(job: Job, patience: Patience, now: float) -> list[int]:
+    return [lease.rank for lease in job.gone_ranks(patience, now=now)]
+
+
+def test_rank_whose_stream_broke_is_waited_for_less_long_than_its_lease(job: Job) -> None:
+    job.stream_broken(1, now=1.0)
+    assert gone(job, BROKEN, 5.0) == []
+    assert gone(job, BROKEN, 5.1) == [1]
+    assert gone(job, Patience(), 5.1) == []
+
+
+@pytest.mark.parametrize("sign", ["renewal", "stream"])
+def test_rank_whose_stream_broke_lives_if_it_is_heard(job: Job, sign: str) -> None:
+    job.stream_broken(1, now=1.0)
+    if sign == "renewal":
+        job.renew("L1", now=2.0)
+    else:
+        job.watched_by(1)
+    assert gone(job, BROKEN, 9.0) == []
+
+
+@pytest.mark.parametrize(
+    ("told_at", "dead_after"), [(0.9, 1.0), (1.5, 1.0), (-9.0, 4.0)], ids=["just", "late", "old"]
+)
+def test_rank_that_servers_lost_too_is_waited_for_even_less(
+    job: Job, told_at: float, dead_after: float
+) -> None:
+    job.stream_broken(1, now=1.0)
+    patience = replace(BROKEN, lost={1: told_at, 0: told_at})
+    assert gone(job, patience, 1.0 + dead_after) == []
+    # Rank 0 has its stream: whatever servers say, it lives.
+    assert gone(job, patience, 1.1 + dead_after) == [1]
 
 
 def test_rank_joins_once(job: Job) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import subprocess
 import sys
 import time
@@ -18,7 +19,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from control_plane.kubernetes_api import cluster_apis
 from control_plane.kubernetes_lease import KubernetesLease
 from control_plane.leader_label import LEADER_LABEL, LeaderLabel
-from control_plane.leadership import Alone, FileLock, Leadership
+from control_plane.leadership import BEAT_SECONDS, Alone, FileLock, Leadership
 from control_plane.server import ControlPlane
 from control_plane.settings import ControlPlaneSettings
 from distca import rpc
@@ -126,6 +127,75 @@ time.sleep(60)
             await lock.release()
 
         within(DEADLINE_SECONDS, lead)
+
+
+def test_lock_of_a_leader_that_is_stopped_is_taken_over(tmp_path: Path) -> None:
+    path = tmp_path / "leader.lock"
+    code = f"""
+import asyncio
+from pathlib import Path
+from control_plane.leadership import FileLock
+
+async def lead():
+    lock = FileLock(Path({str(path)!r}))
+    await lock.acquire()
+    print("leads", flush=True)
+    print(await lock.lost(), lock.is_held, flush=True)
+
+asyncio.run(lead())
+"""
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as leader:
+        said = leader.stdout
+        assert said is not None
+        assert said.readline() == b"leads\n"
+
+        async def stand_by() -> None:
+            lock = FileLock(path, poll_seconds=0.02, lease_seconds=2.0)
+            taking_over = asyncio.create_task(lock.acquire())
+            assert await is_waiting(taking_over, 3.0), "the leader shows that it is at work"
+            leader.send_signal(signal.SIGSTOP)
+            await asyncio.wait_for(taking_over, 6.0)
+            assert lock.is_held
+            leader.send_signal(signal.SIGCONT)
+            told = await asyncio.to_thread(said.readline)
+            assert told.endswith(b"showed nothing for too long False\n")
+            assert lock.is_held
+            await lock.release()
+
+        try:
+            within(2 * DEADLINE_SECONDS, stand_by)
+        finally:
+            leader.kill()
+
+
+def test_leader_finds_out_at_the_next_call_that_another_leads(tmp_path: Path) -> None:
+    async def lead() -> None:
+        path = tmp_path / "leader.lock"
+        # It shows nothing, like one that is stopped, as nobody awaits its loss.
+        one, two = FileLock(path), FileLock(path, poll_seconds=0.02, lease_seconds=2 * BEAT_SECONDS)
+        await one.acquire()
+        await two.acquire()
+        assert two.is_held
+        assert not one.is_held
+
+    within(DEADLINE_SECONDS, lead)
+
+
+def test_standbys_do_not_replace_each_other(tmp_path: Path) -> None:
+    async def lead() -> None:
+        path = tmp_path / "leader.lock"
+        gone = FileLock(path)
+        await gone.acquire()
+        standbys = [FileLock(path, poll_seconds=0.02, lease_seconds=1.0) for _ in range(3)]
+        tasks = [asyncio.create_task(standby.acquire()) for standby in standbys]
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for _ in range(20):
+            assert [standby.is_held for standby in standbys].count(True) == 1
+            await asyncio.sleep(0.1)
+        for task in tasks:
+            task.cancel()
+
+    within(DEADLINE_SECONDS, lead)
 
 
 def test_lease_is_handed_over(api: LeaseApi) -> None:

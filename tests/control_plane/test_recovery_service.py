@@ -193,6 +193,23 @@ def test_lost_server_is_left_out_until_it_registers_anew(client: Client) -> None
     assert servers_of(pair.plans()[0]) == ["s0", "s1"]
 
 
+def test_server_whose_heartbeat_is_late_gets_no_work_while_others_are_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # Late after 0.5 s.
+    monkeypatch.setattr("control_plane.coordinator.LATE_SECONDS", -9.5)
+    with running() as control_plane, client_of(control_plane.address) as client:
+        leases = {server: client.register(server) for server in ("s0", "s1")}
+        pair = open_pair(client)
+        time.sleep(0.6)
+        client.heartbeat(leases["s1"])
+        pair.submit(0)
+        assert servers_of(pair.plans()[0]) == ["s1"]
+        time.sleep(0.6)
+        pair.submit(1)
+        assert servers_of(pair.plans()[0]) == ["s0", "s1"], "all are late: rather this process is"
+
+
 def test_server_that_leaves_its_steps_hands_them_over(client: Client) -> None:
     leases = {server: client.register(server) for server in ("s0", "s1")}
     pair = open_pair(client)

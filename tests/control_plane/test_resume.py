@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -166,6 +167,36 @@ def test_rank_that_does_not_come_back_is_named(tmp_path: Path) -> None:
         assert error == "ranks [1] have not come back since the control plane was away"
         with pytest.raises(rpc.UnknownJob, match=r"ranks \[1\] have not come back"):
             ranks[1].open(client)
+
+
+def test_rank_that_does_not_come_back_and_that_servers_have_lost_is_not_waited_for_long(
+    tmp_path: Path,
+) -> None:
+    with started(tmp_path) as (_, client):
+        ranks = open_pair(client)
+    with started(tmp_path, lost_rank_seconds=0.3) as (_, client):
+        # A server may be back before any rank is.
+        client.report_rank_lost(client.register("s0"), ranks[0].job_id, 1)
+        ranks[0].open(client)
+        watcher = ranks[0].watch(client)
+        eventually(lambda: is_closed(client, ranks[0]))
+        error = watcher.next("job_closed").error
+        assert "ranks [1] have not come back" in error
+        assert "servers have lost their connections" in error
+
+
+def test_rank_that_comes_back_lives_whatever_servers_say(tmp_path: Path) -> None:
+    with started(tmp_path) as (_, client):
+        ranks = open_pair(client)
+    with started(tmp_path, lost_rank_seconds=0.1) as (_, client):
+        lease = client.register("s0")
+        for rank in ranks:
+            client.report_rank_lost(lease, ranks[0].job_id, rank.rank)
+            rank.open(client)
+        watcher = ranks[0].watch(client)
+        watcher.next("recover")
+        time.sleep(0.5)
+        assert not is_closed(client, ranks[0])
 
 
 def is_closed(client: Client, rank: Rank) -> bool:

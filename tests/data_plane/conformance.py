@@ -100,6 +100,9 @@ class TransportConformance:
     """Whether closing a connection stops its transfers. If not, their buffers stay out of the pool
     until the peer has gone on or has died."""
 
+    loss_of_a_killed_peer: type[PeerLost] = PeerLost
+    """What a connection to a killed process ends with."""
+
     def make_transport(self) -> Transport:
         raise NotImplementedError
 
@@ -413,8 +416,18 @@ class TransportConformance:
                 transfer.wait(WAIT_SECONDS)
         assert time.monotonic() - start < 1.0
         eventually(lambda: len(ended) == 1)
-        assert isinstance(ended[0], PeerLost)
+        assert isinstance(ended[0], self.loss_of_a_killed_peer)
         assert connection.closed
+
+    def test_killed_peer_is_lost_by_who_awaits_nothing_of_it(
+        self, transport: Transport, peer: PeerProcess
+    ) -> None:
+        connection = self.connect_to(transport, peer, b"")
+        ended: list[TransportError | None] = []
+        connection.add_closed_callback(ended.append)
+        peer.kill()
+        eventually(lambda: len(ended) == 1)
+        assert isinstance(ended[0], self.loss_of_a_killed_peer)
 
     @pytest.mark.parametrize("kind", ["put", "offer"])
     def test_peer_killed_in_the_middle_of_a_message(

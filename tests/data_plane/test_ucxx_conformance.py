@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from data_plane.buffer_pool import device_allocator
-from data_plane.transport import BufferAllocator, Transport
+from data_plane.transport import BufferAllocator, PeerReset, Transport
 from data_plane.ucxx_settings import UcxxSettings
 from data_plane.ucxx_transport import UcxxTransport
 from tests.data_plane.conformance import TransportConformance
@@ -26,6 +26,7 @@ def on_gpu() -> UcxxTransport:
 
 class TestUcxxOverSharedMemory(TransportConformance):
     peer_factory = f"{__name__}:over_shared_memory"
+    loss_of_a_killed_peer = PeerReset
 
     def make_transport(self) -> Transport:
         return over_shared_memory()
@@ -33,6 +34,7 @@ class TestUcxxOverSharedMemory(TransportConformance):
 
 class TestUcxxOverTcp(TransportConformance):
     peer_factory = f"{__name__}:over_tcp"
+    loss_of_a_killed_peer = PeerReset
 
     def make_transport(self) -> Transport:
         return over_tcp()
@@ -42,6 +44,7 @@ class TestUcxxOverTcp(TransportConformance):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 class TestUcxxOnGpu(TransportConformance):
     peer_factory = f"{__name__}:on_gpu"
+    loss_of_a_killed_peer = PeerReset
 
     def make_transport(self) -> Transport:
         return on_gpu()

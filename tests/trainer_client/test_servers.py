@@ -17,7 +17,7 @@ from tests.fuzz.loopback import LoopbackConnection
 from tests.trainer_client.answers import SHAPE, one_document_over_two_ranks
 from trainer_client.metrics import TrainerMetrics
 from trainer_client.options import SessionOptions
-from trainer_client.servers import EpochOver, ServerLinks, ServerUnreachable
+from trainer_client.servers import EpochOver, ServerLinks, ServersUnreachable
 
 PLAN = replace(one_document_over_two_ranks(), epoch=5)
 PATIENCE_SECONDS = 0.3
@@ -31,14 +31,23 @@ class Scripted:
 
     def __init__(self, answer: Callable[[float], Connection]) -> None:
         self._answer = answer
-        self.calls = 0
+        self.calls = self.most_at_once = 0
+        self._at_once = 0
+        self._lock = threading.Lock()
 
     def connect(
         self, address: Address, hello: bytes, timeout: float, *, secret: bytes
     ) -> tuple[Connection, bytes]:
         assert secret == b"token"
-        self.calls += 1
-        return self._answer(timeout), b""
+        with self._lock:
+            self.calls += 1
+            self._at_once += 1
+            self.most_at_once = max(self.most_at_once, self._at_once)
+        try:
+            return self._answer(timeout), b""
+        finally:
+            with self._lock:
+                self._at_once -= 1
 
 
 def links(transport: Any) -> ServerLinks:
@@ -85,16 +94,19 @@ def refused(timeout: float) -> Connection:
 
 def test_a_server_that_refuses_is_unreachable_at_once() -> None:
     transport = Scripted(refused)
-    with pytest.raises(ServerUnreachable, match="refused"):
+    with pytest.raises(ServersUnreachable, match="refused") as caught:
         links(transport).connect(PLAN, 0)
-    assert transport.calls == 1
+    assert set(caught.value.causes) == {"server-0", "server-1"}
+    assert transport.calls == 2
 
 
-def test_a_silent_server_is_given_up_like_one_that_answers_no_ping() -> None:
-    began = time.monotonic()
-    with pytest.raises(ServerUnreachable):
-        links(Scripted(silent)).connect(PLAN, 0)
+def test_silent_servers_are_given_up_together_like_those_that_answer_no_ping() -> None:
+    began, transport = time.monotonic(), Scripted(silent)
+    with pytest.raises(ServersUnreachable) as caught:
+        links(transport).connect(PLAN, 0)
     assert PATIENCE_SECONDS <= time.monotonic() - began < CONNECT_SECONDS
+    assert set(caught.value.causes) == {"server-0", "server-1"}
+    assert transport.most_at_once == 2
 
 
 def test_a_recovery_does_not_wait_for_a_silent_server(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,7 +160,7 @@ def test_somebody_who_never_proves_anything_is_given_up_like_a_silent_server() -
         raise HandshakeRejected("go away", transport="scripted", peer="server")
 
     began = time.monotonic()
-    with pytest.raises(ServerUnreachable):
+    with pytest.raises(ServersUnreachable):
         links(Scripted(pretended)).connect(PLAN, 0)
     assert PATIENCE_SECONDS <= time.monotonic() - began < CONNECT_SECONDS
 
@@ -158,6 +170,6 @@ def test_a_refusal_with_a_proof_counts_at_once() -> None:
         raise HandshakeRejected("no memory", transport="scripted", peer="server", proven=True)
 
     transport = Scripted(no_memory)
-    with pytest.raises(ServerUnreachable, match="no memory"):
+    with pytest.raises(ServersUnreachable, match="no memory"):
         links(transport).connect(PLAN, 0)
-    assert transport.calls == 1
+    assert transport.calls == len(PLAN.servers)
