@@ -10,6 +10,8 @@ from typing import Any
 from ucxx._lib import libucxx
 
 from data_plane.greeting import BadGreeting, Greeting, Status, judge
+from data_plane.interfaces import ANY_ADDRESS
+from data_plane.listening_address import accept_only_at
 from data_plane.transport import AcceptCallback, Address
 from data_plane.ucxx_connection import UcxxConnection
 from data_plane.ucxx_endpoint_query import query_endpoint
@@ -25,8 +27,8 @@ _REJECTION_LINGER_SECONDS = 1.0
 class UcxxListener:
     """Listens until ``close``. Created and used on the owner thread.
 
-    ucxx binds every interface: connections to an address other than ``ip`` are closed as they
-    arrive, unless it is 0.0.0.0.
+    ucxx binds every interface: connections to an address other than ``ip`` are dropped by the
+    kernel, or closed as they arrive where it takes no filter, unless ``ip`` is 0.0.0.0.
 
     Args:
         worker: drives it.
@@ -59,6 +61,17 @@ class UcxxListener:
             worker.ucp, port, self._on_connection_request
         )
         self.port: int = self._listener.port
+        if ip != ANY_ADDRESS:
+            try:
+                accept_only_at(ip, self.port)
+            except OSError as error:
+                logger.warning(
+                    "port %d is open on every address of this machine, not on %s alone: %s; "
+                    "let a firewall close it elsewhere",
+                    self.port,
+                    ip,
+                    error,
+                )
 
     def close(self) -> None:
         """Takes no more clients; connections stay."""
@@ -79,7 +92,7 @@ class UcxxListener:
         info = query_endpoint(endpoint.handle)
         peer = str(Address(*info.remote)) if info.remote[0] else "unknown"
         connection = self._open_connection(endpoint, peer)
-        if self._ip != "0.0.0.0" and info.local[0] not in ("", self._ip):
+        if self._ip != ANY_ADDRESS and info.local[0] not in ("", self._ip):
             connection.close(f"came to {info.local[0]}, listening on {self._ip} only")
             return
         self._wait_for_hello(connection)
