@@ -18,6 +18,7 @@ from data_plane.nixl_settings import NixlSettings
 from data_plane.transport import Address, ConnectFailed
 from data_plane.ucxx_settings import UcxxSettings
 from data_plane.ucxx_transport import UcxxTransport
+from tests.addresses import foreign_address
 
 LOOPBACK = "127.0.0.1"
 _DROPPED_SECONDS = 0.3
@@ -31,15 +32,6 @@ def listening_addresses() -> set[tuple[str, int]]:
         for each in psutil.Process().net_connections("inet")
         if each.status == psutil.CONN_LISTEN
     }
-
-
-def foreign_address() -> str:
-    """An address of this machine on another interface than the loopback one."""
-    for addresses in psutil.net_if_addrs().values():
-        for each in addresses:
-            if each.family == socket.AF_INET and not each.address.startswith("127."):
-                return str(each.address)
-    pytest.skip("this machine has the loopback interface alone")
 
 
 @pytest.fixture
