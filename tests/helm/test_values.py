@@ -91,6 +91,7 @@ OTHER: dict[str, Any] = {
     "tls.certManager.duration": "100h",
     "tls.certManager.renewBefore": "10h",
     "networkPolicy.jobNamespaceSelector": {"matchLabels": {"a": "b"}},
+    "networkPolicy.jobNamespaces": ["team-a"],
     "monitoring.prometheusRule.runbookUrl": "https://r",
     "exampleJob.kind": "TrainJob",
     "exampleJob.placement": "mixed",
