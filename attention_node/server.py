@@ -225,6 +225,7 @@ class AttentionNode:
             settings.transport,
             device=settings.device,
             one_host=settings.one_host,
+            data_host=settings.data_host,
             metrics=data_metrics,
         )
         self._registry = registry

@@ -22,6 +22,7 @@ from control_plane.connections import Connections
 from control_plane.coordinator import Coordinator
 from control_plane.epochs import next_generation
 from control_plane.errors import NoHandshakeError
+from control_plane.grpc_server import is_serving
 from control_plane.job_keys import job_keys
 from control_plane.kubernetes_api import cluster_apis
 from control_plane.kubernetes_lease import KubernetesLease
@@ -57,6 +58,10 @@ _SERVICES = (
 """What the health service answers for; the empty name is the process as a whole."""
 
 _LOOPBACK_OF_ANY = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]"}
+
+
+_SERVING_CHECK_SECONDS = 0.1
+"""How long gRPC may have ended before it starts again."""
 
 
 class AddressInUseError(OSError):
@@ -125,6 +130,7 @@ class ControlPlane:
         self._server: grpc.aio.Server | None = None
         self._endpoint: MetricsEndpoint | None = None
         self._sweeper: asyncio.Task[None] | None = None
+        self._keeper: asyncio.Task[None] | None = None
         self.address = ""
         self.metrics_address: str | None = None
 
@@ -132,12 +138,13 @@ class ControlPlane:
         """Listens, and writes the address file. Leads if it is alone, else stands by. Raises as
         :func:`run`."""
         try:
-            self._server = self._build_server()
+            self._server = self._build_server(self._settings.listen_address)
             logger.info("preparing planner %s", self._settings.coordinator.default_planner)
             await self.coordinator.prepare()
             for name in _SERVICES:
                 await self._health.set(name, health_pb2.HealthCheckResponse.NOT_SERVING)
             await self._server.start()
+            self._keeper = asyncio.create_task(self._keep_serving())
             if self._settings.metrics_address is not None:
                 self._start_metrics(self._settings.metrics_address)
             if isinstance(self._leadership, Alone):
@@ -155,10 +162,11 @@ class ControlPlane:
         """Reports NOT_SERVING, ends all streams, lets calls finish, and frees the ports."""
         await self._health.enter_graceful_shutdown()
         await self.coordinator.shut_down()
-        if self._sweeper is not None:
-            self._sweeper.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._sweeper
+        for task in (self._sweeper, self._keeper):
+            if task is not None:
+                task.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await task
         await self._leadership.release()
         if self._server is not None:
             await self._server.stop(self._settings.stop_seconds)
@@ -191,7 +199,30 @@ class ControlPlane:
             await self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
         logger.info("leading at %s", self.address)
 
-    def _build_server(self) -> grpc.aio.Server:
+    async def _keep_serving(self) -> None:
+        """Serves again, at the same address and with all members and jobs, when gRPC has given up.
+
+        grpc.aio ends its server at a call whose method is no UTF-8, which any client can make. The
+        calls and streams under way end with it; members call again within seconds.
+        """
+        while True:
+            await asyncio.sleep(_SERVING_CHECK_SECONDS)
+            if self._server is not None and is_serving(self._server):
+                continue
+            logger.error("gRPC on %s has ended at a malformed call; it starts again", self.address)
+            if self._server is not None:
+                ended, self._server = self._server, None
+                await ended.stop(0)
+            try:
+                server = self._build_server(self.address)
+                await server.start()
+            except AddressInUseError as error:
+                # Tried again: the port may need a moment to be free.
+                logger.error("%s", error)
+            else:
+                self._server = server
+
+    def _build_server(self, address: str) -> grpc.aio.Server:
         server = grpc.aio.server(
             options=server_options(self._settings.max_message_bytes),
             interceptors=[self._access_interceptor()],
@@ -202,7 +233,6 @@ class ControlPlane:
         )
         cluster_pb2_grpc.add_ClusterServicer_to_server(ClusterService(self.coordinator), server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
-        address = self._settings.listen_address
         tls = self._settings.tls
         try:
             if tls is None:

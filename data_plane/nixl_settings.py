@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
+from data_plane.rdma import usable_rdma_devices
 from data_plane.ucx_options import UcxSettings
 
 
@@ -29,3 +30,6 @@ class NixlSettings(UcxSettings):
         # Left to itself, UCX takes the fastest that reaches the peer, RDMA before TCP. Two
         # containers of one host may seem to share memory that they do not share.
         return options if self.one_host else {**options, "TLS": "^sm"}
+
+    def _rdma_devices(self) -> tuple[str, ...]:
+        return usable_rdma_devices()

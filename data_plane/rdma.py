@@ -84,6 +84,15 @@ def rdma_ports(root: Path = Path("/")) -> tuple[RdmaPort, ...]:
     return tuple(ports)
 
 
+def usable_rdma_devices(root: Path = Path("/")) -> tuple[str, ...]:
+    """The active ports of devices that open, as UCX_NET_DEVICES names them.
+
+    Args:
+        root: of the file system.
+    """
+    return tuple(port.name for port in rdma_ports(root) if port.active and port.opens)
+
+
 def locked_bytes_limit(root: Path = Path("/")) -> int | None:
     """Bytes that this process may lock; None without a limit.
 

@@ -101,6 +101,7 @@ def open_transport(
     *,
     device: str,
     one_host: bool,
+    data_host: str | None = None,
     metrics: DataPlaneMetrics | None = None,
 ) -> Transport:
     """Starts a transport, and logs which one and why.
@@ -109,6 +110,8 @@ def open_transport(
         name: a :class:`TransportName`, or what one was resolved to.
         device: where the buffers live: ``"cpu"``, ``"cuda"`` or ``"cuda:<index>"``.
         one_host: every peer runs on this host and shares its IPC namespace.
+        data_host: address of this machine whose interface, beside RDMA devices, is the only one
+            that UCX uses and opens TCP ports on. None or 0.0.0.0: all of them.
         metrics: counts transfers, failures and probes when given.
 
     Raises:
@@ -125,11 +128,13 @@ def open_transport(
         from data_plane.nixl_settings import NixlSettings
         from data_plane.nixl_transport import NixlTransport
 
-        return NixlTransport(NixlSettings(device=device, one_host=one_host), metrics)
+        return NixlTransport(
+            NixlSettings(device=device, one_host=one_host, data_host=data_host), metrics
+        )
     from data_plane.ucxx_settings import UcxxSettings
     from data_plane.ucxx_transport import UcxxTransport
 
-    settings = UcxxSettings(device=device, one_host=one_host, rdma=choice.rdma)
+    settings = UcxxSettings(device=device, one_host=one_host, data_host=data_host, rdma=choice.rdma)
     return UcxxTransport(settings, metrics)
 
 

@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar, Final
 
+from data_plane.interfaces import interface_of_host
+
 TCP_OPTIONS: Final[Mapping[str, str]] = {
     # The same in every process of a job, or connections reset.
     "TCP_TX_SEG_SIZE": "1M",
@@ -38,6 +40,8 @@ class UcxSettings:
     Attributes:
         device: where the buffers live: ``"cpu"``, ``"cuda"`` or ``"cuda:<index>"``.
         one_host: every peer runs on this host and shares its IPC namespace: adds shared memory.
+        data_host: address of this machine whose network interface, beside RDMA devices, is the
+            only one that UCX uses and opens TCP ports on. None or 0.0.0.0: all of them.
         options: UCX options by name (with or without ``UCX_``). They win over ``UCX_*``
             environment variables, which win over the defaults.
         busy_poll_seconds: after activity, how long to poll before sleeping. None: 0 on the CPU
@@ -51,6 +55,7 @@ class UcxSettings:
 
     device: str = "cpu"
     one_host: bool = False
+    data_host: str | None = None
     options: Mapping[str, str] = field(default_factory=dict)
     busy_poll_seconds: float | None = None
     handshake_timeout_seconds: float = 5.0
@@ -81,17 +86,32 @@ class UcxSettings:
             return self.busy_poll_seconds
         return _GPU_BUSY_POLL_SECONDS if self.on_gpu else 0.0
 
+    @property
+    def interface(self) -> str | None:
+        """The network interface of ``data_host``; None stands for all."""
+        return None if self.data_host is None else interface_of_host(self.data_host)
+
     def context_options(self, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
         """Returns the options for the UCX context, names without ``UCX_``.
 
         A default is left out where ``environ`` sets the option: UCX reads it from there.
         """
-        defaults = {**self._default_options(), **TCP_OPTIONS}
+        defaults = {**self._default_options(), **self._net_devices(), **TCP_OPTIONS}
         chosen = {name: value for name, value in defaults.items() if f"UCX_{name}" not in environ}
         return chosen | {name.removeprefix("UCX_"): value for name, value in self.options.items()}
 
+    def _net_devices(self) -> Mapping[str, str]:
+        # UCX listens on every interface that it may use, and its wire format trusts whoever calls.
+        if self.interface is None:
+            return {}
+        return {"NET_DEVICES": ",".join((*self._rdma_devices(), self.interface))}
+
     def _default_options(self) -> Mapping[str, str]:
-        """UCX options besides ``TCP_OPTIONS``."""
+        """UCX options besides ``TCP_OPTIONS`` and devices."""
+        raise NotImplementedError
+
+    def _rdma_devices(self) -> tuple[str, ...]:
+        """Names of the RDMA ports that UCX may use, as UCX_NET_DEVICES has them."""
         raise NotImplementedError
 
 

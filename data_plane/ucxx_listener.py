@@ -11,6 +11,8 @@ from ucxx._lib import libucxx
 
 from data_plane.greeting import BadGreeting, Greeting
 from data_plane.handshake import HandshakeFailure, ListenerHandshake, Verdict, refusal
+from data_plane.interfaces import ANY_ADDRESS
+from data_plane.listening_address import accept_only_at
 from data_plane.transport import AcceptCallback, TransportError
 from data_plane.ucxx_connection import UcxxConnection
 from data_plane.ucxx_endpoint_query import query_endpoint
@@ -26,8 +28,8 @@ _REJECTION_LINGER_SECONDS = 1.0
 class UcxxListener:
     """Listens until ``close``. Created and used on the owner thread.
 
-    ucxx binds every interface: connections to an address other than ``ip`` are closed as they
-    arrive, unless it is 0.0.0.0.
+    ucxx binds every interface: connections to an address other than ``ip`` are dropped by the
+    kernel, or closed as they arrive where it takes no filter, unless ``ip`` is 0.0.0.0.
 
     Args:
         worker: drives it.
@@ -63,6 +65,17 @@ class UcxxListener:
             worker.ucp, port, self._on_connection_request
         )
         self.port: int = self._listener.port
+        if ip != ANY_ADDRESS:
+            try:
+                accept_only_at(ip, self.port)
+            except OSError as error:
+                logger.warning(
+                    "port %d is open on every address of this machine, not on %s alone: %s; "
+                    "let a firewall close it elsewhere",
+                    self.port,
+                    ip,
+                    error,
+                )
 
     def close(self) -> None:
         """Takes no more clients; connections stay."""
@@ -83,7 +96,7 @@ class UcxxListener:
         info = query_endpoint(endpoint.handle)
         ends = ends_of(info, listening=True)
         connection = self._open_connection(endpoint, ends.client or "unknown")
-        if self.ip != "0.0.0.0" and info.local[0] not in ("", self.ip):
+        if self.ip != ANY_ADDRESS and info.local[0] not in ("", self.ip):
             connection.close(f"came to {info.local[0]}, listening on {self.ip} only")
             return
         self._challenge(connection, ListenerHandshake(ends))

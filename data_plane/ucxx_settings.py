@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
+from data_plane.rdma import usable_rdma_devices
 from data_plane.ucx_options import UcxSettings
 
 
@@ -45,3 +46,7 @@ class UcxxSettings(UcxSettings):
         if self.on_gpu:
             transports += ["cuda_copy", "cuda_ipc"]
         return {"TLS": ",".join(transports), "POSIX_ERROR_HANDLING": "y"}
+
+    def _rdma_devices(self) -> tuple[str, ...]:
+        # UCX warns of devices that none of its transports can use.
+        return usable_rdma_devices() if self.rdma else ()

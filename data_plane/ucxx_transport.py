@@ -15,8 +15,15 @@ from data_plane.addresses import connect_failed, local_ip, resolve
 from data_plane.base_transport import COMMAND_TIMEOUT_SECONDS, BaseTransport, check_hello_length
 from data_plane.handshake import ClientHandshake, HandshakeFailure
 from data_plane.metrics import DropCause
+from data_plane.interfaces import interface_of, source_ip
 from data_plane.owner_result import OwnerResult
-from data_plane.transport import AcceptCallback, Address, Connection, NetworkRestarted
+from data_plane.transport import (
+    AcceptCallback,
+    Address,
+    ConnectFailed,
+    Connection,
+    NetworkRestarted,
+)
 from data_plane.ucxx_arrivals import Arrivals
 from data_plane.ucxx_connection import TRANSPORT_NAME, UcxxConnection
 from data_plane.ucxx_connector import UcxxConnector
@@ -91,6 +98,7 @@ class UcxxTransport(BaseTransport[UcxxConnection, UcxxWorker]):
         self._require_open(str(address))
         deadline = time.monotonic() + timeout_seconds
         ip = resolve(address, timeout_seconds, TRANSPORT_NAME)
+        self._require_way(address, ip)
         result = OwnerResult()
         connector = UcxxConnector(self._worker, address, result)
         handshake = ClientHandshake(hello, secret)
@@ -102,6 +110,25 @@ class UcxxTransport(BaseTransport[UcxxConnection, UcxxWorker]):
             raise connect_failed(address, str(error), TRANSPORT_NAME) from error
         logger.info("connection %d with %s opened", connection.local_id, address)
         return connection, answer
+
+    def _require_way(self, address: Address, ip: str) -> None:
+        """Raises ConnectFailed if the way to ``ip`` leaves by an interface that UCX may not use:
+        UCX itself says no more than that the connection was lost."""
+        settings = self._settings
+        devices = settings.context_options().get("NET_DEVICES")
+        if settings.rdma or settings.interface is None or devices != settings.interface:
+            return
+        source = source_ip(ip)
+        interface = None if source is None else interface_of(source)
+        if interface in (None, settings.interface):
+            return
+        raise ConnectFailed(
+            f"the way there leaves by {interface} ({source}), but data_host "
+            f"{settings.data_host} lets UCX use {devices} alone",
+            transport=TRANSPORT_NAME,
+            peer=str(address),
+            hint=f"give --data-host {source}, or name the interfaces in UCX_NET_DEVICES",
+        )
 
     def _new_probe(self, connection: UcxxConnection) -> UcxxProbe:
         return UcxxProbe(connection, self._probe_pool, self._max_probe_bytes)

@@ -28,6 +28,7 @@ from distca.monitoring import MetricsEndpoint, process_registry
 from distca.timeouts import check_order, known_timeouts
 from distca.v1 import data_plane_pb2, jobs_pb2, membership_pb2
 from trainer_client.control_link import ControlLink, PlannedStep
+from trainer_client.data_host import data_host_of
 from trainer_client.errors import SessionError
 from trainer_client.examiner import Examiner
 from trainer_client.exchanges import Routes
@@ -100,6 +101,7 @@ class Session:
             transport_of(options, control_plane),
             device=options.device,
             one_host=options.one_host,
+            data_host=data_host_of(options, control_plane),
             metrics=self._data_metrics,
         )
         self._servers = ServerLinks(

@@ -92,6 +92,23 @@ class DoctorOptions:
             "way to each.",
         ),
     ] = True
+    outsider: Annotated[
+        bool,
+        typer.Option(
+            "--outsider",
+            help="Only try whether data ports answer here, on a machine that is to be no part of "
+            "any job: those of --peer, of the members that the control plane names, and "
+            "--ucx-ports.",
+        ),
+    ] = False
+    ucx_ports: Annotated[
+        str,
+        typer.Option(
+            metavar="FIRST-LAST",
+            help="With --outsider: the members' UCX_TCP_PORT_RANGE.",
+            envvar="UCX_TCP_PORT_RANGE",
+        ),
+    ] = ""
     min_gigabytes_per_second: Annotated[
         float, typer.Option(help="A slower way is a failure; 0 asks for nothing.")
     ] = 0.0
@@ -128,7 +145,7 @@ def doctor(options: DoctorOptions, tls: ClientTls) -> None:
     from distca.commands.usage import as_usage_error
 
     _require_torch()
-    from distca.doctor.examination import CHECKS, examine
+    from distca.doctor.examination import CHECKS, OUTSIDER_CHECKS, examine
     from distca.doctor.finding import Status, worst
     from distca.doctor.report import as_json, show, summary
 
@@ -140,13 +157,14 @@ def doctor(options: DoctorOptions, tls: ClientTls) -> None:
         return
     with as_usage_error():
         around = _surroundings(options, tls)
-        unknown = around.settings.skip - CHECKS.keys()
+        checks = OUTSIDER_CHECKS if options.outsider else CHECKS
+        unknown = around.settings.skip - checks.keys()
         if unknown:
             raise ValueError(
-                f"skip is {', '.join(sorted(unknown))}; the checks are {', '.join(CHECKS)}"
+                f"skip is {', '.join(sorted(unknown))}; the checks are {', '.join(checks)}"
             )
     findings = []
-    for finding in examine(around):
+    for finding in examine(around, checks):
         findings.append(finding)
         if not options.json:
             show(finding, console)
@@ -197,6 +215,7 @@ def _surroundings(options: DoctorOptions, tls: ClientTls) -> Surroundings:
             pool=options.pool,
             min_gigabytes_per_second=options.min_gigabytes_per_second,
             probe_seconds=options.probe_seconds,
+            ucx_ports=_port_range(options.ucx_ports),
             skip=frozenset(options.skip),
         ),
         cluster=cluster,
@@ -227,6 +246,16 @@ def _address(name: str, text: str) -> Address:
     if not host or not port.isdecimal() or int(port) >= 2**16:
         raise ValueError(f"{name} is {text!r}; it must be HOST:PORT")
     return Address(host.strip("[]"), int(port))
+
+
+def _port_range(text: str) -> range:
+    if text in ("", "0"):
+        return range(0)
+    first, _, last = text.partition("-")
+    bounds = [int(each) for each in (first, last or first) if each.isdecimal()]
+    if len(bounds) != 2 or not 0 < bounds[0] <= bounds[1] < 2**16:
+        raise ValueError(f"ucx_ports is {text!r}; it must be FIRST-LAST, for example 7800-7899")
+    return range(bounds[0], bounds[1] + 1)
 
 
 def _own_address() -> str:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from distca.doctor.certificate_checks import check_certificates
 from distca.doctor.cluster_checks import CLUSTER_CHECKS, check_dns
+from distca.doctor.data_port_checks import check_data_ports
 from distca.doctor.device_checks import DEVICE_CHECKS
 from distca.doctor.finding import Finding, failed
 from distca.doctor.machine_checks import MACHINE_CHECKS
@@ -25,6 +26,9 @@ CHECKS: Mapping[str, Check] = {
     **CLUSTER_CHECKS,
     **UCX_CHECKS,
 }
+
+OUTSIDER_CHECKS: Mapping[str, Check] = {"data-ports": check_data_ports}
+"""What a machine can tell that is to be no part of any job."""
 
 
 def examine(around: Surroundings, checks: Mapping[str, Check] = CHECKS) -> Iterator[Finding]:

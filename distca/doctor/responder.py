@@ -51,7 +51,10 @@ def responding(settings: ResponderSettings) -> Iterator[Address]:
         TransportError: the port is in use, or ``host`` is not of this machine.
     """
     transport = open_transport(
-        settings.transport, device=settings.device, one_host=settings.one_host
+        settings.transport,
+        device=settings.device,
+        one_host=settings.one_host,
+        data_host=settings.host,
     )
     try:
         yield transport.listen(settings.host, settings.port, _accept)

@@ -32,6 +32,7 @@ class DoctorSettings:
         pool: whether to compare with the servers of the pool, and measure the way to each of them.
         min_gigabytes_per_second: a slower way is a failure; 0 asks for nothing.
         probe_seconds: how long one measurement may take.
+        ucx_ports: ports that UCX opens besides the listeners, as UCX_TCP_PORT_RANGE limits them.
         skip: names of checks to leave out.
     """
 
@@ -45,6 +46,7 @@ class DoctorSettings:
     pool: bool = True
     min_gigabytes_per_second: float = 0.0
     probe_seconds: float = 20.0
+    ucx_ports: range = range(0)
     skip: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:

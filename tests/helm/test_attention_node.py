@@ -140,11 +140,9 @@ def test_the_namespaces_of_the_machine_are_opt_in() -> None:
     for name in ("hostIPC", "hostPID", "hostNetwork"):
         assert name not in pod()
         settings = [f"attentionNode.{name}=true", "attentionNode.kind=DaemonSet"]
-        assert pod("", *settings)[name] is True
-    assert (
-        pod("", "attentionNode.hostNetwork=true", "attentionNode.kind=DaemonSet")["dnsPolicy"]
-        == "ClusterFirstWithHostNet"
-    )
+        opted_in = pod("", *settings, "networkPolicy.enabled=false")
+        assert opted_in[name] is True
+    assert opted_in["dnsPolicy"] == "ClusterFirstWithHostNet"
 
 
 @pytest.mark.parametrize("drain_seconds", [1, 30, 600])

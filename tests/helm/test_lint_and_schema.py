@@ -89,7 +89,14 @@ def test_the_schema_refuses_and_names_the_value(setting: str, path: str) -> None
         (["autoscaling.minReplicas=9"], "the first must not be larger"),
         (["tls.mode=secrets"], "tls.secrets."),
         (["exampleJob.enabled=true", "attentionNode.enabled=false"], "choose in-place"),
-        (["attentionNode.hostNetwork=true"], "two pods on one machine would want the same ports"),
+        (
+            ["attentionNode.hostNetwork=true", "attentionNode.kind=DaemonSet"],
+            "networkPolicy.hostNetworkFrom is empty",
+        ),
+        (
+            ["attentionNode.hostNetwork=true", "networkPolicy.enabled=false"],
+            "two pods on one machine would want the same ports",
+        ),
         (["attentionNode.stuckSeconds=10"], "must be left out before it gives up"),
         (["ucx.tcpPortRange=7900-7800"], "the first port must not be larger"),
     ],

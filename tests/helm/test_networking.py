@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tests.helm.chart import (
+    NAMESPACE,
     Manifest,
     container,
     containers,
@@ -33,20 +34,62 @@ def rule_for(manifests: list[Manifest], name_ends: str, port: object) -> Manifes
     return found
 
 
-def test_there_is_none_unless_asked_for() -> None:
-    assert "NetworkPolicy" not in kinds(rendered())
+def test_control_plane_nodes_and_jobs_are_protected_unless_it_is_turned_off() -> None:
+    protected = {
+        policy["metadata"]["name"]: policy["spec"]["podSelector"]["matchLabels"]
+        for policy in rendered()
+        if policy["kind"] == "NetworkPolicy"
+    }
+    assert protected.pop("rel-distca-jobs") == JOB_PODS["matchLabels"]
+    components = {labels["app.kubernetes.io/component"] for labels in protected.values()}
+    assert components == {"control-plane", "attention-node"}
+    assert "NetworkPolicy" not in kinds(rendered("", "networkPolicy.enabled=false"))
+
+
+def test_pods_of_jobs_are_protected_without_a_pool_too() -> None:
+    manifests = rendered("in-place-only-values.yaml")
+    among_themselves, metrics = rules(manifests, "jobs")
+    assert among_themselves == {"from": [{"podSelector": JOB_PODS}]}
+    assert {port["port"] for port in metrics["ports"]} == {f"metrics-{i}" for i in range(8)}
+
+
+def test_nodes_and_named_others_reach_jobs_in_every_namespace_that_is_named() -> None:
+    settings = ["jobsFrom[0].podSelector.a=b", "jobNamespaces={team-a}"]
+    manifests = rendered(
+        "network-policy-values.yaml", *(f"networkPolicy.{setting}" for setting in settings)
+    )
+    policies = {
+        policy["metadata"]["namespace"]: policy["spec"]["ingress"]
+        for policy in manifests
+        if policy["kind"] == "NetworkPolicy" and policy["metadata"]["name"].endswith("-jobs")
+    }
+    assert set(policies) == {NAMESPACE, "team-a"}
+    for among_themselves, _, _ in policies.values():
+        assert among_themselves["from"] == [{"podSelector": JOB_PODS}, {"podSelector": {"a": "b"}}]
+    ((near,), (far,)) = (policies[each][1]["from"] for each in (NAMESPACE, "team-a"))
+    assert "namespaceSelector" not in near
+    assert far["podSelector"] == near["podSelector"]
+    own = {"matchLabels": {"kubernetes.io/metadata.name": NAMESPACE}}
+    assert far["namespaceSelector"] == own
+
+
+def test_nodes_in_their_machines_network_call_from_its_addresses() -> None:
+    manifests = rendered("daemonset-values.yaml")
+    machines = {"ipBlock": {"cidr": "10.0.0.0/16"}}
+    assert rule_for(manifests, "jobs", 7800)["from"] == [machines]
+    assert machines in rule_for(manifests, "control-plane", "grpc")["from"]
 
 
 def test_only_pods_of_jobs_reach_the_data_plane() -> None:
-    rule = rule_for(rendered("", "networkPolicy.enabled=true"), "attention-node", "data-0")
+    rule = rule_for(rendered(), "attention-node", "data-0")
     assert rule["from"] == [{"podSelector": JOB_PODS}]
     assert {"protocol": "TCP", "port": 7800, "endPort": 7899} in rule["ports"]
 
 
 def test_the_ports_that_open_are_those_that_ucx_is_told_to_use() -> None:
-    settings = ["networkPolicy.enabled=true", "ucx.tcpPortRange=9000-9009"]
+    settings = ["ucx.tcpPortRange=9000-9009"]
     manifests = rendered("", *settings, "exampleJob.enabled=true")
-    for name in ("attention-node", "example"):
+    for name in ("attention-node", "jobs"):
         ports = rule_for(manifests, name, 9000)["ports"]
         assert {"protocol": "TCP", "port": 9000, "endPort": 9009} in ports
     for owner, spec in pod_specs(manifests):
@@ -78,14 +121,14 @@ def test_the_control_plane_is_reached_by_the_release_jobs_and_named_others_alone
             "app.kubernetes.io/instance": "rel",
         }
     }
-    peers = rule_for(rendered("", "networkPolicy.enabled=true"), "control-plane", "grpc")["from"]
+    peers = rule_for(rendered(), "control-plane", "grpc")["from"]
     assert peers == [{"podSelector": release}, {"podSelector": JOB_PODS}]
     named = rule_for(rendered("network-policy-values.yaml"), "control-plane", "grpc")["from"]
     assert {"podSelector": {"matchLabels": {"app": "operator-shell"}}} in named
 
 
 def test_metrics_are_open_to_all_unless_scrapers_are_named() -> None:
-    everyone = rendered("", "networkPolicy.enabled=true")
+    everyone = rendered()
     named = rendered("network-policy-values.yaml")
     monitoring = {"matchLabels": {"kubernetes.io/metadata.name": "monitoring"}}
     for name, port in (("control-plane", "metrics"), ("attention-node", "metrics-0")):
@@ -114,14 +157,14 @@ def test_pods_of_the_example_job_carry_the_labels_that_let_them_in() -> None:
     assert peer["podSelector"]["matchLabels"] == wanted
 
 
-def test_nodes_reach_the_example_jobs_pods_since_ucx_connects_both_ways() -> None:
-    rule = rule_for(rendered("network-policy-values.yaml"), "example", 7800)
+def test_nodes_reach_the_pods_of_jobs_since_ucx_connects_both_ways() -> None:
+    rule = rule_for(rendered("network-policy-values.yaml"), "jobs", 7800)
     (peer,) = rule["from"]
     assert peer["podSelector"]["matchLabels"]["app.kubernetes.io/component"] == "attention-node"
 
 
 def test_the_test_pod_may_call_the_control_plane() -> None:
-    manifests = rendered("", "networkPolicy.enabled=true")
+    manifests = rendered()
     labels = only(manifests, "Pod")["metadata"]["labels"]
     peers = rule_for(manifests, "control-plane", "grpc")["from"]
     assert any(peer["podSelector"]["matchLabels"].items() <= labels.items() for peer in peers)

@@ -25,7 +25,6 @@ EVERYTHING = {
     "controlPlane": {"leaderElection": {"enabled": True}, "replicas": 2},
     "rdma": {"enabled": True},
     "tls": {"mode": "certManager", "certManager": {"issuerRef": {"name": "ca"}}},
-    "networkPolicy": {"enabled": True},
     "monitoring": {
         name: {"enabled": True}
         for name in ("serviceMonitor", "podMonitor", "prometheusRule", "dashboards")
@@ -36,7 +35,14 @@ EVERYTHING = {
 
 ALSO_NEEDED: dict[str, dict[str, Any]] = {
     "controlPlane.address": {"controlPlane": {"enabled": False, "address": "a:1"}},
-    "attentionNode.hostNetwork": {"attentionNode": {"affinity": {"nodeAffinity": {}}}},
+    "attentionNode.hostNetwork": {
+        "attentionNode": {"affinity": {"nodeAffinity": {}}},
+        "networkPolicy": {"hostNetworkFrom": [{"ipBlock": {"cidr": "10.0.0.0/8"}}]},
+    },
+    "networkPolicy.hostNetworkFrom": {
+        "attentionNode": {"affinity": {"nodeAffinity": {}}, "hostNetwork": True},
+        "networkPolicy": {"hostNetworkFrom": [{"ipBlock": {"cidr": "10.0.0.0/8"}}]},
+    },
     "attentionNode.replicas": {"autoscaling": {"enabled": False}},
     "autoscaling.kind": {"autoscaling": {"enabled": True}},
     "autoscaling.keda.prometheusAddress": {"autoscaling": {"enabled": True, "kind": "KEDA"}},
@@ -85,6 +91,7 @@ OTHER: dict[str, Any] = {
     "tls.certManager.duration": "100h",
     "tls.certManager.renewBefore": "10h",
     "networkPolicy.jobNamespaceSelector": {"matchLabels": {"a": "b"}},
+    "networkPolicy.jobNamespaces": ["team-a"],
     "monitoring.prometheusRule.runbookUrl": "https://r",
     "exampleJob.kind": "TrainJob",
     "exampleJob.placement": "mixed",

@@ -17,6 +17,7 @@
 
 {{- define "distca.controlPlane.name" -}}{{ include "distca.fullname" . }}-control-plane{{- end }}
 {{- define "distca.attentionNode.name" -}}{{ include "distca.fullname" . }}-attention-node{{- end }}
+{{- define "distca.jobs.name" -}}{{ include "distca.fullname" . }}-jobs{{- end }}
 {{- define "distca.exampleJob.name" -}}{{ include "distca.fullname" . }}-example{{- end }}
 
 {{- define "distca.controlPlane.serviceAccount" -}}

@@ -37,6 +37,9 @@
 {{- if and .exampleJob.enabled (eq .exampleJob.placement "pool") (not .attentionNode.enabled) }}
 {{- fail "exampleJob.placement is pool and attentionNode.enabled is false; choose in-place, or enable the pool" }}
 {{- end }}
+{{- if and .networkPolicy.enabled .attentionNode.enabled .attentionNode.hostNetwork (empty .networkPolicy.hostNetworkFrom) }}
+{{- fail "attentionNode.hostNetwork is true and networkPolicy.hostNetworkFrom is empty; nodes would reach neither control plane nor trainers: give the machines' addresses, for example [{ipBlock: {cidr: 10.0.0.0/16}}], or set networkPolicy.enabled to false" }}
+{{- end }}
 {{- if and .attentionNode.hostNetwork (eq .attentionNode.kind "StatefulSet") (gt (int .attentionNode.replicas) 1) (empty .attentionNode.affinity) }}
 {{- fail "attentionNode.hostNetwork is true for a StatefulSet without attentionNode.affinity; two pods on one machine would want the same ports: use a DaemonSet, or a podAntiAffinity" }}
 {{- end }}

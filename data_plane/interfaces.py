@@ -1,0 +1,48 @@
+"""Network interfaces of this machine, by the addresses that they carry. IPv4, as UCX is used."""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+
+import psutil
+
+ANY_ADDRESS = "0.0.0.0"
+_LOOPBACK_ADDRESS = "127.0.0.1"
+_DISCARD_PORT = 9
+"""Nothing is ever sent to it."""
+
+
+def interface_of(ip: str) -> str | None:
+    """Returns the name of the interface that carries ``ip``; None if none does.
+
+    All of 127.0.0.0/8 belongs to the loopback interface, though it carries one address of it.
+    """
+    wanted = _LOOPBACK_ADDRESS if ipaddress.ip_address(ip).is_loopback else ip
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(each.family == socket.AF_INET and each.address == wanted for each in addresses):
+            # A second address may go by the name of an alias, such as eth0:1.
+            return name.partition(":")[0]
+    return None
+
+
+def source_ip(peer_ip: str) -> str | None:
+    """Returns the address from which this machine would call ``peer_ip``; None without a route."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as test:
+        try:
+            test.connect((peer_ip, _DISCARD_PORT))
+        except OSError:
+            return None
+        return str(test.getsockname()[0])
+
+
+def interface_of_host(host: str) -> str | None:
+    """Returns the interface of one of this machine's addresses, given as a name or number.
+
+    None stands for all of them: ``host`` is 0.0.0.0, or no address of this machine.
+    """
+    try:
+        ip = socket.gethostbyname(host)
+    except OSError:
+        return None
+    return None if ip == ANY_ADDRESS else interface_of(ip)

@@ -1,0 +1,117 @@
+"""Which TCP ports a transport opens, and on which addresses: what strangers could reach."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from data_plane.interfaces import interface_of, source_ip
+from data_plane.listening_address import accept_only_at
+from data_plane.nixl_settings import NixlSettings
+from data_plane.transport import Address, ConnectFailed
+from data_plane.ucxx_settings import UcxxSettings
+from data_plane.ucxx_transport import UcxxTransport
+from tests.addresses import foreign_address
+from tests.data_plane.secret import SECRET, proven
+
+LOOPBACK = "127.0.0.1"
+_DROPPED_SECONDS = 0.3
+"""A dropped SYN is never answered; an answer on this machine takes microseconds."""
+
+
+def listening_addresses() -> set[tuple[str, int]]:
+    """The addresses and ports that this process listens on."""
+    return {
+        (each.laddr.ip, each.laddr.port)
+        for each in psutil.Process().net_connections("inet")
+        if each.status == psutil.CONN_LISTEN
+    }
+
+
+@pytest.fixture
+def ports_before() -> set[tuple[str, int]]:
+    return listening_addresses()
+
+
+@pytest.fixture(params=[True, False], ids=["one-host", "several-hosts"])
+def transport(
+    request: pytest.FixtureRequest, ports_before: set[tuple[str, int]]
+) -> Iterator[UcxxTransport]:
+    transport = UcxxTransport(UcxxSettings(one_host=request.param, data_host=LOOPBACK))
+    with closing(transport):
+        yield transport
+
+
+def test_ucx_opens_ports_at_the_data_address_alone(
+    transport: UcxxTransport, ports_before: set[tuple[str, int]]
+) -> None:
+    opened = listening_addresses() - ports_before
+    assert {ip for ip, _ in opened} == {LOOPBACK}
+
+
+def test_the_listener_answers_at_the_data_address_alone(transport: UcxxTransport) -> None:
+    address = transport.listen(LOOPBACK, 0, proven())
+    socket.create_connection((LOOPBACK, address.port), 5.0).close()
+    for elsewhere in ("127.0.0.2", foreign_address()):
+        with pytest.raises(TimeoutError):
+            socket.create_connection((elsewhere, address.port), _DROPPED_SECONDS)
+
+
+def test_a_way_by_another_interface_is_refused_with_what_to_do(transport: UcxxTransport) -> None:
+    elsewhere = foreign_address()
+    with pytest.raises(ConnectFailed, match=f"data_host {LOOPBACK}.*--data-host {elsewhere}"):
+        transport.connect(Address(elsewhere, 7710), b"", 5.0, secret=SECRET)
+
+
+@pytest.mark.parametrize("settings", [UcxxSettings, NixlSettings])
+def test_the_users_devices_win(settings: Any) -> None:
+    bound = settings(data_host=LOOPBACK)
+    assert bound.context_options({})["NET_DEVICES"].split(",")[-1] == "lo"
+    assert "NET_DEVICES" not in bound.context_options({"UCX_NET_DEVICES": "eth7"})
+    for everywhere in (None, "0.0.0.0"):
+        assert "NET_DEVICES" not in settings(data_host=everywhere).context_options({})
+
+
+def test_rdma_devices_stay_beside_the_interface(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in ("ucxx_settings", "nixl_settings"):
+        monkeypatch.setattr(f"data_plane.{module}.usable_rdma_devices", lambda: ("mlx5_0:1",))
+
+    def devices(settings: UcxxSettings | NixlSettings) -> str:
+        return settings.context_options({})["NET_DEVICES"]
+
+    assert devices(UcxxSettings(data_host=LOOPBACK, rdma=True)) == "mlx5_0:1,lo"
+    assert devices(UcxxSettings(data_host=LOOPBACK)) == "lo"
+    assert devices(NixlSettings(data_host=LOOPBACK)) == "mlx5_0:1,lo"
+
+
+def test_interfaces_are_found_by_any_of_their_addresses() -> None:
+    assert interface_of(LOOPBACK) == interface_of("127.0.1.1") == "lo"
+    assert interface_of("203.0.113.1") is None
+    assert source_ip(LOOPBACK) == LOOPBACK
+    elsewhere = foreign_address()
+    assert interface_of(elsewhere) not in (None, "lo")
+
+
+def test_a_filter_leaves_no_descriptor_behind_and_needs_a_listener() -> None:
+    with closing(socket.create_server(("0.0.0.0", 0))) as listener:
+        port = listener.getsockname()[1]
+        descriptors = len(os.listdir("/proc/self/fd"))
+        accept_only_at(LOOPBACK, port)
+        assert len(os.listdir("/proc/self/fd")) == descriptors
+    with pytest.raises(OSError, match=f"no listener on 0.0.0.0:{port}"):
+        accept_only_at(LOOPBACK, port)
+    assert len(os.listdir("/proc/self/fd")) == descriptors - 1
+
+
+def test_descriptors_that_are_no_sockets_are_left_alone(tmp_path: Path) -> None:
+    with (tmp_path / "file").open("w") as file:
+        with pytest.raises(OSError, match="no listener"):
+            accept_only_at(LOOPBACK, 1)
+        file.write("still open")
