@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 from data_plane.addresses import connect_failed, local_ip, resolve
 from data_plane.base_transport import COMMAND_TIMEOUT_SECONDS, BaseTransport, check_hello_length
 from data_plane.handshake import ClientHandshake, HandshakeFailure
-from data_plane.metrics import DropCause
 from data_plane.interfaces import interface_of, source_ip
+from data_plane.metrics import DropCause
 from data_plane.owner_result import OwnerResult
 from data_plane.transport import (
     AcceptCallback,
