@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import os
 import random
-import signal
 import socket
 import struct
-import subprocess
 import threading
 import time
 import urllib.request
@@ -29,6 +27,7 @@ from data_plane.ucxx_settings import UcxxSettings
 from data_plane.ucxx_transport import UcxxTransport
 from distca.rpc_errors import RpcError
 from distca.v1 import membership_pb2
+from tests.addresses import foreign_address
 from tests.cluster import NODE_SHAPE, Cluster, Process, cluster
 from tests.control_plane.service_harness import client_of
 from tests.fuzz.mutation import mutated_bytes, random_bytes
@@ -39,12 +38,11 @@ MUTATIONS = int(os.environ.get("DISTCA_WIRE_MUTATIONS", "1000"))
 """Inputs in all, spread over the ports."""
 
 _ANSWER_SECONDS = 10.0
-_END_SECONDS = 10.0
 _BETWEEN_STEPS_SECONDS = 0.5
 """Leaves the processors to the attack."""
 _UCX_MAGIC = struct.pack("<Q", 0xCAFEBABE12345678)
-_DEADLY_ID = 7
-"""One of the message ids of which UCX 1.21 reads a header that is not there."""
+_DEADLY_IDS = (7, 8, 9, 10, 11, 12, 15, 16)
+"""Ids of messages of which UCX 1.21 may read a header that is not there."""
 _ADDRESS_VERSION_AT = 25
 """Where a client's first message to the listener has the version of its UCX address."""
 _FIRST_MESSAGE_HEADER_BYTES = 16
@@ -138,11 +136,9 @@ def attack(cluster: Cluster, traffic: dict[str, list[bytes]], seed: int) -> int:
     ports = open_ports(cluster)
     sent = 0
     for name, target in ports.items():
-        for message_id in (0, _DEADLY_ID, 255):
+        for message_id in (0, _DEADLY_IDS[0], 255):
             send(target, thirteen_bytes(message_id), linger_seconds=0.01)
-        # Python's HTTP server has a short queue: a full one costs every client a second.
-        share = 0.04 if name.endswith("metrics") else 0.46
-        for _ in range(round(MUTATIONS * share)):
+        for _ in range(MUTATIONS // len(ports)):
             raw = mutated_bytes(rng.choice(traffic[name]), rng)
             send(target, raw if rng.random() < 0.9 else random_bytes(rng, 2000))
             sent += 1
@@ -165,7 +161,7 @@ def test_a_job_computes_the_same_bits_while_strangers_send_garbage(running: Clus
         stranger.join()
         steps.append(team.run(manifests))
     assert sent, "the attack broke off"
-    assert sent[0] >= MUTATIONS * 0.99
+    assert sent[0] == MUTATIONS // 4 * 4
     for step in steps:
         assert_same_bits(step, undisturbed)
     assert [
@@ -196,13 +192,6 @@ def victim(running: Cluster) -> Process:
     return running.start_node(f"victim-{len(running.processes)}")
 
 
-def end_of(process: Process) -> int | None:
-    """The exit code of a process that is about to end; None if it does not."""
-    with suppress(subprocess.TimeoutExpired):
-        process.popen.wait(_END_SECONDS)
-    return process.popen.returncode
-
-
 def test_data_ports_take_connections_that_send_nothing_and_random_bytes(victim: Process) -> None:
     rng = random.Random(2)
     for target in (_host_and_port(victim.addresses["data"]), ucx_port(victim)):
@@ -213,20 +202,30 @@ def test_data_ports_take_connections_that_send_nothing_and_random_bytes(victim: 
     assert victim.popen.poll() is None
 
 
-def test_thirteen_bytes_at_ucx_own_port_end_a_process(victim: Process) -> None:
-    """Fails with a UCX that takes them: docs/security.md may then say less."""
+def test_ucx_own_port_is_open_at_the_data_address_alone(victim: Process) -> None:
     host, port = ucx_port(victim)
-    assert host == "127.0.0.1", "the port is open beyond the data address"
-    send((host, port), thirteen_bytes(_DEADLY_ID), linger_seconds=0.5)
-    assert end_of(victim) == -signal.SIGSEGV
+    assert host == "127.0.0.1"
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection((foreign_address(), port), _ANSWER_SECONDS)
 
 
-def test_one_changed_byte_of_a_recorded_handshake_ends_a_process(victim: Process) -> None:
-    """Fails with a UCX that refuses it: docs/security.md may then say less."""
-    target = _host_and_port(victim.addresses["data"])
-    raw = bytearray(recorded_hello(target))
-    raw[_ADDRESS_VERSION_AT] = 2
-    (length,) = struct.unpack_from("<Q", raw)
+def test_what_may_end_a_node_costs_no_step(running: Cluster, victim: Process) -> None:
+    """Whether these bytes end a process depends on its UCX, and on what lies in its memory."""
+    data = _host_and_port(victim.addresses["data"])
+    hello = bytearray(recorded_hello(data))
+    hello[_ADDRESS_VERSION_AT] = 2
+    (length,) = struct.unpack_from("<Q", hello)
     # Without what the client said when it was answered.
-    send(target, bytes(raw[: _FIRST_MESSAGE_HEADER_BYTES + length]), linger_seconds=0.5)
-    assert end_of(victim) == -signal.SIGABRT
+    deadly = bytes(hello[: _FIRST_MESSAGE_HEADER_BYTES + length])
+    manifests = [RankManifest.from_lengths(0, rank, [[40, 9], [64]]) for rank in range(2)]
+    with Team(running, 2, NODE_SHAPE, placement="pool", planner="steady") as team:
+        team.check(manifests)
+        own = ucx_port(victim)
+        for message_id in _DEADLY_IDS:
+            with suppress(ConnectionError):
+                socket.create_connection(own, _ANSWER_SECONDS).sendall(thirteen_bytes(message_id))
+        team.check(manifests, seed=1)
+        with suppress(ConnectionError):
+            socket.create_connection(data, _ANSWER_SECONDS).sendall(deadly)
+        for seed in (2, 3):
+            team.check(manifests, seed=seed)
