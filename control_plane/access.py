@@ -18,6 +18,7 @@ from google.protobuf.message import DecodeError
 
 from control_plane.access_policy import POLICIES, MethodPolicy
 from control_plane.caller import Caller, caller_of
+from control_plane.calls_in_flight import CallsInFlight
 from control_plane.connections import Connections
 from control_plane.coordinator import Coordinator
 from control_plane.errors import (
@@ -113,12 +114,16 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
 
     Args:
         gate: decides.
+        calls: those under way, which are limited for each caller.
         refusals: counts.
         connections: told of each caller.
     """
 
-    def __init__(self, gate: Gate, refusals: Refusals, connections: Connections) -> None:
+    def __init__(
+        self, gate: Gate, calls: CallsInFlight, refusals: Refusals, connections: Connections
+    ) -> None:
         self._gate = gate
+        self._calls = calls
         self._refusals = refusals
         self._connections = connections
 
@@ -151,8 +156,9 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
                 caller.expires.isoformat(),
             )
         try:
-            self._gate.admit(method, request, caller)
-            return await behaviour(request, context)
+            with self._calls.one_more(caller.label):
+                self._gate.admit(method, request, caller)
+                return await behaviour(request, context)
         except RefusedError as error:
             self._refusals.refused(short_name(method), caller.label, error)
             return await refuse(context, error)

@@ -120,7 +120,7 @@ class Admission:
                 logger.info("job %s: rank %d on %s waits: %s", spec.name, rank, host, error)
             raise
         if job is None:
-            self._jobs.check_room(spec.name, owner)
+            self._jobs.check_room(spec, owner)
             self._check_transport(spec)
             job = self._create_job(spec, owner)
         job.join(rank, host=host, lease_id=lease_id, now=now)
@@ -158,6 +158,7 @@ class Admission:
             InvalidRequestError: the planner or the rank does not exist, or the host is empty.
             MissingTokenError, WrongTokenError: the token is missing, or not the rank's.
             UnknownJobError, SpecMismatchError: as :meth:`Jobs.find`.
+            QuotaError: as :meth:`Jobs.check_room`.
             AlreadyExistsError: another job has the name, the rank has left, or another live
                 server has the in-place server's id.
         """
@@ -171,6 +172,7 @@ class Admission:
         job = self._jobs.find(job_id, spec)
         now, lease_id = self._clock(), new_lease_id()
         if job is None:
+            self._jobs.check_room(spec, owner)
             self._free_name(job_id, spec.name, owner)
             job = self._reopen_job(spec, job_id, key, owner)
         self._membership.remove_in_place(job_id, rank)

@@ -58,6 +58,7 @@ from control_plane.subscriptions import Subscription
 from control_plane.waits import Wait
 from core_attention.manifest import RankManifest
 from distca import tracing
+from distca.plain_text import MAX_REASON_CHARACTERS, plain
 from distca.tokens import rank_of_token
 
 logger = logging.getLogger(__name__)
@@ -98,6 +99,7 @@ class Coordinator:
             retained_steps=settings.retained_steps,
             max_pending_steps=settings.max_pending_steps,
             max_jobs=settings.max_jobs_per_identity,
+            max_ranks=settings.max_ranks_per_identity,
             max_manifest_bytes=settings.max_manifest_bytes_per_identity,
         )
         self._audience = Audience(
@@ -320,6 +322,10 @@ class Coordinator:
         self._advance(job)
         self._recoveries.rank_left(job, rank)
 
+    def check_manifest_room(self, owner: str, nbytes: int) -> None:
+        """Raises as :meth:`Jobs.check_manifest_room`."""
+        self._jobs.check_manifest_room(owner, nbytes)
+
     def manifest_bytes(self, owner: str) -> int:
         """Of requests whose manifests are kept for the jobs of ``owner``."""
         return self._jobs.manifest_bytes(owner)
@@ -341,7 +347,7 @@ class Coordinator:
             QuotaError: as :meth:`Jobs.check_manifest_room`.
         """
         job = self._jobs.get(job_id)
-        self._jobs.check_manifest_room(job, nbytes)
+        self._jobs.check_manifest_room(job.owner, nbytes)
         job.submit(lease_id, manifest, forward_only=forward_only, now=self._clock(), nbytes=nbytes)
         self._metrics.manifest_received(job)
         self._advance(job)
@@ -664,13 +670,14 @@ class Coordinator:
 
     def _close(self, job: Job, error: str) -> None:
         """Closes ``job`` and tells all who know it."""
+        error = plain(error, MAX_REASON_CHARACTERS)
         if error:
             logger.warning("job %s closed: %s", job.job_id, error)
         else:
             logger.info("job %s closed: every rank has finished", job.job_id)
         self._jobs.close(job, error)
         event = closed_event(job)
-        for rank in range(job.spec.n_ranks):
+        for rank in job.known_ranks:
             self._audience.tell_rank(job, rank, event)
             self._audience.end_rank(job, rank)
         if job.spec.placement.uses_pool:

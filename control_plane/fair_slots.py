@@ -8,8 +8,12 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, OrderedDict, deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
+from typing import TypeVar
+
+Result = TypeVar("Result")
 
 
 class FairSlots:
@@ -60,3 +64,25 @@ class FairSlots:
                 turn.set_result(None)
                 return
         self._free += 1
+
+
+class FairThreads:
+    """Threads for what would hold up the event loop; owners take turns.
+
+    Args:
+        n: of threads.
+        name: of each, with its number behind.
+    """
+
+    def __init__(self, n: int, name: str) -> None:
+        self._slots = FairSlots(n)
+        self._executor = ThreadPoolExecutor(max_workers=n, thread_name_prefix=name)
+
+    async def run(self, owner: str, work: Callable[..., Result], *args: object) -> Result:
+        """What ``work(*args)`` returns or raises, when it is the turn of ``owner``."""
+        async with self._slots.slot(owner):
+            return await asyncio.get_running_loop().run_in_executor(self._executor, work, *args)
+
+    def close(self) -> None:
+        """Begins nothing more; what runs goes on to its end."""
+        self._executor.shutdown(wait=False, cancel_futures=True)

@@ -87,12 +87,13 @@ class Job:
         # With all manifests, and without a plan that counts.
         self._ready: dict[int, ReadyStep] = {}
         self._planned: OrderedDict[int, PlannedStep] = OrderedDict()
-        # Hash of every manifest of the steps that are ready or planned, so that a rank may repeat
-        # a submission whose answer it did not get.
-        self._accepted: OrderedDict[int, dict[int, int]] = OrderedDict()
+        # Fingerprint of every manifest of the steps that are ready or planned, so that a rank may
+        # repeat a submission whose answer it did not get.
+        self._accepted: OrderedDict[int, dict[int, tuple[int, bool]]] = OrderedDict()
         self._manifest_bytes: dict[int, int] = {}
         self._last_reported = dict.fromkeys(range(spec.n_ranks), -1)
-        self._given_up: dict[tuple[int, int], str] = {}
+        # By rank, then step: why.
+        self._given_up: dict[int, dict[int, str]] = {}
         self._waits = Waits(spec.n_layers)
         # By rank, if it has told: it hands in no step before this one any more.
         self._next_step: dict[int, int] = {}
@@ -237,12 +238,13 @@ class Job:
             # From a rank that has come back, and has not heard yet that all are through with it.
             return
         if manifest.step in self._accepted:
-            if self._accepted[manifest.step][rank] != hash((manifest, forward_only)):
+            if self._accepted[manifest.step][rank] != (manifest.fingerprint, forward_only):
                 raise self._differs(manifest)
             return
         pending = self._pending.get(manifest.step, PendingStep())
         if rank in pending.manifests:
-            if (pending.manifests[rank], pending.forward_only[rank]) != (manifest, forward_only):
+            kept = pending.manifests[rank].fingerprint, pending.forward_only[rank]
+            if kept != (manifest.fingerprint, forward_only):
                 raise self._differs(manifest)
             return
         if manifest.step not in self._pending and len(self._pending) >= self._max_pending_steps:
@@ -269,7 +271,7 @@ class Job:
             pending = self._pending.pop(step)
             if isinstance(outcome, ReadyStep):
                 self._accepted[step] = {
-                    rank: hash((manifest, pending.forward_only[rank]))
+                    rank: (manifest.fingerprint, pending.forward_only[rank])
                     for rank, manifest in pending.manifests.items()
                 }
                 self._ready[step] = outcome
@@ -340,10 +342,17 @@ class Job:
 
         Raises:
             LeaseExpiredError: as :meth:`lease`.
+            BacklogError: too many unfinished steps have been given up already.
         """
         rank = self.lease(lease_id, now=now).rank
         if step > self._finished_step:
-            self._given_up[step, rank] = reason
+            given_up = self._given_up.setdefault(rank, {})
+            if step not in given_up and len(given_up) >= self._max_pending_steps:
+                raise BacklogError(
+                    f"rank {rank} gives up step {step} of job {self.job_id}, and has given up "
+                    f"{len(given_up)} others that are unfinished; close the job"
+                )
+            given_up[step] = reason
             self._last_reported[rank] = max(self._last_reported[rank], step)
         return rank
 
@@ -437,8 +446,9 @@ class Job:
             return None
         self._finished_step = finished
         self._waits.forget(finished)
-        for key in [key for key in self._given_up if key[0] <= finished]:
-            del self._given_up[key]
+        for given_up in self._given_up.values():
+            for step in [step for step in given_up if step <= finished]:
+                del given_up[step]
         for known in (self._pending, self._ready):
             for step in [step for step in known if step <= finished]:
                 del known[step]
@@ -518,6 +528,11 @@ class Job:
         return self._leases.joined
 
     @property
+    def known_ranks(self) -> list[int]:
+        """The ranks that have joined, whether or not they have left since."""
+        return sorted({*self._leases.joined, *self._leases.left})
+
+    @property
     def absent_ranks(self) -> list[int]:
         """The ranks that are to come back after the control plane was away."""
         return sorted(self._leases.absent)
@@ -550,7 +565,8 @@ class Job:
 
     @property
     def pending_steps(self) -> dict[int, list[int]]:
-        """Of each pending step, in order, the ranks whose manifest is missing."""
+        """Of each pending step, in order, the ranks whose manifest is missing, the first
+        :data:`~control_plane.step.MAX_MISSING` of them."""
         return {
             step: self._pending[step].missing(self.spec.n_ranks) for step in sorted(self._pending)
         }
@@ -588,22 +604,25 @@ class Job:
             lease.away_since = since
 
     def _decide(self, step: int, pending: PendingStep) -> ReadyStep | FailedStep | None:
-        missing = pending.missing(self.spec.n_ranks)
-        gone = [rank for rank in missing if rank in self._leases.left]
+        gone = sorted(self._leases.left - pending.manifests.keys())
         if gone:
             return FailedStep(
                 step,
                 f"ranks {gone} left the job without a manifest for step {step}; all ranks must "
                 "run the same steps",
             )
-        passed = [rank for rank in missing if step < self._next_step.get(rank, 0)]
+        passed = sorted(
+            rank
+            for rank, next_step in self._next_step.items()
+            if step < next_step and rank not in pending.manifests
+        )
         if passed:
             return FailedStep(
                 step,
                 f"ranks {passed} have gone on without a manifest for step {step}; all ranks must "
                 "run the same steps",
             )
-        if missing:
+        if len(pending.manifests) < self.spec.n_ranks:
             return None
         if len(set(pending.forward_only.values())) > 1:
             forward_only = [rank for rank, value in sorted(pending.forward_only.items()) if value]
@@ -635,13 +654,16 @@ class Job:
         """The ranks that have left the job, or have left the step behind unfinished, and why: they
         send nothing of it any more."""
         given_up = {
-            rank: f"gave the step up: {self._given_up.get((ready.step, rank), 'it left it out')}"
+            rank: f"gave the step up: {self._why_given_up(rank, ready.step)}"
             for rank, steps in answers.items()
             if ready.step in steps
             and steps[ready.step].done
             and min(steps[ready.step].complete_ticks) < self._lane_ticks(ready)
         }
         return given_up | dict.fromkeys(self._leases.left, "has left the job")
+
+    def _why_given_up(self, rank: int, step: int) -> str:
+        return self._given_up.get(rank, {}).get(step, "it left it out")
 
     def _lane_ticks(self, ready: ReadyStep) -> int:
         return self.spec.n_layers * (1 if ready.forward_only else 2)

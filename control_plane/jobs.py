@@ -12,7 +12,7 @@ from control_plane.errors import (
     UnknownJobError,
 )
 from control_plane.job import Job
-from control_plane.job_spec import JobSpec
+from control_plane.job_spec import MAX_RANKS, JobSpec
 
 REMEMBERED_CLOSED_JOBS = 256
 
@@ -27,12 +27,14 @@ class Jobs:
         retained_steps: int,
         max_pending_steps: int,
         max_jobs: int = 256,
+        max_ranks: int = MAX_RANKS,
         max_manifest_bytes: int = 512 * 2**20,
     ) -> None:
         self._lease_seconds = lease_seconds
         self._retained_steps = retained_steps
         self._max_pending_steps = max_pending_steps
         self._max_jobs = max_jobs
+        self._max_ranks = max_ranks
         self._max_manifest_bytes = max_manifest_bytes
         self._open: dict[str, Job] = {}
         self._closed: OrderedDict[str, str] = OrderedDict()
@@ -63,29 +65,36 @@ class Jobs:
         job.check_can_join(spec, rank, waited_seconds=waited_seconds, now=now)
         return job
 
-    def check_room(self, name: str, owner: str) -> None:
-        """Whether ``owner`` may open one more job.
+    def check_room(self, spec: JobSpec, owner: str) -> None:
+        """Whether ``owner`` may open one more job, of ``spec``.
 
         Raises:
-            QuotaError: it has as many open as one identity may have.
+            QuotaError: it has as many open as one identity may have, or their ranks are too many.
         """
-        n_open = len(self._of(owner))
-        if n_open >= self._max_jobs:
+        who = owner or "without certificates all"
+        jobs = self._of(owner)
+        if len(jobs) >= self._max_jobs:
             raise QuotaError(
-                f"{owner or 'without certificates all'} runs {n_open} jobs, as many as one "
-                f"identity may (max_jobs_per_identity); {name} can be opened when one of them ends"
+                f"{who} runs {len(jobs)} jobs, as many as one identity may "
+                f"(max_jobs_per_identity); {spec.name} can be opened when one of them ends"
+            )
+        n_ranks = sum(job.spec.n_ranks for job in jobs)
+        if n_ranks + spec.n_ranks > self._max_ranks:
+            raise QuotaError(
+                f"{who} runs jobs of {n_ranks} ranks, and {spec.name} has {spec.n_ranks} more; one "
+                f"identity may have {self._max_ranks} (max_ranks_per_identity)"
             )
 
-    def check_manifest_room(self, job: Job, nbytes: int) -> None:
-        """Whether ``nbytes`` more of manifests may be kept for the owner of ``job``.
+    def check_manifest_room(self, owner: str, nbytes: int) -> None:
+        """Whether ``nbytes`` more of manifests may be kept for the jobs of ``owner``.
 
         Raises:
             QuotaError: they are too many.
         """
-        kept = self.manifest_bytes(job.owner)
+        kept = self.manifest_bytes(owner)
         if kept + nbytes > self._max_manifest_bytes:
             raise QuotaError(
-                f"{kept} bytes of manifests are kept for the jobs of {job.owner!r}, and "
+                f"{kept} bytes of manifests are kept for the jobs of {owner!r}, and "
                 f"{nbytes} more came; one identity may have {self._max_manifest_bytes} "
                 "(max_manifest_bytes_per_identity): submit fewer steps ahead, or run fewer jobs"
             )

@@ -17,11 +17,13 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from control_plane.access import AccessInterceptor, Gate
+from control_plane.calls_in_flight import CallsInFlight
 from control_plane.cluster_service import ClusterService
 from control_plane.connections import Connections
 from control_plane.coordinator import Coordinator
 from control_plane.epochs import next_generation
 from control_plane.errors import NoHandshakeError
+from control_plane.fair_slots import FairThreads
 from control_plane.grpc_server import is_serving
 from control_plane.job_keys import job_keys
 from control_plane.kubernetes_api import cluster_apis
@@ -126,6 +128,8 @@ class ControlPlane:
         )
         self._leadership = _leadership(settings)
         self._has_taken_over = False
+        # For large messages; Python runs one thread at a time.
+        self._threads = FairThreads(2, "messages")
         self._health = health.aio.HealthServicer()
         self._server: grpc.aio.Server | None = None
         self._endpoint: MetricsEndpoint | None = None
@@ -170,6 +174,7 @@ class ControlPlane:
         await self._leadership.release()
         if self._server is not None:
             await self._server.stop(self._settings.stop_seconds)
+        self._threads.close()
         if self._endpoint is not None:
             await asyncio.to_thread(self._endpoint.close)
 
@@ -227,7 +232,9 @@ class ControlPlane:
             options=server_options(self._settings.max_message_bytes),
             interceptors=[self._access_interceptor()],
         )
-        jobs_pb2_grpc.add_JobsServicer_to_server(JobsService(self.coordinator), server)
+        jobs_pb2_grpc.add_JobsServicer_to_server(
+            JobsService(self.coordinator, self._threads), server
+        )
         membership_pb2_grpc.add_MembershipServicer_to_server(
             MembershipService(self.coordinator), server
         )
@@ -255,7 +262,12 @@ class ControlPlane:
             certificates_required=self._settings.authenticates,
             leads=lambda: self._has_taken_over and self._leadership.is_held,
         )
-        return AccessInterceptor(gate, self._refusals, self._connections)
+        return AccessInterceptor(
+            gate,
+            CallsInFlight(access.max_calls_per_identity),
+            self._refusals,
+            self._connections,
+        )
 
     def _warn_if_open(self) -> None:
         if not self._settings.authenticates:

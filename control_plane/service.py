@@ -5,7 +5,6 @@ Who may call, and what becomes of a refusal, is the business of :mod:`control_pl
 
 from __future__ import annotations
 
-import asyncio
 from typing import TypeAlias
 
 import grpc
@@ -14,12 +13,13 @@ from control_plane.audience import RankKey
 from control_plane.caller import caller_of
 from control_plane.coordinator import Coordinator
 from control_plane.errors import InvalidRequestError
+from control_plane.fair_slots import FairThreads
+from control_plane.manifest_intake import ManifestIntake
 from control_plane.requests import (
     description_from_proto,
     description_of_job,
     in_place_server_from_proto,
     load_from_proto,
-    manifest_from_proto,
     progress_from_proto,
     rank_measurement_from_proto,
     server_measurement_from_proto,
@@ -99,10 +99,17 @@ class MembershipService(membership_pb2_grpc.MembershipServicer):
 
 
 class JobsService(jobs_pb2_grpc.JobsServicer):
-    """Trainers open jobs and submit manifests; trainers and servers watch for plans."""
+    """Trainers open jobs and submit manifests; trainers and servers watch for plans.
 
-    def __init__(self, coordinator: Coordinator) -> None:
+    Args:
+        coordinator: answers.
+        threads: read and write large messages.
+    """
+
+    def __init__(self, coordinator: Coordinator, threads: FairThreads) -> None:
         self._coordinator = coordinator
+        self._threads = threads
+        self._intake = ManifestIntake(threads, coordinator.check_manifest_room)
 
     async def DescribePool(  # noqa: N802 - named by the protocol
         self, request: jobs_pb2.DescribePoolRequest, context: Context
@@ -161,12 +168,14 @@ class JobsService(jobs_pb2_grpc.JobsServicer):
     async def SubmitManifest(  # noqa: N802
         self, request: jobs_pb2.SubmitManifestRequest, context: Context
     ) -> jobs_pb2.SubmitManifestResponse:
+        nbytes = request.ByteSize()
+        owner = caller_of(context).owner
         self._coordinator.submit_manifest(
             request.job_id,
             request.rank_lease_id,
-            manifest_from_proto(request.manifest),
+            await self._intake.read(request.manifest, owner, nbytes),
             forward_only=request.forward_only,
-            nbytes=request.ByteSize(),
+            nbytes=nbytes,
         )
         return jobs_pb2.SubmitManifestResponse()
 
@@ -249,8 +258,9 @@ class JobsService(jobs_pb2_grpc.JobsServicer):
     ) -> jobs_pb2.GetStepResponse:
         record = self._coordinator.job(request.job_id).step(request.step)
         # Megabytes for a large job: other calls go on meanwhile.
-        plan = await asyncio.to_thread(plan_to_proto, record.plan, request.job_id)
-        if not caller_of(context).sees_addresses:
+        caller = caller_of(context)
+        plan = await self._threads.run(caller.owner, plan_to_proto, record.plan, request.job_id)
+        if not caller.sees_addresses:
             for server in plan.servers:
                 server.ClearField("data_address")
         return step_to_proto(record, plan)

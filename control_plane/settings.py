@@ -20,6 +20,7 @@ class CoordinatorSettings:
         retained_steps: planned steps of a job that are kept for late readers, 64 or more.
         max_pending_steps: steps of a job that may wait for manifests at a time.
         max_jobs_per_identity: jobs that one identity may have open; without mTLS, all together.
+        max_ranks_per_identity: ranks that all of them together may have.
         max_manifest_bytes_per_identity: of requests whose manifests are kept for its jobs, steps
             that are planned and retained included.
         max_queued_events: events that may wait for one reader before it is dropped.
@@ -43,6 +44,7 @@ class CoordinatorSettings:
     retained_steps: int = 64
     max_pending_steps: int = 64
     max_jobs_per_identity: int = 256
+    max_ranks_per_identity: int = 2**16
     max_manifest_bytes_per_identity: int = 512 * 2**20
     max_queued_events: int = 256
     planning_threads: int = 2
@@ -72,6 +74,7 @@ class CoordinatorSettings:
             ("retained_steps", 64),
             ("max_pending_steps", 1),
             ("max_jobs_per_identity", 1),
+            ("max_ranks_per_identity", 1),
             ("max_manifest_bytes_per_identity", 1),
             ("max_queued_events", 1),
             ("planning_threads", 1),
@@ -89,6 +92,8 @@ class AccessSettings:
         registrations_per_second: servers and ranks that one identity (without mTLS: one host) may
             register in the long run.
         registration_burst: how many at once: as many as the largest job has ranks.
+        max_calls_per_identity: calls that one identity (without mTLS: one host) may have under way
+            at a time; each of its ranks and servers has a stream, and some calls besides.
         handshake_seconds: a TLS connection that has brought no call for so long counts as refused.
         token_secret_file: 32 bytes or more from which jobs' tokens are derived; with it the tokens
             stay good when the control plane starts again. None makes a random secret.
@@ -96,16 +101,16 @@ class AccessSettings:
 
     registrations_per_second: float = 200.0
     registration_burst: int = 4096
+    max_calls_per_identity: int = 16384
     handshake_seconds: float = 10.0
     token_secret_file: Path | None = None
 
     def __post_init__(self) -> None:
         for name in ("registrations_per_second", "handshake_seconds"):
             _check_positive(name, getattr(self, name))
-        if self.registration_burst < 1:
-            raise ValueError(
-                f"registration_burst is {self.registration_burst}; it must be 1 or more"
-            )
+        for name in ("registration_burst", "max_calls_per_identity"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be 1 or more")
 
 
 @dataclass(frozen=True, kw_only=True)

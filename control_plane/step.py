@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import islice
 
 import numpy as np
 
@@ -11,6 +12,9 @@ from core_attention.arrays import Int64Array
 from core_attention.ca_task import Phase
 from core_attention.manifest import Manifest, RankManifest
 from core_attention.plan import Plan, imbalance
+
+MAX_MISSING = 64
+"""Ranks that are named, of those whose manifest is missing."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,8 +52,9 @@ class PendingStep:
     forward_only: dict[int, bool] = field(default_factory=dict)
 
     def missing(self, n_ranks: int) -> list[int]:
-        """The ranks that have not handed in theirs."""
-        return [rank for rank in range(n_ranks) if rank not in self.manifests]
+        """The ranks that have not handed in theirs, the first :data:`MAX_MISSING` of them."""
+        missing = (rank for rank in range(n_ranks) if rank not in self.manifests)
+        return list(islice(missing, MAX_MISSING))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import accumulate
 
 import numpy as np
@@ -50,6 +51,11 @@ class RankManifest:
     step: int
     rank: int
     nano_batches: tuple[tuple[Segment, ...], ...]
+
+    @cached_property
+    def fingerprint(self) -> int:
+        """The hash of all its values, in this process."""
+        return hash(self)
 
     def tokens(self, nano_batch: int) -> int:
         """Rows of ``nano_batch`` on this rank."""

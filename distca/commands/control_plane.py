@@ -105,6 +105,21 @@ class ControlPlaneOptions:
             rich_help_panel=_SECURITY,
         ),
     ] = 256
+    max_ranks_per_identity: Annotated[
+        int,
+        typer.Option(
+            help="Ranks that all jobs of one identity together may have.",
+            rich_help_panel=_SECURITY,
+        ),
+    ] = 2**16
+    max_calls_per_identity: Annotated[
+        int,
+        typer.Option(
+            help="Calls and streams that one identity may have under way; without certificates, "
+            "one host.",
+            rich_help_panel=_SECURITY,
+        ),
+    ] = 16384
     max_manifest_bytes_per_identity: Annotated[
         int,
         typer.Option(
@@ -168,6 +183,7 @@ def control_plane(options: ControlPlaneOptions) -> None:
                 default_planner=options.planner or DEFAULT_PLANNER,
                 stall_seconds=options.stall_seconds,
                 max_jobs_per_identity=options.max_jobs_per_identity,
+                max_ranks_per_identity=options.max_ranks_per_identity,
                 max_manifest_bytes_per_identity=options.max_manifest_bytes_per_identity,
             ),
             leader_lock=options.leader_lock,
@@ -177,6 +193,7 @@ def control_plane(options: ControlPlaneOptions) -> None:
             access=AccessSettings(
                 registrations_per_second=options.registrations_per_second,
                 registration_burst=options.registration_burst,
+                max_calls_per_identity=options.max_calls_per_identity,
                 token_secret_file=options.token_secret,
             ),
         )

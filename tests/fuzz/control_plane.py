@@ -16,8 +16,10 @@ import grpc
 from google.protobuf.message import Message
 
 from control_plane.access import AccessInterceptor, Gate
+from control_plane.calls_in_flight import CallsInFlight
 from control_plane.connections import Connections
 from control_plane.coordinator import Coordinator
+from control_plane.fair_slots import FairThreads
 from control_plane.metrics import Metrics
 from control_plane.rate_limit import RateLimit
 from control_plane.refusals import Refusals
@@ -121,9 +123,11 @@ class InProcess:
         gate = Gate(self.coordinator, limit, lambda: self.now, certificates_required=False)
         refusals = Refusals(metrics.registry, lambda: self.now)
         connections = Connections(lambda: self.now, patience_seconds=10.0)
-        interceptor = AccessInterceptor(gate, refusals, connections)
+        interceptor = AccessInterceptor(gate, CallsInFlight(10**6), refusals, connections)
         recorder: Any = _Recorder()
-        jobs_pb2_grpc.add_JobsServicer_to_server(JobsService(self.coordinator), recorder)
+        jobs_pb2_grpc.add_JobsServicer_to_server(
+            JobsService(self.coordinator, FairThreads(1, "messages")), recorder
+        )
         membership_pb2_grpc.add_MembershipServicer_to_server(
             MembershipService(self.coordinator), recorder
         )

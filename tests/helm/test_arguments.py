@@ -32,6 +32,10 @@ NOT_IN_THE_CHART = {
         "--address-file",
         "--registrations-per-second",
         "--registration-burst",
+        "--max-jobs-per-identity",
+        "--max-ranks-per-identity",
+        "--max-calls-per-identity",
+        "--max-manifest-bytes-per-identity",
         # The token secret is mounted, and pods have no folder that outlives them.
         "--state-dir",
         # For control planes on one machine; pods elect with a Lease.

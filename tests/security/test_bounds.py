@@ -10,6 +10,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from control_plane.server import ControlPlane
 from distca import rpc
@@ -17,6 +18,7 @@ from distca.identity import Role
 from distca.v1 import jobs_pb2, membership_pb2
 from tests.control_plane.service_harness import (
     Client,
+    eventually,
     job_spec,
     rank_manifest,
     server_description,
@@ -33,7 +35,9 @@ NASTY = (
 """Names that a terminal or a log would obey, and one that fills them."""
 
 MAX_JOBS = 3
+MAX_RANKS = 16
 MAX_MANIFEST_BYTES = 4000
+MAX_CALLS = 12
 
 
 @pytest.fixture(scope="module")
@@ -43,8 +47,10 @@ def control_plane(pki: Pki) -> Iterator[ControlPlane]:
         coordinator={
             "lease_seconds": 60.0,
             "max_jobs_per_identity": MAX_JOBS,
+            "max_ranks_per_identity": MAX_RANKS,
             "max_manifest_bytes_per_identity": MAX_MANIFEST_BYTES,
         },
+        max_calls_per_identity=MAX_CALLS,
     ) as control_plane:
         yield control_plane
 
@@ -78,6 +84,78 @@ def test_a_tenant_opens_so_many_jobs_and_another_one_opens_its_own(
         greedy.close_job(job, lease, "done")
     job, lease = greedy.open(0, job_spec("one-more"))
     greedy.close_job(job, lease, "done")
+
+
+def test_ranks_of_all_jobs_of_a_tenant_are_bounded(
+    control_plane: ControlPlane, tenants: tuple[Client, Client]
+) -> None:
+    greedy, calm = tenants
+    with pytest.raises(rpc.ResourceExhausted, match=f"wide has {MAX_RANKS + 1} more; one identity"):
+        greedy.open(0, job_spec("wide", n_ranks=MAX_RANKS + 1))
+    job, lease = greedy.open(0, job_spec("half", n_ranks=MAX_RANKS - 1))
+    with pytest.raises(rpc.ResourceExhausted, match="max_ranks_per_identity"):
+        greedy.open(0, job_spec("other", n_ranks=2))
+    for client, (name, n_ranks) in ((greedy, ("last", 1)), (calm, ("calm", MAX_RANKS))):
+        opened, its_lease = client.open(0, job_spec(name, n_ranks=n_ranks))
+        client.close_job(opened, its_lease, "done")
+    greedy.close_job(job, lease, "done")
+
+
+def test_streams_of_a_tenant_are_bounded(
+    control_plane: ControlPlane, tenants: tuple[Client, Client]
+) -> None:
+    greedy, calm = tenants
+    before = refused(control_plane, "other", "quota") + refused(
+        control_plane, "Health/Watch", "quota"
+    )
+    streams = [
+        health_pb2_grpc.HealthStub(greedy.channel).Watch(health_pb2.HealthCheckRequest())
+        for _ in range(2 * MAX_CALLS)
+    ]
+    eventually(
+        lambda: (
+            refused(control_plane, "other", "quota")
+            + refused(control_plane, "Health/Watch", "quota")
+            >= before + MAX_CALLS
+        )
+    )
+    with pytest.raises(rpc.ResourceExhausted, match="calls and streams under way"):
+        greedy.open(0, job_spec("greedy"))
+    job, lease = calm.open(0, job_spec("calm"))
+    calm.close_job(job, lease, "done")
+    for stream in streams:
+        stream.cancel()
+
+    def opens() -> bool:
+        try:
+            job, lease = greedy.open(0, job_spec("greedy"))
+        except rpc.ResourceExhausted:
+            return False
+        greedy.close_job(job, lease, "done")
+        return True
+
+    eventually(opens)
+
+
+def test_steps_that_a_rank_gives_up_are_bounded(tenants: tuple[Client, Client]) -> None:
+    _, calm = tenants
+    job, lease = calm.open(0, job_spec("fickle"))
+
+    def give_up(step: int) -> None:
+        calm.jobs.ReportStep(
+            jobs_pb2.ReportStepRequest(
+                job_id=job,
+                lease_id=lease,
+                step=step,
+                given_up=jobs_pb2.StepGivenUp(reason="not finite"),
+            )
+        )
+
+    for step in range(64):
+        give_up(step)
+    with pytest.raises(rpc.ResourceExhausted, match="has given up 64 others"):
+        give_up(64)
+    calm.close_job(job, lease, "done")
 
 
 def test_manifests_of_a_tenant_are_bounded_over_all_its_jobs(
