@@ -1,7 +1,8 @@
 # Everything needs Python 3.11 or newer as python3; the rest is installed into .venv.
 #
 #   make demo     train with core attention on attention nodes, then in place, both verified
-#   make test     all tests but those of chart and images
+#   make test     all tests but those of chart, images and faults
+#   make test-faults  whole jobs under faults and attacks, in a short form; 7 minutes
 #   make lint     formatting, linter, types
 #   make format   formats the code and repairs what the linter can
 #   make stubs    generates distca/v1 from proto/
@@ -62,7 +63,11 @@ demo: $(INSTALLED)
 test: $(INSTALLED)
 	@$(BIN)/python -c 'from control_plane.planners import PLANNERS, prepare; \
 	  [prepare(planner) for planner in PLANNERS.values()]'
-	@$(BIN)/python -m pytest --ignore=tests/helm --numprocesses=2 --dist=loadscope $(PYTEST)
+	@$(BIN)/python -m pytest --ignore=tests/helm -m "not faults" --numprocesses=2 --dist=loadscope $(PYTEST)
+
+# One at a time: a job that loses processes to another test tells nothing.
+test-faults: $(INSTALLED)
+	@$(BIN)/python -m pytest -m faults tests/chaos tests/security $(PYTEST)
 
 test-nixl: $(INSTALLED)
 	@$(BIN)/python -m pip install --quiet "nixl-cu13>=1.5"

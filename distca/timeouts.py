@@ -272,6 +272,14 @@ TIMEOUTS = (
         where="data_plane.ucxx_settings:UcxxSettings.handshake_timeout_seconds",
     ),
     Timeout(
+        name="max_unclaimed_seconds",
+        seconds=600.0,
+        who="rank, server",
+        what="the offer of a message that has come early",
+        then="the message is dropped; the connection of an offer that comes still later fails",
+        where="data_plane.ucxx_settings:UcxxSettings.max_unclaimed_seconds",
+    ),
+    Timeout(
         name="connect_seconds",
         seconds=180.0,
         who="server",

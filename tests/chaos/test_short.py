@@ -19,6 +19,7 @@ from tests.chaos.test_links import WHY_NOT, cut, on_a_switch
 SETTINGS = JobSettings(steps=80, n_nodes=4)
 
 
+@pytest.mark.faults
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_processes_that_die_stop_and_leave(tmp_path: Path, references: References) -> None:
@@ -45,6 +46,7 @@ def test_processes_that_die_stop_and_leave(tmp_path: Path, references: Reference
         disturbance.kill(*serving(disturbance))
 
 
+@pytest.mark.faults
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_standstills_of_several_faults_at_once(tmp_path: Path, references: References) -> None:
@@ -65,6 +67,7 @@ def test_standstills_of_several_faults_at_once(tmp_path: Path, references: Refer
     assert "taking over" in (tmp_path / f"{STANDBY}.log").read_text()
 
 
+@pytest.mark.faults
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.skipif(WHY_NOT is not None, reason=f"no network namespaces: {WHY_NOT}")

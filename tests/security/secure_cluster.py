@@ -29,7 +29,7 @@ class SecureCluster:
         mounts: certificates by the role of their owner.
     """
 
-    def __init__(self, folder: Path, pki: Pki) -> None:
+    def __init__(self, folder: Path, pki: Pki, *, lease_seconds: float = 5.0) -> None:
         self.folder = folder
         self.mounts = {
             role: Mounted(folder / f"tls-{role}", pki.issue(role, "cluster"))
@@ -46,7 +46,7 @@ class SecureCluster:
                 "control-plane",
                 "--listen=127.0.0.1:0",
                 "--metrics-listen=127.0.0.1:0",
-                "--lease-seconds=5",
+                f"--lease-seconds={lease_seconds}",
                 f"--token-secret={self._secret}",
                 f"--tls-client-ca={self.files(Role.CONTROL_PLANE).ca_file}",
             )

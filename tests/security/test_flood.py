@@ -18,7 +18,7 @@ from tests.security.pki import Pki
 from tests.security.secure_cluster import SecureCluster
 from tests.security.test_cluster import manifests, team
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.faults, pytest.mark.timeout(300)]
 
 STEPS = 4
 WIDE = [[1] * 20_000, [20_000]]
@@ -35,7 +35,7 @@ GARBAGE = (
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory, pki: Pki) -> Iterator[SecureCluster]:
-    running = SecureCluster(tmp_path_factory.mktemp("flooded"), pki)
+    running = SecureCluster(tmp_path_factory.mktemp("flooded"), pki, lease_seconds=15.0)
     yield running
     running.close()
 

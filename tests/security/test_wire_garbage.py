@@ -34,6 +34,8 @@ from tests.fuzz.mutation import mutated_bytes, random_bytes
 from tests.security.recording_proxy import recording
 from tests.team import StepResult, Team
 
+pytestmark = [pytest.mark.slow, pytest.mark.faults]
+
 MUTATIONS = int(os.environ.get("DISTCA_WIRE_MUTATIONS", "1000"))
 """Inputs in all, spread over the ports."""
 
