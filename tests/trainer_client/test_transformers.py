@@ -190,8 +190,9 @@ def test_documents_are_kept_apart(session: Session) -> None:
         batches[0]["input_ids"][0, 41:] = last
         with session.step(submit(session)), torch.no_grad():
             outputs.append(PingPong(model)(batches)[0].logits)
-    assert torch.equal(outputs[0][0, :41], outputs[1][0, :41])
-    assert not torch.equal(outputs[0][0, 41:], outputs[1][0, 41:])
+    # Rounding alone: measured times change the plans, and a cut changes the CPU kernel's tiles.
+    torch.testing.assert_close(outputs[0][0, :41], outputs[1][0, :41], rtol=0.0, atol=2e-6)
+    assert (outputs[0][0, 41:] - outputs[1][0, 41:]).abs().max() > 1e-2
 
 
 def test_cu_seq_lens_are_accepted(session: Session) -> None:
