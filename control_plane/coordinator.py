@@ -358,6 +358,7 @@ class Coordinator:
 
         Raises:
             UnknownJobError, LeaseExpiredError: as :meth:`Jobs.get` and :meth:`Job.lease`.
+            BacklogError: as :meth:`Subscriptions.open`.
         """
         job = self._jobs.get(job_id)
         rank = job.lease(lease_id, now=self._clock()).rank
@@ -381,6 +382,7 @@ class Coordinator:
         Raises:
             LeaseExpiredError: as :meth:`Membership.of_lease`.
             InvalidRequestError: it is an in-place server's, whose plans come with its rank's.
+            BacklogError: as :meth:`Subscriptions.open`.
         """
         member = self._membership.of_lease(lease_id, now=self._clock())
         if member.in_place is not None:
