@@ -21,7 +21,7 @@ from control_plane.calls_in_flight import CallsInFlight
 from control_plane.cluster_service import ClusterService
 from control_plane.connections import Connections
 from control_plane.coordinator import Coordinator
-from control_plane.epochs import next_generation
+from control_plane.epochs import is_first, next_generation
 from control_plane.errors import NoHandshakeError
 from control_plane.fair_slots import FairThreads
 from control_plane.grpc_server import is_serving
@@ -195,7 +195,9 @@ class ControlPlane:
         if self._has_taken_over:
             return
         await self._leadership.acquire()
-        self.coordinator.lead(next_generation(self._settings.state_dir))
+        hold_names = self._settings.tokens_outlive_it and not is_first(self._settings.state_dir)
+        generation = next_generation(self._settings.state_dir)
+        self.coordinator.lead(generation, hold_names=hold_names)
         self._has_taken_over = True
         self._sweeper = asyncio.create_task(self._sweep())
         self._health.serving()

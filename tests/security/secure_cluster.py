@@ -36,8 +36,6 @@ class SecureCluster:
             for role in (Role.CONTROL_PLANE, Role.SERVER, Role.TRAINER)
         }
         keep_profile(folder, NODE_SHAPE)
-        self._secret = folder / "token-secret"
-        self._secret.write_bytes(os.urandom(32))
         self.processes: list[Process] = []
         try:
             control_plane = self._start(
@@ -47,7 +45,7 @@ class SecureCluster:
                 "--listen=127.0.0.1:0",
                 "--metrics-listen=127.0.0.1:0",
                 f"--lease-seconds={lease_seconds}",
-                f"--token-secret={self._secret}",
+                f"--state-dir={folder / 'state'}",
                 f"--tls-client-ca={self.files(Role.CONTROL_PLANE).ca_file}",
             )
             self.address = control_plane.addresses["grpc"]
