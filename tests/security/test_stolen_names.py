@@ -4,6 +4,8 @@ job goes on, the thief is refused or moved out by name, and learns nothing."""
 from __future__ import annotations
 
 import functools
+import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -19,9 +21,11 @@ from distca import rpc
 from distca.identity import Role
 from distca.v1 import jobs_pb2
 from tests.control_plane.lease_api import lease_api
-from tests.control_plane.service_harness import Client, eventually, job_spec, running
+from tests.control_plane.service_harness import Client, client_of, eventually, job_spec, running
 from tests.control_plane.test_resume import Rank
 from tests.security.pki import Files, Pki, secure_client
+from tests.security.secure_cluster import SecureCluster
+from tests.security.test_cluster import manifests, team
 
 NAME = "precious"
 FIRST_LEASE_SECONDS = 1.0
@@ -239,3 +243,43 @@ def test_the_first_control_plane_of_a_state_folder_keeps_no_names(
             Rank(0, spec(1)).open(owner)
     finally:
         runs.close()
+
+
+@pytest.mark.faults
+@pytest.mark.timeout(180)
+def test_a_job_trains_on_through_a_restart_while_a_thief_asks_for_its_name(
+    pki: Pki, tmp_path: Path
+) -> None:
+    cluster = SecureCluster(tmp_path, pki)
+    try:
+        with team(cluster, placement="pool") as trains:
+            trains.check(manifests())
+            (name,) = {session.job_id.rpartition("-")[0] for session in trains.sessions}
+            files = pki.issue(Role.TRAINER, "thief")
+            outcomes: Counter[str] = Counter()
+            over = threading.Event()
+
+            def steal() -> None:
+                with client_of(cluster.address, call_seconds=2.0, **files.for_client()) as thief:
+                    while not over.wait(0.01):
+                        try:
+                            thief.open(0, job_spec(name, n_ranks=1))
+                            outcomes["stolen"] += 1
+                        except rpc.RpcError as error:
+                            outcomes[type(error).__name__] += 1
+
+            stealing = threading.Thread(target=steal)
+            stealing.start()
+            try:
+                cluster.restart_control_plane()
+                for seed in range(1, 4):
+                    trains.check(manifests(), seed=seed)
+            finally:
+                over.set()
+                stealing.join(20.0)
+            assert not stealing.is_alive()
+            assert not outcomes["stolen"]
+            # Before the job's ranks were back, or after.
+            assert outcomes["Held"] + outcomes["PermissionDenied"]
+    finally:
+        cluster.close()
