@@ -41,6 +41,9 @@ logger = logging.getLogger(__name__)
 MAX_EPOCH = 2**62
 """Generations are seconds, and leave room for ages; nothing that counts is as high."""
 
+MAX_HELD_SECONDS = 30.0
+"""Jobs come back within seconds, however long a lease; who opens a new one waits 45 s at most."""
+
 
 class Admission:
     """Opens jobs.
@@ -92,13 +95,15 @@ class Admission:
 
         Args:
             generation: of its epochs and its jobs, see :mod:`control_plane.epochs`.
-            hold_names: jobs from before may come back: for two leases, names that no job has are
-                kept for theirs, so that no other tenant takes them meanwhile.
+            hold_names: jobs from before may come back: for two leases, but at most
+                :data:`MAX_HELD_SECONDS`, names that no job has are kept for theirs, so that no
+                other tenant takes them meanwhile.
         """
         self.first_epoch = first_epoch(generation)
         self._n_created = 0
         if hold_names:
-            self._names_held_until = self._clock() + 2 * self._lease_seconds
+            held_seconds = min(2 * self._lease_seconds, MAX_HELD_SECONDS)
+            self._names_held_until = self._clock() + held_seconds
 
     def open(
         self,
