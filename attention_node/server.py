@@ -23,7 +23,7 @@ from types import FrameType
 import grpc
 import psutil
 import torch
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_health.v1 import health_pb2_grpc
 
 from attention_node.announced_jobs import AnnouncedJobs
 from attention_node.capacity import rows_within
@@ -46,6 +46,7 @@ from data_plane.transport import Address
 from data_plane.transports import TransportName, check_transport, open_transport
 from distca import __version__, rpc
 from distca.codec import first_tick_from_bytes, plan_from_proto, profile_to_proto
+from distca.health_service import HealthCheck
 from distca.monitoring import MetricsEndpoint, process_registry
 from distca.timeouts import check_order, known_timeouts
 from distca.tls import TlsFiles, server_credentials
@@ -55,6 +56,12 @@ logger = logging.getLogger(__name__)
 
 _HEALTH_MESSAGE_BYTES = 4096
 """The health service is all that the node's gRPC port offers."""
+
+_HEALTH_CONNECTIONS = 256
+"""To that port: the files that a node may have open are for its ranks."""
+
+_HEALTH_CALLS = 256
+"""At a time: they wait for one of few threads."""
 
 QUIET_SECONDS = 0.5
 """How long a draining node must be idle: a plan made just before may still come."""
@@ -232,10 +239,11 @@ class AttentionNode:
         self._endpoint: MetricsEndpoint | None = None
         self._membership: Membership | None = None
         self._announced = AnnouncedJobs()
-        self._health = health.HealthServicer()
+        self._health = HealthCheck()
         self._grpc = grpc.server(
             futures.ThreadPoolExecutor(max_workers=4),
-            options=rpc.server_options(_HEALTH_MESSAGE_BYTES),
+            options=rpc.server_options(_HEALTH_MESSAGE_BYTES, _HEALTH_CONNECTIONS),
+            maximum_concurrent_rpcs=_HEALTH_CALLS,
         )
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._grpc)
 
@@ -270,7 +278,7 @@ class AttentionNode:
         )
         self._membership.join()
         self.joined = True
-        self._health.set("", health_pb2.HealthCheckResponse.SERVING)
+        self._health.serves = True
         self._write_addresses(
             {
                 "server_id": settings.server_id,
@@ -296,7 +304,7 @@ class AttentionNode:
             self._drop_forgotten_jobs()
         if self._lost is not None:
             raise self._lost
-        self._health.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
+        self._health.serves = False
         if self._membership is not None:
             self._membership.drain()
         drained = self._wait_until_idle(time.monotonic() + self._settings.drain_seconds)
@@ -304,7 +312,7 @@ class AttentionNode:
 
     def close(self) -> None:
         """Leaves the pool and ends everything. Idempotent."""
-        self._health.enter_graceful_shutdown()
+        self._health.serves = False
         if self._membership is not None:
             self._membership.leave()
         self._ticks.close()
@@ -346,7 +354,7 @@ class AttentionNode:
 
     def _start_health(self) -> int:
         address = f"{self._settings.data_host}:{self._settings.health_port}"
-        self._health.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
+        self._health.serves = False
         try:
             port: int = self._add_port(address)
         except RuntimeError as error:

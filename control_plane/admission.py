@@ -6,17 +6,21 @@ Part of the coordinator: lives on its event loop and changes its state.
 from __future__ import annotations
 
 import logging
+import math
 import secrets
 from collections.abc import Callable
 
 from control_plane.audience import Audience
+from control_plane.epochs import first_epoch
 from control_plane.errors import (
     AlreadyExistsError,
     HeldError,
     InvalidRequestError,
     SpecMismatchError,
 )
+from control_plane.holders import retry_seconds
 from control_plane.job import Job
+from control_plane.job_ids import is_later, name_of, new_job_id
 from control_plane.job_keys import JobKeys
 from control_plane.job_spec import JobSpec
 from control_plane.jobs import Jobs
@@ -37,6 +41,9 @@ logger = logging.getLogger(__name__)
 MAX_EPOCH = 2**62
 """Generations are seconds, and leave room for ages; nothing that counts is as high."""
 
+MAX_HELD_SECONDS = 30.0
+"""Jobs come back within seconds, however long a lease; who opens a new one waits 45 s at most."""
+
 
 class Admission:
     """Opens jobs.
@@ -51,7 +58,6 @@ class Admission:
 
     Attributes:
         first_epoch: of jobs that are opened.
-        leads_since: when this control plane began to lead, by ``clock``.
     """
 
     def __init__(
@@ -70,7 +76,8 @@ class Admission:
         sweep: Callable[[], None],
     ) -> None:
         self.first_epoch = 0
-        self.leads_since = clock()
+        self._n_created = 0
+        self._names_held_until = -math.inf
         self._jobs = jobs
         self._membership = membership
         self._audience = audience
@@ -82,6 +89,21 @@ class Admission:
         self._clock = clock
         self._close = close
         self._sweep = sweep
+
+    def lead(self, generation: int, *, hold_names: bool) -> None:
+        """From now on members come to this control plane.
+
+        Args:
+            generation: of its epochs and its jobs, see :mod:`control_plane.epochs`.
+            hold_names: jobs from before may come back: for two leases, but at most
+                :data:`MAX_HELD_SECONDS`, names that no job has are kept for theirs, so that no
+                other tenant takes them meanwhile.
+        """
+        self.first_epoch = first_epoch(generation)
+        self._n_created = 0
+        if hold_names:
+            held_seconds = min(2 * self._lease_seconds, MAX_HELD_SECONDS)
+            self._names_held_until = self._clock() + held_seconds
 
     def open(
         self,
@@ -97,8 +119,8 @@ class Admission:
 
         Raises:
             InvalidRequestError: the planner or the rank does not exist, or the host is empty.
-            HeldError: the name is one whose holder may be gone: ask again, with
-                ``waited_seconds`` since the first time.
+            HeldError: the name is one whose holder may be gone, or may yet come back: ask again,
+                with ``waited_seconds`` since the first time.
             QuotaError: as :meth:`Jobs.check_room`.
             OtherOwnerError, SpecMismatchError, AlreadyExistsError: as :meth:`Jobs.joinable`
                 and :meth:`Membership.check_free`. SpecMismatchError, too, if the pool has servers,
@@ -115,6 +137,8 @@ class Admission:
                 self._membership.check_free(
                     in_place.server_id, now=now, waited_seconds=waited_seconds
                 )
+            if job is None:
+                self._check_not_held(spec, now)
         except HeldError as error:
             if not waited_seconds:
                 logger.info("job %s: rank %d on %s waits: %s", spec.name, rank, host, error)
@@ -167,13 +191,13 @@ class Admission:
         if epoch >= MAX_EPOCH:
             raise InvalidRequestError(f"resume.epoch is {epoch}; epochs are below {MAX_EPOCH}")
         key = self._job_keys.proved(job_id, owner=owner, rank=rank, token=token)
-        if job_id.rpartition("-")[0] != spec.name:
+        if name_of(job_id) != spec.name:
             raise InvalidRequestError(f"job {job_id} is none of the name {spec.name}")
         job = self._jobs.find(job_id, spec)
         now, lease_id = self._clock(), new_lease_id()
         if job is None:
             self._jobs.check_room(spec, owner)
-            self._free_name(job_id, spec.name, owner)
+            self._free_name(job_id, spec.name)
             job = self._reopen_job(spec, job_id, key, owner)
         self._membership.remove_in_place(job_id, rank)
         if in_place is not None:
@@ -211,7 +235,8 @@ class Admission:
             )
 
     def _create_job(self, spec: JobSpec, owner: str) -> Job:
-        job_id = f"{spec.name}-{secrets.token_hex(4)}"
+        job_id = new_job_id(spec.name, self.first_epoch + self._n_created)
+        self._n_created += 1
         key = self._job_keys.key_of(job_id, owner)
         job = self._jobs.create(
             spec, job_id=job_id, key=key, owner=owner, first_epoch=self.first_epoch
@@ -237,22 +262,38 @@ class Admission:
         self._announce(job)
         return job
 
-    def _free_name(self, job_id: str, name: str, owner: str) -> None:
-        """Before a control plane has heard of a job from before its time, another tenant may open
-        one of the same name. The name is the older job's."""
+    def _check_not_held(self, spec: JobSpec, now: float) -> None:
+        if now < self._names_held_until:
+            left = self._names_held_until - now
+            raise HeldError(
+                f"the name {spec.name} may be that of a job that ran before the control plane "
+                f"started; unless that comes back, it is free in {left:.1f} s",
+                retry_after_seconds=retry_seconds(
+                    self._names_held_until,
+                    n_waiting=spec.n_ranks,
+                    lease_seconds=self._lease_seconds,
+                    now=now,
+                ),
+            )
+
+    def _free_name(self, job_id: str, name: str) -> None:
+        """Closes a job that has come back under the name of the job ``job_id``, and had ended
+        before that was opened. Its tokens stay good for as long as the token secret.
+
+        Raises:
+            AlreadyExistsError: it is the other way round.
+        """
         other = self._jobs.named(name)
         if other is None:
             return
-        return_seconds = 2 * self._lease_seconds
-        is_newcomer = not other.is_resumed and other.owner != owner
-        if not is_newcomer or self._clock() - self.leads_since > return_seconds:
+        if not is_later(job_id, other.job_id):
             raise AlreadyExistsError(
                 f"job {job_id} is not known any more, and {other.job_id} has taken its name"
             )
         self._close(
             other,
-            f"its name {name} is that of a job that ran before the control plane started, and "
-            "whose ranks have come back; open it under another name",
+            f"its name {name} is that of a job that was opened later, and whose ranks have come "
+            "back; open it under another name",
         )
 
     def _announce(self, job: Job) -> None:

@@ -31,7 +31,8 @@ class Audience:
     def watch_rank(
         self, job: Job, rank: int, first: Sequence[jobs_pb2.PlanEvent]
     ) -> tuple[RankKey, Subscription]:
-        """Opens the stream of a rank, which begins with ``first``."""
+        """Opens the stream of a rank, which begins with ``first``; raises as
+        :meth:`Subscriptions.open`."""
         key = (job.job_id, rank)
         subscription = self._ranks.open(key, first)
         self._count()
@@ -40,7 +41,8 @@ class Audience:
     def watch_server(
         self, member: Member, first: Sequence[jobs_pb2.PlanEvent]
     ) -> tuple[str, Subscription]:
-        """Opens the stream of a pool server, which begins with ``first``."""
+        """Opens the stream of a pool server, which begins with ``first``; raises as
+        :meth:`Subscriptions.open`."""
         subscription = self._servers.open(member.lease_id, first)
         self._count()
         return member.lease_id, subscription

@@ -13,7 +13,6 @@ from collections.abc import Callable, Mapping, Sequence
 
 from control_plane.admission import Admission, new_lease_id
 from control_plane.audience import Audience, RankKey
-from control_plane.epochs import first_epoch
 from control_plane.errors import (
     FencedError,
     InvalidRequestError,
@@ -145,16 +144,12 @@ class Coordinator:
         """How long a lease runs after it was renewed."""
         return self._settings.lease_seconds
 
-    def lead(self, generation: int) -> None:
-        """From now on members come to this control plane.
-
-        Args:
-            generation: of its epochs, see :mod:`control_plane.epochs`.
-        """
-        self.admission.first_epoch = first_epoch(generation)
+    def lead(self, generation: int, *, hold_names: bool = False) -> None:
+        """From now on members come to this control plane; arguments as of
+        :meth:`Admission.lead`."""
+        self.admission.lead(generation, hold_names=hold_names)
         # Whoever stands by hears nobody.
         self._hearing = Hearing(lease_seconds=self.lease_seconds, now=self._clock())
-        self.admission.leads_since = self._clock()
         self._recoveries.lead()
 
     async def prepare(self) -> None:
@@ -358,6 +353,7 @@ class Coordinator:
 
         Raises:
             UnknownJobError, LeaseExpiredError: as :meth:`Jobs.get` and :meth:`Job.lease`.
+            BacklogError: as :meth:`Subscriptions.open`.
         """
         job = self._jobs.get(job_id)
         rank = job.lease(lease_id, now=self._clock()).rank
@@ -381,6 +377,7 @@ class Coordinator:
         Raises:
             LeaseExpiredError: as :meth:`Membership.of_lease`.
             InvalidRequestError: it is an in-place server's, whose plans come with its rank's.
+            BacklogError: as :meth:`Subscriptions.open`.
         """
         member = self._membership.of_lease(lease_id, now=self._clock())
         if member.in_place is not None:

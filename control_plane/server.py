@@ -14,14 +14,14 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import grpc
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_health.v1 import health_pb2_grpc
 
 from control_plane.access import AccessInterceptor, Gate
 from control_plane.calls_in_flight import CallsInFlight
 from control_plane.cluster_service import ClusterService
 from control_plane.connections import Connections
 from control_plane.coordinator import Coordinator
-from control_plane.epochs import next_generation
+from control_plane.epochs import is_first, next_generation
 from control_plane.errors import NoHandshakeError
 from control_plane.fair_slots import FairThreads
 from control_plane.grpc_server import is_serving
@@ -37,6 +37,7 @@ from control_plane.rate_limit import RateLimit
 from control_plane.refusals import Refusals
 from control_plane.service import JobsService, MembershipService
 from control_plane.settings import ControlPlaneSettings, split_address
+from distca.health_service import HealthService
 from distca.monitoring import MetricsAddressError, MetricsEndpoint, process_registry
 from distca.rpc import server_options
 from distca.tls import server_credentials
@@ -52,12 +53,11 @@ from distca.v1 import (
 logger = logging.getLogger(__name__)
 
 _SERVICES = (
-    "",
     membership_pb2.DESCRIPTOR.services_by_name["Membership"].full_name,
     jobs_pb2.DESCRIPTOR.services_by_name["Jobs"].full_name,
     cluster_pb2.DESCRIPTOR.services_by_name["Cluster"].full_name,
 )
-"""What the health service answers for; the empty name is the process as a whole."""
+"""What the health service answers for, besides the process as a whole."""
 
 _LOOPBACK_OF_ANY = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]"}
 
@@ -130,7 +130,7 @@ class ControlPlane:
         self._has_taken_over = False
         # For large messages; Python runs one thread at a time.
         self._threads = FairThreads(2, "messages")
-        self._health = health.aio.HealthServicer()
+        self._health = HealthService(_SERVICES)
         self._server: grpc.aio.Server | None = None
         self._endpoint: MetricsEndpoint | None = None
         self._sweeper: asyncio.Task[None] | None = None
@@ -145,8 +145,6 @@ class ControlPlane:
             self._server = self._build_server(self._settings.listen_address)
             logger.info("preparing planner %s", self._settings.coordinator.default_planner)
             await self.coordinator.prepare()
-            for name in _SERVICES:
-                await self._health.set(name, health_pb2.HealthCheckResponse.NOT_SERVING)
             await self._server.start()
             self._keeper = asyncio.create_task(self._keep_serving())
             if self._settings.metrics_address is not None:
@@ -164,7 +162,7 @@ class ControlPlane:
 
     async def stop(self) -> None:
         """Reports NOT_SERVING, ends all streams, lets calls finish, and frees the ports."""
-        await self._health.enter_graceful_shutdown()
+        self._health.over()
         await self.coordinator.shut_down()
         for task in (self._sweeper, self._keeper):
             if task is not None:
@@ -188,7 +186,7 @@ class ControlPlane:
         await self.take_over()
         why = await self._leadership.lost()
         # At once, before anything is told in the name of who leads now.
-        await self._health.enter_graceful_shutdown()
+        self._health.over()
         await self.coordinator.shut_down()
         raise LeadershipLostError(f"{why}; another control plane may lead now")
 
@@ -197,11 +195,12 @@ class ControlPlane:
         if self._has_taken_over:
             return
         await self._leadership.acquire()
-        self.coordinator.lead(next_generation(self._settings.state_dir))
+        hold_names = self._settings.tokens_outlive_it and not is_first(self._settings.state_dir)
+        generation = next_generation(self._settings.state_dir)
+        self.coordinator.lead(generation, hold_names=hold_names)
         self._has_taken_over = True
         self._sweeper = asyncio.create_task(self._sweep())
-        for name in _SERVICES:
-            await self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
+        self._health.serving()
         logger.info("leading at %s", self.address)
 
     async def _keep_serving(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections import deque
+from collections import Counter, deque
 from collections.abc import AsyncIterator, Hashable, Sequence
 from typing import Generic, TypeVar
 
@@ -11,6 +11,9 @@ from control_plane.errors import BacklogError, RefusedError, ReplacedError
 from distca.v1 import jobs_pb2
 
 Key = TypeVar("Key", bound=Hashable)
+
+MAX_STREAMS_OF_MEMBER = 16
+"""A stream that nobody reads stays until its connection ends, with the event that it writes."""
 
 
 class Subscription:
@@ -49,6 +52,11 @@ class Subscription:
         self._wake.set()
         return True
 
+    def replace(self) -> None:
+        """A newer stream took over, and is told all that the member needs."""
+        self._queue.clear()
+        self.end(ReplacedError("a newer stream of the same lease took over"))
+
     def end(self, error: RefusedError | None = None) -> None:
         """Ends the stream, with ``error`` if given, after what is queued."""
         if not self._ended:
@@ -73,18 +81,32 @@ class Subscription:
 
 
 class Subscriptions(Generic[Key]):
-    """One subscription per member; a newer one of the same member replaces the older."""
+    """One subscription per member; a newer one of the same member replaces the older. Each is to be
+    discarded once its stream has ended."""
 
     def __init__(self, *, limit: int) -> None:
         self._limit = limit
         self._by_key: dict[Key, Subscription] = {}
+        self._n_streams: Counter[Key] = Counter()
 
     def __len__(self) -> int:
         return len(self._by_key)
 
     def open(self, key: Key, first: Sequence[jobs_pb2.PlanEvent]) -> Subscription:
-        """A subscription of ``key`` that begins with the events ``first``."""
-        self.end(key, ReplacedError("a newer stream of the same lease took over"))
+        """A subscription of ``key`` that begins with the events ``first``.
+
+        Raises:
+            BacklogError: too many streams of ``key`` have not ended, since nobody reads them.
+        """
+        if self._n_streams[key] >= MAX_STREAMS_OF_MEMBER:
+            raise BacklogError(
+                f"{MAX_STREAMS_OF_MEMBER} streams of the same lease are open, as many as one may "
+                "have; read them to their end, or close their connections"
+            )
+        replaced = self._by_key.get(key)
+        if replaced is not None:
+            replaced.replace()
+        self._n_streams[key] += 1
         subscription = self._by_key[key] = Subscription(first, limit=self._limit)
         return subscription
 
@@ -108,7 +130,10 @@ class Subscriptions(Generic[Key]):
             self.end(key, error)
 
     def discard(self, key: Key, subscription: Subscription) -> bool:
-        """The reader of ``subscription`` has gone; returns whether it was the one of ``key``."""
+        """The stream of ``subscription`` has ended; returns whether it was the one of ``key``."""
+        self._n_streams[key] -= 1
+        if not self._n_streams[key]:
+            del self._n_streams[key]
         if self._by_key.get(key) is not subscription:
             return False
         del self._by_key[key]

@@ -25,7 +25,7 @@ from distca.commands import (
     train,
 )
 from distca.interrupt import INTERRUPTED_EXIT_CODE, let_sigterm_end_process_1
-from distca.plain_text import PlainFormatter
+from distca.plain_text import PlainFormatter, plain_lines
 
 _OUR_PACKAGES = {
     "attention_node",
@@ -124,5 +124,5 @@ def main() -> None:
         logger.debug("traceback of the error below", exc_info=True)
         console = Console(stderr=True, soft_wrap=True)
         console.print(f"[bold red]{type(error).__name__}[/]: ", end="")
-        console.print(str(error), markup=False, highlight=False)
+        console.print(plain_lines(str(error)), markup=False, highlight=False)
         sys.exit(1)

@@ -23,6 +23,16 @@ def plain(text: str, limit: int | None = None) -> str:
     return "".join(char if char.isprintable() else _escaped(char) for char in text)
 
 
+def plain_lines(text: str) -> str:
+    """As :func:`plain`, but lines stay lines: for errors and advice, which may have several."""
+    return "\n".join(plain(line) for line in text.split("\n"))
+
+
+def figure_text(text: str) -> str:
+    """As :func:`plain`, for matplotlib, which takes what stands between two ``$`` for a formula."""
+    return plain(text).replace("$", r"\$")
+
+
 class PlainFormatter(logging.Formatter):
     """Formats records so that whatever comes in their texts stays in their lines. Tracebacks keep
     their own line breaks."""
@@ -32,8 +42,7 @@ class PlainFormatter(logging.Formatter):
         return super().formatMessage(record)
 
     def formatException(self, ei: object) -> str:  # noqa: N802
-        text = super().formatException(ei)  # type: ignore[arg-type]
-        return "\n".join(plain(line) for line in text.split("\n"))
+        return plain_lines(super().formatException(ei))  # type: ignore[arg-type]
 
 
 def _escaped(char: str) -> str:

@@ -88,6 +88,8 @@ SERVER_HANDSHAKE_SECONDS = 10.0
 """How long a connection to a gRPC server may take for its TLS and HTTP/2 handshakes."""
 
 _IDLE_CONNECTION_SECONDS = 600.0
+_SERVER_KEEPALIVE_SECONDS = 60.0
+_SERVER_KEEPALIVE_TIMEOUT_SECONDS = 20.0
 _MAX_CONNECTIONS = 16384
 _MAX_CALLS_OF_CONNECTION = 4096
 
@@ -230,16 +232,22 @@ def log_lost_report(future: Future[object]) -> None:
         logger.warning("a step report was lost: %s", future.exception())
 
 
-def server_options(max_message_bytes: int) -> list[tuple[str, int]]:
-    """Options of a gRPC server that permits what :func:`open_channel` does."""
+def server_options(
+    max_message_bytes: int, most_connections: int = _MAX_CONNECTIONS
+) -> list[tuple[str, int]]:
+    """Options of a gRPC server that permits what :func:`open_channel` does, with
+    ``most_connections`` or as many as :func:`max_connections` says, if they are fewer."""
     return [
         *_message_options(max_message_bytes),
         ("grpc.http2.min_ping_interval_without_data_ms", int(MIN_KEEPALIVE_SECONDS * 500)),
         ("grpc.keepalive_permit_without_calls", 1),
+        # Clients that vanish leave streams behind, which count as theirs.
+        ("grpc.keepalive_time_ms", int(_SERVER_KEEPALIVE_SECONDS * 1000)),
+        ("grpc.keepalive_timeout_ms", int(_SERVER_KEEPALIVE_TIMEOUT_SECONDS * 1000)),
         # What connects and says nothing, says it slowly, or has nothing more to say.
         ("grpc.server_handshake_timeout_ms", int(SERVER_HANDSHAKE_SECONDS * 1000)),
         ("grpc.max_connection_idle_ms", int(_IDLE_CONNECTION_SECONDS * 1000)),
-        ("grpc.max_allowed_incoming_connections", max_connections()),
+        ("grpc.max_allowed_incoming_connections", min(most_connections, max_connections())),
         ("grpc.max_concurrent_streams", _MAX_CALLS_OF_CONNECTION),
         # Several processes on one port would each hold half of the members.
         ("grpc.so_reuseport", 0),

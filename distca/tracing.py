@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from distca import __version__
 from distca.errors import SettingsError
+from distca.plain_text import MAX_REASON_CHARACTERS, plain
 
 if TYPE_CHECKING:
     from opentelemetry.context import Context
@@ -73,12 +74,15 @@ class _Traces:
                 name,
                 context=Context() if root else _child_of(ids),
                 start_time=since_epoch_ns + int(began_at * 1e9),
-                attributes={f"distca.{key}": value for key, value in attributes.items()},
+                attributes={
+                    f"distca.{key}": plain(value) if isinstance(value, str) else value
+                    for key, value in attributes.items()
+                },
             )
         finally:
             _ids.reset(token)
         if error:
-            span.set_status(StatusCode.ERROR, error)
+            span.set_status(StatusCode.ERROR, plain(error, MAX_REASON_CHARACTERS))
         span.end(since_epoch_ns + int(ended_at * 1e9))
 
 

@@ -74,6 +74,7 @@ def make(options: MakeOptions) -> None:
     from distca.certs.folder import CertificateFolder, default_stem
     from distca.commands.usage import as_usage_error
     from distca.identity import Identity, Role
+    from distca.plain_text import plain
 
     with as_usage_error():
         roles = [Role(role) for role in options.role] or list(Role)
@@ -90,7 +91,7 @@ def make(options: MakeOptions) -> None:
             identity, lifetime=timedelta(days=options.days), names=dict.fromkeys(names)
         )
         path = folder.add(stem, signed)
-        console.print(f"{path}  {identity.uri}", highlight=False)
+        console.print(plain(f"{path}  {identity.uri}"), highlight=False, markup=False)
 
 
 @app.command("show")
@@ -102,6 +103,7 @@ def show(
 
     from distca.certs.description import describe_file
     from distca.errors import DistcaError
+    from distca.plain_text import plain
 
     console = Console(soft_wrap=True)
     for path in files:
@@ -110,9 +112,9 @@ def show(
         except OSError as error:
             raise DistcaError(f"{path} cannot be read: {error.strerror}") from error
         for description in found:
-            console.print(f"[bold]{path}[/]")
+            console.print(plain(str(path)), style="bold", highlight=False, markup=False)
             for name, value in _lines(description, datetime.now(UTC)):
-                console.print(f"  {name:<12} {value}", highlight=False, markup=False)
+                console.print(plain(f"  {name:<12} {value}"), highlight=False, markup=False)
 
 
 def _lines(about: CertificateDescription, now: datetime) -> list[tuple[str, str]]:

@@ -168,7 +168,12 @@ def doctor(options: DoctorOptions, tls: ClientTls) -> None:
         findings.append(finding)
         if not options.json:
             show(finding, console)
-    console.print(as_json(findings) if options.json else summary(findings), soft_wrap=True)
+    console.print(
+        as_json(findings) if options.json else summary(findings),
+        soft_wrap=True,
+        markup=False,
+        highlight=False,
+    )
     status = worst(findings)
     if status is Status.FAIL or (options.strict and status is Status.WARN):
         raise typer.Exit(FAILED_EXIT_CODE)

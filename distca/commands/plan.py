@@ -49,6 +49,7 @@ def plan(
     """
     from rich.console import Console
 
+    from distca.plain_text import plain
     from distca.preview.building import (
         build_batches,
         build_method,
@@ -74,7 +75,7 @@ def plan(
         f"{setup.tokens_per_rank} tokens a rank, {fleet.placement} servers"
     )
     console = Console()
-    console.print(title, highlight=False)
+    console.print(plain(title), highlight=False, markup=False)
     if estimated:
         console.print(f"Lengths are estimated: {lengths.bytes_per_token:g} UTF-8 bytes a token.")
     console.print()

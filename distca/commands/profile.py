@@ -55,6 +55,7 @@ def profile(options: ProfileOptions) -> None:
         profile_file_name,
     )
     from distca.commands.usage import as_usage_error
+    from distca.plain_text import plain
     from distca.shapes import parse_shape
 
     console = Console()
@@ -85,4 +86,4 @@ def profile(options: ProfileOptions) -> None:
             progress=lambda done, total: progress.update(task, completed=done, total=total),
         )
     measured.save(path)
-    console.print(f"Saved {path}", soft_wrap=True)
+    console.print(plain(f"Saved {path}"), soft_wrap=True, markup=False)

@@ -69,6 +69,7 @@ def simulate(
     """
     from rich.console import Console
 
+    from distca.plain_text import plain
     from distca.preview.building import build_batches, build_method, build_setup, parse_counts
     from distca.preview.display import print_sections
     from distca.preview.errors import wrong_input_ends
@@ -93,7 +94,7 @@ def simulate(
         f"GPUs, {job.stages} stages, {job.microbatches} microbatches"
     )
     console = Console()
-    console.print(title, highlight=False)
+    console.print(plain(title), highlight=False, markup=False)
     console.print()
     sections = simulation_sections(comparisons)
     print_sections(console, sections)

@@ -12,6 +12,7 @@ from rich.text import Text
 
 from distca import __version__
 from distca.doctor.finding import Finding, Status, worst
+from distca.plain_text import plain_lines
 
 _STYLE = {Status.PASS: "green", Status.WARN: "yellow", Status.FAIL: "bold red"}
 _NAME_WIDTH = 14
@@ -22,11 +23,12 @@ def show(finding: Finding, console: Console) -> None:
     line = Text()
     line.append(f"{finding.status.upper():<5}", style=_STYLE[finding.status])
     line.append(f"{finding.check:<{_NAME_WIDTH}}", style="bold")
-    line.append(finding.says)
+    line.append(plain_lines(finding.says))
     console.print(line, soft_wrap=True)
     if finding.advice:
         indent = " " * (5 + _NAME_WIDTH)
-        console.print(Text(f"{indent}-> {finding.advice}", style="italic"), soft_wrap=True)
+        advice = plain_lines(finding.advice)
+        console.print(Text(f"{indent}-> {advice}", style="italic"), soft_wrap=True)
 
 
 def summary(findings: Iterable[Finding]) -> str:

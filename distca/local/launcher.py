@@ -18,6 +18,7 @@ from distca.local.process import LocalProcess
 from distca.local.settings import LocalSettings
 from distca.local.supervisor import POLL_SECONDS, Supervisor
 from distca.options import as_arguments
+from distca.plain_text import plain
 from distca.report.display import TrainingDisplay
 from distca.report.step_log import StepTail
 from distca.run_folder import RunFolder
@@ -168,7 +169,7 @@ class _Launcher:
         return self._start(name, [*arguments, f"--address-file={ready}"]), ready
 
     def _say(self, text: str) -> None:
-        self._console.print(text, style="dim", highlight=False)
+        self._console.print(plain(text), style="dim", highlight=False, markup=False)
 
     def _start(
         self, name: str, arguments: Sequence[str], environ: Mapping[str, str] | None = None

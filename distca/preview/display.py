@@ -9,6 +9,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from distca.plain_text import plain, plain_lines
 from distca.preview.sections import Section
 from simulator.verdict import Kind, Verdict
 
@@ -18,15 +19,15 @@ _COLOURS = {Kind.GAIN: "green", Kind.NOTHING_TO_GAIN: "yellow", Kind.ONE_SERVER:
 def print_sections(console: Console, sections: Sequence[Section]) -> None:
     """Prints headings, texts and tables."""
     for section in sections:
-        console.print(Text(section.title, "bold"))
+        console.print(Text(plain(section.title), "bold"))
         for paragraph in section.paragraphs:
-            console.print(Text(paragraph))
+            console.print(Text(plain_lines(paragraph)))
         if section.head:
             table = Table(show_edge=False)
             for index, name in enumerate(section.head):
                 table.add_column(name, justify="right" if index else "left")
             for row in section.rows:
-                table.add_row(*row)
+                table.add_row(*(Text(plain(cell)) for cell in row))
             console.print(table)
         console.print()
 
@@ -35,7 +36,7 @@ def print_verdict(console: Console, verdict: Verdict) -> None:
     """Prints the verdict in a frame."""
     console.print(
         Panel(
-            Text(verdict.text),
+            Text(plain_lines(verdict.text)),
             title=f"Verdict: {verdict.kind}",
             title_align="left",
             border_style=_COLOURS.get(verdict.kind, "blue"),

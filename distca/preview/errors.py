@@ -10,6 +10,7 @@ import typer
 from rich.console import Console
 
 from core_attention.errors import ManifestError, PlanError, ProfileError
+from distca.plain_text import plain
 from simulator.errors import InputError
 
 WRONG_INPUT_EXIT_CODE = 2
@@ -40,5 +41,5 @@ def _end(message: str) -> NoReturn:
     name, _, rest = " ".join(message.split()).partition(": ")
     console = Console(stderr=True, soft_wrap=True)
     console.print(f"[bold red]{name}[/]: ", end="")
-    console.print(rest, markup=False, highlight=False)
+    console.print(plain(rest), markup=False, highlight=False)
     raise typer.Exit(WRONG_INPUT_EXIT_CODE)

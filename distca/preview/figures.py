@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from core_attention.arrays import Float64Array
 from core_attention.plan import imbalance
+from distca.plain_text import figure_text
 from distca.preview.sections import relative_step
 from distca.report.style import BLUE, GREEN, GREY, INK, ORANGE, PURPLE, SKY, figure_style
 from simulator.comparison import BASELINES, Comparison
@@ -100,14 +101,19 @@ def draw_comparisons(comparisons: Sequence[Comparison], title: str) -> Figure:
         axes = figure.subplots()
         gpus = [comparison.n_gpus for comparison in comparisons]
         for name, style in _line_styles(comparisons[0]).items():
-            axes.plot(gpus, [relative_step(c, name) for c in comparisons], label=name, **style)
+            axes.plot(
+                gpus,
+                [relative_step(c, name) for c in comparisons],
+                label=figure_text(name),
+                **style,
+            )
         axes.axhline(1.0, color=INK, linewidth=1, linestyle=":")
         axes.set_xscale("log", base=2)
         axes.set_xticks(gpus, [str(n) for n in gpus])
         axes.minorticks_off()
         axes.set_xlabel("GPUs")
         axes.set_ylabel("step time / perfect balance")
-        axes.set_title(title)
+        axes.set_title(figure_text(title))
         axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
     return figure
 

@@ -6,11 +6,11 @@ import io
 from collections.abc import Sequence
 from pathlib import Path
 
-import jinja2
 from markupsafe import Markup
 from matplotlib.figure import Figure
 
 from distca.preview.sections import Section
+from distca.report.environment import page_environment
 from distca.report.style import figure_style
 
 
@@ -25,13 +25,7 @@ def save_page(
     title: str, verdict: str, figure: Figure, sections: Sequence[Section], path: Path
 ) -> None:
     """Writes the page to ``path``; an empty ``verdict`` is left out."""
-    environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("distca.preview", "templates"),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
+    environment = page_environment("distca.preview")
     page = environment.get_template("preview.html.jinja").render(
         title=title, verdict=verdict, figure=_svg(figure), sections=sections
     )

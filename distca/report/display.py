@@ -15,6 +15,7 @@ from rich.progress import (
 )
 from rich.text import Text
 
+from distca.plain_text import plain
 from distca.report.record import StepRecord
 
 LINE_INTERVAL_SECONDS = 5.0
@@ -32,16 +33,16 @@ class TrainingDisplay:
 
     def __init__(self, console: Console, title: str, total_steps: int) -> None:
         self._console = console
-        self._title = title
+        self._title = plain(title)
         self._total = total_steps
         self._progress = Progress(
-            TextColumn("[bold]{task.description}"),
+            TextColumn("{task.description}", style="bold", markup=False),
             BarColumn(bar_width=None),
             MofNCompleteColumn(),
             TimeRemainingColumn(compact=True),
             console=console,
         )
-        self._task = self._progress.add_task(title, total=total_steps)
+        self._task = self._progress.add_task(self._title, total=total_steps)
         self._figures = Text("waiting for the first step", style="dim", no_wrap=True)
         self._live = Live(Group(self._progress, self._figures), console=console)
         self._last_line_at = -LINE_INTERVAL_SECONDS

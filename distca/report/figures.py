@@ -10,6 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from core_attention.plan import imbalance
+from distca.plain_text import figure_text
 from distca.report.record import RunRecord, StepDetail
 from distca.report.style import BLUE, GREY, INK, ORANGE, figure_style, whole_steps
 from distca.report.timeline import draw_timeline
@@ -103,10 +104,14 @@ def draw_load(detail: StepDetail) -> Figure:
     if measured.size:
         _bars(after, measured, shift, 0.38, ORANGE, "measured")
         title += f", {imbalance(measured):.2f} measured"
-    after.set_xticks(range(len(detail.servers)), detail.servers)
+    after.set_xticks(range(len(detail.servers)), _servers(detail))
     after.set_title(title + ")")
     after.legend(loc="upper left", bbox_to_anchor=(0, -0.12), ncols=2, borderaxespad=0)
     return figure
+
+
+def _servers(detail: StepDetail) -> list[str]:
+    return [figure_text(server) for server in detail.servers]
 
 
 def _bars(
@@ -130,7 +135,7 @@ def draw_bytes(detail: StepDetail) -> Figure:
         axes.imshow(values, cmap="Blues", vmin=0, vmax=top, aspect="auto")
         axes.grid(visible=False)
         axes.set_title(title)
-        axes.set_xticks(range(values.shape[1]), detail.servers)
+        axes.set_xticks(range(values.shape[1]), _servers(detail))
         for rank, server in np.ndindex(values.shape):
             value = values[rank, server]
             axes.text(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from rich.console import Console
 
+from distca.plain_text import plain
 from distca.report.record import RunRecord
 from distca.report.summary import summary_table
 from distca.run_folder import RunFolder
@@ -21,4 +22,4 @@ def show_outcome(folder: RunFolder, console: Console) -> None:
     ]
     for what, path in lines:
         if path is not None:
-            console.print(f"{what}: {path}", soft_wrap=True, highlight=False, markup=False)
+            console.print(plain(f"{what}: {path}"), soft_wrap=True, highlight=False, markup=False)

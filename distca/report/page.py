@@ -7,9 +7,9 @@ import io
 from collections.abc import Mapping
 from pathlib import Path
 
-import jinja2
 from matplotlib.figure import Figure
 
+from distca.report.environment import page_environment
 from distca.report.figures import draw_figures, save_figures
 from distca.report.record import RunRecord
 from distca.report.style import figure_style
@@ -41,13 +41,7 @@ def write_report(record: RunRecord, page: Path, figures: Path) -> None:
 
 def render_page(record: RunRecord, figures: Mapping[str, Figure]) -> str:
     """The page's HTML."""
-    environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("distca.report", "templates"),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
+    environment = page_environment("distca.report")
     return environment.get_template("report.html.jinja").render(
         record=record,
         rows=summary_rows(record),

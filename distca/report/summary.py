@@ -5,7 +5,9 @@ from __future__ import annotations
 import statistics
 
 from rich.table import Table
+from rich.text import Text
 
+from distca.plain_text import plain
 from distca.report.record import RunRecord, mean_of
 
 WARMUP_STEPS = 2
@@ -29,16 +31,16 @@ def summary_rows(record: RunRecord) -> list[tuple[str, str]]:
         rows += _step_rows(record)
     if record.verification is not None:
         rows += _verification_rows(record)
-    return rows
+    return [(what, plain(value)) for what, value in rows]
 
 
 def summary_table(record: RunRecord) -> Table:
     """The rows as a table for the terminal."""
-    table = Table(title=f"Run {record.name}", title_justify="left", show_header=False)
+    table = Table(title=Text(plain(f"Run {record.name}")), title_justify="left", show_header=False)
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
     for what, value in summary_rows(record):
-        table.add_row(what, value)
+        table.add_row(what, Text(value))
     return table
 
 

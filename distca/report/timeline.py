@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
+from distca.plain_text import figure_text
 from distca.report.record import StepDetail, TimelineEvent
 from distca.report.style import BLUE, GREEN, GREY, LIGHT_SKY, ORANGE, PURPLE, SPARE, VERMILION
 
@@ -63,17 +64,17 @@ def draw_events(events: Sequence[TimelineEvent], title: str, *, outlined: bool =
             edgecolor="white",
             linewidth=0.4 if outlined else 0.0,
         )
-    axes.set_yticks(range(len(lanes)), lanes)
+    axes.set_yticks(range(len(lanes)), [figure_text(lane) for lane in lanes])
     axes.invert_yaxis()
     axes.grid(visible=False)
     axes.grid(visible=True, axis="x")
     axes.margins(x=0.01)
     axes.set_xlim(left=0)
     axes.set_xlabel("time in the step (ms)")
-    axes.set_title(title)
+    axes.set_title(figure_text(title))
     if kinds != lanes:
         axes.legend(
-            handles=[Patch(color=colours[kind], label=kind) for kind in kinds],
+            handles=[Patch(color=colours[kind], label=figure_text(kind)) for kind in kinds],
             loc="upper left",
             bbox_to_anchor=(1.005, 1),
             borderaxespad=0,

@@ -14,6 +14,7 @@ from rich.text import Text
 
 from distca.errors import DistcaError
 from distca.interrupt import StopRequest
+from distca.plain_text import plain
 from distca.rpc import RpcSettings, open_channel
 from distca.rpc_errors import RpcError
 from distca.top.snapshot import Snapshot, snapshot_from
@@ -112,7 +113,7 @@ def _repeat(
         try:
             _show(look(), watch, console)
         except RpcError as error:
-            errors.print(str(error), markup=False, highlight=False)
+            errors.print(plain(str(error)), markup=False, highlight=False)
         _wait(watch.interval_seconds, stop)
 
 
@@ -146,7 +147,7 @@ def _wait(seconds: float, stop: StopRequest) -> None:
 
 def _view(last: Snapshot | None, away: str, away_seconds: float) -> RenderableType:
     if last is None:
-        return Text(f"Not reached yet, trying again. {away}", style="bold red")
+        return Text(plain(f"Not reached yet, trying again. {away}"), style="bold red")
     return render(last, away, away_seconds)
 
 

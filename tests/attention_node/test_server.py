@@ -56,6 +56,13 @@ def test_a_node_tells_its_health_and_counts_its_work(running: Cluster) -> None:
         health = health_pb2_grpc.HealthStub(channel)
         answer = health.Check(health_pb2.HealthCheckRequest(), timeout=5)
         assert answer.status == health_pb2.HealthCheckResponse.SERVING
+        # Watchers would each take a thread, and names of services memory.
+        with pytest.raises(grpc.RpcError) as refused:
+            next(health.Watch(health_pb2.HealthCheckRequest(), timeout=5))
+        assert refused.value.code() == grpc.StatusCode.UNIMPLEMENTED
+        with pytest.raises(grpc.RpcError) as refused:
+            health.Check(health_pb2.HealthCheckRequest(service="x" * 3000), timeout=5)
+        assert refused.value.code() == grpc.StatusCode.NOT_FOUND
     with Team(running, 1, NODE_SHAPE, placement="pool") as team:
         team.check([RankManifest.from_lengths(0, 0, [[10, 20], [30]])])
         measured = wait_for_measurement(team)

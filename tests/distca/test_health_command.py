@@ -9,15 +9,16 @@ from concurrent import futures
 
 import grpc
 import pytest
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_health.v1 import health_pb2_grpc
 
+from distca.health_service import HealthCheck
 from tests.distca.test_cli import distca
 
 
 @pytest.fixture
-def service() -> Iterator[tuple[health.HealthServicer, str]]:
-    """A health service on a free port: the servicer and its address."""
-    servicer = health.HealthServicer()
+def service() -> Iterator[tuple[HealthCheck, str]]:
+    """A node's health service on a free port: the servicer and its address."""
+    servicer = HealthCheck()
     server = grpc.server(futures.ThreadPoolExecutor(max_workers=2))
     health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
     port = server.add_insecure_port("127.0.0.1:0")
@@ -26,23 +27,23 @@ def service() -> Iterator[tuple[health.HealthServicer, str]]:
     server.stop(None).wait(5)
 
 
-def test_a_process_that_serves_is_healthy(service: tuple[health.HealthServicer, str]) -> None:
+def test_a_process_that_serves_is_healthy(service: tuple[HealthCheck, str]) -> None:
     servicer, address = service
-    servicer.set("", health_pb2.HealthCheckResponse.SERVING)
+    servicer.serves = True
     asked = distca("health", f"--address={address}")
     assert (asked.returncode, asked.stdout) == (0, f"{address}: SERVING\n")
 
 
-def test_a_draining_process_is_not_healthy(service: tuple[health.HealthServicer, str]) -> None:
+def test_a_draining_process_is_not_healthy(service: tuple[HealthCheck, str]) -> None:
     servicer, address = service
-    servicer.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
+    servicer.serves = False
     asked = distca("health", DISTCA_HEALTH_ADDRESS=address)
     assert (asked.returncode, asked.stdout) == (3, f"{address}: NOT_SERVING\n")
 
 
-def test_a_draining_process_is_alive(service: tuple[health.HealthServicer, str]) -> None:
+def test_a_draining_process_is_alive(service: tuple[HealthCheck, str]) -> None:
     servicer, address = service
-    servicer.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
+    servicer.serves = False
     asked = distca("health", "--alive", f"--address={address}")
     assert (asked.returncode, asked.stdout) == (0, f"{address}: NOT_SERVING\n")
 

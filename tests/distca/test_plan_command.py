@@ -91,7 +91,8 @@ def test_an_output_that_cannot_be_written_is_named(tmp_path: Path) -> None:
 def test_missing_drawing_packages_are_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delitem(sys.modules, "distca.preview.page", raising=False)
+    for module in ("distca.preview.page", "distca.report.environment"):
+        monkeypatch.delitem(sys.modules, module, raising=False)
     monkeypatch.setitem(sys.modules, "jinja2", None)
     result = CliRunner().invoke(
         app, ["--distribution", "prolong", *SMALL, "--html", str(tmp_path / "a.html")]

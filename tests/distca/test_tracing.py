@@ -54,6 +54,15 @@ def record(name: str, step: int, **options: Any) -> None:
     tracing.record(name, "train-1", step, began_at=10.0, ended_at=10.5, **options)
 
 
+def test_texts_of_others_are_plain_in_spans(spans: Any) -> None:
+    """A text that is no UTF-8 would stop the export of all spans beside it."""
+    record("distca.hostile", 7, server="a\x1b[2J\ud800", error="b\u202e" + "x" * 5000)
+    (span,) = spans()["distca.hostile"]
+    assert span.attributes["distca.server"] == "a\\x1b[2J\\ud800"
+    assert span.status.description.startswith("b\\u202ex")
+    assert len(span.status.description) < 1100
+
+
 def test_spans_of_a_step_are_children_of_its_plan_whoever_comes_first(spans: Any) -> None:
     record("distca.tick", 7, server="node-0")
     record("distca.plan", 7, root=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.helm.chart import (
     NAMESPACE,
     Manifest,
@@ -51,6 +53,25 @@ def test_pods_of_jobs_are_protected_without_a_pool_too() -> None:
     among_themselves, metrics = rules(manifests, "jobs")
     assert among_themselves == {"from": [{"podSelector": JOB_PODS}]}
     assert {port["port"] for port in metrics["ports"]} == {f"metrics-{i}" for i in range(8)}
+
+
+@pytest.mark.parametrize(
+    ("settings", "n_ranks"),
+    [
+        (("networkPolicy.jobRanksPerPod=3",), 3),
+        (("networkPolicy.jobRanksPerPod=16",), 16),
+        (("exampleJob.enabled=true", "exampleJob.ranksPerNode=12"), 12),
+    ],
+)
+def test_every_rank_of_a_jobs_pod_is_reached_and_scraped(
+    settings: tuple[str, ...], n_ranks: int
+) -> None:
+    manifests = rendered("", *settings, "monitoring.podMonitor.enabled=true")
+    names = [f"metrics-{index}" for index in range(n_ranks)]
+    rule = rule_for(manifests, "jobs", "metrics-0")
+    assert [port["port"] for port in rule["ports"]] == names
+    monitor = only(manifests, "PodMonitor", "trainer")
+    assert [each["port"] for each in monitor["spec"]["podMetricsEndpoints"]] == names
 
 
 def test_nodes_and_named_others_reach_jobs_in_every_namespace_that_is_named() -> None:

@@ -109,13 +109,19 @@ def ends(certificate: Path) -> datetime:
 
 @contextmanager
 def control_plane_with(
-    tls: TlsFiles | None, *, coordinator: dict[str, Any] | None = None, **access: Any
+    tls: TlsFiles | None,
+    *,
+    coordinator: dict[str, Any] | None = None,
+    state_dir: Path | None = None,
+    **access: Any,
 ) -> Iterator[ControlPlane]:
     """A control plane that asks for certificates, and sees refusals quickly."""
     # Refusals of connections are counted with the sweep, a tenth of a lease apart.
     leases = {"lease_seconds": 5.0} | (coordinator or {})
     settings = AccessSettings(**({"handshake_seconds": HANDSHAKE_SECONDS} | access))
-    with running(tls=tls, access=settings, coordinator=leases) as control_plane:
+    with running(
+        tls=tls, access=settings, coordinator=leases, state_dir=state_dir
+    ) as control_plane:
         yield control_plane
 
 

@@ -36,21 +36,17 @@ class SecureCluster:
             for role in (Role.CONTROL_PLANE, Role.SERVER, Role.TRAINER)
         }
         keep_profile(folder, NODE_SHAPE)
-        self._secret = folder / "token-secret"
-        self._secret.write_bytes(os.urandom(32))
         self.processes: list[Process] = []
         try:
-            control_plane = self._start(
+            self.address = "127.0.0.1:0"
+            self._control_plane = (
                 "control-plane",
-                self.files(Role.CONTROL_PLANE),
-                "control-plane",
-                "--listen=127.0.0.1:0",
                 "--metrics-listen=127.0.0.1:0",
                 f"--lease-seconds={lease_seconds}",
-                f"--token-secret={self._secret}",
+                f"--state-dir={folder / 'state'}",
                 f"--tls-client-ca={self.files(Role.CONTROL_PLANE).ca_file}",
             )
-            self.address = control_plane.addresses["grpc"]
+            self.address = self._start_control_plane().addresses["grpc"]
             shape = NODE_SHAPE
             self.node = self._start(
                 "node-0",
@@ -75,6 +71,12 @@ class SecureCluster:
         """What a process has logged."""
         return (self.folder / f"{name}.log").read_text()
 
+    def restart_control_plane(self) -> None:
+        """Kills the control plane, and starts another one at its address with its state."""
+        self.processes.pop(0).kill()
+        self._start_control_plane()
+        self.processes.insert(0, self.processes.pop())
+
     def run(self, files: Files | None, *arguments: str) -> subprocess.CompletedProcess[str]:
         """A command to its end, with certificates or without."""
         return subprocess.run(
@@ -95,6 +97,11 @@ class SecureCluster:
                 process.popen.wait(_END_SECONDS)
             except subprocess.TimeoutExpired:
                 process.kill()
+
+    def _start_control_plane(self) -> Process:
+        files, listen = self.files(Role.CONTROL_PLANE), f"--listen={self.address}"
+        (self.folder / "control-plane.json").unlink(missing_ok=True)
+        return self._start("control-plane", files, *self._control_plane, listen)
 
     def _start(self, name: str, files: Files, *arguments: str) -> Process:
         address_file, log = self.folder / f"{name}.json", self.folder / f"{name}.log"

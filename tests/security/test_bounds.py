@@ -7,7 +7,6 @@ import socket
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
-from pathlib import Path
 
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -248,49 +247,6 @@ def test_an_in_place_server_has_its_ranks_name(tenants: tuple[Client, Client]) -
     )
     with pytest.raises(rpc.InvalidRequest, match=r"called 'node-0'; it must be 'thief\.rank-0'"):
         tenants[0].jobs.OpenJob(request)
-
-
-def test_a_name_that_was_taken_during_a_restart_goes_back(pki: Pki, tmp_path: Path) -> None:
-    """A tenant opens a job of another one's name before that one's ranks have come back."""
-    secret = tmp_path / "secret"
-    secret.write_bytes(bytes(range(32)))
-    tls = pki.issue(Role.CONTROL_PLANE).for_server()
-    spec = job_spec("precious", placement=jobs_pb2.PLACEMENT_IN_PLACE)
-    owner, thief = (pki.issue(Role.TRAINER, name) for name in ("owner", "thief"))
-
-    def request(rank: int) -> jobs_pb2.OpenJobRequest:
-        server = server_description(f"precious.rank-{rank}")
-        return jobs_pb2.OpenJobRequest(
-            spec=spec, rank=rank, host=f"host-{rank}", in_place_server=server
-        )
-
-    with (
-        control_plane_with(tls, token_secret_file=secret) as before,
-        secure_client(before, owner) as client,
-    ):
-        opened = [client.jobs.OpenJob(request(rank)) for rank in (0, 1)]
-    with (
-        control_plane_with(tls, token_secret_file=secret) as after,
-        secure_client(after, owner) as client,
-        secure_client(after, thief) as other,
-    ):
-        stolen, stolen_lease = other.open(0, spec)
-        watcher = other.watch_rank(stolen, stolen_lease)
-        watcher.next("job_opened")
-        for rank, answer in enumerate(opened):
-            resumed = request(rank)
-            resumed.resume.job_id = answer.job_id
-            client.tokens.opened(answer)
-            back = client.jobs.OpenJob(resumed, metadata=[("distca-job-token-bin", answer.token)])
-            assert back.job_id == answer.job_id
-        assert "is that of a job that ran before" in watcher.next("job_closed").error
-        with pytest.raises(rpc.PermissionDenied, match="which another identity runs"):
-            other.open(0, spec)
-        # A token of a job that has ended opens no door: not to another's running job.
-        forged = request(0)
-        forged.resume.job_id = opened[0].job_id
-        with pytest.raises(rpc.PermissionDenied):
-            other.jobs.OpenJob(forged, metadata=[("distca-job-token-bin", opened[0].token)])
 
 
 def test_connections_that_say_nothing_are_closed(monkeypatch: pytest.MonkeyPatch, pki: Pki) -> None:

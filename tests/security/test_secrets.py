@@ -42,7 +42,9 @@ def test_nothing_that_happens_to_a_job_logs_a_secret(
     secrets = {SECRET}
     with (
         control_plane_with(
-            pki.issue(Role.CONTROL_PLANE).for_server(), token_secret_file=path
+            pki.issue(Role.CONTROL_PLANE).for_server(),
+            token_secret_file=path,
+            state_dir=path.parent,
         ) as control_plane,
         secure_client(control_plane, pki.issue(Role.TRAINER)) as trainer,
         secure_client(control_plane, pki.issue(Role.SERVER)) as server,

@@ -235,7 +235,8 @@ def test_a_job_comes_back_to_a_new_control_plane_by_its_own_ranks_tokens_alone(
     other.write_bytes(b"o" * 32)
     owner, stranger = (pki.issue(Role.TRAINER, name) for name in ("team-a", "team-b"))
     with (
-        control_plane_with(tls, token_secret_file=path) as before,
+        # The first of its state folder, and so one that keeps no names for jobs from before.
+        control_plane_with(tls, token_secret_file=path, state_dir=tmp_path) as before,
         secure_client(before, owner) as client,
     ):
         job_id, lease = client.open(0)

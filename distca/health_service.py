@@ -1,0 +1,102 @@
+"""What servers answer to ``grpc.health.v1``: whether they serve.
+
+The servicers of the package ``grpcio-health-checking`` keep something for every name that a client
+watches, and write to a watcher while they hold what a change of status needs: a client that reads
+nothing would keep a control plane from taking over. These know their services, keep nothing for
+others, and wait for no reader.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+from typing import Any, Final
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+Status = health_pb2.HealthCheckResponse.ServingStatus
+
+OVERALL: Final = ""
+"""Names the process as a whole."""
+
+
+class HealthService(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
+    """Of a server on an event loop. NOT_SERVING until told otherwise; lives on that loop.
+
+    Args:
+        services: full names of what it answers for; :data:`OVERALL` besides. Others are NOT_FOUND.
+    """
+
+    def __init__(self, services: Iterable[str] = ()) -> None:
+        self._services = frozenset({OVERALL, *services})
+        self._serves = False
+        self._is_over = False
+        self._changed = asyncio.Event()
+
+    def serving(self) -> None:
+        """From now on SERVING, unless it is over."""
+        self._change(not self._is_over)
+
+    def over(self) -> None:
+        """From now on NOT_SERVING, for good."""
+        self._is_over = True
+        self._change(False)
+
+    async def Check(  # noqa: N802 - named by the protocol
+        self, request: health_pb2.HealthCheckRequest, context: grpc.aio.ServicerContext
+    ) -> health_pb2.HealthCheckResponse:
+        await self._check_known(request, context)
+        return _answer(self._serves)
+
+    async def Watch(  # noqa: N802
+        self, request: health_pb2.HealthCheckRequest, context: grpc.aio.ServicerContext
+    ) -> None:
+        await self._check_known(request, context)
+        told: bool | None = None
+        while True:
+            changed = self._changed
+            if self._serves != told:
+                told = self._serves
+                await context.write(_answer(told))
+            elif self._is_over:
+                return
+            else:
+                await changed.wait()
+
+    async def _check_known(
+        self, request: health_pb2.HealthCheckRequest, context: grpc.aio.ServicerContext
+    ) -> None:
+        if request.service not in self._services:
+            await context.abort(grpc.StatusCode.NOT_FOUND, _UNKNOWN)
+
+    def _change(self, serves: bool) -> None:
+        self._serves = serves
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+
+class HealthCheck(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
+    """Of a server with threads: it is asked, and cannot be watched (UNIMPLEMENTED), since each
+    watcher would take a thread. It answers for the process as a whole.
+
+    Attributes:
+        serves: whether it answers SERVING; set from any thread.
+    """
+
+    def __init__(self) -> None:
+        self.serves = False
+
+    def Check(  # noqa: N802
+        self, request: health_pb2.HealthCheckRequest, context: Any
+    ) -> health_pb2.HealthCheckResponse:
+        if request.service != OVERALL:
+            context.abort(grpc.StatusCode.NOT_FOUND, _UNKNOWN)
+        return _answer(self.serves)
+
+
+_UNKNOWN = "this server has no service of that name; an empty name asks for the process as a whole"
+
+
+def _answer(serves: bool) -> health_pb2.HealthCheckResponse:
+    return health_pb2.HealthCheckResponse(status=Status.SERVING if serves else Status.NOT_SERVING)

@@ -1,0 +1,37 @@
+"""Streams of events: what one that was replaced keeps, and how many a member may have."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from control_plane.errors import BacklogError, ReplacedError
+from control_plane.subscriptions import MAX_STREAMS_OF_MEMBER, Subscriptions
+from distca.v1 import jobs_pb2
+
+
+def test_a_stream_that_was_replaced_keeps_no_events() -> None:
+    subscriptions: Subscriptions[str] = Subscriptions(limit=8)
+    replaced = subscriptions.open("rank", [jobs_pb2.PlanEvent()])
+    subscriptions.publish("rank", jobs_pb2.PlanEvent())
+    newer = subscriptions.open("rank", [jobs_pb2.PlanEvent()])
+
+    async def read() -> None:
+        with pytest.raises(ReplacedError):
+            await anext(replaced.events())
+        assert await anext(newer.events()) == jobs_pb2.PlanEvent()
+
+    asyncio.run(read())
+
+
+def test_a_member_has_so_many_streams_until_one_has_ended() -> None:
+    subscriptions: Subscriptions[str] = Subscriptions(limit=8)
+    opened = [subscriptions.open("rank", []) for _ in range(MAX_STREAMS_OF_MEMBER)]
+    with pytest.raises(BacklogError, match="16 streams of the same lease"):
+        subscriptions.open("rank", [])
+    subscriptions.open("another", [])
+    assert not opened[-1].ended
+    subscriptions.discard("rank", opened[0])
+    subscriptions.open("rank", [])
+    assert opened[-1].ended
