@@ -48,6 +48,8 @@ class UcxSettings:
             (two polling processes on few cores only slow each other down), 2 ms on a GPU
             (sleeping costs cuda_ipc half of its bandwidth at 16 MiB).
         handshake_timeout_seconds: how long a client may take from its connection to its hello.
+        max_half_open: clients that may have connected and not said hello; of more, the oldest of
+            the host that has most go. An eighth of ``ulimit -n`` if that is less.
         max_probe_bytes: the largest probe message that a peer may make this side hold memory for.
         slowest_bytes_per_second: the slowest network worth using. A ping is given the time that
             the messages under way take at this rate, since they share the network with it.
@@ -59,11 +61,13 @@ class UcxSettings:
     options: Mapping[str, str] = field(default_factory=dict)
     busy_poll_seconds: float | None = None
     handshake_timeout_seconds: float = 5.0
+    max_half_open: int = 4096
     max_probe_bytes: int = 64 * 2**20
     slowest_bytes_per_second: float = 16 * 2**20
 
     _POSITIVE: ClassVar[tuple[str, ...]] = (
         "handshake_timeout_seconds",
+        "max_half_open",
         "max_probe_bytes",
         "slowest_bytes_per_second",
     )
