@@ -64,6 +64,7 @@ class NixlTransport(BaseTransport[NixlConnection, NixlWorker]):
     Raises:
         ImportError: nixl is not installed; says what to install.
         RuntimeError: nixl did not start.
+        ValueError: ``data_host`` is on no interface of this machine.
     """
 
     connection_type = NixlConnection

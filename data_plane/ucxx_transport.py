@@ -50,7 +50,7 @@ class UcxxTransport(BaseTransport[UcxxConnection, UcxxWorker]):
         metrics: counts transfers, failures and probes when given.
 
     Raises:
-        ValueError: UCX refused an option.
+        ValueError: UCX refused an option, or ``data_host`` is on no interface of this machine.
         RuntimeError: UCX did not start.
     """
 
@@ -124,16 +124,16 @@ class UcxxTransport(BaseTransport[UcxxConnection, UcxxWorker]):
         """Raises ConnectFailed if the way to ``ip`` leaves by an interface that UCX may not use:
         UCX itself says no more than that the connection was lost."""
         settings = self._settings
-        devices = settings.context_options().get("NET_DEVICES")
-        if settings.rdma or settings.interface is None or devices != settings.interface:
+        bound = None if settings.rdma else settings.bound_interface()
+        if bound is None:
             return
         source = source_ip(ip)
         interface = None if source is None else interface_of(source)
-        if interface in (None, settings.interface):
+        if interface in (None, bound):
             return
         raise ConnectFailed(
             f"the way there leaves by {interface} ({source}), but data_host "
-            f"{settings.data_host} lets UCX use {devices} alone",
+            f"{settings.data_host} lets UCX use {bound} alone",
             transport=TRANSPORT_NAME,
             peer=str(address),
             hint=f"give --data-host {source}, or name the interfaces in UCX_NET_DEVICES",

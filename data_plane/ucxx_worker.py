@@ -132,14 +132,15 @@ class UcxxWorker(OwnerThread):
             self._on_deaf()
 
     def _open(self, poller: select.epoll) -> None:
+        options = self._settings.context_options()
         try:
-            self._start_ucx()
+            self._start_ucx(options)
         except Exception as error:
-            raise self._explain_start(error) from error
+            raise _explain_start(error, options) from error
         self._poller = poller
         poller.register(self.ucp.epoll_file_descriptor, select.EPOLLIN)
 
-    def _start_ucx(self) -> None:
+    def _start_ucx(self, options: dict[str, str]) -> None:
         if self._settings.on_gpu:
             import torch
 
@@ -151,18 +152,10 @@ class UcxxWorker(OwnerThread):
         os.environ.pop("UCX_MEMTYPE_CACHE", None)
         before = listening_ports()
         feature = libucxx.Feature
-        context = libucxx.UCXContext(
-            self._settings.context_options(), (feature.TAG, feature.STREAM, feature.WAKEUP)
-        )
+        context = libucxx.UCXContext(options, (feature.TAG, feature.STREAM, feature.WAKEUP))
         self.ucp = libucxx.UCXWorker(context)
         self.ucp.init_blocking_progress_mode()
         self.ports = listening_ports() - before
-
-    def _explain_start(self, error: Exception) -> Exception:
-        options = self._settings.context_options()
-        if isinstance(error, libucxx.UCXConfigError):
-            return ValueError(f"UCX refused an option of {options}: {error}")
-        return RuntimeError(f"UCX did not start with options {options}: {error}")
 
     def _progress(self) -> bool:
         self.ucp.progress()
@@ -221,6 +214,12 @@ class UcxxWorker(OwnerThread):
             _ABANDONED.append((self.ucp, self._in_flight))
             self._in_flight = []
         self.ucp = None
+
+
+def _explain_start(error: Exception, options: dict[str, str]) -> Exception:
+    if isinstance(error, libucxx.UCXConfigError):
+        return ValueError(f"UCX refused an option of {options}: {error}")
+    return RuntimeError(f"UCX did not start with options {options}: {error}")
 
 
 _ABANDONED: list[object] = []
