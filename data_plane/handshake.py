@@ -45,7 +45,7 @@ class HandshakeFailure(StrEnum):
     """Why a listener took a client not in: the ``cause`` of its metric."""
 
     TIMEOUT = "timeout"
-    """It did not say hello in time."""
+    """It did not say hello in time, or did not even speak UCX."""
     MALFORMED = "malformed"
     PROOF = "proof"
     """It does not know the secret of what it says it is, or says it is nobody known."""
@@ -54,6 +54,8 @@ class HandshakeFailure(StrEnum):
     """It has proven itself, but cannot be served."""
     LOST = "lost"
     """It went away half-way."""
+    NO_ROOM = "no-room"
+    """Too many were half-way, most of them of its host, and it was the oldest of those."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -37,12 +37,25 @@ def source_ip(peer_ip: str) -> str | None:
 
 
 def interface_of_host(host: str) -> str | None:
-    """Returns the interface of one of this machine's addresses, given as a name or number.
+    """Returns the interface of one of this machine's addresses, given as a name or number; None,
+    which stands for all of them, for 0.0.0.0.
 
-    None stands for all of them: ``host`` is 0.0.0.0, or no address of this machine.
+    Raises:
+        ValueError: it is no address of this machine's interfaces; says what to do.
     """
+    advice = (
+        "UCX would open its ports on all interfaces. Give --data-host (data_host) an address that "
+        "`ip address` shows; 0.0.0.0 if all interfaces are meant; or name the interfaces in "
+        "UCX_NET_DEVICES"
+    )
     try:
         ip = socket.gethostbyname(host)
-    except OSError:
+    except OSError as error:
+        raise ValueError(f"data_host {host!r} has no IPv4 address: {error}. {advice}") from error
+    if ip == ANY_ADDRESS:
         return None
-    return None if ip == ANY_ADDRESS else interface_of(ip)
+    interface = interface_of(ip)
+    if interface is None:
+        named = host if host == ip else f"{host}, that is {ip},"
+        raise ValueError(f"data_host {named} is on no network interface of this machine. {advice}")
+    return interface

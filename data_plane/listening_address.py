@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import ctypes
 import ipaddress
-import os
 import socket
 import struct
+
+from data_plane.interfaces import ANY_ADDRESS
+from data_plane.process_sockets import listener_on
 
 _SO_ATTACH_FILTER = 26
 _LOAD_WORD, _JUMP_IF_EQUAL, _RETURN = 0x20, 0x15, 0x06
@@ -39,8 +41,7 @@ def accept_only_at(ip: str, port: int) -> None:
     Raises:
         OSError: this process has no such listener, or the kernel took no filter.
     """
-    listener = _listener_on(port)
-    try:
+    with listener_on(ANY_ADDRESS, port) as listener:
         destination = int(ipaddress.IPv4Address(ip))
         instructions = b"".join(
             struct.pack("=HBBI", code, if_true, if_false, operand)
@@ -54,36 +55,3 @@ def accept_only_at(ip: str, port: int) -> None:
         memory = ctypes.create_string_buffer(instructions, len(instructions))
         program = _Program(len(instructions) // 8, ctypes.addressof(memory))
         listener.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, bytes(program))
-    finally:
-        listener.close()
-
-
-def _listener_on(port: int) -> socket.socket:
-    """A copy of the descriptor of this process's listener on 0.0.0.0:``port``."""
-    for name in os.listdir("/proc/self/fd"):
-        candidate = _copy_of(int(name))
-        if candidate is None:
-            continue
-        if _listens(candidate) and candidate.getsockname()[:2] == ("0.0.0.0", port):
-            return candidate
-        candidate.close()
-    raise OSError(f"this process has no listener on 0.0.0.0:{port}")
-
-
-def _copy_of(descriptor: int) -> socket.socket | None:
-    """The same socket under another descriptor; None if it is no socket, or closed meanwhile."""
-    try:
-        copy = os.dup(descriptor)
-    except OSError:
-        return None
-    try:
-        return socket.socket(fileno=copy)
-    except OSError:
-        os.close(copy)
-        return None
-
-
-def _listens(candidate: socket.socket) -> bool:
-    if candidate.family != socket.AF_INET or candidate.type != socket.SOCK_STREAM:
-        return False
-    return bool(candidate.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))

@@ -21,6 +21,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from data_plane.nixl_settings import NixlSettings
+from data_plane.process_sockets import listening_ports
 
 if TYPE_CHECKING:
     import torch
@@ -93,6 +94,10 @@ class NixlAgent:
     Args:
         settings: devices and UCX options.
 
+    Attributes:
+        ports: TCP ports that its UCX has opened; another thread of the process may have opened one
+            of them meanwhile.
+
     Raises:
         ImportError: the library is not installed.
         RuntimeError: it did not start.
@@ -102,6 +107,7 @@ class NixlAgent:
         library = import_nixl()
         self.errors = nixl_errors(library)
         config = library.nixl_agent_config(enable_prog_thread=False, backends=[])
+        before = listening_ports()
         # Unique: peers tell agents apart by name.
         self._agent = library.nixl_agent(f"distca-{uuid.uuid4().hex}", config)
         options = settings.context_options()
@@ -112,6 +118,7 @@ class NixlAgent:
                 raise RuntimeError(
                     f"nixl did not start with UCX options {options}: {error}"
                 ) from error
+        self.ports = listening_ports() - before
         self._remote_names: dict[bytes, str] = {}
         self._retired: list[tuple[int, int]] = []
 
@@ -223,6 +230,8 @@ class NixlMemory:
         self._settings = settings
         self._run_soon = run_soon
         self._agent = NixlAgent(settings)
+        self._ports = self._agent.ports
+        self._on_ports: Callable[[frozenset[int]], None] = lambda ports: None
         self._registered: dict[int, _Registered] = {}
 
     @property
@@ -250,6 +259,15 @@ class NixlMemory:
         weakref.finalize(block, died).atexit = False
         return registered.region
 
+    def tell_ports(self, on_ports: Callable[[frozenset[int]], None]) -> None:
+        """Calls ``on_ports``, now and whenever there are more, with the ports of all agents."""
+        self._on_ports = on_ports
+        on_ports(self._ports)
+
+    def progress(self) -> None:
+        """Lets the agent in force notice what has happened to its connections."""
+        self._agent.progress()
+
     def forget_dead(self, metadata: bytes) -> None:
         """See ``NixlAgent.forget_dead``."""
         self._agent.forget_dead(metadata)
@@ -258,6 +276,8 @@ class NixlMemory:
         if self._agent.knows_otherwise(block):
             logger.info("memory was given back and comes again: a new nixl agent takes over")
             self._agent = NixlAgent(self._settings)
+            self._ports |= self._agent.ports
+            self._on_ports(self._ports)
         return self._agent.register(block)
 
     def _forget(self, key: int, registered: _Registered) -> None:

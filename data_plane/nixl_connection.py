@@ -27,7 +27,7 @@ from data_plane.nixl_link import BadFrame, FrameKind, NixlLink, UnprovenFrame
 from data_plane.nixl_worker import NixlWorker
 from data_plane.pings import PING_TAG, PONG_TAG
 from data_plane.posted_transfer import DATA_CHANNEL, PostedTransfer
-from data_plane.transport import PeerClosed, PeerLost, TransportError
+from data_plane.transport import PeerClosed, PeerLost, PeerReset, TransportError
 
 if TYPE_CHECKING:
     import socket
@@ -46,6 +46,7 @@ _OFFER = struct.Struct("!BQIQQi")
 _SIZE = struct.Struct("!BQQ")
 _NUMBER = struct.Struct("!I")
 _HELP_SECONDS = 5e-3
+_PEER_DIED: Final = "the peer died or closed it"
 
 
 @dataclass(frozen=True)
@@ -343,7 +344,14 @@ class NixlConnection(BaseConnection):
         self._peer_ended = error is None
         died = not self._torn_down
         if died:
-            self._fail_with("connection lost" + (f": {error}" if error else ""))
+            # A peer that closes says so first: without a word its process has ended.
+            self.fail(
+                self._new_error(
+                    PeerReset if error is None else PeerLost,
+                    "connection lost" + (f": {error}" if error else ""),
+                    hint=_PEER_DIED,
+                )
+            )
         if error is None:
             self._release_advertised()
         elif self._advertised:
@@ -361,7 +369,7 @@ class NixlConnection(BaseConnection):
                 self.worker.memory.forget_dead(metadata)
         self._finish_link()
 
-    def _fail_with(self, message: str, hint: str = "the peer died or closed it") -> None:
+    def _fail_with(self, message: str, hint: str = _PEER_DIED) -> None:
         self.fail(self._new_error(PeerLost, message, hint=hint))
 
     # The end

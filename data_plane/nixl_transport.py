@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, ClassVar, Final
 from data_plane.addresses import connect_failed, local_ip, resolve
 from data_plane.base_transport import COMMAND_TIMEOUT_SECONDS, BaseTransport, check_hello_length
 from data_plane.greeting import HEADER_BYTES, BadGreeting, Greeting, decode_header
+from data_plane.half_open import HalfOpen, half_open_limit
 from data_plane.handshake import (
     ClientHandshake,
     HandshakeFailure,
@@ -30,6 +31,7 @@ from data_plane.nixl_settings import NixlSettings
 from data_plane.nixl_worker import NixlWorker
 from data_plane.owner_result import OwnerResult
 from data_plane.proof import ConnectionKeys, Ends
+from data_plane.silent_sockets import SilentSockets, has_sent_a_message
 from data_plane.transport import AcceptCallback, Address, Connection, TransportError
 
 if TYPE_CHECKING:
@@ -38,6 +40,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _BACKLOG: Final = 1024
+_CLIENTS_A_TURN: Final = 16
+"""Messages of others wait meanwhile."""
+_NO_FILES_SECONDS: Final = 0.1
+_CONNECTED_SECONDS: Final = 0.5
+"""A connection of an agent to itself is there by then."""
 _REJECTION_LINGER_SECONDS = 1.0
 """How long a refused client has to read the reason."""
 
@@ -57,6 +64,7 @@ class NixlTransport(BaseTransport[NixlConnection, NixlWorker]):
     Raises:
         ImportError: nixl is not installed; says what to install.
         RuntimeError: nixl did not start.
+        ValueError: ``data_host`` is on no interface of this machine.
     """
 
     connection_type = NixlConnection
@@ -70,7 +78,15 @@ class NixlTransport(BaseTransport[NixlConnection, NixlWorker]):
         self._settings = settings or NixlSettings()
         self._ids = itertools.count()
         self._listener: socket.socket | None = None
+        limit = half_open_limit(self._settings.max_half_open)
+        self._half_open: HalfOpen[NixlConnection] = HalfOpen(limit)
         super().__init__(NixlWorker(self._settings), self._settings, metrics)
+        self._silent_sockets = SilentSockets(
+            limit=limit,
+            timeout_seconds=self._settings.handshake_timeout_seconds,
+            on_ended=self._on_silent_ended,
+        )
+        self._worker.submit(lambda: self._worker.memory.tell_ports(self._watch_ports))
 
     def listen(self, host: str, port: int, accept: AcceptCallback) -> Address:
         """See ``Transport.listen``; once per transport.
@@ -92,11 +108,7 @@ class NixlTransport(BaseTransport[NixlConnection, NixlWorker]):
             raise self._cannot_listen(host, port, str(error)) from error
         listener.setblocking(False)
         self._listener = listener
-        self._worker.submit(
-            lambda: self._worker.watch(
-                listener, select.EPOLLIN, lambda events: self._take_in(listener, accept)
-            )
-        )
+        self._worker.submit(lambda: self._watch_listener(listener, accept))
         bound_port = int(listener.getsockname()[1])
         logger.info("listening on %s:%d", host, bound_port)
         return Address(host, bound_port)
@@ -118,6 +130,23 @@ class NixlTransport(BaseTransport[NixlConnection, NixlWorker]):
             raise connect_failed(address, str(error), TRANSPORT_NAME) from error
         logger.info("connection %d with %s opened", connection.local_id, address)
         return connection, answer
+
+    def close(self, timeout_seconds: float = 5.0) -> None:
+        self._silent_sockets.close()
+        super().close(timeout_seconds)
+
+    def _watch_ports(self, ports: frozenset[int]) -> None:
+        """Has connections ended that say nothing to nixl's UCX. Owner thread."""
+        self._silent_sockets.watch(dict.fromkeys(ports, has_sent_a_message))
+        # An agent connects to itself, and says so only when it is driven.
+        self._worker.call_at(
+            time.monotonic() + _CONNECTED_SECONDS, lambda: self._worker.memory.progress()
+        )
+
+    def _on_silent_ended(self, cause: HandshakeFailure) -> None:
+        self._on_refused(cause)
+        # Else nixl's UCX would not close the descriptor before the next message.
+        self._worker.submit(lambda: self._worker.memory.progress())
 
     def _new_probe(self, connection: NixlConnection) -> NixlProbe:
         return NixlProbe(connection, self._probe_pool, self._max_probe_bytes)
@@ -161,21 +190,50 @@ class NixlTransport(BaseTransport[NixlConnection, NixlWorker]):
         if not result.set(connection):
             connection.close("nobody waits for this connection any more")
 
-    def _take_in(self, listener: socket.socket, accept: AcceptCallback) -> None:
-        while True:
+    def _watch_listener(self, listener: socket.socket, accept: AcceptCallback) -> None:
+        if not self._closed:
+            self._worker.watch(
+                listener, select.EPOLLIN, lambda events: self._take_some_in(listener, accept)
+            )
+
+    def _take_some_in(self, listener: socket.socket, accept: AcceptCallback) -> None:
+        for _ in range(_CLIENTS_A_TURN):
             try:
                 link, peer = listener.accept()
             except BlockingIOError:
                 return
+            except ConnectionError as error:
+                logger.info("a client went away while it connected: %s", error)
+                continue
             except OSError as error:
-                logger.warning("a client went away while it connected: %s", error)
+                self._make_room(listener, accept, error)
                 return
-            connection = self._open_connection(link, next(self._ids), str(Address(*peer)))
-            ends = _ends(client=peer, server=link.getsockname())
-            self._challenge(connection, ListenerHandshake(ends), accept)
+            self._take_in(link, peer, accept)
+
+    def _make_room(self, listener: socket.socket, accept: AcceptCallback, error: OSError) -> None:
+        """No client can be taken in, for want of files: one that has not said hello goes, and the
+        next is tried a moment later."""
+        made = self._half_open.put_one_out()
+        logger.warning(
+            "no client can be taken in: %s%s", error, "; the oldest goes" if made else ""
+        )
+        self._worker.unwatch(listener)
+        self._worker.call_at(
+            time.monotonic() + _NO_FILES_SECONDS, lambda: self._watch_listener(listener, accept)
+        )
+
+    def _take_in(self, link: socket.socket, peer: tuple[str, int], accept: AcceptCallback) -> None:
+        connection = self._open_connection(link, next(self._ids), str(Address(*peer)))
+        ends = _ends(client=peer, server=link.getsockname())
+        self._challenge(connection, ListenerHandshake(ends), accept, host=peer[0])
 
     def _challenge(
-        self, connection: NixlConnection, handshake: ListenerHandshake, accept: AcceptCallback
+        self,
+        connection: NixlConnection,
+        handshake: ListenerHandshake,
+        accept: AcceptCallback,
+        *,
+        host: str,
     ) -> None:
         """Sends the challenge, and judges the client by its answer to it."""
         seconds = self._settings.handshake_timeout_seconds
@@ -186,8 +244,15 @@ class NixlTransport(BaseTransport[NixlConnection, NixlWorker]):
             failure = HandshakeFailure.TIMEOUT
             connection.close(f"no hello within {seconds} s")
 
+        def put_out() -> None:
+            nonlocal failure
+            if failure is not None:
+                failure = HandshakeFailure.NO_ROOM
+            connection.close("too many clients have not said hello")
+
         def on_closed(error: TransportError | None) -> None:
             timer.cancel()
+            self._half_open.leave(connection)
             if failure is not None:
                 self._on_refused(failure)
 
@@ -199,6 +264,7 @@ class NixlTransport(BaseTransport[NixlConnection, NixlWorker]):
 
         timer = self._worker.call_at(time.monotonic() + seconds, on_deadline)
         connection.add_closed_callback(on_closed)
+        self._half_open.enter(connection, host, put_out)
         connection.on_bad_greeting = lambda bad: conclude(
             refusal(HandshakeFailure.MALFORMED, f"the hello {bad}")
         )
@@ -211,6 +277,7 @@ class NixlTransport(BaseTransport[NixlConnection, NixlWorker]):
         connection.link.send_raw(verdict.greeting.encode())
         if verdict.keys is not None:
             keys = verdict.keys
+            self._half_open.leave(connection)
             connection.begin(sending_key=keys.to_client, receiving_key=keys.to_server)
             logger.info("connection %d with %s accepted", connection.local_id, connection.peer)
             return

@@ -115,7 +115,8 @@ def open_transport(
         metrics: counts transfers, failures and probes when given.
 
     Raises:
-        ValueError: no such transport, or an option is wrong.
+        ValueError: no such transport, an option is wrong, or ``data_host`` is on no interface of
+            this machine.
         ImportError: its library is not installed; says what to install.
         RuntimeError: the library did not start, or this process has opened the other transport.
     """

@@ -48,6 +48,8 @@ class UcxSettings:
             (two polling processes on few cores only slow each other down), 2 ms on a GPU
             (sleeping costs cuda_ipc half of its bandwidth at 16 MiB).
         handshake_timeout_seconds: how long a client may take from its connection to its hello.
+        max_half_open: clients that may have connected and not said hello; of more, the oldest of
+            the host that has most go. An eighth of ``ulimit -n`` if that is less.
         max_probe_bytes: the largest probe message that a peer may make this side hold memory for.
         slowest_bytes_per_second: the slowest network worth using. A ping is given the time that
             the messages under way take at this rate, since they share the network with it.
@@ -59,11 +61,13 @@ class UcxSettings:
     options: Mapping[str, str] = field(default_factory=dict)
     busy_poll_seconds: float | None = None
     handshake_timeout_seconds: float = 5.0
+    max_half_open: int = 4096
     max_probe_bytes: int = 64 * 2**20
     slowest_bytes_per_second: float = 16 * 2**20
 
     _POSITIVE: ClassVar[tuple[str, ...]] = (
         "handshake_timeout_seconds",
+        "max_half_open",
         "max_probe_bytes",
         "slowest_bytes_per_second",
     )
@@ -86,25 +90,37 @@ class UcxSettings:
             return self.busy_poll_seconds
         return _GPU_BUSY_POLL_SECONDS if self.on_gpu else 0.0
 
-    @property
-    def interface(self) -> str | None:
-        """The network interface of ``data_host``; None stands for all."""
-        return None if self.data_host is None else interface_of_host(self.data_host)
+    def bound_interface(self, environ: Mapping[str, str] = os.environ) -> str | None:
+        """The network interface that UCX is tied to by ``data_host``; None if it may use all, or
+        those that the user names in ``NET_DEVICES``.
+
+        Raises:
+            ValueError: ``data_host`` is on no interface of this machine.
+        """
+        named = "UCX_NET_DEVICES" in {*environ, *(f"UCX_{name}" for name in self._own_options())}
+        return None if self.data_host is None or named else interface_of_host(self.data_host)
 
     def context_options(self, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
         """Returns the options for the UCX context, names without ``UCX_``.
 
         A default is left out where ``environ`` sets the option: UCX reads it from there.
-        """
-        defaults = {**self._default_options(), **self._net_devices(), **TCP_OPTIONS}
-        chosen = {name: value for name, value in defaults.items() if f"UCX_{name}" not in environ}
-        return chosen | {name.removeprefix("UCX_"): value for name, value in self.options.items()}
 
-    def _net_devices(self) -> Mapping[str, str]:
+        Raises:
+            ValueError: ``data_host`` is on no interface of this machine.
+        """
+        defaults = {**self._default_options(), **self._net_devices(environ), **TCP_OPTIONS}
+        chosen = {name: value for name, value in defaults.items() if f"UCX_{name}" not in environ}
+        return chosen | self._own_options()
+
+    def _own_options(self) -> dict[str, str]:
+        return {name.removeprefix("UCX_"): value for name, value in self.options.items()}
+
+    def _net_devices(self, environ: Mapping[str, str]) -> Mapping[str, str]:
         # UCX listens on every interface that it may use, and its wire format trusts whoever calls.
-        if self.interface is None:
+        interface = self.bound_interface(environ)
+        if interface is None:
             return {}
-        return {"NET_DEVICES": ",".join((*self._rdma_devices(), self.interface))}
+        return {"NET_DEVICES": ",".join((*self._rdma_devices(), interface))}
 
     def _default_options(self) -> Mapping[str, str]:
         """UCX options besides ``TCP_OPTIONS`` and devices."""

@@ -2,8 +2,8 @@
 
 A message may come before its offer, and then nothing tells whose it is, or whether a stranger sent
 it. It waits in a place that has an end, in number, bytes and time; beyond, the oldest are dropped
-and counted, which closes nobody's connection. Only when an offer comes for a message that was
-dropped, the connection of that offer fails.
+and counted. When an offer comes for a message that was dropped, the connection of that offer fails,
+and no other: so a flood may end connections of peers whose messages wait while it goes on.
 """
 
 from __future__ import annotations

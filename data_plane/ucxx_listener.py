@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 
 from ucxx._lib import libucxx
 
 from data_plane.greeting import BadGreeting, Greeting
+from data_plane.half_open import HalfOpen
 from data_plane.handshake import HandshakeFailure, ListenerHandshake, Verdict, refusal
 from data_plane.interfaces import ANY_ADDRESS
 from data_plane.listening_address import accept_only_at
+from data_plane.process_sockets import Accepted
 from data_plane.transport import AcceptCallback, TransportError
 from data_plane.ucxx_connection import UcxxConnection
 from data_plane.ucxx_endpoint_query import query_endpoint
@@ -23,6 +26,9 @@ logger = logging.getLogger(__name__)
 
 _REJECTION_LINGER_SECONDS = 1.0
 """How long a refused client has to read the reason: closing at once would take it back."""
+
+_CLIENTS_A_TURN: Final = 4
+"""Taking in a client costs a millisecond, and messages of others wait meanwhile."""
 
 
 class UcxxListener:
@@ -39,6 +45,8 @@ class UcxxListener:
         on_refused: told of each client that is not taken in.
         open_connection: makes a connection of an endpoint and a peer's name.
         handshake_timeout_seconds: how long a client may take to say hello.
+        max_half_open: clients that may be about to say hello, or about to read that they are
+            refused.
 
     Raises:
         UCX_ERRORS: the port is in use.
@@ -54,6 +62,7 @@ class UcxxListener:
         on_refused: Callable[[HandshakeFailure], None],
         open_connection: Callable[[Any, str], UcxxConnection],
         handshake_timeout_seconds: float,
+        max_half_open: int,
     ) -> None:
         self._worker = worker
         self.ip = ip
@@ -61,6 +70,10 @@ class UcxxListener:
         self._on_refused = on_refused
         self._open_connection = open_connection
         self._handshake_timeout_seconds = handshake_timeout_seconds
+        self._arrived: deque[int] = deque()
+        self._half_open: HalfOpen[UcxxConnection] = HalfOpen(max_half_open)
+        self._taken_in: dict[tuple[str, int], UcxxConnection] = {}
+        self._sees_addresses = True
         self._listener: Any = libucxx.UCXListener.create(
             worker.ucp, port, self._on_connection_request
         )
@@ -81,9 +94,22 @@ class UcxxListener:
         """Takes no more clients; connections stay."""
         self._listener = None
 
+    def knows(self, accepted: Accepted) -> bool:
+        """Whether a TCP connection to this port is that of a client that UCX has told of. Any
+        thread."""
+        return accepted.peer in self._taken_in or not self._sees_addresses
+
     def _on_connection_request(self, request: int) -> None:
         # Called in the middle of UCX's progress; the handle stays valid until it is used.
-        self._worker.submit(lambda: self._take_in(request))
+        self._arrived.append(request)
+        if len(self._arrived) == 1:
+            self._worker.submit(self._take_some_in)
+
+    def _take_some_in(self) -> None:
+        for _ in range(min(len(self._arrived), _CLIENTS_A_TURN)):
+            self._take_in(self._arrived.popleft())
+        if self._arrived:
+            self._worker.submit(self._take_some_in)
 
     def _take_in(self, request: int) -> None:
         if self._listener is None:
@@ -91,17 +117,34 @@ class UcxxListener:
         try:
             endpoint = self._listener.create_endpoint_from_conn_request(request, True)
         except UCX_ERRORS as error:
-            logger.warning("a client went away while it connected: %s", error)
+            logger.info("a client went away while it connected: %s", error)
+            self._on_refused(HandshakeFailure.LOST)
             return
         info = query_endpoint(endpoint.handle)
         ends = ends_of(info, listening=True)
         connection = self._open_connection(endpoint, ends.client or "unknown")
+        self._remember(connection, info.remote)
         if self.ip != ANY_ADDRESS and info.local[0] not in ("", self.ip):
             connection.close(f"came to {info.local[0]}, listening on {self.ip} only")
             return
-        self._challenge(connection, ListenerHandshake(ends))
+        self._challenge(connection, ListenerHandshake(ends), host=info.remote[0])
 
-    def _challenge(self, connection: UcxxConnection, handshake: ListenerHandshake) -> None:
+    def _remember(self, connection: UcxxConnection, remote: tuple[str, int]) -> None:
+        """Keeps whose a TCP connection to this port is, while there is one."""
+        if not remote[0]:
+            self._sees_addresses = False
+            return
+        self._taken_in[remote] = connection
+
+        def forget(error: TransportError | None) -> None:
+            if self._taken_in.get(remote) is connection:
+                del self._taken_in[remote]
+
+        connection.add_closed_callback(forget)
+
+    def _challenge(
+        self, connection: UcxxConnection, handshake: ListenerHandshake, *, host: str
+    ) -> None:
         """Sends the challenge, and judges the client by its answer to it."""
         seconds = self._handshake_timeout_seconds
         failure: HandshakeFailure | None = HandshakeFailure.LOST
@@ -111,8 +154,15 @@ class UcxxListener:
             failure = HandshakeFailure.TIMEOUT
             connection.close(f"no hello within {seconds} s")
 
+        def put_out() -> None:
+            nonlocal failure
+            if failure is not None:
+                failure = HandshakeFailure.NO_ROOM
+            connection.close("too many clients have not said hello")
+
         def on_closed(error: TransportError | None) -> None:
             timer.cancel()
+            self._half_open.leave(connection)
             if failure is not None:
                 self._on_refused(failure)
 
@@ -130,12 +180,14 @@ class UcxxListener:
 
         timer = self._worker.call_at(time.monotonic() + seconds, on_deadline)
         connection.add_closed_callback(on_closed)
+        self._half_open.enter(connection, host, put_out)
         send_greeting(connection, handshake.challenge, on_sent=lambda: None)
         receive_greeting(connection, on_greeting, on_bad)
 
     def _conclude(self, connection: UcxxConnection, verdict: Verdict) -> None:
         if verdict.keys is not None:
             keys = verdict.keys
+            self._half_open.leave(connection)
             connection.begin(sending_key=keys.to_client, receiving_key=keys.to_server)
             send_greeting(connection, verdict.greeting, on_sent=lambda: None)
             logger.info("connection %d with %s accepted", connection.local_id, connection.peer)

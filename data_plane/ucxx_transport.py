@@ -13,10 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 from data_plane.addresses import connect_failed, local_ip, resolve
 from data_plane.base_transport import COMMAND_TIMEOUT_SECONDS, BaseTransport, check_hello_length
+from data_plane.half_open import half_open_limit
 from data_plane.handshake import ClientHandshake, HandshakeFailure
 from data_plane.interfaces import interface_of, source_ip
 from data_plane.metrics import DropCause
 from data_plane.owner_result import OwnerResult
+from data_plane.silent_sockets import HasSpoken, SilentSockets, has_sent_a_message
 from data_plane.transport import (
     AcceptCallback,
     Address,
@@ -48,7 +50,7 @@ class UcxxTransport(BaseTransport[UcxxConnection, UcxxWorker]):
         metrics: counts transfers, failures and probes when given.
 
     Raises:
-        ValueError: UCX refused an option.
+        ValueError: UCX refused an option, or ``data_host`` is on no interface of this machine.
         RuntimeError: UCX did not start.
     """
 
@@ -71,7 +73,14 @@ class UcxxTransport(BaseTransport[UcxxConnection, UcxxWorker]):
             max_bytes=self._settings.max_unclaimed_bytes,
             max_seconds=self._settings.max_unclaimed_seconds,
         )
+        self._max_half_open = half_open_limit(self._settings.max_half_open)
         super().__init__(worker, self._settings, metrics)
+        self._silent_sockets = SilentSockets(
+            limit=self._max_half_open,
+            timeout_seconds=self._settings.handshake_timeout_seconds,
+            on_ended=self._on_refused,
+        )
+        self._watch_ports()
 
     def listen(self, host: str, port: int, accept: AcceptCallback) -> Address:
         """See ``Transport.listen``; once per transport.
@@ -115,16 +124,16 @@ class UcxxTransport(BaseTransport[UcxxConnection, UcxxWorker]):
         """Raises ConnectFailed if the way to ``ip`` leaves by an interface that UCX may not use:
         UCX itself says no more than that the connection was lost."""
         settings = self._settings
-        devices = settings.context_options().get("NET_DEVICES")
-        if settings.rdma or settings.interface is None or devices != settings.interface:
+        bound = None if settings.rdma else settings.bound_interface()
+        if bound is None:
             return
         source = source_ip(ip)
         interface = None if source is None else interface_of(source)
-        if interface in (None, settings.interface):
+        if interface in (None, bound):
             return
         raise ConnectFailed(
             f"the way there leaves by {interface} ({source}), but data_host "
-            f"{settings.data_host} lets UCX use {devices} alone",
+            f"{settings.data_host} lets UCX use {bound} alone",
             transport=TRANSPORT_NAME,
             peer=str(address),
             hint=f"give --data-host {source}, or name the interfaces in UCX_NET_DEVICES",
@@ -148,6 +157,7 @@ class UcxxTransport(BaseTransport[UcxxConnection, UcxxWorker]):
         except UCX_ERRORS as error:
             result.set(error)
             return
+        self._watch_ports()
         result.set(self._listener.port)
 
     def _new_listener(self, ip: str, port: int, accept: AcceptCallback) -> UcxxListener:
@@ -159,7 +169,15 @@ class UcxxTransport(BaseTransport[UcxxConnection, UcxxWorker]):
             on_refused=self._on_refused,
             open_connection=self._open_connection,
             handshake_timeout_seconds=self._settings.handshake_timeout_seconds,
+            max_half_open=self._max_half_open,
         )
+
+    def _watch_ports(self) -> None:
+        """Has connections ended that say nothing to UCX."""
+        ports: dict[int, HasSpoken] = dict.fromkeys(self._worker.ports, has_sent_a_message)
+        if self._listener is not None:
+            ports[self._listener.port] = self._listener.knows
+        self._silent_sockets.watch(ports)
 
     def _start_anew(self) -> None:
         """The worker hears nobody of this host any more: ends its connections, and goes on with a
@@ -186,12 +204,14 @@ class UcxxTransport(BaseTransport[UcxxConnection, UcxxWorker]):
             )
         self._arrivals.clear()
         self._worker.replace()
+        self._watch_ports()
         if listener is not None:
             self._listen_again(listener, time.monotonic() + _LISTEN_AGAIN_SECONDS)
 
     def _listen_again(self, old: UcxxListener, deadline: float) -> None:
         try:
             self._listener = self._new_listener(old.ip, old.port, old.accept)
+            self._watch_ports()
         except UCX_ERRORS as error:
             if time.monotonic() < deadline:
                 self._worker.call_at(
@@ -212,6 +232,10 @@ class UcxxTransport(BaseTransport[UcxxConnection, UcxxWorker]):
         )
         self._keep(connection)
         return connection
+
+    def close(self, timeout_seconds: float = 5.0) -> None:
+        self._silent_sockets.close()
+        super().close(timeout_seconds)
 
     def _close_everything(self) -> None:
         super()._close_everything()

@@ -18,6 +18,7 @@ from ucxx._lib import libucxx
 from ucxx._lib.arr import Array
 
 from data_plane.owner_thread import OwnerThread
+from data_plane.process_sockets import listening_ports
 from data_plane.ucxx_settings import UcxxSettings
 from data_plane.ucxx_shared_memory import SharedMemoryCheck
 
@@ -53,6 +54,10 @@ class UcxxWorker(OwnerThread):
             be received or discarded). Matching messages here instead of posting receives to UCX
             tells their length before a byte is written, and leaves an offer that nothing came
             for with no trace in UCX.
+
+    Attributes:
+        ports: TCP ports that UCX has opened by itself; another thread of the process may have
+            opened one of them meanwhile.
     """
 
     def __init__(
@@ -73,6 +78,7 @@ class UcxxWorker(OwnerThread):
         self._poller: select.epoll | None = None
         self._in_flight: list[_InFlight] = []
         self.ucp: Any = None
+        self.ports: frozenset[int] = frozenset()
 
     def track(
         self, request: Any, memory: object, on_complete: Callable[[Exception | None], None]
@@ -126,14 +132,15 @@ class UcxxWorker(OwnerThread):
             self._on_deaf()
 
     def _open(self, poller: select.epoll) -> None:
+        options = self._settings.context_options()
         try:
-            self._start_ucx()
+            self._start_ucx(options)
         except Exception as error:
-            raise self._explain_start(error) from error
+            raise _explain_start(error, options) from error
         self._poller = poller
         poller.register(self.ucp.epoll_file_descriptor, select.EPOLLIN)
 
-    def _start_ucx(self) -> None:
+    def _start_ucx(self, options: dict[str, str]) -> None:
         if self._settings.on_gpu:
             import torch
 
@@ -143,18 +150,12 @@ class UcxxWorker(OwnerThread):
         # Importing ucxx sets this variable. UCX reads it, if at all, while it is loaded, and would
         # warn about it from now on.
         os.environ.pop("UCX_MEMTYPE_CACHE", None)
+        before = listening_ports()
         feature = libucxx.Feature
-        context = libucxx.UCXContext(
-            self._settings.context_options(), (feature.TAG, feature.STREAM, feature.WAKEUP)
-        )
+        context = libucxx.UCXContext(options, (feature.TAG, feature.STREAM, feature.WAKEUP))
         self.ucp = libucxx.UCXWorker(context)
         self.ucp.init_blocking_progress_mode()
-
-    def _explain_start(self, error: Exception) -> Exception:
-        options = self._settings.context_options()
-        if isinstance(error, libucxx.UCXConfigError):
-            return ValueError(f"UCX refused an option of {options}: {error}")
-        return RuntimeError(f"UCX did not start with options {options}: {error}")
+        self.ports = listening_ports() - before
 
     def _progress(self) -> bool:
         self.ucp.progress()
@@ -213,6 +214,12 @@ class UcxxWorker(OwnerThread):
             _ABANDONED.append((self.ucp, self._in_flight))
             self._in_flight = []
         self.ucp = None
+
+
+def _explain_start(error: Exception, options: dict[str, str]) -> Exception:
+    if isinstance(error, libucxx.UCXConfigError):
+        return ValueError(f"UCX refused an option of {options}: {error}")
+    return RuntimeError(f"UCX did not start with options {options}: {error}")
 
 
 _ABANDONED: list[object] = []

@@ -1,4 +1,4 @@
-"""A cable between two network namespaces that delays what it carries.
+"""A cable between two network namespaces that delays, or changes, what it carries.
 
 Kernels are not always built with netem; a pair of TAP devices and a process that passes frames from
 one to the other will do. It carries some ten thousand frames a second, in order.
@@ -17,11 +17,16 @@ import time
 from collections import deque
 from pathlib import Path
 
+from tests.chaos.row_changer import RowChanger
+
 _TUNSETIFF = 0x400454CA
 _IFF_TAP, _IFF_NO_PI = 0x0002, 0x1000
 _CLONE_NEWNET = 0x40000000
 FRAME_BYTES = 65536
 READY_SECONDS = 20.0
+_ORDER = struct.Struct("dII")
+"""Seconds that every frame takes from now on, and how many more of either end's are to be
+changed."""
 
 End = tuple[str, str]
 """A namespace and the name of the device there."""
@@ -37,6 +42,7 @@ class Cable:
             stdout=subprocess.PIPE,
             cwd=Path(__file__).resolve().parents[2],
         )
+        self._delay = 0.0
         assert self._popen.stdout is not None
         ready, _, _ = select.select([self._popen.stdout], [], [], READY_SECONDS)
         if not ready or self._popen.stdout.readline() != b"ready\n":
@@ -45,8 +51,25 @@ class Cable:
 
     def delay(self, seconds: float) -> None:
         """From now on every frame takes so long."""
+        self._delay = seconds
+        self._order((0, 0))
+
+    def change_rows(self, counts: tuple[int, int], seconds: float) -> None:
+        """Changes rows in so many of the TCP segments that are to come from the near and the far
+        end; returns after the first.
+
+        Raises:
+            TimeoutError: none came in time.
+        """
+        self._order(counts)
+        assert self._popen.stdout is not None
+        if not select.select([self._popen.stdout], [], [], seconds)[0]:
+            raise TimeoutError(f"no rows came by within {seconds} s")
+        os.read(self._popen.stdout.fileno(), FRAME_BYTES)
+
+    def _order(self, counts: tuple[int, int]) -> None:
         assert self._popen.stdin is not None
-        self._popen.stdin.write(struct.pack("d", seconds))
+        self._popen.stdin.write(_ORDER.pack(self._delay, *counts))
         self._popen.stdin.flush()
 
     def close(self) -> None:
@@ -77,6 +100,7 @@ def carry(ends: list[int]) -> None:
     """Passes frames both ways until standard input ends."""
     control = sys.stdin.fileno()
     delay = 0.0
+    changer, to_change = RowChanger(), [0, 0]
     waiting: list[deque[tuple[float, bytes]]] = [deque(), deque()]
     while True:
         now = time.monotonic()
@@ -85,14 +109,20 @@ def carry(ends: list[int]) -> None:
             [control, *ends], [], [], max(min(due), 0.0) if due else None
         )
         if control in readable:
-            raw = os.read(control, 8)
-            if len(raw) < 8:
+            raw = os.read(control, _ORDER.size)
+            if len(raw) < _ORDER.size:
                 return
-            (delay,) = struct.unpack("d", raw)
+            delay, *counts = _ORDER.unpack(raw)
+            to_change = [left + more for left, more in zip(to_change, counts, strict=True)]
         now = time.monotonic()
         for side, end in enumerate(ends):
             if end in readable:
-                waiting[side].append((now + delay, os.read(end, FRAME_BYTES)))
+                read = os.read(end, FRAME_BYTES)
+                frame = changer.pass_on(read, change=to_change[side] > 0)
+                if frame != read:
+                    to_change[side] -= 1
+                    print("changed", flush=True)
+                waiting[side].append((now + delay, frame))
         for side, queue in enumerate(waiting):
             while queue and queue[0][0] <= now:
                 _pass_on(ends[1 - side], queue.popleft()[1])

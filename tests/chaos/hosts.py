@@ -111,6 +111,13 @@ class Network:
         """Every packet takes so long, each way. The host was made with a slow cable."""
         self.cables[host].delay(seconds)
 
+    def change_rows(self, host: str, count: int, direction: Direction) -> None:
+        """Rows in so many of the host's next TCP segments are changed on the way; returns after the
+        first. The host was made with a slow cable."""
+        out = count if direction is not Direction.IN else 0
+        into = count if direction is not Direction.OUT else 0
+        self.cables[host].change_rows((out, into), COMMAND_SECONDS)
+
     def unplug(self, host: str) -> None:
         """Pulls the cable: the card of the host has no carrier."""
         _run("ip", "-n", self._switch, "link", "set", "dev", host, "down")

@@ -155,8 +155,9 @@ class References:
         self._losses: dict[JobSettings, Losses] = {}
 
     def of(self, settings: JobSettings) -> Losses:
-        """The losses of ``settings``; how many nodes serve does not matter to them."""
-        plain = replace(settings, n_nodes=1, planning_seconds=0.0)
+        """The losses of ``settings``; the number of nodes and checksums do not matter to them."""
+        more = tuple(option for option in settings.more if option != "--checksums")
+        plain = replace(settings, n_nodes=1, planning_seconds=0.0, more=more)
         if plain not in self._losses:
             folder = self._folder / f"undisturbed-{len(self._losses)}"
             with Job(folder, plain) as job:

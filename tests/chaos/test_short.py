@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import random
 import signal
+import subprocess
+import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
-from tests.chaos.hosts import Direction
+from tests.chaos.hosts import Direction, Network
 from tests.chaos.processes import CONTROL_PLANE, STANDBY, Job, JobSettings
-from tests.chaos.scenario import STOPPED_SECONDS, References, disturbed
+from tests.chaos.scenario import STOPPED_SECONDS, Disturbance, References, disturbed
 from tests.chaos.schedules import Act, Schedule
 from tests.chaos.standstills import BOUND_SECONDS, run
 from tests.chaos.test_control_plane import kill_and_restart
@@ -91,3 +96,69 @@ def test_links_that_are_cut(tmp_path: Path, references: References) -> None:
         disturbance.wait_for_step(55)
         disturbance.note("unplugged node-1", STOPPED_SECONDS)
         links.unplug("node-1")
+
+
+CHANGED = JobSettings(steps=40, n_nodes=3)
+SEGMENTS = 30
+
+
+def change_rows(links: Network, disturbance: Disturbance, node: str, direction: Direction) -> None:
+    disturbance.note(f"changed rows on their way: {node}, {direction}", STOPPED_SECONDS)
+    links.change_rows(node, SEGMENTS, direction)
+
+
+def checksums_refused(job: Job, node: str) -> float:
+    """As the node counts them."""
+    host, address = job.host(node), job.addresses(node)["metrics"]
+    read = (
+        f"import urllib.request as r; print(r.urlopen('http://{address}/metrics').read().decode())"
+    )
+    command = [*host.prefix, sys.executable, "-c", read]
+    page = subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout
+    return sum(
+        sample.value
+        for family in text_string_to_metric_families(page)
+        for sample in family.samples
+        if sample.name == "distca_attention_node_stale_messages_total"
+        and sample.labels["reason"] == "checksum"
+    )
+
+
+@pytest.mark.faults
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.skipif(WHY_NOT is not None, reason=f"no network namespaces: {WHY_NOT}")
+def test_rows_that_are_changed_on_the_way_are_found(tmp_path: Path, references: References) -> None:
+    """Somebody between two hosts, who can rewrite UCX's TCP streams."""
+    settings = replace(CHANGED, more=("--checksums",))
+    with (
+        on_a_switch(tmp_path, settings, slow_cables=("node-0", "node-1")) as (links, job),
+        disturbed(job, references, seed=3) as disturbance,
+    ):
+        disturbance.wait_for_step(5)
+        change_rows(links, disturbance, "node-0", Direction.IN)
+        disturbance.wait_for_step(15)
+        refused = checksums_refused(job, "node-0")
+        change_rows(links, disturbance, "node-1", Direction.OUT)
+    assert refused >= 1
+    log = (tmp_path / "control-plane.log").read_text()
+    for node in ("node-0", "node-1"):
+        assert f"lost server {node}" in log
+    assert log.count("memory or network changed it on the way") >= 2
+
+
+@pytest.mark.faults
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.skipif(WHY_NOT is not None, reason=f"no network namespaces: {WHY_NOT}")
+def test_without_checksums_rows_that_are_changed_make_the_loss_wrong(
+    tmp_path: Path, references: References
+) -> None:
+    """So the test above would fail if nothing were found."""
+    with on_a_switch(tmp_path, CHANGED, slow_cables=("node-0",)) as (links, job), job:
+        disturbance = Disturbance(job, random.Random(3))
+        disturbance.wait_for_step(5)
+        change_rows(links, disturbance, "node-0", Direction.IN)
+        disturbance.finish()
+    with pytest.raises(AssertionError, match="the loss is"):
+        references.of(CHANGED).check(job)

@@ -91,6 +91,24 @@ def test_rdma_devices_stay_beside_the_interface(monkeypatch: pytest.MonkeyPatch)
     assert devices(NixlSettings(data_host=LOOPBACK)) == "mlx5_0:1,lo"
 
 
+@pytest.mark.parametrize("host", ["203.0.113.1", "no-such-host.invalid"])
+@pytest.mark.parametrize("settings", [UcxxSettings, NixlSettings])
+def test_an_address_on_no_interface_is_an_error_not_every_interface(
+    settings: Any, host: str
+) -> None:
+    with pytest.raises(ValueError, match=rf"data_host '?{host}.*--data-host.*UCX_NET_DEVICES"):
+        settings(data_host=host).context_options({})
+    # Whoever names the interfaces needs no address.
+    assert settings(data_host=host).context_options({"UCX_NET_DEVICES": "eth7"})
+    named = settings(data_host=host, options={"NET_DEVICES": "lo"})
+    assert named.context_options({})["NET_DEVICES"] == "lo"
+
+
+def test_a_transport_does_not_start_on_every_interface_by_mistake() -> None:
+    with pytest.raises(ValueError, match=r"data_host 203\.0\.113\.1 is on no network interface"):
+        UcxxTransport(UcxxSettings(data_host="203.0.113.1"))
+
+
 def test_interfaces_are_found_by_any_of_their_addresses() -> None:
     assert interface_of(LOOPBACK) == interface_of("127.0.1.1") == "lo"
     assert interface_of("203.0.113.1") is None

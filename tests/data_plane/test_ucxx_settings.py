@@ -47,6 +47,7 @@ def test_settings_are_frozen_and_named() -> None:
         {"device": "cuda:x"},
         {"busy_poll_seconds": -1.0},
         {"handshake_timeout_seconds": 0.0},
+        {"max_half_open": 0},
         {"max_unclaimed_messages": 0},
         {"max_probe_bytes": 0},
     ],

@@ -8,7 +8,7 @@ import torch
 from data_plane.buffer_pool import device_allocator
 from data_plane.nixl_settings import NixlSettings
 from data_plane.nixl_transport import NixlTransport
-from data_plane.transport import BufferAllocator, Transport
+from data_plane.transport import BufferAllocator, PeerReset, Transport
 from tests.data_plane.conformance import TransportConformance
 
 pytestmark = pytest.mark.nixl
@@ -28,6 +28,7 @@ def on_gpu() -> NixlTransport:
 
 class NixlConformance(TransportConformance):
     stops_transfers = False
+    loss_of_a_killed_peer = PeerReset
 
 
 class TestNixlOverSharedMemory(NixlConformance):

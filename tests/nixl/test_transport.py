@@ -8,22 +8,27 @@ import os
 import socket
 import struct
 from collections.abc import Iterator
+from contextlib import ExitStack, closing
 
 import pytest
 import torch
+from prometheus_client import CollectorRegistry
 
 from data_plane.buffer_pool import BufferPool
 from data_plane.frame_mac import MAC_BYTES, FrameMac
 from data_plane.greeting import HEADER_BYTES, Greeting, Status, decode_header
 from data_plane.handshake import ClientHandshake
+from data_plane.metrics import DataPlaneMetrics
 from data_plane.nixl_connection import NixlConnection
 from data_plane.nixl_link import MAX_FRAME_BYTES
 from data_plane.nixl_settings import NixlSettings
 from data_plane.nixl_transport import NixlTransport
+from data_plane.process_sockets import AcceptedSockets
 from data_plane.proof import Ends
 from data_plane.transport import Address, Connection, TransportError
 from tests.data_plane.conformance import eventually, listen, pattern
 from tests.data_plane.secret import SECRET, proven
+from tests.data_plane.strangers import open_at, strangers
 
 pytestmark = pytest.mark.nixl
 
@@ -283,3 +288,40 @@ def test_a_refused_peer_is_not_listened_to(peer: NixlTransport) -> None:
         assert isinstance(connection, NixlConnection)
         assert not connection._remote_regions
         assert not connection.greeted
+
+
+@pytest.mark.parametrize("where", ["listener", "own-port"])
+def test_strangers_that_say_no_hello_are_few_and_end(peer: NixlTransport, where: str) -> None:
+    registry, limit, count = CollectorRegistry(), 20, 120
+
+    def refused(cause: str) -> float:
+        labels = {"transport": "nixl", "cause": cause}
+        name = "distca_data_plane_handshakes_refused_total"
+        return registry.get_sample_value(name, labels) or 0.0
+
+    settings = NixlSettings(
+        one_host=True, data_host="127.0.0.1", handshake_timeout_seconds=2.0, max_half_open=limit
+    )
+    transport = NixlTransport(settings, DataPlaneMetrics(registry))
+    with closing(transport), ExitStack() as stack:
+        address = transport.listen("127.0.0.1", 0, proven())
+        (own_port,) = transport._worker.memory._ports
+        connection, _ = peer.connect(address, b"", 5.0, secret=SECRET)
+        port = address.port if where == "listener" else own_port
+        # The member, or nixl's agent, which connects to itself.
+        eventually(
+            lambda: bool(AcceptedSockets().find(lambda a: a.port == port and a.received_bytes > 0))
+        )
+        assert open_at(port) == 1
+        silent = strangers(stack, port, count)
+        eventually(lambda: refused("no-room") >= count - limit)
+        eventually(lambda: open_at(port) <= 1 + limit)
+        peer.connect(address, b"", 5.0, secret=SECRET)[0].close()
+        for line in silent:
+            line.settimeout(10.0)
+            while line.recv(1000):
+                pass
+        eventually(lambda: open_at(port) <= 1)
+        assert refused("no-room") + refused("timeout") == count
+        assert open_at(port) == 1
+        assert not connection.closed

@@ -1,5 +1,5 @@
-"""Bytes of strangers at every port that policies leave open: processes live on, and a job that runs
-meanwhile computes the same bits.
+"""Bytes of strangers at every port that policies leave open, with TLS and without: processes live
+on, and a job that runs meanwhile computes the same bits.
 
 The data plane's two ports are not among them. UCX's wire format trusts its peers: few bytes at its
 listener, and fewer at the port that it opens besides, end a process, and so nobody must reach them.
@@ -10,12 +10,15 @@ from __future__ import annotations
 import os
 import random
 import socket
+import ssl
 import struct
-import threading
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
+from functools import partial
+from typing import Any
 
 import psutil
 import pytest
@@ -25,21 +28,26 @@ from core_attention.manifest import RankManifest
 from data_plane.transport import Address, HandshakeRejected
 from data_plane.ucxx_settings import UcxxSettings
 from data_plane.ucxx_transport import UcxxTransport
+from distca.identity import Role
 from distca.rpc_errors import RpcError
 from distca.v1 import membership_pb2
 from tests.addresses import foreign_address
 from tests.cluster import NODE_SHAPE, Cluster, Process, cluster
 from tests.control_plane.service_harness import client_of
 from tests.fuzz.mutation import mutated_bytes, random_bytes
+from tests.security.pki import Files, Pki
 from tests.security.recording_proxy import recording
+from tests.security.secure_cluster import SecureCluster
+from tests.security.test_cluster import manifests, team
 from tests.team import StepResult, Team
 
 pytestmark = [pytest.mark.slow, pytest.mark.faults]
 
 MUTATIONS = int(os.environ.get("DISTCA_WIRE_MUTATIONS", "1000"))
-"""Inputs in all, spread over the ports."""
+"""Inputs at each port."""
 
 _ANSWER_SECONDS = 10.0
+_LEAVE_SECONDS = 0.2
 _BETWEEN_STEPS_SECONDS = 0.5
 """Leaves the processors to the attack."""
 _UCX_MAGIC = struct.pack("<Q", 0xCAFEBABE12345678)
@@ -71,12 +79,19 @@ def _host_and_port(text: str) -> tuple[str, int]:
     return host, int(port)
 
 
-def _talk(name: str, port: int) -> None:
+@pytest.fixture(scope="module")
+def secure(tmp_path_factory: pytest.TempPathFactory, pki: Pki) -> Iterator[SecureCluster]:
+    started = SecureCluster(tmp_path_factory.mktemp("secure"), pki, lease_seconds=15.0)
+    yield started
+    started.close()
+
+
+def _talk(name: str, port: int, tls: Mapping[str, Any] | None = None) -> None:
     """Says what a client says at such a port."""
     if name.endswith("metrics"):
         urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=_ANSWER_SECONDS).read()
         return
-    with client_of(f"127.0.0.1:{port}") as client, suppress(RpcError):
+    with client_of(f"127.0.0.1:{port}", **(tls or {})) as client, suppress(RpcError):
         # A node's health port knows no such call, and answers so. Nothing that changes what the job
         # runs on: without certificates, a mutation that can still be read may do that.
         client.membership.ListServers(membership_pb2.ListServersRequest())
@@ -96,22 +111,32 @@ def recorded_hello(target: tuple[str, int]) -> bytes:
         return recorded
 
 
-def recorded_traffic(cluster: Cluster) -> dict[str, list[bytes]]:
+def recorded_traffic(
+    ports: Mapping[str, tuple[str, int]], tls: Mapping[str, Any] | None = None
+) -> dict[str, list[bytes]]:
     """What real clients sent to each port."""
     found = {}
-    for name, target in open_ports(cluster).items():
+    for name, target in ports.items():
         with recording(target) as proxy:
-            _talk(name, proxy.port)
+            _talk(name, proxy.port, tls)
             found[name] = proxy.recorded()
         assert found[name], f"nothing was recorded at {name}"
     return found
 
 
-def send(target: tuple[str, int], raw: bytes, linger_seconds: float = 0.0) -> None:
-    """Sends bytes and goes, whatever the answer."""
+def send(target: tuple[str, int], raw: bytes) -> None:
+    """Sends bytes, and goes once they have been read, whatever the answer."""
     with _connected(target) as line, suppress(OSError):
         line.sendall(raw)
-        time.sleep(linger_seconds)
+        _leave(line)
+
+
+def _leave(line: socket.socket) -> None:
+    # To close with an answer unread would take back what was sent.
+    line.shutdown(socket.SHUT_WR)
+    line.settimeout(_LEAVE_SECONDS)
+    while line.recv(2**16):
+        pass
 
 
 def _connected(target: tuple[str, int]) -> socket.socket:
@@ -132,43 +157,136 @@ def thirteen_bytes(message_id: int) -> bytes:
     return _UCX_MAGIC + struct.pack("<BI", message_id, 0)
 
 
-def attack(cluster: Cluster, traffic: dict[str, list[bytes]], seed: int) -> int:
-    """Mutations of ``traffic``, random bytes, and the 13 bytes, at every port; returns how many."""
+Send = Callable[[bytes], None]
+
+
+def attack(send: Send, traffic: list[bytes], count: int, seed: str) -> int:
+    """Mutations of ``traffic`` and random bytes; returns how many."""
     rng = random.Random(seed)
-    ports = open_ports(cluster)
-    sent = 0
-    for name, target in ports.items():
-        for message_id in (0, _DEADLY_IDS[0], 255):
-            send(target, thirteen_bytes(message_id), linger_seconds=0.01)
-        for _ in range(MUTATIONS // len(ports)):
-            raw = mutated_bytes(rng.choice(traffic[name]), rng)
-            send(target, raw if rng.random() < 0.9 else random_bytes(rng, 2000))
-            sent += 1
-    return sent
+    for _ in range(count):
+        raw = mutated_bytes(rng.choice(traffic), rng)
+        send(raw if rng.random() < 0.9 else random_bytes(rng, 2000))
+    return count
+
+
+class Attacks:
+    """Run side by side, each on a thread, until all have ended."""
+
+    def __init__(self, pool: ThreadPoolExecutor, attacks: list[Callable[[], int]]) -> None:
+        self._futures = [pool.submit(each) for each in attacks]
+
+    @property
+    def under_way(self) -> bool:
+        return not all(future.done() for future in self._futures)
+
+    def sent(self) -> int:
+        """How many inputs; raises what broke an attack off."""
+        return sum(future.result() for future in self._futures)
 
 
 def test_a_job_computes_the_same_bits_while_strangers_send_garbage(running: Cluster) -> None:
-    traffic = recorded_traffic(running)
+    ports = open_ports(running)
+    traffic = recorded_traffic(ports)
     pids = [process.popen.pid for process in running.processes]
     manifests = [RankManifest.from_lengths(0, 0, [[40, 9], [64]])]
-    with Team(running, 1, NODE_SHAPE, placement="pool", planner="steady") as team:
+    with (
+        Team(running, 1, NODE_SHAPE, placement="pool", planner="steady") as team,
+        ThreadPoolExecutor(len(ports)) as pool,
+    ):
         undisturbed = team.run(manifests)
-        sent: list[int] = []
-        stranger = threading.Thread(target=lambda: sent.append(attack(running, traffic, seed=1)))
-        stranger.start()
+        for target in ports.values():
+            for message_id in (0, _DEADLY_IDS[0], 255):
+                send(target, thirteen_bytes(message_id))
+        attacks = Attacks(
+            pool,
+            [
+                partial(attack, partial(send, target), traffic[name], MUTATIONS, name)
+                for name, target in ports.items()
+            ],
+        )
         steps = [team.run(manifests)]
-        while stranger.is_alive():
+        while attacks.under_way:
             steps.append(team.run(manifests))
-            stranger.join(_BETWEEN_STEPS_SECONDS)
-        stranger.join()
+            time.sleep(_BETWEEN_STEPS_SECONDS)
         steps.append(team.run(manifests))
-    assert sent, "the attack broke off"
-    assert sent[0] == MUTATIONS // 4 * 4
+    assert attacks.sent() == MUTATIONS * len(ports)
     for step in steps:
         assert_same_bits(step, undisturbed)
     assert [
         process.popen.pid for process in running.processes if process.popen.poll() is None
     ] == pids
+
+
+def tls_ports(cluster: SecureCluster) -> dict[str, tuple[str, int]]:
+    """Ports that ask for certificates, by what :func:`open_ports` calls them."""
+    return {
+        f"{process.name} {name}": _host_and_port(process.addresses[name])
+        for process, name in zip(cluster.processes, ("grpc", "health"), strict=True)
+    }
+
+
+class Insider:
+    """Somebody who has a certificate.
+
+    Attributes:
+        handshakes: that have succeeded.
+    """
+
+    def __init__(self, target: tuple[str, int], files: Files) -> None:
+        self._target = target
+        self._context = ssl.create_default_context(cafile=str(files.ca_file))
+        self._context.load_cert_chain(files.certificate_file, files.key_file)
+        self._context.set_alpn_protocols(["h2"])
+        self.handshakes = 0
+
+    def send(self, raw: bytes) -> None:
+        """Sends bytes inside TLS."""
+        with (
+            _connected(self._target) as plain,
+            suppress(OSError),
+            self._context.wrap_socket(plain, server_hostname="localhost") as line,
+        ):
+            self.handshakes += 1
+            line.sendall(raw)
+            _leave(line)
+
+
+def test_a_job_trains_on_while_garbage_comes_in_and_instead_of_tls(
+    secure: SecureCluster, running: Cluster, pki: Pki
+) -> None:
+    """Half of it is mutated TLS; the other half mutated calls inside of TLS, by somebody who may
+    look at everything and change nothing."""
+    files = pki.issue(Role.READ_ONLY, "curious")
+    ports = tls_ports(secure)
+    outside = recorded_traffic(ports, files.for_client())
+    inside = recorded_traffic({name: open_ports(running)[name] for name in ports})
+    insiders = {name: Insider(target, files) for name, target in ports.items()}
+    with team(secure, placement="pool") as trains, ThreadPoolExecutor(2 * len(ports)) as pool:
+        trains.check(manifests())
+        attacks = Attacks(
+            pool,
+            [
+                partial(attack, say, words, MUTATIONS // 2, name)
+                for name, target in ports.items()
+                for say, words in (
+                    (partial(send, target), outside[name]),
+                    (insiders[name].send, inside[name]),
+                )
+            ],
+        )
+        seed = 1
+        while attacks.under_way:
+            result = trains.check(manifests(), seed=seed)
+            assert [each.recoveries for each in result.running] == [0, 0]
+            seed += 1
+            time.sleep(_BETWEEN_STEPS_SECONDS)
+        trains.check(manifests(), seed=seed)
+    assert attacks.sent() == MUTATIONS // 2 * 2 * len(ports)
+    # A port that starts again, after a call that gRPC cannot take, breaks off some.
+    assert min(each.handshakes for each in insiders.values()) > 0.9 * (MUTATIONS // 2)
+    assert all(process.popen.poll() is None for process in secure.processes)
+    # The ports take calls as before.
+    assert recorded_traffic(ports, files.for_client())
 
 
 def assert_same_bits(step: StepResult, expected: StepResult) -> None:
