@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from ipaddress import IPv4Network
+from typing import TypeAlias
 
 import grpc
 
@@ -16,7 +17,11 @@ from control_plane.revisions import Revisions
 from distca.identity import Identity, Role
 from distca.v1 import data_network_pb2, data_network_pb2_grpc
 
-Context = grpc.aio.ServicerContext
+Context: TypeAlias = grpc.aio.ServicerContext
+
+_RENEWALS_PER_LEASE = 5
+"""More than others make: members often renew all at the same moment, after news, and a control
+plane that has heard nobody for half a lease believes that it was cut off itself."""
 
 
 class DataNetworkService(data_network_pb2_grpc.DataNetworkServicer):
@@ -43,14 +48,16 @@ class DataNetworkService(data_network_pb2_grpc.DataNetworkServicer):
         self._clock = clock
         self._revisions = Revisions()
         self._answers: dict[Identity | None, data_network_pb2.RenewMemberResponse] = {}
-        self._members = network and DataNetwork(
-            network,
-            keys,
-            lease_seconds=lease_seconds,
-            max_members_per_identity=max_members_per_identity,
-            changed=self._changed,
-            now=clock(),
-        )
+        self._members: DataNetwork | None = None
+        if network is not None:
+            self._members = DataNetwork(
+                network,
+                keys,
+                lease_seconds=lease_seconds,
+                max_members_per_identity=max_members_per_identity,
+                changed=self._changed,
+                now=clock(),
+            )
 
     def lead(self) -> None:
         """Members come from another control plane, or from the process before this one."""
@@ -97,7 +104,9 @@ class DataNetworkService(data_network_pb2_grpc.DataNetworkServicer):
     ) -> data_network_pb2.RenewMemberResponse:
         network, owner = self._network, _identity_of(context)
         network.renew(owner, request.public_key, now=self._clock())
-        await self._revisions.later_than(request.revision, seconds=network.lease_seconds / 3)
+        await self._revisions.later_than(
+            request.revision, seconds=network.lease_seconds / _RENEWALS_PER_LEASE
+        )
         # It may have left meanwhile.
         network.get(owner, request.public_key)
         if request.revision == self._revisions.current:

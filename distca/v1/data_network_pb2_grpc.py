@@ -82,7 +82,7 @@ class DataNetworkServicer(object):
 
     def RenewMember(self, request, context):
         """Renews the lease, and answers as soon as the members are others than those of `revision`, after a
-        third of the lease in any case. NOT_FOUND: the lease expired or is unknown; join again.
+        fifth of the lease in any case. NOT_FOUND: the lease expired or is unknown; join again.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

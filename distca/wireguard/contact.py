@@ -49,8 +49,8 @@ class NetworkContact(Contact):
         return state.at(joined.address, joined.ticket), network
 
     def renew(self, public_key: bytes, revision: str) -> data_network_pb2.RenewMemberResponse:
-        """Renews the lease; waits for other members than those of ``revision``, for a third of the
-        lease at most.
+        """Renews the lease; waits for other members than those of ``revision``, for a fifth of the
+        lease.
 
         Raises:
             distca.rpc.RpcError: the lease has expired, or the control plane has gone.

@@ -132,7 +132,7 @@ def test_settings_of_no_use_are_refused(field: str, value: Any) -> None:
     settings = {"control_plane": secure, "host": "10.0.0.1"}
     MemberSettings(**settings)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=" is "):
-        MemberSettings(**{**settings, field: value})  # type: ignore[arg-type]
+        MemberSettings(**{**settings, field: value})
 
 
 @pytest.fixture

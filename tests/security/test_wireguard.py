@@ -1,5 +1,5 @@
-"""An encrypted data network in network namespaces: members by ``distca wireguard``, rows through the
-tunnel over real UCX, and strangers who get no answer."""
+"""An encrypted data network in network namespaces: members by ``distca wireguard``, rows through
+the tunnel over real UCX, and strangers who get no answer."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from tests.cluster import NODE_SHAPE, ROOT, START_SECONDS, Process, keep_profile
 from tests.security.pki import Files, Pki
 
 NETWORK = "10.98.0.0/24"
-LEASE_SECONDS = 3.0
+LEASE_SECONDS = 5.0
 WIREGUARD_PORT = 51820
 END_SECONDS = 30.0
 _PORT = 7700
@@ -76,8 +76,8 @@ class Tunnelled:
         )
 
     def pretend(self, host: str, address: str, *, to: str, at: str) -> None:
-        """``host`` speaks to the member ``to``, whose tunnel is ``at``, as if it had ``address``: it
-        knows everything but a private key that the member lets in."""
+        """``host`` speaks to the member ``to``, whose tunnel is ``at``, as if it had ``address``:
+        it knows everything but a private key that the member lets in."""
         interface, prefix = self.interface(host), self.network.hosts[host].prefix
         daemon = subprocess.Popen([*prefix, "wireguard-go", "--foreground", interface])
         self._processes.append(Process(interface, daemon, self.folder))
@@ -86,17 +86,13 @@ class Tunnelled:
             assert time.monotonic() < deadline
             time.sleep(0.05)
         endpoint = f"{self.network.hosts[to].address}:{WIREGUARD_PORT}"
-        for command, stdin in (
-            (("wg", "set", interface, "private-key", "/dev/stdin"), MemberState().private_text),
-            (
-                ("wg", "set", interface, "peer", self.public_key_of(to))
-                + ("endpoint", endpoint, "allowed-ips", f"{at}/32"),
-                "",
-            ),
-            (("ip", "address", "add", f"{address}/24", "dev", interface), ""),
-            (("ip", "link", "set", interface, "up"), ""),
+        peer = f"peer {self.public_key_of(to)} endpoint {endpoint} allowed-ips {at}/32"
+        for command in (
+            f"wg set {interface} private-key /dev/stdin {peer}",
+            f"ip address add {address}/24 dev {interface}",
+            f"ip link set {interface} up",
         ):
-            done = self.run(host, *command, stdin=stdin)
+            done = self.run(host, *command.split(), stdin=MemberState().private_text)
             assert done.returncode == 0, done.stderr
 
     def start_node(self, host: str, address: str) -> Process:
