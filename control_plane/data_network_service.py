@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable
 from ipaddress import IPv4Network
@@ -22,6 +23,10 @@ Context: TypeAlias = grpc.aio.ServicerContext
 _RENEWALS_PER_LEASE = 5
 """More than others make: members often renew all at the same moment, after news, and a control
 plane that has heard nobody for half a lease believes that it was cut off itself."""
+
+_SETTLE_SECONDS = 0.2
+"""Between a change and its news: changes rarely come alone, and each answer costs with the number
+of members. It also bounds what one tenant costs whose members come and go all the time."""
 
 
 class DataNetworkService(data_network_pb2_grpc.DataNetworkServicer):
@@ -47,6 +52,7 @@ class DataNetworkService(data_network_pb2_grpc.DataNetworkServicer):
         self._keys = keys
         self._clock = clock
         self._revisions = Revisions()
+        self._telling = False
         self._answers: dict[Identity | None, data_network_pb2.RenewMemberResponse] = {}
         self._members: DataNetwork | None = None
         if network is not None:
@@ -150,6 +156,12 @@ class DataNetworkService(data_network_pb2_grpc.DataNetworkServicer):
         return answer
 
     def _changed(self) -> None:
+        if not self._telling:
+            self._telling = True
+            asyncio.get_running_loop().call_later(_SETTLE_SECONDS, self._tell)
+
+    def _tell(self) -> None:
+        self._telling = False
         self._answers.clear()
         self._revisions.advance()
 
