@@ -63,8 +63,8 @@ class Tunnelled:
             f"--tls-client-ca={files.ca_file}",
         )
 
-    def join(self, host: str, role: Role, tenant: str = "a") -> Process:
-        """Makes ``host`` a member; the process's addresses have its ``address``."""
+    def join(self, host: str, role: Role, *more: str, tenant: str = "a") -> Process:
+        """Makes ``host`` a member, with ``more`` options; the addresses have its ``address``."""
         return self._start(
             f"wireguard-{host}",
             host,
@@ -73,6 +73,7 @@ class Tunnelled:
             self._control_plane,
             f"--host={self.network.hosts[host].address}",
             f"--interface={self.interface(host)}",
+            *more,
         )
 
     def pretend(self, host: str, address: str, *, to: str, at: str) -> None:
@@ -176,6 +177,9 @@ class Tunnelled:
                     process.popen.wait(END_SECONDS)
                 except subprocess.TimeoutExpired:
                     process.kill()
+        for host in self.network.hosts:
+            # A killed member has left it, and with it wireguard-go.
+            self.run(host, "ip", "link", "delete", "dev", self.interface(host))
 
     @property
     def _control_plane(self) -> str:
