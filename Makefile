@@ -2,7 +2,7 @@
 #
 #   make demo     train with core attention on attention nodes, then in place, both verified
 #   make test     all tests but those of chart, images and faults
-#   make test-faults  whole jobs under faults and attacks, in a short form; 7 minutes
+#   make test-faults  whole jobs under faults and attacks, in a short form; 8 minutes
 #   make lint     formatting, linter, types
 #   make format   formats the code and repairs what the linter can
 #   make stubs    generates distca/v1 from proto/

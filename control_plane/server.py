@@ -21,6 +21,7 @@ from control_plane.calls_in_flight import CallsInFlight
 from control_plane.cluster_service import ClusterService
 from control_plane.connections import Connections
 from control_plane.coordinator import Coordinator
+from control_plane.data_network_service import DataNetworkService
 from control_plane.epochs import is_first, next_generation
 from control_plane.errors import NoHandshakeError
 from control_plane.fair_slots import FairThreads
@@ -31,6 +32,7 @@ from control_plane.kubernetes_lease import KubernetesLease
 from control_plane.leader_label import LeaderLabel
 from control_plane.leadership import Alone, FileLock, Leadership, LeadershipLostError
 from control_plane.metrics import Metrics
+from control_plane.network_keys import NetworkKeys
 from control_plane.planners import PLANNERS
 from control_plane.planning import Planner
 from control_plane.rate_limit import RateLimit
@@ -44,6 +46,8 @@ from distca.tls import server_credentials
 from distca.v1 import (
     cluster_pb2,
     cluster_pb2_grpc,
+    data_network_pb2,
+    data_network_pb2_grpc,
     jobs_pb2,
     jobs_pb2_grpc,
     membership_pb2,
@@ -56,6 +60,7 @@ _SERVICES = (
     membership_pb2.DESCRIPTOR.services_by_name["Membership"].full_name,
     jobs_pb2.DESCRIPTOR.services_by_name["Jobs"].full_name,
     cluster_pb2.DESCRIPTOR.services_by_name["Cluster"].full_name,
+    data_network_pb2.DESCRIPTOR.services_by_name["DataNetwork"].full_name,
 )
 """What the health service answers for, besides the process as a whole."""
 
@@ -114,12 +119,15 @@ class ControlPlane:
         self, settings: ControlPlaneSettings, planners: Mapping[str, Planner] = PLANNERS
     ) -> None:
         self.metrics = Metrics(process_registry("control-plane"))
+        keys = job_keys(settings.access.token_secret_file, settings.state_dir)
         self.coordinator = Coordinator(
-            settings.coordinator,
-            planners,
-            self.metrics,
-            time.monotonic,
-            job_keys(settings.access.token_secret_file, settings.state_dir),
+            settings.coordinator, planners, self.metrics, time.monotonic, keys
+        )
+        self._data_network = DataNetworkService(
+            settings.data_network.network,
+            NetworkKeys(keys),
+            lease_seconds=settings.coordinator.lease_seconds,
+            max_members_per_identity=settings.data_network.max_members_per_identity,
         )
         self._settings = settings
         self._refusals = Refusals(self.metrics.registry, time.monotonic)
@@ -162,8 +170,7 @@ class ControlPlane:
 
     async def stop(self) -> None:
         """Reports NOT_SERVING, ends all streams, lets calls finish, and frees the ports."""
-        self._health.over()
-        await self.coordinator.shut_down()
+        await self._end_service()
         for task in (self._sweeper, self._keeper):
             if task is not None:
                 task.cancel()
@@ -186,8 +193,7 @@ class ControlPlane:
         await self.take_over()
         why = await self._leadership.lost()
         # At once, before anything is told in the name of who leads now.
-        self._health.over()
-        await self.coordinator.shut_down()
+        await self._end_service()
         raise LeadershipLostError(f"{why}; another control plane may lead now")
 
     async def take_over(self) -> None:
@@ -198,10 +204,16 @@ class ControlPlane:
         hold_names = self._settings.tokens_outlive_it and not is_first(self._settings.state_dir)
         generation = next_generation(self._settings.state_dir)
         self.coordinator.lead(generation, hold_names=hold_names)
+        self._data_network.lead()
         self._has_taken_over = True
         self._sweeper = asyncio.create_task(self._sweep())
         self._health.serving()
         logger.info("leading at %s", self.address)
+
+    async def _end_service(self) -> None:
+        self._health.over()
+        await self.coordinator.shut_down()
+        self._data_network.shut_down()
 
     async def _keep_serving(self) -> None:
         """Serves again, at the same address and with all members and jobs, when gRPC has given up.
@@ -238,6 +250,7 @@ class ControlPlane:
             MembershipService(self.coordinator), server
         )
         cluster_pb2_grpc.add_ClusterServicer_to_server(ClusterService(self.coordinator), server)
+        data_network_pb2_grpc.add_DataNetworkServicer_to_server(self._data_network, server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         tls = self._settings.tls
         try:
@@ -300,6 +313,7 @@ class ControlPlane:
                 continue
             try:
                 self.coordinator.sweep()
+                self._data_network.sweep()
                 self._count_refusals()
             except Exception:
                 # A mistake in closing one job must not let all others live for ever.

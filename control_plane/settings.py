@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from ipaddress import IPv4Network
 from pathlib import Path
 
 from control_plane.planners import DEFAULT_PLANNER
 from distca.rpc import DEFAULT_MAX_MESSAGE_BYTES
 from distca.tls import TlsFiles
+
+_LONGEST_PREFIX = 30
+"""Of a data network: two addresses."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,6 +118,30 @@ class AccessSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
+class DataNetworkSettings:
+    """The encrypted data network whose addresses and keys members are given.
+
+    Attributes:
+        network: that addresses are given out of; None gives out none.
+        max_members_per_identity: members that one identity may have.
+    """
+
+    network: IPv4Network | None = None
+    max_members_per_identity: int = 4096
+
+    def __post_init__(self) -> None:
+        if self.network is not None and self.network.prefixlen > _LONGEST_PREFIX:
+            raise ValueError(
+                f"network is {self.network}, which has no room for members; give a /"
+                f"{_LONGEST_PREFIX} or larger, for example 10.99.0.0/16"
+            )
+        if self.max_members_per_identity < 1:
+            raise ValueError(
+                f"max_members_per_identity is {self.max_members_per_identity}; it must be 1 or more"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
 class ControlPlaneSettings:
     """One control plane process.
 
@@ -126,6 +154,7 @@ class ControlPlaneSettings:
         stop_seconds: how long calls may go on after a signal to stop.
         tls: certificates; None is plaintext.
         access: limits on callers.
+        data_network: the encrypted data network; needs certificates of callers.
         state_dir: keeps what must outlive the process: the generation of its epochs, and the token
             secret if no file gives one. None: the generation is the time, and the secret random.
         leader_lock: a file whose lock the one holds that leads of several control planes.
@@ -143,6 +172,7 @@ class ControlPlaneSettings:
     stop_seconds: float = 5.0
     tls: TlsFiles | None = None
     access: AccessSettings = field(default_factory=AccessSettings)
+    data_network: DataNetworkSettings = field(default_factory=DataNetworkSettings)
     state_dir: Path | None = None
     leader_lock: Path | None = None
     leader_lease: str = ""
@@ -175,8 +205,31 @@ class ControlPlaneSettings:
             raise ValueError(
                 f"leader_pod is {self.leader_pod!r}, but leader_lease is not given; give both"
             )
+        if self.data_network.network is not None and not self.authenticates:
+            raise ValueError(
+                f"data_network is {self.data_network.network}, but clients show no certificates: "
+                "keys that come over plaintext are worth nothing; give tls_certificate, tls_key "
+                "and tls_client_ca"
+            )
         if self.max_message_bytes < 1:
             raise ValueError(f"max_message_bytes is {self.max_message_bytes}; it must be 1 or more")
+
+
+def parse_network(text: str) -> IPv4Network | None:
+    """The network that ``text`` gives, as ``10.99.0.0/16``; None if it is empty.
+
+    Raises:
+        ValueError: it is none.
+    """
+    if not text:
+        return None
+    try:
+        return IPv4Network(text)
+    except ValueError as error:
+        raise ValueError(
+            f"data_network is {text!r}: {error}; it must be an IPv4 network that nothing else "
+            "uses, for example 10.99.0.0/16"
+        ) from error
 
 
 def split_address(name: str, address: str) -> tuple[str, int]:

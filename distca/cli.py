@@ -23,6 +23,7 @@ from distca.commands import (
     simulate,
     top,
     train,
+    wireguard,
 )
 from distca.interrupt import INTERRUPTED_EXIT_CODE, let_sigterm_end_process_1
 from distca.plain_text import PlainFormatter, plain_lines
@@ -101,6 +102,7 @@ app.command("local")(local.local)
 app.command("health")(health.health)
 app.add_typer(certs.app, name="certs")
 app.command("doctor")(doctor.doctor)
+app.command("wireguard")(wireguard.wireguard)
 app.command("top")(top.top)
 app.command("profile")(profile.profile)
 app.command("plan")(plan.plan)

@@ -127,6 +127,22 @@ class ControlPlaneOptions:
             rich_help_panel=_SECURITY,
         ),
     ] = 512 * 2**20
+    data_network: Annotated[
+        str,
+        typer.Option(
+            help="IPv4 network, for example 10.99.0.0/16, of which `distca wireguard` is given an "
+            "address and the keys of other members; needs client certificates. Default: none.",
+            envvar="DISTCA_DATA_NETWORK",
+            rich_help_panel=_SECURITY,
+        ),
+    ] = ""
+    max_network_members_per_identity: Annotated[
+        int,
+        typer.Option(
+            help="Members of the data network that one identity may have.",
+            rich_help_panel=_SECURITY,
+        ),
+    ] = 4096
     tls_certificate: Annotated[
         Path | None,
         typer.Option(
@@ -160,7 +176,13 @@ def control_plane(options: ControlPlaneOptions) -> None:
     """Run the control plane: servers and trainers register here and receive plans."""
     from control_plane.planners import DEFAULT_PLANNER
     from control_plane.server import run
-    from control_plane.settings import AccessSettings, ControlPlaneSettings, CoordinatorSettings
+    from control_plane.settings import (
+        AccessSettings,
+        ControlPlaneSettings,
+        CoordinatorSettings,
+        DataNetworkSettings,
+        parse_network,
+    )
     from distca.commands.usage import as_usage_error
     from distca.tls import TlsFiles
 
@@ -195,6 +217,10 @@ def control_plane(options: ControlPlaneOptions) -> None:
                 registration_burst=options.registration_burst,
                 max_calls_per_identity=options.max_calls_per_identity,
                 token_secret_file=options.token_secret,
+            ),
+            data_network=DataNetworkSettings(
+                network=parse_network(options.data_network),
+                max_members_per_identity=options.max_network_members_per_identity,
             ),
         )
     run(settings)

@@ -10,6 +10,7 @@ from control_plane.access_policy import POLICIES
 from distca.identity import Role
 from distca.v1 import (
     cluster_pb2,
+    data_network_pb2,
     data_plane_pb2,
     jobs_pb2,
     membership_pb2,
@@ -17,7 +18,23 @@ from distca.v1 import (
     profile_pb2,
 )
 
-FILES = (cluster_pb2, jobs_pb2, membership_pb2, plan_pb2, profile_pb2, data_plane_pb2, health_pb2)
+FILES = (
+    cluster_pb2,
+    data_network_pb2,
+    jobs_pb2,
+    membership_pb2,
+    plan_pb2,
+    profile_pb2,
+    data_plane_pb2,
+    health_pb2,
+)
+
+DATA_NETWORK = {
+    "DataNetwork/DescribeNetwork",
+    "DataNetwork/JoinNetwork",
+    "DataNetwork/RenewMember",
+    "DataNetwork/LeaveNetwork",
+}
 
 MAY_CALL = {
     Role.TRAINER: {
@@ -32,7 +49,8 @@ MAY_CALL = {
         "Jobs/ReportProgress",
         "Jobs/DescribeJob",
         "Jobs/GetStep",
-    },
+    }
+    | DATA_NETWORK,
     Role.SERVER: {
         "Membership/RegisterServer",
         "Membership/Heartbeat",
@@ -43,7 +61,8 @@ MAY_CALL = {
         "Jobs/WatchServer",
         "Jobs/ReportStep",
         "Cluster/DescribeCluster",
-    },
+    }
+    | DATA_NETWORK,
     Role.OPERATOR: {
         "Membership/DrainServer",
         "Membership/ListServers",
@@ -94,4 +113,8 @@ def test_whoever_names_a_job_as_a_trainer_must_show_its_token() -> None:
 
 def test_what_makes_a_member_is_limited_in_rate() -> None:
     limited = {name for name, policy in POLICIES.items() if policy.registers}
-    assert limited == {"/distca.v1.Membership/RegisterServer", "/distca.v1.Jobs/OpenJob"}
+    assert limited == {
+        "/distca.v1.Membership/RegisterServer",
+        "/distca.v1.Jobs/OpenJob",
+        "/distca.v1.DataNetwork/JoinNetwork",
+    }

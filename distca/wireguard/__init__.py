@@ -1,0 +1,1 @@
+"""Membership in an encrypted data network: WireGuard between members, keys by the control plane."""
