@@ -70,7 +70,8 @@ def listener_on(ip: str, port: int) -> socket.socket:
             if candidate is None or not _listens(candidate):
                 continue
             if candidate.getsockname() == (ip, port):
-                return candidate.dup()
+                # socket.dup() would make the listener, too, wait where UCX expects it not to.
+                return socket.socket(fileno=os.dup(candidate.fileno()))
     raise OSError(f"this process has no listener on {ip}:{port}")
 
 

@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 _GLANCE_SECONDS: Final = 0.1
 _LOOK_SECONDS: Final = 1.0
-_MANY_FILES: Final = 64
+_MANY_FILES: Final = 512
 """So many more files than at the last look are reason to look at once."""
 _UCX_HEADER_BYTES: Final = 13
 """UCX's magic, and the id and length of a message: no message is shorter than a header."""

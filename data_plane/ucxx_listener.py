@@ -71,6 +71,7 @@ class UcxxListener:
         self._open_connection = open_connection
         self._handshake_timeout_seconds = handshake_timeout_seconds
         self._arrived: deque[int] = deque()
+        self._taking_in = False
         self._half_open: HalfOpen[UcxxConnection] = HalfOpen(max_half_open)
         self._taken_in: dict[tuple[str, int], UcxxConnection] = {}
         self._sees_addresses = True
@@ -102,14 +103,20 @@ class UcxxListener:
     def _on_connection_request(self, request: int) -> None:
         # Called in the middle of UCX's progress; the handle stays valid until it is used.
         self._arrived.append(request)
-        if len(self._arrived) == 1:
-            self._worker.submit(self._take_some_in)
+        self._worker.submit(self._begin_taking_in)
+
+    def _begin_taking_in(self) -> None:
+        if not self._taking_in:
+            self._taking_in = True
+            self._take_some_in()
 
     def _take_some_in(self) -> None:
         for _ in range(min(len(self._arrived), _CLIENTS_A_TURN)):
             self._take_in(self._arrived.popleft())
         if self._arrived:
             self._worker.submit(self._take_some_in)
+        else:
+            self._taking_in = False
 
     def _take_in(self, request: int) -> None:
         if self._listener is None:

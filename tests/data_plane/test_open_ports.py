@@ -121,8 +121,11 @@ def test_a_filter_leaves_no_descriptor_behind_and_needs_a_listener() -> None:
     with closing(socket.create_server(("0.0.0.0", 0))) as listener:
         port = listener.getsockname()[1]
         descriptors = len(os.listdir("/proc/self/fd"))
+        listener.setblocking(False)
         accept_only_at(LOOPBACK, port)
         assert len(os.listdir("/proc/self/fd")) == descriptors
+        # UCX takes clients in until there are no more; it must not wait for them.
+        assert not os.get_blocking(listener.fileno())
     with pytest.raises(OSError, match=f"no listener on 0.0.0.0:{port}"):
         accept_only_at(LOOPBACK, port)
     assert len(os.listdir("/proc/self/fd")) == descriptors - 1
