@@ -149,6 +149,8 @@ class Member:
         self._peers: tuple[Peer, ...] = ()
         self._revision = ""
         self._ending = threading.Event()
+        # gRPC does not survive a call that begins while another thread closes its channel.
+        self._closing = threading.Lock()
         self._error: Exception | None = None
         self._thread = threading.Thread(target=self._keep, name="distca-wireguard", daemon=True)
 
@@ -165,16 +167,16 @@ class Member:
         """Leaves the network and removes the interface. Idempotent; the control plane need not be
         there."""
         self._ending.set()
-        contact = self._contact
-        if contact is not None:
-            try:
-                # This also ends the renewal that waits for news.
-                contact.leave(self._state.public_key)
-            except rpc.RpcError as error:
-                logger.info("left without saying so: %s", error)
-            contact.end()
+        with self._closing:
+            if self._contact is not None:
+                try:
+                    # This also ends the renewal that waits for news.
+                    self._contact.leave(self._state.public_key)
+                except rpc.RpcError as error:
+                    logger.info("left without saying so: %s", error)
         if self._thread.ident is not None:
             self._thread.join(_END_SECONDS)
+        self._end_contact()
         self._tunnel.close()
 
     def check(self) -> None:
@@ -222,15 +224,19 @@ class Member:
                 return
             if not (is_transient(error) or type(error) is rpc.RpcError):
                 raise
-            if contact is not None:
-                contact.end()
-            self._contact = None
+            self._end_contact()
             self._addresses.advance()
             logger.warning(
                 "the control plane is away, and looked for; the %d peers stay: %s",
                 len(self._peers),
                 error,
             )
+
+    def _end_contact(self) -> None:
+        with self._closing:
+            contact, self._contact = self._contact, None
+            if contact is not None:
+                contact.end()
 
     def _reach(self, timeout_seconds: float) -> NetworkContact:
         return reach(

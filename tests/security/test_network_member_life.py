@@ -61,11 +61,12 @@ class Followed:
     told: list[str]
 
 
-Join = Callable[[str], Followed]
+Join = Callable[..., Followed]
 
 
 @pytest.fixture
 def join(pki: Pki, monkeypatch: pytest.MonkeyPatch) -> Iterator[Join]:
+    files = pki.issue(Role.SERVER)
     tunnels: list[NotedTunnel] = []
     members: list[Member] = []
 
@@ -75,11 +76,12 @@ def join(pki: Pki, monkeypatch: pytest.MonkeyPatch) -> Iterator[Join]:
 
     monkeypatch.setattr("distca.wireguard.member.Tunnel", make)
 
-    def started(address: str) -> Followed:
+    def started(address: str, **more: Any) -> Followed:
         told: list[str] = []
         settings = MemberSettings(
-            control_plane=rpc.RpcSettings(address=address, **pki.issue(Role.SERVER).for_client()),
+            control_plane=rpc.RpcSettings(address=address, **files.for_client()),
             host=f"10.0.0.{len(members) + 1}",
+            **more,
         )
         members.append(Member(settings, told.append))
         members[-1].start()
@@ -118,7 +120,7 @@ def test_peers_stay_while_the_control_plane_is_away_and_it_is_found_again(
         assert set(before) < set(one.tunnel.peers)
         third.member.leave()
         eventually(lambda: one.tunnel.peers == before)
-        assert one.told == [str(other.tunnel.peers[0].address)]
+        eventually(lambda: [str(peer.address) for peer in other.tunnel.peers] == one.told)
 
 
 def test_a_member_whose_address_is_lost_ends_and_says_so(
@@ -150,6 +152,26 @@ def test_a_member_that_has_lost_its_lease_joins_again(
         time.sleep(1.0)
         eventually(lambda: len(other.tunnel.peers) == 1)
         assert one.member.wait(0.0)
+
+
+def test_a_member_that_starts_again_with_its_state_has_its_key_and_address(
+    pki: Pki, join: Join, tmp_path: Path
+) -> None:
+    kept = tmp_path / "member"
+    with control_plane_at(pki, "127.0.0.1:0", tmp_path / "state") as control_plane:
+        one, other = (
+            join(control_plane.address, state_file=kept),
+            join(control_plane.address),
+        )
+        eventually(lambda: len(other.tunnel.peers) == 1)
+        (before,) = other.tunnel.peers
+        one.member.leave()
+        eventually(lambda: other.tunnel.peers == ())
+        again = join(control_plane.address, state_file=kept)
+        eventually(lambda: len(other.tunnel.peers) == 1)
+        (after,) = other.tunnel.peers
+        assert again.told == one.told
+        assert (after.public_key, after.address) == (before.public_key, before.address)
 
 
 def test_an_interface_that_is_gone_ends_the_member(pki: Pki, join: Join, tmp_path: Path) -> None:

@@ -68,7 +68,7 @@ class Tunnelled:
         return self._start(
             f"wireguard-{host}",
             host,
-            self._pki.issue(role, tenant),
+            self._pki.issue(role, tenant, file=f"member-{host}"),
             "wireguard",
             self._control_plane,
             f"--host={self.network.hosts[host].address}",
@@ -101,7 +101,7 @@ class Tunnelled:
         return self._start(
             "attention-node",
             host,
-            self._pki.issue(Role.SERVER),
+            self._pki.issue(Role.SERVER, file="attention-node"),
             "attention-node",
             self._control_plane,
             f"--shape={format_shape(NODE_SHAPE)}",
@@ -114,7 +114,7 @@ class Tunnelled:
         """A job of one rank on ``host`` to its end; its losses are compared with those without
         attention nodes."""
         shape = NODE_SHAPE
-        files = self._pki.issue(Role.TRAINER)
+        files = self._pki.issue(Role.TRAINER, file="train")
         return self.run(
             host,
             *_distca(
