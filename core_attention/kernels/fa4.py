@@ -14,11 +14,12 @@ import inspect
 import itertools
 import logging
 import os
+import threading
 import time
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 
@@ -51,6 +52,10 @@ _ARGUMENTS = {
 
 _HEAD_DIMS = {9: 256, 10: 128, 11: 128}
 """Largest head dim by major compute capability, both passes (192 with 128 apart)."""
+
+
+_COMPILING: Final = threading.Lock()
+"""The library's compiler keeps state of its own a process: two threads at it fail."""
 
 
 class Fa4Kernel:
@@ -111,7 +116,7 @@ class Fa4Kernel:
         self.check(shape, MaskKind.CAUSAL)
         begin = time.perf_counter()
         forward, backward = warm_up_parts(shape, self._device)
-        with torch.cuda.device(self._device), torch.no_grad():
+        with _COMPILING, torch.cuda.device(self._device), torch.no_grad():
             self._run_forward([forward], 1.0)
             self._run_backward(backward, 1.0)
         self.synchronize()
