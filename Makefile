@@ -3,7 +3,7 @@
 #   make demo     train with core attention on attention nodes, then in place, both verified
 #   make test     all tests but those of chart, images and faults
 #   make test-faults  whole jobs under faults and attacks, in a short form; 8 minutes
-#   make lint     formatting, linter, types
+#   make lint     formatting, linter, types, floors
 #   make format   formats the code and repairs what the linter can
 #   make stubs    generates distca/v1 from proto/
 #   make chart    checks the Helm chart; needs npm, from whose registry helm and kubectl come
@@ -61,7 +61,7 @@ demo: $(INSTALLED)
 # Two processes, each with whole modules, since starting a module's servers takes longer than its tests.
 # Planners are compiled first, once, as no test should have to wait for it.
 test: $(INSTALLED)
-	@$(BIN)/python -c 'from control_plane.planners import PLANNERS, prepare; \
+	@$(BIN)/python -c 'from control_plane.planner.planners import PLANNERS, prepare; \
 	  [prepare(planner) for planner in PLANNERS.values()]'
 	@$(BIN)/python -m pytest --ignore=tests/helm -m "not faults" --numprocesses=2 --dist=loadscope $(PYTEST)
 
@@ -82,6 +82,7 @@ lint: $(INSTALLED)
 	@$(BIN)/ruff format --check .
 	@$(BIN)/ruff check .
 	@$(BIN)/mypy .
+	@$(BIN)/lint-imports --no-cache --no-logo
 	@$(BIN)/hadolint docker/Dockerfile tests/deploy/test-images.Dockerfile
 
 format: $(INSTALLED)

@@ -10,7 +10,7 @@ from google.protobuf.message import DecodeError
 
 from attention_node.served_job import ServedJob
 from data_plane.transport import AddressesDiffer, Claim, ProofFailed
-from distca.tokens import KEY_BYTES, rank_token
+from distca.contract.tokens import KEY_BYTES, rank_token
 from distca.v1 import data_plane_pb2
 
 PROTOCOL_VERSION: Final = 4

@@ -1,10 +1,10 @@
 """A node's link to the control plane: its lease, its plans, its reports.
 
-Three threads: one sends heartbeats, one watches for jobs and plans (:mod:`distca.lifeline`), one
-sends reports. While the control plane is away the node goes on serving what it has. A control plane
-that does not know the node (it has started again) is told of it anew, and nothing changes for the
-jobs. One that took the lease away has given the node's work to others: then everything is dropped
-first.
+Three threads: one sends heartbeats, one watches for jobs and plans
+(:mod:`distca.contract.lifeline`), one sends reports. While the control plane is away the node goes
+on serving what it has. A control plane that does not know the node (it has started again) is told
+of it anew, and nothing changes for the jobs. One that took the lease away has given the node's work
+to others: then everything is dropped first.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 from attention_node.pool_contact import PoolContact
 from attention_node.served_job import StepBusy
-from distca import rpc
-from distca.held import Patience
-from distca.lifeline import Lifeline
+from distca.contract import rpc
+from distca.contract.held import Patience
+from distca.contract.lifeline import Lifeline
 from distca.v1 import jobs_pb2, membership_pb2
 
 logger = logging.getLogger(__name__)
@@ -98,8 +98,8 @@ class Membership:
         holds a lease and may be gone, such as the process before this one, waits for its end.
 
         Raises:
-            distca.rpc.AlreadyExists: a server of the name lives, or has not ended in time.
-            distca.rpc.RpcError: the control plane cannot be reached, or refuses.
+            distca.contract.rpc.AlreadyExists: a server of the name lives, or has not ended in time.
+            distca.contract.rpc.RpcError: the control plane cannot be reached, or refuses.
         """
         contact = self._lifeline.join(again=(rpc.ControlPlaneUnavailable, rpc.RateLimited))
         self._on_registered()

@@ -22,7 +22,7 @@ from core_attention.message import MessageLayout, reply_layout, request_layout
 from core_attention.plan import Plan
 from core_attention.shape import AttentionShape
 from core_attention.tick import Tick, ticks_of_lane
-from distca.codec import shape_from_proto
+from distca.contract.codec import shape_from_proto
 from distca.v1 import jobs_pb2
 
 logger = logging.getLogger(__name__)
@@ -64,7 +64,7 @@ class JobDescription:
         """What the control plane says of a job before any plan.
 
         Raises:
-            distca.codec.WireError: the shape is malformed.
+            distca.contract.codec.WireError: the shape is malformed.
         """
         return cls(
             job_id=opened.job_id,

@@ -44,12 +44,13 @@ from data_plane.metrics import DataPlaneMetrics
 from data_plane.owner_thread import SWITCH_INTERVAL_SECONDS
 from data_plane.transport import Address
 from data_plane.transports import TransportName, check_transport, open_transport
-from distca import __version__, rpc
-from distca.codec import first_tick_from_bytes, plan_from_proto, profile_to_proto
-from distca.health_service import HealthCheck
-from distca.monitoring import MetricsEndpoint, process_registry
-from distca.timeouts import check_order, known_timeouts
-from distca.tls import TlsFiles, server_credentials
+from distca import __version__
+from distca.contract import rpc
+from distca.contract.codec import first_tick_from_bytes, plan_from_proto, profile_to_proto
+from distca.contract.timeouts import check_order, known_timeouts
+from distca.contract.tls import TlsFiles, server_credentials
+from distca.process.health_service import HealthCheck
+from distca.process.monitoring import MetricsEndpoint, process_registry
 from distca.v1 import jobs_pb2, membership_pb2
 
 logger = logging.getLogger(__name__)
@@ -100,7 +101,7 @@ class NodeSettings:
         reply_timeout_seconds: how long a trainer may take to accept a reply.
         address_file: where to write the bound addresses as JSON, or None.
         ca_file, certificate_file, key_file, server_name, certificate_check_seconds: TLS to the
-            control plane; see ``distca.rpc``.
+            control plane; see ``distca.contract.rpc``.
     """
 
     control_plane: str
@@ -160,7 +161,7 @@ def run(settings: NodeSettings) -> None:
     Raises:
         MembershipLost: the control plane is gone.
         ExecutorStuck: the device does not go on.
-        distca.rpc.RpcError: the control plane cannot be reached, or refuses the registration.
+        distca.contract.rpc.RpcError: the control plane cannot be reached, or refuses.
         TransportError, OSError: a port is in use.
         ValueError: no kernel runs a shape on the device.
     """

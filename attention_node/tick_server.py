@@ -54,7 +54,7 @@ from data_plane.transport import (
     TransferState,
     TransportError,
 )
-from distca import tracing
+from distca.process import tracing
 from distca.v1 import data_plane_pb2
 
 logger = logging.getLogger(__name__)

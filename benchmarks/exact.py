@@ -15,9 +15,9 @@ import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import coo_matrix
 
-from control_plane import balanced
-from control_plane.forecast import row_bytes
-from control_plane.planning import PlanningOptions, PlanningServer
+from control_plane.planner import balanced
+from control_plane.planner.forecast import row_bytes
+from control_plane.planner.planning import PlanningOptions, PlanningServer
 from core_attention.arrays import Float64Array, Int64Array
 from core_attention.ca_task import Phase
 from core_attention.cost_model import CostProfile

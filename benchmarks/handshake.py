@@ -21,7 +21,7 @@ import psutil
 
 from data_plane.proof import Ends, Transcript, client_proof, connection_keys, server_proof
 from data_plane.transport import Address, Claim, Connection
-from data_plane.ucxx_transport import UcxxTransport
+from data_plane.ucxx.transport import UcxxTransport
 
 _SECRET = os.urandom(36)
 _AT_A_TIME = 8

@@ -30,7 +30,7 @@ from rich.table import Table
 
 from benchmarks.exact import uniform_servers
 from benchmarks.planner import GREEDY_TOLERANCE, Case, K, Planned, draw
-from control_plane import balanced, greedy
+from control_plane.planner import balanced, greedy
 from core_attention.arrays import Float64Array
 from core_attention.ca_task import Phase, causal_qk_pairs
 from core_attention.manifest import Manifest

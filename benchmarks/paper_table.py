@@ -22,22 +22,29 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 
-from control_plane import balanced, greedy
-from control_plane.planning import PlanningOptions
+from control_plane.planner import balanced, greedy
+from control_plane.planner.planning import PlanningOptions
 from core_attention.arrays import Int64Array
 from core_attention.ca_task import Phase
 from core_attention.cost_model import CostProfile
 from distca.report.style import BLUE, GREY, INK, ORANGE, SKY, figure_style
-from simulator.baselines import repacked_context_parallel
-from simulator.cluster import ClusterSpec
-from simulator.comparison import EXPOSED, EXPOSED_SLACK, HIDDEN_SLACK, PLAIN, Comparison, compare
-from simulator.context_parallel import gather_seconds
-from simulator.disaggregated import Method, disaggregated_step
-from simulator.homes import planned_homes
-from simulator.lengths import sample_lengths
-from simulator.model import preset
-from simulator.repacking import repack_whole
-from simulator.setup import Setup
+from distca.simulator.baselines import repacked_context_parallel
+from distca.simulator.cluster import ClusterSpec
+from distca.simulator.comparison import (
+    EXPOSED,
+    EXPOSED_SLACK,
+    HIDDEN_SLACK,
+    PLAIN,
+    Comparison,
+    compare,
+)
+from distca.simulator.context_parallel import gather_seconds
+from distca.simulator.disaggregated import Method, disaggregated_step
+from distca.simulator.homes import planned_homes
+from distca.simulator.lengths import sample_lengths
+from distca.simulator.model import preset
+from distca.simulator.repacking import repack_whole
+from distca.simulator.setup import Setup
 
 logger = logging.getLogger(__name__)
 
@@ -88,7 +95,7 @@ ROWS = (
 
 def shipped_profile() -> CostProfile:
     """The H200 profile that ships with the simulator."""
-    with as_file(files("simulator") / "profiles" / "h200-llama3-8b.json") as path:
+    with as_file(files("distca.simulator") / "profiles" / "h200-llama3-8b.json") as path:
         return CostProfile.load(path)
 
 

@@ -4,11 +4,12 @@
     python -m benchmarks.planner --quick
     python -m benchmarks.planner --only "T=128K Lmax=128K n=512 "
 
-Steps are drawn from the two length distributions of ``simulator.lengths``; loads come from the H200
-profile. With ``Lmax <= T`` a document is cut at the end of a rank and goes on as a new one, as
-ordinary packing does; with ``Lmax > T`` it spans ranks. Bytes are of the forward pass of one layer:
-Q and O of every row that moves, K and V once per destination (log-sum-exp left out). Times are
-CPU seconds of one core for the whole call, from the manifest to the checked plan with forecasts.
+Steps are drawn from the two length distributions of ``distca.simulator.lengths``; loads come from
+the H200 profile. With ``Lmax <= T`` a document is cut at the end of a rank and goes on as a new
+one, as ordinary packing does; with ``Lmax > T`` it spans ranks. Bytes are of the forward pass of
+one layer: Q and O of every row that moves, K and V once per destination (log-sum-exp left out).
+Times are CPU seconds of one core for the whole call, from the manifest to the checked plan with
+forecasts.
 """
 
 from __future__ import annotations
@@ -28,18 +29,18 @@ from rich.progress import track
 from rich.table import Table
 
 from benchmarks.exact import SmallStep, gap_to_optimum
-from control_plane import balanced, greedy
-from control_plane.forecast import pair_bytes
-from control_plane.homes import plan_homes
-from control_plane.planning import Planner, PlanningOptions, PlanningServer
+from control_plane.planner import balanced, greedy
+from control_plane.planner.forecast import pair_bytes
+from control_plane.planner.homes import plan_homes
+from control_plane.planner.planning import Planner, PlanningOptions, PlanningServer
 from core_attention.ca_task import Phase
 from core_attention.cost_model import CostProfile
 from core_attention.manifest import Manifest
 from core_attention.plan import Plan, PlanServer
-from simulator.lengths import sample_lengths
+from distca.simulator.lengths import sample_lengths
 
 K = 1024
-PROFILE = Path(__file__).parents[1] / "simulator" / "profiles" / "h200-llama3-8b.json"
+PROFILE = Path(__file__).parents[1] / "distca" / "simulator" / "profiles" / "h200-llama3-8b.json"
 GREEDY_TOLERANCE = 0.1
 SMALLEST_TOLERANCE = 0.02
 MOST_SERVERS_WITH_PAIRS = 512

@@ -19,7 +19,7 @@ from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 
 from benchmarks.planner import PROFILE, Case, Planned, draw, servers_of
-from control_plane import balanced, greedy
+from control_plane.planner import balanced, greedy
 from core_attention.cost_model import CostProfile
 
 K = 1024

@@ -36,7 +36,7 @@ from benchmarks.transport import RawSide
 from core_attention.manifest import RankManifest
 from core_attention.shape import AttentionShape
 from data_plane.buffer_pool import BufferPool
-from data_plane.ucxx_settings import UcxxSettings
+from data_plane.ucxx.settings import UcxxSettings
 from distca.local.process import LocalProcess
 from distca.local.supervisor import Supervisor
 from distca.shapes import format_shape

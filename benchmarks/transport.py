@@ -27,9 +27,9 @@ from ucxx._lib import libucxx
 
 from data_plane.buffer_pool import BufferPool, PooledBuffer, device_allocator
 from data_plane.transport import Address, Claim, Connection
-from data_plane.ucxx_connection import as_ucxx_array
-from data_plane.ucxx_settings import UcxxSettings
-from data_plane.ucxx_transport import UcxxTransport
+from data_plane.ucxx.connection import as_ucxx_array
+from data_plane.ucxx.settings import UcxxSettings
+from data_plane.ucxx.transport import UcxxTransport
 
 WAIT_SECONDS = 60.0
 _SECRET = b"benchmark"

@@ -16,33 +16,33 @@ from pathlib import Path
 import grpc
 from grpc_health.v1 import health_pb2_grpc
 
-from control_plane.access import AccessInterceptor, Gate
-from control_plane.calls_in_flight import CallsInFlight
-from control_plane.cluster_service import ClusterService
-from control_plane.connections import Connections
-from control_plane.coordinator import Coordinator
-from control_plane.data_network_service import DataNetworkService
-from control_plane.epochs import is_first, next_generation
+from control_plane.access.access import AccessInterceptor, Gate
+from control_plane.access.calls_in_flight import CallsInFlight
+from control_plane.access.connections import Connections
+from control_plane.access.fair_slots import FairThreads
+from control_plane.access.job_keys import job_keys
+from control_plane.access.rate_limit import RateLimit
 from control_plane.errors import NoHandshakeError
-from control_plane.fair_slots import FairThreads
-from control_plane.grpc_server import is_serving
-from control_plane.job_keys import job_keys
-from control_plane.kubernetes_api import cluster_apis
-from control_plane.kubernetes_lease import KubernetesLease
-from control_plane.leader_label import LeaderLabel
-from control_plane.leadership import Alone, FileLock, Leadership, LeadershipLostError
-from control_plane.metrics import Metrics
-from control_plane.network_keys import NetworkKeys
-from control_plane.planners import PLANNERS
-from control_plane.planning import Planner
-from control_plane.rate_limit import RateLimit
-from control_plane.refusals import Refusals
-from control_plane.service import JobsService, MembershipService
+from control_plane.jobs.coordinator import Coordinator
+from control_plane.leadership.epochs import is_first, next_generation
+from control_plane.leadership.kubernetes_api import cluster_apis
+from control_plane.leadership.kubernetes_lease import KubernetesLease
+from control_plane.leadership.leader_label import LeaderLabel
+from control_plane.leadership.leadership import Alone, FileLock, Leadership, LeadershipLostError
+from control_plane.metrics.metrics import Metrics
+from control_plane.network.network_keys import NetworkKeys
+from control_plane.planner.planners import PLANNERS
+from control_plane.planner.planning import Planner
+from control_plane.service.cluster_service import ClusterService
+from control_plane.service.data_network_service import DataNetworkService
+from control_plane.service.grpc_server import is_serving
+from control_plane.service.refusals import Refusals
+from control_plane.service.service import JobsService, MembershipService
 from control_plane.settings import ControlPlaneSettings, split_address
-from distca.health_service import HealthService
-from distca.monitoring import MetricsAddressError, MetricsEndpoint, process_registry
-from distca.rpc import server_options
-from distca.tls import server_credentials
+from distca.contract.rpc import server_options
+from distca.contract.tls import server_credentials
+from distca.process.health_service import HealthService
+from distca.process.monitoring import MetricsAddressError, MetricsEndpoint, process_registry
 from distca.v1 import (
     cluster_pb2,
     cluster_pb2_grpc,

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from ipaddress import IPv4Network
 from pathlib import Path
 
-from control_plane.planners import DEFAULT_PLANNER
-from distca.rpc import DEFAULT_MAX_MESSAGE_BYTES
-from distca.tls import TlsFiles
+from control_plane.planner.planners import DEFAULT_PLANNER
+from distca.contract.rpc import DEFAULT_MAX_MESSAGE_BYTES
+from distca.contract.tls import TlsFiles
 
 _LONGEST_PREFIX = 30
 """Of a data network: two addresses."""

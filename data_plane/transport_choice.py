@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 from typing import Final
 
-from data_plane.nixl_agent import INSTALL
+from data_plane.nixl.agent import INSTALL
 from data_plane.rdma import RdmaPort
 from data_plane.transport_facts import TransportFacts
 from data_plane.transports import TransportName

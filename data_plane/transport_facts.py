@@ -9,7 +9,7 @@ from fnmatch import fnmatchcase
 from importlib.util import find_spec
 from pathlib import Path
 
-from data_plane.nixl_agent import NIXL_PACKAGES
+from data_plane.nixl.agent import NIXL_PACKAGES
 from data_plane.rdma import MIN_LOCKED_BYTES, RdmaPort, locked_bytes_limit, rdma_ports
 from data_plane.transports import TransportName
 from data_plane.ucx_modules import ucx_modules

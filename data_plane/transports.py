@@ -126,14 +126,14 @@ def open_transport(
     if metrics is not None:
         metrics.transport_chosen(choice)
     if choice.name is TransportName.NIXL:
-        from data_plane.nixl_settings import NixlSettings
-        from data_plane.nixl_transport import NixlTransport
+        from data_plane.nixl.settings import NixlSettings
+        from data_plane.nixl.transport import NixlTransport
 
         return NixlTransport(
             NixlSettings(device=device, one_host=one_host, data_host=data_host), metrics
         )
-    from data_plane.ucxx_settings import UcxxSettings
-    from data_plane.ucxx_transport import UcxxTransport
+    from data_plane.ucxx.settings import UcxxSettings
+    from data_plane.ucxx.transport import UcxxTransport
 
     settings = UcxxSettings(device=device, one_host=one_host, data_host=data_host, rdma=choice.rdma)
     return UcxxTransport(settings, metrics)

@@ -25,8 +25,8 @@ from distca.commands import (
     train,
     wireguard,
 )
-from distca.interrupt import INTERRUPTED_EXIT_CODE, let_sigterm_end_process_1
-from distca.plain_text import PlainFormatter, plain_lines
+from distca.process.interrupt import INTERRUPTED_EXIT_CODE, let_sigterm_end_process_1
+from distca.process.plain_text import PlainFormatter, plain_lines
 
 _OUR_PACKAGES = {
     "attention_node",
@@ -34,7 +34,6 @@ _OUR_PACKAGES = {
     "core_attention",
     "data_plane",
     "distca",
-    "simulator",
     "trainer_client",
 }
 
@@ -90,7 +89,7 @@ def _configure(
     handler.setFormatter(PlainFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     logging.basicConfig(level=log_level.upper(), handlers=[handler])
     if traces_endpoint and context.invoked_subcommand is not None:
-        from distca import tracing
+        from distca.process import tracing
 
         tracing.start(traces_endpoint, context.invoked_subcommand)
 

@@ -47,7 +47,7 @@ _CONTROL_PLANE = """
 from pathlib import Path
 from control_plane.server import run
 from control_plane.settings import ControlPlaneSettings, CoordinatorSettings
-from control_plane.planners import PLANNERS
+from control_plane.planner.planners import PLANNERS
 from tests import random_planner
 run(ControlPlaneSettings(listen_address={listen!r}, metrics_address="127.0.0.1:0",
     address_file=Path({address_file!r}), state_dir=Path({state_dir!r}),

@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from control_plane.forecast import forecast
-from control_plane.planning import Planner, PlanningOptions, PlanningServer
+from control_plane.planner.forecast import forecast
+from control_plane.planner.planning import Planner, PlanningOptions, PlanningServer
 from core_attention.ca_task import MaskKind, Phase, TaskTable
 from core_attention.manifest import Manifest
 from core_attention.plan import Plan

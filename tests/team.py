@@ -13,11 +13,11 @@ import torch
 from torch import nn
 
 from core_attention.manifest import Manifest, RankManifest
-from core_attention.reference import reference_attention
 from core_attention.shape import AttentionShape
 from tests.cluster import Cluster, keep_profile
+from tests.core_attention.reference import reference_attention
 from trainer_client import PingPong, Session, SessionOptions, core_attention
-from trainer_client.running_step import RunningStep
+from trainer_client.step.running_step import RunningStep
 
 _names = itertools.count()
 

@@ -1,4 +1,4 @@
-"""Writes ``simulator/profiles/h200-llama3-8b.json``: one H200 with FlashAttention-4, Llama-3-8B.
+"""Writes ``distca/simulator/profiles/h200-llama3-8b.json``: one H200, FlashAttention-4, Llama-3-8B.
 
 The cost profile for planning without a GPU at hand. It interpolates a few measured throughputs
 (TFLOP/s, one H200, bf16, 32 query heads, 8 key/value heads, head dim 128):
@@ -82,7 +82,7 @@ def _seconds(q: int, kv: int, phase: str) -> float:
 
 def main() -> None:
     root = Path(__file__).resolve().parent.parent
-    make_profile().save(root / "simulator" / "profiles" / "h200-llama3-8b.json")
+    make_profile().save(root / "distca" / "simulator" / "profiles" / "h200-llama3-8b.json")
 
 
 if __name__ == "__main__":

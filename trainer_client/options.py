@@ -15,7 +15,7 @@ from torch import nn
 from core_attention.shape import AttentionShape
 from core_attention.tick import MAX_LAYERS, MAX_NANO_BATCHES
 from data_plane.transports import TransportName, check_transport
-from distca.timeouts import check_order, known_timeouts
+from distca.contract.timeouts import check_order, known_timeouts
 
 
 class Placement(StrEnum):
@@ -84,7 +84,7 @@ class SessionOptions:
         metrics_host: address it listens on.
         profile_dir: where an in-place server caches its cost profile.
         ca_file, certificate_file, key_file, server_name, certificate_check_seconds: TLS to the
-            control plane; see ``distca.rpc``.
+            control plane; see ``distca.contract.rpc``.
     """
 
     control_plane: str
@@ -183,7 +183,7 @@ class SessionOptions:
                 needed.
         """
         # The probe stands on ping-pong, which stands on this module.
-        from trainer_client.probe import probe_model
+        from trainer_client.integrations.probe import probe_model
 
         return cls(**probe_model(model, inputs).complete(options))
 

@@ -22,27 +22,29 @@ from data_plane.liveness import LivenessMonitor
 from data_plane.metrics import DataPlaneMetrics
 from data_plane.transport import Connection
 from data_plane.transports import open_transport
-from distca import __version__, rpc, tracing
-from distca.codec import profile_to_proto, shape_to_proto
-from distca.monitoring import MetricsEndpoint, process_registry
-from distca.timeouts import check_order, known_timeouts
+from distca import __version__
+from distca.contract import rpc
+from distca.contract.codec import profile_to_proto, shape_to_proto
+from distca.contract.timeouts import check_order, known_timeouts
+from distca.process import tracing
+from distca.process.monitoring import MetricsEndpoint, process_registry
 from distca.v1 import data_plane_pb2, jobs_pb2, membership_pb2
-from trainer_client.control_link import ControlLink, PlannedStep
-from trainer_client.data_host import data_host_of
 from trainer_client.errors import SessionError
-from trainer_client.examiner import Examiner
-from trainer_client.exchanges import Routes
-from trainer_client.first_step import collective_store, meet
-from trainer_client.in_place import InPlaceServer
-from trainer_client.lane import current_step
+from trainer_client.integrity.examiner import Examiner
+from trainer_client.link.control_link import ControlLink, PlannedStep
+from trainer_client.link.data_host import data_host_of
+from trainer_client.link.pool_transports import transport_of
 from trainer_client.metrics import TrainerMetrics
 from trainer_client.options import Placement, SessionOptions
-from trainer_client.pool_transports import transport_of
-from trainer_client.recovery import Recovery
-from trainer_client.replies import Exchanger
-from trainer_client.running_step import RunningStep
-from trainer_client.servers import ServerLinks
-from trainer_client.step_report import StepReport
+from trainer_client.step.exchanges import Routes
+from trainer_client.step.first_step import collective_store, meet
+from trainer_client.step.in_place import InPlaceServer
+from trainer_client.step.lane import current_step
+from trainer_client.step.recovery import Recovery
+from trainer_client.step.replies import Exchanger
+from trainer_client.step.running_step import RunningStep
+from trainer_client.step.servers import ServerLinks
+from trainer_client.step.step_report import StepReport
 
 logger = logging.getLogger(__name__)
 
@@ -162,11 +164,12 @@ class Session:
 
         Raises:
             ValueError: no kernel runs the shape on the device.
-            distca.rpc.AlreadyExists: another job has the name, and lives.
-            distca.rpc.RpcError: the control plane cannot be reached, or refuses.
+            distca.contract.rpc.AlreadyExists: another job has the name, and lives.
+            distca.contract.rpc.RpcError: the control plane cannot be reached, or refuses.
             TransportError: the in-place server's port is in use.
-            distca.monitoring.MetricsAddressError: the metrics port is in use.
-            distca.timeouts.TimeoutOrderError: the rank's timeouts do not fit the control plane's.
+            distca.process.monitoring.MetricsAddressError: the metrics port is in use.
+            distca.contract.timeouts.TimeoutOrderError: the rank's timeouts do not fit the
+                control plane's.
         """
         session = cls(options)
         try:
@@ -260,7 +263,7 @@ class Session:
         """The whole plan of a recent step and what all members measured in it so far.
 
         Raises:
-            distca.rpc.UnknownStep: it is not planned yet, or forgotten.
+            distca.contract.rpc.UnknownStep: it is not planned yet, or forgotten.
         """
         return self._link.fetch_step(step)
 

@@ -121,8 +121,8 @@ class RawUcxxSide:
     def __init__(self, rank: int, n_ranks: int) -> None:
         from ucxx._lib import libucxx
 
-        from data_plane.ucxx_connection import as_ucxx_array
-        from data_plane.ucxx_settings import UcxxSettings
+        from data_plane.ucxx.connection import as_ucxx_array
+        from data_plane.ucxx.settings import UcxxSettings
 
         self._ucx: Any = libucxx
         self._array = as_ucxx_array
@@ -210,7 +210,7 @@ class RawNixlSide:
     """Bare nixl, polled by the calling thread: writes with notifications."""
 
     def __init__(self, rank: int, n_ranks: int) -> None:
-        from data_plane.nixl_agent import import_nixl
+        from data_plane.nixl.agent import import_nixl
 
         library = import_nixl()
         config = library.nixl_agent_config(enable_prog_thread=False, backends=["UCX"])

@@ -28,8 +28,8 @@ from rich.console import Console
 from rich.table import Table
 
 from attention_node.tick_route import ASSEMBLED, TickRoute, derive_tick_route
-from control_plane.planners import PLANNERS
-from control_plane.planning import PlanningOptions, PlanningServer
+from control_plane.planner.planners import PLANNERS
+from control_plane.planner.planning import PlanningOptions, PlanningServer
 from core_attention.arrays import Int64Array, exclusive_cumsum, int64_column
 from core_attention.ca_task import Phase, causal_qk_pairs
 from core_attention.cost_model import CostProfile
@@ -38,8 +38,8 @@ from core_attention.kernels.select import select_kernel
 from core_attention.plan import Plan, PlanServer
 from core_attention.profiling import QUICK_GRIDS, device_name, measure_profile
 from core_attention.shape import AttentionShape
-from simulator.lengths import sample_lengths
-from simulator.packing import pack_in_order
+from distca.simulator.lengths import sample_lengths
+from distca.simulator.packing import pack_in_order
 
 WARM_UPS, REPEATS = 2, 7
 

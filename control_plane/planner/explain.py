@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from control_plane.forecast import pair_bytes
 from control_plane.planner.chunk import SHORTEST_TOKENS, CutRules
 from control_plane.planner.fleet import Fleet
+from control_plane.planner.forecast import pair_bytes
 from control_plane.planner.phase import Outcome
-from control_plane.planning import PlanningOptions, PlanningServer
+from control_plane.planner.planning import PlanningOptions, PlanningServer
 from core_attention.ca_task import Phase, TaskTable
 from core_attention.errors import PlanError
 from core_attention.manifest import Manifest

@@ -10,7 +10,7 @@ import numpy as np
 
 from control_plane.planner.compiled import BoolArray, compiled_inner
 from control_plane.planner.costs import CostTables, Pace, pack_profiles
-from control_plane.planning import PlanningServer
+from control_plane.planner.planning import PlanningServer
 from core_attention.arrays import Float64Array, Int64Array, frozen
 from core_attention.errors import PlanError
 

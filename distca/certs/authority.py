@@ -20,7 +20,7 @@ from cryptography.hazmat.primitives.serialization import (
 )
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from distca.identity import Identity, Role
+from distca.contract.identity import Identity, Role
 
 CLOCK_SKEW = timedelta(minutes=5)
 """Certificates begin so long before now, for machines whose clocks are behind."""

@@ -11,8 +11,8 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes
 from cryptography.x509.oid import ExtendedKeyUsageOID
 
+from distca.contract.identity import Identity, identity_of
 from distca.errors import DistcaError
-from distca.identity import Identity, identity_of
 
 _USES = {
     ExtendedKeyUsageOID.CLIENT_AUTH: "client authentication",

@@ -7,8 +7,8 @@ from datetime import timedelta
 from pathlib import Path
 
 from distca.certs.authority import Authority, Signed
+from distca.contract.identity import Identity
 from distca.errors import DistcaError
-from distca.identity import Identity
 
 AUTHORITY = "ca"
 

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from distca.commands.tls import ClientTls
+from distca.client_tls import ClientTls
 from distca.options import options_from
 
 

@@ -73,8 +73,8 @@ def make(options: MakeOptions) -> None:
 
     from distca.certs.folder import CertificateFolder, default_stem
     from distca.commands.usage import as_usage_error
-    from distca.identity import Identity, Role
-    from distca.plain_text import plain
+    from distca.contract.identity import Identity, Role
+    from distca.process.plain_text import plain
 
     with as_usage_error():
         roles = [Role(role) for role in options.role] or list(Role)
@@ -103,7 +103,7 @@ def show(
 
     from distca.certs.description import describe_file
     from distca.errors import DistcaError
-    from distca.plain_text import plain
+    from distca.process.plain_text import plain
 
     console = Console(soft_wrap=True)
     for path in files:

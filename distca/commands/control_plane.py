@@ -174,7 +174,7 @@ class ControlPlaneOptions:
 @options_from
 def control_plane(options: ControlPlaneOptions) -> None:
     """Run the control plane: servers and trainers register here and receive plans."""
-    from control_plane.planners import DEFAULT_PLANNER
+    from control_plane.planner.planners import DEFAULT_PLANNER
     from control_plane.server import run
     from control_plane.settings import (
         AccessSettings,
@@ -184,7 +184,7 @@ def control_plane(options: ControlPlaneOptions) -> None:
         parse_network,
     )
     from distca.commands.usage import as_usage_error
-    from distca.tls import TlsFiles
+    from distca.contract.tls import TlsFiles
 
     tls = None
     if options.tls_certificate is not None and options.tls_key is not None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from distca.commands.tls import ClientTls
+from distca.client_tls import ClientTls
 from distca.options import options_from
 
 if TYPE_CHECKING:
@@ -193,9 +193,9 @@ def _require_torch() -> None:
 
 
 def _surroundings(options: DoctorOptions, tls: ClientTls) -> Surroundings:
+    from distca.contract.rpc import RpcSettings
     from distca.doctor.cluster_probe import ClusterProbe
     from distca.doctor.surroundings import DoctorSettings, Surroundings
-    from distca.rpc import RpcSettings
     from distca.shapes import parse_shape
 
     cluster = None

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from distca.commands.tls import ClientTls
+from distca.client_tls import ClientTls
 from distca.options import options_from
 
 NOT_SERVING_EXIT_CODE = 3
@@ -43,8 +43,8 @@ def health(options: HealthOptions, tls: ClientTls) -> None:
     """Ask a process whether it serves (grpc.health.v1); exit code 0: yes, 3: no, 1: no answer."""
     from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-    from distca import rpc
     from distca.commands.usage import as_usage_error
+    from distca.contract import rpc
 
     with as_usage_error():
         settings = rpc.RpcSettings(

@@ -49,7 +49,6 @@ def plan(
     """
     from rich.console import Console
 
-    from distca.plain_text import plain
     from distca.preview.building import (
         build_batches,
         build_method,
@@ -59,7 +58,8 @@ def plan(
     from distca.preview.display import print_sections, print_verdict
     from distca.preview.errors import wrong_input_ends
     from distca.preview.sections import plan_sections
-    from simulator.offline import judge_batches, plan_batch
+    from distca.process.plain_text import plain
+    from distca.simulator.offline import judge_batches, plan_batch
 
     with wrong_input_ends():
         check_homes(planner, fleet)

@@ -55,7 +55,7 @@ def profile(options: ProfileOptions) -> None:
         profile_file_name,
     )
     from distca.commands.usage import as_usage_error
-    from distca.plain_text import plain
+    from distca.process.plain_text import plain
     from distca.shapes import parse_shape
 
     console = Console()

@@ -69,12 +69,12 @@ def simulate(
     """
     from rich.console import Console
 
-    from distca.plain_text import plain
     from distca.preview.building import build_batches, build_method, build_setup, parse_counts
     from distca.preview.display import print_sections
     from distca.preview.errors import wrong_input_ends
     from distca.preview.sections import simulation_sections
-    from simulator.comparison import compare
+    from distca.process.plain_text import plain
+    from distca.simulator.comparison import compare
 
     comparisons = []
     with wrong_input_ends():

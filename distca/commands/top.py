@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from distca.commands.tls import ClientTls
+from distca.client_tls import ClientTls
 from distca.options import options_from
 
 
@@ -45,8 +45,8 @@ def top(options: TopOptions, tls: ClientTls) -> None:
 
     from rich.console import Console
 
-    from distca import rpc
     from distca.commands.usage import as_usage_error
+    from distca.contract import rpc
     from distca.top.run import Watch, watch
 
     console = Console()

@@ -6,10 +6,10 @@ import os
 
 import typer
 
-from distca.commands.tls import ClientTls
+from distca.client_tls import ClientTls
 from distca.data.settings import DataSettings
-from distca.interrupt import INTERRUPTED_EXIT_CODE
 from distca.options import options_from
+from distca.process.interrupt import INTERRUPTED_EXIT_CODE
 from distca.train.settings import (
     IntegritySettings,
     ModelSettings,

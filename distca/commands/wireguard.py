@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from distca.commands.tls import ClientTls
+from distca.client_tls import ClientTls
 from distca.options import options_from
 
 
@@ -63,8 +63,8 @@ def wireguard(options: WireguardOptions, tls: ClientTls) -> None:
     """Join the encrypted data network: makes a WireGuard interface, prints the address to give as
     --data-host to nodes and trainers of this machine, and keeps the keys of the other members up to
     date until SIGTERM. Needs root, or CAP_NET_ADMIN, and a certificate of a server or trainer."""
-    from distca import rpc
     from distca.commands.usage import as_usage_error
+    from distca.contract import rpc
     from distca.wireguard.member import MemberSettings, run
 
     with as_usage_error():

@@ -11,8 +11,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from control_plane.homes import plan_homes
-from control_plane.planning import PlanningOptions, PlanningServer
+from control_plane.planner.homes import plan_homes
+from control_plane.planner.planning import PlanningOptions, PlanningServer
 from core_attention.arrays import Float64Array
 from core_attention.ca_task import causal_qk_pairs
 from core_attention.cost_model import CostProfile

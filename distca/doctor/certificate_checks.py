@@ -13,11 +13,11 @@ from cryptography import x509
 from cryptography.exceptions import InvalidSignature
 
 from distca.certs.description import CertificateDescription, NotACertificateError, describe_file
+from distca.contract.identity import Role
+from distca.contract.rpc import RpcSettings
+from distca.contract.tls import Certificates, MismatchError
 from distca.doctor.finding import Finding, failed, passed, warned
 from distca.doctor.surroundings import Surroundings
-from distca.identity import Role
-from distca.rpc import RpcSettings
-from distca.tls import Certificates, MismatchError
 
 _RENEWED_AT = 0.2
 """Share of a certificate's life: with less left, whatever renews it should have done so."""

@@ -9,10 +9,10 @@ import time
 from collections.abc import Callable, Iterable
 
 from distca import __version__
+from distca.contract.rpc_errors import ControlPlaneUnavailable, RpcError
 from distca.doctor.cluster_probe import ClusterAnswer
 from distca.doctor.finding import Finding, failed, passed, warned
 from distca.doctor.surroundings import Surroundings
-from distca.rpc_errors import ControlPlaneUnavailable, RpcError
 from distca.top.snapshot import Snapshot
 
 _CLOCK_WARN_SECONDS = 1.0

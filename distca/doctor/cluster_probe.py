@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 import grpc
 
 from data_plane.transports import TransportName
-from distca.rpc import RpcSettings, open_channel, wait_until_ready
-from distca.rpc_errors import PermissionDenied, RpcError
+from distca.contract.rpc import RpcSettings, open_channel, wait_until_ready
+from distca.contract.rpc_errors import PermissionDenied, RpcError
 from distca.top.snapshot import Snapshot, snapshot_from
 from distca.v1 import cluster_pb2, cluster_pb2_grpc, jobs_pb2, jobs_pb2_grpc
 

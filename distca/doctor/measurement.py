@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import asdict
 
 from data_plane.greeting import HEADER_BYTES, BadGreeting, decode_header
-from data_plane.nixl_link import receive_exactly
+from data_plane.nixl.link import receive_exactly
 from data_plane.transport import Address, HandshakeRejected, ProbeResult, Transport
 from data_plane.transport_choice import TransportChoice
 from data_plane.transports import open_transport

@@ -9,6 +9,7 @@ from contextlib import ExitStack
 from core_attention.shape import AttentionShape
 from data_plane.transport import Address, HandshakeRejected, ProbeResult, TransportError
 from data_plane.transports import TransportName
+from distca.contract.rpc_errors import RpcError
 from distca.doctor.finding import Finding, failed, passed, warned
 from distca.doctor.measurement import (
     ChildFailed,
@@ -21,7 +22,6 @@ from distca.doctor.measurement import (
 from distca.doctor.pool_job import PoolJob, pool_job
 from distca.doctor.responder import HELLO, OPEN_SECRET, ResponderSettings
 from distca.doctor.surroundings import Surroundings
-from distca.rpc_errors import RpcError
 
 _ANY_SHAPE = AttentionShape(
     num_heads=1, num_heads_kv=1, head_dim=64, head_dim_v=64, dtype="float32"

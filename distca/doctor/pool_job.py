@@ -10,10 +10,10 @@ from contextlib import contextmanager
 
 from attention_node.hello import PROTOCOL_VERSION
 from core_attention.shape import AttentionShape
-from distca.codec import shape_to_proto
-from distca.rpc import RpcSettings, open_channel
-from distca.rpc_errors import PermissionDenied, RpcError
-from distca.tokens import JOB_TOKEN_KEY
+from distca.contract.codec import shape_to_proto
+from distca.contract.rpc import RpcSettings, open_channel
+from distca.contract.rpc_errors import PermissionDenied, RpcError
+from distca.contract.tokens import JOB_TOKEN_KEY
 from distca.v1 import (
     cluster_pb2,
     cluster_pb2_grpc,

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from distca import __version__
 from distca.doctor.finding import Finding, Status, worst
-from distca.plain_text import plain_lines
+from distca.process.plain_text import plain_lines
 
 _STYLE = {Status.PASS: "green", Status.WARN: "yellow", Status.FAIL: "bold red"}
 _NAME_WIDTH = 14

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 from functools import cache
 
-from data_plane.nixl_agent import import_nixl
+from data_plane.nixl.agent import import_nixl
 
 
 @cache

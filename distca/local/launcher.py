@@ -13,12 +13,12 @@ from rich.console import Console
 
 from distca.data.settings import DataSettings
 from distca.errors import ProcessFailedError
-from distca.interrupt import INTERRUPTED_EXIT_CODE, StopRequest
 from distca.local.process import LocalProcess
 from distca.local.settings import LocalSettings
 from distca.local.supervisor import POLL_SECONDS, Supervisor
 from distca.options import as_arguments
-from distca.plain_text import plain
+from distca.process.interrupt import INTERRUPTED_EXIT_CODE, StopRequest
+from distca.process.plain_text import plain
 from distca.report.display import TrainingDisplay
 from distca.report.step_log import StepTail
 from distca.run_folder import RunFolder

@@ -44,7 +44,7 @@ class LocalProcess:
 
     def command(self) -> list[str]:
         """What is executed: the distca command, tied to this process's life."""
-        tied = [sys.executable, "-m", "distca.local.child", str(os.getpid())]
+        tied = [sys.executable, "-m", "distca.child", str(os.getpid())]
         return [*tied, *self._arguments]
 
     @property

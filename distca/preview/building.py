@@ -7,8 +7,8 @@ from importlib.resources import as_file, files
 
 import numpy as np
 
-from control_plane.planners import DEFAULT_PLANNER, PLANNERS
-from control_plane.planning import Planner, PlanningOptions
+from control_plane.planner.planners import DEFAULT_PLANNER, PLANNERS
+from control_plane.planner.planning import Planner, PlanningOptions
 from core_attention.arrays import Int64Array
 from core_attention.cost_model import CostProfile
 from distca.preview.settings import (
@@ -19,16 +19,16 @@ from distca.preview.settings import (
     ModelSettings,
     PlannerSettings,
 )
-from simulator.cluster import ClusterSpec
-from simulator.disaggregated import Method
-from simulator.errors import InputError, require_count
-from simulator.fleet import Placement
-from simulator.homes import planned_homes
-from simulator.length_files import read_lengths
-from simulator.lengths import sample_lengths
-from simulator.model import ModelSpec, preset
-from simulator.packing import pack_in_order, split_long, take_steps
-from simulator.setup import Setup
+from distca.simulator.cluster import ClusterSpec
+from distca.simulator.disaggregated import Method
+from distca.simulator.errors import InputError, require_count
+from distca.simulator.fleet import Placement
+from distca.simulator.homes import planned_homes
+from distca.simulator.length_files import read_lengths
+from distca.simulator.lengths import sample_lengths
+from distca.simulator.model import ModelSpec, preset
+from distca.simulator.packing import pack_in_order, split_long, take_steps
+from distca.simulator.setup import Setup
 
 _GIGA, _TERA, _MICRO = 1e9, 1e12, 1e-6
 _SHIPPED_PROFILE = "h200-llama3-8b.json"
@@ -69,7 +69,7 @@ def load_profile(settings: ClusterSettings) -> CostProfile:
         InputError: it cannot be read.
     """
     if settings.profile is None:
-        with as_file(files("simulator") / "profiles" / _SHIPPED_PROFILE) as path:
+        with as_file(files("distca.simulator") / "profiles" / _SHIPPED_PROFILE) as path:
             return CostProfile.load(path)
     try:
         return CostProfile.load(settings.profile)

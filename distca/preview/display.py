@@ -9,9 +9,9 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from distca.plain_text import plain, plain_lines
 from distca.preview.sections import Section
-from simulator.verdict import Kind, Verdict
+from distca.process.plain_text import plain, plain_lines
+from distca.simulator.verdict import Kind, Verdict
 
 _COLOURS = {Kind.GAIN: "green", Kind.NOTHING_TO_GAIN: "yellow", Kind.ONE_SERVER: "yellow"}
 

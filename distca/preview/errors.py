@@ -10,8 +10,8 @@ import typer
 from rich.console import Console
 
 from core_attention.errors import ManifestError, PlanError, ProfileError
-from distca.plain_text import plain
-from simulator.errors import InputError
+from distca.process.plain_text import plain
+from distca.simulator.errors import InputError
 
 WRONG_INPUT_EXIT_CODE = 2
 

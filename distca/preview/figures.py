@@ -14,11 +14,11 @@ from numpy.typing import NDArray
 
 from core_attention.arrays import Float64Array
 from core_attention.plan import imbalance
-from distca.plain_text import figure_text
 from distca.preview.sections import relative_step
+from distca.process.plain_text import figure_text
 from distca.report.style import BLUE, GREEN, GREY, INK, ORANGE, PURPLE, SKY, figure_style
-from simulator.comparison import BASELINES, Comparison
-from simulator.offline import PlannedBatch
+from distca.simulator.comparison import BASELINES, Comparison
+from distca.simulator.offline import PlannedBatch
 
 _MILLI, _MEGA = 1e3, 1e6
 _MANY = 40

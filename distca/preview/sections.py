@@ -9,9 +9,9 @@ import numpy as np
 
 from core_attention.arrays import Int64Array
 from core_attention.ca_task import Phase
-from simulator.comparison import Comparison
-from simulator.offline import PlannedBatch, what_bounds
-from simulator.traffic import server_endpoints
+from distca.simulator.comparison import Comparison
+from distca.simulator.offline import PlannedBatch, what_bounds
+from distca.simulator.traffic import server_endpoints
 
 _MILLI, _GIGA = 1e3, 1e9
 _SHOWN_SERVERS = 16

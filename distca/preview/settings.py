@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from simulator.fleet import Placement
+from distca.simulator.fleet import Placement
 
 _LENGTHS, _MODEL, _CLUSTER, _PLANNER = "Documents", "Model", "Cluster", "Planner"
 

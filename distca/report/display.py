@@ -15,7 +15,7 @@ from rich.progress import (
 )
 from rich.text import Text
 
-from distca.plain_text import plain
+from distca.process.plain_text import plain
 from distca.report.record import StepRecord
 
 LINE_INTERVAL_SECONDS = 5.0

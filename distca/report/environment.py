@@ -6,7 +6,7 @@ from typing import Any
 
 import jinja2
 
-from distca.plain_text import plain
+from distca.process.plain_text import plain
 
 
 def page_environment(package: str) -> jinja2.Environment:

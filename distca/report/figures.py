@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from core_attention.plan import imbalance
-from distca.plain_text import figure_text
+from distca.process.plain_text import figure_text
 from distca.report.record import RunRecord, StepDetail
 from distca.report.style import BLUE, GREY, INK, ORANGE, figure_style, whole_steps
 from distca.report.timeline import draw_timeline

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rich.console import Console
 
-from distca.plain_text import plain
+from distca.process.plain_text import plain
 from distca.report.record import RunRecord
 from distca.report.summary import summary_table
 from distca.run_folder import RunFolder

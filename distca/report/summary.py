@@ -7,7 +7,7 @@ import statistics
 from rich.table import Table
 from rich.text import Text
 
-from distca.plain_text import plain
+from distca.process.plain_text import plain
 from distca.report.record import RunRecord, mean_of
 
 WARMUP_STEPS = 2

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from distca.plain_text import figure_text
+from distca.process.plain_text import figure_text
 from distca.report.record import StepDetail, TimelineEvent
 from distca.report.style import BLUE, GREEN, GREY, LIGHT_SKY, ORANGE, PURPLE, SPARE, VERMILION
 

@@ -12,11 +12,11 @@ from rich.console import Console, RenderableType
 from rich.live import Live
 from rich.text import Text
 
+from distca.contract.rpc import RpcSettings, open_channel
+from distca.contract.rpc_errors import RpcError
 from distca.errors import DistcaError
-from distca.interrupt import StopRequest
-from distca.plain_text import plain
-from distca.rpc import RpcSettings, open_channel
-from distca.rpc_errors import RpcError
+from distca.process.interrupt import StopRequest
+from distca.process.plain_text import plain
 from distca.top.snapshot import Snapshot, snapshot_from
 from distca.top.view import render
 from distca.v1 import cluster_pb2, cluster_pb2_grpc

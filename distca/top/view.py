@@ -7,7 +7,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from distca.plain_text import plain
+from distca.process.plain_text import plain
 from distca.top.snapshot import JobView, ServerView, Snapshot, StepView
 
 SILENT_SECONDS = 10.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from control_plane.planning import PlanningOptions
+from control_plane.planner.planning import PlanningOptions
 from distca.data.batch import TokenBatch, rank_batches
 from distca.data.corpus import Corpus, fingerprint
 from distca.data.homes import plan_step_homes

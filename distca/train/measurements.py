@@ -13,7 +13,7 @@ from core_attention.message import reply_layout, request_layout
 from core_attention.plan import Plan
 from core_attention.routing import derive_routes
 from core_attention.shape import AttentionShape
-from distca.codec import plan_from_proto
+from distca.contract.codec import plan_from_proto
 from distca.report.record import StepDetail, TimelineEvent
 from distca.v1 import jobs_pb2
 
@@ -44,7 +44,7 @@ class StepMeasurements:
         """Reads what the control plane tells about a step.
 
         Raises:
-            distca.codec.WireError: the response is malformed.
+            distca.contract.codec.WireError: the response is malformed.
         """
         plan = plan_from_proto(response.plan)
         forecasts = [plan.forecast(phase) for phase in Phase]

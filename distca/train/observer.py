@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from core_attention.shape import AttentionShape
-from distca import rpc
+from distca.contract import rpc
 from distca.report.record import StepDetail, StepRecord, TimelineEvent
 from distca.report.step_log import StepLog
 from distca.report.summary import WARMUP_STEPS

@@ -16,14 +16,14 @@ from rich.console import Console
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-import trainer_client.transformers
-from control_plane.job_spec import planning_options
-from control_plane.planning import PlanningOptions
-from distca.commands.tls import ClientTls
+import trainer_client.integrations.transformers
+from control_plane.jobs.job_spec import planning_options
+from control_plane.planner.planning import PlanningOptions
+from distca.client_tls import ClientTls
 from distca.data.packing import BatchShape, PackedStep
 from distca.data.settings import DataSettings
 from distca.errors import SettingsError, VerificationError
-from distca.interrupt import StopRequest
+from distca.process.interrupt import StopRequest
 from distca.report.display import TrainingDisplay
 from distca.report.page import write_report
 from distca.report.record import RunRecord, StepRecord
@@ -86,7 +86,7 @@ def run_trainer(run: TrainerRun, console: Console) -> bool:
         Whether all steps were done.
 
     Raises:
-        DistcaError, SessionError, distca.rpc.RpcError: what went wrong, in words.
+        DistcaError, SessionError, distca.contract.rpc.RpcError: what went wrong, in words.
     """
     began = datetime.now().isoformat(timespec="seconds")
     feed = Feed(
@@ -158,7 +158,7 @@ def _model_to_train(
 ) -> tuple[PreTrainedModel, ServedAttention]:
     model = build_model(
         config,
-        attention=trainer_client.transformers.IMPLEMENTATION,
+        attention=trainer_client.integrations.transformers.IMPLEMENTATION,
         # Sharded weights are float32, and gathered in the dtype of the run.
         dtype="float32" if run.training.sharding is Sharding.FSDP else run.model.dtype,
         seed=run.data.seed,

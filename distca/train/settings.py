@@ -14,7 +14,7 @@ from typing import Annotated
 import typer
 
 from data_plane.transports import TransportName
-from distca.timeouts import check_order, known_timeouts
+from distca.contract.timeouts import check_order, known_timeouts
 
 _MODEL, _TRAINING, _SERVICE = "Model", "Training", "Service"
 

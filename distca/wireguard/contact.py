@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from ipaddress import IPv4Address, IPv4Network
 
-from distca import rpc
-from distca.contact import RENEWAL_SECONDS, Contact
+from distca.contract import rpc
+from distca.contract.contact import RENEWAL_SECONDS, Contact
 from distca.v1 import data_network_pb2, data_network_pb2_grpc
 from distca.wireguard.state import MemberState
 
@@ -17,7 +17,7 @@ class NetworkContact(Contact):
         settings: how to reach it.
 
     Raises:
-        distca.rpc.ControlPlaneUnavailable: nobody answers.
+        distca.contract.rpc.ControlPlaneUnavailable: nobody answers.
     """
 
     def __init__(self, settings: rpc.RpcSettings) -> None:
@@ -28,7 +28,7 @@ class NetworkContact(Contact):
         """Joins or comes back; returns the member with its address, and the network.
 
         Raises:
-            distca.rpc.RpcError: the control plane refuses, or has gone.
+            distca.contract.rpc.RpcError: the control plane refuses, or has gone.
             ValueError: its answer makes no sense.
         """
         about = self.call(self._network.DescribeNetwork, data_network_pb2.DescribeNetworkRequest())
@@ -53,7 +53,7 @@ class NetworkContact(Contact):
         lease.
 
         Raises:
-            distca.rpc.RpcError: the lease has expired, or the control plane has gone.
+            distca.contract.rpc.RpcError: the lease has expired, or the control plane has gone.
         """
         answer: data_network_pb2.RenewMemberResponse = self.call(
             self._network.RenewMember,
@@ -66,7 +66,7 @@ class NetworkContact(Contact):
         """Ends the lease.
 
         Raises:
-            distca.rpc.RpcError: there is none, or the control plane has gone.
+            distca.contract.rpc.RpcError: there is none, or the control plane has gone.
         """
         self.call(
             self._network.LeaveNetwork,

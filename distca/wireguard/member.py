@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from ipaddress import IPv4Address, IPv4Network, ip_address
 from pathlib import Path
 
-from distca import rpc
-from distca.interrupt import StopRequest
-from distca.reconnect import Addresses, is_transient, reach
+from distca.contract import rpc
+from distca.contract.reconnect import Addresses, is_transient, reach
+from distca.process.interrupt import StopRequest
 from distca.wireguard.contact import NetworkContact
 from distca.wireguard.peers import Peer, merged
 from distca.wireguard.state import MemberState
@@ -108,7 +108,7 @@ def run(settings: MemberSettings, tell: Callable[[str], None]) -> None:
         tell: called with its address, on a thread, once rows can go.
 
     Raises:
-        distca.rpc.RpcError: the control plane cannot be reached at start, or refuses.
+        distca.contract.rpc.RpcError: the control plane cannot be reached at start, or refuses.
         distca.wireguard.tools.TunnelError: the interface cannot be made or set.
         distca.wireguard.state.StateFileError: the state file is of no use.
         AddressLostError: the member came back, and the address is another one's.

@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from ipaddress import IPv4Address, IPv4Network, ip_address
 
+from distca.contract.network_proof import KEY_BYTES
 from distca.v1 import data_network_pb2
-from distca.wireguard.proof import KEY_BYTES
 
 
 class PeerError(ValueError):

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
-from distca.wireguard.proof import member_proof
+from distca.contract.network_proof import member_proof
 
 
 class StateFileError(ValueError):

@@ -12,9 +12,9 @@ from attention_node.tick_route import TickRoute
 from core_attention.ca_task import MaskKind, Phase, TaskTable
 from core_attention.manifest import Manifest, RankManifest
 from core_attention.plan import Plan, PlanServer
-from core_attention.reference import ReferenceResult, reference_attention
 from core_attention.shape import AttentionShape
 from core_attention.tick import Tick
+from tests.core_attention.reference import ReferenceResult, reference_attention
 
 SHAPE = AttentionShape(num_heads=4, num_heads_kv=2, head_dim=8, head_dim_v=12, dtype="float32")
 SCALE = 0.3

@@ -13,7 +13,7 @@ import pytest
 from attention_node.announced_jobs import PATIENCE_SECONDS, AnnouncedJobs
 from attention_node.membership import Membership, MembershipLost
 from control_plane.server import ControlPlane
-from distca import rpc
+from distca.contract import rpc
 from distca.v1 import jobs_pb2, membership_pb2
 from tests.control_plane.service_harness import (
     client_of,

@@ -19,7 +19,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from attention_node.server import NodeSettings
 from core_attention.manifest import RankManifest
-from distca import rpc
+from distca.contract import rpc
 from distca.v1 import jobs_pb2, membership_pb2, membership_pb2_grpc
 from tests.cluster import NODE_SHAPE, Cluster, Process, cluster
 from tests.team import Team

@@ -35,7 +35,7 @@ from data_plane.transport import (
     TransferState,
     TransportError,
 )
-from distca.tokens import KEY_BYTES, rank_token
+from distca.contract.tokens import KEY_BYTES, rank_token
 from distca.v1 import data_plane_pb2
 from tests.attention_node.cases import SCALE, SHAPE, make_plan
 

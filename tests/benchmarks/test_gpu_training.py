@@ -21,7 +21,7 @@ from benchmarks.gpu.end_to_end import Plan
 from benchmarks.gpu.training import batches, methods, pictures, ring, trace
 from benchmarks.gpu.training.batches import Batch, CannotRun, draw_batch
 from benchmarks.gpu.training.stack import ModelShape
-from control_plane.planning import PlanningOptions
+from control_plane.planner.planning import PlanningOptions
 from core_attention.cost_model import CostProfile
 from core_attention.manifest import Manifest, RankManifest
 from core_attention.shape import AttentionShape

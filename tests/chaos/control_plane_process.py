@@ -19,15 +19,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from control_plane.audience import Audience
-from control_plane.planners import PLANNERS
-from control_plane.planning import PlanningOptions, PlanningServer
+from control_plane.jobs.audience import Audience
+from control_plane.planner.planners import PLANNERS
+from control_plane.planner.planning import PlanningOptions, PlanningServer
 from control_plane.server import run
 from control_plane.settings import ControlPlaneSettings, CoordinatorSettings
 from core_attention.manifest import Manifest
 from core_attention.plan import Plan
 from core_attention.shape import AttentionShape
-from distca.tls import TlsFiles
+from distca.contract.tls import TlsFiles
 from distca.v1 import jobs_pb2
 from tests import random_planner
 

@@ -19,10 +19,10 @@ PACKAGES = (
     "attention_node", "control_plane", "core_attention", "data_plane", "distca", "trainer_client",
 )  # fmt: skip
 WALL_CLOCK = {
-    "control_plane/cluster_service.py": "shown to operators",
-    "control_plane/epochs.py": "the first generation without a state directory",
+    "control_plane/service/cluster_service.py": "shown to operators",
+    "control_plane/leadership/epochs.py": "the first generation without a state directory",
     "distca/doctor/cluster_probe.py": "how far the hosts' clocks are apart",
-    "distca/tracing.py": "times of spans",
+    "distca/process/tracing.py": "times of spans",
 }
 """Where the wall clock is read, and for what: never for a wait."""
 

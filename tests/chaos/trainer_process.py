@@ -13,7 +13,7 @@ from pathlib import Path
 from core_attention.ca_task import Phase
 from distca.cli import main
 from tests.chaos.tick_log import TickEvent, TickLog
-from trainer_client.lane_log import LaneLog, SentTick
+from trainer_client.step.lane_log import LaneLog, SentTick
 
 
 def note_ticks(log: TickLog) -> None:

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import numpy as np
 
-from control_plane.planning import PlanningServer
+from control_plane.planner.planning import PlanningServer
 from core_attention.cost_model import CostProfile
 from core_attention.manifest import Manifest, RankManifest, Segment
 from core_attention.plan import PlanServer
 
 PROFILE = CostProfile.load(
-    Path(__file__).parents[2] / "simulator" / "profiles" / "h200-llama3-8b.json"
+    Path(__file__).parents[2] / "distca" / "simulator" / "profiles" / "h200-llama3-8b.json"
 )
 SHAPE = PROFILE.shape
 

@@ -13,7 +13,7 @@ from typing import Any
 import grpc
 import numpy as np
 
-from control_plane.planning import Planner, PlanningOptions, PlanningServer
+from control_plane.planner.planning import Planner, PlanningOptions, PlanningServer
 from control_plane.server import ControlPlane
 from control_plane.settings import ControlPlaneSettings, CoordinatorSettings
 from core_attention.arrays import int64_column
@@ -22,9 +22,9 @@ from core_attention.cost_model import CostProfile
 from core_attention.manifest import Manifest, RankManifest
 from core_attention.plan import PhaseForecast, Plan
 from core_attention.shape import AttentionShape
-from distca.codec import profile_to_proto, rank_manifest_to_proto, shape_to_proto
-from distca.rpc import EventStream, RpcError, RpcSettings, open_channel
-from distca.tokens import JOB_TOKEN_KEY
+from distca.contract.codec import profile_to_proto, rank_manifest_to_proto, shape_to_proto
+from distca.contract.rpc import EventStream, RpcError, RpcSettings, open_channel
+from distca.contract.tokens import JOB_TOKEN_KEY
 from distca.v1 import jobs_pb2, jobs_pb2_grpc, membership_pb2, membership_pb2_grpc
 
 SHAPE = AttentionShape(num_heads=8, num_heads_kv=2, head_dim=64, head_dim_v=64, dtype="bfloat16")

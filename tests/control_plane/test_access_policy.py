@@ -6,8 +6,8 @@ import pytest
 from google.protobuf.descriptor import MethodDescriptor
 from grpc_health.v1 import health_pb2
 
-from control_plane.access_policy import POLICIES
-from distca.identity import Role
+from control_plane.access.access_policy import POLICIES
+from distca.contract.identity import Role
 from distca.v1 import (
     cluster_pb2,
     data_network_pb2,

@@ -8,7 +8,7 @@ import grpc
 import pytest
 
 from distca import __version__
-from distca.rpc_errors import InvalidRequest
+from distca.contract.rpc_errors import InvalidRequest
 from distca.v1 import cluster_pb2, cluster_pb2_grpc, jobs_pb2, membership_pb2
 from tests.control_plane.service_harness import (
     Client,

@@ -50,8 +50,8 @@ def test_numba_chooses_where_no_cache_is_set(monkeypatch: pytest.MonkeyPatch) ->
 _COMPILED_AFTER_PREPARING = """
 import gc, json
 from numba.core.registry import CPUDispatcher
-from control_plane.planners import PLANNERS, prepare
-from control_plane.planning import PlanningOptions
+from control_plane.planner.planners import PLANNERS, prepare
+from control_plane.planner.planning import PlanningOptions
 from tests.control_plane.planning_cases import SHAPE, in_place, pool, stream_manifest
 
 def signatures():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 
-from control_plane.connections import FORGET_SECONDS, Connections
+from control_plane.access.connections import FORGET_SECONDS, Connections
 
 
 class Clock:

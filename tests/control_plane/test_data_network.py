@@ -7,7 +7,7 @@ from ipaddress import IPv4Address, IPv4Network
 import pytest
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
-from control_plane.data_network import DataNetwork, NetworkMember
+from control_plane.access.job_keys import JobKeys
 from control_plane.errors import (
     AlreadyExistsError,
     InvalidRequestError,
@@ -16,10 +16,10 @@ from control_plane.errors import (
     QuotaError,
     WrongProofError,
 )
-from control_plane.job_keys import JobKeys
-from control_plane.network_keys import NetworkKeys
-from distca.identity import Identity, Role
-from distca.wireguard.proof import member_proof
+from control_plane.network.data_network import DataNetwork, NetworkMember
+from control_plane.network.network_keys import NetworkKeys
+from distca.contract.identity import Identity, Role
+from distca.contract.network_proof import member_proof
 from distca.wireguard.state import MemberState
 
 LEASE_SECONDS = 9.0

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from control_plane.epochs import first_epoch, next_generation
+from control_plane.leadership.epochs import first_epoch, next_generation
 
 
 def test_generation_is_the_time_without_a_folder(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("control_plane.epochs.time.time", lambda: 1234.9)
+    monkeypatch.setattr("control_plane.leadership.epochs.time.time", lambda: 1234.9)
     assert next_generation(None) == 1234
     assert first_epoch(1234) == 1234 << 20
 
@@ -21,7 +21,7 @@ def test_generations_go_up_when_the_clock_goes_back(
 ) -> None:
     given = []
     for now in (1000.0, 1000.5, 10.0, 2000.0):
-        monkeypatch.setattr("control_plane.epochs.time.time", lambda now=now: now)
+        monkeypatch.setattr("control_plane.leadership.epochs.time.time", lambda now=now: now)
         given.append(next_generation(tmp_path / "state"))
     assert given == [1000, 1001, 1002, 2000]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from control_plane.fair_slots import FairSlots
+from control_plane.access.fair_slots import FairSlots
 
 DEADLINE_SECONDS = 10.0
 

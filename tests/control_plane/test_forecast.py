@@ -8,9 +8,9 @@ from functools import partial
 import numpy as np
 import pytest
 
-from control_plane import greedy
-from control_plane.forecast import forecast, pair_bytes, row_bytes
-from control_plane.planning import PlanningOptions
+from control_plane.planner import greedy
+from control_plane.planner.forecast import forecast, pair_bytes, row_bytes
+from control_plane.planner.planning import PlanningOptions
 from core_attention.ca_task import Phase, TaskTable
 from core_attention.errors import PlanError
 from core_attention.message import reply_layout, request_layout

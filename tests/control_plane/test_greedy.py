@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from control_plane import greedy
-from control_plane.planning import PlanningOptions
+from control_plane.planner import greedy
+from control_plane.planner.planning import PlanningOptions
 from core_attention.errors import PlanError
 from tests.control_plane.planning_cases import (
     SHAPE,

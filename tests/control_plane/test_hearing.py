@@ -7,9 +7,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from control_plane.hearing import Hearing
+from control_plane.jobs.hearing import Hearing
 from control_plane.server import ControlPlane
-from distca import rpc
+from distca.contract import rpc
 from tests.control_plane.service_harness import (
     Client,
     client_of,

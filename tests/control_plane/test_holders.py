@@ -13,11 +13,11 @@ from control_plane.errors import (
     OtherOwnerError,
     SpecMismatchError,
 )
-from control_plane.holders import ASKED_PER_SECOND, retry_seconds
-from control_plane.job import Job
-from control_plane.jobs import Jobs
-from control_plane.membership import Membership, ServerLoad
-from control_plane.rank_leases import Patience
+from control_plane.jobs.holders import ASKED_PER_SECOND, retry_seconds
+from control_plane.jobs.job import Job
+from control_plane.jobs.jobs import Jobs
+from control_plane.jobs.membership import Membership, ServerLoad
+from control_plane.jobs.rank_leases import Patience
 from tests.control_plane.test_jobs import LEASE_SECONDS, spec
 from tests.control_plane.test_membership import description
 

@@ -7,12 +7,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from control_plane import balanced, greedy
-from control_plane.homes import plan_homes
-from control_plane.planning import PlanningOptions, PlanningServer
+from control_plane.planner import balanced, greedy
+from control_plane.planner.homes import plan_homes
+from control_plane.planner.planning import PlanningOptions, PlanningServer
 from core_attention.errors import PlanError
 from core_attention.manifest import Manifest
-from simulator.lengths import sample_lengths
+from distca.simulator.lengths import sample_lengths
 from tests.control_plane.planning_cases import SHAPE, in_place, pool, stream_manifest
 
 TOKENS = 64 * 1024

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from control_plane.access.job_keys import MIN_SECRET_BYTES, JobKeys, WeakSecretError
 from control_plane.errors import MissingTokenError, WrongTokenError
-from control_plane.job_keys import MIN_SECRET_BYTES, JobKeys, WeakSecretError
-from distca.tokens import KEY_BYTES, rank_token
+from distca.contract.tokens import KEY_BYTES, rank_token
 
 
 def test_the_same_secret_gives_the_same_keys(tmp_path: Path) -> None:

@@ -17,18 +17,18 @@ from control_plane.errors import (
     UnknownJobError,
     UnknownStepError,
 )
-from control_plane.job import Job
-from control_plane.job_spec import JobSpec, Placement, planning_options
-from control_plane.jobs import REMEMBERED_CLOSED_JOBS, Jobs
-from control_plane.planning import PlanningOptions, PlanningServer
-from control_plane.rank_leases import Patience
-from control_plane.step import (
+from control_plane.jobs.job import Job
+from control_plane.jobs.job_spec import JobSpec, Placement, planning_options
+from control_plane.jobs.jobs import REMEMBERED_CLOSED_JOBS, Jobs
+from control_plane.jobs.rank_leases import Patience
+from control_plane.jobs.step import (
     FailedStep,
     PlannedStep,
     RankMeasurement,
     ReadyStep,
     ServerMeasurement,
 )
+from control_plane.planner.planning import PlanningOptions, PlanningServer
 from core_attention.ca_task import Phase
 from core_attention.manifest import Manifest
 from core_attention.plan import PlanServer

@@ -16,13 +16,13 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from control_plane.kubernetes_api import cluster_apis
-from control_plane.kubernetes_lease import KubernetesLease
-from control_plane.leader_label import LEADER_LABEL, LeaderLabel
-from control_plane.leadership import BEAT_SECONDS, Alone, FileLock, Leadership
+from control_plane.leadership.kubernetes_api import cluster_apis
+from control_plane.leadership.kubernetes_lease import KubernetesLease
+from control_plane.leadership.leader_label import LEADER_LABEL, LeaderLabel
+from control_plane.leadership.leadership import BEAT_SECONDS, Alone, FileLock, Leadership
 from control_plane.server import ControlPlane
 from control_plane.settings import ControlPlaneSettings
-from distca import rpc
+from distca.contract import rpc
 from tests.control_plane.lease_api import LeaseApi, lease_api
 from tests.control_plane.service_harness import (
     client_of,
@@ -134,7 +134,7 @@ def test_lock_of_a_leader_that_is_stopped_is_taken_over(tmp_path: Path) -> None:
     code = f"""
 import asyncio
 from pathlib import Path
-from control_plane.leadership import FileLock
+from control_plane.leadership.leadership import FileLock
 
 async def lead():
     lock = FileLock(Path({str(path)!r}))

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from control_plane.server import ControlPlane
-from distca import rpc
+from distca.contract import rpc
 from distca.v1 import jobs_pb2, membership_pb2
 from tests.control_plane.service_harness import (
     Client,

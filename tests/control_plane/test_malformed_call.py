@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from distca.rpc_errors import RpcError
+from distca.contract.rpc_errors import RpcError
 from tests.control_plane.service_harness import client_of, eventually, running
 from tests.http2 import headers, preface
 

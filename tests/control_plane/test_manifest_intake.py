@@ -8,12 +8,13 @@ from collections.abc import Iterator
 
 import pytest
 
-from control_plane import manifest_intake, requests
+from control_plane.access.fair_slots import FairThreads
 from control_plane.errors import QuotaError
-from control_plane.fair_slots import FairThreads
-from control_plane.manifest_intake import LARGE_BYTES, ManifestIntake
+from control_plane.jobs import requests
+from control_plane.service import manifest_intake
+from control_plane.service.manifest_intake import LARGE_BYTES, ManifestIntake
 from core_attention.manifest import RankManifest
-from distca.codec import rank_manifest_to_proto
+from distca.contract.codec import rank_manifest_to_proto
 from distca.v1 import plan_pb2
 
 SMALL = RankManifest.from_lengths(3, 0, [[5, 7], [12]])

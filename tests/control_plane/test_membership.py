@@ -16,7 +16,7 @@ from control_plane.errors import (
     LeaseExpiredError,
     UnknownServerError,
 )
-from control_plane.membership import InPlace, Membership, ServerDescription, ServerLoad
+from control_plane.jobs.membership import InPlace, Membership, ServerDescription, ServerLoad
 from tests.control_plane.service_harness import linear_profile
 
 LEASE_SECONDS = 10.0

@@ -11,15 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.planner import Case, draw
-from control_plane import balanced
-from control_plane.forecast import pair_bytes
-from control_plane.planning import PlanningOptions, PlanningServer
+from control_plane.planner import balanced
+from control_plane.planner.forecast import pair_bytes
+from control_plane.planner.planning import PlanningOptions, PlanningServer
 from core_attention.arrays import Int64Array
 from core_attention.ca_task import Phase
 from core_attention.errors import PlanError
 from core_attention.manifest import Manifest, RankManifest, Segment
 from core_attention.plan import PhaseForecast, Plan
-from simulator.lengths import sample_lengths
+from distca.simulator.lengths import sample_lengths
 from tests.control_plane.planning_cases import (
     PROFILE,
     SHAPE,

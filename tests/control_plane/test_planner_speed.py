@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from control_plane import balanced
-from control_plane.planning import PlanningOptions, PlanningServer
-from control_plane.speed import DAMPING, DEAD_BAND, correct_speeds
+from control_plane.planner import balanced
+from control_plane.planner.planning import PlanningOptions, PlanningServer
+from control_plane.planner.speed import DAMPING, DEAD_BAND, correct_speeds
 from tests.control_plane.planning_cases import SHAPE, in_place, stream_manifest
 
 

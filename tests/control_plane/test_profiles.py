@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from control_plane.profiles import profile_for
+from control_plane.jobs.profiles import profile_for
 from core_attention.errors import ProfileError
 from tests.control_plane.service_harness import SHAPE, linear_profile
 

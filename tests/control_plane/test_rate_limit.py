@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from control_plane.rate_limit import MAX_CALLERS, RateLimit
+from control_plane.access.rate_limit import MAX_CALLERS, RateLimit
 
 
 def test_a_burst_is_admitted_and_the_next_call_told_when() -> None:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from control_plane.first_ticks import FirstTickSlices, first_ticks
-from control_plane.quarantine import Quarantine
-from control_plane.recovery import Recovery, StepProgress, is_finished
+from control_plane.jobs.first_ticks import FirstTickSlices, first_ticks
+from control_plane.jobs.quarantine import Quarantine
+from control_plane.jobs.recovery import Recovery, StepProgress, is_finished
 from core_attention.errors import PlanError
 from core_attention.manifest import Manifest, RankManifest, Segment
-from distca.codec import first_tick_from_bytes, plan_to_proto
+from distca.contract.codec import first_tick_from_bytes, plan_to_proto
 from tests.control_plane.test_jobs import planned
 
 

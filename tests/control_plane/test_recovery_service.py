@@ -11,13 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from control_plane.planning import PlanningOptions, PlanningServer
+from control_plane.planner.planning import PlanningOptions, PlanningServer
 from control_plane.server import ControlPlane
 from core_attention.errors import PlanError
 from core_attention.manifest import Manifest
 from core_attention.plan import Plan
 from core_attention.shape import AttentionShape
-from distca import rpc
+from distca.contract import rpc
 from distca.v1 import jobs_pb2, membership_pb2
 from tests.control_plane.service_harness import (
     Client,
@@ -197,7 +197,7 @@ def test_server_whose_heartbeat_is_late_gets_no_work_while_others_are_there(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # Late after 0.5 s.
-    monkeypatch.setattr("control_plane.coordinator.LATE_SECONDS", -9.5)
+    monkeypatch.setattr("control_plane.jobs.coordinator.LATE_SECONDS", -9.5)
     with running() as control_plane, client_of(control_plane.address) as client:
         leases = {server: client.register(server) for server in ("s0", "s1")}
         pair = open_pair(client)

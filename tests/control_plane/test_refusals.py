@@ -16,7 +16,7 @@ from control_plane.errors import (
     StandbyError,
     WrongRoleError,
 )
-from control_plane.refusals import MAX_LOGGED, QUIET_SECONDS, Refusals
+from control_plane.service.refusals import MAX_LOGGED, QUIET_SECONDS, Refusals
 
 
 class Kit:

@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from control_plane.epochs import GENERATION_BITS
-from control_plane.job_keys import MIN_SECRET_BYTES
+from control_plane.access.job_keys import MIN_SECRET_BYTES
+from control_plane.leadership.epochs import GENERATION_BITS
 from control_plane.server import ControlPlane
-from distca import rpc
+from distca.contract import rpc
 from distca.v1 import jobs_pb2
 from tests.control_plane.service_harness import (
     Client,

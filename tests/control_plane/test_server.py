@@ -25,9 +25,9 @@ from control_plane.settings import (
     CoordinatorSettings,
     split_address,
 )
-from distca import rpc
-from distca.reconnect import is_transient
-from distca.tls import TlsFiles
+from distca.contract import rpc
+from distca.contract.reconnect import is_transient
+from distca.contract.tls import TlsFiles
 from distca.v1 import membership_pb2
 from tests.control_plane.service_harness import (
     DEADLINE_SECONDS,

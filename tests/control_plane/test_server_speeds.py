@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from control_plane.server_speeds import ServerSpeeds
+from control_plane.jobs.server_speeds import ServerSpeeds
 
 
 def follow(true_speed: float, *, steps: int, steps_ahead: int) -> list[float]:

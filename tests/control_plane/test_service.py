@@ -10,17 +10,17 @@ import numpy as np
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from control_plane.membership import InPlace, Member
-from control_plane.planners import PLANNERS
-from control_plane.planning import PlanningOptions
-from control_plane.publication import planning_servers
-from control_plane.requests import description_from_proto
+from control_plane.jobs.membership import InPlace, Member
+from control_plane.jobs.publication import planning_servers
+from control_plane.jobs.requests import description_from_proto
+from control_plane.planner.planners import PLANNERS
+from control_plane.planner.planning import PlanningOptions
 from control_plane.server import ControlPlane
 from core_attention.manifest import Manifest, RankManifest, Segment
 from core_attention.plan import Plan
-from distca import rpc
-from distca.codec import plan_from_proto, plan_to_proto
-from distca.tokens import KEY_BYTES
+from distca.contract import rpc
+from distca.contract.codec import plan_from_proto, plan_to_proto
+from distca.contract.tokens import KEY_BYTES
 from distca.v1 import jobs_pb2, membership_pb2, plan_pb2
 from tests.control_plane.service_harness import (
     SHAPE,

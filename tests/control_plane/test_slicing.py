@@ -6,11 +6,11 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from control_plane.slicing import PlanSlicer
+from control_plane.jobs.slicing import PlanSlicer
 from core_attention.ca_task import MaskKind, TaskTable
 from core_attention.manifest import Manifest, RankManifest, Segment
 from core_attention.plan import Plan, PlanServer
-from distca.codec import plan_to_proto
+from distca.contract.codec import plan_to_proto
 
 
 def random_plan(seed: int, n_ranks: int, n_servers: int) -> Plan:

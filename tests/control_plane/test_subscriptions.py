@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from control_plane.errors import BacklogError, ReplacedError
-from control_plane.subscriptions import MAX_STREAMS_OF_MEMBER, Subscriptions
+from control_plane.jobs.subscriptions import MAX_STREAMS_OF_MEMBER, Subscriptions
 from distca.v1 import jobs_pb2
 
 

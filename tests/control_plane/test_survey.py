@@ -7,8 +7,8 @@ import pytest
 
 from control_plane.planner.costs import BACKWARD, FORWARD, UNCUT_TOKENS
 from control_plane.planner.fleet import build_fleet
+from control_plane.planner.planning import PlanningServer
 from control_plane.planner.survey import nano_batches, survey
-from control_plane.planning import PlanningServer
 from core_attention.ca_task import Phase
 from tests.control_plane.planning_cases import PROFILE, in_place, stream_manifest, uniform_profile
 

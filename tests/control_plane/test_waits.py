@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from control_plane.waits import Wait, Waits
+from control_plane.jobs.waits import Wait, Waits
 
 
 def wait(nano_batch: int, sent: tuple[int, int], *needed: int, step: int = 0) -> Wait:

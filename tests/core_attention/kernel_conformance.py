@@ -17,8 +17,8 @@ import torch
 
 from core_attention.ca_task import MaskKind
 from core_attention.kernels.protocol import BackwardPart, ForwardPart, Kernel, TaskBatch
-from core_attention.reference import ReferenceResult, reference_attention
 from core_attention.shape import AttentionShape
+from tests.core_attention.reference import ReferenceResult, reference_attention
 
 UNTOUCHED = -7.0
 """Fills outputs; exact in every dtype."""

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from core_attention.reference import reference_attention
+from tests.core_attention.reference import reference_attention
 
 
 def normal(*shape: int) -> torch.Tensor:

@@ -44,7 +44,7 @@ class PeerProcess:
         # time. Only the first call counts. (The factory's own module asks for CUDA devices, after
         # which a fork cannot use them.)
         library = "nixl" if ".nixl." in factory else "ucxx"
-        _SERVER.set_forkserver_preload([__name__, f"data_plane.{library}_transport"])
+        _SERVER.set_forkserver_preload([__name__, f"data_plane.{library}.transport"])
         self._pipe, theirs = _SERVER.Pipe()
         self._process = _SERVER.Process(target=serve, args=(factory, theirs), daemon=True)
         self._process.start()

@@ -17,8 +17,8 @@ from data_plane.half_open import HalfOpen, half_open_limit
 from data_plane.metrics import DataPlaneMetrics
 from data_plane.process_sockets import AcceptedSockets
 from data_plane.transport import Address
-from data_plane.ucxx_settings import UcxxSettings
-from data_plane.ucxx_transport import UcxxTransport
+from data_plane.ucxx.settings import UcxxSettings
+from data_plane.ucxx.transport import UcxxTransport
 from tests.data_plane.conformance import eventually
 from tests.data_plane.secret import SECRET, proven
 from tests.data_plane.strangers import LOOPBACK, WAIT_SECONDS, ended, open_at, strangers

@@ -26,8 +26,8 @@ from data_plane.transport import (
     TransferTimeout,
     TransportError,
 )
-from data_plane.ucxx_settings import UcxxSettings
-from data_plane.ucxx_transport import UcxxTransport
+from data_plane.ucxx.settings import UcxxSettings
+from data_plane.ucxx.transport import UcxxTransport
 from tests.data_plane.conformance import eventually
 from tests.data_plane.secret import SECRET, proven
 

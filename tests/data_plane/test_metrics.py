@@ -10,7 +10,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from data_plane.buffer_pool import BufferPool
 from data_plane.metrics import DataPlaneMetrics
 from data_plane.transport import Address, PeerLost, ProbeResult
-from data_plane.ucxx_transport import UcxxTransport
+from data_plane.ucxx.transport import UcxxTransport
 from tests.data_plane.conformance import eventually
 from tests.data_plane.secret import SECRET, proven
 

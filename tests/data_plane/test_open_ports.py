@@ -13,11 +13,11 @@ import psutil
 import pytest
 
 from data_plane.interfaces import interface_of, source_ip
-from data_plane.listening_address import accept_only_at
-from data_plane.nixl_settings import NixlSettings
+from data_plane.nixl.settings import NixlSettings
 from data_plane.transport import Address, ConnectFailed
-from data_plane.ucxx_settings import UcxxSettings
-from data_plane.ucxx_transport import UcxxTransport
+from data_plane.ucxx.listening_address import accept_only_at
+from data_plane.ucxx.settings import UcxxSettings
+from data_plane.ucxx.transport import UcxxTransport
 from tests.addresses import foreign_address
 from tests.data_plane.secret import SECRET, proven
 
@@ -80,7 +80,7 @@ def test_the_users_devices_win(settings: Any) -> None:
 
 
 def test_rdma_devices_stay_beside_the_interface(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("ucxx_settings", "nixl_settings"):
+    for module in ("ucxx.settings", "nixl.settings"):
         monkeypatch.setattr(f"data_plane.{module}.usable_rdma_devices", lambda: ("mlx5_0:1",))
 
     def devices(settings: UcxxSettings | NixlSettings) -> str:

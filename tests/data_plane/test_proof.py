@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from data_plane.frame_mac import FrameMac
 from data_plane.handshake import ClientHandshake, ListenerHandshake, Verdict
+from data_plane.nixl.frame_mac import FrameMac
 from data_plane.posted_transfer import CONTROL_CHANNEL, DATA_CHANNEL
 from data_plane.proof import (
     Ends,
@@ -18,7 +18,7 @@ from data_plane.proof import (
     server_proof,
 )
 from data_plane.transport import AcceptCallback, HandshakeRejected
-from data_plane.wire_tags import NEWS_CHANNEL, WireTags
+from data_plane.ucxx.wire_tags import NEWS_CHANNEL, WireTags
 from tests.data_plane.secret import SECRET, proven
 
 ENDS = Ends(client="10.0.0.1:40000", server="10.0.0.2:7711")

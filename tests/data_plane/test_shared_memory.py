@@ -22,8 +22,8 @@ from data_plane.transport import (
     NetworkRestarted,
     TransportError,
 )
-from data_plane.ucxx_settings import UcxxSettings
-from data_plane.ucxx_transport import UcxxTransport
+from data_plane.ucxx.settings import UcxxSettings
+from data_plane.ucxx.transport import UcxxTransport
 from tests.data_plane.peer import PeerProcess, running_peer, steps
 from tests.data_plane.secret import SECRET, proven
 

@@ -17,7 +17,7 @@ from data_plane.transport_choice import choose_transport, named_transport, obsta
 from data_plane.transport_facts import TransportFacts, transport_facts
 from data_plane.transports import TransportName
 from data_plane.ucx_modules import ucx_modules
-from data_plane.ucxx_settings import UcxxSettings
+from data_plane.ucxx.settings import UcxxSettings
 from tests.rdma_machine import add_rdma_device
 
 UCXX, NIXL = TransportName.UCXX, TransportName.NIXL

@@ -130,6 +130,6 @@ def test_without_the_library_the_error_says_what_to_install(
     def find_nothing(name: str) -> object:
         raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
-    monkeypatch.setattr("data_plane.nixl_agent.importlib.import_module", find_nothing)
+    monkeypatch.setattr("data_plane.nixl.agent.importlib.import_module", find_nothing)
     with pytest.raises(ImportError, match="nixl-cu13"):
         open_transport("nixl", device="cpu", one_host=True)

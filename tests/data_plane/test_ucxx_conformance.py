@@ -7,8 +7,8 @@ import torch
 
 from data_plane.buffer_pool import device_allocator
 from data_plane.transport import BufferAllocator, PeerReset, Transport
-from data_plane.ucxx_settings import UcxxSettings
-from data_plane.ucxx_transport import UcxxTransport
+from data_plane.ucxx.settings import UcxxSettings
+from data_plane.ucxx.transport import UcxxTransport
 from tests.data_plane.conformance import TransportConformance
 
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from data_plane.ucxx_settings import UcxxSettings
-from data_plane.ucxx_transport import UcxxTransport
+from data_plane.ucxx.settings import UcxxSettings
+from data_plane.ucxx.transport import UcxxTransport
 
 
 @pytest.mark.parametrize(

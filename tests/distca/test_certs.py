@@ -14,7 +14,7 @@ from cryptography.x509.verification import PolicyBuilder, Store
 from distca.certs.authority import Authority, Signed, UnusableAuthorityError
 from distca.certs.description import NotACertificateError, describe_file
 from distca.certs.folder import CertificateFolder, FileExistsAlreadyError
-from distca.identity import Identity, Role
+from distca.contract.identity import Identity, Role
 from tests.distca.test_cli import distca
 
 DAY = timedelta(days=1)

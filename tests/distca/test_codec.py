@@ -16,7 +16,7 @@ from core_attention.cost_model import CostProfile
 from core_attention.manifest import MAX_DOCUMENT_TOKENS, Manifest, RankManifest, Segment
 from core_attention.plan import PhaseForecast, Plan, PlanServer
 from core_attention.shape import AttentionShape
-from distca.codec import (
+from distca.contract.codec import (
     WireError,
     plan_from_proto,
     plan_to_proto,

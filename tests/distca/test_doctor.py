@@ -18,6 +18,9 @@ import pytest
 from data_plane.transport import Address, HandshakeRejected
 from distca.certs.authority import Authority, Signed
 from distca.certs.description import describe_file
+from distca.contract.identity import Identity, Role
+from distca.contract.rpc import RpcSettings
+from distca.contract.tls import TlsFiles
 from distca.doctor.certificate_checks import judge_validity
 from distca.doctor.cluster_probe import ClusterProbe
 from distca.doctor.examination import CHECKS
@@ -25,9 +28,6 @@ from distca.doctor.finding import Finding, Status
 from distca.doctor.measurement import ChildFailed, child_responder, measure, transport_of
 from distca.doctor.responder import HELLO, ResponderSettings, responding
 from distca.doctor.surroundings import DoctorSettings, Surroundings
-from distca.identity import Identity, Role
-from distca.rpc import RpcSettings
-from distca.tls import TlsFiles
 from tests.cluster import cluster
 from tests.control_plane.service_harness import client_of, running
 

@@ -11,7 +11,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2_grpc
 
-from distca.health_service import HealthCheck
+from distca.process.health_service import HealthCheck
 from tests.distca.test_cli import distca
 
 

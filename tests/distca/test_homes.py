@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from control_plane import balanced
-from control_plane.planning import PlanningOptions, PlanningServer
+from control_plane.planner import balanced
+from control_plane.planner.planning import PlanningOptions, PlanningServer
 from core_attention.cost_model import CostProfile
 from core_attention.manifest import Manifest
 from core_attention.plan import PlanServer

@@ -14,7 +14,8 @@ from torch.multiprocessing.spawn import spawn
 from torch.nn.parallel import DistributedDataParallel
 
 from distca.train.sharding import ShardedModel
-from trainer_client import HostBarriers, host_barriers
+from trainer_client import HostBarriers
+from trainer_client.integrations import host_barriers
 
 RANKS, LATE_SECONDS, TIMEOUT_SECONDS = 2, 1.0, 30.0
 

@@ -16,21 +16,21 @@ from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console
 
 from distca import cli
+from distca.contract.rpc_errors import RpcError
 from distca.doctor.finding import Finding, Status, failed
 from distca.doctor.report import as_json, show
-from distca.plain_text import plain
 from distca.preview.display import print_sections, print_verdict
 from distca.preview.page import save_page
 from distca.preview.sections import Section
+from distca.process.plain_text import plain
 from distca.report.display import TrainingDisplay
 from distca.report.figures import draw_figures
 from distca.report.page import render_page
 from distca.report.record import RunRecord
 from distca.report.summary import summary_table
 from distca.report.timeline import draw_timeline
-from distca.rpc_errors import RpcError
+from distca.simulator.verdict import Kind, Verdict
 from distca.top.run import _view
-from simulator.verdict import Kind, Verdict
 from tests.distca.example_record import example_record
 
 HOSTILE = "n\x1b[2J\x9b31m\u202e\r\n[red]x[/red][/nope][link=http://e]<script>$\\frac{$"

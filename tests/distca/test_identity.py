@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from distca.identity import Identity, Role, identity_of
+from distca.contract.identity import Identity, Role, identity_of
 
 
 @pytest.mark.parametrize("role", Role)

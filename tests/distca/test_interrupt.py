@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from distca.interrupt import let_sigterm_end_process_1
+from distca.process.interrupt import let_sigterm_end_process_1
 
 
 @pytest.fixture(autouse=True)

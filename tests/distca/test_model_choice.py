@@ -10,7 +10,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-import trainer_client.transformers
+import trainer_client.integrations.transformers
 from core_attention.shape import AttentionShape
 from distca.cli import app
 from distca.data.corpus import VOCABULARY_SIZE
@@ -40,7 +40,7 @@ def settings_of(tmp_path: Path, family: str, **fields: Any) -> ModelSettings:
 def build(tmp_path: Path, family: str, dtype: str = "float32", **fields: Any) -> Any:
     return build_model(
         model_config(settings_of(tmp_path, family, **fields), max_positions=64),
-        attention=trainer_client.transformers.IMPLEMENTATION,
+        attention=trainer_client.integrations.transformers.IMPLEMENTATION,
         dtype=dtype,
         seed=0,
     )

@@ -11,7 +11,7 @@ import urllib.request
 import pytest
 
 from distca import __version__
-from distca.monitoring import (
+from distca.process.monitoring import (
     MAX_CONNECTIONS,
     MetricsAddressError,
     MetricsEndpoint,

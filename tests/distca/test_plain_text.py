@@ -7,7 +7,7 @@ import logging
 
 import pytest
 
-from distca.plain_text import PlainFormatter, plain
+from distca.process.plain_text import PlainFormatter, plain
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,8 @@ from collections.abc import Callable
 
 import pytest
 
-from distca import reconnect, rpc
-from distca.reconnect import Addresses, reach
+from distca.contract import reconnect, rpc
+from distca.contract.reconnect import Addresses, reach
 
 SETTINGS = rpc.RpcSettings(address="one:1,two:2")
 

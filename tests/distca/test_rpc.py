@@ -13,8 +13,8 @@ from typing import Any
 import grpc
 import pytest
 
-from distca import rpc
-from distca.rpc import RpcSettings, open_channel, server_options, wait_until_ready
+from distca.contract import rpc
+from distca.contract.rpc import RpcSettings, open_channel, server_options, wait_until_ready
 from distca.v1 import jobs_pb2, jobs_pb2_grpc
 
 Behave = Callable[[grpc.ServicerContext], object]

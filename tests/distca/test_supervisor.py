@@ -27,7 +27,7 @@ class ScriptProcess(LocalProcess):
         super().__init__(name, [], log, os.environ)
 
     def command(self) -> list[str]:
-        tie = f"from distca.local.child import die_with_parent; die_with_parent({os.getpid()})\n"
+        tie = f"from distca.child import die_with_parent; die_with_parent({os.getpid()})\n"
         return [sys.executable, "-c", tie + self._code]
 
 

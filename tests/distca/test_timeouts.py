@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from distca.timeouts import (
+from distca.contract.timeouts import (
     ORDERS,
     TIMEOUTS,
     Order,
@@ -73,9 +73,9 @@ SETTINGS = (
     "attention_node.server:NodeSettings",
     "control_plane.settings:ControlPlaneSettings",
     "control_plane.settings:CoordinatorSettings",
-    "data_plane.nixl_settings:NixlSettings",
-    "data_plane.ucxx_settings:UcxxSettings",
-    "distca.rpc:RpcSettings",
+    "data_plane.nixl.settings:NixlSettings",
+    "data_plane.ucxx.settings:UcxxSettings",
+    "distca.contract.rpc:RpcSettings",
     "trainer_client.options:SessionOptions",
 )
 NO_TIMEOUTS = {
@@ -112,7 +112,7 @@ def test_settings_hand_over_what_they_hold() -> None:
 
 def test_page_shows_the_table() -> None:
     page = (ROOT / "docs" / "timeouts.md").read_text()
-    assert page.endswith(as_markdown()), "print distca.timeouts.as_markdown() into the page"
+    assert page.endswith(as_markdown()), "print timeouts.as_markdown() into the page"
 
 
 def test_page_tells_the_time_in_which_a_stopped_server_is_found() -> None:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distca.tokens import KEY_BYTES, TOKEN_BYTES, rank_of_token, rank_token
+from distca.contract.tokens import KEY_BYTES, TOKEN_BYTES, rank_of_token, rank_token
 
 KEY = bytes(range(KEY_BYTES))
 ranks = st.integers(0, 2**32 - 1)

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from distca import tracing
 from distca.errors import SettingsError
+from distca.process import tracing
 from distca.v1 import membership_pb2
 from tests.cluster import ROOT
 from tests.collector import collecting
@@ -110,7 +110,7 @@ def test_a_real_steps_plan_and_calls_are_traced_and_leases_and_streams_are_not(s
 
 def test_off_costs_no_import() -> None:
     code = (
-        "import sys; from distca import tracing; import control_plane.coordinator\n"
+        "import sys; from distca.process import tracing; import control_plane.jobs.coordinator\n"
         "tracing.record('distca.tick', 'job', 1, began_at=0.0, ended_at=1.0)\n"
         "assert not tracing.enabled()\n"
         "assert not [name for name in sys.modules if name.startswith('opentelemetry')]"
@@ -133,7 +133,7 @@ def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_process_sends_its_spans_to_the_collector_and_ends() -> None:
     with collecting() as collector:
         code = (
-            "from distca import tracing\n"
+            "from distca.process import tracing\n"
             f"tracing.start({collector.endpoint!r}, 'trainer')\n"
             "tracing.record('distca.step', 'job', 1, began_at=0.0, ended_at=1.0)"
         )

@@ -17,7 +17,7 @@ from core_attention.ca_task import MaskKind, TaskTable
 from core_attention.manifest import Manifest, RankManifest
 from core_attention.plan import PhaseForecast, Plan, PlanServer
 from core_attention.shape import AttentionShape
-from distca.codec import plan_to_proto
+from distca.contract.codec import plan_to_proto
 from distca.data.batch import rank_batches
 from distca.data.packing import BatchShape
 from distca.data.settings import DataSettings

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from distca.rpc import RpcSettings
+from distca.contract.rpc import RpcSettings
 from distca.v1 import data_network_pb2
 from distca.wireguard.member import MemberSettings
 from distca.wireguard.peers import Peer, PeerError, merged

@@ -17,7 +17,7 @@ from socket import gethostname
 import pytest
 
 from core_attention.manifest import RankManifest
-from distca import rpc
+from distca.contract import rpc
 from tests.cluster import NODE_SHAPE, Cluster, cluster
 from tests.team import Team
 from trainer_client import Session

@@ -13,12 +13,12 @@ import numpy as np
 
 from attention_node.served_job import JobDescription
 from attention_node.tick_route import derive_tick_route
-from control_plane.planning import PlanningOptions, PlanningServer
+from control_plane.planner.planning import PlanningOptions, PlanningServer
 from core_attention.ca_task import Phase
 from core_attention.manifest import Manifest, RankManifest, Segment
 from core_attention.plan import Plan, PlanServer
 from core_attention.routing import derive_routes
-from distca.codec import (
+from distca.contract.codec import (
     WireError,
     first_tick_from_bytes,
     plan_from_proto,

@@ -15,19 +15,19 @@ from typing import Any, Protocol
 import grpc
 from google.protobuf.message import Message
 
-from control_plane.access import AccessInterceptor, Gate
-from control_plane.calls_in_flight import CallsInFlight
-from control_plane.connections import Connections
-from control_plane.coordinator import Coordinator
-from control_plane.fair_slots import FairThreads
-from control_plane.metrics import Metrics
-from control_plane.rate_limit import RateLimit
-from control_plane.refusals import Refusals
-from control_plane.service import JobsService, MembershipService
+from control_plane.access.access import AccessInterceptor, Gate
+from control_plane.access.calls_in_flight import CallsInFlight
+from control_plane.access.connections import Connections
+from control_plane.access.fair_slots import FairThreads
+from control_plane.access.rate_limit import RateLimit
+from control_plane.jobs.coordinator import Coordinator
+from control_plane.metrics.metrics import Metrics
+from control_plane.service.refusals import Refusals
+from control_plane.service.service import JobsService, MembershipService
 from control_plane.settings import CoordinatorSettings
-from distca.codec import plan_from_proto, rank_manifest_to_proto
-from distca.monitoring import process_registry
-from distca.tokens import JOB_TOKEN_KEY
+from distca.contract.codec import plan_from_proto, rank_manifest_to_proto
+from distca.contract.tokens import JOB_TOKEN_KEY
+from distca.process.monitoring import process_registry
 from distca.v1 import jobs_pb2, jobs_pb2_grpc, membership_pb2, membership_pb2_grpc
 from tests.control_plane.service_harness import (
     job_spec,

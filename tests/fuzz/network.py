@@ -17,9 +17,9 @@ import grpc
 
 from data_plane.greeting import HEADER_BYTES, MAX_BODY_BYTES, BadGreeting, decode_header
 from data_plane.transport import Address, TransportError
-from data_plane.ucxx_settings import UcxxSettings
-from data_plane.ucxx_transport import UcxxTransport
-from distca.tokens import JOB_TOKEN_KEY, rank_token
+from data_plane.ucxx.settings import UcxxSettings
+from data_plane.ucxx.transport import UcxxTransport
+from distca.contract.tokens import JOB_TOKEN_KEY, rank_token
 from tests.control_plane.service_harness import client_of, job_spec, rank_manifest, running
 from tests.data_plane.test_ucxx_handshake import MAGIC, RawClient, greeting
 from tests.fuzz.codec import N_RANKS

@@ -23,8 +23,8 @@ from core_attention.routing import derive_routes
 from core_attention.tick import Tick, ticks_of_lane
 from data_plane.buffer_pool import BufferPool
 from data_plane.transport import HandshakeRejected
-from distca.codec import WireError, first_tick_from_bytes, plan_from_proto, plan_to_proto
-from distca.tokens import rank_token
+from distca.contract.codec import WireError, first_tick_from_bytes, plan_from_proto, plan_to_proto
+from distca.contract.tokens import rank_token
 from distca.v1 import data_plane_pb2, jobs_pb2
 from tests.attention_node.cases import (
     SCALE,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from distca.identity import Role, identity_of
+from distca.contract.identity import Role, identity_of
 from tests.helm.chart import Manifest, container, environment, kinds, only, pod_specs, rendered
 
 ROLES = {

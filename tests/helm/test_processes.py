@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from distca.certs.authority import Authority, Signed
-from distca.identity import Identity, Role
+from distca.contract.identity import Identity, Role
 from tests.helm.chart import Manifest, container, pod_specs, rendered
 from tests.helm.pods import Machine, free_port
 

@@ -11,12 +11,12 @@ from prometheus_client.metrics_core import Metric
 
 from attention_node.executor import Executor
 from attention_node.metrics import NodeMetrics
-from control_plane.metrics import Metrics
-from control_plane.refusals import Refusals
+from control_plane.metrics.metrics import Metrics
+from control_plane.service.refusals import Refusals
 from core_attention.kernels.cpu import CpuKernel
 from data_plane.buffer_pool import BufferPool
 from data_plane.metrics import DataPlaneMetrics
-from distca.monitoring import process_registry
+from distca.process.monitoring import process_registry
 from tests.monitoring.table import Row
 from trainer_client.metrics import TrainerMetrics
 

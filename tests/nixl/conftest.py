@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from data_plane.nixl_agent import import_nixl
+from data_plane.nixl.agent import import_nixl
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from distca import rpc
+from distca.contract import rpc
 from distca.doctor.cluster_probe import ClusterProbe
 from distca.doctor.finding import Status
 from distca.doctor.measurement import child_responder

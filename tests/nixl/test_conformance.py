@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from data_plane.buffer_pool import device_allocator
-from data_plane.nixl_settings import NixlSettings
-from data_plane.nixl_transport import NixlTransport
+from data_plane.nixl.settings import NixlSettings
+from data_plane.nixl.transport import NixlTransport
 from data_plane.transport import BufferAllocator, PeerReset, Transport
 from tests.data_plane.conformance import TransportConformance
 

@@ -15,14 +15,14 @@ import torch
 from prometheus_client import CollectorRegistry
 
 from data_plane.buffer_pool import BufferPool
-from data_plane.frame_mac import MAC_BYTES, FrameMac
 from data_plane.greeting import HEADER_BYTES, Greeting, Status, decode_header
 from data_plane.handshake import ClientHandshake
 from data_plane.metrics import DataPlaneMetrics
-from data_plane.nixl_connection import NixlConnection
-from data_plane.nixl_link import MAX_FRAME_BYTES
-from data_plane.nixl_settings import NixlSettings
-from data_plane.nixl_transport import NixlTransport
+from data_plane.nixl.connection import NixlConnection
+from data_plane.nixl.frame_mac import MAC_BYTES, FrameMac
+from data_plane.nixl.link import MAX_FRAME_BYTES
+from data_plane.nixl.settings import NixlSettings
+from data_plane.nixl.transport import NixlTransport
 from data_plane.process_sockets import AcceptedSockets
 from data_plane.proof import Ends
 from data_plane.transport import Address, Connection, TransportError
@@ -95,7 +95,7 @@ def test_memory_is_registered_once(
 ) -> None:
     connection, _ = peer.connect(address, b"", 5.0, secret=SECRET)
     pool = BufferPool()
-    with caplog.at_level(logging.DEBUG, "data_plane.nixl_agent"):
+    with caplog.at_level(logging.DEBUG, "data_plane.nixl.agent"):
         for tag in range(10):
             sent, received = pool.acquire(50_000 - tag), pool.acquire(50_000 - tag)
             offer = accepted[0].offer(tag, received, 5.0)

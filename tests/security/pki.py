@@ -16,8 +16,8 @@ from control_plane.server import ControlPlane
 from control_plane.settings import AccessSettings
 from distca.certs.authority import Authority
 from distca.certs.folder import CertificateFolder
-from distca.identity import Identity, Role
-from distca.tls import TlsFiles
+from distca.contract.identity import Identity, Role
+from distca.contract.tls import TlsFiles
 from tests.control_plane.service_harness import Client, client_of, eventually, running
 
 HOUR = timedelta(hours=1)

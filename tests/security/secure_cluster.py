@@ -9,7 +9,7 @@ import sys
 import time
 from pathlib import Path
 
-from distca.identity import Role
+from distca.contract.identity import Role
 from tests.cluster import NODE_SHAPE, ROOT, START_SECONDS, Process, keep_profile
 from tests.security.pki import Files, Mounted, Pki
 

@@ -12,8 +12,8 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from control_plane.server import ControlPlane
-from distca import rpc
-from distca.identity import Role
+from distca.contract import rpc
+from distca.contract.identity import Role
 from distca.v1 import jobs_pb2, membership_pb2
 from tests.control_plane.service_harness import (
     Client,

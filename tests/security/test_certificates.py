@@ -15,8 +15,8 @@ from cryptography.hazmat.primitives.serialization import Encoding, load_pem_priv
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from control_plane.server import ControlPlane
-from distca import rpc
-from distca.identity import Role
+from distca.contract import rpc
+from distca.contract.identity import Role
 from distca.v1 import membership_pb2
 from tests.control_plane.service_harness import Client, client_of
 from tests.security.pki import (

@@ -19,9 +19,9 @@ from attention_node.hello import PROTOCOL_VERSION
 from core_attention.manifest import RankManifest
 from core_attention.tick import ticks_of_lane
 from data_plane.transport import Address, HandshakeRejected
-from data_plane.ucxx_settings import UcxxSettings
-from data_plane.ucxx_transport import UcxxTransport
-from distca.identity import Role
+from data_plane.ucxx.settings import UcxxSettings
+from data_plane.ucxx.transport import UcxxTransport
+from distca.contract.identity import Role
 from distca.v1 import data_plane_pb2
 from tests.cluster import NODE_SHAPE, Cluster
 from tests.security.pki import HOUR, Pki

@@ -27,9 +27,9 @@ from data_plane.transport import (
     HandshakeRejected,
     TransferState,
 )
-from data_plane.ucxx_settings import UcxxSettings
-from data_plane.ucxx_transport import UcxxTransport
-from data_plane.wire_tags import WireTags
+from data_plane.ucxx.settings import UcxxSettings
+from data_plane.ucxx.transport import UcxxTransport
+from data_plane.ucxx.wire_tags import WireTags
 from tests.data_plane.conformance import eventually, pattern
 from tests.data_plane.secret import SECRET, proven
 from tests.data_plane.test_ucxx_handshake import RawClient, greeting

@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from control_plane.access import short_name
-from control_plane.access_policy import POLICIES
+from control_plane.access.access import short_name
+from control_plane.access.access_policy import POLICIES
 from control_plane.settings import AccessSettings
-from distca.identity import Role
+from distca.contract.identity import Role
 
 TEXT = (Path(__file__).resolve().parents[2] / "docs" / "security.md").read_text()
 

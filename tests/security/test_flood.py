@@ -11,8 +11,8 @@ from contextlib import ExitStack, contextmanager
 
 import pytest
 
-from distca import rpc
-from distca.identity import Role
+from distca.contract import rpc
+from distca.contract.identity import Role
 from tests.control_plane.service_harness import Client, client_of, job_spec, rank_manifest
 from tests.security.pki import Pki
 from tests.security.secure_cluster import SecureCluster

@@ -9,16 +9,16 @@ from contextlib import ExitStack
 import grpc
 import pytest
 
-from control_plane.access_policy import POLICIES
+from control_plane.access.access_policy import POLICIES
 from control_plane.server import ControlPlane
-from distca import rpc
-from distca.identity import Role
-from distca.rpc import RpcSettings, open_channel
-from distca.tokens import JOB_TOKEN_KEY
+from distca.contract import rpc
+from distca.contract.identity import Role
+from distca.contract.rpc import RpcSettings, open_channel
+from distca.contract.tokens import JOB_TOKEN_KEY
 from distca.v1 import jobs_pb2, membership_pb2
 from tests.control_plane.service_harness import job_spec, rank_manifest
 from tests.security.pki import Files, Pki, control_plane_with, refused, secure_client
-from trainer_client.control_link import ControlLink
+from trainer_client.link.control_link import ControlLink
 
 
 @pytest.fixture(scope="module")

@@ -15,8 +15,8 @@ import pytest
 
 from control_plane.server import ControlPlane
 from control_plane.settings import DataNetworkSettings
-from distca import rpc
-from distca.identity import Role
+from distca.contract import rpc
+from distca.contract.identity import Role
 from distca.wireguard.member import AddressLostError, Member, MemberSettings
 from distca.wireguard.peers import Peer
 from distca.wireguard.tools import TunnelError

@@ -16,8 +16,8 @@ import pytest
 
 from control_plane.server import ControlPlane
 from control_plane.settings import ControlPlaneSettings, DataNetworkSettings, parse_network
-from distca import rpc
-from distca.identity import Role
+from distca.contract import rpc
+from distca.contract.identity import Role
 from distca.v1 import data_network_pb2
 from distca.wireguard.contact import NetworkContact
 from distca.wireguard.state import MemberState

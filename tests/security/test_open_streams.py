@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from control_plane.jobs.subscriptions import MAX_STREAMS_OF_MEMBER
 from control_plane.server import ControlPlane
-from control_plane.subscriptions import MAX_STREAMS_OF_MEMBER
-from distca import rpc
-from distca.identity import Role
+from distca.contract import rpc
+from distca.contract.identity import Role
 from distca.v1 import jobs_pb2
 from tests.control_plane.service_harness import eventually, job_spec, rank_manifest, running
 from tests.http2 import Http2Client

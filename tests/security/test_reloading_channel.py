@@ -10,9 +10,9 @@ from typing import Any
 import grpc
 import pytest
 
-from distca import reloading_channel, rpc
-from distca.identity import Role
-from distca.tls import server_credentials
+from distca.contract import reloading_channel, rpc
+from distca.contract.identity import Role
+from distca.contract.tls import server_credentials
 from distca.v1 import jobs_pb2, jobs_pb2_grpc
 from tests.control_plane.service_harness import eventually
 from tests.security.pki import HOUR, Files, Pki

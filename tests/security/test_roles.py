@@ -11,10 +11,10 @@ import pytest
 from google.protobuf.descriptor import MethodDescriptor
 from google.protobuf.message_factory import GetMessageClass
 
-from control_plane.access import short_name
+from control_plane.access.access import short_name
 from control_plane.server import ControlPlane
-from distca import rpc
-from distca.identity import Role
+from distca.contract import rpc
+from distca.contract.identity import Role
 from distca.v1 import jobs_pb2, membership_pb2
 from tests.control_plane.service_harness import Client, client_of, job_spec, running
 from tests.control_plane.test_access_policy import MAY_CALL, methods

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from attention_node.served_job import JobDescription
-from control_plane.job_keys import JobKeys
-from distca import rpc
-from distca.identity import Role
-from distca.tls import Certificates
-from distca.tokens import KEY_BYTES, rank_token
+from control_plane.access.job_keys import JobKeys
+from distca.contract import rpc
+from distca.contract.identity import Role
+from distca.contract.tls import Certificates
+from distca.contract.tokens import KEY_BYTES, rank_token
 from distca.v1 import jobs_pb2, membership_pb2
 from tests.control_plane.service_harness import SHAPE, job_spec, rank_manifest
 from tests.security.pki import Pki, control_plane_with, secure_client

@@ -14,11 +14,11 @@ from typing import Any, TypeAlias
 import pytest
 
 from control_plane import server
-from control_plane.kubernetes_lease import KubernetesLease
+from control_plane.leadership.kubernetes_lease import KubernetesLease
 from control_plane.server import ControlPlane
 from control_plane.settings import AccessSettings
-from distca import rpc
-from distca.identity import Role
+from distca.contract import rpc
+from distca.contract.identity import Role
 from distca.v1 import jobs_pb2
 from tests.control_plane.lease_api import lease_api
 from tests.control_plane.service_harness import Client, client_of, eventually, job_spec, running

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from control_plane.server import ControlPlane
-from distca import rpc
-from distca.identity import Role
-from distca.tokens import JOB_TOKEN_KEY, rank_token
+from distca.contract import rpc
+from distca.contract.identity import Role
+from distca.contract.tokens import JOB_TOKEN_KEY, rank_token
 from distca.v1 import jobs_pb2
 from tests.control_plane.service_harness import Client, client_of, job_spec, rank_manifest
 from tests.security.pki import Pki, control_plane_with, refused, secure_client

@@ -26,10 +26,10 @@ import torch
 
 from core_attention.manifest import RankManifest
 from data_plane.transport import Address, HandshakeRejected
-from data_plane.ucxx_settings import UcxxSettings
-from data_plane.ucxx_transport import UcxxTransport
-from distca.identity import Role
-from distca.rpc_errors import RpcError
+from data_plane.ucxx.settings import UcxxSettings
+from data_plane.ucxx.transport import UcxxTransport
+from distca.contract.identity import Role
+from distca.contract.rpc_errors import RpcError
 from distca.v1 import membership_pb2
 from tests.addresses import foreign_address
 from tests.cluster import NODE_SHAPE, Cluster, Process, cluster

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from distca.identity import Role
+from distca.contract.identity import Role
 from tests.chaos.hosts import network
 from tests.cluster import Process
 from tests.security.pki import Pki

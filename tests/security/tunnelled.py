@@ -11,7 +11,7 @@ import sys
 import time
 from pathlib import Path
 
-from distca.identity import Role
+from distca.contract.identity import Role
 from distca.shapes import format_shape
 from distca.wireguard.state import MemberState
 from tests.chaos.hosts import Network, why_no_namespaces

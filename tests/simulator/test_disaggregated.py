@@ -5,16 +5,16 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from control_plane import balanced, greedy
-from control_plane.planning import PlanningOptions
+from control_plane.planner import balanced, greedy
+from control_plane.planner.planning import PlanningOptions
 from core_attention.ca_task import Phase
-from simulator.baselines import balanced_seconds, plain_packing
-from simulator.disaggregated import Method, disaggregated_step, tick_manifest
-from simulator.errors import InputError
-from simulator.fleet import Placement
-from simulator.model import PRESETS
-from simulator.packing import pack_in_order
-from simulator.pipeline import PooledTick
+from distca.simulator.baselines import balanced_seconds, plain_packing
+from distca.simulator.disaggregated import Method, disaggregated_step, tick_manifest
+from distca.simulator.errors import InputError
+from distca.simulator.fleet import Placement
+from distca.simulator.model import PRESETS
+from distca.simulator.packing import pack_in_order
+from distca.simulator.pipeline import PooledTick
 from tests.simulator.cases import K, documents, h200, setup
 
 METHOD = Method(planner=greedy.plan, options=PlanningOptions(tolerance=0.05))

@@ -7,21 +7,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from control_plane import greedy
-from control_plane.planning import PlanningOptions
+from control_plane.planner import greedy
+from control_plane.planner.planning import PlanningOptions
 from core_attention.ca_task import Phase
-from simulator.disaggregated import Method, nano_batch_times
-from simulator.event_check import (
+from distca.simulator.disaggregated import Method, nano_batch_times
+from distca.simulator.fleet import Placement, build_servers
+from distca.simulator.ping_pong import stack_seconds
+from distca.simulator.pipeline import one_f_one_b_seconds
+from distca.simulator.setup import Setup
+from distca.simulator.traffic import exchange
+from tests.simulator.cases import K, documents, h200, setup
+from tests.simulator.event_check import (
     RankTimes,
     one_f_one_b_seconds_by_events,
     stack_seconds_by_events,
 )
-from simulator.fleet import Placement, build_servers
-from simulator.ping_pong import stack_seconds
-from simulator.pipeline import one_f_one_b_seconds
-from simulator.setup import Setup
-from simulator.traffic import exchange
-from tests.simulator.cases import K, documents, h200, setup
 
 N_LAYERS = 6
 

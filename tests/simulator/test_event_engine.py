@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from simulator.errors import InputError
-from simulator.event_engine import Job, run
+from distca.simulator.errors import InputError
+from tests.simulator.event_engine import Job, run
 
 
 def test_jobs_wait_for_one_another() -> None:

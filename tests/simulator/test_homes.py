@@ -7,12 +7,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from control_plane import balanced
-from control_plane.planning import PlanningOptions
-from simulator.disaggregated import Method, disaggregated_step
-from simulator.errors import InputError
-from simulator.homes import planned_homes
-from simulator.model import PRESETS
+from control_plane.planner import balanced
+from control_plane.planner.planning import PlanningOptions
+from distca.simulator.disaggregated import Method, disaggregated_step
+from distca.simulator.errors import InputError
+from distca.simulator.homes import planned_homes
+from distca.simulator.model import PRESETS
 from tests.simulator.cases import K, documents, h200, setup
 
 OPTIONS = PlanningOptions()

@@ -11,8 +11,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from simulator.errors import InputError
-from simulator.length_files import read_lengths
+from distca.simulator.errors import InputError
+from distca.simulator.length_files import read_lengths
 
 
 def test_text_has_one_number_a_line(tmp_path: Path) -> None:

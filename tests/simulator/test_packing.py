@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from core_attention.manifest import Manifest
-from simulator.errors import InputError
-from simulator.packing import (
+from distca.simulator.errors import InputError
+from distca.simulator.packing import (
     checked_lengths,
     pack_in_order,
     rank_manifests,

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from simulator.errors import InputError
-from simulator.ping_pong import NanoBatchTimes, Transfer, exposed_seconds, stack_seconds
+from distca.simulator.errors import InputError
+from distca.simulator.ping_pong import NanoBatchTimes, Transfer, exposed_seconds, stack_seconds
 
 SECONDS = st.floats(0, 10)
 

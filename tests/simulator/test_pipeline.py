@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from simulator.errors import InputError
-from simulator.pipeline import one_f_one_b_order, one_f_one_b_seconds, pooled_ticks
+from distca.simulator.errors import InputError
+from distca.simulator.pipeline import one_f_one_b_order, one_f_one_b_seconds, pooled_ticks
 
 SIZES = (st.integers(1, 6), st.integers(1, 9))
 

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from core_attention.ca_task import Phase
-from simulator.cluster import ClusterSpec
-from simulator.errors import InputError
-from simulator.fleet import Placement, build_servers
-from simulator.model import PRESETS, ModelSpec, preset
-from simulator.profile import document_seconds
+from distca.simulator.cluster import ClusterSpec
+from distca.simulator.errors import InputError
+from distca.simulator.fleet import Placement, build_servers
+from distca.simulator.model import PRESETS, ModelSpec, preset
+from distca.simulator.profile import document_seconds
 from tests.simulator.cases import flat_profile, h200, setup
 
 

@@ -7,8 +7,8 @@ import pytest
 
 from core_attention.ca_task import MaskKind, Phase, TaskTable
 from core_attention.plan import Plan, PlanServer
-from simulator.packing import pack_in_order
-from simulator.traffic import Messages, exchange, port_seconds
+from distca.simulator.packing import pack_in_order
+from distca.simulator.traffic import Messages, exchange, port_seconds
 from tests.simulator.cases import SMALL_MODEL, setup
 
 

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from simulator.errors import InputError
-from simulator.verdict import Evidence, Kind, judge
+from distca.simulator.errors import InputError
+from distca.simulator.verdict import Evidence, Kind, judge
 
 GAIN = Evidence(
     n_servers=64,

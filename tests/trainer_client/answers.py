@@ -11,11 +11,11 @@ import torch
 from core_attention.ca_task import MaskKind, Phase, TaskTable
 from core_attention.manifest import Manifest, RankManifest, Segment
 from core_attention.plan import Plan, PlanServer
-from core_attention.reference import ReferenceResult, reference_attention
 from core_attention.routing import derive_routes
 from core_attention.shape import AttentionShape
 from core_attention.tick import Tick
-from trainer_client.answer import Answer
+from tests.core_attention.reference import ReferenceResult, reference_attention
+from trainer_client.integrity.answer import Answer
 
 SHAPE = AttentionShape(num_heads=4, num_heads_kv=2, head_dim=8, head_dim_v=6, dtype="float32")
 SERVERS = (PlanServer("server-0", None, "host:0"), PlanServer("server-1", None, "host:1"))

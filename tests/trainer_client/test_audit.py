@@ -22,8 +22,8 @@ from tests.trainer_client.answers import (
     one_document_over_two_ranks,
     two_documents_at_home,
 )
-from trainer_client.answer import Answer
-from trainer_client.audit import ROWS, Auditor, Finding
+from trainer_client.integrity.answer import Answer
+from trainer_client.integrity.audit import ROWS, Auditor, Finding
 
 SCALE = SHAPE.default_softmax_scale
 CLOSE_SECONDS = 30.0

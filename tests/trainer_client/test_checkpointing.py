@@ -27,10 +27,11 @@ from tests.trainer_client.test_transformers import (
     open_session,
     submit,
 )
-from trainer_client import PingPong, Session, SessionError, checkpoint, checkpointing
-from trainer_client.attention_call import AttentionCall
-from trainer_client.checkpointing import Checkpoints, Region
-from trainer_client.transformers import check_documents
+from trainer_client import PingPong, Session, SessionError, checkpoint
+from trainer_client.integrations import checkpointing
+from trainer_client.integrations.checkpointing import Checkpoints, Region
+from trainer_client.integrations.transformers import check_documents
+from trainer_client.step.attention_call import AttentionCall
 
 
 def gpt2_config(width: int) -> transformers.GPT2Config:

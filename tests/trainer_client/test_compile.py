@@ -13,11 +13,11 @@ import torch
 import transformers
 from torch import nn
 
-import trainer_client.transformers
 from core_attention.manifest import RankManifest
 from core_attention.shape import AttentionShape
 from tests.cluster import Cluster, keep_profile
 from trainer_client import PingPong, Placement, Session, SessionOptions, checkpoint, core_attention
+from trainer_client.integrations.transformers import IMPLEMENTATION
 
 SHAPE = AttentionShape(num_heads=2, num_heads_kv=2, head_dim=16, head_dim_v=16, dtype="float32")
 LENGTHS = ([9, 1, 30], [17, 5])
@@ -207,7 +207,8 @@ def test_a_compiled_model_of_transformers_trains_as_with_local_attention(
     shape = AttentionShape(num_heads=4, num_heads_kv=2, head_dim=16, head_dim_v=16, dtype="float32")
     auto: Any = transformers.AutoModelForCausalLM
     model = auto.from_config(
-        copy.deepcopy(config), attn_implementation=trainer_client.transformers.IMPLEMENTATION
+        copy.deepcopy(config),
+        attn_implementation=IMPLEMENTATION,
     )
     local = auto.from_config(config, attn_implementation="sdpa")
     local.load_state_dict(model.state_dict())

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from control_plane.server import ControlPlane
-from distca import rpc
+from distca.contract import rpc
 from distca.v1 import jobs_pb2
 from tests.control_plane.service_harness import (
     Client,
@@ -23,8 +23,8 @@ from tests.control_plane.service_harness import (
     running,
     server_description,
 )
-from trainer_client.control_link import ControlLink, PlannedStep
 from trainer_client.errors import PlanNotReady, SessionClosed
+from trainer_client.link.control_link import ControlLink, PlannedStep
 
 WAIT_SECONDS = 10.0
 

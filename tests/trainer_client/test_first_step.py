@@ -9,7 +9,7 @@ import pytest
 from torch._C._distributed_c10d import HashStore, Store
 
 from trainer_client.errors import SessionClosed
-from trainer_client.first_step import collective_store, meet
+from trainer_client.step.first_step import collective_store, meet
 
 
 def meet_late(store: Store, late_seconds: float, job_id: str = "job") -> float:

@@ -134,7 +134,7 @@ def test_request_that_is_damaged_on_the_way_is_refused_and_sent_again(
         if damages:
             message[0] ^= damages.pop()
 
-    monkeypatch.setattr("trainer_client.replies.seal", damage_once)
+    monkeypatch.setattr("trainer_client.step.replies.seal", damage_once)
     with team_on(pool, checksums=True) as team, caplog.at_level(logging.WARNING):
         team.check(lengths(40, 1, 9))
     log = (pool.folder / "sound.log").read_text()

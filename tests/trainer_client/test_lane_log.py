@@ -7,7 +7,7 @@ import torch
 
 from core_attention.ca_task import Phase
 from core_attention.tick import Tick
-from trainer_client.lane_log import LaneLog, SentTick
+from trainer_client.step.lane_log import LaneLog, SentTick
 
 LAYERS = 5
 

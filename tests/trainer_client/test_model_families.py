@@ -18,12 +18,12 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-import trainer_client.transformers
+import trainer_client.integrations.transformers
 from core_attention.shape import AttentionShape
 from core_attention.tensor_checks import check_qkv
 from tests.trainer_client.tiny_models import FAMILIES, VOCABULARY, tiny_config
-from trainer_client.lane import Lane, current_lane
-from trainer_client.transformers import UnsupportedModel, check_documents
+from trainer_client.integrations.transformers import UnsupportedModel, check_documents
+from trainer_client.step.lane import Lane, current_lane
 
 LENGTHS = [9, 1, 14]
 
@@ -151,7 +151,7 @@ def run_packed(monkeypatch: pytest.MonkeyPatch) -> Run:
     """Runs a model on the packed documents of a step; returns its logits ``[rows, vocabulary]``."""
 
     def run(model: PreTrainedModel, step: PlannedStep) -> torch.Tensor:
-        monkeypatch.setattr(trainer_client.transformers, "core_attention", step.attend)
+        monkeypatch.setattr(trainer_client.integrations.transformers, "core_attention", step.attend)
         running: Any = step
         token = current_lane.set(Lane(running, 0))
         try:

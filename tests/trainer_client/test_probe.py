@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-import trainer_client.transformers
+import trainer_client.integrations.transformers
 from core_attention.errors import TensorError
 from core_attention.manifest import RankManifest
 from tests.cluster import Cluster, keep_profile
@@ -42,7 +42,7 @@ SHAPE = AttentionShape(num_heads=4, num_heads_kv=2, head_dim=16, head_dim_v=16, 
 
 
 def make_model(config: transformers.PreTrainedConfig, **options: Any) -> Any:
-    assert trainer_client.transformers.IMPLEMENTATION == "distca"
+    assert trainer_client.integrations.transformers.IMPLEMENTATION == "distca"
     torch.manual_seed(0)
     auto: Any = transformers.AutoModelForCausalLM
     return auto.from_config(config, attn_implementation="distca", **options)

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from control_plane.server import ControlPlane
-from distca import rpc
+from distca.contract import rpc
 from tests.control_plane.service_harness import client_of, eventually, job_spec, running
 from tests.trainer_client.test_control_link import Rank, ranks_of, submit_all
 
@@ -72,7 +72,7 @@ def test_ranks_started_again_after_a_kill_wait_for_a_lease_and_train(
     again, began = started(control_plane, stack), time.monotonic()
     assert open_all(again) != old_id
     assert time.monotonic() - began < LEASE_SECONDS + SLACK_SECONDS
-    waits = [r.getMessage() for r in caplog.records if r.name == "distca.held"]
+    waits = [r.getMessage() for r in caplog.records if r.name == "distca.contract.held"]
     assert len(waits) == 2
     for rank in (0, 1):
         assert any(

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from data_plane.buffer_pool import BufferPool
-from trainer_client import replies
+from trainer_client.step import replies
 
 
 class Rows:

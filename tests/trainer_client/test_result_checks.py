@@ -14,8 +14,8 @@ from tests.trainer_client.answers import (
     one_document_over_two_ranks,
     two_documents_at_home,
 )
-from trainer_client.answer import Answer
-from trainer_client.result_checks import ResultChecker, first_bad_row
+from trainer_client.integrity.answer import Answer
+from trainer_client.integrity.result_checks import ResultChecker, first_bad_row
 
 CPU = torch.device("cpu")
 

@@ -17,7 +17,7 @@ from tests.fuzz.loopback import LoopbackConnection
 from tests.trainer_client.answers import SHAPE, one_document_over_two_ranks
 from trainer_client.metrics import TrainerMetrics
 from trainer_client.options import SessionOptions
-from trainer_client.servers import EpochOver, ServerLinks, ServersUnreachable
+from trainer_client.step.servers import EpochOver, ServerLinks, ServersUnreachable
 
 PLAN = replace(one_document_over_two_ranks(), epoch=5)
 PATIENCE_SECONDS = 0.3
@@ -110,7 +110,7 @@ def test_silent_servers_are_given_up_together_like_those_that_answer_no_ping() -
 
 
 def test_a_recovery_does_not_wait_for_a_silent_server(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trainer_client.servers._ATTEMPT_SECONDS", PATIENCE_SECONDS / 10)
+    monkeypatch.setattr("trainer_client.step.servers._ATTEMPT_SECONDS", PATIENCE_SECONDS / 10)
     made = links(Scripted(silent))
     begin = threading.Timer(PATIENCE_SECONDS / 5, made.begin_epoch, (6, "a recovery"))
     begin.start()

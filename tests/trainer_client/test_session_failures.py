@@ -18,9 +18,9 @@ from core_attention.errors import TensorError
 from core_attention.manifest import RankManifest, Segment
 from core_attention.shape import AttentionShape
 from data_plane.transport import Address, HandshakeRejected, TransportError
-from data_plane.ucxx_settings import UcxxSettings
-from data_plane.ucxx_transport import UcxxTransport
-from distca import rpc
+from data_plane.ucxx.settings import UcxxSettings
+from data_plane.ucxx.transport import UcxxTransport
+from distca.contract import rpc
 from distca.v1 import data_plane_pb2
 from tests.cluster import Cluster, cluster
 from tests.team import Team

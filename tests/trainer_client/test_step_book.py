@@ -8,7 +8,7 @@ import numpy as np
 
 from distca.v1 import jobs_pb2, plan_pb2
 from tests.control_plane.test_jobs import planned
-from trainer_client.step_book import HandedIn, PlannedStep, StepBook
+from trainer_client.step.step_book import HandedIn, PlannedStep, StepBook
 
 HANDED_IN = HandedIn(plan_pb2.RankManifest(), forward_only=False)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from core_attention.shape import AttentionShape
-from distca.timeouts import TimeoutOrderError
+from distca.contract.timeouts import TimeoutOrderError
 from tests.cluster import Cluster
 from tests.team import Team
 from trainer_client import SessionOptions

@@ -16,7 +16,7 @@ from core_attention.manifest import RankManifest
 from core_attention.shape import AttentionShape
 from tests.cluster import Cluster, keep_profile
 from trainer_client import PingPong, Placement, Session, SessionError, SessionOptions
-from trainer_client.transformers import UnsupportedArgument
+from trainer_client.integrations.transformers import UnsupportedArgument
 
 SIZES: dict[str, Any] = {
     "vocab_size": 64,

@@ -11,15 +11,15 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from control_plane.homes import plan_homes
-from control_plane.planning import PlanningOptions, PlanningServer
+from control_plane.planner.homes import plan_homes
+from control_plane.planner.planning import PlanningOptions, PlanningServer
 from core_attention.arrays import Int64Array
 from core_attention.cost_model import CostProfile
 from core_attention.manifest import RankManifest, Segment
 from core_attention.plan import PlanServer
 from distca.data.batch import IGNORED_LABEL, TokenBatch
-from simulator.lengths import sample_lengths
-from simulator.packing import take_steps
+from distca.simulator.lengths import sample_lengths
+from distca.simulator.packing import take_steps
 
 ONE_DOCUMENT = "one-document"
 """Instead of a distribution of lengths: one document that fills all ranks."""
@@ -69,7 +69,7 @@ def draw_batch(
         seed: of the lengths and tokens.
         n_ranks: ranks to fill.
         tokens_per_rank: a multiple of ``stretch``.
-        distribution: of the lengths, see ``simulator.lengths``; or ONE_DOCUMENT.
+        distribution: of the lengths, see ``distca.simulator.lengths``; or ONE_DOCUMENT.
         stretch: every document is that many times as long as it was drawn.
 
     Raises:

@@ -15,14 +15,14 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-import trainer_client.transformers
+import trainer_client.integrations.transformers
 from benchmarks.gpu.training import attention, batches
 from benchmarks.gpu.training.batches import Batch, CannotRun, require_whole_documents
 from benchmarks.gpu.training.ring import RingAttention, require_one_document, ring_module
 from benchmarks.gpu.training.signal import one_byte_messages
 from benchmarks.gpu.training.stack import ModelShape, TrainingStack
 from benchmarks.gpu.training.stopwatch import Stopwatch
-from control_plane.planning import PlanningOptions
+from control_plane.planner.planning import PlanningOptions
 from core_attention.cost_model import CostProfile
 from core_attention.kernels.select import select_kernel
 from core_attention.manifest import RankManifest
@@ -33,7 +33,7 @@ from trainer_client import HostBarriers, Placement, Session, SessionOptions, Ste
 
 logger = logging.getLogger(__name__)
 
-PROFILE = Path(__file__).parents[3] / "simulator/profiles/h200-llama3-8b.json"
+PROFILE = Path(__file__).parents[3] / "distca/simulator/profiles/h200-llama3-8b.json"
 KEPT_FORWARD_TICKS = 3
 ADDRESS_FILE = "control-plane.address"
 POOL_METRIC = "distca_data_plane_buffer_pool_bytes"
@@ -224,7 +224,7 @@ class Disaggregated:
         )
         self.stack = _stack(
             settings,
-            trainer_client.transformers.IMPLEMENTATION,
+            trainer_client.integrations.transformers.IMPLEMENTATION,
             n_lanes=settings.n_nano_batches,
             interleave=interleave,
             barriers=HostBarriers(BARRIER_SECONDS) if settings.host_barriers else None,

@@ -20,8 +20,8 @@ from attention_node.cuda_order import launched_work
 from core_attention.message_rows import MessageRows, Tensors, message_rows
 from data_plane.buffer_pool import BufferPool, PooledBuffer, device_allocator
 from data_plane.transport import Transfer
-from data_plane.ucxx_connection import UcxxConnection
-from trainer_client import exchanges
+from data_plane.ucxx.connection import UcxxConnection
+from trainer_client.step import exchanges
 
 SIZE = 0.05
 """Standard deviation of the made-up numbers."""

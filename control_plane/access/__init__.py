@@ -1,0 +1,1 @@
+"""Who may call what, how often and how many at a time."""

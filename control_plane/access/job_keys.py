@@ -1,0 +1,115 @@
+"""The keys of jobs: derived, never stored, so that they outlive the process.
+
+A job's key is HMAC-SHA256(secret, label + owner + job id). A control plane that starts again with
+the same secret therefore recognises the tokens of the jobs that its predecessor opened, without
+having kept anything: a rank that comes back with job id and token has proved that it was given the
+token, and that it is the same owner.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import os
+import secrets
+from pathlib import Path
+
+from control_plane.errors import MissingTokenError, WrongTokenError
+from distca.contract.tokens import rank_of_token
+
+MIN_SECRET_BYTES = 32
+_LABEL = b"distca job key"
+_PURPOSE_LABEL = b"distca key for"
+
+
+class WeakSecretError(ValueError):
+    """The file of the secret holds too few bytes."""
+
+
+class JobKeys:
+    """Derives jobs' keys from one secret.
+
+    Args:
+        secret: :data:`MIN_SECRET_BYTES` or more; None makes a random one, good for as long as the
+            process lives.
+    """
+
+    def __init__(self, secret: bytes | None = None) -> None:
+        self._secret = secrets.token_bytes(MIN_SECRET_BYTES) if secret is None else secret
+
+    @classmethod
+    def from_file(cls, path: Path | None) -> JobKeys:
+        """Keys from the secret in ``path``, whose bytes are taken as they are; a random secret if
+        it is None.
+
+        Raises:
+            OSError: the file cannot be read.
+            WeakSecretError: it is too short.
+        """
+        if path is None:
+            return cls()
+        secret = path.read_bytes()
+        if len(secret) < MIN_SECRET_BYTES:
+            raise WeakSecretError(
+                f"{path} holds {len(secret)} bytes; a token secret has {MIN_SECRET_BYTES} or more: "
+                f"head -c {MIN_SECRET_BYTES} /dev/urandom > {path}"
+            )
+        return cls(secret)
+
+    def key_of(self, job_id: str, owner: str) -> bytes:
+        """The key of job ``job_id``, which the identity ``owner`` has opened."""
+        return self._derive(_LABEL, owner.encode(), job_id.encode())
+
+    def key_for(self, purpose: str) -> bytes:
+        """A key of 32 bytes for something else than jobs."""
+        return self._derive(_PURPOSE_LABEL, purpose.encode())
+
+    def _derive(self, *parts: bytes) -> bytes:
+        # The length before each part: no two different lists of parts give the same bytes.
+        message = b"".join(len(part).to_bytes(4, "big") + part for part in parts)
+        return hmac.digest(self._secret, message, "sha256")
+
+    def proved(self, job_id: str, *, owner: str, rank: int, token: bytes | None) -> bytes:
+        """The key of a job that this process may never have heard of, for a rank that comes back
+        to it after a restart and shows its token.
+
+        Raises:
+            MissingTokenError: there is no token.
+            WrongTokenError: it is not the one that ``owner`` was given for ``rank`` of the job; or
+                the process before this one had another secret.
+        """
+        if token is None:
+            raise MissingTokenError(f"rank {rank} comes back to job {job_id} without its token")
+        key = self.key_of(job_id, owner)
+        if rank_of_token(key, token) != rank:
+            raise WrongTokenError(
+                f"the token that came is not that of rank {rank} of job {job_id}, opened by "
+                f"{owner!r}; without a token secret none outlives the control plane"
+            )
+        return key
+
+
+def job_keys(secret_file: Path | None, state_dir: Path | None) -> JobKeys:
+    """Keys from the secret in ``secret_file``; else from one that is kept in ``state_dir``, and
+    made there the first time; else from a random one.
+
+    Raises:
+        OSError, WeakSecretError: as :meth:`JobKeys.from_file`, or ``state_dir`` cannot be written.
+    """
+    if secret_file is not None or state_dir is None:
+        return JobKeys.from_file(secret_file)
+    path = state_dir / "token-secret"
+    state_dir.mkdir(parents=True, exist_ok=True)
+    if not path.exists():
+        _make_secret(path)
+    return JobKeys.from_file(path)
+
+
+def _make_secret(path: Path) -> None:
+    """Writes a secret that only this user can read, unless another process does so first."""
+    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    partial.touch(mode=0o600)
+    partial.write_bytes(secrets.token_bytes(MIN_SECRET_BYTES))
+    with contextlib.suppress(FileExistsError):
+        os.link(partial, path)
+    partial.unlink()

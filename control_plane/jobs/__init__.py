@@ -1,0 +1,1 @@
+"""Jobs, members and steps: the state of the control plane, and what changes it."""

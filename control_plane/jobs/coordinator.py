@@ -1,0 +1,721 @@
+"""The control plane's decisions: what each request, expired lease and finished plan changes.
+
+Lives on one event loop. Every method runs there without waiting, so that a change of state and the
+events about it are one indivisible action; only the planning of steps happens elsewhere, see
+:mod:`control_plane.jobs.step_planner`.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+from control_plane.access.job_keys import JobKeys
+from control_plane.errors import (
+    FencedError,
+    InvalidRequestError,
+    MissingTokenError,
+    RefusedError,
+    ShuttingDownError,
+    WrongTokenError,
+)
+from control_plane.jobs.admission import Admission, new_lease_id
+from control_plane.jobs.audience import Audience, RankKey
+from control_plane.jobs.hearing import Hearing
+from control_plane.jobs.job import Job
+from control_plane.jobs.jobs import Jobs
+from control_plane.jobs.membership import (
+    Member,
+    Membership,
+    ServerDescription,
+    ServerLoad,
+)
+from control_plane.jobs.publication import Publication, rank_event, server_event
+from control_plane.jobs.rank_leases import Patience
+from control_plane.jobs.recoveries import Recoveries
+from control_plane.jobs.recovery import StepProgress
+from control_plane.jobs.requests import (
+    closed_event,
+    failed_event,
+    finished_event,
+    opened_event,
+    recover_event,
+)
+from control_plane.jobs.step import (
+    FailedStep,
+    PlannedStep,
+    RankMeasurement,
+    ReadyStep,
+    ServerMeasurement,
+)
+from control_plane.jobs.step_planner import StepPlanner
+from control_plane.jobs.subscriptions import Subscription
+from control_plane.jobs.waits import Wait
+from control_plane.metrics.metrics import Metrics
+from control_plane.planner.planning import Planner
+from control_plane.settings import CoordinatorSettings
+from core_attention.manifest import RankManifest
+from distca.contract.tokens import rank_of_token
+from distca.process import tracing
+from distca.process.plain_text import MAX_REASON_CHARACTERS, plain
+
+logger = logging.getLogger(__name__)
+
+LATE_SECONDS = 2.0
+"""A heartbeat that comes so long after its time is late. With the default lease that is after 7 s,
+when ranks give up a server that answers no ping: so of several that stop at once they meet one."""
+
+
+class Coordinator:
+    """The state of the control plane and all that changes it.
+
+    Args:
+        settings: leases and limits.
+        planners: by the names that jobs may give.
+        metrics: told of every change.
+        clock: seconds that never go back.
+        job_keys: derives the keys of jobs; None makes random ones.
+
+    Attributes:
+        admission: how ranks join and come back.
+    """
+
+    def __init__(
+        self,
+        settings: CoordinatorSettings,
+        planners: Mapping[str, Planner],
+        metrics: Metrics,
+        clock: Callable[[], float],
+        job_keys: JobKeys | None = None,
+    ) -> None:
+        self._settings = settings
+        self._metrics = metrics
+        self._clock = clock
+        self._membership = Membership(lease_seconds=settings.lease_seconds)
+        self._jobs = Jobs(
+            lease_seconds=settings.lease_seconds,
+            retained_steps=settings.retained_steps,
+            max_pending_steps=settings.max_pending_steps,
+            max_jobs=settings.max_jobs_per_identity,
+            max_ranks=settings.max_ranks_per_identity,
+            max_manifest_bytes=settings.max_manifest_bytes_per_identity,
+        )
+        self._audience = Audience(
+            self._membership, metrics, max_queued_events=settings.max_queued_events
+        )
+        self._planner = StepPlanner(
+            self,
+            planners,
+            default_planner=settings.default_planner,
+            threads=settings.planning_threads,
+        )
+        self._hearing = Hearing(lease_seconds=settings.lease_seconds, now=clock())
+        self._recoveries = Recoveries(
+            settings,
+            self._jobs,
+            self._membership,
+            self._audience,
+            self._planner,
+            metrics,
+            clock=clock,
+            close=self._close,
+        )
+        self.admission = Admission(
+            self._jobs,
+            self._membership,
+            self._audience,
+            self._planner,
+            metrics,
+            self._recoveries,
+            job_keys or JobKeys(),
+            lease_seconds=settings.lease_seconds,
+            clock=clock,
+            close=self._close,
+            sweep=self._hear_and_sweep,
+        )
+
+    @property
+    def settings(self) -> CoordinatorSettings:
+        return self._settings
+
+    @property
+    def lease_seconds(self) -> float:
+        """How long a lease runs after it was renewed."""
+        return self._settings.lease_seconds
+
+    def lead(self, generation: int, *, hold_names: bool = False) -> None:
+        """From now on members come to this control plane; arguments as of
+        :meth:`Admission.lead`."""
+        self.admission.lead(generation, hold_names=hold_names)
+        # Whoever stands by hears nobody.
+        self._hearing = Hearing(lease_seconds=self.lease_seconds, now=self._clock())
+        self._recoveries.lead()
+
+    async def prepare(self) -> None:
+        """Gets ready to plan; without it the first plan takes longer."""
+        await self._planner.prepare()
+
+    def register_server(
+        self, description: ServerDescription, *, waited_seconds: float = 0.0
+    ) -> str:
+        """A pool server joins; returns its lease. Raises as :meth:`Membership.register`."""
+        self._hear_and_sweep()
+        lease_id = new_lease_id()
+        self._membership.register(
+            description, lease_id=lease_id, now=self._clock(), waited_seconds=waited_seconds
+        )
+        for job in self._jobs.open_jobs():
+            job.quarantine.clear(description.server_id)
+        logger.info(
+            "server %s joined: %s at %s on %s",
+            description.server_id,
+            description.device,
+            description.data_address,
+            description.host,
+        )
+        self._warn_of_other_transports(description)
+        self._metrics.registered("server")
+        self._members_changed()
+        return lease_id
+
+    def _warn_of_other_transports(self, joined: ServerDescription) -> None:
+        """A pool of several transports is divided: each job uses the servers of its own."""
+        others = sorted(
+            f"{member.server_id} ({member.description.transport})"
+            for member in self._membership.pool()
+            if not member.reaches(joined.transport)
+        )
+        if others:
+            logger.warning(
+                "server %s uses the transport %s, unlike %s: a job uses the servers of its own "
+                "transport alone; give all processes the same --transport",
+                joined.server_id,
+                joined.transport,
+                ", ".join(others),
+            )
+
+    def heartbeat(self, lease_id: str, load: ServerLoad) -> Member:
+        """Renews a server's lease.
+
+        Raises:
+            LeaseExpiredError: as :meth:`Membership.heartbeat`.
+            FencedError: it has had work for too long without finishing any.
+        """
+        self._hear()
+        now = self._clock()
+        member = self._membership.heartbeat(lease_id, load, now=now)
+        if member.in_place is None and load.oldest_ready_seconds > self._settings.stall_seconds:
+            raise self._fence(member)
+        self._metrics.heartbeat(member)
+        if member.in_place is not None:
+            self._jobs.get(member.in_place.job_id).renew(lease_id, now=now)
+        return member
+
+    def drain(self, server_id: str) -> None:
+        """Stops giving new work to a server; raises as :meth:`Membership.drain`."""
+        self._membership.drain(server_id)
+        logger.info("server %s drains", server_id)
+        self._members_changed()
+
+    def check_server_lease(self, server_id: str, lease_id: str) -> None:
+        """Raises unless ``lease_id`` is the lease of server ``server_id``.
+
+        Raises:
+            LeaseExpiredError: as :meth:`Membership.of_lease`.
+            WrongTokenError: it is another server's.
+        """
+        member = self._membership.of_lease(lease_id, now=self._clock())
+        if member.server_id != server_id:
+            raise WrongTokenError(
+                f"a call about server {server_id!r} came with the lease of {member.server_id}"
+            )
+
+    def deregister(self, lease_id: str) -> None:
+        """A pool server leaves. If it has not finished its steps, others take them over. Raises as
+        :meth:`Membership.deregister`."""
+        member = self._membership.deregister(lease_id, now=self._clock())
+        logger.info("server %s left", member.server_id)
+        self._server_gone(member, "left")
+
+    def report_rank_lost(self, lease_id: str, job_id: str, rank: int) -> None:
+        """A server's connection to a rank was reset. The job need not be known yet: the control
+        plane may have started again.
+
+        Raises:
+            LeaseExpiredError: as :meth:`Membership.of_lease`.
+        """
+        self._membership.rank_lost(lease_id, job_id, rank, now=self._clock())
+
+    def servers(self) -> list[tuple[Member, float]]:
+        """The live servers by id, each with the seconds since its heartbeat."""
+        now = self._clock()
+        return [(member, now - member.renewed_at) for member in self._membership.members()]
+
+    def pool_transports(self) -> list[str]:
+        """What the pool servers that take new work use, sorted, each once."""
+        return self._membership.pool_transports()
+
+    def jobs(self) -> list[Job]:
+        """The open jobs."""
+        return self._jobs.open_jobs()
+
+    def check_token(self, job_id: str, token: bytes | None, owner: str, lease_id: str = "") -> None:
+        """Raises unless ``token`` is one that ``owner`` was given for the job, and, if
+        ``lease_id`` is a rank's, for that rank.
+
+        Raises:
+            UnknownJobError: as :meth:`Jobs.get`.
+            MissingTokenError: there is no token.
+            WrongTokenError: it is another job's, another rank's or another identity's.
+        """
+        job = self._jobs.get(job_id)
+        if token is None:
+            raise MissingTokenError(
+                f"the call is about job {job_id} and carries no token; send the one that OpenJob "
+                "gave"
+            )
+        rank = rank_of_token(job.key, token)
+        if rank is None or owner != job.owner:
+            raise WrongTokenError(f"the token that came is none of {owner!r} for job {job_id}")
+        if job.rank_of(lease_id) not in (None, rank):
+            raise WrongTokenError(
+                f"the token of rank {rank} of job {job_id} came with another rank's lease"
+            )
+
+    def renew_rank(self, job_id: str, lease_id: str, *, next_step: int = 0) -> None:
+        """Renews the lease of a rank and of its in-place server. Steps before ``next_step`` of
+        which the rank has handed in nothing get no plan any more.
+
+        Raises:
+            UnknownJobError, LeaseExpiredError: as :meth:`Jobs.get` and :meth:`Job.renew`.
+        """
+        self._hear()
+        now = self._clock()
+        job = self._jobs.get(job_id)
+        job.renew(lease_id, now=now)
+        self._membership.renew_in_place(lease_id, now=now)
+        if job.went_on(lease_id, next_step):
+            self._advance(job)
+
+    def leave_job(self, job_id: str, lease_id: str, error: str) -> None:
+        """A rank leaves; with an error, or as the last one, it closes the job.
+
+        Raises:
+            UnknownJobError, LeaseExpiredError: as :meth:`Jobs.get` and :meth:`Job.leave`.
+        """
+        job = self._jobs.get(job_id)
+        rank = job.leave(lease_id, error=error, now=self._clock())
+        logger.info("job %s: rank %d left", job_id, rank)
+        if job.closed is not None:
+            self._close(job, job.closed)
+            return
+        self._audience.end_rank(job, rank)
+        self._membership.remove_in_place(job_id, rank)
+        self._members_changed()
+        self._metrics.ranks_changed(self._jobs.open_jobs())
+        self._advance(job)
+        self._recoveries.rank_left(job, rank)
+
+    def check_manifest_room(self, owner: str, nbytes: int) -> None:
+        """Raises as :meth:`Jobs.check_manifest_room`."""
+        self._jobs.check_manifest_room(owner, nbytes)
+
+    def manifest_bytes(self, owner: str) -> int:
+        """Of requests whose manifests are kept for the jobs of ``owner``."""
+        return self._jobs.manifest_bytes(owner)
+
+    def submit_manifest(
+        self,
+        job_id: str,
+        lease_id: str,
+        manifest: RankManifest,
+        *,
+        forward_only: bool,
+        nbytes: int = 0,
+    ) -> None:
+        """Takes in a manifest, and has the step planned once all ranks' are there.
+
+        Raises:
+            UnknownJobError, LeaseExpiredError, InvalidRequestError, BacklogError: as
+                :meth:`Jobs.get` and :meth:`Job.submit`.
+            QuotaError: as :meth:`Jobs.check_manifest_room`.
+        """
+        job = self._jobs.get(job_id)
+        self._jobs.check_manifest_room(job.owner, nbytes)
+        job.submit(lease_id, manifest, forward_only=forward_only, now=self._clock(), nbytes=nbytes)
+        self._metrics.manifest_received(job)
+        self._advance(job)
+
+    def watch_rank(self, job_id: str, lease_id: str) -> tuple[RankKey, Subscription]:
+        """The events of a job for a rank: the job, a recovery that waits for it, the unfinished
+        steps, then what comes.
+
+        Raises:
+            UnknownJobError, LeaseExpiredError: as :meth:`Jobs.get` and :meth:`Job.lease`.
+            BacklogError: as :meth:`Subscriptions.open`.
+        """
+        job = self._jobs.get(job_id)
+        rank = job.lease(lease_id, now=self._clock()).rank
+        serves = any(
+            member.in_place is not None and member.in_place.rank == rank
+            for member in self._membership.in_place_of(job_id)
+        )
+        first = [opened_event(job, to_server=serves)]
+        if job.finished_step >= 0:
+            first.append(finished_event(job, job.finished_step))
+        if job.recovery.runs and not job.recovery.has_answered(rank):
+            first.append(recover_event(job))
+        first += [rank_event(job_id, record, rank) for record in job.steps_to_tell()]
+        job.watched_by(rank)
+        return self._audience.watch_rank(job, rank, first)
+
+    def watch_server(self, lease_id: str) -> tuple[str, Subscription]:
+        """The events for a pool server: the jobs that use the pool, with their epochs, their
+        unfinished steps that name it, then what comes.
+
+        Raises:
+            LeaseExpiredError: as :meth:`Membership.of_lease`.
+            InvalidRequestError: it is an in-place server's, whose plans come with its rank's.
+            BacklogError: as :meth:`Subscriptions.open`.
+        """
+        member = self._membership.of_lease(lease_id, now=self._clock())
+        if member.in_place is not None:
+            raise InvalidRequestError(
+                f"server {member.server_id} is in-place on rank {member.in_place.rank}; its plans "
+                "are part of what WatchRank gives that rank"
+            )
+        first = []
+        for job in self._pool_jobs():
+            first.append(opened_event(job, to_server=True))
+            if job.recovery.began:
+                first.append(recover_event(job))
+            first += [
+                server_event(job.job_id, record, member.server_id)
+                for record in job.steps_to_tell()
+                if member.server_id in record.serving
+            ]
+        return self._audience.watch_server(member, first)
+
+    def unwatch(self, key: RankKey | str, subscription: Subscription) -> None:
+        """The reader of a stream has gone."""
+        if self._audience.discard(key, subscription) and not isinstance(key, str):
+            self._jobs.stream_broken(*key, now=self._clock())
+
+    def report_rank(self, job_id: str, lease_id: str, step: int, measured: RankMeasurement) -> None:
+        """Takes in what a rank measured.
+
+        Raises:
+            UnknownJobError, LeaseExpiredError, UnknownStepError, InvalidRequestError: as
+                :meth:`Jobs.get` and :meth:`Job.report_rank`.
+        """
+        job = self._jobs.get(job_id)
+        if job.report_rank(lease_id, step, measured, now=self._clock()):
+            self._metrics.rank_reported(job, job.step(step))
+        self._recoveries.advance(job)
+
+    def give_up_step(self, job_id: str, lease_id: str, step: int, reason: str) -> None:
+        """A rank leaves ``step`` before it is complete.
+
+        Raises:
+            UnknownJobError, LeaseExpiredError: as :meth:`Jobs.get` and :meth:`Job.give_up`.
+        """
+        job = self._jobs.get(job_id)
+        rank = job.give_up(lease_id, step, reason, now=self._clock())
+        self._recoveries.step_given_up(job, rank, step, reason)
+
+    def wait_in_step(self, job_id: str, lease_id: str, wait: Wait) -> None:
+        """A rank has waited long for a tick. If it and others wait for each other, the step fails.
+
+        Raises:
+            UnknownJobError, LeaseExpiredError, InvalidRequestError: as :meth:`Jobs.get` and
+                :meth:`Job.wait`.
+        """
+        job = self._jobs.get(job_id)
+        stuck = job.wait(lease_id, wait, now=self._clock())
+        if stuck:
+            self._fail(
+                job,
+                wait.step,
+                f"ranks wait for each other: {stuck}; all ranks must run the forward and backward "
+                "passes of their nano-batches in the same order",
+            )
+
+    def report_server(
+        self, job_id: str, lease_id: str, step: int, measured: ServerMeasurement
+    ) -> None:
+        """Takes in what a server measured.
+
+        Raises:
+            UnknownJobError, LeaseExpiredError, UnknownStepError, InvalidRequestError: as
+                :meth:`Jobs.get`, :meth:`Membership.of_lease` and :meth:`Job.report_server`; or
+                the measurement is another server's.
+        """
+        job = self._jobs.get(job_id)
+        member = self._membership.of_lease(lease_id, now=self._clock())
+        if member.server_id != measured.server_id:
+            raise InvalidRequestError(
+                f"a measurement of server {measured.server_id!r} came with the lease of server "
+                f"{member.server_id}"
+            )
+        if job.report_server(step, measured):
+            self._metrics.server_reported(job, job.step(step), measured.server_id)
+
+    def report_server_lost(
+        self, job_id: str, lease_id: str, server_id: str, epoch: int, cause: str
+    ) -> None:
+        """A rank has lost a server in the plans of ``epoch``.
+
+        Raises:
+            UnknownJobError, LeaseExpiredError: as :meth:`Jobs.get` and :meth:`Job.lease`.
+        """
+        job = self._jobs.get(job_id)
+        rank = job.lease(lease_id, now=self._clock()).rank
+        self._recoveries.server_reported(job, rank, server_id, epoch, cause)
+
+    def report_progress(
+        self, job_id: str, lease_id: str, epoch: int, steps: Sequence[StepProgress]
+    ) -> None:
+        """A rank answers the recovery of ``epoch``.
+
+        Raises:
+            UnknownJobError, LeaseExpiredError, InvalidRequestError: as :meth:`Jobs.get`,
+                :meth:`Job.lease` and :meth:`Job.check_progress`.
+        """
+        job = self._jobs.get(job_id)
+        rank = job.lease(lease_id, now=self._clock()).rank
+        self._recoveries.answer(job, rank, epoch, steps)
+
+    def job(self, job_id: str) -> Job:
+        """The open job ``job_id``; raises as :meth:`Jobs.get`."""
+        return self._jobs.get(job_id)
+
+    def sweep(self) -> None:
+        """Acts on the leases that have run out; on none while nobody at all is heard."""
+        now = self._clock()
+        if self._hearing.is_deaf(self._n_leases, now=now):
+            return
+        for member in self._membership.expire(now=now):
+            logger.warning("server %s lost its lease", member.server_id)
+            self._metrics.lease_expired("server")
+            self._metrics.failure_detected("lease_expired")
+            why = FencedError(
+                f"server {member.server_id} sent no heartbeat for {self.lease_seconds:g} s"
+            )
+            self._server_gone(member, "lost its lease", why)
+        for job in self._jobs.open_jobs():
+            lost = self._membership.lost_ranks(job.job_id)
+            gone = job.gone_ranks(self._patience(lost), now=now)
+            if gone:
+                for _ in gone:
+                    self._metrics.lease_expired("rank")
+                names = ", ".join(
+                    f"rank {lease.rank} on {lease.host} for {now - lease.heard_at:.0f} s"
+                    for lease in gone
+                )
+                self._close(job, f"no sign of life from {names}; see its log")
+                continue
+            absent = [rank for rank in job.absent_ranks if rank in lost]
+            if absent and now - job.reopened_at > self._settings.lost_rank_seconds:
+                self._close(
+                    job,
+                    f"ranks {absent} have not come back since the control plane was away, and "
+                    "servers have lost their connections to them; see their logs",
+                )
+        self._recoveries.sweep()
+
+    def _patience(self, lost: Mapping[int, float]) -> Patience:
+        """With ranks whose stream has broken, of which servers have lost ``lost``. If all streams
+        have broken, it is rather this process's network."""
+        if not self._audience.is_watched:
+            return Patience()
+        return Patience(
+            broken_seconds=self._settings.broken_stream_seconds,
+            lost_seconds=self._settings.lost_rank_seconds,
+            lost=lost,
+        )
+
+    @property
+    def _n_leases(self) -> int:
+        servers = sum(member.in_place is None for member in self._membership.members())
+        return servers + sum(len(job.joined_ranks) for job in self._jobs.open_jobs())
+
+    def _hear(self) -> None:
+        """A member has called. If nobody could for a while, all leases begin anew: the others have
+        as much time to be heard again as they would have had."""
+        now = self._clock()
+        silent_seconds = self._hearing.heard(now=now)
+        if silent_seconds:
+            logger.warning("nobody was heard for %.1f s; all leases begin anew", silent_seconds)
+            self._membership.renew_all(now=now)
+            for job in self._jobs.open_jobs():
+                job.renew_all(now=now)
+
+    def _hear_and_sweep(self) -> None:
+        self._hear()
+        self.sweep()
+
+    async def shut_down(self) -> None:
+        """Ends every stream and stops planning; jobs are not closed, members may find a successor
+        of this process."""
+        self._audience.end_all(ShuttingDownError("the control plane is shutting down"))
+        await self._planner.shut_down()
+
+    def choices_of(self, job: Job, *, begun: bool) -> list[list[Member]]:
+        """The servers of a job's next plan, pool servers by id, then in-place ones by rank; and
+        those to take instead if these cannot do it.
+
+        Pool servers whose heartbeat is late are left out if others can do it: they may be stopped,
+        and ranks that connect to them find that out by waiting. A job on the pool falls back on its
+        ranks' own servers, if all have one, and then on pool servers that its ranks could not reach
+        of late.
+
+        Args:
+            job: to plan for.
+            begun: the step has begun, and ranks stand still in it.
+        """
+        pool = self._membership.pool() if job.spec.placement.uses_pool else []
+        pool = [member for member in pool if member.reaches(job.spec.transport)]
+        own = self._membership.in_place_of(job.job_id)
+        now = self._clock()
+        near = [
+            m for m in pool if not job.quarantine.holds(m.server_id, heard_at=m.renewed_at, now=now)
+        ]
+        late_seconds = self.lease_seconds / 3 + LATE_SECONDS
+        prompt = [m for m in near if now - m.renewed_at <= late_seconds]
+        if job.spec.placement.uses_in_place:
+            choices = [prompt + own, near + own]
+        else:
+            home = own if len(own) == job.spec.n_ranks else []
+            # If all are late it may be this process that is slow; who stands still risks nothing.
+            choices = [prompt, home, near, pool] if begun else [prompt, near, home, pool]
+        return [members for members in choices if members]
+
+    def still_serve(self, members: list[Member], serving: frozenset[str]) -> bool:
+        """Whether those of ``members`` that are in ``serving`` may still be given work. A draining
+        in-place server may: its own rank's."""
+        return all(
+            self._membership.is_live(member)
+            and (member.in_place is not None or not member.draining)
+            for member in members
+            if member.server_id in serving
+        )
+
+    def publish(self, job: Job, publication: Publication) -> None:
+        """A step has been planned: stores it and tells the job's ranks and the step's servers."""
+        record, planned_at = publication.record, time.monotonic()
+        replanned = job.planned(record)
+        if replanned:
+            self._metrics.step_replanned(job, record.plan.epoch)
+        if not job.spec.placement.uses_in_place:
+            _log_where(job, record)
+        for rank, event in publication.by_rank.items():
+            self._audience.tell_rank(job, rank, event)
+        for member in self._membership.pool():
+            if member.server_id in publication.by_server:
+                self._audience.tell_server(member, publication.by_server[member.server_id])
+        self._metrics.step_planned(job, publication)
+        _trace(job, record, planned_at, replanned=replanned)
+        logger.debug("job %s: step %d planned: %s", job.job_id, record.step, record.plan.reason)
+
+    def fail(self, job: Job, ready: ReadyStep, error: str) -> None:
+        """A step cannot be planned: tells the ranks, also those that wait in the middle of it. It
+        may be submitted again."""
+        if ready.begun:
+            error = f"the step has begun and cannot be planned again: {error}"
+        self._fail(job, ready.step, error)
+
+    def _fail(self, job: Job, step: int, error: str) -> None:
+        logger.warning("job %s: step %d has no plan: %s", job.job_id, step, error)
+        job.failed(step)
+        self._metrics.plan_failed(job, step)
+        self._audience.tell_ranks(job, failed_event(job, step, error))
+
+    def _pool_jobs(self) -> list[Job]:
+        return [job for job in self._jobs.open_jobs() if job.spec.placement.uses_pool]
+
+    def _advance(self, job: Job) -> None:
+        """Has the decided steps of ``job`` planned or reported as failed."""
+        for outcome in job.take_decided():
+            if isinstance(outcome, FailedStep):
+                self._fail(job, outcome.step, outcome.error)
+            else:
+                self._metrics.step_ready(job, outcome.step)
+                self._planner.add(job, outcome)
+        self._recoveries.advance(job)
+
+    def _fence(self, member: Member) -> FencedError:
+        """Takes the lease of a server that lives and does no work; what to tell it."""
+        load = member.load
+        error = FencedError(
+            f"server {member.server_id} has had {load.queued_tasks} tasks ready and has finished "
+            f"none for {load.oldest_ready_seconds:.1f} s, and its lease was taken away; it may "
+            "register again"
+        )
+        logger.warning("%s", error)
+        self._membership.fence(member, str(error))
+        self._metrics.failure_detected("no_progress")
+        self._metrics.server_fenced()
+        self._server_gone(member, "finished no work", error)
+        return error
+
+    def _server_gone(self, member: Member, what: str, error: RefusedError | None = None) -> None:
+        """A pool server is no member any more."""
+        self._audience.end_server(member, error)
+        self._recoveries.server_gone(member, what)
+        self._members_changed()
+
+    def _close(self, job: Job, error: str) -> None:
+        """Closes ``job`` and tells all who know it."""
+        error = plain(error, MAX_REASON_CHARACTERS)
+        if error:
+            logger.warning("job %s closed: %s", job.job_id, error)
+        else:
+            logger.info("job %s closed: every rank has finished", job.job_id)
+        self._jobs.close(job, error)
+        event = closed_event(job)
+        for rank in job.known_ranks:
+            self._audience.tell_rank(job, rank, event)
+            self._audience.end_rank(job, rank)
+        if job.spec.placement.uses_pool:
+            self._audience.tell_pool(event)
+        self._membership.remove_in_place(job.job_id)
+        self._metrics.job_closed(job)
+        self._members_changed()
+        self._metrics.ranks_changed(self._jobs.open_jobs())
+
+    def _members_changed(self) -> None:
+        self._metrics.members_changed(self._membership.members())
+
+
+def _log_where(job: Job, record: PlannedStep) -> None:
+    """Logs when a job on the pool falls back on its ranks' own servers, and when it returns."""
+    at_home = all(server.in_place_rank is not None for server in record.plan.servers)
+    if at_home != job.is_at_home:
+        job.is_at_home = at_home
+        if at_home:
+            logger.warning(
+                "job %s: from step %d on its ranks compute at home: no pool server can serve it",
+                job.job_id,
+                record.step,
+            )
+        else:
+            logger.info("job %s: back on the pool from step %d on", job.job_id, record.step)
+
+
+def _trace(job: Job, record: PlannedStep, planned_at: float, *, replanned: bool) -> None:
+    """Records how a step was planned and published, the root of the step's trace."""
+    tracing.record(
+        "distca.plan",
+        job.job_id,
+        record.step,
+        began_at=planned_at - record.plan_seconds,
+        ended_at=planned_at,
+        root=not replanned,
+        epoch=record.plan.epoch,
+        planner=record.plan.planner,
+        reason=record.plan.reason,
+    )
+    tracing.record(
+        "distca.publish", job.job_id, record.step, began_at=planned_at, ended_at=time.monotonic()
+    )

@@ -1,0 +1,66 @@
+"""Where a plan that replaces another takes up each document; docs/fault_tolerance.md says why."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from core_attention.arrays import Int64Array
+from core_attention.errors import PlanError
+from core_attention.manifest import Manifest
+from distca.contract.codec import DOCUMENT_COLUMNS, first_tick_to_bytes
+from distca.v1 import plan_pb2
+
+
+def first_ticks(
+    manifest: Manifest, complete_ticks: Sequence[Sequence[int]], left: Mapping[int, str]
+) -> Int64Array:
+    """``[n_documents]``: of the ranks that hold rows of a document, the least number of complete
+    ticks in its lane.
+
+    Args:
+        manifest: of the whole step.
+        complete_ticks: by rank, then nano-batch; of a rank in ``left``, all ticks of a lane.
+        left: the ranks that have left the job or given the step up, and which, in words.
+
+    Raises:
+        PlanError: a rank is without the step whose rows others still need.
+    """
+    complete = np.array(complete_ticks, dtype=np.int64)
+    nano_batch = manifest.document_nano_batch[manifest.segment_document]
+    of_segment = complete[manifest.segment_rank, nano_batch]
+    first: Int64Array = np.minimum.reduceat(of_segment, manifest.first_segment[:-1])
+    short = np.isin(manifest.segment_rank, list(left))
+    short &= of_segment > first[manifest.segment_document]
+    if short.any():
+        at = int(np.flatnonzero(short)[0])
+        rank = int(manifest.segment_rank[at])
+        raise PlanError(
+            f"rank {rank}'s rows of document "
+            f"{manifest.document_id[manifest.segment_document[at]]} are needed to run step "
+            f"{manifest.step}, and rank {rank} {left[rank]}"
+        )
+    return first
+
+
+class FirstTickSlices:
+    """Cuts first ticks as a plan is cut for its members.
+
+    Args:
+        manifest: of the whole plan.
+        first_tick: ``[n_documents]``, or None for a step that nobody has begun.
+    """
+
+    def __init__(self, manifest: Manifest, first_tick: Int64Array | None) -> None:
+        self._first_tick = first_tick
+        self._by_id = np.argsort(manifest.document_id)
+        self._ids = manifest.document_id[self._by_id]
+
+    def of(self, piece: plan_pb2.Plan) -> bytes:
+        """The column that goes with a slice, for ``StepPlanned.first_tick``."""
+        if self._first_tick is None:
+            return b""
+        ids = np.frombuffer(piece.manifest.document_id, DOCUMENT_COLUMNS["document_id"])
+        # Ids are unique in a step.
+        return first_tick_to_bytes(self._first_tick[self._by_id[np.searchsorted(self._ids, ids)]])

@@ -1,0 +1,702 @@
+"""One job: its ranks and their leases, the manifests of coming steps, the plans of recent ones.
+
+A pure state machine like :mod:`control_plane.jobs.membership`: time comes in, nothing goes out.
+Every method either does all it says or raises and changes nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import replace
+
+from control_plane.errors import (
+    AlreadyExistsError,
+    BacklogError,
+    HeldError,
+    InvalidRequestError,
+    SpecMismatchError,
+    UnknownStepError,
+)
+from control_plane.jobs.job_spec import JobSpec
+from control_plane.jobs.quarantine import Quarantine
+from control_plane.jobs.rank_leases import Patience, RankLease, RankLeases
+from control_plane.jobs.recovery import Answers, Recovery, StepProgress, is_finished
+from control_plane.jobs.server_speeds import ServerSpeeds
+from control_plane.jobs.step import (
+    FailedStep,
+    PendingStep,
+    PlannedStep,
+    RankMeasurement,
+    ReadyStep,
+    ServerMeasurement,
+)
+from control_plane.jobs.waits import Wait, Waits
+from core_attention.manifest import RankManifest
+
+
+class Job:
+    """One job, from its first rank's joining to its closing.
+
+    Attributes:
+        job_id: names it, unique also among jobs of the same name.
+        spec: what its ranks agree on.
+        key: checks the tokens of its ranks; secret.
+        owner: the identity that opened it, and that every rank must have.
+        closed: None while it is open; else why it was closed, empty if every rank has finished.
+        recovery: its epochs.
+        quarantine: pool servers that it does not use now.
+        speeds: what was learned of its servers.
+        reopened_at: when it was opened again, if it is from before this control plane.
+        return_by: when the ranks that are to come back must be there.
+        is_at_home: its last plan uses the ranks' own servers because no pool server can serve.
+    """
+
+    def __init__(
+        self,
+        job_id: str,
+        spec: JobSpec,
+        key: bytes,
+        *,
+        owner: str = "",
+        lease_seconds: float,
+        retained_steps: int,
+        max_pending_steps: int,
+        first_epoch: int = 0,
+        absent: frozenset[int] = frozenset(),
+        reopened_at: float = 0.0,
+        return_by: float = math.inf,
+    ) -> None:
+        self.job_id = job_id
+        self.spec = spec
+        self.key = key
+        self.owner = owner
+        self.closed: str | None = None
+        self.recovery = Recovery(first_epoch)
+        self.quarantine = Quarantine()
+        self.speeds = ServerSpeeds()
+        self._retained_steps = retained_steps
+        self._max_pending_steps = max_pending_steps
+        self.is_resumed = bool(absent)
+        self.reopened_at = reopened_at
+        self.return_by = return_by
+        self.is_at_home = False
+        self._leases = RankLeases(job_id, spec.n_ranks, lease_seconds=lease_seconds, absent=absent)
+        self._pending: dict[int, PendingStep] = {}
+        # With all manifests, and without a plan that counts.
+        self._ready: dict[int, ReadyStep] = {}
+        self._planned: OrderedDict[int, PlannedStep] = OrderedDict()
+        # Fingerprint of every manifest of the steps that are ready or planned, so that a rank may
+        # repeat a submission whose answer it did not get.
+        self._accepted: OrderedDict[int, dict[int, tuple[int, bool]]] = OrderedDict()
+        self._manifest_bytes: dict[int, int] = {}
+        self._last_reported = dict.fromkeys(range(spec.n_ranks), -1)
+        # By rank, then step: why.
+        self._given_up: dict[int, dict[int, str]] = {}
+        self._waits = Waits(spec.n_layers)
+        # By rank, if it has told: it hands in no step before this one any more.
+        self._next_step: dict[int, int] = {}
+        self._finished_step = -1
+
+    def check_can_join(
+        self, spec: JobSpec, rank: int, *, waited_seconds: float, now: float
+    ) -> None:
+        """Raises unless ``rank`` may join for the first time.
+
+        A job that has no place for the rank may be one whose processes were killed; so may one of
+        which a rank has lost its connection. What comes then belongs to the next job of the name
+        and is to wait for the end of this one.
+
+        Args:
+            spec: that the rank gives.
+            rank: of a job of that spec.
+            waited_seconds: for how long it has waited for the end of a job of the name.
+            now: the time.
+
+        Raises:
+            HeldError: it is to wait.
+            SpecMismatchError: the job lives and has another spec.
+            AlreadyExistsError: the job lives, and the rank has joined it or has left it.
+        """
+        differences = self.spec.differences(spec)
+        away = self._leases.away
+        if differences and self._gathers and not away:
+            raise self._mismatch(rank, spec)
+        if differences:
+            why = f"rank {rank} opens job {spec.name} with {differences}"
+        else:
+            why = self._leases.why_taken(rank) or ""
+        if not why and not away:
+            return
+        if not self._leases.are_alive(waited_seconds=waited_seconds, now=now):
+            raise self._held(why or f"ranks {away} of it have lost their connection", rank, now)
+        if differences:
+            raise self._mismatch(rank, spec)
+        if why:
+            raise AlreadyExistsError(
+                f"{why}, and the job lives: {self._leases.who_was_heard(rank, now=now)}"
+            )
+
+    def watched_by(self, rank: int) -> None:
+        """A rank has opened its stream of events."""
+        self._set_away(rank, since=None)
+
+    def stream_broken(self, rank: int, *, now: float) -> None:
+        """A rank's stream of events has broken: its process is gone, or its connection."""
+        self._set_away(rank, since=now)
+
+    def join(self, rank: int, *, host: str, lease_id: str, now: float) -> None:
+        """A rank joins; raises as :meth:`RankLeases.join`."""
+        self._leases.join(rank, host=host, lease_id=lease_id, now=now)
+
+    def come_back(self, rank: int, *, host: str, lease_id: str, now: float) -> None:
+        """A rank that has lost its lease comes back; raises as :meth:`RankLeases.come_back`."""
+        self._leases.come_back(rank, host=host, lease_id=lease_id, now=now)
+
+    def renew(self, lease_id: str, *, now: float) -> None:
+        """Renews a rank's lease.
+
+        Raises:
+            LeaseExpiredError: it expired or is unknown.
+        """
+        self._leases.renew(lease_id, now=now)
+
+    def went_on(self, lease_id: str, next_step: int) -> bool:
+        """A rank has left the steps before ``next_step`` behind; returns whether that is new."""
+        rank = self._leases.rank_of(lease_id)
+        if rank is None or next_step <= self._next_step.get(rank, 0):
+            return False
+        self._next_step[rank] = next_step
+        return True
+
+    def renew_all(self, *, now: float) -> None:
+        """All leases begin anew."""
+        self._leases.renew_all(now=now)
+
+    def lease(self, lease_id: str, *, now: float) -> RankLease:
+        """The rank that holds ``lease_id``.
+
+        Raises:
+            LeaseExpiredError: it expired or is unknown.
+        """
+        return self._leases.get(lease_id, now=now)
+
+    def rank_of(self, lease_id: str) -> int | None:
+        """The rank that holds ``lease_id``, expired or not; None if none does."""
+        return self._leases.rank_of(lease_id)
+
+    def gone_ranks(self, patience: Patience, *, now: float) -> list[RankLease]:
+        """The ranks that count as dead, in rank order; see :meth:`RankLeases.gone`."""
+        return self._leases.gone(patience, now=now)
+
+    def leave(self, lease_id: str, *, error: str, now: float) -> int:
+        """A rank leaves; with an error, or as the last one, it closes the job. Returns the rank.
+
+        Raises:
+            LeaseExpiredError: the lease expired or is unknown.
+        """
+        rank = self._leases.leave(lease_id, now=now)
+        if error:
+            self.closed = f"rank {rank} failed: {error}"
+        elif not self.joined_ranks and not self.absent_ranks:
+            self.closed = ""
+        return rank
+
+    @property
+    def manifest_bytes(self) -> int:
+        """Of the requests whose manifests are kept: of steps that wait, and of planned ones."""
+        kept = self._pending.keys() | self._ready.keys() | self._planned.keys()
+        self._manifest_bytes = {
+            step: nbytes for step, nbytes in self._manifest_bytes.items() if step in kept
+        }
+        return sum(self._manifest_bytes.values())
+
+    def submit(
+        self,
+        lease_id: str,
+        manifest: RankManifest,
+        *,
+        forward_only: bool,
+        now: float,
+        nbytes: int = 0,
+    ) -> None:
+        """Stores what a rank holds in a coming step. Repeating a submission changes nothing.
+
+        Args:
+            nbytes: of the request it came in.
+
+        Raises:
+            LeaseExpiredError: the lease expired or is unknown.
+            InvalidRequestError: the manifest is another rank's, has another number of
+                nano-batches than the job, or differs from the rank's earlier one for the step.
+            BacklogError: too many steps wait for manifests already.
+        """
+        rank = self.lease(lease_id, now=now).rank
+        self._check_manifest(rank, manifest)
+        if manifest.step <= self._finished_step:
+            # From a rank that has come back, and has not heard yet that all are through with it.
+            return
+        if manifest.step in self._accepted:
+            if self._accepted[manifest.step][rank] != (manifest.fingerprint, forward_only):
+                raise self._differs(manifest)
+            return
+        pending = self._pending.get(manifest.step, PendingStep())
+        if rank in pending.manifests:
+            kept = pending.manifests[rank].fingerprint, pending.forward_only[rank]
+            if kept != (manifest.fingerprint, forward_only):
+                raise self._differs(manifest)
+            return
+        if manifest.step not in self._pending and len(self._pending) >= self._max_pending_steps:
+            raise BacklogError(
+                f"step {manifest.step} of rank {rank}: {len(self._pending)} steps of job "
+                f"{self.job_id} wait for manifests already, the first, {min(self._pending)}, for "
+                f"ranks {self._pending[min(self._pending)].missing(self.spec.n_ranks)}; submit "
+                "fewer steps ahead"
+            )
+        pending.manifests[rank] = manifest
+        pending.forward_only[rank] = forward_only
+        self._pending[manifest.step] = pending
+        self._manifest_bytes[manifest.step] = self._manifest_bytes.get(manifest.step, 0) + nbytes
+
+    def take_decided(self) -> list[ReadyStep | FailedStep]:
+        """The pending steps that can be planned now, and those that never can, in step order;
+        they are no longer pending. A failed step may be submitted again. A step that becomes ready
+        during a recovery is planned at its end."""
+        decided: list[ReadyStep | FailedStep] = []
+        for step in sorted(self._pending):
+            outcome = self._decide(step, self._pending[step])
+            if outcome is None:
+                continue
+            pending = self._pending.pop(step)
+            if isinstance(outcome, ReadyStep):
+                self._accepted[step] = {
+                    rank: (manifest.fingerprint, pending.forward_only[rank])
+                    for rank, manifest in pending.manifests.items()
+                }
+                self._ready[step] = outcome
+                if self.is_recovering:
+                    continue
+            decided.append(outcome)
+        return decided
+
+    def planned(self, step: PlannedStep) -> bool:
+        """Stores the plan of a step, and forgets the oldest beyond the retained number; returns
+        whether the step had a plan before, which is void now."""
+        before = self._planned.pop(step.step, None)
+        if before is not None:
+            step.ranks.update(before.ranks)
+        self._planned[step.step] = step
+        self._ready.pop(step.step, None)
+        while len(self._planned) > self._retained_steps:
+            oldest, _ = self._planned.popitem(last=False)
+            self._accepted.pop(oldest, None)
+        return before is not None
+
+    def failed(self, step: int) -> None:
+        """A ready step could not be planned; it may be submitted again. If it had a plan, that is
+        void."""
+        for known in (self._ready, self._accepted, self._planned):
+            known.pop(step, None)
+        self._waits.forget(step)
+
+    def step(self, step: int) -> PlannedStep:
+        """A recent step with its plan.
+
+        Raises:
+            UnknownStepError: it is not planned yet, or forgotten.
+        """
+        if step not in self._planned:
+            kept = f"{min(self._planned)} to {max(self._planned)}" if self._planned else "none"
+            raise UnknownStepError(
+                f"step {step} of job {self.job_id} has no plan, or it is forgotten; the last "
+                f"{self._retained_steps} are kept, now: {kept}"
+            )
+        return self._planned[step]
+
+    def report_rank(self, lease_id: str, step: int, measured: RankMeasurement, now: float) -> bool:
+        """Stores what a rank measured; returns whether that is new, and not a repetition. During a
+        recovery it may be of a step whose plan is not known here: that is only finished.
+
+        Raises:
+            LeaseExpiredError, UnknownStepError: as :meth:`lease` and :meth:`step`.
+            InvalidRequestError: the measurement is another rank's.
+        """
+        rank = self.lease(lease_id, now=now).rank
+        if measured.rank != rank:
+            raise InvalidRequestError(
+                f"a measurement of rank {measured.rank} came with the lease of rank {rank}"
+            )
+        is_new = False
+        is_told = step in self._ready or step <= self._last_reported[rank] or self.is_recovering
+        if step in self._planned or not is_told:
+            ranks = self.step(step).ranks
+            is_new = rank not in ranks
+            ranks[rank] = measured
+        self._last_reported[rank] = max(self._last_reported[rank], step)
+        self.recovery.progressed()
+        return is_new
+
+    def give_up(self, lease_id: str, step: int, reason: str, *, now: float) -> int:
+        """A rank leaves ``step`` before it is complete; returns the rank.
+
+        Raises:
+            LeaseExpiredError: as :meth:`lease`.
+            BacklogError: too many unfinished steps have been given up already.
+        """
+        rank = self.lease(lease_id, now=now).rank
+        if step > self._finished_step:
+            given_up = self._given_up.setdefault(rank, {})
+            if step not in given_up and len(given_up) >= self._max_pending_steps:
+                raise BacklogError(
+                    f"rank {rank} gives up step {step} of job {self.job_id}, and has given up "
+                    f"{len(given_up)} others that are unfinished; close the job"
+                )
+            given_up[step] = reason
+            self._last_reported[rank] = max(self._last_reported[rank], step)
+        return rank
+
+    def wait(self, lease_id: str, wait: Wait, *, now: float) -> str:
+        """A rank has waited long for a tick; the ranks that wait for each other, in words, or
+        nothing.
+
+        Raises:
+            LeaseExpiredError: as :meth:`lease`.
+            InvalidRequestError: the job has no such nano-batch.
+        """
+        rank = self.lease(lease_id, now=now).rank
+        n_nano_batches = self.spec.n_nano_batches
+        if len(wait.sent_ticks) != n_nano_batches or wait.nano_batch >= n_nano_batches:
+            raise InvalidRequestError(
+                f"rank {rank} waits in nano-batch {wait.nano_batch} with sent_ticks "
+                f"{list(wait.sent_ticks)}; job {self.job_id} has {n_nano_batches} nano-batches"
+            )
+        if self.is_recovering or wait.step not in self._planned:
+            return ""
+        return self._waits.wait(rank, wait, now=now)
+
+    def others_may_run(self, step: int, rank: int) -> bool:
+        """Whether a rank other than ``rank`` may still be running the planned ``step``."""
+        return step in self._planned and any(
+            last < step
+            for other, last in self._last_reported.items()
+            if other != rank and other not in self._leases.left
+        )
+
+    def report_server(self, step: int, measured: ServerMeasurement) -> bool:
+        """Stores what a server measured; returns whether that is new, and not a repetition.
+
+        Raises:
+            UnknownStepError: as :meth:`step`.
+            InvalidRequestError: it has not one number per nano-batch and phase.
+        """
+        record = self.step(step)
+        n_values = {
+            len(measured.forward_busy_seconds),
+            len(measured.backward_busy_seconds),
+            len(measured.backward_layers),
+        }
+        if n_values != {self.spec.n_nano_batches}:
+            raise InvalidRequestError(
+                f"server {measured.server_id} reports {sorted(n_values)} busy seconds and backward "
+                f"layers; the job has {self.spec.n_nano_batches} nano-batches"
+            )
+        if max(measured.backward_layers) > self.spec.n_layers:
+            raise InvalidRequestError(
+                f"server {measured.server_id} reports backward_layers "
+                f"{list(measured.backward_layers)}; the job has {self.spec.n_layers} layers"
+            )
+        is_new = measured.server_id not in record.servers
+        if is_new:
+            self._correct_speed(record, measured)
+        record.servers[measured.server_id] = measured
+        return is_new
+
+    def unfinished_steps(self) -> list[PlannedStep]:
+        """The planned steps that a rank may still be running, in the order of planning. A rank has
+        finished a step when it has reported it or a later one, or has left."""
+        return [
+            record
+            for record in self._planned.values()
+            if any(
+                record.step > last
+                for rank, last in self._last_reported.items()
+                if rank not in self._leases.left
+            )
+        ]
+
+    def steps_to_tell(self) -> list[PlannedStep]:
+        """The unfinished steps whose plan counts, in the order of planning."""
+        if self.is_recovering:
+            return []
+        return [record for record in self.unfinished_steps() if record.step not in self._ready]
+
+    def names_server(self, server_id: str) -> bool:
+        """Whether a plan that counts, of a step that is not finished, has a task for it."""
+        return any(server_id in record.serving for record in self.steps_to_tell())
+
+    def take_finished(self) -> int | None:
+        """The last step that every rank has finished, as it has those before; None if that has
+        been told already. What is known of those steps beside their plans is forgotten."""
+        reported = [
+            last for rank, last in self._last_reported.items() if rank not in self._leases.left
+        ]
+        finished = min(reported, default=self._finished_step)
+        if finished <= self._finished_step:
+            return None
+        self._finished_step = finished
+        self._waits.forget(finished)
+        for given_up in self._given_up.values():
+            for step in [step for step in given_up if step <= finished]:
+                del given_up[step]
+        for known in (self._pending, self._ready):
+            for step in [step for step in known if step <= finished]:
+                del known[step]
+        return finished
+
+    def begin_recovery(self, *, now: float) -> None:
+        """Makes all plans void: unfinished steps are to be planned again, once all ranks have
+        answered."""
+        self.recovery.begin(now=now)
+        self._waits = Waits(self.spec.n_layers)
+        for record in self.unfinished_steps():
+            self._ready[record.step] = ReadyStep(
+                step=record.step,
+                manifest=record.plan.manifest,
+                forward_only=record.forward_only,
+                begun=True,
+            )
+
+    def check_progress(self, steps: Sequence[StepProgress]) -> None:
+        """Raises unless a rank of this job can be so far.
+
+        Raises:
+            InvalidRequestError: a step has not one number per nano-batch, or a lane is said to
+                have more complete ticks than it has ticks.
+        """
+        most = 2 * self.spec.n_layers
+        for progress in steps:
+            ticks = progress.complete_ticks
+            if len(ticks) != self.spec.n_nano_batches or max(ticks) > most:
+                raise InvalidRequestError(
+                    f"step {progress.step} has complete_ticks {list(ticks)}; job {self.job_id} has "
+                    f"{self.spec.n_nano_batches} nano-batches with up to {most} ticks each"
+                )
+
+    def end_recovery(self) -> list[ReadyStep]:
+        """Ends the recovery that runs, when no answer is missing; the steps to plan now, in
+        order."""
+        answers = self.recovery.end()
+        for rank, steps in answers.items():
+            done = [progress.step for progress in steps.values() if progress.done]
+            self._last_reported[rank] = max([self._last_reported[rank], *done])
+        for known in (self._pending, self._ready):
+            for step in [step for step in known if is_finished(step, answers)]:
+                del known[step]
+        for step, ready in self._ready.items():
+            self._ready[step] = replace(
+                ready,
+                epoch=self.recovery.epoch,
+                complete_ticks=self._complete_ticks(ready, answers),
+                left=self._without(ready, answers),
+                begun=ready.begun or _is_begun(step, answers),
+            )
+        return [self._ready[step] for step in sorted(self._ready)]
+
+    def step_served_by(self, server_id: str) -> int | None:
+        """The first step that ``server_id`` may still be needed for, or None."""
+        for record in self.steps_to_tell():
+            if server_id in record.serving and server_id not in record.servers:
+                return record.step
+        return None
+
+    def step_without(self, rank: int) -> int | None:
+        """The first planned step that ``rank``, which has left, has not finished, and others have
+        not either; None if there is none."""
+        return next(
+            (
+                record.step
+                for record in self.steps_to_tell()
+                if record.step > self._last_reported[rank]
+            ),
+            None,
+        )
+
+    @property
+    def joined_ranks(self) -> list[int]:
+        """The ranks that hold a lease."""
+        return self._leases.joined
+
+    @property
+    def known_ranks(self) -> list[int]:
+        """The ranks that have joined, whether or not they have left since."""
+        return sorted({*self._leases.joined, *self._leases.left})
+
+    @property
+    def absent_ranks(self) -> list[int]:
+        """The ranks that are to come back after the control plane was away."""
+        return sorted(self._leases.absent)
+
+    @property
+    def is_recovering(self) -> bool:
+        """Whether no plan is made now: a recovery runs, or one is to come first, because the job
+        was opened under another control plane."""
+        return self.recovery.runs or (self.is_resumed and not self.recovery.began)
+
+    @property
+    def epoch(self) -> int:
+        """Of the plans that are made now."""
+        return self.recovery.epoch
+
+    @property
+    def finished_step(self) -> int:
+        """The last step that every rank has finished, or -1."""
+        return self._finished_step
+
+    @property
+    def rank_hosts(self) -> tuple[str, ...] | None:
+        """The host of every rank; None unless all have joined and none has left."""
+        return self._leases.hosts
+
+    @property
+    def n_pending_steps(self) -> int:
+        """Steps of which some manifests are here and others are not."""
+        return len(self._pending)
+
+    @property
+    def pending_steps(self) -> dict[int, list[int]]:
+        """Of each pending step, in order, the ranks whose manifest is missing, the first
+        :data:`~control_plane.jobs.step.MAX_MISSING` of them."""
+        return {
+            step: self._pending[step].missing(self.spec.n_ranks) for step in sorted(self._pending)
+        }
+
+    @property
+    def planned_step(self) -> int | None:
+        """The latest step with a plan."""
+        return max(self._planned, default=None)
+
+    @property
+    def _gathers(self) -> bool:
+        """Whether ranks are still to join for the first time."""
+        return not self.is_resumed and self._leases.gather
+
+    def _mismatch(self, rank: int, spec: JobSpec) -> SpecMismatchError:
+        named = spec.transport != self.spec.transport
+        return SpecMismatchError(
+            f"rank {rank} opens job {self.job_id} with {self.spec.differences(spec)}; all ranks "
+            "must give the same spec"
+            + (" (give all the same --transport by name)" if named else "")
+        )
+
+    def _held(self, why: str, rank: int, now: float) -> HeldError:
+        """What to tell a rank that is to wait until this job has ended or is known to live."""
+        end_at = min(self._leases.end_at, self.return_by)
+        return HeldError(
+            f"job {self.job_id} has the name: {why}; if its processes are gone, it ends in "
+            f"{max(end_at - now, 0.0):.1f} s ({self._leases.who_was_heard(rank, now=now)})",
+            retry_after_seconds=self._leases.retry_seconds(end_at, now=now),
+        )
+
+    def _set_away(self, rank: int, *, since: float | None) -> None:
+        lease = self._leases.of_rank(rank)
+        if lease is not None:
+            lease.away_since = since
+
+    def _decide(self, step: int, pending: PendingStep) -> ReadyStep | FailedStep | None:
+        gone = sorted(self._leases.left - pending.manifests.keys())
+        if gone:
+            return FailedStep(
+                step,
+                f"ranks {gone} left the job without a manifest for step {step}; all ranks must "
+                "run the same steps",
+            )
+        passed = sorted(
+            rank
+            for rank, next_step in self._next_step.items()
+            if step < next_step and rank not in pending.manifests
+        )
+        if passed:
+            return FailedStep(
+                step,
+                f"ranks {passed} have gone on without a manifest for step {step}; all ranks must "
+                "run the same steps",
+            )
+        if len(pending.manifests) < self.spec.n_ranks:
+            return None
+        if len(set(pending.forward_only.values())) > 1:
+            forward_only = [rank for rank, value in sorted(pending.forward_only.items()) if value]
+            return FailedStep(
+                step,
+                f"ranks {forward_only} say that step {step} is forward only, the others that it "
+                "is not; all ranks must agree",
+            )
+        return ReadyStep(
+            step=step,
+            manifests=tuple(pending.manifests[rank] for rank in range(self.spec.n_ranks)),
+            forward_only=pending.forward_only[0],
+            epoch=self.epoch,
+        )
+
+    def _complete_ticks(self, ready: ReadyStep, answers: Answers) -> tuple[tuple[int, ...], ...]:
+        """By rank: what it has told; nothing is owed to a rank that is without the step."""
+        n_nano_batches, without = self.spec.n_nano_batches, self._without(ready, answers)
+        all_ticks = (self._lane_ticks(ready),) * n_nano_batches
+        none = StepProgress(step=ready.step, complete_ticks=(0,) * n_nano_batches)
+        return tuple(
+            all_ticks
+            if rank in without
+            else answers.get(rank, {}).get(ready.step, none).complete_ticks
+            for rank in range(self.spec.n_ranks)
+        )
+
+    def _without(self, ready: ReadyStep, answers: Answers) -> dict[int, str]:
+        """The ranks that have left the job, or have left the step behind unfinished, and why: they
+        send nothing of it any more."""
+        given_up = {
+            rank: f"gave the step up: {self._why_given_up(rank, ready.step)}"
+            for rank, steps in answers.items()
+            if ready.step in steps
+            and steps[ready.step].done
+            and min(steps[ready.step].complete_ticks) < self._lane_ticks(ready)
+        }
+        return given_up | dict.fromkeys(self._leases.left, "has left the job")
+
+    def _why_given_up(self, rank: int, step: int) -> str:
+        return self._given_up.get(rank, {}).get(step, "it left it out")
+
+    def _lane_ticks(self, ready: ReadyStep) -> int:
+        return self.spec.n_layers * (1 if ready.forward_only else 2)
+
+    def _correct_speed(self, record: PlannedStep, measured: ServerMeasurement) -> None:
+        predicted = record.predicted_seconds(measured, self.spec.n_layers)
+        if predicted is not None and record.runs_whole:
+            self.speeds.measured(
+                measured.server_id,
+                planned_speed=record.speeds.get(measured.server_id, 1.0),
+                predicted_seconds=predicted,
+                measured_seconds=sum(sum(measured.busy_seconds(phase)) for phase in record.phases),
+            )
+
+    def _check_manifest(self, rank: int, manifest: RankManifest) -> None:
+        if manifest.rank != rank:
+            raise InvalidRequestError(
+                f"a manifest of rank {manifest.rank} came with the lease of rank {rank}"
+            )
+        if len(manifest.nano_batches) != self.spec.n_nano_batches:
+            raise InvalidRequestError(
+                f"step {manifest.step} of rank {rank} has {len(manifest.nano_batches)} "
+                f"nano-batches; job {self.job_id} has {self.spec.n_nano_batches}"
+            )
+
+    def _differs(self, manifest: RankManifest) -> InvalidRequestError:
+        return InvalidRequestError(
+            f"rank {manifest.rank} has submitted another manifest for step {manifest.step} of job "
+            f"{self.job_id}; a step is submitted once, or again after it failed"
+        )
+
+
+def _is_begun(step: int, answers: Answers) -> bool:
+    """Whether a rank has run ticks of ``step`` under a plan that is not known here."""
+    told = [steps[step] for steps in answers.values() if step in steps]
+    return any(progress.done or any(progress.complete_ticks) for progress in told)

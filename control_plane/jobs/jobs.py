@@ -1,0 +1,193 @@
+"""The open jobs, by id and by name, and why the last closed ones were closed. Pure state."""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+
+from control_plane.errors import (
+    OtherOwnerError,
+    QuotaError,
+    SpecMismatchError,
+    UnknownJobError,
+)
+from control_plane.jobs.job import Job
+from control_plane.jobs.job_spec import MAX_RANKS, JobSpec
+
+REMEMBERED_CLOSED_JOBS = 256
+
+
+class Jobs:
+    """All open jobs. At most one of them has a given name."""
+
+    def __init__(
+        self,
+        *,
+        lease_seconds: float,
+        retained_steps: int,
+        max_pending_steps: int,
+        max_jobs: int = 256,
+        max_ranks: int = MAX_RANKS,
+        max_manifest_bytes: int = 512 * 2**20,
+    ) -> None:
+        self._lease_seconds = lease_seconds
+        self._retained_steps = retained_steps
+        self._max_pending_steps = max_pending_steps
+        self._max_jobs = max_jobs
+        self._max_ranks = max_ranks
+        self._max_manifest_bytes = max_manifest_bytes
+        self._open: dict[str, Job] = {}
+        self._closed: OrderedDict[str, str] = OrderedDict()
+
+    def joinable(
+        self,
+        spec: JobSpec,
+        rank: int,
+        *,
+        owner: str = "",
+        waited_seconds: float = 0.0,
+        now: float,
+    ) -> Job | None:
+        """The open job that ``rank`` joins, or None if a new one is to be created.
+
+        Raises:
+            OtherOwnerError: an open job has the name and is another identity's.
+            HeldError, SpecMismatchError, AlreadyExistsError: as :meth:`Job.check_can_join`.
+        """
+        job = self.named(spec.name)
+        if job is None:
+            return None
+        if job.owner != owner:
+            raise OtherOwnerError(
+                f"rank {rank} of {owner!r} opens job {spec.name}, which another identity runs; "
+                "choose another name"
+            )
+        job.check_can_join(spec, rank, waited_seconds=waited_seconds, now=now)
+        return job
+
+    def check_room(self, spec: JobSpec, owner: str) -> None:
+        """Whether ``owner`` may open one more job, of ``spec``.
+
+        Raises:
+            QuotaError: it has as many open as one identity may have, or their ranks are too many.
+        """
+        who = owner or "without certificates all"
+        jobs = self._of(owner)
+        if len(jobs) >= self._max_jobs:
+            raise QuotaError(
+                f"{who} runs {len(jobs)} jobs, as many as one identity may "
+                f"(max_jobs_per_identity); {spec.name} can be opened when one of them ends"
+            )
+        n_ranks = sum(job.spec.n_ranks for job in jobs)
+        if n_ranks + spec.n_ranks > self._max_ranks:
+            raise QuotaError(
+                f"{who} runs jobs of {n_ranks} ranks, and {spec.name} has {spec.n_ranks} more; one "
+                f"identity may have {self._max_ranks} (max_ranks_per_identity)"
+            )
+
+    def check_manifest_room(self, owner: str, nbytes: int) -> None:
+        """Whether ``nbytes`` more of manifests may be kept for the jobs of ``owner``.
+
+        Raises:
+            QuotaError: they are too many.
+        """
+        kept = self.manifest_bytes(owner)
+        if kept + nbytes > self._max_manifest_bytes:
+            raise QuotaError(
+                f"{kept} bytes of manifests are kept for the jobs of {owner!r}, and "
+                f"{nbytes} more came; one identity may have {self._max_manifest_bytes} "
+                "(max_manifest_bytes_per_identity): submit fewer steps ahead, or run fewer jobs"
+            )
+
+    def manifest_bytes(self, owner: str) -> int:
+        """Of requests whose manifests are kept for the jobs of ``owner``."""
+        return sum(job.manifest_bytes for job in self._of(owner))
+
+    def stream_broken(self, job_id: str, rank: int, *, now: float) -> None:
+        """A rank's stream of events has broken; nothing if the job is not open any more."""
+        job = self._open.get(job_id)
+        if job is not None:
+            job.stream_broken(rank, now=now)
+
+    def create(
+        self,
+        spec: JobSpec,
+        *,
+        job_id: str,
+        key: bytes,
+        owner: str = "",
+        first_epoch: int = 0,
+        absent: frozenset[int] = frozenset(),
+        reopened_at: float = 0.0,
+        return_by: float = math.inf,
+    ) -> Job:
+        """A new job without ranks, or one from before this control plane, whose ranks ``absent``
+        are to come back by the time ``return_by``."""
+        job = Job(
+            job_id,
+            spec,
+            key,
+            owner=owner,
+            lease_seconds=self._lease_seconds,
+            retained_steps=self._retained_steps,
+            max_pending_steps=self._max_pending_steps,
+            first_epoch=first_epoch,
+            absent=absent,
+            reopened_at=reopened_at,
+            return_by=return_by,
+        )
+        self._open[job_id] = job
+        return job
+
+    def get(self, job_id: str) -> Job:
+        """The open job ``job_id``.
+
+        Raises:
+            UnknownJobError: there is none; says why it was closed, if that is remembered.
+        """
+        job = self._open.get(job_id)
+        if job is None:
+            if job_id in self._closed:
+                reason = self._closed[job_id] or "every rank has finished"
+                raise UnknownJobError(f"job {job_id} is closed: {reason}")
+            raise UnknownJobError(f"there is no job {job_id!r}")
+        return job
+
+    def named(self, name: str) -> Job | None:
+        """The open job of that name."""
+        return next((job for job in self._open.values() if job.spec.name == name), None)
+
+    def find(self, job_id: str, spec: JobSpec) -> Job | None:
+        """The open job ``job_id``, whose ranks come back with ``spec``; None if it is not known.
+
+        Raises:
+            UnknownJobError: it has been closed.
+            SpecMismatchError: it has another spec.
+        """
+        if job_id in self._closed:
+            self.get(job_id)
+        job = self._open.get(job_id)
+        if job is not None:
+            differences = job.spec.differences(spec)
+            if differences:
+                raise SpecMismatchError(
+                    f"a rank comes back to job {job_id} with {differences}; all ranks must give "
+                    "the same spec"
+                )
+            return job
+        return None
+
+    def close(self, job: Job, error: str) -> None:
+        """Closes ``job``; an empty error means that every rank has finished."""
+        job.closed = error
+        del self._open[job.job_id]
+        self._closed[job.job_id] = error
+        while len(self._closed) > REMEMBERED_CLOSED_JOBS:
+            self._closed.popitem(last=False)
+
+    def _of(self, owner: str) -> list[Job]:
+        return [job for job in self._open.values() if job.owner == owner]
+
+    def open_jobs(self) -> list[Job]:
+        """The open jobs, oldest first."""
+        return list(self._open.values())

@@ -1,0 +1,410 @@
+"""Who serves: attention servers and their leases.
+
+A pure state machine: the time comes in with every call, in seconds of any clock that never goes
+back; there is no I/O. Pool servers hold a lease of their own. An in-place server shares the lease
+of the rank whose process it lives in, so it comes and goes with the rank.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import OrderedDict
+from dataclasses import dataclass, field
+
+from control_plane.errors import (
+    AlreadyExistsError,
+    FencedError,
+    HeldError,
+    InvalidRequestError,
+    LeaseExpiredError,
+    UnknownServerError,
+)
+from control_plane.jobs.holders import are_alive, retry_seconds
+from core_attention.cost_model import CostProfile
+
+REMEMBERED_LEASES = 1024
+"""Leases that were taken away of which is known why."""
+
+REMEMBERED_RANKS = 256
+"""Lost ranks that are remembered of each server."""
+
+MAX_HOST_CHARACTERS = 253
+"""Of a DNS name (RFC 1035)."""
+
+_MAX_DEVICE_CHARACTERS = 128
+_MAX_VERSION_CHARACTERS = 64
+_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
+
+
+def checked_id(name: str, value: str) -> str:
+    """``value`` if it can name a server or a job.
+
+    Raises:
+        InvalidRequestError: it is empty, too long, or has other characters than [A-Za-z0-9._-].
+    """
+    if not _ID.fullmatch(value):
+        raise InvalidRequestError(
+            f"{name} is {value!r}; it must be 1 to 128 characters of [A-Za-z0-9._-]"
+        )
+    return value
+
+
+def checked_text(name: str, value: str, *, longest: int) -> str:
+    """``value`` if logs, labels and terminals can show it.
+
+    Raises:
+        InvalidRequestError: it is empty, longer than ``longest`` characters, or has characters that
+            are not printable.
+    """
+    if not value:
+        raise InvalidRequestError(f"{name} is empty; it must be named")
+    if len(value) > longest or not value.isprintable():
+        raise InvalidRequestError(
+            f"{name} is {value[:longest]!r}, {len(value)} characters; it must be 1 to {longest} "
+            "printable characters"
+        )
+    return value
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerDescription:
+    """What a server is and can do.
+
+    Attributes:
+        server_id: unique in the control plane.
+        data_address: ``host:port`` of its data plane.
+        host: name of its machine.
+        device: for example ``"NVIDIA H200"``.
+        memory_bytes: of the device.
+        capacity_rows: q plus k/v rows it can hold in one tick; None without limit.
+        profiles: its measured kernel cost, at least one.
+        version: of distca that it runs.
+        transport: what moves its rows, for example ``"ucxx"``; empty if it does not say.
+    """
+
+    server_id: str
+    data_address: str
+    host: str
+    device: str
+    memory_bytes: int
+    capacity_rows: int | None
+    profiles: tuple[CostProfile, ...]
+    version: str
+    transport: str = ""
+
+    def __post_init__(self) -> None:
+        checked_id("server_id", self.server_id)
+        name = f"server {self.server_id}"
+        checked_text(f"{name}: data_address", self.data_address, longest=MAX_HOST_CHARACTERS + 8)
+        host, _, port = self.data_address.rpartition(":")
+        if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
+            raise InvalidRequestError(
+                f"{name}: data_address is {self.data_address!r}; it must be host:port"
+            )
+        if self.transport:
+            checked_id("transport", self.transport)
+        checked_text(f"{name}: host", self.host, longest=MAX_HOST_CHARACTERS)
+        checked_text(f"{name}: device", self.device, longest=_MAX_DEVICE_CHARACTERS)
+        if self.version:
+            checked_text(f"{name}: version", self.version, longest=_MAX_VERSION_CHARACTERS)
+        if self.memory_bytes < 0 or (self.capacity_rows or 0) < 0:
+            raise InvalidRequestError(
+                f"{name}: memory_bytes is {self.memory_bytes} and capacity_rows "
+                f"{self.capacity_rows}; neither may be negative"
+            )
+        if not self.profiles:
+            raise InvalidRequestError(
+                f"{name} has no cost profile; a server measures its kernels or loads a profile "
+                "before it registers"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerLoad:
+    """What a server reported with its last heartbeat; see ``ServerLoad`` in membership.proto."""
+
+    queued_tasks: int = 0
+    open_ticks: int = 0
+    busy_ratio: float = 0.0
+    buffer_bytes: int = 0
+    oldest_ready_seconds: float = 0.0
+    moved_bytes_per_second: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.busy_ratio) and 0 <= self.busy_ratio <= 1):
+            raise InvalidRequestError(f"busy_ratio is {self.busy_ratio}; it must be from 0 to 1")
+        for name in ("oldest_ready_seconds", "moved_bytes_per_second"):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value >= 0):
+                raise InvalidRequestError(f"{name} is {value}; it must be 0 or more")
+
+
+@dataclass(frozen=True)
+class InPlace:
+    """The job and rank whose process an in-place server shares."""
+
+    job_id: str
+    rank: int
+
+
+@dataclass(kw_only=True)
+class Member:
+    """A live server.
+
+    Attributes:
+        description: what it is.
+        lease_id: of its own lease, or of its rank's.
+        renewed_at: when its lease was last renewed; an in-place server's heartbeat.
+        heard_at: when it has last called itself; leases may begin anew without that.
+        in_place: None for a pool server.
+        draining: gets no new work. An in-place server still runs its own rank's tasks.
+        load: as last reported.
+        lost_ranks: when it reported that its connection to a rank of a job was reset.
+    """
+
+    description: ServerDescription
+    lease_id: str
+    renewed_at: float
+    in_place: InPlace | None = None
+    draining: bool = False
+    load: ServerLoad = field(default_factory=ServerLoad)
+    lost_ranks: dict[tuple[str, int], float] = field(default_factory=dict)
+    heard_at: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.heard_at = self.renewed_at
+
+    @property
+    def server_id(self) -> str:
+        return self.description.server_id
+
+    def reaches(self, transport: str) -> bool:
+        """Whether ranks that use ``transport`` can reach it; either may not have said."""
+        return not transport or self.description.transport in ("", transport)
+
+
+class Membership:
+    """The live servers. Every method either does all it says or raises and changes nothing."""
+
+    def __init__(self, *, lease_seconds: float) -> None:
+        self._lease_seconds = lease_seconds
+        self._by_id: dict[str, Member] = {}
+        self._by_lease: dict[str, Member] = {}
+        # Why leases were taken away, so that their servers can tell it from a new control plane.
+        self._taken: OrderedDict[str, str] = OrderedDict()
+
+    def register(
+        self,
+        description: ServerDescription,
+        *,
+        lease_id: str,
+        now: float,
+        waited_seconds: float = 0.0,
+    ) -> Member:
+        """A pool server joins; raises as :meth:`check_free`."""
+        self.check_free(description.server_id, now=now, waited_seconds=waited_seconds)
+        return self._add(Member(description=description, lease_id=lease_id, renewed_at=now), now)
+
+    def register_in_place(
+        self, description: ServerDescription, in_place: InPlace, *, lease_id: str, now: float
+    ) -> Member:
+        """The server of a rank joins, under the rank's lease; raises as :meth:`check_free`."""
+        self.check_free(description.server_id, now=now)
+        member = Member(
+            description=description, lease_id=lease_id, renewed_at=now, in_place=in_place
+        )
+        return self._add(member, now)
+
+    def check_free(self, server_id: str, *, now: float, waited_seconds: float = 0.0) -> None:
+        """Raises unless ``server_id`` is free.
+
+        Args:
+            server_id: that another server asks for.
+            now: the time.
+            waited_seconds: for how long it has waited for the id.
+
+        Raises:
+            HeldError: a server has it that may be gone: wait.
+            AlreadyExistsError: a live server has it.
+        """
+        holder = self._by_id.get(server_id)
+        if holder is None or self._expired(holder, now):
+            return
+        about = (
+            f"server_id {server_id!r} is held by a server at {holder.description.data_address} on "
+            f"{holder.description.host}, heard {now - holder.heard_at:.1f} s ago"
+        )
+        lease_seconds = self._lease_seconds
+        if are_alive(
+            [holder.heard_at], lease_seconds=lease_seconds, waited_seconds=waited_seconds, now=now
+        ):
+            raise AlreadyExistsError(f"{about}, which lives; give this one another id")
+        end_at = holder.renewed_at + lease_seconds
+        raise HeldError(
+            f"{about}; if it is gone, its lease ends in {max(end_at - now, 0.0):.1f} s",
+            retry_after_seconds=retry_seconds(
+                end_at, n_waiting=1, lease_seconds=lease_seconds, now=now
+            ),
+        )
+
+    def heartbeat(self, lease_id: str, load: ServerLoad, *, now: float) -> Member:
+        """Renews a lease and stores the load.
+
+        Raises:
+            LeaseExpiredError: the lease expired or is unknown.
+        """
+        member = self.of_lease(lease_id, now=now)
+        member.renewed_at = member.heard_at = now
+        member.load = load
+        return member
+
+    def rank_lost(self, lease_id: str, job_id: str, rank: int, *, now: float) -> None:
+        """A server's connection to a rank was reset. Raises as :meth:`of_lease`."""
+        lost = self.of_lease(lease_id, now=now).lost_ranks
+        lost.pop((job_id, rank), None)
+        lost[job_id, rank] = now
+        while len(lost) > REMEMBERED_RANKS:
+            del lost[next(iter(lost))]
+
+    def lost_ranks(self, job_id: str) -> dict[int, float]:
+        """The ranks of a job that servers have lost, and when the last one said so."""
+        found: dict[int, float] = {}
+        for member in self._by_id.values():
+            for (of_job, rank), at in member.lost_ranks.items():
+                if of_job == job_id:
+                    found[rank] = max(at, found.get(rank, at))
+        return found
+
+    def renew_all(self, *, now: float) -> None:
+        """All leases begin anew."""
+        for member in self._by_id.values():
+            member.renewed_at = now
+
+    def of_lease(self, lease_id: str, *, now: float) -> Member:
+        """The server that holds ``lease_id``.
+
+        Raises:
+            FencedError: the lease was taken away, or expired.
+            LeaseExpiredError: it is unknown.
+        """
+        member = self._by_lease.get(lease_id)
+        if lease_id in self._taken:
+            raise FencedError(self._taken[lease_id])
+        if member is None:
+            raise LeaseExpiredError(
+                "no server holds the lease that came; the control plane may have started again"
+            )
+        if self._expired(member, now):
+            raise FencedError(self._why_expired(member))
+        return member
+
+    def drain(self, server_id: str) -> Member:
+        """Stops giving new work to a server.
+
+        Raises:
+            UnknownServerError: no such server.
+        """
+        member = self._by_id.get(server_id)
+        if member is None:
+            raise UnknownServerError(f"no server has the id {server_id!r}")
+        member.draining = True
+        return member
+
+    def deregister(self, lease_id: str, *, now: float) -> Member:
+        """Ends the lease of a pool server.
+
+        Raises:
+            LeaseExpiredError: the lease expired or is unknown.
+            InvalidRequestError: it is a rank's lease, which ends with CloseJob.
+        """
+        member = self.of_lease(lease_id, now=now)
+        if member.in_place is not None:
+            raise InvalidRequestError(
+                f"server {member.server_id} is in-place on rank {member.in_place.rank} of job "
+                f"{member.in_place.job_id}; it leaves when the rank closes the job"
+            )
+        self._remove(member)
+        return member
+
+    def fence(self, member: Member, why: str) -> None:
+        """Takes the lease of a pool server away; it has to register again."""
+        self._remove(member)
+        self._taken[member.lease_id] = why
+        while len(self._taken) > REMEMBERED_LEASES:
+            self._taken.popitem(last=False)
+
+    def renew_in_place(self, lease_id: str, *, now: float) -> None:
+        """A rank's lease was renewed: so is its in-place server's, if it has one."""
+        member = self._by_lease.get(lease_id)
+        if member is not None:
+            member.renewed_at = member.heard_at = now
+
+    def remove_in_place(self, job_id: str, rank: int | None = None) -> list[Member]:
+        """The in-place servers of a job, or of one of its ranks, leave; returns them."""
+        leaving = [
+            member
+            for member in self._by_id.values()
+            if member.in_place is not None
+            and member.in_place.job_id == job_id
+            and rank in (None, member.in_place.rank)
+        ]
+        for member in leaving:
+            self._remove(member)
+        return leaving
+
+    def expire(self, *, now: float) -> list[Member]:
+        """Fences and returns the pool servers whose lease has run out, sorted by id."""
+        gone = [member for member in self.members() if self._expired(member, now)]
+        for member in gone:
+            self.fence(member, self._why_expired(member))
+        return gone
+
+    def find(self, server_id: str) -> Member | None:
+        """The live server ``server_id``, or None."""
+        return self._by_id.get(server_id)
+
+    def members(self) -> list[Member]:
+        """All live servers, sorted by id."""
+        return [self._by_id[server_id] for server_id in sorted(self._by_id)]
+
+    def pool(self) -> list[Member]:
+        """The pool servers that take new work, sorted by id."""
+        return [m for m in self.members() if m.in_place is None and not m.draining]
+
+    def pool_transports(self) -> list[str]:
+        """What the pool servers that take new work use, sorted, each once."""
+        return sorted({m.description.transport for m in self.pool()} - {""})
+
+    def in_place_of(self, job_id: str) -> list[Member]:
+        """The in-place servers of a job, sorted by rank."""
+        found = [
+            (m.in_place.rank, m)
+            for m in self._by_id.values()
+            if m.in_place is not None and m.in_place.job_id == job_id
+        ]
+        return [member for _, member in sorted(found, key=lambda pair: pair[0])]
+
+    def is_live(self, member: Member) -> bool:
+        """Whether ``member`` still holds the lease that it had."""
+        return self._by_lease.get(member.lease_id) is member
+
+    def _add(self, member: Member, now: float) -> Member:
+        expired = self._by_id.get(member.server_id)
+        if expired is not None:
+            self.fence(expired, self._why_expired(expired))
+        self._by_id[member.server_id] = self._by_lease[member.lease_id] = member
+        return member
+
+    def _remove(self, member: Member) -> None:
+        del self._by_id[member.server_id], self._by_lease[member.lease_id]
+
+    def _why_expired(self, member: Member) -> str:
+        return (
+            f"server {member.server_id} sent no heartbeat for {self._lease_seconds:g} s, and its "
+            "lease was taken away"
+        )
+
+    def _expired(self, member: Member, now: float) -> bool:
+        """An in-place server's lease is its rank's business, see ``job.py``."""
+        return member.in_place is None and now - member.renewed_at > self._lease_seconds

@@ -1,0 +1,140 @@
+"""Making one step's plan and cutting it into the slices that its members need.
+
+Runs in a worker thread: it takes values and gives values, and touches no shared state.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from control_plane.jobs.first_ticks import FirstTickSlices, first_ticks
+from control_plane.jobs.job_spec import JobSpec
+from control_plane.jobs.membership import Member
+from control_plane.jobs.profiles import profile_for
+from control_plane.jobs.slicing import PlanSlicer
+from control_plane.jobs.step import PlannedStep, ReadyStep
+from control_plane.planner.planning import Planner, PlanningServer
+from core_attention.arrays import Int64Array
+from core_attention.manifest import Manifest
+from core_attention.plan import PlanServer
+from core_attention.shape import AttentionShape
+from distca.contract.codec import plan_to_proto
+from distca.v1 import jobs_pb2, plan_pb2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Publication:
+    """A planned step and what goes to whom.
+
+    Attributes:
+        record: the step with its whole plan.
+        by_rank: the event of every rank.
+        by_server: the event of every pool server that has a task, by its id.
+        plan_bytes: of all events together.
+    """
+
+    record: PlannedStep
+    by_rank: Mapping[int, jobs_pb2.PlanEvent]
+    by_server: Mapping[str, jobs_pb2.PlanEvent]
+    plan_bytes: int
+
+
+def planning_servers(
+    members: Sequence[Member],
+    shape: AttentionShape,
+    speeds: Mapping[str, float],
+    *,
+    in_place_receives: bool = True,
+) -> list[PlanningServer]:
+    """``members`` as a planner sees them, each with its best profile for ``shape`` and its
+    correction from ``speeds``, by id.
+
+    An in-place server that drains, or if ``in_place_receives`` is False any, keeps its own rank's
+    tasks and receives no others.
+    """
+    return [
+        PlanningServer(
+            server=PlanServer(
+                server_id=member.server_id,
+                in_place_rank=member.in_place.rank if member.in_place else None,
+                address=member.description.data_address,
+            ),
+            host=member.description.host,
+            profile=profile_for(member.description.profiles, shape),
+            speed=speeds.get(member.server_id, 1.0),
+            capacity_rows=member.description.capacity_rows,
+            receives=not member.draining and (in_place_receives or member.in_place is None),
+        )
+        for member in members
+    ]
+
+
+def publish_step(
+    job_id: str,
+    spec: JobSpec,
+    ready: ReadyStep,
+    servers: Sequence[PlanningServer],
+    planner: Planner,
+) -> Publication:
+    """Plans a step and cuts the plan into slices.
+
+    Raises:
+        ManifestError: the manifests of the ranks do not fit together.
+        PlanError: no plan can be made.
+    """
+    started = time.perf_counter()
+    manifest = ready.whole_manifest(spec.n_ranks)
+    plan = planner(manifest, servers, spec.shape, spec.options, epoch=ready.epoch)
+    record = PlannedStep(
+        plan=plan,
+        plan_seconds=time.perf_counter() - started,
+        forward_only=ready.forward_only,
+        first_tick=_first_tick(manifest, ready),
+        speeds={server.server.server_id: server.speed for server in servers},
+    )
+    slicer = PlanSlicer(plan, job_id)
+    encoder = _Encoder(record)
+    by_rank = {rank: encoder.event(piece) for rank, piece in enumerate(slicer.rank_slices())}
+    by_server = {
+        server.server_id: encoder.event(piece)
+        for server, piece in zip(plan.servers, slicer.server_slices(), strict=True)
+        if piece is not None
+    }
+    plan_bytes = sum(event.ByteSize() for event in (*by_rank.values(), *by_server.values()))
+    return Publication(record=record, by_rank=by_rank, by_server=by_server, plan_bytes=plan_bytes)
+
+
+def rank_event(job_id: str, record: PlannedStep, rank: int) -> jobs_pb2.PlanEvent:
+    """The event of a planned step for one rank."""
+    return _Encoder(record).event(plan_to_proto(record.plan.for_rank(rank), job_id))
+
+
+def server_event(job_id: str, record: PlannedStep, server_id: str) -> jobs_pb2.PlanEvent:
+    """The event of a planned step for one server."""
+    return _Encoder(record).event(plan_to_proto(record.plan.for_server(server_id), job_id))
+
+
+class _Encoder:
+    """Makes the events of one planned step from slices of its plan."""
+
+    def __init__(self, record: PlannedStep) -> None:
+        self._forward_only = record.forward_only
+        self._first_tick = FirstTickSlices(record.plan.manifest, record.first_tick)
+
+    def event(self, piece: plan_pb2.Plan) -> jobs_pb2.PlanEvent:
+        return jobs_pb2.PlanEvent(
+            step_planned=jobs_pb2.StepPlanned(
+                plan=piece,
+                forward_only=self._forward_only,
+                first_tick=self._first_tick.of(piece),
+            )
+        )
+
+
+def _first_tick(manifest: Manifest, ready: ReadyStep) -> Int64Array | None:
+    if not ready.complete_ticks:
+        return None
+    first = first_ticks(manifest, ready.complete_ticks, ready.left)
+    return first if first.any() else None

@@ -1,0 +1,260 @@
+"""Which ranks of a job are there: leases, ranks that have left, ranks that are to come back.
+
+Pure state: the time comes in.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from control_plane.errors import AlreadyExistsError, InvalidRequestError, LeaseExpiredError
+from control_plane.jobs import holders
+
+MAX_NAMED = 3
+"""Ranks that a message tells apart."""
+
+_SAME_TIME_SECONDS = 5.0
+"""A server's loss that is older has another cause than the stream's."""
+
+
+@dataclass
+class RankLease:
+    """A rank that has joined.
+
+    Attributes:
+        rank, lease_id, host: of the rank.
+        renewed_at: since when its lease runs.
+        heard_at: when the rank has last called; a lease may begin anew without that.
+        away_since: when its stream of events has broken, if it has opened no other.
+    """
+
+    rank: int
+    lease_id: str
+    host: str
+    renewed_at: float
+    heard_at: float
+    away_since: float | None = None
+
+    @property
+    def is_away(self) -> bool:
+        """Whether its stream of events has broken, and it has opened no other."""
+        return self.away_since is not None
+
+    def broken_for(self, now: float) -> float:
+        """For how many seconds it has not been heard since its stream broke; 0.0 if it was."""
+        since = self.away_since
+        return 0.0 if since is None or self.heard_at > since else now - since
+
+
+@dataclass(frozen=True, kw_only=True)
+class Patience:
+    """How long a rank whose stream of events has broken may take to be heard again.
+
+    Attributes:
+        broken_seconds: if nothing else is known of it.
+        lost_seconds: if servers have lost it, too, at about that time.
+        lost: ranks that servers have lost, and when they said so.
+    """
+
+    broken_seconds: float = math.inf
+    lost_seconds: float = math.inf
+    lost: Mapping[int, float] = field(default_factory=dict)
+
+    def seconds(self, lease: RankLease) -> float:
+        """For the rank of ``lease``."""
+        told_at = self.lost.get(lease.rank, -math.inf)
+        is_lost = lease.away_since is not None and told_at > lease.away_since - _SAME_TIME_SECONDS
+        return min(self.broken_seconds, self.lost_seconds) if is_lost else self.broken_seconds
+
+
+class RankLeases:
+    """The ranks of one job.
+
+    Args:
+        job_id, n_ranks: of the job.
+        lease_seconds: how long a rank lives without renewal.
+        absent: ranks that are to come back, because they were there under a control plane before.
+
+    Attributes:
+        left: ranks that have left.
+        absent: ranks that have not come back yet.
+    """
+
+    def __init__(
+        self, job_id: str, n_ranks: int, *, lease_seconds: float, absent: frozenset[int]
+    ) -> None:
+        self._job_id = job_id
+        self._n_ranks = n_ranks
+        self._lease_seconds = lease_seconds
+        self._by_id: dict[str, RankLease] = {}
+        self.left: set[int] = set()
+        self.absent = set(absent)
+
+    def why_taken(self, rank: int) -> str | None:
+        """Why ``rank`` cannot join for the first time; None if it can.
+
+        Raises:
+            InvalidRequestError: it is none of the job's ranks.
+        """
+        self._check_rank(rank)
+        if rank in self.absent:
+            return (
+                f"rank {rank} of job {self._job_id} is to come back with its token, after the "
+                "control plane was away"
+            )
+        if rank in self.left:
+            return self._why_left(rank)
+        lease = self.of_rank(rank)
+        if lease is not None:
+            return f"rank {rank} has joined job {self._job_id} from {lease.host}"
+        return None
+
+    def join(self, rank: int, *, host: str, lease_id: str, now: float) -> None:
+        """A rank joins.
+
+        Raises:
+            InvalidRequestError, AlreadyExistsError: it cannot, see :meth:`why_taken`.
+        """
+        why = self.why_taken(rank)
+        if why is not None:
+            raise AlreadyExistsError(why)
+        self._by_id[lease_id] = RankLease(rank, lease_id, host, now, now)
+
+    def come_back(self, rank: int, *, host: str, lease_id: str, now: float) -> None:
+        """A rank comes back, under a new lease.
+
+        Raises:
+            InvalidRequestError: it is none of the job's ranks.
+            AlreadyExistsError: it has left.
+        """
+        self._check_rank(rank)
+        if rank in self.left:
+            raise AlreadyExistsError(
+                f"{self._why_left(rank)}; wait until it is closed, or use another name"
+            )
+        lease = self.of_rank(rank)
+        if lease is not None:
+            del self._by_id[lease.lease_id]
+        self.absent.discard(rank)
+        self._by_id[lease_id] = RankLease(rank, lease_id, host, now, now)
+
+    def renew(self, lease_id: str, *, now: float) -> None:
+        """A rank has called: its lease begins anew. Raises as :meth:`get`."""
+        lease = self.get(lease_id, now=now)
+        lease.renewed_at = lease.heard_at = now
+
+    def get(self, lease_id: str, *, now: float) -> RankLease:
+        """The rank that holds ``lease_id``.
+
+        Raises:
+            LeaseExpiredError: it expired or is unknown.
+        """
+        lease = self._by_id.get(lease_id)
+        if lease is None or self._expired(lease, now):
+            raise LeaseExpiredError(
+                f"no rank of job {self._job_id} holds the lease that came; it expired after "
+                f"{self._lease_seconds:g} s without renewal, or the rank has left"
+            )
+        return lease
+
+    def renew_all(self, *, now: float) -> None:
+        """All leases begin anew."""
+        for lease in self._by_id.values():
+            lease.renewed_at = now
+
+    def of_rank(self, rank: int) -> RankLease | None:
+        """The lease of ``rank``, expired or not."""
+        for lease in self._by_id.values():
+            if lease.rank == rank:
+                return lease
+        return None
+
+    def rank_of(self, lease_id: str) -> int | None:
+        """The rank that holds ``lease_id``, expired or not; None if none does."""
+        lease = self._by_id.get(lease_id)
+        return None if lease is None else lease.rank
+
+    def leave(self, lease_id: str, *, now: float) -> int:
+        """A rank leaves; returns it. Raises as :meth:`get`."""
+        rank = self.get(lease_id, now=now).rank
+        del self._by_id[lease_id]
+        self.left.add(rank)
+        return rank
+
+    def gone(self, patience: Patience, *, now: float) -> list[RankLease]:
+        """The ranks that count as dead, in rank order: their lease has run out, or they were not
+        heard for too long since their stream broke."""
+        gone = [
+            lease
+            for lease in self._by_id.values()
+            if self._expired(lease, now) or lease.broken_for(now) > patience.seconds(lease)
+        ]
+        return sorted(gone, key=lambda lease: lease.rank)
+
+    def are_alive(self, *, waited_seconds: float, now: float) -> bool:
+        """Whether it is certain, to one who waits for their end, that all ranks live."""
+        return not self.absent and holders.are_alive(
+            (lease.heard_at for lease in self._by_id.values()),
+            lease_seconds=self._lease_seconds,
+            waited_seconds=waited_seconds,
+            now=now,
+        )
+
+    def who_was_heard(self, rank: int, *, now: float) -> str:
+        """The ranks that hold a lease, ``rank`` first, and when each was heard; for messages."""
+        leases = sorted(self._by_id.values(), key=lambda lease: (lease.rank != rank, lease.rank))
+        named = ", ".join(
+            f"rank {lease.rank} on {lease.host} was heard {now - lease.heard_at:.1f} s ago"
+            for lease in leases[:MAX_NAMED]
+        )
+        more = len(leases) - MAX_NAMED
+        return f"{named} and {more} more ranks live" if more > 0 else named
+
+    @property
+    def end_at(self) -> float:
+        """When the first lease runs out unless it is renewed."""
+        renewed_at = min((lease.renewed_at for lease in self._by_id.values()), default=math.inf)
+        return renewed_at + self._lease_seconds
+
+    def retry_seconds(self, end_at: float, *, now: float) -> float:
+        """When one asks again who waits for the end of the job, at ``end_at`` at the latest."""
+        return holders.retry_seconds(
+            end_at, n_waiting=self._n_ranks, lease_seconds=self._lease_seconds, now=now
+        )
+
+    @property
+    def away(self) -> list[int]:
+        """The ranks that hold a lease and have lost their stream of events."""
+        return sorted(lease.rank for lease in self._by_id.values() if lease.is_away)
+
+    @property
+    def gather(self) -> bool:
+        """Whether a rank has never joined, nor is to come back."""
+        return len(self._by_id) + len(self.left | self.absent) < self._n_ranks
+
+    @property
+    def joined(self) -> list[int]:
+        """The ranks that hold a lease."""
+        return sorted(lease.rank for lease in self._by_id.values())
+
+    @property
+    def hosts(self) -> tuple[str, ...] | None:
+        """The host of every rank; None unless all hold a lease."""
+        hosts = {lease.rank: lease.host for lease in self._by_id.values()}
+        if len(hosts) < self._n_ranks:
+            return None
+        return tuple(hosts[rank] for rank in range(self._n_ranks))
+
+    def _check_rank(self, rank: int) -> None:
+        if not 0 <= rank < self._n_ranks:
+            raise InvalidRequestError(
+                f"rank is {rank}; job {self._job_id} has ranks 0 to {self._n_ranks - 1}"
+            )
+
+    def _why_left(self, rank: int) -> str:
+        return f"rank {rank} has left job {self._job_id}, which ranks {self.joined} still run"
+
+    def _expired(self, lease: RankLease, now: float) -> bool:
+        return now - lease.renewed_at > self._lease_seconds

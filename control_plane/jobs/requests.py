@@ -1,0 +1,336 @@
+"""From the messages of ``proto/distca/v1`` to the control plane's own types, and back."""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+
+from control_plane.errors import InvalidRequestError
+from control_plane.jobs.job import Job
+from control_plane.jobs.job_spec import JobSpec, Placement, planning_options
+from control_plane.jobs.membership import Member, ServerDescription, ServerLoad
+from control_plane.jobs.profiles import nominal_profile
+from control_plane.jobs.recovery import StepProgress
+from control_plane.jobs.step import PlannedStep, RankMeasurement, ServerMeasurement
+from control_plane.jobs.waits import Wait
+from core_attention.cost_model import CostProfile
+from core_attention.manifest import RankManifest
+from distca.contract.codec import (
+    NO_RANK,
+    WireError,
+    profile_from_proto,
+    rank_manifest_from_proto,
+    shape_from_proto,
+    shape_to_proto,
+)
+from distca.v1 import jobs_pb2, membership_pb2, plan_pb2, profile_pb2
+
+
+def description_from_proto(
+    message: membership_pb2.ServerDescription, *, default_profile: CostProfile | None = None
+) -> ServerDescription:
+    """The server in ``message``; ``default_profile`` is that of a server that has none.
+
+    Raises:
+        InvalidRequestError: a field is missing or wrong.
+    """
+    try:
+        profiles = tuple(
+            _interned(p.SerializeToString(deterministic=True)) for p in message.profiles
+        )
+    except WireError as error:
+        raise InvalidRequestError(f"server {message.server_id!r}: {error}") from error
+    if not profiles and default_profile is not None:
+        profiles = (default_profile,)
+    return ServerDescription(
+        server_id=message.server_id,
+        data_address=message.data_address,
+        host=message.host,
+        device=message.device,
+        memory_bytes=message.memory_bytes,
+        capacity_rows=message.capacity_rows or None,
+        profiles=profiles,
+        version=message.version,
+        transport=message.transport,
+    )
+
+
+def waited_from_proto(
+    message: jobs_pb2.OpenJobRequest | membership_pb2.RegisterServerRequest,
+) -> float:
+    """For how long the sender has waited for its name, in seconds.
+
+    Raises:
+        InvalidRequestError: that is no time.
+    """
+    seconds = message.waited_seconds
+    if not (math.isfinite(seconds) and seconds >= 0):
+        raise InvalidRequestError(f"waited_seconds is {seconds}; it must be 0 or more")
+    return seconds
+
+
+def load_from_proto(message: membership_pb2.ServerLoad) -> ServerLoad:
+    """The load in ``message``.
+
+    Raises:
+        InvalidRequestError: a value is out of range.
+    """
+    return ServerLoad(
+        queued_tasks=message.queued_tasks,
+        open_ticks=message.open_ticks,
+        busy_ratio=message.busy_ratio,
+        buffer_bytes=message.buffer_bytes,
+        oldest_ready_seconds=message.oldest_ready_seconds,
+        moved_bytes_per_second=message.moved_bytes_per_second,
+    )
+
+
+def status_to_proto(
+    member: Member, *, seconds_since_heartbeat: float, with_address: bool
+) -> membership_pb2.ServerStatus:
+    """A server as ``ListServers`` shows it, without its profiles."""
+    about = member.description
+    return membership_pb2.ServerStatus(
+        server=membership_pb2.ServerDescription(
+            server_id=about.server_id,
+            data_address=about.data_address if with_address else "",
+            host=about.host,
+            device=about.device,
+            memory_bytes=about.memory_bytes,
+            capacity_rows=about.capacity_rows or 0,
+            version=about.version,
+            transport=about.transport,
+        ),
+        load=membership_pb2.ServerLoad(
+            queued_tasks=member.load.queued_tasks,
+            open_ticks=member.load.open_ticks,
+            busy_ratio=member.load.busy_ratio,
+            buffer_bytes=member.load.buffer_bytes,
+            oldest_ready_seconds=member.load.oldest_ready_seconds,
+            moved_bytes_per_second=member.load.moved_bytes_per_second,
+        ),
+        draining=member.draining,
+        seconds_since_heartbeat=seconds_since_heartbeat,
+        in_place_job_id=member.in_place.job_id if member.in_place else "",
+        in_place_rank=member.in_place.rank if member.in_place else NO_RANK,
+    )
+
+
+def spec_from_proto(message: jobs_pb2.JobSpec) -> JobSpec:
+    """The job spec in ``message``.
+
+    Raises:
+        InvalidRequestError: a field is missing or wrong.
+    """
+    if message.placement not in {placement.value for placement in Placement}:
+        valid = ", ".join(f"{p.value} ({p.name})" for p in Placement)
+        raise InvalidRequestError(
+            f"job {message.name!r}: placement is {message.placement}; valid are {valid}"
+        )
+    try:
+        shape = shape_from_proto(message.shape)
+    except WireError as error:
+        raise InvalidRequestError(f"job {message.name!r}: {error}") from error
+    return JobSpec(
+        name=message.name,
+        n_ranks=message.n_ranks,
+        n_layers=message.n_layers,
+        n_nano_batches=message.n_nano_batches,
+        shape=shape,
+        placement=Placement(message.placement),
+        options=planning_options(
+            tolerance=message.tolerance,
+            min_forward_tokens=message.min_forward_tokens,
+            min_backward_tokens=message.min_backward_tokens,
+        ),
+        planner=message.planner,
+        softmax_scale=message.softmax_scale,
+        checksums=message.checksums,
+        transport=message.transport,
+    )
+
+
+def spec_to_proto(spec: JobSpec) -> jobs_pb2.JobSpec:
+    """The message of ``spec``, defaults filled in."""
+    return jobs_pb2.JobSpec(
+        name=spec.name,
+        n_ranks=spec.n_ranks,
+        n_layers=spec.n_layers,
+        n_nano_batches=spec.n_nano_batches,
+        shape=shape_to_proto(spec.shape),
+        placement=f"PLACEMENT_{spec.placement.name}",
+        tolerance=spec.options.tolerance,
+        planner=spec.planner,
+        softmax_scale=spec.scale,
+        checksums=spec.checksums,
+        transport=spec.transport,
+        min_forward_tokens=spec.options.min_forward_tokens,
+        min_backward_tokens=spec.options.min_backward_tokens,
+    )
+
+
+def in_place_server_from_proto(
+    request: jobs_pb2.OpenJobRequest, spec: JobSpec
+) -> ServerDescription | None:
+    """The in-place server of a rank that opens a job. If the placement is POOL it stands by, and
+    may come without a profile.
+
+    Raises:
+        InvalidRequestError: it is missing though the placement needs it, or wrong.
+    """
+    if not request.HasField("in_place_server"):
+        if spec.placement.uses_in_place:
+            raise InvalidRequestError(
+                f"job {spec.name}, rank {request.rank}: in_place_server is missing; it must be "
+                f"given, since the placement is {spec.placement.name}"
+            )
+        return None
+    server = request.in_place_server
+    expected = f"{spec.name}.rank-{request.rank}"
+    if server.server_id != expected:
+        # Else a job could take the name of a pool server, or of another job's rank.
+        raise InvalidRequestError(
+            f"job {spec.name}, rank {request.rank}: in_place_server is called "
+            f"{server.server_id!r}; it must be {expected!r}"
+        )
+    if spec.placement.uses_in_place or server.profiles:
+        return description_from_proto(server)
+    return description_from_proto(server, default_profile=nominal_profile(spec.shape))
+
+
+def manifest_from_proto(message: plan_pb2.RankManifest) -> RankManifest:
+    """The manifest in ``message``.
+
+    Raises:
+        InvalidRequestError: it is malformed.
+    """
+    try:
+        return rank_manifest_from_proto(message)
+    except WireError as error:
+        raise InvalidRequestError(str(error)) from error
+
+
+def server_measurement_from_proto(message: jobs_pb2.ServerMeasurement) -> ServerMeasurement:
+    """What a server measured."""
+    return ServerMeasurement(
+        server_id=message.server_id,
+        forward_busy_seconds=tuple(message.forward_busy_seconds),
+        backward_busy_seconds=tuple(message.backward_busy_seconds),
+        backward_layers=tuple(message.backward_layers),
+    )
+
+
+def rank_measurement_from_proto(message: jobs_pb2.RankMeasurement) -> RankMeasurement:
+    """What a rank measured."""
+    return RankMeasurement(
+        rank=message.rank,
+        step_seconds=message.step_seconds,
+        wait_seconds=message.wait_seconds if message.HasField("wait_seconds") else None,
+        tokens=message.tokens,
+    )
+
+
+def opened_event(job: Job, *, to_server: bool) -> jobs_pb2.PlanEvent:
+    """The event that tells a member about ``job``; a server learns how to check tokens."""
+    return jobs_pb2.PlanEvent(
+        job_opened=jobs_pb2.JobOpened(
+            job_id=job.job_id,
+            spec=spec_to_proto(job.spec),
+            verification_key=job.key if to_server else b"",
+        )
+    )
+
+
+def failed_event(job: Job, step: int, error: str) -> jobs_pb2.PlanEvent:
+    """The event that tells a member that ``step`` has no plan."""
+    return jobs_pb2.PlanEvent(
+        step_failed=jobs_pb2.StepFailed(job_id=job.job_id, step=step, error=error)
+    )
+
+
+def recover_event(job: Job) -> jobs_pb2.PlanEvent:
+    """The event that tells a member that all plans of ``job`` before its epoch are void."""
+    return jobs_pb2.PlanEvent(
+        recover=jobs_pb2.Recover(
+            job_id=job.job_id,
+            epoch=job.epoch,
+            lost_server_ids=job.recovery.lost,
+            reason="; ".join(job.recovery.reasons),
+        )
+    )
+
+
+def finished_event(job: Job, step: int) -> jobs_pb2.PlanEvent:
+    """The event that tells a rank that all have finished ``step`` and those before."""
+    return jobs_pb2.PlanEvent(step_finished=jobs_pb2.StepFinished(job_id=job.job_id, step=step))
+
+
+def closed_event(job: Job) -> jobs_pb2.PlanEvent:
+    """The event that tells a member that ``job`` is closed."""
+    return jobs_pb2.PlanEvent(
+        job_closed=jobs_pb2.JobClosed(job_id=job.job_id, error=job.closed or "")
+    )
+
+
+def progress_from_proto(message: jobs_pb2.StepProgress) -> StepProgress:
+    """How far a rank is in a step."""
+    return StepProgress(
+        step=message.step, complete_ticks=tuple(message.complete_ticks), done=message.done
+    )
+
+
+def wait_from_proto(step: int, message: jobs_pb2.StepWaiting) -> Wait:
+    """What a rank waits for."""
+    return Wait(
+        step=step,
+        nano_batch=message.nano_batch,
+        tick=message.tick,
+        sent_ticks=tuple(message.sent_ticks),
+        needed_ranks=frozenset(message.needed_ranks),
+    )
+
+
+def description_of_job(job: Job) -> jobs_pb2.DescribeJobResponse:
+    """A job's state, for people."""
+    return jobs_pb2.DescribeJobResponse(
+        spec=spec_to_proto(job.spec),
+        joined_ranks=job.joined_ranks,
+        pending_steps=[
+            jobs_pb2.PendingStep(step=step, missing_ranks=missing)
+            for step, missing in job.pending_steps.items()
+        ],
+        planned_step=-1 if job.planned_step is None else job.planned_step,
+    )
+
+
+def step_to_proto(record: PlannedStep, plan: plan_pb2.Plan) -> jobs_pb2.GetStepResponse:
+    """A step with its encoded whole plan and what was measured, by server id and by rank."""
+    return jobs_pb2.GetStepResponse(
+        plan=plan,
+        plan_seconds=record.plan_seconds,
+        servers=[
+            jobs_pb2.ServerMeasurement(
+                server_id=measured.server_id,
+                forward_busy_seconds=measured.forward_busy_seconds,
+                backward_busy_seconds=measured.backward_busy_seconds,
+                backward_layers=measured.backward_layers,
+            )
+            for _, measured in sorted(record.servers.items())
+        ],
+        ranks=[
+            jobs_pb2.RankMeasurement(
+                rank=measured.rank,
+                step_seconds=measured.step_seconds,
+                wait_seconds=measured.wait_seconds,
+                tokens=measured.tokens,
+            )
+            for _, measured in sorted(record.ranks.items())
+        ],
+    )
+
+
+# Servers of one kind register equal profiles; they share one object, which is what planners and
+# the cache of scaled profiles go by.
+@lru_cache(maxsize=1024)
+def _interned(profile: bytes) -> CostProfile:
+    return profile_from_proto(profile_pb2.CostProfile.FromString(profile))

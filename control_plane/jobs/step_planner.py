@@ -1,0 +1,185 @@
+"""The planning of steps, off the event loop: for each job one at a time, first step first."""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import logging
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+from control_plane.access.fair_slots import FairSlots
+from control_plane.errors import InvalidRequestError
+from control_plane.jobs.job import Job
+from control_plane.jobs.membership import Member
+from control_plane.jobs.publication import Publication, planning_servers, publish_step
+from control_plane.jobs.step import ReadyStep
+from control_plane.planner.planners import prepare
+from control_plane.planner.planning import Planner
+from core_attention.errors import ManifestError, PlanError
+
+logger = logging.getLogger(__name__)
+
+
+class StepOwner(Protocol):
+    """What the planning of steps needs to know and whom it tells; called on the event loop."""
+
+    def choices_of(self, job: Job, *, begun: bool) -> list[list[Member]]:
+        """The servers of the job's next plan, in their order; and those to take instead if these
+        cannot do it."""
+
+    def still_serve(self, members: list[Member], serving: frozenset[str]) -> bool:
+        """Whether those of ``members`` that are in ``serving`` may still be given work."""
+
+    def publish(self, job: Job, publication: Publication) -> None:
+        """A step of an open job has been planned."""
+
+    def fail(self, job: Job, ready: ReadyStep, error: str) -> None:
+        """A step of an open job cannot be planned."""
+
+
+@dataclass
+class _Queue:
+    """The ready steps of a job, a heap by epoch and step, and the task that plans them."""
+
+    ready: list[tuple[int, int, ReadyStep]] = field(default_factory=list)
+    task: asyncio.Task[None] | None = None
+
+
+class StepPlanner:
+    """Plans the steps handed to it in worker threads."""
+
+    def __init__(
+        self,
+        owner: StepOwner,
+        planners: Mapping[str, Planner],
+        *,
+        default_planner: str,
+        threads: int,
+    ) -> None:
+        self._owner = owner
+        self._planners = planners
+        self._default_planner = default_planner
+        self.planner_of(default_planner)
+        self._queues: dict[str, _Queue] = {}
+        self._slots = FairSlots(threads)
+        self._executor = ThreadPoolExecutor(max_workers=threads, thread_name_prefix="planning")
+
+    def planner_of(self, name: str) -> Planner:
+        """The planner called ``name``, the default one if it is empty.
+
+        Raises:
+            InvalidRequestError: there is none.
+        """
+        chosen = name or self._default_planner
+        if chosen not in self._planners:
+            raise InvalidRequestError(f"planner is {chosen!r}; valid are {sorted(self._planners)}")
+        return self._planners[chosen]
+
+    async def prepare(self) -> None:
+        """Has the default planner compile what it compiles on first use."""
+        loop = asyncio.get_running_loop()
+        await loop.run_in_executor(self._executor, prepare, self.planner_of(""))
+
+    def add(self, job: Job, ready: ReadyStep) -> None:
+        """Has a step planned, after the job's earlier steps that wait."""
+        queue = self._queues.setdefault(job.job_id, _Queue())
+        heapq.heappush(queue.ready, (ready.epoch, ready.step, ready))
+        if queue.task is None:
+            queue.task = asyncio.create_task(self._run(job, queue))
+
+    async def shut_down(self) -> None:
+        """Plans no more; a plan in the making is dropped."""
+        tasks = [queue.task for queue in self._queues.values() if queue.task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self._executor.shutdown(wait=False, cancel_futures=True)
+
+    async def _run(self, job: Job, queue: _Queue) -> None:
+        try:
+            while queue.ready and job.closed is None:
+                _, _, ready = heapq.heappop(queue.ready)
+                await self._plan(job, ready)
+        finally:
+            del self._queues[job.job_id]
+
+    async def _plan(self, job: Job, ready: ReadyStep) -> None:
+        """Plans one step; once more whenever one of its servers has gone meanwhile. A plan for an
+        epoch that is over is dropped."""
+        while _is_wanted(job, ready):
+            outcome: Publication | str | None = None
+            why_not: list[str] = []
+            for members in self._owner.choices_of(job, begun=ready.begun):
+                try:
+                    outcome = await self._attempt(job, ready, members)
+                    break
+                except PlanError as error:
+                    why_not.append(str(error))
+            if not _is_wanted(job, ready):
+                return
+            if not isinstance(outcome, Publication):
+                self._owner.fail(
+                    job, ready, outcome or "; ".join(dict.fromkeys(why_not)) or _no_server(job)
+                )
+                return
+            if self._owner.still_serve(members, outcome.record.serving):
+                self._owner.publish(job, outcome)
+                return
+            logger.info("job %s: a server of step %d left; planning again", job.job_id, ready.step)
+
+    async def _attempt(
+        self, job: Job, ready: ReadyStep, members: list[Member]
+    ) -> Publication | str:
+        """The plan, or why no servers could do it.
+
+        Raises:
+            PlanError: these cannot.
+        """
+        make: Callable[[], Publication] = _maker(
+            job, ready, members, self.planner_of(job.spec.planner)
+        )
+        try:
+            async with self._slots.slot(job.owner):
+                return await asyncio.get_running_loop().run_in_executor(self._executor, make)
+        except PlanError:
+            raise
+        except ManifestError as error:
+            return str(error)
+        except Exception as error:
+            # A mistake of ours must not leave the ranks waiting for an event that never comes.
+            logger.exception("job %s: planning step %d failed", job.job_id, ready.step)
+            return f"internal error of the control plane, see its log: {error!r}"
+
+
+def _maker(
+    job: Job, ready: ReadyStep, members: list[Member], planner: Planner
+) -> Callable[[], Publication]:
+    """What the worker thread runs; it holds values only, nothing that the event loop changes."""
+    job_id = job.job_id
+    spec = replace(job.spec, options=replace(job.spec.options, rank_hosts=job.rank_hosts))
+    servers = planning_servers(
+        members,
+        spec.shape,
+        job.speeds.snapshot(),
+        in_place_receives=spec.placement.uses_in_place,
+    )
+    return lambda: publish_step(job_id, spec, ready, servers, planner)
+
+
+def _is_wanted(job: Job, ready: ReadyStep) -> bool:
+    return job.closed is None and ready.epoch == job.epoch and not job.is_recovering
+
+
+def _no_server(job: Job) -> str:
+    advice = (
+        "start attention nodes, or open the job with another placement"
+        if job.spec.placement.uses_pool
+        else "the in-place servers of its ranks have left"
+    )
+    return (
+        f"no attention server can serve job {job.job_id} with placement "
+        f"{job.spec.placement.name}: {advice}"
+    )

@@ -1,0 +1,1 @@
+"""Which of several control planes leads, and the epochs that it hands out."""

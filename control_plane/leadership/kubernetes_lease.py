@@ -1,0 +1,213 @@
+"""Leadership by a Lease of coordination.k8s.io, as Kubernetes' own controllers elect a leader.
+
+The leader renews the Lease every :data:`RETRY_SECONDS`. A candidate takes over when the Lease has
+not changed for :data:`LEASE_SECONDS`, by its own clock: clocks of machines are not compared. A
+leader that has not managed to renew for :data:`RENEW_SECONDS` leads no more; the difference is what
+its clock may be wrong by, and what a call that it has begun may take. Writes carry the version that
+was read, so of two candidates one wins.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from datetime import UTC, datetime
+from typing import Any
+
+from control_plane.leadership.kubernetes_api import CALL_SECONDS, in_one_line
+from control_plane.leadership.leader_label import LeaderLabel
+
+logger = logging.getLogger(__name__)
+
+LEASE_SECONDS = 10
+RENEW_SECONDS = 7.0
+RETRY_SECONDS = 2.0
+
+_CONFLICT, _NOT_FOUND = 409, 404
+
+
+class KubernetesLease:
+    """Leads who holds a Lease.
+
+    Args:
+        api: a ``kubernetes.client.CoordinationV1Api``; see
+            :func:`control_plane.leadership.kubernetes_api.cluster_apis`.
+        namespace, name: of the Lease; it is made if it is not there.
+        identity: of this process, unique among the candidates: the pod's name.
+        label: tells a Service which pod leads; None: nothing does.
+        lease_seconds, renew_seconds, retry_seconds: see the module.
+    """
+
+    def __init__(
+        self,
+        api: Any,
+        namespace: str,
+        name: str,
+        identity: str,
+        *,
+        label: LeaderLabel | None = None,
+        lease_seconds: int = LEASE_SECONDS,
+        renew_seconds: float = RENEW_SECONDS,
+        retry_seconds: float = RETRY_SECONDS,
+    ) -> None:
+        if not retry_seconds < renew_seconds < lease_seconds:
+            raise ValueError(
+                f"retry_seconds {retry_seconds} < renew_seconds {renew_seconds} < lease_seconds "
+                f"{lease_seconds} must hold"
+            )
+        self._api = api
+        self._namespace = namespace
+        self._name = name
+        self._identity = identity
+        self._label = label
+        self._lease_seconds = lease_seconds
+        self._renew_seconds = renew_seconds
+        self._retry_seconds = retry_seconds
+        self._held_until = 0.0
+        # What was seen last, and since when it has not changed.
+        self._seen: tuple[str, datetime | None] | None = None
+        self._seen_at = 0.0
+
+    @property
+    def is_held(self) -> bool:
+        return time.monotonic() < self._held_until
+
+    async def acquire(self) -> None:
+        """Waits until this process holds the Lease. Failures of the API are logged, and it is
+        asked again."""
+        waiting = False
+        while not await self._attempt():
+            if not waiting:
+                waiting = True
+                logger.info("standing by: another control plane holds Lease %s", self)
+            await self._show(leads=False)
+            await asyncio.sleep(self._retry_seconds)
+        logger.info("leading: holding Lease %s as %s", self, self._identity)
+        await self._show(leads=True)
+
+    async def lost(self) -> str:
+        """Renews the Lease; returns when that has not worked for too long, or somebody else has
+        it."""
+        while True:
+            await asyncio.sleep(self._retry_seconds)
+            renewed = await self._attempt()
+            if renewed:
+                await self._show(leads=True)
+            if not self.is_held:
+                return f"Lease {self} was not renewed for {self._renew_seconds:g} s"
+            if not renewed and self._is_anothers():
+                self._held_until = 0.0
+                return f"Lease {self} was taken by {self._seen[0] if self._seen else 'nobody'}"
+
+    async def release(self) -> None:
+        """Gives the Lease up, so that a standby need not wait for its end."""
+        if not self.is_held:
+            return
+        self._held_until = 0.0
+        await self._show(leads=False)
+        try:
+            await asyncio.to_thread(self._give_up)
+        except Exception as error:
+            # The Lease runs out by itself.
+            logger.warning("giving up Lease %s: %s", self, error)
+
+    def __str__(self) -> str:
+        return f"{self._namespace}/{self._name}"
+
+    def _is_anothers(self) -> bool:
+        return self._seen is not None and self._seen[0] not in ("", self._identity)
+
+    async def _show(self, *, leads: bool) -> None:
+        if self._label is not None:
+            await asyncio.to_thread(self._label.show, leads)
+
+    async def _attempt(self) -> bool:
+        """Takes or renews the Lease; whether that worked."""
+        began = time.monotonic()
+        try:
+            taken = await asyncio.wait_for(asyncio.to_thread(self._take), self._renew_seconds)
+        except Exception as error:
+            # The client raises what its HTTP library does; all that counts is that it failed.
+            logger.warning("Lease %s: %s", self, in_one_line(error))
+            return False
+        if taken:
+            # From before the call: nobody can have seen the renewal earlier than that.
+            self._held_until = began + self._renew_seconds
+        return taken
+
+    def _take(self) -> bool:
+        """Reads the Lease, and writes it if it is free or this process's."""
+        lease = self._read()
+        if lease is None:
+            return self._create()
+        holder = lease.spec.holder_identity or ""
+        seen = (holder, lease.spec.renew_time)
+        if seen != self._seen:
+            self._seen, self._seen_at = seen, time.monotonic()
+        unchanged_seconds = time.monotonic() - self._seen_at
+        patience_seconds = lease.spec.lease_duration_seconds or self._lease_seconds
+        if holder not in ("", self._identity) and unchanged_seconds < patience_seconds:
+            return False
+        now = datetime.now(UTC)
+        if holder != self._identity:
+            lease.spec.acquire_time = now
+            lease.spec.lease_transitions = (lease.spec.lease_transitions or 0) + 1
+        lease.spec.holder_identity = self._identity
+        lease.spec.lease_duration_seconds = self._lease_seconds
+        lease.spec.renew_time = now
+        return self._write(lease)
+
+    def _read(self) -> Any:
+        from kubernetes.client import ApiException
+
+        try:
+            return self._api.read_namespaced_lease(
+                self._name, self._namespace, _request_timeout=CALL_SECONDS
+            )
+        except ApiException as error:
+            if error.status == _NOT_FOUND:
+                return None
+            raise
+
+    def _create(self) -> bool:
+        from kubernetes.client import ApiException, V1Lease, V1LeaseSpec, V1ObjectMeta
+
+        now = datetime.now(UTC)
+        lease = V1Lease(
+            metadata=V1ObjectMeta(name=self._name, namespace=self._namespace),
+            spec=V1LeaseSpec(
+                holder_identity=self._identity,
+                lease_duration_seconds=self._lease_seconds,
+                acquire_time=now,
+                renew_time=now,
+                lease_transitions=0,
+            ),
+        )
+        try:
+            self._api.create_namespaced_lease(self._namespace, lease, _request_timeout=CALL_SECONDS)
+        except ApiException as error:
+            if error.status == _CONFLICT:
+                return False
+            raise
+        return True
+
+    def _write(self, lease: Any) -> bool:
+        """Replaces the Lease, unless somebody has done so since it was read."""
+        from kubernetes.client import ApiException
+
+        try:
+            self._api.replace_namespaced_lease(
+                self._name, self._namespace, lease, _request_timeout=CALL_SECONDS
+            )
+        except ApiException as error:
+            if error.status == _CONFLICT:
+                return False
+            raise
+        return True
+
+    def _give_up(self) -> None:
+        lease = self._read()
+        if lease is not None and lease.spec.holder_identity == self._identity:
+            lease.spec.holder_identity = ""
+            self._write(lease)

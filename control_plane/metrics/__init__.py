@@ -1,0 +1,1 @@
+"""What the control plane exports for Prometheus."""

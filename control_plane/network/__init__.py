@@ -1,0 +1,1 @@
+"""An encrypted data network: its members, their keys and addresses."""

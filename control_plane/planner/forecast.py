@@ -1,0 +1,405 @@
+"""Forecasts: what a plan will cost each server in seconds, rows and bytes.
+
+Pure functions of (manifest, tasks, servers, shape). Bytes are those of one tick, one layer: K and V
+of a row count once per destination however many tasks read them, and what is at home at its
+destination is not counted. Padding between the sections of a message (under 1.5 KiB a message) is
+left out.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from control_plane.planner.compiled import BoolArray, compiled, compiled_leaf
+from control_plane.planner.costs import PHASE_INDEX, task_seconds
+from control_plane.planner.fleet import Fleet, build_fleet
+from control_plane.planner.planning import PlanningServer
+from control_plane.planner.survey import Survey, survey
+from core_attention.arrays import Float64Array, Int64Array
+from core_attention.ca_task import Phase, TaskTable
+from core_attention.manifest import Manifest
+from core_attention.plan import PhaseForecast
+from core_attention.shape import AttentionShape
+
+
+class RowBytes(NamedTuple):
+    """Bytes that travel for one row.
+
+    Attributes:
+        q_request, kv_request: from its home to the server.
+        q_reply, kv_reply: back.
+    """
+
+    q_request: int
+    kv_request: int
+    q_reply: int
+    kv_reply: int
+
+
+def row_bytes(shape: AttentionShape, phase: Phase) -> RowBytes:
+    """Bytes per row of the messages of ``phase``, as ``core_attention.message`` lays them out."""
+    if phase is Phase.FORWARD:
+        return RowBytes(
+            q_request=shape.q_row_bytes,
+            kv_request=shape.kv_row_bytes,
+            q_reply=shape.o_row_bytes + shape.lse_row_bytes,
+            kv_reply=0,
+        )
+    return RowBytes(
+        q_request=shape.q_row_bytes + shape.o_row_bytes + 2 * shape.lse_row_bytes,
+        kv_request=shape.kv_row_bytes,
+        q_reply=shape.q_row_bytes,
+        kv_reply=shape.kv_row_bytes,
+    )
+
+
+def forecast(
+    manifest: Manifest,
+    tasks: TaskTable,
+    servers: Sequence[PlanningServer],
+    shape: AttentionShape,
+    phase: Phase,
+) -> PhaseForecast:
+    """The forecast of ``phase`` under ``tasks``.
+
+    ``home_seconds`` uses the profile and speed of each rank's in-place server; for a rank without
+    one, the profile of the first server.
+
+    Args:
+        manifest: the whole step.
+        tasks: its CA-tasks of ``phase``.
+        servers: what the tasks' server indices mean.
+        shape: for the bytes.
+        phase: for seconds and bytes.
+
+    Raises:
+        PlanError: as :func:`~control_plane.planner.fleet.build_fleet`, and where the tasks break an
+            invariant of ``TaskTable.check``.
+    """
+    fleet = build_fleet(servers, manifest.n_ranks)
+    return forecast_fleet(manifest, tasks, fleet, survey(manifest, fleet), shape, phase)
+
+
+def forecast_fleet(
+    manifest: Manifest,
+    tasks: TaskTable,
+    fleet: Fleet,
+    found: Survey,
+    shape: AttentionShape,
+    phase: Phase,
+) -> PhaseForecast:
+    """The same for servers that are columns already, and segments that were looked at: ``found``
+    says what they take at home.
+
+    Raises:
+        PlanError: the tasks break an invariant of ``TaskTable.check``.
+    """
+    phase_index, per_row = PHASE_INDEX[phase], row_bytes(shape, phase)
+    n_nano, n_servers = manifest.n_nano_batches, len(fleet.rank)
+    seconds = np.zeros((n_nano, n_servers))
+    rows = np.zeros((n_nano, 4, n_servers), dtype=np.int64)
+    are_valid = _add_tasks(
+        *_task_columns(tasks),
+        manifest.first_segment,
+        manifest.segment_document,
+        *_segment_columns(manifest),
+        fleet,
+        phase_index,
+        found,
+        seconds,
+        rows,
+    )
+    if not are_valid:
+        tasks.check(manifest, n_servers)
+        raise AssertionError(f"a task table in which a forecast found a mistake: {tasks}")
+    q_moved, kv_moved = rows[:, Q_MOVED], rows[:, KV_MOVED]
+    return PhaseForecast(
+        home_seconds=found.rank_seconds[:, phase_index],
+        seconds=seconds,
+        q_rows=rows[:, Q_ROWS],
+        kv_rows=rows[:, KV_ROWS],
+        bytes_in=q_moved * per_row.q_request + kv_moved * per_row.kv_request,
+        bytes_out=q_moved * per_row.q_reply + kv_moved * per_row.kv_reply,
+    )
+
+
+def pair_bytes(
+    manifest: Manifest,
+    tasks: TaskTable,
+    servers: Sequence[PlanningServer],
+    shape: AttentionShape,
+    phase: Phase,
+    nano_batch: int,
+) -> tuple[Int64Array, Int64Array]:
+    """Bytes between every rank and every server in one tick of ``nano_batch``.
+
+    Returns:
+        Two arrays ``[n_ranks, n_servers]``: the bytes of the requests (rank to server) and of the
+        replies (server to rank). A rank and its own in-place server exchange nothing.
+    """
+    fleet, per_row = build_fleet(servers, manifest.n_ranks), row_bytes(shape, phase)
+    q_moved = np.zeros((manifest.n_ranks, len(servers)), dtype=np.int64)
+    kv_moved = np.zeros_like(q_moved)
+    _add_pairs(
+        *_task_columns(tasks),
+        manifest.first_segment,
+        manifest.segment_document,
+        *_segment_columns(manifest),
+        manifest.document_nano_batch,
+        fleet,
+        nano_batch,
+        q_moved,
+        kv_moved,
+    )
+    requests = q_moved * per_row.q_request + kv_moved * per_row.kv_request
+    return requests, q_moved * per_row.q_reply + kv_moved * per_row.kv_reply
+
+
+def _segment_columns(manifest: Manifest) -> tuple[Int64Array, Int64Array, Int64Array]:
+    return manifest.segment_offset, manifest.segment_length, manifest.segment_rank
+
+
+def _task_columns(tasks: TaskTable) -> tuple[Int64Array, Int64Array, Int64Array, Int64Array]:
+    return tasks.document, tasks.q_begin, tasks.q_end, tasks.server
+
+
+Q_ROWS, KV_ROWS, Q_MOVED, KV_MOVED = 0, 1, 2, 3
+"""What is counted of each server: rows of its tasks, and those of them that come from elsewhere."""
+
+
+@compiled
+def _add_tasks(
+    document: Int64Array,
+    q_begin: Int64Array,
+    q_end: Int64Array,
+    server: Int64Array,
+    first_segment: Int64Array,
+    segment_document: Int64Array,
+    segment_offset: Int64Array,
+    segment_length: Int64Array,
+    segment_rank: Int64Array,
+    fleet: Fleet,
+    phase: int,
+    found: Survey,
+    seconds: Float64Array,
+    rows: Int64Array,
+) -> bool:
+    """Adds up the tasks' ``seconds`` ``[n_nano_batches, n_servers]`` and ``rows``
+    ``[n_nano_batches, 4, n_servers]``; False where they are no valid tasks of the manifest."""
+    last_document = np.full(len(fleet.rank), -1, dtype=np.int64)
+    others = np.empty(len(document), dtype=np.int64)
+    task = 0
+    for nano in range(len(seconds)):
+        its = slice(found.bounds[nano], found.bounds[nano + 1])
+        task, n_others = _add_unmoved(
+            task,
+            document,
+            q_begin,
+            q_end,
+            server,
+            segment_document[its],
+            segment_offset[its],
+            segment_rank[its],
+            fleet,
+            found.whole[its],
+            found.end[its],
+            found.divided,
+            found.seconds[phase, its],
+            seconds[nano],
+            rows[nano],
+            others,
+        )
+        if task < 0:
+            return False
+        _add_others(
+            others[:n_others],
+            document,
+            q_begin,
+            q_end,
+            server,
+            first_segment,
+            segment_offset,
+            segment_length,
+            segment_rank,
+            fleet,
+            phase,
+            last_document,
+            seconds[nano],
+            rows[nano],
+        )
+    return task == len(document)
+
+
+@compiled_leaf
+def _add_unmoved(
+    task: int,
+    document: Int64Array,
+    q_begin: Int64Array,
+    q_end: Int64Array,
+    server: Int64Array,
+    segment_document: Int64Array,
+    segment_offset: Int64Array,
+    segment_rank: Int64Array,
+    fleet: Fleet,
+    whole: BoolArray,
+    segment_end: Int64Array,
+    divided: bool,
+    at_home: Float64Array,
+    seconds: Float64Array,
+    rows: Int64Array,
+    others: Int64Array,
+) -> tuple[int, int]:
+    """Those of a nano-batch's tasks that are whole documents where they are at home: most are.
+    Writes the others to ``others``.
+
+    Follows the tasks, from ``task`` on, along the nano-batch's segments, so it sees whether they
+    cover each of them once, in order, on servers that exist: as segments partition the documents,
+    that is all that ``TaskTable.check`` asks for. It is done here because reading all tasks again
+    would take longer than the check itself.
+
+    Returns:
+        The first task of the next nano-batch, -1 if these are not valid; and how many others
+        there are.
+    """
+    n_tasks, n_others = len(document), 0
+    # Neighbours mostly share a server: their sums are kept out of memory until they are complete.
+    at, rank = -1, -1
+    busy, tokens = 0.0, 0
+    first = segment_document[0] if len(segment_document) else 0
+    for segment in range(len(segment_end)):
+        d, position, end = first + segment, 0, segment_end[segment]
+        if divided:
+            d, position = segment_document[segment], segment_offset[segment]
+        while position < end:
+            if (
+                task >= n_tasks
+                or document[task] != d
+                or q_begin[task] != position
+                or q_end[task] <= position
+            ):
+                return -1, 0
+            if server[task] != at or at < 0:
+                if at >= 0:
+                    seconds[at] += busy
+                    rows[Q_ROWS, at] += tokens
+                    rows[KV_ROWS, at] += tokens
+                at = server[task]
+                if at < 0 or at >= len(fleet.rank):
+                    return -1, 0
+                rank = fleet.rank[at] if fleet.speed[at] > 0.0 else STOPPED
+                busy, tokens = 0.0, 0
+            length = q_end[task] - position
+            if length == end and whole[segment] and segment_rank[segment] == rank:
+                busy += at_home[segment]
+                tokens += length
+            else:
+                others[n_others] = task
+                n_others += 1
+            position += length
+            task += 1
+        if position > end:
+            return -1, 0
+    if at >= 0:
+        seconds[at] += busy
+        rows[Q_ROWS, at] += tokens
+        rows[KV_ROWS, at] += tokens
+    return task, n_others
+
+
+@compiled_leaf
+def _add_others(
+    others: Int64Array,
+    document: Int64Array,
+    q_begin: Int64Array,
+    q_end: Int64Array,
+    server: Int64Array,
+    first_segment: Int64Array,
+    segment_offset: Int64Array,
+    segment_length: Int64Array,
+    segment_rank: Int64Array,
+    fleet: Fleet,
+    phase: int,
+    last_document: Int64Array,
+    seconds: Float64Array,
+    rows: Int64Array,
+) -> None:
+    """All other tasks, those of a document from last to first: so the first one seen of a server
+    is the one that reads the most keys, and its keys are all that the server needs of it.
+
+    Args:
+        last_document: ``[n_servers]`` of each server's tasks so far, -1 before the first.
+    """
+    segment = -1
+    for k in range(len(others) - 1, -1, -1):
+        i = others[k]
+        d, s, begin, end = document[i], server[i], q_begin[i], q_end[i]
+        if k == len(others) - 1 or document[others[k + 1]] != d:
+            segment = first_segment[d + 1] - 1
+        while segment_offset[segment] > begin:
+            segment -= 1
+        rank = fleet.rank[s]
+        seconds[s] += _seconds_on(fleet, s, phase, begin, end)
+        rows[Q_ROWS, s] += end - begin
+        if segment_rank[segment] != rank:
+            rows[Q_MOVED, s] += end - begin
+        if last_document[s] == d:
+            continue
+        last_document[s] = d
+        rows[KV_ROWS, s] += end
+        rows[KV_MOVED, s] += end
+        if rank >= 0:
+            for j in range(first_segment[d], segment + 1):
+                if segment_rank[j] == rank:
+                    rows[KV_MOVED, s] -= min(segment_length[j], end - segment_offset[j])
+
+
+STOPPED = -2
+"""Instead of the rank of a server whose speed is 0: no segment is at home there."""
+
+
+@compiled_leaf
+def _seconds_on(fleet: Fleet, server: int, phase: int, begin: int, end: int) -> float:
+    """Seconds of a task on a server; infinite if its speed is 0."""
+    if fleet.speed[server] == 0.0:
+        return math.inf
+    seconds = task_seconds(fleet.tables, fleet.profile[server], phase, begin, end)
+    return seconds / float(fleet.speed[server])
+
+
+@compiled
+def _add_pairs(
+    document: Int64Array,
+    q_begin: Int64Array,
+    q_end: Int64Array,
+    server: Int64Array,
+    first_segment: Int64Array,
+    segment_document: Int64Array,
+    segment_offset: Int64Array,
+    segment_length: Int64Array,
+    segment_rank: Int64Array,
+    document_nano_batch: Int64Array,
+    fleet: Fleet,
+    nano_batch: int,
+    q_moved: Int64Array,
+    kv_moved: Int64Array,
+) -> None:
+    last_document = np.full(len(fleet.rank), -1, dtype=np.int64)
+    segment = len(segment_document) - 1
+    for i in range(len(document) - 1, -1, -1):
+        d, s, begin, end = document[i], server[i], q_begin[i], q_end[i]
+        if document_nano_batch[d] != nano_batch:
+            continue
+        while segment_document[segment] > d or segment_offset[segment] > begin:
+            segment -= 1
+        if segment_rank[segment] != fleet.rank[s]:
+            q_moved[segment_rank[segment], s] += end - begin
+        if last_document[s] == d:
+            continue
+        last_document[s] = d
+        for j in range(first_segment[d], segment + 1):
+            if segment_rank[j] != fleet.rank[s]:
+                kv_moved[segment_rank[j], s] += min(segment_length[j], end - segment_offset[j])

@@ -1,0 +1,405 @@
+"""Planned homes: a packing of documents whose plan moves the fewest bytes.
+
+A data loader knows the lengths before the step. If a query range that would be exported has its
+*home* on the receiver instead, in exchange for as many tokens of short documents, every rank still
+holds exactly its tokens, and only K and V travel: a long document simply lies on several ranks, in
+pieces of about equal work, and short documents fill the ranks up. For data-parallel ranks.
+
+A rank that holds a piece of ``q`` tokens and ``w`` seconds must still be filled up with ``T - q``
+tokens of short documents, which take ``rho`` seconds a token. What counts against its cap is
+therefore the *excess* ``w - rho q``, against the room ``cap - rho T``. Documents are placed by
+excess, largest first, each where it fits most tightly; one that fits nowhere is cut from its end,
+as large as the widest room, because K and V of a piece cost its begin and the fewest pieces cost
+least. Short documents then go to the ranks that want the most work per missing token, and the last
+of them are cut so that the tokens come out exactly.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from control_plane.planner.planning import PlanningOptions, PlanningServer
+from core_attention.arrays import Float64Array, Int64Array
+from core_attention.ca_task import Phase
+from core_attention.cost_model import CostProfile
+from core_attention.errors import PlanError
+from core_attention.manifest import RankManifest, Segment
+
+FIXED_POINT_STEPS = 8
+"""Rho is the density of the fillers, which are the documents of little excess, which needs rho."""
+PASSES = 2
+SHARE_OF_TOLERANCE = 0.4
+"""How much of the tolerance the packing uses; the planner has the rest to level what is left."""
+OVERFLOW_OF_TOLERANCE = 0.4
+"""How much more of it a document may use that would otherwise be cut."""
+TIGHT_SHARE = 0.25
+"""Share of a rank's room from which a document counts as large."""
+SMALL_EXCESS = 0.02
+"""Documents whose excess is below this share of a rank's room are fillers."""
+EXACT_DOCUMENTS = (64, 512)
+"""How many of the shortest documents are set aside to make nano-batches exactly equal; if those
+do not do, all are."""
+MOST_EXACT_BITS = 1 << 32
+"""Bits that the search for an exact selection may hold."""
+ALIGNMENT_TOKENS = 128
+
+
+@dataclass
+class _Rank:
+    """What a rank still wants, and what it has got."""
+
+    tokens: int
+    seconds: float
+    segments: list[Segment] = field(default_factory=list)
+
+
+def plan_homes(
+    lengths: Sequence[int] | Int64Array,
+    n_ranks: int,
+    tokens_per_rank: int,
+    servers: Sequence[PlanningServer],
+    options: PlanningOptions,
+    *,
+    n_nano_batches: int = 1,
+    step: int = 0,
+) -> list[RankManifest]:
+    """Where every token of a step should live.
+
+    Args:
+        lengths: tokens of each document, in any order; document i gets the id i. They sum to
+            ``n_ranks * tokens_per_rank``: cut or pad the last one.
+        n_ranks: data-parallel ranks, each with an in-place server among ``servers``.
+        tokens_per_rank: rows of every rank, a multiple of ``n_nano_batches``.
+        servers: for the cost profile and the speeds.
+        options: of the planner that will plan the step; the tolerance bounds the work of a rank.
+        n_nano_batches: each gets the same number of tokens on every rank.
+        step: copied into the manifests.
+
+    Returns:
+        One manifest per rank: ``tokens_per_rank / n_nano_batches`` rows in every nano-batch.
+
+    Raises:
+        PlanError: the tokens do not add up, a rank has no server that runs, or no selection of
+            documents has exactly the tokens of a nano-batch.
+    """
+    length = np.asarray(lengths, dtype=np.int64)
+    _check(length, n_ranks, tokens_per_rank, n_nano_batches)
+    speed = _speeds(servers, n_ranks)
+    profile = servers[0].profile
+    nano_batches = _nano_batches(length, n_ranks * (tokens_per_rank // n_nano_batches))
+    packed: list[list[tuple[Segment, ...]]] = [[] for _ in range(n_ranks)]
+    for documents in nano_batches:
+        ranks = _pack(documents, length, tokens_per_rank // n_nano_batches, speed, profile, options)
+        for rank, held in enumerate(ranks):
+            packed[rank].append(tuple(held.segments))
+    return [RankManifest(step, rank, tuple(nanos)) for rank, nanos in enumerate(packed)]
+
+
+def _check(length: Int64Array, n_ranks: int, tokens_per_rank: int, n_nano_batches: int) -> None:
+    for name, value in (
+        ("n_ranks", n_ranks),
+        ("tokens_per_rank", tokens_per_rank),
+        ("n_nano_batches", n_nano_batches),
+    ):
+        if value < 1:
+            raise PlanError(f"{name} is {value}; it must be 1 or more")
+    if tokens_per_rank % n_nano_batches:
+        raise PlanError(
+            f"tokens_per_rank {tokens_per_rank} is not a multiple of n_nano_batches "
+            f"{n_nano_batches}; every nano-batch has the same number of tokens"
+        )
+    if length.size and length.min() < 1:
+        raise PlanError(f"lengths holds {length.min()}; a document has 1 token or more")
+    total, wanted = int(length.sum()), n_ranks * tokens_per_rank
+    if total != wanted:
+        raise PlanError(
+            f"the documents have {total} tokens, {n_ranks} ranks of {tokens_per_rank} hold "
+            f"{wanted}: {abs(total - wanted)} tokens too {'many' if total > wanted else 'few'}"
+        )
+
+
+def _speeds(servers: Sequence[PlanningServer], n_ranks: int) -> Float64Array:
+    speed = np.zeros(n_ranks)
+    for server in servers:
+        rank = server.server.in_place_rank
+        if rank is not None and rank < n_ranks:
+            speed[rank] = server.speed
+    if (speed == 0).any():
+        raise PlanError(
+            f"rank {int(np.flatnonzero(speed == 0)[0])} has no in-place server that runs; homes "
+            "can be planned for ranks that attend to their own tokens"
+        )
+    return speed
+
+
+def _nano_batches(length: Int64Array, tokens: int) -> list[list[int]]:
+    """Documents of every nano-batch, each of exactly ``tokens`` tokens, work spread evenly."""
+    n = int(length.sum()) // tokens
+    order = np.argsort(-length, kind="stable").tolist()
+    if n == 1:
+        return [order]
+    searched = 0
+    for n_exact in (*EXACT_DOCUMENTS, len(order)):
+        n_large = max(len(order) - n_exact, 0)
+        chosen, missing = _spread(order[:n_large], length, n, tokens)
+        if max(missing) * (len(order) - n_large) > MOST_EXACT_BITS:
+            break
+        small, searched = order[n_large:], len(order) - n_large
+        for k in range(n - 1):
+            picked = _exact_subset([int(length[d]) for d in small], missing[k])
+            if picked is None:
+                break
+            chosen[k] += [d for d, taken in zip(small, picked, strict=True) if taken]
+            small = [d for d, taken in zip(small, picked, strict=True) if not taken]
+        else:
+            chosen[n - 1] += small
+            return chosen
+    among = "documents" if searched == len(order) else f"the {searched} shortest documents"
+    raise PlanError(
+        f"no selection of {among} gives each of {n} nano-batches exactly its {tokens} tokens; "
+        "documents cannot be cut between nano-batches: use one nano-batch, or more short documents"
+    )
+
+
+def _spread(
+    order: list[int], length: Int64Array, n: int, tokens: int
+) -> tuple[list[list[int]], list[int]]:
+    """Documents, longest first, each to the nano-batch that misses the most tokens."""
+    chosen: list[list[int]] = [[] for _ in range(n)]
+    missing = [tokens] * n
+    for document in order:
+        k = max(range(n), key=missing.__getitem__)
+        chosen[k].append(document)
+        missing[k] -= int(length[document])
+    return chosen, missing
+
+
+def _exact_subset(lengths: list[int], wanted: int) -> list[bool] | None:
+    """Which of ``lengths`` sum to exactly ``wanted``; None if no selection does."""
+    if wanted < 0:
+        return None
+    # Bit s of reachable[i]: the first i lengths can sum to s.
+    mask = (1 << (wanted + 1)) - 1
+    reachable = [1]
+    for value in lengths:
+        reachable.append((reachable[-1] | reachable[-1] << value) & mask)
+    if not reachable[-1] >> wanted & 1:
+        return None
+    taken = [False] * len(lengths)
+    for i in range(len(lengths) - 1, -1, -1):
+        if not reachable[i] >> wanted & 1:
+            taken[i] = True
+            wanted -= lengths[i]
+    return taken
+
+
+def _pack(
+    documents: list[int],
+    length: Int64Array,
+    tokens: int,
+    speed: Float64Array,
+    profile: CostProfile,
+    options: PlanningOptions,
+) -> list[_Rank]:
+    """The ranks of one nano-batch, filled with ``documents`` (longest first)."""
+    lengths = length[documents]
+    seconds = profile.seconds(lengths, lengths, Phase.FORWARD)
+    total = float(seconds.sum())
+    ranks: list[_Rank] = []
+    for _ in range(PASSES):
+        caps = total / float(speed.sum()) * speed * (1.0 + SHARE_OF_TOLERANCE * options.tolerance)
+        ranks = [_Rank(tokens, float(cap)) for cap in caps]
+        _pack_within(ranks, documents, lengths, seconds, length, profile, options)
+        # Pieces run at other rates than whole documents: the second pass knows the true total.
+        total = float(sum((cap - rank.seconds) for cap, rank in zip(caps, ranks, strict=True)))
+    return ranks
+
+
+def _pack_within(
+    ranks: list[_Rank],
+    documents: list[int],
+    lengths: Int64Array,
+    seconds: Float64Array,
+    length: Int64Array,
+    profile: CostProfile,
+    options: PlanningOptions,
+) -> None:
+    """Fills empty ``ranks``, which want tokens and seconds, with ``documents``."""
+    caps = np.array([rank.seconds for rank in ranks])
+    tokens = ranks[0].tokens
+    n_long, rho = _split_off_fillers(lengths, seconds, float(caps.mean()), tokens)
+    overflow = OVERFLOW_OF_TOLERANCE * options.tolerance * float(caps.mean())
+    wants = _Wants(
+        np.full(len(caps), tokens, dtype=np.int64),
+        caps - rho * tokens,
+        rho,
+        overflow,
+        TIGHT_SHARE * float(caps.mean() - rho * tokens),
+    )
+    shortest = max(options.min_forward_tokens, options.min_backward_tokens)
+    for k in range(n_long):
+        _place_long(
+            ranks, wants, documents[k], int(lengths[k]), float(seconds[k]), profile, shortest
+        )
+    rest = [(documents[k], int(lengths[k]), float(seconds[k])) for k in range(n_long, len(lengths))]
+    _fill(ranks, rest, length)
+
+
+def _split_off_fillers(
+    lengths: Int64Array, seconds: Float64Array, cap: float, tokens: int
+) -> tuple[int, float]:
+    """How many of the documents, longest first, are long, and rho of the others."""
+    n_long = 0
+    rho = float(seconds.sum() / lengths.sum())
+    for _ in range(FIXED_POINT_STEPS):
+        room = max(cap - rho * tokens, 0.0)
+        excess = seconds - rho * lengths
+        n_long = int(np.searchsorted(-excess, -SMALL_EXCESS * room))
+        n_long = min(n_long, len(lengths) - 1)
+        rho = float(seconds[n_long:].sum() / lengths[n_long:].sum())
+    return n_long, rho
+
+
+@dataclass
+class _Wants:
+    """What the ranks still want, as columns: tokens, and excess against rho.
+
+    A whole document may exceed the room by ``overflow``, rather than be cut. One whose excess is
+    above ``tight_from`` goes where it fits most tightly, others where the room is widest.
+    """
+
+    tokens: Int64Array
+    room: Float64Array
+    rho: float
+    overflow: float
+    tight_from: float
+
+    def take(self, rank: int, tokens: int, seconds: float) -> None:
+        self.tokens[rank] -= tokens
+        self.room[rank] -= seconds - self.rho * tokens
+
+
+def _place_long(
+    ranks: list[_Rank],
+    wants: _Wants,
+    document: int,
+    length: int,
+    seconds: float,
+    profile: CostProfile,
+    shortest: int,
+) -> None:
+    """Places a document whole where it fits most tightly, else piece by piece from its end.
+
+    Pieces have ``shortest`` tokens or more, unless no rank has as many left.
+    """
+    end = length
+    while end > 0:
+        excess = seconds - wants.rho * end
+        has_tokens = wants.tokens >= end
+        fits = has_tokens & (wants.room >= excess)
+        widest = int(np.where(has_tokens, wants.room, -np.inf).argmax())
+        if excess <= wants.tight_from:
+            # Many more like it follow: level ranks leave room for all of them.
+            fits[:] = False
+        if fits.any():
+            at, begin = int(np.where(fits, wants.room, np.inf).argmin()), 0
+        elif has_tokens.any() and wants.room[widest] + wants.overflow >= excess:
+            at, begin = widest, 0
+        else:
+            at, begin = _widest_piece(wants, end, profile, shortest)
+            seconds = float(profile.seconds(end - begin, end, Phase.FORWARD))
+        _give(ranks[at], document, length, begin, end, seconds)
+        wants.take(at, end - begin, seconds)
+        end = begin
+        if end > 0:
+            seconds = float(profile.seconds(end, end, Phase.FORWARD))
+
+
+def _widest_piece(wants: _Wants, end: int, profile: CostProfile, shortest: int) -> tuple[int, int]:
+    """The rank with the widest room, and where the piece ``[begin, end)`` that fills it begins."""
+    holds = wants.tokens >= min(end, shortest)
+    if not holds.any():
+        holds = wants.tokens > 0
+    at = int(np.where(holds, wants.room, -np.inf).argmax())
+    free = int(wants.tokens[at])
+    begin = _begin_within(profile, end, float(wants.room[at]), wants.rho, free)
+    begin = max(min(begin, end - shortest), end - free, 0)
+    if begin < shortest and free >= end:
+        begin = 0
+    return at, begin
+
+
+def _begin_within(profile: CostProfile, end: int, room: float, rho: float, free: int) -> int:
+    """Where the longest piece ``[begin, end)`` of at most ``free`` tokens begins whose excess is at
+    most ``room``; ``end`` if there is none. Aligned, or the earliest possible."""
+
+    def fits(begin: int) -> bool:
+        seconds = float(profile.seconds(end - begin, end, Phase.FORWARD))
+        return seconds - rho * (end - begin) <= room
+
+    low = max(end - free, 0)
+    if fits(low):
+        return low
+    first, last = low // ALIGNMENT_TOKENS + 1, -(-end // ALIGNMENT_TOKENS)
+    while first < last:
+        middle = (first + last) // 2
+        if fits(middle * ALIGNMENT_TOKENS):
+            last = middle
+        else:
+            first = middle + 1
+    return min(first * ALIGNMENT_TOKENS, end)
+
+
+def _fill(ranks: list[_Rank], rest: list[tuple[int, int, float]], length: Int64Array) -> None:
+    """Places short documents, longest first, on the rank that wants the most seconds a token; cuts
+    those that fit nowhere."""
+    wanting = [
+        (-rank.seconds / rank.tokens, at) for at, rank in enumerate(ranks) if rank.tokens > 0
+    ]
+    heapq.heapify(wanting)
+    # Ranks that miss fewer tokens than the document at hand has; most tokens first.
+    waiting: list[tuple[int, int]] = []
+    for document, end, seconds in rest:
+        while waiting and -waiting[0][0] >= end:
+            at = heapq.heappop(waiting)[1]
+            heapq.heappush(wanting, (-ranks[at].seconds / ranks[at].tokens, at))
+        while wanting and ranks[wanting[0][1]].tokens < end:
+            at = heapq.heappop(wanting)[1]
+            heapq.heappush(waiting, (-ranks[at].tokens, at))
+        whole = int(length[document])
+        if not wanting:
+            _cut(ranks, waiting, document, whole, end, seconds)
+            continue
+        at = heapq.heappop(wanting)[1]
+        _give(ranks[at], document, whole, 0, end, seconds)
+        if ranks[at].tokens > 0:
+            heapq.heappush(wanting, (-ranks[at].seconds / ranks[at].tokens, at))
+
+
+def _cut(
+    ranks: list[_Rank],
+    waiting: list[tuple[int, int]],
+    document: int,
+    length: int,
+    end: int,
+    seconds: float,
+) -> None:
+    """Spreads a document that fits nowhere whole over the ranks that miss the most tokens."""
+    per_pair = seconds / (end * end)
+    while end > 0:
+        at = heapq.heappop(waiting)[1]
+        begin = max(end - ranks[at].tokens, 0)
+        _give(ranks[at], document, length, begin, end, per_pair * (end * end - begin * begin))
+        if ranks[at].tokens > 0:
+            heapq.heappush(waiting, (-ranks[at].tokens, at))
+        end = begin
+
+
+def _give(rank: _Rank, document: int, length: int, begin: int, end: int, seconds: float) -> None:
+    rank.segments.append(Segment(document, length, begin, end - begin))
+    rank.tokens -= end - begin
+    rank.seconds -= seconds

@@ -1,0 +1,1 @@
+"""The gRPC services over :mod:`control_plane.jobs`."""

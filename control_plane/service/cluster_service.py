@@ -1,0 +1,112 @@
+"""What there is now, for ``distca top`` and ``distca doctor``: reads the coordinator's state."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from functools import partial
+
+import grpc
+
+from control_plane.access.caller import caller_of
+from control_plane.errors import UnknownStepError
+from control_plane.jobs.coordinator import Coordinator
+from control_plane.jobs.job import Job
+from control_plane.jobs.requests import spec_to_proto, status_to_proto
+from control_plane.jobs.step import PlannedStep
+from core_attention.ca_task import Phase
+from distca import __version__
+from distca.v1 import cluster_pb2, cluster_pb2_grpc
+
+
+class ClusterService(cluster_pb2_grpc.ClusterServicer):
+    """Answers what there is now.
+
+    Args:
+        coordinator: whose state is shown.
+        wall_clock: seconds since 1970 UTC.
+        clock: seconds that never go back.
+    """
+
+    def __init__(
+        self,
+        coordinator: Coordinator,
+        wall_clock: Callable[[], float] = time.time,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._coordinator = coordinator
+        self._wall_clock = wall_clock
+        self._clock = clock
+        self._started = clock()
+
+    async def DescribeCluster(  # noqa: N802 - named by the protocol
+        self, request: cluster_pb2.DescribeClusterRequest, context: grpc.aio.ServicerContext
+    ) -> cluster_pb2.DescribeClusterResponse:
+        shown = partial(status_to_proto, with_address=caller_of(context).sees_addresses)
+        return cluster_pb2.DescribeClusterResponse(
+            version=__version__,
+            unix_seconds=self._wall_clock(),
+            uptime_seconds=self._clock() - self._started,
+            servers=[
+                shown(member, seconds_since_heartbeat=seconds)
+                for member, seconds in self._coordinator.servers()
+            ],
+            jobs=[job_status(job) for job in self._coordinator.jobs()],
+        )
+
+
+def job_status(job: Job) -> cluster_pb2.JobStatus:
+    """A job as it stands."""
+    spec = spec_to_proto(job.spec)
+    status = cluster_pb2.JobStatus(
+        job_id=job.job_id,
+        name=spec.name,
+        placement=spec.placement,
+        tolerance=spec.tolerance,
+        n_ranks=spec.n_ranks,
+        n_joined_ranks=len(job.joined_ranks),
+        planned_step=-1 if job.planned_step is None else job.planned_step,
+        finished_step=job.finished_step,
+        epoch=job.epoch,
+        recovering=job.is_recovering,
+    )
+    last = _last_step(job)
+    if last is not None:
+        status.last_step.CopyFrom(_step_status(last, spec.n_layers))
+    return status
+
+
+def _last_step(job: Job) -> PlannedStep | None:
+    """The last step that every rank has finished, if it is still known and was measured."""
+    try:
+        record = job.step(job.finished_step)
+    except UnknownStepError:
+        return None
+    return record if record.ranks else None
+
+
+def _step_status(record: PlannedStep, n_layers: int) -> cluster_pb2.StepStatus:
+    ranks = record.ranks.values()
+    status = cluster_pb2.StepStatus(
+        step=record.step,
+        step_seconds=max(rank.step_seconds for rank in ranks),
+        wait_seconds=record.longest_wait_seconds,
+        tokens=sum(rank.tokens for rank in ranks),
+    )
+    for phase in record.phases:
+        status.phases.append(_phase_status(record, phase))
+        forecast = record.plan.forecast(phase)
+        if forecast is not None:
+            moved = int(forecast.bytes_in.sum() + forecast.bytes_out.sum())
+            status.moved_bytes += moved * n_layers
+    return status
+
+
+def _phase_status(record: PlannedStep, phase: Phase) -> cluster_pb2.PhaseStatus:
+    forecast = record.plan.forecast(phase)
+    return cluster_pb2.PhaseStatus(
+        phase=phase.value,
+        home_imbalance=forecast.home_imbalance if forecast else 0.0,
+        predicted_imbalance=forecast.predicted_imbalance if forecast else 0.0,
+        measured_imbalance=record.measured_imbalance(phase) or 0.0,
+    )

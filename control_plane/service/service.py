@@ -1,0 +1,281 @@
+"""The gRPC services of ``proto/distca/v1``: messages in, the coordinator's answers out.
+
+Who may call, and what becomes of a refusal, is the business of :mod:`control_plane.access.access`.
+"""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+import grpc
+
+from control_plane.access.caller import caller_of
+from control_plane.access.fair_slots import FairThreads
+from control_plane.errors import InvalidRequestError
+from control_plane.jobs.audience import RankKey
+from control_plane.jobs.coordinator import Coordinator
+from control_plane.jobs.requests import (
+    description_from_proto,
+    description_of_job,
+    in_place_server_from_proto,
+    load_from_proto,
+    progress_from_proto,
+    rank_measurement_from_proto,
+    server_measurement_from_proto,
+    spec_from_proto,
+    status_to_proto,
+    step_to_proto,
+    wait_from_proto,
+    waited_from_proto,
+)
+from control_plane.jobs.subscriptions import Subscription
+from control_plane.service.manifest_intake import ManifestIntake
+from distca.contract.codec import plan_to_proto
+from distca.contract.identity import Role
+from distca.contract.tokens import rank_token
+from distca.process.plain_text import MAX_REASON_CHARACTERS, plain
+from distca.v1 import jobs_pb2, jobs_pb2_grpc, membership_pb2, membership_pb2_grpc
+
+Context: TypeAlias = grpc.aio.ServicerContext
+
+
+class MembershipService(membership_pb2_grpc.MembershipServicer):
+    """Attention servers join, report and leave."""
+
+    def __init__(self, coordinator: Coordinator) -> None:
+        self._coordinator = coordinator
+
+    async def RegisterServer(  # noqa: N802 - named by the protocol
+        self, request: membership_pb2.RegisterServerRequest, context: Context
+    ) -> membership_pb2.RegisterServerResponse:
+        lease_id = self._coordinator.register_server(
+            description_from_proto(request.server), waited_seconds=waited_from_proto(request)
+        )
+        return membership_pb2.RegisterServerResponse(
+            lease_id=lease_id, lease_seconds=self._coordinator.lease_seconds
+        )
+
+    async def Heartbeat(  # noqa: N802
+        self, request: membership_pb2.HeartbeatRequest, context: Context
+    ) -> membership_pb2.HeartbeatResponse:
+        member = self._coordinator.heartbeat(request.lease_id, load_from_proto(request.load))
+        return membership_pb2.HeartbeatResponse(
+            lease_seconds=self._coordinator.lease_seconds, draining=member.draining
+        )
+
+    async def DrainServer(  # noqa: N802
+        self, request: membership_pb2.DrainServerRequest, context: Context
+    ) -> membership_pb2.DrainServerResponse:
+        identity = caller_of(context).identity
+        if identity is not None and identity.role is Role.SERVER:
+            self._coordinator.check_server_lease(request.server_id, request.lease_id)
+        self._coordinator.drain(request.server_id)
+        return membership_pb2.DrainServerResponse()
+
+    async def ReportRankLost(  # noqa: N802
+        self, request: membership_pb2.ReportRankLostRequest, context: Context
+    ) -> membership_pb2.ReportRankLostResponse:
+        self._coordinator.report_rank_lost(request.lease_id, request.job_id, request.rank)
+        return membership_pb2.ReportRankLostResponse()
+
+    async def DeregisterServer(  # noqa: N802
+        self, request: membership_pb2.DeregisterServerRequest, context: Context
+    ) -> membership_pb2.DeregisterServerResponse:
+        self._coordinator.deregister(request.lease_id)
+        return membership_pb2.DeregisterServerResponse()
+
+    async def ListServers(  # noqa: N802
+        self, request: membership_pb2.ListServersRequest, context: Context
+    ) -> membership_pb2.ListServersResponse:
+        with_addresses = caller_of(context).sees_addresses
+        return membership_pb2.ListServersResponse(
+            servers=[
+                status_to_proto(
+                    member, seconds_since_heartbeat=seconds, with_address=with_addresses
+                )
+                for member, seconds in self._coordinator.servers()
+            ]
+        )
+
+
+class JobsService(jobs_pb2_grpc.JobsServicer):
+    """Trainers open jobs and submit manifests; trainers and servers watch for plans.
+
+    Args:
+        coordinator: answers.
+        threads: read and write large messages.
+    """
+
+    def __init__(self, coordinator: Coordinator, threads: FairThreads) -> None:
+        self._coordinator = coordinator
+        self._threads = threads
+        self._intake = ManifestIntake(threads, coordinator.check_manifest_room)
+
+    async def DescribePool(  # noqa: N802 - named by the protocol
+        self, request: jobs_pb2.DescribePoolRequest, context: Context
+    ) -> jobs_pb2.DescribePoolResponse:
+        return jobs_pb2.DescribePoolResponse(transports=self._coordinator.pool_transports())
+
+    async def OpenJob(  # noqa: N802
+        self, request: jobs_pb2.OpenJobRequest, context: Context
+    ) -> jobs_pb2.OpenJobResponse:
+        spec = spec_from_proto(request.spec)
+        in_place = in_place_server_from_proto(request, spec)
+        caller = caller_of(context)
+        if request.HasField("resume"):
+            job, lease_id = self._coordinator.admission.resume(
+                spec,
+                request.rank,
+                request.host,
+                in_place,
+                job_id=request.resume.job_id,
+                epoch=request.resume.epoch,
+                token=caller.token,
+                owner=caller.owner,
+            )
+        else:
+            job, lease_id = self._coordinator.admission.open(
+                spec,
+                request.rank,
+                request.host,
+                in_place,
+                owner=caller.owner,
+                waited_seconds=waited_from_proto(request),
+            )
+        return jobs_pb2.OpenJobResponse(
+            job_id=job.job_id,
+            rank_lease_id=lease_id,
+            lease_seconds=self._coordinator.lease_seconds,
+            token=rank_token(job.key, request.rank),
+            stall_seconds=self._coordinator.settings.stall_seconds,
+            answer_seconds=self._coordinator.settings.answer_seconds,
+        )
+
+    async def RenewRank(  # noqa: N802
+        self, request: jobs_pb2.RenewRankRequest, context: Context
+    ) -> jobs_pb2.RenewRankResponse:
+        self._coordinator.renew_rank(
+            request.job_id, request.rank_lease_id, next_step=request.next_step
+        )
+        return jobs_pb2.RenewRankResponse(lease_seconds=self._coordinator.lease_seconds)
+
+    async def CloseJob(  # noqa: N802
+        self, request: jobs_pb2.CloseJobRequest, context: Context
+    ) -> jobs_pb2.CloseJobResponse:
+        self._coordinator.leave_job(request.job_id, request.rank_lease_id, _reason(request.error))
+        return jobs_pb2.CloseJobResponse()
+
+    async def SubmitManifest(  # noqa: N802
+        self, request: jobs_pb2.SubmitManifestRequest, context: Context
+    ) -> jobs_pb2.SubmitManifestResponse:
+        nbytes = request.ByteSize()
+        owner = caller_of(context).owner
+        self._coordinator.submit_manifest(
+            request.job_id,
+            request.rank_lease_id,
+            await self._intake.read(request.manifest, owner, nbytes),
+            forward_only=request.forward_only,
+            nbytes=nbytes,
+        )
+        return jobs_pb2.SubmitManifestResponse()
+
+    async def WatchRank(  # noqa: N802
+        self, request: jobs_pb2.WatchRankRequest, context: Context
+    ) -> None:
+        watched = self._coordinator.watch_rank(request.job_id, request.rank_lease_id)
+        await self._stream(watched, context)
+
+    async def WatchServer(  # noqa: N802
+        self, request: jobs_pb2.WatchServerRequest, context: Context
+    ) -> None:
+        await self._stream(self._coordinator.watch_server(request.lease_id), context)
+
+    async def ReportStep(  # noqa: N802
+        self, request: jobs_pb2.ReportStepRequest, context: Context
+    ) -> jobs_pb2.ReportStepResponse:
+        kind = request.WhichOneof("measurement")
+        if kind == "server":
+            self._coordinator.report_server(
+                request.job_id,
+                request.lease_id,
+                request.step,
+                server_measurement_from_proto(request.server),
+            )
+        elif kind == "rank":
+            self._coordinator.report_rank(
+                request.job_id,
+                request.lease_id,
+                request.step,
+                rank_measurement_from_proto(request.rank),
+            )
+        elif kind == "given_up":
+            self._coordinator.give_up_step(
+                request.job_id,
+                request.lease_id,
+                request.step,
+                _reason(request.given_up.reason),
+            )
+        elif kind == "waiting":
+            self._coordinator.wait_in_step(
+                request.job_id, request.lease_id, wait_from_proto(request.step, request.waiting)
+            )
+        else:
+            raise InvalidRequestError(
+                "measurement is missing; give server, rank, given_up or waiting"
+            )
+        return jobs_pb2.ReportStepResponse()
+
+    async def ReportServerLost(  # noqa: N802
+        self, request: jobs_pb2.ReportServerLostRequest, context: Context
+    ) -> jobs_pb2.ReportServerLostResponse:
+        self._coordinator.report_server_lost(
+            request.job_id,
+            request.rank_lease_id,
+            _reason(request.server_id),
+            request.epoch,
+            _reason(request.cause),
+        )
+        return jobs_pb2.ReportServerLostResponse()
+
+    async def ReportProgress(  # noqa: N802
+        self, request: jobs_pb2.ReportProgressRequest, context: Context
+    ) -> jobs_pb2.ReportProgressResponse:
+        self._coordinator.report_progress(
+            request.job_id,
+            request.rank_lease_id,
+            request.epoch,
+            [progress_from_proto(step) for step in request.steps],
+        )
+        return jobs_pb2.ReportProgressResponse()
+
+    async def DescribeJob(  # noqa: N802
+        self, request: jobs_pb2.DescribeJobRequest, context: Context
+    ) -> jobs_pb2.DescribeJobResponse:
+        return description_of_job(self._coordinator.job(request.job_id))
+
+    async def GetStep(  # noqa: N802
+        self, request: jobs_pb2.GetStepRequest, context: Context
+    ) -> jobs_pb2.GetStepResponse:
+        record = self._coordinator.job(request.job_id).step(request.step)
+        # Megabytes for a large job: other calls go on meanwhile.
+        caller = caller_of(context)
+        plan = await self._threads.run(caller.owner, plan_to_proto, record.plan, request.job_id)
+        if not caller.sees_addresses:
+            for server in plan.servers:
+                server.ClearField("data_address")
+        return step_to_proto(record, plan)
+
+    async def _stream(self, watched: tuple[RankKey | str, Subscription], context: Context) -> None:
+        """Writes events until the subscription ends or the reader goes. A write waits while the
+        reader takes nothing; meanwhile the subscription's queue fills up to its limit."""
+        key, subscription = watched
+        try:
+            async for event in subscription.events():
+                await context.write(event)
+        finally:
+            self._coordinator.unwatch(key, subscription)
+
+
+def _reason(text: str) -> str:
+    """What a member says, as logs and other members may show it."""
+    return plain(text, MAX_REASON_CHARACTERS)

@@ -1,0 +1,1 @@
+"""The nixl transport: InfiniBand and RoCE."""

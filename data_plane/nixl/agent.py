@@ -1,0 +1,314 @@
+"""nixl agents, and the memory that they have registered.
+
+Memory is registered once, when a buffer of it is first offered or put, and again only if its pool
+has let go of it. Peers are sent the registration's metadata and keep it for good: nixl has no way
+to take it back, and refuses or, worse, mixes up other metadata for the same addresses. So when
+memory that a peer may know comes back as another block, a new agent takes over, under a new name.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+import threading
+import uuid
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final
+
+from data_plane.nixl.settings import NixlSettings
+from data_plane.process_sockets import listening_ports
+
+if TYPE_CHECKING:
+    import torch
+
+logger = logging.getLogger(__name__)
+
+INSTALL: Final = "pip install 'distca[nixl-cu13]' (or nixl-cu12)"
+
+NIXL_PACKAGES: Final = ("nixl_cu13", "nixl_cu12", "nixl")
+"""The library's names, one for each version of CUDA."""
+
+HOST: Final = -1
+"""In place of a GPU's index."""
+
+_BACKEND = "UCX"
+_ENVIRONMENT_LOCK = threading.Lock()
+
+
+def import_nixl() -> Any:
+    """The library, for whichever version of CUDA it is installed.
+
+    Raises:
+        ImportError: it is not installed; says what to install.
+    """
+    # It writes to stdout, and reads this when it is loaded.
+    os.environ.setdefault("NIXL_LOG_LEVEL", "ERROR")
+    for name in NIXL_PACKAGES:
+        try:
+            return importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            if error.name != name:
+                raise
+    raise ImportError(f"the nixl transport needs the nixl library: {INSTALL}")
+
+
+def nixl_errors(library: Any) -> tuple[type[Exception], ...]:
+    """What its calls raise: classes with no base of their own, and RuntimeError."""
+    bindings = importlib.import_module(f"{library.__name__}._bindings")
+    classes = [
+        value
+        for value in vars(bindings).values()
+        if isinstance(value, type) and issubclass(value, Exception)
+    ]
+    return (*classes, RuntimeError)
+
+
+@dataclass(frozen=True, eq=False)
+class Region:
+    """A registered block.
+
+    Attributes:
+        agent: with which it is registered.
+        begin, end: its half-open range of addresses.
+        metadata: what a peer needs to write to it; includes how to reach the agent.
+        handle: of the registration.
+        storage: keeps the memory alive until it is no longer registered.
+    """
+
+    agent: NixlAgent
+    begin: int
+    end: int
+    metadata: bytes
+    handle: Any
+    storage: object
+
+
+class NixlAgent:
+    """One agent of the library. For the owner thread, but for its creation.
+
+    Args:
+        settings: devices and UCX options.
+
+    Attributes:
+        ports: TCP ports that its UCX has opened; another thread of the process may have opened one
+            of them meanwhile.
+
+    Raises:
+        ImportError: the library is not installed.
+        RuntimeError: it did not start.
+    """
+
+    def __init__(self, settings: NixlSettings) -> None:
+        library = import_nixl()
+        self.errors = nixl_errors(library)
+        config = library.nixl_agent_config(enable_prog_thread=False, backends=[])
+        before = listening_ports()
+        # Unique: peers tell agents apart by name.
+        self._agent = library.nixl_agent(f"distca-{uuid.uuid4().hex}", config)
+        options = settings.context_options()
+        with _in_environment(options):
+            try:
+                self._agent.create_backend(_BACKEND, {"ucx_error_handling_mode": "peer"})
+            except self.errors as error:
+                raise RuntimeError(
+                    f"nixl did not start with UCX options {options}: {error}"
+                ) from error
+        self.ports = listening_ports() - before
+        self._remote_names: dict[bytes, str] = {}
+        self._retired: list[tuple[int, int]] = []
+
+    def register(self, block: torch.Tensor) -> Region:
+        """Registers a block, 1-D uint8."""
+        begin, nbytes = block.data_ptr(), block.numel()
+        handle = self._agent.register_memory(
+            [(begin, nbytes, block.device.index or 0, "")], _memory_kind(block.is_cuda), [_BACKEND]
+        )
+        metadata = self._agent.get_partial_agent_metadata(handle, True, [_BACKEND])
+        logger.debug("registered %d bytes", nbytes)
+        return Region(
+            self, begin, begin + nbytes, metadata, handle, storage=block.untyped_storage()
+        )
+
+    def retire(self, region: Region) -> None:
+        """Deregisters a block that its pool has let go of."""
+        self._retired.append((region.begin, region.end))
+        try:
+            self._agent.deregister_memory(region.handle, [_BACKEND])
+        except self.errors as error:
+            logger.warning("nixl did not deregister %d bytes: %s", region.end - region.begin, error)
+
+    def knows_otherwise(self, block: torch.Tensor) -> bool:
+        """Whether peers may have metadata of other blocks for some of its addresses."""
+        begin = block.data_ptr()
+        end = begin + block.numel()
+        return any(first < end and begin < last for first, last in self._retired)
+
+    def write(
+        self, source: torch.Tensor, metadata: bytes, address: int, device_index: int
+    ) -> NixlWrite:
+        """Prepares a write of ``source``, in registered memory, to a peer's registered memory.
+
+        Args:
+            source: 1-D uint8.
+            metadata: of the peer's region.
+            address: where the bytes go.
+            device_index: of the GPU that the address belongs to, or HOST.
+        """
+        name = self._remote_names.get(metadata)
+        if name is None:
+            loaded = self._agent.add_remote_agent(metadata)
+            name = loaded.decode() if isinstance(loaded, bytes) else str(loaded)
+            self._remote_names[metadata] = name
+        nbytes = source.numel()
+        local = [(source.data_ptr(), nbytes, source.device.index or 0)]
+        remote = [(address, nbytes, max(device_index, 0))]
+        handle = self._agent.initialize_xfer(
+            "WRITE",
+            self._agent.get_xfer_descs(local, _memory_kind(source.is_cuda)),
+            self._agent.get_xfer_descs(remote, _memory_kind(device_index != HOST)),
+            name,
+            b"",
+            [_BACKEND],
+        )
+        return NixlWrite(self._agent, handle)
+
+    def forget_dead(self, metadata: bytes) -> None:
+        """Drops the endpoint to a process that has ended, by any of its metadata."""
+        name = self._remote_names.get(metadata)
+        if name is None:
+            return
+        known = self._remote_names.items()
+        self._remote_names = {key: value for key, value in known if value != name}
+        try:
+            self._agent.remove_remote_agent(name)
+        except self.errors as error:
+            logger.debug("nixl did not forget a peer that has ended: %s", error)
+
+    def progress(self) -> None:
+        """Lets peers' writes to this process go on, where the network needs its help."""
+        self._agent.get_new_notifs([_BACKEND])
+
+
+class NixlWrite:
+    """A write. The memory behind it may be read until ``done`` is True or has raised."""
+
+    def __init__(self, agent: Any, handle: Any) -> None:
+        self._agent = agent
+        self._handle = handle
+        self._posted = False
+
+    def done(self) -> bool:
+        """Starts it if it is not started, and returns whether it is over.
+
+        Raises:
+            Exception: one of ``NixlAgent.errors``: it has failed, and is over.
+        """
+        if self._posted:
+            state = self._agent.check_xfer_state(self._handle)
+        else:
+            self._posted = True
+            state = self._agent.transfer(self._handle)
+        if state == "ERR":
+            raise RuntimeError("nixl reports that the write failed")
+        return bool(state == "DONE")
+
+
+class NixlMemory:
+    """Registers blocks with the agent in force. For the owner thread.
+
+    Args:
+        settings: of the agents.
+        run_soon: runs something on the owner thread; callable from any thread.
+    """
+
+    def __init__(self, settings: NixlSettings, run_soon: Callable[[Callable[[], None]], None]):
+        self._settings = settings
+        self._run_soon = run_soon
+        self._agent = NixlAgent(settings)
+        self._ports = self._agent.ports
+        self._on_ports: Callable[[frozenset[int]], None] = lambda ports: None
+        self._registered: dict[int, _Registered] = {}
+
+    @property
+    def errors(self) -> tuple[type[Exception], ...]:
+        """What the library raises."""
+        return self._agent.errors
+
+    def region(self, block: torch.Tensor) -> Region:
+        """The registration of ``block``, made now if there is none.
+
+        Raises:
+            Exception: one of ``errors``.
+        """
+        key, address = id(block), block.data_ptr()
+        registered = self._registered.get(key)
+        # Another block may have the id of one that died a moment ago.
+        if registered is not None and registered.region.begin == address:
+            if registered.region.agent is self._agent:
+                return registered.region
+            registered.region = self._register(block)
+            return registered.region
+        registered = self._registered[key] = _Registered(self._register(block))
+        # The block dies when its pool lets go of it, on whatever thread.
+        died = partial(self._run_soon, partial(self._forget, key, registered))
+        weakref.finalize(block, died).atexit = False
+        return registered.region
+
+    def tell_ports(self, on_ports: Callable[[frozenset[int]], None]) -> None:
+        """Calls ``on_ports``, now and whenever there are more, with the ports of all agents."""
+        self._on_ports = on_ports
+        on_ports(self._ports)
+
+    def progress(self) -> None:
+        """Lets the agent in force notice what has happened to its connections."""
+        self._agent.progress()
+
+    def forget_dead(self, metadata: bytes) -> None:
+        """See ``NixlAgent.forget_dead``."""
+        self._agent.forget_dead(metadata)
+
+    def _register(self, block: torch.Tensor) -> Region:
+        if self._agent.knows_otherwise(block):
+            logger.info("memory was given back and comes again: a new nixl agent takes over")
+            self._agent = NixlAgent(self._settings)
+            self._ports |= self._agent.ports
+            self._on_ports(self._ports)
+        return self._agent.register(block)
+
+    def _forget(self, key: int, registered: _Registered) -> None:
+        if self._registered.get(key) is registered:
+            del self._registered[key]
+        registered.region.agent.retire(registered.region)
+
+
+@dataclass(eq=False)
+class _Registered:
+    """A block's registration with the agent that was in force when it was last used."""
+
+    region: Region
+
+
+def _memory_kind(on_gpu: bool) -> str:
+    return "VRAM" if on_gpu else "DRAM"
+
+
+@contextmanager
+def _in_environment(options: dict[str, str]) -> Iterator[None]:
+    """nixl takes options of its UCX from nowhere else."""
+    names = {f"UCX_{name}": value for name, value in options.items()}
+    with _ENVIRONMENT_LOCK:
+        before = {name: os.environ.get(name) for name in names}
+        os.environ.update(names)
+        try:
+            yield
+        finally:
+            for name, value in before.items():
+                if value is None:
+                    del os.environ[name]
+                else:
+                    os.environ[name] = value

@@ -1,0 +1,323 @@
+"""The nixl transport: listening, connecting and closing.
+
+nixl carries RDMA (InfiniBand, RoCE, EFA) in its wheel, and writes straight into the offered buffer.
+IPv4 only, as the ucxx transport.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import select
+import socket
+import time
+from typing import TYPE_CHECKING, ClassVar, Final
+
+from data_plane.addresses import connect_failed, local_ip, resolve
+from data_plane.base_transport import COMMAND_TIMEOUT_SECONDS, BaseTransport, check_hello_length
+from data_plane.greeting import HEADER_BYTES, BadGreeting, Greeting, decode_header
+from data_plane.half_open import HalfOpen, half_open_limit
+from data_plane.handshake import (
+    ClientHandshake,
+    HandshakeFailure,
+    ListenerHandshake,
+    Verdict,
+    refusal,
+)
+from data_plane.nixl.connection import TRANSPORT_NAME, NixlConnection
+from data_plane.nixl.link import receive_exactly
+from data_plane.nixl.probe import NixlProbe
+from data_plane.nixl.settings import NixlSettings
+from data_plane.nixl.worker import NixlWorker
+from data_plane.owner_result import OwnerResult
+from data_plane.proof import ConnectionKeys, Ends
+from data_plane.silent_sockets import SilentSockets, has_sent_a_message
+from data_plane.transport import AcceptCallback, Address, Connection, TransportError
+
+if TYPE_CHECKING:
+    from data_plane.metrics import DataPlaneMetrics
+
+logger = logging.getLogger(__name__)
+
+_BACKLOG: Final = 1024
+_CLIENTS_A_TURN: Final = 16
+"""Messages of others wait meanwhile."""
+_NO_FILES_SECONDS: Final = 0.1
+_CONNECTED_SECONDS: Final = 0.5
+"""A connection of an agent to itself is there by then."""
+_REJECTION_LINGER_SECONDS = 1.0
+"""How long a refused client has to read the reason."""
+
+_LINGER_SECONDS = 1.0
+"""How long a closing transport waits for writes that cannot be stopped."""
+
+
+class NixlTransport(BaseTransport[NixlConnection, NixlWorker]):
+    """Implements ``Transport`` with nixl. Starts its owner thread at once; ``close`` ends it.
+
+    nixl does not tell its lanes, so a probe names none.
+
+    Args:
+        settings: devices, UCX options and limits.
+        metrics: counts transfers, failures and probes when given.
+
+    Raises:
+        ImportError: nixl is not installed; says what to install.
+        RuntimeError: nixl did not start.
+        ValueError: ``data_host`` is on no interface of this machine.
+    """
+
+    connection_type = NixlConnection
+    # The worker spends 0.7 of it waiting for writes, and nixl and their memory are then kept
+    # until the process ends.
+    longest_stop_seconds: ClassVar[float] = _LINGER_SECONDS / 0.7
+
+    def __init__(
+        self, settings: NixlSettings | None = None, metrics: DataPlaneMetrics | None = None
+    ) -> None:
+        self._settings = settings or NixlSettings()
+        self._ids = itertools.count()
+        self._listener: socket.socket | None = None
+        limit = half_open_limit(self._settings.max_half_open)
+        self._half_open: HalfOpen[NixlConnection] = HalfOpen(limit)
+        super().__init__(NixlWorker(self._settings), self._settings, metrics)
+        self._silent_sockets = SilentSockets(
+            limit=limit,
+            timeout_seconds=self._settings.handshake_timeout_seconds,
+            on_ended=self._on_silent_ended,
+        )
+        self._worker.submit(lambda: self._worker.memory.tell_ports(self._watch_ports))
+
+    def listen(self, host: str, port: int, accept: AcceptCallback) -> Address:
+        """See ``Transport.listen``; once per transport.
+
+        Raises:
+            TransportError: port in use, ``host`` is not of this machine, or called twice.
+        """
+        self._require_open(f"{host}:{port}")
+        ip = local_ip(host, port, TRANSPORT_NAME)
+        if self._listener is not None:
+            raise self._cannot_listen(host, port, "this transport listens already")
+        listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind((ip, port))
+            listener.listen(_BACKLOG)
+        except OSError as error:
+            listener.close()
+            raise self._cannot_listen(host, port, str(error)) from error
+        listener.setblocking(False)
+        self._listener = listener
+        self._worker.submit(lambda: self._watch_listener(listener, accept))
+        bound_port = int(listener.getsockname()[1])
+        logger.info("listening on %s:%d", host, bound_port)
+        return Address(host, bound_port)
+
+    def connect(
+        self, address: Address, hello: bytes, timeout_seconds: float, *, secret: bytes
+    ) -> tuple[Connection, bytes]:
+        """See ``Transport.connect``."""
+        check_hello_length(hello)
+        self._require_open(str(address))
+        deadline = time.monotonic() + timeout_seconds
+        ip = resolve(address, timeout_seconds, TRANSPORT_NAME)
+        link, keys, answer = self._greet(address, ip, ClientHandshake(hello, secret), deadline)
+        result = OwnerResult()
+        self._worker.submit(lambda: self._adopt(link, keys, str(address), result))
+        try:
+            connection: NixlConnection = result.get(COMMAND_TIMEOUT_SECONDS)
+        except TimeoutError as error:
+            raise connect_failed(address, str(error), TRANSPORT_NAME) from error
+        logger.info("connection %d with %s opened", connection.local_id, address)
+        return connection, answer
+
+    def close(self, timeout_seconds: float = 5.0) -> None:
+        self._silent_sockets.close()
+        super().close(timeout_seconds)
+
+    def _watch_ports(self, ports: frozenset[int]) -> None:
+        """Has connections ended that say nothing to nixl's UCX. Owner thread."""
+        self._silent_sockets.watch(dict.fromkeys(ports, has_sent_a_message))
+        # An agent connects to itself, and says so only when it is driven.
+        self._worker.call_at(
+            time.monotonic() + _CONNECTED_SECONDS, lambda: self._worker.memory.progress()
+        )
+
+    def _on_silent_ended(self, cause: HandshakeFailure) -> None:
+        self._on_refused(cause)
+        # Else nixl's UCX would not close the descriptor before the next message.
+        self._worker.submit(lambda: self._worker.memory.progress())
+
+    def _new_probe(self, connection: NixlConnection) -> NixlProbe:
+        return NixlProbe(connection, self._probe_pool, self._max_probe_bytes)
+
+    def _stop_listening(self) -> None:
+        if self._listener is not None:
+            self._worker.unwatch(self._listener)
+            self._listener.close()
+
+    def _greet(
+        self, address: Address, ip: str, handshake: ClientHandshake, deadline: float
+    ) -> tuple[socket.socket, ConnectionKeys, bytes]:
+        """Connects and proves itself; returns the socket, its keys and the listener's answer."""
+        try:
+            link = socket.create_connection(
+                (ip, address.port), max(deadline - time.monotonic(), 1e-3)
+            )
+        except OSError as error:
+            raise connect_failed(address, f"{error}", TRANSPORT_NAME) from error
+        try:
+            ends = _ends(client=link.getsockname(), server=link.getpeername())
+            link.sendall(handshake.answer(_receive_greeting(link, deadline), ends).encode())
+            keys, answer = handshake.conclude(
+                _receive_greeting(link, deadline), transport=TRANSPORT_NAME, peer=str(address)
+            )
+        except (OSError, BadGreeting) as error:
+            link.close()
+            reason = f"the listener's answer {error}"
+            raise connect_failed(address, reason, TRANSPORT_NAME) from error
+        except TransportError:
+            link.close()
+            raise
+        return link, keys, answer
+
+    def _adopt(
+        self, link: socket.socket, keys: ConnectionKeys, peer: str, result: OwnerResult
+    ) -> None:
+        connection = self._open_connection(link, next(self._ids), peer)
+        connection.begin(sending_key=keys.to_server, receiving_key=keys.to_client)
+        connection.link.start()
+        if not result.set(connection):
+            connection.close("nobody waits for this connection any more")
+
+    def _watch_listener(self, listener: socket.socket, accept: AcceptCallback) -> None:
+        if not self._closed:
+            self._worker.watch(
+                listener, select.EPOLLIN, lambda events: self._take_some_in(listener, accept)
+            )
+
+    def _take_some_in(self, listener: socket.socket, accept: AcceptCallback) -> None:
+        for _ in range(_CLIENTS_A_TURN):
+            try:
+                link, peer = listener.accept()
+            except BlockingIOError:
+                return
+            except ConnectionError as error:
+                logger.info("a client went away while it connected: %s", error)
+                continue
+            except OSError as error:
+                self._make_room(listener, accept, error)
+                return
+            self._take_in(link, peer, accept)
+
+    def _make_room(self, listener: socket.socket, accept: AcceptCallback, error: OSError) -> None:
+        """No client can be taken in, for want of files: one that has not said hello goes, and the
+        next is tried a moment later."""
+        made = self._half_open.put_one_out()
+        logger.warning(
+            "no client can be taken in: %s%s", error, "; the oldest goes" if made else ""
+        )
+        self._worker.unwatch(listener)
+        self._worker.call_at(
+            time.monotonic() + _NO_FILES_SECONDS, lambda: self._watch_listener(listener, accept)
+        )
+
+    def _take_in(self, link: socket.socket, peer: tuple[str, int], accept: AcceptCallback) -> None:
+        connection = self._open_connection(link, next(self._ids), str(Address(*peer)))
+        ends = _ends(client=peer, server=link.getsockname())
+        self._challenge(connection, ListenerHandshake(ends), accept, host=peer[0])
+
+    def _challenge(
+        self,
+        connection: NixlConnection,
+        handshake: ListenerHandshake,
+        accept: AcceptCallback,
+        *,
+        host: str,
+    ) -> None:
+        """Sends the challenge, and judges the client by its answer to it."""
+        seconds = self._settings.handshake_timeout_seconds
+        failure: HandshakeFailure | None = HandshakeFailure.LOST
+
+        def on_deadline() -> None:
+            nonlocal failure
+            failure = HandshakeFailure.TIMEOUT
+            connection.close(f"no hello within {seconds} s")
+
+        def put_out() -> None:
+            nonlocal failure
+            if failure is not None:
+                failure = HandshakeFailure.NO_ROOM
+            connection.close("too many clients have not said hello")
+
+        def on_closed(error: TransportError | None) -> None:
+            timer.cancel()
+            self._half_open.leave(connection)
+            if failure is not None:
+                self._on_refused(failure)
+
+        def conclude(verdict: Verdict) -> None:
+            nonlocal failure
+            failure = None
+            timer.cancel()
+            self._conclude(connection, verdict)
+
+        timer = self._worker.call_at(time.monotonic() + seconds, on_deadline)
+        connection.add_closed_callback(on_closed)
+        self._half_open.enter(connection, host, put_out)
+        connection.on_bad_greeting = lambda bad: conclude(
+            refusal(HandshakeFailure.MALFORMED, f"the hello {bad}")
+        )
+        connection.link.send_raw(handshake.challenge.encode())
+        connection.link.start(
+            lambda greeting: conclude(handshake.judge(accept, greeting, connection))
+        )
+
+    def _conclude(self, connection: NixlConnection, verdict: Verdict) -> None:
+        connection.link.send_raw(verdict.greeting.encode())
+        if verdict.keys is not None:
+            keys = verdict.keys
+            self._half_open.leave(connection)
+            connection.begin(sending_key=keys.to_client, receiving_key=keys.to_server)
+            logger.info("connection %d with %s accepted", connection.local_id, connection.peer)
+            return
+        assert verdict.failure is not None
+        self._on_refused(verdict.failure)
+        reason = verdict.reason
+        logger.info("connection with %s refused: %s", connection.peer, reason)
+        self._worker.call_at(
+            time.monotonic() + _REJECTION_LINGER_SECONDS,
+            lambda: connection.close(f"refused: {reason}"),
+        )
+
+    def _on_refused(self, cause: HandshakeFailure) -> None:
+        if self._metrics is not None:
+            self._metrics.handshake_refused(TRANSPORT_NAME, cause)
+
+    def _open_connection(self, link: socket.socket, local_id: int, peer: str) -> NixlConnection:
+        connection = NixlConnection(
+            worker=self._worker,
+            connection=link,
+            local_id=local_id,
+            peer=peer,
+            max_unclaimed_offers=self._settings.max_unclaimed_offers,
+            slowest_bytes_per_second=self._settings.slowest_bytes_per_second,
+            metrics=self._metrics,
+        )
+        self._keep(connection)
+        return connection
+
+
+def _receive_greeting(link: socket.socket, deadline: float) -> Greeting:
+    """Reads one greeting from a blocking socket.
+
+    Raises:
+        OSError: the deadline passed, or the peer ended the link.
+        BadGreeting: it is none.
+    """
+    header = decode_header(receive_exactly(link, HEADER_BYTES, deadline))
+    return header.with_body(receive_exactly(link, header.body_bytes, deadline))
+
+
+def _ends(*, client: tuple[str, int], server: tuple[str, int]) -> Ends:
+    return Ends(client=str(Address(*client)), server=str(Address(*server)))

@@ -1,0 +1,1 @@
+"""The ucxx transport: one host, TCP and CUDA IPC."""

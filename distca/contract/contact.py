@@ -1,0 +1,78 @@
+"""One contact with a control plane: a channel, and at most one stream of events."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import grpc
+
+from distca.contract import rpc
+from distca.v1 import jobs_pb2_grpc, membership_pb2_grpc
+
+RENEWAL_SECONDS = 3.0
+"""How long the renewal of a lease may take. It is what notices a control plane that is stopped: its
+connection stays, and its stream is silent like any that has nothing to tell."""
+
+
+class Contact:
+    """A control plane that answers, from reaching it to losing it.
+
+    Args:
+        settings: how to reach it.
+        token: gives the job's token, which goes with every call; none if it is empty.
+
+    Attributes:
+        address: ``host:port`` of the control plane.
+        lease_id, lease_seconds: once it gave a lease.
+        events: once it is watched.
+
+    Raises:
+        distca.contract.rpc.ControlPlaneUnavailable: nobody answers.
+    """
+
+    def __init__(self, settings: rpc.RpcSettings, token: Callable[[], bytes] = lambda: b"") -> None:
+        self.address = settings.address
+        self.lease_id = ""
+        self.lease_seconds = 0.0
+        self.events: rpc.EventStream | None = None
+        self._channel: grpc.Channel = rpc.open_channel(settings, token)
+        self._jobs = jobs_pb2_grpc.JobsStub(self._channel)
+        self._membership = membership_pb2_grpc.MembershipStub(self._channel)
+        try:
+            rpc.wait_until_ready(self._channel, settings)
+        except BaseException:
+            self._channel.close()
+            raise
+
+    @property
+    def renewal_seconds(self) -> float:
+        """When to renew the lease."""
+        return self.lease_seconds / 3
+
+    @property
+    def renewal_deadline_seconds(self) -> float | None:
+        """How long that may take. A lease that is not known yet has the deadline of other calls."""
+        return min(self.renewal_seconds, RENEWAL_SECONDS) or None
+
+    def call(self, method: Any, request: Any, *, timeout_seconds: float | None = None) -> Any:
+        """Makes a call: ``method`` of one of the stubs.
+
+        Raises:
+            distca.contract.rpc.RpcError: it failed; Cancelled if the contact has ended.
+        """
+        try:
+            return method(request, timeout=timeout_seconds)
+        except ValueError as error:
+            # gRPC says so of a channel that another thread has closed meanwhile.
+            raise rpc.Cancelled("a call", self.address, str(error)) from error
+
+    def interrupt(self) -> None:
+        """Ends the stream of events; the thread that reads it goes on with what is next."""
+        if self.events is not None:
+            self.events.cancel()
+
+    def end(self) -> None:
+        """Ends everything."""
+        self.interrupt()
+        self._channel.close()

@@ -1,0 +1,250 @@
+"""What keeps a rank or a server in contact with its control plane, whatever happens to that.
+
+Two threads: one reads events and, when the control plane is away, looks for it at all its
+addresses, with backoff and jitter; the other renews the lease.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
+
+from distca.contract import rpc
+from distca.contract.contact import Contact
+from distca.contract.held import Patience
+from distca.contract.reconnect import Addresses, is_transient, reach
+
+logger = logging.getLogger(__name__)
+
+AnyContact = TypeVar("AnyContact", bound=Contact)
+
+
+class ControlPlaneAway(Exception):
+    """The control plane was away for too long."""
+
+
+class Lifeline(Generic[AnyContact]):
+    """Keeps one member in contact.
+
+    Args:
+        settings: how to reach the control plane; with several addresses, its standbys too.
+        first: makes the first contact: reaches the control plane there, joins, and watches.
+        again: the same after a loss, given the lease of before.
+        renew: renews the lease of a contact.
+        on_event: called with each event, on the watching thread.
+        on_broken: called with what ends the contact for good; it may be called more than once.
+        wanted: whether to look for a control plane that is away.
+        away_seconds: how long it may be away.
+        held_seconds: how long to wait for a name whose holder may be gone.
+
+    Attributes:
+        who: is kept in contact, for logs.
+        expects_end: the control plane is about to end the stream of events, which is no loss.
+    """
+
+    def __init__(
+        self,
+        settings: rpc.RpcSettings,
+        *,
+        first: Callable[[rpc.RpcSettings], AnyContact],
+        again: Callable[[str, rpc.RpcSettings], AnyContact],
+        renew: Callable[[AnyContact], None],
+        on_event: Callable[[Any], None],
+        on_broken: Callable[[Exception], None],
+        wanted: Callable[[], bool] = lambda: True,
+        away_seconds: float,
+        held_seconds: float,
+    ) -> None:
+        self.who = ""
+        self.expects_end = False
+        self._settings = settings
+        self._addresses = Addresses(settings)
+        self._first = first
+        self._again = again
+        self._renew = renew
+        self._on_event = on_event
+        self._on_broken = on_broken
+        self._wanted = wanted
+        self._away_seconds = away_seconds
+        self._held_seconds = held_seconds
+        self._contact: AnyContact | None = None
+        self._changed = threading.Condition()
+        self._finished = threading.Event()
+        self._threads: list[threading.Thread] = []
+
+    @property
+    def contact(self) -> AnyContact | None:
+        """The control plane as it is reached now; None while it is away."""
+        return self._contact
+
+    def patience(self, who: str) -> Patience:
+        """To wait with for the name of ``who``, until no control plane is looked for any more."""
+        return Patience(who, timeout_seconds=self._held_seconds, giving_up=self._finished)
+
+    def join(self, again: tuple[type[rpc.RpcError], ...]) -> AnyContact:
+        """Makes the first contact; errors ``again`` are worth another attempt.
+
+        Raises:
+            distca.contract.rpc.RpcError: the control plane cannot be reached in time, or refuses.
+        """
+        contact = reach(
+            self._first,
+            self._addresses,
+            timeout_seconds=self._settings.connect_seconds,
+            giving_up=self._finished,
+            again=lambda error: isinstance(error, again),
+        )
+        self._set(contact)
+        return contact
+
+    def start(self, *, renewing: str) -> None:
+        """Starts the threads, of which ``renewing`` names one."""
+        for name, target in (("distca-watch", self._watch), (renewing, self._keep_renewing)):
+            thread = threading.Thread(target=target, name=name, daemon=True)
+            thread.start()
+            self._threads.append(thread)
+
+    def present(self) -> AnyContact:
+        """The contact.
+
+        Raises:
+            distca.contract.rpc.ControlPlaneUnavailable: the control plane is away.
+        """
+        contact = self._contact
+        if contact is None:
+            raise rpc.ControlPlaneUnavailable(
+                "contact", str(self._addresses), "it is away, and looked for"
+            )
+        return contact
+
+    def await_contact(self) -> AnyContact | None:
+        """The contact, once there is one; None when none is needed any more."""
+        with self._changed:
+            while self._contact is None:
+                if self._finished.is_set():
+                    return None
+                self._changed.wait(0.5)
+            return self._contact
+
+    def let_go(self, contact: AnyContact, error: Exception) -> None:
+        """``contact`` is of no use any more; the watching thread looks for a new one."""
+        with self._changed:
+            if self._contact is not contact:
+                return
+            self._contact = None
+            self._changed.notify_all()
+        if isinstance(error, rpc.DeadlineExceeded):
+            # It is there and answers nothing: a standby's turn.
+            self._addresses.advance()
+        if not self._finished.is_set():
+            logger.warning(
+                "%s: lost the control plane at %s, work goes on: %s",
+                self.who,
+                contact.address,
+                error,
+            )
+        contact.interrupt()
+
+    def finish(self) -> None:
+        """No control plane is looked for any more."""
+        self._finished.set()
+        with self._changed:
+            self._changed.notify_all()
+
+    def end(self) -> None:
+        """Ends contact and threads. Idempotent."""
+        self.finish()
+        contact = self._contact
+        self._set(None)
+        if contact is not None:
+            contact.end()
+        for thread in self._threads:
+            thread.join(2.0)
+
+    def _set(self, contact: AnyContact | None) -> None:
+        with self._changed:
+            self._contact = contact
+            self._changed.notify_all()
+
+    def _watch(self) -> None:
+        contact = self._contact
+        try:
+            while contact is not None:
+                self._follow(contact)
+                contact.end()
+                contact = self._look_for_it(contact.lease_id)
+        except Exception as error:
+            # Whatever breaks this thread would leave others waiting: hand it over.
+            self._on_broken(error)
+
+    def _follow(self, contact: AnyContact) -> None:
+        """Handles events until the stream ends."""
+        assert contact.events is not None
+        try:
+            for event in contact.events:
+                self._on_event(event)
+                if self._finished.is_set():
+                    return
+            if self.expects_end:
+                self.finish()
+            else:
+                self.let_go(contact, ControlPlaneAway("it ended the stream of events"))
+        except rpc.RpcError as error:
+            self.let_go(contact, error)
+
+    def _look_for_it(self, lease_id: str) -> AnyContact | None:
+        """A new contact, with lease ``lease_id`` if that still runs; None if none is needed."""
+        if not self._wanted():
+            self.finish()
+        if self._finished.is_set():
+            return None
+        began = time.monotonic()
+        try:
+            contact = reach(
+                lambda settings: self._again(lease_id, settings),
+                self._addresses,
+                timeout_seconds=self._away_seconds,
+                giving_up=self._finished,
+                again=lambda error: is_transient(error) or type(error) is rpc.RpcError,
+            )
+        except rpc.ControlPlaneUnavailable as error:
+            if self._finished.is_set():
+                return None
+            raise ControlPlaneAway(
+                f"the control plane has been away for {self._away_seconds:g} s: {error}"
+            ) from error
+        self._set(contact)
+        if self._finished.is_set():
+            # Nobody may have seen it in time to end it.
+            contact.end()
+            return None
+        logger.info(
+            "%s: back at the control plane at %s after %.1f s%s",
+            self.who,
+            contact.address,
+            time.monotonic() - began,
+            "" if contact.lease_id == lease_id else ", under a new lease",
+        )
+        return contact
+
+    def _keep_renewing(self) -> None:
+        while (contact := self.await_contact()) is not None:
+            if self._is_replaced(contact):
+                continue
+            try:
+                self._renew(contact)
+            except rpc.RpcError as error:
+                self.let_go(contact, error)
+            except Exception as error:
+                self._on_broken(error)
+                return
+
+    def _is_replaced(self, contact: AnyContact) -> bool:
+        """Waits until the lease is to be renewed; whether ``contact`` has ended meanwhile."""
+        with self._changed:
+            return self._changed.wait_for(
+                lambda: self._contact is not contact, contact.renewal_seconds
+            )

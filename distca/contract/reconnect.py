@@ -1,0 +1,130 @@
+"""Finding the control plane again: its addresses in turn, with backoff and jitter.
+
+A control plane may have standbys, of which one takes over when it ends. Whoever depends on it
+knows the addresses of all and tries one after the other; a standby answers UNAVAILABLE.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TypeVar
+
+from tenacity import (
+    RetryCallState,
+    Retrying,
+    retry_if_exception,
+    sleep_using_event,
+    stop_after_delay,
+    stop_when_event_set,
+    wait_random_exponential,
+)
+
+from distca.contract import rpc
+
+logger = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
+
+LONGEST_WAIT_SECONDS = 2.0
+"""Between two attempts. Waits are random up to a limit that doubles from 0.2 s to this."""
+
+ATTEMPT_SECONDS = 2.0
+"""How long an address may take to accept a connection before it is the next one's turn."""
+
+TOLD_AFTER_SECONDS = 5.0
+"""After so long somebody who waits is told what for."""
+
+_TRANSIENT = (
+    rpc.ControlPlaneUnavailable,
+    rpc.DeadlineExceeded,
+    rpc.Cancelled,
+    rpc.RateLimited,
+)
+
+
+class Addresses:
+    """The addresses of a control plane and its standbys.
+
+    Args:
+        settings: whose address is ``host:port``, or several of them with commas between.
+    """
+
+    def __init__(self, settings: rpc.RpcSettings) -> None:
+        seconds = min(ATTEMPT_SECONDS, settings.connect_seconds)
+        self._each = [
+            replace(settings, address=address, connect_seconds=seconds)
+            for address in settings.addresses
+        ]
+        self._next = 0
+
+    def current(self) -> rpc.RpcSettings:
+        """How to reach the one to try now."""
+        return self._each[self._next]
+
+    def advance(self) -> None:
+        """The current one did not answer: the next one's turn."""
+        self._next = (self._next + 1) % len(self._each)
+
+    def __str__(self) -> str:
+        return ", ".join(settings.address for settings in self._each)
+
+
+def is_transient(error: BaseException) -> bool:
+    """Whether a later attempt, here or at another address, may go well."""
+    return isinstance(error, _TRANSIENT)
+
+
+def reach(
+    attempt: Callable[[rpc.RpcSettings], Result],
+    addresses: Addresses,
+    *,
+    timeout_seconds: float,
+    giving_up: threading.Event,
+    again: Callable[[BaseException], bool] = is_transient,
+) -> Result:
+    """The result of the first ``attempt`` that goes well, at one address after the other.
+
+    Args:
+        attempt: connects and says what it has to say.
+        addresses: where; an attempt that fails moves on to the next.
+        timeout_seconds: no attempt begins later than this after the first.
+        giving_up: when set, no further attempt is made.
+        again: which errors are worth another attempt.
+
+    Raises:
+        RpcError: of the last attempt.
+    """
+
+    def attempt_in_turn() -> Result:
+        try:
+            return attempt(addresses.current())
+        except rpc.RpcError:
+            addresses.advance()
+            raise
+
+    told = False
+
+    def tell(state: RetryCallState) -> None:
+        nonlocal told
+        if told or (state.seconds_since_start or 0.0) < TOLD_AFTER_SECONDS:
+            return
+        told = True
+        logger.warning(
+            "the control plane at %s does not answer yet; trying for %g s (its first start on a "
+            "machine compiles the planner, which takes about a minute)",
+            addresses,
+            timeout_seconds,
+        )
+
+    retrying = Retrying(
+        stop=stop_after_delay(timeout_seconds) | stop_when_event_set(giving_up),
+        wait=wait_random_exponential(multiplier=0.2, max=LONGEST_WAIT_SECONDS),
+        retry=retry_if_exception(again),
+        sleep=sleep_using_event(giving_up),
+        before_sleep=tell,
+        reraise=True,
+    )
+    return retrying(attempt_in_turn)

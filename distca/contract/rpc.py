@@ -1,0 +1,367 @@
+"""The client's side of gRPC: how trainers, nodes and the command line reach the control plane.
+
+:func:`open_channel` gives a channel on which every unary call has a deadline and every failure is
+one of :mod:`distca.contract.rpc_errors`, which name the method, the address and what to do; no
+caller handles ``grpc.RpcError``. The server's matching options stand here too, so that both sides
+agree on keepalive: a server answers pings it does not permit by closing the connection (GOAWAY,
+too_many_pings).
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import resource
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import grpc
+
+from distca.contract.reloading_channel import ReloadingChannel
+from distca.contract.rpc_errors import (
+    ERROR_KIND_KEY,
+    RETRY_AFTER_KEY,
+    AlreadyExists,
+    Cancelled,
+    ControlPlaneUnavailable,
+    DeadlineExceeded,
+    FailedPrecondition,
+    Fenced,
+    Held,
+    InvalidRequest,
+    LeaseExpired,
+    NoDataNetwork,
+    NotFound,
+    PermissionDenied,
+    RateLimited,
+    ResourceExhausted,
+    RpcError,
+    Unauthenticated,
+    UnknownJob,
+    UnknownServer,
+    UnknownStep,
+    named_error,
+)
+from distca.contract.tls import CertificateFiles, Certificates
+from distca.contract.tokens import JOB_TOKEN_KEY
+
+__all__ = [
+    "DEFAULT_MAX_MESSAGE_BYTES",
+    "ERROR_KIND_KEY",
+    "MIN_KEEPALIVE_SECONDS",
+    "RETRY_AFTER_KEY",
+    "AlreadyExists",
+    "Cancelled",
+    "ControlPlaneUnavailable",
+    "DeadlineExceeded",
+    "EventStream",
+    "FailedPrecondition",
+    "Fenced",
+    "Held",
+    "InvalidRequest",
+    "LeaseExpired",
+    "NoDataNetwork",
+    "NotFound",
+    "PermissionDenied",
+    "RateLimited",
+    "ResourceExhausted",
+    "RpcError",
+    "RpcSettings",
+    "Unauthenticated",
+    "UnknownJob",
+    "UnknownServer",
+    "UnknownStep",
+    "log_lost_report",
+    "named_error",
+    "open_channel",
+    "server_options",
+    "wait_until_ready",
+]
+
+logger = logging.getLogger(__name__)
+
+MIN_KEEPALIVE_SECONDS = 10.0
+"""The shortest interval between keepalive pings that the control plane permits."""
+
+SERVER_HANDSHAKE_SECONDS = 10.0
+"""How long a connection to a gRPC server may take for its TLS and HTTP/2 handshakes."""
+
+_IDLE_CONNECTION_SECONDS = 600.0
+_SERVER_KEEPALIVE_SECONDS = 60.0
+_SERVER_KEEPALIVE_TIMEOUT_SECONDS = 20.0
+_MAX_CONNECTIONS = 16384
+_MAX_CALLS_OF_CONNECTION = 4096
+
+DEFAULT_MAX_MESSAGE_BYTES = 256 * 2**20
+"""gRPC's own limit of 4 MiB is too small for the whole plan of a large job."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RpcSettings:
+    """How to reach the control plane.
+
+    Attributes:
+        address: its ``host:port``; of several, with commas between, a channel takes the first,
+            and :mod:`distca.contract.reconnect` tries all.
+        connect_seconds: how long :func:`wait_until_ready` waits for a connection.
+        call_seconds: deadline of a unary call that sets none itself.
+        keepalive_seconds: interval of pings on an idle connection, at least
+            :data:`MIN_KEEPALIVE_SECONDS`.
+        keepalive_timeout_seconds: how long a ping may go unanswered before the connection counts
+            as broken.
+        max_message_bytes: largest message in either direction.
+        ca_file: certificates that sign the control plane's; None is plaintext.
+        certificate_file, key_file: this client's own certificate and key, for mTLS; both or none.
+        server_name: name that the control plane's certificate must have, if it is not the host of
+            ``address``.
+        certificate_check_seconds: how often the files are looked at; new certificates are taken
+            into use while calls and streams go on, see :mod:`distca.contract.reloading_channel`.
+    """
+
+    address: str
+    connect_seconds: float = 10.0
+    call_seconds: float = 10.0
+    keepalive_seconds: float = 30.0
+    keepalive_timeout_seconds: float = 10.0
+    max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES
+    ca_file: Path | None = None
+    certificate_file: Path | None = None
+    key_file: Path | None = None
+    server_name: str | None = None
+    certificate_check_seconds: float = 10.0
+
+    def __post_init__(self) -> None:
+        for address in self.addresses:
+            host, _, port = address.rpartition(":")
+            if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
+                raise ValueError(
+                    f"address is {self.address!r}; it must be host:port, for example "
+                    "localhost:7700, or several with commas between"
+                )
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.name.endswith("_seconds") and not (math.isfinite(value) and value > 0):
+                raise ValueError(f"{field.name} is {value}; it must be a positive number")
+        if self.keepalive_seconds < MIN_KEEPALIVE_SECONDS:
+            raise ValueError(
+                f"keepalive_seconds is {self.keepalive_seconds}; the control plane permits "
+                f"{MIN_KEEPALIVE_SECONDS} or more"
+            )
+        if self.max_message_bytes < 1:
+            raise ValueError(f"max_message_bytes is {self.max_message_bytes}; it must be 1 or more")
+        if (self.certificate_file is None) != (self.key_file is None):
+            raise ValueError(
+                f"certificate_file is {self.certificate_file} and key_file is {self.key_file}; "
+                "mTLS needs both, TLS neither"
+            )
+        if self.certificate_file is not None and self.ca_file is None:
+            raise ValueError(
+                f"ca_file is None and certificate_file is {self.certificate_file}; mTLS needs "
+                "ca_file, certificate_file and key_file"
+            )
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """``address``, or each of several."""
+        return tuple(address.strip() for address in self.address.split(","))
+
+
+def open_channel(settings: RpcSettings, token: Callable[[], bytes] = lambda: b"") -> grpc.Channel:
+    """A channel to the control plane; it connects on first use, and again after a failure.
+
+    Calls raise :class:`RpcError` and its subclasses only. Unary calls without a timeout get
+    ``settings.call_seconds``; streams have none, their keepalive pings notice a dead peer.
+
+    Args:
+        settings: how to reach it.
+        token: gives the job's token that goes with every call; none if it is empty.
+
+    Raises:
+        OSError: a TLS file cannot be read.
+        distca.contract.tls.MismatchError: a TLS file is of no use.
+    """
+    if settings.ca_file is None:
+        channel = grpc.insecure_channel(settings.addresses[0], _client_options(settings))
+    else:
+        channel = _secure_channel(settings)
+    return grpc.intercept_channel(channel, _Caller(settings, token))
+
+
+def _secure_channel(settings: RpcSettings) -> grpc.Channel:
+    files = CertificateFiles(
+        authority=settings.ca_file, certificate=settings.certificate_file, key=settings.key_file
+    )
+
+    def connect(certificates: Certificates) -> grpc.Channel:
+        credentials = grpc.ssl_channel_credentials(
+            root_certificates=certificates.authority,
+            private_key=certificates.key,
+            certificate_chain=certificates.chain,
+        )
+        return grpc.secure_channel(settings.addresses[0], credentials, _client_options(settings))
+
+    return ReloadingChannel(
+        files,
+        connect,
+        check_seconds=settings.certificate_check_seconds,
+        ready_seconds=settings.connect_seconds,
+    )
+
+
+def wait_until_ready(channel: grpc.Channel, settings: RpcSettings) -> None:
+    """Waits until ``channel`` has a connection.
+
+    Raises:
+        ControlPlaneUnavailable: there is none after ``settings.connect_seconds``.
+    """
+    ready = grpc.channel_ready_future(channel)
+    try:
+        ready.result(timeout=settings.connect_seconds)
+    except grpc.FutureTimeoutError:
+        raise ControlPlaneUnavailable(
+            "connect", settings.address, f"no connection after {settings.connect_seconds:g} s"
+        ) from None
+    finally:
+        ready.cancel()
+
+
+def log_lost_report(future: Future[object]) -> None:
+    """Done callback of a step report sent in the background: losing one is worth a warning only."""
+    if not future.cancelled() and future.exception() is not None:
+        logger.warning("a step report was lost: %s", future.exception())
+
+
+def server_options(
+    max_message_bytes: int, most_connections: int = _MAX_CONNECTIONS
+) -> list[tuple[str, int]]:
+    """Options of a gRPC server that permits what :func:`open_channel` does, with
+    ``most_connections`` or as many as :func:`max_connections` says, if they are fewer."""
+    return [
+        *_message_options(max_message_bytes),
+        ("grpc.http2.min_ping_interval_without_data_ms", int(MIN_KEEPALIVE_SECONDS * 500)),
+        ("grpc.keepalive_permit_without_calls", 1),
+        # Clients that vanish leave streams behind, which count as theirs.
+        ("grpc.keepalive_time_ms", int(_SERVER_KEEPALIVE_SECONDS * 1000)),
+        ("grpc.keepalive_timeout_ms", int(_SERVER_KEEPALIVE_TIMEOUT_SECONDS * 1000)),
+        # What connects and says nothing, says it slowly, or has nothing more to say.
+        ("grpc.server_handshake_timeout_ms", int(SERVER_HANDSHAKE_SECONDS * 1000)),
+        ("grpc.max_connection_idle_ms", int(_IDLE_CONNECTION_SECONDS * 1000)),
+        ("grpc.max_allowed_incoming_connections", min(most_connections, max_connections())),
+        ("grpc.max_concurrent_streams", _MAX_CALLS_OF_CONNECTION),
+        # Several processes on one port would each hold half of the members.
+        ("grpc.so_reuseport", 0),
+    ]
+
+
+def max_connections() -> int:
+    """How many connections a gRPC server of this process takes: three quarters of the files that it
+    may have open (``ulimit -n``), so that the others are left for everything else."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return _MAX_CONNECTIONS if soft < 0 else max(1, min(_MAX_CONNECTIONS, soft * 3 // 4))
+
+
+def _client_options(settings: RpcSettings) -> list[tuple[str, int | str]]:
+    named = (
+        [("grpc.ssl_target_name_override", settings.server_name)] if settings.server_name else []
+    )
+    return [
+        *named,
+        *_message_options(settings.max_message_bytes),
+        ("grpc.keepalive_time_ms", int(settings.keepalive_seconds * 1000)),
+        ("grpc.keepalive_timeout_ms", int(settings.keepalive_timeout_seconds * 1000)),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.max_pings_without_data", 0),
+        # A control plane that restarts is found again within seconds, not gRPC's two minutes.
+        ("grpc.initial_reconnect_backoff_ms", 200),
+        ("grpc.max_reconnect_backoff_ms", 2000),
+        # Else a new channel would go on with the backoff of the one before it.
+        ("grpc.use_local_subchannel_pool", 1),
+    ]
+
+
+def _message_options(max_message_bytes: int) -> list[tuple[str, int]]:
+    return [
+        ("grpc.max_send_message_length", max_message_bytes),
+        ("grpc.max_receive_message_length", max_message_bytes),
+    ]
+
+
+class _CallDetails(NamedTuple):
+    """The fields of ``grpc.ClientCallDetails`` that gRPC reads."""
+
+    method: str
+    timeout: float | None
+    metadata: Any
+    credentials: Any
+    wait_for_ready: bool | None
+    compression: Any
+
+
+class _Caller(grpc.UnaryUnaryClientInterceptor, grpc.UnaryStreamClientInterceptor):  # type: ignore[misc]
+    """Gives unary calls a deadline, and all calls the job's token and named errors."""
+
+    def __init__(self, settings: RpcSettings, token: Callable[[], bytes]) -> None:
+        self._settings = settings
+        self._token = token
+
+    def intercept_unary_unary(
+        self, continuation: Callable[[Any, Any], Any], details: Any, request: Any
+    ) -> Any:
+        timeout = self._settings.call_seconds if details.timeout is None else details.timeout
+        call = continuation(self._details(details, timeout), request)
+        error = call.exception()
+        if isinstance(error, grpc.RpcError):
+            raise named_error(error, _short(details.method), self._settings.address) from error
+        return call
+
+    def intercept_unary_stream(
+        self, continuation: Callable[[Any, Any], Any], details: Any, request: Any
+    ) -> Any:
+        call = continuation(self._details(details, details.timeout), request)
+        return EventStream(call, _short(details.method), self._settings.address)
+
+    def _details(self, details: Any, timeout: float | None) -> _CallDetails:
+        token = self._token()
+        metadata = [*(details.metadata or ()), *([(JOB_TOKEN_KEY, token)] if token else [])]
+        return _CallDetails(
+            details.method,
+            timeout,
+            metadata or None,
+            details.credentials,
+            details.wait_for_ready,
+            details.compression,
+        )
+
+
+class EventStream:
+    """The messages of a server's stream; iterating raises :class:`RpcError`, as calls do.
+
+    The iterator blocks until a message comes, the stream ends, or another thread cancels it.
+    """
+
+    def __init__(self, call: Any, method: str, address: str) -> None:
+        self._call = call
+        self._method = method
+        self._address = address
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        try:
+            return next(self._call)
+        except grpc.RpcError as error:
+            raise named_error(error, self._method, self._address) from error
+
+    def cancel(self) -> None:
+        """Ends the stream; a blocked iterator raises :class:`Cancelled`."""
+        self._call.cancel()
+
+
+def _short(method: str | bytes) -> str:
+    """``OpenJob`` of ``/distca.v1.Jobs/OpenJob``."""
+    text = method.decode() if isinstance(method, bytes) else method
+    return text.rpartition("/")[2]

@@ -1,0 +1,123 @@
+"""All methods side by side on the same documents: what ``distca simulate`` and the paper's table
+show."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from core_attention.arrays import Int64Array
+from distca.simulator.baselines import (
+    balanced_seconds,
+    best_context_parallel,
+    plain_packing,
+    repacked,
+)
+from distca.simulator.disaggregated import DisaggregatedStep, Method, disaggregated_step
+from distca.simulator.errors import InputError
+from distca.simulator.setup import Setup
+
+MEMORY_SLACK = 1.2
+"""Tokens that a baseline may put on a rank when memory is not held equal, of its even share."""
+
+PLAIN = "plain packing"
+REPACKED = "re-packing"
+REPACKED_SLACK = "re-packing, 1.2x tokens"
+EXPOSED = "WLB-ideal-like"
+EXPOSED_SLACK = "WLB-ideal-like, 1.2x tokens"
+HIDDEN = "hidden gather"
+HIDDEN_SLACK = "hidden gather, 1.2x tokens"
+
+Baseline = Callable[[Setup, Int64Array], float]
+
+BASELINES: Mapping[str, Baseline] = {
+    PLAIN: lambda setup, lengths: plain_packing(setup, lengths).seconds,
+    REPACKED: lambda setup, lengths: repacked(setup, lengths, 1.0).seconds,
+    REPACKED_SLACK: lambda setup, lengths: repacked(setup, lengths, MEMORY_SLACK).seconds,
+    EXPOSED: lambda setup, lengths: (
+        best_context_parallel(setup, lengths, 1.0, hidden_gather=False).seconds
+    ),
+    EXPOSED_SLACK: lambda setup, lengths: (
+        best_context_parallel(setup, lengths, MEMORY_SLACK, hidden_gather=False).seconds
+    ),
+    HIDDEN: lambda setup, lengths: (
+        best_context_parallel(setup, lengths, 1.0, hidden_gather=True).seconds
+    ),
+    HIDDEN_SLACK: lambda setup, lengths: (
+        best_context_parallel(setup, lengths, MEMORY_SLACK, hidden_gather=True).seconds
+    ),
+}
+"""Step seconds of everything that disaggregation is compared with, by name. Those with context
+parallelism take the best split of the ranks into data and context parallelism."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """Mean step seconds over batches.
+
+    Attributes:
+        n_gpus: of the job.
+        balanced_seconds: perfectly spread attention, nothing moved (with stages: 1F1B).
+        baseline_seconds: by name of the baseline.
+        disaggregated: by name of the method.
+    """
+
+    n_gpus: int
+    balanced_seconds: float
+    baseline_seconds: Mapping[str, float]
+    disaggregated: Mapping[str, DisaggregatedStep]
+
+    def speedup(self, method: str, baseline: str) -> float:
+        """How many times faster ``method`` is than ``baseline``."""
+        return self.baseline_seconds[baseline] / self.disaggregated[method].seconds
+
+
+def compare(
+    setup: Setup,
+    batches: Sequence[Int64Array],
+    methods: Mapping[str, Method],
+    baselines: Iterable[str] = tuple(BASELINES),
+) -> Comparison:
+    """Simulates every baseline and method on every batch.
+
+    Args:
+        setup: what is simulated.
+        batches: documents of each step, ``setup.step_tokens`` tokens each; 1 or more steps.
+        methods: ways to disaggregate, by name.
+        baselines: names in :data:`BASELINES`.
+
+    Raises:
+        InputError: no batches, an unknown baseline, or tokens that do not match.
+    """
+    if not batches:
+        raise InputError("no batches to simulate; give 1 or more")
+    unknown = sorted(set(baselines) - set(BASELINES))
+    if unknown:
+        raise InputError(f"unknown baselines {unknown}; valid are {sorted(BASELINES)}")
+    return Comparison(
+        n_gpus=setup.cluster.n_gpus,
+        balanced_seconds=_mean(balanced_seconds(setup, batch) for batch in batches),
+        baseline_seconds={
+            name: _mean(BASELINES[name](setup, batch) for batch in batches) for name in baselines
+        },
+        disaggregated={
+            name: _mean_step([disaggregated_step(setup, batch, method) for batch in batches])
+            for name, method in methods.items()
+        },
+    )
+
+
+def _mean(values: Iterable[float]) -> float:
+    return float(np.mean(list(values)))
+
+
+def _mean_step(steps: Sequence[DisaggregatedStep]) -> DisaggregatedStep:
+    """Means of seconds and bytes, the worst imbalance."""
+    return DisaggregatedStep(
+        _mean(step.seconds for step in steps),
+        _mean(step.exposed_seconds for step in steps),
+        max(step.imbalance for step in steps),
+        round(_mean(step.moved_bytes for step in steps)),
+    )

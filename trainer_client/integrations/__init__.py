@@ -1,0 +1,1 @@
+"""Autograd, checkpoints, FSDP, loaders and transformers round the operation."""

@@ -1,0 +1,173 @@
+"""Activation checkpoints leave core attention out.
+
+A checkpointed part of a model is computed again in the backward pass, but core attention is not: it
+is the dearest part, and other ranks take part in it. Its output and log-sum-exp are kept from the
+forward pass and handed out again when the part is recomputed.
+
+This holds for every checkpoint made by ``torch.utils.checkpoint`` with ``use_reentrant=False``:
+PyTorch's own function, FSDP's ``checkpoint_wrapper`` and transformers'
+``gradient_checkpointing_enable()``. They are known by the hooks that they put on saved tensors.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.utils.checkpoint import _CheckpointFrame
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+
+from trainer_client.errors import SessionError
+from trainer_client.integrations.graphs import outside_graphs
+from trainer_client.step.thread_state import saved_tensor_hooks
+
+Result = tuple[torch.Tensor, torch.Tensor]
+"""o ``[rows, num_heads, head_dim_v]`` and lse ``[rows, num_heads]`` float32."""
+
+_HOOK_DEPTH = 3
+"""PyTorch wraps the hook of a recomputation, so that it is not compiled."""
+
+
+class Region:
+    """One checkpointed call: what core attention gave in it."""
+
+    def __init__(self) -> None:
+        self._kept: deque[tuple[Any, Result]] = deque()
+
+    def keep(self, caller: Any, o: torch.Tensor, lse: torch.Tensor) -> None:
+        """Keeps what ``caller``, a lane, got for the recomputation."""
+        self._kept.append((caller, (o.detach(), lse)))
+
+    @property
+    def caller(self) -> Any:
+        """Who made the call that is recomputed next.
+
+        Raises:
+            SessionError: as :meth:`take`.
+        """
+        return self._next()[0]
+
+    def take(self) -> Result:
+        """The oldest result that was not taken yet.
+
+        Raises:
+            SessionError: the recomputation calls core attention more often than the forward pass.
+        """
+        _, result = self._next()
+        self._kept.popleft()
+        return result
+
+    def _next(self) -> tuple[Any, Result]:
+        if not self._kept:
+            raise SessionError(
+                "a checkpointed part of the model calls core attention more often when it is "
+                "recomputed than in the forward pass, or it is recomputed twice; its course must "
+                "not depend on the pass, and backward runs once, without retain_graph"
+            )
+        return self._kept[0]
+
+
+_regions: weakref.WeakKeyDictionary[_CheckpointFrame, Region] = weakref.WeakKeyDictionary()
+
+
+@outside_graphs
+def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Calls ``function`` and keeps of its activations only what core attention in it gave; the rest
+    is recomputed in the backward pass. This is ``torch.utils.checkpoint`` with
+    ``use_reentrant=False``.
+
+    Args:
+        function: a part of the model, for example a layer; deterministic.
+        args, kwargs: its arguments.
+    """
+    return torch_checkpoint(function, *args, use_reentrant=False, **kwargs)
+
+
+class Checkpoints:
+    """The checkpointed parts that enclose a call of core attention."""
+
+    def __init__(self) -> None:
+        self._forward: list[Region] = []
+        self._recomputed: Region | None = None
+        for frame, recomputes in _frames():
+            region = _regions.setdefault(frame, Region())
+            if recomputes:
+                # What encloses a recomputation has kept its own results before.
+                self._recomputed = region
+                break
+            self._forward.append(region)
+
+    @property
+    def recomputed(self) -> Region | None:
+        """The part that is recomputed; None in a forward pass.
+
+        Raises:
+            SessionError: a checkpoint of another kind is recomputed.
+        """
+        if self._recomputed is None and torch._C._current_graph_task_id() >= 0:
+            raise SessionError(
+                "core attention is called inside a backward pass, by an activation checkpoint of a "
+                "kind that calls it again; use torch.utils.checkpoint with use_reentrant=False, "
+                "trainer_client.checkpoint, or for a model of transformers "
+                "gradient_checkpointing_enable({'use_reentrant': False})"
+            )
+        return self._recomputed
+
+    def keep(self, caller: Any, o: torch.Tensor, lse: torch.Tensor) -> None:
+        """Keeps a result for the recomputations that there will be; see :meth:`Region.keep`."""
+        for region in self._forward:
+            region.keep(caller, o, lse)
+
+
+def recomputes() -> bool:
+    """Whether the caller is in the recomputation of a checkpoint."""
+    return any(recomputed for _, recomputed in _frames())
+
+
+def _frames() -> Iterator[tuple[_CheckpointFrame, bool]]:
+    """The checkpoints around the caller, the innermost first, and whether each is recomputed."""
+    for pack, _ in saved_tensor_hooks():
+        found = _frame_of(pack, _HOOK_DEPTH)
+        if found is not None:
+            yield found
+
+
+def _frame_of(hook: Any, depth: int) -> tuple[_CheckpointFrame, bool] | None:
+    """The checkpoint whose hook this is. In a forward pass the hook holds the frame itself, in a
+    recomputation a weak reference to it."""
+    for cell in getattr(hook, "__closure__", None) or ():
+        held = cell.cell_contents
+        if isinstance(held, _CheckpointFrame):
+            return held, False
+        if isinstance(held, weakref.ref) and isinstance(frame := held(), _CheckpointFrame):
+            return frame, True
+        if callable(held) and depth and (found := _frame_of(held, depth - 1)):
+            return found
+    return None
+
+
+class Recomputed(torch.autograd.Function):
+    """Stands for core attention in a recomputation: saves what the true operation saved, in the
+    same order, which is what ``torch.utils.checkpoint`` goes by. Its backward is never run."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        o: torch.Tensor,
+        lse: torch.Tensor,
+    ) -> torch.Tensor:
+        """``o``, as a function of ``q``, ``k`` and ``v``."""
+        o = o.detach()
+        ctx.save_for_backward(q, k, v, o, lse)
+        return o
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """Not to be called."""
+        raise AssertionError("the graph of a recomputation is not differentiated")

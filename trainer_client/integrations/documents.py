@@ -1,0 +1,128 @@
+"""What a model hands over about the documents of its rows, compared with what was planned."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+
+from core_attention.arrays import runs_to_rows
+from trainer_client.step.lane import Lane
+from trainer_client.step.running_step import RunningStep
+
+CHECKED = ("position_ids", "cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")
+"""Arguments of models that tell of the documents."""
+
+
+class Documents:
+    """The documents of one nano-batch, as far as this rank holds them.
+
+    Args:
+        where: names the nano-batch in errors.
+        segments: (packed row, offset in its document, length) of each segment, by row.
+
+    Attributes:
+        told: names of what was handed over and tells of these documents.
+    """
+
+    def __init__(self, where: str, segments: Sequence[tuple[int, int, int]]) -> None:
+        self.where = where
+        self.segments = tuple(segments)
+        self.told: set[str] = set()
+        # Layers hand over the same tensors. Kept, so that an id stays its tensor's own.
+        self._right: dict[int, torch.Tensor] = {}
+
+    @property
+    def lengths(self) -> list[int]:
+        """Rows of each segment."""
+        return [length for _, _, length in self.segments]
+
+    @property
+    def is_one_from_its_start(self) -> bool:
+        """Whether all rows are one document's, from its first token on (or there are none)."""
+        return [offset for _, offset, _ in self.segments] in ([], [0])
+
+    @cached_property
+    def longest(self) -> int:
+        """Keys that the last query of any segment sees: what a window must not be shorter than."""
+        return max((offset + length for _, offset, length in self.segments), default=0)
+
+    @cached_property
+    def positions(self) -> torch.Tensor:
+        """``[rows]`` each packed row's position in its document, int64."""
+        held = np.array(self.segments, dtype=np.int64).reshape(-1, 3)
+        return torch.from_numpy(runs_to_rows(held[:, 1], held[:, 2]))
+
+    def check(self, arguments: Mapping[str, Any]) -> None:
+        """Compares those of ``arguments`` that tell of documents.
+
+        Raises:
+            ValueError: one of them tells of others.
+        """
+        checks = (self._position_ids, self._cu_seq_lens, self._cu_seq_lens, self._seq_idx)
+        for name, check in zip(CHECKED, checks, strict=True):
+            tensor = arguments.get(name)
+            if tensor is None:
+                continue
+            if id(tensor) not in self._right:
+                check(name, tensor)
+                self._right[id(tensor)] = tensor
+            self.told.add(name)
+
+    def _position_ids(self, name: str, ids: torch.Tensor) -> None:
+        expected = self.positions
+        if ids.dim() > 2 or ids.numel() != expected.numel():
+            raise ValueError(
+                f"{self.where}: {name} have shape {tuple(ids.shape)}, the manifest "
+                f"{expected.numel()} rows; pack the documents of a nano-batch into one row and "
+                "give [1, rows] (3-D ids are not supported)"
+            )
+        found = ids.flatten().cpu()
+        wrong = (found != expected).nonzero()
+        if wrong.numel():
+            at = int(wrong[0])
+            raise ValueError(
+                f"{self.where}: {name} say {int(found[at])} at row {at}, the manifest "
+                f"{int(expected[at])}; submit the manifest of the batch that is run"
+            )
+
+    def _cu_seq_lens(self, name: str, cumulative: torch.Tensor) -> None:
+        found = cumulative.flatten().diff().tolist()
+        if found != self.lengths:
+            raise ValueError(
+                f"{self.where}: {name} tell of lengths {found[:8]}..., the manifest of "
+                f"{self.lengths[:8]}...; submit the manifest of the batch that is run"
+            )
+
+    def _seq_idx(self, name: str, index: torch.Tensor) -> None:
+        n_rows = sum(self.lengths)
+        if index.numel() != n_rows:
+            raise ValueError(
+                f"{self.where}: {name} has shape {tuple(index.shape)}, the manifest {n_rows} rows"
+            )
+        begins = (index.flatten().diff() != 0).nonzero().flatten() + 1
+        found = [0, *begins.tolist()] if n_rows else []
+        expected = [row for row, _, _ in self.segments]
+        if found != expected:
+            raise ValueError(
+                f"{self.where}: {name} has documents begin at rows {found[:8]}..., the manifest "
+                f"at {expected[:8]}...; submit the manifest of the batch that is run"
+            )
+
+
+def documents_of(lane: Lane) -> Documents:
+    """The documents of a lane; the same object for the whole of its step."""
+    of_step = _of_steps.setdefault(lane.running, {})
+    if lane.nano_batch not in of_step:
+        of_step[lane.nano_batch] = Documents(
+            f"step {lane.running.step} nano-batch {lane.nano_batch}",
+            lane.running.segments(lane.nano_batch),
+        )
+    return of_step[lane.nano_batch]
+
+
+_of_steps: WeakKeyDictionary[RunningStep, dict[int, Documents]] = WeakKeyDictionary()

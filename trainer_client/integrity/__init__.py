@@ -1,0 +1,1 @@
+"""Answers of servers, compared and recomputed."""

@@ -1,0 +1,332 @@
+"""Audits: a share of the tasks that servers run is recomputed at home and compared.
+
+What an audit finds has already been used in its step: it names the server, so that it serves no
+further step, and the step, so that a user can go back to a checkpoint before it.
+
+Which tasks are audited follows from (seed, step, layer, nano-batch, phase, document, queries)
+alone. Of a task, at most ``ROWS`` query rows are recomputed, and as many key rows of its document's
+gradients: every row of a result depends on its own query (or key) and not on its neighbours', so a
+server that computes wrongly is found as surely as by all of them, at a cost that does not grow with
+the square of the document. Tasks whose keys are not all at home on the rank cannot be recomputed
+there; neither can key gradients to which other ranks' queries contribute.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from core_attention.arrays import Int64Array
+from core_attention.ca_task import Phase
+from core_attention.tick import Tick
+from trainer_client.integrity.answer import Answer, Tensors
+from trainer_client.integrity.recompute import (
+    Expected,
+    forward_rows,
+    key_gradient_rows,
+    query_gradient_rows,
+)
+
+logger = logging.getLogger(__name__)
+
+ROWS = 16
+"""Query rows, and key rows, that are recomputed of one task."""
+
+WAITING = 8
+"""Samples that may wait. Each keeps the inputs of its tick alive."""
+
+TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 1.6e-2, torch.float16: 4e-3}
+"""Allowed difference, relative to the sum of the absolute values of the terms behind an element.
+
+float32: scores are sums of a few hundred products, each rounded to 6e-8, and their error becomes
+the relative error of a weight: 1e-5 in practice; ten times that is allowed. bfloat16 and float16:
+the weights, their gradients and the result are rounded to 8 and 11 bits (2e-3 and 5e-4 at most);
+eight roundings are allowed.
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """What the audit of one task showed.
+
+    Attributes:
+        server_id: who ran it.
+        tick: when.
+        epoch: of the plan.
+        where: document and queries, in words.
+        difference: the largest, in units of what is allowed; more than 1 is wrong.
+        name: of the tensor in which it is.
+    """
+
+    server_id: str
+    tick: Tick
+    epoch: int
+    where: str
+    difference: float
+    name: str
+
+    @property
+    def equal(self) -> bool:
+        return self.difference <= 1.0
+
+    def __str__(self) -> str:
+        return (
+            f"audit of {self.tick}, {self.where}: {self.name} of server {self.server_id} differs "
+            f"from its recomputation by {self.difference:.3g} times what rounding explains"
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class _Sample:
+    """A task to recompute, with what the server gave for some of its rows.
+
+    Attributes:
+        answer: where it comes from; its results are not read any more, their memory is reused.
+        document: index in the plan's manifest.
+        q_begin, q_end: of the task.
+        key_rows: packed rows of the keys ``[0, q_end)``.
+        queries: positions of the chosen queries.
+        query_rows: their packed rows.
+        keys: positions of the chosen keys; empty if their gradients cannot be recomputed.
+        given: the server's results for the chosen rows, copied.
+    """
+
+    answer: Answer
+    document: int
+    q_begin: int
+    q_end: int
+    key_rows: Int64Array
+    queries: Int64Array
+    query_rows: Int64Array
+    keys: Int64Array
+    given: Tensors
+
+
+class Auditor:
+    """Recomputes sampled tasks on a thread of its own.
+
+    Args:
+        rate: share of the tasks to audit, 0 to 1.
+        seed: chooses which.
+        scale: multiplies q.k before softmax.
+        on_finding: called on the auditor's thread with the outcome of each audit.
+        device: of the model's tensors; on a GPU, rows are copied to the host on a stream of their
+            own, so that copies do not wait for the model's kernels.
+
+    Raises:
+        ValueError: ``rate`` is no share.
+    """
+
+    def __init__(
+        self,
+        rate: float,
+        *,
+        seed: int,
+        scale: float,
+        on_finding: Callable[[Finding], None],
+        device: torch.device,
+    ) -> None:
+        if not 0 <= rate <= 1:
+            raise ValueError(f"rate is {rate}; it must be a share, 0 to 1")
+        self._rate = rate
+        self._seed = seed
+        self._scale = scale
+        self._on_finding = on_finding
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._waiting: queue.Queue[_Sample | None] = queue.Queue(WAITING)
+        self._skipped = 0
+        self._thread = threading.Thread(target=self._run, name="distca-audit", daemon=True)
+        self._thread.start()
+
+    @property
+    def skipped(self) -> int:
+        """Tasks that were chosen when too many were waiting, and not recomputed."""
+        return self._skipped
+
+    def sample(self, answer: Answer) -> None:
+        """Chooses tasks of ``answer`` and copies what is needed of its results; never blocks."""
+        with torch.cuda.stream(self._stream):
+            for sample in self._choose(answer):
+                try:
+                    self._waiting.put_nowait(sample)
+                except queue.Full:
+                    if self._skipped == 0:
+                        logger.warning("audits fall behind and are skipped; lower the rate")
+                    self._skipped += 1
+
+    def close(self, timeout_seconds: float = 5.0) -> None:
+        """Ends the thread when it has recomputed what waits, or is left to the process's end."""
+        deadline = time.monotonic() + timeout_seconds
+        try:
+            self._waiting.put(None, timeout=timeout_seconds)
+        except queue.Full:
+            logger.warning("closing with audits unfinished")
+            return
+        self._thread.join(max(deadline - time.monotonic(), 0.0))
+
+    def _choose(self, answer: Answer) -> Iterator[_Sample]:
+        route, tasks = answer.route, answer.plan.tasks(answer.tick.phase)
+        chosen = self._chosen_tasks(answer)
+        for run in np.flatnonzero(chosen).tolist():
+            task = int(route.task[run])
+            document, q_begin, q_end = (
+                int(column[task]) for column in (tasks.document, tasks.q_begin, tasks.q_end)
+            )
+            key_rows = answer.key_rows(document, q_end)
+            if key_rows is None:
+                continue
+            random = np.random.default_rng(
+                [self._seed, answer.tick.step, answer.tick.layer, document, q_begin]
+            )
+            queries = _some(random, q_begin, q_end)
+            offsets = queries - q_begin
+            at_home = _all_queries_at_home(answer, document)
+            keys = _some(random, 0, q_end) if at_home else np.zeros(0, np.int64)
+            yield _Sample(
+                answer=answer,
+                document=document,
+                q_begin=q_begin,
+                q_end=q_end,
+                key_rows=key_rows,
+                queries=queries,
+                query_rows=int(route.q_row[run]) + offsets,
+                keys=keys,
+                given=_copy_results(answer, int(route.q_position[run]) + offsets, document, keys),
+            )
+
+    def _chosen_tasks(self, answer: Answer) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+        """``[n_q_runs]`` whether a task of the route is audited."""
+        tick, tasks = answer.tick, answer.plan.tasks(answer.tick.phase)
+        task = answer.route.task
+        mixed = _mix(np.full(len(task), self._seed, dtype=np.uint64))
+        for column in (
+            np.full(len(task), tick.tag(reply=False)),
+            np.full(len(task), tick.step),
+            answer.plan.manifest.document_id[tasks.document[task]],
+            tasks.q_begin[task],
+        ):
+            mixed = _mix(mixed ^ column.astype(np.uint64))
+        # The upper 53 bits as a number in [0, 1).
+        chosen: np.ndarray[tuple[int], np.dtype[np.bool_]] = (
+            (mixed >> np.uint64(11)).astype(np.float64) / 2**53
+        ) < self._rate
+        return chosen
+
+    def _run(self) -> None:
+        with torch.no_grad(), torch.cuda.stream(self._stream):
+            while (sample := self._waiting.get()) is not None:
+                try:
+                    self._on_finding(self._audit(sample))
+                except Exception:
+                    logger.exception("the audit of a task of %s failed", sample.answer.tick)
+                # Not kept while the thread waits for the next one.
+                del sample
+
+    def _audit(self, sample: _Sample) -> Finding:
+        answer = sample.answer
+        tolerance = TOLERANCES[answer.inputs["q"].dtype]
+        worst, name = 0.0, ""
+        for result, expected in self._recompute(sample).items():
+            difference = (sample.given[result].float() - expected.value).abs()
+            allowed = tolerance * expected.magnitude + torch.finfo(torch.float32).tiny
+            largest = float((difference / allowed).nan_to_num(nan=torch.inf).max())
+            if largest > worst:
+                worst, name = largest, result
+        document_id = answer.plan.manifest.document_id[sample.document]
+        return Finding(
+            server_id=answer.server_id,
+            tick=answer.tick,
+            epoch=answer.plan.epoch,
+            where=f"document {document_id}, task [{sample.q_begin}, {sample.q_end})",
+            difference=worst,
+            name=name,
+        )
+
+    def _recompute(self, sample: _Sample) -> dict[str, Expected]:
+        answer, positions = sample.answer, torch.from_numpy(sample.queries)
+        k, v = (_rows(answer.inputs[name], sample.key_rows) for name in ("k", "v"))
+        if answer.tick.phase is Phase.FORWARD:
+            q = _rows(answer.inputs["q"], sample.query_rows)
+            return forward_rows(q, k, v, positions, self._scale)
+        expected = query_gradient_rows(
+            _queries(answer, sample.query_rows), k, v, positions, self._scale
+        )
+        if len(sample.keys):
+            rows, all_positions = _queries_of_server(answer, sample.document)
+            at = torch.from_numpy(sample.keys)
+            expected |= key_gradient_rows(
+                _queries(answer, rows),
+                k[at],
+                v[at],
+                torch.from_numpy(all_positions),
+                at,
+                self._scale,
+            )
+        return expected
+
+
+def _copy_results(
+    answer: Answer, q_rows: Int64Array, document: int, keys: Int64Array
+) -> dict[str, torch.Tensor]:
+    """The results of some rows, by row of the route: queries, and keys of a document."""
+    names = ("o", "lse") if answer.tick.phase is Phase.FORWARD else ("dq",)
+    given = {name: _rows(answer.results[name], q_rows) for name in names}
+    if answer.tick.phase is Phase.BACKWARD and len(keys):
+        route = answer.route
+        runs = np.flatnonzero(route.kv_document == document)
+        run = runs[np.searchsorted(route.kv_offset[runs], keys, side="right") - 1]
+        rows = route.kv_position[run] + keys - route.kv_offset[run]
+        given |= {name: _rows(answer.results[name], rows) for name in ("dk", "dv")}
+    return given
+
+
+def _all_queries_at_home(answer: Answer, document: int) -> bool:
+    """Whether all queries of ``document`` that the server has are this rank's."""
+    tasks, route = answer.plan.tasks(answer.tick.phase), answer.route
+    on_server = (tasks.document == document) & (tasks.server == route.server)
+    return int(on_server.sum()) == int((tasks.document[route.task] == document).sum())
+
+
+def _queries_of_server(answer: Answer, document: int) -> tuple[Int64Array, Int64Array]:
+    """Packed rows and positions of this rank's queries of ``document`` on the server."""
+    tasks, route = answer.plan.tasks(answer.tick.phase), answer.route
+    runs = np.flatnonzero(tasks.document[route.task] == document)
+    steps = [np.arange(length) for length in route.q_length[runs]]
+    begins = tasks.q_begin[route.task[runs]]
+    rows = np.concatenate([r + s for r, s in zip(route.q_row[runs], steps, strict=True)])
+    positions = np.concatenate([b + s for b, s in zip(begins, steps, strict=True)])
+    return rows, positions
+
+
+def _queries(answer: Answer, rows: Int64Array) -> dict[str, torch.Tensor]:
+    return {name: _rows(answer.inputs[name], rows) for name in ("q", "do", "lse", "delta")}
+
+
+def _rows(tensor: torch.Tensor, rows: Int64Array) -> torch.Tensor:
+    """A copy of some rows, on the host."""
+    return tensor.detach()[torch.from_numpy(rows).to(tensor.device)].cpu()
+
+
+def _some(random: np.random.Generator, begin: int, end: int) -> Int64Array:
+    """At most ROWS different numbers of ``[begin, end)``, in order."""
+    n_rows = min(ROWS, end - begin)
+    # Drawn with replacement, so that a long range need not be listed.
+    drawn = np.arange(begin, end) if n_rows < ROWS else random.integers(begin, end, ROWS)
+    return np.unique(drawn).astype(np.int64)
+
+
+def _mix(
+    numbers: np.ndarray[tuple[int], np.dtype[np.uint64]],
+) -> np.ndarray[tuple[int], np.dtype[np.uint64]]:
+    """SplitMix64's finaliser: every bit of the result depends on every bit of the number."""
+    mixed = numbers + np.uint64(0x9E3779B97F4A7C15)
+    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return mixed ^ (mixed >> np.uint64(31))

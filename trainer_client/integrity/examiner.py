@@ -1,0 +1,99 @@
+"""What is looked at in a server's reply before it is used."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+import torch
+
+from core_attention.checksum import ChecksumMismatch, verify
+from core_attention.message_views import message_views
+from core_attention.tick import Tick
+from trainer_client.integrity.answer import Answer, Tensors
+from trainer_client.integrity.audit import Auditor, Finding
+from trainer_client.integrity.result_checks import ResultChecker
+from trainer_client.metrics import TrainerMetrics
+from trainer_client.options import SessionOptions
+from trainer_client.step.exchanges import Exchange
+
+logger = logging.getLogger(__name__)
+
+
+class Examiner:
+    """Checks the replies of other processes' servers, and audits some of their tasks.
+
+    Args:
+        options: which checks.
+        metrics: told of what they find.
+        lost: told of a server that an audit convicts: its id, the epoch of the plan, the cause.
+    """
+
+    def __init__(
+        self,
+        options: SessionOptions,
+        metrics: TrainerMetrics,
+        lost: Callable[[str, int, str], None],
+    ) -> None:
+        device = torch.device(options.device)
+        self._metrics = metrics
+        self._lost = lost
+        self._checker = ResultChecker(device) if options.checks_results else None
+        self._auditor = (
+            Auditor(
+                options.audit_rate,
+                seed=options.audit_seed,
+                scale=options.scale,
+                on_finding=self._audited,
+                device=device,
+            )
+            if options.audit_rate > 0
+            else None
+        )
+
+    def fault(
+        self, exchange: Exchange, tick: Tick, inputs: Tensors, reply: torch.Tensor
+    ) -> str | None:
+        """What is wrong with a reply that has arrived, in words; None if nothing is.
+
+        Args:
+            exchange: with whom, and which rows.
+            tick: which exchange.
+            inputs: what was sent, by packed row.
+            reply: the message, 1-D uint8.
+        """
+        try:
+            if exchange.connection is not None:
+                key = exchange.connection.receiving_key
+                verify(reply, exchange.reply, tick.tag(reply=True), key)
+        except ChecksumMismatch as mismatch:
+            self._metrics.corrupt_result("checksum")
+            return str(mismatch)
+        if self._checker is None and self._auditor is None:
+            return None
+        answer = Answer(
+            tick=tick,
+            server_id=exchange.server_id,
+            plan=exchange.plan,
+            route=exchange.route,
+            inputs=inputs,
+            results=message_views(reply, exchange.reply),
+        )
+        fault = self._checker.fault(answer) if self._checker else None
+        if fault is not None:
+            self._metrics.corrupt_result("not_finite")
+        elif self._auditor is not None:
+            self._auditor.sample(answer)
+        return fault
+
+    def close(self) -> None:
+        """Ends the audits."""
+        if self._auditor is not None:
+            self._auditor.close()
+
+    def _audited(self, finding: Finding) -> None:
+        self._metrics.task_audited("equal" if finding.equal else "different")
+        if not finding.equal:
+            logger.error("%s; the step has used the result", finding)
+            self._metrics.corrupt_result("audit")
+            self._lost(finding.server_id, finding.epoch, str(finding))

@@ -1,0 +1,1 @@
+"""A rank's link to its control plane."""

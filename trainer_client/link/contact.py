@@ -1,0 +1,125 @@
+"""One contact of a rank with a control plane: what it says and asks there."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+
+from distca.contract.contact import Contact
+from distca.v1 import jobs_pb2
+from trainer_client.step.step_book import HandedIn
+
+
+class RankContact(Contact):
+    """A control plane that a rank has reached; every call raises ``distca.contract.rpc.RpcError``.
+
+    Attributes:
+        job_id: of the rank's job, once it has joined.
+        timeouts: of the control plane, by their names in ``distca.contract.timeouts``.
+    """
+
+    job_id = ""
+    timeouts: Mapping[str, float] = MappingProxyType({})
+
+    def pool_transports(self) -> list[str]:
+        """What the pool's servers use, each once."""
+        answer = self.call(self._jobs.DescribePool, jobs_pb2.DescribePoolRequest())
+        return list(answer.transports)
+
+    def join(self, request: jobs_pb2.OpenJobRequest, *, waited_seconds: float = 0.0) -> bytes:
+        """Opens the job, for the first time or to come back to it; returns the rank's token.
+
+        Args:
+            request: names the job; changed only in ``waited_seconds``.
+            waited_seconds: for how long the rank has waited for the job's name.
+        """
+        request.waited_seconds = waited_seconds
+        response = self.call(self._jobs.OpenJob, request)
+        self.job_id, self.lease_id = response.job_id, response.rank_lease_id
+        self.lease_seconds = response.lease_seconds
+        self.timeouts = {
+            "lease_seconds": response.lease_seconds,
+            "stall_seconds": response.stall_seconds,
+            "answer_seconds": response.answer_seconds,
+        }
+        return bytes(response.token)
+
+    def keep(self, job_id: str, lease_id: str) -> None:
+        """Goes on with the lease of an earlier contact, if the control plane still knows it."""
+        self.job_id, self.lease_id = job_id, lease_id
+        self.renew()
+
+    def renew(self, *, next_step: int = 0) -> None:
+        """Renews the lease, and tells that the rank has left the steps before ``next_step``
+        behind."""
+        self.lease_seconds = self.call(
+            self._jobs.RenewRank,
+            jobs_pb2.RenewRankRequest(
+                job_id=self.job_id, rank_lease_id=self.lease_id, next_step=next_step
+            ),
+            timeout_seconds=self.renewal_deadline_seconds,
+        ).lease_seconds
+
+    def submit(self, handed_in: HandedIn) -> None:
+        """Hands in a manifest."""
+        self.call(
+            self._jobs.SubmitManifest,
+            jobs_pb2.SubmitManifestRequest(
+                job_id=self.job_id,
+                rank_lease_id=self.lease_id,
+                manifest=handed_in.manifest,
+                forward_only=handed_in.forward_only,
+            ),
+        )
+
+    def watch(self) -> None:
+        """Begins the stream of events."""
+        self.events = self._jobs.WatchRank(
+            jobs_pb2.WatchRankRequest(job_id=self.job_id, rank_lease_id=self.lease_id)
+        )
+
+    def report_step(self, request: jobs_pb2.ReportStepRequest) -> None:
+        """Tells what was measured; fills in job and lease."""
+        request.job_id, request.lease_id = self.job_id, self.lease_id
+        self.call(self._jobs.ReportStep, request)
+
+    def report_lost(self, server_id: str, epoch: int, cause: str) -> None:
+        """Tells that a server is lost."""
+        self.call(
+            self._jobs.ReportServerLost,
+            jobs_pb2.ReportServerLostRequest(
+                job_id=self.job_id,
+                rank_lease_id=self.lease_id,
+                server_id=server_id,
+                epoch=epoch,
+                cause=cause,
+            ),
+        )
+
+    def report_progress(self, epoch: int, steps: Sequence[jobs_pb2.StepProgress]) -> None:
+        """Answers a recovery."""
+        self.call(
+            self._jobs.ReportProgress,
+            jobs_pb2.ReportProgressRequest(
+                job_id=self.job_id, rank_lease_id=self.lease_id, epoch=epoch, steps=steps
+            ),
+        )
+
+    def leave(self, error: str) -> None:
+        """Leaves the job."""
+        self.call(
+            self._jobs.CloseJob,
+            jobs_pb2.CloseJobRequest(job_id=self.job_id, rank_lease_id=self.lease_id, error=error),
+        )
+
+    def fetch_step(self, step: int) -> jobs_pb2.GetStepResponse:
+        """The plan of a step and what was measured in it."""
+        request = jobs_pb2.GetStepRequest(job_id=self.job_id, step=step)
+        response: jobs_pb2.GetStepResponse = self.call(self._jobs.GetStep, request)
+        return response
+
+    def describe_job(self) -> jobs_pb2.DescribeJobResponse:
+        """The job's state."""
+        request = jobs_pb2.DescribeJobRequest(job_id=self.job_id)
+        response: jobs_pb2.DescribeJobResponse = self.call(self._jobs.DescribeJob, request)
+        return response

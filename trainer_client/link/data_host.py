@@ -1,0 +1,42 @@
+"""Which address of this machine a rank exchanges rows at."""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+
+from data_plane.interfaces import source_ip
+from distca.contract import rpc
+from trainer_client.options import Placement, SessionOptions
+
+
+def data_host_of(options: SessionOptions, control_plane: rpc.RpcSettings) -> str:
+    """The address whose network interface UCX is to use: ``data_host``, with one exception.
+
+    Nobody calls a rank without an in-place server, so its ``data_host`` may be the loopback address
+    that is the default of ``distca train``. The servers' addresses are not known before the first
+    plan; they are taken to lie the same way as the control plane.
+
+    Args:
+        options: of the rank's session.
+        control_plane: where it is.
+    """
+    host = options.data_host
+    if options.one_host or options.placement is not Placement.POOL or not _is_loopback(host):
+        return host
+    for address in control_plane.addresses:
+        try:
+            ip = socket.gethostbyname(address.rpartition(":")[0].strip("[]"))
+        except OSError:
+            continue
+        source = source_ip(ip)
+        if source is not None:
+            return source
+    return host
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(socket.gethostbyname(host)).is_loopback
+    except OSError:
+        return False

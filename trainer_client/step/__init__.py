@@ -1,0 +1,1 @@
+"""A rank's step: lanes, exchanges, replies and recovery."""

@@ -1,0 +1,115 @@
+"""One core-attention call of one nano-batch: send and collect, forward and backward.
+
+Each phase has two halves. ``send_*`` packs one request per server and returns at once;
+``collect_*`` waits for the replies and puts the rows back in their places. Between them the trainer
+computes something else: with ping-pong, the other nano-batch.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from core_attention.ca_task import Phase
+from core_attention.tick import Tick
+from trainer_client.errors import CoreAttentionFailed
+from trainer_client.step.lane_log import SentTick
+from trainer_client.step.replies import Tensors
+from trainer_client.step.running_step import RunningStep
+
+
+class AttentionCall:
+    """The exchanges of one (step, layer, nano-batch).
+
+    Args:
+        running: the step.
+        layer: index of the call in the nano-batch's forward.
+        nano_batch: which nano-batch.
+    """
+
+    def __init__(self, running: RunningStep, layer: int, nano_batch: int) -> None:
+        self._running = running
+        self._layer = layer
+        self._nano_batch = nano_batch
+        self._sent: SentTick | None = None
+        self._phases_sent: set[Phase] = set()
+        self.lane = f"nano-batch {nano_batch}"
+
+    def send_forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Sends q ``[rows, heads, head_dim]``, k and v ``[rows, heads_kv, head_dim]``, packed
+        rows of this rank's nano-batch.
+
+        Raises:
+            CoreAttentionFailed: the step is over.
+        """
+        shape, n_rows = self._running.job.shape, q.shape[0]
+        outputs = {
+            "o": q.new_empty((n_rows, shape.num_heads, shape.head_dim_v)),
+            "lse": q.new_empty((n_rows, shape.num_heads), dtype=torch.float32),
+        }
+        self._send(Phase.FORWARD, {"q": q, "k": k, "v": v}, outputs)
+
+    def collect_forward(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Waits for o ``[rows, heads, head_dim_v]`` and lse ``[rows, heads]`` float32.
+
+        Raises:
+            CoreAttentionFailed: the tick cannot be completed, not by a recovery either.
+            SessionClosed: the job ended.
+        """
+        outputs, _ = self._collect(Phase.FORWARD)
+        return outputs["o"], outputs["lse"]
+
+    def send_backward(self, inputs: Tensors) -> None:
+        """Sends q, k, v, do, lse and delta, by packed row.
+
+        Raises:
+            CoreAttentionFailed: the step is over, has no backward pass, or this was run before.
+            SessionError: another layer's backward is next.
+        """
+        self._send(Phase.BACKWARD, inputs, {"dq": torch.empty_like(inputs["q"])})
+
+    def collect_backward(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Waits for dq, dk and dv, in the dtype of q.
+
+        dk and dv come from several servers: they are summed in float32, in the plan's order of
+        servers, and rounded once.
+
+        Raises:
+            CoreAttentionFailed, SessionClosed: as :meth:`collect_forward`.
+        """
+        outputs, gradients = self._collect(Phase.BACKWARD)
+        dq = outputs["dq"]
+        return dq, gradients["dk"].to(dq.dtype), gradients["dv"].to(dq.dtype)
+
+    def _send(self, phase: Phase, inputs: Tensors, outputs: Tensors) -> None:
+        running = self._running
+        tick = Tick(running.step, self._layer, self._nano_batch, phase)
+        if phase is Phase.BACKWARD and running.forward_only:
+            raise CoreAttentionFailed(
+                f"{tick}: the step was submitted as forward-only; submit it with "
+                "forward_only=False to run backward"
+            )
+        if phase in self._phases_sent:
+            raise CoreAttentionFailed(
+                f"{tick} was run before; core attention is differentiable once: run backward once, "
+                "without retain_graph"
+            )
+        if phase is Phase.BACKWARD:
+            running.backward_call(self._nano_batch, self._layer)
+        self._phases_sent.add(phase)
+        with running.timed(self.lane, "send", _describe(tick)):
+            self._sent = running.send(tick, inputs, outputs)
+
+    def _collect(self, phase: Phase) -> tuple[Tensors, Tensors]:
+        sent, self._sent = self._sent, None
+        if sent is None or sent.tick.phase is not phase:
+            raise CoreAttentionFailed(
+                f"nano-batch {self._nano_batch} layer {self._layer}: {phase} collected before it "
+                "was sent; run backward once, in the step's own block"
+            )
+        with self._running.timed(self.lane, "wait", _describe(sent.tick)):
+            self._running.wait(sent)
+        return sent.hand_out()
+
+
+def _describe(tick: Tick) -> str:
+    return f"layer {tick.layer} {tick.phase}"

@@ -1,0 +1,150 @@
+"""Ping-pong: the nano-batches of a step take turns; one computes while the other's data move.
+
+Works for any module without changing its code: every nano-batch's forward runs in a greenlet of
+its own, and core attention switches to the next one after sending (paper, section 4.1).
+"""
+
+from __future__ import annotations
+
+import contextvars
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import greenlet
+from torch import nn
+
+from trainer_client.errors import SessionError
+from trainer_client.integrations.fsdp import require_prepared
+from trainer_client.integrations.graphs import outside_graphs
+from trainer_client.step.lane import Lane, current_lane, require_step
+from trainer_client.step.lane_random import RandomState, lane_states
+from trainer_client.step.running_step import RunningStep
+from trainer_client.step.thread_state import ThreadState
+
+
+class PingPong(nn.Module):
+    """Runs a module over the nano-batches of a step, interleaved at the attention points.
+
+    Wrap it in ``DistributedDataParallel`` as any module; its parameters are the module's.
+
+    Args:
+        module: the model; called once per nano-batch with the nano-batch's keyword arguments.
+        interleave: False runs the nano-batches one after the other, for comparison.
+    """
+
+    def __init__(self, module: nn.Module, *, interleave: bool = True) -> None:
+        super().__init__()
+        self.module = module
+        self.interleave = interleave
+        self._checked = False
+
+    @outside_graphs
+    def forward(self, nano_batches: Sequence[Mapping[str, Any]]) -> list[Any]:
+        """The module's outputs, one per nano-batch.
+
+        Raises:
+            SessionError: no step is running, it has another number of nano-batches, or the module
+                is sharded by FSDP2 and not prepared, see :func:`trainer_client.prepare_fsdp`.
+        """
+        running = require_step()
+        if len(nano_batches) != running.job.n_nano_batches:
+            raise SessionError(
+                f"{len(nano_batches)} nano-batches were given; the job has n_nano_batches="
+                f"{running.job.n_nano_batches}"
+            )
+        random = lane_states(len(nano_batches))
+        if not self.interleave or len(nano_batches) == 1:
+            return [
+                self._run_alone(running, index, batch, random)
+                for index, batch in enumerate(nano_batches)
+            ]
+        if not self._checked:
+            require_prepared(self.module)
+            self._checked = True
+        return _Turns(self.module, running, nano_batches, random).run()
+
+    def _run_alone(
+        self,
+        running: RunningStep,
+        index: int,
+        batch: Mapping[str, Any],
+        random: list[RandomState],
+    ) -> Any:
+        token = current_lane.set(Lane(running, index))
+        random[index].restore()
+        try:
+            output = self.module(**batch)
+            running.lane_returned(index)
+            return output
+        finally:
+            random[index] = RandomState.capture()
+            random[0].restore()
+            current_lane.reset(token)
+
+
+class _Turns:
+    """One greenlet per nano-batch; this one hands out the turns, round robin."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        running: RunningStep,
+        nano_batches: Sequence[Mapping[str, Any]],
+        random: list[RandomState],
+    ) -> None:
+        self._module = module
+        self._running = running
+        self._random = random
+        self._outputs: list[Any] = [None] * len(nano_batches)
+        self._referee = greenlet.getcurrent()
+        self._players = [self._player(index, batch) for index, batch in enumerate(nano_batches)]
+
+    def run(self) -> list[Any]:
+        state = ThreadState()
+        try:
+            playing = dict(enumerate(self._players))
+            while playing:
+                for index, player in list(playing.items()):
+                    begin = time.perf_counter()
+                    player.switch()
+                    self._running.record(
+                        f"nano-batch {index}", "turn", begin, time.perf_counter(), "forward"
+                    )
+                    state.restore()
+                    if player.dead:
+                        del playing[index]
+            return self._outputs
+        finally:
+            # After an error in one lane the others must not stay suspended with their tensors.
+            for player in self._players:
+                if not player.dead:
+                    player.throw(greenlet.GreenletExit)
+            # Their contexts lead back here: a cycle that would keep the outputs, and all that
+            # autograd has saved for them, until garbage is collected.
+            self._players.clear()
+            state.restore()
+            self._random[0].restore()
+
+    def _player(self, index: int, batch: Mapping[str, Any]) -> greenlet.greenlet:
+        context = contextvars.copy_context()
+        context.run(current_lane.set, Lane(self._running, index, lambda: self._give_way(index)))
+
+        def play() -> None:
+            self._random[index].restore()
+            try:
+                self._outputs[index] = self._module(**batch)
+            finally:
+                self._random[index] = RandomState.capture()
+            self._running.lane_returned(index)
+
+        player = greenlet.greenlet(play)
+        player.gr_context = context
+        return player
+
+    def _give_way(self, index: int) -> None:
+        state = ThreadState()
+        self._random[index] = RandomState.capture()
+        self._referee.switch()
+        state.restore()
+        self._random[index].restore()

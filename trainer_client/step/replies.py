@@ -1,0 +1,300 @@
+"""Sending a tick's requests, and the replies that are awaited for them.
+
+A reply is *taken in* only together with all others of its tick, so that a tick is either complete
+or can be replayed as if nothing had come.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from attention_node.cuda_order import launched_work
+from attention_node.open_tick import TickGivenUp
+from attention_node.residence import LocalReply
+from attention_node.served_job import JobDescription
+from attention_node.tick_server import TickServer
+from core_attention.ca_task import Phase
+from core_attention.checksum import seal
+from core_attention.tick import Tick
+from data_plane.buffer_pool import BufferPool, PooledBuffer
+from data_plane.liveness import LivenessMonitor
+from data_plane.transport import Connection, Transfer, TransferState, TransportError
+from trainer_client.integrity.examiner import Examiner
+from trainer_client.step.exchanges import Exchange
+
+Tensors = Mapping[str, torch.Tensor]
+
+
+class ExchangeFailed(Exception):
+    """A server cannot give a reply.
+
+    Attributes:
+        server_id: which one.
+        own: it is this process's own server.
+        cause: in words.
+    """
+
+    def __init__(self, server_id: str, cause: BaseException | str, *, own: bool = False) -> None:
+        super().__init__(f"server {server_id}: {cause}")
+        self.server_id = server_id
+        self.own = own
+        self.cause = str(cause)
+
+
+class Awaited(Protocol):
+    """A reply that is to come."""
+
+    @property
+    def exchange(self) -> Exchange: ...
+
+    @property
+    def ended_at(self) -> float:
+        """``time.monotonic()`` when it arrived; 0.0 if nothing was to come."""
+
+    def arrived(self) -> bool:
+        """Whether it is here.
+
+        Raises:
+            ExchangeFailed: it will not come.
+        """
+
+    def examine(self) -> None:
+        """Looks at what has arrived, before it is taken in.
+
+        Raises:
+            ExchangeFailed: it is wrong, by the server's or the network's fault.
+        """
+
+    def wait(self, timeout_seconds: float) -> None:
+        """Returns when it is here, when it will not come, or after ``timeout_seconds``."""
+
+    def take_in(self, outputs: Tensors, gradients: Tensors) -> None:
+        """Puts its rows where they belong: query rows of ``outputs`` are written, rows of the
+        float32 ``gradients`` of keys and values are added to. Only once it has arrived."""
+
+    def let_go(self) -> None:
+        """Frees its buffer; it will not be taken in. Idempotent."""
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Exchanger:
+    """What sending needs to know of the process and the job.
+
+    Attributes:
+        job: what the job's members agree on.
+        pool: message buffers.
+        in_place: this process's own server.
+        examiner: looks at other processes' replies.
+        liveness: finds servers that are stopped or cut off while they owe something.
+        device: of the model's tensors.
+        deadline_seconds: of every transfer.
+    """
+
+    job: JobDescription
+    pool: BufferPool
+    in_place: TickServer
+    examiner: Examiner
+    liveness: LivenessMonitor
+    device: torch.device
+    deadline_seconds: float
+
+    def send(
+        self, exchange: Exchange, epoch: int, tick: Tick, inputs: Tensors, outputs: Tensors
+    ) -> Awaited:
+        """Sends this rank's part of ``tick`` to one server; returns at once.
+
+        Args:
+            exchange: with whom, and which rows.
+            epoch: of the plan in force.
+            tick: which exchange.
+            inputs: q, k, v, and for backward also do, lse, delta, by packed row.
+            outputs: o and lse, or dq, by packed row: an in-place server writes there.
+
+        Raises:
+            ExchangeFailed: the server cannot be sent to.
+        """
+        if exchange.connection is None:
+            return self._send_local(exchange, epoch, tick, inputs, outputs)
+        return self._send_remote(exchange, tick, inputs)
+
+    def skip(self, exchange: Exchange, epoch: int, tick: Tick) -> None:
+        """Tells a server that this rank sends nothing of ``tick``'s lane any more, from ``tick``
+        on. A server that cannot be told is lost to the next tick that is sent to it."""
+        if exchange.connection is None:
+            self.in_place.end_local_lane(self.job.job_id, epoch, tick)
+        else:
+            exchange.connection.skip(tick.tag(reply=False))
+
+    def _send_local(
+        self, exchange: Exchange, epoch: int, tick: Tick, inputs: Tensors, outputs: Tensors
+    ) -> Awaited:
+        shape, rows = self.job.shape, exchange.route.n_kv_rows
+        partial: dict[str, torch.Tensor] = {}
+        if tick.phase is Phase.BACKWARD:
+            for name, head_dim in (("dk", shape.head_dim), ("dv", shape.head_dim_v)):
+                partial[name] = inputs["k"].new_empty(
+                    (rows, shape.num_heads_kv, head_dim), dtype=torch.float32
+                )
+        try:
+            reply = self.in_place.submit_local(
+                self.job.job_id, epoch, tick, inputs, {**outputs, **partial}
+            )
+        except TickGivenUp as error:
+            raise ExchangeFailed(exchange.server_id, error, own=True) from error
+        return _LocalAwaited(exchange, reply, partial, self.device)
+
+    def _send_remote(self, exchange: Exchange, tick: Tick, inputs: Tensors) -> Awaited:
+        connection = exchange.connection
+        assert connection is not None
+        request = self.pool.acquire(exchange.request.nbytes)
+        packed = None
+        try:
+            exchange.rows.pack(request.tensor, inputs)
+            seal(
+                request.tensor,
+                exchange.request,
+                tick.tag(reply=False),
+                connection.sending_key,
+            )
+            packed = launched_work(self.device)
+            reply = self.pool.acquire(exchange.reply.nbytes)
+            try:
+                transfer = None
+                if exchange.reply.nbytes:
+                    transfer = connection.offer(tick.tag(reply=True), reply, self.deadline_seconds)
+                    self._watch(connection, transfer)
+                sent = connection.put(
+                    tick.tag(reply=False),
+                    request,
+                    self.deadline_seconds,
+                    ready=packed,
+                )
+                self._watch(connection, sent)
+            except TransportError as error:
+                reply.release()
+                raise ExchangeFailed(exchange.server_id, error) from error
+        finally:
+            # The kernel that packs it has only been launched.
+            request.release_when(packed)
+        return _RemoteAwaited(exchange, tick, inputs, reply, transfer, self.examiner)
+
+    def _watch(self, connection: Connection, transfer: Transfer) -> None:
+        """The server owes the end of ``transfer`` from now on."""
+        self.liveness.watch(connection)
+        transfer.add_done_callback(lambda _: self.liveness.unwatch(connection))
+
+
+class _RemoteAwaited:
+    """A reply of another process."""
+
+    def __init__(
+        self,
+        exchange: Exchange,
+        tick: Tick,
+        inputs: Tensors,
+        buffer: PooledBuffer,
+        transfer: Transfer | None,
+        examiner: Examiner,
+    ) -> None:
+        self._exchange = exchange
+        self._tick = tick
+        self._inputs = inputs
+        self._buffer: PooledBuffer | None = buffer
+        self._transfer = transfer
+        self._examiner = examiner
+
+    @property
+    def exchange(self) -> Exchange:
+        return self._exchange
+
+    @property
+    def ended_at(self) -> float:
+        return (self._transfer.ended_at if self._transfer else None) or 0.0
+
+    def arrived(self) -> bool:
+        transfer = self._transfer
+        if transfer is None or transfer.state is TransferState.DONE:
+            return True
+        if transfer.state is TransferState.PENDING:
+            return False
+        cause = transfer.error or f"the transfer ended as {transfer.state}"
+        raise ExchangeFailed(self.exchange.server_id, cause) from transfer.error
+
+    def examine(self) -> None:
+        if self._transfer is None:
+            return
+        assert self._buffer is not None
+        fault = self._examiner.fault(self.exchange, self._tick, self._inputs, self._buffer.tensor)
+        if fault is not None:
+            raise ExchangeFailed(self.exchange.server_id, fault)
+
+    def wait(self, timeout_seconds: float) -> None:
+        if self._transfer is None:
+            return
+        try:
+            self._transfer.wait(timeout_seconds)
+        except TransportError:
+            return
+
+    def take_in(self, outputs: Tensors, gradients: Tensors) -> None:
+        buffer, self._buffer = self._buffer, None
+        assert buffer is not None
+        self.exchange.rows.unpack(buffer.tensor, outputs, gradients)
+        # The kernel waits for what the trainer has launched before. Meanwhile the in-place server,
+        # which takes from the same pool, must not receive into the memory.
+        buffer.release_when(launched_work(buffer.tensor.device))
+        self.let_go()
+
+    def let_go(self) -> None:
+        buffer, self._buffer = self._buffer, None
+        self._inputs = {}
+        if buffer is not None:
+            buffer.release()
+
+
+class _LocalAwaited:
+    """A reply of this process's own server, which writes the query rows itself."""
+
+    def __init__(
+        self, exchange: Exchange, reply: LocalReply, partial: Tensors, device: torch.device
+    ) -> None:
+        self._exchange = exchange
+        self._reply = reply
+        self._partial = partial
+        self._device = device
+
+    @property
+    def exchange(self) -> Exchange:
+        return self._exchange
+
+    @property
+    def ended_at(self) -> float:
+        return self._reply.ended_at or 0.0
+
+    def arrived(self) -> bool:
+        try:
+            return self._reply.wait(0.0)
+        except TickGivenUp as error:
+            raise ExchangeFailed(self.exchange.server_id, error, own=True) from error
+
+    def examine(self) -> None:
+        """This process's own results are not doubted."""
+
+    def wait(self, timeout_seconds: float) -> None:
+        try:
+            self._reply.wait(timeout_seconds)
+        except TickGivenUp:
+            return
+
+    def take_in(self, outputs: Tensors, gradients: Tensors) -> None:
+        if self._reply.written is not None:
+            torch.cuda.current_stream(self._device).wait_event(self._reply.written)
+        for name, tensor in self._partial.items():
+            gradients[name].index_add_(0, self.exchange.kv_rows, tensor)
+
+    def let_go(self) -> None:
+        self._partial = {}
