@@ -98,7 +98,8 @@ def test_links_that_are_cut(tmp_path: Path, references: References) -> None:
         links.unplug("node-1")
 
 
-CHANGED = JobSettings(steps=40, n_nodes=3)
+# Steps take a tenth of a second or less: enough of them for changes to come in the midst.
+CHANGED = JobSettings(steps=150, n_nodes=3)
 SEGMENTS = 30
 
 
