@@ -20,7 +20,7 @@ from control_plane.errors import (
 from control_plane.jobs.audience import Audience
 from control_plane.jobs.holders import retry_seconds
 from control_plane.jobs.job import Job
-from control_plane.jobs.job_ids import is_later, name_of, new_job_id
+from control_plane.jobs.job_ids import is_later, name_of, new_job_id, successor_of
 from control_plane.jobs.job_spec import JobSpec
 from control_plane.jobs.jobs import Jobs
 from control_plane.jobs.membership import (
@@ -78,6 +78,8 @@ class Admission:
         self.first_epoch = 0
         self._n_created = 0
         self._names_held_until = -math.inf
+        # By name, the latest that has come back: its id, and whose it is.
+        self._came_back: dict[str, tuple[str, str]] = {}
         self._jobs = jobs
         self._membership = membership
         self._audience = audience
@@ -97,10 +99,12 @@ class Admission:
             generation: of its epochs and its jobs, see :mod:`control_plane.leadership.epochs`.
             hold_names: jobs from before may come back: for two leases, but at most
                 :data:`MAX_HELD_SECONDS`, names that no job has are kept for theirs, so that no
-                other tenant takes them meanwhile.
+                other tenant takes them meanwhile. Whose job has come back and ended need not
+                wait; should a later job of the name come back, it is that one's.
         """
         self.first_epoch = first_epoch(generation)
         self._n_created = 0
+        self._came_back.clear()
         if hold_names:
             held_seconds = min(2 * self._lease_seconds, MAX_HELD_SECONDS)
             self._names_held_until = self._clock() + held_seconds
@@ -137,8 +141,7 @@ class Admission:
                 self._membership.check_free(
                     in_place.server_id, now=now, waited_seconds=waited_seconds
                 )
-            if job is None:
-                self._check_not_held(spec, now)
+            new_id = "" if job is not None else self._new_id(spec, owner, now)
         except HeldError as error:
             if not waited_seconds:
                 logger.info("job %s: rank %d on %s waits: %s", spec.name, rank, host, error)
@@ -146,7 +149,7 @@ class Admission:
         if job is None:
             self._jobs.check_room(spec, owner)
             self._check_transport(spec)
-            job = self._create_job(spec, owner)
+            job = self._create_job(spec, owner, new_id)
         job.join(rank, host=host, lease_id=lease_id, now=now)
         if in_place is not None:
             self._membership.register_in_place(
@@ -234,9 +237,19 @@ class Admission:
                 f"--transport={spec.transport}"
             )
 
-    def _create_job(self, spec: JobSpec, owner: str) -> Job:
-        job_id = new_job_id(spec.name, self.first_epoch + self._n_created)
+    def _new_id(self, spec: JobSpec, owner: str, now: float) -> str:
+        """The id of a job that may be opened now. Raises HeldError."""
+        if now < self._names_held_until:
+            before, whose = self._came_back.get(spec.name, ("", ""))
+            successor = successor_of(before) if before and whose == owner else None
+            if successor is None:
+                raise self._held(spec, now)
+            self._came_back[spec.name] = successor, owner
+            return successor
         self._n_created += 1
+        return new_job_id(spec.name, self.first_epoch + self._n_created)
+
+    def _create_job(self, spec: JobSpec, owner: str, job_id: str) -> Job:
         key = self._job_keys.key_of(job_id, owner)
         job = self._jobs.create(
             spec, job_id=job_id, key=key, owner=owner, first_epoch=self.first_epoch
@@ -259,22 +272,23 @@ class Admission:
             return_by=now + self._lease_seconds,
         )
         logger.info("job %s opened again: its ranks come back", job_id)
+        if now < self._names_held_until:
+            self._came_back[spec.name] = job_id, owner
         self._announce(job)
         return job
 
-    def _check_not_held(self, spec: JobSpec, now: float) -> None:
-        if now < self._names_held_until:
-            left = self._names_held_until - now
-            raise HeldError(
-                f"the name {spec.name} may be that of a job that ran before the control plane "
-                f"started; unless that comes back, it is free in {left:.1f} s",
-                retry_after_seconds=retry_seconds(
-                    self._names_held_until,
-                    n_waiting=spec.n_ranks,
-                    lease_seconds=self._lease_seconds,
-                    now=now,
-                ),
-            )
+    def _held(self, spec: JobSpec, now: float) -> HeldError:
+        left = self._names_held_until - now
+        return HeldError(
+            f"the name {spec.name} may be that of a job that ran before the control plane "
+            f"started; unless that comes back, it is free in {left:.1f} s",
+            retry_after_seconds=retry_seconds(
+                self._names_held_until,
+                n_waiting=spec.n_ranks,
+                lease_seconds=self._lease_seconds,
+                now=now,
+            ),
+        )
 
     def _free_name(self, job_id: str, name: str) -> None:
         """Closes a job that has come back under the name of the job ``job_id``, and had ended
@@ -284,12 +298,13 @@ class Admission:
             AlreadyExistsError: it is the other way round.
         """
         other = self._jobs.named(name)
+        latest = other.job_id if other is not None else self._came_back.get(name, ("", ""))[0]
+        if latest and is_later(latest, job_id):
+            raise AlreadyExistsError(
+                f"job {job_id} is not known any more, and {latest} has taken its name"
+            )
         if other is None:
             return
-        if not is_later(job_id, other.job_id):
-            raise AlreadyExistsError(
-                f"job {job_id} is not known any more, and {other.job_id} has taken its name"
-            )
         self._close(
             other,
             f"its name {name} is that of a job that was opened later, and whose ranks have come "

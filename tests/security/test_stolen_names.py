@@ -234,6 +234,36 @@ def test_a_name_whose_job_stays_away_for_too_long_is_free(runs: Runs, tenants: T
             rank.open(owner)
 
 
+@pytest.mark.parametrize("runs", ["token secret"], indirect=True)
+def test_whose_job_has_come_back_and_ended_need_not_wait_for_the_name(
+    runs: Runs, tenants: Tenants
+) -> None:
+    """As when all ranks are started again because one of them died with the control plane. It
+    helps no thief with an ended job of that name."""
+    stale, rank = Rank(0, spec(1)), Rank(0, spec(1))
+    first = runs.next(lease_seconds=FIRST_LEASE_SECONDS)
+    with clients(first, tenants.thief, tenants.owner) as (thief, owner):
+        opened(thief, stale)
+        thief.close_job(stale.job_id, stale.lease)
+        opened(owner, rank)
+    with clients(runs.next(), tenants.thief, tenants.owner) as (thief, owner):
+        stolen, again = Rank(0, spec(1)), Rank(0, spec(1))
+        stale.open(thief)
+        thief.close_job(stale.job_id, stale.lease)
+        stolen.open(thief)
+        watcher = stolen.watch(thief)
+        rank.open(owner)
+        assert "is that of a job that was opened later" in watcher.next("job_closed").error
+        owner.close_job(rank.job_id, rank.lease)
+        with pytest.raises(rpc.Held, match="may be that of a job that ran before"):
+            Rank(0, spec(1)).open(thief)
+        again.open(owner)
+        assert again.job_id != rank.job_id
+        owner.close_job(again.job_id, again.lease)
+        with pytest.raises(rpc.UnknownJob, match="is closed"):
+            rank.open(owner)
+
+
 def test_the_first_control_plane_of_a_state_folder_keeps_no_names(
     tenants: Tenants, tmp_path: Path
 ) -> None:
