@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, ClassVar, Final
 from data_plane.addresses import connect_failed, local_ip, resolve
 from data_plane.base_transport import COMMAND_TIMEOUT_SECONDS, BaseTransport, check_hello_length
 from data_plane.greeting import HEADER_BYTES, BadGreeting, Greeting, decode_header
-from data_plane.half_open import HalfOpen, half_open_limit
+from data_plane.half_open import half_open_limit
 from data_plane.handshake import (
     ClientHandshake,
     HandshakeFailure,
@@ -24,6 +24,7 @@ from data_plane.handshake import (
     Verdict,
     refusal,
 )
+from data_plane.newcomers import Newcomers
 from data_plane.nixl.connection import TRANSPORT_NAME, NixlConnection
 from data_plane.nixl.link import receive_exactly
 from data_plane.nixl.probe import NixlProbe
@@ -45,8 +46,6 @@ _CLIENTS_A_TURN: Final = 16
 _NO_FILES_SECONDS: Final = 0.1
 _CONNECTED_SECONDS: Final = 0.5
 """A connection of an agent to itself is there by then."""
-_REJECTION_LINGER_SECONDS = 1.0
-"""How long a refused client has to read the reason."""
 
 _LINGER_SECONDS = 1.0
 """How long a closing transport waits for writes that cannot be stopped."""
@@ -79,8 +78,13 @@ class NixlTransport(BaseTransport[NixlConnection, NixlWorker]):
         self._ids = itertools.count()
         self._listener: socket.socket | None = None
         limit = half_open_limit(self._settings.max_half_open)
-        self._half_open: HalfOpen[NixlConnection] = HalfOpen(limit)
         super().__init__(NixlWorker(self._settings), self._settings, metrics)
+        self._newcomers = Newcomers(
+            self._worker,
+            limit=limit,
+            timeout_seconds=self._settings.handshake_timeout_seconds,
+            on_refused=self._on_refused,
+        )
         self._silent_sockets = SilentSockets(
             limit=limit,
             timeout_seconds=self._settings.handshake_timeout_seconds,
@@ -213,7 +217,7 @@ class NixlTransport(BaseTransport[NixlConnection, NixlWorker]):
     def _make_room(self, listener: socket.socket, accept: AcceptCallback, error: OSError) -> None:
         """No client can be taken in, for want of files: one that has not said hello goes, and the
         next is tried a moment later."""
-        made = self._half_open.put_one_out()
+        made = self._newcomers.put_one_out()
         logger.warning(
             "no client can be taken in: %s%s", error, "; the oldest goes" if made else ""
         )
@@ -236,35 +240,12 @@ class NixlTransport(BaseTransport[NixlConnection, NixlWorker]):
         host: str,
     ) -> None:
         """Sends the challenge, and judges the client by its answer to it."""
-        seconds = self._settings.handshake_timeout_seconds
-        failure: HandshakeFailure | None = HandshakeFailure.LOST
-
-        def on_deadline() -> None:
-            nonlocal failure
-            failure = HandshakeFailure.TIMEOUT
-            connection.close(f"no hello within {seconds} s")
-
-        def put_out() -> None:
-            nonlocal failure
-            if failure is not None:
-                failure = HandshakeFailure.NO_ROOM
-            connection.close("too many clients have not said hello")
-
-        def on_closed(error: TransportError | None) -> None:
-            timer.cancel()
-            self._half_open.leave(connection)
-            if failure is not None:
-                self._on_refused(failure)
+        judged = self._newcomers.enter(connection, host)
 
         def conclude(verdict: Verdict) -> None:
-            nonlocal failure
-            failure = None
-            timer.cancel()
+            judged()
             self._conclude(connection, verdict)
 
-        timer = self._worker.call_at(time.monotonic() + seconds, on_deadline)
-        connection.add_closed_callback(on_closed)
-        self._half_open.enter(connection, host, put_out)
         connection.on_bad_greeting = lambda bad: conclude(
             refusal(HandshakeFailure.MALFORMED, f"the hello {bad}")
         )
@@ -277,18 +258,10 @@ class NixlTransport(BaseTransport[NixlConnection, NixlWorker]):
         connection.link.send_raw(verdict.greeting.encode())
         if verdict.keys is not None:
             keys = verdict.keys
-            self._half_open.leave(connection)
+            self._newcomers.take_in(connection)
             connection.begin(sending_key=keys.to_client, receiving_key=keys.to_server)
-            logger.info("connection %d with %s accepted", connection.local_id, connection.peer)
-            return
-        assert verdict.failure is not None
-        self._on_refused(verdict.failure)
-        reason = verdict.reason
-        logger.info("connection with %s refused: %s", connection.peer, reason)
-        self._worker.call_at(
-            time.monotonic() + _REJECTION_LINGER_SECONDS,
-            lambda: connection.close(f"refused: {reason}"),
-        )
+        else:
+            self._newcomers.refuse(connection, verdict)
 
     def _on_refused(self, cause: HandshakeFailure) -> None:
         if self._metrics is not None:

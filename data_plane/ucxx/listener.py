@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections import deque
 from collections.abc import Callable
 from typing import Any, Final
@@ -11,9 +10,9 @@ from typing import Any, Final
 from ucxx._lib import libucxx
 
 from data_plane.greeting import BadGreeting, Greeting
-from data_plane.half_open import HalfOpen
 from data_plane.handshake import HandshakeFailure, ListenerHandshake, Verdict, refusal
 from data_plane.interfaces import ANY_ADDRESS
+from data_plane.newcomers import Newcomers
 from data_plane.process_sockets import Accepted
 from data_plane.transport import AcceptCallback, TransportError
 from data_plane.ucxx.connection import UcxxConnection
@@ -23,9 +22,6 @@ from data_plane.ucxx.listening_address import accept_only_at
 from data_plane.ucxx.worker import UCX_ERRORS, UcxxWorker
 
 logger = logging.getLogger(__name__)
-
-_REJECTION_LINGER_SECONDS = 1.0
-"""How long a refused client has to read the reason: closing at once would take it back."""
 
 _CLIENTS_A_TURN: Final = 4
 """Taking in a client costs a millisecond, and messages of others wait meanwhile."""
@@ -69,10 +65,14 @@ class UcxxListener:
         self.accept = accept
         self._on_refused = on_refused
         self._open_connection = open_connection
-        self._handshake_timeout_seconds = handshake_timeout_seconds
         self._arrived: deque[int] = deque()
         self._taking_in = False
-        self._half_open: HalfOpen[UcxxConnection] = HalfOpen(max_half_open)
+        self._newcomers = Newcomers(
+            worker,
+            limit=max_half_open,
+            timeout_seconds=handshake_timeout_seconds,
+            on_refused=on_refused,
+        )
         self._taken_in: dict[tuple[str, int], UcxxConnection] = {}
         self._sees_addresses = True
         self._listener: Any = libucxx.UCXListener.create(
@@ -153,25 +153,7 @@ class UcxxListener:
         self, connection: UcxxConnection, handshake: ListenerHandshake, *, host: str
     ) -> None:
         """Sends the challenge, and judges the client by its answer to it."""
-        seconds = self._handshake_timeout_seconds
-        failure: HandshakeFailure | None = HandshakeFailure.LOST
-
-        def on_deadline() -> None:
-            nonlocal failure
-            failure = HandshakeFailure.TIMEOUT
-            connection.close(f"no hello within {seconds} s")
-
-        def put_out() -> None:
-            nonlocal failure
-            if failure is not None:
-                failure = HandshakeFailure.NO_ROOM
-            connection.close("too many clients have not said hello")
-
-        def on_closed(error: TransportError | None) -> None:
-            timer.cancel()
-            self._half_open.leave(connection)
-            if failure is not None:
-                self._on_refused(failure)
+        judged = self._newcomers.enter(connection, host)
 
         def on_greeting(greeting: Greeting) -> None:
             conclude(handshake.judge(self.accept, greeting, connection))
@@ -180,31 +162,17 @@ class UcxxListener:
             conclude(refusal(HandshakeFailure.MALFORMED, f"the hello {bad}"))
 
         def conclude(verdict: Verdict) -> None:
-            nonlocal failure
-            failure = None
-            timer.cancel()
+            judged()
             self._conclude(connection, verdict)
 
-        timer = self._worker.call_at(time.monotonic() + seconds, on_deadline)
-        connection.add_closed_callback(on_closed)
-        self._half_open.enter(connection, host, put_out)
         send_greeting(connection, handshake.challenge, on_sent=lambda: None)
         receive_greeting(connection, on_greeting, on_bad)
 
     def _conclude(self, connection: UcxxConnection, verdict: Verdict) -> None:
         if verdict.keys is not None:
             keys = verdict.keys
-            self._half_open.leave(connection)
+            self._newcomers.take_in(connection)
             connection.begin(sending_key=keys.to_client, receiving_key=keys.to_server)
-            send_greeting(connection, verdict.greeting, on_sent=lambda: None)
-            logger.info("connection %d with %s accepted", connection.local_id, connection.peer)
-            return
-        assert verdict.failure is not None
-        self._on_refused(verdict.failure)
-        reason = verdict.reason
-        logger.info("connection with %s refused: %s", connection.peer, reason)
+        else:
+            self._newcomers.refuse(connection, verdict)
         send_greeting(connection, verdict.greeting, on_sent=lambda: None)
-        self._worker.call_at(
-            time.monotonic() + _REJECTION_LINGER_SECONDS,
-            lambda: connection.close(f"refused: {reason}"),
-        )
