@@ -79,8 +79,8 @@ class Standstill:
         rank: which one.
         step: that it was in.
         begin, end: ``time.monotonic()``.
-        outage_seconds: of it, trainers that were started again were still loading, or no control
-            plane was there at all: what no timeout can shorten.
+        outage_seconds: of it, trainers that were started again were still loading, or every
+            control plane was dead, loading or stopped: what no timeout can shorten.
     """
 
     rank: int
@@ -109,7 +109,7 @@ class Chaos:
 
     Attributes:
         done: what was done.
-        outages: when trainers were loading or no control plane was there, from and until.
+        outages: when trainers were loading or no control plane ran, from and until.
     """
 
     job: Job
@@ -122,6 +122,7 @@ class Chaos:
         self._outage_began: float | None = None
         # What is to be done at which time: go on with a process, or start it.
         self._due: list[tuple[float, str, str]] = []
+        self._stopped: set[str] = set()
 
     def run(self) -> None:
         """Returns once every trainer has ended well.
@@ -154,6 +155,7 @@ class Chaos:
             for name in act.stops:
                 if self.job.processes[name].alive:
                     self.job.processes[name].signal(signal.SIGSTOP)
+                    self._stopped.add(name)
                     heappush(self._due, (now + act.stop_seconds, name, "go on"))
 
     def _follow_up(self) -> None:
@@ -161,6 +163,7 @@ class Chaos:
             _, name, what = heappop(self._due)
             process = self.job.processes[name]
             if what == "go on":
+                self._stopped.discard(name)
                 if process.alive:
                     process.signal(signal.SIGCONT)
                     self._note(f"{name} goes on")
@@ -188,7 +191,8 @@ class Chaos:
     def _note_outage(self) -> None:
         ready = not any(map(_is_loading, self.job.trainers)) and any(
             process.alive and process.serving
-            for process in map(self.job.processes.__getitem__, self.job.control_planes)
+            for name, process in self.job.processes.items()
+            if name in self.job.control_planes and name not in self._stopped
         )
         now = time.monotonic()
         if not ready and self._outage_began is None:
@@ -199,6 +203,7 @@ class Chaos:
 
     def _start(self, name: str) -> None:
         self._note(f"{name} is started again")
+        self._stopped.discard(name)
         if name in self.job.control_planes:
             self.job.start_control_plane(name, wait=False)
         else:
