@@ -39,6 +39,7 @@ from core_attention.kernels.protocol import Kernel
 from core_attention.kernels.select import select_kernel
 from core_attention.profiling import load_or_measure
 from core_attention.shape import AttentionShape
+from core_attention.whole_file import write_whole
 from data_plane.buffer_pool import BufferPool, device_allocator
 from data_plane.metrics import DataPlaneMetrics
 from data_plane.owner_thread import SWITCH_INTERVAL_SECONDS
@@ -446,9 +447,7 @@ class AttentionNode:
         path = self._settings.address_file
         logger.info("serving: %s", addresses)
         if path is not None:
-            partial = path.with_name(path.name + ".partial")
-            partial.write_text(json.dumps(addresses))
-            partial.replace(path)
+            write_whole(path, json.dumps(addresses))
 
 
 def _memory_bytes(device: torch.device) -> int:

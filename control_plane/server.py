@@ -39,6 +39,7 @@ from control_plane.service.grpc_server import is_serving
 from control_plane.service.refusals import Refusals
 from control_plane.service.service import JobsService, MembershipService
 from control_plane.settings import ControlPlaneSettings, split_address
+from core_attention.whole_file import write_whole
 from distca.contract.rpc import server_options
 from distca.contract.tls import server_credentials
 from distca.process.health_service import HealthService
@@ -299,9 +300,7 @@ class ControlPlane:
 
     def _write_addresses(self, path: Path) -> None:
         """Whole or not at all, so that who waits for the file can read it once it is there."""
-        partial = path.with_name(path.name + ".partial")
-        partial.write_text(json.dumps({"grpc": self.address, "metrics": self.metrics_address}))
-        partial.replace(path)
+        write_whole(path, json.dumps({"grpc": self.address, "metrics": self.metrics_address}))
 
     async def _sweep(self) -> None:
         """Lets leases run out in time, at most a thirtieth of their length late."""

@@ -12,8 +12,6 @@ and up to +77%.
 from __future__ import annotations
 
 import json
-import os
-import threading
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
@@ -27,6 +25,7 @@ from core_attention.arrays import Float64Array, Int64Array, frozen, int64_column
 from core_attention.ca_task import Phase, causal_qk_pairs
 from core_attention.errors import ProfileError
 from core_attention.shape import AttentionShape
+from core_attention.whole_file import write_whole
 
 PROFILE_VERSION = 1
 
@@ -151,9 +150,7 @@ class CostProfile:
     def save(self, path: Path) -> None:
         """Writes the profile to ``path``, whole or not at all; others may write it meanwhile."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_name(f"{path.name}.{os.getpid()}.{threading.get_ident()}.partial")
-        partial.write_text(self.to_json())
-        partial.replace(path)
+        write_whole(path, self.to_json())
 
     @classmethod
     def load(cls, path: Path) -> CostProfile:

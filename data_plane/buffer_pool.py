@@ -31,7 +31,8 @@ change a little with every plan, and must not cost an allocation each time."""
 
 
 class BufferPoolExhausted(RuntimeError):
-    """The pool's limit leaves no room for a buffer; the message carries the numbers."""
+    """The pool's limit leaves no room for a buffer, or the pool is closed; the message carries the
+    numbers."""
 
 
 class BufferReleased(RuntimeError):
@@ -56,6 +57,12 @@ class PoolStats:
 def host_allocator(nbytes: int) -> torch.Tensor:
     """Returns ``nbytes`` of pageable host memory, uninitialised: 1-D uint8."""
     return torch.empty(nbytes, dtype=torch.uint8)
+
+
+def _closed_allocator(nbytes: int) -> torch.Tensor:
+    raise BufferPoolExhausted(
+        f"no buffer of {nbytes} bytes: the pool is closed; its session or node has ended"
+    )
 
 
 def device_allocator(device: str | torch.device, *, limited: bool = False) -> BufferAllocator:
@@ -185,6 +192,7 @@ class BufferPool:
         if limit_bytes is not None and limit_bytes < 0:
             raise ValueError(f"limit_bytes is {limit_bytes}; give 0 or more, or None for no limit")
         self._allocator = allocator
+        self._closed = False
         # Whoever set a limit counts on what a buffer takes: not more than its class.
         self._most_waste = MOST_WASTE if limit_bytes is None else 1
         self._limit_bytes = limit_bytes
@@ -213,7 +221,7 @@ class BufferPool:
         """Returns a buffer of ``nbytes`` (0 is fine), uninitialised, with one reference.
 
         Raises:
-            BufferPoolExhausted: it does not fit under ``limit_bytes``.
+            BufferPoolExhausted: it does not fit under ``limit_bytes``, or the pool is closed.
             ValueError: ``nbytes`` is negative.
         """
         block_bytes = size_class_bytes(nbytes)
@@ -231,7 +239,8 @@ class BufferPool:
     def reserve(self, holder: Hashable, situations: Mapping[Any, Iterable[int]]) -> None:
         """Makes the blocks now that ``holder`` will need soon, so that :meth:`acquire` finds them
         there. Takes the place of what it reserved before; blocks that exist count, whoever uses
-        them at the moment. Does nothing where it would not fit under ``limit_bytes``.
+        them at the moment. Does nothing where it would not fit under ``limit_bytes``, or on a
+        closed pool.
 
         Args:
             holder: any name. What several of them reserve for one situation is held together.
@@ -244,6 +253,8 @@ class BufferPool:
         """
         wanted = {name: [*map(size_class_bytes, sizes)] for name, sizes in situations.items()}
         with self._lock:
+            if self._closed:
+                return
             self._reserved[holder] = wanted
             missing = self._missing()
             held_bytes = self._held_bytes() + sum(missing)
@@ -277,11 +288,16 @@ class BufferPool:
                 allocations=self._allocations,
             )
 
-    def trim(self) -> None:
-        """Lets go of every idle block; memory that was cut from slabs stays while they do."""
+    def close(self) -> None:
+        """Gives all memory back: idle blocks now, those in use as they are released. Hands out no
+        more. Idempotent."""
+        self._release_those_ready()
         with self._lock:
-            for block_bytes, blocks in self._idle.items():
-                self._made[block_bytes] -= len(blocks)
+            # With it goes what is left of slabs.
+            self._allocator = _closed_allocator
+            self._closed = True
+            self._reserved.clear()
+            self._made.clear()
             self._idle.clear()
             self._idle_bytes = 0
 
@@ -386,9 +402,10 @@ class BufferPool:
     def _take_back(self, block: torch.Tensor) -> None:
         """Makes a block idle. Needs the lock."""
         block_bytes = block.numel()
-        self._idle[block_bytes].append(block)
         self._in_use_bytes -= block_bytes
-        self._idle_bytes += block_bytes
+        if not self._closed:
+            self._idle[block_bytes].append(block)
+            self._idle_bytes += block_bytes
 
 
 def _released(buffer: PooledBuffer, ready: Callable[[], bool]) -> bool:

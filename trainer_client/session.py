@@ -293,6 +293,7 @@ class Session:
         self._in_place.close()
         self._transport.close()
         self._liveness.close()
+        self._pool.close()
         if self._endpoint is not None:
             self._endpoint.close()
 

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import fcntl
 import logging
-import os
 import time
 from pathlib import Path
+
+from core_attention.whole_file import write_whole
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +50,7 @@ def next_generation(state_dir: Path | None) -> int:
     with (state_dir / f"{_FILE}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         generation = max(_last_generation(path) + 1, now)
-        _write(path, f"{generation}\n")
+        write_whole(path, f"{generation}\n", durable=True)
     logger.info("generation %d, kept in %s", generation, path)
     return generation
 
@@ -66,18 +67,3 @@ def _last_generation(path: Path) -> int:
             f"{path} holds {text[:32]!r}; it must be one whole number: restore it, or delete it if "
             "the clock of this machine is right"
         ) from None
-
-
-def _write(path: Path, text: str) -> None:
-    """Whole or not at all, also when the machine stops."""
-    partial = path.with_name(path.name + ".partial")
-    with partial.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from datetime import timedelta
 from pathlib import Path
 
+from core_attention.whole_file import write_whole
 from distca.certs.authority import Authority, Signed
 from distca.contract.identity import Identity
 from distca.errors import DistcaError
@@ -79,19 +79,10 @@ class CertificateFolder:
     def _write(self, stem: str, signed: Signed) -> None:
         # The key first: who watches the certificate finds its key there.
         certificate, key = self._files(stem)
-        _replace(key, signed.key, 0o600)
-        _replace(certificate, signed.certificate, 0o644)
+        write_whole(key, signed.key, mode=0o600)
+        write_whole(certificate, signed.certificate, mode=0o644)
 
 
 def default_stem(identity: Identity, default_name: str) -> str:
     """``trainer`` for the default name, ``trainer-team-b`` for another."""
     return identity.role if identity.name == default_name else f"{identity.role}-{identity.name}"
-
-
-def _replace(path: Path, content: bytes, mode: int) -> None:
-    """Whole or not at all, and never readable for others in between."""
-    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
-    with os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode), "wb") as file:
-        os.fchmod(file.fileno(), mode)
-        file.write(content)
-    partial.replace(path)

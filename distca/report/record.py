@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from core_attention.whole_file import write_whole
 from distca.errors import RunFolderError
 
 RECORD_VERSION = 1
@@ -187,9 +188,7 @@ class RunRecord:
 
     def save(self, path: Path) -> None:
         """Writes the record to ``path``, whole or not at all."""
-        partial = path.with_name(path.name + ".partial")
-        partial.write_text(self.to_json())
-        partial.replace(path)
+        write_whole(path, self.to_json())
 
     @classmethod
     def load(cls, path: Path) -> RunRecord:

@@ -9,6 +9,7 @@ import os
 from dataclasses import asdict
 from pathlib import Path
 
+from core_attention.whole_file import write_whole
 from distca.report.record import StepRecord
 
 logger = logging.getLogger(__name__)
@@ -59,9 +60,7 @@ class StepLog:
     def forget_from(self, step: int) -> None:
         """Drops ``step`` and all after it: what a run did after its last checkpoint."""
         kept = [record for record in self.read() if record.step < step]
-        partial = self._path.with_name(self._path.name + ".partial")
-        partial.write_text("".join(json.dumps(asdict(record)) + "\n" for record in kept))
-        partial.replace(self._path)
+        write_whole(self._path, "".join(json.dumps(asdict(record)) + "\n" for record in kept))
 
 
 def _append_whole(path: Path, lines: bytes) -> None:

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from core_attention.whole_file import sync_folder
 from distca.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
@@ -101,7 +102,7 @@ def save_checkpoint(folder: Path, checkpoint: Checkpoint) -> Path:
             file.flush()
             os.fsync(file.fileno())
         partial.replace(path)
-        _sync_folder(folder)
+        sync_folder(folder)
     # torch reports a failed write to a file object as RuntimeError, with the OSError as its cause
     # or context at best.
     except (OSError, RuntimeError) as error:
@@ -159,15 +160,6 @@ def _remove_partials(folder: Path) -> None:
     """Removes what writers that were killed have left, which would take up the disk forever."""
     for partial in folder.glob(f"step-*{_PARTIAL}"):
         partial.unlink(missing_ok=True)
-
-
-def _sync_folder(folder: Path) -> None:
-    """Makes the new name itself survive a crash of the machine."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _reason(error: BaseException) -> str:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from ipaddress import IPv4Address, IPv4Network, ip_address
 from pathlib import Path
 
+from core_attention.whole_file import write_whole
 from distca.contract import rpc
 from distca.contract.reconnect import Addresses, is_transient, reach
 from distca.process.interrupt import StopRequest
@@ -204,9 +205,8 @@ class Member:
         self._tunnel.bring_up(IPv4Address(self._state.address), self._network)
         self._renew(self._contact)
         if self._settings.address_file is not None:
-            _write_address(
-                self._settings.address_file, self._state.address, self._settings.interface
-            )
+            told = {"address": self._state.address, "interface": self._settings.interface}
+            write_whole(self._settings.address_file, json.dumps(told))
         self._tell(self._state.address)
 
     def _renew_or_return(self) -> None:
@@ -286,10 +286,3 @@ class Member:
             self._tunnel.set_peers(peers)
             logger.info("the data network has %d other members", len(peers))
         self._peers, self._revision = peers, answer.revision
-
-
-def _write_address(path: Path, address: str, interface: str) -> None:
-    """Whole or not at all, so that who waits for the file can read it once it is there."""
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(json.dumps({"address": address, "interface": interface}))
-    partial.replace(path)

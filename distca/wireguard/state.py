@@ -5,12 +5,12 @@ from __future__ import annotations
 
 import base64
 import json
-import os
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
+from core_attention.whole_file import write_whole
 from distca.contract.network_proof import member_proof
 
 
@@ -93,9 +93,4 @@ class MemberState:
             "address": self.address,
             "ticket": base64.b64encode(self.ticket).decode(),
         }
-        partial = path.with_name(path.name + ".partial")
-        partial.unlink(missing_ok=True)
-        descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with os.fdopen(descriptor, "w") as file:
-            json.dump(kept, file)
-        partial.replace(path)
+        write_whole(path, json.dumps(kept), mode=0o600)

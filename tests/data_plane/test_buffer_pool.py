@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from data_plane.buffer_pool import (
     host_allocator,
     size_class_bytes,
 )
+from data_plane.slab_allocator import SlabAllocator
 
 
 @given(st.integers(0, 2**40))
@@ -83,8 +85,29 @@ def test_stats() -> None:
     assert (pool.stats().in_use_bytes, pool.stats().idle_bytes) == (1024, 0)
     buffer.release()
     assert (pool.stats().in_use_bytes, pool.stats().idle_bytes) == (0, 1024)
-    pool.trim()
-    assert pool.stats().idle_bytes == 0
+
+
+def test_a_closed_pool_keeps_no_memory_and_hands_out_none() -> None:
+    made: list[weakref.ref[torch.UntypedStorage]] = []
+
+    def allocate(nbytes: int) -> torch.Tensor:
+        memory = torch.empty(nbytes, dtype=torch.uint8)
+        made.append(weakref.ref(memory.untyped_storage()))
+        return memory
+
+    pool = BufferPool(SlabAllocator(allocate))
+    held, idle = pool.acquire(1000), pool.acquire(2000)
+    idle.release()
+    pool.close()
+    assert (pool.stats().in_use_bytes, pool.stats().idle_bytes) == (1024, 0)
+    assert made[0]() is not None, "the buffer in use lost its memory"
+    held.release()
+    pool.close()
+    assert (pool.stats().in_use_bytes, pool.stats().idle_bytes) == (0, 0)
+    assert all(slab() is None for slab in made), "slabs stay behind"
+    with pytest.raises(BufferPoolExhausted, match="closed"):
+        pool.acquire(1000)
+    assert pool.stats().in_use_bytes == 0
 
 
 def test_limit_names_the_numbers() -> None:
@@ -187,9 +210,6 @@ def test_blocks_in_use_count_for_what_is_reserved() -> None:
     assert pool.stats().allocations == 3
     for buffer in held:
         buffer.release()
-    pool.trim()
-    pool.reserve("us", {"forward": [9_000]})
-    assert (pool.stats().allocations, pool.stats().idle_bytes) == (4, size_class_bytes(9_000))
 
 
 def test_nothing_is_reserved_beyond_the_limit() -> None:

@@ -110,8 +110,10 @@ def test_steps_given_up_in_one_lane_leave_no_buffers(pool_of_four: Cluster, plac
                 with session.step(step):
                     outputs = PingPong(FailingLane())([{"fail": False}, {"fail": False}])
                     torch.autograd.backward([o.sum() for o in outputs])
+        assert session._pool.stats().idle_bytes
         team.close()
         wait_for_no_buffers([session])
+        assert session._pool.stats().idle_bytes == 0, "a closed session keeps its buffers"
 
 
 @pytest.mark.parametrize("placement", ["pool", "in-place"])

@@ -1,0 +1,52 @@
+"""Files that others read while they are written: they see the former content or the new one."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from pathlib import Path
+
+
+def write_whole(
+    path: Path, content: str | bytes, *, mode: int | None = None, durable: bool = False
+) -> None:
+    """Puts ``content`` at ``path``, whole or not at all; of several writers the last one counts.
+
+    Args:
+        path: in a folder that exists.
+        content: text is written as UTF-8.
+        mode: permissions, which hold from the start; None: what the process's umask leaves.
+        durable: also after a power failure.
+
+    Raises:
+        OSError: it cannot be written; what was there before is untouched.
+    """
+    partial = path.with_name(f"{path.name}.{os.getpid()}.{threading.get_ident()}.partial")
+    data = content.encode() if isinstance(content, str) else content
+    try:
+        with open(
+            partial, "wb", opener=lambda name, flags: os.open(name, flags, mode or 0o666)
+        ) as file:
+            if mode is not None:
+                os.fchmod(file.fileno(), mode)
+            file.write(data)
+            if durable:
+                file.flush()
+                os.fsync(file.fileno())
+        partial.replace(path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            partial.unlink()
+        raise
+    if durable:
+        sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Makes the names in ``folder`` durable."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

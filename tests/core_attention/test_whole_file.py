@@ -1,0 +1,69 @@
+"""Files that are written whole or not at all."""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+
+import pytest
+
+from core_attention.whole_file import write_whole
+
+
+def test_content_and_permissions(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    write_whole(path, "größer")
+    assert path.read_bytes() == "größer".encode()
+    path.chmod(0o644)
+    write_whole(path, b"\x00secret", mode=0o600, durable=True)
+    assert path.read_bytes() == b"\x00secret"
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert os.listdir(tmp_path) == ["file"]
+
+
+def test_without_a_mode_the_umask_decides(tmp_path: Path) -> None:
+    former = os.umask(0o027)
+    try:
+        write_whole(tmp_path / "file", "text")
+    finally:
+        os.umask(former)
+    assert (tmp_path / "file").stat().st_mode & 0o777 == 0o640
+
+
+def test_what_cannot_be_written_leaves_the_former_content_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "file"
+    write_whole(path, "former")
+
+    def full(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space"):
+        write_whole(path, "new", durable=True)
+    assert path.read_text() == "former"
+    assert os.listdir(tmp_path) == ["file"]
+
+
+def test_readers_never_see_a_part(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    texts = [str(digit) * 300_000 for digit in range(3)]
+    write_whole(path, texts[0])
+    done = threading.Event()
+
+    def write(text: str) -> None:
+        while not done.is_set():
+            write_whole(path, text)
+
+    writers = [threading.Thread(target=write, args=(text,)) for text in texts]
+    for writer in writers:
+        writer.start()
+    try:
+        for _ in range(200):
+            assert path.read_text() in texts
+    finally:
+        done.set()
+        for writer in writers:
+            writer.join(10)
