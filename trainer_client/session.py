@@ -398,7 +398,7 @@ class Session:
         self._handed_in -= left_out | {step}
         self._last_step = step
         if left_out:
-            self._go_on_with(step, self._servers.server_ids, f"steps {sorted(left_out)} left out")
+            self._go_on_with(step, f"steps {sorted(left_out)} left out")
         running = RunningStep(
             planned.plan,
             rank=self.options.rank,
@@ -493,15 +493,15 @@ class Session:
     def _give_up(self, running: RunningStep, why: str) -> None:
         """Others may wait for this rank's rows of the step: they are told that none will come."""
         running.abandon()
-        servers = [server.server_id for server in running.plan.servers]
-        self._go_on_with(running.step + 1, servers, f"step {running.step} was not run to its end")
+        self._go_on_with(running.step + 1, f"step {running.step} was not run to its end")
         if self._link.failure is None:
             reason = why[:_MAX_REASON_LETTERS]
             self._link.report(running.step, jobs_pb2.StepGivenUp(reason=reason))
 
-    def _go_on_with(self, step: int, servers: list[str], why: str) -> None:
-        """Servers expect ticks that will not come: new connections tell them where to go on."""
-        self._servers.close(servers, why)
+    def _go_on_with(self, step: int, why: str) -> None:
+        """Servers expect ticks that will not come: new connections tell them where to go on. Under
+        another plan than the step's first, they may be other servers than it names."""
+        self._servers.close_all(why)
         self._in_place.ticks.abandon(self.job_id, self.options.rank, step)
 
     def _make_hello(self, server: PlanServer, first_step: int, epoch: int) -> bytes:

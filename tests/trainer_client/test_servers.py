@@ -88,6 +88,10 @@ def silent(timeout: float) -> Connection:
     raise ConnectFailed("no answer before the deadline", transport="scripted", peer="server")
 
 
+def connected_soon(timeout: float) -> Connection:
+    return connected()
+
+
 def refused(timeout: float) -> Connection:
     raise ConnectFailed("connection refused", transport="scripted", peer="server")
 
@@ -173,3 +177,29 @@ def test_a_refusal_with_a_proof_counts_at_once() -> None:
     with pytest.raises(ServersUnreachable, match="no memory"):
         links(transport).connect(PLAN, 0)
     assert transport.calls == len(PLAN.servers)
+
+
+@pytest.mark.parametrize("other", [connected_soon, refused], ids=["all made", "one refused"])
+def test_no_connection_is_left_for_a_step_that_was_given_up(
+    other: Callable[[float], Connection],
+) -> None:
+    """Its server would wait for the step's ticks, and not take those of the next one."""
+    given_up = threading.Event()
+    left: list[LoopbackConnection] = []
+
+    def answer(timeout: float) -> Connection:
+        given_up.set()
+        if transport.calls > 1:
+            return other(timeout)
+        left.append(connected())
+        return left[0]
+
+    transport = Scripted(answer)
+    made = links(transport)
+    with pytest.raises(EpochOver, match="step 5 was given up"):
+        made.connect(PLAN, 5, wanted=lambda: not given_up.is_set())
+    assert [connection.closed for connection in left] == [True]
+    calls = transport.calls
+    with pytest.raises(EpochOver, match="step 5 was given up"):
+        made.connect(PLAN, 5, wanted=lambda: False)
+    assert transport.calls == calls

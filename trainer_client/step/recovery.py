@@ -137,8 +137,8 @@ class Recovery:
     def _resume(self, running: RunningStep, planned: PlannedStep) -> None:
         try:
             with self._lock:
-                first = min((s.step for s in self._steps.values() if s.may_be_asked), default=0)
-            self._put_in_force(running, planned, first_step=min(first, running.step))
+                asked = [s.step for s in self._steps.values() if s.may_be_asked]
+            self._put_in_force(running, planned, first_step=min([*asked, running.step]))
         except Exception as error:
             # Whatever breaks this thread would leave the training loop waiting: hand it over.
             logger.exception("step %d cannot go on", running.step)
@@ -147,7 +147,9 @@ class Recovery:
     def _put_in_force(self, running: RunningStep, planned: PlannedStep, *, first_step: int) -> None:
         plan = planned.plan
         try:
-            connections = self._links.connect(plan, first_step)
+            connections = self._links.connect(
+                plan, first_step, wanted=lambda: not running.abandoned
+            )
         except EpochOver as error:
             logger.info("step %d: %s; waiting for its next plan", plan.step, error)
             return

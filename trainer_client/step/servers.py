@@ -106,40 +106,40 @@ class ServerLinks:
         for connection in closing.values():
             connection.close(why)
 
-    def close(self, server_ids: list[str], why: str) -> None:
-        """Closes the connections to some servers."""
-        with self._lock:
-            closing = [self._connections.pop(name, None) for name in server_ids]
-        for connection in closing:
-            if connection is not None:
-                connection.close(why)
-
-    @property
-    def server_ids(self) -> list[str]:
-        """The servers that connections were made to."""
-        with self._lock:
-            return list(self._connections)
-
-    def connect(self, plan: Plan, first_step: int) -> Mapping[str, Connection]:
+    def connect(
+        self, plan: Plan, first_step: int, *, wanted: Callable[[], bool] = lambda: True
+    ) -> Mapping[str, Connection]:
         """Connections to the servers of ``plan``, but for this process's own.
 
         Args:
             plan: this rank's slice.
             first_step: the first step whose ticks are sent on new connections.
+            wanted: whether that step is still to be run. Servers take the ticks of a connection
+                from its first step on, so that none may be left open whose first step was given up.
 
         Raises:
             ServersUnreachable: some of them cannot be connected to; names all that cannot.
-            EpochOver: the plan is void.
+            EpochOver: the plan is void, or not ``wanted`` any more.
         """
         others = [s for s in plan.servers if s.in_place_rank != self._options.rank]
         with self._connecting:
+            if not wanted():
+                raise EpochOver(f"step {plan.step} was given up")
             connections = {
                 server.server_id: known
                 for server in others
                 if (known := self._connections.get(server.server_id)) and not known.closed
             }
             missing = [server for server in others if server.server_id not in connections]
-            made = self._connect_all(missing, first_step, plan.epoch)
+            made: dict[str, Connection] = {}
+            try:
+                made = self._connect_all(missing, first_step, plan.epoch)
+            except ServersUnreachable:
+                if wanted():
+                    raise
+            if not wanted():
+                self._close([s.server_id for s in missing], f"step {first_step} was given up")
+                raise EpochOver(f"step {plan.step} was given up")
             self._probe_all(made)
         return connections | made
 
@@ -233,6 +233,13 @@ class ServerLinks:
                 now = time.monotonic()
                 if now - tried_at < attempt_seconds or now - heard_at > patience:
                     raise
+
+    def _close(self, server_ids: list[str], why: str) -> None:
+        with self._lock:
+            closing = [self._connections.pop(name, None) for name in server_ids]
+        for connection in closing:
+            if connection is not None:
+                connection.close(why)
 
     def _check_epoch(self, epoch: int) -> None:
         if self._epoch > epoch:
