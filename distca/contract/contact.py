@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -39,6 +40,9 @@ class Contact:
         self._channel: grpc.Channel = rpc.open_channel(settings, token)
         self._jobs = jobs_pb2_grpc.JobsStub(self._channel)
         self._membership = membership_pb2_grpc.MembershipStub(self._channel)
+        self._lock = threading.Lock()
+        self._under_way: set[Any] = set()
+        self._is_ended = False
         try:
             rpc.wait_until_ready(self._channel, settings)
         except BaseException:
@@ -61,11 +65,19 @@ class Contact:
         Raises:
             distca.contract.rpc.RpcError: it failed; Cancelled if the contact has ended.
         """
+        with self._lock:
+            if self._is_ended:
+                raise rpc.Cancelled("a call", self.address, "the contact has ended")
+            call = method.future(request, timeout=timeout_seconds)
+            self._under_way.add(call)
         try:
-            return method(request, timeout=timeout_seconds)
-        except ValueError as error:
-            # gRPC says so of a channel that another thread has closed meanwhile.
-            raise rpc.Cancelled("a call", self.address, str(error)) from error
+            return call.result()
+        finally:
+            with self._lock:
+                self._under_way.remove(call)
+                is_last = self._is_ended and not self._under_way
+            if is_last:
+                self._channel.close()
 
     def interrupt(self) -> None:
         """Ends the stream of events; the thread that reads it goes on with what is next."""
@@ -73,6 +85,18 @@ class Contact:
             self.events.cancel()
 
     def end(self) -> None:
-        """Ends everything."""
+        """Ends everything; calls under way raise Cancelled. Idempotent.
+
+        The channel is closed when the last of them has returned: gRPC may crash if one thread
+        begins a call while another closes its channel.
+        """
         self.interrupt()
-        self._channel.close()
+        with self._lock:
+            if self._is_ended:
+                return
+            self._is_ended = True
+            under_way = list(self._under_way)
+        for call in under_way:
+            call.cancel()
+        if not under_way:
+            self._channel.close()

@@ -312,10 +312,7 @@ class _Caller(grpc.UnaryUnaryClientInterceptor, grpc.UnaryStreamClientIntercepto
     ) -> Any:
         timeout = self._settings.call_seconds if details.timeout is None else details.timeout
         call = continuation(self._details(details, timeout), request)
-        error = call.exception()
-        if isinstance(error, grpc.RpcError):
-            raise named_error(error, _short(details.method), self._settings.address) from error
-        return call
+        return _NamedCall(call, _short(details.method), self._settings.address)
 
     def intercept_unary_stream(
         self, continuation: Callable[[Any, Any], Any], details: Any, request: Any
@@ -334,6 +331,26 @@ class _Caller(grpc.UnaryUnaryClientInterceptor, grpc.UnaryStreamClientIntercepto
             details.wait_for_ready,
             details.compression,
         )
+
+
+class _NamedCall:
+    """A unary call, over or under way, whose result is given or raised as :class:`RpcError`."""
+
+    def __init__(self, call: Any, method: str, address: str) -> None:
+        self._call = call
+        self._method = method
+        self._address = address
+
+    def result(self, timeout: float | None = None) -> Any:
+        try:
+            return self._call.result(timeout)
+        except grpc.RpcError as error:
+            raise named_error(error, self._method, self._address) from error
+        except grpc.FutureCancelledError as error:
+            raise Cancelled(self._method, self._address, "given up by this side") from error
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._call, name)
 
 
 class EventStream:
