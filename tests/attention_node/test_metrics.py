@@ -95,7 +95,8 @@ def test_a_kernel_that_fails_is_no_longer_busy(
     wait_for(lambda: bool(failures))
     busy_seconds = value(registry, "busy_seconds_total")
     time.sleep(HELD_SECONDS)
-    assert value(registry, "busy_seconds_total") == busy_seconds
+    # The failure is reported a moment before the call is over.
+    assert value(registry, "busy_seconds_total") - busy_seconds < HELD_SECONDS / 2
 
 
 def test_a_ticks_time_is_told_by_part_and_local_rows_have_no_transport(
