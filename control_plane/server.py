@@ -35,7 +35,7 @@ from control_plane.planner.planners import PLANNERS
 from control_plane.planner.planning import Planner
 from control_plane.service.cluster_service import ClusterService
 from control_plane.service.data_network_service import DataNetworkService
-from control_plane.service.grpc_server import is_serving
+from control_plane.service.grpc_server import build_server
 from control_plane.service.refusals import Refusals
 from control_plane.service.service import JobsService, MembershipService
 from control_plane.settings import ControlPlaneSettings, split_address
@@ -66,10 +66,6 @@ _SERVICES = (
 """What the health service answers for, besides the process as a whole."""
 
 _LOOPBACK_OF_ANY = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]"}
-
-
-_SERVING_CHECK_SECONDS = 0.1
-"""How long gRPC may have ended before it starts again."""
 
 
 class AddressInUseError(OSError):
@@ -143,7 +139,6 @@ class ControlPlane:
         self._server: grpc.aio.Server | None = None
         self._endpoint: MetricsEndpoint | None = None
         self._sweeper: asyncio.Task[None] | None = None
-        self._keeper: asyncio.Task[None] | None = None
         self.address = ""
         self.metrics_address: str | None = None
 
@@ -155,7 +150,6 @@ class ControlPlane:
             logger.info("preparing planner %s", self._settings.coordinator.default_planner)
             await self.coordinator.prepare()
             await self._server.start()
-            self._keeper = asyncio.create_task(self._keep_serving())
             if self._settings.metrics_address is not None:
                 self._start_metrics(self._settings.metrics_address)
             if isinstance(self._leadership, Alone):
@@ -172,11 +166,10 @@ class ControlPlane:
     async def stop(self) -> None:
         """Reports NOT_SERVING, ends all streams, lets calls finish, and frees the ports."""
         await self._end_service()
-        for task in (self._sweeper, self._keeper):
-            if task is not None:
-                task.cancel()
-                with contextlib.suppress(asyncio.CancelledError):
-                    await task
+        if self._sweeper is not None:
+            self._sweeper.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._sweeper
         await self._leadership.release()
         if self._server is not None:
             await self._server.stop(self._settings.stop_seconds)
@@ -216,33 +209,9 @@ class ControlPlane:
         await self.coordinator.shut_down()
         self._data_network.shut_down()
 
-    async def _keep_serving(self) -> None:
-        """Serves again, at the same address and with all members and jobs, when gRPC has given up.
-
-        grpc.aio ends its server at a call whose method is no UTF-8, which any client can make. The
-        calls and streams under way end with it; members call again within seconds.
-        """
-        while True:
-            await asyncio.sleep(_SERVING_CHECK_SECONDS)
-            if self._server is not None and is_serving(self._server):
-                continue
-            logger.error("gRPC on %s has ended at a malformed call; it starts again", self.address)
-            if self._server is not None:
-                ended, self._server = self._server, None
-                await ended.stop(0)
-            try:
-                server = self._build_server(self.address)
-                await server.start()
-            except AddressInUseError as error:
-                # Tried again: the port may need a moment to be free.
-                logger.error("%s", error)
-            else:
-                self._server = server
-
     def _build_server(self, address: str) -> grpc.aio.Server:
-        server = grpc.aio.server(
-            options=server_options(self._settings.max_message_bytes),
-            interceptors=[self._access_interceptor()],
+        server = build_server(
+            server_options(self._settings.max_message_bytes), [self._access_interceptor()]
         )
         jobs_pb2_grpc.add_JobsServicer_to_server(
             JobsService(self.coordinator, self._threads), server
