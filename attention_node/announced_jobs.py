@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-PATIENCE_SECONDS = 120.0
+from distca.contract.timeouts import default_seconds
+
+PATIENCE_SECONDS = default_seconds("announced_seconds")
 """How long after a registration a job may stay without being announced: its ranks have twice a
 lease to come back to a control plane that has started again."""
 

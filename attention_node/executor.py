@@ -26,6 +26,7 @@ from core_attention.checksum import ChecksumMismatch
 from core_attention.kernels.protocol import Kernel
 from core_attention.kernels.streams import HIGH_PRIORITY
 from core_attention.shape import AttentionShape
+from distca.contract.timeouts import default_seconds
 
 logger = logging.getLogger(__name__)
 
@@ -196,7 +197,7 @@ class Executor:
         """Ends a tick without results."""
         self._events.put(lambda: self._guard(tick, lambda: tick.give_up(error)))
 
-    def close(self, timeout_seconds: float = 5.0) -> None:
+    def close(self, timeout_seconds: float = default_seconds("close_seconds")) -> None:
         """Stops the thread after the call in progress."""
         self._unwritten.put(None)
         self._events.put(None)

@@ -8,14 +8,12 @@ from typing import Final
 
 from google.protobuf.message import DecodeError
 
-from attention_node.served_job import ServedJob
-from data_plane.transport import AddressesDiffer, Claim, ProofFailed
+from attention_node.served_job import JobDescription
+from data_plane.transport import AddressesDiffer, Claim, ClaimRefused, ProofFailed
 from distca.contract.tokens import KEY_BYTES, rank_token
 from distca.v1 import data_plane_pb2
 
 PROTOCOL_VERSION: Final = 4
-FAREWELL: Final = "the session is closed"
-"""What a rank says that leaves at the end of its job. Anything else tells of a failure."""
 
 
 class HelloRefusal(StrEnum):
@@ -32,7 +30,21 @@ class HelloRefusal(StrEnum):
     MEMORY = "memory"
 
 
-class HelloRefused(ValueError):
+_CODES: Final = {
+    HelloRefusal.MALFORMED: data_plane_pb2.HELLO_REFUSAL_MALFORMED,
+    HelloRefusal.VERSION: data_plane_pb2.HELLO_REFUSAL_VERSION,
+    HelloRefusal.SERVER: data_plane_pb2.HELLO_REFUSAL_SERVER,
+    # One code for both, as the words: a stranger must not learn which jobs there are.
+    HelloRefusal.UNKNOWN_JOB: data_plane_pb2.HELLO_REFUSAL_UNKNOWN,
+    HelloRefusal.TOKEN: data_plane_pb2.HELLO_REFUSAL_UNKNOWN,
+    HelloRefusal.ADDRESS: data_plane_pb2.HELLO_REFUSAL_ADDRESS,
+    HelloRefusal.RANK: data_plane_pb2.HELLO_REFUSAL_RANK,
+    HelloRefusal.EPOCH: data_plane_pb2.HELLO_REFUSAL_EPOCH_OVER,
+    HelloRefusal.MEMORY: data_plane_pb2.HELLO_REFUSAL_MEMORY,
+}
+
+
+class HelloRefused(ClaimRefused):
     """A hello is refused; the message goes to the rank.
 
     Attributes:
@@ -40,7 +52,7 @@ class HelloRefused(ValueError):
     """
 
     def __init__(self, reason: HelloRefusal, message: str) -> None:
-        super().__init__(message)
+        super().__init__(message, code=_CODES[reason])
         self.reason = reason
 
 
@@ -66,8 +78,8 @@ def parse_hello(hello: bytes) -> data_plane_pb2.Hello:
 
 
 def check_proof(
-    message: data_plane_pb2.Hello, claim: Claim, server_id: str, job: ServedJob | None
-) -> ServedJob:
+    message: data_plane_pb2.Hello, claim: Claim, server_id: str, job: JobDescription | None
+) -> JobDescription:
     """Returns ``job`` if the client is the rank of it that it says it is.
 
     What a refusal says may be read by anybody, so that an unknown job and a wrong token sound and
@@ -83,7 +95,7 @@ def check_proof(
         HelloRefused: it cannot prove that it has the rank's token, or it connected by way of
             address translation.
     """
-    key = job.description.verification_key if job is not None else _NO_JOB
+    key = job.verification_key if job is not None else _NO_JOB
     try:
         claim.check(rank_token(key, message.rank))
     except AddressesDiffer as error:
@@ -100,8 +112,8 @@ def check_proof(
     return job
 
 
-def check_hello(message: data_plane_pb2.Hello, server_id: str, job: ServedJob) -> None:
-    """Returns if the rank, which has proven itself, may connect.
+def check_hello(message: data_plane_pb2.Hello, server_id: str, job: JobDescription) -> None:
+    """Returns if the rank, which has proven itself, is one of the job and means this server.
 
     Args:
         message: what the rank says.
@@ -109,29 +121,14 @@ def check_hello(message: data_plane_pb2.Hello, server_id: str, job: ServedJob) -
         job: the rank's.
 
     Raises:
-        HelloRefused: it is of an epoch that is over, or for another server, names a rank that the
-            job does not have, or asks for a step that the server has no memory for.
+        HelloRefused: it is for another server, or names a rank that the job does not have.
     """
     if message.server_id != server_id:
         raise _another_server(message)
-    if message.rank >= job.description.n_ranks:
+    if message.rank >= job.n_ranks:
         raise HelloRefused(
             HelloRefusal.RANK,
-            f"rank {message.rank} of job {message.job_id!r}; it has "
-            f"{job.description.n_ranks} ranks",
-        )
-    refused = [
-        why
-        for (epoch, step), why in job.refused.items()
-        if epoch >= message.epoch and step >= message.first_step
-    ]
-    if refused:
-        raise HelloRefused(HelloRefusal.MEMORY, refused[0])
-    if message.epoch < job.epoch:
-        raise HelloRefused(
-            HelloRefusal.EPOCH,
-            f"epoch {message.epoch} of job {message.job_id!r} is over; it recovered with epoch "
-            f"{job.epoch}",
+            f"rank {message.rank} of job {message.job_id!r}; it has {job.n_ranks} ranks",
         )
 
 

@@ -1,4 +1,4 @@
-"""One tick on one server, from its first message to its last reply.
+"""The tensors of one tick on one server, from its first message to its last reply.
 
 An open tick belongs to the executor's thread: nothing here is locked.
 """
@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from attention_node.machine.tick import TickMachine
 from attention_node.tick_route import ASSEMBLED, RowCopy, TickRoute
 from core_attention.ca_task import Phase
 from core_attention.kernels.protocol import BackwardPart, ForwardPart
@@ -50,10 +51,10 @@ class Source:
 
 @dataclass(eq=False)
 class OpenTick:
-    """Which sources have arrived, which parts are ready, running or done.
+    """The tensors of a tick, and the instructions of its machine carried out.
 
     Attributes:
-        tick: which exchange.
+        machine: which sources have arrived, which parts are ready or done, which replies are due.
         route: what belongs to it.
         shape: of the job's core attention.
         scale: multiplies q.k before softmax.
@@ -61,10 +62,9 @@ class OpenTick:
         on_closed: called once, when the tick is over.
         busy_seconds: its share of the kernel seconds of the calls it was part of so far.
         kernel_seconds: wall seconds of those calls.
-        failure: why it was given up, or None.
     """
 
-    tick: Tick
+    machine: TickMachine
     route: TickRoute
     shape: AttentionShape
     scale: float
@@ -72,48 +72,41 @@ class OpenTick:
     on_closed: Callable[[OpenTick], None]
     busy_seconds: float = 0.0
     kernel_seconds: float = 0.0
-    failure: BaseException | None = None
     _sources: dict[int, Source] = field(default_factory=dict)
-    _awaiting: set[int] = field(init=False)
-    _undone: set[int] = field(init=False)
-    _unreplied: set[int] = field(init=False)
     _assembled: dict[str, torch.Tensor] = field(default_factory=dict)
     _gradients: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
-    _closed: bool = False
 
-    def __post_init__(self) -> None:
-        self._awaiting = set(range(len(self.route.parts)))
-        self._undone = set(self._awaiting)
-        self._unreplied = set(self.route.pairs)
+    @property
+    def tick(self) -> Tick:
+        """Which exchange."""
+        return self.machine.tick
 
     @property
     def closed(self) -> bool:
         """Whether the tick is over: complete, failed or dropped."""
-        return self._closed
+        return self.machine.closed
+
+    @property
+    def failure(self) -> BaseException | None:
+        """Why it was given up, or None."""
+        return self.machine.failure
 
     def arrive(self, rank: int, source: Source) -> list[int]:
         """Takes in ``rank``'s message; returns the parts that are ready now, in order."""
-        if self._closed:
+        if self.closed:
             # The same reason as for those who came before the failure.
             source.fail(self.failure or TickGivenUp(f"{self.tick} is over on this server"))
             source.release()
             return []
-        assert rank in self.route.pairs, f"{self.tick}: rank {rank} was not asked"
         if rank in self._sources:
             # Over another connection, since a tag is taken once on each. The first one counts.
             source.fail(TickGivenUp(f"{self.tick}: rank {rank} has sent it before"))
             source.release()
             return []
         self._sources[rank] = source
+        ready = self.machine.arrive(rank)
         self._assemble(rank, source)
-        ready = [
-            index
-            for index in sorted(self._awaiting)
-            if self.route.parts[index].needs <= self._sources.keys()
-        ]
-        self._awaiting.difference_update(ready)
-        if not self._undone:
-            self._finish()
+        self._reply(self.machine.last_replies())
         return ready
 
     def forward_part(self, index: int) -> ForwardPart:
@@ -156,20 +149,18 @@ class OpenTick:
 
     def part_done(self, index: int) -> None:
         """Notes that a part has run, and sends the replies that waited for it."""
-        self._undone.discard(index)
-        for rank in sorted(self._unreplied & self._sources.keys()):
-            if not self.route.parts_before_reply(rank, self.tick.phase) & self._undone:
-                self._reply(rank)
-        if not self._undone:
-            self._finish()
+        self._reply(self.machine.part_done(index))
 
     def give_up(self, error: BaseException) -> None:
         """Ends the tick without results: every source that has arrived and got no reply is told."""
-        if not self._closed:
-            self.failure = error
-            for rank in sorted(self._unreplied & self._sources.keys()):
-                self._sources[rank].fail(error)
-            self._close()
+        if self.closed:
+            return
+        unanswered = [self._sources[rank] for rank in self.machine.give_up(error)]
+        for source in unanswered:
+            source.fail(error)
+        for source in unanswered:
+            source.release()
+        self._close()
 
     def _assemble(self, rank: int, source: Source) -> None:
         copies = self.route.assembly[rank]
@@ -202,7 +193,14 @@ class OpenTick:
             self._assembled[name] if k_source == ASSEMBLED else self._sources[k_source].inputs[name]
         )
 
-    def _reply(self, rank: int) -> None:
+    def _reply(self, ranks: list[int]) -> None:
+        """Sends the replies of ``ranks``; with the last one the tick is over."""
+        for rank in ranks:
+            self._reply_to(rank)
+        if self.machine.is_complete:
+            self._close()
+
+    def _reply_to(self, rank: int) -> None:
         source = self._sources[rank]
         if self.tick.phase is Phase.BACKWARD:
             sums = self.route.dk_sums[rank]
@@ -210,23 +208,13 @@ class OpenTick:
                 terms = [(self._gradients[part][which], copy) for part, copy in sums]
                 _sum_rows(terms, source.outputs[name])
         source.reply()
-        self._unreplied.discard(rank)
+        self.machine.replied(rank)
         # Keys that other ranks' tasks read were copied together when they came; its own tasks have
         # run, and dK and dV are sums of tensors of this tick.
         source.release()
 
-    def _finish(self) -> None:
-        """Once nothing is left to run, a rank that gave only K/V owes nothing and is owed nothing
-        but its gradients; the tick closes when the last expected rank has arrived."""
-        if self._sources.keys() == self.route.pairs.keys():
-            for rank in sorted(self._unreplied):
-                self._reply(rank)
-            self._close()
-
     def _close(self) -> None:
-        self._closed = True
-        for rank in sorted(self._unreplied & self._sources.keys()):
-            self._sources[rank].release()
+        self.machine.close()
         self._sources.clear()
         self._assembled.clear()
         self._gradients.clear()

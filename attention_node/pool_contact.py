@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from distca.contract import rpc
 from distca.contract.contact import Contact
 from distca.v1 import jobs_pb2, membership_pb2
 
 
 class PoolContact(Contact):
     """A control plane that a server has reached; calls raise ``distca.contract.rpc.RpcError``."""
+
+    LOST = (rpc.LeaseExpired, rpc.Fenced)
 
     def register(
         self, description: membership_pb2.ServerDescription, *, waited_seconds: float

@@ -11,6 +11,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from attention_node.machine.tick import TickMachine
 from attention_node.open_tick import OpenTick, Source
 from attention_node.tick_route import derive_tick_route
 from core_attention.ca_task import MaskKind, Phase, TaskTable
@@ -130,9 +131,11 @@ def rehearse_tick(
         device: where everything lives.
     """
     route = derive_tick_route(plan, HERE, nano_batch, phase, LOCAL_RANK)
-    tick = OpenTick(
-        Tick(plan.step, 0, nano_batch, phase), route, shape, 1.0, device, on_closed=_nothing
+    machine = TickMachine(
+        Tick(plan.step, 0, nano_batch, phase),
+        route.outline(phase, owed=frozenset(), message_bytes=0),
     )
+    tick = OpenTick(machine, route, shape, 1.0, device, on_closed=_nothing)
     n_rows = plan.manifest.tokens_per_rank(nano_batch).tolist()
     ranks = {
         rank: _Rank(n_rows[rank], phase, pair, shape, device)

@@ -1,23 +1,19 @@
 """The node's process: builds the parts, serves until it is told to stop, closes.
 
 A node ends in one of three ways: SIGTERM, SIGINT or an operator's drain let planned steps finish
-and exit with 0; losing the control plane raises :class:`attention_node.membership.MembershipLost`.
+and exit with 0; losing the control plane raises :class:`attention_node.pool_link.PoolLinkLost`.
 """
 
 from __future__ import annotations
 
 import json
 import logging
-import math
-import os
 import signal
 import socket
 import sys
 import threading
 import time
 from concurrent import futures
-from dataclasses import dataclass, field, fields
-from pathlib import Path
 from types import FrameType
 
 import grpc
@@ -26,12 +22,12 @@ import torch
 from grpc_health.v1 import health_pb2_grpc
 
 from attention_node.announced_jobs import AnnouncedJobs
-from attention_node.capacity import rows_within
 from attention_node.executor import Executor, KernelCall
-from attention_node.membership import Membership, MembershipLost
 from attention_node.metrics import NodeMetrics
+from attention_node.pool_link import PoolLink, PoolLinkLost
 from attention_node.rehearsal import rehearse
 from attention_node.served_job import JobDescription, StepBusy
+from attention_node.settings import NodeSettings
 from attention_node.tick_server import TickServer
 from core_attention.ca_task import MaskKind
 from core_attention.cost_model import CostProfile
@@ -44,12 +40,12 @@ from data_plane.buffer_pool import BufferPool, device_allocator
 from data_plane.metrics import DataPlaneMetrics
 from data_plane.owner_thread import SWITCH_INTERVAL_SECONDS
 from data_plane.transport import Address
-from data_plane.transports import TransportName, check_transport, open_transport
+from data_plane.transports import open_transport
 from distca import __version__
 from distca.contract import rpc
 from distca.contract.codec import first_tick_from_bytes, plan_from_proto, profile_to_proto
-from distca.contract.timeouts import check_order, known_timeouts
-from distca.contract.tls import TlsFiles, server_credentials
+from distca.contract.settings import ClientTls, TlsFiles, values_of
+from distca.contract.tls import server_credentials
 from distca.process.health_service import HealthCheck
 from distca.process.monitoring import MetricsEndpoint, process_registry
 from distca.v1 import jobs_pb2, membership_pb2
@@ -69,98 +65,11 @@ QUIET_SECONDS = 0.5
 """How long a draining node must be idle: a plan made just before may still come."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class NodeSettings:
-    """How an attention node runs.
-
-    Attributes:
-        control_plane: ``host:port`` of the control plane.
-        server_id: name in plans; unique in the control plane.
-        profile_shapes: shapes to measure at start; the planner needs one that fits the job, or one
-            to scale from.
-        device: ``"cpu"`` or ``"cuda:<index>"``.
-        data_host: address of this machine that trainers reach.
-        data_port: port of the data plane; 0 takes any free one.
-        health_port: port of grpc.health.v1, over mTLS if ``certificate_file`` is given; 0 takes any
-            free one.
-        metrics_port: port of ``/metrics``; 0 takes any free one.
-        transport: ``"ucxx"`` or ``"nixl"``, the same in all processes; ``"auto"`` takes what suits
-            this machine.
-        one_host: all trainers are on this machine, so shared memory may be used.
-        capacity_rows: q plus k/v rows the node can hold in one tick; 0 is what fits
-            ``buffer_limit_bytes``, or without limit if that has none.
-        buffer_limit_bytes: memory for messages; 0 is without limit.
-        profile_dir: where cost profiles are cached.
-        connect_seconds: how long to wait for the control plane at start.
-        held_timeout_seconds: how long to wait for the lease of a server of the same name to end,
-            which may be gone; longer than the control plane's lease.
-        control_plane_timeout_seconds: how long the control plane may be away while planned steps
-            are served.
-        stuck_seconds: after so long without finishing any of its work the process exits, so that
-            it is started again.
-        drain_seconds: how long planned steps may take to finish when the node is told to stop.
-        reply_timeout_seconds: how long a trainer may take to accept a reply.
-        address_file: where to write the bound addresses as JSON, or None.
-        ca_file, certificate_file, key_file, server_name, certificate_check_seconds: TLS to the
-            control plane; see ``distca.contract.rpc``.
-    """
-
-    control_plane: str
-    server_id: str = field(default_factory=lambda: f"{socket.gethostname()}-{os.getpid()}")
-    profile_shapes: tuple[AttentionShape, ...]
-    device: str = "cpu"
-    data_host: str = field(default_factory=lambda: socket.gethostbyname(socket.gethostname()))
-    data_port: int = 0
-    health_port: int = 0
-    metrics_port: int = 0
-    transport: str = TransportName.AUTO
-    one_host: bool = False
-    capacity_rows: int = 0
-    buffer_limit_bytes: int = 0
-    profile_dir: Path = Path.home() / ".cache" / "distca"
-    connect_seconds: float = 180.0
-    held_timeout_seconds: float = 45.0
-    control_plane_timeout_seconds: float = 300.0
-    stuck_seconds: float = 60.0
-    drain_seconds: float = 30.0
-    reply_timeout_seconds: float = 120.0
-    address_file: Path | None = None
-    ca_file: Path | None = None
-    certificate_file: Path | None = None
-    key_file: Path | None = None
-    server_name: str | None = None
-    certificate_check_seconds: float = 10.0
-
-    def __post_init__(self) -> None:
-        if not self.profile_shapes:
-            raise ValueError("profile_shapes is empty; give the shape of at least one model")
-        object.__setattr__(self, "transport", check_transport(self.transport))
-        for setting in fields(self):
-            value = getattr(self, setting.name)
-            if setting.name.endswith("_seconds") and not (math.isfinite(value) and value > 0):
-                raise ValueError(f"{setting.name} is {value}; it must be a positive number")
-            if setting.name.endswith("_port") and not 0 <= value < 2**16:
-                raise ValueError(f"{setting.name} is {value}; it must be 0 to 65535")
-        for name in ("capacity_rows", "buffer_limit_bytes"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be 0 or more")
-        if self.buffer_limit_bytes:
-            rows_within(self.buffer_limit_bytes, self.profile_shapes)
-        check_order(known_timeouts(self))
-
-    @property
-    def planned_rows(self) -> int:
-        """The capacity that the planner is told; 0 is without limit."""
-        if self.capacity_rows or not self.buffer_limit_bytes:
-            return self.capacity_rows
-        return rows_within(self.buffer_limit_bytes, self.profile_shapes)
-
-
 def run(settings: NodeSettings) -> None:
     """Serves until SIGTERM, SIGINT, a drain, or the loss of the control plane.
 
     Raises:
-        MembershipLost: the control plane is gone.
+        PoolLinkLost: the control plane is gone.
         ExecutorStuck: the device does not go on.
         distca.contract.rpc.RpcError: the control plane cannot be reached, or refuses.
         TransportError, OSError: a port is in use.
@@ -197,7 +106,7 @@ class AttentionNode:
     def __init__(self, settings: NodeSettings) -> None:
         self._settings = settings
         self._stopping = threading.Event()
-        self._lost: MembershipLost | None = None
+        self._lost: PoolLinkLost | None = None
         self.joined = False
         self._busy_seconds = 0.0
         # At the last heartbeat: time, kernel seconds and bytes moved so far.
@@ -239,7 +148,7 @@ class AttentionNode:
         )
         self._registry = registry
         self._endpoint: MetricsEndpoint | None = None
-        self._membership: Membership | None = None
+        self._membership: PoolLink | None = None
         self._announced = AnnouncedJobs()
         self._health = HealthCheck()
         self._grpc = grpc.server(
@@ -257,15 +166,11 @@ class AttentionNode:
         )
         health_address = Address(settings.data_host, self._start_health())
         self._endpoint = MetricsEndpoint(settings.data_host, settings.metrics_port, self._registry)
-        self._membership = Membership(
+        self._membership = PoolLink(
             rpc.RpcSettings(
                 address=settings.control_plane,
                 connect_seconds=settings.connect_seconds,
-                ca_file=settings.ca_file,
-                certificate_file=settings.certificate_file,
-                key_file=settings.key_file,
-                server_name=settings.server_name,
-                certificate_check_seconds=settings.certificate_check_seconds,
+                **values_of(ClientTls, settings),
             ),
             self._describe(data_address),
             load=self._load,
@@ -298,7 +203,7 @@ class AttentionNode:
         """Blocks until the node is to end, then lets planned steps finish.
 
         Raises:
-            MembershipLost: the control plane is gone.
+            PoolLinkLost: the control plane is gone.
             ExecutorStuck: the device, or the thread that drives it, does not go on.
         """
         while not self._stopping.wait(1.0):
@@ -439,7 +344,7 @@ class AttentionNode:
         if self._membership is not None:
             self._membership.report_rank_lost(job_id, rank)
 
-    def _lose(self, error: MembershipLost) -> None:
+    def _lose(self, error: PoolLinkLost) -> None:
         self._lost = error
         self._stopping.set()
 

@@ -19,6 +19,7 @@ from functools import cached_property
 import numpy as np
 import torch
 
+from attention_node.machine.outline import TickOutline
 from core_attention.arrays import BoolArray, exclusive_cumsum, frozen, runs_to_rows
 from core_attention.ca_task import Phase, TaskTable
 from core_attention.kernels.protocol import TaskBatch
@@ -83,10 +84,27 @@ class TickRoute:
     assembly: Mapping[int, tuple[RowCopy, ...]]
     dk_sums: Mapping[int, tuple[tuple[int, RowCopy], ...]]
 
-    def parts_before_reply(self, rank: int, phase: Phase) -> frozenset[int]:
-        """The parts that must have run before ``rank`` gets its reply of a tick of ``phase``."""
-        queries, queries_and_keys = self._parts_of_rank[rank]
-        return queries_and_keys if phase is Phase.BACKWARD else queries
+    def outline(self, phase: Phase, *, owed: frozenset[int], message_bytes: int) -> TickOutline:
+        """What a tick of ``phase`` asks of whom.
+
+        Args:
+            phase: the phase.
+            owed: the ranks that wait for rows before they go on.
+            message_bytes: memory of all messages of a tick.
+        """
+        return TickOutline(
+            needs=tuple(part.needs for part in self.parts),
+            before_reply={rank: self._parts_before_reply(rank, phase) for rank in self.pairs},
+            owed=owed,
+            message_bytes=message_bytes,
+        )
+
+    def _parts_before_reply(self, rank: int, phase: Phase) -> frozenset[int]:
+        """The parts with queries of ``rank``, and backward also those that read its keys."""
+        parts = {i for i, part in enumerate(self.parts) if part.q_source == rank}
+        if phase is Phase.BACKWARD:
+            parts.update(index for index, _ in self.dk_sums[rank])
+        return frozenset(parts)
 
     def assembly_rows(self, rank: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         """``assembly[rank]`` row by row: int64 source and target rows, on ``device``."""
@@ -107,16 +125,6 @@ class TickRoute:
         self,
     ) -> dict[tuple[int, torch.device], tuple[torch.Tensor, torch.Tensor]]:
         return {}
-
-    @cached_property
-    def _parts_of_rank(self) -> Mapping[int, tuple[frozenset[int], frozenset[int]]]:
-        """By rank, the parts with its queries, and those with its queries or keys."""
-        parts_of_rank = {}
-        for rank, sums in self.dk_sums.items():
-            queries = {i for i, part in enumerate(self.parts) if part.q_source == rank}
-            keys = {index for index, _ in sums}
-            parts_of_rank[rank] = (frozenset(queries), frozenset(queries | keys))
-        return parts_of_rank
 
 
 NOTHING = TickRoute(pairs={}, parts=(), n_assembled_rows=0, assembly={}, dk_sums={})

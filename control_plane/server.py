@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import json
 import logging
 import os
@@ -38,8 +39,9 @@ from control_plane.service.data_network_service import DataNetworkService
 from control_plane.service.grpc_server import build_server
 from control_plane.service.refusals import Refusals
 from control_plane.service.service import JobsService, MembershipService
-from control_plane.settings import ControlPlaneSettings, split_address
+from control_plane.settings import ControlPlaneSettings
 from core_attention.whole_file import write_whole
+from distca.contract.addresses import split_address
 from distca.contract.rpc import server_options
 from distca.contract.tls import server_credentials
 from distca.process.health_service import HealthService
@@ -92,6 +94,9 @@ async def _serve(settings: ControlPlaneSettings, planners: Mapping[str, Planner]
         loop.add_signal_handler(number, stop.set)
     control_plane = ControlPlane(settings, planners)
     await control_plane.start()
+    # What is loaded stays: else collections go through it at any time, for tens of milliseconds.
+    gc.collect()
+    gc.freeze()
     leading, stopping = (asyncio.create_task(c) for c in (control_plane.lead(), stop.wait()))
     try:
         await asyncio.wait({leading, stopping}, return_when=asyncio.FIRST_COMPLETED)
@@ -260,7 +265,7 @@ class ControlPlane:
             )
 
     def _start_metrics(self, address: str) -> None:
-        host, port = split_address("metrics_address", address)
+        host, port = split_address("metrics_address", address, any_port=True)
         try:
             self._endpoint = MetricsEndpoint(host, port, self.metrics.registry)
         except MetricsAddressError as error:

@@ -10,11 +10,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import accumulate
+from itertools import count
+from operator import index
+from typing import NamedTuple
 
 import numpy as np
 
-from core_attention.arrays import Int64Array, frozen, int64_column
+from core_attention.arrays import Int64Array, exclusive_cumsum, frozen, group_bounds, int64_column
 from core_attention.errors import ManifestError
 
 MAX_DOCUMENT_TOKENS = 2**31 - 1
@@ -38,43 +40,107 @@ class Segment:
     length: int
 
 
-@dataclass(frozen=True)
-class RankManifest:
-    """What one rank holds in one step.
+class SegmentColumns(NamedTuple):
+    """The segments of one rank, nano-batch after nano-batch in packed order: ``[n_segments]`` each,
+    what :class:`Segment` says of them."""
 
-    Attributes:
+    nano_batch: Int64Array
+    document_id: Int64Array
+    document_length: Int64Array
+    offset: Int64Array
+    length: Int64Array
+
+
+class RankManifest:
+    """What one rank holds in one step. Equal to another of equal values; never changed.
+
+    Args:
         step: the training step, from 0.
         rank: the data-parallel rank, from 0.
         nano_batches: for each nano-batch, its segments in packed order (row 0 first).
+
+    Raises:
+        ManifestError: a segment has a value that is no 64-bit integer.
     """
 
-    step: int
-    rank: int
-    nano_batches: tuple[tuple[Segment, ...], ...]
+    def __init__(self, step: int, rank: int, nano_batches: Sequence[Sequence[Segment]]) -> None:
+        rows = [
+            (nano, s.document_id, s.document_length, s.offset, s.length)
+            for nano, segments in enumerate(nano_batches)
+            for s in segments
+        ]
+        table = np.array(rows) if rows else np.empty((0, len(SegmentColumns._fields)), np.int64)
+        if table.dtype != np.int64:
+            # Of other integers, or a mistake.
+            try:
+                table = np.array([[index(value) for value in row] for row in rows], np.int64)
+            except (OverflowError, TypeError) as error:
+                raise ManifestError(
+                    f"step {step}, rank {rank}: a segment has a value that is no 64-bit integer: "
+                    f"{error}"
+                ) from error
+        self._set(step, rank, len(nano_batches), SegmentColumns(*table.T))
 
-    @cached_property
-    def fingerprint(self) -> int:
-        """The hash of all its values, in this process."""
-        return hash(self)
-
-    def tokens(self, nano_batch: int) -> int:
-        """Rows of ``nano_batch`` on this rank."""
-        return sum(segment.length for segment in self.nano_batches[nano_batch])
+    @classmethod
+    def from_columns(
+        cls, step: int, rank: int, n_nano_batches: int, columns: SegmentColumns
+    ) -> RankManifest:
+        """The same from columns of integers, ordered by nano-batch."""
+        manifest = cls.__new__(cls)
+        manifest._set(step, rank, n_nano_batches, columns)
+        return manifest
 
     @classmethod
     def from_lengths(
         cls, step: int, rank: int, nano_batches: Sequence[Sequence[int]]
     ) -> RankManifest:
         """Whole documents of the given lengths; ids are made unique across ranks."""
-        next_id = rank << 32
-        packed = []
-        for lengths in nano_batches:
-            segments = []
-            for length in lengths:
-                segments.append(Segment(next_id, length, 0, length))
-                next_id += 1
-            packed.append(tuple(segments))
-        return cls(step, rank, tuple(packed))
+        next_id = count(rank << 32)
+        return cls(
+            step,
+            rank,
+            [
+                [Segment(next(next_id), length, 0, length) for length in lengths]
+                for lengths in nano_batches
+            ],
+        )
+
+    def _set(self, step: int, rank: int, n_nano_batches: int, columns: SegmentColumns) -> None:
+        self.step = step
+        self.rank = rank
+        self.n_nano_batches = n_nano_batches
+        self.columns = columns
+
+    @cached_property
+    def nano_batches(self) -> tuple[tuple[Segment, ...], ...]:
+        """For each nano-batch, its segments in packed order (row 0 first)."""
+        packed: list[list[Segment]] = [[] for _ in range(self.n_nano_batches)]
+        for nano, *segment in zip(*(column.tolist() for column in self.columns), strict=True):
+            packed[nano].append(Segment(*segment))
+        return tuple(tuple(segments) for segments in packed)
+
+    @cached_property
+    def fingerprint(self) -> int:
+        """The hash of all its values, in this process."""
+        columns = b"".join(column.tobytes() for column in self.columns)
+        return hash((self.step, self.rank, self.n_nano_batches, columns))
+
+    def __hash__(self) -> int:
+        return self.fingerprint
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, RankManifest) and (
+            (self.step, self.rank, self.n_nano_batches)
+            == (other.step, other.rank, other.n_nano_batches)
+            and all(map(np.array_equal, self.columns, other.columns))
+        )
+
+    def __repr__(self) -> str:
+        return f"RankManifest({self.step}, {self.rank}, {self.nano_batches})"
+
+    def tokens(self, nano_batch: int) -> int:
+        """Rows of ``nano_batch`` on this rank."""
+        return int(self.columns.length[self.columns.nano_batch == nano_batch].sum())
 
 
 @dataclass(frozen=True, eq=False)
@@ -152,23 +218,18 @@ class Manifest:
                 of the class does not hold.
         """
         by_rank = _one_per_rank(rank_manifests, n_ranks)
-        rows = [
-            (nano, s.document_id, s.offset, s.length, s.document_length, rank_manifest.rank, row)
-            for rank_manifest in by_rank
-            for nano, segments in enumerate(rank_manifest.nano_batches)
-            for s, row in zip(segments, _rows(segments), strict=True)
-        ]
-        if not rows:
+        nano, ids, document_length, offset, length = (
+            np.concatenate(columns) for columns in zip(*(m.columns for m in by_rank), strict=True)
+        )
+        if not len(nano):
             raise ManifestError(f"step {by_rank[0].step}: no rank holds a segment")
-        try:
-            table = np.array(rows, dtype=np.int64)
-        except (OverflowError, TypeError, ValueError) as error:
-            raise ManifestError(
-                f"step {by_rank[0].step}: a segment has a value that is no 64-bit integer: {error}"
-            ) from error
-        table = table[np.lexsort((table[:, 2], table[:, 1], table[:, 0]))]
-        nano, ids, offset, length, document_length, rank, row = table.T
-        first = np.ones(len(table), dtype=bool)
+        rank = np.repeat(np.arange(n_ranks), [len(m.columns.length) for m in by_rank])
+        row = _rows((rank, nano), length)
+        order = np.lexsort((offset, ids, nano))
+        nano, ids, document_length, offset, length, rank, row = (
+            column[order] for column in (nano, ids, document_length, offset, length, rank, row)
+        )
+        first = np.ones(len(nano), dtype=bool)
         first[1:] = (nano[1:] != nano[:-1]) | (ids[1:] != ids[:-1])
         document = np.cumsum(first) - 1
         disagree = document_length != document_length[first][document]
@@ -182,7 +243,7 @@ class Manifest:
         return cls(
             step=by_rank[0].step,
             n_ranks=n_ranks,
-            n_nano_batches=len(by_rank[0].nano_batches),
+            n_nano_batches=by_rank[0].n_nano_batches,
             document_id=ids[first],
             document_length=document_length[first],
             document_nano_batch=nano[first],
@@ -191,27 +252,6 @@ class Manifest:
             segment_length=length,
             segment_rank=rank,
             segment_row=row,
-        )
-
-    def restrict(self, documents: Int64Array) -> Manifest:
-        """The same step with only ``documents`` (sorted indices); rows keep their places."""
-        keep = np.zeros(self.n_documents, dtype=bool)
-        keep[documents] = True
-        segments = keep[self.segment_document]
-        new_index = np.cumsum(keep) - 1
-        return Manifest(
-            step=self.step,
-            n_ranks=self.n_ranks,
-            n_nano_batches=self.n_nano_batches,
-            document_id=self.document_id[keep],
-            document_length=self.document_length[keep],
-            document_nano_batch=self.document_nano_batch[keep],
-            segment_document=new_index[self.segment_document[segments]],
-            segment_offset=self.segment_offset[segments],
-            segment_length=self.segment_length[segments],
-            segment_rank=self.segment_rank[segments],
-            segment_row=self.segment_row[segments],
-            whole=False,
         )
 
     def _check_sizes(self) -> None:
@@ -335,9 +375,11 @@ _SEGMENT_COLUMNS = (
 _COLUMNS = _DOCUMENT_COLUMNS + _SEGMENT_COLUMNS
 
 
-def _rows(segments: Sequence[Segment]) -> list[int]:
-    """The first packed row of each segment."""
-    return list(accumulate((segment.length for segment in segments), initial=0))[:-1]
+def _rows(groups: tuple[Int64Array, ...], length: Int64Array) -> Int64Array:
+    """The first packed row of each segment, in groups of equal keys that lie one after another."""
+    bounds = group_bounds(groups)
+    row = exclusive_cumsum(length)
+    return row - np.repeat(row[bounds[:-1]], np.diff(bounds))
 
 
 def _one_per_rank(rank_manifests: Sequence[RankManifest], n_ranks: int) -> list[RankManifest]:
@@ -353,7 +395,7 @@ def _one_per_rank(rank_manifests: Sequence[RankManifest], n_ranks: int) -> list[
         raise ManifestError(f"no manifest from ranks {missing}")
     for name, values in (
         ("step", {m.step for m in rank_manifests}),
-        ("number of nano-batches", {len(m.nano_batches) for m in rank_manifests}),
+        ("number of nano-batches", {m.n_nano_batches for m in rank_manifests}),
     ):
         if len(values) > 1:
             raise ManifestError(f"ranks disagree on the {name}: {sorted(values)}")

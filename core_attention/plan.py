@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import InitVar, dataclass, replace
+from dataclasses import InitVar, dataclass
 
 import numpy as np
 
@@ -119,55 +119,6 @@ class Plan:
             if server.server_id == server_id:
                 return index
         return None
-
-    def for_rank(self, rank: int) -> Plan:
-        """The slice that trainer ``rank`` needs: all documents with a row at home on it, and, if
-        one of the servers is in-place on it, all documents with a task there."""
-        manifest = self.manifest
-        at_home = manifest.segment_document[manifest.segment_rank == rank]
-        own = [i for i, server in enumerate(self.servers) if server.in_place_rank == rank]
-        served = [
-            table.document[np.isin(table.server, own)] for table in (self.forward, self.backward)
-        ]
-        return self._slice(np.unique(np.concatenate([at_home, *served])))
-
-    def for_server(self, server_id: str) -> Plan:
-        """The slice that a server needs: all documents with a task on it."""
-        index = self.server_index(server_id)
-        if index is None:
-            raise PlanError(f"server {server_id!r} is not in the plan of step {self.step}")
-        served = [table.document[table.server == index] for table in (self.forward, self.backward)]
-        return self._slice(np.unique(np.concatenate(served)))
-
-    def _slice(self, documents: Int64Array) -> Plan:
-        """Only ``documents`` (sorted), and only the servers that run their tasks.
-
-        Servers keep their order, so sums over servers come out the same on every member."""
-        new_document = np.full(self.manifest.n_documents, -1, dtype=np.int64)
-        new_document[documents] = np.arange(len(documents))
-        kept = (self.forward, self.backward)
-        rows = [new_document[table.document] >= 0 for table in kept]
-        used = np.unique(np.concatenate([t.server[r] for t, r in zip(kept, rows, strict=True)]))
-        new_server = np.full(len(self.servers), -1, dtype=np.int64)
-        new_server[used] = np.arange(len(used))
-        forward, backward = (
-            TaskTable(
-                new_document[table.document[row]],
-                table.q_begin[row],
-                table.q_end[row],
-                new_server[table.server[row]],
-            )
-            for table, row in zip(kept, rows, strict=True)
-        )
-        return replace(
-            self,
-            manifest=self.manifest.restrict(documents),
-            servers=tuple(self.servers[int(index)] for index in used),
-            forward=forward,
-            backward=backward,
-            forward_forecast=None,
-            backward_forecast=None,
-        )
 
 
 def imbalance(seconds: Float64Array) -> float:

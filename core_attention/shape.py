@@ -83,3 +83,34 @@ class AttentionShape:
         """
         per_pair = 2 * self.num_heads * (self.head_dim + self.head_dim_v)
         return int(qk_pairs * per_pair * (2.5 if backward else 1))
+
+
+def parse_shape(text: str) -> AttentionShape:
+    """Reads ``HEADS:KV_HEADS:HEAD_DIM:DTYPE``, for example ``32:8:128:bfloat16``. Where values have
+    another head dim than queries and keys, both are given: ``128:128:192/128:bfloat16``.
+
+    Raises:
+        ValueError: it is written otherwise, or makes no valid shape.
+    """
+    parts = text.split(":")
+    dims = parts[2].split("/") if len(parts) == 4 else []
+    if not 1 <= len(dims) <= 2 or not all(part.isdecimal() for part in (*parts[:2], *dims)):
+        raise ValueError(
+            f"shape is {text!r}; write HEADS:KV_HEADS:HEAD_DIM:DTYPE, for example "
+            "32:8:128:bfloat16, and HEAD_DIM as 192/128 if values have another one"
+        )
+    return AttentionShape(
+        num_heads=int(parts[0]),
+        num_heads_kv=int(parts[1]),
+        head_dim=int(dims[0]),
+        head_dim_v=int(dims[-1]),
+        dtype=parts[3],
+    )
+
+
+def format_shape(shape: AttentionShape) -> str:
+    """Writes what :func:`parse_shape` reads."""
+    dims = f"{shape.head_dim}"
+    if shape.head_dim_v != shape.head_dim:
+        dims += f"/{shape.head_dim_v}"
+    return f"{shape.num_heads}:{shape.num_heads_kv}:{dims}:{shape.dtype}"

@@ -33,17 +33,6 @@ def check_qkv(
     check_rows("v", v, (n_rows, shape.num_heads_kv, shape.head_dim_v), shape.dtype, q.device)
 
 
-def check_output_gradient(
-    do: torch.Tensor, shape: AttentionShape, n_rows: int, device: torch.device
-) -> None:
-    """Checks the gradient of O, ``[n_rows, num_heads, head_dim_v]`` on ``device``.
-
-    Raises:
-        TensorError: as :func:`check_qkv`.
-    """
-    check_rows("do", do, (n_rows, shape.num_heads, shape.head_dim_v), shape.dtype, device)
-
-
 def check_rows(
     name: str,
     tensor: torch.Tensor,

@@ -5,32 +5,42 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
+from collections.abc import Callable
 from pathlib import Path
+from typing import BinaryIO
 
 
 def write_whole(
-    path: Path, content: str | bytes, *, mode: int | None = None, durable: bool = False
+    path: Path,
+    content: str | bytes | Callable[[BinaryIO], object],
+    *,
+    mode: int | None = None,
+    durable: bool = False,
 ) -> None:
     """Puts ``content`` at ``path``, whole or not at all; of several writers the last one counts.
 
     Args:
         path: in a folder that exists.
-        content: text is written as UTF-8.
+        content: text is written as UTF-8; a callable writes it itself, to the file that it is
+            given.
         mode: permissions, which hold from the start; None: what the process's umask leaves.
         durable: also after a power failure.
 
     Raises:
-        OSError: it cannot be written; what was there before is untouched.
+        OSError: it cannot be written. Then, and if ``content`` raises, what was there before is
+            untouched.
     """
     partial = path.with_name(f"{path.name}.{os.getpid()}.{threading.get_ident()}.partial")
-    data = content.encode() if isinstance(content, str) else content
     try:
         with open(
             partial, "wb", opener=lambda name, flags: os.open(name, flags, mode or 0o666)
         ) as file:
             if mode is not None:
                 os.fchmod(file.fileno(), mode)
-            file.write(data)
+            if callable(content):
+                content(file)
+            else:
+                file.write(content.encode() if isinstance(content, str) else content)
             if durable:
                 file.flush()
                 os.fsync(file.fileno())

@@ -19,6 +19,7 @@ from data_plane.proof import derived_key
 from data_plane.transport import (
     MAX_TAG,
     MessageSizeMismatch,
+    PeerClosed,
     PeerLost,
     Transfer,
     TransferState,
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-MAX_FAREWELL_BYTES: Final = 1024
+MAX_CLOSE_NOTICE_BYTES: Final = 1024
 """Longest reason for closing that a peer is told."""
 
 Place = tuple[int, int]
@@ -44,7 +45,7 @@ class BaseConnection:
     """Implements ``Connection`` but for moving bytes.
 
     Public methods are for any thread; those marked so are for the owner thread. A subclass accepts
-    offers, sends puts and control messages, says farewell and lets go of the network.
+    offers, sends puts and control messages, sends its close notice and lets go of the network.
 
     Args:
         worker: the transport's owner thread.
@@ -55,6 +56,7 @@ class BaseConnection:
     Attributes:
         local_id: the connection's number in this process, for the log.
         worker: as above.
+        on_control: receives (operation, payload) of probes; set by the transport.
     """
 
     transport_name: ClassVar[str]
@@ -75,8 +77,9 @@ class BaseConnection:
         self._lock = threading.Lock()
         self._offers: dict[Place, PostedTransfer] = {}
         self._error: TransportError | None = None
-        self._torn_down = False
+        self._torn_down = self._finished = False
         self._sending_key = self._receiving_key = b""
+        self.on_control: Callable[[int, bytes], None] | None = None
         self._closed_callbacks: list[Callable[[TransportError | None], None]] = []
         self._pings = Pings(self, slowest_bytes_per_second)
 
@@ -181,13 +184,14 @@ class BaseConnection:
         _check_tag(tag)
         self.worker.submit(lambda: None if self._error else self._send_skip(tag))
 
-    def close(self, reason: str = "closed by this side") -> None:
+    def close(self, reason: str = "closed by this side", *, finished: bool = False) -> None:
         error = self._new_error(TransportClosed, reason)
         with self._lock:
             if self._error is not None:
                 return
             self._error = error
-        self.worker.submit(lambda: self._say_farewell(reason))
+            self._finished = finished
+        self.worker.submit(self._send_close_notice)
 
     def add_closed_callback(self, callback: Callable[[TransportError | None], None]) -> None:
         with self._lock:
@@ -236,9 +240,25 @@ class BaseConnection:
         """Tells the peer that no message with ``tag`` will come. Owner thread."""
         raise NotImplementedError
 
-    def _say_farewell(self, reason: str) -> None:
-        """Tells the peer why, and tears down soon. Owner thread."""
+    def _send_close_notice(self) -> None:
+        """Sends :meth:`_close_notice`, and tears down soon. Owner thread."""
         raise NotImplementedError
+
+    def _close_notice(self) -> bytes:
+        """Why this side closes the connection, for :meth:`_take_close_notice` of the other one."""
+        reason = self._error.reason if self._error else ""
+        return bytes([self._finished]) + reason.encode()[: MAX_CLOSE_NOTICE_BYTES - 1]
+
+    def _take_close_notice(self, payload: bytes) -> None:
+        """The peer closes the connection. Owner thread."""
+        self.fail(
+            PeerClosed(
+                payload[1:].decode(errors="replace"),
+                transport=self.transport_name,
+                peer=self._peer,
+                finished=payload[:1] == b"\x01",
+            )
+        )
 
     def _disconnect(self, offers: list[PostedTransfer]) -> None:
         """Lets go of the network, and ends every transfer: those of ``offers``, which nothing has

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, ClassVar, Final, Generic, TypeVar
 
 from data_plane.base_connection import BaseConnection
 from data_plane.buffer_pool import BufferPool, device_allocator
+from data_plane.handshake import HandshakeFailure
 from data_plane.owner_thread import OwnerThread
 from data_plane.probe_endpoint import ProbeEndpoint
 from data_plane.transport import (
@@ -114,7 +115,11 @@ class BaseTransport(Generic[ConnectionT, WorkerT]):
 
     def _new_probe(self, connection: ConnectionT) -> ProbeEndpoint:
         """Returns the probe that takes over the connection's control channel."""
-        raise NotImplementedError
+        return ProbeEndpoint(connection, self._probe_pool, self._max_probe_bytes)
+
+    def _on_refused(self, cause: HandshakeFailure) -> None:
+        if self._metrics is not None:
+            self._metrics.handshake_refused(self.name, cause)
 
     def _stop_listening(self) -> None:
         """Takes no more connections in; nothing if it never did. Owner thread."""

@@ -28,6 +28,7 @@ from data_plane.transport import (
     MAX_HELLO_BYTES,
     AcceptCallback,
     AddressesDiffer,
+    ClaimRefused,
     HandshakeRejected,
     ProofFailed,
 )
@@ -100,6 +101,8 @@ class ListenerHandshake:
             return refusal(HandshakeFailure.MALFORMED, str(bad))
         try:
             answer = accept(claim, connection)
+        except ClaimRefused as refused:
+            return claim.rejection(str(refused), refused.code)
         except ValueError as error:
             return claim.rejection(str(error))
         except Exception:
@@ -161,8 +164,9 @@ class ClientHandshake:
         """
         assert self._transcript is not None
         if greeting.status is Status.REFUSED:
+            code, words = _read_refusal(greeting.body)
             raise HandshakeRejected(
-                f"hello refused: {_words(greeting.body)}", transport=transport, peer=peer
+                f"hello refused: {words}", transport=transport, peer=peer, code=code
             )
         if greeting.status not in (Status.ACCEPTED, Status.REJECTED):
             raise BadGreeting(f"is {greeting.status.name}, not an answer to a hello")
@@ -176,8 +180,13 @@ class ClientHandshake:
                 hint="somebody else answers at this address, or it has another secret",
             )
         if greeting.status is Status.REJECTED:
+            code, words = _read_refusal(answer)
             raise HandshakeRejected(
-                f"hello refused: {_words(answer)}", transport=transport, peer=peer, proven=True
+                f"hello refused: {words}",
+                transport=transport,
+                peer=peer,
+                proven=True,
+                code=code,
             )
         return connection_keys(self._secret, self._transcript), answer
 
@@ -217,11 +226,10 @@ class _Claim:
             keys=connection_keys(self._secret, self._transcript),
         )
 
-    def rejection(self, reason: str) -> Verdict:
+    def rejection(self, reason: str, code: int = 0) -> Verdict:
         if self._secret is None:
-            return refusal(self._failure, reason)
-        said = reason.encode()[:MAX_HELLO_BYTES]
-        greeting = self._proven(Status.REJECTED, said)
+            return refusal(self._failure, reason, code)
+        greeting = self._proven(Status.REJECTED, _write_refusal(reason, code))
         return Verdict(greeting=greeting, failure=self._failure, reason=reason)
 
     def _proven(self, status: Status, answer: bytes) -> Greeting:
@@ -230,9 +238,9 @@ class _Claim:
         return Greeting(status=status, body=proof + answer)
 
 
-def refusal(failure: HandshakeFailure, reason: str) -> Verdict:
+def refusal(failure: HandshakeFailure, reason: str, code: int = 0) -> Verdict:
     """A verdict on a client that has proven nothing."""
-    greeting = Greeting(status=Status.REFUSED, body=reason.encode()[:MAX_HELLO_BYTES])
+    greeting = Greeting(status=Status.REFUSED, body=_write_refusal(reason, code))
     return Verdict(greeting=greeting, failure=failure, reason=reason)
 
 
@@ -262,7 +270,11 @@ def _decode_hello(greeting: Greeting, server_nonce: bytes, seen: Ends) -> _Claim
     return _Claim(transcript, raw[NONCE_BYTES:begin], seen)
 
 
-def _words(said: bytes) -> str:
-    """A peer's words, fit for a log."""
-    text = said.decode(errors="replace")
-    return "".join(letter if letter.isprintable() else "?" for letter in text)
+def _write_refusal(reason: str, code: int) -> bytes:
+    return bytes([code]) + reason.encode()[: MAX_HELLO_BYTES - 1]
+
+
+def _read_refusal(said: bytes) -> tuple[int, str]:
+    """The code, 0 if there is none, and the words, fit for a log."""
+    text = said[1:].decode(errors="replace")
+    return (said[0] if said else 0), "".join(c if c.isprintable() else "?" for c in text)

@@ -51,7 +51,7 @@ class LivenessMonitor:
         ValueError: one of the two is not a positive number.
     """
 
-    def __init__(self, *, quiet_seconds: float = 2.0, ping_timeout_seconds: float = 5.0) -> None:
+    def __init__(self, *, quiet_seconds: float, ping_timeout_seconds: float) -> None:
         for name, value in (
             ("quiet_seconds", quiet_seconds),
             ("ping_timeout_seconds", ping_timeout_seconds),

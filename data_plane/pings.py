@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from data_plane.base_connection import BaseConnection
     from data_plane.owner_thread import Timer
 
-# Tags of the control channel, beside those of the farewell and of the probe.
+# Tags of the control channel, beside those of the close notice and of the probe.
 PING_TAG: Final = 32
 PONG_TAG: Final = 33
 

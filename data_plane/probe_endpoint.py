@@ -51,8 +51,7 @@ class Operation(IntEnum):
 
 
 class ProbeEndpoint:
-    """Both sides of the probe for one connection. A subclass hands it the control messages, and
-    says which network paths are in use.
+    """Both sides of the probe of one connection. A subclass may say which network paths are in use.
 
     Args:
         connection: whose probe this is; takes over its control channel.
@@ -72,6 +71,7 @@ class ProbeEndpoint:
         self._next_tag = self._end_tag = 0
         self._remaining = 0
         self._abandon_timer: Timer | None = None
+        connection.on_control = self.take
         connection.add_closed_callback(self._on_closed)
 
     def ask(self, nbytes: int, repeats: int, timeout_seconds: float) -> ProbeResult:

@@ -79,10 +79,14 @@ class PeerClosed(PeerLost):
 
     Attributes:
         said: the reason that it gave.
+        finished: whether it had no more to do; otherwise something has gone wrong there.
     """
 
-    def __init__(self, said: str, *, transport: str, peer: str, hint: str = "") -> None:
+    def __init__(
+        self, said: str, *, transport: str, peer: str, hint: str = "", finished: bool = False
+    ) -> None:
         self.said = said
+        self.finished = finished
         super().__init__(f"closed by the peer: {said}", transport=transport, peer=peer, hint=hint)
 
 
@@ -110,13 +114,34 @@ class HandshakeRejected(TransportError):
     Attributes:
         proven: whether the listener has shown that it knows the secret. If not, anybody may have
             said so: try again, and decide nothing because of it that cannot be undone.
+        code: of its :class:`ClaimRefused`; 0 if it gave none.
     """
 
     def __init__(
-        self, message: str, *, transport: str, peer: str, hint: str = "", proven: bool = False
+        self,
+        message: str,
+        *,
+        transport: str,
+        peer: str,
+        hint: str = "",
+        proven: bool = False,
+        code: int = 0,
     ) -> None:
         self.proven = proven
+        self.code = code
         super().__init__(message, transport=transport, peer=peer, hint=hint)
+
+
+class ClaimRefused(ValueError):
+    """What an accept callback raises to refuse a client; the message goes to it.
+
+    Attributes:
+        code: why, in a number of the application's from 1 to 255; 0 for none.
+    """
+
+    def __init__(self, message: str, *, code: int = 0) -> None:
+        super().__init__(message)
+        self.code = code
 
 
 class ProofFailed(ValueError):
@@ -234,10 +259,15 @@ class Connection(Protocol):
             ValueError: the tag is out of range.
         """
 
-    def close(self, reason: str = "closed by this side") -> None:
+    def close(self, reason: str = "closed by this side", *, finished: bool = False) -> None:
         """Closes the connection; pending transfers fail with TransportClosed. Idempotent. The
-        peer's transfers fail with PeerClosed, which carries ``reason``, if the peer could be told,
-        else with PeerLost."""
+        peer's transfers fail with PeerClosed, which carries both arguments, if the peer could be
+        informed, else with PeerLost.
+
+        Args:
+            reason: why, in words.
+            finished: this side has no more to do, and nothing has gone wrong.
+        """
 
     def add_closed_callback(self, callback: Callable[[TransportError | None], None]) -> None:
         """Calls ``callback(error)`` once when the connection ends (None after ``close()``)."""
@@ -303,8 +333,8 @@ class Claim(Protocol):
 
 AcceptCallback = Callable[[Claim, Connection], bytes]
 """Called on the transport's thread with a client's claim and its connection, must not block, checks
-the claim, and returns the answer for the client. Raises ValueError to refuse it: a reason that it
-gives before the claim is checked may be read by anybody."""
+the claim, and returns the answer for the client. Raises ValueError to refuse it, ClaimRefused with
+a code: a reason that it gives before the claim is checked may be read by anybody."""
 
 
 class Transport(Protocol):

@@ -1,4 +1,4 @@
-"""Command-line options from settings classes, so that each option is declared once.
+"""Command-line options from settings classes, so that each setting is declared once.
 
 A settings class is a frozen dataclass whose fields are ``Annotated`` with ``typer.Option``. A
 command names the classes that it takes and receives them built and validated::
@@ -6,21 +6,41 @@ command names the classes that it takes and receives them built and validated::
     @options_from
     def train(data: DataSettings, model: ModelSettings) -> None: ...
 
-Fields become options in order of the classes, with their defaults; a ``ValueError`` from a class's
-own validation becomes a usage error.
+Fields become options in order of the classes, with their defaults, at which an empty text leaves
+them; a ``ValueError`` from a class's own validation becomes a usage error. A field that is a
+settings class itself stands for the options of that class; if it may be None, it is None when none
+of them is given. ``PANEL`` names the panel of the help that a class's own options stand in, unless
+they name another. A field whose value is no plain text or number says how it is read::
+
+    shape: Annotated[AttentionShape, typer.Option(help="..."), Read(str, parse_shape)]
 """
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from types import NoneType
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import typer
 from typer.models import OptionInfo
+
+
+@dataclasses.dataclass(frozen=True)
+class Read:
+    """How the value of an option becomes that of a field.
+
+    Attributes:
+        given: type of the option's value; of each value, if the field is a tuple or a frozenset.
+        convert: makes a value of the field's; a ``ValueError`` is a usage error.
+    """
+
+    given: type[Any]
+    convert: Callable[[Any], Any]
 
 
 def options_from(command: Callable[..., None]) -> Callable[..., None]:
@@ -31,20 +51,17 @@ def options_from(command: Callable[..., None]) -> Callable[..., None]:
     }
     parameters: dict[str, inspect.Parameter] = {}
     for settings in classes.values():
-        for field, annotation in _fields(settings):
-            if field.name in parameters:
-                raise TypeError(f"two settings classes have a field {field.name!r}")
-            parameters[field.name] = _parameter(field, annotation)
+        for option in _options(settings):
+            if option.name in parameters:
+                raise TypeError(f"two settings classes have a field {option.name!r}")
+            parameters[option.name] = option.parameter
 
     @functools.wraps(command)
     def run(**values: Any) -> None:
-        built = {}
-        for name, settings in classes.items():
-            own = {field.name: values[field.name] for field, _ in _fields(settings)}
-            try:
-                built[name] = settings(**own)
-            except ValueError as error:
-                raise typer.BadParameter(str(error)) from error
+        try:
+            built = {name: _build(settings, values) for name, settings in classes.items()}
+        except ValueError as error:
+            raise typer.BadParameter(str(error)) from error
         command(**built)
 
     run.__signature__ = inspect.Signature(list(parameters.values()))  # type: ignore[attr-defined]
@@ -54,49 +71,176 @@ def options_from(command: Callable[..., None]) -> Callable[..., None]:
 
 def as_arguments(*settings: Any) -> list[str]:
     """The command-line arguments that build ``settings`` again; fields at their default are left
-    out."""
+    out. The fields are plain: no :class:`Read`, no settings class."""
     arguments: list[str] = []
     for each in settings:
-        for field, annotation in _fields(type(each)):
-            value = getattr(each, field.name)
-            if field.default == value:
+        for option in _options(type(each)):
+            value = getattr(each, option.name)
+            if option.field.default == value:
                 continue
-            flag = _flags(field.name, annotation)
             if isinstance(value, bool):
-                arguments.append(flag if value else flag.replace("--", "--no-", 1))
+                arguments.append(option.flag if value else option.flag.replace("--", "--no-", 1))
             elif value is not None:
                 # Paths are made absolute: the reader may have another working directory.
                 text = str(value.absolute()) if isinstance(value, Path) else str(value)
-                arguments.append(f"{flag}={text}")
+                arguments.append(f"{option.flag}={text}")
     return arguments
 
 
-def _fields(settings: type[Any]) -> Iterator[tuple[dataclasses.Field[Any], Any]]:
-    """The fields that are options, with their annotations."""
+@dataclasses.dataclass(frozen=True)
+class _Group:
+    """A field that is a settings class itself, and may be None."""
+
+    name: str
+    settings: type[Any]
+    may_be_none: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class _Option:
+    """One field that is an option.
+
+    Attributes:
+        field: of the settings class.
+        kind: what the field holds.
+        extras: what else the field is annotated with.
+        may_lack: even if the field has no default, because its class may be left out.
+    """
+
+    field: dataclasses.Field[Any]
+    kind: Any
+    extras: tuple[Any, ...]
+    may_lack: bool
+
+    @property
+    def name(self) -> str:
+        return self.field.name
+
+    @property
+    def required(self) -> bool:
+        """Whether its class cannot be built without it."""
+        missing = dataclasses.MISSING
+        return self.field.default is missing and self.field.default_factory is missing
+
+    @property
+    def flag(self) -> str:
+        """The option's positive spelling, for example ``--span-ranks``."""
+        for extra in self.extras:
+            if isinstance(extra, OptionInfo):
+                for declared in (extra.default, *(extra.param_decls or ())):
+                    if isinstance(declared, str) and declared.startswith("--"):
+                        return declared.split("/")[0]
+        return "--" + self.name.replace("_", "-")
+
+    @property
+    def container(self) -> type[Any] | None:
+        """tuple or frozenset, if the option may be given several times."""
+        origin = get_origin(self.kind)
+        return origin if origin in (tuple, frozenset) else None
+
+    @property
+    def read(self) -> Read | None:
+        return next((extra for extra in self.extras if isinstance(extra, Read)), None)
+
+    @property
+    def parameter(self) -> inspect.Parameter:
+        """As typer takes it."""
+        kind: Any = self.kind
+        default: Any = self.field.default
+        if self.read is not None or self.container is not None:
+            kind = self.read.given if self.read is not None else get_args(kind)[0]
+            default = default if self.required else None
+        if self.container is not None:
+            kind = list[kind]
+        if default is dataclasses.MISSING:
+            default = inspect.Parameter.empty if self.required and not self.may_lack else None
+        if default is None:
+            kind = kind | None
+        annotation = Annotated[(kind, *(each for each in self.extras if each is not self.read))]
+        return inspect.Parameter(
+            self.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation
+        )
+
+    def value(self, given: Any) -> dict[str, Any]:
+        """What the class is built with; nothing leaves the field at its default."""
+        if given in (None, "", []) and not self.required:
+            return {}
+        convert = self.read.convert if self.read else lambda each: each
+        if self.container is not None:
+            return {self.name: self.container(convert(each) for each in given)}
+        return {self.name: convert(given)}
+
+
+def _members(settings: type[Any], may_lack: bool) -> Iterator[_Option | _Group]:
     hints = get_type_hints(settings, include_extras=True)
     for field in dataclasses.fields(settings):
-        if field.init and get_origin(hints[field.name]) is Annotated:
-            yield field, hints[field.name]
+        if not field.init:
+            continue
+        hint = hints[field.name]
+        if get_origin(hint) is Annotated:
+            kind, *extras = get_args(hint)
+            extras = [_in_panel(extra, _panel(settings, field.name)) for extra in extras]
+            yield _Option(field, kind, tuple(extras), may_lack)
+            continue
+        kinds = get_args(hint) or (hint,)
+        for kind in kinds:
+            if isinstance(kind, type) and dataclasses.is_dataclass(kind):
+                yield _Group(field.name, kind, NoneType in kinds)
 
 
-def _parameter(field: dataclasses.Field[Any], annotation: Any) -> inspect.Parameter:
-    default = field.default
-    if field.default_factory is not dataclasses.MISSING:
-        default = field.default_factory()
-    required = default is dataclasses.MISSING
-    return inspect.Parameter(
-        field.name,
-        inspect.Parameter.KEYWORD_ONLY,
-        default=inspect.Parameter.empty if required else default,
-        annotation=annotation,
-    )
+def _panel(settings: type[Any], name: str) -> str | None:
+    """The panel of the class that declares the field, which may be a base of ``settings``."""
+    declaring = next(each for each in settings.__mro__ if name in inspect.get_annotations(each))
+    panel: str | None = vars(declaring).get("PANEL")
+    return panel
 
 
-def _flags(name: str, annotation: Any) -> str:
-    """The option's positive spelling, for example ``--span-ranks``."""
-    for extra in get_args(annotation)[1:]:
-        if isinstance(extra, OptionInfo):
-            for declared in (extra.default, *(extra.param_decls or ())):
-                if isinstance(declared, str) and declared.startswith("--"):
-                    return declared.split("/")[0]
-    return "--" + name.replace("_", "-")
+def _in_panel(extra: Any, panel: str | None) -> Any:
+    if panel is None or not isinstance(extra, OptionInfo) or extra.rich_help_panel is not None:
+        return extra
+    option = copy.copy(extra)
+    option.rich_help_panel = panel
+    return option
+
+
+def _options(settings: type[Any], may_lack: bool = False) -> Iterator[_Option]:
+    for member in _members(settings, may_lack):
+        if isinstance(member, _Option):
+            yield member
+        else:
+            yield from _options(member.settings, member.may_be_none)
+
+
+def _build(settings: type[Any], values: dict[str, Any]) -> Any:
+    """The settings whose options have ``values``.
+
+    Raises:
+        ValueError: a value is of no use.
+    """
+    built: dict[str, Any] = {}
+    for member in _members(settings, may_lack=False):
+        if isinstance(member, _Option):
+            built |= member.value(values[member.name])
+        elif not member.may_be_none or _is_wanted(list(_options(member.settings)), values):
+            built[member.name] = _build(member.settings, values)
+    return settings(**built)
+
+
+def _is_wanted(options: list[_Option], values: dict[str, Any]) -> bool:
+    """Whether a class that may be left out is given.
+
+    Raises:
+        ValueError: it is given by half.
+    """
+    required = [each for each in options if each.required]
+    lacking = [each for each in required if values[each.name] is None]
+    given = [each for each in options if values[each.name] not in (None, each.field.default)]
+    if lacking and any(each in required for each in given):
+        raise ValueError(f"{_names(required)} belong together: give both or neither")
+    if lacking and given:
+        raise ValueError(f"{_names(given)} needs {_names(required)}")
+    return bool(given)
+
+
+def _names(options: Iterable[_Option]) -> str:
+    return " and ".join(each.flag.removeprefix("--").replace("-", "_") for each in options)

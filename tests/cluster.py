@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from prometheus_client.parser import text_string_to_metric_families
 
 from core_attention.cost_model import CostProfile
 from core_attention.kernels.select import select_kernel
@@ -36,7 +38,8 @@ _NODE = """
 {prelude}
 import sys
 from pathlib import Path
-from attention_node.server import NodeSettings, run
+from attention_node.server import run
+from attention_node.settings import NodeSettings
 from core_attention.shape import AttentionShape
 run(NodeSettings(control_plane={control_plane!r}, server_id={server_id!r}, data_host="127.0.0.1",
     one_host=True, address_file=Path({address_file!r}), profile_dir=Path({profile_dir!r}),
@@ -157,6 +160,19 @@ class Cluster:
             for server_id in server_ids
         ]
         return [self._await(process) for process in started]
+
+    def failures_detected(self, cause: str) -> float:
+        """How many servers the control plane has counted as failed by ``cause``."""
+        url = f"http://{self.control_plane.addresses['metrics']}/metrics"
+        with urllib.request.urlopen(url, timeout=10) as answer:
+            families = text_string_to_metric_families(answer.read().decode())
+        name = "distca_control_plane_failures_detected_total"
+        return sum(
+            sample.value
+            for family in families
+            for sample in family.samples
+            if sample.name == name and sample.labels == {"cause": cause}
+        )
 
     def close(self) -> None:
         """Ends every process that still runs, nodes first."""

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import importlib.resources
+import re
 import sys
 from pathlib import Path
 
@@ -13,6 +14,11 @@ from grpc_tools import protoc  # type: ignore[import-untyped]
 
 ROOT = Path(__file__).resolve().parent.parent
 PROTO_DIR = ROOT / "proto"
+
+_STATIC_CALLS = re.compile(
+    r"\n\n # This class is part of an EXPERIMENTAL API\.\n.*?(?=\n\nclass |\Z)", re.S
+)
+"""gRPC's calls without a stub, which nobody makes: half of the generated lines."""
 
 
 def generate(out_dir: Path) -> None:
@@ -28,6 +34,9 @@ def generate(out_dir: Path) -> None:
         arguments = ["protoc", f"-I{PROTO_DIR}", f"-I{well_known}", *outputs, *map(str, sources)]
         if protoc.main(arguments) != 0:
             raise SystemExit("protoc failed; its message is above")
+    for stubs in (out_dir / "distca" / "v1").glob("*_pb2_grpc.py"):
+        text = _STATIC_CALLS.sub("", stubs.read_text())
+        stubs.write_text(text.replace("import warnings\n", "").rstrip("\n") + "\n")
     (out_dir / "distca" / "v1" / "__init__.py").write_text(
         '"""Generated from ``proto/distca/v1`` by ``tools/generate_stubs.py``; do not edit."""\n'
     )

@@ -1,16 +1,47 @@
-"""The trainer's side: sessions, the autograd operation, ping-pong, integrations."""
+"""The trainer's side: sessions, the autograd operation, ping-pong, integrations.
 
-from core_attention.shape import AttentionShape
-from trainer_client.errors import CoreAttentionFailed, PlanNotReady, SessionClosed, SessionError
-from trainer_client.integrations.checkpointing import checkpoint
-from trainer_client.integrations.feed import submit_ahead
-from trainer_client.integrations.fsdp import prepare_fsdp
-from trainer_client.integrations.host_barriers import HostBarriers
-from trainer_client.options import Placement, SessionOptions
-from trainer_client.session import Session
-from trainer_client.step.operation import core_attention
-from trainer_client.step.ping_pong import PingPong
-from trainer_client.step.step_report import StepReport, TraceEvent
+Names are imported when they are first asked for, so that ``trainer_client.machine`` needs no torch.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from core_attention.shape import AttentionShape
+    from trainer_client.errors import (
+        CoreAttentionFailed,
+        PlanNotReady,
+        SessionClosed,
+        SessionError,
+    )
+    from trainer_client.integrations.checkpointing import checkpoint
+    from trainer_client.integrations.feed import submit_ahead
+    from trainer_client.integrations.fsdp import prepare_fsdp
+    from trainer_client.integrations.host_barriers import HostBarriers
+    from trainer_client.options import Placement, SessionOptions
+    from trainer_client.session import Session
+    from trainer_client.step.operation import core_attention
+    from trainer_client.step.ping_pong import PingPong
+    from trainer_client.step.step_report import StepReport, TraceEvent
+
+_MODULES = {
+    "AttentionShape": "core_attention.shape",
+    "CoreAttentionFailed": "trainer_client.errors",
+    "HostBarriers": "trainer_client.integrations.host_barriers",
+    "PingPong": "trainer_client.step.ping_pong",
+    "Placement": "trainer_client.options",
+    "PlanNotReady": "trainer_client.errors",
+    "Session": "trainer_client.session",
+    "SessionClosed": "trainer_client.errors",
+    "SessionError": "trainer_client.errors",
+    "SessionOptions": "trainer_client.options",
+    "StepReport": "trainer_client.step.step_report",
+    "TraceEvent": "trainer_client.step.step_report",
+    "checkpoint": "trainer_client.integrations.checkpointing",
+    "core_attention": "trainer_client.step.operation",
+    "prepare_fsdp": "trainer_client.integrations.fsdp",
+    "submit_ahead": "trainer_client.integrations.feed",
+}
 
 __all__ = [
     "AttentionShape",
@@ -30,3 +61,9 @@ __all__ = [
     "prepare_fsdp",
     "submit_ahead",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_MODULES[name]), name)

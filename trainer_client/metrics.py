@@ -10,16 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
-from prometheus_client.metrics import MetricWrapperBase
+from prometheus_client import CollectorRegistry
 
 from core_attention.ca_task import Phase
-
-_PREFIX = "distca_trainer"
-_TICK_SECONDS_BUCKETS = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
-_STEP_SECONDS_BUCKETS = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0, 250.0)
-_PLAN_SECONDS_BUCKETS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 60.0)
-_RECOVERY_SECONDS_BUCKETS = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
+from distca.metric_table import Label, Table, counter, gauge, histogram
 
 OWN_PROCESS = "none"
 """Label ``transport`` of rows that do not travel: those of the rank's own in-place server."""
@@ -52,21 +46,98 @@ class ServedTasks:
     kv_rows: int
 
 
-@dataclass(frozen=True, eq=False)
-class _Exposure:
+_PREFIX = "distca_trainer"
+_RANK = (Label("job_name"), Label("rank"))
+_PHASE = Label("phase", tuple(Phase))
+_SERVER = (Label("server"), Label("transport"), _PHASE)
+
+
+class TrainerTable(Table):
+    """What a rank has run and waited for."""
+
+    prefix = _PREFIX
+
+    steps_total = counter(
+        "Steps ended, by how.", *_RANK, Label("outcome", ("complete", "given_up"))
+    )
+    tokens_total = counter("Tokens of complete steps.", *_RANK)
+    step_tokens = gauge("Tokens of the last complete step.", *_RANK)
+    step_seconds = histogram(
+        "Wall seconds of a complete step, from its plan's arrival.",
+        *_RANK,
+        buckets=(0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0, 250.0),
+    )
+    step_part_seconds_total = counter(
+        "Where the time of complete steps went: compute, packing and sending requests, blocked "
+        "on results of core attention (with a GPU: in compute), waiting for the plan.",
+        *_RANK,
+        Label("part", ("compute", "send", "wait", "plan")),
+    )
+    plan_wait_seconds = histogram(
+        "Seconds that a step waited for its plan; the first step always waits.",
+        *_RANK,
+        buckets=(0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 60.0),
+    )
+    tick_seconds = histogram(
+        "Seconds of a tick, from its requests' sending to the arrival of its last reply.",
+        *_RANK,
+        _PHASE,
+    )
+    tasks_total = counter(
+        "CA-tasks of this rank's queries that a server ran in complete steps.", *_RANK, *_SERVER
+    )
+    rows_total = counter(
+        "Rows that a server was given by this rank in complete steps.",
+        *_RANK,
+        *_SERVER,
+        Label("kind", ("q", "kv")),
+    )
+    replayed_ticks_total = counter(
+        "Ticks run again because their server was lost, by where.",
+        *_RANK,
+        _PHASE,
+        Label("where", REPLAYED_ON),
+    )
+    recovery_seconds = histogram(
+        "Seconds from noticing that a server is lost to the end of the replay.",
+        *_RANK,
+        buckets=(0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0),
+    )
+    stale_results_total = counter("Late results of an earlier epoch that were dropped.", *_RANK)
+    audited_tasks_total = counter(
+        "CA-tasks recomputed at home, by what that showed.", *_RANK, Label("result", AUDIT_RESULTS)
+    )
+    corrupt_results_total = counter(
+        "Wrong results of servers, by what showed it.", *_RANK, Label("kind", CORRUPTIONS)
+    )
+
+
+class ExposureTable(Table):
     """How much of its ticks a rank was blocked on; only of one that computes on its own thread."""
 
-    seconds: Histogram
-    hidden: Counter
-    exposed: Counter
+    prefix = _PREFIX
+
+    tick_exposed_seconds = histogram(
+        "Seconds of a tick in which the rank was blocked, waiting for its last reply; of ranks "
+        "without a GPU.",
+        *_RANK,
+        _PHASE,
+    )
+    communication_seconds_total = counter(
+        "Seconds of ticks: hidden behind other work of the rank, or exposed; of ranks without "
+        "a GPU.",
+        *_RANK,
+        _PHASE,
+        Label("visibility", ("hidden", "exposed")),
+    )
 
 
 @dataclass(frozen=True, eq=False)
-class _PhaseSeries:
+class _Exposure:
     """The series of one phase, kept so that a tick costs no lookup by label."""
 
-    seconds: Histogram
-    exposure: _Exposure | None
+    hidden: ExposureTable
+    exposed: ExposureTable
 
 
 class TrainerMetrics:
@@ -87,14 +158,20 @@ class TrainerMetrics:
         *,
         runs_ahead: bool = False,
     ) -> None:
-        self._registry = registry
         self._runs_ahead = runs_ahead
-        self._identity = (job_name, str(rank))
-        self._by_server: list[MetricWrapperBase] = []
-        self._make_step_series()
-        self._make_tick_series()
-        self._make_server_series()
-        self._make_failure_series()
+        identity = {"job_name": job_name, "rank": str(rank)}
+        self._series = TrainerTable(registry, **identity)
+        self._phases = {phase: self._series.at(phase=phase) for phase in Phase}
+        self._exposures: dict[Phase, _Exposure] = {}
+        if runs_ahead:
+            self._series.step_part_seconds_total.remove_by_labels({"part": "wait"})
+            return
+        exposure = ExposureTable(registry, **identity)
+        for phase in Phase:
+            self._exposures[phase] = _Exposure(
+                hidden=exposure.at(phase=phase, visibility="hidden"),
+                exposed=exposure.at(phase=phase, visibility="exposed"),
+            )
 
     def tick_collected(
         self, phase: Phase, *, flight_seconds: float, exposed_seconds: float
@@ -106,17 +183,18 @@ class TrainerMetrics:
             flight_seconds: from its requests' sending to the arrival of its last reply.
             exposed_seconds: how long of that the rank was blocked.
         """
-        series = self._phases[phase]
-        series.seconds.observe(flight_seconds)
-        if series.exposure is not None:
-            series.exposure.seconds.observe(exposed_seconds)
-            series.exposure.exposed.inc(exposed_seconds)
-            series.exposure.hidden.inc(max(flight_seconds - exposed_seconds, 0.0))
+        self._phases[phase].tick_seconds.observe(flight_seconds)
+        exposure = self._exposures.get(phase)
+        if exposure is not None:
+            exposure.exposed.tick_exposed_seconds.observe(exposed_seconds)
+            exposure.exposed.communication_seconds_total.inc(exposed_seconds)
+            hidden_seconds = max(flight_seconds - exposed_seconds, 0.0)
+            exposure.hidden.communication_seconds_total.inc(hidden_seconds)
 
     def plan_waited_for(self, seconds: float) -> None:
         """A step's plan is here, ``seconds`` after it was wanted."""
-        self._plan_wait_seconds.observe(seconds)
-        self._part_seconds["plan"].inc(seconds)
+        self._series.plan_wait_seconds.observe(seconds)
+        self._series.at(part="plan").step_part_seconds_total.inc(seconds)
 
     def step_ended(
         self,
@@ -136,187 +214,49 @@ class TrainerMetrics:
             send_seconds: of these, spent packing and handing over requests.
             wait_seconds: of these, blocked on results of core attention.
         """
-        self._steps["complete" if complete else "given_up"].inc()
+        outcome = "complete" if complete else "given_up"
+        self._series.at(outcome=outcome).steps_total.inc()
         if complete:
-            self._tokens.inc(tokens)
-            self._step_tokens.set(tokens)
-            self._step_seconds.observe(seconds)
-            self._part_seconds["send"].inc(send_seconds)
+            self._series.tokens_total.inc(tokens)
+            self._series.step_tokens.set(tokens)
+            self._series.step_seconds.observe(seconds)
+            self._series.at(part="send").step_part_seconds_total.inc(send_seconds)
             if self._runs_ahead:
                 wait_seconds = 0.0
             else:
-                self._part_seconds["wait"].inc(wait_seconds)
-            self._part_seconds["compute"].inc(max(seconds - send_seconds - wait_seconds, 0.0))
+                self._series.at(part="wait").step_part_seconds_total.inc(wait_seconds)
+            self._series.at(part="compute").step_part_seconds_total.inc(
+                max(seconds - send_seconds - wait_seconds, 0.0)
+            )
 
     def tasks_served(self, served: Iterable[ServedTasks]) -> None:
         """A step ran to its end, and these servers ran its tasks."""
         for one in served:
-            labels = (*self._identity, one.server_id, one.transport, one.phase)
-            self._tasks.labels(*labels).inc(one.tasks)
-            self._rows.labels(*labels, "q").inc(one.q_rows)
-            self._rows.labels(*labels, "kv").inc(one.kv_rows)
+            series = self._series.at(server=one.server_id, transport=one.transport, phase=one.phase)
+            series.tasks_total.inc(one.tasks)
+            series.at(kind="q").rows_total.inc(one.q_rows)
+            series.at(kind="kv").rows_total.inc(one.kv_rows)
 
     def server_left(self, server_id: str) -> None:
         """The rank is no longer connected to a server: its series go."""
-        for metric in self._by_server:
-            metric.remove_by_labels({"server": server_id})
+        self._series.forget(server=server_id)
 
     def tick_replayed(self, phase: Phase, where: str) -> None:
         """A lost server's tick ran again, on another ``"server"`` or at ``"home"``."""
-        self._replayed[phase, where].inc()
+        self._series.at(phase=phase, where=where).replayed_ticks_total.inc()
 
     def recovered(self, seconds: float) -> None:
         """A failure is over, ``seconds`` after it was noticed: its ticks have been replayed."""
-        self._recovery_seconds.observe(seconds)
+        self._series.recovery_seconds.observe(seconds)
 
     def stale_result(self) -> None:
         """A late result of an earlier epoch was dropped."""
-        self._stale_results.inc()
+        self._series.stale_results_total.inc()
 
     def task_audited(self, result: str) -> None:
         """A task was recomputed at home, with one of :data:`AUDIT_RESULTS`."""
-        self._audited[result].inc()
+        self._series.at(result=result).audited_tasks_total.inc()
 
     def corrupt_result(self, kind: str) -> None:
         """A server's result is wrong, as one of :data:`CORRUPTIONS` showed."""
-        self._corrupt[kind].inc()
-
-    def _make_step_series(self) -> None:
-        steps = self._counter("steps_total", "Steps ended, by how.", "outcome")
-        self._steps = {
-            outcome: steps.labels(*self._identity, outcome) for outcome in ("complete", "given_up")
-        }
-        self._tokens = self._counter("tokens_total", "Tokens of complete steps.").labels(
-            *self._identity
-        )
-        self._step_tokens = Gauge(
-            f"{_PREFIX}_step_tokens",
-            "Tokens of the last complete step.",
-            ("job_name", "rank"),
-            registry=self._registry,
-        ).labels(*self._identity)
-        self._step_seconds = self._histogram(
-            "step_seconds",
-            "Wall seconds of a complete step, from its plan's arrival.",
-            _STEP_SECONDS_BUCKETS,
-        ).labels(*self._identity)
-        parts = self._counter(
-            "step_part_seconds_total",
-            "Where the time of complete steps went: compute, packing and sending requests, blocked "
-            "on results of core attention (with a GPU: in compute), waiting for the plan.",
-            "part",
-        )
-        self._part_seconds = {
-            part: parts.labels(*self._identity, part)
-            for part in ("compute", "send", "wait", "plan")
-            if not (self._runs_ahead and part == "wait")
-        }
-        self._plan_wait_seconds = self._histogram(
-            "plan_wait_seconds",
-            "Seconds that a step waited for its plan; the first step always waits.",
-            _PLAN_SECONDS_BUCKETS,
-        ).labels(*self._identity)
-
-    def _make_tick_series(self) -> None:
-        seconds = self._histogram(
-            "tick_seconds",
-            "Seconds of a tick, from its requests' sending to the arrival of its last reply.",
-            _TICK_SECONDS_BUCKETS,
-            "phase",
-        )
-        exposures = {} if self._runs_ahead else self._make_exposure_series()
-        self._phases = {
-            phase: _PhaseSeries(
-                seconds=seconds.labels(*self._identity, phase), exposure=exposures.get(phase)
-            )
-            for phase in Phase
-        }
-
-    def _make_exposure_series(self) -> dict[Phase, _Exposure]:
-        exposed = self._histogram(
-            "tick_exposed_seconds",
-            "Seconds of a tick in which the rank was blocked, waiting for its last reply; of ranks "
-            "without a GPU.",
-            _TICK_SECONDS_BUCKETS,
-            "phase",
-        )
-        communication = self._counter(
-            "communication_seconds_total",
-            "Seconds of ticks: hidden behind other work of the rank, or exposed; of ranks without "
-            "a GPU.",
-            "phase",
-            "visibility",
-        )
-        return {
-            phase: _Exposure(
-                seconds=exposed.labels(*self._identity, phase),
-                hidden=communication.labels(*self._identity, phase, "hidden"),
-                exposed=communication.labels(*self._identity, phase, "exposed"),
-            )
-            for phase in Phase
-        }
-
-    def _make_server_series(self) -> None:
-        self._tasks = self._counter(
-            "tasks_total",
-            "CA-tasks of this rank's queries that a server ran in complete steps.",
-            "server",
-            "transport",
-            "phase",
-        )
-        self._rows = self._counter(
-            "rows_total",
-            "Rows that a server was given by this rank in complete steps.",
-            "server",
-            "transport",
-            "phase",
-            "kind",
-        )
-        self._by_server += [self._tasks, self._rows]
-
-    def _make_failure_series(self) -> None:
-        replayed = self._counter(
-            "replayed_ticks_total",
-            "Ticks run again because their server was lost, by where.",
-            "phase",
-            "where",
-        )
-        self._replayed = {
-            (phase, where): replayed.labels(*self._identity, phase, where)
-            for phase in Phase
-            for where in REPLAYED_ON
-        }
-        self._recovery_seconds = self._histogram(
-            "recovery_seconds",
-            "Seconds from noticing that a server is lost to the end of the replay.",
-            _RECOVERY_SECONDS_BUCKETS,
-        ).labels(*self._identity)
-        self._stale_results = self._counter(
-            "stale_results_total", "Late results of an earlier epoch that were dropped."
-        ).labels(*self._identity)
-        audited = self._counter(
-            "audited_tasks_total", "CA-tasks recomputed at home, by what that showed.", "result"
-        )
-        self._audited = {
-            result: audited.labels(*self._identity, result) for result in AUDIT_RESULTS
-        }
-        corrupt = self._counter(
-            "corrupt_results_total", "Wrong results of servers, by what showed it.", "kind"
-        )
-        self._corrupt = {kind: corrupt.labels(*self._identity, kind) for kind in CORRUPTIONS}
-
-    def _counter(self, name: str, text: str, *labels: str) -> Counter:
-        return Counter(
-            f"{_PREFIX}_{name}", text, ("job_name", "rank", *labels), registry=self._registry
-        )
-
-    def _histogram(
-        self, name: str, text: str, buckets: tuple[float, ...], *labels: str
-    ) -> Histogram:
-        return Histogram(
-            f"{_PREFIX}_{name}",
-            text,
-            ("job_name", "rank", *labels),
-            buckets=buckets,
-            registry=self._registry,
-        )
+        self._series.at(kind=kind).corrupt_results_total.inc()

@@ -12,9 +12,9 @@ from types import TracebackType
 import torch
 
 from attention_node.executor import KernelCall
-from attention_node.hello import FAREWELL, PROTOCOL_VERSION
+from attention_node.hello import PROTOCOL_VERSION
 from attention_node.metrics import NodeMetrics
-from attention_node.served_job import JobDescription, StepBusy
+from attention_node.served_job import StepBusy
 from core_attention.manifest import RankManifest
 from core_attention.plan import PlanServer
 from data_plane.buffer_pool import BufferPool, device_allocator
@@ -25,23 +25,23 @@ from data_plane.transports import open_transport
 from distca import __version__
 from distca.contract import rpc
 from distca.contract.codec import profile_to_proto, shape_to_proto
+from distca.contract.settings import ClientTls, values_of
 from distca.contract.timeouts import check_order, known_timeouts
 from distca.process import tracing
 from distca.process.monitoring import MetricsEndpoint, process_registry
 from distca.v1 import data_plane_pb2, jobs_pb2, membership_pb2
 from trainer_client.errors import SessionError
 from trainer_client.integrity.examiner import Examiner
-from trainer_client.link.control_link import ControlLink, PlannedStep
+from trainer_client.link.control_link import ControlLink
 from trainer_client.link.data_host import data_host_of
 from trainer_client.link.pool_transports import transport_of
 from trainer_client.metrics import TrainerMetrics
 from trainer_client.options import Placement, SessionOptions
-from trainer_client.step.exchanges import Routes
 from trainer_client.step.first_step import collective_store, meet
 from trainer_client.step.in_place import InPlaceServer
 from trainer_client.step.lane import current_step
-from trainer_client.step.recovery import Recovery
-from trainer_client.step.replies import Exchanger
+from trainer_client.step.planned_step import PlannedStep
+from trainer_client.step.rank_steps import RankSteps
 from trainer_client.step.running_step import RunningStep
 from trainer_client.step.servers import ServerLinks
 from trainer_client.step.step_report import StepReport
@@ -54,7 +54,6 @@ _PLACEMENTS = {
     Placement.MIXED: jobs_pb2.PLACEMENT_MIXED,
 }
 _SERVING_CHECK_SECONDS = 0.02
-_MAX_REASON_LETTERS = 2000
 
 
 class Session:
@@ -74,19 +73,10 @@ class Session:
         control_plane = rpc.RpcSettings(
             address=options.control_plane,
             connect_seconds=options.start_timeout_seconds,
-            ca_file=options.ca_file,
-            certificate_file=options.certificate_file,
-            key_file=options.key_file,
-            server_name=options.server_name,
-            certificate_check_seconds=options.certificate_check_seconds,
+            **values_of(ClientTls, options),
         )
         self._link = ControlLink(
             control_plane,
-            on_opened=self._job_opened,
-            on_planned=lambda planned: self._recovery.planned(planned),
-            on_recover=lambda epoch, lost, why: self._recovery.recover(epoch, lost, why),
-            on_finished=lambda step: self._recovery.finished(step),
-            on_failed=lambda step, why: self._recovery.failed(step, why),
             control_plane_timeout_seconds=options.control_plane_timeout_seconds,
             held_timeout_seconds=options.held_timeout_seconds,
         )
@@ -119,10 +109,7 @@ class Session:
             quiet_seconds=options.ping_quiet_seconds,
             ping_timeout_seconds=options.ping_timeout_seconds,
         )
-        self._description: JobDescription | None = None
-        self._exchanger: Exchanger | None = None
         self._running: RunningStep | None = None
-        self._recovery: Recovery
         self._handed_in: set[int] = set()
         self._last_step = -1
         self._met = False
@@ -146,13 +133,15 @@ class Session:
             self._transport.close()
             self._liveness.close()
             raise
-        self._recovery = Recovery(
+        self._steps = RankSteps(
+            options,
+            self._link,
             self._servers,
             self._in_place.ticks,
-            lambda: self._link.job_id,
-            self._link.report_lost,
-            self._routes,
             self._pool,
+            self._examiner,
+            self._liveness,
+            self._metrics,
         )
 
     @classmethod
@@ -211,9 +200,9 @@ class Session:
             raise ValueError(
                 f"the manifest is of rank {manifest.rank}, the session of {self.options.rank}"
             )
-        if len(manifest.nano_batches) != self.options.n_nano_batches:
+        if manifest.n_nano_batches != self.options.n_nano_batches:
             raise ValueError(
-                f"the manifest of step {manifest.step} has {len(manifest.nano_batches)} "
+                f"the manifest of step {manifest.step} has {manifest.n_nano_batches} "
                 f"nano-batches; the job has {self.options.n_nano_batches}"
             )
         if manifest.step <= self._last_step:
@@ -221,7 +210,7 @@ class Session:
                 f"the manifest is of step {manifest.step}, and step {self._last_step} has begun; "
                 "steps run once each, in increasing order"
             )
-        self._link.submit(manifest, forward_only=forward_only)
+        self._steps.submit(manifest, forward_only=forward_only)
         self._handed_in.add(manifest.step)
 
     @contextmanager
@@ -243,7 +232,7 @@ class Session:
                 "increasing order"
             )
         began = time.perf_counter()
-        planned = self._link.wait_plan(step, self.options.plan_timeout_seconds)
+        planned = self._steps.wait_plan(step, self.options.plan_timeout_seconds)
         plan_wait_seconds = time.perf_counter() - began
         self._metrics.plan_waited_for(plan_wait_seconds)
         running = self._begin(planned)
@@ -288,8 +277,9 @@ class Session:
     def _leave(self, error: str) -> None:
         self._examiner.close()
         self._link.close(error)
-        self._recovery.close()
-        self._servers.close_all(FAREWELL if not error else f"the session failed: {error}")
+        self._steps.close()
+        why = f"the session failed: {error}" if error else "the session is closed"
+        self._servers.close_all(why, finished=not error)
         self._in_place.close()
         self._transport.close()
         self._liveness.close()
@@ -349,42 +339,15 @@ class Session:
                 transport=self._transport.name,
             )
         )
-        self._link.open(request)
+        self._link.open(request, self._steps)
         check_order({**known_timeouts(options), **self._link.timeouts})
         logger.info("rank %d joined job %s as %s", options.rank, options.job, self.job_id)
-
-    def _job_opened(self, opened: jobs_pb2.JobOpened) -> None:
-        if self._description is not None:
-            # The control plane has come back to life; the job is the same.
-            return
-        self._description = JobDescription.from_proto(opened)
-        self._exchanger = Exchanger(
-            job=self._description,
-            pool=self._pool,
-            in_place=self._in_place.ticks,
-            examiner=self._examiner,
-            liveness=self._liveness,
-            device=self._device,
-            deadline_seconds=self.options.tick_timeout_seconds,
-        )
-        self._in_place.ticks.open_job(self._description)
-
-    def _routes(self, planned: PlannedStep) -> Routes:
-        assert self._description is not None
-        return Routes(
-            planned.plan,
-            planned.first_tick,
-            rank=self.options.rank,
-            own_server_id=self._in_place.ticks.server_id,
-            job=self._description,
-            device=self._device,
-        )
 
     def _serve_to_the_end(self) -> None:
         deadline = time.monotonic() + self.options.tick_timeout_seconds
         last = self._last_step
-        while self._in_place.ticks.is_serving(last) or self._recovery.unfinished(last):
-            if self._link.failure is not None or self._link.is_finished(last):
+        while self._in_place.ticks.is_serving(last) or self._steps.may_be_asked(last):
+            if self._link.failure is not None or self._steps.is_finished(last):
                 return
             if time.monotonic() > deadline:
                 logger.warning("closing with other ranks' part of step %d unfinished", last)
@@ -392,28 +355,9 @@ class Session:
             time.sleep(_SERVING_CHECK_SECONDS)
 
     def _begin(self, planned: PlannedStep) -> RunningStep:
-        assert self._exchanger is not None
-        step = planned.plan.step
-        left_out = {number for number in self._handed_in if number < step}
-        self._handed_in -= left_out | {step}
-        self._last_step = step
-        if left_out:
-            self._go_on_with(step, f"steps {sorted(left_out)} left out")
-        running = RunningStep(
-            planned.plan,
-            rank=self.options.rank,
-            forward_only=planned.forward_only,
-            exchanger=self._exchanger,
-            recovery_timeout_seconds=self.options.recovery_timeout_seconds,
-            check=self._link.check,
-            connected=lambda: self._link.connected,
-            lost=self._link.report_lost,
-            waiting=lambda waiting: self._link.report(step, waiting),
-            metrics=self._metrics,
-            kept_forward_ticks=self.options.kept_forward_ticks,
-        )
-        self._running = running
-        self._recovery.begin(running, planned)
+        self._last_step = planned.plan.step
+        self._handed_in = {number for number in self._handed_in if number > self._last_step}
+        running = self._running = self._steps.begin(planned)
         if self._runs_ahead:
             self._meet_others()
         return running
@@ -435,11 +379,8 @@ class Session:
 
     def _end(self, running: RunningStep, plan_wait_seconds: float, why: str) -> None:
         """Closes a step whose block has ended, with the error ``why`` if that is not empty."""
-        running.closed = True
         self._running = None
-        if not running.complete:
-            self._give_up(running, why or running.given_up or running.unfinished)
-        self._recovery.ended(running)
+        self._steps.end(running, why or running.given_up or running.unfinished)
         seconds = time.perf_counter() - running.began_seconds
         exposed_seconds = None if self._runs_ahead else running.wait_seconds
         running.report = StepReport(
@@ -479,30 +420,15 @@ class Session:
         if not running.complete:
             return
         self._metrics.tasks_served(running.served_tasks())
-        if self._link.failure is None:
-            self._link.report(
-                running.step,
-                jobs_pb2.RankMeasurement(
-                    rank=self.options.rank,
-                    step_seconds=seconds,
-                    wait_seconds=exposed_seconds,
-                    tokens=running.report.tokens,
-                ),
-            )
-
-    def _give_up(self, running: RunningStep, why: str) -> None:
-        """Others may wait for this rank's rows of the step: they are told that none will come."""
-        running.abandon()
-        self._go_on_with(running.step + 1, f"step {running.step} was not run to its end")
-        if self._link.failure is None:
-            reason = why[:_MAX_REASON_LETTERS]
-            self._link.report(running.step, jobs_pb2.StepGivenUp(reason=reason))
-
-    def _go_on_with(self, step: int, why: str) -> None:
-        """Servers expect ticks that will not come: new connections tell them where to go on. Under
-        another plan than the step's first, they may be other servers than it names."""
-        self._servers.close_all(why)
-        self._in_place.ticks.abandon(self.job_id, self.options.rank, step)
+        self._link.report(
+            running.step,
+            jobs_pb2.RankMeasurement(
+                rank=self.options.rank,
+                step_seconds=seconds,
+                wait_seconds=exposed_seconds,
+                tokens=running.report.tokens,
+            ),
+        )
 
     def _make_hello(self, server: PlanServer, first_step: int, epoch: int) -> bytes:
         return data_plane_pb2.Hello(

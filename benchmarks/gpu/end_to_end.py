@@ -47,10 +47,10 @@ from benchmarks.gpu.training.pictures import save_timeline
 from benchmarks.gpu.training.stack import ModelShape
 from benchmarks.gpu.training.trace import traced
 from core_attention.profiling import device_name
+from core_attention.shape import format_shape
 from data_plane.owner_thread import SWITCH_INTERVAL_SECONDS
 from distca.local.process import LocalProcess
 from distca.local.supervisor import Supervisor
-from distca.shapes import format_shape
 from distca.train.device import prefer_expandable_segments
 
 PEAK_FLOPS = 989e12

@@ -18,14 +18,12 @@ class Caller:
     """Who makes a call.
 
     Attributes:
-        certified: it has shown a certificate; never so without mTLS.
         identity: what the certificate says; None without one, or without an identity in it.
         expires: when the certificate ends; None without one.
         peer: its address, as gRPC names it.
         token: the job's token that came with the call, or None.
     """
 
-    certified: bool
     identity: Identity | None
     expires: datetime | None
     peer: str
@@ -55,7 +53,6 @@ def caller_of(context: Any) -> Caller:
     uris = [uri.decode(errors="replace") for uri in properties.get("peer_uri", ())]
     metadata = dict(context.invocation_metadata() or ())
     return Caller(
-        certified=bool(pem),
         identity=identity_of(uris),
         expires=_expiry(pem) if pem else None,
         peer=context.peer(),

@@ -17,7 +17,7 @@ from control_plane.errors import (
     InvalidRequestError,
     SpecMismatchError,
 )
-from control_plane.jobs.audience import Audience
+from control_plane.jobs.event_streams import EventStreams
 from control_plane.jobs.holders import retry_seconds
 from control_plane.jobs.job import Job
 from control_plane.jobs.job_ids import is_later, name_of, new_job_id, successor_of
@@ -35,13 +35,14 @@ from control_plane.jobs.requests import opened_event
 from control_plane.jobs.step_planner import StepPlanner
 from control_plane.leadership.epochs import first_epoch
 from control_plane.metrics.metrics import Metrics
+from distca.contract.timeouts import default_seconds
 
 logger = logging.getLogger(__name__)
 
 MAX_EPOCH = 2**62
 """Generations are seconds, and leave room for ages; nothing that counts is as high."""
 
-MAX_HELD_SECONDS = 30.0
+MAX_HELD_SECONDS = default_seconds("held_name_seconds")
 """Jobs come back within seconds, however long a lease; who opens a new one waits 45 s at most."""
 
 
@@ -49,7 +50,7 @@ class Admission:
     """Opens jobs.
 
     Args:
-        jobs, membership, audience, planner, metrics, recoveries: the coordinator's.
+        jobs, membership, streams, planner, metrics, recoveries: the coordinator's.
         job_keys: derives the keys of jobs.
         lease_seconds: of ranks.
         clock: seconds that never go back.
@@ -64,7 +65,7 @@ class Admission:
         self,
         jobs: Jobs,
         membership: Membership,
-        audience: Audience,
+        streams: EventStreams,
         planner: StepPlanner,
         metrics: Metrics,
         recoveries: Recoveries,
@@ -82,7 +83,7 @@ class Admission:
         self._came_back: dict[str, tuple[str, str]] = {}
         self._jobs = jobs
         self._membership = membership
-        self._audience = audience
+        self._streams = streams
         self._planner = planner
         self._metrics = metrics
         self._recoveries = recoveries
@@ -314,7 +315,7 @@ class Admission:
     def _announce(self, job: Job) -> None:
         self._metrics.job_opened(job.spec)
         if job.spec.placement.uses_pool:
-            self._audience.tell_pool(opened_event(job, to_server=True))
+            self._streams.send_to_pool(opened_event(job, to_server=True))
 
     def _members_changed(self) -> None:
         self._metrics.members_changed(self._membership.members())

@@ -21,8 +21,8 @@ from control_plane.errors import (
     WrongTokenError,
 )
 from control_plane.jobs.admission import Admission, new_lease_id
-from control_plane.jobs.audience import Audience, RankKey
-from control_plane.jobs.hearing import Hearing
+from control_plane.jobs.event_streams import EventStreams, RankKey
+from control_plane.jobs.isolation import IsolationDetector
 from control_plane.jobs.job import Job
 from control_plane.jobs.jobs import Jobs
 from control_plane.jobs.membership import (
@@ -31,7 +31,7 @@ from control_plane.jobs.membership import (
     ServerDescription,
     ServerLoad,
 )
-from control_plane.jobs.publication import Publication, rank_event, server_event
+from control_plane.jobs.publication import Publication
 from control_plane.jobs.rank_leases import Patience
 from control_plane.jobs.recoveries import Recoveries
 from control_plane.jobs.recovery import StepProgress
@@ -44,10 +44,10 @@ from control_plane.jobs.requests import (
 )
 from control_plane.jobs.step import (
     FailedStep,
-    PlannedStep,
     RankMeasurement,
     ReadyStep,
     ServerMeasurement,
+    StepRecord,
 )
 from control_plane.jobs.step_planner import StepPlanner
 from control_plane.jobs.subscriptions import Subscription
@@ -56,6 +56,7 @@ from control_plane.metrics.metrics import Metrics
 from control_plane.planner.planning import Planner
 from control_plane.settings import CoordinatorSettings
 from core_attention.manifest import RankManifest
+from distca.contract.server_loss import ServerLoss
 from distca.contract.tokens import rank_of_token
 from distca.process import tracing
 from distca.process.plain_text import MAX_REASON_CHARACTERS, plain
@@ -101,7 +102,7 @@ class Coordinator:
             max_ranks=settings.max_ranks_per_identity,
             max_manifest_bytes=settings.max_manifest_bytes_per_identity,
         )
-        self._audience = Audience(
+        self._streams = EventStreams(
             self._membership, metrics, max_queued_events=settings.max_queued_events
         )
         self._planner = StepPlanner(
@@ -110,12 +111,12 @@ class Coordinator:
             default_planner=settings.default_planner,
             threads=settings.planning_threads,
         )
-        self._hearing = Hearing(lease_seconds=settings.lease_seconds, now=clock())
+        self._isolation = IsolationDetector(lease_seconds=settings.lease_seconds, now=clock())
         self._recoveries = Recoveries(
             settings,
             self._jobs,
             self._membership,
-            self._audience,
+            self._streams,
             self._planner,
             metrics,
             clock=clock,
@@ -124,7 +125,7 @@ class Coordinator:
         self.admission = Admission(
             self._jobs,
             self._membership,
-            self._audience,
+            self._streams,
             self._planner,
             metrics,
             self._recoveries,
@@ -149,7 +150,7 @@ class Coordinator:
         :meth:`Admission.lead`."""
         self.admission.lead(generation, hold_names=hold_names)
         # Whoever stands by hears nobody.
-        self._hearing = Hearing(lease_seconds=self.lease_seconds, now=self._clock())
+        self._isolation = IsolationDetector(lease_seconds=self.lease_seconds, now=self._clock())
         self._recoveries.lead()
 
     async def prepare(self) -> None:
@@ -310,7 +311,7 @@ class Coordinator:
         if job.closed is not None:
             self._close(job, job.closed)
             return
-        self._audience.end_rank(job, rank)
+        self._streams.end_rank(job, rank)
         self._membership.remove_in_place(job_id, rank)
         self._members_changed()
         self._metrics.ranks_changed(self._jobs.open_jobs())
@@ -366,9 +367,9 @@ class Coordinator:
             first.append(finished_event(job, job.finished_step))
         if job.recovery.runs and not job.recovery.has_answered(rank):
             first.append(recover_event(job))
-        first += [rank_event(job_id, record, rank) for record in job.steps_to_tell()]
+        first += [record.slicer.rank_event(rank) for record in job.steps_to_tell()]
         job.watched_by(rank)
-        return self._audience.watch_rank(job, rank, first)
+        return self._streams.watch_rank(job, rank, first)
 
     def watch_server(self, lease_id: str) -> tuple[str, Subscription]:
         """The events for a pool server: the jobs that use the pool, with their epochs, their
@@ -391,15 +392,15 @@ class Coordinator:
             if job.recovery.began:
                 first.append(recover_event(job))
             first += [
-                server_event(job.job_id, record, member.server_id)
+                record.slicer.server_event(member.server_id)
                 for record in job.steps_to_tell()
                 if member.server_id in record.serving
             ]
-        return self._audience.watch_server(member, first)
+        return self._streams.watch_server(member, first)
 
     def unwatch(self, key: RankKey | str, subscription: Subscription) -> None:
         """The reader of a stream has gone."""
-        if self._audience.discard(key, subscription) and not isinstance(key, str):
+        if self._streams.discard(key, subscription) and not isinstance(key, str):
             self._jobs.stream_broken(*key, now=self._clock())
 
     def report_rank(self, job_id: str, lease_id: str, step: int, measured: RankMeasurement) -> None:
@@ -461,17 +462,15 @@ class Coordinator:
         if job.report_server(step, measured):
             self._metrics.server_reported(job, job.step(step), measured.server_id)
 
-    def report_server_lost(
-        self, job_id: str, lease_id: str, server_id: str, epoch: int, cause: str
-    ) -> None:
-        """A rank has lost a server in the plans of ``epoch``.
+    def report_server_lost(self, job_id: str, lease_id: str, loss: ServerLoss) -> None:
+        """A rank has lost a server.
 
         Raises:
             UnknownJobError, LeaseExpiredError: as :meth:`Jobs.get` and :meth:`Job.lease`.
         """
         job = self._jobs.get(job_id)
         rank = job.lease(lease_id, now=self._clock()).rank
-        self._recoveries.server_reported(job, rank, server_id, epoch, cause)
+        self._recoveries.server_reported(job, rank, loss)
 
     def report_progress(
         self, job_id: str, lease_id: str, epoch: int, steps: Sequence[StepProgress]
@@ -493,7 +492,7 @@ class Coordinator:
     def sweep(self) -> None:
         """Acts on the leases that have run out; on none while nobody at all is heard."""
         now = self._clock()
-        if self._hearing.is_deaf(self._n_leases, now=now):
+        if self._isolation.is_isolated(self._n_leases, now=now):
             return
         for member in self._membership.expire(now=now):
             logger.warning("server %s lost its lease", member.server_id)
@@ -527,7 +526,7 @@ class Coordinator:
     def _patience(self, lost: Mapping[int, float]) -> Patience:
         """With ranks whose stream has broken, of which servers have lost ``lost``. If all streams
         have broken, it is rather this process's network."""
-        if not self._audience.is_watched:
+        if not self._streams.is_watched:
             return Patience()
         return Patience(
             broken_seconds=self._settings.broken_stream_seconds,
@@ -544,7 +543,7 @@ class Coordinator:
         """A member has called. If nobody could for a while, all leases begin anew: the others have
         as much time to be heard again as they would have had."""
         now = self._clock()
-        silent_seconds = self._hearing.heard(now=now)
+        silent_seconds = self._isolation.heard(now=now)
         if silent_seconds:
             logger.warning("nobody was heard for %.1f s; all leases begin anew", silent_seconds)
             self._membership.renew_all(now=now)
@@ -558,7 +557,7 @@ class Coordinator:
     async def shut_down(self) -> None:
         """Ends every stream and stops planning; jobs are not closed, members may find a successor
         of this process."""
-        self._audience.end_all(ShuttingDownError("the control plane is shutting down"))
+        self._streams.end_all(ShuttingDownError("the control plane is shutting down"))
         await self._planner.shut_down()
 
     def choices_of(self, job: Job, *, begun: bool) -> list[list[Member]]:
@@ -610,10 +609,10 @@ class Coordinator:
         if not job.spec.placement.uses_in_place:
             _log_where(job, record)
         for rank, event in publication.by_rank.items():
-            self._audience.tell_rank(job, rank, event)
+            self._streams.send_to_rank(job, rank, event)
         for member in self._membership.pool():
             if member.server_id in publication.by_server:
-                self._audience.tell_server(member, publication.by_server[member.server_id])
+                self._streams.send_to_server(member, publication.by_server[member.server_id])
         self._metrics.step_planned(job, publication)
         _trace(job, record, planned_at, replanned=replanned)
         logger.debug("job %s: step %d planned: %s", job.job_id, record.step, record.plan.reason)
@@ -629,7 +628,7 @@ class Coordinator:
         logger.warning("job %s: step %d has no plan: %s", job.job_id, step, error)
         job.failed(step)
         self._metrics.plan_failed(job, step)
-        self._audience.tell_ranks(job, failed_event(job, step, error))
+        self._streams.send_to_ranks(job, failed_event(job, step, error))
 
     def _pool_jobs(self) -> list[Job]:
         return [job for job in self._jobs.open_jobs() if job.spec.placement.uses_pool]
@@ -661,7 +660,7 @@ class Coordinator:
 
     def _server_gone(self, member: Member, what: str, error: RefusedError | None = None) -> None:
         """A pool server is no member any more."""
-        self._audience.end_server(member, error)
+        self._streams.end_server(member, error)
         self._recoveries.server_gone(member, what)
         self._members_changed()
 
@@ -675,10 +674,10 @@ class Coordinator:
         self._jobs.close(job, error)
         event = closed_event(job)
         for rank in job.known_ranks:
-            self._audience.tell_rank(job, rank, event)
-            self._audience.end_rank(job, rank)
+            self._streams.send_to_rank(job, rank, event)
+            self._streams.end_rank(job, rank)
         if job.spec.placement.uses_pool:
-            self._audience.tell_pool(event)
+            self._streams.send_to_pool(event)
         self._membership.remove_in_place(job.job_id)
         self._metrics.job_closed(job)
         self._members_changed()
@@ -688,7 +687,7 @@ class Coordinator:
         self._metrics.members_changed(self._membership.members())
 
 
-def _log_where(job: Job, record: PlannedStep) -> None:
+def _log_where(job: Job, record: StepRecord) -> None:
     """Logs when a job on the pool falls back on its ranks' own servers, and when it returns."""
     at_home = all(server.in_place_rank is not None for server in record.plan.servers)
     if at_home != job.is_at_home:
@@ -703,7 +702,7 @@ def _log_where(job: Job, record: PlannedStep) -> None:
             logger.info("job %s: back on the pool from step %d on", job.job_id, record.step)
 
 
-def _trace(job: Job, record: PlannedStep, planned_at: float, *, replanned: bool) -> None:
+def _trace(job: Job, record: StepRecord, planned_at: float, *, replanned: bool) -> None:
     """Records how a step was planned and published, the root of the step's trace."""
     tracing.record(
         "distca.plan",

@@ -9,8 +9,6 @@ import numpy as np
 from core_attention.arrays import Int64Array
 from core_attention.errors import PlanError
 from core_attention.manifest import Manifest
-from distca.contract.codec import DOCUMENT_COLUMNS, first_tick_to_bytes
-from distca.v1 import plan_pb2
 
 
 def first_ticks(
@@ -42,25 +40,3 @@ def first_ticks(
             f"{manifest.step}, and rank {rank} {left[rank]}"
         )
     return first
-
-
-class FirstTickSlices:
-    """Cuts first ticks as a plan is cut for its members.
-
-    Args:
-        manifest: of the whole plan.
-        first_tick: ``[n_documents]``, or None for a step that nobody has begun.
-    """
-
-    def __init__(self, manifest: Manifest, first_tick: Int64Array | None) -> None:
-        self._first_tick = first_tick
-        self._by_id = np.argsort(manifest.document_id)
-        self._ids = manifest.document_id[self._by_id]
-
-    def of(self, piece: plan_pb2.Plan) -> bytes:
-        """The column that goes with a slice, for ``StepPlanned.first_tick``."""
-        if self._first_tick is None:
-            return b""
-        ids = np.frombuffer(piece.manifest.document_id, DOCUMENT_COLUMNS["document_id"])
-        # Ids are unique in a step.
-        return first_tick_to_bytes(self._first_tick[self._by_id[np.searchsorted(self._ids, ids)]])

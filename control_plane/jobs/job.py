@@ -22,15 +22,15 @@ from control_plane.errors import (
 from control_plane.jobs.job_spec import JobSpec
 from control_plane.jobs.quarantine import Quarantine
 from control_plane.jobs.rank_leases import Patience, RankLease, RankLeases
-from control_plane.jobs.recovery import Answers, Recovery, StepProgress, is_finished
+from control_plane.jobs.recovery import Answers, JobRecovery, StepProgress, is_finished
 from control_plane.jobs.server_speeds import ServerSpeeds
 from control_plane.jobs.step import (
     FailedStep,
     PendingStep,
-    PlannedStep,
     RankMeasurement,
     ReadyStep,
     ServerMeasurement,
+    StepRecord,
 )
 from control_plane.jobs.waits import Wait, Waits
 from core_attention.manifest import RankManifest
@@ -73,7 +73,7 @@ class Job:
         self.key = key
         self.owner = owner
         self.closed: str | None = None
-        self.recovery = Recovery(first_epoch)
+        self.recovery = JobRecovery(first_epoch)
         self.quarantine = Quarantine()
         self.speeds = ServerSpeeds()
         self._retained_steps = retained_steps
@@ -86,7 +86,7 @@ class Job:
         self._pending: dict[int, PendingStep] = {}
         # With all manifests, and without a plan that counts.
         self._ready: dict[int, ReadyStep] = {}
-        self._planned: OrderedDict[int, PlannedStep] = OrderedDict()
+        self._planned: OrderedDict[int, StepRecord] = OrderedDict()
         # Fingerprint of every manifest of the steps that are ready or planned, so that a rank may
         # repeat a submission whose answer it did not get.
         self._accepted: OrderedDict[int, dict[int, tuple[int, bool]]] = OrderedDict()
@@ -280,7 +280,7 @@ class Job:
             decided.append(outcome)
         return decided
 
-    def planned(self, step: PlannedStep) -> bool:
+    def planned(self, step: StepRecord) -> bool:
         """Stores the plan of a step, and forgets the oldest beyond the retained number; returns
         whether the step had a plan before, which is void now."""
         before = self._planned.pop(step.step, None)
@@ -300,7 +300,7 @@ class Job:
             known.pop(step, None)
         self._waits.forget(step)
 
-    def step(self, step: int) -> PlannedStep:
+    def step(self, step: int) -> StepRecord:
         """A recent step with its plan.
 
         Raises:
@@ -412,7 +412,7 @@ class Job:
         record.servers[measured.server_id] = measured
         return is_new
 
-    def unfinished_steps(self) -> list[PlannedStep]:
+    def unfinished_steps(self) -> list[StepRecord]:
         """The planned steps that a rank may still be running, in the order of planning. A rank has
         finished a step when it has reported it or a later one, or has left."""
         return [
@@ -425,7 +425,7 @@ class Job:
             )
         ]
 
-    def steps_to_tell(self) -> list[PlannedStep]:
+    def steps_to_tell(self) -> list[StepRecord]:
         """The unfinished steps whose plan counts, in the order of planning."""
         if self.is_recovering:
             return []
@@ -438,9 +438,14 @@ class Job:
     def take_finished(self) -> int | None:
         """The last step that every rank has finished, as it has those before; None if that has
         been told already. What is known of those steps beside their plans is forgotten."""
-        reported = [
-            last for rank, last in self._last_reported.items() if rank not in self._leases.left
-        ]
+        left = self._leases.left
+        # Asked after every call of a rank: the first that is behind is the answer.
+        if any(
+            last <= self._finished_step and rank not in left
+            for rank, last in self._last_reported.items()
+        ):
+            return None
+        reported = [last for rank, last in self._last_reported.items() if rank not in left]
         finished = min(reported, default=self._finished_step)
         if finished <= self._finished_step:
             return None
@@ -668,7 +673,7 @@ class Job:
     def _lane_ticks(self, ready: ReadyStep) -> int:
         return self.spec.n_layers * (1 if ready.forward_only else 2)
 
-    def _correct_speed(self, record: PlannedStep, measured: ServerMeasurement) -> None:
+    def _correct_speed(self, record: StepRecord, measured: ServerMeasurement) -> None:
         predicted = record.predicted_seconds(measured, self.spec.n_layers)
         if predicted is not None and record.runs_whole:
             self.speeds.measured(
@@ -683,9 +688,9 @@ class Job:
             raise InvalidRequestError(
                 f"a manifest of rank {manifest.rank} came with the lease of rank {rank}"
             )
-        if len(manifest.nano_batches) != self.spec.n_nano_batches:
+        if manifest.n_nano_batches != self.spec.n_nano_batches:
             raise InvalidRequestError(
-                f"step {manifest.step} of rank {rank} has {len(manifest.nano_batches)} "
+                f"step {manifest.step} of rank {rank} has {manifest.n_nano_batches} "
                 f"nano-batches; job {self.job_id} has {self.spec.n_nano_batches}"
             )
 

@@ -22,6 +22,7 @@ from control_plane.errors import (
 )
 from control_plane.jobs.holders import are_alive, retry_seconds
 from core_attention.cost_model import CostProfile
+from distca.contract.addresses import split_address
 
 REMEMBERED_LEASES = 1024
 """Leases that were taken away of which is known why."""
@@ -97,11 +98,10 @@ class ServerDescription:
         checked_id("server_id", self.server_id)
         name = f"server {self.server_id}"
         checked_text(f"{name}: data_address", self.data_address, longest=MAX_HOST_CHARACTERS + 8)
-        host, _, port = self.data_address.rpartition(":")
-        if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
-            raise InvalidRequestError(
-                f"{name}: data_address is {self.data_address!r}; it must be host:port"
-            )
+        try:
+            split_address("data_address", self.data_address)
+        except ValueError as error:
+            raise InvalidRequestError(f"{name}: {error}") from error
         if self.transport:
             checked_id("transport", self.transport)
         checked_text(f"{name}: host", self.host, longest=MAX_HOST_CHARACTERS)

@@ -9,19 +9,17 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from control_plane.jobs.first_ticks import FirstTickSlices, first_ticks
+from control_plane.jobs.first_ticks import first_ticks
 from control_plane.jobs.job_spec import JobSpec
 from control_plane.jobs.membership import Member
 from control_plane.jobs.profiles import profile_for
-from control_plane.jobs.slicing import PlanSlicer
-from control_plane.jobs.step import PlannedStep, ReadyStep
+from control_plane.jobs.step import ReadyStep, StepRecord
 from control_plane.planner.planning import Planner, PlanningServer
 from core_attention.arrays import Int64Array
 from core_attention.manifest import Manifest
 from core_attention.plan import PlanServer
 from core_attention.shape import AttentionShape
-from distca.contract.codec import plan_to_proto
-from distca.v1 import jobs_pb2, plan_pb2
+from distca.v1 import jobs_pb2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +33,7 @@ class Publication:
         plan_bytes: of all events together.
     """
 
-    record: PlannedStep
+    record: StepRecord
     by_rank: Mapping[int, jobs_pb2.PlanEvent]
     by_server: Mapping[str, jobs_pb2.PlanEvent]
     plan_bytes: int
@@ -87,50 +85,18 @@ def publish_step(
     started = time.perf_counter()
     manifest = ready.whole_manifest(spec.n_ranks)
     plan = planner(manifest, servers, spec.shape, spec.options, epoch=ready.epoch)
-    record = PlannedStep(
+    record = StepRecord(
+        job_id=job_id,
         plan=plan,
         plan_seconds=time.perf_counter() - started,
         forward_only=ready.forward_only,
         first_tick=_first_tick(manifest, ready),
         speeds={server.server.server_id: server.speed for server in servers},
     )
-    slicer = PlanSlicer(plan, job_id)
-    encoder = _Encoder(record)
-    by_rank = {rank: encoder.event(piece) for rank, piece in enumerate(slicer.rank_slices())}
-    by_server = {
-        server.server_id: encoder.event(piece)
-        for server, piece in zip(plan.servers, slicer.server_slices(), strict=True)
-        if piece is not None
-    }
+    by_rank = dict(enumerate(record.slicer.rank_events()))
+    by_server = record.slicer.server_events()
     plan_bytes = sum(event.ByteSize() for event in (*by_rank.values(), *by_server.values()))
     return Publication(record=record, by_rank=by_rank, by_server=by_server, plan_bytes=plan_bytes)
-
-
-def rank_event(job_id: str, record: PlannedStep, rank: int) -> jobs_pb2.PlanEvent:
-    """The event of a planned step for one rank."""
-    return _Encoder(record).event(plan_to_proto(record.plan.for_rank(rank), job_id))
-
-
-def server_event(job_id: str, record: PlannedStep, server_id: str) -> jobs_pb2.PlanEvent:
-    """The event of a planned step for one server."""
-    return _Encoder(record).event(plan_to_proto(record.plan.for_server(server_id), job_id))
-
-
-class _Encoder:
-    """Makes the events of one planned step from slices of its plan."""
-
-    def __init__(self, record: PlannedStep) -> None:
-        self._forward_only = record.forward_only
-        self._first_tick = FirstTickSlices(record.plan.manifest, record.first_tick)
-
-    def event(self, piece: plan_pb2.Plan) -> jobs_pb2.PlanEvent:
-        return jobs_pb2.PlanEvent(
-            step_planned=jobs_pb2.StepPlanned(
-                plan=piece,
-                forward_only=self._forward_only,
-                first_tick=self._first_tick.of(piece),
-            )
-        )
 
 
 def _first_tick(manifest: Manifest, ready: ReadyStep) -> Int64Array | None:

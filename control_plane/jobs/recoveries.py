@@ -9,7 +9,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 
-from control_plane.jobs.audience import Audience
+from control_plane.jobs.event_streams import EventStreams
 from control_plane.jobs.job import Job
 from control_plane.jobs.jobs import Jobs
 from control_plane.jobs.membership import Member, Membership
@@ -18,6 +18,7 @@ from control_plane.jobs.requests import finished_event, recover_event
 from control_plane.jobs.step_planner import StepPlanner
 from control_plane.metrics.metrics import Metrics
 from control_plane.settings import CoordinatorSettings
+from distca.contract.server_loss import ServerLoss
 
 logger = logging.getLogger(__name__)
 
@@ -27,7 +28,7 @@ class Recoveries:
 
     Args:
         settings: times and limits.
-        jobs, membership, audience, planner, metrics: the coordinator's.
+        jobs, membership, streams, planner, metrics: the coordinator's.
         clock: seconds that never go back.
         close: closes a job, with an error.
     """
@@ -37,7 +38,7 @@ class Recoveries:
         settings: CoordinatorSettings,
         jobs: Jobs,
         membership: Membership,
-        audience: Audience,
+        streams: EventStreams,
         planner: StepPlanner,
         metrics: Metrics,
         *,
@@ -47,7 +48,7 @@ class Recoveries:
         self._settings = settings
         self._jobs = jobs
         self._membership = membership
-        self._audience = audience
+        self._streams = streams
         self._planner = planner
         self._metrics = metrics
         self._clock = clock
@@ -70,20 +71,23 @@ class Recoveries:
                     member.server_id,
                 )
 
-    def server_reported(self, job: Job, rank: int, server_id: str, epoch: int, cause: str) -> None:
+    def server_reported(self, job: Job, rank: int, loss: ServerLoss) -> None:
         """A rank has lost a server. What it saw in an epoch that is over says nothing: there the
         connection may have been closed because of the recovery itself."""
-        if epoch < job.epoch or not job.names_server(server_id):
-            logger.debug("job %s: rank %d lost %s in epoch %d", job.job_id, rank, server_id, epoch)
+        server_id = loss.server_id
+        if loss.epoch < job.epoch or not job.names_server(server_id):
+            logger.debug(
+                "job %s: rank %d lost %s in epoch %d", job.job_id, rank, server_id, loss.epoch
+            )
             return
-        self._metrics.failure_detected("transport_error")
+        self._metrics.failure_detected(loss.cause)
         member = self._membership.find(server_id)
         if member is not None and member.in_place is None:
             seconds = job.quarantine.add(server_id, now=self._clock())
             logger.warning(
                 "job %s: server %s is left out for %.0f s", job.job_id, server_id, seconds
             )
-        self._call_for(job, f"rank {rank} lost server {server_id}: {cause}", server_id)
+        self._call_for(job, f"rank {rank} lost server {server_id}: {loss.detail}", server_id)
 
     def step_given_up(self, job: Job, rank: int, step: int, reason: str) -> None:
         """A rank has left a step unfinished. Those that still run it are asked how far they are:
@@ -129,7 +133,7 @@ class Recoveries:
             self._end(job)
         finished = job.take_finished()
         if finished is not None:
-            self._audience.tell_ranks(job, finished_event(job, finished))
+            self._streams.send_to_ranks(job, finished_event(job, finished))
 
     def sweep(self) -> None:
         """Acts on what has taken too long."""
@@ -171,15 +175,15 @@ class Recoveries:
         if recovery.fruitless > self._settings.max_fruitless_recoveries:
             self._close(
                 job,
-                f"{recovery.fruitless} recoveries in a row, and no rank has completed a tick; the "
-                f"last: {reason}",
+                f"{recovery.fruitless} recoveries in a row, and no rank has completed a tick: "
+                f"{'; '.join(recovery.in_vain)}",
             )
             return
         logger.warning("job %s: recovery %d begins: %s", job.job_id, recovery.epoch, reason)
         event = recover_event(job)
-        self._audience.tell_ranks(job, event)
+        self._streams.send_to_ranks(job, event)
         if job.spec.placement.uses_pool:
-            self._audience.tell_pool(event)
+            self._streams.send_to_pool(event)
         self.advance(job)
 
     def _end(self, job: Job) -> None:

@@ -28,7 +28,7 @@ Answers = Mapping[int, Mapping[int, StepProgress]]
 """By rank, then by step."""
 
 
-class Recovery:
+class JobRecovery:
     """The epochs and recoveries of one job, one after the other.
 
     Args:
@@ -42,6 +42,7 @@ class Recovery:
         lost, reasons: the servers that it began for, and why.
         fruitless: recoveries in a row since a rank completed a tick, not counting those that first
             told of a server's loss: these end, at home at the latest.
+        in_vain: their reasons, each once. What comes last may only be a consequence.
     """
 
     def __init__(self, first_epoch: int = 0) -> None:
@@ -52,6 +53,7 @@ class Recovery:
         self.lost: list[str] = []
         self.reasons: list[str] = []
         self.fruitless = 0
+        self.in_vain: list[str] = []
         self._due: dict[str, str] = {}
         self._answers: dict[int, dict[int, StepProgress]] = {}
         self._complete_before: dict[tuple[int, int], int] = {}
@@ -84,6 +86,7 @@ class Recovery:
         self.lost, self.reasons = lost, reasons
         if self._lost_in_vain.issuperset(lost):
             self.fruitless += 1
+            self.in_vain += [reason for reason in reasons if reason not in self.in_vain]
         self._lost_in_vain.update(lost)
         self.epoch += 1
         self.began = self.runs = True
@@ -122,6 +125,7 @@ class Recovery:
     def progressed(self) -> None:
         """A rank has completed ticks since the last recovery."""
         self.fruitless = 0
+        self.in_vain = []
         self._lost_in_vain = set()
 
 

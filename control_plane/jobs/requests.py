@@ -11,7 +11,7 @@ from control_plane.jobs.job_spec import JobSpec, Placement, planning_options
 from control_plane.jobs.membership import Member, ServerDescription, ServerLoad
 from control_plane.jobs.profiles import nominal_profile
 from control_plane.jobs.recovery import StepProgress
-from control_plane.jobs.step import PlannedStep, RankMeasurement, ServerMeasurement
+from control_plane.jobs.step import RankMeasurement, ServerMeasurement, StepRecord
 from control_plane.jobs.waits import Wait
 from core_attention.cost_model import CostProfile
 from core_attention.manifest import RankManifest
@@ -303,7 +303,7 @@ def description_of_job(job: Job) -> jobs_pb2.DescribeJobResponse:
     )
 
 
-def step_to_proto(record: PlannedStep, plan: plan_pb2.Plan) -> jobs_pb2.GetStepResponse:
+def step_to_proto(record: StepRecord, plan: plan_pb2.Plan) -> jobs_pb2.GetStepResponse:
     """A step with its encoded whole plan and what was measured, by server id and by rank."""
     return jobs_pb2.GetStepResponse(
         plan=plan,

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import islice
 
 import numpy as np
 
+from control_plane.jobs.slicing import PlanSlicer
 from core_attention.arrays import Int64Array
 from core_attention.ca_task import Phase
 from core_attention.manifest import Manifest, RankManifest
@@ -99,10 +101,11 @@ class FailedStep:
 
 
 @dataclass(kw_only=True)
-class PlannedStep:
+class StepRecord:
     """A step with its plan.
 
     Attributes:
+        job_id: of its job.
         plan: the whole plan.
         plan_seconds: wall seconds that it took to make.
         forward_only: the step has no backward pass.
@@ -113,6 +116,7 @@ class PlannedStep:
         servers, ranks: what was measured, by server id and rank.
     """
 
+    job_id: str
     plan: Plan
     plan_seconds: float
     forward_only: bool
@@ -129,6 +133,13 @@ class PlannedStep:
     @property
     def step(self) -> int:
         return self.plan.step
+
+    @cached_property
+    def slicer(self) -> PlanSlicer:
+        """Makes what members are told of it."""
+        return PlanSlicer(
+            self.plan, self.job_id, forward_only=self.forward_only, first_tick=self.first_tick
+        )
 
     @property
     def longest_wait_seconds(self) -> float | None:

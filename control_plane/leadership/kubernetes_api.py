@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-CALL_SECONDS: Final = 5.0
+from distca.contract.timeouts import default_seconds
+
+CALL_SECONDS: Final = default_seconds("kubernetes_call_seconds")
 """Deadline of a call to the API."""
 
 _MAX_ERROR_CHARACTERS = 300

@@ -17,11 +17,12 @@ from typing import Any
 
 from control_plane.leadership.kubernetes_api import CALL_SECONDS, in_one_line
 from control_plane.leadership.leader_label import LeaderLabel
+from distca.contract.timeouts import default_seconds
 
 logger = logging.getLogger(__name__)
 
-LEASE_SECONDS = 10
-RENEW_SECONDS = 7.0
+LEASE_SECONDS = int(default_seconds("leader_lease_seconds"))
+RENEW_SECONDS = default_seconds("leader_renew_seconds")
 RETRY_SECONDS = 2.0
 
 _CONFLICT, _NOT_FOUND = 409, 404

@@ -19,9 +19,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
 
+from distca.contract.timeouts import default_seconds
+
 logger = logging.getLogger(__name__)
 
-LOCK_LEASE_SECONDS = 6.0
+LOCK_LEASE_SECONDS = default_seconds("lock_lease_seconds")
 """How long the holder of a file's lock may show nothing before a standby takes over."""
 
 BEAT_SECONDS = 1.0

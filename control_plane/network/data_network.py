@@ -20,8 +20,9 @@ from control_plane.errors import (
     OtherOwnerError,
     QuotaError,
 )
-from control_plane.jobs.hearing import Hearing
+from control_plane.jobs.isolation import IsolationDetector
 from control_plane.network.network_keys import NetworkKeys
+from distca.contract.addresses import split_address
 from distca.contract.identity import Identity, Role
 
 logger = logging.getLogger(__name__)
@@ -82,7 +83,7 @@ class DataNetwork:
         self._keys = keys
         self._max_members_per_identity = max_members_per_identity
         self._changed = changed
-        self._hearing = Hearing(lease_seconds=lease_seconds, now=now)
+        self._isolation = IsolationDetector(lease_seconds=lease_seconds, now=now)
         self._complete_at = now + lease_seconds
         self._by_key: dict[bytes, NetworkMember] = {}
         self._by_address: dict[IPv4Address, NetworkMember] = {}
@@ -187,7 +188,7 @@ class DataNetwork:
 
     def sweep(self, *, now: float) -> None:
         """Takes out whose lease has run out; nobody while nobody at all is heard."""
-        if self._hearing.is_deaf(len(self), now=now):
+        if self._isolation.is_isolated(len(self), now=now):
             return
         gone = [m for m in self._by_key.values() if now - m.renewed_at > self.lease_seconds]
         for member in gone:
@@ -202,7 +203,7 @@ class DataNetwork:
             self._changed()
 
     def _heard(self, now: float) -> None:
-        if self._hearing.heard(now=now):
+        if self._isolation.heard(now=now):
             for member in self._by_key.values():
                 member.renewed_at = now
 
@@ -247,17 +248,14 @@ class DataNetwork:
         return self.network.num_addresses - 2
 
     def _checked_endpoint(self, endpoint: str) -> str:
-        host, _, port = endpoint[:_MAX_ENDPOINT_CHARACTERS].rpartition(":")
         try:
-            address = ip_address(host.removeprefix("[").removesuffix("]"))
-            number = int(port) if port.isdecimal() else 0
-        except ValueError:
-            number = 0
-        if not 0 < number < 2**16:
+            host, number = split_address("endpoint", endpoint[:_MAX_ENDPOINT_CHARACTERS])
+            address = ip_address(host)
+        except ValueError as error:
             raise InvalidRequestError(
                 f"endpoint is {endpoint[:_MAX_ENDPOINT_CHARACTERS]!r}; it must be an IP address "
                 "and a UDP port, for example 10.0.0.2:51820 or [fd00::2]:51820"
-            )
+            ) from error
         if address.is_unspecified or address.is_multicast or address in self.network:
             raise InvalidRequestError(
                 f"endpoint is {endpoint}; it must be an address of the machine that others reach "

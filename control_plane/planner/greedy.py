@@ -29,7 +29,7 @@ from control_plane.planner.fleet import Fleet, build_fleet
 from control_plane.planner.forecast import forecast_fleet
 from control_plane.planner.planning import PlanningOptions, PlanningServer
 from control_plane.planner.survey import survey
-from core_attention.arrays import Int64Array
+from core_attention.arrays import Float64Array, Int64Array
 from core_attention.ca_task import MaskKind, Phase, TaskTable
 from core_attention.errors import PlanError
 from core_attention.manifest import Manifest
@@ -161,6 +161,37 @@ def _item_seconds(tables: CostTables, profile: int, head: Int64Array, tail: Int6
     return seconds + task_seconds(tables, profile, FORWARD, tail[0], tail[1])
 
 
+@compiled_inner
+def _best_item(
+    n: int,
+    surplus: Float64Array,
+    receiver: int,
+    work: Float64Array,
+    server: Int64Array,
+    head: Int64Array,
+    tail: Int64Array,
+    q_bytes: float,
+    kv_bytes: float,
+) -> int:
+    """The one of the first ``n`` items of which the receiver gains the most for each byte that
+    moves, all of the item or the inner part of it; -1 if there is none."""
+    best, best_value = -1, 0.0
+    for i in range(n):
+        gain = min(work[i], surplus[server[i]], -surplus[receiver])
+        if gain <= 0.0:
+            continue
+        tokens = (head[i, 1] - head[i, 0]) + (tail[i, 1] - tail[i, 0])
+        if gain < work[i]:
+            tokens = int(gain / work[i] * tokens)
+            half = tokens // 2 // SHARD_TOKENS * SHARD_TOKENS
+            if min(half, head[i, 1] - head[i, 0], tail[i, 1] - tail[i, 0]) <= 0:
+                continue
+        value = gain / (tokens * q_bytes + tail[i, 1] * kv_bytes)
+        if value > best_value:
+            best, best_value = i, value
+    return best
+
+
 @compiled
 def _balance(
     offset: Int64Array,
@@ -200,20 +231,7 @@ def _balance(
         if not usable[receiver]:
             continue
         while -surplus[receiver] > tolerance * ideal:
-            best, best_value = -1, 0.0
-            for i in range(n):
-                gain = min(work[i], surplus[server[i]], -surplus[receiver])
-                if gain <= 0.0:
-                    continue
-                tokens = (head[i, 1] - head[i, 0]) + (tail[i, 1] - tail[i, 0])
-                if gain < work[i]:
-                    tokens = int(gain / work[i] * tokens)
-                    half = tokens // 2 // SHARD_TOKENS * SHARD_TOKENS
-                    if min(half, head[i, 1] - head[i, 0], tail[i, 1] - tail[i, 0]) <= 0:
-                        continue
-                value = gain / (tokens * q_bytes + tail[i, 1] * kv_bytes)
-                if value > best_value:
-                    best, best_value = i, value
+            best = _best_item(n, surplus, receiver, work, server, head, tail, q_bytes, kv_bytes)
             if best < 0:
                 stopped += 1
                 break

@@ -16,8 +16,6 @@ from core_attention.shape import AttentionShape
 
 PLANNERS: Mapping[str, Planner] = {"balanced": balanced.plan, "greedy": greedy.plan}
 
-DEFAULT_PLANNER = "balanced"
-
 
 def prepare(planner: Planner) -> None:
     """Plans a small step and drops the plan, so that what ``planner`` compiles on first use is

@@ -52,6 +52,18 @@ class PlanningServer:
             )
 
 
+def equal_servers(n_ranks: int, profile: CostProfile) -> list[PlanningServer]:
+    """One in-place server a rank, all alike, each on a host of its own."""
+    return [
+        PlanningServer(
+            server=PlanServer(server_id=f"rank-{rank}", in_place_rank=rank, address=""),
+            host=f"host-{rank}",
+            profile=profile,
+        )
+        for rank in range(n_ranks)
+    ]
+
+
 @dataclass(frozen=True, kw_only=True)
 class PlanningOptions:
     """What the user may choose about plans.

@@ -13,7 +13,7 @@ from control_plane.errors import UnknownStepError
 from control_plane.jobs.coordinator import Coordinator
 from control_plane.jobs.job import Job
 from control_plane.jobs.requests import spec_to_proto, status_to_proto
-from control_plane.jobs.step import PlannedStep
+from control_plane.jobs.step import StepRecord
 from core_attention.ca_task import Phase
 from distca import __version__
 from distca.v1 import cluster_pb2, cluster_pb2_grpc
@@ -76,7 +76,7 @@ def job_status(job: Job) -> cluster_pb2.JobStatus:
     return status
 
 
-def _last_step(job: Job) -> PlannedStep | None:
+def _last_step(job: Job) -> StepRecord | None:
     """The last step that every rank has finished, if it is still known and was measured."""
     try:
         record = job.step(job.finished_step)
@@ -85,7 +85,7 @@ def _last_step(job: Job) -> PlannedStep | None:
     return record if record.ranks else None
 
 
-def _step_status(record: PlannedStep, n_layers: int) -> cluster_pb2.StepStatus:
+def _step_status(record: StepRecord, n_layers: int) -> cluster_pb2.StepStatus:
     ranks = record.ranks.values()
     status = cluster_pb2.StepStatus(
         step=record.step,
@@ -102,7 +102,7 @@ def _step_status(record: PlannedStep, n_layers: int) -> cluster_pb2.StepStatus:
     return status
 
 
-def _phase_status(record: PlannedStep, phase: Phase) -> cluster_pb2.PhaseStatus:
+def _phase_status(record: StepRecord, phase: Phase) -> cluster_pb2.PhaseStatus:
     forecast = record.plan.forecast(phase)
     return cluster_pb2.PhaseStatus(
         phase=phase.value,

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from prometheus_client import CollectorRegistry, Counter
+from prometheus_client import CollectorRegistry
 
 from control_plane.errors import (
     AccessError,
@@ -16,7 +16,9 @@ from control_plane.errors import (
     ShuttingDownError,
     StandbyError,
 )
+from control_plane.metrics.server_metrics import PREFIX
 from control_plane.service.status import kind_of
+from distca.metric_table import Label, Table, counter
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +39,16 @@ class _Streak:
     last: float
 
 
+class RefusalTable(Table):
+    """What was refused."""
+
+    prefix = PREFIX
+
+    requests_refused_total = counter(
+        "Requests that were refused, by method and reason.", Label("method"), Label("reason")
+    )
+
+
 class Refusals:
     """Counts refused requests by method and reason; both come from closed sets.
 
@@ -48,12 +60,7 @@ class Refusals:
     def __init__(self, registry: CollectorRegistry, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._streaks: dict[tuple[str, str, str], _Streak] = {}
-        self._refused = Counter(
-            "distca_control_plane_requests_refused_total",
-            "Requests that were refused, by method and reason.",
-            ("method", "reason"),
-            registry=registry,
-        )
+        self._refused = RefusalTable(registry).requests_refused_total
 
     def refused(self, method: str, caller: str, error: RefusedError) -> None:
         """A request was refused.

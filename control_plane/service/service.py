@@ -12,8 +12,8 @@ import grpc
 from control_plane.access.caller import caller_of
 from control_plane.access.fair_slots import FairThreads
 from control_plane.errors import InvalidRequestError
-from control_plane.jobs.audience import RankKey
 from control_plane.jobs.coordinator import Coordinator
+from control_plane.jobs.event_streams import RankKey
 from control_plane.jobs.requests import (
     description_from_proto,
     description_of_job,
@@ -32,6 +32,7 @@ from control_plane.jobs.subscriptions import Subscription
 from control_plane.service.manifest_intake import ManifestIntake
 from distca.contract.codec import plan_to_proto
 from distca.contract.identity import Role
+from distca.contract.server_loss import ServerLoss, cause_from_proto
 from distca.contract.tokens import rank_token
 from distca.process.plain_text import MAX_REASON_CHARACTERS, plain
 from distca.v1 import jobs_pb2, jobs_pb2_grpc, membership_pb2, membership_pb2_grpc
@@ -231,9 +232,12 @@ class JobsService(jobs_pb2_grpc.JobsServicer):
         self._coordinator.report_server_lost(
             request.job_id,
             request.rank_lease_id,
-            _reason(request.server_id),
-            request.epoch,
-            _reason(request.cause),
+            ServerLoss(
+                server_id=_reason(request.server_id),
+                epoch=request.epoch,
+                cause=cause_from_proto(request.cause),
+                detail=_reason(request.detail),
+            ),
         )
         return jobs_pb2.ReportServerLostResponse()
 

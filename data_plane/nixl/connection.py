@@ -20,14 +20,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Final
 
-from data_plane.base_connection import MAX_FAREWELL_BYTES, BaseConnection, Place
+from data_plane.base_connection import BaseConnection, Place
 from data_plane.metrics import DropCause
 from data_plane.nixl.agent import HOST, Region
 from data_plane.nixl.link import BadFrame, FrameKind, NixlLink, UnprovenFrame
 from data_plane.nixl.worker import NixlWorker
 from data_plane.pings import PING_TAG, PONG_TAG
 from data_plane.posted_transfer import DATA_CHANNEL, PostedTransfer
-from data_plane.transport import PeerClosed, PeerLost, PeerReset, TransportError
+from data_plane.transport import PeerLost, PeerReset, TransportError
 
 if TYPE_CHECKING:
     import socket
@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 TRANSPORT_NAME: Final = "nixl"
 
-FAREWELL: Final = 0
+CLOSE_NOTICE: Final = 0
 """Operation of a control frame: why the other side closes the connection, in words."""
 
 _PLACE = struct.Struct("!BQ")
@@ -78,7 +78,6 @@ class NixlConnection(BaseConnection):
 
     Attributes:
         link: the socket's two directions.
-        on_control: receives (operation, payload) of probes; set by the transport.
     """
 
     transport_name: ClassVar[str] = TRANSPORT_NAME
@@ -102,7 +101,6 @@ class NixlConnection(BaseConnection):
             slowest_bytes_per_second=slowest_bytes_per_second,
             metrics=metrics,
         )
-        self.on_control: Callable[[int, bytes], None] | None = None
         self.on_bad_greeting: Callable[[ValueError], None] | None = None
         self._max_unclaimed_offers = max_unclaimed_offers
         self._advertised: dict[Place, _Advertised] = {}
@@ -114,7 +112,6 @@ class NixlConnection(BaseConnection):
         self._waiting_skips: set[Place] = set()
         self._moving: set[PostedTransfer] = set()
         self._peer_ended = False
-        self._said_farewell = False
         self.link = NixlLink(worker, connection, self._on_frame, self._on_bad, self._on_link_ended)
 
     def begin(self, *, sending_key: bytes, receiving_key: bytes) -> None:
@@ -323,9 +320,8 @@ class NixlConnection(BaseConnection):
                 self._take_control(operation, payload[_NUMBER.size :])
 
     def _take_control(self, operation: int, payload: bytes) -> None:
-        if operation == FAREWELL:
-            reason = payload.decode(errors="replace")
-            self.fail(self._new_error(PeerClosed, reason))
+        if operation == CLOSE_NOTICE:
+            self._take_close_notice(payload)
         elif operation in (PING_TAG, PONG_TAG):
             self._pings.take(operation)
         elif self.on_control is not None:
@@ -374,16 +370,15 @@ class NixlConnection(BaseConnection):
 
     # The end
 
-    def _say_farewell(self, reason: str) -> None:
+    def _send_close_notice(self) -> None:
         self._tear_down(None)
 
     def _disconnect(self, offers: list[PostedTransfer]) -> None:
         """Every transfer ends now. The buffers of those that the network may still touch come back
         later."""
         self.worker.lingering.add(self)
-        reason = (self._error.reason if self._error else "").encode()[:MAX_FAREWELL_BYTES]
         if self.greeted:
-            self.send_control(FAREWELL, reason)
+            self.send_control(CLOSE_NOTICE, self._close_notice())
         advertised = {each.transfer for each in self._advertised.values()}
         waiting = [transfer for puts in self._waiting_puts.values() for transfer in puts]
         for transfer in (*offers, *waiting):

@@ -153,7 +153,7 @@ class NixlLink:
         except BlockingIOError:
             return
         except OSError as error:
-            # A reset is the end of the process, or of its side, as clear as a farewell.
+            # A reset is the end of the process, or of its side, as clear as a close notice.
             said_so = isinstance(error, ConnectionResetError | BrokenPipeError)
             self._ended(None if said_so else error)
             return

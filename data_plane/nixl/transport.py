@@ -27,7 +27,6 @@ from data_plane.handshake import (
 from data_plane.newcomers import Newcomers
 from data_plane.nixl.connection import TRANSPORT_NAME, NixlConnection
 from data_plane.nixl.link import receive_exactly
-from data_plane.nixl.probe import NixlProbe
 from data_plane.nixl.settings import NixlSettings
 from data_plane.nixl.worker import NixlWorker
 from data_plane.owner_result import OwnerResult
@@ -152,9 +151,6 @@ class NixlTransport(BaseTransport[NixlConnection, NixlWorker]):
         # Else nixl's UCX would not close the descriptor before the next message.
         self._worker.submit(lambda: self._worker.memory.progress())
 
-    def _new_probe(self, connection: NixlConnection) -> NixlProbe:
-        return NixlProbe(connection, self._probe_pool, self._max_probe_bytes)
-
     def _stop_listening(self) -> None:
         if self._listener is not None:
             self._worker.unwatch(self._listener)
@@ -262,10 +258,6 @@ class NixlTransport(BaseTransport[NixlConnection, NixlWorker]):
             connection.begin(sending_key=keys.to_client, receiving_key=keys.to_server)
         else:
             self._newcomers.refuse(connection, verdict)
-
-    def _on_refused(self, cause: HandshakeFailure) -> None:
-        if self._metrics is not None:
-            self._metrics.handshake_refused(TRANSPORT_NAME, cause)
 
     def _open_connection(self, link: socket.socket, local_id: int, peer: str) -> NixlConnection:
         connection = NixlConnection(

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import numpy as np
@@ -17,7 +16,7 @@ import torch
 from ucxx._lib import libucxx
 from ucxx._lib.arr import Array
 
-from data_plane.base_connection import MAX_FAREWELL_BYTES, BaseConnection
+from data_plane.base_connection import MAX_CLOSE_NOTICE_BYTES, BaseConnection
 from data_plane.pings import PING_TAG, PONG_TAG
 from data_plane.posted_transfer import DATA_CHANNEL, PostedTransfer
 from data_plane.transport import (
@@ -40,16 +39,16 @@ logger = logging.getLogger(__name__)
 
 TRANSPORT_NAME: Final = "ucxx"
 
-FAREWELL: Final = 0
-"""Operation of news: why the other side closes the connection, in words."""
+CLOSE_NOTICE: Final = 0
+"""Operation of news: why the other side closes the connection."""
 
 SKIP: Final = 34
 """Operation of news: the tag, big-endian, of a message that will not come."""
 
-_FAREWELL_SECONDS = 0.2
+_CLOSE_NOTICE_SECONDS = 0.2
 _GIVE_UP_SECONDS = 1.0
 _SKIP_BYTES = 8
-_MAX_NEWS_BYTES = 1 + MAX_FAREWELL_BYTES
+_MAX_NEWS_BYTES = 1 + MAX_CLOSE_NOTICE_BYTES
 _MAX_SKIPPED = 16384
 _NOTHING = np.empty(0, dtype=np.uint8)
 
@@ -70,7 +69,6 @@ class UcxxConnection(BaseConnection):
         worker, local_id, peer, slowest_bytes_per_second, metrics: see ``BaseConnection``.
 
     Attributes:
-        on_control: receives (operation, payload) of probes; set by the transport.
     """
 
     transport_name: ClassVar[str] = TRANSPORT_NAME
@@ -94,7 +92,6 @@ class UcxxConnection(BaseConnection):
             slowest_bytes_per_second=slowest_bytes_per_second,
             metrics=metrics,
         )
-        self.on_control: Callable[[int, bytes], None] | None = None
         self.endpoint: Any = endpoint
         self._arrivals = arrivals
         self._outgoing: WireTags | None = None
@@ -167,8 +164,8 @@ class UcxxConnection(BaseConnection):
         self.worker.track(request, body, on_complete)
 
     def _hear(self, operation: int, payload: bytes) -> None:
-        if operation == FAREWELL:
-            self.fail(self._new_error(PeerClosed, payload.decode(errors="replace")))
+        if operation == CLOSE_NOTICE:
+            self._take_close_notice(payload)
         elif operation == SKIP:
             self._take_skip(payload)
         elif operation in (PING_TAG, PONG_TAG):
@@ -176,15 +173,15 @@ class UcxxConnection(BaseConnection):
         elif self.on_control is not None:
             self.on_control(operation, payload)
 
-    def _say_farewell(self, reason: str) -> None:
-        """Tells the peer why, then tears down; at the latest after _FAREWELL_SECONDS, since a peer
-        that is stopped takes nothing."""
+    def _send_close_notice(self) -> None:
+        """Sends the peer why, then tears down; at the latest after _CLOSE_NOTICE_SECONDS, since a
+        peer that is stopped takes nothing."""
         if self._torn_down or not self.greeted:
             self._tear_down(None)
             return
-        self.worker.call_at(time.monotonic() + _FAREWELL_SECONDS, lambda: self._tear_down(None))
+        self.worker.call_at(time.monotonic() + _CLOSE_NOTICE_SECONDS, lambda: self._tear_down(None))
         try:
-            request, memory = self._send_news(FAREWELL, reason.encode()[:MAX_FAREWELL_BYTES])
+            request, memory = self._send_news(CLOSE_NOTICE, self._close_notice())
         except UCX_ERRORS:
             self._tear_down(None)
             return

@@ -4,24 +4,14 @@ from __future__ import annotations
 
 import queue
 
-from data_plane.buffer_pool import BufferPool
 from data_plane.probe_endpoint import ProbeEndpoint
 from data_plane.ucxx.connection import UcxxConnection
 
 
 class UcxxProbe(ProbeEndpoint):
-    """The probe of one connection.
-
-    Args:
-        connection: ucxx's.
-        pool, max_probe_bytes: see ``ProbeEndpoint``.
-    """
+    """The probe of one connection, which tells UCX's lanes."""
 
     _connection: UcxxConnection
-
-    def __init__(self, connection: UcxxConnection, pool: BufferPool, max_probe_bytes: int) -> None:
-        super().__init__(connection, pool, max_probe_bytes)
-        connection.on_control = self.take
 
     def _lanes(self, deadline: float) -> tuple[str, ...]:
         connection = self._connection

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from data_plane.addresses import connect_failed, local_ip, resolve
 from data_plane.base_transport import COMMAND_TIMEOUT_SECONDS, BaseTransport, check_hello_length
 from data_plane.half_open import half_open_limit
-from data_plane.handshake import ClientHandshake, HandshakeFailure
+from data_plane.handshake import ClientHandshake
 from data_plane.interfaces import interface_of, source_ip
 from data_plane.metrics import DropCause
 from data_plane.owner_result import OwnerResult
@@ -245,7 +245,3 @@ class UcxxTransport(BaseTransport[UcxxConnection, UcxxWorker]):
         logger.debug("a message was dropped: %s", cause)
         if self._metrics is not None:
             self._metrics.message_dropped(TRANSPORT_NAME, cause)
-
-    def _on_refused(self, cause: HandshakeFailure) -> None:
-        if self._metrics is not None:
-            self._metrics.handshake_refused(TRANSPORT_NAME, cause)

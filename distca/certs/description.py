@@ -13,6 +13,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID
 
 from distca.contract.identity import Identity, identity_of
 from distca.errors import DistcaError
+from distca.process.amounts import duration_text
 
 _USES = {
     ExtendedKeyUsageOID.CLIENT_AUTH: "client authentication",
@@ -56,7 +57,8 @@ class CertificateDescription:
             return f"not yet good: begins {self.begins:%Y-%m-%d %H:%M} UTC"
         if now >= self.ends:
             return f"EXPIRED {self.ends:%Y-%m-%d %H:%M} UTC"
-        return f"good until {self.ends:%Y-%m-%d %H:%M} UTC ({_duration(self.ends, now)} left)"
+        left = duration_text((self.ends - now).total_seconds())
+        return f"good until {self.ends:%Y-%m-%d %H:%M} UTC ({left} left)"
 
 
 def describe_file(path: Path) -> list[CertificateDescription]:
@@ -101,11 +103,3 @@ def _extension(certificate: x509.Certificate, kind: type[Extension]) -> Extensio
         return certificate.extensions.get_extension_for_class(kind).value
     except x509.ExtensionNotFound:
         return None
-
-
-def _duration(end: datetime, now: datetime) -> str:
-    seconds = int((end - now).total_seconds())
-    for unit, length in (("days", 86400), ("hours", 3600), ("minutes", 60)):
-        if seconds >= 2 * length:
-            return f"{seconds // length} {unit}"
-    return f"{seconds} seconds"

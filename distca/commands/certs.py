@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from distca.contract.checks import check_least
 from distca.options import options_from
 
 if TYPE_CHECKING:
@@ -54,9 +55,7 @@ class MakeOptions:
     )
 
     def __post_init__(self) -> None:
-        for name in ("days", "authority_days"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be 1 or more")
+        check_least(self, days=1, authority_days=1)
 
 
 @app.command("make")

@@ -7,7 +7,8 @@ from typing import Annotated
 
 import typer
 
-from distca.client_tls import ClientTls
+from distca.contract.settings import ClientTls, values_of
+from distca.contract.timeouts import default_seconds
 from distca.options import options_from
 
 NOT_SERVING_EXIT_CODE = 3
@@ -27,7 +28,7 @@ class HealthOptions:
     ] = "localhost:7700"
     timeout_seconds: Annotated[
         float, typer.Option(help="An answer must come within this time.")
-    ] = 5.0
+    ] = default_seconds("ask_seconds")
     alive: Annotated[
         bool,
         typer.Option(
@@ -51,10 +52,7 @@ def health(options: HealthOptions, tls: ClientTls) -> None:
             address=options.address,
             connect_seconds=options.timeout_seconds,
             call_seconds=options.timeout_seconds,
-            ca_file=tls.tls_ca,
-            certificate_file=tls.tls_certificate,
-            key_file=tls.tls_key,
-            server_name=tls.tls_server_name,
+            **values_of(ClientTls, tls),
         )
     with rpc.open_channel(settings) as channel:
         rpc.wait_until_ready(channel, settings)

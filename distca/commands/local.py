@@ -7,12 +7,12 @@ from datetime import datetime
 
 import typer
 
+from distca.contract.settings import IntegritySettings
 from distca.data.settings import DataSettings
 from distca.local.settings import LocalSettings
 from distca.options import options_from
 from distca.process.interrupt import INTERRUPTED_EXIT_CODE
 from distca.train.settings import (
-    IntegritySettings,
     ModelSettings,
     PlanSettings,
     TrainingSettings,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 import typer
 
@@ -17,21 +17,17 @@ from distca.preview.settings import (
     PlannerSettings,
 )
 
-_OUTPUT = "Output"
-
 
 @dataclass(frozen=True, kw_only=True)
 class PlanOutputSettings:
     """Where the drawings go."""
 
+    PANEL: ClassVar = "Output"
+
     png: Annotated[
-        Path | None,
-        typer.Option(help="Draw load, bytes and step times to this PNG.", rich_help_panel=_OUTPUT),
+        Path | None, typer.Option(help="Draw load, bytes and step times to this PNG.")
     ] = None
-    html: Annotated[
-        Path | None,
-        typer.Option(help="Write all of it as one HTML page.", rich_help_panel=_OUTPUT),
-    ] = None
+    html: Annotated[Path | None, typer.Option(help="Write all of it as one HTML page.")] = None
 
 
 @options_from

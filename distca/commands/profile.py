@@ -54,9 +54,9 @@ def profile(options: ProfileOptions) -> None:
         measure_profile,
         profile_file_name,
     )
+    from core_attention.shape import parse_shape
     from distca.commands.usage import as_usage_error
     from distca.process.plain_text import plain
-    from distca.shapes import parse_shape
 
     console = Console()
     with as_usage_error():

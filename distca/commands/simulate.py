@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 import typer
 
@@ -16,27 +16,20 @@ from distca.preview.settings import (
     PlannerSettings,
 )
 
-_OUTPUT, _JOB = "Output", "Job"
-
 
 @dataclass(frozen=True, kw_only=True)
 class JobSettings:
     """Sizes of the job that are simulated."""
 
-    gpus: Annotated[
-        str, typer.Option(help="Numbers of GPUs, with commas between.", rich_help_panel=_JOB)
-    ] = "64,128,256,512"
-    stages: Annotated[
-        int, typer.Option(help="Pipeline stages; 1 is none.", rich_help_panel=_JOB)
-    ] = 1
-    microbatches: Annotated[
-        int, typer.Option(help="Of each pipeline in a step.", rich_help_panel=_JOB)
-    ] = 1
+    PANEL: ClassVar = "Job"
+
+    gpus: Annotated[str, typer.Option(help="Numbers of GPUs, with commas between.")] = (
+        "64,128,256,512"
+    )
+    stages: Annotated[int, typer.Option(help="Pipeline stages; 1 is none.")] = 1
+    microbatches: Annotated[int, typer.Option(help="Microbatches of each pipeline in a step.")] = 1
     gradient_sync_ms: Annotated[
-        float,
-        typer.Option(
-            help="What every step adds for gradients, whatever the method.", rich_help_panel=_JOB
-        ),
+        float, typer.Option(help="What every step adds for gradients, whatever the method.")
     ] = 0.0
 
 
@@ -44,14 +37,10 @@ class JobSettings:
 class SimulationOutputSettings:
     """Where the drawings go."""
 
-    png: Annotated[
-        Path | None,
-        typer.Option(help="Draw step time over GPUs to this PNG.", rich_help_panel=_OUTPUT),
-    ] = None
-    html: Annotated[
-        Path | None,
-        typer.Option(help="Write all of it as one HTML page.", rich_help_panel=_OUTPUT),
-    ] = None
+    PANEL: ClassVar = "Output"
+
+    png: Annotated[Path | None, typer.Option(help="Draw step time over GPUs to this PNG.")] = None
+    html: Annotated[Path | None, typer.Option(help="Write all of it as one HTML page.")] = None
 
 
 @options_from

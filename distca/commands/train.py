@@ -6,12 +6,11 @@ import os
 
 import typer
 
-from distca.client_tls import ClientTls
+from distca.contract.settings import ClientTls, IntegritySettings
 from distca.data.settings import DataSettings
 from distca.options import options_from
 from distca.process.interrupt import INTERRUPTED_EXIT_CODE
 from distca.train.settings import (
-    IntegritySettings,
     ModelSettings,
     PlanSettings,
     ServiceSettings,

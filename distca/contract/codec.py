@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from core_attention.arrays import Int64Array
 from core_attention.ca_task import MaskKind, TaskTable
 from core_attention.cost_model import CostProfile
-from core_attention.manifest import Manifest, RankManifest, Segment
+from core_attention.manifest import Manifest, RankManifest, SegmentColumns
 from core_attention.plan import PhaseForecast, Plan, PlanServer
 from core_attention.shape import AttentionShape
 from core_attention.tick import MAX_NANO_BATCHES
@@ -137,18 +137,11 @@ def rank_manifest_to_proto(manifest: RankManifest) -> plan_pb2.RankManifest:
     Raises:
         WireError: a value does not fit into its column.
     """
-    rows = [
-        (nano, s.document_id, s.document_length, s.offset, s.length)
-        for nano, segments in enumerate(manifest.nano_batches)
-        for s in segments
-    ]
-    columns = zip(*rows, strict=True) if rows else [()] * len(_RANK_MANIFEST_COLUMNS)
-    values = dict(zip(_RANK_MANIFEST_COLUMNS, columns, strict=True))
     return plan_pb2.RankManifest(
         step=manifest.step,
         rank=manifest.rank,
-        n_nano_batches=len(manifest.nano_batches),
-        **_pack_all("RankManifest", _RANK_MANIFEST_COLUMNS, values),
+        n_nano_batches=manifest.n_nano_batches,
+        **_pack_all("RankManifest", _RANK_MANIFEST_COLUMNS, manifest.columns._asdict()),
     )
 
 
@@ -169,14 +162,12 @@ def rank_manifest_from_proto(message: plan_pb2.RankManifest) -> RankManifest:
     _check_values(name, columns, "nano_batch", 0, message.n_nano_batches - 1)
     _check_values(name, columns, "length", 1, document_end)
     _check_values(name, columns, "offset", 0, document_end - columns["length"])
-    packed: list[list[Segment]] = [[] for _ in range(message.n_nano_batches)]
-    lists = (columns[column].tolist() for column in _RANK_MANIFEST_COLUMNS)
-    for nano, document_id, document_length, offset, length in zip(*lists, strict=True):
-        packed[nano].append(Segment(document_id, document_length, offset, length))
-    return RankManifest(
-        step=_step(name, message.step),
-        rank=message.rank,
-        nano_batches=tuple(tuple(segments) for segments in packed),
+    nano_batch = columns["nano_batch"]
+    if (nano_batch[1:] < nano_batch[:-1]).any():
+        order = np.argsort(nano_batch, kind="stable")
+        columns = {field: column[order] for field, column in columns.items()}
+    return RankManifest.from_columns(
+        _step(name, message.step), message.rank, message.n_nano_batches, SegmentColumns(**columns)
     )
 
 
@@ -403,10 +394,9 @@ def _check_values(
 ) -> None:
     """Every value of the column lies in the closed range ``[low, high]``."""
     column = columns[field]
-    highest = np.broadcast_to(high, column.shape)
-    bad = np.flatnonzero((column < low) | (column > highest))
-    if bad.size:
-        at = int(bad[0])
+    bad = (column < low) | (column > high)
+    if bad.any():
+        at, highest = int(bad.argmax()), np.broadcast_to(high, column.shape)
         raise WireError(
             f"{name}.{field}: segment {at} (document {columns['document_id'][at]}, length "
             f"{columns['document_length'][at]}) has {column[at]}; valid are {low} to {highest[at]}"

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import grpc
 
 from distca.contract import rpc
+from distca.contract.reconnect import is_transient
+from distca.contract.timeouts import default_seconds
 from distca.v1 import jobs_pb2_grpc, membership_pb2_grpc
 
-RENEWAL_SECONDS = 3.0
+RENEWAL_SECONDS = default_seconds("renewal_seconds")
 """How long the renewal of a lease may take. It is what notices a control plane that is stopped: its
 connection stays, and its stream is silent like any that has nothing to tell."""
 
@@ -24,7 +26,9 @@ class Contact:
         token: gives the job's token, which goes with every call; none if it is empty.
 
     Attributes:
-        address: ``host:port`` of the control plane.
+        LOST: errors that say that the control plane has started again, or has taken this member for
+            dead: a new contact may do better.
+        settings: how it was reached.
         lease_id, lease_seconds: once it gave a lease.
         events: once it is watched.
 
@@ -32,8 +36,10 @@ class Contact:
         distca.contract.rpc.ControlPlaneUnavailable: nobody answers.
     """
 
+    LOST: ClassVar[tuple[type[rpc.RpcError], ...]] = ()
+
     def __init__(self, settings: rpc.RpcSettings, token: Callable[[], bytes] = lambda: b"") -> None:
-        self.address = settings.address
+        self.settings = settings
         self.lease_id = ""
         self.lease_seconds = 0.0
         self.events: rpc.EventStream | None = None
@@ -48,6 +54,11 @@ class Contact:
         except BaseException:
             self._channel.close()
             raise
+
+    @property
+    def address(self) -> str:
+        """``host:port`` of the control plane."""
+        return self.settings.address
 
     @property
     def renewal_seconds(self) -> float:
@@ -79,24 +90,33 @@ class Contact:
             if is_last:
                 self._channel.close()
 
+    def is_lost_by(self, error: rpc.RpcError) -> bool:
+        """Whether to find the control plane again and repeat the call, rather than give it up."""
+        return is_transient(error) or isinstance(error, self.LOST)
+
     def interrupt(self) -> None:
         """Ends the stream of events; the thread that reads it goes on with what is next."""
         if self.events is not None:
             self.events.cancel()
 
-    def end(self) -> None:
-        """Ends everything; calls under way raise Cancelled. Idempotent.
+    def retire(self) -> None:
+        """Ends the stream of events, and everything when the calls under way are over: there is a
+        new contact."""
+        self._close(cancel=False)
 
-        The channel is closed when the last of them has returned: gRPC may crash if one thread
-        begins a call while another closes its channel.
-        """
+    def end(self) -> None:
+        """Ends everything; calls under way raise Cancelled. Idempotent."""
+        self._close(cancel=True)
+
+    def _close(self, *, cancel: bool) -> None:
+        """The channel is closed when the last call has returned: gRPC may crash if one thread
+        begins a call while another closes its channel."""
         self.interrupt()
         with self._lock:
-            if self._is_ended:
-                return
-            self._is_ended = True
+            is_first, self._is_ended = not self._is_ended, True
             under_way = list(self._under_way)
-        for call in under_way:
-            call.cancel()
-        if not under_way:
+        if cancel:
+            for call in under_way:
+                call.cancel()
+        if is_first and not under_way:
             self._channel.close()

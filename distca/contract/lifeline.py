@@ -1,7 +1,8 @@
 """What keeps a rank or a server in contact with its control plane, whatever happens to that.
 
 Two threads: one reads events and, when the control plane is away, looks for it at all its
-addresses, with backoff and jitter; the other renews the lease.
+addresses, with backoff and jitter; the other renews the lease, and notices new certificates, which
+the first takes into use with a new contact.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from distca.contract import rpc
 from distca.contract.contact import Contact
 from distca.contract.held import Patience
 from distca.contract.reconnect import Addresses, is_transient, reach
+from distca.contract.rotation import Rotation
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +42,10 @@ class Lifeline(Generic[AnyContact]):
         away_seconds: how long it may be away.
         held_seconds: how long to wait for a name whose holder may be gone.
 
+    Raises:
+        OSError: a TLS file cannot be read.
+        distca.contract.tls.MismatchError: a TLS file is of no use.
+
     Attributes:
         who: is kept in contact, for logs.
         expects_end: the control plane is about to end the stream of events, which is no loss.
@@ -60,8 +66,9 @@ class Lifeline(Generic[AnyContact]):
     ) -> None:
         self.who = ""
         self.expects_end = False
-        self._settings = settings
-        self._addresses = Addresses(settings)
+        self._settings = settings.following_files()
+        self._addresses = Addresses(self._settings)
+        self._rotation = Rotation(self._settings)
         self._first = first
         self._again = again
         self._renew = renew
@@ -71,6 +78,8 @@ class Lifeline(Generic[AnyContact]):
         self._away_seconds = away_seconds
         self._held_seconds = held_seconds
         self._contact: AnyContact | None = None
+        # A contact that works, with certificates that have been replaced since.
+        self._outdated: AnyContact | None = None
         self._changed = threading.Condition()
         self._finished = threading.Event()
         self._threads: list[threading.Thread] = []
@@ -174,8 +183,15 @@ class Lifeline(Generic[AnyContact]):
         try:
             while contact is not None:
                 self._follow(contact)
-                contact.end()
-                contact = self._look_for_it(contact.lease_id)
+                if contact is not self._outdated:
+                    contact.end()
+                    contact = self._look_for_it(contact.lease_id)
+                    continue
+                try:
+                    following = self._look_for_it(contact.lease_id)
+                finally:
+                    contact.retire()
+                contact = following
         except Exception as error:
             # Whatever breaks this thread would leave others waiting: hand it over.
             self._on_broken(error)
@@ -191,8 +207,12 @@ class Lifeline(Generic[AnyContact]):
             if self.expects_end:
                 self.finish()
             else:
-                self.let_go(contact, ControlPlaneAway("it ended the stream of events"))
+                self._stream_ended(contact, ControlPlaneAway("it ended the stream of events"))
         except rpc.RpcError as error:
+            self._stream_ended(contact, error)
+
+    def _stream_ended(self, contact: AnyContact, error: Exception) -> None:
+        if contact is not self._outdated:
             self.let_go(contact, error)
 
     def _look_for_it(self, lease_id: str) -> AnyContact | None:
@@ -243,8 +263,23 @@ class Lifeline(Generic[AnyContact]):
                 return
 
     def _is_replaced(self, contact: AnyContact) -> bool:
-        """Waits until the lease is to be renewed; whether ``contact`` has ended meanwhile."""
-        with self._changed:
-            return self._changed.wait_for(
-                lambda: self._contact is not contact, contact.renewal_seconds
-            )
+        """Waits until the lease is to be renewed, and notices new certificates meanwhile; whether
+        ``contact`` has ended."""
+        due_at = time.monotonic() + contact.renewal_seconds
+        while (left := due_at - time.monotonic()) > 0:
+            with self._changed:
+                if self._changed.wait_for(
+                    lambda: self._contact is not contact,
+                    min(left, self._settings.certificate_check_seconds),
+                ):
+                    return True
+            if (
+                contact is not self._outdated
+                and not self.expects_end
+                and self._wanted()
+                and self._rotation.is_due(contact.settings)
+            ):
+                logger.info("%s: going over to new certificates", self.who)
+                self._outdated = contact
+                contact.interrupt()
+        return self._contact is not contact

@@ -23,15 +23,16 @@ from tenacity import (
 )
 
 from distca.contract import rpc
+from distca.contract.timeouts import default_seconds
 
 logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
-LONGEST_WAIT_SECONDS = 2.0
+LONGEST_WAIT_SECONDS = default_seconds("longest_wait_seconds")
 """Between two attempts. Waits are random up to a limit that doubles from 0.2 s to this."""
 
-ATTEMPT_SECONDS = 2.0
+ATTEMPT_SECONDS = default_seconds("reach_seconds")
 """How long an address may take to accept a connection before it is the next one's turn."""
 
 TOLD_AFTER_SECONDS = 5.0

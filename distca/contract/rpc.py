@@ -10,17 +10,15 @@ too_many_pings).
 from __future__ import annotations
 
 import logging
-import math
 import resource
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
-from dataclasses import dataclass, fields
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import grpc
 
-from distca.contract.reloading_channel import ReloadingChannel
+from distca.contract.addresses import split_address
+from distca.contract.checks import check_least, check_seconds
 from distca.contract.rpc_errors import (
     ERROR_KIND_KEY,
     RETRY_AFTER_KEY,
@@ -45,6 +43,8 @@ from distca.contract.rpc_errors import (
     UnknownStep,
     named_error,
 )
+from distca.contract.settings import DEFAULT_MAX_MESSAGE_BYTES, ClientTls
+from distca.contract.timeouts import default_seconds
 from distca.contract.tls import CertificateFiles, Certificates
 from distca.contract.tokens import JOB_TOKEN_KEY
 
@@ -74,7 +74,6 @@ __all__ = [
     "UnknownJob",
     "UnknownServer",
     "UnknownStep",
-    "log_lost_report",
     "named_error",
     "open_channel",
     "server_options",
@@ -86,21 +85,18 @@ logger = logging.getLogger(__name__)
 MIN_KEEPALIVE_SECONDS = 10.0
 """The shortest interval between keepalive pings that the control plane permits."""
 
-SERVER_HANDSHAKE_SECONDS = 10.0
+SERVER_HANDSHAKE_SECONDS = default_seconds("server_handshake_seconds")
 """How long a connection to a gRPC server may take for its TLS and HTTP/2 handshakes."""
 
-_IDLE_CONNECTION_SECONDS = 600.0
-_SERVER_KEEPALIVE_SECONDS = 60.0
-_SERVER_KEEPALIVE_TIMEOUT_SECONDS = 20.0
+_IDLE_CONNECTION_SECONDS = default_seconds("idle_connection_seconds")
+_SERVER_KEEPALIVE_SECONDS = default_seconds("server_keepalive_seconds")
+_SERVER_KEEPALIVE_TIMEOUT_SECONDS = default_seconds("server_keepalive_timeout_seconds")
 _MAX_CONNECTIONS = 16384
 _MAX_CALLS_OF_CONNECTION = 4096
 
-DEFAULT_MAX_MESSAGE_BYTES = 256 * 2**20
-"""gRPC's own limit of 4 MiB is too small for the whole plan of a large job."""
-
 
 @dataclass(frozen=True, kw_only=True)
-class RpcSettings:
+class RpcSettings(ClientTls):
     """How to reach the control plane.
 
     Attributes:
@@ -113,60 +109,56 @@ class RpcSettings:
         keepalive_timeout_seconds: how long a ping may go unanswered before the connection counts
             as broken.
         max_message_bytes: largest message in either direction.
-        ca_file: certificates that sign the control plane's; None is plaintext.
-        certificate_file, key_file: this client's own certificate and key, for mTLS; both or none.
-        server_name: name that the control plane's certificate must have, if it is not the host of
-            ``address``.
-        certificate_check_seconds: how often the files are looked at; new certificates are taken
-            into use while calls and streams go on, see :mod:`distca.contract.reloading_channel`.
+        certificates: what the files held when they were last read, by :meth:`following_files`;
+            None reads them for each channel.
     """
 
     address: str
-    connect_seconds: float = 10.0
-    call_seconds: float = 10.0
-    keepalive_seconds: float = 30.0
-    keepalive_timeout_seconds: float = 10.0
+    connect_seconds: float = default_seconds("call_seconds")
+    call_seconds: float = default_seconds("call_seconds")
+    keepalive_seconds: float = default_seconds("keepalive_seconds")
+    keepalive_timeout_seconds: float = default_seconds("keepalive_timeout_seconds")
     max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES
-    ca_file: Path | None = None
-    certificate_file: Path | None = None
-    key_file: Path | None = None
-    server_name: str | None = None
-    certificate_check_seconds: float = 10.0
+    certificates: CertificateFiles | None = None
 
     def __post_init__(self) -> None:
         for address in self.addresses:
-            host, _, port = address.rpartition(":")
-            if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
-                raise ValueError(
-                    f"address is {self.address!r}; it must be host:port, for example "
-                    "localhost:7700, or several with commas between"
-                )
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if field.name.endswith("_seconds") and not (math.isfinite(value) and value > 0):
-                raise ValueError(f"{field.name} is {value}; it must be a positive number")
+            try:
+                split_address("address", address)
+            except ValueError as error:
+                raise ValueError(f"{error}, or several with commas between") from error
+        super().__post_init__()
+        check_seconds(self)
         if self.keepalive_seconds < MIN_KEEPALIVE_SECONDS:
             raise ValueError(
                 f"keepalive_seconds is {self.keepalive_seconds}; the control plane permits "
                 f"{MIN_KEEPALIVE_SECONDS} or more"
             )
-        if self.max_message_bytes < 1:
-            raise ValueError(f"max_message_bytes is {self.max_message_bytes}; it must be 1 or more")
-        if (self.certificate_file is None) != (self.key_file is None):
-            raise ValueError(
-                f"certificate_file is {self.certificate_file} and key_file is {self.key_file}; "
-                "mTLS needs both, TLS neither"
-            )
-        if self.certificate_file is not None and self.ca_file is None:
-            raise ValueError(
-                f"ca_file is None and certificate_file is {self.certificate_file}; mTLS needs "
-                "ca_file, certificate_file and key_file"
-            )
+        check_least(self, max_message_bytes=1)
 
     @property
     def addresses(self) -> tuple[str, ...]:
         """``address``, or each of several."""
         return tuple(address.strip() for address in self.address.split(","))
+
+    def following_files(self) -> RpcSettings:
+        """The same with files that are read now, and again whenever ``certificates`` is asked for
+        changes. Channels then never see files that are half written.
+
+        Raises:
+            OSError: a TLS file cannot be read.
+            distca.contract.tls.MismatchError: a TLS file is of no use.
+        """
+        return self if self.ca_file is None else replace(self, certificates=self._files())
+
+    def read_certificates(self) -> Certificates:
+        """What a new channel is to use. Raises as :meth:`following_files`."""
+        return (self.certificates or self._files()).current
+
+    def _files(self) -> CertificateFiles:
+        return CertificateFiles(
+            authority=self.ca_file, certificate=self.certificate_file, key=self.key_file
+        )
 
 
 def open_channel(settings: RpcSettings, token: Callable[[], bytes] = lambda: b"") -> grpc.Channel:
@@ -183,32 +175,18 @@ def open_channel(settings: RpcSettings, token: Callable[[], bytes] = lambda: b""
         OSError: a TLS file cannot be read.
         distca.contract.tls.MismatchError: a TLS file is of no use.
     """
+    address, options = settings.addresses[0], _client_options(settings)
     if settings.ca_file is None:
-        channel = grpc.insecure_channel(settings.addresses[0], _client_options(settings))
+        channel = grpc.insecure_channel(address, options)
     else:
-        channel = _secure_channel(settings)
-    return grpc.intercept_channel(channel, _Caller(settings, token))
-
-
-def _secure_channel(settings: RpcSettings) -> grpc.Channel:
-    files = CertificateFiles(
-        authority=settings.ca_file, certificate=settings.certificate_file, key=settings.key_file
-    )
-
-    def connect(certificates: Certificates) -> grpc.Channel:
+        certificates = settings.read_certificates()
         credentials = grpc.ssl_channel_credentials(
             root_certificates=certificates.authority,
             private_key=certificates.key,
             certificate_chain=certificates.chain,
         )
-        return grpc.secure_channel(settings.addresses[0], credentials, _client_options(settings))
-
-    return ReloadingChannel(
-        files,
-        connect,
-        check_seconds=settings.certificate_check_seconds,
-        ready_seconds=settings.connect_seconds,
-    )
+        channel = grpc.secure_channel(address, credentials, options)
+    return grpc.intercept_channel(channel, _Caller(settings, token))
 
 
 def wait_until_ready(channel: grpc.Channel, settings: RpcSettings) -> None:
@@ -226,12 +204,6 @@ def wait_until_ready(channel: grpc.Channel, settings: RpcSettings) -> None:
         ) from None
     finally:
         ready.cancel()
-
-
-def log_lost_report(future: Future[object]) -> None:
-    """Done callback of a step report sent in the background: losing one is worth a warning only."""
-    if not future.cancelled() and future.exception() is not None:
-        logger.warning("a step report was lost: %s", future.exception())
 
 
 def server_options(

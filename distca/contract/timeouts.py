@@ -1,5 +1,8 @@
 """Every wait that can run out, in one table: who waits, for what, how long, and what happens then.
 
+Defaults are written here alone: settings and constants take theirs with :func:`default_seconds`.
+(The data plane stands below this package and holds its own two; a test compares them.)
+
 ``docs/timeouts.md`` shows the table. Some of the times must stand in an order, or the wrong one
 runs out first and names the wrong culprit; :func:`check_order` holds what a process knows of them
 against that order when it starts.
@@ -25,8 +28,6 @@ class Timeout:
         who: waits.
         what: is awaited.
         then: what happens when it runs out.
-        where: ``module:Class.field`` or ``module:CONSTANT`` that holds the default; empty for what
-            another program holds.
         option: how an operator sets it; empty if it is fixed.
     """
 
@@ -35,7 +36,6 @@ class Timeout:
     who: str
     what: str
     then: str
-    where: str
     option: str = ""
 
 
@@ -62,7 +62,6 @@ TIMEOUTS = (
         who="rank",
         what="anything from a server that owes it a reply",
         then="the server's transport is asked for a sign of life",
-        where="trainer_client.options:SessionOptions.ping_quiet_seconds",
         option="SessionOptions",
     ),
     Timeout(
@@ -71,7 +70,6 @@ TIMEOUTS = (
         who="rank",
         what="the sign of life (and 1 s for each 16 MiB that are under way to or from the server)",
         then="the server counts as lost: recovery",
-        where="trainer_client.options:SessionOptions.ping_timeout_seconds",
         option="SessionOptions",
     ),
     Timeout(
@@ -80,7 +78,6 @@ TIMEOUTS = (
         who="control plane",
         what="a heartbeat of a server or rank; they send one every third of it",
         then="a server is fenced and its jobs recover; a rank's job is closed",
-        where="control_plane.settings:CoordinatorSettings.lease_seconds",
         option="control-plane --lease-seconds",
     ),
     Timeout(
@@ -89,7 +86,6 @@ TIMEOUTS = (
         who="rank, server",
         what="the answer to a renewal of its lease",
         then="the control plane counts as away: it is looked for at its next address",
-        where="distca.contract.contact:RENEWAL_SECONDS",
     ),
     Timeout(
         name="broken_stream_seconds",
@@ -97,7 +93,6 @@ TIMEOUTS = (
         who="control plane",
         what="a rank whose stream of events has broken to be heard again",
         then="it is dead: its job is closed",
-        where="control_plane.settings:CoordinatorSettings.broken_stream_seconds",
     ),
     Timeout(
         name="lost_rank_seconds",
@@ -105,7 +100,6 @@ TIMEOUTS = (
         who="control plane",
         what="the same, if a server's connection to the rank was reset: its process is gone",
         then="the same",
-        where="control_plane.settings:CoordinatorSettings.lost_rank_seconds",
     ),
     Timeout(
         name="stall_seconds",
@@ -113,7 +107,6 @@ TIMEOUTS = (
         who="control plane",
         what="a server that has work to finish some, as its heartbeats tell",
         then="it is fenced and its jobs recover",
-        where="control_plane.settings:CoordinatorSettings.stall_seconds",
     ),
     Timeout(
         name="stuck_seconds",
@@ -121,7 +114,6 @@ TIMEOUTS = (
         who="server",
         what="its own device to finish some of its work",
         then="the process exits, to be started again",
-        where="attention_node.server:NodeSettings.stuck_seconds",
     ),
     # Ticks, plans and recoveries.
     Timeout(
@@ -130,7 +122,6 @@ TIMEOUTS = (
         who="rank",
         what="a tick's reply, whatever the reason",
         then="the server counts as lost: recovery",
-        where="trainer_client.options:SessionOptions.tick_timeout_seconds",
         option="train --tick-timeout-seconds",
     ),
     Timeout(
@@ -139,7 +130,6 @@ TIMEOUTS = (
         who="server",
         what="a rank that takes its reply",
         then="the connection to the rank is closed",
-        where="attention_node.server:NodeSettings.reply_timeout_seconds",
     ),
     Timeout(
         name="answer_seconds",
@@ -147,7 +137,6 @@ TIMEOUTS = (
         who="control plane",
         what="the ranks' answers to a recovery",
         then="the job is closed; the reason names the ranks",
-        where="control_plane.settings:CoordinatorSettings.answer_seconds",
     ),
     Timeout(
         name="leave_seconds",
@@ -155,7 +144,6 @@ TIMEOUTS = (
         who="control plane",
         what="the other ranks to leave too, when one has left before the end of a planned step",
         then="recovery; steps that need its rows fail, with the reason",
-        where="control_plane.settings:CoordinatorSettings.leave_seconds",
     ),
     Timeout(
         name="recovery_timeout_seconds",
@@ -163,7 +151,6 @@ TIMEOUTS = (
         who="rank",
         what="a new plan of a step that lost a server, while the control plane is there",
         then="the step fails",
-        where="trainer_client.options:SessionOptions.recovery_timeout_seconds",
         option="train --recovery-timeout-seconds",
     ),
     Timeout(
@@ -172,7 +159,6 @@ TIMEOUTS = (
         who="rank",
         what="the plan of a step, while the control plane is there",
         then="the step fails; the error names the ranks that are late",
-        where="trainer_client.options:SessionOptions.plan_timeout_seconds",
         option="train --plan-timeout-seconds",
     ),
     Timeout(
@@ -181,7 +167,6 @@ TIMEOUTS = (
         who="rank, server",
         what="a control plane that is away",
         then="the rank's job ends; the server exits",
-        where="trainer_client.options:SessionOptions.control_plane_timeout_seconds",
         option="train --control-plane-timeout-seconds",
     ),
     Timeout(
@@ -190,7 +175,6 @@ TIMEOUTS = (
         who="rank",
         what="the other ranks, in a collective of torch.distributed (NCCL's default)",
         then="the training process ends",
-        where="trainer_client.options:SessionOptions.collective_timeout_seconds",
         option="init_process_group(timeout=...)",
     ),
     Timeout(
@@ -199,7 +183,6 @@ TIMEOUTS = (
         who="rank, server",
         what="nothing, between two attempts to reach the control plane",
         then="the next attempt",
-        where="distca.contract.reconnect:LONGEST_WAIT_SECONDS",
     ),
     Timeout(
         name="rejoin_seconds",
@@ -207,7 +190,14 @@ TIMEOUTS = (
         who="control plane",
         what="servers to register again, after its own start",
         then="jobs from before recover with those that have",
-        where="control_plane.settings:CoordinatorSettings.rejoin_seconds",
+    ),
+    Timeout(
+        name="held_name_seconds",
+        seconds=30.0,
+        who="control plane",
+        what="jobs from before, after its own start, if callers show certificates (two leases if "
+        "that is less)",
+        then="their names are anybody's again: new jobs open",
     ),
     Timeout(
         name="leader_lease_seconds",
@@ -215,7 +205,6 @@ TIMEOUTS = (
         who="standby control plane",
         what="the leader to renew its Kubernetes Lease",
         then="it takes over",
-        where="control_plane.leadership.kubernetes_lease:LEASE_SECONDS",
     ),
     Timeout(
         name="leader_renew_seconds",
@@ -223,7 +212,6 @@ TIMEOUTS = (
         who="leading control plane",
         what="its Kubernetes Lease to be renewed",
         then="it gives up leading",
-        where="control_plane.leadership.kubernetes_lease:RENEW_SECONDS",
     ),
     Timeout(
         name="lock_lease_seconds",
@@ -232,7 +220,13 @@ TIMEOUTS = (
         what="the leader, which is stopped, to touch its lock file (that of a dead one is free at "
         "once)",
         then="it takes over",
-        where="control_plane.leadership.leadership:LOCK_LEASE_SECONDS",
+    ),
+    Timeout(
+        name="kubernetes_call_seconds",
+        seconds=5.0,
+        who="control plane",
+        what="the answer of the Kubernetes API",
+        then="the call counts as failed, and is made again",
     ),
     # Connections.
     Timeout(
@@ -241,7 +235,6 @@ TIMEOUTS = (
         who="rank",
         what="the control plane, at start (it may have to compile its planner first)",
         then="the job does not start",
-        where="trainer_client.options:SessionOptions.start_timeout_seconds",
         option="train --start-timeout-seconds",
     ),
     Timeout(
@@ -251,8 +244,14 @@ TIMEOUTS = (
         what="the end of the job or server that has its name, while the control plane cannot tell "
         "whether that one lives: a lease at most, two if the control plane was away",
         then="the process ends with an error that names who has the name",
-        where="trainer_client.options:SessionOptions.held_timeout_seconds",
         option="SessionOptions",
+    ),
+    Timeout(
+        name="announced_seconds",
+        seconds=120.0,
+        who="server",
+        what="a job that it serves to be announced again, after it has registered",
+        then="the job is closed there",
     ),
     Timeout(
         name="connect_timeout_seconds",
@@ -260,7 +259,6 @@ TIMEOUTS = (
         who="rank",
         what="a connection to a server, with its bandwidth probe",
         then="the server counts as lost: recovery",
-        where="trainer_client.options:SessionOptions.connect_timeout_seconds",
         option="train --connect-timeout-seconds",
     ),
     Timeout(
@@ -269,7 +267,6 @@ TIMEOUTS = (
         who="server",
         what="the hello of a rank that has connected",
         then="the connection is closed",
-        where="data_plane.ucxx.settings:UcxxSettings.handshake_timeout_seconds",
     ),
     Timeout(
         name="max_unclaimed_seconds",
@@ -277,7 +274,6 @@ TIMEOUTS = (
         who="rank, server",
         what="the offer of a message that has come early",
         then="the message is dropped; the connection of an offer that comes still later fails",
-        where="data_plane.ucxx.settings:UcxxSettings.max_unclaimed_seconds",
     ),
     Timeout(
         name="connect_seconds",
@@ -285,7 +281,6 @@ TIMEOUTS = (
         who="server",
         what="the control plane, at start",
         then="the process exits with an error",
-        where="attention_node.server:NodeSettings.connect_seconds",
         option="attention-node --connect-seconds",
     ),
     Timeout(
@@ -294,7 +289,13 @@ TIMEOUTS = (
         who="rank, server",
         what="the answer to a gRPC call",
         then="the call is made again",
-        where="distca.contract.rpc:RpcSettings.call_seconds",
+    ),
+    Timeout(
+        name="reach_seconds",
+        seconds=2.0,
+        who="rank, server",
+        what="one address of the control plane to accept a connection",
+        then="its next address",
     ),
     Timeout(
         name="keepalive_seconds",
@@ -302,7 +303,6 @@ TIMEOUTS = (
         who="rank, server",
         what="anything on an idle gRPC connection",
         then="a gRPC ping",
-        where="distca.contract.rpc:RpcSettings.keepalive_seconds",
     ),
     Timeout(
         name="keepalive_timeout_seconds",
@@ -310,7 +310,48 @@ TIMEOUTS = (
         who="rank, server",
         what="the answer to the gRPC ping",
         then="the connection is made anew",
-        where="distca.contract.rpc:RpcSettings.keepalive_timeout_seconds",
+    ),
+    Timeout(
+        name="server_keepalive_seconds",
+        seconds=60.0,
+        who="control plane, server",
+        what="anything on a gRPC connection from a client",
+        then="a gRPC ping",
+    ),
+    Timeout(
+        name="server_keepalive_timeout_seconds",
+        seconds=20.0,
+        who="control plane, server",
+        what="the answer to the gRPC ping",
+        then="the connection is closed, and its calls end",
+    ),
+    Timeout(
+        name="server_handshake_seconds",
+        seconds=10.0,
+        who="control plane, server",
+        what="the TLS and HTTP/2 handshakes of a new connection",
+        then="the connection is closed",
+    ),
+    Timeout(
+        name="handshake_seconds",
+        seconds=10.0,
+        who="control plane",
+        what="the first call on a new TLS connection",
+        then="the connection counts as refused",
+    ),
+    Timeout(
+        name="idle_connection_seconds",
+        seconds=600.0,
+        who="control plane, server",
+        what="a call on a connection that has none",
+        then="the connection is closed",
+    ),
+    Timeout(
+        name="scrape_seconds",
+        seconds=10.0,
+        who="rank, server, control plane",
+        what="the request on a connection to /metrics",
+        then="the connection is closed",
     ),
     Timeout(
         name="lane_deadline_seconds",
@@ -319,7 +360,6 @@ TIMEOUTS = (
         what="a rank's next rows: the model computes, evaluates or saves meanwhile (a rank that is "
         "gone is found by its connection or its lease)",
         then="the connection is closed",
-        where="attention_node.tick_server:LANE_DEADLINE_SECONDS",
     ),
     # Ending.
     Timeout(
@@ -328,8 +368,14 @@ TIMEOUTS = (
         who="server",
         what="planned steps to finish, after SIGTERM or a drain",
         then="it leaves: recovery without it",
-        where="attention_node.server:NodeSettings.drain_seconds",
         option="attention-node --drain-seconds",
+    ),
+    Timeout(
+        name="flush_seconds",
+        seconds=5.0,
+        who="rank, server",
+        what="the answers to its last reports, when it leaves",
+        then="it leaves without them",
     ),
     Timeout(
         name="stop_seconds",
@@ -337,7 +383,13 @@ TIMEOUTS = (
         who="control plane",
         what="calls under way, after SIGTERM",
         then="they are cancelled",
-        where="control_plane.settings:ControlPlaneSettings.stop_seconds",
+    ),
+    Timeout(
+        name="close_seconds",
+        seconds=5.0,
+        who="rank, server",
+        what="its own threads to end",
+        then="they end with the process",
     ),
     Timeout(
         name="termination_grace_seconds",
@@ -345,8 +397,66 @@ TIMEOUTS = (
         who="Kubernetes, Docker",
         what="a container to end, after SIGTERM",
         then="SIGKILL",
-        where="",
         option="terminationGracePeriodSeconds (the chart: drainSeconds + 30), stop_grace_period",
+    ),
+    # Commands.
+    Timeout(
+        name="local_start_seconds",
+        seconds=300.0,
+        who="local",
+        what="a process to serve (the first control plane on a machine compiles its planner)",
+        then="the run ends",
+    ),
+    Timeout(
+        name="local_stop_seconds",
+        seconds=60.0,
+        who="local",
+        what="trainers to finish their step and save, after Ctrl-C",
+        then="they are terminated",
+    ),
+    Timeout(
+        name="local_terminate_seconds",
+        seconds=8.0,
+        who="local",
+        what="a process to end, after SIGTERM",
+        then="SIGKILL",
+    ),
+    Timeout(
+        name="ask_seconds",
+        seconds=5.0,
+        who="health, top",
+        what="an answer",
+        then="the command fails",
+        option="health --timeout-seconds, top --timeout-seconds",
+    ),
+    Timeout(
+        name="probe_seconds",
+        seconds=20.0,
+        who="doctor",
+        what="one peer's answers",
+        then="the check fails",
+        option="doctor --probe-seconds",
+    ),
+    Timeout(
+        name="rehearsal_seconds",
+        seconds=300.0,
+        who="doctor",
+        what="all kernels of one shape, compiled and run",
+        then="the check fails",
+    ),
+    Timeout(
+        name="tunnel_command_seconds",
+        seconds=10.0,
+        who="wireguard",
+        what="one of WireGuard's programs",
+        then="the command fails",
+    ),
+    Timeout(
+        name="tunnel_end_seconds",
+        seconds=15.0,
+        who="wireguard",
+        what="its own thread to end",
+        then="it ends with the process",
     ),
 )
 
@@ -365,6 +475,11 @@ ORDERS = (
         shorter=("lease_seconds",),
         longer="held_timeout_seconds",
         why="what is started again would give up before the lease of the process before it ends",
+    ),
+    Order(
+        shorter=("held_name_seconds",),
+        longer="held_timeout_seconds",
+        why="a new job would give up before the names of the jobs from before are free",
     ),
     Order(
         shorter=("stall_seconds",),
@@ -461,6 +576,15 @@ def timeout(name: str) -> Timeout:
         KeyError: there is none.
     """
     return _BY_NAME[name]
+
+
+def default_seconds(name: str) -> float:
+    """How long the wait of that name takes by default.
+
+    Raises:
+        KeyError: there is none.
+    """
+    return timeout(name).seconds
 
 
 def check_order(known: Mapping[str, float]) -> None:

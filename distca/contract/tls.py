@@ -1,8 +1,8 @@
 """Certificates from files, read again when the files change.
 
 Kubernetes and cert-manager replace them in place, weeks before the old ones end. Servers take the
-new ones with the next connection; clients, whose channels cannot change, with a new channel, see
-:mod:`distca.contract.reloading_channel`.
+new ones with the next connection; clients, whose channels cannot change, with a new contact, see
+:mod:`distca.contract.rotation`.
 """
 
 from __future__ import annotations
@@ -16,21 +16,9 @@ import grpc
 from cryptography import x509
 from cryptography.hazmat.primitives.serialization import load_pem_private_key
 
+from distca.contract.settings import TlsFiles
+
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, kw_only=True)
-class TlsFiles:
-    """Certificates of a server; read again when the files change.
-
-    Attributes:
-        certificate_file, key_file: its certificate chain and private key, PEM.
-        client_ca_file: if given, clients must present a certificate signed by one of these (mTLS).
-    """
-
-    certificate_file: Path
-    key_file: Path
-    client_ca_file: Path | None = None
 
 
 class MismatchError(ValueError):

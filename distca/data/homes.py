@@ -12,11 +12,10 @@ from dataclasses import replace
 import numpy as np
 
 from control_plane.planner.homes import plan_homes
-from control_plane.planner.planning import PlanningOptions, PlanningServer
+from control_plane.planner.planning import PlanningOptions, equal_servers
 from core_attention.arrays import Float64Array
 from core_attention.ca_task import causal_qk_pairs
 from core_attention.cost_model import CostProfile
-from core_attention.plan import PlanServer
 from core_attention.shape import AttentionShape
 from distca.data.packing import PackedDocument, PackedStep
 
@@ -34,7 +33,7 @@ def plan_step_homes(packed: PackedStep, options: PlanningOptions) -> PackedStep:
     Returns:
         A step whose documents may span ranks.
     """
-    servers = _equal_servers(packed.shape.n_ranks)
+    servers = equal_servers(packed.shape.n_ranks, _pairs_profile())
     documents: list[PackedDocument] = []
     for nano_batch in range(packed.shape.n_nano_batches):
         chosen = [d for d in packed.documents if d.nano_batch == nano_batch]
@@ -53,19 +52,6 @@ def plan_step_homes(packed: PackedStep, options: PlanningOptions) -> PackedStep:
             segments = tuple((rank, offset, length) for offset, rank, length in sorted(held))
             documents.append(replace(document, segments=segments))
     return replace(packed, documents=tuple(documents))
-
-
-def _equal_servers(n_ranks: int) -> list[PlanningServer]:
-    """One in-place server a rank, all alike."""
-    profile = _pairs_profile()
-    return [
-        PlanningServer(
-            server=PlanServer(server_id=f"rank-{rank}", in_place_rank=rank, address=""),
-            host=f"rank-{rank}",
-            profile=profile,
-        )
-        for rank in range(n_ranks)
-    ]
 
 
 def _pairs_profile() -> CostProfile:

@@ -18,6 +18,7 @@ import numpy as np
 
 from core_attention.arrays import Int64Array, exclusive_cumsum, runs_to_rows
 from core_attention.manifest import RankManifest, Segment
+from distca.contract.checks import check_least
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,9 +38,7 @@ class BatchShape:
     span_ranks: bool = False
 
     def __post_init__(self) -> None:
-        for name, least in (("n_ranks", 1), ("n_nano_batches", 1), ("nano_batch_tokens", 2)):
-            if getattr(self, name) < least:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be {least} or more")
+        check_least(self, n_ranks=1, n_nano_batches=1, nano_batch_tokens=2)
 
     @property
     def slot_tokens(self) -> int:

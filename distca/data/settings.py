@@ -4,50 +4,41 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 import typer
-
-_PANEL = "Data"
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataSettings:
     """Where the documents come from and how they are cut; the fields are command-line options."""
 
+    PANEL: ClassVar = "Data"
+
     data: Annotated[
         Path | None,
         typer.Option(
             help="Folder of text files (one document a file), or a .jsonl or .parquet file. "
-            "Default: the sources of Python's standard library.",
-            rich_help_panel=_PANEL,
+            "Default: the sources of Python's standard library."
         ),
     ] = None
     text_field: Annotated[
-        str,
-        typer.Option(
-            help="JSONL field or Parquet column that holds the text.", rich_help_panel=_PANEL
-        ),
+        str, typer.Option(help="JSONL field or Parquet column that holds the text.")
     ] = "text"
     max_document_tokens: Annotated[
         int | None,
         typer.Option(
             help="Longer documents are cut into pieces of at most this many tokens. "
-            "Default: what one nano-batch can hold.",
-            rich_help_panel=_PANEL,
+            "Default: what one nano-batch can hold."
         ),
     ] = None
     span_ranks: Annotated[
         bool,
         typer.Option(
-            "--span-ranks/--no-span-ranks",
-            help="Let a document continue on the next rank instead of cutting it at a rank's end.",
-            rich_help_panel=_PANEL,
+            help="Let a document continue on the next rank instead of cutting it at a rank's end."
         ),
     ] = False
-    seed: Annotated[
-        int, typer.Option(help="Order of the documents and first weights.", rich_help_panel=_PANEL)
-    ] = 0
+    seed: Annotated[int, typer.Option(help="Order of the documents and first weights.")] = 0
 
     def __post_init__(self) -> None:
         if self.max_document_tokens is not None and self.max_document_tokens < 2:

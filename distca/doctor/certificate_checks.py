@@ -13,6 +13,7 @@ from cryptography import x509
 from cryptography.exceptions import InvalidSignature
 
 from distca.certs.description import CertificateDescription, NotACertificateError, describe_file
+from distca.contract.addresses import split_address
 from distca.contract.identity import Role
 from distca.contract.rpc import RpcSettings
 from distca.contract.tls import Certificates, MismatchError
@@ -115,17 +116,15 @@ def _signs(issuer: x509.Certificate, certificate: x509.Certificate) -> bool:
 def _check_handshake(settings: RpcSettings) -> Iterator[Finding]:
     """Does the control plane show a certificate that we accept? gRPC itself says little about it.
     Whether it accepts ours shows in the first call."""
-    host, _, port = settings.address.rpartition(":")
-    name = settings.server_name or host.strip("[]")
+    host, port = split_address("address", settings.addresses[0])
+    name = settings.server_name or host
     context = ssl.create_default_context(cafile=str(settings.ca_file))
     context.set_alpn_protocols(["h2"])
     if settings.certificate_file is not None:
         context.load_cert_chain(settings.certificate_file, settings.key_file)
     try:
         with (
-            socket.create_connection(
-                (host.strip("[]"), int(port)), settings.connect_seconds
-            ) as raw,
+            socket.create_connection((host, port), settings.connect_seconds) as raw,
             context.wrap_socket(raw, server_hostname=name) as connection,
         ):
             yield passed("certificates", f"the control plane's is good for {name}")

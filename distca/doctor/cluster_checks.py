@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterable
 
 from distca import __version__
+from distca.contract.addresses import split_address
 from distca.contract.rpc_errors import ControlPlaneUnavailable, RpcError
 from distca.doctor.cluster_probe import ClusterAnswer
 from distca.doctor.finding import Finding, failed, passed, warned
@@ -24,8 +25,8 @@ def check_dns(around: Surroundings) -> Iterable[Finding]:
     """Do names resolve, and is the data address this machine's?"""
     settings = around.settings
     if around.cluster is not None:
-        host = around.cluster.settings.address.rpartition(":")[0].strip("[]")
-        yield _resolve(host, "the control plane")
+        for address in around.cluster.settings.addresses:
+            yield _resolve(split_address("address", address)[0], "the control plane")
     yield _own_address(settings.data_host, one_host=settings.one_host)
 
 

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from data_plane.transport import Address
+from distca.contract.addresses import split_address
 from distca.doctor.finding import Finding, failed, passed, warned
 from distca.doctor.surroundings import Surroundings
 
@@ -26,7 +27,11 @@ def check_data_ports(around: Surroundings) -> Iterable[Finding]:
     """Does a data port of a node or trainer answer here, where none should?"""
     settings = around.settings
     answer = around.cluster.answer_or_none() if around.cluster and settings.pool else None
-    told = [_address(text) for text in answer.addresses.values()] if answer else []
+    told = (
+        [Address(*split_address("address", text)) for text in answer.addresses.values()]
+        if answer
+        else []
+    )
     listeners = [*settings.peers, *told]
     if not listeners:
         yield failed(
@@ -73,8 +78,3 @@ def _answers(address: Address) -> bool:
     except OSError:
         return False
     return True
-
-
-def _address(text: str) -> Address:
-    host, _, port = text.rpartition(":")
-    return Address(host.strip("[]"), int(port))

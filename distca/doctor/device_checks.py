@@ -15,10 +15,10 @@ from core_attention.host_compiler import Trouble
 from core_attention.kernels.launcher import LauncherError
 from core_attention.kernels.protocol import Kernel
 from core_attention.kernels.select import select_kernel
-from core_attention.shape import AttentionShape
+from core_attention.shape import AttentionShape, format_shape
+from distca.contract.timeouts import default_seconds
 from distca.doctor.finding import Finding, failed, passed, warned
 from distca.doctor.surroundings import Surroundings
-from distca.shapes import format_shape
 
 logger = logging.getLogger(__name__)
 
@@ -27,7 +27,7 @@ _FREE_SHARE = 0.9
 
 _FIRST_WITH_FA4 = (9, 0)
 
-_REHEARSAL_SECONDS = 300.0
+_REHEARSAL_SECONDS = default_seconds("rehearsal_seconds")
 """For all kernels of one shape; compiling them takes up to a minute."""
 
 _USUAL_SHAPE = AttentionShape(

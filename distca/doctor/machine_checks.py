@@ -9,7 +9,9 @@ from data_plane.rdma import MIN_LOCKED_BYTES, locked_bytes_limit
 from data_plane.transport_choice import MEMLOCK, TransportChoice, obstacles
 from data_plane.transport_facts import TransportFacts
 from distca.doctor.finding import Finding, failed, passed, warned
-from distca.doctor.surroundings import DoctorSettings, Surroundings
+from distca.doctor.settings import DoctorSettings
+from distca.doctor.surroundings import Surroundings
+from distca.process.amounts import size_text
 
 _MIN_SHM_BYTES = 2**30
 
@@ -20,7 +22,7 @@ _INITIAL_NAMESPACES = {"pid": "pid:[4026531836]", "ipc": "ipc:[4026531839]"}
 def check_memlock(around: Surroundings) -> Iterable[Finding]:
     """May memory be locked, as RDMA needs?"""
     limit = locked_bytes_limit(around.root)
-    shown = "unlimited" if limit is None else _size(limit)
+    shown = "unlimited" if limit is None else size_text(limit)
     if around.settings.rdma and limit is not None and limit < MIN_LOCKED_BYTES:
         yield failed(
             "memlock",
@@ -50,13 +52,13 @@ def check_shared_memory(around: Surroundings) -> Iterable[Finding]:
 
 def judge_shared_memory(size_bytes: int, free_bytes: int, *, one_host: bool) -> Finding:
     """Whether ``free_bytes`` of ``size_bytes`` are enough."""
-    says = f"/dev/shm has {_size(size_bytes)}, {_size(free_bytes)} of them free"
+    says = f"/dev/shm has {size_text(size_bytes)}, {size_text(free_bytes)} of them free"
     if free_bytes >= _MIN_SHM_BYTES:
         return passed("shared-memory", says, size_bytes=size_bytes, free_bytes=free_bytes)
     found = failed if one_host else warned
     return found(
         "shared-memory",
-        f"{says}; servers and trainers of one machine want {_size(_MIN_SHM_BYTES)}",
+        f"{says}; servers and trainers of one machine want {size_text(_MIN_SHM_BYTES)}",
         "in Docker --shm-size=1g; in a pod a memory-backed emptyDir (chart: sharedMemorySize)",
         size_bytes=size_bytes,
         free_bytes=free_bytes,
@@ -132,13 +134,6 @@ def check_gpudirect(around: Surroundings) -> Iterable[Finding]:
         "neither nvidia_peermem nor the driver's open kernel module: data goes through the host",
         "modprobe nvidia_peermem on the machine",
     )
-
-
-def _size(nbytes: int) -> str:
-    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if nbytes >= size:
-            return f"{nbytes / size:.4g} {unit}"
-    return f"{nbytes} B"
 
 
 MACHINE_CHECKS: dict[str, Callable[[Surroundings], Iterable[Finding]]] = {

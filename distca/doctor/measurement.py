@@ -19,6 +19,7 @@ from data_plane.transport import Address, HandshakeRejected, ProbeResult, Transp
 from data_plane.transport_choice import TransportChoice
 from data_plane.transports import open_transport
 from distca.doctor.responder import OPEN_SECRET, ResponderSettings
+from distca.v1 import data_plane_pb2
 
 _PROBE_BYTES = {"cpu": 8 * 2**20, "cuda": 64 * 2**20}
 """Large enough for full speed, see docs/benchmarks.md; peers answer up to 64 MiB."""
@@ -93,7 +94,8 @@ def measure_retrying(
         try:
             return measure(transport, device, address, hello, timeout_seconds, secret=secret)
         except HandshakeRejected as error:
-            if "unknown job" not in str(error) or time.monotonic() > deadline:
+            unknown = error.code == data_plane_pb2.HELLO_REFUSAL_UNKNOWN
+            if not unknown or time.monotonic() > deadline:
                 raise
             time.sleep(0.1)
 

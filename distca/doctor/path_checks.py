@@ -9,6 +9,7 @@ from contextlib import ExitStack
 from core_attention.shape import AttentionShape
 from data_plane.transport import Address, HandshakeRejected, ProbeResult, TransportError
 from data_plane.transports import TransportName
+from distca.contract.addresses import split_address
 from distca.contract.rpc_errors import RpcError
 from distca.doctor.finding import Finding, failed, passed, warned
 from distca.doctor.measurement import (
@@ -142,8 +143,7 @@ def _judge_server(
     rate: Callable[[Address, bytes, bytes], ProbeResult],
     floor: float,
 ) -> Finding:
-    host, _, port = text.rpartition(":")
-    address = Address(host.strip("[]"), int(port))
+    address = Address(*split_address("data_address", text))
     name = f"server {server_id} at {text}"
     try:
         hello, secret = (job.hello(server_id), job.token) if job else (HELLO, OPEN_SECRET)

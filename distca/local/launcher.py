@@ -11,6 +11,9 @@ from pathlib import Path
 
 from rich.console import Console
 
+from core_attention.shape import format_shape
+from distca.contract.settings import IntegritySettings
+from distca.contract.timeouts import default_seconds
 from distca.data.settings import DataSettings
 from distca.errors import ProcessFailedError
 from distca.local.process import LocalProcess
@@ -22,10 +25,9 @@ from distca.process.plain_text import plain
 from distca.report.display import TrainingDisplay
 from distca.report.step_log import StepTail
 from distca.run_folder import RunFolder
-from distca.shapes import configured_shape, format_shape
+from distca.shapes import configured_shape
 from distca.train.settings import (
     DeviceName,
-    IntegritySettings,
     ModelSettings,
     PlanSettings,
     ServiceSettings,
@@ -34,7 +36,7 @@ from distca.train.settings import (
 
 logger = logging.getLogger(__name__)
 
-STOP_SECONDS = 60.0
+STOP_SECONDS = default_seconds("local_stop_seconds")
 """How long trainers may take to finish their step and save after Ctrl-C."""
 
 _STOPPED_CODES = (0, INTERRUPTED_EXIT_CODE)

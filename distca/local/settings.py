@@ -6,65 +6,46 @@ import re
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 import typer
 
 from data_plane.transports import TransportName
+from distca.contract.checks import check_least
 from distca.run_folder import RunFolder
 from distca.train.settings import PlacementName
-
-_PANEL = "Local run"
 
 
 @dataclass(frozen=True, kw_only=True)
 class LocalSettings:
     """Processes of a local run, and the folder that it writes."""
 
+    PANEL: ClassVar = "Local run"
+
     mode: Annotated[
         PlacementName,
         typer.Option(
             help="Core attention on attention nodes (pool), in the trainers' own processes "
-            "(in-place), or both (mixed).",
-            rich_help_panel=_PANEL,
+            "(in-place), or both (mixed)."
         ),
     ] = PlacementName.POOL
-    trainers: Annotated[int, typer.Option(help="Trainer ranks.", rich_help_panel=_PANEL)] = 2
-    nodes: Annotated[
-        int,
-        typer.Option(help="Attention nodes; none are started in-place.", rich_help_panel=_PANEL),
-    ] = 2
-    threads: Annotated[
-        int,
-        typer.Option(help="Compute threads of each process.", rich_help_panel=_PANEL),
-    ] = 1
+    trainers: Annotated[int, typer.Option(help="Trainer ranks.")] = 2
+    nodes: Annotated[int, typer.Option(help="Attention nodes; none are started in-place.")] = 2
+    threads: Annotated[int, typer.Option(help="Compute threads of each process.")] = 1
     transport: Annotated[
         TransportName,
         typer.Option(
-            help="What moves the rows; auto is ucxx where it is installed: all is on one machine.",
-            rich_help_panel=_PANEL,
+            help="What moves the rows; auto is ucxx where it is installed: all is on one machine."
         ),
     ] = TransportName.AUTO
-    name: Annotated[
-        str,
-        typer.Option(help="Of the run; default: mode and time of day.", rich_help_panel=_PANEL),
-    ] = ""
-    runs_dir: Annotated[
-        Path, typer.Option(help="The run's folder is made in it.", rich_help_panel=_PANEL)
-    ] = Path("runs")
-    overwrite: Annotated[
-        bool,
-        typer.Option(
-            "--overwrite/--no-overwrite",
-            help="Remove an earlier run of this name first.",
-            rich_help_panel=_PANEL,
-        ),
-    ] = False
+    name: Annotated[str, typer.Option(help="Name of the run; default: mode and time of day.")] = ""
+    runs_dir: Annotated[Path, typer.Option(help="The run's folder is made in it.")] = Path("runs")
+    overwrite: Annotated[bool, typer.Option(help="Remove an earlier run of this name first.")] = (
+        False
+    )
 
     def __post_init__(self) -> None:
-        for name, least in (("trainers", 1), ("nodes", 0), ("threads", 1)):
-            if getattr(self, name) < least:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be {least} or more")
+        check_least(self, trainers=1, nodes=0, threads=1)
         if self.mode is PlacementName.POOL and self.nodes < 1:
             raise ValueError("nodes is 0; pool mode needs 1 or more, or choose --mode in-place")
         if self.name and not re.fullmatch(r"[A-Za-z0-9._-]{1,64}", self.name):

@@ -7,18 +7,19 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
+from distca.contract.timeouts import default_seconds
 from distca.errors import ProcessFailedError
 from distca.local.process import LocalProcess
 
 logger = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.05
-START_TIMEOUT_SECONDS = 300.0
+START_TIMEOUT_SECONDS = default_seconds("local_start_seconds")
 """For hangs only: on its very first start a control plane compiles its planner, which takes most
 of a minute on an idle core, and the machine may be busy."""
 SETTLE_SECONDS = 1.0
 """How long after the first death others may still follow before the cause is chosen."""
-TERMINATE_SECONDS = 8.0
+TERMINATE_SECONDS = default_seconds("local_terminate_seconds")
 """How long a process that was asked to exit may take before it is killed."""
 
 

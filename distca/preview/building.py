@@ -7,7 +7,8 @@ from importlib.resources import as_file, files
 
 import numpy as np
 
-from control_plane.planner.planners import DEFAULT_PLANNER, PLANNERS
+from control_plane.planner import DEFAULT_PLANNER
+from control_plane.planner.planners import PLANNERS
 from control_plane.planner.planning import Planner, PlanningOptions
 from core_attention.arrays import Int64Array
 from core_attention.cost_model import CostProfile

@@ -9,6 +9,7 @@ from pathlib import Path
 from markupsafe import Markup
 from matplotlib.figure import Figure
 
+from core_attention.whole_file import write_whole
 from distca.preview.sections import Section
 from distca.report.environment import page_environment
 from distca.report.style import figure_style
@@ -30,7 +31,7 @@ def save_page(
         title=title, verdict=verdict, figure=_svg(figure), sections=sections
     )
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(page, encoding="utf-8")
+    write_whole(path, page)
 
 
 def _svg(figure: Figure) -> Markup:

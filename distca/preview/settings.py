@@ -5,13 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 import typer
 
 from distca.simulator.fleet import Placement
-
-_LENGTHS, _MODEL, _CLUSTER, _PLANNER = "Documents", "Model", "Cluster", "Planner"
 
 
 class Homes(StrEnum):
@@ -25,83 +23,56 @@ class Homes(StrEnum):
 class LengthsSettings:
     """Where document lengths come from."""
 
+    PANEL: ClassVar = "Documents"
+
     lengths: Annotated[
         Path | None,
         typer.Option(
             help="File with the lengths: text (one number a line), .jsonl, .parquet, .npy (lengths "
-            "or document bounds) or the .idx of a Megatron-LM data set.",
-            rich_help_panel=_LENGTHS,
+            "or document bounds) or the .idx of a Megatron-LM data set."
         ),
     ] = None
     field: Annotated[
         str | None,
         typer.Option(
             help="JSONL field or Parquet column: numbers, lists of token ids, or texts. Default: "
-            "the first of the usual names.",
-            rich_help_panel=_LENGTHS,
+            "the first of the usual names."
         ),
     ] = None
     bytes_per_token: Annotated[
-        float,
-        typer.Option(
-            help="UTF-8 bytes of a token, to estimate lengths of texts.", rich_help_panel=_LENGTHS
-        ),
+        float, typer.Option(help="UTF-8 bytes of a token, to estimate lengths of texts.")
     ] = 4.0
     distribution: Annotated[
         str | None,
         typer.Option(
-            help="Draw lengths instead: prolong or pretrain, like the paper's two data sets.",
-            rich_help_panel=_LENGTHS,
+            help="Draw lengths instead: prolong or pretrain, like the paper's two data sets."
         ),
     ] = None
     max_length: Annotated[
-        int | None,
-        typer.Option(
-            help="Longer documents are cut. Default: tokens per rank.", rich_help_panel=_LENGTHS
-        ),
+        int | None, typer.Option(help="Longer documents are cut. Default: tokens per rank.")
     ] = None
-    shuffle: Annotated[
-        bool,
-        typer.Option("--shuffle/--no-shuffle", help="Shuffle a file.", rich_help_panel=_LENGTHS),
-    ] = True
-    seed: Annotated[
-        int, typer.Option(help="Of drawing and shuffling.", rich_help_panel=_LENGTHS)
-    ] = 0
-    batches: Annotated[
-        int, typer.Option(help="Steps that are planned.", rich_help_panel=_LENGTHS)
-    ] = 4
+    shuffle: Annotated[bool, typer.Option(help="Shuffle a file.")] = True
+    seed: Annotated[int, typer.Option(help="Seed for drawing and shuffling.")] = 0
+    batches: Annotated[int, typer.Option(help="Steps that are planned.")] = 4
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSettings:
     """The model's shape: a preset, of which single numbers may be changed."""
 
-    model: Annotated[str, typer.Option(help="llama-3-8b or llama-34b.", rich_help_panel=_MODEL)] = (
-        "llama-3-8b"
-    )
-    layers: Annotated[int | None, typer.Option(help="Decoder layers.", rich_help_panel=_MODEL)] = (
-        None
-    )
-    hidden_size: Annotated[
-        int | None, typer.Option(help="Width of the residual stream.", rich_help_panel=_MODEL)
-    ] = None
+    PANEL: ClassVar = "Model"
+
+    model: Annotated[str, typer.Option(help="llama-3-8b or llama-34b.")] = "llama-3-8b"
+    layers: Annotated[int | None, typer.Option(help="Decoder layers.")] = None
+    hidden_size: Annotated[int | None, typer.Option(help="Width of the residual stream.")] = None
     intermediate_size: Annotated[
-        int | None, typer.Option(help="Width of the feed-forward layer.", rich_help_panel=_MODEL)
+        int | None, typer.Option(help="Width of the feed-forward layer.")
     ] = None
-    heads: Annotated[int | None, typer.Option(help="Query heads.", rich_help_panel=_MODEL)] = None
-    kv_heads: Annotated[
-        int | None, typer.Option(help="Key/value heads.", rich_help_panel=_MODEL)
-    ] = None
-    head_dim: Annotated[
-        int | None, typer.Option(help="Width of a head.", rich_help_panel=_MODEL)
-    ] = None
+    heads: Annotated[int | None, typer.Option(help="Query heads.")] = None
+    kv_heads: Annotated[int | None, typer.Option(help="Key/value heads.")] = None
+    head_dim: Annotated[int | None, typer.Option(help="Width of a head.")] = None
     recompute: Annotated[
-        bool,
-        typer.Option(
-            "--recompute/--no-recompute",
-            help="The backward pass runs the linear layers' forward again.",
-            rich_help_panel=_MODEL,
-        ),
+        bool, typer.Option(help="The backward pass runs the linear layers' forward again.")
     ] = False
 
 
@@ -109,41 +80,26 @@ class ModelSettings:
 class ClusterSettings:
     """GPUs, links and kernels."""
 
-    tokens_per_rank: Annotated[
-        int, typer.Option(help="Tokens of a rank in a microbatch.", rich_help_panel=_CLUSTER)
-    ] = 131072
-    tensor_parallel: Annotated[
-        int, typer.Option(help="GPUs of a rank.", rich_help_panel=_CLUSTER)
-    ] = 8
-    gpus_per_host: Annotated[
-        int, typer.Option(help="GPUs of a machine.", rich_help_panel=_CLUSTER)
-    ] = 8
+    PANEL: ClassVar = "Cluster"
+
+    tokens_per_rank: Annotated[int, typer.Option(help="Tokens of a rank in a microbatch.")] = 131072
+    tensor_parallel: Annotated[int, typer.Option(help="GPUs of a rank.")] = 8
+    gpus_per_host: Annotated[int, typer.Option(help="GPUs of a machine.")] = 8
     bandwidth_gbps: Annotated[
-        float,
-        typer.Option(help="Network of one GPU, GB/s in each direction.", rich_help_panel=_CLUSTER),
+        float, typer.Option(help="Network of one GPU, GB/s in each direction.")
     ] = 50.0
     host_bandwidth_gbps: Annotated[
-        float,
-        typer.Option(
-            help="One GPU to the others of its machine, GB/s in each direction.",
-            rich_help_panel=_CLUSTER,
-        ),
+        float, typer.Option(help="One GPU to the others of its machine, GB/s in each direction.")
     ] = 212.0
-    latency_us: Annotated[
-        float, typer.Option(help="Latency of a message, microseconds.", rich_help_panel=_CLUSTER)
-    ] = 22.0
+    latency_us: Annotated[float, typer.Option(help="Latency of a message, microseconds.")] = 22.0
     linear_tflops: Annotated[
-        float,
-        typer.Option(
-            help="Achieved by one GPU in the linear layers, TFLOP/s.", rich_help_panel=_CLUSTER
-        ),
+        float, typer.Option(help="Achieved by one GPU in the linear layers, TFLOP/s.")
     ] = 600.0
     profile: Annotated[
         Path | None,
         typer.Option(
             help="Cost profile of one GPU's kernels, as `distca profile` writes it. Default: an "
-            "H200's.",
-            rich_help_panel=_CLUSTER,
+            "H200's."
         ),
     ] = None
 
@@ -152,24 +108,21 @@ class ClusterSettings:
 class PlannerSettings:
     """How plans are made."""
 
+    PANEL: ClassVar = "Planner"
+
     planner: Annotated[
         str | None,
         typer.Option(
-            help="Name of the planner; greedy is the paper's. Default: the control plane's.",
-            rich_help_panel=_PLANNER,
+            help="Name of the planner; greedy is the paper's. Default: the control plane's."
         ),
     ] = None
     tolerance: Annotated[
-        float,
-        typer.Option(
-            help="By how much the busiest server may exceed the mean.", rich_help_panel=_PLANNER
-        ),
+        float, typer.Option(help="By how much the busiest server may exceed the mean.")
     ] = 0.03
     homes: Annotated[
         Homes,
         typer.Option(
-            help="packed: documents in order; planned: placed so that the fewest bytes move.",
-            rich_help_panel=_PLANNER,
+            help="packed: documents in order; planned: placed so that the fewest bytes move."
         ),
     ] = Homes.PACKED
     byte_budget: Annotated[
@@ -177,28 +130,22 @@ class PlannerSettings:
         typer.Option(
             help="Most bytes that a rank may send in a tick, in units of what its network carries "
             "while the forward linear part of a nano-batch runs: 1.5 is a good value where CAD "
-            "waits for links. Default: no limit.",
-            rich_help_panel=_PLANNER,
+            "waits for links. Default: no limit."
         ),
     ] = None
-    nano_batches: Annotated[
-        int,
-        typer.Option(help="2 with ping-pong, 1 without.", rich_help_panel=_PLANNER),
-    ] = 2
+    nano_batches: Annotated[int, typer.Option(help="2 with ping-pong, 1 without.")] = 2
 
 
 @dataclass(frozen=True, kw_only=True)
 class FleetSettings:
     """Ranks and attention servers of an offline plan."""
 
-    ranks: Annotated[int, typer.Option(help="Data-parallel ranks.", rich_help_panel=_CLUSTER)] = 8
-    placement: Annotated[
-        Placement, typer.Option(help="Where attention servers run.", rich_help_panel=_CLUSTER)
-    ] = Placement.IN_PLACE
+    PANEL: ClassVar = "Cluster"
+
+    ranks: Annotated[int, typer.Option(help="Data-parallel ranks.")] = 8
+    placement: Annotated[Placement, typer.Option(help="Where attention servers run.")] = (
+        Placement.IN_PLACE
+    )
     pool_servers: Annotated[
-        int,
-        typer.Option(
-            help="Attention servers of the pool, each with a rank's GPUs.",
-            rich_help_panel=_CLUSTER,
-        ),
+        int, typer.Option(help="Attention servers of the pool, each with a rank's GPUs.")
     ] = 0

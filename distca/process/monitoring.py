@@ -13,11 +13,12 @@ from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 from prometheus_client import CollectorRegistry, Info, ProcessCollector, make_wsgi_app
 
 from distca import __version__
+from distca.contract.timeouts import default_seconds
 
 MAX_CONNECTIONS: Final = 32
 """Connections to a metrics endpoint at a time; one more closes the oldest."""
 
-_SILENT_SECONDS: Final = 10.0
+_SILENT_SECONDS: Final = default_seconds("scrape_seconds")
 """A scraper sends its request at once."""
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
+from core_attention.whole_file import write_whole
 from distca.report.environment import page_environment
 from distca.report.figures import draw_figures, save_figures
 from distca.report.record import RunRecord
@@ -36,7 +37,7 @@ def write_report(record: RunRecord, page: Path, figures: Path) -> None:
     """Writes the page to ``page`` and the figures as PNG into ``figures``."""
     drawn = draw_figures(record)
     save_figures(drawn, figures)
-    page.write_text(render_page(record, drawn))
+    write_whole(page, render_page(record, drawn))
 
 
 def render_page(record: RunRecord, figures: Mapping[str, Figure]) -> str:

@@ -5,12 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 from control_plane.planner.homes import plan_homes
-from control_plane.planner.planning import PlanningOptions, PlanningServer
+from control_plane.planner.planning import PlanningOptions, equal_servers
 from core_attention.arrays import Int64Array
 from core_attention.cost_model import CostProfile
 from core_attention.errors import PlanError
 from core_attention.manifest import Manifest, RankManifest
-from core_attention.plan import PlanServer
 from distca.simulator.disaggregated import Packer
 from distca.simulator.packing import check_tokens, take_steps
 
@@ -29,14 +28,7 @@ def planned_homes(profile: CostProfile, options: PlanningOptions) -> Packer:
     """
 
     def plan(lengths: Int64Array, n_ranks: int, rows: int, n_nano_batches: int) -> Homes:
-        servers = [
-            PlanningServer(
-                server=PlanServer(server_id=f"rank-{rank}", in_place_rank=rank, address=""),
-                host=f"host-{rank}",
-                profile=profile,
-            )
-            for rank in range(n_ranks)
-        ]
+        servers = equal_servers(n_ranks, profile)
         return plan_homes(lengths, n_ranks, rows, servers, options, n_nano_batches=n_nano_batches)
 
     def pack(

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 
-import grpc
 from rich.console import Console, RenderableType
 from rich.live import Live
 from rich.text import Text
@@ -17,6 +16,7 @@ from distca.contract.rpc_errors import RpcError
 from distca.errors import DistcaError
 from distca.process.interrupt import StopRequest
 from distca.process.plain_text import plain
+from distca.top.settings import Watch
 from distca.top.snapshot import Snapshot, snapshot_from
 from distca.top.view import render
 from distca.v1 import cluster_pb2, cluster_pb2_grpc
@@ -30,34 +30,6 @@ class TooFewServersError(DistcaError):
     """Fewer servers take work than were expected."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Watch:
-    """What to show, and how long to wait for it.
-
-    Attributes:
-        interval_seconds: between two looks.
-        once: show one snapshot only.
-        as_json: one JSON document for each snapshot, on a line of its own.
-        expect_servers: with ``once``, so many servers must take work.
-        wait_seconds: with ``once``, how long the control plane and those servers may take.
-    """
-
-    interval_seconds: float = 2.0
-    once: bool = False
-    as_json: bool = False
-    expect_servers: int = 0
-    wait_seconds: float = 0.0
-
-    def __post_init__(self) -> None:
-        if not self.interval_seconds >= 0.1:
-            raise ValueError(f"interval_seconds is {self.interval_seconds}; it must be 0.1 or more")
-        if self.wait_seconds < 0:
-            raise ValueError(f"wait_seconds is {self.wait_seconds}; it must be 0 or more")
-        for name in ("expect_servers", "wait_seconds"):
-            if getattr(self, name) and not self.once:
-                raise ValueError(f"{name} is {getattr(self, name)}; it is for --once alone")
-
-
 def watch(settings: RpcSettings, watch: Watch, console: Console) -> None:
     """Shows the cluster until Ctrl-C, or once.
 
@@ -66,23 +38,26 @@ def watch(settings: RpcSettings, watch: Watch, console: Console) -> None:
         TooFewServersError: with ``once``, fewer servers take work than expected.
         OSError, MismatchError: a TLS file cannot be used.
     """
+    look = functools.partial(_look, settings.following_files())
+    if watch.once:
+        _show(_wait_for_snapshot(look, watch), watch, console)
+        return
+    # An exception out of a signal handler may be lost where a library runs callbacks.
+    with StopRequest() as stop:
+        if watch.as_json or not console.is_terminal:
+            _repeat(look, watch, console, stop)
+        else:
+            _follow(look, watch, settings.address, console, stop)
+
+
+def _look(settings: RpcSettings) -> Snapshot:
+    """Over a new connection, with the certificates that there are now."""
+    if settings.certificates is not None:
+        settings.certificates.changed()
     with open_channel(settings) as channel:
-        look = _look(channel, settings)
-        if watch.once:
-            _show(_wait_for_snapshot(look, watch), watch, console)
-            return
-        # An exception out of a signal handler may be lost where a library runs callbacks.
-        with StopRequest() as stop:
-            if watch.as_json or not console.is_terminal:
-                _repeat(look, watch, console, stop)
-            else:
-                _follow(look, watch, settings.address, console, stop)
-
-
-def _look(channel: grpc.Channel, settings: RpcSettings) -> Callable[[], Snapshot]:
-    stub = cluster_pb2_grpc.ClusterStub(channel)
-    request = cluster_pb2.DescribeClusterRequest()
-    return lambda: snapshot_from(stub.DescribeCluster(request), settings.address)
+        stub = cluster_pb2_grpc.ClusterStub(channel)
+        answer = stub.DescribeCluster(cluster_pb2.DescribeClusterRequest())
+    return snapshot_from(answer, settings.address)
 
 
 def _wait_for_snapshot(look: Callable[[], Snapshot], watch: Watch) -> Snapshot:

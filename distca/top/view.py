@@ -7,6 +7,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from distca.process.amounts import duration_text, size_text
 from distca.process.plain_text import plain
 from distca.top.snapshot import JobView, ServerView, Snapshot, StepView
 
@@ -39,7 +40,7 @@ def _header(snapshot: Snapshot) -> Text:
     draining = len(snapshot.servers) - snapshot.n_serving
     parts = [
         f"DistCA {snapshot.version} at {snapshot.address}",
-        f"up {_duration(snapshot.uptime_seconds)}",
+        f"up {duration_text(snapshot.uptime_seconds, short=True)}",
         _count(len(snapshot.servers), "server") + (f" ({draining} draining)" if draining else ""),
         _count(len(snapshot.jobs), "job"),
         f"{_gigabytes(snapshot.moved_bytes_per_second)} GB/s",
@@ -76,7 +77,7 @@ def _servers(snapshot: Snapshot) -> RenderableType:
             bar,
             str(server.queued_tasks),
             str(server.open_ticks),
-            _bytes(server.buffer_bytes),
+            size_text(server.buffer_bytes),
             _gigabytes(server.moved_bytes_per_second),
         )
     return table
@@ -153,19 +154,5 @@ def _count(number: int, noun: str) -> str:
     return f"{number} {noun}" + ("" if number == 1 else "s")
 
 
-def _duration(seconds: float) -> str:
-    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
-        if seconds >= 2 * length:
-            return f"{seconds / length:.0f} {unit}"
-    return f"{seconds:.0f} s"
-
-
 def _gigabytes(nbytes: float) -> str:
     return f"{nbytes / 1e9:.2f}"
-
-
-def _bytes(nbytes: int) -> str:
-    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if nbytes >= size:
-            return f"{nbytes / size:.1f} {unit}"
-    return f"{nbytes} B"

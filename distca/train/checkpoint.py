@@ -9,9 +9,7 @@ A checkpoint holds weights, optimiser state and the number of steps done. Batche
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import os
 import pickle
 import re
 from dataclasses import dataclass
@@ -20,7 +18,7 @@ from typing import Any
 
 import torch
 
-from core_attention.whole_file import sync_folder
+from core_attention.whole_file import write_whole
 from distca.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
@@ -93,21 +91,13 @@ def save_checkpoint(folder: Path, checkpoint: Checkpoint) -> Path:
             written before are untouched.
     """
     path = folder / f"step-{checkpoint.steps_done:08d}.pt"
-    partial = path.with_name(path.name + _PARTIAL)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         _remove_partials(folder)
-        with partial.open("wb") as file:
-            torch.save(vars(checkpoint), file)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(path)
-        sync_folder(folder)
+        write_whole(path, lambda file: torch.save(vars(checkpoint), file), durable=True)
     # torch reports a failed write to a file object as RuntimeError, with the OSError as its cause
     # or context at best.
     except (OSError, RuntimeError) as error:
-        with contextlib.suppress(OSError):
-            partial.unlink()
         kept = list_checkpoints(folder)
         raise CheckpointError(
             f"checkpoint {path} cannot be written: {_reason(error)}; "

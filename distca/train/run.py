@@ -19,7 +19,13 @@ from transformers import PretrainedConfig, PreTrainedModel
 import trainer_client.integrations.transformers
 from control_plane.jobs.job_spec import planning_options
 from control_plane.planner.planning import PlanningOptions
-from distca.client_tls import ClientTls
+from distca.contract.settings import (
+    ClientTls,
+    IntegritySettings,
+    PlanRequest,
+    RankTimeouts,
+    values_of,
+)
 from distca.data.packing import BatchShape, PackedStep
 from distca.data.settings import DataSettings
 from distca.errors import SettingsError, VerificationError
@@ -48,7 +54,6 @@ from distca.train.observer import Observer
 from distca.train.ranks import RankEnvironment, check_agreement, process_group, sum_over_ranks
 from distca.train.settings import (
     Homes,
-    IntegritySettings,
     ModelSettings,
     PlacementName,
     PlanSettings,
@@ -210,34 +215,20 @@ def session_options(
         shape=served.shape,
         softmax_scale=served.softmax_scale,
         placement=Placement(run.service.placement),
-        tolerance=run.plan.tolerance,
-        planner=run.plan.planner,
-        min_forward_tokens=run.plan.min_forward_tokens,
-        min_backward_tokens=run.plan.min_backward_tokens,
         device=str(device),
         # Gathering sharded weights keeps the ranks together.
         kept_forward_ticks=3 if run.training.sharding is Sharding.FSDP else None,
         data_host=run.service.data_host,
         transport=run.service.transport,
         one_host=run.service.one_host,
-        start_timeout_seconds=run.service.start_timeout_seconds,
-        connect_timeout_seconds=run.service.connect_timeout_seconds,
-        plan_timeout_seconds=run.service.plan_timeout_seconds,
-        tick_timeout_seconds=run.service.tick_timeout_seconds,
-        checksums=run.integrity.checksums,
-        check_results=run.integrity.check_results,
-        audit_rate=run.integrity.audit,
         audit_seed=run.data.seed,
-        recovery_timeout_seconds=run.service.recovery_timeout_seconds,
-        control_plane_timeout_seconds=run.service.control_plane_timeout_seconds,
         collective_timeout_seconds=run.service.collective_timeout_seconds,
         min_gigabytes_per_second=run.service.min_gigabytes_per_second,
         metrics_port=_metrics_port(run),
-        ca_file=run.tls.tls_ca,
-        certificate_file=run.tls.tls_certificate,
-        key_file=run.tls.tls_key,
-        server_name=run.tls.tls_server_name,
-        certificate_check_seconds=run.tls.tls_check_seconds,
+        **values_of(RankTimeouts, run.service),
+        **values_of(PlanRequest, run.plan),
+        **values_of(IntegritySettings, run.integrity),
+        **values_of(ClientTls, run.tls),
     )
 
 

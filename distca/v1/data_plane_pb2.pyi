@@ -1,8 +1,30 @@
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from typing import ClassVar as _ClassVar, Optional as _Optional
 
 DESCRIPTOR: _descriptor.FileDescriptor
+
+class HelloRefusal(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    HELLO_REFUSAL_UNSPECIFIED: _ClassVar[HelloRefusal]
+    HELLO_REFUSAL_MALFORMED: _ClassVar[HelloRefusal]
+    HELLO_REFUSAL_VERSION: _ClassVar[HelloRefusal]
+    HELLO_REFUSAL_SERVER: _ClassVar[HelloRefusal]
+    HELLO_REFUSAL_UNKNOWN: _ClassVar[HelloRefusal]
+    HELLO_REFUSAL_ADDRESS: _ClassVar[HelloRefusal]
+    HELLO_REFUSAL_RANK: _ClassVar[HelloRefusal]
+    HELLO_REFUSAL_EPOCH_OVER: _ClassVar[HelloRefusal]
+    HELLO_REFUSAL_MEMORY: _ClassVar[HelloRefusal]
+HELLO_REFUSAL_UNSPECIFIED: HelloRefusal
+HELLO_REFUSAL_MALFORMED: HelloRefusal
+HELLO_REFUSAL_VERSION: HelloRefusal
+HELLO_REFUSAL_SERVER: HelloRefusal
+HELLO_REFUSAL_UNKNOWN: HelloRefusal
+HELLO_REFUSAL_ADDRESS: HelloRefusal
+HELLO_REFUSAL_RANK: HelloRefusal
+HELLO_REFUSAL_EPOCH_OVER: HelloRefusal
+HELLO_REFUSAL_MEMORY: HelloRefusal
 
 class Hello(_message.Message):
     __slots__ = ("version", "job_id", "rank", "server_id", "first_step", "epoch")

@@ -16,10 +16,25 @@ class Placement(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     PLACEMENT_POOL: _ClassVar[Placement]
     PLACEMENT_IN_PLACE: _ClassVar[Placement]
     PLACEMENT_MIXED: _ClassVar[Placement]
+
+class LossCause(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    LOSS_CAUSE_UNSPECIFIED: _ClassVar[LossCause]
+    LOSS_CAUSE_TRANSPORT_ERROR: _ClassVar[LossCause]
+    LOSS_CAUSE_UNREACHABLE: _ClassVar[LossCause]
+    LOSS_CAUSE_DEADLINE: _ClassVar[LossCause]
+    LOSS_CAUSE_CORRUPT_RESULT: _ClassVar[LossCause]
+    LOSS_CAUSE_OWN_SERVER: _ClassVar[LossCause]
 PLACEMENT_UNSPECIFIED: Placement
 PLACEMENT_POOL: Placement
 PLACEMENT_IN_PLACE: Placement
 PLACEMENT_MIXED: Placement
+LOSS_CAUSE_UNSPECIFIED: LossCause
+LOSS_CAUSE_TRANSPORT_ERROR: LossCause
+LOSS_CAUSE_UNREACHABLE: LossCause
+LOSS_CAUSE_DEADLINE: LossCause
+LOSS_CAUSE_CORRUPT_RESULT: LossCause
+LOSS_CAUSE_OWN_SERVER: LossCause
 
 class JobSpec(_message.Message):
     __slots__ = ("name", "n_ranks", "n_layers", "n_nano_batches", "shape", "placement", "tolerance", "planner", "min_forward_tokens", "min_backward_tokens", "softmax_scale", "checksums", "transport")
@@ -258,18 +273,20 @@ class ReportStepResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class ReportServerLostRequest(_message.Message):
-    __slots__ = ("job_id", "rank_lease_id", "server_id", "epoch", "cause")
+    __slots__ = ("job_id", "rank_lease_id", "server_id", "epoch", "detail", "cause")
     JOB_ID_FIELD_NUMBER: _ClassVar[int]
     RANK_LEASE_ID_FIELD_NUMBER: _ClassVar[int]
     SERVER_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
+    DETAIL_FIELD_NUMBER: _ClassVar[int]
     CAUSE_FIELD_NUMBER: _ClassVar[int]
     job_id: str
     rank_lease_id: str
     server_id: str
     epoch: int
-    cause: str
-    def __init__(self, job_id: _Optional[str] = ..., rank_lease_id: _Optional[str] = ..., server_id: _Optional[str] = ..., epoch: _Optional[int] = ..., cause: _Optional[str] = ...) -> None: ...
+    detail: str
+    cause: LossCause
+    def __init__(self, job_id: _Optional[str] = ..., rank_lease_id: _Optional[str] = ..., server_id: _Optional[str] = ..., epoch: _Optional[int] = ..., detail: _Optional[str] = ..., cause: _Optional[_Union[LossCause, str]] = ...) -> None: ...
 
 class ReportServerLostResponse(_message.Message):
     __slots__ = ()

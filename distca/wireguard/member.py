@@ -9,18 +9,19 @@ import json
 import logging
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
-from ipaddress import IPv4Address, IPv4Network, ip_address
-from pathlib import Path
+from ipaddress import IPv4Address, IPv4Network
 
 from core_attention.whole_file import write_whole
 from distca.contract import rpc
 from distca.contract.reconnect import Addresses, is_transient, reach
+from distca.contract.rotation import Rotation
+from distca.contract.timeouts import default_seconds
 from distca.process.interrupt import StopRequest
 from distca.wireguard.contact import NetworkContact
 from distca.wireguard.peers import Peer, merged
+from distca.wireguard.settings import MemberSettings
 from distca.wireguard.state import MemberState
-from distca.wireguard.tunnel import MAX_NAME_BYTES, Tunnel
+from distca.wireguard.tunnel import Tunnel
 
 logger = logging.getLogger(__name__)
 
@@ -30,75 +31,15 @@ _PAUSE_SECONDS = 0.5
 _LOOK_SECONDS = 300.0
 """How long a control plane that is away is looked for before the log says so again."""
 
-_END_SECONDS = 15.0
+_END_SECONDS = default_seconds("tunnel_end_seconds")
 """How long the thread may take to end: longer than a call, and than a program that is run."""
 
 _NOTICE_SECONDS = 0.2
 """How late the end of the process is noticed."""
 
-_MTU_BYTES = range(576, 65536)
-
 
 class AddressLostError(Exception):
     """The control plane gives a member that comes back another address than it had."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class MemberSettings:
-    """One member.
-
-    Attributes:
-        control_plane: how to reach it.
-        host: IP address that other members reach this machine at, outside of the data network.
-        port: UDP port that it listens on.
-        interface: name of the interface that is made.
-        mtu: of the interface, in bytes: 80 less than that of the network below, for IPv6.
-        replace: remove an interface of that name that is there.
-        state_file: keeps key and address, so that both stay when the process starts again; None
-            keeps them in memory alone.
-        address_file: where to write address and interface, as JSON, once rows can go.
-    """
-
-    control_plane: rpc.RpcSettings
-    host: str
-    port: int = 51820
-    interface: str = "distca0"
-    mtu: int = 1420
-    replace: bool = False
-    state_file: Path | None = None
-    address_file: Path | None = None
-
-    def __post_init__(self) -> None:
-        try:
-            ip_address(self.host)
-        except ValueError as error:
-            raise ValueError(
-                f"host is {self.host!r}; it must be the IP address that other machines reach this "
-                "one at"
-            ) from error
-        if not 0 < self.port < 2**16:
-            raise ValueError(f"port is {self.port}; it must be 1 to 65535")
-        is_name = self.interface.isascii() and self.interface.replace("-", "").isalnum()
-        if not is_name or self.interface[0] == "-" or len(self.interface) > MAX_NAME_BYTES:
-            raise ValueError(
-                f"interface is {self.interface!r}; it must be 1 to {MAX_NAME_BYTES} letters and "
-                "digits, for example distca0"
-            )
-        if self.mtu not in _MTU_BYTES:
-            raise ValueError(
-                f"mtu is {self.mtu}; it must be {_MTU_BYTES.start} to {_MTU_BYTES.stop - 1} bytes, "
-                "1420 where the network's is 1500"
-            )
-        if self.control_plane.certificate_file is None:
-            raise ValueError(
-                "tls_certificate is not given; keys are handed out over mutual TLS alone: give "
-                "tls_ca, tls_certificate and tls_key"
-            )
-
-    @property
-    def endpoint(self) -> str:
-        """What other members send their packets to."""
-        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
 def run(settings: MemberSettings, tell: Callable[[str], None]) -> None:
@@ -137,7 +78,9 @@ class Member:
     def __init__(self, settings: MemberSettings, tell: Callable[[str], None]) -> None:
         self._settings = settings
         self._tell = tell
-        self._addresses = Addresses(settings.control_plane)
+        reached = settings.rpc.following_files()
+        self._addresses = Addresses(reached)
+        self._rotation = Rotation(reached)
         self._state = MemberState.load(settings.state_file)
         self._tunnel = Tunnel(
             settings.interface,
@@ -150,8 +93,6 @@ class Member:
         self._peers: tuple[Peer, ...] = ()
         self._revision = ""
         self._ending = threading.Event()
-        # gRPC does not survive a call that begins while another thread closes its channel.
-        self._closing = threading.Lock()
         self._error: Exception | None = None
         self._thread = threading.Thread(target=self._keep, name="distca-wireguard", daemon=True)
 
@@ -168,13 +109,13 @@ class Member:
         """Leaves the network and removes the interface. Idempotent; the control plane need not be
         there."""
         self._ending.set()
-        with self._closing:
-            if self._contact is not None:
-                try:
-                    # This also ends the renewal that waits for news.
-                    self._contact.leave(self._state.public_key)
-                except rpc.RpcError as error:
-                    logger.info("left without saying so: %s", error)
+        contact = self._contact
+        if contact is not None:
+            try:
+                # This also ends the renewal that waits for news.
+                contact.leave(self._state.public_key)
+            except rpc.RpcError as error:
+                logger.info("left without saying so: %s", error)
         if self._thread.ident is not None:
             self._thread.join(_END_SECONDS)
         self._end_contact()
@@ -200,7 +141,7 @@ class Member:
     def _join(self) -> None:
         # First what may fail on this machine: nobody is told of a member that cannot be one.
         self._tunnel.open(replace=self._settings.replace)
-        self._contact = self._reach(self._settings.control_plane.connect_seconds)
+        self._contact = self._reach(self._settings.connect_seconds)
         assert self._network is not None
         self._tunnel.bring_up(IPv4Address(self._state.address), self._network)
         self._renew(self._contact)
@@ -213,6 +154,10 @@ class Member:
         contact = self._contact
         try:
             if contact is None:
+                contact = self._contact = self._reach(_LOOK_SECONDS)
+            elif self._rotation.is_due(contact.settings):
+                logger.info("going over to new certificates")
+                self._end_contact()
                 contact = self._contact = self._reach(_LOOK_SECONDS)
             self._renew(contact)
         except rpc.LeaseExpired:
@@ -233,10 +178,9 @@ class Member:
             )
 
     def _end_contact(self) -> None:
-        with self._closing:
-            contact, self._contact = self._contact, None
-            if contact is not None:
-                contact.end()
+        contact, self._contact = self._contact, None
+        if contact is not None:
+            contact.end()
 
     def _reach(self, timeout_seconds: float) -> NetworkContact:
         return reach(

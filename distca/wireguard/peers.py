@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from ipaddress import IPv4Address, IPv4Network, ip_address
 
+from distca.contract.addresses import split_address
 from distca.contract.network_proof import KEY_BYTES
 from distca.v1 import data_network_pb2
 
@@ -37,16 +38,16 @@ class Peer:
             PeerError: a field is wrong: what is in it goes into a configuration.
         """
         try:
-            host, _, port = message.endpoint.rpartition(":")
-            ip_address(host.removeprefix("[").removesuffix("]"))
+            host, _ = split_address("endpoint", message.endpoint)
+            ip_address(host)
             address = IPv4Address(message.address)
-            is_sound = port.isdecimal() and len(message.public_key) == KEY_BYTES
+            is_sound = len(message.public_key) == KEY_BYTES
         except ValueError as error:
             raise PeerError(f"the control plane named a peer of no use: {error}") from error
         if not is_sound or address not in network:
             raise PeerError(
                 f"the control plane named a peer of no use, at {message.endpoint!r} and {address}; "
-                f"it needs a port, a key of {KEY_BYTES} bytes and an address of {network}"
+                f"it needs a key of {KEY_BYTES} bytes and an address of {network}"
             )
         return cls(message.public_key, message.endpoint, address)
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import subprocess
 
-COMMAND_SECONDS = 10.0
+from distca.contract.timeouts import default_seconds
+
+COMMAND_SECONDS = default_seconds("tunnel_command_seconds")
 """How long one of the programs may take."""
 
 

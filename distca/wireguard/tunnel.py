@@ -26,9 +26,6 @@ from distca.wireguard.tools import (
 
 logger = logging.getLogger(__name__)
 
-MAX_NAME_BYTES = 15
-"""Of an interface's name."""
-
 _POLL_SECONDS = 0.05
 
 

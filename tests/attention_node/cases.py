@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from attention_node.machine.tick import TickMachine
 from attention_node.open_tick import OpenTick, Source
 from attention_node.tick_route import TickRoute
 from core_attention.ca_task import MaskKind, Phase, TaskTable
@@ -103,7 +104,9 @@ def home_rows(manifest: Manifest, rank: int, nano_batch: int = 0) -> torch.Tenso
 def open_tick(route: TickRoute, phase: Phase, closed: Callable[[OpenTick], None]) -> OpenTick:
     """An open tick of layer 0."""
     return OpenTick(
-        tick=Tick(0, 0, 0, phase),
+        machine=TickMachine(
+            Tick(0, 0, 0, phase), route.outline(phase, owed=frozenset(), message_bytes=0)
+        ),
         route=route,
         shape=SHAPE,
         scale=SCALE,

@@ -17,7 +17,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from prometheus_client.parser import text_string_to_metric_families
 
-from attention_node.server import NodeSettings
+from attention_node.settings import NodeSettings
 from core_attention.manifest import RankManifest
 from distca.contract import rpc
 from distca.v1 import jobs_pb2, membership_pb2, membership_pb2_grpc
@@ -145,7 +145,7 @@ def test_a_node_outlives_its_control_plane_but_not_for_ever(tmp_path: Path) -> N
         hasty = alone.start_node("hasty", control_plane_timeout_seconds=2.0)
         alone.control_plane.kill()
         assert hasty.popen.wait(EXIT_SECONDS) != 0
-        assert "MembershipLost: the control plane has been away for 2 s" in hasty.log.read_text()
+        assert "PoolLinkLost: the control plane has been away for 2 s" in hasty.log.read_text()
         assert patient.popen.poll() is None
         alone.start_control_plane()
         wait_for_servers(alone, {"patient"})
@@ -207,7 +207,8 @@ def test_a_taken_port_is_named(running: Cluster) -> None:
         port = taken.getsockname()[1]
         code = f"""
 from pathlib import Path
-from attention_node.server import NodeSettings, run
+from attention_node.server import run
+from attention_node.settings import NodeSettings
 from tests.cluster import NODE_SHAPE
 run(NodeSettings(control_plane={running.address!r}, server_id="other", data_host="127.0.0.1",
     data_port={port}, profile_dir=Path({str(running.folder)!r}), profile_shapes=(NODE_SHAPE,)))

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attention_node.tick_memory import MemoryTooSmall, TickMemory
+from attention_node.machine.tick_memory import MemoryTooSmall, TickMemory
 from core_attention.ca_task import Phase
 from core_attention.tick import Tick
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from attention_node.executor import Executor
-from attention_node.hello import FAREWELL, PROTOCOL_VERSION, HelloRefusal, HelloRefused
+from attention_node.hello import PROTOCOL_VERSION, HelloRefusal, HelloRefused
 from attention_node.open_tick import TickGivenUp
 from attention_node.served_job import JobDescription, StepBusy
 from attention_node.tick_server import TickServer
@@ -126,7 +126,7 @@ class FakeConnection:
         wait_for(lambda: tag in self.offers)
         self.offers.pop(tag).end(TransferState.DONE)
 
-    def close(self, reason: str = "") -> None:
+    def close(self, reason: str = "", *, finished: bool = False) -> None:
         if not self.closed:
             self.closed, self.reason = True, reason
             for offer in list(self.offers.values()):
@@ -255,16 +255,15 @@ def test_a_finished_step_whose_plan_comes_again_is_not_expected_again(harness: H
 @pytest.mark.parametrize(
     ("error", "level"),
     [
-        (PeerClosed(FAREWELL, transport="fake", peer="rank"), logging.INFO),
+        (PeerClosed("done", transport="fake", peer="rank", finished=True), logging.INFO),
         (
             PeerClosed("the session failed: no memory", transport="fake", peer="rank"),
             logging.WARNING,
         ),
         (PeerLost("no sign of life", transport="fake", peer="rank"), logging.WARNING),
-        (PeerLost(FAREWELL, transport="fake", peer="rank"), logging.WARNING),
     ],
 )
-def test_a_farewell_is_no_warning_and_a_loss_is_one(
+def test_a_close_notice_is_no_warning_and_a_loss_is_one(
     harness: Harness, caplog: pytest.LogCaptureFixture, error: TransportError, level: int
 ) -> None:
     connection = harness.connect(1)

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from control_plane.jobs.audience import Audience
+from control_plane.jobs.event_streams import EventStreams
 from control_plane.planner.planners import PLANNERS
 from control_plane.planner.planning import PlanningOptions, PlanningServer
 from control_plane.server import run
@@ -27,7 +27,7 @@ from control_plane.settings import ControlPlaneSettings, CoordinatorSettings
 from core_attention.manifest import Manifest
 from core_attention.plan import Plan
 from core_attention.shape import AttentionShape
-from distca.contract.tls import TlsFiles
+from distca.contract.settings import TlsFiles
 from distca.v1 import jobs_pb2
 from tests import random_planner
 
@@ -51,18 +51,18 @@ def slow_planner(seconds: float) -> Any:
 
 def die_publishing(plans: int) -> None:
     """This process kills itself once it has told a rank of its ``plans``-th plan."""
-    tell_rank = Audience.tell_rank
+    send_to_rank = EventStreams.send_to_rank
     told = 0
 
-    def tell_and_die(self: Audience, job: Any, rank: int, event: jobs_pb2.PlanEvent) -> None:
+    def tell_and_die(self: EventStreams, job: Any, rank: int, event: jobs_pb2.PlanEvent) -> None:
         nonlocal told
-        tell_rank(self, job, rank, event)
+        send_to_rank(self, job, rank, event)
         if event.WhichOneof("event") == "step_planned" and rank == 0:
             told += 1
             if told == plans:
                 os.kill(os.getpid(), signal.SIGKILL)
 
-    setattr(Audience, "tell_rank", tell_and_die)  # noqa: B010 - mypy takes no such assignment
+    setattr(EventStreams, "send_to_rank", tell_and_die)  # noqa: B010 - mypy takes no such assignment
 
 
 def tls_files(folder: Path) -> TlsFiles:

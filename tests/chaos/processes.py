@@ -17,8 +17,7 @@ from pathlib import Path
 
 import psutil
 
-from core_attention.shape import AttentionShape
-from distca.shapes import format_shape
+from core_attention.shape import AttentionShape, format_shape
 from tests.chaos.hosts import LOOPBACK, Host
 from tests.chaos.tick_log import TickReader
 from tests.cluster import keep_profile

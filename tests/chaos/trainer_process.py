@@ -8,33 +8,37 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from core_attention.ca_task import Phase
+from core_attention.tick import Tick
 from distca.cli import main
 from tests.chaos.tick_log import TickEvent, TickLog
-from trainer_client.step.lane_log import LaneLog, SentTick
+from trainer_client.machine.instructions import ForgetInputs, ForgetQueries
+from trainer_client.machine.lane import BegunTick, LaneMachine
 
 
 def note_ticks(log: TickLog) -> None:
     """From now on every tick of this process is noted."""
-    add, completed = LaneLog.add, LaneLog.completed
+    begin, complete = LaneMachine.begin, LaneMachine.complete
 
-    def noted(sent: SentTick, *, complete: bool) -> None:
-        tick = sent.tick
+    def noted(tick: Tick, *, complete: bool) -> None:
         backward = tick.phase is Phase.BACKWARD
         log.add(TickEvent(time.monotonic(), tick.step, tick.layer, backward, complete))
 
-    def noted_add(lane: LaneLog, sent: SentTick) -> None:
-        add(lane, sent)
-        noted(sent, complete=False)
+    def noted_begin(lane: LaneMachine, tick: Tick, index: int) -> BegunTick:
+        noted(tick, complete=False)
+        return begin(lane, tick, index)
 
-    def noted_completed(lane: LaneLog, sent: SentTick) -> None:
-        completed(lane, sent)
-        noted(sent, complete=True)
+    def noted_complete(
+        lane: LaneMachine, done: BegunTick
+    ) -> Sequence[ForgetInputs | ForgetQueries]:
+        noted(done.tick, complete=True)
+        return complete(lane, done)
 
-    setattr(LaneLog, "add", noted_add)  # noqa: B010 - mypy takes no assignment to a method
-    setattr(LaneLog, "completed", noted_completed)  # noqa: B010
+    setattr(LaneMachine, "begin", noted_begin)  # noqa: B010 - mypy takes no assignment to a method
+    setattr(LaneMachine, "complete", noted_complete)  # noqa: B010
 
 
 if __name__ == "__main__":

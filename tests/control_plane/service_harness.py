@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import grpc
 import numpy as np
@@ -241,13 +241,24 @@ class Client:
         return answer.job_id, answer.rank_lease_id
 
     def report_lost(
-        self, job_id: str, lease: str, server_id: str, epoch: int, cause: str = "connection reset"
+        self,
+        job_id: str,
+        lease: str,
+        server_id: str,
+        epoch: int,
+        *,
+        cause: int = jobs_pb2.LOSS_CAUSE_TRANSPORT_ERROR,
     ) -> None:
-        self.jobs.ReportServerLost(
-            jobs_pb2.ReportServerLostRequest(
-                job_id=job_id, rank_lease_id=lease, server_id=server_id, epoch=epoch, cause=cause
-            )
+        request = jobs_pb2.ReportServerLostRequest(
+            job_id=job_id,
+            rank_lease_id=lease,
+            server_id=server_id,
+            epoch=epoch,
+            detail="connection reset",
         )
+        # As a newer release may, whose numbers are unknown here.
+        request.cause = cast(jobs_pb2.LossCause, cause)
+        self.jobs.ReportServerLost(request)
 
     def report_progress(
         self, job_id: str, lease: str, epoch: int, steps: Mapping[int, Sequence[int] | None]

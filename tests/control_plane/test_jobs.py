@@ -23,10 +23,10 @@ from control_plane.jobs.jobs import REMEMBERED_CLOSED_JOBS, Jobs
 from control_plane.jobs.rank_leases import Patience
 from control_plane.jobs.step import (
     FailedStep,
-    PlannedStep,
     RankMeasurement,
     ReadyStep,
     ServerMeasurement,
+    StepRecord,
 )
 from control_plane.planner.planning import PlanningOptions, PlanningServer
 from core_attention.ca_task import Phase
@@ -73,7 +73,7 @@ def submit(job: Job, rank: int, step: int, forward_only: bool = False, now: floa
     job.submit(f"L{rank}", rank_manifest(step, rank), forward_only=forward_only, now=now)
 
 
-def planned(step: int, server_ids: tuple[str, ...] = ("a", "b")) -> PlannedStep:
+def planned(step: int, server_ids: tuple[str, ...] = ("a", "b")) -> StepRecord:
     servers = [
         PlanningServer(
             server=PlanServer(server_id, None, "h:1"), host="h", profile=linear_profile()
@@ -82,10 +82,10 @@ def planned(step: int, server_ids: tuple[str, ...] = ("a", "b")) -> PlannedStep:
     ]
     manifest = Manifest.merge([rank_manifest(step, rank) for rank in (0, 1)], 2)
     plan = rotating_plan(manifest, servers, SHAPE, PlanningOptions())
-    return PlannedStep(plan=plan, plan_seconds=0.1, forward_only=False)
+    return StepRecord(job_id="job", plan=plan, plan_seconds=0.1, forward_only=False)
 
 
-def plan_next(job: Job, step: int) -> PlannedStep:
+def plan_next(job: Job, step: int) -> StepRecord:
     for rank in (0, 1):
         submit(job, rank, step)
     (ready,) = job.take_decided()

@@ -5,20 +5,22 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from control_plane.jobs.first_ticks import FirstTickSlices, first_ticks
+from control_plane.jobs.first_ticks import first_ticks
 from control_plane.jobs.quarantine import Quarantine
-from control_plane.jobs.recovery import Recovery, StepProgress, is_finished
+from control_plane.jobs.recovery import JobRecovery, StepProgress, is_finished
+from control_plane.jobs.slicing import PlanSlicer
 from core_attention.errors import PlanError
 from core_attention.manifest import Manifest, RankManifest, Segment
-from distca.contract.codec import first_tick_from_bytes, plan_to_proto
+from distca.contract.codec import first_tick_from_bytes
 from tests.control_plane.test_jobs import planned
+from tests.plan_slices import for_rank
 
 
 def progress(step: int, *ticks: int, done: bool = False) -> StepProgress:
     return StepProgress(step=step, complete_ticks=ticks, done=done)
 
 
-def lose(recovery: Recovery, *server_ids: str) -> int:
+def lose(recovery: JobRecovery, *server_ids: str) -> int:
     """Begins a recovery for servers that were lost; its epoch."""
     for server_id in server_ids:
         recovery.call_for(f"{server_id} was lost", server_id)
@@ -27,7 +29,7 @@ def lose(recovery: Recovery, *server_ids: str) -> int:
 
 
 def test_every_recovery_has_an_epoch_of_its_own() -> None:
-    recovery = Recovery(5 << 20)
+    recovery = JobRecovery(5 << 20)
     assert recovery.epoch == 5 << 20
     assert not recovery.began
     assert [lose(recovery, "a"), lose(recovery, "b")] == [(5 << 20) + 1, (5 << 20) + 2]
@@ -36,7 +38,7 @@ def test_every_recovery_has_an_epoch_of_its_own() -> None:
 
 
 def test_losses_before_the_beginning_share_a_recovery() -> None:
-    recovery = Recovery()
+    recovery = JobRecovery()
     assert recovery.call_for("a was lost", "a")
     assert not recovery.call_for("b was lost", "b")
     assert not recovery.call_for("a was lost again", "a")
@@ -46,7 +48,7 @@ def test_losses_before_the_beginning_share_a_recovery() -> None:
 
 
 def test_recovery_that_starts_over_keeps_what_was_lost_and_drops_the_answers() -> None:
-    recovery = Recovery()
+    recovery = JobRecovery()
     first = lose(recovery, "a")
     assert recovery.answer(0, first, [progress(3, 1)])
     second = lose(recovery, "b")
@@ -58,7 +60,7 @@ def test_recovery_that_starts_over_keeps_what_was_lost_and_drops_the_answers() -
 
 
 def test_next_recovery_tells_of_its_own_losses_only() -> None:
-    recovery = Recovery()
+    recovery = JobRecovery()
     lose(recovery, "a")
     recovery.end()
     lose(recovery, "b")
@@ -66,7 +68,7 @@ def test_next_recovery_tells_of_its_own_losses_only() -> None:
 
 
 def test_answers_outside_of_a_recovery_change_nothing() -> None:
-    recovery = Recovery()
+    recovery = JobRecovery()
     assert not recovery.answer(0, 0, [])
     epoch = lose(recovery, "a")
     recovery.answer(0, epoch, [progress(1, 2)])
@@ -75,14 +77,14 @@ def test_answers_outside_of_a_recovery_change_nothing() -> None:
 
 
 def test_epoch_is_never_below_what_a_rank_has_seen() -> None:
-    recovery = Recovery(3)
+    recovery = JobRecovery(3)
     recovery.raise_epoch(9)
     recovery.raise_epoch(4)
     assert lose(recovery, "a") == 10
 
 
 def test_recoveries_without_a_new_loss_or_a_complete_tick_are_counted() -> None:
-    recovery = Recovery()
+    recovery = JobRecovery()
     counted = []
     for _ in range(4):
         # Ticks complete before the first one only.
@@ -93,7 +95,7 @@ def test_recoveries_without_a_new_loss_or_a_complete_tick_are_counted() -> None:
 
 
 def test_complete_tick_and_finished_step_end_the_count() -> None:
-    recovery = Recovery()
+    recovery = JobRecovery()
     for ticks in (0, 0, 1):
         recovery.answer(0, lose(recovery, "a"), [progress(3, ticks)])
         recovery.end()
@@ -106,8 +108,19 @@ def test_complete_tick_and_finished_step_end_the_count() -> None:
     assert recovery.fruitless == 0
 
 
+def test_the_reasons_of_recoveries_in_vain_are_kept_once_each() -> None:
+    recovery = JobRecovery()
+    for reason in ("first", "cause", "symptom", "cause", "symptom"):
+        recovery.call_for(reason, "a")
+        recovery.begin(now=0.0)
+        recovery.end()
+    assert recovery.in_vain == ["cause", "symptom"], "the first told of the server's loss"
+    recovery.progressed()
+    assert recovery.in_vain == []
+
+
 def test_losing_many_servers_one_after_the_other_is_not_in_vain() -> None:
-    recovery = Recovery()
+    recovery = JobRecovery()
     for number in range(50):
         recovery.answer(0, lose(recovery, f"server-{number}"), [progress(3, 0)])
         recovery.end()
@@ -154,12 +167,14 @@ def test_first_ticks_are_cut_like_the_plan() -> None:
     plan = planned(3).plan
     whole = np.arange(plan.manifest.n_documents) + 1
     for rank in (0, 1):
-        piece = plan.for_rank(rank)
-        column = FirstTickSlices(plan.manifest, whole).of(plan_to_proto(piece, "job"))
+        piece = for_rank(plan, rank)
+        slicer = PlanSlicer(plan, "job", first_tick=whole)
+        column = slicer.rank_event(rank).step_planned.first_tick
         cut = first_tick_from_bytes(column, piece.manifest.n_documents)
         of_id = dict(zip(plan.manifest.document_id.tolist(), whole.tolist(), strict=True))
         assert cut.tolist() == [of_id[i] for i in piece.manifest.document_id.tolist()]
-        assert FirstTickSlices(plan.manifest, None).of(plan_to_proto(piece, "job")) == b""
+        from_the_beginning = PlanSlicer(plan, "job").rank_event(rank)
+        assert from_the_beginning.step_planned.first_tick == b""
 
 
 def test_quarantine_doubles_with_every_loss_and_ends() -> None:

@@ -59,8 +59,15 @@ class Pair:
         """The next event of each rank, a plan."""
         return [watcher.next("step_planned") for watcher in self.watchers]
 
-    def lose(self, server_id: str, rank: int = 0, *, epoch: int) -> None:
-        self.client.report_lost(self.job_id, self.leases[rank], server_id, epoch)
+    def lose(
+        self,
+        server_id: str,
+        rank: int = 0,
+        *,
+        epoch: int,
+        cause: int = jobs_pb2.LOSS_CAUSE_TRANSPORT_ERROR,
+    ) -> None:
+        self.client.report_lost(self.job_id, self.leases[rank], server_id, epoch, cause=cause)
 
     def recover(self) -> jobs_pb2.Recover:
         """The next event of all ranks, a recovery."""
@@ -92,6 +99,25 @@ def servers_of(planned: jobs_pb2.StepPlanned) -> list[str]:
 
 def first_tick_of(planned: jobs_pb2.StepPlanned) -> list[int]:
     return [int(tick) for tick in np.frombuffer(planned.first_tick, "<i4")]
+
+
+@pytest.mark.parametrize(
+    ("number", "label"),
+    [(jobs_pb2.LOSS_CAUSE_DEADLINE, "deadline"), (0, "unknown"), (77, "unknown")],
+)
+def test_losses_are_counted_by_their_cause(
+    control_plane: ControlPlane, client: Client, number: int, label: str
+) -> None:
+    client.watch_server(client.register("s0"))
+    pair = open_pair(client)
+    pair.submit(0)
+    epoch = pair.plans()[0].plan.epoch
+    pair.lose("s0", epoch=epoch, cause=number)
+    pair.lose("s0", rank=1, epoch=epoch - 1, cause=number)
+    pair.recover()
+    registry = control_plane.metrics.registry
+    name = "distca_control_plane_failures_detected_total"
+    assert registry.get_sample_value(name, {"cause": label}) == 1
 
 
 def test_unfinished_steps_are_planned_again_from_where_their_ranks_stand(client: Client) -> None:
@@ -413,7 +439,7 @@ def test_job_is_given_up_when_recoveries_do_not_help() -> None:
             assert "train.rank-1" in servers_of(pair.plans()[1])
         pair.lose("train.rank-1", epoch=epoch)
         error = pair.watchers[0].next("job_closed").error
-        assert error.startswith("3 recoveries in a row, and no rank has completed a tick; the last")
+        assert error.startswith("3 recoveries in a row, and no rank has completed a tick: ")
 
 
 def test_rank_that_does_not_answer_is_named() -> None:

@@ -23,11 +23,11 @@ from control_plane.server import AddressInUseError, ControlPlane
 from control_plane.settings import (
     ControlPlaneSettings,
     CoordinatorSettings,
-    split_address,
 )
 from distca.contract import rpc
+from distca.contract.addresses import split_address
 from distca.contract.reconnect import is_transient
-from distca.contract.tls import TlsFiles
+from distca.contract.settings import TlsFiles
 from distca.v1 import membership_pb2
 from tests.control_plane.service_harness import (
     DEADLINE_SECONDS,

@@ -33,6 +33,7 @@ from tests.control_plane.service_harness import (
     running,
     server_description,
 )
+from tests.plan_slices import for_rank, for_server
 
 COMPILE_SECONDS = 300.0
 """Planners compile on first use: tens of seconds on a loaded machine without numba's cache."""
@@ -92,10 +93,10 @@ def test_job_of_two_ranks_on_two_servers_from_opening_to_closing(client: Client)
             whole = expected_plan(step, ["s0", "s1"], epoch)
             assert not planned.forward_only
             assert not planned.first_tick
-            assert planned.plan == plan_to_proto(whole.for_rank(rank), job_id)
+            assert planned.plan == plan_to_proto(for_rank(whole, rank), job_id)
         for server_id, watcher in servers.items():
             planned = watcher.next("step_planned")
-            assert planned.plan == plan_to_proto(whole.for_server(server_id), job_id)
+            assert planned.plan == plan_to_proto(for_server(whole, server_id), job_id)
 
     for step in range(3):
         for rank in (0, 1):

@@ -11,6 +11,7 @@ from core_attention.ca_task import Phase
 from core_attention.manifest import Manifest
 from core_attention.plan import Plan
 from core_attention.routing import PairRoute, derive_routes
+from tests.plan_slices import for_rank, for_server
 from tests.strategies import plans
 
 Pair = tuple[int, int]
@@ -142,14 +143,14 @@ def test_slices_give_the_routes_of_the_whole_plan(phase: Phase, plan: Plan) -> N
     for nano_batch in range(plan.manifest.n_nano_batches):
         whole = described(plan, phase, nano_batch)
         for rank in range(plan.manifest.n_ranks):
-            sliced = described(plan.for_rank(rank), phase, nano_batch)
+            sliced = described(for_rank(plan, rank), phase, nano_batch)
             own = {s.server_id for s in plan.servers if s.in_place_rank == rank}
             mine = {pair for pair in whole if pair[0] == rank or pair[1] in own}
             assert {pair for pair in sliced if pair[0] == rank or pair[1] in own} == mine
             for pair in mine:
                 assert sliced[pair] == whole[pair]
         for server in plan.servers:
-            sliced = described(plan.for_server(server.server_id), phase, nano_batch)
+            sliced = described(for_server(plan, server.server_id), phase, nano_batch)
             mine = {pair for pair in whole if pair[1] == server.server_id}
             assert {pair for pair in sliced if pair[1] == server.server_id} == mine
             for pair in mine:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from pathlib import Path
+from typing import BinaryIO
 
 import pytest
 
@@ -19,6 +20,21 @@ def test_content_and_permissions(tmp_path: Path) -> None:
     write_whole(path, b"\x00secret", mode=0o600, durable=True)
     assert path.read_bytes() == b"\x00secret"
     assert path.stat().st_mode & 0o777 == 0o600
+    assert os.listdir(tmp_path) == ["file"]
+
+
+def test_what_is_too_large_for_memory_is_written_piece_by_piece(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    write_whole(path, lambda file: [file.write(b"12"), file.write(b"3")], durable=True)
+    assert path.read_bytes() == b"123"
+
+    def fail(file: BinaryIO) -> None:
+        file.write(b"4")
+        raise RuntimeError("no more")
+
+    with pytest.raises(RuntimeError, match="no more"):
+        write_whole(path, fail)
+    assert path.read_bytes() == b"123"
     assert os.listdir(tmp_path) == ["file"]
 
 

@@ -690,6 +690,14 @@ class TransportConformance:
         with pytest.raises(PeerClosed, match="no memory for the scores") as told:
             offer.wait(WAIT_SECONDS)
         assert told.value.said == "no memory for the scores"
+        assert not told.value.finished
+
+    def test_the_peer_learns_that_there_is_no_more_to_do(self, pair: Pair) -> None:
+        offer = pair.at_server.offer(1, pair.pool.acquire(100), WAIT_SECONDS)
+        pair.at_client.close("all done", finished=True)
+        with pytest.raises(PeerClosed, match="all done") as told:
+            offer.wait(WAIT_SECONDS)
+        assert told.value.finished
 
     def test_closed_callback_added_late(self, pair: Pair) -> None:
         pair.at_client.close()

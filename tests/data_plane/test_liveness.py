@@ -66,7 +66,7 @@ class FakeConnection:
     ) -> Transfer:
         raise NotImplementedError
 
-    def close(self, reason: str = "") -> None:
+    def close(self, reason: str = "", *, finished: bool = False) -> None:
         raise NotImplementedError
 
     def add_closed_callback(self, callback: Callable[[TransportError | None], None]) -> None:
@@ -117,7 +117,7 @@ def test_connection_is_watched_until_its_last_wait_is_over(monitor: LivenessMoni
 @pytest.mark.parametrize("name", ["quiet_seconds", "ping_timeout_seconds"])
 def test_times_must_be_positive(name: str) -> None:
     with pytest.raises(ValueError, match=f"{name} is 0"):
-        LivenessMonitor(**{name: 0})
+        LivenessMonitor(**{"quiet_seconds": 1.0, "ping_timeout_seconds": 1.0, name: 0})
 
 
 class FakeWorker:

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from data_plane.greeting import Greeting, Status
 from data_plane.handshake import ClientHandshake, ListenerHandshake, Verdict
 from data_plane.nixl.frame_mac import FrameMac
 from data_plane.posted_transfer import CONTROL_CHANNEL, DATA_CHANNEL
@@ -17,7 +18,7 @@ from data_plane.proof import (
     derived_key,
     server_proof,
 )
-from data_plane.transport import AcceptCallback, HandshakeRejected
+from data_plane.transport import AcceptCallback, Claim, ClaimRefused, HandshakeRejected
 from data_plane.ucxx.wire_tags import NEWS_CHANNEL, WireTags
 from tests.data_plane.secret import SECRET, proven
 
@@ -122,6 +123,27 @@ def test_a_refusal_behind_the_proof_is_proven_and_one_before_is_not() -> None:
     with pytest.raises(HandshakeRejected, match="proof of the hello") as refused:
         shake(proven(), secret=b"guessed")
     assert not refused.value.proven
+
+
+@pytest.mark.parametrize("checked", [True, False])
+@pytest.mark.parametrize("code", [0, 7, 255])
+def test_a_refusal_carries_its_code(checked: bool, code: int) -> None:
+    def refuse(claim: Claim, connection: object) -> bytes:
+        if checked:
+            claim.check(SECRET)
+        raise ClaimRefused("größer", code=code)
+
+    with pytest.raises(HandshakeRejected, match="größer") as refused:
+        shake(refuse)
+    assert (refused.value.code, refused.value.proven) == (code, checked)
+
+
+def test_a_refusal_without_a_word_has_no_code() -> None:
+    client, listener = ClientHandshake(b"rank 0", SECRET), ListenerHandshake(ENDS)
+    client.answer(listener.challenge, ENDS)
+    with pytest.raises(HandshakeRejected) as refused:
+        client.conclude(Greeting(status=Status.REFUSED, body=b""), transport="none", peer="nobody")
+    assert refused.value.code == 0
 
 
 def test_a_callback_that_checks_nothing_takes_nobody_in() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from prometheus_client import CollectorRegistry
 
-from attention_node.server import NodeSettings
+from attention_node.settings import NodeSettings
 from core_attention.shape import AttentionShape
 from data_plane import transports
 from data_plane.metrics import DataPlaneMetrics
@@ -23,7 +23,7 @@ from data_plane.transports import (
     resolve_transport,
 )
 from distca.doctor.responder import ResponderSettings
-from distca.doctor.surroundings import DoctorSettings
+from distca.doctor.settings import DoctorSettings
 from tests.rdma_machine import add_rdma_device
 from trainer_client import SessionOptions
 

@@ -20,14 +20,15 @@ from distca.certs.authority import Authority, Signed
 from distca.certs.description import describe_file
 from distca.contract.identity import Identity, Role
 from distca.contract.rpc import RpcSettings
-from distca.contract.tls import TlsFiles
+from distca.contract.settings import TlsFiles
 from distca.doctor.certificate_checks import judge_validity
 from distca.doctor.cluster_probe import ClusterProbe
 from distca.doctor.examination import CHECKS
 from distca.doctor.finding import Finding, Status
 from distca.doctor.measurement import ChildFailed, child_responder, measure, transport_of
 from distca.doctor.responder import HELLO, ResponderSettings, responding
-from distca.doctor.surroundings import DoctorSettings, Surroundings
+from distca.doctor.settings import DoctorSettings
+from distca.doctor.surroundings import Surroundings
 from tests.cluster import cluster
 from tests.control_plane.service_harness import client_of, running
 
@@ -394,8 +395,8 @@ def test_strict_fails_for_warnings() -> None:
     [
         ("--skip=nonsense", "skip is nonsense; the checks are gpu, driver"),
         ("--device=gpu", "device is 'gpu'; give cpu or cuda:INDEX"),
-        ("--peer=host", "peer is 'host'; it must be HOST:PORT"),
-        ("--listen=host", "listen is 'host'; it must be HOST:PORT"),
+        ("--peer=host", "peer is 'host'; it must be host:port"),
+        ("--listen=host", "listen is 'host'; it must be host:port"),
         ("--shape=8:2", "shape is '8:2'"),
     ],
 )

@@ -27,7 +27,6 @@ from data_plane import transport_facts
 from data_plane.transport import Address, ProbeResult
 from data_plane.transports import TransportName
 from distca import __version__
-from distca.commands.doctor import CHECK_NAMES
 from distca.doctor import cluster_checks, device_checks
 from distca.doctor.cluster_checks import compare_versions, judge_clock
 from distca.doctor.data_port_checks import judge_host
@@ -37,7 +36,8 @@ from distca.doctor.finding import Finding, Status, failed, passed, warned, worst
 from distca.doctor.machine_checks import judge_shared_memory
 from distca.doctor.path_checks import judge_self_test
 from distca.doctor.report import as_json, summary
-from distca.doctor.surroundings import DoctorSettings, Surroundings
+from distca.doctor.settings import CHECK_NAMES, DoctorSettings
+from distca.doctor.surroundings import Surroundings
 from distca.doctor.ucx_checks import judge_transport
 from distca.top.snapshot import Snapshot
 from tests.addresses import foreign_address, unused_port
@@ -291,7 +291,8 @@ MEMLOCK = """
 import resource
 from pathlib import Path
 from distca.doctor.machine_checks import check_memlock
-from distca.doctor.surroundings import DoctorSettings, Surroundings
+from distca.doctor.settings import DoctorSettings
+from distca.doctor.surroundings import Surroundings
 resource.setrlimit(resource.RLIMIT_MEMLOCK, (65536, 65536))
 root = Path("/nowhere")  # whose processes have no capabilities
 for rdma in (False, True):

@@ -11,11 +11,10 @@ import torch
 from typer.testing import CliRunner
 
 import trainer_client.integrations.transformers
-from core_attention.shape import AttentionShape
+from core_attention.shape import AttentionShape, format_shape, parse_shape
 from distca.cli import app
 from distca.data.corpus import VOCABULARY_SIZE
 from distca.errors import ModelConfigError
-from distca.shapes import format_shape, parse_shape
 from distca.train.language_model import LanguageModel, has_plain_head
 from distca.train.model import (
     attention_shape,

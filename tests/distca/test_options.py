@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from enum import StrEnum
+from fractions import Fraction
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 import pytest
 import typer
@@ -14,12 +15,12 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from data_plane.transports import TransportName
+from distca.contract.settings import IntegritySettings
 from distca.data.settings import DataSettings
-from distca.options import as_arguments, options_from
+from distca.options import Read, as_arguments, options_from
 from distca.train.settings import (
     DeviceName,
     Homes,
-    IntegritySettings,
     ModelSettings,
     PlacementName,
     PlanSettings,
@@ -108,6 +109,69 @@ def test_two_classes_with_one_field_are_refused() -> None:
         options_from(command)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Lock:
+    key: Annotated[Path, typer.Option("--lock-key")]
+    bolt: Annotated[Path, typer.Option("--lock-bolt")]
+    spare: Annotated[Path | None, typer.Option("--lock-spare")] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class House:
+    """Options of its own, those of other classes, and values that are read from a text."""
+
+    storeys: Annotated[int, typer.Option()] = 2
+    wall: Wall = field(default_factory=lambda: Wall(width=1.0))
+    lock: Lock | None = None
+    rooms: Annotated[tuple[Fraction, ...], typer.Option("--room"), Read(str, Fraction)] = (
+        Fraction(1, 2),
+    )
+    address: Annotated[str, typer.Option()] = field(default_factory=lambda: "its own")
+    unused: int = 7
+
+
+def build_house(*arguments: str) -> House | str:
+    received: list[House] = []
+
+    @options_from
+    def command(house: House) -> None:
+        received.append(house)
+
+    app = typer.Typer()
+    app.command()(command)
+    result = CliRunner().invoke(app, ["--width=3", *arguments])
+    if result.exit_code == 0:
+        return received[0]
+    assert result.exit_code == 2, result.output
+    return " ".join(result.output.replace("│", " ").split())
+
+
+WALL = Wall(width=3.0)
+
+
+def test_options_of_a_class_inside_another_are_the_command_s_too() -> None:
+    assert build_house() == House(wall=WALL)
+    assert build_house("--storeys=1") == House(wall=WALL, storeys=1)
+
+
+def test_an_empty_text_leaves_the_default() -> None:
+    assert build_house("--address=") == House(wall=WALL, address="its own")
+    assert build_house("--address=here") == House(wall=WALL, address="here")
+
+
+def test_values_are_read_from_text_and_what_cannot_be_read_is_wrong_usage() -> None:
+    read = build_house("--room=1/3", "--room=2")
+    assert read == House(wall=WALL, rooms=(Fraction(1, 3), Fraction(2)))
+    assert "Invalid literal for Fraction: 'x'" in str(build_house("--room=x"))
+
+
+def test_a_class_that_may_be_none_is_built_if_all_that_it_needs_is_given() -> None:
+    lock = Lock(key=Path("k"), bolt=Path("b"))
+    assert build_house("--lock-key=k", "--lock-bolt=b") == House(wall=WALL, lock=lock)
+    assert "lock_key and lock_bolt belong together" in str(build_house("--lock-key=k"))
+    assert "lock_spare needs lock_key and lock_bolt" in str(build_house("--lock-spare=s"))
+
+
 def test_everything_that_a_local_run_hands_to_its_trainers_reaches_them() -> None:
     """As ``distca local`` does it: every option away from its default."""
     settings = (
@@ -167,7 +231,7 @@ def test_everything_that_a_local_run_hands_to_its_trainers_reaches_them() -> Non
             min_backward_tokens=2,
             steps_ahead=9,
         ),
-        IntegritySettings(checksums=True, check_results=False, audit=0.25),
+        IntegritySettings(checksums=True, check_results=False, audit_rate=0.25),
     )
     received: list[object] = []
 
@@ -188,9 +252,36 @@ def test_everything_that_a_local_run_hands_to_its_trainers_reaches_them() -> Non
     assert result.exit_code == 0, result.output
     assert tuple(received) == settings
     same = [
-        field.name
+        own.name
         for each in settings
-        for field in fields(each)
-        if field.default == getattr(each, field.name)
+        for own in fields(each)
+        if own.default == getattr(each, own.name)
     ]
     assert same == [], "give these another value than their default above"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Garden:
+    """A panel of its own for most of the options."""
+
+    PANEL: ClassVar = "Outside"
+
+    trees: Annotated[int, typer.Option()] = 0
+    lamps: Annotated[int, typer.Option(rich_help_panel="Power")] = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Estate(Garden):
+    fields: Annotated[int, typer.Option()] = 0
+
+
+def test_options_stand_in_the_panel_of_the_class_that_declares_them() -> None:
+    @options_from
+    def command(estate: Estate) -> None:
+        raise AssertionError
+
+    app = typer.Typer()
+    app.command()(command)
+    group = typer.main.get_command(app)
+    panels = {each.name: getattr(each, "rich_help_panel", None) for each in group.params}
+    assert (panels["trees"], panels["lamps"], panels["fields"]) == ("Outside", "Power", None)

@@ -1,11 +1,13 @@
-"""One table of timeouts: it tells the defaults that are in force, they stand in order, and a wrong
-order is an error that names both sides."""
+"""One table of timeouts: no default is typed anywhere else, they stand in order, and a wrong order
+is an error that names both sides."""
 
 from __future__ import annotations
 
+import ast
 import dataclasses
-import importlib
 import re
+from collections.abc import Iterator
+from contextlib import suppress
 from itertools import chain
 from pathlib import Path
 
@@ -16,7 +18,6 @@ from distca.contract.timeouts import (
     ORDERS,
     TIMEOUTS,
     Order,
-    Timeout,
     TimeoutOrderError,
     as_markdown,
     check_order,
@@ -28,25 +29,93 @@ ROOT = Path(__file__).resolve().parents[2]
 DEFAULTS = {each.name: each.seconds for each in TIMEOUTS}
 
 
-def default_in_force(where: str) -> float:
-    module_name, _, path = where.partition(":")
-    holder = importlib.import_module(module_name)
-    name, _, field = path.partition(".")
-    value = getattr(holder, name)
-    if not field:
-        return float(value)
-    defaults = {each.name: each.default for each in dataclasses.fields(value)}
-    default = defaults[field]
-    assert isinstance(default, int | float)
-    return default
+LIBRARY = ("attention_node", "control_plane", "distca", "trainer_client")
+"""The packages that stand above the table."""
+
+
+def sources() -> Iterator[tuple[str, ast.Module]]:
+    for package in LIBRARY:
+        for path in sorted((ROOT / package).rglob("*.py")):
+            if path.parent.name != "v1":
+                yield str(path.relative_to(ROOT)), ast.parse(path.read_text())
+
+
+def assigned(node: ast.AST) -> Iterator[tuple[str, ast.expr | None]]:
+    """Names with what they are given: fields, constants and parameters."""
+    if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+        yield node.target.id, node.value
+    elif isinstance(node, ast.Assign):
+        yield from ((each.id, node.value) for each in node.targets if isinstance(each, ast.Name))
+    elif isinstance(node, ast.arguments):
+        positional = [each.arg for each in (*node.posonlyargs, *node.args)]
+        yield from zip(reversed(positional), reversed(node.defaults), strict=False)
+        yield from zip((each.arg for each in node.kwonlyargs), node.kw_defaults, strict=True)
+
+
+def typed_seconds(tree: ast.Module) -> Iterator[tuple[str, float]]:
+    """Names of seconds with the number that is typed for them, unless it is 0, which is none."""
+    for name, value in (pair for node in ast.walk(tree) for pair in assigned(node)):
+        if name.lower().endswith("_seconds") and value is not None:
+            with suppress(ValueError):
+                number = ast.literal_eval(value)
+                if number and isinstance(number, int | float):
+                    yield name, float(number)
+
+
+def repeated(tree: ast.Module) -> list[str]:
+    """What should be :func:`default_seconds`: waits of the table, and what anybody may set."""
+    return [
+        f"{name} = {seconds:g}"
+        for name, seconds in typed_seconds(tree)
+        if DEFAULTS.get(name.lower().strip("_")) == seconds
+        or (name.islower() and name not in NO_TIMEOUTS)
+    ]
 
 
 @pytest.mark.parametrize(
-    "each", [each for each in TIMEOUTS if each.where], ids=lambda each: each.name
+    ("source", "found"),
+    [
+        ("lease_seconds: float = 15.0", ["lease_seconds = 15"]),
+        ("_LEASE_SECONDS = 15", ["_LEASE_SECONDS = 15"]),
+        ("def wait(other_seconds: float = 2.5): ...", ["other_seconds = 2.5"]),
+        ("def wait(*, other_seconds=2.5): ...", ["other_seconds = 2.5"]),
+        ("lease_seconds = default_seconds('lease_seconds')", []),
+        ("def wait(waited_seconds: float = 0.0, other: int = 3): ...", []),
+        ("_POLL_SECONDS = 0.1", []),
+    ],
 )
-def test_table_tells_the_default_that_is_in_force(each: Timeout) -> None:
+def test_a_repeated_number_is_found(source: str, found: list[str]) -> None:
+    assert repeated(ast.parse(source)) == found
+
+
+def test_no_default_of_the_table_is_typed_anywhere_else() -> None:
+    assert {where: found for where, tree in sources() if (found := repeated(tree))} == {}
+
+
+def test_every_row_is_the_default_of_something() -> None:
+    used = {
+        node.args[0].value
+        for _, tree in sources()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call)
+        and getattr(node.func, "id", "") == "default_seconds"
+        and isinstance(node.args[0], ast.Constant)
+    }
+    assert used | BELOW | ELSEWHERE == DEFAULTS.keys()
+
+
+BELOW = {"handshake_timeout_seconds", "max_unclaimed_seconds"}
+"""Rows of the data plane, which stands below the table."""
+ELSEWHERE = {"termination_grace_seconds"}
+"""Rows of other programs."""
+
+
+@pytest.mark.parametrize("name", sorted(BELOW))
+def test_table_shows_the_defaults_of_the_data_plane(name: str) -> None:
     pytest.importorskip("torch")
-    assert default_in_force(each.where) == each.seconds
+    from data_plane.ucxx.settings import UcxxSettings
+
+    assert getattr(UcxxSettings(), name) == DEFAULTS[name]
 
 
 def test_defaults_stand_in_order() -> None:
@@ -69,29 +138,15 @@ def test_each_order_is_enforced_and_its_error_names_both_sides(order: Order) -> 
     assert "lower the former or raise the latter" in str(caught.value)
 
 
-SETTINGS = (
-    "attention_node.server:NodeSettings",
-    "control_plane.settings:ControlPlaneSettings",
-    "control_plane.settings:CoordinatorSettings",
-    "data_plane.nixl.settings:NixlSettings",
-    "data_plane.ucxx.settings:UcxxSettings",
-    "distca.contract.rpc:RpcSettings",
-    "trainer_client.options:SessionOptions",
-)
 NO_TIMEOUTS = {
-    "busy_poll_seconds": "how long to poll before sleeping",
     "certificate_check_seconds": "how often files are looked at",
+    "interval_seconds": "how often something is shown",
+    "message_latency_seconds": "what a network takes",
+    "poll_seconds": "how often a lock is looked at",
+    "retry_after_seconds": "what a server asks of a caller",
     "settle_seconds": "how long losses are collected before a recovery begins",
+    "tls_check_seconds": "how often files are looked at",
 }
-
-
-@pytest.mark.parametrize("where", SETTINGS)
-def test_every_time_that_can_be_set_is_in_the_table(where: str) -> None:
-    pytest.importorskip("torch")
-    module_name, _, name = where.partition(":")
-    settings = getattr(importlib.import_module(module_name), name)
-    times = {each.name for each in dataclasses.fields(settings) if each.name.endswith("_seconds")}
-    assert times - NO_TIMEOUTS.keys() <= DEFAULTS.keys()
 
 
 def test_what_is_not_known_is_not_checked() -> None:

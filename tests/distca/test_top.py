@@ -21,7 +21,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from distca.top.run import Watch
+from distca.top.settings import Watch
 from distca.top.snapshot import BalanceView, JobView, ServerView, Snapshot, StepView
 from distca.top.view import render
 from distca.v1 import membership_pb2

@@ -16,13 +16,13 @@ from torch import nn
 from core_attention.ca_task import MaskKind, TaskTable
 from core_attention.manifest import Manifest, RankManifest
 from core_attention.plan import PhaseForecast, Plan, PlanServer
-from core_attention.shape import AttentionShape
+from core_attention.shape import AttentionShape, format_shape, parse_shape
 from distca.contract.codec import plan_to_proto
 from distca.data.batch import rank_batches
 from distca.data.packing import BatchShape
 from distca.data.settings import DataSettings
 from distca.errors import DataError, ModelConfigError, RanksDisagreeError
-from distca.shapes import configured_shape, format_shape, parse_shape
+from distca.shapes import configured_shape
 from distca.train.feed import Feed
 from distca.train.loss import summed_loss
 from distca.train.measurements import StepMeasurements, tick_imbalance

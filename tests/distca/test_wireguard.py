@@ -13,10 +13,9 @@ from typing import Any
 
 import pytest
 
-from distca.contract.rpc import RpcSettings
 from distca.v1 import data_network_pb2
-from distca.wireguard.member import MemberSettings
 from distca.wireguard.peers import Peer, PeerError, merged
+from distca.wireguard.settings import MemberSettings
 from distca.wireguard.state import MemberState, StateFileError
 from distca.wireguard.tools import (
     InterfaceExistsError,
@@ -119,20 +118,27 @@ def test_what_is_told_now_replaces_the_key_and_the_address_of_before() -> None:
         ("interface", "-f"),
         ("interface", "a-name-that-is-too-long"),
         ("mtu", 100),
-        ("control_plane", RpcSettings(address="localhost:7700")),
+        ("connect_seconds", 0.0),
+        ("control_plane", "nowhere"),
+        ("certificate_file", None),
     ],
 )
 def test_settings_of_no_use_are_refused(field: str, value: Any) -> None:
-    secure = RpcSettings(
-        address="localhost:7700",
-        ca_file=Path("ca"),
-        certificate_file=Path("crt"),
-        key_file=Path("key"),
-    )
-    settings = {"control_plane": secure, "host": "10.0.0.1"}
-    MemberSettings(**settings)  # type: ignore[arg-type]
+    settings: dict[str, Any] = {
+        "control_plane": "localhost:7700",
+        "host": "10.0.0.1",
+        "ca_file": Path("ca"),
+        "certificate_file": Path("crt"),
+        "key_file": Path("key"),
+    }
+    MemberSettings(**settings)
     with pytest.raises(ValueError, match=" is "):
         MemberSettings(**{**settings, field: value})
+
+
+def test_a_member_needs_a_certificate() -> None:
+    with pytest.raises(ValueError, match="tls_certificate is not given; keys are handed out over"):
+        MemberSettings(control_plane="localhost:7700", host="10.0.0.1")
 
 
 @pytest.fixture

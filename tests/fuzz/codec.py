@@ -32,6 +32,7 @@ from distca.contract.codec import (
 from distca.v1 import jobs_pb2, plan_pb2, profile_pb2
 from tests.control_plane.service_harness import SHAPE, linear_profile, rotating_plan
 from tests.fuzz.mutation import mutated_raw, parsed
+from tests.plan_slices import for_rank
 
 N_RANKS, N_SERVERS, N_NANO_BATCHES = 3, 3, 2
 N_PLANS = 64
@@ -97,7 +98,7 @@ def _case(rng: random.Random) -> str:
 def _plan(rng: random.Random) -> str:
     plan = random_plan(rng, step=rng.choice((0, 5, 2**40)))
     if rng.random() < 0.5:
-        plan = plan.for_rank(rng.randrange(N_RANKS))
+        plan = for_rank(plan, rng.randrange(N_RANKS))
     raw = mutated_raw(plan_to_proto(plan, "job"), rng)
     message = parsed(plan_pb2.Plan, raw)
     if message is None:

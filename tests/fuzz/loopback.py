@@ -18,6 +18,7 @@ from data_plane.buffer_pool import PooledBuffer
 from data_plane.transport import (
     AcceptCallback,
     Address,
+    ClaimRefused,
     ConnectFailed,
     HandshakeRejected,
     MessageSizeMismatch,
@@ -160,7 +161,7 @@ class LoopbackConnection:
             self._skipped.discard(tag)
         offer.end(skipped=True)
 
-    def close(self, reason: str = "closed by this side") -> None:
+    def close(self, reason: str = "closed by this side", *, finished: bool = False) -> None:
         self._end(None)
         self.other._end(PeerLost(reason, transport=NAME, peer=self.peer))
 
@@ -226,7 +227,10 @@ class LoopbackTransport:
             return near, accept(LoopbackClaim(hello, secret), far)
         except ValueError as error:
             near.closed = far.closed = True
-            raise HandshakeRejected(str(error), transport=NAME, peer=str(address)) from error
+            code = error.code if isinstance(error, ClaimRefused) else 0
+            raise HandshakeRejected(
+                str(error), transport=NAME, peer=str(address), code=code
+            ) from error
 
     def probe(
         self, connection: LoopbackConnection, nbytes: int, repeats: int, timeout_seconds: float

@@ -37,6 +37,7 @@ from tests.attention_node.cases import (
 from tests.fuzz.codec import N_NANO_BATCHES, N_RANKS, random_plan
 from tests.fuzz.loopback import LoopbackConnection, LoopbackTransport
 from tests.fuzz.mutation import mutated_raw, parsed
+from tests.plan_slices import for_server
 from tests.team import assert_close
 
 N_LAYERS = 2
@@ -223,14 +224,14 @@ def _check_accepted(raw: bytes, rank: int, served: Served) -> None:
 def _note_epoch(served: Served) -> None:
     """Goes on in the job's epoch, which hellos, plans and recoveries raise. Beyond all that are
     given a rank ends its own job on a server; then it is opened again."""
-    served.epoch = served.server._jobs["attacked"].epoch
+    served.epoch = served.server._machine._jobs["attacked"].epoch
     if served.epoch > MAX_EPOCH:
         _reopen(served)
 
 
 def _plan(served: Served, rng: random.Random) -> str:
     served.step += rng.choice((0, 1))
-    plan = random_plan(rng, step=served.step, epoch=served.epoch).for_server(SERVER)
+    plan = for_server(random_plan(rng, step=served.step, epoch=served.epoch), SERVER)
     message = jobs_pb2.StepPlanned(plan=plan_to_proto(plan, "attacked"))
     raw = message.SerializeToString() if rng.random() < 0.3 else mutated_raw(message, rng)
     event = parsed(jobs_pb2.StepPlanned, raw)

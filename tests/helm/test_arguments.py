@@ -10,7 +10,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from attention_node.server import NodeSettings
+from attention_node.settings import NodeSettings
 from control_plane.settings import ControlPlaneSettings
 from distca.cli import app
 from distca.train.run import TrainerRun

@@ -4,6 +4,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
+
+from core_attention.ca_task import Phase
+from core_attention.tick import Tick
+
+
+class Plan(NamedTuple):
+    """By document: the servers of its pieces, one for each of its ranks, and by step its first
+    tick. Servers beyond the pool's are the ranks' own. The first ``finished_steps`` need none."""
+
+    epoch: int
+    servers: tuple[tuple[int, ...], ...]
+    first_tick: tuple[tuple[int, ...], ...]
+    finished_steps: int
 
 
 @dataclass(frozen=True)
@@ -16,26 +30,21 @@ class Document:
 
 @dataclass(frozen=True, kw_only=True)
 class Rules:
-    """The rules of docs/fault_tolerance.md. A model in which one of them is broken must fail.
+    """Rules of docs/fault_tolerance.md that hold between processes. A model in which one of them is
+    broken must fail.
 
     Attributes:
-        keep_last_inputs: the inputs of the last complete tick of a lane are kept.
-        keep_until_finished: those of a step's last tick are kept until every rank has finished it.
         first_tick_is_least: a document's first tick is the least of its ranks' complete ticks, not
             the greatest.
         wait_for_all_answers: plans are made when all ranks have answered.
-        close_before_answer: a rank closes its connections before it tells its progress.
         servers_refuse_old: a server takes nothing of an epoch before the one it knows.
         epochs_survive: a control plane that starts again gives higher epochs than before.
         lanes_are_independent: what is sent again in one lane never waits for another lane.
         old_reports_change_nothing: a loss reported in an epoch that is over is ignored.
     """
 
-    keep_last_inputs: bool = True
-    keep_until_finished: bool = True
     first_tick_is_least: bool = True
     wait_for_all_answers: bool = True
-    close_before_answer: bool = True
     servers_refuse_old: bool = True
     epochs_survive: bool = True
     lanes_are_independent: bool = True
@@ -52,6 +61,8 @@ class Setting:
         crashes: how often a pool server may die; it may come back.
         cuts: how often a rank may lose a pool server that lives.
         restarts: how often the control plane may die.
+        threads: connecting, examining replies and reporting losses take any time, as if each rank's
+            threads were slow; otherwise none.
         rules: what is followed.
     """
 
@@ -64,6 +75,7 @@ class Setting:
     crashes: int = 0
     cuts: int = 0
     restarts: int = 0
+    threads: bool = False
     rules: Rules = Rules()
 
     @property
@@ -112,9 +124,26 @@ class Setting:
             waits.append((lane, now[lane][0]))
         return tuple(waits)
 
+    @cached_property
+    def ticks(self) -> dict[tuple[int, int], Tick]:
+        """By lane and place over all steps."""
+        places = range(self.n_steps * self.ticks_per_step)
+        return {(lane, at): self._tick(lane, at) for lane in range(self.n_lanes) for at in places}
+
+    @cached_property
+    def places(self) -> dict[Tick, tuple[int, int]]:
+        """Of each tick, its lane and place over all steps."""
+        return {tick: place for place, tick in self.ticks.items()}
+
+    def _tick(self, lane: int, at: int) -> Tick:
+        step, in_step = divmod(at, self.ticks_per_step)
+        if self.is_backward(at):
+            return Tick(step, self.ticks_per_step - 1 - in_step, lane, Phase.BACKWARD)
+        return Tick(step, in_step, lane, Phase.FORWARD)
+
+    def step_at(self, place: int) -> int:
+        """The step that a rank runs, or is to begin, at a place in :attr:`progress`."""
+        return place // (self.ticks_per_step * self.n_lanes)
+
     def is_backward(self, tick: int) -> bool:
         return tick % self.ticks_per_step >= self.n_layers
-
-    def complete_in_step(self, complete: int, step: int) -> int:
-        """How many ticks of ``step`` are among the first ``complete`` ticks of a lane."""
-        return min(max(complete - step * self.ticks_per_step, 0), self.ticks_per_step)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from tests.monitoring.defined import defined_metrics
-from tests.monitoring.table import documented_metrics
+from tests.monitoring.table import DOCUMENT, documented_metrics
+from tools.metrics_page import printed
 
 UNBOUNDED = {"step", "document", "document_id", "task", "tick", "tag", "lease", "job_id", "address"}
 """What may never be a label: it has a new value with every step, document or connection."""
@@ -20,6 +21,14 @@ def test_every_metric_is_documented_as_it_is_defined() -> None:
         assert not differing, f"docs/metrics.md, {section}, should say:\n" + "\n".join(differing)
         assert documented[section].keys() == rows.keys()
     assert documented.keys() == defined_metrics().keys()
+
+
+def test_the_page_is_printed_from_the_tables_of_the_code() -> None:
+    page = DOCUMENT.read_text()
+    assert printed(page) == page, "run `make metrics-page`"
+    row = next(line for line in page.splitlines() if line.startswith("| `distca_trainer_"))
+    assert printed(page.replace(row, row.replace("|", "| stale ", 1))) == page
+    assert printed(page.replace(f"{row}\n", "")) == page
 
 
 def test_names_follow_the_conventions() -> None:

@@ -17,7 +17,8 @@ from distca.doctor.finding import Status
 from distca.doctor.measurement import child_responder
 from distca.doctor.path_checks import ways_to_peers
 from distca.doctor.responder import ResponderSettings
-from distca.doctor.surroundings import DoctorSettings, Surroundings
+from distca.doctor.settings import DoctorSettings
+from distca.doctor.surroundings import Surroundings
 from tests.cluster import cluster
 from tests.rdma_libraries import MISSING_LIBRARIES, RDMA_MODULES
 from tests.team import Team
@@ -59,7 +60,8 @@ _UCXX_DOCTOR = """
 import sys
 from data_plane.transport import Address
 from distca.doctor.path_checks import ways_to_peers
-from distca.doctor.surroundings import DoctorSettings, Surroundings
+from distca.doctor.settings import DoctorSettings
+from distca.doctor.surroundings import Surroundings
 peer = Address("127.0.0.1", int(sys.argv[1]))
 settings = DoctorSettings(transport="ucxx", peers=(peer,), probe_seconds=5.0)
 for finding in ways_to_peers(Surroundings(settings=settings)):

@@ -17,7 +17,7 @@ from control_plane.settings import AccessSettings
 from distca.certs.authority import Authority
 from distca.certs.folder import CertificateFolder
 from distca.contract.identity import Identity, Role
-from distca.contract.tls import TlsFiles
+from distca.contract.settings import TlsFiles
 from tests.control_plane.service_harness import Client, client_of, eventually, running
 
 HOUR = timedelta(hours=1)

@@ -91,7 +91,7 @@ def guesses(connection_id: int) -> list[int]:
     ]
 
 
-def test_forged_rows_and_farewells_are_dropped_counted_and_close_nothing(
+def test_forged_rows_and_close_notices_are_dropped_counted_and_close_nothing(
     server: Server, client: UcxxTransport
 ) -> None:
     connection, _ = client.connect(server.address, b"rank 0", WAIT_SECONDS, secret=SECRET)
@@ -138,7 +138,7 @@ def test_a_watched_tag_is_good_for_one_message(server: Server, client: UcxxTrans
     attacker = Attacker(server.address)
     attacker.receive_greeting()
     for wire in watched:
-        attacker.put(wire, b"\0forged farewell".ljust(64))
+        attacker.put(wire, b"\0forged close notice".ljust(64))
     eventually(lambda: server.count("messages_dropped", "unexpected") == len(watched))
     assert not at_server.closed
 
@@ -215,7 +215,7 @@ def test_a_recorded_hello_is_worth_nothing_and_holds_no_token(client: UcxxTransp
         attacker.receive_greeting()
         attacker.send(greeting(1, recorded))
         status, said = attacker.receive_greeting()
-        assert (status, said) == (4, b"the proof of the hello is wrong")
+        assert (status, said) == (4, b"\x00the proof of the hello is wrong")
         # It was heard as it was sent the first time.
         assert recorded_hello(tap.claims[1]) == recorded
         assert server.count("handshakes_refused", "proof") == 1

@@ -18,7 +18,7 @@ from distca.contract.tokens import JOB_TOKEN_KEY
 from distca.v1 import jobs_pb2, membership_pb2
 from tests.control_plane.service_harness import job_spec, rank_manifest
 from tests.security.pki import Files, Pki, control_plane_with, refused, secure_client
-from trainer_client.link.control_link import ControlLink
+from tests.trainer_client.talking_rank import TalkingRank
 
 
 @pytest.fixture(scope="module")
@@ -148,11 +148,9 @@ def test_ranks_that_are_too_early_try_again() -> None:
         ExitStack() as stack,
     ):
         for rank in range(3):
-            link = ControlLink(
-                RpcSettings(address=control_plane.address),
-                on_opened=lambda opened: None,
-                on_planned=lambda planned: None,
+            talking = TalkingRank(
+                RpcSettings(address=control_plane.address), rank, job_spec(n_ranks=3)
             )
-            stack.callback(link.close, "done")
-            link.open(jobs_pb2.OpenJobRequest(spec=job_spec(n_ranks=3), rank=rank, host="h"))
+            stack.callback(talking.close, "done")
+            talking.open()
         assert refused(control_plane, "Jobs/OpenJob", "rate-limited") >= 2

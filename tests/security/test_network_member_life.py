@@ -15,10 +15,10 @@ import pytest
 
 from control_plane.server import ControlPlane
 from control_plane.settings import DataNetworkSettings
-from distca.contract import rpc
 from distca.contract.identity import Role
-from distca.wireguard.member import AddressLostError, Member, MemberSettings
+from distca.wireguard.member import AddressLostError, Member
 from distca.wireguard.peers import Peer
+from distca.wireguard.settings import MemberSettings
 from distca.wireguard.tools import TunnelError
 from tests.control_plane.service_harness import eventually, running
 from tests.security.pki import Pki
@@ -79,7 +79,8 @@ def join(pki: Pki, monkeypatch: pytest.MonkeyPatch) -> Iterator[Join]:
     def started(address: str, **more: Any) -> Followed:
         told: list[str] = []
         settings = MemberSettings(
-            control_plane=rpc.RpcSettings(address=address, **files.for_client()),
+            control_plane=address,
+            **files.for_client(),
             host=f"10.0.0.{len(members) + 1}",
             **more,
         )

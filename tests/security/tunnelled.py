@@ -11,8 +11,8 @@ import sys
 import time
 from pathlib import Path
 
+from core_attention.shape import format_shape
 from distca.contract.identity import Role
-from distca.shapes import format_shape
 from distca.wireguard.state import MemberState
 from tests.chaos.hosts import Network, why_no_namespaces
 from tests.cluster import NODE_SHAPE, ROOT, START_SECONDS, Process, keep_profile

@@ -18,7 +18,7 @@ from tests.core_attention.reference import ReferenceResult, reference_attention
 from trainer_client.integrity.answer import Answer
 
 SHAPE = AttentionShape(num_heads=4, num_heads_kv=2, head_dim=8, head_dim_v=6, dtype="float32")
-SERVERS = (PlanServer("server-0", None, "host:0"), PlanServer("server-1", None, "host:1"))
+SERVERS = (PlanServer("server-0", None, "host:1"), PlanServer("server-1", None, "host:2"))
 
 
 def make_plan(

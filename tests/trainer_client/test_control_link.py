@@ -13,88 +13,34 @@ import pytest
 
 from control_plane.server import ControlPlane
 from distca.contract import rpc
-from distca.v1 import jobs_pb2
+from distca.contract.server_loss import LossCause, ServerLoss
 from tests.control_plane.service_harness import (
     Client,
     client_of,
     eventually,
-    job_spec,
     rank_manifest,
     running,
-    server_description,
 )
+from tests.trainer_client.talking_rank import WAIT_SECONDS, TalkingRank
 from trainer_client.errors import PlanNotReady, SessionClosed
-from trainer_client.link.control_link import ControlLink, PlannedStep
-
-WAIT_SECONDS = 10.0
+from trainer_client.step.planned_step import PlannedStep
 
 
-class Rank:
-    """A rank that does nothing but talk."""
-
-    def __init__(
-        self, address: str, rank: int, spec: jobs_pb2.JobSpec | None = None, **options: Any
-    ) -> None:
-        self.rank = rank
-        self.told: list[Any] = []
-        self.progress: list[jobs_pb2.StepProgress] = []
-        self.link = ControlLink(
-            rpc.RpcSettings(address=address, connect_seconds=5.0),
-            on_opened=lambda opened: self.told.append("opened"),
-            on_planned=self._planned,
-            on_recover=self._recover,
-            on_finished=lambda step: self.told.append(("finished", step)),
-            **options,
-        )
-        self._request = jobs_pb2.OpenJobRequest(
-            spec=spec or job_spec(),
-            rank=rank,
-            host=f"host-{rank}",
-            in_place_server=server_description(
-                f"{spec.name if spec else 'train'}.rank-{rank}", profiles=[]
-            ),
-        )
-
-    def open(self) -> None:
-        self.link.open(self._request)
-
-    def submit(self, step: int) -> None:
-        self.link.submit(rank_manifest(step, self.rank), forward_only=False)
-
-    def wait(self, step: int, timeout_seconds: float = WAIT_SECONDS) -> PlannedStep:
-        return self.link.wait_plan(step, timeout_seconds)
-
-    def report(self, step: int) -> None:
-        self.link.report(
-            step,
-            jobs_pb2.RankMeasurement(rank=self.rank, step_seconds=1.0, wait_seconds=0.1, tokens=10),
-        )
-
-    def hears(self, what: Any, times: int = 1) -> None:
-        """Waits until it has been told something."""
-        eventually(lambda: self.told.count(what) >= times)
-
-    def _planned(self, planned: PlannedStep) -> None:
-        self.told.append(("planned", planned.plan.step))
-
-    def _recover(
-        self, epoch: int, lost: Sequence[str], reason: str
-    ) -> Sequence[jobs_pb2.StepProgress]:
-        self.told.append(("recover", list(lost)))
-        return self.progress
+def settings(address: str) -> rpc.RpcSettings:
+    return rpc.RpcSettings(address=address, connect_seconds=5.0)
 
 
 @contextmanager
-def ranks_of(address: str, **options: Any) -> Iterator[list[Rank]]:
+def ranks_of(address: str, **options: Any) -> Iterator[list[TalkingRank]]:
     """Two ranks that have joined, and leave at the end."""
-    ranks = [Rank(address, rank, **options) for rank in (0, 1)]
+    ranks = [TalkingRank(settings(address), rank, **options) for rank in (0, 1)]
     try:
         for rank in ranks:
             rank.open()
         yield ranks
     finally:
         for rank in ranks:
-            rank.link.close("")
+            rank.close()
 
 
 @pytest.fixture
@@ -109,12 +55,12 @@ def client(control_plane: ControlPlane) -> Iterator[Client]:
         yield client
 
 
-def abandon(rank: Rank) -> None:
+def abandon(rank: TalkingRank) -> None:
     """Has the rank look for no control plane any more, as if its process had been killed."""
     rank.link._lifeline.finish()
 
 
-def submit_all(ranks: Sequence[Rank], *steps: int) -> None:
+def submit_all(ranks: Sequence[TalkingRank], *steps: int) -> None:
     for step in steps:
         for rank in ranks:
             rank.submit(step)
@@ -127,14 +73,23 @@ def test_a_step_from_manifest_to_finish(control_plane: ControlPlane, client: Cli
         for rank in ranks:
             planned = rank.wait(0)
             assert planned.first_tick.tolist() == [0, 0, 0]
-            assert planned.plan.epoch == rank.link.epoch
-            assert rank.link.plan_of(0) is planned
+            assert planned.plan.epoch == rank.steps.epoch
+            assert rank.plan_of(0) is planned
             rank.report(0)
         for rank in ranks:
-            rank.hears(("finished", 0))
-            assert rank.told == ["opened", ("planned", 0), ("finished", 0)]
-            assert rank.link.plan_of(0) is None
+            rank.receives(("finished", 0))
+            assert rank.received == ["opened", ("planned", 0), ("finished", 0)]
+            assert rank.plan_of(0) is None
         assert ranks[0].link.fetch_step(0).plan.manifest.step == 0
+
+
+def lost(server_id: str, epoch: int) -> ServerLoss:
+    return ServerLoss(
+        server_id=server_id,
+        epoch=epoch,
+        cause=LossCause.TRANSPORT_ERROR,
+        detail="connection reset",
+    )
 
 
 def test_recovery_asks_for_progress_and_brings_new_plans(
@@ -146,15 +101,15 @@ def test_recovery_asks_for_progress_and_brings_new_plans(
         submit_all(ranks, 0, 1)
         for rank in ranks:
             epoch = rank.wait(0).plan.epoch
-            rank.hears(("planned", 1))
-            rank.progress = [jobs_pb2.StepProgress(step=0, complete_ticks=[2 + rank.rank, 1])]
-        ranks[0].link.report_lost("s0", epoch, "connection reset")
+            rank.receives(("planned", 1))
+            rank.progress = {0: [2 + rank.rank, 1]}
+        ranks[0].link.report_lost(lost("s0", epoch))
         for rank in ranks:
-            rank.hears(("planned", 1), times=2)
-            assert rank.told[3:] == [("recover", ["s0"]), ("planned", 0), ("planned", 1)]
-            again = rank.link.plan_of(0)
+            rank.receives(("planned", 1), times=2)
+            assert rank.received[3:] == [("recover", ["s0"]), ("planned", 0), ("planned", 1)]
+            again = rank.plan_of(0)
             assert again is not None
-            assert again.plan.epoch == rank.link.epoch == epoch + 1
+            assert again.plan.epoch == rank.steps.epoch == epoch + 1
             assert again.first_tick.tolist() == [2 + rank.rank, 2 + rank.rank, 1]
             assert rank.wait(1).plan.epoch == epoch + 1
 
@@ -169,8 +124,8 @@ def test_a_wait_goes_on_through_a_recovery(control_plane: ControlPlane, client: 
         result: list[PlannedStep] = []
         waiter = threading.Thread(target=lambda: result.append(ranks[0].wait(1)))
         waiter.start()
-        ranks[1].link.report_lost("s0", epoch, "connection reset")
-        eventually(lambda: ranks[0].told[2:] == [("recover", ["s0"]), ("planned", 0)])
+        ranks[1].link.report_lost(lost("s0", epoch))
+        eventually(lambda: ranks[0].received[2:] == [("recover", ["s0"]), ("planned", 0)])
         ranks[1].submit(1)
         waiter.join(WAIT_SECONDS)
         assert result[0].plan.epoch == epoch + 1
@@ -189,8 +144,8 @@ def test_training_goes_on_under_a_control_plane_that_starts_again(tmp_path: Path
             submit_all(ranks, 0, 1)
             for rank in ranks:
                 old = rank.wait(0)
-                rank.progress = [jobs_pb2.StepProgress(step=0, complete_ticks=[1, 1])]
-                rank.hears(("planned", 1))
+                rank.progress = {0: [1, 1]}
+                rank.receives(("planned", 1))
             stack.close()
             eventually(lambda: not any(rank.link.connected for rank in ranks))
             # What is handed in and reported meanwhile is not lost.
@@ -206,14 +161,14 @@ def test_training_goes_on_under_a_control_plane_that_starts_again(tmp_path: Path
                 for rank in ranks:
                     new = rank.wait(2)
                     assert new.plan.epoch > old.plan.epoch
-                    assert ("recover", []) in rank.told
-                    again = rank.link.plan_of(0)
+                    assert ("recover", []) in rank.received
+                    again = rank.plan_of(0)
                     assert again is not None
                     assert again.first_tick.tolist() == [1, 1, 1]
                     for step in (0, 1, 2):
                         rank.report(step)
                 for rank in ranks:
-                    rank.hears(("finished", 2))
+                    rank.receives(("finished", 2))
                     rank.link.close("")
 
 
@@ -254,14 +209,14 @@ def test_a_standby_is_found_at_the_next_address(tmp_path: Path) -> None:
             ranks[0].wait(0)
             leading.close()
             for rank in ranks:
-                rank.hears(("recover", []))
+                rank.receives(("recover", []))
             assert second.coordinator.job(ranks[0].link.job_id).joined_ranks == [0, 1]
 
 
 def test_a_control_plane_that_stays_away_ends_the_job() -> None:
     with ExitStack() as stack:
         control_plane = stack.enter_context(running())
-        rank = Rank(control_plane.address, 0, control_plane_timeout_seconds=0.5)
+        rank = TalkingRank(settings(control_plane.address), 0, control_plane_timeout_seconds=0.5)
         rank.open()
         stack.close()
         eventually(lambda: rank.link.failure is not None)
@@ -313,11 +268,11 @@ def test_a_refused_manifest_and_a_step_without_a_plan_are_told_to_who_waits(
     with ranks_of(control_plane.address) as ranks:
         with pytest.raises(PlanNotReady, match="submit its manifest"):
             ranks[0].wait(0)
-        ranks[0].link.submit(rank_manifest(0, 1), forward_only=False)
+        ranks[0].submit(0, manifest=rank_manifest(0, 1))
         with pytest.raises(PlanNotReady, match=r"the manifest was refused.*lease of rank 0"):
             ranks[0].wait(0)
         ranks[0].submit(0)
-        ranks[1].link.submit(rank_manifest(0, 1), forward_only=True)
+        ranks[1].submit(0, forward_only=True)
         with pytest.raises(PlanNotReady, match=r"ranks \[1\] say that step 0 is forward only"):
             ranks[0].wait(0)
         client.register("s0")

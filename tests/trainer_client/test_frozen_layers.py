@@ -95,8 +95,8 @@ def test_steps_are_complete_and_measured(team: Team, frozen: int) -> None:
         # A server may have tasks of the forward pass only.
         assert set(measured.backward_layers) <= {0, N_LAYERS - frozen}
     for each in team.sessions:
-        assert each._link.epoch == session._link.epoch
-        assert each._recovery.unfinished(step - 1) is False
+        assert each._steps.epoch == session._steps.epoch
+        assert each._steps.may_be_asked(step - 1) is False
 
 
 def test_ranks_out_of_step_do_not_disturb_each_other(team: Team) -> None:
@@ -108,7 +108,7 @@ def test_ranks_out_of_step_do_not_disturb_each_other(team: Team) -> None:
     for step in (first, second):
         team._threads[1].submit(train, team.sessions[1], step, 1).result(SOON_SECONDS)
     assert time.monotonic() - began < SOON_SECONDS
-    assert all(session._link.epoch % 2**20 == 0 for session in team.sessions), "no recovery"
+    assert all(session._steps.epoch % 2**20 == 0 for session in team.sessions), "no recovery"
 
 
 def evaluate(session: Session, step: int) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from trainer_client.errors import SessionError
-from trainer_client.step.lane_calls import LaneCalls
+from trainer_client.machine.lane_calls import LaneCalls
 
 
 def calls(*needs_backward: bool, n_layers: int = 3, forward_only: bool = False) -> LaneCalls:

@@ -13,9 +13,9 @@ from core_attention.tick import Tick
 from tests.cluster import NODE_SHAPE, Cluster, Process, cluster
 from tests.team import StepResult, Team, assert_close
 from trainer_client.errors import CoreAttentionFailed
-from trainer_client.step.lane_log import SentTick
 from trainer_client.step.replies import Tensors
 from trainer_client.step.running_step import RunningStep
+from trainer_client.step.sent_tick import SentTick
 
 N_LAYERS = 3
 

@@ -15,7 +15,8 @@ import pytest
 from control_plane.server import ControlPlane
 from distca.contract import rpc
 from tests.control_plane.service_harness import client_of, eventually, job_spec, running
-from tests.trainer_client.test_control_link import Rank, ranks_of, submit_all
+from tests.trainer_client.talking_rank import TalkingRank
+from tests.trainer_client.test_control_link import ranks_of, settings, submit_all
 
 LEASE_SECONDS = 1.0
 SLACK_SECONDS = 5.0
@@ -34,7 +35,7 @@ def stack() -> Iterator[ExitStack]:
         yield stack
 
 
-def kill(*ranks: Rank) -> None:
+def kill(*ranks: TalkingRank) -> None:
     """What SIGKILL does: connections break, and nobody leaves the job."""
     for rank in ranks:
         rank.link._left = True
@@ -44,16 +45,19 @@ def kill(*ranks: Rank) -> None:
 
 def started(
     control_plane: ControlPlane, stack: ExitStack, n_ranks: int = 2, **options: Any
-) -> list[Rank]:
+) -> list[TalkingRank]:
     """The ranks of one start; they leave at the end."""
     spec = job_spec(n_ranks=n_ranks)
-    ranks = [Rank(control_plane.address, rank, spec, **options) for rank in range(n_ranks)]
+    ranks = [
+        TalkingRank(settings(control_plane.address), rank, spec, **options)
+        for rank in range(n_ranks)
+    ]
     for rank in ranks:
-        stack.callback(rank.link.close, "")
+        stack.callback(rank.close)
     return ranks
 
 
-def open_all(ranks: Sequence[Rank]) -> str:
+def open_all(ranks: Sequence[TalkingRank]) -> str:
     """All open the job at once, as processes do that are started together; returns its id."""
     with ThreadPoolExecutor(len(ranks)) as threads:
         for opening in [threads.submit(rank.open) for rank in ranks]:
@@ -154,7 +158,7 @@ def test_a_job_that_failed_or_ended_is_opened_again_at_once(
         ranks = started(control_plane, stack)
         ids.add(open_all(ranks))
         for rank in ranks:
-            rank.link.close(error)
+            rank.close(error)
     assert len(ids) == 3
 
 
@@ -163,13 +167,13 @@ def test_rank_that_ends_first_waits_for_the_others(
 ) -> None:
     before = started(control_plane, stack)
     old_id = open_all(before)
-    before[0].link.close("")
+    before[0].close()
     again = started(control_plane, stack)
     with ThreadPoolExecutor(1) as thread:
         opening = thread.submit(again[0].open)
         time.sleep(LEASE_SECONDS / 2)
         assert not opening.done()
-        before[1].link.close("")
+        before[1].close()
         opening.result(SLACK_SECONDS)
     assert again[0].link.job_id != old_id
 
@@ -205,7 +209,7 @@ def test_control_plane_starts_again_while_ranks_wait(stack: ExitStack, tmp_path:
             each.result(SLACK_SECONDS)
         assert restarted.coordinator.job(again[0].link.job_id).joined_ranks == [0, 1]
         for rank in again:
-            rank.link.close("")
+            rank.close()
 
 
 def test_rank_that_came_back_and_died_holds_the_name_until_its_lease_ends(
@@ -222,7 +226,7 @@ def test_rank_that_came_back_and_died_holds_the_name_until_its_lease_ends(
         again = started(control_plane, stack)
         assert open_all(again) != before[0].link.job_id
         for rank in again:
-            rank.link.close("")
+            rank.close()
 
 
 def test_tokens_of_a_control_plane_without_memory_are_void_and_the_name_is_free(
@@ -236,4 +240,4 @@ def test_tokens_of_a_control_plane_without_memory_are_void_and_the_name_is_free(
         again = started(control_plane, stack)
         open_all(again)
         for rank in again:
-            rank.link.close("")
+            rank.close()

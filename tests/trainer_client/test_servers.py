@@ -13,11 +13,12 @@ from prometheus_client import CollectorRegistry
 
 from data_plane.metrics import DataPlaneMetrics
 from data_plane.transport import Address, ConnectFailed, Connection, HandshakeRejected
+from distca.v1 import data_plane_pb2
 from tests.fuzz.loopback import LoopbackConnection
 from tests.trainer_client.answers import SHAPE, one_document_over_two_ranks
 from trainer_client.metrics import TrainerMetrics
 from trainer_client.options import SessionOptions
-from trainer_client.step.servers import EpochOver, ServerLinks, ServersUnreachable
+from trainer_client.step.servers import NotWanted, ServerLinks, Unreachable
 
 PLAN = replace(one_document_over_two_ranks(), epoch=5)
 PATIENCE_SECONDS = 0.3
@@ -65,7 +66,7 @@ def links(transport: Any) -> ServerLinks:
     )
     object.__setattr__(options, "ping_quiet_seconds", PATIENCE_SECONDS / 2)
     object.__setattr__(options, "ping_timeout_seconds", PATIENCE_SECONDS / 2)
-    made = ServerLinks(
+    return ServerLinks(
         transport,
         options,
         lambda server, first_step, epoch: b"hello",
@@ -73,8 +74,10 @@ def links(transport: Any) -> ServerLinks:
         TrainerMetrics(registry, "job", 0),
         DataPlaneMetrics(CollectorRegistry()),
     )
-    made.begin_epoch(5, "it begins")
-    return made
+
+
+def always() -> bool:
+    return True
 
 
 def connected() -> LoopbackConnection:
@@ -98,16 +101,16 @@ def refused(timeout: float) -> Connection:
 
 def test_a_server_that_refuses_is_unreachable_at_once() -> None:
     transport = Scripted(refused)
-    with pytest.raises(ServersUnreachable, match="refused") as caught:
-        links(transport).connect(PLAN, 0)
+    with pytest.raises(Unreachable, match="refused") as caught:
+        links(transport).connect(PLAN, 0, wanted=always)
     assert set(caught.value.causes) == {"server-0", "server-1"}
     assert transport.calls == 2
 
 
 def test_silent_servers_are_given_up_together_like_those_that_answer_no_ping() -> None:
     began, transport = time.monotonic(), Scripted(silent)
-    with pytest.raises(ServersUnreachable) as caught:
-        links(transport).connect(PLAN, 0)
+    with pytest.raises(Unreachable) as caught:
+        links(transport).connect(PLAN, 0, wanted=always)
     assert PATIENCE_SECONDS <= time.monotonic() - began < CONNECT_SECONDS
     assert set(caught.value.causes) == {"server-0", "server-1"}
     assert transport.most_at_once == 2
@@ -116,11 +119,16 @@ def test_silent_servers_are_given_up_together_like_those_that_answer_no_ping() -
 def test_a_recovery_does_not_wait_for_a_silent_server(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("trainer_client.step.servers._ATTEMPT_SECONDS", PATIENCE_SECONDS / 10)
     made = links(Scripted(silent))
-    begin = threading.Timer(PATIENCE_SECONDS / 5, made.begin_epoch, (6, "a recovery"))
+    recovery = threading.Event()
+    begin = threading.Timer(PATIENCE_SECONDS / 5, recovery.set)
     begin.start()
-    with pytest.raises(EpochOver):
-        made.connect(PLAN, 0)
+    with pytest.raises(NotWanted, match="a recovery has begun"):
+        made.connect(PLAN, 0, wanted=lambda: not recovery.is_set())
     begin.join()
+
+
+def refusal(code: int, *, proven: bool = False) -> HandshakeRejected:
+    return HandshakeRejected("no", transport="scripted", peer="server", proven=proven, code=code)
 
 
 def test_a_server_that_does_not_know_the_job_yet_is_asked_again() -> None:
@@ -128,21 +136,19 @@ def test_a_server_that_does_not_know_the_job_yet_is_asked_again() -> None:
 
     def late(timeout: float) -> Connection:
         if time.monotonic() - began < 2 * PATIENCE_SECONDS:
-            raise HandshakeRejected("unknown job 'job'", transport="scripted", peer="server")
+            raise refusal(data_plane_pb2.HELLO_REFUSAL_UNKNOWN)
         return connected()
 
     made = links(Scripted(late))
-    assert set(made.connect(PLAN, 0)) == {"server-0", "server-1"}
+    assert set(made.connect(PLAN, 0, wanted=always)) == {"server-0", "server-1"}
 
 
 def test_a_server_that_knows_of_a_later_recovery_ends_the_attempt() -> None:
     def over(timeout: float) -> Connection:
-        raise HandshakeRejected(
-            "epoch 5 of job 'job' is over", transport="scripted", peer="server", proven=True
-        )
+        raise refusal(data_plane_pb2.HELLO_REFUSAL_EPOCH_OVER, proven=True)
 
-    with pytest.raises(EpochOver):
-        links(Scripted(over)).connect(PLAN, 0)
+    with pytest.raises(NotWanted):
+        links(Scripted(over)).connect(PLAN, 0, wanted=always)
 
 
 def test_somebody_who_only_says_that_it_is_a_server_is_asked_again() -> None:
@@ -151,12 +157,13 @@ def test_somebody_who_only_says_that_it_is_a_server_is_asked_again() -> None:
 
     def pretended(timeout: float) -> Connection:
         if time.monotonic() - began < PATIENCE_SECONDS / 2:
-            raise HandshakeRejected(
-                "epoch 5 of job 'job' is over", transport="scripted", peer="server"
-            )
+            raise refusal(data_plane_pb2.HELLO_REFUSAL_EPOCH_OVER)
         return connected()
 
-    assert set(links(Scripted(pretended)).connect(PLAN, 0)) == {"server-0", "server-1"}
+    assert set(links(Scripted(pretended)).connect(PLAN, 0, wanted=always)) == {
+        "server-0",
+        "server-1",
+    }
 
 
 def test_somebody_who_never_proves_anything_is_given_up_like_a_silent_server() -> None:
@@ -164,8 +171,8 @@ def test_somebody_who_never_proves_anything_is_given_up_like_a_silent_server() -
         raise HandshakeRejected("go away", transport="scripted", peer="server")
 
     began = time.monotonic()
-    with pytest.raises(ServersUnreachable):
-        links(Scripted(pretended)).connect(PLAN, 0)
+    with pytest.raises(Unreachable):
+        links(Scripted(pretended)).connect(PLAN, 0, wanted=always)
     assert PATIENCE_SECONDS <= time.monotonic() - began < CONNECT_SECONDS
 
 
@@ -174,8 +181,8 @@ def test_a_refusal_with_a_proof_counts_at_once() -> None:
         raise HandshakeRejected("no memory", transport="scripted", peer="server", proven=True)
 
     transport = Scripted(no_memory)
-    with pytest.raises(ServersUnreachable, match="no memory"):
-        links(transport).connect(PLAN, 0)
+    with pytest.raises(Unreachable, match="no memory"):
+        links(transport).connect(PLAN, 0, wanted=always)
     assert transport.calls == len(PLAN.servers)
 
 
@@ -196,10 +203,10 @@ def test_no_connection_is_left_for_a_step_that_was_given_up(
 
     transport = Scripted(answer)
     made = links(transport)
-    with pytest.raises(EpochOver, match="step 5 was given up"):
+    with pytest.raises(NotWanted, match="not wanted any more"):
         made.connect(PLAN, 5, wanted=lambda: not given_up.is_set())
     assert [connection.closed for connection in left] == [True]
     calls = transport.calls
-    with pytest.raises(EpochOver, match="step 5 was given up"):
+    with pytest.raises(NotWanted, match="not wanted any more"):
         made.connect(PLAN, 5, wanted=lambda: False)
     assert transport.calls == calls

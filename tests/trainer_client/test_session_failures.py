@@ -203,18 +203,22 @@ def test_no_control_plane_is_told_soon(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "reason"),
+    ("change", "reason", "code"),
     [
-        ({"secret": b"guessed"}, "wrong token"),
-        ({"job_id": "other"}, "unknown job"),
-        ({"server_id": "node-9"}, "not 'node-9'"),
-        ({"server_id": "node-9", "secret": b"guessed"}, "not 'node-9'"),
-        ({"rank": 3}, "wrong token for rank 3"),
-        ({"version": 99}, "version 99"),
+        ({"secret": b"guessed"}, "wrong token", data_plane_pb2.HELLO_REFUSAL_UNKNOWN),
+        ({"job_id": "other"}, "unknown job", data_plane_pb2.HELLO_REFUSAL_UNKNOWN),
+        ({"server_id": "node-9"}, "not 'node-9'", data_plane_pb2.HELLO_REFUSAL_SERVER),
+        (
+            {"server_id": "node-9", "secret": b"guessed"},
+            "not 'node-9'",
+            data_plane_pb2.HELLO_REFUSAL_SERVER,
+        ),
+        ({"rank": 3}, "wrong token for rank 3", data_plane_pb2.HELLO_REFUSAL_UNKNOWN),
+        ({"version": 99}, "version 99", data_plane_pb2.HELLO_REFUSAL_VERSION),
     ],
 )
 def test_a_stranger_gets_no_connection(
-    pool_of_four: Cluster, change: dict[str, Any], reason: str
+    pool_of_four: Cluster, change: dict[str, Any], reason: str, code: int
 ) -> None:
     host, _, port = pool_of_four.processes[1].addresses["data"].rpartition(":")
     transport = UcxxTransport(UcxxSettings(one_host=True))
@@ -230,8 +234,9 @@ def test_a_stranger_gets_no_connection(
                 **{name: value for name, value in change.items() if name != "secret"},
             }
             hello = data_plane_pb2.Hello(**fields).SerializeToString()
-            with pytest.raises(HandshakeRejected, match=reason):
+            with pytest.raises(HandshakeRejected, match=reason) as refused:
                 transport.connect(Address(host, int(port)), hello, 5.0, secret=secret)
+            assert refused.value.code == code
             with pytest.raises(HandshakeRejected, match="hello"):
                 transport.connect(Address(host, int(port)), b"\xff\xfe garbage", 5.0, secret=secret)
     finally:

@@ -127,7 +127,7 @@ def test_submitted_steps_may_be_left_out(pool_of_four: Cluster, placement: str) 
             run(session, step)
             assert time.monotonic() - began < SOON_SECONDS
         deadline = time.monotonic() + SOON_SECONDS
-        while session._link._book.handed_in():
+        while session._steps.manifests():
             assert time.monotonic() < deadline
             time.sleep(0.01)
 
@@ -219,7 +219,7 @@ def test_memory_of_messages_is_there_before_the_step(pool_of_four: Cluster) -> N
         submitted = team.submit(
             [RankManifest.from_lengths(0, rank, [[300, 40], [17, 200]]) for rank in range(2)]
         )
-        eventually(lambda: all(0 in session._recovery._routes for session in team.sessions))
+        eventually(lambda: all(0 in session._steps._routes for session in team.sessions))
         pools = [session._pool for session in team.sessions]
         before = [pool.stats().allocations for pool in pools]
         for future in team.start_submitted(submitted):

@@ -26,6 +26,7 @@ import torch
 from core_attention.arrays import Int64Array
 from core_attention.ca_task import Phase
 from core_attention.tick import Tick
+from distca.contract.timeouts import default_seconds
 from trainer_client.integrity.answer import Answer, Tensors
 from trainer_client.integrity.recompute import (
     Expected,
@@ -161,7 +162,7 @@ class Auditor:
                         logger.warning("audits fall behind and are skipped; lower the rate")
                     self._skipped += 1
 
-    def close(self, timeout_seconds: float = 5.0) -> None:
+    def close(self, timeout_seconds: float = default_seconds("close_seconds")) -> None:
         """Ends the thread when it has recomputed what waits, or is left to the process's end."""
         deadline = time.monotonic() + timeout_seconds
         try:

@@ -10,6 +10,7 @@ import torch
 from core_attention.checksum import ChecksumMismatch, verify
 from core_attention.message_views import message_views
 from core_attention.tick import Tick
+from distca.contract.server_loss import LossCause, ServerLoss
 from trainer_client.integrity.answer import Answer, Tensors
 from trainer_client.integrity.audit import Auditor, Finding
 from trainer_client.integrity.result_checks import ResultChecker
@@ -26,14 +27,14 @@ class Examiner:
     Args:
         options: which checks.
         metrics: told of what they find.
-        lost: told of a server that an audit convicts: its id, the epoch of the plan, the cause.
+        lost: receives the loss of a server that an audit convicts.
     """
 
     def __init__(
         self,
         options: SessionOptions,
         metrics: TrainerMetrics,
-        lost: Callable[[str, int, str], None],
+        lost: Callable[[ServerLoss], None],
     ) -> None:
         device = torch.device(options.device)
         self._metrics = metrics
@@ -96,4 +97,11 @@ class Examiner:
         if not finding.equal:
             logger.error("%s; the step has used the result", finding)
             self._metrics.corrupt_result("audit")
-            self._lost(finding.server_id, finding.epoch, str(finding))
+            self._lost(
+                ServerLoss(
+                    server_id=finding.server_id,
+                    epoch=finding.epoch,
+                    cause=LossCause.CORRUPT_RESULT,
+                    detail=str(finding),
+                )
+            )

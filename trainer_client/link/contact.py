@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
+from distca.contract import rpc
 from distca.contract.contact import Contact
+from distca.contract.server_loss import ServerLoss, cause_to_proto
 from distca.v1 import jobs_pb2
-from trainer_client.step.step_book import HandedIn
+from trainer_client.step.planned_step import HandedInStep
 
 
 class RankContact(Contact):
@@ -17,6 +19,8 @@ class RankContact(Contact):
         job_id: of the rank's job, once it has joined.
         timeouts: of the control plane, by their names in ``distca.contract.timeouts``.
     """
+
+    LOST = (rpc.LeaseExpired, rpc.UnknownJob)
 
     job_id = ""
     timeouts: Mapping[str, float] = MappingProxyType({})
@@ -60,7 +64,7 @@ class RankContact(Contact):
             timeout_seconds=self.renewal_deadline_seconds,
         ).lease_seconds
 
-    def submit(self, handed_in: HandedIn) -> None:
+    def submit(self, handed_in: HandedInStep) -> None:
         """Hands in a manifest."""
         self.call(
             self._jobs.SubmitManifest,
@@ -83,16 +87,17 @@ class RankContact(Contact):
         request.job_id, request.lease_id = self.job_id, self.lease_id
         self.call(self._jobs.ReportStep, request)
 
-    def report_lost(self, server_id: str, epoch: int, cause: str) -> None:
-        """Tells that a server is lost."""
+    def report_lost(self, loss: ServerLoss) -> None:
+        """Reports a lost server."""
         self.call(
             self._jobs.ReportServerLost,
             jobs_pb2.ReportServerLostRequest(
                 job_id=self.job_id,
                 rank_lease_id=self.lease_id,
-                server_id=server_id,
-                epoch=epoch,
-                cause=cause,
+                server_id=loss.server_id,
+                epoch=loss.epoch,
+                detail=loss.detail,
+                cause=cause_to_proto(loss.cause),
             ),
         )
 

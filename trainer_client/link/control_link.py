@@ -2,7 +2,7 @@
 
 Three threads: one renews the rank's lease, one watches the job's events
 (:mod:`distca.contract.lifeline`), one sends manifests and reports so that the training loop never
-waits for gRPC (:mod:`trainer_client.link.outbox`). Training goes on while the control plane is
+waits for gRPC (:mod:`distca.contract.outbox`). Training goes on while the control plane is
 away; the rank comes back to its job with what a control plane that knows nothing must be told.
 Whatever ends the job is kept in ``failure``, and everybody who waits for the link looks at it.
 """
@@ -12,23 +12,23 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
-from core_attention.manifest import RankManifest
 from distca.contract import rpc
-from distca.contract.codec import first_tick_from_bytes, plan_from_proto, rank_manifest_to_proto
+from distca.contract.codec import first_tick_from_bytes, plan_from_proto
 from distca.contract.lifeline import Lifeline
+from distca.contract.outbox import Outbox
+from distca.contract.server_loss import ServerLoss
+from distca.contract.timeouts import default_seconds
 from distca.v1 import jobs_pb2
-from trainer_client.errors import PlanNotReady, SessionClosed
+from trainer_client.errors import SessionClosed
 from trainer_client.link.contact import RankContact
-from trainer_client.link.outbox import CONTACT_LOST, Letter, Outbox, is_contact_lost
-from trainer_client.step.step_book import HandedIn, PlannedStep, StepBook
+from trainer_client.link.listener import RankListener
+from trainer_client.step.planned_step import HandedInStep, PlannedStep
 
 logger = logging.getLogger(__name__)
 
-__all__ = ["ControlLink", "PlannedStep"]
-
-FLUSH_SECONDS = 5.0
+FLUSH_SECONDS = default_seconds("flush_seconds")
 """How long closing waits for reports that are under way."""
 
 
@@ -46,17 +46,8 @@ class ControlLink:
 
     Args:
         settings: how to reach the control plane; with several addresses, its standbys too.
-        on_opened: called with the job's description before any plan.
-        on_planned: called with each plan that counts, ahead of its use.
-        on_recover: called with epoch, lost servers and reason when all plans of lower epochs have
-            become void. The rank stops, closes its connections and returns how far it is in its
-            running and retained steps.
-        on_finished: called with a step that every rank has finished, as it has those before.
-        on_failed: called with a step that gets no plan any more, and why.
         control_plane_timeout_seconds: how long the control plane may be away.
         held_timeout_seconds: how long opening waits for the end of an earlier job of the name.
-
-    All callbacks are made on the watching thread, in the order of events.
 
     Attributes:
         job_id: of the job, once it is open.
@@ -68,37 +59,24 @@ class ControlLink:
         self,
         settings: rpc.RpcSettings,
         *,
-        on_opened: Callable[[jobs_pb2.JobOpened], None],
-        on_planned: Callable[[PlannedStep], None],
-        on_recover: Callable[
-            [int, Sequence[str], str], Sequence[jobs_pb2.StepProgress]
-        ] = lambda epoch, lost, reason: (),
-        on_finished: Callable[[int], None] = lambda step: None,
-        on_failed: Callable[[int, str], None] = lambda step, why: None,
-        control_plane_timeout_seconds: float = 600.0,
-        held_timeout_seconds: float = 45.0,
+        control_plane_timeout_seconds: float = default_seconds("control_plane_timeout_seconds"),
+        held_timeout_seconds: float = default_seconds("held_timeout_seconds"),
     ) -> None:
         self._settings = settings
         self._lifeline: Lifeline[RankContact] = Lifeline(
             settings,
             first=self._join,
             again=self._come_back,
-            renew=lambda contact: contact.renew(next_step=self._book.next_step),
+            renew=lambda contact: contact.renew(next_step=self._present.next_step),
             on_event=self._handle,
             on_broken=self._fail,
             away_seconds=control_plane_timeout_seconds,
             held_seconds=held_timeout_seconds,
         )
         self._outbox = Outbox(self._lifeline)
-        self._on_opened = on_opened
-        self._on_planned = on_planned
-        self._on_recover = on_recover
-        self._on_finished = on_finished
-        self._on_failed = on_failed
         self._request = jobs_pb2.OpenJobRequest()
         self._patience = self._lifeline.patience("")
-        self._changed = threading.Condition()
-        self._book = StepBook(0)
+        self._listener: RankListener | None = None
         self._failure: Exception | None = None
         self._left = False
         self._opened = threading.Event()
@@ -116,15 +94,14 @@ class ControlLink:
         """Whether the control plane can be reached, as far as is known."""
         return self._lifeline.contact is not None
 
-    @property
-    def epoch(self) -> int:
-        """The highest epoch seen; plans of lower ones are void."""
-        return self._book.epoch
-
-    def open(self, request: jobs_pb2.OpenJobRequest) -> None:
+    def open(self, request: jobs_pb2.OpenJobRequest, listener: RankListener) -> None:
         """Joins the job and starts the threads; returns once the job's description is here.
 
         Waits while an earlier job has the name whose processes may be gone.
+
+        Args:
+            request: names the job and the rank.
+            listener: receives what comes.
 
         Raises:
             distca.contract.rpc.AlreadyExists: a job has the name that lives, or that has not
@@ -132,7 +109,7 @@ class ControlLink:
             distca.contract.rpc.RpcError: the control plane cannot be reached or refuses.
         """
         self._request.CopyFrom(request)
-        self._book = StepBook(request.spec.n_nano_batches)
+        self._listener = listener
         self._patience = self._lifeline.patience(f"rank {request.rank} of job {request.spec.name}")
         self._lifeline.join(again=(rpc.ControlPlaneUnavailable, rpc.RateLimited))
         self._lifeline.start(renewing="distca-lease")
@@ -145,28 +122,16 @@ class ControlLink:
                     "WatchRank", self._settings.address, "the job's description did not come"
                 )
 
-    def submit(self, manifest: RankManifest, *, forward_only: bool) -> None:
-        """Hands in a coming step's manifest; a refusal is raised by :meth:`wait_plan`."""
-        self.check()
-        step = manifest.step
-        handed_in = HandedIn(rank_manifest_to_proto(manifest), forward_only)
-        with self._changed:
-            self._book.hand_in(step, handed_in)
+    def submit(self, step: int, handed_in: HandedInStep) -> None:
+        """Hands in a coming step's manifest; the listener receives what becomes of it."""
         self._outbox.put(
-            Letter(
-                f"the manifest of step {step}",
-                lambda contact: self._submit(contact, step, handed_in),
-            )
+            f"the manifest of step {step}", lambda contact: self._submit(contact, step, handed_in)
         )
 
-    def report(
-        self,
-        step: int,
-        measurement: StepNews,
-    ) -> None:
+    def report(self, step: int, measurement: StepNews) -> None:
         """Sends what the rank or its in-place server measured in a step, that the rank gave it up,
         or waits in it; a refusal is logged only."""
-        if self._left:
+        if self._left or self._failure is not None:
             return
         request = jobs_pb2.ReportStepRequest(step=step)
         match measurement:
@@ -178,19 +143,23 @@ class ControlLink:
                 request.given_up.CopyFrom(measurement)
             case jobs_pb2.StepWaiting():
                 request.waiting.CopyFrom(measurement)
+        self._outbox.put(f"the report of step {step}", lambda contact: contact.report_step(request))
+
+    def report_lost(self, loss: ServerLoss) -> None:
+        """Reports a lost server; never blocks. The report is repeated until the control plane has
+        taken it, or its epoch is over."""
         self._outbox.put(
-            Letter(f"the report of step {step}", lambda contact: contact.report_step(request))
+            f"the loss of server {loss.server_id}",
+            lambda contact: contact.report_lost(loss),
+            over=lambda: self._present.epoch > loss.epoch,
         )
 
-    def report_lost(self, server_id: str, epoch: int, cause: str) -> None:
-        """Tells that a server was lost in the plans of ``epoch``; never blocks. It is told until
-        the control plane has taken it, or the epoch is over."""
+    def report_progress(self, epoch: int, steps: Sequence[jobs_pb2.StepProgress]) -> None:
+        """Answers a recovery; never blocks."""
         self._outbox.put(
-            Letter(
-                f"the loss of server {server_id}",
-                lambda contact: contact.report_lost(server_id, epoch, cause),
-                over=lambda: self._book.is_over(epoch),
-            )
+            f"the progress for recovery {epoch}",
+            lambda contact: contact.report_progress(epoch, steps),
+            over=lambda: self._present.epoch > epoch,
         )
 
     def fetch_step(self, step: int) -> jobs_pb2.GetStepResponse:
@@ -202,50 +171,20 @@ class ControlLink:
         """
         return self._lifeline.present().fetch_step(step)
 
-    def plan_of(self, step: int) -> PlannedStep | None:
-        """The plan of ``step`` that counts now; None if there is none."""
-        with self._changed:
-            return self._book.plan_of(step)
-
-    def is_finished(self, step: int) -> bool:
-        """Whether every rank that has not left has finished ``step`` and those before."""
-        return self._book.is_finished(step)
-
-    def wait_plan(self, step: int, timeout_seconds: float) -> PlannedStep:
-        """The plan of ``step``, which begins; earlier steps that have not begun are left out.
-
-        Time in which the control plane is away does not count.
-
-        Raises:
-            PlanNotReady: the manifest was not submitted or was refused, no plan can be made, or
-                ``timeout_seconds`` passed; then the message names the ranks that are late.
-            SessionClosed: the job ended.
-        """
-        remaining_seconds = timeout_seconds
-        self.check()
-        with self._changed:
-            if not self._book.is_known(step):
-                raise PlanNotReady(f"step {step}: submit its manifest before running it")
-            while remaining_seconds > 0:
-                self.check()
-                refusal = self._book.take_refusal(step)
-                if refusal is not None:
-                    raise PlanNotReady(f"step {step}: {refusal}")
-                planned = self._book.plan_of(step)
-                if planned is not None:
-                    self._book.begin(step)
-                    return planned
-                present, began = self.connected, time.monotonic()
-                self._changed.wait(min(0.5, remaining_seconds))
-                if present:
-                    remaining_seconds -= time.monotonic() - began
-            self.check()
-            taken = self._book.is_taken(step)
-        if not taken:
-            raise PlanNotReady(f"step {step}: the manifest was not taken in {timeout_seconds:g} s")
-        raise PlanNotReady(
-            f"step {step}: no plan in {timeout_seconds:g} s; {self._who_is_late(step)}"
-        )
+    def who_is_late(self, step: int) -> str:
+        """Why a step has no plan yet, in words."""
+        try:
+            job = self._lifeline.present().describe_job()
+        except rpc.RpcError as error:
+            return f"and the control plane does not answer: {error}"
+        joined = set(job.joined_ranks)
+        absent = sorted(set(range(job.spec.n_ranks)) - joined)
+        if absent:
+            return f"ranks {absent} have not joined the job"
+        for pending in job.pending_steps:
+            if pending.step == step:
+                return f"ranks {list(pending.missing_ranks)} have not submitted their manifests"
+        return "all manifests are there, so planning itself is slow: see the control plane's log"
 
     def check(self) -> None:
         """Raises what ended the job, if something did."""
@@ -260,7 +199,7 @@ class ControlLink:
             return
         self._left = True
         if self.job_id and self._failure is None:
-            self._outbox.put(Letter("leaving the job", lambda contact: self._leave(contact, error)))
+            self._outbox.put("leaving the job", lambda contact: self._leave(contact, error))
         self._outbox.close(FLUSH_SECONDS)
         self._lifeline.end()
 
@@ -286,7 +225,7 @@ class ControlLink:
         try:
             try:
                 contact.keep(self.job_id, lease_id)
-            except CONTACT_LOST:
+            except RankContact.LOST:
                 self._resume(contact)
             contact.watch()
         except BaseException:
@@ -298,110 +237,62 @@ class ControlLink:
         """Opens the job again, and tells a control plane that may know nothing the steps."""
         request = jobs_pb2.OpenJobRequest()
         request.CopyFrom(self._request)
-        with self._changed:
-            request.resume.job_id, request.resume.epoch = self.job_id, self._book.epoch
+        request.resume.job_id, request.resume.epoch = self.job_id, self._present.epoch
         self.token = contact.join(request)
-        with self._changed:
-            handed_in = self._book.handed_in()
-        for step, item in handed_in:
-            self._submit(contact, step, item)
+        for step, handed_in in self._present.manifests():
+            self._submit(contact, step, handed_in)
 
-    def _submit(self, contact: RankContact, step: int, handed_in: HandedIn) -> None:
+    @property
+    def _present(self) -> RankListener:
+        assert self._listener is not None
+        return self._listener
+
+    def _submit(self, contact: RankContact, step: int, handed_in: HandedInStep) -> None:
         try:
             contact.submit(handed_in)
         except rpc.RpcError as error:
-            if is_contact_lost(error):
+            if contact.is_lost_by(error):
                 raise
-            with self._changed:
-                self._book.refuse(step, f"the manifest was refused: {error}")
-                self._changed.notify_all()
-            return
-        with self._changed:
-            self._book.manifest_taken(step)
+            self._present.manifest_refused(step, f"the manifest was refused: {error}")
+        else:
+            self._present.manifest_taken(step)
 
     def _leave(self, contact: RankContact, error: str) -> None:
         self._lifeline.expects_end = True
         contact.leave(error)
 
     def _handle(self, event: jobs_pb2.PlanEvent) -> None:
+        listener = self._present
         match event.WhichOneof("event"):
             case "job_opened":
+                # A control plane that has come back to life describes the same job again.
                 if not self._opened.is_set():
-                    self._on_opened(event.job_opened)
+                    listener.opened(event.job_opened)
                     self._opened.set()
             case "step_planned":
-                self._planned(event.step_planned)
+                listener.planned(_planned_from_proto(event.step_planned))
             case "step_failed":
-                with self._changed:
-                    self._book.refuse(event.step_failed.step, event.step_failed.error)
-                    self._changed.notify_all()
-                self._on_failed(event.step_failed.step, event.step_failed.error)
+                listener.failed(event.step_failed.step, event.step_failed.error)
             case "recover":
-                self._recover(event.recover)
+                recover = event.recover
+                listener.recover(recover.epoch, recover.lost_server_ids, recover.reason)
             case "step_finished":
-                with self._changed:
-                    self._book.finish(event.step_finished.step)
-                self._on_finished(event.step_finished.step)
+                listener.finished(event.step_finished.step)
             case "job_closed":
                 reason = event.job_closed.error or "every rank has left"
                 self._fail(SessionClosed(f"job {self.job_id} was closed: {reason}"))
 
-    def _planned(self, message: jobs_pb2.StepPlanned) -> None:
-        plan = plan_from_proto(message.plan)
-        planned = PlannedStep(
-            plan,
-            message.forward_only,
-            first_tick_from_bytes(message.first_tick, plan.manifest.n_documents),
-        )
-        with self._changed:
-            if not self._book.counts(planned):
-                return
-        # First, since whoever waits begins the step at once. No other thread changes what counts.
-        self._on_planned(planned)
-        with self._changed:
-            self._book.plan(planned)
-            self._changed.notify_all()
-
-    def _recover(self, message: jobs_pb2.Recover) -> None:
-        epoch = message.epoch
-        with self._changed:
-            if self._book.is_over(epoch):
-                return
-            answer = self._book.reported if epoch == self._book.epoch else None
-            if answer is None:
-                self._book.recover(epoch)
-        if answer is None:
-            logger.warning("job %s: recovery %d: %s", self.job_id, epoch, message.reason)
-            listed = self._on_recover(epoch, list(message.lost_server_ids), message.reason)
-            with self._changed:
-                answer = self._book.answer(listed)
-        self._outbox.put(
-            Letter(
-                f"the progress for recovery {epoch}",
-                lambda contact: contact.report_progress(epoch, answer),
-                over=lambda: self._book.is_over(epoch),
-            )
-        )
-
     def _fail(self, error: Exception) -> None:
-        with self._changed:
-            if self._failure is None:
-                self._failure = error
-                if not self._left:
-                    logger.error("job %s ended: %s", self.job_id, error)
-            self._changed.notify_all()
+        if self._failure is None:
+            self._failure = error
+            if not self._left:
+                logger.error("job %s ended: %s", self.job_id, error)
+        if self._listener is not None:
+            self._listener.broken()
         self._lifeline.finish()
 
-    def _who_is_late(self, step: int) -> str:
-        try:
-            job = self._lifeline.present().describe_job()
-        except rpc.RpcError as error:
-            return f"and the control plane does not answer: {error}"
-        joined = set(job.joined_ranks)
-        absent = sorted(set(range(job.spec.n_ranks)) - joined)
-        if absent:
-            return f"ranks {absent} have not joined the job"
-        for pending in job.pending_steps:
-            if pending.step == step:
-                return f"ranks {list(pending.missing_ranks)} have not submitted their manifests"
-        return "all manifests are there, so planning itself is slow: see the control plane's log"
+
+def _planned_from_proto(message: jobs_pb2.StepPlanned) -> PlannedStep:
+    plan = plan_from_proto(message.plan)
+    first_tick = first_tick_from_bytes(message.first_tick, plan.manifest.n_documents)
+    return PlannedStep(plan, message.forward_only, first_tick)

@@ -7,6 +7,7 @@ import socket
 
 from data_plane.interfaces import source_ip
 from distca.contract import rpc
+from distca.contract.addresses import split_address
 from trainer_client.options import Placement, SessionOptions
 
 
@@ -26,7 +27,7 @@ def data_host_of(options: SessionOptions, control_plane: rpc.RpcSettings) -> str
         return host
     for address in control_plane.addresses:
         try:
-            ip = socket.gethostbyname(address.rpartition(":")[0].strip("[]"))
+            ip = socket.gethostbyname(split_address("address", address)[0])
         except OSError:
             continue
         source = source_ip(ip)

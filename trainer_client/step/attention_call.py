@@ -12,9 +12,9 @@ import torch
 from core_attention.ca_task import Phase
 from core_attention.tick import Tick
 from trainer_client.errors import CoreAttentionFailed
-from trainer_client.step.lane_log import SentTick
 from trainer_client.step.replies import Tensors
 from trainer_client.step.running_step import RunningStep
+from trainer_client.step.sent_tick import SentTick
 
 
 class AttentionCall:

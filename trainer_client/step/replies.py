@@ -13,8 +13,8 @@ from typing import Protocol
 import torch
 
 from attention_node.cuda_order import launched_work
+from attention_node.exchange import LocalReply
 from attention_node.open_tick import TickGivenUp
-from attention_node.residence import LocalReply
 from attention_node.served_job import JobDescription
 from attention_node.tick_server import TickServer
 from core_attention.ca_task import Phase
@@ -22,7 +22,14 @@ from core_attention.checksum import seal
 from core_attention.tick import Tick
 from data_plane.buffer_pool import BufferPool, PooledBuffer
 from data_plane.liveness import LivenessMonitor
-from data_plane.transport import Connection, Transfer, TransferState, TransportError
+from data_plane.transport import (
+    Connection,
+    Transfer,
+    TransferState,
+    TransferTimeout,
+    TransportError,
+)
+from distca.contract.server_loss import LossCause
 from trainer_client.integrity.examiner import Examiner
 from trainer_client.step.exchanges import Exchange
 
@@ -34,15 +41,21 @@ class ExchangeFailed(Exception):
 
     Attributes:
         server_id: which one.
-        own: it is this process's own server.
-        cause: in words.
+        cause: how it was noticed.
+        detail: in words.
     """
 
-    def __init__(self, server_id: str, cause: BaseException | str, *, own: bool = False) -> None:
-        super().__init__(f"server {server_id}: {cause}")
+    def __init__(self, server_id: str, cause: LossCause, detail: BaseException | str) -> None:
+        super().__init__(f"server {server_id}: {detail}")
         self.server_id = server_id
-        self.own = own
-        self.cause = str(cause)
+        self.cause = cause
+        self.detail = str(detail)
+
+
+def _transport_failed(server_id: str, error: TransportError | str) -> ExchangeFailed:
+    late = isinstance(error, TransferTimeout)
+    cause = LossCause.DEADLINE if late else LossCause.TRANSPORT_ERROR
+    return ExchangeFailed(server_id, cause, error)
 
 
 class Awaited(Protocol):
@@ -144,7 +157,7 @@ class Exchanger:
                 self.job.job_id, epoch, tick, inputs, {**outputs, **partial}
             )
         except TickGivenUp as error:
-            raise ExchangeFailed(exchange.server_id, error, own=True) from error
+            raise ExchangeFailed(exchange.server_id, LossCause.OWN_SERVER, error) from error
         return _LocalAwaited(exchange, reply, partial, self.device)
 
     def _send_remote(self, exchange: Exchange, tick: Tick, inputs: Tensors) -> Awaited:
@@ -176,7 +189,7 @@ class Exchanger:
                 self._watch(connection, sent)
             except TransportError as error:
                 reply.release()
-                raise ExchangeFailed(exchange.server_id, error) from error
+                raise _transport_failed(exchange.server_id, error) from error
         finally:
             # The kernel that packs it has only been launched.
             request.release_when(packed)
@@ -222,7 +235,7 @@ class _RemoteAwaited:
         if transfer.state is TransferState.PENDING:
             return False
         cause = transfer.error or f"the transfer ended as {transfer.state}"
-        raise ExchangeFailed(self.exchange.server_id, cause) from transfer.error
+        raise _transport_failed(self.exchange.server_id, cause) from transfer.error
 
     def examine(self) -> None:
         if self._transfer is None:
@@ -230,7 +243,7 @@ class _RemoteAwaited:
         assert self._buffer is not None
         fault = self._examiner.fault(self.exchange, self._tick, self._inputs, self._buffer.tensor)
         if fault is not None:
-            raise ExchangeFailed(self.exchange.server_id, fault)
+            raise ExchangeFailed(self.exchange.server_id, LossCause.CORRUPT_RESULT, fault)
 
     def wait(self, timeout_seconds: float) -> None:
         if self._transfer is None:
@@ -279,7 +292,7 @@ class _LocalAwaited:
         try:
             return self._reply.wait(0.0)
         except TickGivenUp as error:
-            raise ExchangeFailed(self.exchange.server_id, error, own=True) from error
+            raise ExchangeFailed(self.exchange.server_id, LossCause.OWN_SERVER, error) from error
 
     def examine(self) -> None:
         """This process's own results are not doubted."""

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 
 from core_attention.plan import Plan, PlanServer
 from data_plane.metrics import DataPlaneMetrics
@@ -20,6 +21,8 @@ from data_plane.transport import (
     Transport,
     TransportError,
 )
+from distca.contract.addresses import split_address
+from distca.v1 import data_plane_pb2
 from trainer_client.metrics import TrainerMetrics
 from trainer_client.options import SessionOptions
 
@@ -37,7 +40,7 @@ _AT_ONCE = 32
 """Connections that are made at a time."""
 
 
-class ServersUnreachable(Exception):
+class Unreachable(Exception):
     """Servers of a plan cannot be connected to.
 
     Attributes:
@@ -51,12 +54,13 @@ class ServersUnreachable(Exception):
         self.causes = causes
 
 
-class EpochOver(Exception):
-    """A recovery has begun: connections of this epoch are of no use any more."""
+class NotWanted(Exception):
+    """Connections for this plan are of no use any more: a recovery has begun, or its step was given
+    up."""
 
 
 class ServerLinks:
-    """Connections by server, all of one epoch. Thread-safe.
+    """Connections by server. Thread-safe.
 
     Args:
         transport: connects.
@@ -84,67 +88,52 @@ class ServerLinks:
         self._lock = threading.Lock()
         # Held while connecting, so that two threads do not connect to one server at a time.
         self._connecting = threading.Lock()
-        self._epoch = 0
         self._connections: dict[str, Connection] = {}
         self._probed: set[str] = set()
 
-    @property
-    def epoch(self) -> int:
-        """Of the last recovery."""
-        return self._epoch
-
-    def begin_epoch(self, epoch: int, why: str) -> None:
-        """Closes all connections; those made from now on are of ``epoch``."""
-        with self._lock:
-            self._epoch = max(self._epoch, epoch)
-        self.close_all(why)
-
-    def close_all(self, why: str) -> None:
-        """Closes all connections."""
+    def close_all(self, why: str, *, finished: bool = False) -> None:
+        """Closes all connections, at the end of the job if ``finished``."""
         with self._lock:
             closing, self._connections = self._connections, {}
         for connection in closing.values():
-            connection.close(why)
+            connection.close(why, finished=finished)
 
     def connect(
-        self, plan: Plan, first_step: int, *, wanted: Callable[[], bool] = lambda: True
+        self, plan: Plan, first_step: int, *, wanted: Callable[[], bool]
     ) -> Mapping[str, Connection]:
         """Connections to the servers of ``plan``, but for this process's own.
 
         Args:
             plan: this rank's slice.
             first_step: the first step whose ticks are sent on new connections.
-            wanted: whether that step is still to be run. Servers take the ticks of a connection
-                from its first step on, so that none may be left open whose first step was given up.
+            wanted: whether the plan is still to be run. Servers take the ticks of a connection
+                from its first step on, so that none may be left open that is not wanted. Whoever
+                makes it false closes all connections then.
 
         Raises:
-            ServersUnreachable: some of them cannot be connected to; names all that cannot.
-            EpochOver: the plan is void, or not ``wanted`` any more.
+            Unreachable: some of them cannot be connected to; names all that cannot.
+            NotWanted: the plan is not ``wanted`` any more.
         """
         others = [s for s in plan.servers if s.in_place_rank != self._options.rank]
         with self._connecting:
-            if not wanted():
-                raise EpochOver(f"step {plan.step} was given up")
+            attempt = _Attempt(plan, first_step, wanted)
+            attempt.check()
             connections = {
                 server.server_id: known
                 for server in others
                 if (known := self._connections.get(server.server_id)) and not known.closed
             }
             missing = [server for server in others if server.server_id not in connections]
-            made: dict[str, Connection] = {}
             try:
-                made = self._connect_all(missing, first_step, plan.epoch)
-            except ServersUnreachable:
-                if wanted():
-                    raise
-            if not wanted():
-                self._close([s.server_id for s in missing], f"step {first_step} was given up")
-                raise EpochOver(f"step {plan.step} was given up")
+                made = self._connect_all(missing, attempt)
+            except Unreachable:
+                attempt.check()
+                raise
             self._probe_all(made)
         return connections | made
 
     def _connect_all(
-        self, servers: Sequence[PlanServer], first_step: int, epoch: int
+        self, servers: Sequence[PlanServer], attempt: _Attempt
     ) -> dict[str, Connection]:
         """Connects to all at a time, so that several that are dead cost the wait for one of them.
         Raises as :meth:`connect`."""
@@ -155,52 +144,55 @@ class ServerLinks:
         with ThreadPoolExecutor(
             min(len(servers), _AT_ONCE), thread_name_prefix="distca-connect"
         ) as threads:
-            attempts = [
-                (server.server_id, threads.submit(self._connect, server, first_step, epoch))
+            results = [
+                (server.server_id, threads.submit(self._connect, server, attempt))
                 for server in servers
             ]
-        for server_id, attempt in attempts:
+        for server_id, result in results:
             try:
-                made[server_id] = attempt.result()
+                made[server_id] = result.result()
             except TransportError as error:
                 causes[server_id] = error
         if causes:
-            raise ServersUnreachable(causes)
+            raise Unreachable(causes)
         return made
 
-    def _connect(self, server: PlanServer, first_step: int, epoch: int) -> Connection:
-        """Raises TransportError, or EpochOver."""
-        self._check_epoch(epoch)
-        hello = self._make_hello(server, first_step, self._epoch)
+    def _connect(self, server: PlanServer, attempt: _Attempt) -> Connection:
+        """Raises TransportError, or NotWanted."""
+        attempt.check()
+        hello = self._make_hello(server, attempt.first_step, attempt.plan.epoch)
         began = time.monotonic()
         try:
-            connection = self._call(_address(server.address), hello, epoch)
+            connection = self._call(
+                Address(*split_address("data_address", server.address)), hello, attempt
+            )
         except TransportError as error:
-            self._check_epoch(epoch)
-            if isinstance(error, HandshakeRejected) and error.proven and "is over" in str(error):
-                # The server knows of a recovery that this rank will hear of in a moment.
-                raise EpochOver(str(error)) from error
+            attempt.check()
+            if _knows_a_later_epoch(error):
+                # The server knows of a recovery that this rank receives in a moment.
+                raise NotWanted(str(error)) from error
             raise
         logger.debug("server %s connected in %.3f s", server.server_id, time.monotonic() - began)
         self._data_metrics.name_peer(connection.peer, connection.transport, server.server_id)
         connection.add_closed_callback(lambda _: self._metrics.server_left(server.server_id))
         with self._lock:
-            over = self._epoch > epoch
-            if not over:
-                self._connections[server.server_id] = connection
-        if over:
-            connection.close("a recovery has begun")
-            raise EpochOver(f"epoch {epoch} is over")
+            self._connections[server.server_id] = connection
+        try:
+            # After it is listed: either this sees that it is not wanted, or it is closed with all.
+            attempt.check()
+        except NotWanted as error:
+            self._close(server.server_id, str(error))
+            raise
         return connection
 
-    def _call(self, address: Address, hello: bytes, epoch: int) -> Connection:
+    def _call(self, address: Address, hello: bytes, attempt: _Attempt) -> Connection:
         """Connects. A server that says nothing, or refuses without a proof that it is one of ours,
         is given up as one that answers no ping; one that does not know the job yet may take longer:
         jobs and plans reach servers and ranks over streams of their own, so a rank may be faster.
 
         Raises:
             TransportError: no connection.
-            EpochOver: a recovery has begun meanwhile.
+            NotWanted: the plan is not wanted any more.
         """
         options = self._options
         patience = min(
@@ -211,7 +203,7 @@ class ServerLinks:
         began = heard_at = time.monotonic()
         longest_pause = _FIRST_PAUSE_SECONDS
         while True:
-            self._check_epoch(epoch)
+            attempt.check()
             tried_at = time.monotonic()
             try:
                 # In pieces, since what waits here is in the way of the next recovery.
@@ -234,16 +226,11 @@ class ServerLinks:
                 if now - tried_at < attempt_seconds or now - heard_at > patience:
                     raise
 
-    def _close(self, server_ids: list[str], why: str) -> None:
+    def _close(self, server_id: str, why: str) -> None:
         with self._lock:
-            closing = [self._connections.pop(name, None) for name in server_ids]
-        for connection in closing:
-            if connection is not None:
-                connection.close(why)
-
-    def _check_epoch(self, epoch: int) -> None:
-        if self._epoch > epoch:
-            raise EpochOver(f"epoch {epoch} is over; the job recovered with epoch {self._epoch}")
+            connection = self._connections.pop(server_id, None)
+        if connection is not None:
+            connection.close(why)
 
     def _probe_all(self, made: Mapping[str, Connection]) -> None:
         """Measures the bandwidth to servers that are met for the first time, one after the other:
@@ -257,7 +244,7 @@ class ServerLinks:
             except TransportError as error:
                 causes[server_id] = error
         if causes:
-            raise ServersUnreachable(causes)
+            raise Unreachable(causes)
 
     def _probe(self, server_id: str, connection: Connection) -> None:
         options = self._options
@@ -275,10 +262,27 @@ class ServerLinks:
             )
 
 
-def _address(text: str) -> Address:
-    host, _, port = text.rpartition(":")
-    return Address(host.strip("[]"), int(port))
+@dataclass(frozen=True, eq=False, slots=True)
+class _Attempt:
+    """Connecting to the servers of a plan; see :meth:`ServerLinks.connect`."""
+
+    plan: Plan
+    first_step: int
+    wanted: Callable[[], bool]
+
+    def check(self) -> None:
+        """Raises NotWanted."""
+        if not self.wanted():
+            raise NotWanted(
+                f"the plan of epoch {self.plan.epoch} is not wanted any more: a recovery has "
+                f"begun, or step {self.plan.step} was given up"
+            )
+
+
+def _knows_a_later_epoch(error: TransportError) -> bool:
+    over = data_plane_pb2.HELLO_REFUSAL_EPOCH_OVER
+    return isinstance(error, HandshakeRejected) and error.proven and error.code == over
 
 
 def _job_not_there_yet(error: HandshakeRejected) -> bool:
-    return "unknown job" in str(error)
+    return error.code == data_plane_pb2.HELLO_REFUSAL_UNKNOWN

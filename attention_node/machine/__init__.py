@@ -1,0 +1,3 @@
+"""What a server decides, as state machines: events in, instructions out. No lock, no I/O, no clock,
+no thread and no tensor; ``attention_node.tick_server`` is the shell that carries instructions out.
+"""

@@ -1,0 +1,79 @@
+"""The ticks that one rank is still to send for one nano-batch."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Generic
+
+from attention_node.machine.events import Work
+from attention_node.machine.step import ServedTicks
+from core_attention.tick import Tick
+
+
+@dataclass(frozen=True, eq=False)
+class ExpectedTick(Generic[Work]):
+    """A tick that a rank is to send.
+
+    Attributes:
+        ticks: those of its step.
+        tick: which exchange.
+        owes_reply: whether the rank waits for rows before it goes on.
+    """
+
+    ticks: ServedTicks[Work]
+    tick: Tick
+    owes_reply: bool
+
+
+@dataclass(eq=False)
+class Lane(Generic[Work]):
+    """The ticks that one rank is still to send for one nano-batch, in order.
+
+    A rank sends a layer's rows when it has got those of the layer before. So a receive is posted
+    when the reply before it has left, and no memory is held for a message that cannot come yet.
+    Only a rank that is owed nothing may be a tick ahead.
+
+    Attributes:
+        expected: ticks for which no receive is posted yet, by step.
+        under_way: ticks whose receives are posted, or that are being served.
+    """
+
+    expected: deque[ExpectedTick[Work]] = field(default_factory=deque)
+    under_way: dict[Tick, ExpectedTick[Work]] = field(default_factory=dict)
+
+    def extend(self, step: int, entries: Iterable[ExpectedTick[Work]]) -> None:
+        """Adds the ticks of ``step``, before those of later steps: a step whose planning failed
+        at first is planned after them."""
+        later = [entry for entry in self.expected if entry.tick.step > step]
+        for _ in later:
+            self.expected.pop()
+        self.expected.extend(entries)
+        self.expected.extend(later)
+
+    def next_to_post(self) -> ExpectedTick[Work] | None:
+        """Takes the tick to post a receive for; None if it cannot come yet. Those of later steps
+        do not hold it up: their messages come after the tick's."""
+        if not self.expected:
+            return None
+        entry = self.expected[0]
+        before = [other for tick, other in self.under_way.items() if tick.step <= entry.tick.step]
+        if len(before) > 1 or any(other.owes_reply for other in before):
+            return None
+        self.under_way[entry.tick] = self.expected.popleft()
+        return entry
+
+    def end(self, step: Work) -> None:
+        """The rank sends nothing of ``step`` any more."""
+        self.expected = deque(entry for entry in self.expected if entry.ticks.step != step)
+        self.under_way = {
+            tick: entry for tick, entry in self.under_way.items() if entry.ticks.step != step
+        }
+
+    def put_back(self, tick: Tick) -> None:
+        """Undoes :meth:`next_to_post`: no receive is posted after all. Does nothing if the lane has
+        ended since."""
+        entry = self.under_way.pop(tick, None)
+        if entry is not None:
+            self.expected.appendleft(entry)

@@ -1,0 +1,50 @@
+"""What a step asks of whom on one server, without its rows: what the machines need of a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from core_attention.tick import Tick
+
+
+@dataclass(frozen=True, eq=False)
+class TickOutline:
+    """One server's side of a tick; the ticks in which the same tasks run share one.
+
+    Attributes:
+        needs: by part, the ranks whose rows it reads.
+        before_reply: by rank that takes part, the parts that must have run before its reply.
+        owed: the ranks that wait for rows before they go on; one that gives only keys, forward,
+            does not.
+        message_bytes: memory of all its messages.
+    """
+
+    needs: tuple[frozenset[int], ...]
+    before_reply: Mapping[int, frozenset[int]]
+    owed: frozenset[int]
+    message_bytes: int
+
+
+@dataclass(frozen=True, eq=False)
+class StepOutline:
+    """One server's side of a planned step.
+
+    Attributes:
+        step, epoch: of the plan.
+        n_layers: of the job.
+        lanes: by nano-batch, the ticks in which somebody takes part, in the order of the lane.
+    """
+
+    step: int
+    epoch: int
+    n_layers: int
+    lanes: Mapping[int, Mapping[Tick, TickOutline]]
+
+    def has_rank(self, rank: int) -> bool:
+        """Whether ``rank`` exchanges anything with the server in this step."""
+        return any(
+            rank in outline.before_reply
+            for ticks in self.lanes.values()
+            for outline in ticks.values()
+        )

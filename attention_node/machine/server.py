@@ -1,0 +1,474 @@
+"""A server's jobs, steps, connections, lanes and epochs: what happens, and what is to be done."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Generic, TypeAlias
+
+from attention_node.machine.back_pressure import BackPressure
+from attention_node.machine.events import (
+    Answered,
+    Event,
+    JobClosed,
+    JobOpened,
+    JobRecovered,
+    LaneSkipped,
+    LocalLaneEnded,
+    LocalRows,
+    MemoryFreed,
+    NoRoom,
+    Peer,
+    PlanCame,
+    RankConnected,
+    RankGone,
+    ReplyBegun,
+    ReplyEnded,
+    RetryDue,
+    RowsArrived,
+    StepPlanned,
+    StepsAbandoned,
+    TickOver,
+    Work,
+)
+from attention_node.machine.instructions import (
+    CloseConnection,
+    DerivePlan,
+    GiveUpTick,
+    Instruction,
+    Note,
+    PostReceive,
+    RefuseRank,
+    RefuseRows,
+    ReportGone,
+    ReportStep,
+    ReserveMemory,
+    TakeRows,
+)
+from attention_node.machine.lane import ExpectedTick, Lane
+from attention_node.machine.outline import StepOutline
+from attention_node.machine.step import ServedTicks
+from attention_node.machine.tick_memory import MemoryTooSmall
+from core_attention.tick import Tick
+
+LOST_RANK_SECONDS = 60.0
+"""After so long the loss of a rank's connection says nothing of the rank any more: plans may have
+left this server out since."""
+
+REMEMBERED_PLANS = 4096
+"""Plans of a job that a server tells apart from ones that it has not seen. A control plane repeats
+those of unfinished steps only, of which it keeps far fewer."""
+
+Instructions: TypeAlias = list[Instruction[Peer, Work]]
+
+
+@dataclass(eq=False)
+class _Job(Generic[Work]):
+    """A job on one server.
+
+    Attributes:
+        epoch: of the last recovery; plans and connections of lower epochs are void.
+        steps: planned and unfinished steps, by number.
+        refused: why steps cannot be served, by epoch and number.
+        seen: the (step, epoch) of plans that have come, oldest first.
+    """
+
+    job_id: str
+    n_nano_batches: int
+    epoch: int = 0
+    steps: dict[int, ServedTicks[Work]] = field(default_factory=dict)
+    refused: dict[tuple[int, int], str] = field(default_factory=dict)
+    seen: OrderedDict[tuple[int, int], None] = field(default_factory=OrderedDict)
+
+    def is_new(self, step: int, epoch: int) -> bool:
+        """Whether a plan comes for the first time; a stream that is watched again repeats the
+        plans of unfinished steps."""
+        if (step, epoch) in self.seen:
+            return False
+        self.seen[step, epoch] = None
+        while len(self.seen) > REMEMBERED_PLANS:
+            self.seen.popitem(last=False)
+        return True
+
+
+@dataclass(eq=False)
+class _Rank(Generic[Work]):
+    """A trainer rank that is connected, and the lanes of its ticks."""
+
+    job: _Job[Work]
+    rank: int
+    first_step: int
+    epoch: int
+    lanes: list[Lane[Work]]
+
+    def extend(self, ticks: ServedTicks[Work]) -> None:
+        """Expects the rank's ticks of a step, if the rank is to run it."""
+        outline = ticks.outline
+        if outline.step < self.first_step or outline.epoch < self.epoch:
+            return
+        for nano_batch, lane in enumerate(self.lanes):
+            of_lane = outline.lanes.get(nano_batch, {})
+            lane.extend(
+                outline.step,
+                [
+                    ExpectedTick(ticks, tick, self.rank in each.owed)
+                    for tick, each in of_lane.items()
+                    if self.rank in each.before_reply
+                ],
+            )
+
+
+class ServerMachine(Generic[Peer, Work]):
+    """Decides what a server does. Not thread-safe.
+
+    Args:
+        server_id: the server's name in plans.
+        limit_bytes: most memory for messages; None for no limit.
+    """
+
+    def __init__(self, server_id: str, limit_bytes: int | None = None) -> None:
+        self._server_id = server_id
+        self._jobs: dict[str, _Job[Work]] = {}
+        self._ranks: dict[Peer, _Rank[Work]] = {}
+        # Ranks whose connection was reset and that have made no other: when, by job and rank.
+        self._lost_ranks: dict[tuple[str, int], float] = {}
+        self._pressure: BackPressure[Peer] = BackPressure(limit_bytes)
+        self._n_leaving = 0
+
+    @property
+    def job_ids(self) -> list[str]:
+        """The open jobs."""
+        return list(self._jobs)
+
+    @property
+    def n_open_ticks(self) -> int:
+        """Ticks of which some rows have arrived."""
+        return sum(len(step.open) for job in self._jobs.values() for step in job.steps.values())
+
+    @property
+    def idle(self) -> bool:
+        """Whether no planned step is unfinished and every reply has left."""
+        return not self._n_leaving and not any(job.steps for job in self._jobs.values())
+
+    def is_serving(self, last_step: int) -> bool:
+        """Whether a step up to ``last_step`` is unfinished, or a reply has not left yet."""
+        return self._n_leaving > 0 or any(number <= last_step for _, number in self._live_steps())
+
+    def lost_ranks(self, now: float) -> list[tuple[str, int]]:
+        """Jobs and ranks whose connection was reset of late, and that have made no other."""
+        return [key for key, at in self._lost_ranks.items() if at > now - LOST_RANK_SECONDS]
+
+    def handle(self, event: Event[Peer, Work], now: float) -> Instructions[Peer, Work]:
+        """Takes in what has happened at ``now``, in seconds on any clock that never goes back;
+        returns what is to be done.
+
+        Raises:
+            KeyError: a plan is of a job that is not open.
+        """
+        match event:
+            case RowsArrived():
+                return [self._rows_arrived(event)]
+            case Answered(peer, tick):
+                return self._answered(peer, tick, now)
+            case TickOver():
+                return self._tick_over(event)
+            case ReplyBegun():
+                self._n_leaving += 1
+            case ReplyEnded():
+                self._n_leaving -= 1
+            case MemoryFreed():
+                return [*self._pressure.changed()]
+            case RetryDue():
+                return self._retry(now)
+            case NoRoom(peer, tick):
+                return self._put_off(peer, tick, now)
+            case LocalRows(job_id, epoch, tick):
+                return [self._local_rows(job_id, epoch, tick)]
+            case LaneSkipped():
+                return self._lane_skipped(event, now)
+            case LocalLaneEnded(job_id, epoch, rank, first):
+                ticks = self._live(job_id, first.step)
+                if ticks is not None and ticks.outline.epoch == epoch:
+                    return self._end_lane(job_id, ticks, rank, first)
+            case StepsAbandoned(job_id, rank, first_step):
+                return self._abandoned(job_id, rank, first_step)
+            case PlanCame(job_id, step, epoch):
+                return [DerivePlan()] if self._is_wanted(job_id, step, epoch) else []
+            case StepPlanned(job_id, work, outline):
+                return self._step_planned(job_id, ServedTicks(work, outline), now)
+            case RankConnected():
+                return self._rank_connected(event, now)
+            case RankGone(peer, was_reset):
+                return self._rank_gone(peer, was_reset, now)
+            case JobOpened(job_id, n_nano_batches):
+                self._jobs.setdefault(job_id, _Job(job_id, n_nano_batches))
+            case JobRecovered(job_id, epoch):
+                job = self._jobs.get(job_id)
+                return self._recover(job, epoch) if job is not None else []
+            case JobClosed(job_id, reason):
+                return self._close_job(job_id, reason)
+        return []
+
+    # Jobs and plans.
+
+    def _close_job(self, job_id: str, reason: str) -> Instructions[Peer, Work]:
+        job = self._jobs.pop(job_id, None)
+        if job is None:
+            return []
+        for key in [key for key in self._lost_ranks if key[0] == job_id]:
+            del self._lost_ranks[key]
+        why = f"job {job_id} was closed: {reason or 'finished'}"
+        steps, job.steps = list(job.steps.values()), {}
+        return [
+            Note(why),
+            *self._cut(self._ranks_of(job), why),
+            *(each for ticks in steps for each in _give_up(ticks, why)),
+            *self._pressure.changed(),
+        ]
+
+    def _recover(self, job: _Job[Work], epoch: int) -> Instructions[Peer, Work]:
+        """Drops the steps and connections of ``job`` whose epoch is below ``epoch``, and takes in
+        no more of them. Does nothing if it has recovered so far already."""
+        if epoch <= job.epoch:
+            return []
+        job.epoch = epoch
+        job.refused = {key: why for key, why in job.refused.items() if key[0] >= epoch}
+        why = f"job {job.job_id} recovers with epoch {epoch}"
+        void = [number for number, ticks in job.steps.items() if ticks.outline.epoch < epoch]
+        dropped = [each for number in void for each in _give_up(job.steps.pop(number), why)]
+        cut = self._cut([p for p in self._ranks_of(job) if self._ranks[p].epoch < epoch], why)
+        return [
+            Note(f"{why}: {len(void)} steps and {len(cut)} connections dropped"),
+            *cut,
+            *dropped,
+            *self._pressure.changed(),
+        ]
+
+    def _is_wanted(self, job_id: str, step: int, epoch: int) -> bool:
+        job = self._jobs[job_id]
+        before = job.steps.get(step)
+        oldest = max(job.epoch, before.outline.epoch if before is not None else 0)
+        return epoch >= oldest and job.is_new(step, epoch)
+
+    def _step_planned(
+        self, job_id: str, ticks: ServedTicks[Work], now: float
+    ) -> Instructions[Peer, Work]:
+        job, outline = self._jobs.get(job_id), ticks.outline
+        # The job may have been closed, or have recovered, while the outline was derived.
+        if job is None or outline.epoch < job.epoch:
+            return []
+        # Of a recovery that this server has not heard of, perhaps nor of the plan before: rows that
+        # ranks sent by that one have the same tags, so all connect again, as after any recovery.
+        out = self._recover(job, outline.epoch)
+        if ticks.finished:
+            return out
+        try:
+            self._pressure.add_step(job_id, _needs(outline), self._live_steps())
+        except MemoryTooSmall as error:
+            return out + self._refuse_step(job, outline, error)
+        job.steps[outline.step] = ticks
+        out.append(ReserveMemory(ticks.step))
+        for peer in self._ranks_of(job):
+            self._ranks[peer].extend(ticks)
+            out += self._post(peer, now)
+        return out
+
+    def _refuse_step(
+        self, job: _Job[Work], outline: StepOutline, error: MemoryTooSmall
+    ) -> Instructions[Peer, Work]:
+        why = f"step {outline.step} cannot be served by {self._server_id}: {error}"
+        job.refused[outline.epoch, outline.step] = why
+        concerned = [p for p in self._ranks_of(job) if outline.has_rank(self._ranks[p].rank)]
+        return [Note(why, is_error=True), *(CloseConnection(peer, why) for peer in concerned)]
+
+    def _abandoned(self, job_id: str, rank: int, first_step: int) -> Instructions[Peer, Work]:
+        """Forgets the unfinished steps that ``rank`` takes part in and will not go on with."""
+        job = self._jobs.get(job_id)
+        if job is None:
+            return []
+        why = f"rank {rank} did not run the step to its end, it went on with step {first_step}"
+        void = [
+            number
+            for number, ticks in job.steps.items()
+            if number < first_step and ticks.outline.has_rank(rank)
+        ]
+        return [each for number in void for each in _give_up(job.steps.pop(number), why)]
+
+    # Connections.
+
+    def _rank_connected(self, event: RankConnected[Peer], now: float) -> Instructions[Peer, Work]:
+        job = self._jobs.get(event.job_id)
+        if job is None:
+            return [RefuseRank("unknown-job", f"unknown job {event.job_id!r}")]
+        refused = [
+            why
+            for (epoch, step), why in job.refused.items()
+            if epoch >= event.epoch and step >= event.first_step
+        ]
+        if refused:
+            return [RefuseRank("memory", refused[0])]
+        if event.epoch < job.epoch:
+            return [
+                RefuseRank(
+                    "epoch",
+                    f"epoch {event.epoch} of job {event.job_id!r} is over; it recovered with "
+                    f"epoch {job.epoch}",
+                )
+            ]
+        # A rank may hear of a recovery before this server does.
+        out = self._recover(job, event.epoch)
+        lanes: list[Lane[Work]] = [Lane() for _ in range(job.n_nano_batches)]
+        rank = _Rank(job, event.rank, event.first_step, event.epoch, lanes)
+        self._ranks[event.peer] = rank
+        self._lost_ranks.pop((event.job_id, event.rank), None)
+        out += self._abandoned(event.job_id, event.rank, event.first_step)
+        for number in sorted(job.steps):
+            rank.extend(job.steps[number])
+        return out + self._post(event.peer, now)
+
+    def _rank_gone(self, peer: Peer, was_reset: bool, now: float) -> Instructions[Peer, Work]:
+        gone = self._ranks.pop(peer, None)
+        if gone is None:
+            return []
+        is_lost = was_reset and not any(
+            other.job is gone.job and other.rank == gone.rank for other in self._ranks.values()
+        )
+        if is_lost:
+            self._lost_ranks[gone.job.job_id, gone.rank] = now
+        return [*self._pressure.changed(), ReportGone(peer, is_lost)]
+
+    def _ranks_of(self, job: _Job[Work]) -> list[Peer]:
+        return [peer for peer, rank in self._ranks.items() if rank.job is job]
+
+    def _cut(self, peers: Iterable[Peer], why: str) -> list[CloseConnection[Peer]]:
+        cut = list(peers)
+        for peer in cut:
+            del self._ranks[peer]
+        return [CloseConnection(peer, why) for peer in cut]
+
+    # Ticks.
+
+    def _rows_arrived(self, event: RowsArrived[Peer, Work]) -> TakeRows[Work] | RefuseRows:
+        ticks = self._live(event.job_id, event.tick.step, event.step)
+        if ticks is not None:
+            return _take(ticks, event.tick)
+        rank = self._ranks.get(event.peer)
+        lane = rank.lanes[event.tick.nano_batch] if rank is not None else None
+        entry = lane.under_way.get(event.tick) if lane is not None else None
+        given_up = entry.ticks.given_up if entry is not None else ""
+        return RefuseRows(given_up or f"{event.tick}: the step is over on this server")
+
+    def _local_rows(self, job_id: str, epoch: int, tick: Tick) -> TakeRows[Work] | RefuseRows:
+        ticks = self._live(job_id, tick.step)
+        if ticks is None or ticks.outline.epoch != epoch:
+            return RefuseRows(
+                f"{tick}: the step is over on this process's own server, or another rank has "
+                "given it up"
+            )
+        return _take(ticks, tick)
+
+    def _answered(self, peer: Peer, tick: Tick, now: float) -> Instructions[Peer, Work]:
+        rank = self._ranks.get(peer)
+        if rank is None:
+            return []
+        rank.lanes[tick.nano_batch].under_way.pop(tick, None)
+        return self._post(peer, now)
+
+    def _lane_skipped(self, event: LaneSkipped[Peer, Work], now: float) -> Instructions[Peer, Work]:
+        connected, tick = self._ranks.get(event.peer), event.tick
+        if connected is not None:
+            connected.lanes[tick.nano_batch].end(event.step)
+        ticks = self._live(event.job_id, tick.step, event.step)
+        over = self._end_lane(event.job_id, ticks, event.rank, tick) if ticks is not None else []
+        return over + self._post(event.peer, now)
+
+    def _end_lane(
+        self, job_id: str, ticks: ServedTicks[Work], rank: int, first: Tick
+    ) -> Instructions[Peer, Work]:
+        over, stuck = ticks.end_lane(rank, first)
+        for tick in over:
+            self._pressure.tick_over(job_id, tick)
+        return [
+            *(self._pressure.changed() if over else []),
+            *(GiveUpTick(ticks.step, tick, why) for tick, why in stuck),
+            *self._if_finished(job_id, ticks),
+        ]
+
+    def _tick_over(self, event: TickOver[Work]) -> Instructions[Peer, Work]:
+        """A tick that failed fails the whole step: the ranks that it owed a reply cannot go on, and
+        those that are still to send must be told."""
+        job_id, tick = event.job_id, event.tick
+        ticks = self._live(job_id, tick.step, event.step)
+        if ticks is None:
+            # The step's memory went with it; that of the tick's number may be a later plan's.
+            return [*self._pressure.changed()]
+        ticks.tick_over(tick)
+        self._pressure.tick_over(job_id, tick)
+        out: Instructions[Peer, Work] = [*self._pressure.changed()]
+        if event.failure:
+            del self._jobs[job_id].steps[tick.step]
+            return out + _give_up(ticks, f"{tick} failed: {event.failure}")
+        return out + self._if_finished(job_id, ticks)
+
+    def _if_finished(self, job_id: str, ticks: ServedTicks[Work]) -> Instructions[Peer, Work]:
+        if not ticks.finished:
+            return []
+        del self._jobs[job_id].steps[ticks.outline.step]
+        return [ReportStep(ticks.step)]
+
+    def _live(self, job_id: str, number: int, step: Work | None = None) -> ServedTicks[Work] | None:
+        """A planned and unfinished step, if it is ``step``."""
+        job = self._jobs.get(job_id)
+        ticks = job.steps.get(number) if job is not None else None
+        return ticks if ticks is None or step is None or ticks.step == step else None
+
+    def _live_steps(self) -> list[tuple[str, int]]:
+        return [(job.job_id, number) for job in self._jobs.values() for number in job.steps]
+
+    # Receives.
+
+    def _post(self, peer: Peer, now: float) -> Instructions[Peer, Work]:
+        """The receives of all ticks that may come now."""
+        rank = self._ranks.get(peer)
+        if rank is None:
+            return []
+        out: Instructions[Peer, Work] = []
+        for lane in rank.lanes:
+            while (entry := lane.next_to_post()) is not None:
+                if not self._pressure.admit(rank.job.job_id, entry.tick):
+                    out += self._put_off(peer, entry.tick, now)
+                    break
+                out.append(PostReceive(peer, entry.ticks.step, entry.tick))
+        return out
+
+    def _put_off(self, peer: Peer, tick: Tick, now: float) -> Instructions[Peer, Work]:
+        """The receive of ``tick`` is posted when there is memory for it."""
+        rank = self._ranks.get(peer)
+        if rank is None:
+            return []
+        lane = rank.lanes[tick.nano_batch]
+        lane.put_back(tick)
+        return [*self._pressure.wait(peer, idle=not lane.under_way, now=now)]
+
+    def _retry(self, now: float) -> Instructions[Peer, Work]:
+        peers, reports = self._pressure.retry(self._live_steps(), now)
+        return [*(each for peer in peers for each in self._post(peer, now)), *reports]
+
+
+def _take(ticks: ServedTicks[Work], tick: Tick) -> TakeRows[Work] | RefuseRows:
+    taken = ticks.open_tick(tick)
+    return RefuseRows(taken) if isinstance(taken, str) else TakeRows(ticks.step, taken)
+
+
+def _give_up(ticks: ServedTicks[Work], why: str) -> list[GiveUpTick[Work]]:
+    return [GiveUpTick(ticks.step, tick, why) for tick in ticks.give_up(why)]
+
+
+def _needs(outline: StepOutline) -> dict[int, list[tuple[Tick, int]]]:
+    """By nano-batch, its ticks in order, each with the memory of all its messages."""
+    return {
+        nano_batch: [(tick, each.message_bytes) for tick, each in ticks.items()]
+        for nano_batch, ticks in outline.lanes.items()
+        if ticks
+    }

@@ -1,0 +1,132 @@
+"""What the operator of an attention node may choose; validated on creation.
+
+Fields with a help text are command-line options of ``distca attention-node``, which is built from
+this class; importing this module is cheap.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from attention_node.capacity import rows_within
+from core_attention.shape import AttentionShape, parse_shape
+from data_plane.transports import TransportName, check_transport
+from distca.contract.checks import check_least, check_port, check_seconds
+from distca.contract.settings import PROFILE_DIR, ClientTls
+from distca.contract.timeouts import check_order, default_seconds, known_timeouts
+from distca.options import Read
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeSettings(ClientTls):
+    """How an attention node runs.
+
+    Attributes:
+        profile_shapes: the planner needs one that fits the job, or one to scale from.
+        held_timeout_seconds: how long to wait for the lease of a server of the same name to end,
+            which may be gone; longer than the control plane's lease.
+        reply_timeout_seconds: how long a trainer may take to accept a reply.
+    """
+
+    control_plane: Annotated[
+        str, typer.Option(help="host:port of the control plane.", envvar="DISTCA_CONTROL_PLANE")
+    ]
+    profile_shapes: Annotated[
+        tuple[AttentionShape, ...],
+        typer.Option(
+            "--shape",
+            metavar="HEADS:KV_HEADS:HEAD_DIM:DTYPE",
+            help="Attention shape to measure at start, for example 32:8:128:bfloat16; may be "
+            "given several times. Jobs of other shapes are served too, planned by scaling.",
+        ),
+        Read(str, parse_shape),
+    ]
+    server_id: Annotated[
+        str, typer.Option(help="Unique name; default: host name and process id.")
+    ] = field(default_factory=lambda: f"{socket.gethostname()}-{os.getpid()}")
+    device: Annotated[str, typer.Option(help="cpu or cuda:INDEX.")] = "cpu"
+    data_host: Annotated[
+        str, typer.Option(help="Address of this machine that trainers reach; default: its own.")
+    ] = field(default_factory=lambda: socket.gethostbyname(socket.gethostname()))
+    data_port: Annotated[int, typer.Option(help="Port of the data plane; 0: any free one.")] = 0
+    health_port: Annotated[int, typer.Option(help="Port of grpc.health.v1; 0: any free one.")] = 0
+    metrics_port: Annotated[int, typer.Option(help="Port of /metrics; 0: any free one.")] = 0
+    transport: Annotated[
+        str,
+        typer.Option(
+            help="auto (what suits this machine's devices), ucxx or nixl; the same for all "
+            "processes of a job."
+        ),
+    ] = TransportName.AUTO
+    one_host: Annotated[
+        bool,
+        typer.Option(
+            "--one-host/--several-hosts",
+            help="Whether all trainers are on this machine: then shared memory is used.",
+        ),
+    ] = False
+    capacity_rows: Annotated[
+        int,
+        typer.Option(
+            help="Rows of Q plus K/V that it takes in one tick; 0: what fits the memory for "
+            "messages."
+        ),
+    ] = 0
+    buffer_limit_bytes: Annotated[
+        int,
+        typer.Option(
+            "--buffer-limit-mib", help="Memory for messages, in MiB; default: 0, no limit."
+        ),
+        Read(int, lambda mebibytes: mebibytes * 2**20),
+    ] = 0
+    profile_dir: Annotated[
+        Path,
+        typer.Option(
+            help="Where measured cost profiles are kept; default: ~/.cache/distca.",
+            show_default=False,
+        ),
+    ] = PROFILE_DIR
+    connect_seconds: Annotated[
+        float, typer.Option(help="How long to look for the control plane at start.")
+    ] = default_seconds("connect_seconds")
+    control_plane_timeout_seconds: Annotated[
+        float, typer.Option(help="How long to serve planned steps while the control plane is away.")
+    ] = default_seconds("control_plane_timeout_seconds")
+    stuck_seconds: Annotated[
+        float,
+        typer.Option(help="Exit with an error after so long with work and none of it finished."),
+    ] = default_seconds("stuck_seconds")
+    drain_seconds: Annotated[
+        float, typer.Option(help="How long planned steps may take to finish on SIGTERM.")
+    ] = default_seconds("drain_seconds")
+    address_file: Annotated[
+        Path | None,
+        typer.Option(help="File to write the bound addresses to, as JSON, once it serves."),
+    ] = None
+    held_timeout_seconds: float = default_seconds("held_timeout_seconds")
+    reply_timeout_seconds: float = default_seconds("reply_timeout_seconds")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.profile_shapes:
+            raise ValueError("profile_shapes is empty; give the shape of at least one model")
+        object.__setattr__(self, "transport", check_transport(self.transport))
+        check_seconds(self)
+        check_port(self, "data_port", "health_port", "metrics_port")
+        check_least(self, capacity_rows=0, buffer_limit_bytes=0)
+        if self.buffer_limit_bytes:
+            rows_within(self.buffer_limit_bytes, self.profile_shapes)
+        check_order(known_timeouts(self))
+
+    @property
+    def planned_rows(self) -> int:
+        """The capacity that the planner is told; 0 is without limit."""
+        if self.capacity_rows or not self.buffer_limit_bytes:
+            return self.capacity_rows
+        return rows_within(self.buffer_limit_bytes, self.profile_shapes)

@@ -1,0 +1,153 @@
+"""What a node that is examined is for; the fields are command-line options.
+
+Importing this module is cheap: the command line needs it for ``--help``.
+"""
+
+from __future__ import annotations
+
+import socket
+from dataclasses import dataclass, field
+from typing import Annotated
+
+import typer
+
+from core_attention.shape import AttentionShape, parse_shape
+from data_plane.transport import Address
+from data_plane.transports import TransportName, check_transport
+from distca.contract.addresses import split_address
+from distca.contract.checks import check_least, check_seconds
+from distca.contract.timeouts import default_seconds
+from distca.options import Read
+
+CHECK_NAMES = (
+    "gpu",
+    "driver",
+    "kernels",
+    "memlock",
+    "shared-memory",
+    "namespaces",
+    "rdma",
+    "gpudirect",
+    "dns",
+    "certificates",
+    "control-plane",
+    "clock",
+    "versions",
+    "transport",
+    "ucx",
+    "peers",
+)
+"""Here and not from the checks themselves, which load PyTorch; a test compares them."""
+
+
+def parse_address(name: str, text: str) -> Address:
+    """The address that ``text`` gives for the option ``name``; port 0 is any.
+
+    Raises:
+        ValueError: it is none.
+    """
+    return Address(*split_address(name, text, any_port=True))
+
+
+def _peer(text: str) -> Address:
+    return parse_address("peer", text)
+
+
+def _port_range(text: str) -> range:
+    if text == "0":
+        return range(0)
+    first, _, last = text.partition("-")
+    bounds = [int(each) for each in (first, last or first) if each.isdecimal()]
+    if len(bounds) != 2 or not 0 < bounds[0] <= bounds[1] < 2**16:
+        raise ValueError(f"ucx_ports is {text!r}; it must be FIRST-LAST, for example 7800-7899")
+    return range(bounds[0], bounds[1] + 1)
+
+
+def _own_address() -> str:
+    """What this machine's name stands for; loopback if that does not resolve, which check dns
+    tells."""
+    try:
+        return socket.gethostbyname(socket.gethostname())
+    except OSError:
+        return "127.0.0.1"
+
+
+@dataclass(frozen=True, kw_only=True)
+class DoctorSettings:
+    """What the node is for, and whom it must reach."""
+
+    device: Annotated[str, typer.Option(help="cpu or cuda:INDEX.")] = "cpu"
+    shapes: Annotated[
+        tuple[AttentionShape, ...],
+        typer.Option(
+            "--shape",
+            metavar="HEADS:KV_HEADS:HEAD_DIM:DTYPE",
+            help="Attention shape that the kernel must run; may be given several times.",
+        ),
+        Read(str, parse_shape),
+    ] = ()
+    data_host: Annotated[
+        str, typer.Option(help="Address of this machine that others reach; default: its own.")
+    ] = field(default_factory=_own_address)
+    transport: Annotated[str, typer.Option(help="auto, ucxx or nixl.")] = TransportName.AUTO
+    one_host: Annotated[
+        bool,
+        typer.Option(
+            "--one-host/--several-hosts",
+            help="Whether trainers and servers share this machine, and its shared memory.",
+        ),
+    ] = False
+    rdma: Annotated[
+        bool, typer.Option("--rdma/--tcp", help="The network that data is to travel over.")
+    ] = False
+    peers: Annotated[
+        tuple[Address, ...],
+        typer.Option(
+            "--peer",
+            metavar="HOST:PORT",
+            help="Measure the way there, where 'distca doctor --listen' or an attention node runs; "
+            "all addresses of the name; may be given several times.",
+        ),
+        Read(str, _peer),
+    ] = ()
+    pool: Annotated[
+        bool,
+        typer.Option(
+            help="Compare with the attention nodes that the control plane names, and measure the "
+            "way to each."
+        ),
+    ] = True
+    ucx_ports: Annotated[
+        range,
+        typer.Option(
+            metavar="FIRST-LAST",
+            help="With --outsider: the members' UCX_TCP_PORT_RANGE.",
+            envvar="UCX_TCP_PORT_RANGE",
+        ),
+        Read(str, _port_range),
+    ] = range(0)
+    min_gigabytes_per_second: Annotated[
+        float, typer.Option(help="A slower way is a failure; 0 asks for nothing.")
+    ] = 0.0
+    probe_seconds: Annotated[float, typer.Option(help="One measurement may take this long.")] = (
+        default_seconds("probe_seconds")
+    )
+    skip: Annotated[
+        frozenset[str],
+        typer.Option(
+            metavar="CHECK",
+            help=f"Check to leave out, of {', '.join(CHECK_NAMES)}; may be given several times.",
+        ),
+    ] = frozenset()
+
+    def __post_init__(self) -> None:
+        kind, _, index = self.device.partition(":")
+        if self.device != "cpu" and (kind != "cuda" or not index.isdecimal()):
+            raise ValueError(f"device is {self.device!r}; give cpu or cuda:INDEX")
+        check_transport(self.transport)
+        check_seconds(self)
+        check_least(self, min_gigabytes_per_second=0)
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.device != "cpu"

@@ -1,0 +1,59 @@
+"""Which of two plans is kept, and when planning again cannot help."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from control_plane.planner.phase import SMALL_FLEET_DRIFT, Outcome, _better, _is_final
+from tests.control_plane.planner.compiled_calls import callable_from_python
+
+LEVEL = 10.0
+PLAN = Outcome(
+    level=LEVEL,
+    scale=1.0,
+    work_ratio=1.0,
+    raised=0.0,
+    excess=0.0,
+    spent_bytes=100.0,
+    spent_cost=100.0,
+    n_chunks=3,
+    stuck_segment=-1,
+    stuck_end=0,
+    stuck_server=-1,
+)
+NEXT_TO_NOTHING, MUCH = 0.5e-3 * LEVEL, 2e-3 * LEVEL
+
+
+@pytest.mark.parametrize(
+    ("changes", "is_better"),
+    [
+        ({"spent_cost": 99.0}, True),
+        ({"spent_cost": 100.0}, False),
+        ({"spent_cost": 1.0, "raised": MUCH}, False),
+        ({"spent_cost": 99.0, "raised": NEXT_TO_NOTHING}, True),
+        ({"spent_cost": 1.0, "excess": SMALL_FLEET_DRIFT * LEVEL + MUCH}, False),
+        ({"spent_cost": 99.0, "excess": SMALL_FLEET_DRIFT * LEVEL}, True),
+    ],
+)
+def test_a_plan_is_better_if_it_is_cheaper_and_its_servers_no_busier(
+    changes: dict[str, Any], is_better: bool
+) -> None:
+    assert callable_from_python(_better)(PLAN._replace(**changes), PLAN) is is_better
+
+
+def test_a_less_busy_server_is_worth_more_bytes() -> None:
+    better = callable_from_python(_better)
+    assert better(PLAN._replace(spent_cost=1000.0), PLAN._replace(raised=MUCH))
+    assert not better(PLAN._replace(spent_cost=1000.0), PLAN._replace(raised=NEXT_TO_NOTHING))
+    assert better(PLAN._replace(raised=1.0), PLAN._replace(raised=math.inf))
+
+
+def test_planning_again_helps_where_something_moves_and_all_fits() -> None:
+    final = callable_from_python(_is_final)
+    assert not final(PLAN)
+    assert final(PLAN._replace(n_chunks=0))
+    assert final(PLAN._replace(stuck_segment=0))
+    assert final(PLAN._replace(stuck_server=0))

@@ -1,0 +1,115 @@
+"""One server's machine, in every order of plans, rows, losses, recoveries, late results, closes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from attention_node.machine import server as machine
+from attention_node.machine.server import ServerMachine
+from attention_node.machine.step import ServedTicks
+from attention_node.machine.tick import TickMachine
+from tests.model.explorer import Exploration, ModelViolation, explore
+from tests.model.serving import Serving, ServingModel
+
+FULL = bool(os.environ.get("DISTCA_CHAOS_FULL"))
+"""Whether larger bounds are explored too, which takes minutes."""
+
+RECOVERY = Serving(forward_only=True, recoveries=1)
+UNHEARD = Serving(forward_only=True, recoveries=1, unheard=True)
+FROZEN = Serving(frozen=True)
+SETTINGS = {
+    "two lanes": Serving(n_lanes=2),
+    "a recovery": Serving(recoveries=1),
+    "a recovery in two lanes": Serving(n_ranks=1, n_lanes=2, forward_only=True, recoveries=1),
+    "two recoveries": Serving(n_ranks=1, forward_only=True, recoveries=2),
+    "a recovery that is not heard of": UNHEARD,
+    "a reset": Serving(n_ranks=1, resets=1),
+    "a recovery and a close": Serving(forward_only=True, recoveries=1, closes=True),
+    "two lanes and a close": Serving(n_lanes=2, forward_only=True, closes=True),
+    "a rank in the server's process": Serving(local_rank=0, recoveries=1),
+    "frozen layers": FROZEN,
+    "little memory": Serving(n_layers=3, keys_only=True, forward_only=True, limit_bytes=2),
+}
+
+LARGE_SETTINGS = {
+    "a reset": Serving(forward_only=True, resets=1),
+    "frozen layers and a recovery": Serving(frozen=True, recoveries=1),
+    "keys only and a recovery": Serving(
+        n_layers=2, keys_only=True, forward_only=True, recoveries=1
+    ),
+    "little memory and a recovery": Serving(
+        n_layers=2, keys_only=True, forward_only=True, limit_bytes=2, recoveries=1
+    ),
+    "two lanes, in place": Serving(n_lanes=2, forward_only=True, local_rank=0, recoveries=1),
+    "two lanes": Serving(n_lanes=2, forward_only=True, recoveries=1),
+}
+
+Break = Callable[[pytest.MonkeyPatch], None]
+
+
+def breaking(owner: Any, name: str, instead: Callable[..., Any]) -> Break:
+    return lambda patch: patch.setattr(owner, name, instead)
+
+
+MISTAKES: dict[str, tuple[Serving, Break]] = {
+    "a recovery drops nothing": (RECOVERY, breaking(ServerMachine, "_recover", lambda *_: [])),
+    "a plan is no sign of a recovery": (
+        UNHEARD,
+        lambda patch: patch.setattr(ServerMachine, "_step_planned", _planned_without_recovery),
+    ),
+    "open ticks are forgotten": (RECOVERY, breaking(machine, "_give_up", lambda *_: [])),
+    "a part runs before its rows are here": (
+        RECOVERY,
+        breaking(TickMachine, "last_replies", lambda tick: sorted(tick.unreplied & tick.arrived)),
+    ),
+    "a lane that has ended is waited for": (
+        FROZEN,
+        breaking(ServedTicks, "end_lane", lambda *_: ([], [])),
+    ),
+}
+
+
+def _planned_without_recovery(
+    self: ServerMachine[Any, Any], job_id: str, ticks: Any, now: float
+) -> list[Any]:
+    job = self._jobs[job_id]
+    job.epoch, epoch = ticks.outline.epoch, job.epoch
+    try:
+        return _step_planned(self, job_id, ticks, now)
+    finally:
+        job.epoch = epoch
+
+
+_step_planned = ServerMachine._step_planned
+
+
+def explored(setting: Serving, max_states: int) -> Exploration:
+    model = ServingModel(setting)
+    result = explore(model.first_state(), model.moves, model.is_finished, max_states=max_states)
+    print(f"{result.states} states, {result.moves} moves, {result.seconds:.1f} s")
+    return result
+
+
+@pytest.mark.parametrize("setting", SETTINGS.values(), ids=SETTINGS)
+def test_a_server_serves_in_every_order_of_events(setting: Serving) -> None:
+    assert explored(setting, max_states=20_000).finished_states > 0
+
+
+@pytest.mark.skipif(not FULL, reason="takes minutes; make chaos runs it")
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("setting", LARGE_SETTINGS.values(), ids=LARGE_SETTINGS)
+def test_a_server_serves_in_larger_settings(setting: Serving) -> None:
+    assert explored(setting, max_states=1_000_000).finished_states > 0
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_noticed(mistake: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    setting, make = MISTAKES[mistake]
+    make(monkeypatch)
+    with pytest.raises(ModelViolation) as caught:
+        explored(setting, max_states=20_000)
+    assert caught.value.trace

@@ -1,0 +1,71 @@
+"""Prints the tables of ``docs/metrics.md`` from the tables of the code.
+
+``--check`` writes nothing and exits with 1 if the page is not what it would be. The sections keep
+their text around the tables; those of metrics that are not ours are left as they are.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+from attention_node.metrics import LoadTable, NodeTable
+from control_plane.metrics.job_metrics import JobTable
+from control_plane.metrics.metrics import ControlPlaneTable
+from control_plane.metrics.server_metrics import ServerTable
+from control_plane.service.refusals import RefusalTable
+from data_plane.metrics import DataPlaneTable, PoolTable
+from distca.metric_table import Metric, Table
+from trainer_client.metrics import ExposureTable, TrainerTable
+
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "metrics.md"
+
+SECTIONS: dict[str, tuple[type[Table], ...]] = {
+    "Control plane": (ControlPlaneTable, JobTable, ServerTable, RefusalTable),
+    "Attention servers": (NodeTable, LoadTable),
+    "Trainers": (TrainerTable, ExposureTable),
+    "Data plane": (DataPlaneTable, PoolTable),
+}
+
+_HEAD = "| metric | type | labels | meaning |\n|---|---|---|---|\n"
+
+
+def printed(page: str) -> str:
+    """``page`` with the table of every section as the code defines it.
+
+    Raises:
+        ValueError: a section of :data:`SECTIONS` is missing, or has no table.
+    """
+    for title, tables in SECTIONS.items():
+        heading = page.find(f"\n## {title}\n")
+        begin = page.find(_HEAD, heading)
+        if heading < 0 or begin < 0:
+            raise ValueError(f"{PAGE.name} has no section {title!r} with a table of metrics")
+        begin += len(_HEAD)
+        end = page.index("\n\n", begin - 1) + 1
+        rows = sorted((row for table in tables for row in table.rows()), key=lambda row: row.name)
+        page = page[:begin] + "".join(map(_as_markdown, rows)) + page[end:]
+    return page
+
+
+def _as_markdown(row: Metric[Any]) -> str:
+    kind = row.kind.__name__.lower()
+    labels = ", ".join(f"`{label}`" for label in row.label_names)
+    return f"| `{row.name}` | {kind} | {labels} | {row.text} |\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="only compare")
+    arguments = parser.parse_args()
+    before = PAGE.read_text()
+    after = printed(before)
+    if arguments.check and after != before:
+        sys.exit("docs/metrics.md is not what the code defines; run `make metrics-page`")
+    PAGE.write_text(after)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,207 @@
+"""What a rank is to do, in this order, without holding a lock."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Generic, TypeAlias
+
+from core_attention.tick import Tick
+from trainer_client.machine.events import Cause, Plan, PlanOutline
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far a rank is in a step.
+
+    Attributes:
+        complete_ticks: by nano-batch, how many ticks are complete, from the first on.
+        done: the rank will send no tick of the step for the first time any more.
+    """
+
+    step: int
+    complete_ticks: tuple[int, ...]
+    done: bool
+
+
+@dataclass(frozen=True, slots=True)
+class DeriveAhead(Generic[Plan]):
+    """Derive what a step that has not begun needs, so that its first ticks need not wait."""
+
+    plan: Plan
+
+
+@dataclass(frozen=True, slots=True)
+class PlanOwnServer(Generic[Plan]):
+    """Give a plan to this process's own server, then report ``OwnServerPlanned``."""
+
+    outline: PlanOutline[Plan]
+
+
+@dataclass(frozen=True, slots=True)
+class RecoverOwnServer:
+    """Tell this process's own server that plans of lower epochs are void."""
+
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class AbandonOwnServer:
+    """Tell this process's own server that this rank goes on with ``first_step``."""
+
+    first_step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Connect(Generic[Plan]):
+    """Connect to the servers of a plan; then report ``Connected`` or ``ServersUnreachable``.
+
+    Attributes:
+        first_step: of those whose ticks will be sent on connections that are made now.
+    """
+
+    step: int
+    epoch: int
+    plan: Plan
+    first_step: int
+
+
+@dataclass(frozen=True, slots=True)
+class CloseConnections:
+    """Close all connections to servers."""
+
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class SendTick:
+    """Send the rank's rows of a tick, then report ``TickUnderWay``, or ``ServerFailed``.
+
+    Attributes:
+        only_rows: it is complete, and others need its rows: what comes back is of no use, and
+            nothing is reported.
+    """
+
+    tick: Tick
+    epoch: int
+    only_rows: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ReportReplay:
+    """Report ``ReplaySent``."""
+
+    step: int
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class EndLane:
+    """Tell servers that this rank sends nothing of the lane of ``first`` any more, from it on."""
+
+    first: Tick
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class Examine:
+    """Examine the replies to a tick, then report ``RepliesExamined``, or ``ServerFailed``."""
+
+    tick: Tick
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class TakeIn:
+    """Put the replies to a tick where they belong: it is complete."""
+
+    tick: Tick
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class LetGo:
+    """Drop the replies to a tick, whether they have arrived or not."""
+
+    tick: Tick
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class ForgetQueries:
+    """Keep no inputs of a complete tick but those that others may need."""
+
+    tick: Tick
+
+
+@dataclass(frozen=True, slots=True)
+class ForgetInputs:
+    """Keep no inputs of a complete tick: nobody can ask for them again."""
+
+    tick: Tick
+
+
+@dataclass(frozen=True, slots=True)
+class ReportProgress:
+    """Answer a recovery."""
+
+    epoch: int
+    steps: tuple[Progress, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ReportLost(Generic[Cause]):
+    """Report the loss of a server to the control plane."""
+
+    server_id: str
+    epoch: int
+    cause: Cause
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
+class ReportGivenUp:
+    """Tell the control plane that this rank does not run a step to its end."""
+
+    step: int
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class CountRecovery:
+    """A step goes on under another plan, ``seconds`` after it was left without one."""
+
+    step: int
+    epoch: int
+    seconds: float
+    replayed: tuple[Tick, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """Say so in the log."""
+
+    text: str
+    is_warning: bool = False
+
+
+Instruction: TypeAlias = (
+    SendTick
+    | Examine
+    | TakeIn
+    | LetGo
+    | ForgetQueries
+    | ForgetInputs
+    | EndLane
+    | DeriveAhead[Plan]
+    | PlanOwnServer[Plan]
+    | Connect[Plan]
+    | ReportReplay
+    | CountRecovery
+    | CloseConnections
+    | RecoverOwnServer
+    | AbandonOwnServer
+    | ReportProgress
+    | ReportLost[Cause]
+    | ReportGivenUp
+    | Note
+)

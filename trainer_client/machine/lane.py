@@ -1,0 +1,164 @@
+"""The ticks of one nano-batch of a running step, and for how long their inputs are kept.
+
+Whoever shares a document with this rank may have to replay a tick that is complete here; then this
+rank sends its part again. How far behind they can be follows from causal attention (see
+``docs/fault_tolerance.md``): in the backward pass one tick; in the forward pass any number, but
+only until the first backward tick is complete here, since that one needs theirs. A rank that shares
+no document keeps nothing of complete ticks.
+
+Where something else keeps the ranks together (weights that are gathered layer by layer), fewer
+forward ticks need be kept. A recovery that asks for one that is gone ends the step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from core_attention.ca_task import Phase
+from core_attention.tick import Tick
+from trainer_client.machine.events import LaneOutline
+from trainer_client.machine.instructions import ForgetInputs, ForgetQueries, LetGo
+from trainer_client.machine.lane_calls import LaneCalls
+
+
+@dataclass(eq=False, slots=True)
+class BegunTick:
+    """A tick that the training loop has begun.
+
+    Attributes:
+        tick: which exchange.
+        index: its place in its lane.
+        is_complete: its replies have been taken in.
+        is_kept: its inputs, or at least what others may need of them, are still there.
+        sent_in: the epoch in which it was last to be sent; 0 if in none.
+        under_way_in: the epoch in whose replies it waits for; None if in none.
+        examined_in: the epoch whose replies are being examined; None if there are none.
+    """
+
+    tick: Tick
+    index: int
+    is_complete: bool = False
+    is_kept: bool = True
+    sent_in: int = 0
+    under_way_in: int | None = None
+    examined_in: int | None = None
+
+    def leave(self) -> list[LetGo]:
+        """Its replies are not wanted any more. Those that are being examined are let go of by the
+        one who does."""
+        epoch, self.under_way_in = self.under_way_in, None
+        return [] if epoch is None or epoch == self.examined_in else [LetGo(self.tick, epoch)]
+
+    def end_examination(self, epoch: int) -> bool:
+        """Whether the replies that were examined still count."""
+        counts, self.examined_in = self.under_way_in == epoch, None
+        if counts:
+            self.under_way_in = None
+        return counts
+
+
+class LaneMachine:
+    """One nano-batch of a running step.
+
+    Args:
+        outline: whether it has rows, and shares documents.
+        calls: its calls of core attention.
+        n_ticks: how many ticks servers expect of a lane.
+        kept_forward_ticks: of how many complete forward ticks the inputs are kept, the latest; None
+            for all of them.
+
+    Attributes:
+        complete_ticks: how many ticks are complete, from the first on.
+    """
+
+    def __init__(
+        self,
+        outline: LaneOutline,
+        calls: LaneCalls,
+        *,
+        n_ticks: int,
+        kept_forward_ticks: int | None = None,
+    ) -> None:
+        self.outline = outline
+        self.calls = calls
+        self.complete_ticks = 0
+        self._n_ticks = n_ticks
+        self._kept_forward_ticks = kept_forward_ticks
+        self._begun: dict[int, BegunTick] = {}
+
+    def __iter__(self) -> Iterator[BegunTick]:
+        """The ticks that have begun, in lane order."""
+        return iter([self._begun[index] for index in sorted(self._begun)])
+
+    def __getitem__(self, index: int) -> BegunTick:
+        return self._begun[index]
+
+    @property
+    def begun_ticks(self) -> int:
+        """How many ticks have begun, complete or not."""
+        return len(self._begun)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether every tick that will come is complete."""
+        return not self.outline.has_rows or self.complete_ticks == self.calls.n_ticks
+
+    @property
+    def progress(self) -> int:
+        """How many of the ticks that servers count are complete. A lane that is over has none to
+        come, although it may be shorter."""
+        return self._n_ticks if self.is_over else self.complete_ticks
+
+    @property
+    def end(self) -> int | None:
+        """The place of the first tick that servers expect and that will not come, because no
+        gradients are needed from some layer down; None if there is none or nobody knows yet."""
+        n_ticks = self.calls.n_ticks
+        return None if n_ticks is None or n_ticks >= self._n_ticks else n_ticks
+
+    def begin(self, tick: Tick, index: int) -> BegunTick:
+        """The training loop has the rows of a tick."""
+        begun = self._begun[index] = BegunTick(tick, index)
+        return begun
+
+    def unsent(self, epoch: int, first_tick: int) -> list[BegunTick]:
+        """What is to be sent in ``epoch`` and has not been: ticks that are not complete, and
+        complete ones from ``first_tick`` on, that others need rows of."""
+        return [
+            begun
+            for begun in self
+            if begun.sent_in != epoch and (not begun.is_complete or begun.index >= first_tick)
+        ]
+
+    def complete(self, done: BegunTick) -> Sequence[ForgetInputs | ForgetQueries]:
+        """The replies of a tick are taken in; returns which inputs nobody needs now."""
+        done.is_complete = True
+        while (following := self._begun.get(self.complete_ticks)) and following.is_complete:
+            self.complete_ticks += 1
+        if not self.outline.is_shared:
+            return self._forget([done])
+        if done.tick.phase is Phase.BACKWARD:
+            return self._forget(self._complete_before(done.index))
+        # Its own queries are answered: if others replay it, any will do in their place.
+        if self._kept_forward_ticks is None:
+            return [ForgetQueries(done.tick)]
+        end = done.index - self._kept_forward_ticks + 1
+        return [ForgetQueries(done.tick), *self._forget(self._complete_before(end))]
+
+    def leave(self) -> list[LetGo]:
+        """No tick is under way any more."""
+        return [each for begun in self for each in begun.leave()]
+
+    def release(self) -> list[LetGo | ForgetInputs]:
+        """Nobody asks for anything again."""
+        return [*self.leave(), *self._forget(list(self))]
+
+    def _complete_before(self, end: int) -> list[BegunTick]:
+        return [begun for begun in self if begun.is_complete and begun.index < end]
+
+    def _forget(self, ticks: list[BegunTick]) -> list[ForgetInputs]:
+        forgotten = [begun for begun in ticks if begun.is_kept]
+        for begun in forgotten:
+            begun.is_kept = False
+        return [ForgetInputs(begun.tick) for begun in forgotten]

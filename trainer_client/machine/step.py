@@ -1,0 +1,228 @@
+"""A running step: under which plan it runs, and what becomes of each of its ticks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import Enum, auto
+from typing import Generic
+
+from core_attention.ca_task import Phase
+from core_attention.tick import Tick
+from trainer_client.machine.events import Cause, Plan, PlanOutline
+from trainer_client.machine.instructions import (
+    CountRecovery,
+    EndLane,
+    Examine,
+    Instruction,
+    LetGo,
+    Progress,
+    ReportLost,
+    ReportReplay,
+    SendTick,
+    TakeIn,
+)
+from trainer_client.machine.lane import BegunTick, LaneMachine
+
+
+class State(Enum):
+    """How a step stands to its plan."""
+
+    WAITING = auto()
+    """It has none; ticks that begin wait for one."""
+    REPLAYING = auto()
+    """What has begun is being sent under it; ticks that begin wait for their turn."""
+    IN_FORCE = auto()
+    """Ticks are sent under it as they begin."""
+
+
+class StepMachine(Generic[Plan, Cause]):
+    """Follows one step of a rank, from its beginning until every rank has finished it.
+
+    Args:
+        step: its number.
+        lanes: its nano-batches.
+        n_layers: of the job.
+        now: when it begins.
+
+    Attributes:
+        outline: of the plan that is in force or being replayed; None while there is none.
+        closed: its block has ended.
+        abandoned: it ended before its ticks were complete.
+        failure: why it cannot go on; empty while it may.
+        trouble: why it has no plan, for the error if it never gets one.
+    """
+
+    def __init__(
+        self, step: int, lanes: Sequence[LaneMachine], *, n_layers: int, now: float
+    ) -> None:
+        self.step = step
+        self.lanes = lanes
+        self.state = State.WAITING
+        self.outline: PlanOutline[Plan] | None = None
+        self.closed = False
+        self.abandoned = False
+        self.failure = ""
+        self.trouble = "no plan has come"
+        self._n_layers = n_layers
+        self._without_plan_since = now
+        self._replayed: list[Tick] = []
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every tick that servers expect of this rank is complete."""
+        return all(lane.is_over for lane in self.lanes)
+
+    @property
+    def may_be_asked(self) -> bool:
+        """Whether another rank may still need rows of this one, or this one has not finished."""
+        return not self.abandoned and (
+            not self.closed or any(lane.outline.is_shared for lane in self.lanes)
+        )
+
+    @property
+    def awaits_plan(self) -> bool:
+        """Whether a plan is to come, or to be replayed."""
+        return self.may_be_asked and self.state is not State.IN_FORCE
+
+    @property
+    def progress(self) -> Progress:
+        """What a recovery asks for."""
+        return Progress(self.step, tuple(lane.progress for lane in self.lanes), self.closed)
+
+    def is_under(self, epoch: int) -> bool:
+        """Whether the plan of ``epoch`` is in force or being replayed."""
+        return self.outline is not None and self.outline.epoch == epoch
+
+    def leave_plan(self, trouble: str, now: float) -> list[Instruction[Plan, Cause]]:
+        """The plan is void: no tick is under way any more."""
+        if self.outline is not None:
+            self.outline, self.state = None, State.WAITING
+            self._without_plan_since = now
+        self.trouble = trouble
+        return [each for lane in self.lanes for each in lane.leave()]
+
+    def enter_plan(self, outline: PlanOutline[Plan], now: float) -> list[Instruction[Plan, Cause]]:
+        """There are connections to all servers of a plan: what has begun is sent again."""
+        if not self.may_be_asked or self.is_under(outline.epoch):
+            return []
+        out = self.leave_plan("another plan has come", now)
+        self.outline, self.state = outline, State.REPLAYING
+        self._replayed = []
+        return out + self._replay(outline, now)
+
+    def replay_sent(self, epoch: int, now: float) -> list[Instruction[Plan, Cause]]:
+        """What was to be replayed has been sent; more may have begun meanwhile."""
+        outline = self.outline
+        if self.state is not State.REPLAYING or outline is None or outline.epoch != epoch:
+            return []
+        return self._replay(outline, now)
+
+    def begin(self, tick: Tick) -> list[Instruction[Plan, Cause]]:
+        """The training loop has the rows of a tick."""
+        begun = self.lanes[tick.nano_batch].begin(tick, tick.lane_index(self._n_layers))
+        if self.state is State.IN_FORCE and self.outline is not None:
+            return [self._send(begun, self.outline.epoch)]
+        return []
+
+    def under_way(self, tick: Tick, epoch: int) -> list[Instruction[Plan, Cause]]:
+        """All requests of a tick have been handed over."""
+        if not self.is_under(epoch):
+            return [LetGo(tick, epoch)]
+        self.at(tick).under_way_in = epoch
+        return []
+
+    def replies_here(self, tick: Tick, epoch: int) -> list[Instruction[Plan, Cause]]:
+        """All replies to a tick have arrived."""
+        begun = self.at(tick)
+        if begun.under_way_in != epoch:
+            return []
+        begun.examined_in = epoch
+        return [Examine(tick, epoch)]
+
+    def examined(self, tick: Tick, epoch: int) -> list[Instruction[Plan, Cause]]:
+        """Nothing is wrong with the replies to a tick."""
+        begun, lane = self.at(tick), self.lanes[tick.nano_batch]
+        if not begun.end_examination(epoch):
+            return [LetGo(tick, epoch)]
+        return [TakeIn(tick, epoch), *lane.complete(begun), *self._end_lane(tick.nano_batch)]
+
+    def server_failed(
+        self, tick: Tick, epoch: int, lost: ReportLost[Cause], now: float
+    ) -> list[Instruction[Plan, Cause]]:
+        """A server of the plan is of no use. (This process's own server may only have heard of a
+        recovery before this rank: then the report is of an epoch that is over.)"""
+        begun, out = self.at(tick), list[Instruction[Plan, Cause]]()
+        if begun.examined_in == epoch:
+            begun.end_examination(epoch)
+            out.append(LetGo(tick, epoch))
+        if not self.is_under(epoch):
+            return out
+        return [*out, *self.leave_plan(lost.detail, now), lost]
+
+    def still_waiting(self, now: float, patience_seconds: float, *, can_be_planned: bool) -> None:
+        """The training loop waits for a tick that is not under way."""
+        if not can_be_planned:
+            # Nobody can make a plan now; the link has a deadline of its own.
+            self._without_plan_since = now
+        elif self.outline is None and now - self._without_plan_since > patience_seconds:
+            self.fail(
+                f"the step is without a plan for {patience_seconds:g} s after: {self.trouble}; see "
+                "the control plane's log"
+            )
+
+    def fail(self, why: str) -> None:
+        """It cannot go on."""
+        self.failure = self.failure or why
+
+    def abandon(self) -> list[Instruction[Plan, Cause]]:
+        """Its ticks will neither be completed nor replayed."""
+        self.abandoned = True
+        self.outline, self.state = None, State.WAITING
+        return self.release()
+
+    def release(self) -> list[Instruction[Plan, Cause]]:
+        """Nobody asks for anything again."""
+        return [each for lane in self.lanes for each in lane.release()]
+
+    def at(self, tick: Tick) -> BegunTick:
+        """The state of a tick that has begun."""
+        return self.lanes[tick.nano_batch][tick.lane_index(self._n_layers)]
+
+    def _replay(self, outline: PlanOutline[Plan], now: float) -> list[Instruction[Plan, Cause]]:
+        """What is still to be sent under a plan; if nothing is, it is in force."""
+        unsent = [
+            begun
+            for lane, first in zip(self.lanes, outline.first_ticks, strict=True)
+            for begun in lane.unsent(outline.epoch, first)
+        ]
+        gone = [begun.tick for begun in unsent if not begun.is_kept]
+        if gone:
+            self.fail(f"{gone[0]} is to be replayed, and its rows are kept no longer")
+            return []
+        if unsent:
+            self._replayed += [begun.tick for begun in unsent]
+            sends = [self._send(begun, outline.epoch) for begun in unsent]
+            return [*sends, ReportReplay(self.step, outline.epoch)]
+        self.state = State.IN_FORCE
+        out: list[Instruction[Plan, Cause]] = [
+            each for nano_batch in range(len(self.lanes)) for each in self._end_lane(nano_batch)
+        ]
+        if self._replayed:
+            seconds = now - self._without_plan_since
+            out.append(CountRecovery(self.step, outline.epoch, seconds, tuple(self._replayed)))
+        return out
+
+    def _send(self, begun: BegunTick, epoch: int) -> SendTick:
+        begun.sent_in = epoch
+        return SendTick(begun.tick, epoch, only_rows=begun.is_complete)
+
+    def _end_lane(self, nano_batch: int) -> list[EndLane]:
+        """Where the lane is over before its last tick, tells the servers that expect another."""
+        lane = self.lanes[nano_batch]
+        end = lane.end
+        if self.state is not State.IN_FORCE or self.outline is None or end is None:
+            return []
+        if not lane.is_over:
+            return []
+        layer = 2 * self._n_layers - 1 - end
+        return [EndLane(Tick(self.step, layer, nano_batch, Phase.BACKWARD), self.outline.epoch)]

@@ -1,0 +1,44 @@
+"""What a rank hands in for a step, and what it gets back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from core_attention.arrays import Int64Array
+from core_attention.plan import Plan
+from distca.v1 import plan_pb2
+
+
+@dataclass(frozen=True, eq=False)
+class HandedInStep:
+    """A manifest that the control plane may ask for again."""
+
+    manifest: plan_pb2.RankManifest
+    forward_only: bool
+
+
+@dataclass(frozen=True, eq=False)
+class PlannedStep:
+    """A step's plan as this rank needs it.
+
+    Attributes:
+        plan: the rank's slice.
+        forward_only: the step has no backward pass.
+        first_tick: ``[n_documents]`` of the slice: the first tick of the document's lane that runs
+            under this plan; earlier ones are complete on every rank with rows of the document.
+    """
+
+    plan: Plan
+    forward_only: bool
+    first_tick: Int64Array
+
+    def first_ticks(self, rank: int, n_nano_batches: int) -> tuple[int, ...]:
+        """By nano-batch, the first tick of its lane in which rows of ``rank`` are exchanged;
+        beyond all ticks if it has none there."""
+        manifest = self.plan.manifest
+        first = np.full(n_nano_batches, np.iinfo(np.int64).max)
+        mine = np.unique(manifest.segment_document[manifest.segment_rank == rank])
+        np.minimum.at(first, manifest.document_nano_batch[mine], self.first_tick[mine])
+        return tuple(first.tolist())

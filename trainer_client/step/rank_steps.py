@@ -1,0 +1,649 @@
+"""A rank's steps: carries out what :class:`trainer_client.machine.rank.RankMachine` decides.
+
+Three threads come here: the training loop submits, begins and ends steps, sends ticks and waits for
+them; the link's thread reports plans, recoveries and finished steps, in the control plane's order;
+and a thread of this module connects to the servers of new plans and replays, which may take a
+while. One lock guards the machine, and nothing is carried out while it is held.
+
+See ``docs/fault_tolerance.md``.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeAlias
+
+import torch
+
+from attention_node.served_job import JobDescription
+from attention_node.tick_server import TickServer
+from core_attention.ca_task import Phase
+from core_attention.manifest import RankManifest
+from core_attention.tick import Tick
+from data_plane.buffer_pool import BufferPool
+from data_plane.liveness import LivenessMonitor
+from distca.contract.codec import rank_manifest_to_proto
+from distca.contract.server_loss import LossCause, ServerLoss
+from distca.v1 import jobs_pb2
+from trainer_client.errors import CoreAttentionFailed, PlanNotReady
+from trainer_client.integrity.examiner import Examiner
+from trainer_client.link.control_link import ControlLink
+from trainer_client.machine.events import (
+    AllFinished,
+    Connected,
+    Event,
+    HandedIn,
+    ManifestRefused,
+    ManifestTaken,
+    OwnServerPlanned,
+    PlanCame,
+    PlanOutline,
+    RecoveryBegan,
+    ReplayBroke,
+    ReplaySent,
+    RepliesExamined,
+    RepliesHere,
+    ServerFailed,
+    ServersUnreachable,
+    StepBegun,
+    StepEnded,
+    StepFailed,
+    StillWaiting,
+    TickBegun,
+    TickUnderWay,
+)
+from trainer_client.machine.instructions import (
+    AbandonOwnServer,
+    CloseConnections,
+    Connect,
+    CountRecovery,
+    DeriveAhead,
+    EndLane,
+    Examine,
+    ForgetInputs,
+    ForgetQueries,
+    Instruction,
+    LetGo,
+    Note,
+    PlanOwnServer,
+    Progress,
+    RecoverOwnServer,
+    ReportGivenUp,
+    ReportLost,
+    ReportProgress,
+    ReportReplay,
+    SendTick,
+    TakeIn,
+)
+from trainer_client.machine.rank import RankMachine
+from trainer_client.metrics import TrainerMetrics
+from trainer_client.options import SessionOptions
+from trainer_client.step.exchanges import Exchange, PlanInForce, Routes
+from trainer_client.step.planned_step import HandedInStep, PlannedStep
+from trainer_client.step.replies import Awaited, ExchangeFailed, Exchanger
+from trainer_client.step.running_step import RunningStep
+from trainer_client.step.sent_tick import SentTick
+from trainer_client.step.servers import NotWanted, ServerLinks, Unreachable
+
+logger = logging.getLogger(__name__)
+
+CHECK_SECONDS = 0.25
+"""How often a wait looks whether something else has ended or begun."""
+
+WAITING_SECONDS = 3.0
+"""After so long a wait it is reported to the control plane, which may find that ranks wait for each
+other."""
+
+_MAX_REASON_LETTERS = 2000
+
+_Event: TypeAlias = Event[HandedInStep, PlannedStep, LossCause]
+_Instructions: TypeAlias = Sequence[Instruction[PlannedStep, LossCause]]
+_Outline: TypeAlias = PlanOutline[PlannedStep]
+
+
+class RankSteps:
+    """The steps of one rank, from handing in a manifest until every rank has finished the step.
+
+    Args:
+        options: of the session.
+        link: to the control plane.
+        servers: connections to servers.
+        in_place: this process's own server.
+        pool: what messages are taken from.
+        examiner: looks at other processes' replies.
+        liveness: finds servers that are stopped or cut off while they owe something.
+        metrics: receives what happens.
+
+    Attributes:
+        lock: guards the machine, and the lanes of running steps.
+    """
+
+    def __init__(
+        self,
+        options: SessionOptions,
+        link: ControlLink,
+        servers: ServerLinks,
+        in_place: TickServer,
+        pool: BufferPool,
+        examiner: Examiner,
+        liveness: LivenessMonitor,
+        metrics: TrainerMetrics,
+    ) -> None:
+        self._options = options
+        self._link = link
+        self._servers = servers
+        self._in_place = in_place
+        self._pool = pool
+        self._examiner = examiner
+        self._liveness = liveness
+        self._metrics = metrics
+        self._device = torch.device(options.device)
+        self._machine: RankMachine[HandedInStep, PlannedStep, LossCause] = RankMachine(
+            options.n_layers,
+            options.n_nano_batches,
+            recovery_timeout_seconds=options.recovery_timeout_seconds,
+            kept_forward_ticks=options.kept_forward_ticks,
+        )
+        self.lock = threading.Condition()
+        self._job: JobDescription | None = None
+        self._exchanger: Exchanger | None = None
+        self._running: dict[int, RunningStep] = {}
+        self._routes: dict[int, Routes] = {}
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="distca-recovery")
+
+    # The training loop.
+
+    def submit(self, manifest: RankManifest, *, forward_only: bool) -> None:
+        """Hands in a coming step's manifest; a refusal is raised by :meth:`begin`.
+
+        Raises:
+            SessionClosed: the job ended.
+        """
+        self._link.check()
+        handed_in = HandedInStep(rank_manifest_to_proto(manifest), forward_only)
+        self._post(HandedIn(manifest.step, handed_in))
+        self._link.submit(manifest.step, handed_in)
+
+    def wait_plan(self, step: int, timeout_seconds: float) -> PlannedStep:
+        """The plan of ``step``.
+
+        Time in which the control plane is away does not count.
+
+        Raises:
+            PlanNotReady: the manifest was not submitted or was refused, no plan can be made, or
+                ``timeout_seconds`` passed; then the message names the ranks that are late.
+            SessionClosed: the job ended.
+        """
+        remaining_seconds = timeout_seconds
+        self._link.check()
+        with self.lock:
+            if not self._machine.is_known(step):
+                raise PlanNotReady(f"step {step}: submit its manifest before running it")
+            while remaining_seconds > 0:
+                self._link.check()
+                refusal = self._machine.take_refusal(step)
+                if refusal:
+                    raise PlanNotReady(f"step {step}: {refusal}")
+                outline = self._machine.outline_of(step)
+                if outline is not None:
+                    return outline.plan
+                present, began = self._link.connected, time.monotonic()
+                self.lock.wait(min(0.5, remaining_seconds))
+                if present:
+                    remaining_seconds -= time.monotonic() - began
+            self._link.check()
+            taken = self._machine.is_taken(step)
+        if not taken:
+            raise PlanNotReady(f"step {step}: the manifest was not taken in {timeout_seconds:g} s")
+        raise PlanNotReady(
+            f"step {step}: no plan in {timeout_seconds:g} s; {self._link.who_is_late(step)}"
+        )
+
+    def begin(self, planned: PlannedStep) -> RunningStep:
+        """Begins a step that has a plan; earlier steps that have not begun are left out. Connects
+        to the plan's servers, unless a recovery has made it void."""
+        assert self._job is not None
+        step = planned.plan.step
+        running = RunningStep(
+            planned.plan,
+            job=self._job,
+            rank=self._options.rank,
+            device=self._device,
+            forward_only=planned.forward_only,
+            ticks=self,
+        )
+        begun = StepBegun(step, running.lane_outlines, planned.forward_only)
+        with self.lock:
+            self._running[step] = running
+            instructions = self._machine.handle(begun, time.monotonic())
+            machine = self._machine.running(step)
+            assert machine is not None
+            running.lanes = machine.lanes
+        self._carry_out(instructions, connects=True)
+        return running
+
+    def end(self, running: RunningStep, why: str) -> None:
+        """The step's block has ended; ``why``, if it was not run to its end. Its rows may still be
+        asked for if it was."""
+        running.closed = True
+        self._post(StepEnded(running.step, why))
+        self._forget_finished()
+
+    def begin_tick(self, running: RunningStep, sent: SentTick) -> None:
+        """The training loop has the rows of a tick; see :meth:`RunningStep.send`."""
+        self._post(TickBegun(sent.tick), running)
+
+    def wait(self, running: RunningStep, sent: SentTick) -> None:
+        """Waits until ``sent`` is complete; see :meth:`RunningStep.wait`."""
+        sent.waited_since = time.monotonic()
+        say_at = sent.waited_since + WAITING_SECONDS
+        while not sent.complete:
+            epoch, awaited = self._under_way(running, sent)
+            if time.monotonic() > say_at:
+                say_at += WAITING_SECONDS
+                self._say_waiting(running, sent, under_way=awaited is not None)
+            if awaited is not None:
+                try:
+                    pending = next((reply for reply in awaited if not reply.arrived()), None)
+                except ExchangeFailed as error:
+                    self._server_failed(running, sent, epoch, error)
+                    continue
+                if pending is None:
+                    self._post(RepliesHere(sent.tick, epoch), running)
+                    continue
+                pending.wait(CHECK_SECONDS)
+            self._link.check()
+
+    def may_be_asked(self, last_step: int) -> bool:
+        """Whether other ranks may still ask for rows of ``last_step`` or an earlier step."""
+        with self.lock:
+            return self._machine.may_be_asked(last_step)
+
+    def is_finished(self, step: int) -> bool:
+        """Whether every rank that has not left has finished ``step`` and those before."""
+        return self._machine.is_finished(step)
+
+    def close(self) -> None:
+        """Ends the thread, after what it does at the moment."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    # What the control plane says; see trainer_client.link.listener.
+
+    @property
+    def epoch(self) -> int:
+        """The highest seen; plans of lower ones are void."""
+        return self._machine.epoch
+
+    @property
+    def next_step(self) -> int:
+        """Steps before it have been begun or left out."""
+        return self._machine.next_step
+
+    def manifests(self) -> Sequence[tuple[int, HandedInStep]]:
+        """Of unfinished steps, in order."""
+        with self.lock:
+            return self._machine.manifests
+
+    def opened(self, opened: jobs_pb2.JobOpened) -> None:
+        """The job is there."""
+        self._job = JobDescription.from_proto(opened)
+        self._exchanger = Exchanger(
+            job=self._job,
+            pool=self._pool,
+            in_place=self._in_place,
+            examiner=self._examiner,
+            liveness=self._liveness,
+            device=self._device,
+            deadline_seconds=self._options.tick_timeout_seconds,
+        )
+        self._in_place.open_job(self._job)
+
+    def manifest_taken(self, step: int) -> None:
+        """The control plane has the manifest of ``step``."""
+        self._post(ManifestTaken(step))
+
+    def manifest_refused(self, step: int, why: str) -> None:
+        """The control plane does not take the manifest of ``step``."""
+        self._post(ManifestRefused(step, why))
+
+    def planned(self, planned: PlannedStep) -> None:
+        """A plan has come, for a step to come or for one that is under way."""
+        plan = planned.plan
+        first_ticks = planned.first_ticks(self._options.rank, self._options.n_nano_batches)
+        self._post(PlanCame(PlanOutline(plan.step, plan.epoch, planned, first_ticks)))
+
+    def failed(self, step: int, why: str) -> None:
+        """A step gets no plan any more."""
+        self._post(StepFailed(step, why))
+
+    def recover(self, epoch: int, lost: Sequence[str], why: str) -> None:
+        """Plans of epochs below ``epoch`` are void."""
+        self._post(RecoveryBegan(epoch, tuple(lost), why))
+
+    def finished(self, step: int) -> None:
+        """Every rank has finished ``step`` and those before."""
+        self._post(AllFinished(step))
+        self._forget_finished()
+
+    def broken(self) -> None:
+        """The link has ended: whoever waits looks at it."""
+        with self.lock:
+            self.lock.notify_all()
+
+    # The machine and what it wants done.
+
+    def _post(self, event: _Event, running: RunningStep | None = None) -> None:
+        """Lets the machine handle an event and does what it says; ``running`` is the step that the
+        event is about, if it is one that runs."""
+        with self.lock:
+            instructions = self._machine.handle(event, time.monotonic())
+            self.lock.notify_all()
+        self._carry_out(instructions, running)
+
+    def _carry_out(
+        self,
+        instructions: _Instructions,
+        running: RunningStep | None = None,
+        *,
+        connects: bool = False,
+    ) -> None:
+        """Without the lock. Connects on this thread if it ``connects``, else on this module's."""
+        for instruction in instructions:
+            match instruction:
+                case SendTick() | Examine() | TakeIn() | LetGo() | ForgetQueries() | ForgetInputs():
+                    step = running or self._running.get(instruction.tick.step)
+                    if step is not None:
+                        self._treat(step, step.sent[instruction.tick], instruction)
+                case EndLane(first, epoch):
+                    self._end_lane(first, epoch)
+                case ReportReplay(number, epoch):
+                    self._post(ReplaySent(number, epoch))
+                case CountRecovery():
+                    self._count_recovery(instruction)
+                case DeriveAhead(planned):
+                    self._thread.submit(self._derive_ahead, planned)
+                case PlanOwnServer(outline):
+                    self._plan_own_server(outline)
+                case Connect() if connects:
+                    self._connect(instruction)
+                case Connect():
+                    self._thread.submit(self._resume, instruction)
+                case CloseConnections(why):
+                    self._servers.close_all(why)
+                case RecoverOwnServer(epoch):
+                    self._in_place.recover(self._link.job_id, epoch)
+                case AbandonOwnServer(first_step):
+                    self._in_place.abandon(self._link.job_id, self._options.rank, first_step)
+                case ReportProgress(epoch, steps):
+                    self._link.report_progress(epoch, list(map(_progress_to_proto, steps)))
+                case ReportLost(server_id, epoch, cause, detail):
+                    self._link.report_lost(
+                        ServerLoss(server_id=server_id, epoch=epoch, cause=cause, detail=detail)
+                    )
+                case ReportGivenUp(number, why):
+                    reason = why[:_MAX_REASON_LETTERS]
+                    self._link.report(number, jobs_pb2.StepGivenUp(reason=reason))
+                case Note(text, is_warning):
+                    level = logging.WARNING if is_warning else logging.INFO
+                    logger.log(level, "job %s: %s", self._link.job_id, text)
+
+    def _treat(
+        self,
+        running: RunningStep,
+        sent: SentTick,
+        instruction: SendTick | Examine | TakeIn | LetGo | ForgetQueries | ForgetInputs,
+    ) -> None:
+        """Carries out what concerns one tick."""
+        match instruction:
+            case SendTick():
+                self._send(running, sent, instruction)
+            case Examine(epoch=epoch):
+                try:
+                    for reply in sent.awaited[epoch]:
+                        reply.examine()
+                except ExchangeFailed as error:
+                    self._server_failed(running, sent, epoch, error)
+                else:
+                    self._post(RepliesExamined(sent.tick, epoch), running)
+            case TakeIn(epoch=epoch):
+                self._take_in(running, sent, epoch)
+            case LetGo(epoch=epoch):
+                for _ in range(sent.let_go(epoch)):
+                    self._metrics.stale_result()
+            case ForgetQueries():
+                sent.forget_queries()
+            case ForgetInputs():
+                sent.inputs = None
+
+    def _forget_finished(self) -> None:
+        with self.lock:
+            for number in [n for n in self._running if self._machine.running(n) is None]:
+                del self._running[number]
+            for number in [n for n in self._routes if self._machine.is_finished(n)]:
+                del self._routes[number]
+
+    # Plans.
+
+    def _plan_own_server(self, outline: _Outline) -> None:
+        # First, since whoever waits for the plan begins the step at once.
+        planned = outline.plan
+        self._in_place.add_plan(
+            self._link.job_id,
+            planned.plan,
+            forward_only=planned.forward_only,
+            first_tick=planned.first_tick,
+        )
+        self._post(OwnServerPlanned(outline))
+
+    def _resume(self, wanted: Connect[PlannedStep]) -> None:
+        try:
+            self._connect(wanted)
+        except Exception as error:
+            # Whatever breaks this thread would leave the training loop waiting: hand it over.
+            logger.exception("step %d cannot go on", wanted.step)
+            self._post(ReplayBroke(wanted.step, f"its replay failed: {error!r}"))
+
+    def _connect(self, wanted: Connect[PlannedStep]) -> None:
+        planned, step, epoch = wanted.plan, wanted.step, wanted.epoch
+        try:
+            connections = self._servers.connect(
+                planned.plan, wanted.first_step, wanted=lambda: self._is_wanted(step, epoch)
+            )
+        except NotWanted as error:
+            logger.info("step %d: %s; waiting for its next plan", step, error)
+            return
+        except Unreachable as error:
+            details = {server_id: str(why) for server_id, why in error.causes.items()}
+            self._post(ServersUnreachable(step, epoch, LossCause.UNREACHABLE, details))
+            return
+        plan = PlanInForce(self._routes_under(planned), connections)
+        with self.lock:
+            instructions = self._machine.handle(Connected(step, epoch), time.monotonic())
+            running, machine = self._running.get(step), self._machine.running(step)
+            if running is not None and machine is not None and machine.is_under(epoch):
+                running.in_force = plan
+        self._carry_out(instructions, running)
+
+    def _is_wanted(self, step: int, epoch: int) -> bool:
+        with self.lock:
+            return self._machine.is_wanted(step, epoch)
+
+    def _routes_under(self, planned: PlannedStep) -> Routes:
+        routes = self._routes.get(planned.plan.step)
+        # Those of an earlier epoch are of another plan.
+        return routes if routes and routes.plan is planned.plan else self._make_routes(planned)
+
+    def _make_routes(self, planned: PlannedStep) -> Routes:
+        assert self._job is not None
+        return Routes(
+            planned.plan,
+            planned.first_tick,
+            rank=self._options.rank,
+            own_server_id=self._in_place.server_id,
+            job=self._job,
+            device=self._device,
+        )
+
+    def _derive_ahead(self, planned: PlannedStep) -> None:
+        """Before the step begins: its ticks should not wait for it."""
+        try:
+            routes = self._make_routes(planned)
+            phases = [Phase.FORWARD] if planned.forward_only else list(Phase)
+            self._pool.reserve(self, routes.derive_ahead(phases))
+        except Exception:
+            # The step does both itself, and raises what is wrong.
+            logger.exception("step %d cannot be prepared ahead", planned.plan.step)
+            return
+        with self.lock:
+            outline = self._machine.outline_of(planned.plan.step)
+            if outline is not None and outline.plan is planned:
+                self._routes[planned.plan.step] = routes
+
+    # Ticks.
+
+    def _under_way(
+        self, running: RunningStep, sent: SentTick
+    ) -> tuple[int, Sequence[Awaited] | None]:
+        """The epoch and replies that a tick waits for; without replies after a short wait for a
+        plan."""
+        tick = sent.tick
+        with self.lock:
+            machine = self._machine.running(tick.step)
+            failure = machine.failure if machine is not None else "the step is over"
+            if machine is None or failure:
+                raise CoreAttentionFailed(f"{tick}: {failure}")
+            epoch = machine.at(tick).under_way_in
+            if epoch is not None:
+                return epoch, sent.awaited[epoch]
+            waiting = StillWaiting(tick.step, can_be_planned=self._link.connected)
+            self._machine.handle(waiting, time.monotonic())
+            self.lock.wait(CHECK_SECONDS)
+        return 0, None
+
+    def _say_waiting(self, running: RunningStep, sent: SentTick, *, under_way: bool) -> None:
+        """Other ranks may be waiting for this one in the same way."""
+        needed = running.needed_ranks(sent.tick)
+        if not needed or not under_way:
+            return
+        with self.lock:
+            sent_ticks = [lane.begun_ticks for lane in running.lanes]
+        self._link.report(
+            running.step,
+            jobs_pb2.StepWaiting(
+                nano_batch=sent.tick.nano_batch,
+                tick=sent.tick.lane_index(self._options.n_layers),
+                sent_ticks=sent_ticks,
+                needed_ranks=needed,
+            ),
+        )
+
+    def _send(self, running: RunningStep, sent: SentTick, instruction: SendTick) -> None:
+        tick, epoch = sent.tick, instruction.epoch
+        plan, inputs, outputs = running.in_force, sent.inputs, sent.outputs
+        with self.lock:
+            machine = self._machine.running(tick.step)
+            is_void = machine is None or not machine.is_under(epoch)
+        if is_void or plan is None or plan.epoch != epoch or inputs is None:
+            return
+        if sent.written is not None:
+            torch.cuda.current_stream(self._device).wait_event(sent.written)
+        if instruction.only_rows:
+            # The training loop has its outputs.
+            outputs = {
+                name: torch.empty_like(tensor, device=self._device)
+                for name, tensor in outputs.items()
+            }
+        if "q" not in inputs:
+            # Whatever comes back for these queries is let go; they must only be finite.
+            rows, shape = len(inputs["k"]), running.job.shape
+            inputs = {"q": inputs["k"].new_zeros(rows, shape.num_heads, shape.head_dim), **inputs}
+        awaited: list[Awaited] = []
+        assert self._exchanger is not None
+        try:
+            for exchange in self._sending_order(plan, tick):
+                awaited.append(self._exchanger.send(exchange, epoch, tick, inputs, outputs))
+                if exchange.connection is not None:
+                    running.sent_bytes += exchange.request.nbytes
+                    running.received_bytes += exchange.reply.nbytes
+        except ExchangeFailed as error:
+            for reply in awaited:
+                reply.let_go()
+            self._server_failed(running, sent, epoch, error)
+            return
+        if instruction.only_rows:
+            for reply in awaited:
+                reply.let_go()
+            return
+        # Taken in in the plan's order, whatever the order of sending.
+        awaited.sort(key=lambda each: each.exchange.route.server)
+        sent.sent_at = time.monotonic()
+        sent.awaited[epoch] = awaited
+        self._post(TickUnderWay(tick, epoch), running)
+
+    def _sending_order(self, plan: PlanInForce, tick: Tick) -> list[Exchange]:
+        """Every rank begins with another server, and its own one comes last: if all began with the
+        first, its network would be crowded while the others' lie idle."""
+        n_servers = len(plan.plan.servers)
+        return sorted(
+            plan.exchanges(tick),
+            key=lambda exchange: (exchange.route.server - self._options.rank - 1) % n_servers,
+        )
+
+    def _take_in(self, running: RunningStep, sent: SentTick, epoch: int) -> None:
+        awaited = sent.awaited.pop(epoch)
+        if sent.tick.phase is Phase.BACKWARD:
+            sent.gradients = sent.zero_gradients(running.job.shape)
+        answered_at = max([sent.sent_at, *(reply.ended_at for reply in awaited)])
+        for reply in awaited:
+            reply.take_in(sent.outputs, sent.gradients)
+        sent.complete = True
+        self._metrics.tick_collected(
+            sent.tick.phase,
+            flight_seconds=answered_at - sent.sent_at,
+            exposed_seconds=max(answered_at - max(sent.waited_since, sent.sent_at), 0.0),
+        )
+
+    def _server_failed(
+        self, running: RunningStep, sent: SentTick, epoch: int, error: ExchangeFailed
+    ) -> None:
+        failed = ServerFailed(sent.tick, epoch, error.server_id, error.cause, error.detail)
+        self._post(failed, running)
+
+    def _end_lane(self, first: Tick, epoch: int) -> None:
+        running = self._running.get(first.step)
+        plan = running.in_force if running is not None else None
+        if plan is None or plan.epoch != epoch:
+            return
+        assert self._exchanger is not None
+        for exchange in plan.exchanges(first):
+            self._exchanger.skip(exchange, epoch, first)
+
+    def _count_recovery(self, counted: CountRecovery) -> None:
+        running = self._running.get(counted.step)
+        plan = running.in_force if running is not None else None
+        if running is None or plan is None:
+            return
+        running.recoveries += 1
+        running.replayed_ticks += len(counted.replayed)
+        running.recovery_seconds += counted.seconds
+        self._metrics.recovered(counted.seconds)
+        for tick in counted.replayed:
+            at_home = all(each.connection is None for each in plan.exchanges(tick))
+            self._metrics.tick_replayed(tick.phase, "home" if at_home else "server")
+        logger.info(
+            "step %d goes on with epoch %d: %d ticks replayed after %.3f s",
+            counted.step,
+            counted.epoch,
+            len(counted.replayed),
+            counted.seconds,
+        )
+
+
+def _progress_to_proto(progress: Progress) -> jobs_pb2.StepProgress:
+    return jobs_pb2.StepProgress(
+        step=progress.step, complete_ticks=progress.complete_ticks, done=progress.done
+    )

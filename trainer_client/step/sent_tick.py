@@ -1,0 +1,67 @@
+"""The rows and replies of a tick that this rank has begun."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from core_attention.shape import AttentionShape
+from core_attention.tick import Tick
+from trainer_client.step.replies import Awaited, Tensors
+
+
+@dataclass(eq=False)
+class SentTick:
+    """A tick that this rank has run, or runs.
+
+    Attributes:
+        tick: which exchange.
+        inputs: what is sent, by packed row; of a complete forward tick k and v only; None once
+            nobody can ask for it again.
+        outputs: o and lse, or dq, by packed row; once handed out, their shapes only ("meta").
+        gradients: dk and dv, by packed row, float32: from completion until they are handed out.
+        written: on a GPU, the event after which the inputs are complete.
+        awaited: replies by the epoch of the plan, in its order of servers.
+        sent_at: ``time.monotonic()`` when all requests were handed over.
+        waited_since: when the training loop began to wait for it.
+        complete: all replies have been taken in.
+    """
+
+    tick: Tick
+    inputs: Tensors | None
+    outputs: Tensors
+    written: torch.cuda.Event | None
+    gradients: dict[str, torch.Tensor] = field(default_factory=dict)
+    awaited: dict[int, Sequence[Awaited]] = field(default_factory=dict)
+    sent_at: float = 0.0
+    waited_since: float = 0.0
+    complete: bool = False
+
+    def hand_out(self) -> tuple[Tensors, Tensors]:
+        """The outputs and gradients of the complete tick, which it keeps no longer."""
+        outputs, gradients = self.outputs, self.gradients
+        self.outputs = {name: tensor.to("meta") for name, tensor in outputs.items()}
+        self.gradients = {}
+        return outputs, gradients
+
+    def zero_gradients(self, shape: AttentionShape) -> dict[str, torch.Tensor]:
+        """What the parts of dk and dv are summed up in, float32."""
+        dq = self.outputs["dq"]
+        return {
+            name: dq.new_zeros((dq.shape[0], shape.num_heads_kv, head_dim), dtype=torch.float32)
+            for name, head_dim in (("dk", shape.head_dim), ("dv", shape.head_dim_v))
+        }
+
+    def forget_queries(self) -> None:
+        """Keeps of the inputs what others may need."""
+        if self.inputs is not None:
+            self.inputs = {name: self.inputs[name] for name in ("k", "v")}
+
+    def let_go(self, epoch: int) -> int:
+        """Lets go of the replies of an epoch. Returns how many of them were here."""
+        awaited = self.awaited.pop(epoch, ())
+        for reply in awaited:
+            reply.let_go()
+        return sum(reply.ended_at > 0.0 for reply in awaited)
