@@ -17,3 +17,7 @@ class ProfileError(ValueError):
 
 class TensorError(ValueError):
     """A tensor has the wrong shape, dtype, device or strides; the message names all of them."""
+
+
+class ScheduleError(ValueError):
+    """A pipeline schedule breaks a rule; the message names the action, the slot and the rule."""

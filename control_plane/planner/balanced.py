@@ -71,7 +71,7 @@ def plan(
         forecast = forecast_fleet(manifest, tasks, fleet, found, shape, phase)
         explain.check_capacity(servers, fleet, forecast, options, manifest, tasks, shape, phase)
         tables[phase], forecasts[phase] = tasks, forecast
-        reasons.append(explain.reason(servers, forecast, outcomes, options, phase))
+        reasons.append(explain.reason(servers, fleet, forecast, outcomes, options, phase))
     return Plan(
         manifest=manifest,
         epoch=epoch,

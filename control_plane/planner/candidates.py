@@ -116,7 +116,8 @@ class Market(NamedTuple):
     Attributes:
         board, segments, fleet, limits, links: what there is, and where.
         donors: who gives.
-        cap: ``[n_servers]`` seconds that each server may reach.
+        cap: ``[n_servers]`` seconds of attention that each server may reach: what its base load
+            leaves.
         receives, pair_rate: ``[n_servers]`` of ``level.Work``.
         variant: how near-ties are broken.
         failed: ``[ATTEMPTS]`` free parts that one receiver tried in vain.

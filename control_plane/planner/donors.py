@@ -97,6 +97,7 @@ def gather_donors(
     ``every`` of them counts. ``urgency``: of :class:`~control_plane.planner.candidates.Variant`."""
     n = 0
     most = most_caps = 0.0
+    most_cap = cap.max()
     for server in range(len(load)):
         donors.need[server] = 0.0
         if load[server] > cap[server] + slack and fleet.rank[server] >= 0:
@@ -106,7 +107,7 @@ def gather_donors(
             donors.server[n] = server
             n += 1
             most = max(most, need)
-            most_caps = max(most_caps, (load[server] - cap[server]) / cap[server])
+            most_caps = max(most_caps, (load[server] - cap[server]) / most_cap)
     if donors.first[MOST] == 0.0:
         many = (most_caps - FEW_RECEIVERS) / (MANY_RECEIVERS - FEW_RECEIVERS)
         donors.first[MOST] = most

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from control_plane.planner.chunk import SHORTEST_TOKENS, CutRules
+from control_plane.planner.costs import PHASE_INDEX
 from control_plane.planner.fleet import Fleet
 from control_plane.planner.forecast import pair_bytes
 from control_plane.planner.phase import Outcome
@@ -14,26 +15,32 @@ from control_plane.planner.planning import PlanningOptions, PlanningServer
 from core_attention.ca_task import Phase, TaskTable
 from core_attention.errors import PlanError
 from core_attention.manifest import Manifest
-from core_attention.plan import PhaseForecast
+from core_attention.plan import PhaseForecast, imbalance
 from core_attention.shape import AttentionShape
 
 
 def reason(
     servers: Sequence[PlanningServer],
+    fleet: Fleet,
     forecast: PhaseForecast,
     outcomes: Sequence[Outcome],
     options: PlanningOptions,
     phase: Phase,
 ) -> str:
     """What bounds a phase, and why the planner stopped."""
-    at = int(forecast.seconds.argmax())
+    base = fleet.base[PHASE_INDEX[phase]]
+    total_seconds = forecast.seconds + base
+    at = int(total_seconds.argmax())
     busiest = at % len(servers)
-    seconds = float(forecast.seconds.flat[at])
+    seconds = float(total_seconds.flat[at])
+    home_base = np.where(fleet.server_of_rank >= 0, base[fleet.server_of_rank], 0.0)
     text = (
-        f"{phase}: imbalance {forecast.predicted_imbalance:.3f} "
-        f"({forecast.home_imbalance:.3f} at home), bounded by server "
+        f"{phase}: imbalance {imbalance(total_seconds):.3f} "
+        f"({imbalance(forecast.home_seconds + home_base):.3f} at home), bounded by server "
         f"{servers[busiest].server.server_id} with {seconds * 1e3:.3f} ms a layer"
     )
+    if fleet.is_based:
+        text += f", {base[busiest] * 1e3:.3f} ms of them its rank's own"
     n_chunks = sum(outcome.n_chunks for outcome in outcomes)
     if n_chunks == 0:
         return (

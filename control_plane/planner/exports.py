@@ -73,7 +73,7 @@ def export_surplus(
     """Moves work until no server is above its cap.
 
     Args:
-        cap: ``[n_servers]`` seconds; raised in place where it must be.
+        cap: ``[n_servers]`` seconds of attention; raised in place where it must be.
         work: who receives, and the typical rates.
         every: only one donor and one receiver in so many take part: a sample, which never raises
             the cap. 1 for all.
@@ -121,8 +121,7 @@ def _move_surplus(
                 rise = max(step, 0.25 * raised)
                 raised += rise
                 for server in range(len(cap)):
-                    if cap[server] > 0.0:
-                        cap[server] += rise
+                    cap[server] += rise
             failures = 0
             _look_around(market, rules, rooms, slack, every)
             continue

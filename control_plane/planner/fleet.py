@@ -10,7 +10,7 @@ import numpy as np
 
 from control_plane.planner.compiled import BoolArray, compiled_inner
 from control_plane.planner.costs import CostTables, Pace, pack_profiles
-from control_plane.planner.planning import PlanningServer
+from control_plane.planner.planning import NO_BASE, PlanningServer
 from core_attention.arrays import Float64Array, Int64Array, frozen
 from core_attention.errors import PlanError
 
@@ -31,6 +31,8 @@ class Fleet(NamedTuple):
         capacity_rows: ``[n_servers]`` q plus k/v rows it can hold.
         is_limited: whether any server has a limit to them.
         receives: ``[n_servers]`` whether it may be given work of other homes.
+        base: ``[2, n_servers]`` seconds beside attention in each phase.
+        is_based: whether there are any.
         tables: the profiles.
         uncut_rates: ``[n_profiles, UNCUT_TOKENS, 2]`` of ``costs.pack_profiles``.
     """
@@ -42,6 +44,8 @@ class Fleet(NamedTuple):
     capacity_rows: Int64Array
     is_limited: bool
     receives: BoolArray
+    base: Float64Array
+    is_based: bool
     tables: CostTables
     uncut_rates: Float64Array
 
@@ -76,6 +80,10 @@ def build_fleet(servers: Sequence[PlanningServer], n_ranks: int) -> Fleet:
         rows = np.array(capacity_rows, dtype=np.int64)
     else:
         rows = np.full(len(servers), UNLIMITED_ROWS, dtype=np.int64)
+    is_based = any(server.base_seconds != NO_BASE for server in servers)
+    base = np.zeros((2, len(servers)))
+    if is_based:
+        base[:] = np.array([server.base_seconds for server in servers]).T
     return Fleet(
         rank=places.rank,
         server_of_rank=places.server_of_rank,
@@ -84,6 +92,8 @@ def build_fleet(servers: Sequence[PlanningServer], n_ranks: int) -> Fleet:
         capacity_rows=rows,
         is_limited=is_limited,
         receives=np.array([server.receives for server in servers], dtype=np.bool_),
+        base=base,
+        is_based=is_based,
         tables=tables,
         uncut_rates=uncut_rates,
     )

@@ -28,22 +28,26 @@ class Work(NamedTuple):
         receives: ``[n_servers]`` who may take work.
         pair_rate: ``[n_servers]`` typical seconds per query-key pair, speed included; infinite at
             speed 0.
-        load: ``[n_servers]`` seconds of each server's own rank.
+        base: ``[n_servers]`` seconds that each server computes beside attention.
+        load: ``[n_servers]`` seconds of each server's own rank, without them.
         longest: ``[n_servers]`` where its longest document ends.
         is_homeless: ``[n_ranks]`` whether no server runs on a rank.
         homeless: the segments of these ranks, most query-key pairs first.
         pairs: all work, in query-key pairs at typical rates.
-        level: seconds in which all servers would finish if work could be divided at will and
-            pieces ran at the rates of whole documents.
+        homeless_pairs: that of ranks without a server.
+        level: seconds, base loads included, in which all servers would finish if work could be
+            divided at will and pieces ran at the rates of whole documents.
     """
 
     receives: BoolArray
     pair_rate: Float64Array
+    base: Float64Array
     load: Float64Array
     longest: Float64Array
     is_homeless: BoolArray
     homeless: Int64Array
     pairs: float
+    homeless_pairs: float
     level: float
 
 
@@ -70,9 +74,36 @@ def weigh(segments: Segments, home: HomeWork, fleet: Fleet, phase: int) -> Work:
             homeless_pairs += home.rank_seconds[rank] / rate
     pairs += homeless_pairs
     receives = fleet.receives & (fleet.speed > 0.0)
-    level = find_level(load, pairs, homeless_pairs, pair_rate, receives)
+    base = fleet.base[phase]
+    level = find_level(base, load, pairs, homeless_pairs, pair_rate, receives)
     homeless = _by_pairs(segments, is_homeless)
-    return Work(receives, pair_rate, load, longest, is_homeless, homeless, pairs, level)
+    return Work(
+        receives,
+        pair_rate,
+        base,
+        load,
+        longest,
+        is_homeless,
+        homeless,
+        pairs,
+        homeless_pairs,
+        level,
+    )
+
+
+@compiled_inner
+def level_of_growth(work: Work, fleet: Fleet, growth: float) -> float:
+    """The level if all work took ``growth`` times as long."""
+    if not fleet.is_based:
+        return work.level * growth
+    return find_level(
+        work.base,
+        work.load * growth,
+        work.pairs * growth,
+        work.homeless_pairs * growth,
+        work.pair_rate,
+        work.receives,
+    )
 
 
 @compiled_inner
@@ -108,6 +139,7 @@ def typical_pair_seconds(mean_end: float, fleet: Fleet, phase: int) -> Float64Ar
 
 @compiled_inner
 def find_level(
+    base: Float64Array,
     load: Float64Array,
     pairs: float,
     homeless_pairs: float,
@@ -117,6 +149,7 @@ def find_level(
     """The least seconds in which all work can be done.
 
     Args:
+        base: ``[n_servers]`` seconds that each server computes beside it.
         load: ``[n_servers]`` seconds of each server's own rank.
         pairs: all work, in query-key pairs at typical rates.
         homeless_pairs: that of ranks without a server.
@@ -124,29 +157,36 @@ def find_level(
         receives: ``[n_servers]``; the others do their own rank's work or less.
 
     Returns:
-        The level in seconds; infinity if nobody can take the homeless work.
+        The level in seconds, base included and never below the largest base, which the slot takes
+        whatever is planned; infinity if nobody can take the homeless work.
     """
     pairs_per_second = 0.0
     for s in np.flatnonzero(receives):
         pairs_per_second += 1.0 / pair_rate[s]
     others = np.flatnonzero(~receives & (load > 0.0))
-    if pairs_per_second > 0.0 and len(others) == 0:
+    most_base = base.max() if len(base) else 0.0
+    if pairs_per_second > 0.0 and len(others) == 0 and most_base == 0.0:
         return pairs / pairs_per_second
     low, high = 0.0, load.max() if len(load) else 0.0
     if pairs_per_second > 0.0:
         high = max(high, pairs / pairs_per_second)
     elif homeless_pairs > 0.0:
         return np.inf
+    high += most_base
     for _ in range(BISECTIONS):
         middle = 0.5 * (low + high)
         capacity = middle * pairs_per_second
+        if most_base > 0.0:
+            capacity = 0.0
+            for s in np.flatnonzero(receives):
+                capacity += max(middle - base[s], 0.0) / pair_rate[s]
         for s in others:
-            capacity += min(load[s], middle) / pair_rate[s]
+            capacity += min(load[s], max(middle - base[s], 0.0)) / pair_rate[s]
         if capacity < pairs:
             low = middle
         else:
             high = middle
-    return high
+    return max(high, most_base)
 
 
 @compiled_leaf
@@ -154,16 +194,18 @@ def expected_growth(work: Work, fleet: Fleet, rules: CutRules) -> float:
     """By which factor all work grows (or shrinks) when what lies above the level runs in chunks of
     the cheapest shape, each as large as the level, cut out of each server's longest document."""
     grown = work.pairs
+    room = work.level - work.base.min()
     for s in range(len(work.load)):
-        if work.load[s] <= work.level:
+        own_room = work.level - work.base[s]
+        if work.load[s] <= own_room:
             continue
         profile, longest = fleet.profile[s], work.longest[s]
         own_rate = pair_seconds(fleet.tables, profile, rules.phase, longest, longest)
-        chunk_pairs = work.level * fleet.speed[s] / own_rate
+        chunk_pairs = room * fleet.speed[s] / own_rate
         end = math.sqrt(2.0 * chunk_pairs / (1.0 - rules.kappa * rules.kappa))
         end = min(end, longest)
         q = max(end - begin_for_pairs(end, chunk_pairs), float(rules.min_tokens))
         chunk_rate = pair_seconds(fleet.tables, profile, rules.phase, q, end)
-        moved = (work.load[s] - work.level) / work.pair_rate[s]
+        moved = (work.load[s] - own_room) / work.pair_rate[s]
         grown += moved * (chunk_rate / own_rate - 1.0)
     return min(max(grown / work.pairs, 1.0 / LARGEST_GROWTH), LARGEST_GROWTH)

@@ -55,7 +55,11 @@ def prepare_opening(
     own_count = np.zeros(n_ranks + 1, dtype=np.int64)
     for s in range(n_servers):
         rank = fleet.rank[s]
-        if rank >= 0 and not homeless[rank] and (everyone or work.load[s] > lowest_cap):
+        if (
+            rank >= 0
+            and not homeless[rank]
+            and (everyone or work.base[s] + work.load[s] > lowest_cap)
+        ):
             donates[rank] = True
     given = np.empty(n, dtype=np.int64)
     n_given = _list_given(segments, donates, given, own_count)

@@ -20,7 +20,7 @@ from control_plane.planner.chunk import CutRules, with_alignment
 from control_plane.planner.compiled import compiled, compiled_inner, compiled_leaf
 from control_plane.planner.exports import export_surplus
 from control_plane.planner.fleet import Fleet
-from control_plane.planner.level import Work, expected_growth, weigh
+from control_plane.planner.level import Work, expected_growth, level_of_growth, weigh
 from control_plane.planner.links import Links
 from control_plane.planner.memory import relieve_memory
 from control_plane.planner.opening import (
@@ -53,7 +53,8 @@ class Outcome(NamedTuple):
     """What happened while planning a phase of a nano-batch.
 
     Attributes:
-        level: seconds in which all servers would finish if work could be divided at will.
+        level: seconds, base loads included, in which all servers would finish if work could be
+            divided at will.
         scale: factor on the level, for the rates at which pieces run.
         work_ratio: seconds of the plan's tasks to those of the uncut segments at home.
         raised: by how many seconds the cap was raised above (1 + eps) x level; infinite if some
@@ -133,7 +134,8 @@ def plan_phase(
             break
         corrections += 1
         scale = outcome.work_ratio
-    donors = work.load.max() > work.level * scale * (1.0 + tolerance)
+    highest = level_of_growth(work, fleet, scale) * (1.0 + tolerance)
+    donors = _highest(work.load, work.base) > highest
     for seed in range(1, n_variants):
         if _is_final(outcome) or not donors:
             break
@@ -153,7 +155,7 @@ def plan_phase(
 def _opening(setting: Setting, work: Work, scale: float) -> Opening:
     """The opening for levels of ``scale`` and higher."""
     segments, _, fleet, _, limits, _, tolerance = setting
-    lowest_cap = work.level * scale * (1.0 + tolerance)
+    lowest_cap = level_of_growth(work, fleet, scale) * (1.0 + tolerance)
     n_ranks = len(fleet.server_of_rank)
     return prepare_opening(segments, n_ranks, fleet, work, lowest_cap, limits.active)
 
@@ -197,9 +199,10 @@ def _attempt(
     """
     segments, home, fleet, rules, limits, links, tolerance = setting
     n_servers = len(fleet.rank)
-    level = work.level * scale
-    rules = with_alignment(rules, level / work.pair_rate.min(), home.longest.max())
-    cap = np.full(n_servers, level * (1.0 + tolerance))
+    level = level_of_growth(work, fleet, scale)
+    finest_pairs = (level - work.base.min()) / work.pair_rate.min()
+    rules = with_alignment(rules, finest_pairs, home.longest.max())
+    cap = np.full(n_servers, level * (1.0 + tolerance)) - work.base
     cap[fleet.speed == 0.0] = 0.0
     board = open_board(opening, work, len(segments.begin))
     limits = limits_after_home_work(segments, fleet, board, limits, work.is_homeless)
@@ -229,12 +232,15 @@ def _attempt(
         moved = over - _over(board.load, cap, fleet)
         after = before + (after - before) * (over / moved if moved > 0.0 else 0.0)
     ratio = after / work.pairs
+    reached = level * ratio / scale
+    if fleet.is_based:
+        reached = level_of_growth(work, fleet, ratio)
     outcome = Outcome(
         level,
         scale,
         ratio,
         raised,
-        board.load.max() - level * ratio / scale * (1.0 + tolerance),
+        _highest(board.load, work.base) - reached * (1.0 + tolerance),
         board.spent[BYTES],
         board.spent[COST],
         board.used[CHUNKS] + board.used[MOVED_WHOLE],
@@ -253,6 +259,16 @@ def work_of(load: Float64Array, work: Work) -> float:
         if load[server] > 0.0:
             pairs += load[server] / work.pair_rate[server]
     return pairs
+
+
+@compiled_leaf
+def _highest(load: Float64Array, base: Float64Array) -> float:
+    """The most seconds of a server that has attention to do, base load included."""
+    highest = 0.0
+    for server in range(len(load)):
+        if load[server] > 0.0:
+            highest = max(highest, base[server] + load[server])
+    return highest
 
 
 @compiled_leaf

@@ -101,7 +101,7 @@ def place_homeless(
                     segments, fleet, limits, receives, segment, shortest, high
                 ):
                     return segment, high
-                cap[cap > 0.0] += step * max(1.0, raises / 50.0)
+                cap += step * max(1.0, raises / 50.0)
                 _fill_rooms(rooms, board, cap, receives, pair_rate, by_time)
                 continue
             link = link_cost(links, segments.rank[segment], at)

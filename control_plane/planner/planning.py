@@ -17,6 +17,9 @@ from core_attention.manifest import Manifest
 from core_attention.plan import Plan, PlanServer
 from core_attention.shape import AttentionShape
 
+NO_BASE = (0.0, 0.0)
+"""``base_seconds`` of a server that does nothing but attention, or whose like all do the same."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class PlanningServer:
@@ -31,6 +34,9 @@ class PlanningServer:
         capacity_rows: q plus k/v rows it can hold in one tick; None without limit.
         receives: whether it may be given work of other homes. An in-place server that does not
             still runs its own rank's tasks.
+        base_seconds: seconds, forward and backward, that it computes beside attention in one
+            nano-batch of one layer: the linear part of an in-place server's rank, nothing where
+            a pipeline stage idles. Who has less of it is given more attention.
     """
 
     server: PlanServer
@@ -39,6 +45,7 @@ class PlanningServer:
     speed: float = 1.0
     capacity_rows: int | None = None
     receives: bool = True
+    base_seconds: tuple[float, float] = NO_BASE
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.speed) and self.speed >= 0):
@@ -49,6 +56,11 @@ class PlanningServer:
             raise PlanError(
                 f"server {self.server.server_id}: capacity_rows is {self.capacity_rows}; it must "
                 "be 0 or more"
+            )
+        if not all(math.isfinite(seconds) and seconds >= 0 for seconds in self.base_seconds):
+            raise PlanError(
+                f"server {self.server.server_id}: base_seconds are {self.base_seconds}; they must "
+                "be finite and 0 or more"
             )
 
 
@@ -69,7 +81,8 @@ class PlanningOptions:
     """What the user may choose about plans.
 
     Attributes:
-        tolerance: eps, by which the busiest server may exceed the mean load; 0 or more.
+        tolerance: eps, by which the busiest server may exceed the mean load, base loads included;
+            0 or more.
         min_forward_tokens: shortest piece that a document is cut into, forward.
         min_backward_tokens: the same, backward, where short pieces run slowly. Half of either
             counts where the tolerance could not be kept otherwise; less only where it would be

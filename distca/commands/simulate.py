@@ -8,6 +8,7 @@ from typing import Annotated, ClassVar
 
 import typer
 
+from core_attention.schedule_orders import SCHEDULES
 from distca.options import options_from
 from distca.preview.settings import (
     ClusterSettings,
@@ -28,6 +29,19 @@ class JobSettings:
     )
     stages: Annotated[int, typer.Option(help="Pipeline stages; 1 is none.")] = 1
     microbatches: Annotated[int, typer.Option(help="Microbatches of each pipeline in a step.")] = 1
+    schedules: Annotated[
+        str,
+        typer.Option(
+            help="Pipeline schedules to compare, with commas between: all, names "
+            f"({', '.join(SCHEDULES)}) or CSV files that torch.distributed.pipelining runs."
+        ),
+    ] = "all"
+    in_flight: Annotated[
+        float | None,
+        typer.Option(
+            help="Most microbatches whose activations a rank can keep; as many as 1F1B by default."
+        ),
+    ] = None
     gradient_sync_ms: Annotated[
         float, typer.Option(help="What every step adds for gradients, whatever the method.")
     ] = 0.0
@@ -52,20 +66,28 @@ def simulate(
     planner: PlannerSettings,
     output: SimulationOutputSettings,
 ) -> None:
-    """Simulate step times of plain packing, re-packing, context parallelism and CAD.
+    """Simulate step times of plain packing, re-packing, context parallelism and CAD; with several
+    stages also of pipeline schedules, with a verdict.
 
     Example: distca simulate --distribution prolong --gpus 64,256 --stages 4 --microbatches 8
     """
     from rich.console import Console
 
-    from distca.preview.building import build_batches, build_method, build_setup, parse_counts
-    from distca.preview.display import print_sections
+    from distca.preview.building import (
+        build_batches,
+        build_method,
+        build_orders,
+        build_setup,
+        parse_counts,
+    )
+    from distca.preview.display import print_sections, print_verdict
     from distca.preview.errors import wrong_input_ends
-    from distca.preview.sections import simulation_sections
+    from distca.preview.sections import schedule_section, simulation_sections
     from distca.process.plain_text import plain
     from distca.simulator.comparison import compare
+    from distca.simulator.schedules import compare_schedules, judge_schedules
 
-    comparisons = []
+    comparisons, schedules = [], []
     with wrong_input_ends():
         for n_gpus in parse_counts("gpus", job.gpus):
             setup = build_setup(
@@ -77,7 +99,13 @@ def simulate(
                 job.gradient_sync_ms / 1e3,
             )
             batches, _ = build_batches(lengths, setup.step_tokens, setup.tokens_per_rank)
-            comparisons.append(compare(setup, batches, {"CAD": build_method(planner, setup)}))
+            method = build_method(planner, setup)
+            comparisons.append(compare(setup, batches, {"CAD": method}))
+            if job.stages > 1:
+                orders, left_out = build_orders(job.schedules, setup)
+                schedules.append(
+                    compare_schedules(setup, batches, method, orders, job.in_flight, left_out)
+                )
     title = (
         f"{setup.model.name}, {setup.tokens_per_rank} tokens a rank of {cluster.tensor_parallel} "
         f"GPUs, {job.stages} stages, {job.microbatches} microbatches"
@@ -85,8 +113,10 @@ def simulate(
     console = Console()
     console.print(plain(title), highlight=False, markup=False)
     console.print()
-    sections = simulation_sections(comparisons)
+    sections = [*simulation_sections(comparisons), *map(schedule_section, schedules)]
     print_sections(console, sections)
+    for compared in schedules:
+        print_verdict(console, judge_schedules(compared))
     if output.png is None and output.html is None:
         return
     with wrong_input_ends():

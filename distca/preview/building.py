@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from importlib.resources import as_file, files
+from pathlib import Path
 
 import numpy as np
 
@@ -12,6 +13,8 @@ from control_plane.planner.planners import PLANNERS
 from control_plane.planner.planning import Planner, PlanningOptions
 from core_attention.arrays import Int64Array
 from core_attention.cost_model import CostProfile
+from core_attention.schedule import Schedule, read_csv
+from core_attention.schedule_orders import SCHEDULES, Order
 from distca.preview.settings import (
     ClusterSettings,
     FleetSettings,
@@ -29,7 +32,8 @@ from distca.simulator.length_files import read_lengths
 from distca.simulator.lengths import sample_lengths
 from distca.simulator.model import ModelSpec, preset
 from distca.simulator.packing import pack_in_order, split_long, take_steps
-from distca.simulator.setup import Setup
+from distca.simulator.schedules import fitting_orders
+from distca.simulator.setup import Setup, stage_layers
 
 _GIGA, _TERA, _MICRO = 1e9, 1e12, 1e-6
 _SHIPPED_PROFILE = "h200-llama3-8b.json"
@@ -126,6 +130,47 @@ def choose_planner(name: str) -> Planner:
     if name not in PLANNERS:
         raise InputError(f"planner is {name!r}; valid are {', '.join(sorted(PLANNERS))}")
     return PLANNERS[name]
+
+
+def build_orders(text: str, setup: Setup) -> tuple[dict[str, Order], list[str]]:
+    """The schedules that the user asked for, and why some of "all" are left out.
+
+    Raises:
+        InputError: a name is unknown, or a file cannot be read or is for other stages or
+            microbatches.
+        ScheduleError: a schedule is not valid, or does not fit.
+    """
+    if text.strip() == "all":
+        return fitting_orders(setup)
+    orders = {}
+    for part in (part.strip() for part in text.split(",")):
+        order = SCHEDULES[part] if part in SCHEDULES else _order_of_file(part)
+        stage_layers(setup, order(setup.n_stages, setup.n_microbatches))
+        orders[part] = order
+    return orders, []
+
+
+def _order_of_file(name: str) -> Order:
+    path = Path(name)
+    if path.suffix != ".csv":
+        raise InputError(
+            f"schedules: {name!r} is unknown; valid are all, {', '.join(SCHEDULES)}, and files "
+            "that end in .csv"
+        )
+    try:
+        schedule = read_csv(path.stem, path.read_text())
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"schedules: {name} cannot be read: {error}") from error
+
+    def order(n_ranks: int, n_microbatches: int) -> Schedule:
+        if (schedule.n_ranks, schedule.n_microbatches) != (n_ranks, n_microbatches):
+            raise InputError(
+                f"schedules: {name} is for {schedule.n_ranks} ranks and {schedule.n_microbatches} "
+                f"microbatches; stages is {n_ranks}, microbatches is {n_microbatches}"
+            )
+        return schedule
+
+    return order
 
 
 def parse_counts(name: str, text: str) -> list[int]:

@@ -9,7 +9,7 @@ from typing import NoReturn
 import typer
 from rich.console import Console
 
-from core_attention.errors import ManifestError, PlanError, ProfileError
+from core_attention.errors import ManifestError, PlanError, ProfileError, ScheduleError
 from distca.process.plain_text import plain
 from distca.simulator.errors import InputError
 
@@ -33,7 +33,7 @@ def wrong_input_ends() -> Iterator[None]:
         _end(f"MissingPackage: {error.name} is not installed; drawings need distca[trainer]")
     except OSError as error:
         _end(f"{type(error).__name__}: {error}")
-    except (InputError, ManifestError, PlanError, ProfileError) as error:
+    except (InputError, ManifestError, PlanError, ProfileError, ScheduleError) as error:
         _end(f"{type(error).__name__}: {error}")
 
 

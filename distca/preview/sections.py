@@ -10,7 +10,9 @@ import numpy as np
 from core_attention.arrays import Int64Array
 from core_attention.ca_task import Phase
 from distca.simulator.comparison import Comparison
+from distca.simulator.disaggregated import DisaggregatedStep
 from distca.simulator.offline import PlannedBatch, what_bounds
+from distca.simulator.schedules import EVEN, IDLE_AWARE, ScheduleComparison, ScheduleTimes
 from distca.simulator.traffic import server_endpoints
 
 _MILLI, _GIGA = 1e3, 1e9
@@ -140,6 +142,50 @@ def simulation_sections(comparisons: Sequence[Comparison]) -> list[Section]:
     return [
         Section("Step time / perfect balance", (), ("method", *columns), steps),
         Section("Speed-up over, and details", (), ("method: over", *columns), details),
+    ]
+
+
+ScheduleValue = tuple[str, Callable[[ScheduleTimes], str]]
+"""A row's name and what it shows of a schedule."""
+
+
+def schedule_section(comparison: ScheduleComparison) -> Section:
+    """Step times of every schedule, without disaggregation and with it; schedules in columns."""
+    unit = comparison.balanced_1f1b_seconds
+    values: list[ScheduleValue] = [
+        ("plain packing", lambda t: f"{t.plain_seconds / unit:.3f}"),
+        ("re-packed", lambda t: f"{t.repacked_seconds / unit:.3f}"),
+        ("equal", lambda t: f"{t.balanced_seconds / unit:.3f}"),
+        *_pooled_values(EVEN, unit),
+        *_pooled_values(IDLE_AWARE, unit),
+        ("microbatches in flight", lambda t: f"{t.in_flight:g}"),
+    ]
+    return Section(
+        f"Pipeline schedules on {comparison.n_gpus} GPUs",
+        (
+            f"Step time / 1F1B with perfectly equal microbatches ({unit:.3f} s). plain packing: "
+            "documents as they come; re-packed: whole documents arranged so that microbatches take "
+            "equal time; equal: what a perfect packer would reach; CAD, even: attention of all "
+            "stages spread evenly over all ranks, as in the paper; CAD, idle-aware: ranks whose "
+            "stage idles, or has less to do, take more of it. Microbatches in flight: the most "
+            f"whose activations a rank keeps; {comparison.in_flight_limit:g} are allowed.",
+            *(f"Left out: {why}." for why in comparison.left_out),
+        ),
+        ("", *(times.name for times in comparison.times)),
+        [(name, *(value(times) for times in comparison.times)) for name, value in values],
+    )
+
+
+def _pooled_values(spread: str, unit: float) -> list[ScheduleValue]:
+    """Rows of a schedule's steps with attention spread in one way."""
+
+    def step(times: ScheduleTimes) -> DisaggregatedStep:
+        return times.pooled[spread]
+
+    return [
+        (f"CAD, {spread}", lambda t: f"{step(t).seconds / unit:.3f}"),
+        ("  waits for links", lambda t: f"{step(t).exposed_seconds / step(t).seconds:.1%}"),
+        ("  GPUs idle", lambda t: f"{step(t).idle_share:.0%}"),
     ]
 
 

@@ -8,11 +8,16 @@ import numpy as np
 
 from core_attention.arrays import Float64Array, Int64Array
 from core_attention.ca_task import Phase
+from core_attention.schedule import Kind, Schedule
+from core_attention.schedule_orders import Order, one_f_one_b
 from distca.simulator.context_parallel import gather_seconds, sharded_seconds
 from distca.simulator.errors import InputError
-from distca.simulator.pipeline import one_f_one_b_seconds
+from distca.simulator.pipeline import schedule_seconds
 from distca.simulator.repacking import Bins, bins_in_order, repack, repack_whole
-from distca.simulator.setup import Setup
+from distca.simulator.setup import Setup, stage_layers
+
+WHOLE = (Kind.FORWARD, Kind.BACKWARD)
+"""A microbatch's pass through a stage, there and back."""
 
 
 @dataclass(frozen=True)
@@ -30,9 +35,9 @@ class StepTime:
     token_imbalance: float = 1.0
 
 
-def balanced_seconds(setup: Setup, lengths: Int64Array) -> float:
+def balanced_seconds(setup: Setup, lengths: Int64Array, order: Order = one_f_one_b) -> float:
     """The step if attention were spread perfectly over all pipelines and microbatches and nothing
-    had to move; with pipeline stages, a perfectly balanced 1F1B."""
+    had to move; with pipeline stages, that many equal microbatches in ``order``."""
     everything = bins_in_order(lengths, 1, setup.step_tokens, setup.rank_profile)
     n_bins = setup.n_pipelines * setup.n_microbatches
     even = Bins(
@@ -40,19 +45,22 @@ def balanced_seconds(setup: Setup, lengths: Int64Array) -> float:
         everything.forward_seconds / n_bins,
         everything.backward_seconds / n_bins,
     )
-    slots = setup.n_microbatches + setup.n_stages - 1
-    per_slot = sum(float(_stage_seconds(setup, even, phase)[0]) for phase in Phase)
-    return slots * per_slot + setup.gradient_sync_seconds
+    equal = np.zeros((setup.n_microbatches, 1), dtype=np.int64)
+    schedule = order(setup.n_stages, setup.n_microbatches)
+    (seconds,) = schedule_seconds(schedule, _action_seconds(setup, even, equal, schedule))
+    return float(seconds) + setup.gradient_sync_seconds
 
 
-def plain_packing(setup: Setup, lengths: Int64Array) -> StepTime:
+def plain_packing(setup: Setup, lengths: Int64Array, order: Order = one_f_one_b) -> StepTime:
     """Documents in the order in which they come, T tokens on each rank."""
     n_bins = setup.n_pipelines * setup.n_microbatches
     bins = bins_in_order(lengths, n_bins, setup.tokens_per_rank, setup.rank_profile)
-    return StepTime(_step_seconds(setup, bins, setup.n_pipelines, sort=False))
+    return StepTime(_step_seconds(setup, bins, setup.n_pipelines, order, sort=False))
 
 
-def repacked(setup: Setup, lengths: Int64Array, token_slack: float) -> StepTime:
+def repacked(
+    setup: Setup, lengths: Int64Array, token_slack: float, order: Order = one_f_one_b
+) -> StepTime:
     """Whole documents arranged so that bins take equal time, with up to ``token_slack * T``
     tokens on a rank."""
     n_bins = setup.n_pipelines * setup.n_microbatches
@@ -63,7 +71,7 @@ def repacked(setup: Setup, lengths: Int64Array, token_slack: float) -> StepTime:
         n_bins,
         _cap_tokens(setup.tokens_per_rank, token_slack),
     )
-    seconds = _step_seconds(setup, bins, setup.n_pipelines, sort=True)
+    seconds = _step_seconds(setup, bins, setup.n_pipelines, order, sort=True)
     return StepTime(seconds, 1, float(bins.tokens.max() / setup.tokens_per_rank))
 
 
@@ -102,7 +110,7 @@ def repacked_context_parallel(
     per_rank = Bins(bins.tokens / group_size, bins.forward_seconds, bins.backward_seconds)
     gather = gather_seconds(bins.tokens, setup.model.attention_shape, group_size, setup.cluster)
     seconds = _step_seconds(
-        setup, per_rank, n_groups, sort=True, gather=gather, hidden=hidden_gather
+        setup, per_rank, n_groups, one_f_one_b, sort=True, gather=gather, hidden=hidden_gather
     )
     return StepTime(seconds, group_size, float(bins.tokens.max() / group_tokens))
 
@@ -125,32 +133,52 @@ def _step_seconds(
     setup: Setup,
     bins: Bins,
     n_groups: int,
+    order: Order,
     *,
     sort: bool,
     gather: Float64Array | None = None,
     hidden: bool = False,
 ) -> float:
-    """The slowest pipeline's 1F1B over its bins, which are dealt to the ``n_groups`` pipelines."""
-    phases = [_stage_seconds(setup, bins, phase, gather, hidden) for phase in Phase]
-    order = _deal(phases[0] + phases[1], n_groups, setup.n_microbatches, sort=sort)
-    forward, backward = (seconds[order] for seconds in phases)
-    pipelines = one_f_one_b_seconds(forward, backward, setup.n_stages)
-    return float(pipelines.max()) + setup.gradient_sync_seconds
+    """The slowest pipeline over its bins, which are dealt to the ``n_groups`` pipelines."""
+    per_layer = [_layer_seconds(setup, bins, kind, gather, hidden) for kind in WHOLE]
+    dealt = _deal(per_layer[0] + per_layer[1], n_groups, setup.n_microbatches, sort=sort)
+    schedule = order(setup.n_stages, setup.n_microbatches)
+    seconds = _action_seconds(setup, bins, dealt, schedule, gather, hidden)
+    return float(schedule_seconds(schedule, seconds).max()) + setup.gradient_sync_seconds
 
 
-def _stage_seconds(
+def _action_seconds(
     setup: Setup,
     bins: Bins,
-    phase: Phase,
+    dealt: Int64Array,
+    schedule: Schedule,
+    gather: Float64Array | None = None,
+    hidden: bool = False,
+) -> dict[Kind, Float64Array]:
+    """``[n_microbatches, n_groups]`` seconds of one stage for each kind of action."""
+    n_layers = stage_layers(setup, schedule)
+    return {
+        kind: np.asarray(_layer_seconds(setup, bins, kind, gather, hidden)[dealt] * n_layers)
+        for kind in Kind
+    }
+
+
+def _layer_seconds(
+    setup: Setup,
+    bins: Bins,
+    kind: Kind,
     gather: Float64Array | None = None,
     hidden: bool = False,
 ) -> Float64Array:
-    """``[n_bins]`` seconds of one stage for each bin, one phase."""
-    attention = bins.forward_seconds if phase is Phase.FORWARD else bins.backward_seconds
-    layer = bins.tokens * setup.linear_seconds_per_token(phase) + attention
+    """``[n_bins]`` seconds of one layer for each bin."""
+    layer = bins.tokens * setup.action_seconds_per_token(kind)
+    if kind.attention_phase is None:
+        return np.asarray(layer)
+    forward = kind.attention_phase is Phase.FORWARD
+    layer = layer + (bins.forward_seconds if forward else bins.backward_seconds)
     if gather is not None:
         layer = np.maximum(layer, gather) if hidden else layer + gather
-    return np.asarray(layer * setup.layers_per_stage)
+    return np.asarray(layer)
 
 
 def _deal(seconds: Float64Array, n_groups: int, n_microbatches: int, *, sort: bool) -> Int64Array:

@@ -17,6 +17,7 @@ from distca.simulator.baselines import (
 )
 from distca.simulator.disaggregated import DisaggregatedStep, Method, disaggregated_step
 from distca.simulator.errors import InputError
+from distca.simulator.packing import as_trained
 from distca.simulator.setup import Setup
 
 MEMORY_SLACK = 1.2
@@ -80,7 +81,8 @@ def compare(
     methods: Mapping[str, Method],
     baselines: Iterable[str] = tuple(BASELINES),
 ) -> Comparison:
-    """Simulates every baseline and method on every batch.
+    """Simulates every baseline and method on every batch, on the same documents: those that the
+    method with the most nano-batches trains.
 
     Args:
         setup: what is simulated.
@@ -96,6 +98,11 @@ def compare(
     unknown = sorted(set(baselines) - set(BASELINES))
     if unknown:
         raise InputError(f"unknown baselines {unknown}; valid are {sorted(BASELINES)}")
+    n_nano_batches = max((method.n_nano_batches for method in methods.values()), default=1)
+    batches = [
+        as_trained(batch, setup.n_pipelines, setup.tokens_per_rank, n_nano_batches)
+        for batch in batches
+    ]
     return Comparison(
         n_gpus=setup.cluster.n_gpus,
         balanced_seconds=_mean(balanced_seconds(setup, batch) for batch in batches),

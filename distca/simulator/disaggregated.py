@@ -7,24 +7,31 @@ judged by one measure and not by their own forecasts.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from control_plane.planner.planning import Planner, PlanningOptions
+from control_plane.planner.planning import Planner, PlanningOptions, PlanningServer
 from core_attention.arrays import Float64Array, Int64Array
 from core_attention.ca_task import Phase
 from core_attention.cost_model import CostProfile
 from core_attention.manifest import Manifest
-from core_attention.plan import Plan, imbalance
+from core_attention.plan import Plan
+from core_attention.schedule import Kind, Slot, side_by_side
+from core_attention.schedule_orders import Order, same_phase
 from distca.simulator.errors import InputError, require_not_negative
 from distca.simulator.fleet import Placement, build_servers
 from distca.simulator.packing import pack_in_order, take_steps
 from distca.simulator.ping_pong import NanoBatchTimes, Transfer, exposed_seconds, stack_seconds
-from distca.simulator.pipeline import PooledTick, pooled_ticks
-from distca.simulator.setup import Setup
-from distca.simulator.traffic import count_endpoints, exchange, server_endpoints
+from distca.simulator.setup import Setup, stage_layers
+from distca.simulator.traffic import (
+    Messages,
+    count_endpoints,
+    exchange,
+    join,
+    server_endpoints,
+)
 
 Packer = Callable[[Int64Array, int, int, int], Manifest]
 """``(lengths, n_ranks, tokens_per_rank, n_nano_batches) -> Manifest``: plain or planned homes."""
@@ -39,6 +46,9 @@ class Method:
         options: its tolerance and cuts.
         pack: gives documents their homes.
         n_nano_batches: 2 with ping-pong, 1 without ("single stream").
+        schedule: of pipelines with several stages.
+        idle_aware: whether plans count what each rank computes beside attention, so that idle
+            stages take more of it; else attention is spread evenly, as in the paper.
         byte_budget: most bytes that a rank may send, or receive, in a tick, in units of what its
             network carries while the forward linear part of a nano-batch runs, behind which a
             request hides; None without limit.
@@ -48,6 +58,8 @@ class Method:
     options: PlanningOptions
     pack: Packer = pack_in_order
     n_nano_batches: int = 2
+    schedule: Order = same_phase
+    idle_aware: bool = False
     byte_budget: float | None = None
 
     def __post_init__(self) -> None:
@@ -64,24 +76,79 @@ class DisaggregatedStep:
     Attributes:
         seconds: of the step.
         exposed_seconds: of them, those in which communication was waited for.
-        imbalance: worst over ticks, nano-batches and phases of max / mean attention seconds.
+        imbalance: worst over slots and nano-batches of the busiest server's seconds / the level
+            that a perfect plan reaches (:func:`level_seconds`).
         moved_bytes: of all ticks of one layer of every stage.
+        idle_share: of the ranks' time, in which they compute nothing; 0 to 1.
+        in_flight: most microbatches whose activations a rank keeps.
     """
 
     seconds: float
     exposed_seconds: float
     imbalance: float
     moved_bytes: int
+    idle_share: float = 0.0
+    in_flight: float = 1.0
 
 
 @dataclass(frozen=True)
 class TickTime:
-    """Seconds of one stage's layers in one tick, and what they consist of."""
+    """Seconds of the layers that one slot runs, and what they consist of; see
+    :class:`DisaggregatedStep`. ``busy_seconds`` is the sum over ranks and pool servers."""
 
     seconds: float
     exposed_seconds: float
     imbalance: float
     moved_bytes: int
+    busy_seconds: float
+
+
+@dataclass(frozen=True, eq=False)
+class SlotWork:
+    """What runs side by side in one nano-batch of one layer, endpoint by endpoint.
+
+    Attributes:
+        linear_seconds: ``[n_endpoints]``.
+        attention_seconds: ``[n_endpoints]``.
+        request, reply: the messages of all ticks.
+    """
+
+    linear_seconds: Float64Array
+    attention_seconds: Float64Array
+    request: Messages
+    reply: Messages
+
+    def divided(self, parts: int) -> SlotWork:
+        """One of so many equal parts, with as many messages."""
+        return SlotWork(
+            self.linear_seconds / parts,
+            self.attention_seconds / parts,
+            self.request.divided(parts),
+            self.reply.divided(parts),
+        )
+
+    def beside(self, other: SlotWork) -> SlotWork:
+        """Both at once."""
+        return SlotWork(
+            self.linear_seconds + other.linear_seconds,
+            self.attention_seconds + other.attention_seconds,
+            join(self.request, other.request),
+            join(self.reply, other.reply),
+        )
+
+
+def level_seconds(base_seconds: Float64Array, work_seconds: float) -> float:
+    """When equal servers that are busy for ``base_seconds`` anyway would finish with
+    ``work_seconds`` of attention, divided at will.
+
+    Args:
+        base_seconds: ``[n_servers]``, 1 or more.
+        work_seconds: of all together.
+    """
+    base = np.sort(base_seconds)
+    filled = (work_seconds + np.cumsum(base)) / np.arange(1, len(base) + 1)
+    reached = np.append(base[1:], np.inf)
+    return float(max(filled[int(np.argmax(filled <= reached))], base[-1]))
 
 
 def attention_seconds(
@@ -96,39 +163,71 @@ def attention_seconds(
     return busy
 
 
-def nano_batch_times(
-    setup: Setup, plan: Plan, phase: Phase, nano_batch: int
-) -> tuple[NanoBatchTimes, int]:
-    """The parts of one nano-batch in one layer, and the bytes that it moves."""
+def linear_work(rank_seconds: Float64Array, n_endpoints: int) -> SlotWork:
+    """Linear parts alone, ``[n_ranks]`` seconds of one layer."""
+    linear = np.zeros(n_endpoints)
+    linear[: len(rank_seconds)] = rank_seconds
+    nothing = Messages.none(n_endpoints)
+    return SlotWork(linear, np.zeros(n_endpoints), nothing, nothing)
+
+
+def planned_work(setup: Setup, plan: Plan, phase: Phase, nano_batch: int) -> SlotWork:
+    """The attention and messages of one nano-batch in one layer."""
     size = count_endpoints(plan)
-    linear, attention = np.zeros(size), np.zeros(size)
-    tokens = plan.manifest.tokens_per_rank(nano_batch)
-    linear[: len(tokens)] = tokens * setup.linear_seconds_per_token(phase)
+    attention = np.zeros(size)
     attention[server_endpoints(plan)] = attention_seconds(
         plan, setup.rank_profile, phase, nano_batch
     )
     messages = exchange(plan, setup.model.attention_shape, phase, nano_batch)
-    times = NanoBatchTimes(
-        linear,
-        Transfer.of(messages.request, setup.cluster),
-        attention,
-        Transfer.of(messages.reply, setup.cluster),
+    return SlotWork(np.zeros(size), attention, messages.request, messages.reply)
+
+
+def nano_batch_times(setup: Setup, work: SlotWork) -> NanoBatchTimes:
+    """The parts of one nano-batch in one layer."""
+    return NanoBatchTimes(
+        work.linear_seconds,
+        Transfer.of(work.request, setup.cluster),
+        work.attention_seconds,
+        Transfer.of(work.reply, setup.cluster),
     )
-    return times, messages.total_bytes
 
 
-def tick_time(setup: Setup, plan: Plan, phase: Phase) -> TickTime:
-    """One tick of all ranks: the layers of one stage in one phase."""
-    nano_batches = range(plan.manifest.n_nano_batches)
-    parts = [nano_batch_times(setup, plan, phase, k) for k in nano_batches]
-    times = tuple(part[0] for part in parts)
-    servers = server_endpoints(plan)
+def tick_time(
+    setup: Setup, works: Sequence[SlotWork], n_layers: int, *, idle_aware: bool = False
+) -> TickTime:
+    """``n_layers`` layers of one slot.
+
+    Args:
+        setup: what is simulated.
+        works: of each nano-batch.
+        n_layers: of the stages that run.
+        idle_aware: whether the imbalance counts linear parts.
+    """
+    times = tuple(nano_batch_times(setup, work) for work in works)
     return TickTime(
-        stack_seconds(times, setup.layers_per_stage),
-        exposed_seconds(times, setup.layers_per_stage),
-        max(imbalance(own.attention_seconds[servers]) for own in times),
-        sum(part[1] for part in parts),
+        stack_seconds(times, n_layers),
+        exposed_seconds(times, n_layers),
+        max(_imbalance(work, idle_aware=idle_aware) for work in works),
+        sum(work.request.total_bytes + work.reply.total_bytes for work in works),
+        n_layers * sum(float((w.linear_seconds + w.attention_seconds).sum()) for w in works),
     )
+
+
+def _imbalance(work: SlotWork, *, idle_aware: bool) -> float:
+    base = work.linear_seconds * idle_aware
+    level = level_seconds(base, float(work.attention_seconds.sum()))
+    return float((base + work.attention_seconds).max()) / level if level else 1.0
+
+
+def plan_works(setup: Setup, plan: Plan, phase: Phase) -> list[SlotWork]:
+    """A tick of all ranks at once, nano-batch by nano-batch, linear parts included."""
+    per_token, size = setup.linear_seconds_per_token(phase), count_endpoints(plan)
+    return [
+        linear_work(np.asarray(plan.manifest.tokens_per_rank(k) * per_token), size).beside(
+            planned_work(setup, plan, phase, k)
+        )
+        for k in range(plan.manifest.n_nano_batches)
+    ]
 
 
 def disaggregated_step(
@@ -138,30 +237,126 @@ def disaggregated_step(
     placement: Placement = Placement.IN_PLACE,
     n_pool_servers: int = 0,
 ) -> DisaggregatedStep:
-    """The step of all pipelines and microbatches, every tick pooled over all ranks.
+    """The step of all pipelines and microbatches, every slot pooled over all ranks.
 
     Args:
         setup: what is simulated.
         lengths: documents of the step, ``setup.step_tokens`` tokens.
-        method: planner, homes and nano-batches.
+        method: planner, homes, nano-batches and schedule.
         placement: where servers run; pool servers come on top of the setup's ranks.
         n_pool_servers: of a pool.
+
+    Raises:
+        InputError: the layers cannot be divided over the schedule's stages.
+        ScheduleError: the schedule does not fit the stages and microbatches.
     """
+    schedule = method.schedule(setup.n_stages, setup.n_microbatches)
+    n_layers = stage_layers(setup, schedule)
     servers = build_servers(setup.cluster, setup.rank_profile, placement, n_pool_servers)
-    shape = setup.model.attention_shape
     manifests = _microbatches(setup, lengths, method)
-    options = planning_options(setup, method)
-    times: list[TickTime] = []
-    for tick in pooled_ticks(setup.n_stages, setup.n_microbatches):
-        manifest = tick_manifest(manifests, tick, setup.n_pipelines)
-        plan = method.planner(manifest, servers, shape, options)
-        times += [tick_time(setup, plan, phase) for phase in Phase]
+    n_slots = _slots_of_kinds(setup)
+    slots = side_by_side(schedule, n_slots)
+    if slots is schedule.slots:
+        n_slots = dict.fromkeys(Kind, 1)
+    times = [
+        tick_time(
+            setup,
+            _slot_works(setup, slot, n_slots, manifests, servers, method),
+            n_layers,
+            idle_aware=method.idle_aware,
+        )
+        for slot in slots
+    ]
+    seconds = sum(time.seconds for time in times)
+    n_endpoints = setup.cluster.n_ranks + n_pool_servers
     return DisaggregatedStep(
-        sum(time.seconds for time in times) + setup.gradient_sync_seconds,
+        seconds + setup.gradient_sync_seconds,
         sum(time.exposed_seconds for time in times),
         max(time.imbalance for time in times),
         sum(time.moved_bytes for time in times),
+        1 - sum(time.busy_seconds for time in times) / (seconds * n_endpoints),
+        schedule.peak_in_flight,
     )
+
+
+def _slots_of_kinds(setup: Setup) -> dict[Kind, int]:
+    """Slots that an action of each kind takes, in proportion to its linear part."""
+    forward = setup.action_seconds_per_token(Kind.FORWARD)
+    return {kind: round(setup.action_seconds_per_token(kind) / forward) for kind in Kind}
+
+
+def _slot_works(
+    setup: Setup,
+    slot: Slot,
+    n_slots: Mapping[Kind, int],
+    manifests: Sequence[Manifest],
+    servers: Sequence[PlanningServer],
+    method: Method,
+) -> list[SlotWork]:
+    """What runs in ``slot``, nano-batch by nano-batch, while a forward runs one layer: plans of
+    both phases, one after the other, backward first, whose pieces are the larger ones; the second
+    fills up what the first left."""
+    nano_batches = range(method.n_nano_batches)
+    linear = _linear_seconds(setup, slot, n_slots, manifests, method.n_nano_batches)
+    options = planning_options(setup, method)
+    shape = setup.model.attention_shape
+    size = setup.cluster.n_ranks + sum(s.server.in_place_rank is None for s in servers)
+    works = [linear_work(linear[k], size) for k in nano_batches]
+    for phase in (Phase.BACKWARD, Phase.FORWARD):
+        active = {
+            rank: action
+            for rank, action in enumerate(slot)
+            if action is not None and action.kind.attention_phase is phase
+        }
+        if not active:
+            continue
+        (kind,) = {action.kind for action in active.values()}
+        held = [(rank, action.microbatch) for rank, action in active.items()]
+        manifest = slot_manifest(manifests, held, len(slot), setup.n_pipelines)
+        # Plans are made for a whole layer, which takes this phase n_slots forward layers.
+        whole = n_slots[kind]
+        based = _with_bases(servers, works, phase, whole) if method.idle_aware else servers
+        plan = method.planner(manifest, based, shape, options)
+        works = [
+            work.beside(planned_work(setup, plan, phase, k).divided(whole))
+            for k, work in enumerate(works)
+        ]
+    return works
+
+
+def _linear_seconds(
+    setup: Setup,
+    slot: Slot,
+    n_slots: Mapping[Kind, int],
+    manifests: Sequence[Manifest],
+    n_nano_batches: int,
+) -> Float64Array:
+    """``[n_nano_batches, n_ranks]`` while a forward runs one layer."""
+    linear = np.zeros((n_nano_batches, len(slot), setup.n_pipelines))
+    for rank, action in enumerate(slot):
+        if action is not None:
+            per_token = setup.action_seconds_per_token(action.kind) / n_slots[action.kind]
+            for k in range(n_nano_batches):
+                linear[k, rank] = manifests[action.microbatch].tokens_per_rank(k) * per_token
+    return linear.reshape(n_nano_batches, -1)
+
+
+def _with_bases(
+    servers: Sequence[PlanningServer], works: Sequence[SlotWork], phase: Phase, factor: int
+) -> list[PlanningServer]:
+    """``servers`` with ``factor`` times what their endpoints compute besides: the nano-batches'
+    mean."""
+    busy = factor * np.mean([w.linear_seconds + w.attention_seconds for w in works], axis=0)
+    n_ranks = len(busy) - sum(server.server.in_place_rank is None for server in servers)
+    based, pool = [], n_ranks
+    for server in servers:
+        at = server.server.in_place_rank
+        if at is None:
+            at, pool = pool, pool + 1
+        seconds = float(busy[at])
+        both = (seconds, 0.0) if phase is Phase.FORWARD else (0.0, seconds)
+        based.append(replace(server, base_seconds=both))
+    return based
 
 
 def planning_options(setup: Setup, method: Method) -> PlanningOptions:
@@ -191,49 +386,50 @@ def _microbatches(setup: Setup, lengths: Int64Array, method: Method) -> list[Man
     ]
 
 
-def tick_manifest(manifests: list[Manifest], tick: PooledTick, n_pipelines: int) -> Manifest:
-    """The manifest of what all stages run in the forward half of ``tick``.
+def slot_manifest(
+    manifests: Sequence[Manifest],
+    active: Sequence[tuple[int, int]],
+    n_pipeline_ranks: int,
+    n_pipelines: int,
+) -> Manifest:
+    """The manifest of what runs side by side.
 
-    Rank ``stage * n_pipelines + pipeline`` holds the rows; stages that idle hold none. The
-    backward half is the same with mirrored stages, which changes nothing but names where all
-    ranks are alike, so one plan serves both.
+    Args:
+        manifests: of each microbatch over the pipelines.
+        active: (rank of the pipelines, microbatch) of all ranks that run something.
+        n_pipeline_ranks: ranks of one pipeline.
+        n_pipelines: pipeline d of rank r holds its rows on rank ``r * n_pipelines + d``.
     """
-    n_stages = len(tick.forward)
-    if n_stages == 1:
-        (microbatch,) = tick.forward
-        assert microbatch is not None, "a pipeline of one stage never idles"
+    if n_pipeline_ranks == 1:
+        ((_, microbatch),) = active
         return manifests[microbatch]
-    active = [
-        (stage, manifests[microbatch])
-        for stage, microbatch in enumerate(tick.forward)
-        if microbatch is not None
-    ]
-    n_documents = np.array([manifest.n_documents for _, manifest in active])
+    held = [(rank, manifests[microbatch]) for rank, microbatch in active]
+    n_documents = np.array([manifest.n_documents for _, manifest in held])
     first = np.cumsum(n_documents) - n_documents
-    nano_batch = np.concatenate([m.document_nano_batch for _, m in active])
-    # Documents are sorted by (nano-batch, id): stages are interleaved by a stable sort.
+    nano_batch = np.concatenate([m.document_nano_batch for _, m in held])
+    # Documents are sorted by (nano-batch, id): microbatches are interleaved by a stable sort.
     order = np.argsort(nano_batch, kind="stable")
     place = np.empty_like(order)
     place[order] = np.arange(len(order))
     document = np.concatenate(
-        [place[m.segment_document + at] for (_, m), at in zip(active, first, strict=True)]
+        [place[m.segment_document + at] for (_, m), at in zip(held, first, strict=True)]
     )
     segments = np.argsort(document, kind="stable")
-    rank = np.concatenate([m.segment_rank + stage * n_pipelines for stage, m in active])
+    home = np.concatenate([m.segment_rank + rank * n_pipelines for rank, m in held])
     offset, length, row = (
-        np.concatenate([getattr(m, name) for _, m in active])[segments]
+        np.concatenate([getattr(m, name) for _, m in held])[segments]
         for name in ("segment_offset", "segment_length", "segment_row")
     )
     return Manifest(
-        step=active[0][1].step,
-        n_ranks=n_stages * n_pipelines,
-        n_nano_batches=active[0][1].n_nano_batches,
+        step=held[0][1].step,
+        n_ranks=n_pipeline_ranks * n_pipelines,
+        n_nano_batches=held[0][1].n_nano_batches,
         document_id=np.arange(len(order)),
-        document_length=np.concatenate([m.document_length for _, m in active])[order],
+        document_length=np.concatenate([m.document_length for _, m in held])[order],
         document_nano_batch=nano_batch[order],
         segment_document=document[segments],
         segment_offset=offset,
         segment_length=length,
-        segment_rank=rank[segments],
+        segment_rank=home[segments],
         segment_row=row,
     )

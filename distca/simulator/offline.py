@@ -20,10 +20,12 @@ from distca.simulator.comparison import MEMORY_SLACK
 from distca.simulator.disaggregated import (
     Method,
     attention_seconds,
+    plan_works,
     planning_options,
     tick_time,
 )
 from distca.simulator.fleet import Placement, build_servers
+from distca.simulator.packing import as_trained
 from distca.simulator.profile import document_seconds
 from distca.simulator.repacking import bins_in_order
 from distca.simulator.setup import Setup
@@ -88,12 +90,15 @@ def plan_batch(
     """
     profile = setup.rank_profile
     ranks = setup.cluster.n_ranks
+    lengths = as_trained(lengths, ranks, setup.tokens_per_rank, method.n_nano_batches)
     manifest = method.pack(lengths, ranks, setup.tokens_per_rank, method.n_nano_batches)
     servers = build_servers(setup.cluster, profile, placement, n_pool_servers)
     plan = method.planner(
         manifest, servers, setup.model.attention_shape, planning_options(setup, method)
     )
-    ticks = [tick_time(setup, plan, phase) for phase in Phase]
+    ticks = [
+        tick_time(setup, plan_works(setup, plan, phase), setup.layers_per_stage) for phase in Phase
+    ]
     nano_batches = range(method.n_nano_batches)
     before = bins_in_order(lengths, ranks, setup.tokens_per_rank, profile)
     before_seconds = before.forward_seconds + before.backward_seconds

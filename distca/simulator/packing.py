@@ -62,6 +62,17 @@ def take_steps(lengths: Int64Array, n_steps: int, step_tokens: int) -> list[Int6
     return _cut_every(lengths, step_tokens)[:n_steps]
 
 
+def as_trained(
+    lengths: Int64Array, n_ranks: int, tokens_per_rank: int, n_nano_batches: int
+) -> Int64Array:
+    """The documents as nano-batches hold them: cut where a nano-batch of all ranks ends.
+
+    Methods are compared on these, or disaggregation would be spared the attention across its cuts.
+    Arguments as of :func:`pack_in_order`, but of any number of steps or microbatches.
+    """
+    return np.concatenate(_cut_every(lengths, n_ranks * (tokens_per_rank // n_nano_batches)))
+
+
 def pack_in_order(
     lengths: Int64Array, n_ranks: int, tokens_per_rank: int, n_nano_batches: int, step: int = 0
 ) -> Manifest:

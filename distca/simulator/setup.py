@@ -7,13 +7,19 @@ from functools import cached_property
 
 from core_attention.ca_task import Phase
 from core_attention.cost_model import CostProfile
+from core_attention.schedule import Kind, Schedule
 from distca.simulator.cluster import ClusterSpec
 from distca.simulator.errors import InputError, require_count, require_not_negative
 from distca.simulator.model import ModelSpec
 from distca.simulator.profile import rank_profile
 
-_BACKWARD_LINEAR = 2
-"""A linear layer's backward pass has two matrix products where the forward pass has one."""
+_MATRIX_PRODUCTS = {
+    Kind.FORWARD: 1,
+    Kind.BACKWARD: 2,
+    Kind.BACKWARD_INPUT: 1,
+    Kind.BACKWARD_WEIGHT: 1,
+}
+"""Those of a linear layer, in units of its forward pass."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,8 +85,30 @@ class Setup:
 
         The output head is divided evenly over the layers, as if stages were cut to be equal.
         """
+        return self.action_seconds_per_token(
+            Kind.FORWARD if phase is Phase.FORWARD else Kind.BACKWARD
+        )
+
+    def action_seconds_per_token(self, kind: Kind) -> float:
+        """The same for an action of a pipeline schedule."""
         model = self.model
         flops = model.linear_flops_per_token + model.head_flops_per_token / model.n_layers
-        passes = 1 if phase is Phase.FORWARD else _BACKWARD_LINEAR + self.recompute_linear
+        passes = _MATRIX_PRODUCTS[kind]
+        if kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT):
+            passes += self.recompute_linear
         rate = self.cluster.linear_flops_per_second * self.cluster.tensor_parallel
         return flops * passes / rate
+
+
+def stage_layers(setup: Setup, schedule: Schedule) -> int:
+    """Layers of each stage of ``schedule``.
+
+    Raises:
+        InputError: the stages cannot have equally many.
+    """
+    if setup.model.n_layers % schedule.n_stages:
+        raise InputError(
+            f"{setup.model.n_layers} layers cannot be divided over the {schedule.n_stages} stages "
+            f"of schedule {schedule.name}"
+        )
+    return setup.model.n_layers // schedule.n_stages

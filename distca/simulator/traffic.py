@@ -5,7 +5,7 @@ Endpoints are the ranks, in order, and after them the pool servers in the order 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,9 +34,18 @@ class Messages:
     destination: Int64Array
     nbytes: Int64Array
 
+    @classmethod
+    def none(cls, n_endpoints: int) -> Messages:
+        """No messages."""
+        return _messages([], n_endpoints)
+
     @property
     def total_bytes(self) -> int:
         return int(self.nbytes.sum())
+
+    def divided(self, parts: int) -> Messages:
+        """The same messages with one of so many equal parts of their bytes, rounded up."""
+        return replace(self, nbytes=-(-self.nbytes // parts))
 
     def matrix(self) -> Int64Array:
         """``[n_endpoints, n_endpoints]`` bytes from row to column."""
@@ -90,6 +99,15 @@ def exchange(plan: Plan, shape: AttentionShape, phase: Phase, nano_batch: int) -
 def _messages(rows: list[tuple[int, int, int]], n_endpoints: int) -> Messages:
     table = np.array([row for row in rows if row[2]], dtype=np.int64).reshape(-1, 3)
     return Messages(n_endpoints, *table.T)
+
+
+def join(some: Messages, others: Messages) -> Messages:
+    """All messages of both, which travel at the same time between the same endpoints."""
+    columns = (
+        np.concatenate([getattr(some, name), getattr(others, name)])
+        for name in ("source", "destination", "nbytes")
+    )
+    return Messages(some.n_endpoints, *columns)
 
 
 def message_seconds(messages: Messages, cluster: ClusterSpec) -> Float64Array:

@@ -92,15 +92,21 @@ def cuda_base_image(docker: Docker, tmp_path_factory: pytest.TempPathFactory) ->
     return given or stand_ins.BARE
 
 
-@pytest.fixture(scope="session")
-def cuda_images(docker: Docker, checkout: Path, cuda_base_image: str) -> dict[str, str]:
-    """The images of this checkout for GPUs: full names by target. A control plane has but one."""
+@pytest.fixture(scope="module")
+def cuda_images(docker: Docker, checkout: Path, cuda_base_image: str) -> Iterator[dict[str, str]]:
+    """The images of this checkout for GPUs: full names by target. A control plane has but one.
+
+    They take 20 GB, so they go with the module that tests them.
+    """
     names = {}
     for target in ("attention-node", "trainer"):
         names[target] = f"distca/{target}:{TAG}-cuda"
         arguments = {"VARIANT": "cuda", "CUDA_BASE_IMAGE": cuda_base_image}
         build(docker, checkout, target, names[target], **arguments)
-    return names
+    yield names
+    docker("image", "rm", "--force", *names.values())
+    if docker.is_private:
+        docker("builder", "prune", "--force", "--filter=type=regular", timeout_seconds=300)
 
 
 def build(docker: Docker, checkout: Path, target: str, name: str, **arguments: str) -> None:

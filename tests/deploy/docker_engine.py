@@ -25,9 +25,11 @@ class Docker:
 
     Args:
         environ: of every command; ``DOCKER_HOST`` in it chooses the engine.
+        is_private: whether nobody else uses the engine, so that its caches may be cleared.
     """
 
-    def __init__(self, environ: Mapping[str, str]) -> None:
+    def __init__(self, environ: Mapping[str, str], *, is_private: bool = False) -> None:
+        self.is_private = is_private
         self.environ = {**environ, "DOCKER_BUILDKIT": "1"}
         self._program = environ.get("DOCKER", "docker")
 
@@ -96,6 +98,9 @@ class Docker:
 def docker_engine(folder: Path) -> Iterator[Docker]:
     """The engine that ``docker`` reaches; if there is none, one that runs in ``folder`` meanwhile.
 
+    Args:
+        folder: of a private engine, within pytest's folder of this run.
+
     Raises:
         DockerError: there is none, and none can be started.
     """
@@ -112,8 +117,25 @@ def docker_engine(folder: Path) -> Iterator[Docker]:
     else:
         yield docker
         return
+    _remove_what_killed_runs_left(folder)
     with _private_engine(dockerd, folder) as docker:
         yield docker
+
+
+def _remove_what_killed_runs_left(folder: Path) -> None:
+    """Images of private engines that were killed with their tests: they could fill the disk."""
+    for data in folder.parent.parent.glob("pytest-*/engine*/data"):
+        if not _serves(data.with_name("dockerd.pid")):
+            shutil.rmtree(data, ignore_errors=True)
+
+
+def _serves(pidfile: Path) -> bool:
+    """Whether the dockerd that wrote the file still runs."""
+    try:
+        command = Path("/proc", pidfile.read_text().strip(), "cmdline").read_bytes()
+    except FileNotFoundError:
+        return False
+    return f"--pidfile={pidfile}".encode() in command.split(b"\0")
 
 
 @contextmanager
@@ -135,7 +157,7 @@ def _private_engine(dockerd: str, folder: Path) -> Iterator[Docker]:
             stdin=subprocess.DEVNULL,
         )
     try:
-        docker = Docker({**os.environ, "DOCKER_HOST": socket})
+        docker = Docker({**os.environ, "DOCKER_HOST": socket}, is_private=True)
         _wait_until_it_answers(docker, process, log)
         yield docker
     finally:

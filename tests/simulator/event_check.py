@@ -7,13 +7,14 @@ ports, and a part starts when its own inputs are there. Small cases only.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
 from core_attention.arrays import Float64Array
+from core_attention.schedule import Kind, Schedule
 from distca.simulator.cluster import ClusterSpec
-from distca.simulator.pipeline import one_f_one_b_order
 from distca.simulator.traffic import Exchange, Messages, message_seconds, port_seconds
 from tests.simulator.event_engine import Job, run
 
@@ -120,37 +121,23 @@ def stack_seconds_by_events(
     return max(run(graph.jobs), default=0.0)
 
 
-def one_f_one_b_seconds_by_events(
-    forward_seconds: Float64Array, backward_seconds: Float64Array, n_stages: int
+def schedule_seconds_by_events(
+    schedule: Schedule, seconds: Mapping[Kind, Float64Array]
 ) -> Float64Array:
-    """As :func:`distca.simulator.pipeline.one_f_one_b_seconds`, one GPU a stage, by events."""
-    n_microbatches, n_pipelines = forward_seconds.shape
-    return np.array(
-        [
-            _one_pipeline(forward_seconds[:, d], backward_seconds[:, d], n_stages, n_microbatches)
-            for d in range(n_pipelines)
-        ]
-    )
+    """As :func:`distca.simulator.pipeline.schedule_seconds`, one GPU a rank, by events."""
+    n_pipelines = next(iter(seconds.values())).shape[1]
+    return np.array([_one_pipeline(schedule, seconds, d) for d in range(n_pipelines)])
 
 
-def _one_pipeline(
-    forward: Float64Array, backward: Float64Array, n_stages: int, n_microbatches: int
-) -> float:
-    orders = [one_f_one_b_order(s, n_stages, n_microbatches) for s in range(n_stages)]
-    index = {
-        (kind, stage, i): stage * 2 * n_microbatches + at
-        for stage, order in enumerate(orders)
-        for at, (kind, i) in enumerate(order)
-    }
+def _one_pipeline(schedule: Schedule, seconds: Mapping[Kind, Float64Array], pipeline: int) -> float:
+    actions = [action for rank in range(schedule.n_ranks) for action in schedule.order(rank)]
+    index = {action: at for at, action in enumerate(actions)}
     jobs = []
-    for stage, order in enumerate(orders):
-        for at, (kind, i) in enumerate(order):
-            after = [stage * 2 * n_microbatches + at - 1] if at else []
-            if kind == "F" and stage:
-                after.append(index["F", stage - 1, i])
-            if kind == "B":
-                last = stage == n_stages - 1
-                after.append(index["F", stage, i] if last else index["B", stage + 1, i])
-            seconds = forward[i] if kind == "F" else backward[i]
-            jobs.append(Job(float(seconds), (f"stage {stage}",), tuple(after)))
+    for at, action in enumerate(actions):
+        rank = schedule.rank_of_stage[action.stage]
+        after = [index[needed] for needed in schedule.needs(action)]
+        if action != schedule.order(rank)[0]:
+            after.append(at - 1)
+        took = float(seconds[action.kind][action.microbatch, pipeline])
+        jobs.append(Job(took, (f"rank {rank}",), tuple(after)))
     return max(run(jobs))

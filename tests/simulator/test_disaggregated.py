@@ -9,12 +9,11 @@ from control_plane.planner import balanced, greedy
 from control_plane.planner.planning import PlanningOptions
 from core_attention.ca_task import Phase
 from distca.simulator.baselines import balanced_seconds, plain_packing
-from distca.simulator.disaggregated import Method, disaggregated_step, tick_manifest
+from distca.simulator.disaggregated import Method, disaggregated_step, slot_manifest
 from distca.simulator.errors import InputError
 from distca.simulator.fleet import Placement
 from distca.simulator.model import PRESETS
 from distca.simulator.packing import pack_in_order
-from distca.simulator.pipeline import PooledTick
 from tests.simulator.cases import K, documents, h200, setup
 
 METHOD = Method(planner=greedy.plan, options=PlanningOptions(tolerance=0.05))
@@ -98,7 +97,7 @@ def test_idle_stages_serve_as_the_formula_says() -> None:
 
 def test_a_tick_holds_its_microbatches_on_their_stages() -> None:
     manifests = [pack_in_order(np.array([6, 10, i + 1, 15 - i]), 2, 16, 2) for i in range(3)]
-    merged = tick_manifest(manifests, PooledTick((2, None, 0), (0, None, 2)), 2)
+    merged = slot_manifest(manifests, [(0, 2), (2, 0)], 3, 2)
     assert merged.n_ranks == 6
     for nano_batch in range(2):
         assert merged.tokens_per_rank(nano_batch).tolist() == [8, 8, 0, 0, 8, 8]

@@ -10,16 +10,18 @@ from hypothesis import strategies as st
 from control_plane.planner import greedy
 from control_plane.planner.planning import PlanningOptions
 from core_attention.ca_task import Phase
-from distca.simulator.disaggregated import Method, nano_batch_times
+from core_attention.schedule import Kind
+from core_attention.schedule_orders import SCHEDULES
+from distca.simulator.disaggregated import Method, nano_batch_times, plan_works
 from distca.simulator.fleet import Placement, build_servers
 from distca.simulator.ping_pong import stack_seconds
-from distca.simulator.pipeline import one_f_one_b_seconds
+from distca.simulator.pipeline import schedule_seconds
 from distca.simulator.setup import Setup
 from distca.simulator.traffic import exchange
 from tests.simulator.cases import K, documents, h200, setup
 from tests.simulator.event_check import (
     RankTimes,
-    one_f_one_b_seconds_by_events,
+    schedule_seconds_by_events,
     stack_seconds_by_events,
 )
 
@@ -40,7 +42,7 @@ def both_ways(of: Setup, phase: Phase, n_nano_batches: int, pool: int, seed: int
     servers = build_servers(of.cluster, of.rank_profile, placement, pool)
     shape = of.model.attention_shape
     plan = method.planner(manifest, servers, shape, method.options)
-    parts = [nano_batch_times(of, plan, phase, k)[0] for k in range(n_nano_batches)]
+    parts = [nano_batch_times(of, work) for work in plan_works(of, plan, phase)]
     events = [
         RankTimes(part.linear_seconds, part.attention_seconds, exchange(plan, shape, phase, k))
         for k, part in enumerate(parts)
@@ -88,10 +90,14 @@ def test_ping_pong_agrees_with_events_on_two_kinds_of_links_and_a_pool(seed: int
     assert 0.95 <= closed / events <= 1.14  # as above at 40 GB/s
 
 
-@settings(max_examples=30)
-@given(st.integers(1, 5), st.integers(1, 7), st.integers(0, 1000))
-def test_1f1b_agrees_with_events(n_stages: int, n_microbatches: int, seed: int) -> None:
-    forward, backward = np.random.default_rng(seed).uniform(0.1, 3, (2, n_microbatches, 2))
-    closed = one_f_one_b_seconds(forward, backward, n_stages)
-    events = one_f_one_b_seconds_by_events(forward, backward, n_stages)
+@settings(max_examples=40)
+@given(
+    st.sampled_from(sorted(SCHEDULES)), st.integers(1, 5), st.integers(1, 2), st.integers(0, 1000)
+)
+def test_pipelines_agree_with_events(name: str, n_ranks: int, rounds: int, seed: int) -> None:
+    schedule = SCHEDULES[name](n_ranks, rounds * n_ranks)
+    drawn = np.random.default_rng(seed).uniform(0.1, 3, (len(Kind), rounds * n_ranks, 2))
+    seconds = dict(zip(Kind, drawn, strict=True))
+    closed = schedule_seconds(schedule, seconds)
+    events = schedule_seconds_by_events(schedule, seconds)
     assert closed == pytest.approx(events)  # the same longest path: only rounding differs

@@ -1,16 +1,16 @@
-"""Pipeline schedules: their closed forms and their order."""
+"""Step times of pipelines without disaggregation."""
 
 from __future__ import annotations
-
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from core_attention.schedule import Kind
+from core_attention.schedule_orders import interleaved, one_f_one_b, same_phase, zero_bubble
 from distca.simulator.errors import InputError
-from distca.simulator.pipeline import one_f_one_b_order, one_f_one_b_seconds, pooled_ticks
+from distca.simulator.pipeline import schedule_seconds
 
 SIZES = (st.integers(1, 6), st.integers(1, 9))
 
@@ -18,88 +18,68 @@ SIZES = (st.integers(1, 6), st.integers(1, 9))
 @given(*SIZES)
 def test_equal_microbatches_take_m_plus_p_minus_1_slots(n_stages: int, n_microbatches: int) -> None:
     forward = np.full((n_microbatches, 2), 1.5)
-    seconds = one_f_one_b_seconds(forward, 2 * forward, n_stages)
-    assert seconds == pytest.approx([(n_microbatches + n_stages - 1) * 4.5] * 2)
+    seconds = {Kind.FORWARD: forward, Kind.BACKWARD: 2 * forward}
+    for order in (one_f_one_b, same_phase):
+        took = schedule_seconds(order(n_stages, n_microbatches), seconds)
+        # Same-phase slots keep forwards and backwards apart; a stage that runs ahead of its slot
+        # saves nothing, as the last stage has no bubble between its first and last action.
+        assert took == pytest.approx([(n_microbatches + n_stages - 1) * 4.5] * 2)
 
 
 def test_one_stage_adds_up_each_pipeline_on_its_own() -> None:
     forward = np.array([[1.0, 2.0], [3.0, 4.0]])
-    assert one_f_one_b_seconds(forward, forward, 1).tolist() == [8.0, 12.0]
+    seconds = {Kind.FORWARD: forward, Kind.BACKWARD: forward}
+    assert schedule_seconds(one_f_one_b(1, 2), seconds).tolist() == [8.0, 12.0]
 
 
 def test_a_slow_microbatch_delays_its_own_pipeline_only() -> None:
     forward = np.ones((4, 2))
     forward[1, 0] = 5
-    seconds = one_f_one_b_seconds(forward, np.ones((4, 2)), 3)
-    assert seconds[0] > seconds[1] == 12
+    seconds = {Kind.FORWARD: forward, Kind.BACKWARD: np.ones((4, 2))}
+    took = schedule_seconds(one_f_one_b(3, 4), seconds)
+    assert took[0] > took[1] == 12
 
 
-@given(*SIZES)
-def test_a_stage_holds_at_most_p_microbatches(n_stages: int, n_microbatches: int) -> None:
-    for stage in range(n_stages):
-        order = one_f_one_b_order(stage, n_stages, n_microbatches)
-        assert sorted(order) == sorted((k, i) for k in "BF" for i in range(n_microbatches))
-        in_flight = np.cumsum([1 if kind == "F" else -1 for kind, _ in order])
-        assert in_flight.max() <= n_stages - stage
-
-
-def _phases(n_stages: int, n_microbatches: int) -> Iterator[tuple[str, int, int]]:
-    """(phase, stage, microbatch) in the order of pooled ticks: forward tick k + p - 1 comes right
-    before backward tick k."""
-    ticks = list(pooled_ticks(n_stages, n_microbatches))
-    ahead = n_stages - 1
-    for at in range(len(ticks) + ahead):
-        if at < len(ticks):
-            yield from (("F", s, i) for s, i in enumerate(ticks[at].forward) if i is not None)
-        if at >= ahead:
-            backward = ticks[at - ahead].backward
-            yield from (("B", s, i) for s, i in enumerate(backward) if i is not None)
-
-
-@given(*SIZES)
-def test_pooled_ticks_run_everything_once_and_in_a_possible_order(
-    n_stages: int, n_microbatches: int
+@pytest.mark.parametrize(
+    ("n_microbatches", "attention_seconds", "measured"),
+    [
+        (4, 0.37, 7.69),
+        (4, 0.14, 6.06),
+        (4, 0.585, 9.21),
+        (8, 0.586, 14.55),
+        (8, 0.134, 9.50),
+    ],
+)
+def test_1f1b_takes_what_was_measured(
+    n_microbatches: int, attention_seconds: float, measured: float
 ) -> None:
-    done: set[tuple[str, int, int]] = set()
-    for phase, stage, i in _phases(n_stages, n_microbatches):
-        if phase == "F":
-            needs = ("F", stage - 1, i) if stage else None
-        else:
-            last = stage == n_stages - 1
-            needs = ("F", stage, i) if last else ("B", stage + 1, i)
-        assert needs is None or needs in done
-        assert (phase, stage, i) not in done
-        done.add((phase, stage, i))
-    assert len(done) == 2 * n_stages * n_microbatches
+    """Four H200s, PyTorch's 1F1B, equal microbatches of 128K tokens (shared/PIPELINE.md)."""
+    microbatch = 0.726 + attention_seconds
+    # How it divides into forward and backward does not matter where all microbatches are alike.
+    seconds = {
+        Kind.FORWARD: np.full((n_microbatches, 1), microbatch / 3),
+        Kind.BACKWARD: np.full((n_microbatches, 1), microbatch * 2 / 3),
+    }
+    took = schedule_seconds(one_f_one_b(4, n_microbatches), seconds)
+    # Rounded inputs, and transfers between stages, which are not modelled.
+    assert float(took[0]) == pytest.approx(measured, rel=0.01)
 
 
-@given(*SIZES)
-def test_pooled_ticks_keep_up_to_2p_minus_1_microbatches_in_flight(
-    n_stages: int, n_microbatches: int
-) -> None:
-    in_flight = np.cumsum(
-        [
-            1 if phase == "F" else -1
-            for phase, stage, _ in _phases(n_stages, n_microbatches)
-            if stage == 0
-        ]
-    )
-    assert in_flight.max() == min(2 * n_stages - 1, n_microbatches)
+def test_interleaving_and_backwards_in_two_parts_make_bubbles_smaller() -> None:
+    whole = {Kind.FORWARD: np.ones((8, 1)), Kind.BACKWARD: np.full((8, 1), 2.0)}
+    half = {kind: seconds / 2 for kind, seconds in whole.items()}
+    parts = dict.fromkeys(Kind, np.ones((8, 1)))
+    plain = float(schedule_seconds(one_f_one_b(4, 8), whole)[0])
+    assert plain == 11 * 3
+    # (p - 1) / v bubbles instead of p - 1 (arXiv 2104.04473, section 2.2).
+    assert float(schedule_seconds(interleaved(4, 8), half)[0]) == 8 * 3 + 3 * 3 / 2
+    # (p - 1) (F + I - W) (arXiv 2401.10241, table 2), for equal parts.
+    assert float(schedule_seconds(zero_bubble(4, 8), parts)[0]) == 8 * 3 + 3
 
 
-@given(*SIZES)
-def test_pooled_ticks_have_room_for_all_attention_on_all_stages(
-    n_stages: int, n_microbatches: int
-) -> None:
-    ticks = list(pooled_ticks(n_stages, n_microbatches))
-    assert len(ticks) == n_microbatches + n_stages - 1
-    assert sum(tick.n_active for tick in ticks) == n_microbatches * n_stages
-
-
-def test_bad_sizes_are_named() -> None:
-    with pytest.raises(InputError, match="n_stages is 0"):
-        one_f_one_b_seconds(np.ones((1, 1)), np.ones((1, 1)), 0)
-    with pytest.raises(InputError, match=r"must both be \[n_microbatches, n_pipelines\]"):
-        one_f_one_b_seconds(np.ones((1, 1)), np.ones((2, 1)), 1)
-    with pytest.raises(InputError, match="n_microbatches is 0"):
-        next(pooled_ticks(2, 0))
+def test_missing_and_misshapen_seconds_are_named() -> None:
+    ones = np.ones((2, 1))
+    with pytest.raises(InputError, match=r"needs seconds of B, F, each \[2, n_pipelines\]"):
+        schedule_seconds(one_f_one_b(2, 2), {Kind.FORWARD: ones})
+    with pytest.raises(InputError, match=r"shapes are \[\(3, 1\), \(2, 1\)\]"):
+        schedule_seconds(one_f_one_b(2, 2), {Kind.FORWARD: ones, Kind.BACKWARD: np.ones((3, 1))})

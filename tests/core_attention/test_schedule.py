@@ -1,0 +1,141 @@
+"""Pipeline schedules: every order is valid, keeps its memory, and mistakes are named."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from core_attention.ca_task import Phase
+from core_attention.errors import ScheduleError
+from core_attention.schedule import Action, Kind, Schedule, from_orders, read_csv, write_csv
+from core_attention.schedule_orders import (
+    SCHEDULES,
+    interleaved,
+    one_f_one_b,
+    same_phase,
+    zero_bubble,
+)
+
+SIZES = (st.integers(1, 6), st.integers(1, 9))
+
+
+def parse(*rows: str) -> Schedule:
+    return read_csv("mine", "\n".join(rows))
+
+
+@given(st.sampled_from(sorted(SCHEDULES)), *SIZES)
+def test_orders_are_valid_and_travel_as_csv(name: str, n_ranks: int, n_microbatches: int) -> None:
+    if name == "interleaved":
+        n_microbatches *= n_ranks
+    schedule = SCHEDULES[name](n_ranks, n_microbatches)
+    assert schedule.n_ranks == n_ranks
+    assert schedule.n_microbatches == n_microbatches
+    assert read_csv(name, write_csv(schedule)) == schedule
+
+
+@given(*SIZES)
+def test_1f1b_keeps_p_minus_s_microbatches(n_stages: int, n_microbatches: int) -> None:
+    schedule = one_f_one_b(n_stages, n_microbatches)
+    assert [schedule.in_flight(stage) for stage in range(n_stages)] == [
+        min(n_stages - stage, n_microbatches) for stage in range(n_stages)
+    ]
+    assert len(schedule.slots) == 2 * (n_microbatches + n_stages - 1)
+
+
+@given(*SIZES)
+def test_same_phase_keeps_phases_apart_and_up_to_2p_minus_1_microbatches(
+    n_stages: int, n_microbatches: int
+) -> None:
+    schedule = same_phase(n_stages, n_microbatches)
+    for slot in schedule.slots:
+        assert len({action.kind for action in slot if action is not None}) == 1
+    assert len(schedule.slots) == 2 * (n_microbatches + n_stages - 1)
+    assert [schedule.in_flight(stage) for stage in range(n_stages)] == [
+        min(2 * (n_stages - 1 - stage) + 1, n_microbatches) for stage in range(n_stages)
+    ]
+
+
+@given(*SIZES)
+def test_zero_bubble_keeps_the_memory_of_the_first_stage_of_1f1b(
+    n_stages: int, n_microbatches: int
+) -> None:
+    schedule = zero_bubble(n_stages, n_microbatches)
+    assert schedule.peak_in_flight <= one_f_one_b(n_stages, n_microbatches).peak_in_flight
+    if n_microbatches >= n_stages:
+        assert len(schedule.slots) == 3 * n_microbatches + n_stages - 1
+
+
+def test_interleaved_is_megatrons_order() -> None:
+    schedule = interleaved(2, 4)
+    first, second = ([str(action) for action in schedule.order(rank)] for rank in range(2))
+    # Both written by hand from arXiv 2104.04473, figure 4.
+    assert " ".join(first) == "0F0 0F1 2F0 2F1 0F2 2B0 0F3 2B1 2F2 0B0 2F3 0B1 2B2 2B3 0B2 0B3"
+    assert " ".join(second) == "1F0 1F1 3F0 3B0 3F1 3B1 1F2 1B0 1F3 1B1 3F2 3B2 3F3 3B3 1B2 1B3"
+    assert schedule.rank_of_stage == (0, 1, 0, 1)
+
+
+def test_which_actions_have_attention() -> None:
+    assert [kind.attention_phase for kind in Kind] == [
+        Phase.FORWARD,
+        Phase.BACKWARD,
+        Phase.BACKWARD,
+        None,
+    ]
+
+
+def test_a_file_of_orders_without_slots_is_given_slots() -> None:
+    schedule = parse("0F0,0F1,0B0,0B1", "1F0,1B0,1F1,1B1")
+    assert [[str(a) if a else "" for a in slot] for slot in schedule.slots] == [
+        ["0F0", ""],
+        ["0F1", "1F0"],
+        ["", "1B0"],
+        ["0B0", "1F1"],
+        ["", "1B1"],
+        ["0B1", ""],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([""], "is empty; it needs a line of actions for each rank"),
+        (["0F0,0X0"], "rank 0 has '0X0'; an action is a stage, one of F, B, I, W"),
+        (["0F0,0B0,0B0"], "runs 0B0 twice"),
+        (["0F0"], "runs 0F0 of stage 0 and microbatch 0; it takes F with B, or F with I and W"),
+        (["0F0,0I0,0B0,0W0"], "runs 0B0, 0F0, 0I0, 0W0 of stage 0"),
+        (["0F1,0B1"], "runs nothing of stage 0 and microbatch 0"),
+        (["0F0,0B0", "2F0,2B0"], r"runs nothing on stages \[1\] of 3"),
+        (["0F0,,,0B0", ",0F1,0B1"], "0F1 is on rank 1, other actions of stage 0 are on rank 0"),
+        (["0B0,0F0"], "0B0 wait for one another and can never start"),
+        (["0F0,0B0,0F1,0B1", "1F1,1B1,1F0,1B0"], "0B0, 1F1 wait for one another"),
+    ],
+)
+def test_bad_files_are_named(rows: list[str], message: str) -> None:
+    with pytest.raises(ScheduleError, match=message):
+        parse(*rows)
+
+
+def test_bad_slots_are_named() -> None:
+    forward, backward = Action(0, Kind.FORWARD, 0), Action(0, Kind.BACKWARD, 0)
+    with pytest.raises(ScheduleError, match="slot 1 has 2 ranks, the first slot has 1"):
+        Schedule("mine", ((forward,), (backward, None)))
+    with pytest.raises(ScheduleError, match="0B0 is in slot 0 and needs 0F0, which is in slot 1"):
+        Schedule("mine", ((backward,), (forward,)))
+    with pytest.raises(ScheduleError, match="has no actions"):
+        Schedule("mine", ((None,),))
+    with pytest.raises(ScheduleError, match="wait for one another"):
+        from_orders("mine", [[backward, forward]])
+
+
+@pytest.mark.parametrize("name", sorted(SCHEDULES))
+def test_bad_sizes_are_named(name: str) -> None:
+    with pytest.raises(ScheduleError, match=f"{name}: n_stages is 0; it must be 1 or more"):
+        SCHEDULES[name](0, 4)
+    with pytest.raises(ScheduleError, match=f"{name}: n_microbatches is 0"):
+        SCHEDULES[name](2, 0)
+
+
+def test_interleaved_takes_whole_rounds_of_microbatches() -> None:
+    with pytest.raises(ScheduleError, match="7 microbatches over 3 ranks; they must be a multiple"):
+        interleaved(3, 7)
