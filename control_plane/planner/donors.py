@@ -96,8 +96,9 @@ def gather_donors(
     """Finds the in-place servers more than ``slack`` seconds above their cap; only one in
     ``every`` of them counts. ``urgency``: of :class:`~control_plane.planner.candidates.Variant`."""
     n = 0
-    most = most_caps = 0.0
-    most_cap = cap.max()
+    most = most_caps = most_cap = 0.0
+    for server in range(len(cap)):
+        most_cap = max(most_cap, cap[server])
     for server in range(len(load)):
         donors.need[server] = 0.0
         if load[server] > cap[server] + slack and fleet.rank[server] >= 0:

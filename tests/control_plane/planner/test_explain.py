@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from control_plane.planner.explain import _check_bytes, _why_stopped, reason
+from control_plane.planner.fleet import build_fleet
 from control_plane.planner.phase import Outcome
 from control_plane.planner.planning import PlanningOptions
 from core_attention.ca_task import Phase
@@ -40,11 +42,16 @@ def test_a_reason_names_the_busiest_server_and_what_moves() -> None:
 
     def said(*outcomes: Outcome) -> str:
         assert plan.forward_forecast is not None
-        return reason(servers, plan.forward_forecast, outcomes, OPTIONS, Phase.FORWARD)
+        fleet = build_fleet(servers, 2)
+        return reason(servers, fleet, plan.forward_forecast, outcomes, OPTIONS, Phase.FORWARD)
 
     assert "bounded by server rank-1" in said(STOPPED)
     assert "8 pieces leave their home with 4.000 GB" in said(STOPPED, STOPPED)
     assert "nothing moves" in said(STOPPED._replace(n_chunks=0))
+    assert "its rank's own" not in said(STOPPED)
+    servers[0] = replace(servers[0], base_seconds=(1.0, 2.0))
+    assert "server rank-0 with 1000." in said(STOPPED)
+    assert ", 1000.000 ms of them its rank's own" in said(STOPPED)
 
 
 def bytes_checked(requests: Any, replies: Any) -> None:

@@ -14,11 +14,16 @@ level_of = callable_from_python(find_level)
 
 
 def level(
-    load: list[float], rate: list[float], receives: list[bool], homeless_pairs: float = 0.0
+    load: list[float],
+    rate: list[float],
+    receives: list[bool],
+    homeless_pairs: float = 0.0,
+    base: list[float] | None = None,
 ) -> float:
     pairs = sum(seconds / per for seconds, per in zip(load, rate, strict=True) if seconds)
     arrays = (np.array(load), pairs + homeless_pairs, homeless_pairs)
-    return float(level_of(*arrays, np.array(rate), np.array(receives)))
+    besides = np.array(base or [0.0] * len(load))
+    return float(level_of(besides, *arrays, np.array(rate), np.array(receives)))
 
 
 def test_servers_that_receive_share_all_work_by_their_rates() -> None:
@@ -38,3 +43,20 @@ def test_nobody_receives() -> None:
 
 def test_work_without_a_home_counts() -> None:
     assert level([0.0, 0.0], [1.0, 1.0], [True, True], homeless_pairs=10.0) == pytest.approx(5.0)
+
+
+def test_who_computes_nothing_besides_takes_more() -> None:
+    # 8 pairs over bases of 3 and 1: both finish at 6.
+    assert level([8.0, 0.0], [1.0, 1.0], [True, True], base=[3.0, 1.0]) == pytest.approx(6.0)
+    # The second does a pair in half the time: 2 and 8 pairs above the bases.
+    assert level([10.0, 0.0], [1.0, 0.5], [True, True], base=[3.0, 1.0]) == pytest.approx(5.0)
+
+
+def test_the_level_is_never_below_what_a_rank_computes_besides() -> None:
+    assert level([2.0, 0.0], [1.0, 1.0], [True, True], base=[9.0, 0.0]) == pytest.approx(9.0)
+
+
+def test_who_receives_nothing_keeps_what_fits_beside_its_base() -> None:
+    # The first keeps 5 - 2 of its 4 pairs, the second takes 1 above its base of 4.
+    assert level([4.0, 0.0], [1.0, 1.0], [False, True], base=[2.0, 4.0]) == pytest.approx(5.0)
+    assert level([7.0], [1.0], [False], base=[2.0]) == pytest.approx(9.0)

@@ -23,12 +23,16 @@ FLEET = build_fleet(in_place(N_RANKS, profile=uniform_profile()), N_RANKS)
 SEGMENTS = segments_of([(0, 0, 40, 0), (1, 0, 25, 0), (1, 25, 90, 1), (2, 0, 70, 0), (3, 0, 9, 2)])
 
 
-def work_of(load: list[float], *, homeless: tuple[int, ...] = ()) -> Work:
+def work_of(
+    load: list[float], *, base: tuple[float, ...] = (0.0,) * N_RANKS, homeless: tuple[int, ...] = ()
+) -> Work:
     is_homeless = np.zeros(N_RANKS, dtype=np.bool_)
     is_homeless[list(homeless)] = True
     every = np.ones(N_RANKS, dtype=np.bool_)
     moved = np.flatnonzero(is_homeless[SEGMENTS.rank])
-    return Work(every, np.ones(N_RANKS), np.array(load), np.ones(N_RANKS), is_homeless, moved, 1, 1)
+    ones = np.ones(N_RANKS)
+    arrays = (ones, np.array(base), np.array(load), ones, is_homeless, moved)
+    return Work(every, *arrays, pairs=1, homeless_pairs=0, level=1)
 
 
 def opening_of(work: Work, *, cap: float = 10.0, everyone: bool = False) -> Opening:
@@ -49,6 +53,11 @@ def test_who_may_come_to_give_offers_its_segments_latest_end_first() -> None:
     opening = opening_of(work_of([10.1, 10.0, 0.0]))
     assert free_of(opening, 0) == [(3, 0, 70), (0, 0, 40), (1, 0, 25)]
     assert free_of(opening, 1) == free_of(opening, 2) == []
+
+
+def test_what_a_server_computes_besides_makes_it_give_earlier() -> None:
+    opening = opening_of(work_of([8.0, 8.0, 0.0], base=(2.1, 2.0, 11.0)))
+    assert [bool(free_of(opening, rank)) for rank in range(N_RANKS)] == [True, False, True]
 
 
 def test_where_memory_is_limited_everyone_with_a_server_may_have_to_give() -> None:
