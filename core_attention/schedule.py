@@ -124,6 +124,11 @@ class Schedule:
             )
         return tuple(found[stage] for stage in range(self.n_stages))
 
+    @cached_property
+    def keeps_in_step(self) -> bool:
+        """Whether each slot has actions of one kind only, so that slots may last unequally long."""
+        return all(len({action.kind for action in slot if action}) <= 1 for slot in self.slots)
+
     def order(self, rank: int) -> list[Action]:
         """What ``rank`` runs, one after the other."""
         return [slot[rank] for slot in self.slots if slot[rank] is not None]  # type: ignore[misc]
@@ -225,15 +230,14 @@ def side_by_side(schedule: Schedule, n_slots: Mapping[Kind, int]) -> tuple[Slot,
     """What runs side by side where kinds take unequally long.
 
     Args:
-        schedule: its orders count, not its slots, unless each slot has actions of one kind only:
-            then ranks keep in step, and its slots are returned.
+        schedule: its orders count, not its slots, unless it keeps ranks in step.
         n_slots: how many slots an action of each kind takes, 1 or more.
 
     Returns:
         Slots of equal length; an action is in as many of them, one after the other, as its kind
         takes.
     """
-    if all(len({action.kind for action in slot if action}) <= 1 for slot in schedule.slots):
+    if schedule.keeps_in_step:
         return schedule.slots
     orders = [schedule.order(rank) for rank in range(schedule.n_ranks)]
     return _in_slots(schedule.name, orders, n_slots)

@@ -145,8 +145,9 @@ def build_orders(text: str, setup: Setup) -> tuple[dict[str, Order], list[str]]:
     orders = {}
     for part in (part.strip() for part in text.split(",")):
         order = SCHEDULES[part] if part in SCHEDULES else _order_of_file(part)
-        stage_layers(setup, order(setup.n_stages, setup.n_microbatches))
-        orders[part] = order
+        schedule = order(setup.n_stages, setup.n_microbatches)
+        stage_layers(setup, schedule)
+        orders[schedule.name] = order
     return orders, []
 
 

@@ -18,7 +18,7 @@ from core_attention.ca_task import Phase
 from core_attention.cost_model import CostProfile
 from core_attention.manifest import Manifest
 from core_attention.plan import Plan
-from core_attention.schedule import Kind, Slot, side_by_side
+from core_attention.schedule import Kind, Schedule, Slot, side_by_side
 from core_attention.schedule_orders import Order, same_phase
 from distca.simulator.errors import InputError, require_not_negative
 from distca.simulator.fleet import Placement, build_servers
@@ -254,10 +254,7 @@ def disaggregated_step(
     n_layers = stage_layers(setup, schedule)
     servers = build_servers(setup.cluster, setup.rank_profile, placement, n_pool_servers)
     manifests = _microbatches(setup, lengths, method)
-    n_slots = _slots_of_kinds(setup)
-    slots = side_by_side(schedule, n_slots)
-    if slots is schedule.slots:
-        n_slots = dict.fromkeys(Kind, 1)
+    n_slots = kind_slots(setup, schedule)
     times = [
         tick_time(
             setup,
@@ -265,7 +262,7 @@ def disaggregated_step(
             n_layers,
             idle_aware=method.idle_aware,
         )
-        for slot in slots
+        for slot in side_by_side(schedule, n_slots)
     ]
     seconds = sum(time.seconds for time in times)
     n_endpoints = setup.cluster.n_ranks + n_pool_servers
@@ -279,8 +276,11 @@ def disaggregated_step(
     )
 
 
-def _slots_of_kinds(setup: Setup) -> dict[Kind, int]:
-    """Slots that an action of each kind takes, in proportion to its linear part."""
+def kind_slots(setup: Setup, schedule: Schedule) -> dict[Kind, int]:
+    """Slots that an action of each kind takes, in proportion to its linear part; 1 where ranks keep
+    in step."""
+    if schedule.keeps_in_step:
+        return dict.fromkeys(Kind, 1)
     forward = setup.action_seconds_per_token(Kind.FORWARD)
     return {kind: round(setup.action_seconds_per_token(kind) / forward) for kind in Kind}
 

@@ -44,6 +44,29 @@ def test_pipelines_are_simulated() -> None:
     assert "2 stages, 3 microbatches" in output
 
 
+PIPELINE = ("--distribution", "prolong", *SMALL[:-2], "--gpus", "16", "--stages", "2")
+
+
+def test_schedules_are_compared_with_a_verdict_and_explained(tmp_path: Path) -> None:
+    page = tmp_path / "a.html"
+    output = run(*PIPELINE, "--microbatches", "2", "--html", str(page))
+    for name in ("1f1b", "same-phase", "interleaved", "zero-bubble", "CAD, idle-aware", "Verdict"):
+        assert name in output
+    assert "idles, or has less to do, take more of it" in output
+    assert "zero-bubble" in page.read_text()
+
+
+def test_one_s_own_schedule_is_compared(tmp_path: Path) -> None:
+    path = tmp_path / "gpipe.csv"
+    path.write_text("0F0,0F1,,,0B0,0B1\n,1F0,1F1,1B0,1B1,\n")
+    output = run(*PIPELINE, "--microbatches", "2", "--schedules", f"1f1b, {path}")
+    assert "gpipe" in output
+    assert "interleaved" not in output
+    path.write_text("0F0,0B0\n1F0,1B0\n")
+    refusal = refused(*PIPELINE, "--microbatches", "2", "--schedules", str(path))
+    assert "is for 2 ranks and 1 microbatches; stages is 2, microbatches is 2" in refusal
+
+
 def test_figures_and_page_are_written(tmp_path: Path) -> None:
     png, page = tmp_path / "a.png", tmp_path / "a.html"
     run("--distribution", "pretrain", *SMALL, "--png", str(png), "--html", str(page))
@@ -63,6 +86,10 @@ def test_figures_and_page_are_written(tmp_path: Path) -> None:
         (("--gradient-sync-ms", "-1"), "gradient_sync_seconds is -0.001"),
         (("--host-bandwidth-gbps", "0"), "host_bandwidth_bytes_per_second is 0"),
         (("--tolerance", "-1"), "tolerance is -1"),
+        (("--stages", "2", "--schedules", "gpipe"), "'gpipe' is unknown; valid are all, 1f1b"),
+        (("--stages", "2", "--schedules", "no.csv"), "no.csv cannot be read"),
+        (("--stages", "2", "--in-flight", "0"), "in_flight is 0"),
+        (("--stages", "2", "--schedules", "interleaved"), "1 microbatches over 2 ranks"),
     ],
 )
 def test_bad_settings_are_refused_by_name(arguments: tuple[str, ...], message: str) -> None:
