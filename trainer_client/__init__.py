@@ -18,8 +18,10 @@ if TYPE_CHECKING:
     from trainer_client.integrations.feed import submit_ahead
     from trainer_client.integrations.fsdp import prepare_fsdp
     from trainer_client.integrations.host_barriers import HostBarriers
+    from trainer_client.integrations.pipelining import Pipeline
     from trainer_client.options import Placement, SessionOptions
     from trainer_client.session import Session
+    from trainer_client.step.lane import in_nano_batch
     from trainer_client.step.operation import core_attention
     from trainer_client.step.ping_pong import PingPong
     from trainer_client.step.step_report import StepReport, TraceEvent
@@ -29,6 +31,7 @@ _MODULES = {
     "CoreAttentionFailed": "trainer_client.errors",
     "HostBarriers": "trainer_client.integrations.host_barriers",
     "PingPong": "trainer_client.step.ping_pong",
+    "Pipeline": "trainer_client.integrations.pipelining",
     "Placement": "trainer_client.options",
     "PlanNotReady": "trainer_client.errors",
     "Session": "trainer_client.session",
@@ -39,6 +42,7 @@ _MODULES = {
     "TraceEvent": "trainer_client.step.step_report",
     "checkpoint": "trainer_client.integrations.checkpointing",
     "core_attention": "trainer_client.step.operation",
+    "in_nano_batch": "trainer_client.step.lane",
     "prepare_fsdp": "trainer_client.integrations.fsdp",
     "submit_ahead": "trainer_client.integrations.feed",
 }
@@ -48,6 +52,7 @@ __all__ = [
     "CoreAttentionFailed",
     "HostBarriers",
     "PingPong",
+    "Pipeline",
     "Placement",
     "PlanNotReady",
     "Session",
@@ -58,6 +63,7 @@ __all__ = [
     "TraceEvent",
     "checkpoint",
     "core_attention",
+    "in_nano_batch",
     "prepare_fsdp",
     "submit_ahead",
 ]

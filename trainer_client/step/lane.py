@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 
@@ -44,6 +45,30 @@ def require_step() -> RunningStep:
     return running
 
 
+@contextmanager
+def in_nano_batch(index: int) -> Iterator[None]:
+    """Code in the block computes nano-batch ``index`` of the running step.
+
+    For loops that call the model once for each microbatch themselves, such as gradient accumulation
+    and pipeline schedules; nothing is interleaved. A backward pass needs no block: it knows where
+    its forward pass ran.
+
+    Raises:
+        SessionError: no step is running, or it has no such nano-batch.
+    """
+    running = require_step()
+    if not 0 <= index < running.job.n_nano_batches:
+        raise SessionError(
+            f"nano-batch {index} of step {running.step} was chosen; the job has n_nano_batches="
+            f"{running.job.n_nano_batches}, numbered from 0"
+        )
+    token = current_lane.set(Lane(running, index))
+    try:
+        yield
+    finally:
+        current_lane.reset(token)
+
+
 def require_lane() -> Lane:
     """The nano-batch that the caller computes.
 
@@ -59,6 +84,7 @@ def require_lane() -> Lane:
     if running.job.n_nano_batches > 1:
         raise SessionError(
             f"step {running.step} has {running.job.n_nano_batches} nano-batches and the model was "
-            "called directly; wrap it in PingPong, or open the session with n_nano_batches=1"
+            "called directly; wrap it in PingPong, choose one by 'with in_nano_batch(i):', or open "
+            "the session with n_nano_batches=1"
         )
     return Lane(running, 0)

@@ -21,6 +21,7 @@ from core_attention.tensor_checks import check_qkv
 from trainer_client.integrations.checkpointing import Checkpoints, Recomputed
 from trainer_client.integrations.graphs import outside_graphs
 from trainer_client.integrations.probe import current_recorder
+from trainer_client.integrations.shape_inference import is_shape_inference, of_the_right_shape
 from trainer_client.step.attention_call import AttentionCall
 from trainer_client.step.lane import require_lane
 
@@ -49,11 +50,14 @@ def core_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.T
     """
     if (recorder := current_recorder.get()) is not None:
         return recorder.call(q, k, v)
+    checkpoints = Checkpoints()
+    region = checkpoints.recomputed
+    if is_shape_inference(region):
+        return of_the_right_shape(q, k, v, checkpoints)
     lane = require_lane()
     running, nano_batch = lane.running, lane.nano_batch
     check_qkv(q, k, v, running.job.shape, running.n_rows(nano_batch))
-    checkpoints = Checkpoints()
-    if region := checkpoints.recomputed:
+    if region:
         again: torch.Tensor = Recomputed.apply(q, k, v, *region.take())  # type: ignore[no-untyped-call]
         return again
     needs_backward = torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v))

@@ -1,0 +1,298 @@
+"""Stages of ``torch.distributed.pipelining`` with served core attention, against one process.
+
+Four ranks in processes of their own, over gloo; each runs all cases, since starting costs more than
+they do.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+)
+from torch.multiprocessing.spawn import spawn
+
+from core_attention.manifest import RankManifest, Segment
+from core_attention.shape import AttentionShape
+from tests.cluster import Cluster, keep_profile
+from trainer_client import Pipeline, Placement, Session, SessionError, SessionOptions, checkpoint
+from trainer_client import core_attention as served
+from trainer_client.step.lane import in_nano_batch
+
+RANKS, WIDTH, ROWS, VOCABULARY = 4, 32, 24, 16
+SHAPE = AttentionShape(num_heads=2, num_heads_kv=1, head_dim=16, head_dim_v=16, dtype="float32")
+
+Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.qkv = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4 * 16)
+        self.out = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, hidden: torch.Tensor, attend: Attend) -> torch.Tensor:
+        heads = self.qkv(self.norm(hidden[0])).view(-1, 4, 16)
+        q, k, v = (part.contiguous() for part in heads.split([2, 1, 1], dim=1))
+        attended: torch.Tensor = self.out(attend(q, k, v).flatten(1))
+        return hidden + attended[None]
+
+
+class Part(nn.Module):
+    """A whole model, or one stage of it: parameters have the whole model's names."""
+
+    def __init__(self, whole: Part | None, stage: int, n_stages: int, n_layers: int) -> None:
+        super().__init__()
+        per_stage = n_layers // n_stages
+        numbers = range(stage * per_stage, (stage + 1) * per_stage)
+        if whole is None:
+            self.embed: nn.Module | None = nn.Embedding(VOCABULARY, WIDTH)
+            self.blocks = nn.ModuleDict({str(i): Block() for i in numbers})
+            self.head: nn.Module | None = nn.Linear(WIDTH, VOCABULARY)
+        else:
+            self.embed = copy.deepcopy(whole.embed) if stage == 0 else None
+            self.blocks = nn.ModuleDict(
+                {str(i): copy.deepcopy(whole.blocks[str(i)]) for i in numbers}
+            )
+            self.head = copy.deepcopy(whole.head) if stage == n_stages - 1 else None
+        self.attend: Attend = served
+        self.checkpointed = False
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        if self.embed is not None:
+            hidden = self.embed(hidden)
+        for block in self.blocks.values():
+            if self.checkpointed:
+                hidden = checkpoint(block, hidden, self.attend)
+            else:
+                hidden = block(hidden, self.attend)
+        return hidden if self.head is None else self.head(hidden)
+
+
+def loss_of(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    return nn.functional.cross_entropy(logits.flatten(0, -2), ids.flatten(), reduction="sum")
+
+
+causal: Any = partial(nn.functional.scaled_dot_product_attention, is_causal=True, enable_gqa=True)
+
+
+def local(lengths: Sequence[int]) -> Attend:
+    """Attention within packed documents, by PyTorch."""
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        outputs = []
+        for each in zip(*(tensor.split(list(lengths)) for tensor in (q, k, v)), strict=True):
+            o = causal(*(tensor.transpose(0, 1) for tensor in each))
+            outputs.append(o.transpose(0, 1))
+        return torch.cat(outputs)
+
+    return attend
+
+
+@dataclass(frozen=True)
+class Case:
+    """A way to train.
+
+    Attributes:
+        name: in errors.
+        schedule: of PyTorch.
+        n_pipeline_ranks: of each pipeline; the others are replicas.
+        n_microbatches: of each replica.
+        n_chunks: stages a rank.
+        spans: whether the only document of each microbatch lies on all replicas.
+        checkpointed: activation checkpoints around blocks.
+        placement: where servers run.
+    """
+
+    name: str
+    schedule: type[Any]
+    n_pipeline_ranks: int
+    n_microbatches: int
+    n_chunks: int = 1
+    spans: bool = False
+    checkpointed: bool = False
+    placement: Placement = Placement.IN_PLACE
+
+    @property
+    def n_replicas(self) -> int:
+        return RANKS // self.n_pipeline_ranks
+
+    @property
+    def n_stages(self) -> int:
+        return self.n_pipeline_ranks * self.n_chunks
+
+
+CASES = (
+    Case("four stages", Schedule1F1B, 4, 6),
+    Case("four stages, pool", Schedule1F1B, 4, 4, placement=Placement.POOL),
+    Case("two stages, two replicas", Schedule1F1B, 2, 4, checkpointed=True),
+    Case("documents over replicas", Schedule1F1B, 2, 3, spans=True),
+    Case("all forwards first", ScheduleGPipe, 2, 8),
+    Case("two stages a rank", ScheduleInterleaved1F1B, 2, 4, n_chunks=2, checkpointed=True),
+    Case("backwards in two parts", ScheduleInterleavedZeroBubble, 2, 4, n_chunks=2),
+)
+N_LAYERS_A_CHUNK = 2
+
+
+def documents(case: Case, step: int) -> list[list[list[int]]]:
+    """Lengths by replica and microbatch, ``ROWS`` together; one document where it spans."""
+    generator = torch.Generator().manual_seed(step)
+    found = []
+    for _ in range(case.n_replicas):
+        microbatches = []
+        for _ in range(case.n_microbatches):
+            cuts = torch.randperm(ROWS - 1, generator=generator)[: int(step % 3 + 1)] + 1
+            ends = [0, *sorted(cuts.tolist()), ROWS]
+            microbatches.append([b - a for a, b in itertools.pairwise(ends)])
+        found.append(microbatches)
+    return found
+
+
+def manifest_of(case: Case, step: int, rank: int) -> RankManifest:
+    """Rank ``replica * p + r``; what spans is one document of the same stage's ranks."""
+    replica, at = divmod(rank, case.n_pipeline_ranks)
+    if not case.spans:
+        return RankManifest.from_lengths(step, rank, documents(case, step)[replica])
+    length = ROWS * case.n_replicas
+    return RankManifest(
+        step,
+        rank,
+        tuple(
+            (Segment(at * case.n_microbatches + i, length, replica * ROWS, ROWS),)
+            for i in range(case.n_microbatches)
+        ),
+    )
+
+
+def ids_of(case: Case, step: int, replica: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(100 * step + replica)
+    return torch.randint(VOCABULARY, (case.n_microbatches, ROWS), generator=generator)
+
+
+def reference(case: Case, model: Part, step: int) -> tuple[float, Part]:
+    """The loss, and the whole model with gradients, of all replicas in one process."""
+    whole = copy.deepcopy(model)
+    total = torch.zeros(())
+    all_ids = [ids_of(case, step, replica) for replica in range(case.n_replicas)]
+    for i in range(case.n_microbatches):
+        if case.spans:
+            batches = [(torch.cat([ids[i] for ids in all_ids]), [ROWS * case.n_replicas])]
+        else:
+            lengths = documents(case, step)
+            batches = [(ids[i], lengths[replica][i]) for replica, ids in enumerate(all_ids)]
+        for ids, of in batches:
+            whole.attend = local(of)
+            total = total + loss_of(whole(ids[None]), ids[None])
+    total.backward()
+    return float(total), whole
+
+
+def run_case(case: Case, rank: int, folder: str, address: str, groups: list[Any]) -> None:
+    options = SessionOptions(
+        control_plane=address,
+        job=case.name.replace(" ", "-").replace(",", ""),
+        rank=rank,
+        n_ranks=RANKS,
+        n_layers=N_LAYERS_A_CHUNK * case.n_chunks,
+        n_nano_batches=case.n_microbatches,
+        shape=SHAPE,
+        placement=case.placement,
+        data_host="127.0.0.1",
+        one_host=True,
+        profile_dir=Path(folder),
+        probe_bytes=0,
+    )
+    replica, at = divmod(rank, case.n_pipeline_ranks)
+    torch.manual_seed(0)
+    n_layers = N_LAYERS_A_CHUNK * case.n_stages
+    model = Part(None, 0, 1, n_layers)
+    own = [chunk * case.n_pipeline_ranks + at for chunk in range(case.n_chunks)]
+    parts = [Part(model, index, case.n_stages, n_layers) for index in own]
+    for part in parts:
+        part.checkpointed = case.checkpointed
+    stages = [
+        PipelineStage(part, index, case.n_stages, torch.device("cpu"), group=groups[replica])
+        for index, part in zip(own, parts, strict=True)
+    ]
+    given = stages if case.n_chunks > 1 else stages[0]
+    schedule = case.schedule(given, case.n_microbatches, loss_fn=loss_of, scale_grads=False)
+    with Session.open(options) as session:
+        pipeline = Pipeline(session, *stages)
+        for step in range(3):
+            session.submit(manifest_of(case, step, rank))
+        for step in range(3):
+            for part in parts:
+                part.zero_grad()
+            ids = ids_of(case, step, replica)
+            losses: list[torch.Tensor] = []
+            with pipeline.step(step):
+                schedule.step(*([ids] if at == 0 else []), target=ids, losses=losses)
+            check(case, model, parts, step, losses)
+
+
+def check(
+    case: Case, model: Part, parts: list[Part], step: int, losses: list[torch.Tensor]
+) -> None:
+    expected_loss, whole = reference(case, model, step)
+    own = {name: parameter.grad for part in parts for name, parameter in part.named_parameters()}
+    everybody: list[Any] = [None] * RANKS
+    dist.all_gather_object(everybody, (float(sum(losses)), own))
+    assert sum(loss for loss, _ in everybody) == pytest.approx(expected_loss, rel=1e-5), case.name
+    for name, parameter in whole.named_parameters():
+        # Replicas are summed, as data parallelism does.
+        gradient = sum(gradients[name] for _, gradients in everybody if name in gradients)
+        assert parameter.grad is not None
+        difference = (gradient - parameter.grad).abs().max() / parameter.grad.abs().max()
+        # float32 through up to eight layers: some hundred roundings of 6e-8.
+        assert difference < 2e-5, f"{case.name}, step {step}: {name} differs by {difference:.1e}"
+
+
+def run_rank(rank: int, folder: str, address: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=RANKS
+    )
+    pairs = [dist.new_group(list(range(first, first + 2))) for first in (0, 2)]
+    everybody = [dist.new_group(list(range(RANKS)))]
+    for case in CASES:
+        run_case(case, rank, folder, address, everybody if case.n_replicas == 1 else pairs)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+@pytest.mark.slow
+def test_pipelines_train_as_one_process_does(tmp_path: Path, pool_of_four: Cluster) -> None:
+    keep_profile(tmp_path, SHAPE)
+    spawn(run_rank, (str(tmp_path), pool_of_four.address), nprocs=RANKS)
+
+
+class NoStage:
+    """Anything else."""
+
+
+def test_what_is_no_stage_is_refused() -> None:
+    session: Any = None
+    with pytest.raises(SessionError, match="no stages were given"):
+        Pipeline(session)
+    with pytest.raises(SessionError, match="NoStage has no forward_one_chunk"):
+        Pipeline(session, NoStage())
+
+
+def test_a_nano_batch_is_chosen_in_a_step_only() -> None:
+    with pytest.raises(SessionError, match="no step is running"), in_nano_batch(0):
+        pass

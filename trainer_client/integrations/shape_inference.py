@@ -1,0 +1,70 @@
+"""Runs of a model on garbage by which PyTorch's pipelining finds shapes: nothing is served."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+
+from trainer_client.integrations.checkpointing import Checkpoints, Recomputed, Region
+from trainer_client.step.lane import current_lane
+
+_SHAPES = object()
+"""Stands for the lane where there is none."""
+
+_infers_shapes: ContextVar[bool] = ContextVar("distca_infers_shapes", default=False)
+
+
+@contextmanager
+def shapes_outside_microbatches() -> Iterator[None]:
+    """In the block, a model that runs in no nano-batch runs for its shapes alone."""
+    token = _infers_shapes.set(True)
+    try:
+        yield
+    finally:
+        _infers_shapes.reset(token)
+
+
+def is_shape_inference(recomputed: Region | None) -> bool:
+    """Whether the caller runs for its shapes: in no nano-batch, nor ``recomputed`` for one."""
+    if recomputed:
+        return recomputed.caller is _SHAPES
+    return _infers_shapes.get() and current_lane.get() is None
+
+
+def of_the_right_shape(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, checkpoints: Checkpoints
+) -> torch.Tensor:
+    """Zeros of core attention's shape and dtype, through which q, k and v get gradients, zeros as
+    well; again in a checkpoint that is recomputed."""
+    if region := checkpoints.recomputed:
+        again: torch.Tensor = Recomputed.apply(q, k, v, *region.take())  # type: ignore[no-untyped-call]
+        return again
+    o: torch.Tensor = _Shapes.apply(q, k, v, checkpoints.keep)  # type: ignore[no-untyped-call]
+    return o
+
+
+class _Shapes(torch.autograd.Function):
+    """Saves what core attention saves, in the same order, as checkpoints compare that."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        keep: Callable[[object, torch.Tensor, torch.Tensor], None],
+    ) -> torch.Tensor:
+        o = v.new_zeros(*q.shape[:-1], v.shape[-1])
+        lse = q.new_zeros(q.shape[:-1], dtype=torch.float32)
+        keep(_SHAPES, o, lse)
+        ctx.save_for_backward(q, k, v, o, lse)
+        return o
+
+    @staticmethod
+    def backward(ctx: Any, do: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        q, k, v, *_ = ctx.saved_tensors
+        return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v), None
