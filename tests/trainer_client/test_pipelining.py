@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import copy
 import itertools
+import os
+import signal
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -29,7 +31,7 @@ from torch.multiprocessing.spawn import spawn
 
 from core_attention.manifest import RankManifest, Segment
 from core_attention.shape import AttentionShape
-from tests.cluster import Cluster, keep_profile
+from tests.cluster import Cluster, cluster, keep_profile
 from trainer_client import Pipeline, Placement, Session, SessionError, SessionOptions, checkpoint
 from trainer_client import core_attention as served
 from trainer_client.step.lane import in_nano_batch
@@ -116,6 +118,7 @@ class Case:
         n_chunks: stages a rank.
         spans: whether the only document of each microbatch lies on all replicas.
         checkpointed: activation checkpoints around blocks.
+        kills: by step, the rank, method of its stage and microbatch before which a server dies.
         placement: where servers run.
     """
 
@@ -127,6 +130,7 @@ class Case:
     spans: bool = False
     checkpointed: bool = False
     placement: Placement = Placement.IN_PLACE
+    kills: tuple[tuple[int, str, int], ...] = ()
 
     @property
     def n_replicas(self) -> int:
@@ -147,6 +151,19 @@ CASES = (
     Case("backwards in two parts", ScheduleInterleavedZeroBubble, 2, 4, n_chunks=2),
 )
 N_LAYERS_A_CHUNK = 2
+
+DYING = Case(
+    "servers die",
+    Schedule1F1B,
+    4,
+    6,
+    placement=Placement.POOL,
+    kills=(
+        (1, "forward_one_chunk", 0),  # in warm-up, stages 2 and 3 idle
+        (3, "backward_one_chunk", 1),  # in steady state
+        (0, "backward_one_chunk", 5),  # in the drain, and the last server there is
+    ),
+)
 
 
 def documents(case: Case, step: int) -> list[list[list[int]]]:
@@ -202,7 +219,27 @@ def reference(case: Case, model: Part, step: int) -> tuple[float, Part]:
     return float(total), whole
 
 
-def run_case(case: Case, rank: int, folder: str, address: str, groups: list[Any]) -> None:
+def kill_before(stage: PipelineStage, method: str, microbatch: int, pid: int) -> None:
+    """Kills a process once, just before the stage runs the microbatch."""
+    run = getattr(stage, method)
+
+    def kill_and_run(chunk: int, *args: Any, **kwargs: Any) -> Any:
+        if chunk == microbatch:
+            setattr(stage, method, run)
+            os.kill(pid, signal.SIGKILL)
+        return run(chunk, *args, **kwargs)
+
+    setattr(stage, method, kill_and_run)
+
+
+def run_case(
+    case: Case,
+    rank: int,
+    folder: str,
+    address: str,
+    groups: list[Any],
+    victims: Sequence[int] = (),
+) -> None:
     options = SessionOptions(
         control_plane=address,
         job=case.name.replace(" ", "-").replace(",", ""),
@@ -212,6 +249,8 @@ def run_case(case: Case, rank: int, folder: str, address: str, groups: list[Any]
         n_nano_batches=case.n_microbatches,
         shape=SHAPE,
         placement=case.placement,
+        # Servers that die must have work.
+        planner="random" if case.kills else "balanced",
         data_host="127.0.0.1",
         one_host=True,
         profile_dir=Path(folder),
@@ -238,10 +277,17 @@ def run_case(case: Case, rank: int, folder: str, address: str, groups: list[Any]
         for step in range(3):
             for part in parts:
                 part.zero_grad()
+            for dying, method, microbatch in case.kills[step : step + 1]:
+                if rank == dying:
+                    kill_before(stages[0], method, microbatch, victims[step])
             ids = ids_of(case, step, replica)
             losses: list[torch.Tensor] = []
-            with pipeline.step(step):
+            with pipeline.step(step) as running:
                 schedule.step(*([ids] if at == 0 else []), target=ids, losses=losses)
+            if case.kills:
+                recoveries: list[Any] = [None] * RANKS
+                dist.all_gather_object(recoveries, running.recoveries)
+                assert max(recoveries) >= 1, f"step {step}: nobody noticed that a server died"
             check(case, model, parts, step, losses)
 
 
@@ -279,6 +325,27 @@ def run_rank(rank: int, folder: str, address: str) -> None:
 def test_pipelines_train_as_one_process_does(tmp_path: Path, pool_of_four: Cluster) -> None:
     keep_profile(tmp_path, SHAPE)
     spawn(run_rank, (str(tmp_path), pool_of_four.address), nprocs=RANKS)
+
+
+def run_rank_while_servers_die(rank: int, folder: str, address: str, victims: list[int]) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=RANKS
+    )
+    run_case(DYING, rank, folder, address, [dist.new_group(list(range(RANKS)))], victims)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+@pytest.mark.slow
+def test_servers_that_die_cost_no_step_of_a_pipeline(tmp_path: Path) -> None:
+    """In warm-up, steady state and drain, the last of them too: losses and gradients stay."""
+    keep_profile(tmp_path, SHAPE)
+    with cluster(tmp_path, len(DYING.kills), node_shape=SHAPE) as running:
+        nodes = [process for process in running.processes if process is not running.control_plane]
+        victims = [node.popen.pid for node in nodes]
+        arguments = (str(tmp_path), running.address, victims)
+        spawn(run_rank_while_servers_die, arguments, nprocs=RANKS)
 
 
 class NoStage:
