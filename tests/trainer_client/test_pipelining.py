@@ -10,10 +10,11 @@ import copy
 import itertools
 import os
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -32,7 +33,15 @@ from torch.multiprocessing.spawn import spawn
 from core_attention.manifest import RankManifest, Segment
 from core_attention.shape import AttentionShape
 from tests.cluster import Cluster, cluster, keep_profile
-from trainer_client import Pipeline, Placement, Session, SessionError, SessionOptions, checkpoint
+from trainer_client import (
+    Pipeline,
+    Placement,
+    Session,
+    SessionError,
+    SessionOptions,
+    checkpoint,
+    submit_ahead,
+)
 from trainer_client import core_attention as served
 from trainer_client.step.lane import in_nano_batch
 
@@ -75,7 +84,9 @@ class Part(nn.Module):
         self.attend: Attend = served
         self.checkpointed = False
 
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self, hidden: torch.Tensor, position_ids: torch.Tensor | None = None
+    ) -> torch.Tensor:
         if self.embed is not None:
             hidden = self.embed(hidden)
         for block in self.blocks.values():
@@ -151,6 +162,7 @@ CASES = (
     Case("backwards in two parts", ScheduleInterleavedZeroBubble, 2, 4, n_chunks=2),
 )
 N_LAYERS_A_CHUNK = 2
+STEPS = 3
 
 DYING = Case(
     "servers die",
@@ -180,20 +192,30 @@ def documents(case: Case, step: int) -> list[list[list[int]]]:
     return found
 
 
-def manifest_of(case: Case, step: int, rank: int) -> RankManifest:
-    """Rank ``replica * p + r``; what spans is one document of the same stage's ranks."""
-    replica, at = divmod(rank, case.n_pipeline_ranks)
+def submitted(case: Case, session: Session) -> Iterator[tuple[int, torch.Tensor]]:
+    """Steps whose manifests were handed in, and the positions of all their microbatches. Rank
+    ``replica * p + r`` runs stage r; what spans replicas is one document of the same stage's."""
+    replica, at = divmod(session.options.rank, case.n_pipeline_ranks)
     if not case.spans:
-        return RankManifest.from_lengths(step, rank, documents(case, step)[replica])
+        loader = [
+            [{"position_ids": positions_of(lengths)} for lengths in documents(case, step)[replica]]
+            for step in range(STEPS)
+        ]
+        for step, microbatches in submit_ahead(session, loader):
+            yield step, torch.cat([batch["position_ids"] for batch in microbatches])
+        return
     length = ROWS * case.n_replicas
-    return RankManifest(
-        step,
-        rank,
-        tuple(
-            (Segment(at * case.n_microbatches + i, length, replica * ROWS, ROWS),)
-            for i in range(case.n_microbatches)
-        ),
-    )
+    numbers = range(case.n_microbatches)
+    for step in range(STEPS):
+        segments = [
+            (Segment(at * case.n_microbatches + i, length, replica * ROWS, ROWS),) for i in numbers
+        ]
+        session.submit(RankManifest(step, session.options.rank, tuple(segments)))
+        yield step, torch.arange(ROWS).expand(case.n_microbatches, ROWS) + replica * ROWS
+
+
+def positions_of(lengths: Sequence[int]) -> torch.Tensor:
+    return torch.cat([torch.arange(length) for length in lengths])[None]
 
 
 def ids_of(case: Case, step: int, replica: int) -> torch.Tensor:
@@ -272,9 +294,7 @@ def run_case(
     schedule = case.schedule(given, case.n_microbatches, loss_fn=loss_of, scale_grads=False)
     with Session.open(options) as session:
         pipeline = Pipeline(session, *stages)
-        for step in range(3):
-            session.submit(manifest_of(case, step, rank))
-        for step in range(3):
+        for step, positions in submitted(case, session):
             for part in parts:
                 part.zero_grad()
             for dying, method, microbatch in case.kills[step : step + 1]:
@@ -283,7 +303,9 @@ def run_case(
             ids = ids_of(case, step, replica)
             losses: list[torch.Tensor] = []
             with pipeline.step(step) as running:
-                schedule.step(*([ids] if at == 0 else []), target=ids, losses=losses)
+                schedule.step(
+                    *([ids] if at == 0 else []), target=ids, losses=losses, position_ids=positions
+                )
             if case.kills:
                 recoveries: list[Any] = [None] * RANKS
                 dist.all_gather_object(recoveries, running.recoveries)
@@ -358,6 +380,10 @@ def test_what_is_no_stage_is_refused() -> None:
         Pipeline(session)
     with pytest.raises(SessionError, match="NoStage has no forward_one_chunk"):
         Pipeline(session, NoStage())
+    stage: Any = SimpleNamespace(forward_one_chunk=print, stage_index=3)
+    Pipeline(session, stage)
+    with pytest.raises(SessionError, match="stage 3 is in a Pipeline already"):
+        Pipeline(session, stage)
 
 
 def test_a_nano_batch_is_chosen_in_a_step_only() -> None:

@@ -6,6 +6,7 @@ import gc
 import re
 import time
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -27,6 +28,7 @@ from trainer_client import (
     SessionClosed,
     SessionError,
     core_attention,
+    in_nano_batch,
 )
 
 SHAPE = AttentionShape(num_heads=4, num_heads_kv=2, head_dim=16, head_dim_v=16, dtype="float32")
@@ -254,3 +256,37 @@ def test_a_steps_tensors_go_with_their_last_reference(
             assert not found
         finally:
             gc.enable()
+
+
+causal: Any = partial(nn.functional.scaled_dot_product_attention, is_causal=True, enable_gqa=True)
+
+
+def test_a_loop_of_one_s_own_runs_microbatches_in_any_order(pool_of_four: Cluster) -> None:
+    """Gradient accumulation within a step: forward and backward of one after the other."""
+    with Team(pool_of_four, 1, SHAPE, placement="mixed", n_nano_batches=3) as team:
+        (session,) = team.sessions
+        submit(session, 0)
+        with session.step(0):
+            for index in (2, 0, 1):
+                served = random_rows()
+                alone = tuple(rows.detach().clone().requires_grad_() for rows in served)
+                with in_nano_batch(index):
+                    o = core_attention(*served)
+                plain = causal(*(rows.transpose(0, 1) for rows in alone)).transpose(0, 1)
+                do = torch.randn_like(o)
+                o.backward(do)
+                plain.backward(do)
+                # Sums of up to thirty products of size 1 in float32.
+                torch.testing.assert_close(o, plain, rtol=1e-5, atol=1e-5)
+                for ours, theirs in zip(served, alone, strict=True):
+                    torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-5, atol=1e-5)
+        submit(session, 1)
+        with (
+            pytest.raises(SessionError, match=r"nano-batch 3 of step 1 .* n_nano_batches=3"),
+            session.step(1),
+            in_nano_batch(3),
+        ):
+            pass
+        submit(session, 2)
+        with pytest.raises(SessionError, match=r"choose one by 'with in_nano_batch\(i\):'"):
+            run(session, 2)
