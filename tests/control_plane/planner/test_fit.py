@@ -8,7 +8,7 @@ import pytest
 
 from control_plane.planner.chunk import CutRules, cut_rules
 from control_plane.planner.costs import Pace
-from control_plane.planner.fit import Offer, fit_best
+from control_plane.planner.fit import Offer, _latest_end, fit_best
 from control_plane.planner.fleet import build_fleet
 from tests.control_plane.planner.compiled_calls import callable_from_python
 from tests.control_plane.planning_cases import in_place, uniform_profile
@@ -83,3 +83,28 @@ def test_of_several_ends_the_one_with_most_seconds_for_a_byte_counts() -> None:
     assert best in each
     assert value(*best) == pytest.approx(max(value(*one) for one in each))
     assert value(*best) > value(*alone)
+
+
+def last_end(low: int, high: int, seconds: float) -> int:
+    """By trying every end that the cuts allow."""
+    ends = [*range((low // ALIGNMENT + 1) * ALIGNMENT, high, ALIGNMENT), high]
+    fits = [end for end in ends if pairs(low, end) <= seconds]
+    return fits[-1] if fits else low
+
+
+@pytest.mark.parametrize(("low", "high"), [(0, 2048), (0, 2047), (37, 1999), (1600, 1650), (5, 9)])
+def test_the_latest_end_is_found(low: int, high: int) -> None:
+    latest = callable_from_python(_latest_end)
+    whole = float(pairs(low, high))
+    tried = [0.0, -1.0, 0.5, whole, whole - 1.0, 2.0 * whole]
+    tried += [share * whole for share in (0.01, 0.1, 0.25, 0.5, 0.75, 0.9, 0.99)]
+    # What an end takes exactly, and a little less.
+    exact = [float(pairs(low, end)) for end in range(low + 1, high, 97)]
+    for seconds in [*tried, *exact, *(value - 0.5 for value in exact)]:
+        expected = last_end(low, high, seconds)
+        assert latest(DONOR, low, high, seconds, ALIGNMENT) == expected, seconds
+
+
+def test_the_latest_end_counts_the_speed() -> None:
+    latest = callable_from_python(_latest_end)
+    assert latest(RECEIVER, 0, 2048, 2.0 * pairs(0, 1024), ALIGNMENT) == 1024
