@@ -108,3 +108,13 @@ def test_the_latest_end_is_found(low: int, high: int) -> None:
 def test_the_latest_end_counts_the_speed() -> None:
     latest = callable_from_python(_latest_end)
     assert latest(RECEIVER, 0, 2048, 2.0 * pairs(0, 1024), ALIGNMENT) == 1024
+
+
+def test_a_chunk_shifts_to_a_beginning_that_is_nearer_than_half_its_length() -> None:
+    """Though the rest before it would be no short one."""
+    begin, end = 13 * ALIGNMENT, 69 * ALIGNMENT
+    surplus = float(pairs(begin, end))
+    assert RULES.min_rest_tokens < begin < (end - begin) // 2
+    shifted_begin, shifted_end = fitted(offer(0, 4096, surplus=surplus, room=math.inf), float(end))
+    assert shifted_begin == 0
+    assert pairs(0, shifted_end) >= surplus > pairs(0, shifted_end - ALIGNMENT)
