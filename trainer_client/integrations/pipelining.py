@@ -13,10 +13,13 @@ from contextlib import contextmanager
 from typing import Any
 
 from trainer_client.errors import SessionError
-from trainer_client.integrations.shape_inference import shapes_outside_microbatches
+from trainer_client.integrations.shape_inference import ShapeInference
 from trainer_client.session import Session
 from trainer_client.step.lane import in_nano_batch, require_step
 from trainer_client.step.running_step import RunningStep
+
+_IN_ITS_LANE = "_distca_in_its_lane"
+"""Marks methods that were replaced."""
 
 
 class Pipeline:
@@ -48,33 +51,39 @@ class Pipeline:
                     f"{type(stage).__name__} has no forward_one_chunk; give stages of "
                     "torch.distributed.pipelining, such as PipelineStage"
                 )
-            if hasattr(forward, "_distca_last"):
+            if getattr(forward, _IN_ITS_LANE, False):
                 raise SessionError(
                     f"stage {getattr(stage, 'stage_index', '?')} is in a Pipeline already; make "
                     "one for all stages of the rank, and keep it"
                 )
+        self._inference = ShapeInference()
         for stage in stages:
-            is_last = stage is stages[-1]
-            stage.forward_one_chunk = _in_its_lane(stage.forward_one_chunk, is_last=is_last)
+            stage.forward_one_chunk = self._in_its_lane(
+                stage.forward_one_chunk, is_last=stage is stages[-1]
+            )
 
     @contextmanager
     def step(self, step: int) -> Iterator[RunningStep]:
-        """As :meth:`Session.step`; the first forward of a schedule that only finds out shapes is
-        not served."""
-        with self._session.step(step) as running, shapes_outside_microbatches():
+        """As :meth:`Session.step`, for one ``schedule.step`` or ``eval``.
+
+        What runs before its first microbatch is PyTorch finding out shapes (at first, and where
+        training and evaluation alternate): core attention gives zeros there, and is not served.
+        """
+        self._inference.is_over = False
+        with self._session.step(step) as running, self._inference.may_run():
             yield running
 
+    def _in_its_lane(self, forward: Callable[..., Any], *, is_last: bool) -> Callable[..., Any]:
+        """``forward_one_chunk`` of a stage, which runs each microbatch in its own lane."""
 
-def _in_its_lane(forward: Callable[..., Any], *, is_last: bool) -> Callable[..., Any]:
-    """``forward_one_chunk`` of a stage, which runs each microbatch in its own lane."""
+        @functools.wraps(forward)
+        def forward_one_chunk(fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+            self._inference.is_over = True
+            with in_nano_batch(fwd_chunk_id):
+                output = forward(fwd_chunk_id, *args, **kwargs)
+            if is_last:
+                require_step().lane_returned(fwd_chunk_id)
+            return output
 
-    @functools.wraps(forward)
-    def forward_one_chunk(fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        with in_nano_batch(fwd_chunk_id):
-            output = forward(fwd_chunk_id, *args, **kwargs)
-        if is_last:
-            require_step().lane_returned(fwd_chunk_id)
-        return output
-
-    forward_one_chunk._distca_last = is_last  # type: ignore[attr-defined]
-    return forward_one_chunk
+        setattr(forward_one_chunk, _IN_ITS_LANE, True)
+        return forward_one_chunk

@@ -15,24 +15,33 @@ from trainer_client.step.lane import current_lane
 _SHAPES = object()
 """Stands for the lane where there is none."""
 
-_infers_shapes: ContextVar[bool] = ContextVar("distca_infers_shapes", default=False)
+
+class ShapeInference:
+    """Whether stages may still run for their shapes: until a step's first microbatch."""
+
+    def __init__(self) -> None:
+        self.is_over = False
+
+    @contextmanager
+    def may_run(self) -> Iterator[None]:
+        """In the block, until it is over, a model that runs in no nano-batch runs for its shapes
+        alone."""
+        token = _current.set(self)
+        try:
+            yield
+        finally:
+            _current.reset(token)
 
 
-@contextmanager
-def shapes_outside_microbatches() -> Iterator[None]:
-    """In the block, a model that runs in no nano-batch runs for its shapes alone."""
-    token = _infers_shapes.set(True)
-    try:
-        yield
-    finally:
-        _infers_shapes.reset(token)
+_current: ContextVar[ShapeInference | None] = ContextVar("distca_shape_inference", default=None)
 
 
 def is_shape_inference(recomputed: Region | None) -> bool:
     """Whether the caller runs for its shapes: in no nano-batch, nor ``recomputed`` for one."""
     if recomputed:
         return recomputed.caller is _SHAPES
-    return _infers_shapes.get() and current_lane.get() is None
+    inference = _current.get()
+    return inference is not None and not inference.is_over and current_lane.get() is None
 
 
 def of_the_right_shape(
