@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from control_plane.planner import DEFAULT_PLANNER
 from tests.chaos.processes import Job, JobSettings
 from tests.chaos.scenario import Disturbance, References, disturbed
 
@@ -45,7 +46,7 @@ def test_in_the_middle_of_a_pass(tmp_path: Path, references: References) -> None
 @pytest.mark.parametrize("seed", range(3))
 def test_a_random_node_every_few_seconds(tmp_path: Path, references: References, seed: int) -> None:
     """Each is started again after a while; with the default planner in one of the runs."""
-    settings = LONG if seed else JobSettings(steps=200, planner="")
+    settings = LONG if seed else JobSettings(steps=200, planner=DEFAULT_PLANNER)
     with disturbed(Job(tmp_path, settings), references, seed) as disturbance:
         while disturbance.pause(disturbance.rng.uniform(1.0, 4.0)):
             if len(serving(disturbance)) < 2:
