@@ -111,7 +111,7 @@ class Schedule:
     def rank_of_stage(self) -> tuple[int, ...]:
         """``[n_stages]`` where each stage lives."""
         found: dict[int, int] = {}
-        for (rank, _), action in zip(self._places, self._actions, strict=True):
+        for action, rank, _ in self._placed:
             if found.setdefault(action.stage, rank) != rank:
                 raise ScheduleError(
                     f"schedule {self.name}: {action} is on rank {rank}, other actions of stage "
@@ -155,10 +155,10 @@ class Schedule:
         return max(self.in_flight(rank) for rank in range(self.n_ranks))
 
     @cached_property
-    def _places(self) -> list[tuple[int, int]]:
-        """(rank, slot) of each of ``_actions``."""
+    def _placed(self) -> list[tuple[Action, int, int]]:
+        """(action, rank, slot), in the order of time."""
         return [
-            (rank, at)
+            (action, rank, at)
             for at, slot in enumerate(self.slots)
             for rank, action in enumerate(slot)
             if action is not None
@@ -166,7 +166,7 @@ class Schedule:
 
     @cached_property
     def _actions(self) -> list[Action]:
-        return [action for slot in self.slots for action in slot if action is not None]
+        return [action for action, _, _ in self._placed]
 
     @cached_property
     def _runs(self) -> frozenset[Action]:
@@ -188,7 +188,7 @@ class Schedule:
                     )
 
     def _check_order(self) -> None:
-        slot_of = {action: at for (_, at), action in zip(self._places, self._actions, strict=True)}
+        slot_of = {action: at for action, _, at in self._placed}
         for action, at in slot_of.items():
             for needed in self.needs(action):
                 if slot_of[needed] >= at:

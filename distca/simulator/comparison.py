@@ -6,8 +6,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 from core_attention.arrays import Int64Array
 from distca.simulator.baselines import (
     balanced_seconds,
@@ -15,7 +13,13 @@ from distca.simulator.baselines import (
     plain_packing,
     repacked,
 )
-from distca.simulator.disaggregated import DisaggregatedStep, Method, disaggregated_step
+from distca.simulator.disaggregated import (
+    DisaggregatedStep,
+    Method,
+    disaggregated_step,
+    mean,
+    mean_step,
+)
 from distca.simulator.errors import InputError
 from distca.simulator.packing import as_trained
 from distca.simulator.setup import Setup
@@ -105,26 +109,12 @@ def compare(
     ]
     return Comparison(
         n_gpus=setup.cluster.n_gpus,
-        balanced_seconds=_mean(balanced_seconds(setup, batch) for batch in batches),
+        balanced_seconds=mean(balanced_seconds(setup, batch) for batch in batches),
         baseline_seconds={
-            name: _mean(BASELINES[name](setup, batch) for batch in batches) for name in baselines
+            name: mean(BASELINES[name](setup, batch) for batch in batches) for name in baselines
         },
         disaggregated={
-            name: _mean_step([disaggregated_step(setup, batch, method) for batch in batches])
+            name: mean_step([disaggregated_step(setup, batch, method) for batch in batches])
             for name, method in methods.items()
         },
-    )
-
-
-def _mean(values: Iterable[float]) -> float:
-    return float(np.mean(list(values)))
-
-
-def _mean_step(steps: Sequence[DisaggregatedStep]) -> DisaggregatedStep:
-    """Means of seconds and bytes, the worst imbalance."""
-    return DisaggregatedStep(
-        _mean(step.seconds for step in steps),
-        _mean(step.exposed_seconds for step in steps),
-        max(step.imbalance for step in steps),
-        round(_mean(step.moved_bytes for step in steps)),
     )

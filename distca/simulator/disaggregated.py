@@ -7,7 +7,7 @@ judged by one measure and not by their own forecasts.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -273,6 +273,23 @@ def disaggregated_step(
         sum(time.moved_bytes for time in times),
         1 - sum(time.busy_seconds for time in times) / (seconds * n_endpoints),
         schedule.peak_in_flight,
+    )
+
+
+def mean(values: Iterable[float]) -> float:
+    """Of one value a batch."""
+    return float(np.mean(list(values)))
+
+
+def mean_step(steps: Sequence[DisaggregatedStep]) -> DisaggregatedStep:
+    """Means over batches of seconds, bytes and idle time; of imbalance and in flight the most."""
+    return DisaggregatedStep(
+        mean(step.seconds for step in steps),
+        mean(step.exposed_seconds for step in steps),
+        max(step.imbalance for step in steps),
+        round(mean(step.moved_bytes for step in steps)),
+        mean(step.idle_share for step in steps),
+        max(step.in_flight for step in steps),
     )
 
 

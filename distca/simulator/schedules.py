@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-
-import numpy as np
 
 from core_attention.arrays import Int64Array
 from core_attention.errors import ScheduleError
 from core_attention.schedule_orders import SCHEDULES, Order, one_f_one_b
 from distca.simulator.baselines import balanced_seconds, plain_packing, repacked
-from distca.simulator.disaggregated import DisaggregatedStep, Method, disaggregated_step
+from distca.simulator.disaggregated import (
+    DisaggregatedStep,
+    Method,
+    disaggregated_step,
+    mean,
+    mean_step,
+)
 from distca.simulator.errors import InputError
 from distca.simulator.packing import as_trained
 from distca.simulator.setup import Setup, stage_layers
@@ -96,8 +100,8 @@ def compare_schedules(
     return ScheduleComparison(
         n_gpus=setup.cluster.n_gpus,
         times=[_times(setup, batches, method, name, order) for name, order in orders.items()],
-        balanced_1f1b_seconds=_mean(balanced_seconds(setup, batch) for batch in batches),
-        plain_1f1b_seconds=_mean(plain_packing(setup, batch).seconds for batch in batches),
+        balanced_1f1b_seconds=mean(balanced_seconds(setup, batch) for batch in batches),
+        plain_1f1b_seconds=mean(plain_packing(setup, batch).seconds for batch in batches),
         in_flight_limit=in_flight_limit or _one_f_one_b_in_flight(setup),
         left_out=left_out,
     )
@@ -125,30 +129,15 @@ def _times(
 ) -> ScheduleTimes:
     def pooled(*, idle_aware: bool) -> DisaggregatedStep:
         own = replace(method, schedule=order, idle_aware=idle_aware)
-        return _mean_step([disaggregated_step(setup, batch, own) for batch in batches])
+        return mean_step([disaggregated_step(setup, batch, own) for batch in batches])
 
     return ScheduleTimes(
         name=name,
         in_flight=order(setup.n_stages, setup.n_microbatches).peak_in_flight,
-        plain_seconds=_mean(plain_packing(setup, batch, order).seconds for batch in batches),
-        repacked_seconds=_mean(repacked(setup, batch, 1.0, order).seconds for batch in batches),
-        balanced_seconds=_mean(balanced_seconds(setup, batch, order) for batch in batches),
+        plain_seconds=mean(plain_packing(setup, batch, order).seconds for batch in batches),
+        repacked_seconds=mean(repacked(setup, batch, 1.0, order).seconds for batch in batches),
+        balanced_seconds=mean(balanced_seconds(setup, batch, order) for batch in batches),
         pooled={EVEN: pooled(idle_aware=False), IDLE_AWARE: pooled(idle_aware=True)},
-    )
-
-
-def _mean(values: Iterable[float]) -> float:
-    return float(np.mean(list(values)))
-
-
-def _mean_step(steps: Sequence[DisaggregatedStep]) -> DisaggregatedStep:
-    return DisaggregatedStep(
-        _mean(step.seconds for step in steps),
-        _mean(step.exposed_seconds for step in steps),
-        max(step.imbalance for step in steps),
-        round(_mean(step.moved_bytes for step in steps)),
-        _mean(step.idle_share for step in steps),
-        max(step.in_flight for step in steps),
     )
 
 
