@@ -196,9 +196,9 @@ def test_a_kernel_that_fails_ends_its_ticks_and_not_the_executor(
     kernel.error = MemoryError("no memory for the scores")
     kernel.gate.set()
     failed, failures = submit(executor, 5)
-    wait_for(lambda: bool(failures))
+    # It closes once its ranks have been told.
+    wait_for(lambda: failed.closed)
     assert isinstance(failures[0], MemoryError)
-    assert failed.closed
     kernel.error = None
     tick, _ = submit(executor, 5)
     wait_for(lambda: tick.closed)

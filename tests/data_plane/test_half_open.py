@@ -153,7 +153,8 @@ def test_members_get_in_while_strangers_keep_coming(victim: Victim, member: Ucxx
         eventually(lambda: victim.refused("no-room") > LIMIT, WAIT_SECONDS)
         for _ in range(20):
             member.connect(victim.address, b"", WAIT_SECONDS, secret=SECRET)[0].close()
-        assert open_at(victim.address.port) < STRANGERS
+        # At any moment there may be more, which have come since the port was looked at.
+        eventually(lambda: open_at(victim.address.port) < STRANGERS, WAIT_SECONDS)
     finally:
         over.set()
         stranger.join(WAIT_SECONDS)
