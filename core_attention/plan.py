@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import InitVar, dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -66,6 +67,48 @@ class PhaseForecast:
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
+class SlotForecast:
+    """What the planner expects of each slot of a pipeline schedule, all layers, for each half of
+    the microbatches (one where a microbatch is one nano-batch).
+
+    Attributes:
+        home_seconds: ``[n_halves, n_slots, n_ranks]`` busy seconds if nothing moved.
+        base_seconds: ``[n_halves, n_slots, n_servers]`` seconds beside core attention.
+        seconds: ``[n_halves, n_slots, n_servers]`` busy seconds under the plan, both together.
+    """
+
+    home_seconds: Float64Array
+    base_seconds: Float64Array
+    seconds: Float64Array
+
+    def __post_init__(self) -> None:
+        for name in ("home_seconds", "base_seconds", "seconds"):
+            object.__setattr__(self, name, frozen(np.array(getattr(self, name), np.float64)))
+
+    @cached_property
+    def level_seconds(self) -> Float64Array:
+        """``[n_halves, n_slots]`` when a perfect plan on equal servers would end."""
+        attention = (self.seconds - self.base_seconds).sum(axis=2)
+        return level_seconds(self.base_seconds, attention)
+
+    @property
+    def imbalance(self) -> Float64Array:
+        """``[n_slots]`` busiest server's seconds / level, the worst half; 1.0 where nothing is to
+        do."""
+        return self._over_level(self.seconds)
+
+    @property
+    def home_imbalance(self) -> Float64Array:
+        """The same if nothing moved."""
+        return self._over_level(self.home_seconds)
+
+    def _over_level(self, seconds: Float64Array) -> Float64Array:
+        level = self.level_seconds
+        worst = np.where(level > 0, seconds.max(axis=2) / np.where(level > 0, level, 1.0), 1.0)
+        return np.asarray(worst.max(axis=0))
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
 class Plan:
     """The server of every CA-task of one step: a pure function of manifest, servers and options.
 
@@ -78,6 +121,7 @@ class Plan:
         planner: name of the planner that made it.
         reason: in words, what bounds the plan and why the planner stopped.
         forward_forecast, backward_forecast: predicted load; None in a slice.
+        slots: predicted load of each slot of a job's pipelines; None without them, and in a slice.
     """
 
     manifest: Manifest
@@ -90,6 +134,7 @@ class Plan:
     reason: str
     forward_forecast: PhaseForecast | None = None
     backward_forecast: PhaseForecast | None = None
+    slots: SlotForecast | None = None
     tasks_are_valid: InitVar[bool] = False
     """Whether who makes the plan has checked the tasks; if not, they are checked here."""
 
@@ -129,3 +174,23 @@ def imbalance(seconds: Float64Array) -> float:
     if len(worst) == 1:
         return worst[0]
     return float(np.max(worst)) if worst else 1.0
+
+
+def level_seconds(base_seconds: Float64Array, work_seconds: Float64Array) -> Float64Array:
+    """When equal servers that are busy for ``base_seconds`` anyway would finish ``work_seconds`` of
+    attention, divided at will; never before the last of them ends its base.
+
+    Args:
+        base_seconds: ``[..., n_servers]``.
+        work_seconds: ``[...]`` of all together.
+
+    Returns:
+        ``[...]``.
+    """
+    base = np.sort(base_seconds, axis=-1)
+    n = np.arange(1, base.shape[-1] + 1)
+    filled = (np.asarray(work_seconds)[..., np.newaxis] + np.cumsum(base, axis=-1)) / n
+    reached = np.concatenate([base[..., 1:], np.full((*base.shape[:-1], 1), np.inf)], axis=-1)
+    at = np.argmax(filled <= reached, axis=-1)[..., np.newaxis]
+    level = np.take_along_axis(filled, at, axis=-1)[..., 0]
+    return np.maximum(level, base[..., -1])

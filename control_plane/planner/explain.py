@@ -15,7 +15,8 @@ from control_plane.planner.planning import PlanningOptions, PlanningServer
 from core_attention.ca_task import Phase, TaskTable
 from core_attention.errors import PlanError
 from core_attention.manifest import Manifest
-from core_attention.plan import PhaseForecast, imbalance
+from core_attention.pipelining import Pipelining
+from core_attention.plan import PhaseForecast, SlotForecast, imbalance
 from core_attention.shape import AttentionShape
 
 
@@ -60,6 +61,35 @@ def _why_stopped(outcomes: Sequence[Outcome], options: PlanningOptions) -> str:
         return f"stopped with servers above the tolerance: {limits} allow no further move"
     share = worst.raised / worst.level
     return f"the tolerance had to be exceeded by {share:.3f}: {limits} allow no better"
+
+
+def reason_of_slots(
+    servers: Sequence[PlanningServer],
+    pipelining: Pipelining,
+    slots: SlotForecast,
+    outcomes: Sequence[Outcome],
+    options: PlanningOptions,
+) -> str:
+    """The same of a step of pipelines."""
+    over = slots.imbalance
+    at = int(over.argmax())
+    running = " ".join("-" if action is None else str(action) for action in pipelining.slots[at])
+    half, busiest = np.unravel_index(int(slots.seconds[:, at].argmax()), slots.seconds[:, at].shape)
+    base, seconds = slots.base_seconds[half, at, busiest], slots.seconds[half, at, busiest]
+    text = (
+        f"{len(over)} slots of {pipelining}: imbalance {over[at]:.3f} "
+        f"({slots.home_imbalance.max():.3f} at home), bounded in slot {at} ({running}) by server "
+        f"{servers[busiest].server.server_id} with {seconds * 1e3:.3f} ms, {base * 1e3:.3f} ms of "
+        "them its rank's own"
+    )
+    n_chunks = sum(outcome.n_chunks for outcome in outcomes)
+    if n_chunks == 0:
+        return (
+            f"{text}; nothing moves: no server is more than {options.tolerance:g} above the level"
+        )
+    moved = sum(outcome.spent_bytes for outcome in outcomes)
+    text += f"; {n_chunks} pieces leave their home with {moved / 1e9:.3f} GB a layer"
+    return f"{text}; {_why_stopped(outcomes, options)}"
 
 
 def what_is_short(

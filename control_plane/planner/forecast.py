@@ -98,28 +98,84 @@ def forecast_fleet(
     Raises:
         PlanError: the tasks break an invariant of ``TaskTable.check``.
     """
-    phase_index, per_row = PHASE_INDEX[phase], row_bytes(shape, phase)
-    n_nano, n_servers = manifest.n_nano_batches, len(fleet.rank)
-    seconds = np.zeros((n_nano, n_servers))
-    rows = np.zeros((n_nano, 4, n_servers), dtype=np.int64)
-    are_valid = _add_tasks(
-        *_task_columns(tasks),
+    phase_index = PHASE_INDEX[phase]
+    segments = Places(
         manifest.first_segment,
         manifest.segment_document,
         *_segment_columns(manifest),
-        fleet,
-        phase_index,
-        found,
-        seconds,
-        rows,
     )
-    if not are_valid:
-        tasks.check(manifest, n_servers)
+    sums = sum_tasks(tasks, segments, found, fleet, phase_index)
+    if sums is None:
+        tasks.check(manifest, len(fleet.rank))
         raise AssertionError(f"a task table in which a forecast found a mistake: {tasks}")
+    return to_forecast(found.rank_seconds[:, phase_index], sums, shape, phase)
+
+
+class Places(NamedTuple):
+    """Where segments are at home, columns of a manifest or like them.
+
+    Attributes:
+        first_segment: ``[n_documents + 1]``.
+        document, offset, length, rank: ``[n_segments]``.
+    """
+
+    first_segment: Int64Array
+    document: Int64Array
+    offset: Int64Array
+    length: Int64Array
+    rank: Int64Array
+
+
+class TaskSums(NamedTuple):
+    """What tasks cost the servers.
+
+    Attributes:
+        seconds: ``[n_nano_batches, n_servers]`` busy.
+        rows: ``[n_nano_batches, 4, n_servers]`` Q_ROWS, KV_ROWS, Q_MOVED and KV_MOVED.
+    """
+
+    seconds: Float64Array
+    rows: Int64Array
+
+    @classmethod
+    def none(cls, n_nano_batches: int, n_servers: int) -> TaskSums:
+        """Of no tasks."""
+        rows = np.zeros((n_nano_batches, 4, n_servers), dtype=np.int64)
+        return cls(np.zeros((n_nano_batches, n_servers)), rows)
+
+    def add(self, nano_batches: Int64Array, others: TaskSums) -> None:
+        """Adds others, which are of ``nano_batches``, distinct ones."""
+        self.seconds[nano_batches] += others.seconds
+        self.rows[nano_batches] += others.rows
+
+
+def sum_tasks(
+    tasks: TaskTable, places: Places, found: Survey, fleet: Fleet, phase: int
+) -> TaskSums | None:
+    """What ``tasks`` cost; None where they break an invariant of ``TaskTable.check``.
+
+    Args:
+        tasks: of all the nano-batches that ``found`` has bounds of.
+        places: the segments.
+        found: what they take at home.
+        fleet: what the tasks' server indices mean.
+        phase: index of it.
+    """
+    sums = TaskSums.none(len(found.bounds) - 1, len(fleet.rank))
+    are_valid = _add_tasks(*_task_columns(tasks), *places, fleet, phase, found, *sums)
+    return sums if are_valid else None
+
+
+def to_forecast(
+    home_seconds: Float64Array, sums: TaskSums, shape: AttentionShape, phase: Phase
+) -> PhaseForecast:
+    """The forecast of ``phase`` from what its tasks cost and ``[n_nano_batches, n_ranks]`` seconds
+    at home."""
+    per_row, rows = row_bytes(shape, phase), sums.rows
     q_moved, kv_moved = rows[:, Q_MOVED], rows[:, KV_MOVED]
     return PhaseForecast(
-        home_seconds=found.rank_seconds[:, phase_index],
-        seconds=seconds,
+        home_seconds=home_seconds,
+        seconds=sums.seconds,
         q_rows=rows[:, Q_ROWS],
         kv_rows=rows[:, KV_ROWS],
         bytes_in=q_moved * per_row.q_request + kv_moved * per_row.kv_request,

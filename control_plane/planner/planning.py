@@ -14,6 +14,7 @@ from typing import Protocol
 from core_attention.cost_model import CostProfile
 from core_attention.errors import PlanError
 from core_attention.manifest import Manifest
+from core_attention.pipelining import Pipelining
 from core_attention.plan import Plan, PlanServer
 from core_attention.shape import AttentionShape
 
@@ -97,6 +98,8 @@ class PlanningOptions:
             send in one tick, and most that it may receive; None without limit.
         rank_hosts: host name of every rank. Needed only for ranks without an in-place server,
             which otherwise count as being on a host of their own.
+        pipelining: of ranks that form pipelines: each slot of the schedule is balanced by itself,
+            on top of what its ranks compute beside attention.
     """
 
     tolerance: float = 0.03
@@ -107,6 +110,7 @@ class PlanningOptions:
     network_bytes_per_second: float = 50e9
     max_process_bytes: int | None = None
     rank_hosts: tuple[str, ...] | None = None
+    pipelining: Pipelining | None = None
 
     def __post_init__(self) -> None:
         if not (_is_number(self.tolerance) and self.tolerance >= 0):

@@ -83,7 +83,7 @@ class NanoBatch(NamedTuple):
     home: tuple[HomeWork, HomeWork]
 
 
-class _Columns(NamedTuple):
+class Columns(NamedTuple):
     """The segments of one nano-batch, and their seconds, which are to be filled in."""
 
     begin: Int64Array
@@ -114,7 +114,7 @@ def survey(manifest: Manifest, fleet: Fleet) -> Survey:
         mean_end=np.zeros(n_nano),
     )
     for nano, (low, high) in enumerate(pairwise(found.bounds.tolist())):
-        columns = _Columns(
+        columns = Columns(
             manifest.segment_offset[low:high],
             found.end[low:high],
             manifest.segment_rank[low:high],
@@ -123,7 +123,7 @@ def survey(manifest: Manifest, fleet: Fleet) -> Survey:
             found.seconds[BACKWARD, low:high],
         )
         sums = found.rank_seconds[nano], found.longest[nano]
-        found.mean_end[nano] = _look(columns, fleet, *sums)
+        found.mean_end[nano] = look(columns, fleet, *sums)
     return found
 
 
@@ -163,9 +163,7 @@ def _counted_from(low: int, first_segment: Int64Array) -> Int64Array:
 
 
 @compiled
-def _look(
-    segments: _Columns, fleet: Fleet, rank_seconds: Float64Array, longest: Int64Array
-) -> float:
+def look(segments: Columns, fleet: Fleet, rank_seconds: Float64Array, longest: Int64Array) -> float:
     """Fills in the seconds and adds up those of each rank; returns the mean end."""
     long = np.empty(len(segments.begin), dtype=np.int64)
     n_long, mean_end = _fill_seconds(segments, fleet, rank_seconds, longest, long)
@@ -175,7 +173,7 @@ def _look(
 
 @compiled_leaf
 def _fill_seconds(
-    segments: _Columns,
+    segments: Columns,
     fleet: Fleet,
     rank_seconds: Float64Array,
     longest: Int64Array,
@@ -220,7 +218,7 @@ def _fill_seconds(
 
 @compiled_leaf
 def _fill_long(
-    segments: _Columns,
+    segments: Columns,
     fleet: Fleet,
     rank_seconds: Float64Array,
     longest: Int64Array,

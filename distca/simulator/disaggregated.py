@@ -17,7 +17,7 @@ from core_attention.arrays import Float64Array, Int64Array
 from core_attention.ca_task import Phase
 from core_attention.cost_model import CostProfile
 from core_attention.manifest import Manifest
-from core_attention.plan import Plan
+from core_attention.plan import Plan, level_seconds
 from core_attention.schedule import Kind, Schedule, Slot, side_by_side
 from core_attention.schedule_orders import Order, same_phase
 from distca.simulator.errors import InputError, require_not_negative
@@ -77,7 +77,7 @@ class DisaggregatedStep:
         seconds: of the step.
         exposed_seconds: of them, those in which communication was waited for.
         imbalance: worst over slots and nano-batches of the busiest server's seconds / the level
-            that a perfect plan reaches (:func:`level_seconds`).
+            that a perfect plan reaches (:func:`core_attention.plan.level_seconds`).
         moved_bytes: of all ticks of one layer of every stage.
         idle_share: of the ranks' time, in which they compute nothing; 0 to 1.
         in_flight: most microbatches whose activations a rank keeps.
@@ -135,20 +135,6 @@ class SlotWork:
             join(self.request, other.request),
             join(self.reply, other.reply),
         )
-
-
-def level_seconds(base_seconds: Float64Array, work_seconds: float) -> float:
-    """When equal servers that are busy for ``base_seconds`` anyway would finish with
-    ``work_seconds`` of attention, divided at will.
-
-    Args:
-        base_seconds: ``[n_servers]``, 1 or more.
-        work_seconds: of all together.
-    """
-    base = np.sort(base_seconds)
-    filled = (work_seconds + np.cumsum(base)) / np.arange(1, len(base) + 1)
-    reached = np.append(base[1:], np.inf)
-    return float(max(filled[int(np.argmax(filled <= reached))], base[-1]))
 
 
 def attention_seconds(
@@ -215,7 +201,7 @@ def tick_time(
 
 def _imbalance(work: SlotWork, *, idle_aware: bool) -> float:
     base = work.linear_seconds * idle_aware
-    level = level_seconds(base, float(work.attention_seconds.sum()))
+    level = float(level_seconds(base, work.attention_seconds.sum()))
     return float((base + work.attention_seconds).max()) / level if level else 1.0
 
 

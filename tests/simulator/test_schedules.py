@@ -11,13 +11,13 @@ from control_plane.planner import balanced
 from control_plane.planner.planning import PlanningOptions
 from core_attention.ca_task import Phase
 from core_attention.errors import ScheduleError
+from core_attention.plan import level_seconds
 from core_attention.schedule_orders import SCHEDULES
 from distca.simulator.baselines import balanced_seconds
 from distca.simulator.disaggregated import (
     DisaggregatedStep,
     Method,
     disaggregated_step,
-    level_seconds,
 )
 from distca.simulator.errors import InputError
 from distca.simulator.schedules import (

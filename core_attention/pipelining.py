@@ -1,0 +1,115 @@
+"""The pipelines of a job: which rank runs what and when, and what it computes beside attention."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+
+from core_attention.errors import ScheduleError
+from core_attention.schedule import Kind, Schedule, Slot, side_by_side
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pipelining:
+    """What all ranks of a job with pipelines agree on.
+
+    Attributes:
+        schedule: what each rank of a pipeline runs.
+        pipeline_ranks: ``[n_ranks]`` each rank's place in its pipeline, a rank of ``schedule``.
+        layers: ``[n_stages]`` calls of core attention in one forward of each stage; 1 or more.
+        forward_seconds: ``[n_stages]`` seconds that one token takes through each stage beside core
+            attention, forward.
+        backward_seconds: the same, backward, recomputation included. A backward in two parts takes
+            half of it in each.
+
+    Raises:
+        ScheduleError: sizes do not fit the schedule or each other, or a value is out of range; the
+            message names the field.
+    """
+
+    schedule: Schedule
+    pipeline_ranks: tuple[int, ...]
+    layers: tuple[int, ...]
+    forward_seconds: tuple[float, ...]
+    backward_seconds: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        n_stages, n_ranks = self.schedule.n_stages, self.schedule.n_ranks
+        for name in ("layers", "forward_seconds", "backward_seconds"):
+            given = len(getattr(self, name))
+            if given != n_stages:
+                raise ScheduleError(
+                    f"{name} has {given} values; schedule {self.schedule.name} has {n_stages} "
+                    "stages, and each needs one"
+                )
+        for stage, layers in enumerate(self.layers):
+            if layers < 1:
+                raise ScheduleError(
+                    f"layers of stage {stage} is {layers}; a stage has 1 or more calls of core "
+                    "attention: give it a layer, or leave the stage out"
+                )
+        for name in ("forward_seconds", "backward_seconds"):
+            for stage, seconds in enumerate(getattr(self, name)):
+                if not (math.isfinite(seconds) and seconds > 0):
+                    raise ScheduleError(
+                        f"{name} of stage {stage} is {seconds}; it must be a number above 0"
+                    )
+        held = [self.pipeline_ranks.count(rank) for rank in range(n_ranks)]
+        if sum(held) != len(self.pipeline_ranks) or len(set(held)) != 1 or not held[0]:
+            raise ScheduleError(
+                f"pipeline_ranks is {_shortened(self.pipeline_ranks)}; each of the ranks 0 to "
+                f"{n_ranks - 1} of schedule {self.schedule.name} must be there equally often"
+            )
+
+    def __str__(self) -> str:
+        schedule = self.schedule
+        return (
+            f"{schedule.name} of {schedule.n_stages} stages on {schedule.n_ranks} ranks and "
+            f"{schedule.n_microbatches} microbatches, layers {_shortened(self.layers)}"
+        )
+
+    @property
+    def n_pipelines(self) -> int:
+        """Replicas of the model."""
+        return len(self.pipeline_ranks) // self.schedule.n_ranks
+
+    @cached_property
+    def max_layers(self) -> int:
+        """Calls of core attention on the rank that has most."""
+        return max(self.layers_of_pipeline_rank(rank) for rank in range(self.schedule.n_ranks))
+
+    def layers_of_pipeline_rank(self, pipeline_rank: int) -> int:
+        """Calls of core attention in all stages of one rank of a pipeline."""
+        places = self.schedule.rank_of_stage
+        return sum(n for n, at in zip(self.layers, places, strict=True) if at == pipeline_rank)
+
+    def layers_of(self, rank: int) -> int:
+        """The same of one rank of the job."""
+        return self.layers_of_pipeline_rank(self.pipeline_ranks[rank])
+
+    def seconds(self, stage: int, kind: Kind) -> float:
+        """Seconds of one token in an action of ``stage`` beside core attention."""
+        if kind is Kind.FORWARD:
+            return self.forward_seconds[stage]
+        return self.backward_seconds[stage] / (1 if kind is Kind.BACKWARD else 2)
+
+    @cached_property
+    def kind_slots(self) -> dict[Kind, int]:
+        """Slots that an action of each kind takes, in proportion to its mean seconds; 1 where the
+        schedule keeps ranks in step."""
+        if self.schedule.keeps_in_step:
+            return dict.fromkeys(Kind, 1)
+        stages = range(self.schedule.n_stages)
+        total = {kind: sum(self.seconds(stage, kind) for stage in stages) for kind in Kind}
+        return {kind: max(1, round(total[kind] / total[Kind.FORWARD])) for kind in Kind}
+
+    @cached_property
+    def slots(self) -> tuple[Slot, ...]:
+        """What runs side by side, in slots of equal length; see :func:`side_by_side`."""
+        return side_by_side(self.schedule, self.kind_slots)
+
+
+def _shortened(values: tuple[int, ...], most: int = 16) -> str:
+    text = ", ".join(map(str, values[:most]))
+    return f"[{text}, ...]" if len(values) > most else f"[{text}]"

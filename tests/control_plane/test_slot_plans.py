@@ -1,0 +1,228 @@
+"""Idle-aware plans of pipelines: every slot of a schedule is balanced on what its ranks compute."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from control_plane.planner import balanced
+from control_plane.planner.planning import PlanningOptions, PlanningServer
+from core_attention.arrays import Float64Array
+from core_attention.ca_task import Phase
+from core_attention.errors import PlanError, ScheduleError
+from core_attention.manifest import Manifest, RankManifest, Segment
+from core_attention.pipelining import Pipelining
+from core_attention.plan import Plan, SlotForecast
+from core_attention.schedule_orders import SCHEDULES
+from tests.control_plane.planning_cases import PROFILE, SHAPE, in_place, pool
+
+TOLERANCE = 0.03
+K = 1024
+
+
+def pipelining(
+    name: str, n_stages: int, n_microbatches: int, n_pipelines: int = 1, share: float = 1.0
+) -> Pipelining:
+    """Stages of 2 layers, whose linear part of 32K tokens takes ``share`` times the attention of a
+    document of 32K."""
+    schedule = SCHEDULES[name](n_stages, n_microbatches)
+    length = np.array([32 * K])
+    seconds = 2 * share * float(PROFILE.seconds(length, length, Phase.FORWARD)[0]) / (32 * K)
+    return Pipelining(
+        schedule=schedule,
+        pipeline_ranks=tuple(r // n_pipelines for r in range(n_stages * n_pipelines)),
+        layers=(2,) * schedule.n_stages,
+        forward_seconds=(seconds,) * schedule.n_stages,
+        backward_seconds=(2 * seconds,) * schedule.n_stages,
+    )
+
+
+def drawn(pipes: Pipelining, tokens: int, seed: int, n_halves: int = 1) -> Manifest:
+    """Microbatches of whole documents of drawn lengths, the same on all ranks of a pipeline."""
+    rng = np.random.default_rng(seed)
+    n_nano = pipes.schedule.n_microbatches * n_halves
+    of_pipeline = []
+    for _ in range(pipes.n_pipelines):
+        packed = []
+        for _ in range(n_nano):
+            lengths, left = [], tokens
+            while left:
+                lengths.append(min(left, int(rng.lognormal(8.5, 1.5)) + 1))
+                left -= lengths[-1]
+            packed.append(lengths)
+        of_pipeline.append(packed)
+    seen = [0] * pipes.schedule.n_ranks
+    manifests = []
+    for rank, place in enumerate(pipes.pipeline_ranks):
+        manifests.append(RankManifest.from_lengths(0, rank, of_pipeline[seen[place]]))
+        seen[place] += 1
+    return Manifest.merge(manifests, len(manifests))
+
+
+def planned(
+    manifest: Manifest, servers: Sequence[PlanningServer], pipes: Pipelining
+) -> tuple[Plan, SlotForecast]:
+    options = PlanningOptions(tolerance=TOLERANCE, pipelining=pipes)
+    plan = balanced.plan(manifest, servers, SHAPE, options)
+    for phase in Phase:
+        plan.tasks(phase).check(manifest, len(servers))
+    assert plan.slots is not None
+    return plan, plan.slots
+
+
+def attention_by_hand(plan: Plan, pipes: Pipelining, n_halves: int) -> Float64Array:
+    """``[n_halves, n_slots, n_servers]`` seconds of core attention, task by task."""
+    manifest = plan.manifest
+    rank_of = manifest.segment_rank[manifest.first_segment[:-1]]
+    seconds = np.zeros((n_halves, len(pipes.slots), len(plan.servers)))
+    for phase in Phase:
+        tasks = plan.tasks(phase)
+        took = PROFILE.seconds(tasks.q_end - tasks.q_begin, tasks.q_end, phase)
+        for document, server, one_layer in zip(tasks.document, tasks.server, took, strict=True):
+            microbatch, half = divmod(int(manifest.document_nano_batch[document]), n_halves)
+            place = pipes.pipeline_ranks[rank_of[document]]
+            for at, slot in enumerate(pipes.slots):
+                action = slot[place]
+                if action is None or action.microbatch != microbatch:
+                    continue
+                if action.kind.attention_phase is phase:
+                    part = pipes.layers[action.stage] / pipes.kind_slots[action.kind]
+                    seconds[half, at, server] += one_layer * part
+    return seconds
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    name=st.sampled_from(sorted(SCHEDULES)),
+    n_stages=st.integers(2, 4),
+    n_pipelines=st.integers(1, 3),
+    n_halves=st.integers(1, 2),
+    share=st.sampled_from([0.1, 1.0, 5.0]),
+    n_pool=st.integers(0, 2),
+    seed=st.integers(0, 1000),
+)
+def test_the_plan_says_what_each_server_does_in_each_slot(
+    name: str, n_stages: int, n_pipelines: int, n_halves: int, share: float, n_pool: int, seed: int
+) -> None:
+    pipes = pipelining(name, n_stages, 2 * n_stages, n_pipelines, share)
+    manifest = drawn(pipes, 8 * K, seed, n_halves)
+    servers = [*in_place(manifest.n_ranks), *pool(n_pool)]
+    plan, slots = planned(manifest, servers, pipes)
+    by_hand = attention_by_hand(plan, pipes, n_halves)
+    np.testing.assert_allclose(slots.seconds - slots.base_seconds, by_hand, atol=1e-9)
+    for at, slot in enumerate(pipes.slots):
+        for rank, place in enumerate(pipes.pipeline_ranks):
+            action, base = slot[place], 0.0
+            if action is not None:
+                per_token = pipes.seconds(action.stage, action.kind)
+                base = 8 * K * per_token / pipes.kind_slots[action.kind]
+            assert slots.base_seconds[:, at, rank] == pytest.approx(base)
+    assert not slots.base_seconds[:, :, manifest.n_ranks :].any()
+    assert plan.forward_forecast is not None
+    assert plan.backward_forecast is not None
+    for phase, forecast in zip(Phase, (plan.forward_forecast, plan.backward_forecast), strict=True):
+        tasks = plan.tasks(phase)
+        took = PROFILE.seconds(tasks.q_end - tasks.q_begin, tasks.q_end, phase)
+        assert forecast.seconds.sum() == pytest.approx(took.sum(), rel=1e-6)
+
+
+@pytest.mark.parametrize("name", ["same-phase", "zero-bubble"])
+@pytest.mark.parametrize("n_halves", [1, 2])
+@pytest.mark.parametrize("seed", range(3))
+def test_where_actions_take_one_slot_each_slot_is_at_its_level(
+    name: str, n_halves: int, seed: int
+) -> None:
+    pipes = pipelining(name, 4, 8, 2)
+    _, slots = planned(drawn(pipes, 32 * K, seed, n_halves), in_place(8), pipes)
+    # 0.04 for the rates of pieces, and because the second plan of a slot takes nothing back of what
+    # the first has spread up to its own tolerance.
+    assert slots.imbalance.max() <= 1 + TOLERANCE + 0.04
+    assert slots.home_imbalance.max() > 1.5
+
+
+def test_idle_ranks_take_more_in_1f1b() -> None:
+    pipes = pipelining("1f1b", 4, 4)
+    manifest = drawn(pipes, 32 * K, 0)
+    _, slots = planned(manifest, in_place(4), pipes)
+    attention = slots.seconds[0, 0] - slots.base_seconds[0, 0]
+    assert slots.base_seconds[0, 0].tolist()[1:] == [0.0, 0.0, 0.0]
+    assert attention[0] < attention[1:].sum() / 6  # evenly, it would be a third
+    even = balanced.plan(manifest, in_place(4), SHAPE, PlanningOptions(tolerance=TOLERANCE))
+    busy = attention_by_hand(even, pipes, 1) + slots.base_seconds
+    assert slots.seconds.max(axis=2).sum() < 0.85 * busy.max(axis=2).sum()
+
+
+def test_a_document_over_two_pipelines_is_planned_once() -> None:
+    pipes = pipelining("1f1b", 2, 2, 2)
+    manifests = [
+        RankManifest(
+            0, rank, [[Segment(2 * stage + i, 8 * K, at * 4 * K, 4 * K)] for i in range(2)]
+        )
+        for rank, stage, at in ((0, 0, 0), (1, 0, 1), (2, 1, 0), (3, 1, 1))
+    ]
+    plan, _ = planned(Manifest.merge(manifests, 4), in_place(4), pipes)
+    assert plan.manifest.n_documents == 4
+
+
+def test_stages_of_unequal_layers() -> None:
+    pipes = replace(pipelining("1f1b", 2, 4), layers=(1, 3))
+    manifest = drawn(pipes, 16 * K, 1)
+    plan, slots = planned(manifest, in_place(2), pipes)
+    by_hand = attention_by_hand(plan, pipes, 1)
+    np.testing.assert_allclose(slots.seconds - slots.base_seconds, by_hand, atol=1e-9)
+
+
+def test_memory_is_counted_by_slot() -> None:
+    pipes = pipelining("same-phase", 2, 2)
+    manifest = drawn(pipes, 16 * K, 0)
+    # In a slot both stages hold 2 x 16K rows, so 40K each is enough for both, and 16K is not.
+    plan, _ = planned(manifest, [*in_place(2, capacity_rows=80 * K)], pipes)
+    assert len(plan.servers) == 2
+    with pytest.raises(PlanError, match="capacity_rows is 16384"):
+        planned(manifest, in_place(2, capacity_rows=16 * K), pipes)
+
+
+def refused(match: str, manifest: Manifest, pipes: Pipelining, **changes: object) -> None:
+    servers = in_place(manifest.n_ranks)
+    options = PlanningOptions(pipelining=pipes, **changes)  # type: ignore[arg-type]
+    with pytest.raises(PlanError, match=match):
+        balanced.plan(manifest, servers, SHAPE, options)
+
+
+def test_what_does_not_fit_the_pipelines_is_named() -> None:
+    pipes = pipelining("1f1b", 2, 2)
+    manifest = drawn(pipes, K, 0)
+    refused("names 4 ranks; the step has 2", manifest, pipelining("1f1b", 2, 2, 2))
+    refused("2 nano-batches.*has 3 microbatches", manifest, pipelining("1f1b", 2, 3))
+    refused("max_process_bytes is 5", manifest, pipes, max_process_bytes=5)
+    spanning = [
+        RankManifest(0, rank, [[Segment(i, 2 * K, rank * K, K)] for i in range(2)])
+        for rank in range(2)
+    ]
+    refused(r"document 0 lies on ranks \[0, 1\]", Manifest.merge(spanning, 2), pipes)
+    based = [replace(server, base_seconds=(1.0, 1.0)) for server in in_place(2)]
+    with pytest.raises(PlanError, match="server rank-0: base_seconds"):
+        balanced.plan(manifest, based, SHAPE, PlanningOptions(pipelining=pipes))
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ({"layers": (1,)}, "layers has 1 values; schedule 1f1b has 2 stages"),
+        ({"layers": (1, 0)}, "layers of stage 1 is 0"),
+        ({"forward_seconds": (1.0, 0.0)}, "forward_seconds of stage 1 is 0.0"),
+        ({"backward_seconds": (float("nan"), 1.0)}, "backward_seconds of stage 0 is nan"),
+        ({"pipeline_ranks": (0, 0)}, r"pipeline_ranks is \[0, 0\]; each of the ranks 0 to 1"),
+        ({"pipeline_ranks": (0, 1, 1)}, "equally often"),
+        ({"pipeline_ranks": (0, 2)}, "equally often"),
+        ({"pipeline_ranks": ()}, "equally often"),
+    ],
+)
+def test_pipelines_that_are_none(change: dict[str, object], match: str) -> None:
+    with pytest.raises(ScheduleError, match=match):
+        replace(pipelining("1f1b", 2, 2), **change)  # type: ignore[arg-type]
