@@ -80,7 +80,8 @@ def _append_whole(path: Path, lines: bytes) -> None:
 
 
 class StepTail:
-    """Follows a step log that another process writes.
+    """Follows a step log that another process writes, and may replace: what a resumed run forgets
+    may come again.
 
     Args:
         path: of the log; it need not exist yet.
@@ -89,16 +90,30 @@ class StepTail:
 
     def __init__(self, path: Path, *, from_end: bool = False) -> None:
         self._path = path
-        self._position = path.stat().st_size if from_end and path.exists() else 0
+        self._inode = 0
+        self._position = 0
+        self._newest: dict[int, StepRecord] = {}
+        if from_end:
+            self.new_steps()
 
     def new_steps(self) -> list[StepRecord]:
-        """The lines that were completed since the last call."""
-        if not self._path.exists():
+        """The lines that were completed since the last call; of a log that was replaced, those that
+        it did not have before."""
+        try:
+            file = self._path.open("rb")
+        except FileNotFoundError:
             return []
-        with self._path.open("rb") as file:
+        with file:
+            inode = os.fstat(file.fileno()).st_ino
+            known: dict[int, StepRecord] = {}
+            if inode != self._inode:
+                self._inode, self._position = inode, 0
+                known, self._newest = self._newest, {}
             file.seek(self._position)
             whole = file.read().rpartition(b"\n")[0]
         if not whole:
             return []
         self._position += len(whole) + 1
-        return [StepRecord(**json.loads(line)) for line in whole.splitlines()]
+        records = [StepRecord(**json.loads(line)) for line in whole.splitlines()]
+        self._newest.update((record.step, record) for record in records)
+        return [record for record in records if known.get(record.step) != record]

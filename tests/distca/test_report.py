@@ -180,3 +180,23 @@ def test_step_tail_gives_each_complete_line_once(tmp_path: Path) -> None:
         file.write(line[10:])
     assert tail.new_steps() == [steps[2]]
     assert StepTail(path, from_end=True).new_steps() == []
+
+
+def test_step_tail_goes_on_where_a_resumed_run_forgets_steps(tmp_path: Path) -> None:
+    path = tmp_path / "steps.jsonl"
+    log, tail = StepLog(path), StepTail(path)
+    steps = example_record(n_steps=5).steps
+    for step in (steps[0], steps[1], steps[1], steps[2], steps[3]):
+        log.append(step)
+    assert tail.new_steps() == [steps[0], steps[1], steps[1], steps[2], steps[3]]
+    log.forget_from(2)
+    assert tail.new_steps() == []
+    again = replace(steps[2], loss=7.0)
+    log.append(again)
+    assert tail.new_steps() == [again]
+    late = StepTail(path, from_end=True)
+    log.forget_from(2)
+    once_more = [replace(step, loss=8.0) for step in steps[2:]]
+    for step in once_more:
+        log.append(step)
+    assert tail.new_steps() == late.new_steps() == once_more

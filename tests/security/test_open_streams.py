@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import itertools
 import threading
 import time
 from collections.abc import Iterator
@@ -153,13 +154,28 @@ def test_streams_that_nobody_reads_are_few(control_plane: ControlPlane, pki: Pki
         request = jobs_pb2.WatchRankRequest(job_id=job, rank_lease_id=lease).SerializeToString()
         token = base64.b64encode(client.tokens.of[job])
         with raw_client(control_plane.address, hoarder, window_bytes=0) as raw:
-            for step in range(MAX_STREAMS_OF_MEMBER):
+            steps = itertools.count()
+
+            def hoard() -> None:
                 stream = raw.call(WATCH_RANK, request, distca_job_token_bin=token)
                 assert raw.is_answered(stream)
                 # Waits behind what nobody takes.
-                client.submit(job, lease, rank_manifest(step, 0))
-            with pytest.raises(rpc.ResourceExhausted, match="16 streams of the same lease"):
-                client.watch_rank(job, lease).next()
+                client.submit(job, lease, rank_manifest(next(steps), 0))
+
+            def is_refused() -> bool:
+                watcher = client.watch_rank(job, lease)
+                try:
+                    watcher.next()
+                except rpc.ResourceExhausted as refused:
+                    return "16 streams of the same lease" in str(refused)
+                watcher.cancel()
+                # A stream that was replaced before it had begun to write has ended.
+                hoard()
+                return False
+
+            for _ in range(MAX_STREAMS_OF_MEMBER):
+                hoard()
+            eventually(is_refused)
         # Its connection has ended, and with it its streams.
 
         def watches() -> bool:
