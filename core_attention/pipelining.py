@@ -62,6 +62,31 @@ class Pipelining:
                 f"{n_ranks - 1} of schedule {self.schedule.name} must be there equally often"
             )
 
+    def check_job(self, n_ranks: int, n_layers: int, n_nano_batches: int) -> None:
+        """Checks that it fits a job.
+
+        Raises:
+            ScheduleError: it does not; says which of both to change.
+        """
+        if len(self.pipeline_ranks) != n_ranks:
+            raise ScheduleError(
+                f"pipeline_ranks has {len(self.pipeline_ranks)} values; the job has n_ranks="
+                f"{n_ranks}, and each needs one"
+            )
+        for rank in range(self.schedule.n_ranks):
+            own = self.layers_of_pipeline_rank(rank)
+            if own != n_layers:
+                raise ScheduleError(
+                    f"rank {rank} of a pipeline has {own} layers in its stages, the job has "
+                    f"n_layers={n_layers}; every rank must have as many: cut the stages alike"
+                )
+        if n_nano_batches % self.schedule.n_microbatches:
+            raise ScheduleError(
+                f"n_nano_batches is {n_nano_batches}; schedule {self.schedule.name} has "
+                f"{self.schedule.n_microbatches} microbatches, of which each is one nano-batch or "
+                "several"
+            )
+
     def __str__(self) -> str:
         schedule = self.schedule
         return (

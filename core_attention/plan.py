@@ -102,6 +102,25 @@ class SlotForecast:
         """The same if nothing moved."""
         return self._over_level(self.home_seconds)
 
+    def measured_imbalance(self, attention_seconds: Float64Array) -> float:
+        """The worst slot's, by what servers measured of the whole step.
+
+        A server runs tasks of several slots side by side, so each one's seconds are spread over the
+        slots as the planner expected them.
+
+        Args:
+            attention_seconds: ``[n_servers]`` busy with core attention in the step.
+        """
+        expected = self.seconds - self.base_seconds
+        total = expected.sum(axis=(0, 1))
+        scale = np.where(total > 0, attention_seconds / np.where(total > 0, total, 1.0), 0.0)
+        measured = SlotForecast(
+            home_seconds=self.home_seconds,
+            base_seconds=self.base_seconds,
+            seconds=self.base_seconds + expected * scale,
+        )
+        return float(measured.imbalance.max())
+
     def _over_level(self, seconds: Float64Array) -> Float64Array:
         level = self.level_seconds
         worst = np.where(level > 0, seconds.max(axis=2) / np.where(level > 0, level, 1.0), 1.0)
@@ -157,6 +176,21 @@ class Plan:
     def forecast(self, phase: Phase) -> PhaseForecast | None:
         """The predicted load of ``phase``."""
         return self.forward_forecast if phase is Phase.FORWARD else self.backward_forecast
+
+    def home_imbalance(self, phase: Phase) -> float | None:
+        """Busiest over mean if nothing moved, the worst nano-batch; of pipelines busiest over the
+        level of its slot, the worst slot of both phases. None in a slice."""
+        if self.slots is not None:
+            return float(self.slots.home_imbalance.max())
+        forecast = self.forecast(phase)
+        return forecast.home_imbalance if forecast else None
+
+    def predicted_imbalance(self, phase: Phase) -> float | None:
+        """The same under the plan."""
+        if self.slots is not None:
+            return float(self.slots.imbalance.max())
+        forecast = self.forecast(phase)
+        return forecast.predicted_imbalance if forecast else None
 
     def server_index(self, server_id: str) -> int | None:
         """Index of ``server_id`` in ``servers``, or None if the plan does not name it."""

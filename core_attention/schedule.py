@@ -11,7 +11,7 @@ from __future__ import annotations
 import csv
 import io
 import re
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -89,6 +89,7 @@ class Schedule:
                     f"schedule {self.name}: slot {at} has {len(slot)} ranks, the first slot has "
                     f"{self.n_ranks}"
                 )
+        self._check_numbers()
         self._check_each_runs_once()
         self._check_order()
 
@@ -172,10 +173,19 @@ class Schedule:
     def _runs(self) -> frozenset[Action]:
         return frozenset(self._actions)
 
+    def _check_numbers(self) -> None:
+        """Whoever numbers from 0 without gaps has no number as high as there are actions."""
+        for action in self._actions:
+            if max(action.stage, action.microbatch) >= len(self._actions):
+                raise ScheduleError(
+                    f"schedule {self.name} runs {action}, and {len(self._actions)} actions in all; "
+                    "stages and microbatches are numbered from 0 without gaps"
+                )
+
     def _check_each_runs_once(self) -> None:
         self.rank_of_stage  # noqa: B018 (raises)
         if len(self._runs) < len(self._actions):
-            twice = next(action for action in self._actions if self._actions.count(action) > 1)
+            ((twice, _),) = Counter(self._actions).most_common(1)
             raise ScheduleError(f"schedule {self.name} runs {twice} twice")
         for stage in range(self.n_stages):
             for i in range(self.n_microbatches):
@@ -295,6 +305,12 @@ def read_csv(name: str, text: str) -> Schedule:
         return Schedule(name, tuple(slot for slot in columns if any(slot)))
     except ScheduleError:
         return from_orders(name, [[action for action in row if action] for row in rows])
+
+
+def is_action(text: str) -> bool:
+    """Whether ``text`` is an action as CSV files have them: not so waits, or reductions of
+    gradients."""
+    return _ACTION.fullmatch(text) is not None
 
 
 def write_csv(schedule: Schedule) -> str:

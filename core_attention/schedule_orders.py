@@ -26,6 +26,19 @@ def one_f_one_b(n_stages: int, n_microbatches: int) -> Schedule:
     return from_orders("1f1b", orders)
 
 
+def gpipe(n_stages: int, n_microbatches: int) -> Schedule:
+    """All forwards, then all backwards (arXiv 1811.06965): m microbatches are in flight."""
+    _check_sizes("gpipe", n_stages, n_microbatches)
+    numbers = range(n_microbatches)
+    return from_orders(
+        "gpipe",
+        [
+            actions(stage, Kind.FORWARD, numbers) + actions(stage, Kind.BACKWARD, numbers)
+            for stage in range(n_stages)
+        ],
+    )
+
+
 def same_phase(n_stages: int, n_microbatches: int) -> Schedule:
     """All stages in one phase in each slot (arXiv 2510.18121, section 4.4).
 

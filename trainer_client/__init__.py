@@ -7,6 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from core_attention.pipelining import Pipelining
     from core_attention.shape import AttentionShape
     from trainer_client.errors import (
         CoreAttentionFailed,
@@ -18,7 +19,8 @@ if TYPE_CHECKING:
     from trainer_client.integrations.feed import submit_ahead
     from trainer_client.integrations.fsdp import prepare_fsdp
     from trainer_client.integrations.host_barriers import HostBarriers
-    from trainer_client.integrations.pipelining import Pipeline
+    from trainer_client.integrations.pipelining import Pipeline, schedule_of
+    from trainer_client.integrations.stage_seconds import measure_stages
     from trainer_client.options import Placement, SessionOptions
     from trainer_client.session import Session
     from trainer_client.step.lane import in_nano_batch
@@ -32,6 +34,7 @@ _MODULES = {
     "HostBarriers": "trainer_client.integrations.host_barriers",
     "PingPong": "trainer_client.step.ping_pong",
     "Pipeline": "trainer_client.integrations.pipelining",
+    "Pipelining": "core_attention.pipelining",
     "Placement": "trainer_client.options",
     "PlanNotReady": "trainer_client.errors",
     "Session": "trainer_client.session",
@@ -43,7 +46,9 @@ _MODULES = {
     "checkpoint": "trainer_client.integrations.checkpointing",
     "core_attention": "trainer_client.step.operation",
     "in_nano_batch": "trainer_client.step.lane",
+    "measure_stages": "trainer_client.integrations.stage_seconds",
     "prepare_fsdp": "trainer_client.integrations.fsdp",
+    "schedule_of": "trainer_client.integrations.pipelining",
     "submit_ahead": "trainer_client.integrations.feed",
 }
 
@@ -53,6 +58,7 @@ __all__ = [
     "HostBarriers",
     "PingPong",
     "Pipeline",
+    "Pipelining",
     "Placement",
     "PlanNotReady",
     "Session",
@@ -64,7 +70,9 @@ __all__ = [
     "checkpoint",
     "core_attention",
     "in_nano_batch",
+    "measure_stages",
     "prepare_fsdp",
+    "schedule_of",
     "submit_ahead",
 ]
 

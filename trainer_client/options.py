@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import nn
 
+from core_attention.pipelining import Pipelining
 from core_attention.shape import AttentionShape
 from core_attention.tick import MAX_LAYERS, MAX_NANO_BATCHES
 from data_plane.transports import TransportName, check_transport
@@ -45,8 +46,11 @@ class SessionOptions(RankTimeouts, PlanRequest, IntegritySettings, ClientTls):
         rank: this data-parallel rank.
         n_ranks: ranks of the job.
         n_layers: core-attention calls in one forward of the model.
-        n_nano_batches: nano-batches of a step; 2 for ping-pong.
+        n_nano_batches: nano-batches of a step; 2 for ping-pong, and of each microbatch where ranks
+            form pipelines.
         shape: heads, head dims and dtype of the model's core attention.
+        pipelining: of ranks that form pipelines: their schedule, and what a stage computes beside
+            core attention, so that ranks whose stage idles take more of it; the same on every rank.
         placement: pool servers, the ranks' own in-place servers, or both.
         softmax_scale: multiplies q.k before the softmax; None is 1 / sqrt(head_dim).
         device: where the model's tensors are, for example ``"cpu"`` or ``"cuda:0"``.
@@ -83,6 +87,7 @@ class SessionOptions(RankTimeouts, PlanRequest, IntegritySettings, ClientTls):
     n_layers: int
     shape: AttentionShape
     n_nano_batches: int = 2
+    pipelining: Pipelining | None = None
     placement: Placement = Placement.IN_PLACE
     softmax_scale: float | None = None
     device: str = "cpu"
@@ -111,6 +116,8 @@ class SessionOptions(RankTimeouts, PlanRequest, IntegritySettings, ClientTls):
         self._check_range("rank", 0, self.n_ranks - 1)
         self._check_range("n_layers", 1, MAX_LAYERS)
         self._check_range("n_nano_batches", 1, MAX_NANO_BATCHES)
+        if self.pipelining is not None:
+            self.pipelining.check_job(self.n_ranks, self.n_layers, self.n_nano_batches)
         check_port(self, "data_port", "metrics_port")
         check_least(self, min_gigabytes_per_second=0)
         self._check_range("probe_bytes", 0, 64 * 2**20)

@@ -24,7 +24,7 @@ from data_plane.transport import Connection
 from data_plane.transports import open_transport
 from distca import __version__
 from distca.contract import rpc
-from distca.contract.codec import profile_to_proto, shape_to_proto
+from distca.contract.codec import pipelining_to_proto, profile_to_proto, shape_to_proto
 from distca.contract.settings import ClientTls, values_of
 from distca.contract.timeouts import check_order, known_timeouts
 from distca.process import tracing
@@ -320,6 +320,9 @@ class Session:
                 softmax_scale=options.scale,
                 checksums=options.checksums,
                 transport=self._transport.name,
+                pipelining=(
+                    pipelining_to_proto(options.pipelining) if options.pipelining else None
+                ),
             ),
             rank=options.rank,
             host=socket.gethostname(),

@@ -9,7 +9,8 @@ from enum import IntEnum
 from control_plane.errors import InvalidRequestError
 from control_plane.jobs.membership import checked_id
 from control_plane.planner.planning import PlanningOptions
-from core_attention.errors import PlanError
+from core_attention.errors import PlanError, ScheduleError
+from core_attention.pipelining import Pipelining
 from core_attention.shape import AttentionShape
 from core_attention.tick import MAX_LAYERS, MAX_NANO_BATCHES
 
@@ -48,6 +49,7 @@ class JobSpec:
         softmax_scale: multiplies q.k before the softmax; 0 is 1 / sqrt(head_dim).
         checksums: tick messages carry one.
         transport: what moves the rows, for example ``"ucxx"``; empty if the ranks do not say.
+        pipelining: of ranks that form pipelines; None without.
     """
 
     name: str
@@ -61,6 +63,7 @@ class JobSpec:
     softmax_scale: float = 0.0
     checksums: bool = False
     transport: str = ""
+    pipelining: Pipelining | None = None
 
     def __post_init__(self) -> None:
         checked_id("name", self.name)
@@ -76,6 +79,11 @@ class JobSpec:
                 )
         if self.transport:
             checked_id("transport", self.transport)
+        if self.pipelining is not None:
+            try:
+                self.pipelining.check_job(self.n_ranks, self.n_layers, self.n_nano_batches)
+            except ScheduleError as error:
+                raise InvalidRequestError(f"job {self.name}: {error}") from error
         if not (math.isfinite(self.softmax_scale) and self.softmax_scale >= 0):
             raise InvalidRequestError(
                 f"job {self.name}: softmax_scale is {self.softmax_scale}; it must be positive, or "

@@ -18,6 +18,8 @@ from core_attention.manifest import RankManifest
 from distca.contract.codec import (
     NO_RANK,
     WireError,
+    pipelining_from_proto,
+    pipelining_to_proto,
     profile_from_proto,
     rank_manifest_from_proto,
     shape_from_proto,
@@ -129,6 +131,9 @@ def spec_from_proto(message: jobs_pb2.JobSpec) -> JobSpec:
         )
     try:
         shape = shape_from_proto(message.shape)
+        pipelining = (
+            pipelining_from_proto(message.pipelining) if message.HasField("pipelining") else None
+        )
     except WireError as error:
         raise InvalidRequestError(f"job {message.name!r}: {error}") from error
     return JobSpec(
@@ -147,6 +152,7 @@ def spec_from_proto(message: jobs_pb2.JobSpec) -> JobSpec:
         softmax_scale=message.softmax_scale,
         checksums=message.checksums,
         transport=message.transport,
+        pipelining=pipelining,
     )
 
 
@@ -166,6 +172,7 @@ def spec_to_proto(spec: JobSpec) -> jobs_pb2.JobSpec:
         transport=spec.transport,
         min_forward_tokens=spec.options.min_forward_tokens,
         min_backward_tokens=spec.options.min_backward_tokens,
+        pipelining=pipelining_to_proto(spec.pipelining) if spec.pipelining else None,
     )
 
 

@@ -176,11 +176,20 @@ class StepRecord:
         return float((forecast.seconds[:, index] * layers).sum())
 
     def measured_imbalance(self, phase: Phase) -> float | None:
-        """Worst over nano-batches of max / mean measured busy seconds over the plan's servers;
-        None until every server with a task has reported, or if a part of the step ran under
-        another plan."""
+        """Worst over nano-batches of max / mean measured busy seconds over the plan's servers; of
+        pipelines the worst slot of both phases over its level. None until every server with a task
+        has reported, or if a part of the step ran under another plan."""
         if not self.runs_whole or not self.serving <= self.servers.keys():
             return None
+        slots = self.plan.slots
+        if slots is not None:
+            busy = [
+                sum(sum(self.servers[name].busy_seconds(each)) for each in self.phases)
+                if name in self.servers
+                else 0.0
+                for name in (server.server_id for server in self.plan.servers)
+            ]
+            return None if self.forward_only else slots.measured_imbalance(np.array(busy))
         idle = (0.0,) * self.plan.manifest.n_nano_batches
         seconds = [
             self.servers[server.server_id].busy_seconds(phase)

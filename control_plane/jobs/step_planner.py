@@ -159,7 +159,8 @@ def _maker(
 ) -> Callable[[], Publication]:
     """What the worker thread runs; it holds values only, nothing that the event loop changes."""
     job_id = job.job_id
-    spec = replace(job.spec, options=replace(job.spec.options, rank_hosts=job.rank_hosts))
+    options = replace(job.spec.options, rank_hosts=job.rank_hosts, pipelining=job.spec.pipelining)
+    spec = replace(job.spec, options=options)
     servers = planning_servers(
         members,
         spec.shape,

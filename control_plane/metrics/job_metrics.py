@@ -13,7 +13,7 @@ from control_plane.jobs.publication import Publication
 from control_plane.jobs.step import StepRecord
 from control_plane.metrics.server_metrics import PREFIX
 from core_attention.ca_task import Phase
-from core_attention.plan import PhaseForecast
+from core_attention.plan import Plan
 from distca.metric_table import Label, Table, counter, gauge, histogram
 
 _JOB = Label("job_name")
@@ -140,9 +140,7 @@ class JobMetrics:
             self._series.publish_seconds.observe(time.perf_counter() - ready_at)
         self._count_waiting(job)
         for phase in record.phases:
-            forecast = record.plan.forecast(phase)
-            if forecast is not None:
-                self._forecast(name, phase, forecast)
+            self._forecast(name, phase, record.plan)
 
     def plan_failed(self, job: Job, step: int) -> None:
         """No plan could be made for a step."""
@@ -184,10 +182,14 @@ class JobMetrics:
                 predicted / measured
             )
 
-    def _forecast(self, name: str, phase: Phase, forecast: PhaseForecast) -> None:
+    def _forecast(self, name: str, phase: Phase, plan: Plan) -> None:
+        forecast = plan.forecast(phase)
+        at_home, planned = plan.home_imbalance(phase), plan.predicted_imbalance(phase)
+        if forecast is None or at_home is None or planned is None:
+            return
         moved = int(forecast.bytes_in.sum() + forecast.bytes_out.sum())
-        self._series.home_imbalance_ratio.labels(name, phase).set(forecast.home_imbalance)
-        self._series.predicted_imbalance_ratio.labels(name, phase).set(forecast.predicted_imbalance)
+        self._series.home_imbalance_ratio.labels(name, phase).set(at_home)
+        self._series.predicted_imbalance_ratio.labels(name, phase).set(planned)
         self._series.predicted_moved_bytes.labels(name, phase).set(moved)
 
     def _count_waiting(self, job: Job) -> None:

@@ -74,7 +74,8 @@ def reason_of_slots(
     over = slots.imbalance
     at = int(over.argmax())
     running = " ".join("-" if action is None else str(action) for action in pipelining.slots[at])
-    half, busiest = np.unravel_index(int(slots.seconds[:, at].argmax()), slots.seconds[:, at].shape)
+    in_slot = slots.seconds[:, at]
+    half, busiest = map(int, np.unravel_index(int(in_slot.argmax()), in_slot.shape))
     base, seconds = slots.base_seconds[half, at, busiest], slots.seconds[half, at, busiest]
     text = (
         f"{len(over)} slots of {pipelining}: imbalance {over[at]:.3f} "

@@ -53,8 +53,13 @@ def plan(
     Of ``options`` only the tolerance counts.
 
     Raises:
-        PlanError: a segment's rank has no server and no server receives.
+        PlanError: a segment's rank has no server and no server receives; or ranks form pipelines,
+            of which it knows nothing.
     """
+    if options.pipelining is not None:
+        raise PlanError(
+            "planner 'greedy' does not know pipelines; leave planner at its default, 'balanced'"
+        )
     fleet = build_fleet(servers, manifest.n_ranks)
     usable = fleet.receives & (fleet.speed > 0)
     columns = []

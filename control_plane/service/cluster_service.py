@@ -103,10 +103,9 @@ def _step_status(record: StepRecord, n_layers: int) -> cluster_pb2.StepStatus:
 
 
 def _phase_status(record: StepRecord, phase: Phase) -> cluster_pb2.PhaseStatus:
-    forecast = record.plan.forecast(phase)
     return cluster_pb2.PhaseStatus(
         phase=phase.value,
-        home_imbalance=forecast.home_imbalance if forecast else 0.0,
-        predicted_imbalance=forecast.predicted_imbalance if forecast else 0.0,
+        home_imbalance=record.plan.home_imbalance(phase) or 0.0,
+        predicted_imbalance=record.plan.predicted_imbalance(phase) or 0.0,
         measured_imbalance=record.measured_imbalance(phase) or 0.0,
     )

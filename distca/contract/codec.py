@@ -18,10 +18,12 @@ from core_attention.arrays import Int64Array
 from core_attention.ca_task import MaskKind, TaskTable
 from core_attention.cost_model import CostProfile
 from core_attention.manifest import Manifest, RankManifest, SegmentColumns
+from core_attention.pipelining import Pipelining
 from core_attention.plan import PhaseForecast, Plan, PlanServer
+from core_attention.schedule import read_csv, write_csv
 from core_attention.shape import AttentionShape
 from core_attention.tick import MAX_NANO_BATCHES
-from distca.v1 import plan_pb2, profile_pb2
+from distca.v1 import jobs_pb2, plan_pb2, profile_pb2
 
 Columns = dict[str, np.dtype[Any]]
 """Column names of a message and their dtypes on the wire."""
@@ -60,6 +62,10 @@ NO_RANK = -1
 """``in_place_rank`` of a pool server, on the wire."""
 
 
+MAX_SCHEDULE_BYTES = 1 << 20
+"""Of a schedule as CSV: a hundred thousand actions."""
+
+
 class WireError(ValueError):
     """A message cannot be decoded, or a value does not fit into one; names message and field."""
 
@@ -88,6 +94,40 @@ def shape_from_proto(message: profile_pb2.AttentionShape) -> AttentionShape:
             head_dim=message.head_dim,
             head_dim_v=message.head_dim_v,
             dtype=message.dtype,
+        )
+
+
+def pipelining_to_proto(pipelining: Pipelining) -> jobs_pb2.Pipelining:
+    """The message of ``pipelining``."""
+    return jobs_pb2.Pipelining(
+        schedule_name=pipelining.schedule.name,
+        schedule_csv=write_csv(pipelining.schedule),
+        pipeline_ranks=pipelining.pipeline_ranks,
+        layers=pipelining.layers,
+        forward_seconds=pipelining.forward_seconds,
+        backward_seconds=pipelining.backward_seconds,
+    )
+
+
+def pipelining_from_proto(message: jobs_pb2.Pipelining) -> Pipelining:
+    """The pipelining in ``message``.
+
+    Raises:
+        WireError: a field is missing or wrong.
+    """
+    name, text = message.schedule_name, message.schedule_csv
+    if len(text) > MAX_SCHEDULE_BYTES:
+        raise WireError(
+            f"schedule_csv of schedule {name!r} has {len(text)} characters; {MAX_SCHEDULE_BYTES} "
+            "are the most"
+        )
+    with _errors_of("pipelining"):
+        return Pipelining(
+            schedule=read_csv(name, text),
+            pipeline_ranks=tuple(message.pipeline_ranks),
+            layers=tuple(message.layers),
+            forward_seconds=tuple(message.forward_seconds),
+            backward_seconds=tuple(message.backward_seconds),
         )
 
 

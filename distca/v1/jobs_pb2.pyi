@@ -37,7 +37,7 @@ LOSS_CAUSE_CORRUPT_RESULT: LossCause
 LOSS_CAUSE_OWN_SERVER: LossCause
 
 class JobSpec(_message.Message):
-    __slots__ = ("name", "n_ranks", "n_layers", "n_nano_batches", "shape", "placement", "tolerance", "planner", "min_forward_tokens", "min_backward_tokens", "softmax_scale", "checksums", "transport")
+    __slots__ = ("name", "n_ranks", "n_layers", "n_nano_batches", "shape", "placement", "tolerance", "planner", "min_forward_tokens", "min_backward_tokens", "softmax_scale", "checksums", "transport", "pipelining")
     NAME_FIELD_NUMBER: _ClassVar[int]
     N_RANKS_FIELD_NUMBER: _ClassVar[int]
     N_LAYERS_FIELD_NUMBER: _ClassVar[int]
@@ -51,6 +51,7 @@ class JobSpec(_message.Message):
     SOFTMAX_SCALE_FIELD_NUMBER: _ClassVar[int]
     CHECKSUMS_FIELD_NUMBER: _ClassVar[int]
     TRANSPORT_FIELD_NUMBER: _ClassVar[int]
+    PIPELINING_FIELD_NUMBER: _ClassVar[int]
     name: str
     n_ranks: int
     n_layers: int
@@ -64,7 +65,24 @@ class JobSpec(_message.Message):
     softmax_scale: float
     checksums: bool
     transport: str
-    def __init__(self, name: _Optional[str] = ..., n_ranks: _Optional[int] = ..., n_layers: _Optional[int] = ..., n_nano_batches: _Optional[int] = ..., shape: _Optional[_Union[_profile_pb2.AttentionShape, _Mapping]] = ..., placement: _Optional[_Union[Placement, str]] = ..., tolerance: _Optional[float] = ..., planner: _Optional[str] = ..., min_forward_tokens: _Optional[int] = ..., min_backward_tokens: _Optional[int] = ..., softmax_scale: _Optional[float] = ..., checksums: bool = ..., transport: _Optional[str] = ...) -> None: ...
+    pipelining: Pipelining
+    def __init__(self, name: _Optional[str] = ..., n_ranks: _Optional[int] = ..., n_layers: _Optional[int] = ..., n_nano_batches: _Optional[int] = ..., shape: _Optional[_Union[_profile_pb2.AttentionShape, _Mapping]] = ..., placement: _Optional[_Union[Placement, str]] = ..., tolerance: _Optional[float] = ..., planner: _Optional[str] = ..., min_forward_tokens: _Optional[int] = ..., min_backward_tokens: _Optional[int] = ..., softmax_scale: _Optional[float] = ..., checksums: bool = ..., transport: _Optional[str] = ..., pipelining: _Optional[_Union[Pipelining, _Mapping]] = ...) -> None: ...
+
+class Pipelining(_message.Message):
+    __slots__ = ("schedule_name", "schedule_csv", "pipeline_ranks", "layers", "forward_seconds", "backward_seconds")
+    SCHEDULE_NAME_FIELD_NUMBER: _ClassVar[int]
+    SCHEDULE_CSV_FIELD_NUMBER: _ClassVar[int]
+    PIPELINE_RANKS_FIELD_NUMBER: _ClassVar[int]
+    LAYERS_FIELD_NUMBER: _ClassVar[int]
+    FORWARD_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    BACKWARD_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    schedule_name: str
+    schedule_csv: str
+    pipeline_ranks: _containers.RepeatedScalarFieldContainer[int]
+    layers: _containers.RepeatedScalarFieldContainer[int]
+    forward_seconds: _containers.RepeatedScalarFieldContainer[float]
+    backward_seconds: _containers.RepeatedScalarFieldContainer[float]
+    def __init__(self, schedule_name: _Optional[str] = ..., schedule_csv: _Optional[str] = ..., pipeline_ranks: _Optional[_Iterable[int]] = ..., layers: _Optional[_Iterable[int]] = ..., forward_seconds: _Optional[_Iterable[float]] = ..., backward_seconds: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class DescribePoolRequest(_message.Message):
     __slots__ = ()

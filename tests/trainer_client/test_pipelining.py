@@ -11,7 +11,7 @@ import itertools
 import os
 import signal
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -30,19 +30,24 @@ from torch.distributed.pipelining import (
 )
 from torch.multiprocessing.spawn import spawn
 
+from core_attention.errors import ScheduleError
 from core_attention.manifest import RankManifest, Segment
 from core_attention.shape import AttentionShape
 from tests.cluster import Cluster, cluster, keep_profile
 from trainer_client import (
     Pipeline,
+    Pipelining,
     Placement,
     Session,
     SessionError,
     SessionOptions,
     checkpoint,
+    measure_stages,
+    schedule_of,
     submit_ahead,
 )
 from trainer_client import core_attention as served
+from trainer_client.integrations.pipelining import _microbatch, _run_rows_in_turns
 from trainer_client.step.lane import in_nano_batch
 
 RANKS, WIDTH, ROWS, VOCABULARY = 4, 32, 24, 16
@@ -131,6 +136,8 @@ class Case:
         checkpointed: activation checkpoints around blocks.
         kills: by step, the rank, method of its stage and microbatch before which a server dies.
         placement: where servers run.
+        n_rows: nano-batches of a microbatch; more than one is planned by the schedule.
+        is_planned: whether the session knows the schedule.
     """
 
     name: str
@@ -142,6 +149,8 @@ class Case:
     checkpointed: bool = False
     placement: Placement = Placement.IN_PLACE
     kills: tuple[tuple[int, str, int], ...] = ()
+    n_rows: int = 1
+    is_planned: bool = False
 
     @property
     def n_replicas(self) -> int:
@@ -160,6 +169,26 @@ CASES = (
     Case("all forwards first", ScheduleGPipe, 2, 8),
     Case("two stages a rank", ScheduleInterleaved1F1B, 2, 4, n_chunks=2, checkpointed=True),
     Case("backwards in two parts", ScheduleInterleavedZeroBubble, 2, 4, n_chunks=2),
+    Case("idle-aware", Schedule1F1B, 4, 4, is_planned=True),
+    Case("idle-aware, in turns", Schedule1F1B, 4, 5, n_rows=2, is_planned=True, checkpointed=True),
+    Case(
+        "idle-aware, in turns, pool and replicas",
+        Schedule1F1B,
+        2,
+        3,
+        n_rows=2,
+        is_planned=True,
+        placement=Placement.MIXED,
+    ),
+    Case(
+        "idle-aware, two stages a rank",
+        ScheduleInterleavedZeroBubble,
+        2,
+        4,
+        n_chunks=2,
+        n_rows=2,
+        is_planned=True,
+    ),
 )
 N_LAYERS_A_CHUNK = 2
 STEPS = 3
@@ -176,17 +205,19 @@ DYING = Case(
         (0, "backward_one_chunk", 5),  # in the drain, and the last server there is
     ),
 )
+DYING_IN_TURNS = replace(DYING, name="servers die, in turns", n_rows=2, is_planned=True)
 
 
 def documents(case: Case, step: int) -> list[list[list[int]]]:
-    """Lengths by replica and microbatch, ``ROWS`` together; one document where it spans."""
+    """Lengths by replica and nano-batch, ``ROWS`` together in a microbatch."""
     generator = torch.Generator().manual_seed(step)
     found = []
     for _ in range(case.n_replicas):
         microbatches = []
-        for _ in range(case.n_microbatches):
-            cuts = torch.randperm(ROWS - 1, generator=generator)[: int(step % 3 + 1)] + 1
-            ends = [0, *sorted(cuts.tolist()), ROWS]
+        tokens = ROWS // case.n_rows
+        for _ in range(case.n_microbatches * case.n_rows):
+            cuts = torch.randperm(tokens - 1, generator=generator)[: int(step % 3 + 1)] + 1
+            ends = [0, *sorted(cuts.tolist()), tokens]
             microbatches.append([b - a for a, b in itertools.pairwise(ends)])
         found.append(microbatches)
     return found
@@ -220,7 +251,8 @@ def positions_of(lengths: Sequence[int]) -> torch.Tensor:
 
 def ids_of(case: Case, step: int, replica: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(100 * step + replica)
-    return torch.randint(VOCABULARY, (case.n_microbatches, ROWS), generator=generator)
+    size = case.n_microbatches * case.n_rows, ROWS // case.n_rows
+    return torch.randint(VOCABULARY, size, generator=generator)
 
 
 def reference(case: Case, model: Part, step: int) -> tuple[float, Part]:
@@ -228,7 +260,7 @@ def reference(case: Case, model: Part, step: int) -> tuple[float, Part]:
     whole = copy.deepcopy(model)
     total = torch.zeros(())
     all_ids = [ids_of(case, step, replica) for replica in range(case.n_replicas)]
-    for i in range(case.n_microbatches):
+    for i in range(case.n_microbatches * case.n_rows):
         if case.spans:
             batches = [(torch.cat([ids[i] for ids in all_ids]), [ROWS * case.n_replicas])]
         else:
@@ -254,6 +286,32 @@ def kill_before(stage: PipelineStage, method: str, microbatch: int, pid: int) ->
     setattr(stage, method, kill_and_run)
 
 
+def pipelining(case: Case, schedule: Any, parts: Sequence[Part]) -> Pipelining:
+    """What the session needs to know of ``schedule``, with the seconds of these very stages."""
+
+    def run(part: Part) -> torch.Tensor:
+        shape = (case.n_rows, ROWS // case.n_rows)
+        if part.embed is not None:
+            given = torch.zeros(shape, dtype=torch.int64)
+        else:
+            given = torch.zeros(*shape, WIDTH, requires_grad=True)
+        output: torch.Tensor = part(given)
+        return output
+
+    order = schedule_of(schedule)
+    own = {int(next(iter(part.blocks))) // N_LAYERS_A_CHUNK: part for part in parts}
+    seconds = measure_stages(
+        {index: (part, partial(run, part)) for index, part in own.items()}, case.n_stages, ROWS
+    )
+    assert all(parameter.grad is None for part in parts for parameter in part.parameters())
+    return Pipelining(
+        schedule=order,
+        pipeline_ranks=tuple(rank % case.n_pipeline_ranks for rank in range(RANKS)),
+        layers=(N_LAYERS_A_CHUNK,) * case.n_stages,
+        **seconds._asdict(),
+    )
+
+
 def run_case(
     case: Case,
     rank: int,
@@ -262,22 +320,6 @@ def run_case(
     groups: list[Any],
     victims: Sequence[int] = (),
 ) -> None:
-    options = SessionOptions(
-        control_plane=address,
-        job=case.name.replace(" ", "-").replace(",", ""),
-        rank=rank,
-        n_ranks=RANKS,
-        n_layers=N_LAYERS_A_CHUNK * case.n_chunks,
-        n_nano_batches=case.n_microbatches,
-        shape=SHAPE,
-        placement=case.placement,
-        # Servers that die must have work.
-        planner="random" if case.kills else "balanced",
-        data_host="127.0.0.1",
-        one_host=True,
-        profile_dir=Path(folder),
-        probe_bytes=0,
-    )
     replica, at = divmod(rank, case.n_pipeline_ranks)
     torch.manual_seed(0)
     n_layers = N_LAYERS_A_CHUNK * case.n_stages
@@ -292,6 +334,23 @@ def run_case(
     ]
     given = stages if case.n_chunks > 1 else stages[0]
     schedule = case.schedule(given, case.n_microbatches, loss_fn=loss_of, scale_grads=False)
+    options = SessionOptions(
+        control_plane=address,
+        job=case.name.replace(" ", "-").replace(",", ""),
+        rank=rank,
+        n_ranks=RANKS,
+        n_layers=N_LAYERS_A_CHUNK * case.n_chunks,
+        n_nano_batches=case.n_microbatches * case.n_rows,
+        pipelining=pipelining(case, schedule, parts) if case.is_planned else None,
+        shape=SHAPE,
+        placement=case.placement,
+        # Servers that die must have work.
+        planner="random" if case.kills and not case.is_planned else "balanced",
+        data_host="127.0.0.1",
+        one_host=True,
+        profile_dir=Path(folder),
+        probe_bytes=0,
+    )
     with Session.open(options) as session:
         pipeline = Pipeline(session, *stages)
         for step, positions in submitted(case, session):
@@ -349,24 +408,27 @@ def test_pipelines_train_as_one_process_does(tmp_path: Path, pool_of_four: Clust
     spawn(run_rank, (str(tmp_path), pool_of_four.address), nprocs=RANKS)
 
 
-def run_rank_while_servers_die(rank: int, folder: str, address: str, victims: list[int]) -> None:
+def run_rank_while_servers_die(
+    rank: int, folder: str, address: str, victims: list[int], case: Case
+) -> None:
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=RANKS
     )
-    run_case(DYING, rank, folder, address, [dist.new_group(list(range(RANKS)))], victims)
+    run_case(case, rank, folder, address, [dist.new_group(list(range(RANKS)))], victims)
     dist.barrier()
     dist.destroy_process_group()
 
 
 @pytest.mark.slow
-def test_servers_that_die_cost_no_step_of_a_pipeline(tmp_path: Path) -> None:
+@pytest.mark.parametrize("case", [DYING, DYING_IN_TURNS], ids=lambda case: case.name)
+def test_servers_that_die_cost_no_step_of_a_pipeline(tmp_path: Path, case: Case) -> None:
     """In warm-up, steady state and drain, the last of them too: losses and gradients stay."""
     keep_profile(tmp_path, SHAPE)
-    with cluster(tmp_path, len(DYING.kills), node_shape=SHAPE) as running:
+    with cluster(tmp_path, len(case.kills), node_shape=SHAPE) as running:
         nodes = [process for process in running.processes if process is not running.control_plane]
         victims = [node.popen.pid for node in nodes]
-        arguments = (str(tmp_path), running.address, victims)
+        arguments = (str(tmp_path), running.address, victims, case)
         spawn(run_rank_while_servers_die, arguments, nprocs=RANKS)
 
 
@@ -381,9 +443,43 @@ def test_what_is_no_stage_is_refused() -> None:
     with pytest.raises(SessionError, match="NoStage has no forward_one_chunk"):
         Pipeline(session, NoStage())
     stage: Any = SimpleNamespace(forward_one_chunk=print, stage_index=3)
+    session = SimpleNamespace(options=SimpleNamespace(pipelining=None))
     Pipeline(session, stage)
     with pytest.raises(SessionError, match="stage 3 is in a Pipeline already"):
         Pipeline(session, stage)
+
+
+def test_a_microbatch_has_as_many_rows_as_nano_batches() -> None:
+    module = nn.Linear(2, 2)
+    _run_rows_in_turns(module, 2, is_last=True)
+    assert module(torch.zeros(3, 2)).shape == (3, 2)  # outside of microbatches
+    token = _microbatch.set(0)
+    try:
+        with pytest.raises(SessionError, match=r"input 0 of a microbatch has shape \[3, 2\]"):
+            module(torch.zeros(3, 2))
+    finally:
+        _microbatch.reset(token)
+
+
+class Says:
+    """Says in PyTorch's way what it runs."""
+
+    def __init__(self, *orders: str) -> None:
+        self.pipeline_order = {rank: order.split(",") for rank, order in enumerate(orders)}
+
+
+def test_what_a_schedule_says_it_runs() -> None:
+    said = schedule_of(Says("0F0,None,0B0,0REDUCE_GRAD", "1F0,1B0"))
+    assert [list(map(str, said.order(rank))) for rank in range(2)] == [
+        ["0F0", "0B0"],
+        ["1F0", "1B0"],
+    ]
+    single: Any = type("Schedule1F1B", (Says,), {})
+    assert schedule_of(single("0F0,0B0,0F1,0B1,0F2,0B2", "1F1,1F2")).n_microbatches == 3
+    with pytest.raises(SessionError, match="object has no pipeline_order"):
+        schedule_of(object())
+    with pytest.raises(ScheduleError, match="can never start"):
+        schedule_of(Says("0F0,0B0", "1B0,1F0"))
 
 
 def test_a_nano_batch_is_chosen_in_a_step_only() -> None:

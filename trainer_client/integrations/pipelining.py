@@ -1,25 +1,41 @@
 """Stages of ``torch.distributed.pipelining`` whose core attention is served.
 
-A rank of the pipeline is a rank of the job, its microbatches are the job's nano-batches: they may
-run in any order, so every schedule works. Each microbatch's attention is spread over all ranks, so
-ranks whose stage idles serve the others (arXiv 2510.18121, section 4.4).
+A rank of the pipeline is a rank of the job; a microbatch is one of the job's nano-batches, or
+several, which take turns (ping-pong). Microbatches may run in any order, so every schedule works.
+Their attention is spread over all ranks, so ranks whose stage idles serve the others
+(arXiv 2510.18121, section 4.4): more of it where the session knows the schedule
+(``SessionOptions.pipelining``), else evenly.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from core_attention.schedule import Schedule, is_action, read_csv
+from core_attention.schedule_orders import Order, gpipe, one_f_one_b
 from trainer_client.errors import SessionError
+from trainer_client.integrations.fsdp import require_prepared
+from trainer_client.integrations.graphs import outside_graphs
 from trainer_client.integrations.shape_inference import ShapeInference
 from trainer_client.session import Session
 from trainer_client.step.lane import in_nano_batch, require_step
+from trainer_client.step.ping_pong import Call, run_in_turns
 from trainer_client.step.running_step import RunningStep
 
 _IN_ITS_LANE = "_distca_in_its_lane"
 """Marks methods that were replaced."""
+
+_SINGLE: Mapping[str, Order] = {"Schedule1F1B": one_f_one_b, "ScheduleGPipe": gpipe}
+"""Schedules of one stage a rank."""
+
+_microbatch: ContextVar[int | None] = ContextVar("distca_microbatch", default=None)
 
 
 class Pipeline:
@@ -30,14 +46,20 @@ class Pipeline:
     each step what every microbatch holds (:func:`trainer_client.submit_ahead` does), on every rank
     of a pipeline the same documents; then run ``schedule.step(...)`` in ``pipeline.step(n)``.
 
+    With ``SessionOptions.pipelining``, ``n_nano_batches`` may be a multiple of the schedule's
+    microbatches, 2 for ping-pong: then each microbatch has as many rows, tensors of shape
+    ``[rows, ...]``, and each row is a nano-batch; documents do not go over from one to the next.
+
     Args:
         session: of this rank.
         stages: its ``PipelineStage`` objects, those of lower layers first; their
-            ``forward_one_chunk`` is replaced on the objects.
+            ``forward_one_chunk`` is replaced on the objects, and ``forward`` of their modules
+            where a microbatch has several nano-batches.
 
     Raises:
         SessionError: no stages were given, or one has no ``forward_one_chunk``, or is in another
-            ``Pipeline``.
+            ``Pipeline``, or its module is sharded by FSDP2 and not prepared, see
+            :func:`trainer_client.prepare_fsdp`.
     """
 
     def __init__(self, session: Session, *stages: Any) -> None:
@@ -57,10 +79,17 @@ class Pipeline:
                     "one for all stages of the rank, and keep it"
                 )
         self._inference = ShapeInference()
+        options = session.options
+        n_rows = 1
+        if options.pipelining is not None:
+            n_rows = options.n_nano_batches // options.pipelining.schedule.n_microbatches
         for stage in stages:
+            is_last = stage is stages[-1]
             stage.forward_one_chunk = self._in_its_lane(
-                stage.forward_one_chunk, is_last=stage is stages[-1]
+                stage.forward_one_chunk, n_rows, is_last=is_last
             )
+            if n_rows > 1:
+                _run_rows_in_turns(stage.submod, n_rows, is_last=is_last)
 
     @contextmanager
     def step(self, step: int) -> Iterator[RunningStep]:
@@ -73,12 +102,21 @@ class Pipeline:
         with self._session.step(step) as running, self._inference.may_run():
             yield running
 
-    def _in_its_lane(self, forward: Callable[..., Any], *, is_last: bool) -> Callable[..., Any]:
-        """``forward_one_chunk`` of a stage, which runs each microbatch in its own lane."""
+    def _in_its_lane(
+        self, forward: Callable[..., Any], n_rows: int, *, is_last: bool
+    ) -> Callable[..., Any]:
+        """``forward_one_chunk`` of a stage, which runs each microbatch in its own lane, or has its
+        module do so with each of its rows."""
 
         @functools.wraps(forward)
         def forward_one_chunk(fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
             self._inference.is_over = True
+            if n_rows > 1:
+                token = _microbatch.set(fwd_chunk_id)
+                try:
+                    return forward(fwd_chunk_id, *args, **kwargs)
+                finally:
+                    _microbatch.reset(token)
             with in_nano_batch(fwd_chunk_id):
                 output = forward(fwd_chunk_id, *args, **kwargs)
             if is_last:
@@ -87,3 +125,79 @@ class Pipeline:
 
         setattr(forward_one_chunk, _IN_ITS_LANE, True)
         return forward_one_chunk
+
+
+def schedule_of(schedule: Any) -> Schedule:
+    """What a schedule of ``torch.distributed.pipelining`` runs, for ``SessionOptions.pipelining``.
+
+    Raises:
+        SessionError: it does not say what it runs.
+        ScheduleError: what it says is no valid order.
+    """
+    name, orders = type(schedule).__name__, getattr(schedule, "pipeline_order", None)
+    if not orders:
+        raise SessionError(
+            f"{name} has no pipeline_order that says what it runs; read its order from a CSV file "
+            "by core_attention.schedule.read_csv"
+        )
+    texts = [list(filter(is_action, map(str, orders[rank]))) for rank in sorted(orders)]
+    if name in _SINGLE:
+        # PyTorch runs these by loops of their own, and 2.13's list of 1F1B is not what they run.
+        n_microbatches = sum("B" in text for text in texts[0])
+        return _SINGLE[name](len(texts), n_microbatches)
+    return read_csv(name, "\n".join(map(",".join, texts)))
+
+
+def _run_rows_in_turns(module: torch.nn.Module, n_rows: int, *, is_last: bool) -> None:
+    """Has ``module`` run the rows of a microbatch one by one, in turns.
+
+    ``forward`` is replaced on the object: hooks of whoever wraps or shards it stay around it.
+    """
+    if isinstance(module, DistributedDataParallel):
+        module = module.module
+    require_prepared(module)
+    forward = module.forward
+
+    @outside_graphs
+    def in_turns(*args: Any, **kwargs: Any) -> Any:
+        microbatch = _microbatch.get()
+        if microbatch is None:
+            return forward(*args, **kwargs)
+        calls: list[Call] = [
+            (_row_of(args, row, n_rows, "input"), _row_of(kwargs, row, n_rows, "input"))
+            for row in range(n_rows)
+        ]
+        return _joined(run_in_turns(forward, calls, microbatch * n_rows, is_last=is_last))
+
+    module.forward = in_turns
+
+
+def _row_of(value: Any, row: int, n_rows: int, name: str) -> Any:
+    """``value`` with one row of each tensor."""
+    if isinstance(value, torch.Tensor):
+        if not value.ndim or len(value) != n_rows:
+            raise SessionError(
+                f"{name} of a microbatch has shape {list(value.shape)}; its first dimension must "
+                f"be the {n_rows} nano-batches of a microbatch, since the session was opened with "
+                f"n_nano_batches as {n_rows} times the schedule's microbatches"
+            )
+        return value[row : row + 1]
+    if isinstance(value, dict):
+        return {key: _row_of(each, row, n_rows, str(key)) for key, each in value.items()}
+    if isinstance(value, tuple | list):
+        return type(value)(
+            _row_of(each, row, n_rows, f"{name} {at}") for at, each in enumerate(value)
+        )
+    return value
+
+
+def _joined(outputs: list[Any]) -> Any:
+    """The outputs of all rows as one."""
+    if isinstance(outputs[0], torch.Tensor):
+        return torch.cat(outputs)
+    if isinstance(outputs[0], tuple | list):
+        return tuple(map(_joined, map(list, zip(*outputs, strict=True))))
+    raise SessionError(
+        f"a stage gave {type(outputs[0]).__name__}; stages give tensors of shape [rows, ...], or "
+        "tuples of them"
+    )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextvars
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import greenlet
@@ -21,6 +21,9 @@ from trainer_client.step.lane import Lane, current_lane, require_step
 from trainer_client.step.lane_random import RandomState, lane_states
 from trainer_client.step.running_step import RunningStep
 from trainer_client.step.thread_state import ThreadState
+
+Call = tuple[tuple[Any, ...], Mapping[str, Any]]
+"""Arguments, and those with names."""
 
 
 class PingPong(nn.Module):
@@ -62,7 +65,8 @@ class PingPong(nn.Module):
         if not self._checked:
             require_prepared(self.module)
             self._checked = True
-        return _Turns(self.module, running, nano_batches, random).run()
+        calls = [((), batch) for batch in nano_batches]
+        return _Turns(self.module, running, calls, random).run()
 
     def _run_alone(
         self,
@@ -83,22 +87,44 @@ class PingPong(nn.Module):
             current_lane.reset(token)
 
 
+def run_in_turns(
+    forward: Callable[..., Any], calls: Sequence[Call], first: int, *, is_last: bool
+) -> list[Any]:
+    """The outputs of ``forward`` for consecutive nano-batches of the running step, interleaved at
+    the attention points.
+
+    Args:
+        forward: the model, or a part of it.
+        calls: its arguments for each nano-batch.
+        first: the first one's nano-batch.
+        is_last: whether their forward passes are complete by that.
+    """
+    random = lane_states(len(calls))
+    turns = _Turns(forward, require_step(), calls, random, first=first, is_last=is_last)
+    return turns.run()
+
+
 class _Turns:
     """One greenlet per nano-batch; this one hands out the turns, round robin."""
 
     def __init__(
         self,
-        module: nn.Module,
+        forward: Callable[..., Any],
         running: RunningStep,
-        nano_batches: Sequence[Mapping[str, Any]],
+        calls: Sequence[Call],
         random: list[RandomState],
+        *,
+        first: int = 0,
+        is_last: bool = True,
     ) -> None:
-        self._module = module
+        self._forward = forward
         self._running = running
         self._random = random
-        self._outputs: list[Any] = [None] * len(nano_batches)
+        self._first = first
+        self._is_last = is_last
+        self._outputs: list[Any] = [None] * len(calls)
         self._referee = greenlet.getcurrent()
-        self._players = [self._player(index, batch) for index, batch in enumerate(nano_batches)]
+        self._players = [self._player(index, call) for index, call in enumerate(calls)]
 
     def run(self) -> list[Any]:
         state = ThreadState()
@@ -109,7 +135,11 @@ class _Turns:
                     begin = time.perf_counter()
                     player.switch()
                     self._running.record(
-                        f"nano-batch {index}", "turn", begin, time.perf_counter(), "forward"
+                        f"nano-batch {self._first + index}",
+                        "turn",
+                        begin,
+                        time.perf_counter(),
+                        "forward",
                     )
                     state.restore()
                     if player.dead:
@@ -126,17 +156,20 @@ class _Turns:
             state.restore()
             self._random[0].restore()
 
-    def _player(self, index: int, batch: Mapping[str, Any]) -> greenlet.greenlet:
-        context = contextvars.copy_context()
-        context.run(current_lane.set, Lane(self._running, index, lambda: self._give_way(index)))
+    def _player(self, index: int, call: Call) -> greenlet.greenlet:
+        context, nano_batch = contextvars.copy_context(), self._first + index
+        lane = Lane(self._running, nano_batch, lambda: self._give_way(index))
+        context.run(current_lane.set, lane)
+        arguments, named = call
 
         def play() -> None:
             self._random[index].restore()
             try:
-                self._outputs[index] = self._module(**batch)
+                self._outputs[index] = self._forward(*arguments, **named)
             finally:
                 self._random[index] = RandomState.capture()
-            self._running.lane_returned(index)
+            if self._is_last:
+                self._running.lane_returned(nano_batch)
 
         player = greenlet.greenlet(play)
         player.gr_context = context
