@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -29,12 +30,14 @@ class Pipelining:
     """
 
     schedule: Schedule
-    pipeline_ranks: tuple[int, ...]
-    layers: tuple[int, ...]
-    forward_seconds: tuple[float, ...]
-    backward_seconds: tuple[float, ...]
+    pipeline_ranks: Sequence[int]
+    layers: Sequence[int]
+    forward_seconds: Sequence[float]
+    backward_seconds: Sequence[float]
 
     def __post_init__(self) -> None:
+        for name in ("pipeline_ranks", "layers", "forward_seconds", "backward_seconds"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))
         n_stages, n_ranks = self.schedule.n_stages, self.schedule.n_ranks
         for name in ("layers", "forward_seconds", "backward_seconds"):
             given = len(getattr(self, name))
@@ -135,6 +138,6 @@ class Pipelining:
         return side_by_side(self.schedule, self.kind_slots)
 
 
-def _shortened(values: tuple[int, ...], most: int = 16) -> str:
+def _shortened(values: Sequence[int], most: int = 16) -> str:
     text = ", ".join(map(str, values[:most]))
     return f"[{text}, ...]" if len(values) > most else f"[{text}]"

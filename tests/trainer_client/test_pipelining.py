@@ -21,6 +21,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import (
     PipelineStage,
     Schedule1F1B,
@@ -28,7 +30,9 @@ from torch.distributed.pipelining import (
     ScheduleInterleaved1F1B,
     ScheduleInterleavedZeroBubble,
 )
+from torch.distributed.tensor import DTensor
 from torch.multiprocessing.spawn import spawn
+from torch.nn.parallel import DistributedDataParallel
 
 from core_attention.errors import ScheduleError
 from core_attention.manifest import RankManifest, Segment
@@ -43,6 +47,7 @@ from trainer_client import (
     SessionOptions,
     checkpoint,
     measure_stages,
+    prepare_fsdp,
     schedule_of,
     submit_ahead,
 )
@@ -138,6 +143,7 @@ class Case:
         placement: where servers run.
         n_rows: nano-batches of a microbatch; more than one is planned by the schedule.
         is_planned: whether the session knows the schedule.
+        replicated: by what replicas share gradients: nothing, ``"ddp"`` or ``"fsdp"``.
     """
 
     name: str
@@ -151,6 +157,7 @@ class Case:
     kills: tuple[tuple[int, str, int], ...] = ()
     n_rows: int = 1
     is_planned: bool = False
+    replicated: str = ""
 
     @property
     def n_replicas(self) -> int:
@@ -189,6 +196,20 @@ CASES = (
         n_rows=2,
         is_planned=True,
     ),
+)
+SHARED_CASES = tuple(
+    Case(
+        f"replicas, {how}, {n_rows}",
+        Schedule1F1B,
+        2,
+        4,
+        n_rows=n_rows,
+        is_planned=True,
+        replicated=how,
+        checkpointed=n_rows == 2,
+    )
+    for how in ("ddp", "fsdp")
+    for n_rows in (1, 2)
 )
 N_LAYERS_A_CHUNK = 2
 STEPS = 3
@@ -328,9 +349,21 @@ def run_case(
     parts = [Part(model, index, case.n_stages, n_layers) for index in own]
     for part in parts:
         part.checkpointed = case.checkpointed
+    replicas = None
+    if case.replicated:
+        mesh = init_device_mesh(
+            "cpu", (case.n_replicas, case.n_pipeline_ranks), mesh_dim_names=("replica", "stage")
+        )
+        replicas = mesh["replica"]
+    modules: list[nn.Module] = list(parts)
+    if case.replicated == "ddp":
+        assert replicas is not None
+        modules = [
+            DistributedDataParallel(part, process_group=replicas.get_group()) for part in parts
+        ]
     stages = [
         PipelineStage(part, index, case.n_stages, torch.device("cpu"), group=groups[replica])
-        for index, part in zip(own, parts, strict=True)
+        for index, part in zip(own, modules, strict=True)
     ]
     given = stages if case.n_chunks > 1 else stages[0]
     schedule = case.schedule(given, case.n_microbatches, loss_fn=loss_of, scale_grads=False)
@@ -351,6 +384,12 @@ def run_case(
         profile_dir=Path(folder),
         probe_bytes=0,
     )
+    if case.replicated == "fsdp":
+        for part in parts:
+            for block in part.blocks.values():
+                fully_shard(block, mesh=replicas)
+            fully_shard(part, mesh=replicas)
+            prepare_fsdp(part)
     with Session.open(options) as session:
         pipeline = Pipeline(session, *stages)
         for step, positions in submitted(case, session):
@@ -376,12 +415,18 @@ def check(
     case: Case, model: Part, parts: list[Part], step: int, losses: list[torch.Tensor]
 ) -> None:
     expected_loss, whole = reference(case, model, step)
-    own = {name: parameter.grad for part in parts for name, parameter in part.named_parameters()}
+    own = {
+        name: parameter.grad.full_tensor()
+        if isinstance(parameter.grad, DTensor)
+        else parameter.grad
+        for part in parts
+        for name, parameter in part.named_parameters()
+    }
     everybody: list[Any] = [None] * RANKS
     dist.all_gather_object(everybody, (float(sum(losses)), own))
     assert sum(loss for loss, _ in everybody) == pytest.approx(expected_loss, rel=1e-5), case.name
     for name, parameter in whole.named_parameters():
-        # Replicas are summed, as data parallelism does.
+        # Replicas are summed; where they share gradients, each has their mean.
         gradient = sum(gradients[name] for _, gradients in everybody if name in gradients)
         assert parameter.grad is not None
         difference = (gradient - parameter.grad).abs().max() / parameter.grad.abs().max()
@@ -406,6 +451,25 @@ def run_rank(rank: int, folder: str, address: str) -> None:
 def test_pipelines_train_as_one_process_does(tmp_path: Path, pool_of_four: Cluster) -> None:
     keep_profile(tmp_path, SHAPE)
     spawn(run_rank, (str(tmp_path), pool_of_four.address), nprocs=RANKS)
+
+
+def run_rank_of_replicas(rank: int, folder: str, address: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=RANKS
+    )
+    pairs = [dist.new_group(list(range(first, first + 2))) for first in (0, 2)]
+    for case in SHARED_CASES:
+        run_case(case, rank, folder, address, pairs)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+@pytest.mark.slow
+def test_replicas_of_stages_share_their_gradients(tmp_path: Path, pool_of_four: Cluster) -> None:
+    """By DistributedDataParallel and by FSDP2, which must see a microbatch's rows as one."""
+    keep_profile(tmp_path, SHAPE)
+    spawn(run_rank_of_replicas, (str(tmp_path), pool_of_four.address), nprocs=RANKS)
 
 
 def run_rank_while_servers_die(

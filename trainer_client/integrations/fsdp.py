@@ -12,6 +12,7 @@ needs, and every nano-batch would reduce gradients of its own. So both wait for 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 from weakref import WeakSet
@@ -141,7 +142,9 @@ class _LaneGate:
         self._module = module
         self._reshards = reshards
         self._step: RunningStep | None = None
-        self._entered = self._left = self._inside_backward = 0
+        self._entered = self._left = 0
+        # By those that take turns: how many are to leave in the backward pass.
+        self._inside_backward: Counter[range] = Counter()
         self._dtypes: list[torch.dtype] = []
         self._states: list[tuple[Any, Any]] = []
         module.set_reshard_after_forward(False, recurse=False)
@@ -151,14 +154,14 @@ class _LaneGate:
         module.register_forward_hook(self._before_leave, prepend=True)
         module.register_forward_hook(self._leave)
 
-    def leave_backward(self, turn: int) -> None:
-        """The nano-batch that entered as number ``turn`` leaves in the backward pass.
+    def leave_backward(self, turn: int, beside: range) -> None:
+        """The nano-batch that entered as number ``turn`` of ``beside`` leaves in the backward pass.
 
         Raises:
             SessionError: the first one does so before others.
         """
-        self._inside_backward -= 1
-        if turn == 0 and self._inside_backward:
+        self._inside_backward[beside] -= 1
+        if turn == 0 and self._inside_backward[beside]:
             raise SessionError(
                 "the nano-batch that entered a sharded module first has left it in the backward "
                 "pass before another one, whose gradients would be lost; sum the losses of all "
@@ -167,15 +170,15 @@ class _LaneGate:
 
     @outside_graphs
     def _enter(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-        lanes = self._lanes()
-        if lanes is None:
+        beside = self._beside()
+        if beside is None:
             return args, kwargs
-        turn, self._entered = self._entered, (self._entered + 1) % lanes
+        turn, self._entered = self._entered, (self._entered + 1) % len(beside)
         given = _differentiable(args, kwargs)
         if not given:
             return args, kwargs
-        self._inside_backward += 1
-        passed = iter(_Entry.apply(self, turn, *given))  # type: ignore[no-untyped-call]
+        self._inside_backward[beside] += 1
+        passed = iter(_Entry.apply(self, turn, beside, *given))  # type: ignore[no-untyped-call]
         return _replaced(
             args, kwargs, lambda tensor: next(passed) if turn == 0 else _Hidden(next(passed))
         )
@@ -183,7 +186,7 @@ class _LaneGate:
     @outside_graphs
     def _reveal(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
         """Gives the module what was hidden, in the dtype that FSDP2 has given the first lane's."""
-        if self._lanes() is None:
+        if self._beside() is None:
             return args, kwargs
         self._states = [(group, group._training_state) for group in _groups(self._module)]
         hidden = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, _Hidden)]
@@ -200,7 +203,7 @@ class _LaneGate:
     def _before_leave(self, *_: Any) -> None:
         """FSDP2 takes every nano-batch but the first for one that leaves without having entered,
         and would free the weights under those that are still inside."""
-        if self._lanes() is not None:
+        if self._beside() is not None:
             for group, state in self._states:
                 group._training_state = state
 
@@ -208,22 +211,22 @@ class _LaneGate:
     def _leave(self, *_: Any) -> None:
         if recomputes():
             return
-        lanes = self._lanes() or 1
-        self._left = (self._left + 1) % lanes
+        self._left = (self._left + 1) % len(self._beside() or range(1))
         if self._left == 0 and self._reshards:
             self._module.reshard()
 
-    def _lanes(self) -> int | None:
-        """Nano-batches that pass in this step; None: the module runs by itself, or is recomputed,
+    def _beside(self) -> range | None:
+        """The nano-batches that pass in turns; None: the module runs by itself, or is recomputed,
         which FSDP2's hooks let pass too."""
         lane = current_lane.get()
-        if lane is None or recomputes():
+        if lane is None or not lane.beside or recomputes():
             return None
         if lane.running is not self._step:
             # Whatever a step that was given up has left is forgotten.
             self._step = lane.running
-            self._entered = self._left = self._inside_backward = 0
-        return lane.running.job.n_nano_batches
+            self._entered = self._left = 0
+            self._inside_backward.clear()
+        return lane.beside
 
 
 class _Hidden:
@@ -238,17 +241,17 @@ class _Entry(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, gate: _LaneGate, turn: int, *tensors: torch.Tensor
+        ctx: Any, gate: _LaneGate, turn: int, beside: range, *tensors: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
-        ctx.gate, ctx.turn = gate, turn
+        ctx.gate, ctx.turn, ctx.beside = gate, turn, beside
         ctx.set_materialize_grads(False)
         return tuple(tensor.view_as(tensor) for tensor in tensors)
 
     @staticmethod
     @outside_graphs
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        ctx.gate.leave_backward(ctx.turn)
-        return None, None, *gradients
+        ctx.gate.leave_backward(ctx.turn, ctx.beside)
+        return None, None, None, *gradients
 
 
 def _differentiable(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:

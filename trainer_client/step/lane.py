@@ -20,11 +20,13 @@ class Lane:
         running: the step.
         nano_batch: which nano-batch.
         give_way: lets other lanes run; returns when it is this lane's turn again.
+        beside: the nano-batches that take turns with it, itself among them; empty if none do.
     """
 
     running: RunningStep
     nano_batch: int
     give_way: Callable[[], None] = lambda: None
+    beside: range = range(0)
 
 
 current_step: ContextVar[RunningStep | None] = ContextVar("distca_step", default=None)

@@ -75,7 +75,8 @@ class PingPong(nn.Module):
         batch: Mapping[str, Any],
         random: list[RandomState],
     ) -> Any:
-        token = current_lane.set(Lane(running, index))
+        lane = Lane(running, index, beside=range(running.job.n_nano_batches))
+        token = current_lane.set(lane)
         random[index].restore()
         try:
             output = self.module(**batch)
@@ -158,7 +159,8 @@ class _Turns:
 
     def _player(self, index: int, call: Call) -> greenlet.greenlet:
         context, nano_batch = contextvars.copy_context(), self._first + index
-        lane = Lane(self._running, nano_batch, lambda: self._give_way(index))
+        beside = range(self._first, self._first + len(self._outputs))
+        lane = Lane(self._running, nano_batch, lambda: self._give_way(index), beside)
         context.run(current_lane.set, lane)
         arguments, named = call
 
