@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from core_attention.ca_task import Phase
 
-STEP_BITS, LAYER_BITS, NANO_BATCH_BITS = 44, 12, 5
+STEP_BITS, LAYER_BITS, NANO_BATCH_BITS = 41, 12, 8
 MAX_LAYERS = 1 << LAYER_BITS
 MAX_NANO_BATCHES = 1 << NANO_BATCH_BITS
 
@@ -31,7 +31,7 @@ class Tick:
     def tag(self, *, reply: bool) -> int:
         """The transport tag of this tick's request or reply; no two ticks share one.
 
-        Bits, high to low: step 44, layer 12, nano-batch 5, phase 1, reply 1; the top bit stays
+        Bits, high to low: step 41, layer 12, nano-batch 8, phase 1, reply 1; the top bit stays
         free, so that a tag is a signed 64-bit number.
         """
         tag = self.step % (1 << STEP_BITS)

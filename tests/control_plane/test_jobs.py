@@ -365,7 +365,7 @@ def test_finished_job_says_so(jobs: Jobs, job: Job) -> None:
         ({"name": "a/b"}, "name is 'a/b'"),
         ({"n_ranks": 0}, "n_ranks is 0"),
         ({"n_layers": 4097}, "n_layers is 4097"),
-        ({"n_nano_batches": 33}, "n_nano_batches is 33; valid are 1 to 32"),
+        ({"n_nano_batches": 257}, "n_nano_batches is 257; valid are 1 to 256"),
     ],
 )
 def test_impossible_spec_is_refused(changes: dict[str, Any], match: str) -> None:
