@@ -108,6 +108,7 @@ def _plan_tasks(
             links,
             float(options.tolerance),
             n_variants(len(servers)),
+            0.0,
         )
         if outcome.stuck_segment >= 0 or outcome.stuck_server >= 0:
             short = explain.what_is_short(manifest, servers, outcome, batch.low, options, rules)

@@ -17,6 +17,8 @@ from control_plane.planner.survey import HomeWork
 from core_attention.arrays import Float64Array, Int64Array
 
 BISECTIONS = 50
+CONVERGED = 1e-12
+"""Relative excess at which a level counts as found."""
 LARGEST_GROWTH = 1.3
 """Bounds of the estimate; it is corrected by planning again where it is far off."""
 
@@ -173,12 +175,15 @@ def find_level(
     elif homeless_pairs > 0.0:
         return np.inf
     high += most_base
+    takers = np.flatnonzero(receives)
+    if len(others) == 0:
+        return max(_level_of_takers(base, pairs, pair_rate, takers, high), most_base)
     for _ in range(BISECTIONS):
         middle = 0.5 * (low + high)
         capacity = middle * pairs_per_second
         if most_base > 0.0:
             capacity = 0.0
-            for s in np.flatnonzero(receives):
+            for s in takers:
                 capacity += max(middle - base[s], 0.0) / pair_rate[s]
         for s in others:
             capacity += min(load[s], max(middle - base[s], 0.0)) / pair_rate[s]
@@ -187,6 +192,29 @@ def find_level(
         else:
             high = middle
     return max(high, most_base)
+
+
+@compiled_leaf
+def _level_of_takers(
+    base: Float64Array,
+    pairs: float,
+    pair_rate: Float64Array,
+    takers: Int64Array,
+    high: float,
+) -> float:
+    """When ``takers`` have done ``pairs``, at most ``high``. What they can do until a time is
+    convex in it, so Newton's steps come down to the level and never fall below."""
+    level = high
+    for _ in range(BISECTIONS):
+        capacity = pairs_per_second = 0.0
+        for s in takers:
+            if level > base[s]:
+                capacity += (level - base[s]) / pair_rate[s]
+                pairs_per_second += 1.0 / pair_rate[s]
+        if capacity <= pairs * (1.0 + CONVERGED):
+            break
+        level -= (capacity - pairs) / pairs_per_second
+    return level
 
 
 @compiled_leaf

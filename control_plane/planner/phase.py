@@ -103,6 +103,7 @@ def plan_phase(
     links: Links,
     tolerance: float,
     n_variants: int,
+    expected_ratio: float,
 ) -> tuple[Cuts, Outcome]:
     """Plans one phase of one nano-batch.
 
@@ -110,15 +111,17 @@ def plan_phase(
         home: what they take in this phase at home.
         limits: what each server and process may take, before any work is given to it.
         n_variants: plans to make; the cheapest that keeps the tolerance best is returned.
+        expected_ratio: ``Outcome.work_ratio`` of a plan of such work; 0 where there is none.
     """
     setting = Setting(segments, home, fleet, rules, limits, links, tolerance)
     work = weigh(segments, home, fleet, rules.phase)
     n_shifts = MOST_SHIFTS if n_variants > 1 else 0
     plain = Variant(0, 0.0, n_shifts, URGENCIES[0])
-    scale = expected_growth(work, fleet, rules)
+    scale = expected_ratio if expected_ratio > 0.0 else expected_growth(work, fleet, rules)
     lowest = scale * (1.0 - LARGEST_CORRECTION)
     opening = _opening(setting, work, lowest)
-    if len(fleet.rank) >= 4 * SAMPLED_SERVERS and len(work.homeless) == 0:
+    is_large = len(fleet.rank) >= 4 * SAMPLED_SERVERS
+    if is_large and expected_ratio == 0.0 and len(work.homeless) == 0:
         every = len(fleet.rank) // SAMPLED_SERVERS
         scale = _attempt(setting, work, opening, scale, plain, every)[1].work_ratio
     largest_drift = SMALL_FLEET_DRIFT if n_variants > 1 else LARGEST_DRIFT

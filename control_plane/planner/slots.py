@@ -179,6 +179,7 @@ def plan_slots(
             links,
             float(options.tolerance),
             n_variants(len(servers)),
+            sheet.work_ratio[unit.phase],
         )
         if outcome.stuck_segment >= 0 or outcome.stuck_server >= 0:
             stuck = max(outcome.stuck_segment, 0)
@@ -340,6 +341,7 @@ class _Sheet:
         outcomes: of the units so far.
         home: for each phase, ``[n_nano_batches, n_ranks]`` seconds at home.
         sums: for each phase, what the tasks so far cost each server.
+        work_ratio: for each phase, the newest outcome's; 0 before.
     """
 
     def __init__(self, manifest: Manifest, fleet: Fleet, table: Timetable) -> None:
@@ -360,6 +362,7 @@ class _Sheet:
         self._rows = np.zeros(self._busy.shape, dtype=np.int64)
         self._tasks: dict[Phase, list[TaskTable]] = {phase: [] for phase in Phase}
         self.outcomes: list[Outcome] = []
+        self.work_ratio = dict.fromkeys(Phase, 0.0)
         self.home = {phase: np.zeros((n_nano, n_ranks)) for phase in Phase}
         self.sums = {phase: TaskSums.none(n_nano, n_servers) for phase in Phase}
 
@@ -398,6 +401,7 @@ class _Sheet:
         documents = work.documents[tasks.document]
         self._tasks[phase].append(TaskTable(documents, tasks.q_begin, tasks.q_end, tasks.server))
         self.outcomes.append(outcome)
+        self.work_ratio[phase] = outcome.work_ratio
 
     def check_rows(self, servers: Sequence[PlanningServer]) -> None:
         """Checks that each server can hold what it serves in each slot.

@@ -197,7 +197,7 @@ def test_segments_outside_their_document_are_refused(segment: Segment, match: st
         ({"offset": b""}, "columns of different lengths: .*'offset': 0"),
         ({"nano_batch": b"\2\0\0\0" * 3}, r"nano_batch: .* has 2; valid are 0 to 1"),
         ({"n_nano_batches": 0}, "n_nano_batches is 0; valid are 1 to 256"),
-        ({"n_nano_batches": 33}, "n_nano_batches is 33"),
+        ({"n_nano_batches": 257}, "n_nano_batches is 257"),
         ({"step": 2**63}, "step is 9223372036854775808"),
     ],
 )
