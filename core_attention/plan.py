@@ -95,15 +95,22 @@ class SlotForecast:
     def imbalance(self) -> Float64Array:
         """``[n_slots]`` busiest server's seconds / level, the worst half; 1.0 where nothing is to
         do."""
-        return self._over_level(self.seconds)
+        level = self.level_seconds
+        worst = self.seconds.max(axis=2) / np.where(level > 0, level, 1.0)
+        return np.asarray(np.where(level > 0, worst, 1.0).max(axis=0))
 
     @property
-    def home_imbalance(self) -> Float64Array:
+    def step_imbalance(self) -> float:
+        """By which factor the slots together take longer than their levels."""
+        return self._over_levels(self.seconds)
+
+    @property
+    def home_imbalance(self) -> float:
         """The same if nothing moved."""
-        return self._over_level(self.home_seconds)
+        return self._over_levels(self.home_seconds)
 
     def measured_imbalance(self, attention_seconds: Float64Array) -> float:
-        """The worst slot's, by what servers measured of the whole step.
+        """``step_imbalance`` by what servers measured of the whole step.
 
         A server runs tasks of several slots side by side, so each one's seconds are spread over the
         slots as the planner expected them.
@@ -119,12 +126,11 @@ class SlotForecast:
             base_seconds=self.base_seconds,
             seconds=self.base_seconds + expected * scale,
         )
-        return float(measured.imbalance.max())
+        return measured.step_imbalance
 
-    def _over_level(self, seconds: Float64Array) -> Float64Array:
-        level = self.level_seconds
-        worst = np.where(level > 0, seconds.max(axis=2) / np.where(level > 0, level, 1.0), 1.0)
-        return np.asarray(worst.max(axis=0))
+    def _over_levels(self, seconds: Float64Array) -> float:
+        level = float(self.level_seconds.sum())
+        return float(seconds.max(axis=2).sum()) / level if level else 1.0
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -178,17 +184,17 @@ class Plan:
         return self.forward_forecast if phase is Phase.FORWARD else self.backward_forecast
 
     def home_imbalance(self, phase: Phase) -> float | None:
-        """Busiest over mean if nothing moved, the worst nano-batch; of pipelines busiest over the
-        level of its slot, the worst slot of both phases. None in a slice."""
+        """Busiest over mean if nothing moved, the worst nano-batch; of pipelines
+        ``SlotForecast.home_imbalance`` of both phases together. None in a slice."""
         if self.slots is not None:
-            return float(self.slots.home_imbalance.max())
+            return self.slots.home_imbalance
         forecast = self.forecast(phase)
         return forecast.home_imbalance if forecast else None
 
     def predicted_imbalance(self, phase: Phase) -> float | None:
         """The same under the plan."""
         if self.slots is not None:
-            return float(self.slots.imbalance.max())
+            return self.slots.step_imbalance
         forecast = self.forecast(phase)
         return forecast.predicted_imbalance if forecast else None
 

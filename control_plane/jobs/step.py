@@ -176,9 +176,9 @@ class StepRecord:
         return float((forecast.seconds[:, index] * layers).sum())
 
     def measured_imbalance(self, phase: Phase) -> float | None:
-        """Worst over nano-batches of max / mean measured busy seconds over the plan's servers; of
-        pipelines the worst slot of both phases over its level. None until every server with a task
-        has reported, or if a part of the step ran under another plan."""
+        """Worst over nano-batches of max / mean measured busy seconds over the plan's servers;
+        of pipelines ``SlotForecast.measured_imbalance``. None until every server with a task has
+        reported, or if a part of the step ran under another plan."""
         if not self.runs_whole or not self.serving <= self.servers.keys():
             return None
         slots = self.plan.slots

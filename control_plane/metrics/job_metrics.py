@@ -27,7 +27,8 @@ class JobTable(Table):
     prefix = PREFIX
 
     home_imbalance_ratio = gauge(
-        "Max over mean busy seconds of the ranks if nothing moved, in the last planned step.",
+        "Max over mean busy seconds of the ranks if nothing moved, in the last planned step; of "
+        "pipelines, slots over their levels.",
         _JOB,
         _PHASE,
     )

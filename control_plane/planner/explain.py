@@ -78,10 +78,10 @@ def reason_of_slots(
     half, busiest = map(int, np.unravel_index(int(in_slot.argmax()), in_slot.shape))
     base, seconds = slots.base_seconds[half, at, busiest], slots.seconds[half, at, busiest]
     text = (
-        f"{len(over)} slots of {pipelining}: imbalance {over[at]:.3f} "
-        f"({slots.home_imbalance.max():.3f} at home), bounded in slot {at} ({running}) by server "
-        f"{servers[busiest].server.server_id} with {seconds * 1e3:.3f} ms, {base * 1e3:.3f} ms of "
-        "them its rank's own"
+        f"{len(over)} slots of {pipelining}: imbalance {slots.step_imbalance:.3f} "
+        f"({slots.home_imbalance:.3f} at home); most, {over[at]:.3f}, in slot {at} ({running}), "
+        f"bounded by server {servers[busiest].server.server_id} with {seconds * 1e3:.3f} ms, "
+        f"{base * 1e3:.3f} ms of them its rank's own"
     )
     n_chunks = sum(outcome.n_chunks for outcome in outcomes)
     if n_chunks == 0:

@@ -142,7 +142,7 @@ def test_where_actions_take_one_slot_each_slot_is_at_its_level(
     # 0.04 for the rates of pieces, and because the second plan of a slot takes nothing back of what
     # the first has spread up to its own tolerance.
     assert slots.imbalance.max() <= 1 + TOLERANCE + 0.04
-    assert slots.home_imbalance.max() > 1.5
+    assert slots.home_imbalance > 1.2 > slots.step_imbalance
 
 
 def test_idle_ranks_take_more_in_1f1b() -> None:

@@ -136,7 +136,7 @@ def test_backwards_in_two_parts_leave_less_to_idle() -> None:
     ],
 )
 def test_the_level_of_base_and_work(base: list[float], work: float, level: float) -> None:
-    assert level_seconds(np.array(base), work) == pytest.approx(level)
+    assert level_seconds(np.array(base), np.array(work)) == pytest.approx(level)
 
 
 def times(name: str, in_flight: float, alone: float, pooled: float, waits: float) -> ScheduleTimes:

@@ -47,6 +47,19 @@ def require_step() -> RunningStep:
     return running
 
 
+def check_nano_batch(running: RunningStep, index: int) -> None:
+    """Checks that ``running`` has nano-batch ``index``.
+
+    Raises:
+        SessionError: it has not.
+    """
+    if not 0 <= index < running.job.n_nano_batches:
+        raise SessionError(
+            f"nano-batch {index} of step {running.step} was chosen; the job has n_nano_batches="
+            f"{running.job.n_nano_batches}, numbered from 0"
+        )
+
+
 @contextmanager
 def in_nano_batch(index: int) -> Iterator[None]:
     """Code in the block computes nano-batch ``index`` of the running step.
@@ -59,11 +72,7 @@ def in_nano_batch(index: int) -> Iterator[None]:
         SessionError: no step is running, or it has no such nano-batch.
     """
     running = require_step()
-    if not 0 <= index < running.job.n_nano_batches:
-        raise SessionError(
-            f"nano-batch {index} of step {running.step} was chosen; the job has n_nano_batches="
-            f"{running.job.n_nano_batches}, numbered from 0"
-        )
+    check_nano_batch(running, index)
     token = current_lane.set(Lane(running, index))
     try:
         yield

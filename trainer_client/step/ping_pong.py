@@ -17,7 +17,7 @@ from torch import nn
 from trainer_client.errors import SessionError
 from trainer_client.integrations.fsdp import require_prepared
 from trainer_client.integrations.graphs import outside_graphs
-from trainer_client.step.lane import Lane, current_lane, require_step
+from trainer_client.step.lane import Lane, check_nano_batch, current_lane, require_step
 from trainer_client.step.lane_random import RandomState, lane_states
 from trainer_client.step.running_step import RunningStep
 from trainer_client.step.thread_state import ThreadState
@@ -99,9 +99,14 @@ def run_in_turns(
         calls: its arguments for each nano-batch.
         first: the first one's nano-batch.
         is_last: whether their forward passes are complete by that.
+
+    Raises:
+        SessionError: no step is running, or it has no such nano-batches.
     """
+    running = require_step()
+    check_nano_batch(running, first + len(calls) - 1)
     random = lane_states(len(calls))
-    turns = _Turns(forward, require_step(), calls, random, first=first, is_last=is_last)
+    turns = _Turns(forward, running, calls, random, first=first, is_last=is_last)
     return turns.run()
 
 
