@@ -20,6 +20,7 @@ from distca.commands import (
     local,
     plan,
     profile,
+    schedule,
     simulate,
     top,
     train,
@@ -105,6 +106,7 @@ app.command("wireguard")(wireguard.wireguard)
 app.command("top")(top.top)
 app.command("profile")(profile.profile)
 app.command("plan")(plan.plan)
+app.command("schedule")(schedule.schedule)
 app.command("simulate")(simulate.simulate)
 
 

@@ -10,6 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from core_attention.schedule import read_csv
+from core_attention.schedule_orders import SCHEDULES
+
 COMMANDS = (
     "control-plane",
     "attention-node",
@@ -21,6 +24,7 @@ COMMANDS = (
     "certs",
     "profile",
     "plan",
+    "schedule",
     "simulate",
 )
 
@@ -129,3 +133,28 @@ def test_profile_measures_and_saves(tmp_path: Path) -> None:
     ended = distca("profile", "--shape=1:1:8:float32", "--quick", f"--output={path}")
     assert ended.returncode == 0, ended.stderr
     assert json.loads(path.read_text())["shape"]["num_heads"] == 1
+
+
+def test_schedules_are_written_as_they_are_read(tmp_path: Path) -> None:
+    shown = distca("schedule", "--name=zero-bubble", "--ranks=3", "--microbatches=5")
+    assert shown.returncode == 0
+    assert read_csv("zero-bubble", shown.stdout) == SCHEDULES["zero-bubble"](3, 5)
+    assert "3 stages on 3 ranks, 5 microbatches, at most 3 of them in flight" in shown.stderr
+    path = tmp_path / "order.csv"
+    assert distca("schedule", "--ranks=3", "--microbatches=5", f"--output={path}").stdout == ""
+    assert path.read_text() == shown.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--name=gantt"], "--name is 'gantt'; valid are 1f1b"),
+        (["--ranks=0"], "n_stages is 0"),
+        (["--name=interleaved", "--microbatches=5"], "they must be a multiple of the ranks"),
+        (["--output=/nowhere/order.csv"], "/nowhere"),
+    ],
+)
+def test_schedules_that_there_are_not_are_named(arguments: list[str], said: str) -> None:
+    shown = distca("schedule", *arguments)
+    assert shown.returncode == 2
+    assert said in " ".join(shown.stderr.replace("│", " ").split())

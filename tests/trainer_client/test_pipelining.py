@@ -10,6 +10,7 @@ import copy
 import itertools
 import os
 import signal
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -30,12 +31,15 @@ from torch.distributed.pipelining import (
     ScheduleInterleaved1F1B,
     ScheduleInterleavedZeroBubble,
 )
+from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.spawn import spawn
 from torch.nn.parallel import DistributedDataParallel
 
 from core_attention.errors import ScheduleError
 from core_attention.manifest import RankManifest, Segment
+from core_attention.schedule import write_csv
+from core_attention.schedule_orders import SCHEDULES
 from core_attention.shape import AttentionShape
 from tests.cluster import Cluster, cluster, keep_profile
 from trainer_client import (
@@ -133,7 +137,7 @@ class Case:
 
     Attributes:
         name: in errors.
-        schedule: of PyTorch.
+        schedule: of PyTorch: its class, or what makes one.
         n_pipeline_ranks: of each pipeline; the others are replicas.
         n_microbatches: of each replica.
         n_chunks: stages a rank.
@@ -147,7 +151,7 @@ class Case:
     """
 
     name: str
-    schedule: type[Any]
+    schedule: Callable[..., Any]
     n_pipeline_ranks: int
     n_microbatches: int
     n_chunks: int = 1
@@ -166,6 +170,16 @@ class Case:
     @property
     def n_stages(self) -> int:
         return self.n_pipeline_ranks * self.n_chunks
+
+
+def zero_bubble(stage: PipelineStage, n_microbatches: int, **options: Any) -> Any:
+    """PyTorch's runtime with our order, which it reads as CSV."""
+    schedule = _PipelineScheduleRuntime([stage], n_microbatches, **options)
+    with tempfile.NamedTemporaryFile("w", suffix=".csv") as file:
+        file.write(write_csv(SCHEDULES["zero-bubble"](stage.num_stages, n_microbatches)))
+        file.flush()
+        schedule._load_csv(file.name)
+    return schedule
 
 
 CASES = (
@@ -187,6 +201,7 @@ CASES = (
         is_planned=True,
         placement=Placement.MIXED,
     ),
+    Case("idle-aware, zero-bubble", zero_bubble, 4, 5, n_rows=2, is_planned=True),
     Case(
         "idle-aware, two stages a rank",
         ScheduleInterleavedZeroBubble,

@@ -1,0 +1,52 @@
+"""``distca schedule``: pipeline schedules as CSV files, as ``torch.distributed.pipelining`` runs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, ClassVar
+
+import typer
+
+from core_attention.schedule_orders import SCHEDULES
+from distca.options import options_from
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScheduleSettings:
+    """Which schedule, and for which pipeline."""
+
+    PANEL: ClassVar = "Schedule"
+
+    name: Annotated[str, typer.Option(help=f"One of {', '.join(SCHEDULES)}.")] = "zero-bubble"
+    ranks: Annotated[int, typer.Option(help="Ranks of a pipeline.")] = 4
+    microbatches: Annotated[int, typer.Option(help="Microbatches of a step.")] = 8
+    output: Annotated[
+        Path | None, typer.Option(help="Write it to this file instead of the terminal.")
+    ] = None
+
+
+@options_from
+def schedule(settings: ScheduleSettings) -> None:
+    """Write a pipeline schedule as CSV: a line a rank, with actions like 2F0 (stage, forward,
+    microbatch) in the order of time; F, B, or I and W for backwards in two parts.
+
+    Example: distca schedule --name zero-bubble --ranks 4 --microbatches 8 --output zb.csv
+    """
+    from core_attention.schedule import write_csv
+    from core_attention.whole_file import write_whole
+    from distca.preview.errors import wrong_input_ends
+
+    if settings.name not in SCHEDULES:
+        raise typer.BadParameter(f"--name is {settings.name!r}; valid are {', '.join(SCHEDULES)}")
+    with wrong_input_ends():
+        made = SCHEDULES[settings.name](settings.ranks, settings.microbatches)
+        if settings.output is None:
+            typer.echo(write_csv(made), nl=False)
+        else:
+            write_whole(settings.output, write_csv(made))
+    typer.echo(
+        f"{made.name}: {made.n_stages} stages on {made.n_ranks} ranks, {made.n_microbatches} "
+        f"microbatches, at most {made.peak_in_flight:g} of them in flight on a rank",
+        err=True,
+    )
