@@ -1,4 +1,4 @@
-"""``distca schedule``: pipeline schedules as CSV files, as ``torch.distributed.pipelining`` runs."""
+"""``distca schedule``: pipeline schedules as CSV, as ``torch.distributed.pipelining`` runs them."""
 
 from __future__ import annotations
 
