@@ -27,8 +27,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import PretrainedConfig, PreTrainedModel
 
+from trainer_client.integrations.checkpointing import Checkpoints
 from trainer_client.integrations.documents import CHECKED, Documents, documents_of
 from trainer_client.integrations.graphs import outside_graphs
+from trainer_client.integrations.shape_inference import is_shape_inference
 from trainer_client.integrations.untouched import untouched
 from trainer_client.step.lane import current_lane, current_step, require_lane
 
@@ -254,7 +256,7 @@ def hook_before_forward(model: PreTrainedModel) -> None:
 def _before_forward(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     if current_check.get() is not None or (current_lane.get() or current_step.get()) is None:
         return
-    if not _asks_for_us(model):
+    if is_shape_inference(Checkpoints().recomputed) or not _asks_for_us(model):
         return
     told = {
         name: value

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
+from trainer_client.integrations.checkpointing import Checkpoints
 from trainer_client.integrations.document_check import (
     IMPLEMENTATION,
     UnsupportedArgument,
@@ -30,6 +31,7 @@ from trainer_client.integrations.document_check import (
 from trainer_client.integrations.documents import CHECKED, Documents, documents_of
 from trainer_client.integrations.graphs import outside_graphs
 from trainer_client.integrations.probe import current_recorder
+from trainer_client.integrations.shape_inference import is_shape_inference, of_the_right_shape
 from trainer_client.step.lane import Lane, require_lane
 from trainer_client.step.operation import core_attention
 
@@ -104,6 +106,10 @@ def distca_attention(
         ValueError: position_ids or cu_seq_lens do not match the manifest.
         SessionError: no step is running.
     """
+    checkpoints = Checkpoints()
+    if is_shape_inference(checkpoints.recomputed):
+        q, k, v = (tensor.transpose(1, 2) for tensor in (query, key, value))
+        return of_the_right_shape(q, k, v, checkpoints), None
     recorder = current_recorder.get()
     documents = _NOT_PLANNED if recorder else _documents()
     is_causal = getattr(module, "is_causal", True) and kwargs.pop("is_causal", None) is not False
@@ -155,6 +161,8 @@ def distca_mask(
     if q_length != kv_length or q_offset or kv_offset:
         return _UnsupportedMask(f"a cache ({q_length} queries, {kv_length} keys)")
     if mask_function is None or current_recorder.get() is not None:
+        return None
+    if is_shape_inference(Checkpoints().recomputed):
         return None
     documents = _documents()
     window = kwargs.get("local_size")
