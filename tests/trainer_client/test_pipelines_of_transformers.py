@@ -44,6 +44,25 @@ class LogitsOf(nn.Module):
         return logits
 
 
+class LayersOf(nn.Module):
+    """The same by hand, as stages that hold some of a model's layers are written."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, ids: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
+        base = self.model.model
+        hidden = base.embed_tokens(ids)
+        rotary = base.rotary_emb(hidden, position_ids)
+        for layer in base.layers:
+            hidden = layer(
+                hidden, attention_mask=None, position_ids=position_ids, position_embeddings=rotary
+            )
+        logits: torch.Tensor = self.model.lm_head(base.norm(hidden))
+        return logits
+
+
 def model_with(attention: str) -> Any:
     config = AutoConfig.for_model(
         "llama",
@@ -71,15 +90,16 @@ def alone(tmp_path: Path) -> Iterator[None]:
     dist.destroy_process_group()
 
 
+@pytest.mark.parametrize("kind", [LogitsOf, LayersOf])
 @pytest.mark.parametrize("checkpointed", [False, True])
 def test_a_transformers_model_trains_as_a_stage(
-    tmp_path: Path, pool_of_four: Cluster, alone: None, checkpointed: bool
+    tmp_path: Path, pool_of_four: Cluster, alone: None, checkpointed: bool, kind: type[Any]
 ) -> None:
     model = model_with(IMPLEMENTATION)
     expected = copy.deepcopy(model_with("eager"))
     if checkpointed:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    module = LogitsOf(model)
+    module = kind(model)
     stage = PipelineStage(module, 0, 1, torch.device("cpu"))
     schedule = Schedule1F1B(stage, MICROBATCHES, loss_fn=loss_of, scale_grads=False)
     positions = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in LENGTHS])
@@ -90,7 +110,7 @@ def test_a_transformers_model_trains_as_a_stage(
     assert min(*seconds.forward_seconds, *seconds.backward_seconds) > 0
     options: dict[str, Any] = {
         "control_plane": pool_of_four.address,
-        "job": f"llama-{checkpointed}",
+        "job": f"llama-{kind.__name__}-{checkpointed}",
         "rank": 0,
         "n_ranks": 1,
         "n_nano_batches": MICROBATCHES * ROWS,
