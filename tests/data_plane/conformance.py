@@ -750,8 +750,9 @@ class TransportConformance:
         result = pair.client.probe(pair.at_client, 2**20, 10, WAIT_SECONDS)
         assert (result.nbytes, result.transport) == (2**20, pair.client.name)
         assert result.peer == pair.at_client.peer
-        assert result.gigabytes_per_second > 0.05
-        assert 0 < result.round_trip_seconds < 0.5
+        # How fast depends on what else runs; it ended within the deadline, and no link is that fast.
+        assert 10 * 2**20 / WAIT_SECONDS / 1e9 < result.gigabytes_per_second < 1000
+        assert 0 < result.round_trip_seconds < WAIT_SECONDS
         received = pair.pool.acquire(10)
         pair.at_client.put(1, pair.filled(10), WAIT_SECONDS)
         pair.at_server.offer(1, received, WAIT_SECONDS).wait(WAIT_SECONDS)
