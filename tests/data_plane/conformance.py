@@ -750,7 +750,7 @@ class TransportConformance:
         result = pair.client.probe(pair.at_client, 2**20, 10, WAIT_SECONDS)
         assert (result.nbytes, result.transport) == (2**20, pair.client.name)
         assert result.peer == pair.at_client.peer
-        # How fast depends on what else runs; it ended within the deadline, and no link is that fast.
+        # How fast depends on what else runs: it ended within the deadline, and no link is faster.
         assert 10 * 2**20 / WAIT_SECONDS / 1e9 < result.gigabytes_per_second < 1000
         assert 0 < result.round_trip_seconds < WAIT_SECONDS
         received = pair.pool.acquire(10)
