@@ -60,11 +60,13 @@ demo: $(INSTALLED)
 	@$(BIN)/distca local --mode in-place --name demo-in-place $(DEMO)
 
 # Two processes, each with whole modules, since starting a module's servers takes longer than its tests.
-# Planners are compiled first, once, as no test should have to wait for it.
+# Planners are compiled first, once, as no test should have to wait for it. Up to three tests that fail
+# beside others run once more, alone: see tools/run_tests.py.
 test: $(INSTALLED)
 	@$(BIN)/python -c 'from control_plane.planner.planners import PLANNERS, prepare; \
 	  [prepare(planner) for planner in PLANNERS.values()]'
-	@$(BIN)/python -m pytest --ignore=tests/helm -m "not faults" --numprocesses=2 --dist=loadscope $(PYTEST)
+	@$(BIN)/python -m tools.run_tests --again 3 -- \
+	  --ignore=tests/helm -m "not faults" --numprocesses=2 --dist=loadscope $(PYTEST)
 
 # One at a time: a job that loses processes to another test tells nothing.
 test-faults: $(INSTALLED)

@@ -142,13 +142,13 @@ def test_a_draining_node_does_without_a_control_plane() -> None:
 
 def test_an_operators_drain_is_told_once() -> None:
     with (
-        running(coordinator={"lease_seconds": 0.6}) as control_plane,
+        running(coordinator={"lease_seconds": 2.0}) as control_plane,
         client_of(control_plane.address) as client,
         node_of(control_plane.address) as node,
     ):
         client.membership.DrainServer(membership_pb2.DrainServerRequest(server_id="n0"))
         eventually(lambda: "drain" in node.told)
-        assert not node.lost.wait(0.7)
+        assert not node.lost.wait(2.3)
         assert node.told == ["registered", "drain"]
 
 
@@ -161,7 +161,7 @@ def test_a_name_of_a_server_that_lives_is_refused_after_a_lease() -> None:
         began = time.monotonic()
         with pytest.raises(rpc.AlreadyExists, match=r"'n0' is held by a server .* which lives"):
             other.membership.join()
-        assert 1.0 <= time.monotonic() - began < 5.0
+        assert 1.0 <= time.monotonic() - began < 10.0
         other.membership.leave()
 
 
@@ -176,7 +176,7 @@ def test_a_name_that_stays_held_is_refused_in_time() -> None:
 
 def test_a_server_takes_the_name_of_one_whose_lease_ends_meanwhile() -> None:
     with (
-        running(coordinator={"lease_seconds": 0.8}) as control_plane,
+        running(coordinator={"lease_seconds": 2.0}) as control_plane,
         client_of(control_plane.address) as client,
     ):
         client.register("n0")

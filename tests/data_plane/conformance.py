@@ -414,7 +414,7 @@ class TransportConformance:
         for transfer in (offer, put):
             with pytest.raises(PeerLost):
                 transfer.wait(WAIT_SECONDS)
-        assert time.monotonic() - start < 1.0
+        assert time.monotonic() - start < WAIT_SECONDS / 2
         eventually(lambda: len(ended) == 1)
         assert isinstance(ended[0], self.loss_of_a_killed_peer)
         assert connection.closed
@@ -444,9 +444,9 @@ class TransportConformance:
         with contextlib.suppress(PeerLost):
             # Or it was done before the signal came: both are right.
             transfer.wait(WAIT_SECONDS)
-        assert time.monotonic() - start < 1.0
+        assert time.monotonic() - start < WAIT_SECONDS / 2
         buffer.release()
-        eventually(lambda: pool.stats().in_use_bytes == 0, 2.0)
+        eventually(lambda: pool.stats().in_use_bytes == 0)
 
     def test_stopped_peer_runs_into_the_deadline(
         self, transport: Transport, pool: BufferPool, peer: PeerProcess
@@ -458,7 +458,7 @@ class TransportConformance:
         bystander = connection.put(2, pool.acquire(LARGE_BYTES), 30.0)
         with pytest.raises(TransferTimeout, match="tag 1"):
             offer.wait(WAIT_SECONDS)
-        assert 0.35 < time.monotonic() - start < 1.5
+        assert 0.35 < time.monotonic() - start < WAIT_SECONDS / 2
         with pytest.raises(PeerLost, match="tag 1"):
             bystander.wait(WAIT_SECONDS)
         assert connection.closed
@@ -480,14 +480,14 @@ class TransportConformance:
         except TransferTimeout:
             buffer.release()
             if self.stops_transfers:
-                eventually(lambda: pool.stats().in_use_bytes == 0, 2.0)
+                eventually(lambda: pool.stats().in_use_bytes == 0)
             reused = pool.acquire(LARGE_BYTES)
             reused.tensor.fill_(FILL + 1)
             peer.resume()
             time.sleep(0.3)
             assert bool((reused.tensor == FILL + 1).all())
             reused.release()
-            eventually(lambda: pool.stats().in_use_bytes == 0, 5.0)
+            eventually(lambda: pool.stats().in_use_bytes == 0)
 
     def test_reconnect_after_a_peer_died(
         self, transport: Transport, pool: BufferPool, peer: PeerProcess
@@ -546,7 +546,7 @@ class TransportConformance:
         connection.ping(0.5)
         with pytest.raises(PeerLost, match="no sign of life for"):
             offer.wait(WAIT_SECONDS)
-        assert 0.4 < time.monotonic() - start < 1.5
+        assert 0.4 < time.monotonic() - start < WAIT_SECONDS / 2
         assert connection.closed
 
     def test_peer_that_stopped_for_a_moment_is_kept(
@@ -590,7 +590,7 @@ class TransportConformance:
         start = time.monotonic()
         with pytest.raises(ConnectFailed, match=str(address.port)):
             transport.connect(address, b"", 5.0, secret=SECRET)
-        assert time.monotonic() - start < 6.0
+        assert time.monotonic() - start < 5.0 + WAIT_SECONDS
 
     def test_host_does_not_resolve(self, transport: Transport) -> None:
         with pytest.raises(ConnectFailed, match="resolve"):
@@ -603,7 +603,7 @@ class TransportConformance:
         start = time.monotonic()
         with pytest.raises(ConnectFailed):
             transport.connect(peer.address, b"", 0.5, secret=SECRET)
-        assert time.monotonic() - start < 2.0
+        assert time.monotonic() - start < WAIT_SECONDS / 2
 
     def test_refused_hello_carries_the_reason(
         self, transport: Transport, server: Transport
@@ -712,7 +712,7 @@ class TransportConformance:
         start = time.monotonic()
         pair.client.close()
         pair.client.close()
-        assert time.monotonic() - start < 2.0
+        assert time.monotonic() - start < WAIT_SECONDS / 2
         with pytest.raises(TransportClosed):
             offer.wait(1.0)
         with pytest.raises(TransportClosed):
@@ -729,10 +729,10 @@ class TransportConformance:
         time.sleep(0.05)
         start = time.monotonic()
         transport.close()
-        assert time.monotonic() - start < 2.0
+        assert time.monotonic() - start < WAIT_SECONDS / 2
         with pytest.raises(TransportClosed):
             put.wait(1.0)
-        eventually(lambda: pool.stats().idle_bytes == 0, 1.0)
+        eventually(lambda: pool.stats().idle_bytes == 0)
 
     # Cost and measurement
 

@@ -65,7 +65,7 @@ class RawClient:
             self._worker.progress()
             return condition()
 
-        eventually(progressed, 5.0)
+        eventually(progressed)
 
     @property
     def lost(self) -> bool:

@@ -232,7 +232,7 @@ def test_a_job_that_was_closed_meanwhile_ends_with_its_reason(tmp_path: Path) ->
             abandon(ranks[1])
             stack.close()
             eventually(lambda: not ranks[0].link.connected)
-            limits = {"lease_seconds": 0.6, "rejoin_seconds": 0.1}
+            limits = {"lease_seconds": 2.0, "rejoin_seconds": 0.1}
             with running(listen_address=first.address, state_dir=tmp_path, coordinator=limits):
                 eventually(lambda: ranks[0].link.failure is not None)
                 assert "ranks [1] have not come back" in str(ranks[0].link.failure)

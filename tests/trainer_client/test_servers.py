@@ -22,7 +22,7 @@ from trainer_client.step.servers import NotWanted, ServerLinks, Unreachable
 
 PLAN = replace(one_document_over_two_ranks(), epoch=5)
 PATIENCE_SECONDS = 0.3
-CONNECT_SECONDS = 1.0
+CONNECT_SECONDS = 20.0
 
 
 class Scripted:
