@@ -7,11 +7,15 @@ from collections.abc import Callable
 import torch
 
 
-def record_event(device: torch.device) -> torch.cuda.Event | None:
-    """An event after everything launched so far on the current stream; None on a CPU."""
+def record_event(device: torch.device, *, timed: bool = False) -> torch.cuda.Event | None:
+    """An event after everything launched so far on the current stream; None on a CPU.
+
+    Args:
+        timed: the event knows when that was, to the device's clock.
+    """
     if device.type != "cuda":
         return None
-    event = torch.cuda.Event()
+    event = torch.cuda.Event(enable_timing=timed)
     event.record(torch.cuda.current_stream(device))
     return event
 

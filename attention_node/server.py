@@ -20,6 +20,7 @@ import grpc
 import psutil
 import torch
 from grpc_health.v1 import health_pb2_grpc
+from prometheus_client import CollectorRegistry
 
 from attention_node.announced_jobs import AnnouncedJobs
 from attention_node.executor import Executor, KernelCall
@@ -114,9 +115,9 @@ class AttentionNode:
         device = torch.device(settings.device)
         kernel = select_kernel(device)
         self._profiles = [self._measure(kernel, shape, device) for shape in settings.profile_shapes]
-        registry = process_registry("attention-node")
+        registry, pairs = process_registry("attention-node"), CollectorRegistry()
         self._metrics = NodeMetrics(registry, settings.server_id)
-        data_metrics = self._data_metrics = DataPlaneMetrics(registry)
+        data_metrics = self._data_metrics = DataPlaneMetrics(registry, pairs)
         limit_bytes = settings.buffer_limit_bytes or None
         self._pool = BufferPool(
             device_allocator(device, limited=limit_bytes is not None), limit_bytes=limit_bytes
@@ -146,7 +147,7 @@ class AttentionNode:
             data_host=settings.data_host,
             metrics=data_metrics,
         )
-        self._registry = registry
+        self._registry, self._pairs = registry, pairs
         self._endpoint: MetricsEndpoint | None = None
         self._membership: PoolLink | None = None
         self._announced = AnnouncedJobs()
@@ -165,7 +166,9 @@ class AttentionNode:
             settings.data_host, settings.data_port, self._ticks.accept
         )
         health_address = Address(settings.data_host, self._start_health())
-        self._endpoint = MetricsEndpoint(settings.data_host, settings.metrics_port, self._registry)
+        self._endpoint = MetricsEndpoint(
+            settings.data_host, settings.metrics_port, self._registry, self._pairs
+        )
         self._membership = PoolLink(
             rpc.RpcSettings(
                 address=settings.control_plane,

@@ -284,6 +284,8 @@ class BaseConnection:
                     lambda: self._start_put(transfer, ready),
                 )
             return
+        if ready is not None:
+            transfer.started = time.monotonic()
         self._send(transfer)
         if transfer.state is TransferState.PENDING:
             self._start_deadline(transfer)

@@ -1,12 +1,20 @@
-"""Prometheus metrics of the data plane. Scraping only reads."""
+"""Prometheus metrics of the data plane.
+
+A process has a peer for each process it talks to, so what is told of each peer grows with the
+square of the cluster. By default a process tells sums over its peers, and the slowest few of them
+by name; what it knows of every peer is in a registry of its own, for whoever asks
+(:class:`PairTable`).
+"""
 
 from __future__ import annotations
 
+import heapq
+import math
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Final, Literal
 
 from prometheus_client import CollectorRegistry
 
@@ -18,10 +26,16 @@ if TYPE_CHECKING:
     from data_plane.transport import ProbeResult, TransportError
     from data_plane.transport_choice import TransportChoice
 
-OTHER_PEERS = "other"
-"""Label of the peers beyond ``max_peers``."""
+SLOWEST_PEERS: Final = 3
+"""Peers that are told by name: those whose rates are lowest."""
+
+_STAYS: Final = 1.25
+"""A peer that is told goes on being told until its rate is this much above those of the slowest.
+Peers of nearly equal rates would take turns otherwise, each a new series for Prometheus."""
 
 _LARGE_MESSAGE_BYTES = 2**18
+_NEWEST: Final = 1 / 16
+"""Weight of the newest message in a peer's mean rate."""
 
 Peer = tuple[str, str]
 """A peer, by address or by label, and the transport that reaches it."""
@@ -43,6 +57,7 @@ class DropCause(StrEnum):
 _PREFIX = "distca_data_plane"
 _PEER = Label("peer")
 _TRANSPORT = Label("transport")
+_LANES = Label("lanes")
 _DIRECTION = Label("kind", ("offer", "put"))
 _POOL = Label("pool")
 
@@ -52,24 +67,13 @@ class DataPlaneTable(Table):
 
     prefix = _PREFIX
 
-    sent_bytes_total = counter("Bytes of messages handed to the network.", _PEER, _TRANSPORT)
-    received_bytes_total = counter("Bytes of messages received.", _PEER, _TRANSPORT)
+    sent_bytes_total = counter("Bytes of messages handed to the network.", _TRANSPORT)
+    received_bytes_total = counter("Bytes of messages received.", _TRANSPORT)
     transfer_seconds = histogram(
-        "Seconds of a finished transfer: a put since it was asked for, an offer since its "
-        "message arrived.",
+        "Seconds of a finished transfer: a put since it was asked for and its bytes were written, "
+        "an offer since its message arrived.",
         _DIRECTION,
         _TRANSPORT,
-    )
-    receive_bytes_per_second = gauge(
-        "Rate of the last received message of 256 KiB or more, from its arrival on.",
-        _PEER,
-        _TRANSPORT,
-    )
-    probe_bytes_per_second = gauge(
-        "Result of the last bandwidth probe; lanes are the network paths that UCX chose.",
-        _PEER,
-        _TRANSPORT,
-        Label("lanes"),
     )
     failures_total = counter("Failed transfers by kind of error.", Label("kind"), _TRANSPORT)
     connections = gauge("Connections now, handshakes included.", _TRANSPORT)
@@ -114,41 +118,114 @@ class PoolTable(Table):
     )
 
 
+class SlowestTable(Table):
+    """The peers that are reached worst, chosen when scraped."""
+
+    prefix = _PREFIX
+
+    receive_bytes_per_second = gauge(
+        "Mean rate of received messages of 256 KiB or more, each from its arrival on, of the "
+        f"{SLOWEST_PEERS} slowest peers.",
+        _PEER,
+        _TRANSPORT,
+    )
+    probe_bytes_per_second = gauge(
+        f"Result of the last bandwidth probe of the {SLOWEST_PEERS} slowest peers; lanes are the "
+        "network paths that UCX chose.",
+        _PEER,
+        _TRANSPORT,
+        _LANES,
+    )
+    slow_peers = gauge(
+        "Peers whose last bandwidth probe, or mean rate without one, is below the floor."
+    )
+
+
+class PairTable(Table):
+    """What is known of every peer, for whoever asks."""
+
+    prefix = _PREFIX
+
+    peer_sent_bytes_total = counter(
+        "Bytes of messages for a peer handed to the network.", _PEER, _TRANSPORT
+    )
+    peer_received_bytes_total = counter(
+        "Bytes of messages received from a peer.", _PEER, _TRANSPORT
+    )
+    peer_receive_bytes_per_second = gauge(
+        "Mean rate of received messages of 256 KiB or more, each from its arrival on.",
+        _PEER,
+        _TRANSPORT,
+    )
+    peer_probe_bytes_per_second = gauge(
+        "Result of the last bandwidth probe; lanes are the network paths that UCX chose.",
+        _PEER,
+        _TRANSPORT,
+        _LANES,
+    )
+
+
 @dataclass(eq=False)
 class _OpenPeer:
-    """A peer with connections: how many, and under which label it is shown."""
+    """A peer with connections: how many, under which label it is shown, and what is known of it.
+
+    Attributes:
+        label: its name, or its address until it has one.
+        transport: that reaches it.
+        connections: to it now.
+        sent_bytes, received_bytes: since its first connection.
+        receive_rate: mean rate of large messages in bytes per second; None before the first.
+        probe_rate: of its last probe, likewise.
+        lanes: of that probe.
+    """
 
     label: str
+    transport: str
     connections: int = 0
+    sent_bytes: int = 0
+    received_bytes: int = 0
+    receive_rate: float | None = None
+    probe_rate: float | None = None
+    lanes: str = ""
+
+    def received_at(self, rate: float) -> None:
+        """A large message came at ``rate`` bytes per second."""
+        before = rate if self.receive_rate is None else self.receive_rate
+        self.receive_rate = before + _NEWEST * (rate - before)
 
 
 class DataPlaneMetrics:
     """Counts transfers, failures, probes, connections and pools. Thread-safe.
 
-    A peer's labels exist from its first message to the end of its last connection.
+    A peer is known from its first connection to the end of its last.
 
     Args:
         registry: where the metrics appear.
-        max_peers: peers with labels of their own at a time; further ones share ``other``.
+        pairs: where those of every peer do; None tells them nowhere.
         floor_bytes_per_second: below this rate a peer counts as badly reached; 0 is no floor.
     """
 
     def __init__(
         self,
         registry: CollectorRegistry,
-        max_peers: int = 1024,
+        pairs: CollectorRegistry | None = None,
         *,
         floor_bytes_per_second: float = 0.0,
     ) -> None:
-        self._max_peers = max_peers
+        self._floor = floor_bytes_per_second
         self._lock = threading.Lock()
         self._open: dict[Peer, _OpenPeer] = {}
-        self._traffic: dict[tuple[str, str, str], DataPlaneTable] = {}
+        self._traffic: dict[tuple[str, str], DataPlaneTable] = {}
         self._moved_bytes = 0
         self._pools: dict[str, BufferPool] = {}
+        self._slowest = _Slowest()
+        self._slowest_probed = _Slowest()
         self._series = DataPlaneTable(registry)
         self._series.floor_bytes_per_second.set(floor_bytes_per_second)
         registry.register(ReadTable(PoolTable, self._read_pools))
+        registry.register(ReadTable(SlowestTable, self._read_slowest))
+        if pairs is not None:
+            pairs.register(ReadTable(PairTable, self._read_pairs))
 
     def transport_chosen(self, choice: TransportChoice) -> None:
         """Shows which transport was opened, and whether RDMA devices lie idle."""
@@ -156,34 +233,31 @@ class DataPlaneMetrics:
         self._series.transport_info.labels(choice.name, rdma).set(1)
 
     def connection_opened(self, peer: str, transport: str) -> None:
-        """Gives ``peer`` its labels."""
+        """A connection to ``peer`` begins."""
         with self._lock:
             known = self._open.get((peer, transport))
             if known is None:
-                named = sum(other.label != OTHER_PEERS for other in self._open.values())
-                label = peer if named < self._max_peers else OTHER_PEERS
-                known = self._open[peer, transport] = _OpenPeer(label)
+                known = self._open[peer, transport] = _OpenPeer(peer, transport)
             known.connections += 1
             self._series.connections.labels(transport).inc()
 
     def name_peer(self, peer: str, transport: str, name: str) -> None:
         """Shows ``peer``, which is connected, under ``name`` instead of its address: a server id,
-        or a job's rank. Call it before the peer's first message."""
+        or a job's rank."""
         with self._lock:
             known = self._open.get((peer, transport))
-            if known is not None and known.label != OTHER_PEERS:
-                address, known.label = known.label, name
-                self._remove_unused((address, transport))
+            if known is not None:
+                known.label = name
 
     def connection_closed(self, peer: str, transport: str) -> None:
-        """Removes the labels of ``peer`` with its last connection."""
+        """A connection to ``peer`` has ended; with its last the peer is forgotten."""
         with self._lock:
             self._series.connections.labels(transport).dec()
             known = self._open[peer, transport]
             known.connections -= 1
             if known.connections == 0:
                 del self._open[peer, transport]
-                self._remove_unused((known.label, transport))
+                self._hand_over(known)
 
     def network_restarted(self, transport: str) -> None:
         """Counts a start anew of the network library."""
@@ -212,15 +286,20 @@ class DataPlaneMetrics:
             self._series.failures_total.labels(type(error).__name__, transport).inc()
             return
         with self._lock:
-            series = self._traffic_of(self._label(peer, transport), transport, kind)
+            series = self._traffic_of(transport, kind)
             series.transfer_seconds.observe(seconds)
             self._moved_bytes += nbytes
+            known = self._open.get((peer, transport))
             if kind == "put":
                 series.sent_bytes_total.inc(nbytes)
+                if known is not None:
+                    known.sent_bytes += nbytes
                 return
             series.received_bytes_total.inc(nbytes)
-            if nbytes >= _LARGE_MESSAGE_BYTES and seconds > 0:
-                series.receive_bytes_per_second.set(nbytes / seconds)
+            if known is not None:
+                known.received_bytes += nbytes
+                if nbytes >= _LARGE_MESSAGE_BYTES and seconds > 0:
+                    known.received_at(nbytes / seconds)
 
     @property
     def moved_bytes(self) -> int:
@@ -229,45 +308,72 @@ class DataPlaneMetrics:
             return self._moved_bytes
 
     def probed(self, result: ProbeResult) -> None:
-        """Shows the result of a probe for as long as the peer is connected."""
+        """Keeps the result of a probe for as long as the peer is connected."""
         with self._lock:
-            if (result.peer, result.transport) in self._open:
-                label = self._label(result.peer, result.transport)
-                rate = self._series.probe_bytes_per_second
-                rate.remove_by_labels({"peer": label, "transport": result.transport})
-                rate.labels(label, result.transport, result.lanes or "unknown").set(
-                    result.gigabytes_per_second * 1e9
-                )
+            known = self._open.get((result.peer, result.transport))
+            if known is not None:
+                known.probe_rate = result.gigabytes_per_second * 1e9
+                known.lanes = result.lanes or "unknown"
 
     def watch_pool(self, name: str, pool: BufferPool) -> None:
         """Shows the use of ``pool`` under ``name``; a later pool of that name replaces it."""
         self._pools = {**self._pools, name: pool}
 
-    def _label(self, peer: str, transport: str) -> str:
-        known = self._open.get((peer, transport))
-        return known.label if known is not None else OTHER_PEERS
-
-    def _traffic_of(self, label: str, transport: str, kind: str) -> DataPlaneTable:
-        """The series of one label, kept so that a message costs no lookup by labels."""
-        series = self._traffic.get((label, transport, kind))
+    def _traffic_of(self, transport: str, kind: str) -> DataPlaneTable:
+        """The series of one transport, kept so that a message costs no lookup by labels."""
+        series = self._traffic.get((transport, kind))
         if series is None:
-            series = self._series.at(peer=label, transport=transport, kind=kind)
-            self._traffic[label, transport, kind] = series
+            series = self._series.at(transport=transport, kind=kind)
+            self._traffic[transport, kind] = series
             # Both directions are shown as soon as there is one.
             series.sent_bytes_total.inc(0)
             series.received_bytes_total.inc(0)
         return series
 
-    def _remove_unused(self, shown: Peer) -> None:
-        """Removes the series of a label that no connected peer has any more."""
-        label, transport = shown
-        if label == OTHER_PEERS or any(
-            peer.label == label and key[1] == transport for key, peer in self._open.items()
-        ):
-            return
-        for kind in _DIRECTION.values:
-            self._traffic.pop((label, transport, kind), None)
-        self._series.forget(peer=label, transport=transport)
+    def _hand_over(self, gone: _OpenPeer) -> None:
+        """A counter does not go back because one of two connections of one label has ended."""
+        for peer in self._open.values():
+            if (peer.label, peer.transport) == (gone.label, gone.transport):
+                peer.sent_bytes += gone.sent_bytes
+                peer.received_bytes += gone.received_bytes
+                return
+
+    def _peers(self) -> dict[Peer, _OpenPeer]:
+        """What is known of each peer by its label, those that share one taken together."""
+        peers: dict[Peer, _OpenPeer] = {}
+        for one in self._open.values():
+            same = peers.get((one.label, one.transport))
+            peers[one.label, one.transport] = one if same is None else _together(same, one)
+        return peers
+
+    def _read_slowest(self) -> Iterable[Reading]:
+        with self._lock:
+            peers = self._peers()
+            received = self._slowest.of(peers, lambda peer: peer.receive_rate)
+            probed = self._slowest_probed.of(peers, lambda peer: peer.probe_rate)
+            slow = sum(_rate(peer) < self._floor for peer in peers.values())
+        readings: list[Reading] = [(SlowestTable.slow_peers, (), slow)]
+        for key, rate in received.items():
+            readings.append((SlowestTable.receive_bytes_per_second, key, rate))
+        for key, rate in probed.items():
+            labels = (*key, peers[key].lanes)
+            readings.append((SlowestTable.probe_bytes_per_second, labels, rate))
+        return readings
+
+    def _read_pairs(self) -> Iterable[Reading]:
+        with self._lock:
+            peers = self._peers()
+            readings: list[Reading] = []
+            for key, peer in peers.items():
+                readings.append((PairTable.peer_sent_bytes_total, key, peer.sent_bytes))
+                readings.append((PairTable.peer_received_bytes_total, key, peer.received_bytes))
+                if peer.receive_rate is not None:
+                    row = PairTable.peer_receive_bytes_per_second
+                    readings.append((row, key, peer.receive_rate))
+                if peer.probe_rate is not None:
+                    row = PairTable.peer_probe_bytes_per_second
+                    readings.append((row, (*key, peer.lanes), peer.probe_rate))
+        return readings
 
     def _read_pools(self) -> Iterator[Reading]:
         for name, pool in self._pools.items():
@@ -277,3 +383,50 @@ class DataPlaneMetrics:
             yield PoolTable.buffer_pool_bytes, (name, "idle"), stats.idle_bytes
             yield PoolTable.buffer_pool_limit_bytes, (name,), limit_bytes
             yield PoolTable.buffer_pool_allocations_total, (name,), stats.allocations
+
+
+class _Slowest:
+    """Chooses the slowest peers, and stays with its choice while those are nearly the slowest."""
+
+    def __init__(self) -> None:
+        self._chosen: frozenset[Peer] = frozenset()
+
+    def of(
+        self, peers: Mapping[Peer, _OpenPeer], rate_of: Callable[[_OpenPeer], float | None]
+    ) -> dict[Peer, float]:
+        """The rates of :data:`SLOWEST_PEERS` of ``peers``, fewer if fewer have one."""
+        rates = {key: rate for key, peer in peers.items() if (rate := rate_of(peer)) is not None}
+
+        def rank(key: Peer) -> float:
+            return rates[key] / _STAYS if key in self._chosen else rates[key]
+
+        chosen = heapq.nsmallest(SLOWEST_PEERS, rates, key=rank)
+        self._chosen = frozenset(chosen)
+        return {key: rates[key] for key in chosen}
+
+
+def _together(one: _OpenPeer, other: _OpenPeer) -> _OpenPeer:
+    """Two connections' peers that have one label: bytes are summed, the slower rates count."""
+    probed = min((one, other), key=_probe_rate)
+    received = [rate for rate in (one.receive_rate, other.receive_rate) if rate is not None]
+    return _OpenPeer(
+        one.label,
+        one.transport,
+        one.connections + other.connections,
+        one.sent_bytes + other.sent_bytes,
+        one.received_bytes + other.received_bytes,
+        min(received, default=None),
+        probed.probe_rate,
+        probed.lanes,
+    )
+
+
+def _probe_rate(peer: _OpenPeer) -> float:
+    return math.inf if peer.probe_rate is None else peer.probe_rate
+
+
+def _rate(peer: _OpenPeer) -> float:
+    """What a peer is held to the floor by; infinite if nothing was measured."""
+    if peer.probe_rate is not None:
+        return peer.probe_rate
+    return math.inf if peer.receive_rate is None else peer.receive_rate

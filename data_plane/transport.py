@@ -182,8 +182,8 @@ class Transfer(Protocol):
 
     @property
     def moving_seconds(self) -> float:
-        """How long its bytes took, once it has ended: a put since it was asked for, an offer since
-        its message arrived. 0 before."""
+        """How long its bytes took, once it has ended: a put since it was asked for and its bytes
+        were written, an offer since its message arrived. 0 before."""
 
     def wait(self, timeout_seconds: float) -> None:
         """Blocks until the transfer is done or skipped.

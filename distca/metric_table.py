@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Final, Generic, Self, TypeVar, cast, overload
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.registry import Collector
 
 M = TypeVar("M", Counter, Gauge, Histogram)
@@ -72,7 +73,35 @@ class Metric(Generic[M]):
     def build(self, registry: CollectorRegistry) -> M:
         """Prometheus' object, which ``registry`` shows."""
         options: dict[str, Any] = {"buckets": self.buckets} if self.buckets else {}
-        return self.kind(self.name, self.text, self.label_names, registry=registry, **options)
+        built = _SHOWN[self.kind](
+            self.name, self.text, self.label_names, registry=registry, **options
+        )
+        return cast(M, built)
+
+
+class _WithoutCreated:
+    """A metric that does not tell when each of its series began.
+
+    That is a series more for each counter and histogram, and ``rate`` needs none of them. The
+    library's own switch is for the whole process, which may be a user's.
+    """
+
+    def collect(self) -> Iterable[Family]:
+        """The metric's families."""
+        for family in super().collect():  # type: ignore[misc]
+            family.samples = [one for one in family.samples if not one.name.endswith("_created")]
+            yield family
+
+
+class _Counter(_WithoutCreated, Counter):
+    pass
+
+
+class _Histogram(_WithoutCreated, Histogram):
+    pass
+
+
+_SHOWN: Final = {Counter: _Counter, Gauge: Gauge, Histogram: _Histogram}
 
 
 def counter(text: str, *labels: Label) -> Metric[Counter]:
@@ -153,13 +182,16 @@ Reading = tuple[Metric[Counter] | Metric[Gauge], tuple[str, ...], float]
 class ReadTable(Collector):
     """A table of counters and gauges whose values are kept elsewhere, and read when scraped.
 
-    Args:
+    Attributes:
         table: its rows are shown, those without a value too.
+
+    Args:
+        table: see above.
         read: gives the values; called by any thread.
     """
 
     def __init__(self, table: type[Table], read: Callable[[], Iterable[Reading]]) -> None:
-        self._table = table
+        self.table = table
         self._read = read
 
     def collect(self) -> Iterable[CounterMetricFamily | GaugeMetricFamily]:
@@ -168,7 +200,7 @@ class ReadTable(Collector):
             row: (CounterMetricFamily if row.kind is Counter else GaugeMetricFamily)(
                 row.name, row.text, labels=row.label_names
             )
-            for row in self._table.rows()
+            for row in self.table.rows()
         }
         for row, labels, value in self._read():
             families[row].add_metric(labels, value)

@@ -16,17 +16,20 @@ from control_plane.metrics.job_metrics import JobTable
 from control_plane.metrics.metrics import ControlPlaneTable
 from control_plane.metrics.server_metrics import ServerTable
 from control_plane.service.refusals import RefusalTable
-from data_plane.metrics import DataPlaneTable, PoolTable
+from data_plane.metrics import DataPlaneTable, PoolTable, SlowestTable
+from data_plane.metrics import PairTable as DataPlanePairTable
 from distca.metric_table import Metric, Table
-from trainer_client.metrics import ExposureTable, TrainerTable
+from trainer_client.metrics import PairTable as TrainerPairTable
+from trainer_client.metrics import TrainerTable
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "metrics.md"
 
 SECTIONS: dict[str, tuple[type[Table], ...]] = {
     "Control plane": (ControlPlaneTable, JobTable, ServerTable, RefusalTable),
     "Attention servers": (NodeTable, LoadTable),
-    "Trainers": (TrainerTable, ExposureTable),
-    "Data plane": (DataPlaneTable, PoolTable),
+    "Trainers": (TrainerTable,),
+    "Data plane": (DataPlaneTable, PoolTable, SlowestTable),
+    "Every pair": (TrainerPairTable, DataPlanePairTable),
 }
 
 _HEAD = "| metric | type | labels | meaning |\n|---|---|---|---|\n"

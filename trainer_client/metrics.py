@@ -1,8 +1,8 @@
 """Prometheus metrics of one trainer rank.
 
-Every series carries the job's name and the rank, one value each in a process; servers have labels
-for as long as the rank is connected to them. Series are looked up once, so that a tick costs a few
-additions.
+Every series carries the job's name and the rank, one value each in a process. By default sums over
+servers are told; what each server ran for the rank is in a registry of its own, for whoever asks
+(:class:`PairTable`), while the rank is connected to the server.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from prometheus_client import CollectorRegistry
 
 from core_attention.ca_task import Phase
 from distca.metric_table import Label, Table, counter, gauge, histogram
+from trainer_client.step.tick_wait import TickWait
 
 OWN_PROCESS = "none"
 """Label ``transport`` of rows that do not travel: those of the rank's own in-place server."""
@@ -49,7 +50,9 @@ class ServedTasks:
 _PREFIX = "distca_trainer"
 _RANK = (Label("job_name"), Label("rank"))
 _PHASE = Label("phase", tuple(Phase))
-_SERVER = (Label("server"), Label("transport"), _PHASE)
+_TRANSPORT = Label("transport")
+_SERVER = Label("server")
+_ROWS = Label("kind", ("q", "kv"))
 
 
 class TrainerTable(Table):
@@ -68,8 +71,8 @@ class TrainerTable(Table):
         buckets=(0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0, 250.0),
     )
     step_part_seconds_total = counter(
-        "Where the time of complete steps went: compute, packing and sending requests, blocked "
-        "on results of core attention (with a GPU: in compute), waiting for the plan.",
+        "Where the time of complete steps went: compute, packing and sending requests, nothing "
+        "to compute but what waits for core attention, waiting for the plan.",
         *_RANK,
         Label("part", ("compute", "send", "wait", "plan")),
     )
@@ -83,14 +86,27 @@ class TrainerTable(Table):
         *_RANK,
         _PHASE,
     )
+    tick_exposed_seconds = histogram(
+        "Seconds of a tick in which the rank had nothing else to compute.", *_RANK, _PHASE
+    )
+    communication_seconds_total = counter(
+        "Seconds of ticks: hidden behind other work of the rank, or exposed.",
+        *_RANK,
+        _PHASE,
+        Label("visibility", ("hidden", "exposed")),
+    )
     tasks_total = counter(
-        "CA-tasks of this rank's queries that a server ran in complete steps.", *_RANK, *_SERVER
+        "CA-tasks of this rank's queries that servers ran in complete steps.",
+        *_RANK,
+        _TRANSPORT,
+        _PHASE,
     )
     rows_total = counter(
-        "Rows that a server was given by this rank in complete steps.",
+        "Rows that servers were given by this rank in complete steps.",
         *_RANK,
-        *_SERVER,
-        Label("kind", ("q", "kv")),
+        _TRANSPORT,
+        _PHASE,
+        _ROWS,
     )
     replayed_ticks_total = counter(
         "Ticks run again because their server was lost, by where.",
@@ -112,32 +128,26 @@ class TrainerTable(Table):
     )
 
 
-class ExposureTable(Table):
-    """How much of its ticks a rank was blocked on; only of one that computes on its own thread."""
+class PairTable(Table):
+    """What each server ran for a rank, for whoever asks."""
 
     prefix = _PREFIX
 
-    tick_exposed_seconds = histogram(
-        "Seconds of a tick in which the rank was blocked, waiting for its last reply; of ranks "
-        "without a GPU.",
+    server_tasks_total = counter(
+        "CA-tasks of this rank's queries that a server ran in complete steps.",
         *_RANK,
+        _SERVER,
+        _TRANSPORT,
         _PHASE,
     )
-    communication_seconds_total = counter(
-        "Seconds of ticks: hidden behind other work of the rank, or exposed; of ranks without "
-        "a GPU.",
+    server_rows_total = counter(
+        "Rows that a server was given by this rank in complete steps.",
         *_RANK,
+        _SERVER,
+        _TRANSPORT,
         _PHASE,
-        Label("visibility", ("hidden", "exposed")),
+        _ROWS,
     )
-
-
-@dataclass(frozen=True, eq=False)
-class _Exposure:
-    """The series of one phase, kept so that a tick costs no lookup by label."""
-
-    hidden: ExposureTable
-    exposed: ExposureTable
 
 
 class TrainerMetrics:
@@ -146,8 +156,7 @@ class TrainerMetrics:
     Args:
         registry: of the session.
         job_name, rank: values of the labels of every series.
-        runs_ahead: the rank's thread runs ahead of a device. It is blocked while that computes, so
-            what is exposed of core attention is not known, and the series of it are left out.
+        pairs: where the series of each server appear; None tells them nowhere.
     """
 
     def __init__(
@@ -155,41 +164,11 @@ class TrainerMetrics:
         registry: CollectorRegistry,
         job_name: str,
         rank: int,
-        *,
-        runs_ahead: bool = False,
+        pairs: CollectorRegistry | None = None,
     ) -> None:
-        self._runs_ahead = runs_ahead
         identity = {"job_name": job_name, "rank": str(rank)}
         self._series = TrainerTable(registry, **identity)
-        self._phases = {phase: self._series.at(phase=phase) for phase in Phase}
-        self._exposures: dict[Phase, _Exposure] = {}
-        if runs_ahead:
-            self._series.step_part_seconds_total.remove_by_labels({"part": "wait"})
-            return
-        exposure = ExposureTable(registry, **identity)
-        for phase in Phase:
-            self._exposures[phase] = _Exposure(
-                hidden=exposure.at(phase=phase, visibility="hidden"),
-                exposed=exposure.at(phase=phase, visibility="exposed"),
-            )
-
-    def tick_collected(
-        self, phase: Phase, *, flight_seconds: float, exposed_seconds: float
-    ) -> None:
-        """A tick's last reply has been taken in.
-
-        Args:
-            phase: forward or backward.
-            flight_seconds: from its requests' sending to the arrival of its last reply.
-            exposed_seconds: how long of that the rank was blocked.
-        """
-        self._phases[phase].tick_seconds.observe(flight_seconds)
-        exposure = self._exposures.get(phase)
-        if exposure is not None:
-            exposure.exposed.tick_exposed_seconds.observe(exposed_seconds)
-            exposure.exposed.communication_seconds_total.inc(exposed_seconds)
-            hidden_seconds = max(flight_seconds - exposed_seconds, 0.0)
-            exposure.hidden.communication_seconds_total.inc(hidden_seconds)
+        self._pairs = PairTable(pairs or CollectorRegistry(), **identity)
 
     def plan_waited_for(self, seconds: float) -> None:
         """A step's plan is here, ``seconds`` after it was wanted."""
@@ -203,7 +182,8 @@ class TrainerMetrics:
         tokens: int,
         seconds: float,
         send_seconds: float,
-        wait_seconds: float,
+        exposed_seconds: float | None,
+        waits: Iterable[TickWait],
     ) -> None:
         """A step is over.
 
@@ -212,34 +192,53 @@ class TrainerMetrics:
             tokens: of this rank.
             seconds: wall seconds from its plan's arrival.
             send_seconds: of these, spent packing and handing over requests.
-            wait_seconds: of these, blocked on results of core attention.
+            exposed_seconds: of these, those in which there was nothing to compute but what waits
+                for core attention; None if that is not known.
+            waits: its complete ticks.
         """
         outcome = "complete" if complete else "given_up"
         self._series.at(outcome=outcome).steps_total.inc()
-        if complete:
-            self._series.tokens_total.inc(tokens)
-            self._series.step_tokens.set(tokens)
-            self._series.step_seconds.observe(seconds)
-            self._series.at(part="send").step_part_seconds_total.inc(send_seconds)
-            if self._runs_ahead:
-                wait_seconds = 0.0
-            else:
-                self._series.at(part="wait").step_part_seconds_total.inc(wait_seconds)
-            self._series.at(part="compute").step_part_seconds_total.inc(
-                max(seconds - send_seconds - wait_seconds, 0.0)
-            )
+        self._count(waits)
+        if not complete:
+            return
+        self._series.tokens_total.inc(tokens)
+        self._series.step_tokens.set(tokens)
+        self._series.step_seconds.observe(seconds)
+        waited_seconds = exposed_seconds or 0.0
+        parts = {
+            "send": send_seconds,
+            "wait": waited_seconds,
+            "compute": max(seconds - send_seconds - waited_seconds, 0.0),
+        }
+        for part, part_seconds in parts.items():
+            self._series.at(part=part).step_part_seconds_total.inc(part_seconds)
+
+    def _count(self, waits: Iterable[TickWait]) -> None:
+        of_phase = {phase: self._series.at(phase=phase) for phase in Phase}
+        for wait in waits:
+            series = of_phase[wait.phase]
+            series.tick_seconds.observe(wait.flight_seconds)
+            series.tick_exposed_seconds.observe(wait.exposed_seconds)
+            hidden_seconds = max(wait.flight_seconds - wait.exposed_seconds, 0.0)
+            communication = {"hidden": hidden_seconds, "exposed": wait.exposed_seconds}
+            for visibility, seconds in communication.items():
+                series.at(visibility=visibility).communication_seconds_total.inc(seconds)
 
     def tasks_served(self, served: Iterable[ServedTasks]) -> None:
         """A step ran to its end, and these servers ran its tasks."""
         for one in served:
-            series = self._series.at(server=one.server_id, transport=one.transport, phase=one.phase)
+            series = self._series.at(transport=one.transport, phase=one.phase)
             series.tasks_total.inc(one.tasks)
             series.at(kind="q").rows_total.inc(one.q_rows)
             series.at(kind="kv").rows_total.inc(one.kv_rows)
+            pair = self._pairs.at(server=one.server_id, transport=one.transport, phase=one.phase)
+            pair.server_tasks_total.inc(one.tasks)
+            pair.at(kind="q").server_rows_total.inc(one.q_rows)
+            pair.at(kind="kv").server_rows_total.inc(one.kv_rows)
 
     def server_left(self, server_id: str) -> None:
         """The rank is no longer connected to a server: its series go."""
-        self._series.forget(server=server_id)
+        self._pairs.forget(server=server_id)
 
     def tick_replayed(self, phase: Phase, where: str) -> None:
         """A lost server's tick ran again, on another ``"server"`` or at ``"home"``."""

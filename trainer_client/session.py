@@ -5,11 +5,12 @@ from __future__ import annotations
 import logging
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
 
 import torch
+from prometheus_client import CollectorRegistry
 
 from attention_node.executor import KernelCall
 from attention_node.hello import PROTOCOL_VERSION
@@ -45,6 +46,7 @@ from trainer_client.step.rank_steps import RankSteps
 from trainer_client.step.running_step import RunningStep
 from trainer_client.step.servers import ServerLinks
 from trainer_client.step.step_report import StepReport
+from trainer_client.step.tick_wait import TickWait, lengths
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +56,8 @@ _PLACEMENTS = {
     Placement.MIXED: jobs_pb2.PLACEMENT_MIXED,
 }
 _SERVING_CHECK_SECONDS = 0.02
+_DEVICE_SECONDS = 1.0
+"""For a GPU to come to the last wait of a step that its thread has left behind."""
 
 
 class Session:
@@ -66,6 +70,7 @@ class Session:
     def __init__(self, options: SessionOptions) -> None:
         self.options = options
         self.metrics_registry = process_registry("trainer")
+        self.pairs_registry = CollectorRegistry()
         self._device = torch.device(options.device)
         # A GPU computes behind the thread that launches its work.
         self._runs_ahead = self._device.type == "cuda"
@@ -82,10 +87,15 @@ class Session:
         )
         self._pool = BufferPool(device_allocator(self._device))
         self._metrics = TrainerMetrics(
-            self.metrics_registry, options.job, options.rank, runs_ahead=self._runs_ahead
+            self.metrics_registry,
+            options.job,
+            options.rank,
+            self.pairs_registry,
         )
         self._data_metrics = DataPlaneMetrics(
-            self.metrics_registry, floor_bytes_per_second=options.min_gigabytes_per_second * 1e9
+            self.metrics_registry,
+            self.pairs_registry,
+            floor_bytes_per_second=options.min_gigabytes_per_second * 1e9,
         )
         self._data_metrics.watch_pool("messages", self._pool)
         self._endpoint: MetricsEndpoint | None = None
@@ -302,7 +312,10 @@ class Session:
         options = self.options
         if options.metrics_port is not None:
             self._endpoint = MetricsEndpoint(
-                options.metrics_host, options.metrics_port, self.metrics_registry
+                options.metrics_host,
+                options.metrics_port,
+                self.metrics_registry,
+                self.pairs_registry,
             )
             logger.info("metrics of rank %d on port %d", options.rank, self._endpoint.port)
         request = jobs_pb2.OpenJobRequest(
@@ -384,8 +397,12 @@ class Session:
         """Closes a step whose block has ended, with the error ``why`` if that is not empty."""
         self._running = None
         self._steps.end(running, why or running.given_up or running.unfinished)
+        waits = self._waits_of(running)
         seconds = time.perf_counter() - running.began_seconds
-        exposed_seconds = None if self._runs_ahead else running.wait_seconds
+        exposed_seconds: float | None = running.wait_seconds
+        if self._runs_ahead:
+            known = waits is not None
+            exposed_seconds = sum(each.exposed_seconds for each in waits or ()) if known else None
         running.report = StepReport(
             step=running.step,
             tokens=sum(running.n_rows(n) for n in range(self.options.n_nano_batches)),
@@ -418,7 +435,8 @@ class Session:
             tokens=running.report.tokens,
             seconds=seconds,
             send_seconds=running.send_seconds,
-            wait_seconds=running.wait_seconds,
+            exposed_seconds=exposed_seconds,
+            waits=waits or (),
         )
         if not running.complete:
             return
@@ -432,6 +450,13 @@ class Session:
                 tokens=running.report.tokens,
             ),
         )
+
+    def _waits_of(self, running: RunningStep) -> Sequence[TickWait] | None:
+        """How long the step's ticks held up the rank; None if a GPU does not tell in time."""
+        if not self._runs_ahead:
+            return running.waits
+        # A step that failed may have left the device with work that never ends.
+        return lengths(running.device_waits, _DEVICE_SECONDS if running.complete else 0.0)
 
     def _make_hello(self, server: PlanServer, first_step: int, epoch: int) -> bytes:
         return data_plane_pb2.Hello(

@@ -61,8 +61,8 @@ class JobTable(Table):
         "Wall seconds of the slowest rank, in the last step that all have reported.", _JOB
     )
     wait_seconds = gauge(
-        "Seconds that the rank which waited longest was blocked on core attention, in the last "
-        "step that all have reported; of ranks without a GPU.",
+        "Seconds in which the rank that waited longest had nothing to compute but what waits for "
+        "core attention, in the last step that all have reported.",
         _JOB,
     )
     step_tokens = gauge("Tokens of all ranks in the last step that all have reported.", _JOB)

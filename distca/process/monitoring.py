@@ -1,4 +1,4 @@
-"""What every process does for Prometheus: one registry, and ``/metrics`` over HTTP."""
+"""What every process does for Prometheus: a registry, and ``/metrics`` over HTTP."""
 
 from __future__ import annotations
 
@@ -6,14 +6,21 @@ import contextlib
 import socket
 import threading
 from collections import OrderedDict
+from collections.abc import Iterable
 from socketserver import ThreadingMixIn
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final, cast
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
 from prometheus_client import CollectorRegistry, Info, ProcessCollector, make_wsgi_app
 
 from distca import __version__
 from distca.contract.timeouts import default_seconds
+
+if TYPE_CHECKING:
+    from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
+
+PAIRS_PATH: Final = "/metrics/pairs"
+"""Where the series of every pair of processes are served."""
 
 MAX_CONNECTIONS: Final = 32
 """Connections to a metrics endpoint at a time; one more closes the oldest."""
@@ -50,18 +57,25 @@ class MetricsEndpoint:
         host: address to listen on.
         port: of it; 0 takes any free one.
         registry: what is served.
+        pairs: what is served under ``/metrics/pairs``, and nowhere else: series whose number grows
+            with the square of the cluster. None serves an empty page there.
 
     Raises:
         MetricsAddressError: the port is taken or not allowed, or the host is no address of this
             machine.
     """
 
-    def __init__(self, host: str, port: int, registry: CollectorRegistry) -> None:
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        registry: CollectorRegistry,
+        pairs: CollectorRegistry | None = None,
+    ) -> None:
         server = _Server6 if ":" in host else _Server
+        application = _application(registry, pairs or CollectorRegistry())
         try:
-            self._server = make_server(
-                host, port, make_wsgi_app(registry), server, handler_class=_Handler
-            )
+            self._server = make_server(host, port, application, server, handler_class=_Handler)
         except OSError as error:
             raise MetricsAddressError(
                 f"cannot serve metrics on {host}:{port}: {error}; choose another port, or 0 for "
@@ -82,6 +96,17 @@ class MetricsEndpoint:
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
+
+
+def _application(registry: CollectorRegistry, pairs: CollectorRegistry) -> WSGIApplication:
+    shown, of_pairs = make_wsgi_app(registry), make_wsgi_app(pairs)
+
+    def answer(environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
+        asked = environ.get("PATH_INFO", "").rstrip("/")
+        application = of_pairs if asked == PAIRS_PATH else shown
+        return cast("Iterable[bytes]", application(environ, start_response))
+
+    return answer
 
 
 class _Server(ThreadingMixIn, WSGIServer):

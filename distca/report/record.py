@@ -31,8 +31,8 @@ class StepRecord:
         gradient_norm: before clipping.
         tokens: of all ranks.
         step_seconds: wall time on rank 0, comparison with local attention left out.
-        wait_seconds: how much of it rank 0 waited for core attention; None where a GPU computes,
-            see ``StepReport.exposed_seconds``.
+        wait_seconds: how much of it rank 0 had nothing to compute but what waits for core
+            attention; None if that is not known: see ``StepReport.exposed_seconds``.
         home_imbalance: predicted, if nothing moved.
         planned_imbalance: predicted, under the plan.
         measured_imbalance: of the kernel seconds that the servers measured.

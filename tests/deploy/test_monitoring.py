@@ -30,6 +30,15 @@ STEP_SECONDS = 5.0
 
 WITHOUT_DATA = {
     "jobs / Recovery seconds (95th percentile) / A": "no server is lost in this run",
+    **{
+        f"servers / {panel} / A": "there is no GPU, and no dcgm-exporter"
+        for panel in (
+            "Share of time in which a GPU computes, busiest and idlest",
+            "Share of time in which tensor cores compute, busiest and idlest",
+            "GPU memory in use, the most",
+            "GPU power, the most and the least",
+        )
+    },
 }
 """Panels that have nothing to show here, with the reason."""
 

@@ -102,3 +102,15 @@ def test_values_that_are_kept_elsewhere_are_read_when_scraped(registry: Collecto
         "shop_sold": "counter",
         "shop_weight_grams": "gauge",
     }
+
+
+def test_no_series_tells_when_another_began(registry: CollectorRegistry) -> None:
+    Fruit(registry, shelf="top", kind="pear")
+    names = {sample.name for family in registry.collect() for sample in family.samples}
+    assert names == {
+        "shop_sold_total",
+        "shop_weight_grams",
+        "shop_sale_seconds_bucket",
+        "shop_sale_seconds_count",
+        "shop_sale_seconds_sum",
+    }

@@ -9,18 +9,20 @@ import urllib.error
 import urllib.request
 
 import pytest
+from prometheus_client import CollectorRegistry, Gauge
 
 from distca import __version__
 from distca.process.monitoring import (
     MAX_CONNECTIONS,
+    PAIRS_PATH,
     MetricsAddressError,
     MetricsEndpoint,
     process_registry,
 )
 
 
-def read(port: int) -> str:
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5) as answer:
+def read(port: int, path: str = "/metrics") -> str:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=5) as answer:
         return str(answer.read().decode())
 
 
@@ -35,6 +37,16 @@ def test_an_endpoint_serves_until_it_is_closed() -> None:
         read(port)
     with socket.create_server(("127.0.0.1", port)):
         pass  # the port is free again
+
+
+def test_pairs_are_served_to_who_asks_for_them() -> None:
+    registry, pairs = process_registry("trainer"), CollectorRegistry()
+    Gauge("of_a_pair", "One.", ["peer"], registry=pairs).labels("node-0").set(1)
+    with contextlib.closing(MetricsEndpoint("127.0.0.1", 0, registry, pairs)) as endpoint:
+        assert "of_a_pair" not in read(endpoint.port)
+        for path in (PAIRS_PATH, f"{PAIRS_PATH}/"):
+            assert 'of_a_pair{peer="node-0"} 1.0' in read(endpoint.port, path)
+            assert "distca_build_info" not in read(endpoint.port, path)
 
 
 def test_a_taken_port_is_named() -> None:

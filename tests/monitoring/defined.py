@@ -16,6 +16,7 @@ from control_plane.service.refusals import Refusals
 from core_attention.kernels.cpu import CpuKernel
 from data_plane.buffer_pool import BufferPool
 from data_plane.metrics import DataPlaneMetrics
+from distca.metric_table import ReadTable
 from distca.process.monitoring import process_registry
 from tests.monitoring.table import Row
 from trainer_client.metrics import TrainerMetrics
@@ -25,11 +26,11 @@ def defined_metrics() -> dict[str, dict[str, Row]]:
     """Metrics by section and name."""
     executor = Executor(CpuKernel(), torch.device("cpu"))
     try:
-        server, data = CollectorRegistry(), CollectorRegistry()
+        server, data, pairs = CollectorRegistry(), CollectorRegistry(), CollectorRegistry()
         trainer, control_plane = CollectorRegistry(), CollectorRegistry()
         NodeMetrics(server, "node-0").watch(executor, lambda: 0)
-        DataPlaneMetrics(data).watch_pool("messages", BufferPool())
-        TrainerMetrics(trainer, "job", 0)
+        DataPlaneMetrics(data, pairs).watch_pool("messages", BufferPool())
+        TrainerMetrics(trainer, "job", 0, pairs)
         Metrics(control_plane)
         Refusals(control_plane, time.monotonic)
         return {
@@ -37,6 +38,7 @@ def defined_metrics() -> dict[str, dict[str, Row]]:
             "Attention servers": rows_of(server),
             "Trainers": rows_of(trainer),
             "Data plane": rows_of(data),
+            "Every pair": rows_of(pairs),
             "Every process": rows_of(process_registry("trainer")),
         }
     finally:
@@ -48,10 +50,16 @@ def rows_of(registry: CollectorRegistry) -> dict[str, Row]:
     rows = {}
     collectors: Any = registry._collector_to_names
     for collector in collectors:
+        if isinstance(collector, ReadTable):
+            # Of some there is nothing to read here.
+            for read in collector.table.rows():
+                kind = read.kind.__name__.lower()
+                rows[read.name] = Row(read.name, kind, read.label_names, read.text)
+            continue
         for family in collector.collect():
             labels = getattr(collector, "_labelnames", None)
             if labels is None or family.type == "info":
-                # A collector of our own, or an info, whose labels are its text: both have samples.
+                # A collector of the library, or an info, whose labels are its text: with samples.
                 labels = tuple(sorted(family.samples[0].labels))
             row = Row(_exported_name(family), _exported_type(family), labels, family.documentation)
             rows[row.name] = row

@@ -77,6 +77,11 @@ def _called(node: promql.Call, series: Mapping[str, Labels]) -> Labels:
     name = node.func.name
     if name == "vector":
         return frozenset()
+    if name == "label_join":
+        inner, target, _, *sources = node.args
+        labels = _labels(inner, series)
+        _require({_text(source) for source in sources}, labels, node)
+        return labels | {_text(target)}
     if name == "histogram_quantile":
         labels = _labels(node.args[1], series)
         _require({"le"}, labels, node)
@@ -84,6 +89,11 @@ def _called(node: promql.Call, series: Mapping[str, Labels]) -> Labels:
     if name not in _KEEPS_LABELS:
         raise QueryError(f"{node.prettify()}: this check does not know {name}")
     return _labels(node.args[0], series)
+
+
+def _text(node: promql.Expr) -> str:
+    assert isinstance(node, promql.StringLiteral)
+    return str(node.val)
 
 
 def _aggregated(node: promql.AggregateExpr, series: Mapping[str, Labels]) -> Labels:

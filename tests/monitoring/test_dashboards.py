@@ -19,7 +19,22 @@ from tools.dashboards.grafana import COLUMNS
 NAMES = ("control-plane", "data-plane", "jobs", "overview", "servers")
 KINDS = {"timeseries", "stat", "bargauge", "table"}
 
-SERIES = {"up": frozenset[str](), **documented_series()}
+DCGM = frozenset({"Hostname", "gpu", "UUID", "device", "modelName", "exported_pod"})
+"""Labels of NVIDIA's dcgm-exporter; see the metrics in its etc/default-counters.csv."""
+
+SERIES = {
+    "up": frozenset[str](),
+    **documented_series(),
+    **{
+        f"DCGM_FI_{name}": DCGM
+        for name in (
+            "DEV_FB_USED",
+            "DEV_POWER_USAGE",
+            "PROF_GR_ENGINE_ACTIVE",
+            "PROF_PIPE_TENSOR_ACTIVE",
+        )
+    },
+}
 """Without recorded ones: dashboards work where no rules are loaded."""
 
 
@@ -48,6 +63,15 @@ def test_every_query_names_what_is_exported(name: str) -> None:
         for target in panel["targets"]:
             labels = labels_of(expand(target["expr"]), SERIES)
             assert set(re.findall(r"{{(\w+)}}", target["legendFormat"])) <= labels, target
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_happened_is_marked_in_every_dashboard(name: str) -> None:
+    marks = load(name)["annotations"]["list"]
+    assert [mark["name"] for mark in marks] == ["Replans", "Drains", "Recoveries", "Deployments"]
+    for mark in marks:
+        labels = labels_of(expand(mark["expr"]), SERIES)
+        assert set(re.findall(r"{{(\w+)}}", mark["textFormat"])) <= labels, mark
 
 
 @pytest.mark.parametrize("name", NAMES)

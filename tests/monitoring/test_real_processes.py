@@ -18,6 +18,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from core_attention.shape import AttentionShape
+from distca.process.monitoring import PAIRS_PATH
 from tests.cluster import ROOT, cluster, keep_profile
 from tests.end_to_end.local_run import TINY
 from tests.monitoring.table import Row, documented_metrics
@@ -85,16 +86,14 @@ class Exported:
     labels: dict[str, set[str]]
 
 
-def scrape(address: str) -> Exported:
-    with urllib.request.urlopen(f"http://{address}/metrics", timeout=10) as answer:
+def scrape(address: str, path: str = "/metrics") -> Exported:
+    with urllib.request.urlopen(f"http://{address}{path}", timeout=10) as answer:
         text = answer.read().decode()
     rows: dict[str, Row] = {}
     sums: dict[str, float] = {}
     values: dict[str, set[str]] = {}
     for family in text_string_to_metric_families(text):
-        samples = [s for s in family.samples if not s.name.endswith("_created")]
-        if family.name.endswith("_created"):
-            continue
+        samples = family.samples
         name = family.name + ("_total" if family.type == "counter" else "")
         labels = samples[0].labels.keys() - {"le"} if samples else ()
         rows[name] = Row(name, family.type, tuple(sorted(labels)), family.documentation)
@@ -214,7 +213,7 @@ def test_training_is_counted(exported: dict[str, Exported], process: str) -> Non
 
 
 def test_labels_name_jobs_servers_and_ranks_and_nothing_that_grows(
-    exported: dict[str, Exported],
+    exported: dict[str, Exported], addresses: dict[str, str]
 ) -> None:
     servers = {"node-0", *(f"{JOB}.rank-{rank}" for rank in range(N_RANKS))}
     control_plane = exported["control plane"].labels
@@ -223,9 +222,14 @@ def test_labels_name_jobs_servers_and_ranks_and_nothing_that_grows(
     for rank in range(N_RANKS):
         trainer = exported[f"trainer {rank}"].labels
         assert trainer["rank"] == {str(rank)}
-        assert trainer["server"] <= servers
+        assert trainer["server"] == {f"{JOB}.rank-{rank}"}
         assert trainer["transport"] <= {"ucxx", "none"}
         assert trainer["peer"] <= servers
+        pairs = scrape(addresses[f"trainer {rank}"], PAIRS_PATH)
+        # Which servers a rank's tasks go to, steps decide.
+        assert {"node-0"} <= pairs.labels["server"] <= servers
+        assert {"node-0"} <= pairs.labels["peer"] <= servers
+        assert pairs.rows.keys() == documented_metrics()["Every pair"].keys()
     assert exported["node"].labels["server"] == {"node-0"}
     assert exported["node"].labels["peer"] <= servers - {"node-0"}
 

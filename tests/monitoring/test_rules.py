@@ -55,7 +55,10 @@ def test_the_runbook_has_no_section_without_an_alert() -> None:
 @pytest.mark.parametrize("name", ["runbook.md", "metrics.md"])
 def test_links_of_the_documents_lead_somewhere(name: str) -> None:
     text = (DOCS / name).read_text()
-    headings = {heading.lower() for heading in re.findall(r"^## (.+)$", text, re.MULTILINE)}
+    headings = {
+        heading.lower().replace(" ", "-")
+        for heading in re.findall(r"^## (.+)$", text, re.MULTILINE)
+    }
     for target in re.findall(r"\]\(([^)]+)\)", text):
         file, _, anchor = target.partition("#")
         assert (DOCS / file).exists(), target

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from prometheus_client import CollectorRegistry
 
 from core_attention.ca_task import Phase
 from trainer_client.metrics import OWN_PROCESS, ServedTasks, TrainerMetrics
+from trainer_client.step.tick_wait import TickWait
+
+OWN = "train.rank-3"
 
 
 @pytest.fixture
@@ -15,8 +20,13 @@ def registry() -> CollectorRegistry:
 
 
 @pytest.fixture
-def metrics(registry: CollectorRegistry) -> TrainerMetrics:
-    return TrainerMetrics(registry, "train", 3)
+def pairs() -> CollectorRegistry:
+    return CollectorRegistry()
+
+
+@pytest.fixture
+def metrics(registry: CollectorRegistry, pairs: CollectorRegistry) -> TrainerMetrics:
+    return TrainerMetrics(registry, "train", 3, pairs)
 
 
 def value(registry: CollectorRegistry, name: str, **labels: str) -> float | None:
@@ -25,11 +35,26 @@ def value(registry: CollectorRegistry, name: str, **labels: str) -> float | None
     )
 
 
+def end_step(metrics: TrainerMetrics, *waits: TickWait, **changed: Any) -> None:
+    step = {
+        "complete": True,
+        "tokens": 100,
+        "seconds": 4.0,
+        "send_seconds": 0.25,
+        "exposed_seconds": 0.75,
+        **changed,
+    }
+    metrics.step_ended(waits=waits, **step)
+
+
 def test_a_ticks_seconds_are_hidden_or_exposed(
     registry: CollectorRegistry, metrics: TrainerMetrics
 ) -> None:
-    metrics.tick_collected(Phase.FORWARD, flight_seconds=0.5, exposed_seconds=0.125)
-    metrics.tick_collected(Phase.FORWARD, flight_seconds=0.25, exposed_seconds=0.0)
+    end_step(
+        metrics,
+        TickWait(Phase.FORWARD, flight_seconds=0.5, exposed_seconds=0.125),
+        TickWait(Phase.FORWARD, flight_seconds=0.25, exposed_seconds=0.0),
+    )
     of = {
         visibility: value(
             registry, "communication_seconds_total", phase="forward", visibility=visibility
@@ -47,9 +72,7 @@ def test_a_complete_steps_seconds_are_told_by_part_and_a_given_up_ones_are_not(
 ) -> None:
     metrics.plan_waited_for(0.5)
     for complete in (True, False):
-        metrics.step_ended(
-            complete=complete, tokens=100, seconds=4.0, send_seconds=0.25, wait_seconds=0.75
-        )
+        end_step(metrics, complete=complete)
     parts = {
         part: value(registry, "step_part_seconds_total", part=part)
         for part in ("compute", "send", "wait", "plan")
@@ -60,26 +83,21 @@ def test_a_complete_steps_seconds_are_told_by_part_and_a_given_up_ones_are_not(
     assert value(registry, "steps_total", outcome="given_up") == 1
 
 
-def test_what_is_exposed_is_not_told_of_a_rank_that_runs_ahead_of_its_device(
-    registry: CollectorRegistry,
+def test_waits_that_a_device_does_not_tell_in_time_count_as_compute(
+    registry: CollectorRegistry, metrics: TrainerMetrics
 ) -> None:
-    metrics = TrainerMetrics(registry, "train", 3, runs_ahead=True)
-    metrics.tick_collected(Phase.FORWARD, flight_seconds=0.5, exposed_seconds=0.125)
-    metrics.step_ended(complete=True, tokens=100, seconds=4.0, send_seconds=0.25, wait_seconds=0.75)
-    assert value(registry, "tick_seconds_sum", phase="forward") == 0.5
+    end_step(metrics, exposed_seconds=None)
     parts = {
         part: value(registry, "step_part_seconds_total", part=part)
         for part in ("compute", "send", "wait")
     }
-    assert parts == {"compute": 3.75, "send": 0.25, "wait": None}
-    names = {metric.name for metric in registry.collect()}
-    assert not [name for name in names if "exposed" in name or "communication" in name]
+    assert parts == {"compute": 3.75, "send": 0.25, "wait": 0.0}
 
 
-def test_a_servers_series_go_with_the_connection_to_it(
-    registry: CollectorRegistry, metrics: TrainerMetrics
+def test_what_servers_ran_is_told_in_sum_and_of_each_while_it_is_connected(
+    registry: CollectorRegistry, pairs: CollectorRegistry, metrics: TrainerMetrics
 ) -> None:
-    for server_id, transport in (("node-0", "ucxx"), ("train.rank-3", OWN_PROCESS)):
+    for server_id, transport in (("node-0", "ucxx"), ("node-1", "ucxx"), (OWN, OWN_PROCESS)):
         metrics.tasks_served(
             [
                 ServedTasks(
@@ -92,15 +110,18 @@ def test_a_servers_series_go_with_the_connection_to_it(
                 )
             ]
         )
-    labels = {"server": "node-0", "transport": "ucxx", "phase": "backward"}
-    assert value(registry, "tasks_total", **labels) == 2
-    assert value(registry, "rows_total", **labels, kind="q") == 30
-    assert value(registry, "rows_total", **labels, kind="kv") == 50
+    of_pool = {"transport": "ucxx", "phase": "backward"}
+    assert value(registry, "tasks_total", **of_pool) == 4
+    assert value(registry, "rows_total", **of_pool, kind="q") == 60
+    assert value(registry, "rows_total", **of_pool, kind="kv") == 100
+    assert value(pairs, "server_tasks_total", **of_pool, server="node-0") == 2
+    assert value(pairs, "server_rows_total", **of_pool, server="node-0", kind="q") == 30
     metrics.server_left("node-0")
-    assert value(registry, "tasks_total", **labels) is None
-    assert value(registry, "rows_total", **labels, kind="q") is None
-    own = {**labels, "server": "train.rank-3", "transport": "none"}
-    assert value(registry, "tasks_total", **own) == 2
+    assert value(pairs, "server_tasks_total", **of_pool, server="node-0") is None
+    assert value(pairs, "server_rows_total", **of_pool, server="node-0", kind="q") is None
+    assert value(registry, "tasks_total", **of_pool) == 4
+    own = {"server": OWN, "transport": "none", "phase": "backward"}
+    assert value(pairs, "server_tasks_total", **own) == 2
 
 
 def test_failures_are_there_from_the_start_and_counted(

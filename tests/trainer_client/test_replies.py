@@ -31,7 +31,9 @@ def take_in(pool: BufferPool) -> None:
     exchange: Any = SimpleNamespace(rows=Rows())
     tick: Any = None
     examiner: Any = None
-    awaited = replies._RemoteAwaited(exchange, tick, {}, pool.acquire(1000), None, examiner)
+    request: Any = None
+    buffer = pool.acquire(1000)
+    awaited = replies._RemoteAwaited(exchange, tick, {}, buffer, request, None, examiner)
     awaited.take_in({}, {})
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from tools.dashboards.common import (
+    HAPPENED,
     JOB,
     NAMESPACE,
     OF_JOB,
     OF_NAMESPACE,
+    highest,
     increase,
     quantile,
     rate,
@@ -227,12 +229,14 @@ _PROCESS = Row(
             lowest=0,
         ),
         Panel(
-            title="CPU and memory of every process",
-            description="Cores in use; resident memory is on the right of the list.",
+            title="CPU of the busiest processes",
+            description="Cores in use.",
             queries=[
                 Query(
-                    f"rate(process_cpu_seconds_total{{{OF_NAMESPACE}}}[$__rate_interval])"
-                    " and on (job, instance) distca_build_info",
+                    highest(
+                        f"rate(process_cpu_seconds_total{{{OF_NAMESPACE}}}[$__rate_interval])"
+                        " and on (job, instance) distca_build_info"
+                    ),
                     "{{instance}}",
                 )
             ],
@@ -240,12 +244,14 @@ _PROCESS = Row(
             lowest=0,
         ),
         Panel(
-            title="Resident memory of every process",
+            title="Resident memory of the largest processes",
             description="Flat in a steady state.",
             queries=[
                 Query(
-                    f"process_resident_memory_bytes{{{OF_NAMESPACE}}}"
-                    " and on (job, instance) distca_build_info",
+                    highest(
+                        f"process_resident_memory_bytes{{{OF_NAMESPACE}}}"
+                        " and on (job, instance) distca_build_info"
+                    ),
                     "{{instance}}",
                 )
             ],
@@ -261,5 +267,6 @@ DASHBOARD = Dashboard(
     title="Control plane",
     description="Members and leases, planning, and what was refused.",
     variables=[NAMESPACE, JOB],
+    annotations=HAPPENED,
     rows=[_NOW, _PLANNING, _MEMBERS, _PROCESS],
 )

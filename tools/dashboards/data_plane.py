@@ -2,29 +2,40 @@
 
 from __future__ import annotations
 
-from tools.dashboards.common import NAMESPACE, OF_PROCESS, PROCESS, mean, quantile, rate
+from tools.dashboards.common import (
+    HAPPENED,
+    NAMESPACE,
+    OF_PROCESS,
+    PROCESS,
+    SHOWN_ENDS,
+    highest,
+    mean,
+    quantile,
+    rate,
+)
 from tools.dashboards.grafana import Dashboard, Panel, Query, Row
 
 _PREFIX = "distca_data_plane"
-_BUSIEST = 20
-"""Peers that are drawn: of hundreds, the busiest are what limits a tick."""
+_BUSIEST = 2 * SHOWN_ENDS
+"""Processes that are drawn: of hundreds, the busiest are what limits a tick."""
 
 
 def _busiest(metric: str) -> str:
-    return f"topk({_BUSIEST}, {rate(metric, OF_PROCESS, 'instance, peer')})"
+    return highest(rate(metric, OF_PROCESS, "instance"))
 
 
 _BANDWIDTH = Row(
     "Is the network what it should be?",
     [
         Panel(
-            title="Bandwidth probe at start, by peer and lanes",
-            description="What each trainer reached towards each server when it connected, and over "
-            "which lanes. tcp where there is NVLink or InfiniBand is a silent fallback: see the "
-            "runbook, DistcaTransportBelowFloor.",
+            title="Bandwidth probe at start, slowest peers and their lanes",
+            description="What trainers reached towards the servers that they reach worst when they "
+            "connected, and over which lanes. tcp where there is NVLink or InfiniBand is a silent "
+            "fallback: see the runbook, DistcaTransportBelowFloor.",
             queries=[
                 Query(
-                    f"min by (peer, lanes) ({_PREFIX}_probe_bytes_per_second{{{OF_PROCESS}}})",
+                    f"bottomk({2 * SHOWN_ENDS}, min by (peer, lanes) "
+                    f"({_PREFIX}_probe_bytes_per_second{{{OF_PROCESS}}}))",
                     "{{peer}} ({{lanes}})",
                 )
             ],
@@ -33,10 +44,12 @@ _BANDWIDTH = Row(
         ),
         Panel(
             title="Rate of large messages, and the floor",
-            description="Of the last received message of 256 KiB or more, from its arrival on.",
+            description="Mean rate of received messages of 256 KiB or more, each from its arrival "
+            "on, of the processes with the slowest peers.",
             queries=[
                 Query(
-                    f"min by (instance) ({_PREFIX}_receive_bytes_per_second{{{OF_PROCESS}}})",
+                    f"bottomk({2 * SHOWN_ENDS}, min by (instance) "
+                    f"({_PREFIX}_receive_bytes_per_second{{{OF_PROCESS}}}))",
                     "{{instance}} slowest peer",
                 ),
                 Query(f"max({_PREFIX}_floor_bytes_per_second{{{OF_PROCESS}}})", "floor"),
@@ -51,18 +64,16 @@ _TRAFFIC = Row(
     "Traffic",
     [
         Panel(
-            title=f"Sent, {_BUSIEST} busiest pairs",
-            description="Bytes per second that a process hands to the network for a peer.",
-            queries=[Query(_busiest(f"{_PREFIX}_sent_bytes_total"), "{{instance}} to {{peer}}")],
+            title=f"Sent, {_BUSIEST} busiest processes",
+            description="Bytes per second that a process hands to the network.",
+            queries=[Query(_busiest(f"{_PREFIX}_sent_bytes_total"), "{{instance}}")],
             unit="Bps",
             lowest=0,
         ),
         Panel(
-            title=f"Received, {_BUSIEST} busiest pairs",
-            description="Bytes per second that a process receives from a peer.",
-            queries=[
-                Query(_busiest(f"{_PREFIX}_received_bytes_total"), "{{instance}} from {{peer}}")
-            ],
+            title=f"Received, {_BUSIEST} busiest processes",
+            description="Bytes per second that a process receives.",
+            queries=[Query(_busiest(f"{_PREFIX}_received_bytes_total"), "{{instance}}")],
             unit="Bps",
             lowest=0,
         ),
@@ -117,7 +128,8 @@ _TIMES = Row(
     [
         Panel(
             title="Transfer seconds (95th percentile)",
-            description="A put since it was asked for, an offer since its message arrived.",
+            description="A put since it was asked for and its bytes were written, an offer since "
+            "its message arrived.",
             queries=[
                 Query(
                     quantile(0.95, f"{_PREFIX}_transfer_seconds", OF_PROCESS, "kind", "transport"),
@@ -163,7 +175,10 @@ _MEMORY = Row(
             title="Connections",
             description="Open ones, handshakes included.",
             queries=[
-                Query(f"sum by (instance) ({_PREFIX}_connections{{{OF_PROCESS}}})", "{{instance}}")
+                Query(
+                    highest(f"sum by (instance) ({_PREFIX}_connections{{{OF_PROCESS}}})"),
+                    "{{instance}}",
+                )
             ],
             width=8,
             lowest=0,
@@ -173,7 +188,9 @@ _MEMORY = Row(
             description="Memory in use, and idle memory that waits to be used again.",
             queries=[
                 Query(
-                    f"sum by (instance, state) ({_PREFIX}_buffer_pool_bytes{{{OF_PROCESS}}})",
+                    highest(
+                        f"sum by (instance, state) ({_PREFIX}_buffer_pool_bytes{{{OF_PROCESS}}})"
+                    ),
                     "{{instance}} {{state}}",
                 )
             ],
@@ -186,7 +203,9 @@ _MEMORY = Row(
             description="0 in a steady state: buffers are used again.",
             queries=[
                 Query(
-                    rate(f"{_PREFIX}_buffer_pool_allocations_total", OF_PROCESS, "instance"),
+                    highest(
+                        rate(f"{_PREFIX}_buffer_pool_allocations_total", OF_PROCESS, "instance")
+                    ),
                     "{{instance}}",
                 )
             ],
@@ -199,9 +218,11 @@ _MEMORY = Row(
             "fewer rows for the server.",
             queries=[
                 Query(
-                    f"max by (instance) "
-                    f'({_PREFIX}_buffer_pool_bytes{{{OF_PROCESS}, state="in_use"}})'
-                    f" / max by (instance) ({_PREFIX}_buffer_pool_limit_bytes{{{OF_PROCESS}}})",
+                    highest(
+                        f"max by (instance) "
+                        f'({_PREFIX}_buffer_pool_bytes{{{OF_PROCESS}, state="in_use"}})'
+                        f" / max by (instance) ({_PREFIX}_buffer_pool_limit_bytes{{{OF_PROCESS}}})"
+                    ),
                     "{{instance}}",
                 )
             ],
@@ -219,5 +240,6 @@ DASHBOARD = Dashboard(
     title="Data plane",
     description="What the network achieves, peer by peer, and what fails.",
     variables=[NAMESPACE, PROCESS],
+    annotations=HAPPENED,
     rows=[_BANDWIDTH, _TRAFFIC, _TIMES, _MEMORY],
 )

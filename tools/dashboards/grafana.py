@@ -15,6 +15,9 @@ SCHEMA_VERSION = 42
 
 COLUMNS = 24
 
+ANNOTATION_STEP = "15s"
+"""How closely annotations are looked for; what happened lasts for a minute in their expressions."""
+
 Json = dict[str, Any]
 
 _DATA_SOURCE = {"type": "prometheus", "uid": "${datasource}"}
@@ -196,6 +199,36 @@ class Variable:
         }
 
 
+@dataclass(frozen=True)
+class Annotation:
+    """Moments that are marked in every curve.
+
+    Attributes:
+        name: of what happened; can be switched off by it.
+        expr: a PromQL expression that has a value when it happens, and none otherwise.
+        text: of the mark, in which ``{{label}}`` stands for a label.
+        color: of the mark.
+    """
+
+    name: str
+    expr: str
+    text: str
+    color: str
+
+    def to_json(self) -> Json:
+        return {
+            "name": self.name,
+            "datasource": _DATA_SOURCE,
+            "enable": True,
+            "hide": False,
+            "iconColor": self.color,
+            "expr": self.expr,
+            "step": ANNOTATION_STEP,
+            "titleFormat": self.name,
+            "textFormat": self.text,
+        }
+
+
 @dataclass(frozen=True, kw_only=True)
 class Dashboard:
     """A dashboard, one JSON file.
@@ -205,6 +238,7 @@ class Dashboard:
         title: for people.
         description: what question it answers.
         variables: besides the data source.
+        annotations: what is marked in its curves.
         rows: its panels.
     """
 
@@ -212,6 +246,7 @@ class Dashboard:
     title: str
     description: str
     variables: Sequence[Variable]
+    annotations: Sequence[Annotation]
     rows: Sequence[Row]
 
     def to_json(self) -> Json:
@@ -240,7 +275,7 @@ class Dashboard:
             "templating": {
                 "list": [_data_source_variable(), *(each.to_json() for each in self.variables)]
             },
-            "annotations": {"list": []},
+            "annotations": {"list": [each.to_json() for each in self.annotations]},
             "panels": list(self._panels()),
         }
 

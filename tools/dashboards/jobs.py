@@ -2,7 +2,19 @@
 
 from __future__ import annotations
 
-from tools.dashboards.common import JOB, NAMESPACE, OF_JOB, increase, mean, quantile, rate, worst
+from tools.dashboards.common import (
+    HAPPENED,
+    JOB,
+    NAMESPACE,
+    OF_JOB,
+    ends,
+    highest,
+    increase,
+    mean,
+    quantile,
+    rate,
+    worst,
+)
 from tools.dashboards.grafana import Dashboard, Panel, Query, Row
 
 _CONTROL_PLANE = "distca_control_plane"
@@ -53,22 +65,22 @@ _PROGRESS = Row(
         ),
         Panel(
             title="Step seconds",
-            description="Of the slowest rank, and how long the longest blocked rank was (of those "
-            "without a GPU).",
+            description="Of the slowest rank, and of them, how long the rank that waited longest "
+            "had nothing else to compute.",
             queries=[
                 _of_job("step_seconds", "{{job_name}} step"),
-                _of_job("wait_seconds", "{{job_name}} blocked"),
+                _of_job("wait_seconds", "{{job_name}} waits"),
             ],
             unit="s",
             width=8,
             lowest=0,
         ),
         Panel(
-            title="Step seconds by rank, in the mean",
+            title="Step seconds by rank, slowest and fastest, in the mean",
             description="A rank that stands out is slow itself: core attention is shared by all.",
             queries=[
                 Query(
-                    mean(f"{_TRAINER}_step_seconds", OF_JOB, "job_name, rank"),
+                    ends(mean(f"{_TRAINER}_step_seconds", OF_JOB, "job_name, rank")),
                     "{{job_name}} rank {{rank}}",
                 )
             ],
@@ -117,12 +129,12 @@ _BALANCE = Row(
             decimals=2,
         ),
         Panel(
-            title="CA-tasks per second, by server",
-            description="Of the job's queries.",
+            title="CA-tasks per second, by transport",
+            description="Of the job's queries; over transport none they stay in their process.",
             queries=[
                 Query(
-                    rate(f"{_TRAINER}_tasks_total", OF_JOB, "server, transport"),
-                    "{{server}} ({{transport}})",
+                    rate(f"{_TRAINER}_tasks_total", OF_JOB, "phase, transport"),
+                    "{{phase}} ({{transport}})",
                 )
             ],
             unit="ops",
@@ -157,14 +169,16 @@ _WAITS = Row(
     "Waits",
     [
         Panel(
-            title="Where the step's time goes, by rank",
+            title="What the step's time is lost to, by rank, the most",
             description="Seconds per second: waiting for results, sending, waiting for the plan.",
             queries=[
                 Query(
-                    rate(
-                        f"{_TRAINER}_step_part_seconds_total",
-                        f'{OF_JOB}, part!="compute"',
-                        "job_name, rank, part",
+                    highest(
+                        rate(
+                            f"{_TRAINER}_step_part_seconds_total",
+                            f'{OF_JOB}, part!="compute"',
+                            "job_name, rank, part",
+                        )
                     ),
                     "{{job_name}} rank {{rank}} {{part}}",
                 )
@@ -173,17 +187,19 @@ _WAITS = Row(
             lowest=0,
         ),
         Panel(
-            title="Communication hidden, by rank",
-            description="Share of the ticks' time in which the rank did something else.",
+            title="Communication hidden, by rank, the least and the most",
+            description="Share of the ticks' time in which the rank computed something else.",
             queries=[
                 Query(
-                    rate(
-                        f"{_TRAINER}_communication_seconds_total",
-                        f'{OF_JOB}, visibility="hidden"',
-                        "job_name, rank",
-                    )
-                    + " / "
-                    + rate(f"{_TRAINER}_communication_seconds_total", OF_JOB, "job_name, rank"),
+                    ends(
+                        rate(
+                            f"{_TRAINER}_communication_seconds_total",
+                            f'{OF_JOB}, visibility="hidden"',
+                            "job_name, rank",
+                        )
+                        + " / "
+                        + rate(f"{_TRAINER}_communication_seconds_total", OF_JOB, "job_name, rank")
+                    ),
                     "{{job_name}} rank {{rank}}",
                 )
             ],
@@ -207,7 +223,7 @@ _WAITS = Row(
         ),
         Panel(
             title="Exposed seconds of a tick (95th percentile)",
-            description="How long a rank without a GPU is blocked in a slow tick.",
+            description="How long a rank has nothing else to compute in a slow tick.",
             queries=[
                 Query(
                     quantile(0.95, f"{_TRAINER}_tick_exposed_seconds", OF_JOB, "phase"),
@@ -321,5 +337,6 @@ DASHBOARD = Dashboard(
     title="Jobs",
     description="Progress, balance and waits of each job, and what failures cost it.",
     variables=[NAMESPACE, JOB],
+    annotations=HAPPENED,
     rows=[_PROGRESS, _BALANCE, _WAITS, _FAILURES],
 )

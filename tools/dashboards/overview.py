@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from tools.dashboards.common import (
+    HAPPENED,
     JOB,
     NAMESPACE,
     OF_JOB,
     OF_NAMESPACE,
+    ends,
     falling,
+    highest,
     rate,
     rising,
     worst,
@@ -49,8 +52,7 @@ _NOW = Row(
         ),
         Panel(
             title="Communication hidden",
-            description="Share of the ticks' time in which the ranks did something else; of ranks "
-            "without a GPU.",
+            description="Share of the ticks' time in which the ranks computed something else.",
             queries=[
                 Query(
                     f'sum(rate({_COMMUNICATION}{{{OF_JOB}, visibility="hidden"}}[5m]))'
@@ -64,9 +66,8 @@ _NOW = Row(
             thresholds=falling(0.7, 0.9),
         ),
         Panel(
-            title="Step blocked on core attention",
-            description="Share of the steps' time in which the ranks were blocked; of ranks "
-            "without a GPU.",
+            title="Step waits for core attention",
+            description="Share of the steps' time in which the ranks had nothing else to compute.",
             queries=[
                 Query(
                     f'sum(rate({_PARTS}{{{OF_JOB}, part="wait"}}[5m]))'
@@ -124,11 +125,11 @@ _BALANCE = Row(
             decimals=2,
         ),
         Panel(
-            title="Share of time in kernels, by server",
+            title="Share of time in kernels, busiest and idlest servers",
             description="Lines that lie together are a balanced pool; a gap below 1 is idle time.",
             queries=[
                 Query(
-                    rate("distca_attention_node_busy_seconds_total", OF_NAMESPACE, "server"),
+                    ends(rate("distca_attention_node_busy_seconds_total", OF_NAMESPACE, "server")),
                     "{{server}}",
                 )
             ],
@@ -144,8 +145,7 @@ _COMMUNICATION_ROW = Row(
     [
         Panel(
             title="Ticks under way, hidden and exposed",
-            description="Seconds of ticks per second, all ranks without a GPU. Exposed ones "
-            "lengthen the step.",
+            description="Seconds of ticks per second, all ranks. Exposed ones lengthen the step.",
             queries=[
                 Query(rate(_COMMUNICATION, OF_JOB, "phase, visibility"), "{{phase}} {{visibility}}")
             ],
@@ -154,11 +154,11 @@ _COMMUNICATION_ROW = Row(
             lowest=0,
         ),
         Panel(
-            title="Bytes sent per second, by process",
+            title="Bytes sent per second, busiest processes",
             description="Rows on their way between ranks and servers.",
             queries=[
                 Query(
-                    rate("distca_data_plane_sent_bytes_total", OF_NAMESPACE, "instance"),
+                    highest(rate("distca_data_plane_sent_bytes_total", OF_NAMESPACE, "instance")),
                     "{{instance}}",
                 )
             ],
@@ -173,9 +173,9 @@ _LIMITS = Row(
     [
         Panel(
             title="Where the step's time goes",
-            description="Compute is the trainer's own work; send is packing; wait is being blocked "
-            "on core attention (servers too slow, out of balance, or the network; with a GPU it is "
-            "within compute); plan is waiting for the control plane.",
+            description="Compute is the trainer's own work; send is packing; wait is having "
+            "nothing to compute but what waits for core attention (servers too slow, out of "
+            "balance, or the network); plan is waiting for the control plane.",
             queries=[
                 Query(
                     f"sum by (part) (rate({_PARTS}{{{OF_JOB}}}[$__rate_interval])) "
@@ -190,8 +190,8 @@ _LIMITS = Row(
         ),
         Panel(
             title="Step seconds",
-            description="Of the slowest rank, and how long the longest blocked rank was (of those "
-            "without a GPU).",
+            description="Of the slowest rank, and of them, how long the rank that waited longest "
+            "had nothing else to compute.",
             queries=[
                 Query(
                     worst("distca_control_plane_step_seconds", OF_JOB, "job_name"),
@@ -199,7 +199,7 @@ _LIMITS = Row(
                 ),
                 Query(
                     worst("distca_control_plane_wait_seconds", OF_JOB, "job_name"),
-                    "{{job_name}} blocked",
+                    "{{job_name}} waits",
                 ),
             ],
             unit="s",
@@ -213,5 +213,6 @@ DASHBOARD = Dashboard(
     title="Overview",
     description="Is core attention balanced, is communication hidden, and what limits the step?",
     variables=[NAMESPACE, JOB],
+    annotations=HAPPENED,
     rows=[_NOW, _BALANCE, _COMMUNICATION_ROW, _LIMITS],
 )

@@ -2,7 +2,18 @@
 
 from __future__ import annotations
 
-from tools.dashboards.common import NAMESPACE, OF_SERVER, SERVER, mean, quantile, rate, worst
+from tools.dashboards.common import (
+    HAPPENED,
+    NAMESPACE,
+    OF_SERVER,
+    SERVER,
+    ends,
+    highest,
+    mean,
+    quantile,
+    rate,
+    worst,
+)
 from tools.dashboards.grafana import Dashboard, Panel, Query, Row, Threshold
 
 _NODE = "distca_attention_node"
@@ -18,9 +29,11 @@ _POOL = Row(
             kind="table",
         ),
         Panel(
-            title="Share of time in kernels",
+            title="Share of time in kernels, busiest and idlest",
             description="Idle is the rest. The pool is balanced when the lines lie together.",
-            queries=[Query(rate(f"{_NODE}_busy_seconds_total", OF_SERVER, "server"), "{{server}}")],
+            queries=[
+                Query(ends(rate(f"{_NODE}_busy_seconds_total", OF_SERVER, "server")), "{{server}}")
+            ],
             unit="percentunit",
             lowest=0,
             highest=1,
@@ -28,7 +41,11 @@ _POOL = Row(
         Panel(
             title="Share of time without a kernel",
             description="Waiting for rows, or nothing to do.",
-            queries=[Query(rate(f"{_NODE}_idle_seconds_total", OF_SERVER, "server"), "{{server}}")],
+            queries=[
+                Query(
+                    highest(rate(f"{_NODE}_idle_seconds_total", OF_SERVER, "server")), "{{server}}"
+                )
+            ],
             unit="percentunit",
             lowest=0,
             highest=1,
@@ -38,7 +55,9 @@ _POOL = Row(
             description="Groups of CA-tasks that wait for the device. It is what the pool is "
             "scaled on: a queue that stays, with all servers busy, asks for more of them.",
             queries=[
-                Query(rate(f"{_NODE}_queue_seconds_total", OF_SERVER, "server"), "{{server}}")
+                Query(
+                    highest(rate(f"{_NODE}_queue_seconds_total", OF_SERVER, "server")), "{{server}}"
+                )
             ],
             lowest=0,
             thresholds=[Threshold(None, "green"), Threshold(8, "red")],
@@ -76,7 +95,9 @@ _TICKS = Row(
             title="Ticks under way",
             description="Ticks of which some messages have arrived.",
             queries=[
-                Query(f"sum by (server) ({_NODE}_open_ticks{{{OF_SERVER}}})", "{{server}}"),
+                Query(
+                    highest(f"sum by (server) ({_NODE}_open_ticks{{{OF_SERVER}}})"), "{{server}}"
+                ),
             ],
             lowest=0,
         ),
@@ -85,7 +106,7 @@ _TICKS = Row(
             description="Of an earlier epoch, of a job that is not served, or of a wrong size.",
             queries=[
                 Query(
-                    rate(f"{_NODE}_stale_messages_total", OF_SERVER, "server, reason"),
+                    highest(rate(f"{_NODE}_stale_messages_total", OF_SERVER, "server, reason")),
                     "{{server}} {{reason}}",
                 )
             ],
@@ -115,7 +136,7 @@ _KERNELS = Row(
             description="The more are fused, the better the device is used.",
             queries=[
                 Query(
-                    mean(f"{_NODE}_kernel_call_tasks", OF_SERVER, "server, phase"),
+                    ends(mean(f"{_NODE}_kernel_call_tasks", OF_SERVER, "server, phase")),
                     "{{server}} {{phase}}",
                 )
             ],
@@ -124,7 +145,7 @@ _KERNELS = Row(
         Panel(
             title="CA-tasks per second",
             description="Run by each server.",
-            queries=[Query(rate(f"{_NODE}_tasks_total", OF_SERVER, "server"), "{{server}}")],
+            queries=[Query(ends(rate(f"{_NODE}_tasks_total", OF_SERVER, "server")), "{{server}}")],
             unit="ops",
             width=8,
             lowest=0,
@@ -132,7 +153,9 @@ _KERNELS = Row(
         Panel(
             title="Query rows per second",
             description="Of the CA-tasks run.",
-            queries=[Query(rate(f"{_NODE}_query_rows_total", OF_SERVER, "server"), "{{server}}")],
+            queries=[
+                Query(ends(rate(f"{_NODE}_query_rows_total", OF_SERVER, "server")), "{{server}}")
+            ],
             unit="ops",
             width=8,
             lowest=0,
@@ -142,12 +165,75 @@ _KERNELS = Row(
             description="The work done; times 4, heads and head dim it is FLOP/s forward.",
             queries=[
                 Query(
-                    rate(f"{_NODE}_qk_pairs_total", OF_SERVER, "server, phase"),
+                    ends(rate(f"{_NODE}_qk_pairs_total", OF_SERVER, "server, phase")),
                     "{{server}} {{phase}}",
                 )
             ],
             unit="ops",
             width=8,
+            lowest=0,
+        ),
+    ],
+)
+
+_HOSTS = f"{_CONTROL_PLANE}_server_info{{{OF_SERVER}}}"
+
+
+def _of_devices(metric: str) -> str:
+    """A DCGM exporter's metric of the GPUs that servers and trainers compute on: it names its host,
+    and on Kubernetes the pod that has the GPU, as which such a pod knows its host."""
+    alternatives = (
+        f'{metric} and on ({label}) label_join({_HOSTS}, "{label}", "", "host")'
+        for label in ("Hostname", "pod", "exported_pod")
+    )
+    return " or ".join(alternatives)
+
+
+_DEVICES = Row(
+    "Devices, as NVIDIA's DCGM exporter sees them",
+    [
+        Panel(
+            title="Share of time in which a GPU computes, busiest and idlest",
+            description="Everything that runs there, not core attention alone. Empty without "
+            "dcgm-exporter.",
+            queries=[
+                Query(
+                    ends(_of_devices("DCGM_FI_PROF_GR_ENGINE_ACTIVE")), "{{Hostname}} GPU {{gpu}}"
+                )
+            ],
+            unit="percentunit",
+            lowest=0,
+            highest=1,
+        ),
+        Panel(
+            title="Share of time in which tensor cores compute, busiest and idlest",
+            description="What attention and matrix products are made of.",
+            queries=[
+                Query(
+                    ends(_of_devices("DCGM_FI_PROF_PIPE_TENSOR_ACTIVE")), "{{Hostname}} GPU {{gpu}}"
+                )
+            ],
+            unit="percentunit",
+            lowest=0,
+            highest=1,
+        ),
+        Panel(
+            title="GPU memory in use, the most",
+            description="Of the device, in MiB as the exporter counts it.",
+            queries=[
+                Query(highest(_of_devices("DCGM_FI_DEV_FB_USED")), "{{Hostname}} GPU {{gpu}}")
+            ],
+            unit="mbytes",
+            lowest=0,
+        ),
+        Panel(
+            title="GPU power, the most and the least",
+            description="A server whose GPU draws less than the others' may be throttled: compare "
+            "with predicted over measured seconds below.",
+            queries=[
+                Query(ends(_of_devices("DCGM_FI_DEV_POWER_USAGE")), "{{Hostname}} GPU {{gpu}}")
+            ],
+            unit="watt",
             lowest=0,
         ),
     ],
@@ -162,9 +248,13 @@ _FORECASTS = Row(
             "plane corrects the speeds that it plans with step by step.",
             queries=[
                 Query(
-                    rate(f"{_CONTROL_PLANE}_server_predicted_seconds_total", OF_SERVER, "server")
-                    + " / "
-                    + rate(f"{_CONTROL_PLANE}_server_busy_seconds_total", OF_SERVER, "server"),
+                    ends(
+                        rate(
+                            f"{_CONTROL_PLANE}_server_predicted_seconds_total", OF_SERVER, "server"
+                        )
+                        + " / "
+                        + rate(f"{_CONTROL_PLANE}_server_busy_seconds_total", OF_SERVER, "server")
+                    ),
                     "{{server}}",
                 )
             ],
@@ -177,7 +267,9 @@ _FORECASTS = Row(
             "that flaps.",
             queries=[
                 Query(
-                    worst(f"{_CONTROL_PLANE}_server_registrations_total", OF_SERVER, "server"),
+                    highest(
+                        worst(f"{_CONTROL_PLANE}_server_registrations_total", OF_SERVER, "server")
+                    ),
                     "{{server}}",
                 )
             ],
@@ -188,7 +280,7 @@ _FORECASTS = Row(
             description="As the control plane knows it: share of time busy. Pool servers only.",
             queries=[
                 Query(
-                    worst(f"{_CONTROL_PLANE}_server_busy_ratio", OF_SERVER, "server"),
+                    ends(worst(f"{_CONTROL_PLANE}_server_busy_ratio", OF_SERVER, "server")),
                     "{{server}}",
                 )
             ],
@@ -201,7 +293,7 @@ _FORECASTS = Row(
             description="Memory in use for messages. Pool servers only.",
             queries=[
                 Query(
-                    worst(f"{_CONTROL_PLANE}_server_buffer_bytes", OF_SERVER, "server"),
+                    highest(worst(f"{_CONTROL_PLANE}_server_buffer_bytes", OF_SERVER, "server")),
                     "{{server}}",
                 )
             ],
@@ -216,5 +308,6 @@ DASHBOARD = Dashboard(
     title="Servers",
     description="Attention servers: who is busy, who waits, and where a tick's time goes.",
     variables=[NAMESPACE, SERVER],
-    rows=[_POOL, _TICKS, _KERNELS, _FORECASTS],
+    annotations=HAPPENED,
+    rows=[_POOL, _TICKS, _KERNELS, _DEVICES, _FORECASTS],
 )

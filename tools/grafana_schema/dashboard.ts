@@ -42,7 +42,15 @@ type Panel<Kind extends string, Options, Custom> = Omit<
   targets: Target[];
 };
 
-export type Dashboard = Omit<raw.Dashboard, 'panels' | 'links' | 'templating'> & {
+// Marks that a query to Prometheus finds; these fields too are those of the data source's plugin.
+type Annotation = raw.AnnotationQuery & {
+  expr: string;
+  step?: string;
+  titleFormat?: string;
+  textFormat?: string;
+};
+
+export type Dashboard = Omit<raw.Dashboard, 'annotations' | 'panels' | 'links' | 'templating'> & {
   uid: string;
   title: string;
   links?: (Pick<raw.DashboardLink, 'title' | 'type'> & Partial<raw.DashboardLink>)[];
@@ -53,6 +61,7 @@ export type Dashboard = Omit<raw.Dashboard, 'panels' | 'links' | 'templating'> &
       current?: Partial<raw.VariableOption>;
     })[];
   };
+  annotations?: { list: Annotation[] };
   panels: (
     | raw.RowPanel
     | Panel<'timeseries', timeSeries.Options, timeSeries.FieldConfig>

@@ -19,6 +19,7 @@ from typing import TypeAlias
 
 import torch
 
+from attention_node.cuda_order import record_event
 from attention_node.served_job import JobDescription
 from attention_node.tick_server import TickServer
 from core_attention.ca_task import Phase
@@ -88,6 +89,7 @@ from trainer_client.step.replies import Awaited, ExchangeFailed, Exchanger
 from trainer_client.step.running_step import RunningStep
 from trainer_client.step.sent_tick import SentTick
 from trainer_client.step.servers import NotWanted, ServerLinks, Unreachable
+from trainer_client.step.tick_wait import DeviceWait, TickWait
 
 logger = logging.getLogger(__name__)
 
@@ -239,6 +241,7 @@ class RankSteps:
 
     def wait(self, running: RunningStep, sent: SentTick) -> None:
         """Waits until ``sent`` is complete; see :meth:`RunningStep.wait`."""
+        began = record_event(self._device, timed=True)
         sent.waited_since = time.monotonic()
         say_at = sent.waited_since + WAITING_SECONDS
         while not sent.complete:
@@ -257,6 +260,7 @@ class RankSteps:
                     continue
                 pending.wait(CHECK_SECONDS)
             self._link.check()
+        self._count_wait(running, sent, began)
 
     def may_be_asked(self, last_step: int) -> bool:
         """Whether other ranks may still ask for rows of ``last_step`` or an earlier step."""
@@ -600,12 +604,22 @@ class RankSteps:
         answered_at = max([sent.sent_at, *(reply.ended_at for reply in awaited)])
         for reply in awaited:
             reply.take_in(sent.outputs, sent.gradients)
+        # On a GPU rows go when they have been computed, not when they are handed over.
+        first_gone_at = min((each.began_at for each in awaited if each.began_at), default=0.0)
+        sent.answered_at = answered_at
+        sent.flight_seconds = max(answered_at - max(sent.sent_at, first_gone_at), 0.0)
         sent.complete = True
-        self._metrics.tick_collected(
-            sent.tick.phase,
-            flight_seconds=answered_at - sent.sent_at,
-            exposed_seconds=max(answered_at - max(sent.waited_since, sent.sent_at), 0.0),
-        )
+
+    def _count_wait(
+        self, running: RunningStep, sent: SentTick, began: torch.cuda.Event | None
+    ) -> None:
+        phase, flight_seconds = sent.tick.phase, sent.flight_seconds
+        ended = record_event(self._device, timed=True)
+        if began is not None and ended is not None:
+            running.device_waits.append(DeviceWait(phase, flight_seconds, began, ended))
+            return
+        exposed_seconds = max(sent.answered_at - max(sent.waited_since, sent.sent_at), 0.0)
+        running.waits.append(TickWait(phase, flight_seconds, exposed_seconds))
 
     def _server_failed(
         self, running: RunningStep, sent: SentTick, epoch: int, error: ExchangeFailed

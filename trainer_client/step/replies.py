@@ -65,6 +65,11 @@ class Awaited(Protocol):
     def exchange(self) -> Exchange: ...
 
     @property
+    def began_at(self) -> float:
+        """``time.monotonic()`` when its request's rows could first move, once it has arrived; 0.0
+        if they did not travel."""
+
+    @property
     def ended_at(self) -> float:
         """``time.monotonic()`` when it arrived; 0.0 if nothing was to come."""
 
@@ -193,7 +198,7 @@ class Exchanger:
         finally:
             # The kernel that packs it has only been launched.
             request.release_when(packed)
-        return _RemoteAwaited(exchange, tick, inputs, reply, transfer, self.examiner)
+        return _RemoteAwaited(exchange, tick, inputs, reply, sent, transfer, self.examiner)
 
     def _watch(self, connection: Connection, transfer: Transfer) -> None:
         """The server owes the end of ``transfer`` from now on."""
@@ -210,6 +215,7 @@ class _RemoteAwaited:
         tick: Tick,
         inputs: Tensors,
         buffer: PooledBuffer,
+        request: Transfer,
         transfer: Transfer | None,
         examiner: Examiner,
     ) -> None:
@@ -217,12 +223,18 @@ class _RemoteAwaited:
         self._tick = tick
         self._inputs = inputs
         self._buffer: PooledBuffer | None = buffer
+        self._request = request
         self._transfer = transfer
         self._examiner = examiner
 
     @property
     def exchange(self) -> Exchange:
         return self._exchange
+
+    @property
+    def began_at(self) -> float:
+        ended_at = self._request.ended_at
+        return 0.0 if ended_at is None else ended_at - self._request.moving_seconds
 
     @property
     def ended_at(self) -> float:
@@ -283,6 +295,10 @@ class _LocalAwaited:
     @property
     def exchange(self) -> Exchange:
         return self._exchange
+
+    @property
+    def began_at(self) -> float:
+        return 0.0
 
     @property
     def ended_at(self) -> float:

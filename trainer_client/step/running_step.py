@@ -26,6 +26,7 @@ from trainer_client.step.exchanges import PlanInForce
 from trainer_client.step.replies import Tensors
 from trainer_client.step.sent_tick import SentTick
 from trainer_client.step.step_report import StepReport, TraceEvent
+from trainer_client.step.tick_wait import DeviceWait, TickWait
 
 
 class Ticks(Protocol):
@@ -58,6 +59,8 @@ class RunningStep:
         sent: the ticks that were sent.
         in_force: the last plan that there were connections for; None before the first.
         given_up: why its user gave it up; empty otherwise.
+        waits: for ticks that are complete, on a CPU.
+        device_waits: likewise, on a GPU.
     """
 
     def __init__(
@@ -80,6 +83,8 @@ class RunningStep:
         self.in_force: PlanInForce | None = None
         self.trace: list[TraceEvent] = []
         self.report: StepReport | None = None
+        self.waits: list[TickWait] = []
+        self.device_waits: list[DeviceWait] = []
         self.wait_seconds = self.send_seconds = self.recovery_seconds = 0.0
         self.sent_bytes = self.received_bytes = 0
         self.recoveries = self.replayed_ticks = 0

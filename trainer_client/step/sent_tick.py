@@ -26,6 +26,8 @@ class SentTick:
         awaited: replies by the epoch of the plan, in its order of servers.
         sent_at: ``time.monotonic()`` when all requests were handed over.
         waited_since: when the training loop began to wait for it.
+        answered_at: when its last reply was here; of a complete tick.
+        flight_seconds: from its rows' going until then, likewise.
         complete: all replies have been taken in.
     """
 
@@ -37,6 +39,8 @@ class SentTick:
     awaited: dict[int, Sequence[Awaited]] = field(default_factory=dict)
     sent_at: float = 0.0
     waited_since: float = 0.0
+    answered_at: float = 0.0
+    flight_seconds: float = 0.0
     complete: bool = False
 
     def hand_out(self) -> tuple[Tensors, Tensors]:

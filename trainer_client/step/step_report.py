@@ -35,8 +35,8 @@ class StepReport:
         wait_seconds: of ``step_seconds``, in which the rank's thread was blocked on results of core
             attention.
         exposed_seconds: of ``step_seconds``, in which nothing was computed because of that. The
-            same on a CPU. None on a GPU: the thread runs ahead of the device, and is blocked while
-            that computes.
+            same on a CPU. A GPU computes what was launched before while the thread is blocked, so
+            there events in its stream tell; None if it did not come to them in time.
         send_seconds: of ``step_seconds``, spent packing and handing over requests.
         sent_bytes, received_bytes: to and from other processes.
         recoveries: how often another plan was put in force in the middle of the step.
