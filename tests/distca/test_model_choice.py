@@ -82,7 +82,7 @@ def test_a_shape_with_another_head_dim_of_values_is_written_as_it_is_read() -> N
     ("family", "cause"),
     [
         ("falcon", "attention by itself"),
-        ("gptj", "attention by itself"),
+        ("gpt_neo", "attention by itself"),
         ("bloom", "ALiBi"),
         ("mpt", "ALiBi"),
         ("xglm", "attention by itself"),

@@ -436,7 +436,6 @@ def test_a_model_that_cannot_be_checked_by_itself_is_refused_with_what_to_do(
     ("config", "cause"),
     [
         (transformers.FalconConfig, "FalconForCausalLM.*attention by itself"),
-        (transformers.GPTJConfig, "GPTJForCausalLM.*attention by itself"),
         (transformers.GPTNeoConfig, "GPTNeoForCausalLM.*attention by itself"),
         (transformers.BloomConfig, "BloomForCausalLM.*ALiBi"),
         (transformers.MptConfig, "MptForCausalLM.*ALiBi"),
