@@ -47,6 +47,7 @@ from distca.contract import rpc
 from distca.contract.codec import first_tick_from_bytes, plan_from_proto, profile_to_proto
 from distca.contract.settings import ClientTls, TlsFiles, values_of
 from distca.contract.tls import server_credentials
+from distca.process.certificates import watch_certificates
 from distca.process.health_service import HealthCheck
 from distca.process.monitoring import MetricsEndpoint, process_registry
 from distca.v1 import jobs_pb2, membership_pb2
@@ -116,6 +117,9 @@ class AttentionNode:
         kernel = select_kernel(device)
         self._profiles = [self._measure(kernel, shape, device) for shape in settings.profile_shapes]
         registry, pairs = process_registry("attention-node"), CollectorRegistry()
+        watch_certificates(
+            registry, own=[settings.certificate_file], authorities=[settings.ca_file]
+        )
         self._metrics = NodeMetrics(registry, settings.server_id)
         data_metrics = self._data_metrics = DataPlaneMetrics(registry, pairs)
         limit_bytes = settings.buffer_limit_bytes or None

@@ -44,6 +44,7 @@ from core_attention.whole_file import write_whole
 from distca.contract.addresses import split_address
 from distca.contract.rpc import server_options
 from distca.contract.tls import server_credentials
+from distca.process.certificates import watch_certificates
 from distca.process.health_service import HealthService
 from distca.process.monitoring import MetricsAddressError, MetricsEndpoint, process_registry
 from distca.v1 import (
@@ -121,6 +122,12 @@ class ControlPlane:
         self, settings: ControlPlaneSettings, planners: Mapping[str, Planner] = PLANNERS
     ) -> None:
         self.metrics = Metrics(process_registry("control-plane"))
+        tls = settings.tls
+        watch_certificates(
+            self.metrics.registry,
+            own=[tls.certificate_file if tls else None],
+            authorities=[tls.client_ca_file if tls else None],
+        )
         keys = job_keys(settings.access.token_secret_file, settings.state_dir)
         self.coordinator = Coordinator(
             settings.coordinator, planners, self.metrics, time.monotonic, keys

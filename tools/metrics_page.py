@@ -19,6 +19,7 @@ from control_plane.service.refusals import RefusalTable
 from data_plane.metrics import DataPlaneTable, PoolTable, SlowestTable
 from data_plane.metrics import PairTable as DataPlanePairTable
 from distca.metric_table import Metric, Table
+from distca.process.certificates import CertificateTable
 from trainer_client.metrics import PairTable as TrainerPairTable
 from trainer_client.metrics import TrainerTable
 
@@ -29,6 +30,7 @@ SECTIONS: dict[str, tuple[type[Table], ...]] = {
     "Attention servers": (NodeTable, LoadTable),
     "Trainers": (TrainerTable,),
     "Data plane": (DataPlaneTable, PoolTable, SlowestTable),
+    "Certificates": (CertificateTable,),
     "Every pair": (TrainerPairTable, DataPlanePairTable),
 }
 

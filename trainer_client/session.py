@@ -29,6 +29,7 @@ from distca.contract.codec import pipelining_to_proto, profile_to_proto, shape_t
 from distca.contract.settings import ClientTls, values_of
 from distca.contract.timeouts import check_order, known_timeouts
 from distca.process import tracing
+from distca.process.certificates import watch_certificates
 from distca.process.monitoring import MetricsEndpoint, process_registry
 from distca.v1 import data_plane_pb2, jobs_pb2, membership_pb2
 from trainer_client.errors import SessionError
@@ -71,6 +72,9 @@ class Session:
         self.options = options
         self.metrics_registry = process_registry("trainer")
         self.pairs_registry = CollectorRegistry()
+        watch_certificates(
+            self.metrics_registry, own=[options.certificate_file], authorities=[options.ca_file]
+        )
         self._device = torch.device(options.device)
         # A GPU computes behind the thread that launches its work.
         self._runs_ahead = self._device.type == "cuda"

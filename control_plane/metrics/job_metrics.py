@@ -52,6 +52,12 @@ class JobTable(Table):
     tolerance_ratio = gauge(
         "By how much the busiest server may exceed the mean (eps in force).", _JOB
     )
+    job_info = gauge(
+        "1 for each open job.", _JOB, Label("placement", ("pool", "in_place", "mixed"))
+    )
+    step_finished_timestamp_seconds = gauge(
+        "Unix time at which the last step was reported by all ranks, or the job was opened.", _JOB
+    )
     plan_bytes = gauge("Bytes of all slices of the last plan.", _JOB)
     epoch = gauge("Highest epoch of the job's plans; 0 until a replan.", _JOB)
     job_ranks = gauge(
@@ -97,6 +103,8 @@ class JobMetrics:
         self._ready_at[spec.name] = {}
         series = self._series.at(job_name=spec.name)
         series.tolerance_ratio.set(spec.options.tolerance)
+        series.job_info.labels(spec.name, spec.placement.name.lower()).set(1)
+        series.step_finished_timestamp_seconds.set_to_current_time()
         series.job_ranks.labels(spec.name, "expected").set(spec.n_ranks)
         for grows in (
             series.manifests_total,
@@ -165,6 +173,7 @@ class JobMetrics:
             self._series.step_tokens.labels(name).set(tokens)
             self._series.tokens_total.labels(name).inc(tokens)
             self._series.steps_finished_total.labels(name).inc()
+            self._series.step_finished_timestamp_seconds.labels(name).set_to_current_time()
 
     def server_reported(self, job: Job, record: StepRecord) -> None:
         """A server reported a step for the first time; shown once all that have a task have."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import urllib.request
 from collections.abc import Iterator
 
@@ -47,7 +48,7 @@ def scrape(control_plane: ControlPlane) -> dict[tuple[str, str], float]:
         (sample.name.removeprefix(P), ",".join(sample.labels.values())): sample.value
         for family in text_string_to_metric_families(text)
         for sample in family.samples
-        if sample.name.startswith(P) and not sample.name.endswith("_created")
+        if sample.name.startswith(P)
     }
 
 
@@ -56,9 +57,12 @@ def test_job_leaves_its_figures_while_it_is_open_and_none_after(
 ) -> None:
     lease_of = {server_id: client.register(server_id) for server_id in ("s0", "s1")}
     client.membership.DrainServer(membership_pb2.DrainServerRequest(server_id="s1"))
+    before = time.time()
     job_id, lease = client.open(0, job_spec(n_ranks=1))
     watcher = client.watch_rank(job_id, lease)
     watcher.next("job_opened")
+    opened_at = scrape(control_plane)["step_finished_timestamp_seconds", "train"]
+    assert before <= opened_at <= time.time()
     client.submit(job_id, lease, rank_manifest(0, 0))
     watcher.next("step_planned")
     client.report_rank(job_id, lease, 0, 0)
@@ -67,6 +71,7 @@ def test_job_leaves_its_figures_while_it_is_open_and_none_after(
     figures = scrape(control_plane)
     expected = {
         ("jobs", ""): 1,
+        ("job_info", "train,pool"): 1,
         ("servers", "pool,serving"): 1,
         ("servers", "pool,draining"): 1,
         ("servers", "in_place,serving"): 0,
@@ -105,6 +110,7 @@ def test_job_leaves_its_figures_while_it_is_open_and_none_after(
     }
     assert {key: figures[key] for key in expected} == expected
     assert figures["plan_bytes", "train"] > 100
+    assert figures["step_finished_timestamp_seconds", "train"] > opened_at
     assert scrape(control_plane) == figures
 
     client.close_job(job_id, lease)

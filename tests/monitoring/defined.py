@@ -17,6 +17,7 @@ from core_attention.kernels.cpu import CpuKernel
 from data_plane.buffer_pool import BufferPool
 from data_plane.metrics import DataPlaneMetrics
 from distca.metric_table import ReadTable
+from distca.process.certificates import watch_certificates
 from distca.process.monitoring import process_registry
 from tests.monitoring.table import Row
 from trainer_client.metrics import TrainerMetrics
@@ -33,11 +34,14 @@ def defined_metrics() -> dict[str, dict[str, Row]]:
         TrainerMetrics(trainer, "job", 0, pairs)
         Metrics(control_plane)
         Refusals(control_plane, time.monotonic)
+        certificates = CollectorRegistry()
+        watch_certificates(certificates)
         return {
             "Control plane": rows_of(control_plane),
             "Attention servers": rows_of(server),
             "Trainers": rows_of(trainer),
             "Data plane": rows_of(data),
+            "Certificates": rows_of(certificates),
             "Every pair": rows_of(pairs),
             "Every process": rows_of(process_registry("trainer")),
         }

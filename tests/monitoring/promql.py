@@ -75,7 +75,7 @@ def _selected(node: promql.VectorSelector, series: Mapping[str, Labels]) -> Labe
 
 def _called(node: promql.Call, series: Mapping[str, Labels]) -> Labels:
     name = node.func.name
-    if name == "vector":
+    if name in ("vector", "time"):
         return frozenset()
     if name == "label_join":
         inner, target, _, *sources = node.args
@@ -118,9 +118,9 @@ def _combined(node: promql.BinaryExpr, series: Mapping[str, Labels]) -> Labels:
         _require(on, right, node)
     if operator in _SET_OPERATORS:
         return left | right if operator == "or" else left
-    if isinstance(node.lhs, promql.NumberLiteral):
+    if _is_scalar(node.lhs):
         return right
-    if isinstance(node.rhs, promql.NumberLiteral):
+    if _is_scalar(node.rhs):
         return left
     if on is None and left != right:
         raise QueryError(
@@ -130,6 +130,11 @@ def _combined(node: promql.BinaryExpr, series: Mapping[str, Labels]) -> Labels:
         return left
     # A comparison filters its left side; arithmetic keeps what was matched on.
     return left if on is None or operator in _COMPARISONS else on
+
+
+def _is_scalar(node: promql.Expr) -> bool:
+    is_time = isinstance(node, promql.Call) and node.func.name == "time"
+    return isinstance(node, promql.NumberLiteral) or is_time
 
 
 def _require(names: set[str] | Labels, labels: Labels, node: promql.Expr) -> None:

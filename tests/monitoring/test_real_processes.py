@@ -34,12 +34,13 @@ JOB = "metrics"
 
 TINY_SHAPE = AttentionShape(num_heads=4, num_heads_kv=2, head_dim=8, head_dim_v=8, dtype="float32")
 
+EVERYWHERE = ("Certificates", "Every process")
 SECTIONS = {
-    "control plane": ("Control plane", "Every process"),
-    "node": ("Attention servers", "Data plane", "Every process"),
+    "control plane": ("Control plane", *EVERYWHERE),
+    "node": ("Attention servers", "Data plane", *EVERYWHERE),
     # With in-place servers of their own.
-    "trainer 0": ("Trainers", "Attention servers", "Data plane", "Every process"),
-    "trainer 1": ("Trainers", "Attention servers", "Data plane", "Every process"),
+    "trainer 0": ("Trainers", "Attention servers", "Data plane", *EVERYWHERE),
+    "trainer 1": ("Trainers", "Attention servers", "Data plane", *EVERYWHERE),
 }
 
 COUNTED = {

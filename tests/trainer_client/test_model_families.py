@@ -19,7 +19,7 @@ import transformers
 from packaging.version import Version
 from torch import nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+from transformers.models.auto import configuration_auto
 
 import trainer_client.integrations.transformers
 from core_attention.shape import AttentionShape
@@ -67,7 +67,7 @@ SERVED_SINCE = {"codegen": Version("5.24.0"), "gptj": Version("5.24.0")}
 
 def known(families: Iterable[str]) -> list[str]:
     """Those that the installed release has."""
-    return [family for family in families if family in CONFIG_MAPPING_NAMES]
+    return [family for family in families if family in configuration_auto.CONFIG_MAPPING]
 
 
 SERVED_NOW = [
@@ -334,8 +334,8 @@ def test_layers_of_different_shapes_are_all_told() -> None:
 
 
 def test_families_of_a_newer_transformers_are_right_or_refused(run_packed: Run) -> None:
-    known = {*SERVED.split(), *IGNORE_POSITIONS.split(), *MIX_NEIGHBOURS.split(), *REFUSED}
-    for family in sorted(set(FAMILIES) - known - set(NOT_RUN_HERE.split())):
+    listed = {*SERVED.split(), *IGNORE_POSITIONS.split(), *MIX_NEIGHBOURS.split(), *REFUSED}
+    for family in sorted(set(FAMILIES) - listed - set(NOT_RUN_HERE.split())):
         try:
             run_alone(make_model(tiny_config(family), "eager"))
         except Exception:
