@@ -29,6 +29,7 @@ GRID_COLUMNS = 24
 INCHES_PER_COLUMN, INCHES_PER_ROW = 0.62, 0.32
 MAX_LEGEND_ENTRIES = 8
 N_POINTS = 200
+COLORS = {"green": "tab:green", "yellow": "goldenrod", "red": "tab:red"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,7 +105,8 @@ def _draw_number(
     axes.axis("off")
     last = [points[-1][1] for points in series.values() if points]
     text = _written(panel, last[0]) if last else "no data"
-    axes.text(0.0, 0.35, text, fontsize=16, color="tab:green", transform=axes.transAxes)
+    color = _color(panel, last[0]) if last else "tab:gray"
+    axes.text(0.0, 0.35, text, fontsize=16, color=color, transform=axes.transAxes)
 
 
 def _draw_curves(
@@ -118,6 +120,13 @@ def _draw_curves(
     axes.yaxis.set_major_formatter(_formatter(panel))
     if any(series) and len(series) <= MAX_LEGEND_ENTRIES:
         axes.legend(fontsize=5, loc="best")
+
+
+def _color(panel: dict[str, Any], value: float) -> str:
+    """That of the panel's highest threshold which ``value`` reaches."""
+    steps = panel["fieldConfig"]["defaults"]["thresholds"]["steps"]
+    reached = [step for step in steps if step["value"] is None or value >= step["value"]]
+    return COLORS[reached[-1]["color"]]
 
 
 def _written(panel: dict[str, Any], value: float) -> str:
