@@ -81,6 +81,12 @@ class PermissionDenied(RpcError):
     advice = "use a certificate of the right role; docs/security.md lists what each may do"
 
 
+class Unimplemented(RpcError):
+    """Who answers speaks gRPC and does not know the method."""
+
+    advice = "check the address: is it a control plane's, of this version of distca?"
+
+
 class ResourceExhausted(RpcError):
     """A message is larger than allowed, or a stream was dropped because its reader fell behind."""
 
@@ -168,6 +174,7 @@ _BY_STATUS: dict[grpc.StatusCode, type[RpcError]] = {
     grpc.StatusCode.UNAUTHENTICATED: Unauthenticated,
     grpc.StatusCode.PERMISSION_DENIED: PermissionDenied,
     grpc.StatusCode.NOT_FOUND: NotFound,
+    grpc.StatusCode.UNIMPLEMENTED: Unimplemented,
 }
 
 

@@ -438,6 +438,13 @@ TIMEOUTS = (
         option="doctor --probe-seconds",
     ),
     Timeout(
+        name="first_words_seconds",
+        seconds=2.0,
+        who="doctor",
+        what="a connection, and what a server says first, of each protocol that is tried",
+        then="it speaks another protocol",
+    ),
+    Timeout(
         name="rehearsal_seconds",
         seconds=300.0,
         who="doctor",

@@ -17,6 +17,7 @@ from distca.contract.addresses import split_address
 from distca.contract.identity import Role
 from distca.contract.rpc import RpcSettings
 from distca.contract.tls import Certificates, MismatchError
+from distca.doctor.endpoint_findings import try_control_plane
 from distca.doctor.finding import Finding, failed, passed, warned
 from distca.doctor.surroundings import Surroundings
 
@@ -114,8 +115,8 @@ def _signs(issuer: x509.Certificate, certificate: x509.Certificate) -> bool:
 
 
 def _check_handshake(settings: RpcSettings) -> Iterator[Finding]:
-    """Does the control plane show a certificate that we accept? gRPC itself says little about it.
-    Whether it accepts ours shows in the first call."""
+    """Does the control plane show a certificate that we accept, and accept ours? gRPC itself says
+    little about it."""
     host, port = split_address("address", settings.addresses[0])
     name = settings.server_name or host
     context = ssl.create_default_context(cafile=str(settings.ca_file))
@@ -127,7 +128,6 @@ def _check_handshake(settings: RpcSettings) -> Iterator[Finding]:
             socket.create_connection((host, port), settings.connect_seconds) as raw,
             context.wrap_socket(raw, server_hostname=name) as connection,
         ):
-            yield passed("certificates", f"the control plane's is good for {name}")
             del connection
     except ssl.SSLCertVerificationError as error:
         yield failed(
@@ -136,12 +136,19 @@ def _check_handshake(settings: RpcSettings) -> Iterator[Finding]:
             f"it must be signed by an authority in {settings.ca_file} and be good for {name}; if "
             "it has another name, give that with --tls-server-name",
         )
+        return
     except ssl.SSLError as error:
+        _, diagnosis = try_control_plane(settings)
         yield failed(
             "certificates",
-            f"no TLS with the control plane: {error.reason or error}",
-            "does it speak TLS, and does it accept certificates of this authority?",
+            f"no TLS with the control plane: {diagnosis.says if diagnosis else error}",
+            diagnosis.advice if diagnosis else "does it accept certificates of this authority?",
         )
+        return
     except OSError:
         # Nobody listens: check control-plane tells that.
         return
+    yield passed("certificates", f"the control plane's is good for {name}")
+    _, diagnosis = try_control_plane(settings)
+    if diagnosis is not None:
+        yield failed("certificates", f"the control plane: {diagnosis.says}", diagnosis.advice)

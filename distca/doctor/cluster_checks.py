@@ -10,8 +10,10 @@ from collections.abc import Callable, Iterable
 
 from distca import __version__
 from distca.contract.addresses import split_address
-from distca.contract.rpc_errors import ControlPlaneUnavailable, RpcError
+from distca.contract.rpc import RpcSettings
+from distca.contract.rpc_errors import ControlPlaneUnavailable, RpcError, Unimplemented
 from distca.doctor.cluster_probe import ClusterAnswer
+from distca.doctor.endpoint_findings import try_control_plane
 from distca.doctor.finding import Finding, failed, passed, warned
 from distca.doctor.surroundings import Surroundings
 from distca.top.snapshot import Snapshot
@@ -81,13 +83,12 @@ def check_control_plane(around: Surroundings) -> Iterable[Finding]:
     try:
         answer = around.cluster.answer()
     except ControlPlaneUnavailable as error:
-        yield failed(
-            "control-plane",
-            str(error),
-            "start it, or mend what dns and certificates say; then look for a firewall",
-        )
+        yield _unavailable(around.cluster.settings, error)
         return
-    except (RpcError, OSError, ValueError) as error:
+    except RpcError as error:
+        yield _refused(error)
+        return
+    except (OSError, ValueError) as error:
         yield failed("control-plane", str(error), "see the control plane's log")
         return
     if answer.snapshot is None:
@@ -102,6 +103,27 @@ def check_control_plane(around: Surroundings) -> Iterable[Finding]:
         round_trip_seconds=answer.round_trip_seconds,
         servers=len(snapshot.servers),
     )
+
+
+def _unavailable(settings: RpcSettings, error: ControlPlaneUnavailable) -> Finding:
+    """Tries what is there instead."""
+    found, diagnosis = try_control_plane(settings)
+    if diagnosis is None:
+        says = str(error)
+        advice = "mend what dns and certificates say; then see the control plane's log"
+    else:
+        says, advice = f"{settings.addresses[0]}: {diagnosis.says}", diagnosis.advice
+    return failed("control-plane", says, advice, endpoint=found.speaks.name.lower())
+
+
+def _refused(error: RpcError) -> Finding:
+    if isinstance(error, Unimplemented):
+        return failed(
+            "control-plane",
+            f"{error.address} speaks gRPC and is no control plane",
+            "give --control-plane its address; a node's health port speaks gRPC, too",
+        )
+    return failed("control-plane", str(error), "see the control plane's log")
 
 
 def check_clock(around: Surroundings) -> Iterable[Finding]:
