@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Thread
-from typing import Any
+from typing import Any, ClassVar
 
 KINDS: dict[str, tuple[str, ...]] = {
     "v1": ("ConfigMap", "Pod", "Secret", "Service", "ServiceAccount"),
@@ -60,20 +60,21 @@ def _groups() -> dict[str, Any]:
     return {"kind": "APIGroupList", "apiVersion": "v1", "groups": groups}
 
 
-def _answers() -> dict[str, Any]:
+def _answers(version: str) -> dict[str, Any]:
     """What is answered, by path."""
+    major, minor, _ = version.split(".")
     by_path: dict[str, Any] = {
-        "/version": {"major": "1", "minor": "33", "gitVersion": "v1.33.0"},
+        "/version": {"major": major, "minor": minor, "gitVersion": f"v{version}"},
         "/api": {"kind": "APIVersions", "versions": ["v1"]},
         "/apis": _groups(),
     }
-    for version in KINDS:
-        by_path[f"/{'apis' if '/' in version else 'api'}/{version}"] = _resources(version)
+    for group in KINDS:
+        by_path[f"/{'apis' if '/' in group else 'api'}/{group}"] = _resources(group)
     return by_path
 
 
 class _Handler(BaseHTTPRequestHandler):
-    answers = _answers()
+    answers: ClassVar[dict[str, Any]]
 
     def do_GET(self) -> None:
         found = self.answers.get(self.path.partition("?")[0])
@@ -90,9 +91,10 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 @contextmanager
-def api_server() -> Iterator[str]:
-    """Runs the server; gives its URL."""
-    server = ThreadingHTTPServer(("127.0.0.1", 0), _Handler)
+def api_server(version: str = "1.33.0") -> Iterator[str]:
+    """Runs the server, of that version of Kubernetes; gives its URL."""
+    handler = type("Handler", (_Handler,), {"answers": _answers(version)})
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     thread = Thread(target=server.serve_forever)
     thread.start()
     try:

@@ -65,6 +65,47 @@ def test_a_daemon_set_serves_each_gpu_of_a_machine() -> None:
     assert all(len(name) <= 15 for name in named)
 
 
+@pytest.mark.parametrize(
+    ("kind", "field"),
+    [
+        ("StatefulSet", "updateStrategy"),
+        ("Deployment", "strategy"),
+        ("DaemonSet", "updateStrategy"),
+    ],
+)
+def test_an_upgrade_replaces_as_many_pods_as_asked_for(kind: str, field: str) -> None:
+    settings = [
+        f"attentionNode.kind={kind}",
+        "attentionNode.replicas=8",
+        "attentionNode.rollout.maxUnavailable=3",
+        "attentionNode.podDisruptionBudget.maxUnavailable=50%",
+    ]
+    manifests = rendered("", *settings)
+    spec = only(manifests, kind, "attention-node")["spec"]
+    assert spec[field]["type"] == "RollingUpdate"
+    assert spec[field]["rollingUpdate"]["maxUnavailable"] == 3
+    # A pod beyond the pool's size would wait for a GPU that no machine has.
+    assert spec[field]["rollingUpdate"].get("maxSurge", 0) == 0
+    own = rendered("", *settings, "attentionNode.updateStrategy.type=OnDelete")
+    assert only(own, kind, "attention-node")["spec"][field] == {"type": "OnDelete"}
+
+
+def test_a_pool_may_be_a_deployment_that_scales() -> None:
+    manifests = rendered("rolling-update-values.yaml")
+    workload = only(manifests, "Deployment", "attention-node")
+    assert workload["spec"]["replicas"] == 16
+    assert not {"serviceName", "podManagementPolicy"} & set(workload["spec"])
+    for value_set, kind in (
+        ("autoscaling-hpa-values.yaml", "HorizontalPodAutoscaler"),
+        ("autoscaling-keda-values.yaml", "ScaledObject"),
+    ):
+        scaled = rendered(value_set, "attentionNode.kind=Deployment")
+        target = only(scaled, kind)["spec"]["scaleTargetRef"]
+        assert target["kind"] == "Deployment"
+        assert target["name"] == only(scaled, "Deployment", "attention-node")["metadata"]["name"]
+        assert "replicas" not in only(scaled, "Deployment", "attention-node")["spec"]
+
+
 def test_each_server_gets_a_gpu_and_its_argument_says_so() -> None:
     server = container(pod(), "server-0")
     assert server["resources"]["limits"]["nvidia.com/gpu"] == 1

@@ -28,15 +28,33 @@ def test_one_replica_is_replaced_not_doubled() -> None:
 
 
 def test_service_and_disruption_budget_select_its_pods_alone() -> None:
-    manifests = rendered()
+    manifests = rendered("high-availability-values.yaml")
     labels = deployment()["spec"]["template"]["metadata"]["labels"]
     for selector in (
-        only(manifests, "Service", "control-plane")["spec"]["selector"],
+        only(rendered(), "Service", "control-plane")["spec"]["selector"],
         only(manifests, "PodDisruptionBudget", "control-plane")["spec"]["selector"]["matchLabels"],
         deployment()["spec"]["selector"]["matchLabels"],
     ):
         assert selector.items() <= labels.items()
         assert selector["app.kubernetes.io/component"] == "control-plane"
+
+
+def test_budgets_exist_from_two_pods_on_and_leave_room_to_drain() -> None:
+    def budgets(*settings: str) -> dict[str, Manifest]:
+        return {
+            each["spec"]["selector"]["matchLabels"]["app.kubernetes.io/component"]: each["spec"]
+            for each in rendered("", *settings)
+            if each["kind"] == "PodDisruptionBudget"
+        }
+
+    assert set(budgets()) == {"attention-node"}
+    assert budgets("attentionNode.replicas=1") == {}
+    elected = ("controlPlane.replicas=2", "controlPlane.leaderElection.enabled=true")
+    assert budgets(*elected)["control-plane"]["minAvailable"] == 1
+    grows = ("autoscaling.enabled=true", "attentionNode.replicas=1")
+    assert set(budgets(*grows)) == {"attention-node"}
+    assert set(budgets(*grows, "autoscaling.maxReplicas=1")) == set()
+    assert set(budgets("attentionNode.kind=DaemonSet")) == {"attention-node"}
 
 
 def test_probes_need_no_certificate_without_tls_and_show_one_with_it() -> None:

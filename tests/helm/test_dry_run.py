@@ -85,3 +85,30 @@ def test_notes_say_what_to_do_next(value_set: str, server: str) -> None:
     assert f"helm -n {NAMESPACE} test {RELEASE} --logs" in notes
     assert "DISTCA_CONTROL_PLANE=" in notes
     assert ("WARNING: gRPC is plaintext" in notes) == ("mtls" not in value_set)
+
+
+@pytest.mark.parametrize(
+    ("kind", "version", "warned"),
+    [
+        ("StatefulSet", "1.34.2", True),
+        ("StatefulSet", "1.35.0", False),
+        ("Deployment", "1.34.2", False),
+    ],
+)
+def test_notes_say_where_a_rollout_goes_one_by_one(
+    kind: str, version: str, warned: bool, tmp_path: Path
+) -> None:
+    with api_server(version) as url:
+        shown = helm(
+            "install",
+            RELEASE,
+            str(CHART),
+            f"--kube-apiserver={url}",
+            "--disable-openapi-validation",
+            "--dry-run=server",
+            f"--values={CHART / 'ci' / 'rolling-update-values.yaml'}",
+            f"--set=attentionNode.kind={kind}",
+        )
+    assert shown.returncode == 0, shown.stderr
+    notes = shown.stdout.partition("\nNOTES:\n")[2]
+    assert ("replaces one pod of a\nStatefulSet at a time" in notes) == warned

@@ -50,7 +50,13 @@ def test_rendered_text_has_no_blank_lines_and_no_nulls() -> None:
         ("controlPlane.address=nowhere", "controlPlane.address"),
         ("controlPlane.service.port=70000", "controlPlane.service.port"),
         ("controlPlane.image.digest=latest", "controlPlane.image.digest"),
-        ("attentionNode.kind=Deployment", "attentionNode.kind"),
+        ("attentionNode.kind=ReplicaSet", "attentionNode.kind"),
+        ("attentionNode.rollout.maxUnavailable=0", "attentionNode.rollout.maxUnavailable"),
+        (
+            "attentionNode.podDisruptionBudget.maxUnavailable=0%",
+            "attentionNode.podDisruptionBudget.maxUnavailable",
+        ),
+        ("monitoring.podMonitor.scrapeTimeout=10", "monitoring.podMonitor.scrapeTimeout"),
         ("attentionNode.serversPerPod=0", "attentionNode.serversPerPod"),
         ("attentionNode.shapes={8:2:64}", "attentionNode.shapes.0"),
         ("attentionNode.drainSeconds=-1", "attentionNode.drainSeconds"),
@@ -84,7 +90,10 @@ def test_the_schema_refuses_and_names_the_value(setting: str, path: str) -> None
         (["controlPlane.enabled=false"], "controlPlane.address is empty"),
         (["controlPlane.address=a:1"], "an address is only for a control plane outside"),
         (["controlPlane.replicas=2"], "controlPlane.leaderElection.enabled is false"),
-        (["autoscaling.enabled=true", "attentionNode.kind=DaemonSet"], "only a StatefulSet"),
+        (
+            ["autoscaling.enabled=true", "attentionNode.kind=DaemonSet"],
+            "only a StatefulSet or a Deployment",
+        ),
         (["autoscaling.enabled=true", "attentionNode.enabled=false"], "there is no pool to scale"),
         (["autoscaling.minReplicas=9"], "the first must not be larger"),
         (["tls.mode=secrets"], "tls.secrets."),
@@ -98,6 +107,34 @@ def test_the_schema_refuses_and_names_the_value(setting: str, path: str) -> None
             "two pods on one machine would want the same ports",
         ),
         (["attentionNode.stuckSeconds=10"], "must be left out before it gives up"),
+        (["attentionNode.rollout.maxUnavailable=2"], "raise the budget, or lower the former"),
+        (
+            ["attentionNode.rollout.maxUnavailable=30%", "attentionNode.replicas=10"],
+            "maxUnavailable is 30% and attentionNode.podDisruptionBudget.maxUnavailable 1",
+        ),
+        (
+            [
+                "attentionNode.kind=DaemonSet",
+                "attentionNode.rollout.maxUnavailable=30%",
+                "attentionNode.podDisruptionBudget.maxUnavailable=20%",
+            ],
+            "raise the budget",
+        ),
+        (
+            [
+                "attentionNode.rollout.maxUnavailable=100%",
+                "attentionNode.podDisruptionBudget.maxUnavailable=100%",
+            ],
+            "the whole pool at a time: give at most 1",
+        ),
+        (
+            [
+                "controlPlane.replicas=2",
+                "controlPlane.leaderElection.enabled=true",
+                "controlPlane.podDisruptionBudget.minAvailable=51%",
+            ],
+            "no machine with one could be drained: give at most 1",
+        ),
         (["ucx.tcpPortRange=7900-7800"], "the first port must not be larger"),
     ],
 )

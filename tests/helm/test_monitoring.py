@@ -125,3 +125,30 @@ def test_jobs_of_prometheus_are_called_by_their_component() -> None:
     manifests = rendered("monitoring-values.yaml")
     for kind, name in (("ServiceMonitor", ""), ("PodMonitor", "attention-node")):
         assert only(manifests, kind, name)["spec"]["jobLabel"] == "app.kubernetes.io/component"
+
+
+def test_targets_and_series_are_relabelled_and_limited_as_asked() -> None:
+    manifests = rendered("monitoring-values.yaml", "exampleJob.enabled=true")
+    cluster = {"targetLabel": "cluster", "replacement": "east"}
+    control_plane = only(manifests, "ServiceMonitor")["spec"]
+    assert control_plane["sampleLimit"] == 50000
+    (endpoint,) = control_plane["endpoints"]
+    assert endpoint["relabelings"] == [cluster]
+    assert endpoint["metricRelabelings"] == [{"action": "labeldrop", "regex": "endpoint"}]
+    assert (endpoint["interval"], endpoint["scrapeTimeout"]) == ("10s", "8s")
+    for name, relabelings in (
+        ("attention-node", [cluster]),
+        ("trainer", [{"targetLabel": "job", "replacement": "trainer"}, cluster]),
+    ):
+        pods = only(manifests, "PodMonitor", name)["spec"]
+        assert pods["sampleLimit"] == 20000
+        for each in pods["podMetricsEndpoints"]:
+            assert each["relabelings"] == relabelings
+            assert [drop["regex"] for drop in each["metricRelabelings"]] == ["process_.*"]
+
+
+def test_without_values_a_scrape_has_no_limit_and_nothing_is_relabelled() -> None:
+    manifests = rendered("", "monitoring.serviceMonitor.enabled=true")
+    spec = only(manifests, "ServiceMonitor")["spec"]
+    assert "sampleLimit" not in spec
+    assert spec["endpoints"] == [{"port": "metrics", "interval": "15s"}]

@@ -22,7 +22,7 @@ from tools.chart_readme import (
 VALUES = read_values((CHART / "values.yaml").read_text())
 
 EVERYTHING = {
-    "controlPlane": {"leaderElection": {"enabled": True}, "replicas": 2},
+    "controlPlane": {"leaderElection": {"enabled": True}, "replicas": 4},
     "rdma": {"enabled": True},
     "tls": {"mode": "certManager", "certManager": {"issuerRef": {"name": "ca"}}},
     "monitoring": {
@@ -44,6 +44,9 @@ ALSO_NEEDED: dict[str, dict[str, Any]] = {
         "networkPolicy": {"hostNetworkFrom": [{"ipBlock": {"cidr": "10.0.0.0/8"}}]},
     },
     "attentionNode.replicas": {"autoscaling": {"enabled": False}},
+    "attentionNode.rollout.maxUnavailable": {
+        "attentionNode": {"replicas": 4, "podDisruptionBudget": {"maxUnavailable": 2}}
+    },
     "autoscaling.kind": {"autoscaling": {"enabled": True}},
     "autoscaling.keda.prometheusAddress": {"autoscaling": {"enabled": True, "kind": "KEDA"}},
     "autoscaling.keda.pollingSeconds": {"autoscaling": {"enabled": True, "kind": "KEDA"}},
@@ -73,7 +76,8 @@ OTHER: dict[str, Any] = {
     "controlPlane.image.digest": f"sha256:{'1' * 64}",
     "attentionNode.image.digest": f"sha256:{'1' * 64}",
     "exampleJob.image.digest": f"sha256:{'1' * 64}",
-    "controlPlane.replicas": 3,
+    "controlPlane.replicas": 5,
+    "attentionNode.rollout.maxUnavailable": 2,
     "controlPlane.service.type": "NodePort",
     "attentionNode.kind": "DaemonSet",
     "attentionNode.shapes": ["1:1:8:float32"],
@@ -111,8 +115,8 @@ def changed(value: Value) -> Any:
     if value.path in OTHER:
         return OTHER[value.path]
     default = json.loads(value.default)
-    if value.path.endswith("interval"):
-        return "99s"
+    if value.path.endswith(("interval", "scrapeTimeout")):
+        return "9s"
     if isinstance(default, bool):
         return not default
     if isinstance(default, int):

@@ -45,6 +45,25 @@
 {{ .Values.controlPlane.tokenSecret.name | default (printf "%s-token" (include "distca.controlPlane.name" .)) }}
 {{- end }}
 
+{{/* How many pods the pool has at most; empty where the machines decide. */}}
+{{- define "distca.attentionNode.mostPods" -}}
+{{- if .Values.autoscaling.enabled }}{{ .Values.autoscaling.maxReplicas }}
+{{- else if ne .Values.attentionNode.kind "DaemonSet" }}{{ .Values.attentionNode.replicas }}
+{{- end }}
+{{- end }}
+
+{{/* How many of some pods a number or a percentage stands for, rounded up as Kubernetes does for
+     budgets. Arguments: amount, pods. */}}
+{{- define "distca.amountOfPods" -}}
+{{- $text := toString .amount }}
+{{- if hasSuffix "%" $text }}
+{{- $share := mul (trimSuffix "%" $text | int) (int .pods) }}
+{{- div (add $share 99) 100 }}
+{{- else }}
+{{- int $text }}
+{{- end }}
+{{- end }}
+
 {{/* Labels */}}
 
 {{/* Arguments: root, component. What selects the pods of a component; it never changes. */}}

@@ -14,9 +14,16 @@
 {{- if and .autoscaling.enabled (not .attentionNode.enabled) }}
 {{- fail "autoscaling.enabled is true and attentionNode.enabled is false; there is no pool to scale" }}
 {{- end }}
-{{- if and .autoscaling.enabled (ne .attentionNode.kind "StatefulSet") }}
-{{- fail (printf "autoscaling.enabled is true and attentionNode.kind is %q; only a StatefulSet can be scaled" .attentionNode.kind) }}
+{{- if and .autoscaling.enabled (eq .attentionNode.kind "DaemonSet") }}
+{{- fail "autoscaling.enabled is true and attentionNode.kind is \"DaemonSet\"; only a StatefulSet or a Deployment can be scaled" }}
 {{- end }}
+{{- if and .controlPlane.enabled .controlPlane.podDisruptionBudget.enabled (gt (int .controlPlane.replicas) 1) }}
+{{- $stay := include "distca.amountOfPods" (dict "amount" .controlPlane.podDisruptionBudget.minAvailable "pods" .controlPlane.replicas) }}
+{{- if ge (int $stay) (int .controlPlane.replicas) }}
+{{- fail (printf "controlPlane.podDisruptionBudget.minAvailable is %v and controlPlane.replicas %d; all pods would have to stay, and no machine with one could be drained: give at most %d" .controlPlane.podDisruptionBudget.minAvailable (int .controlPlane.replicas) (sub (int .controlPlane.replicas) 1)) }}
+{{- end }}
+{{- end }}
+{{- include "distca.validateRollout" $ }}
 {{- if gt (int .autoscaling.minReplicas) (int .autoscaling.maxReplicas) }}
 {{- fail (printf "autoscaling.minReplicas is %d and autoscaling.maxReplicas %d; the first must not be larger" (int .autoscaling.minReplicas) (int .autoscaling.maxReplicas)) }}
 {{- end }}
@@ -42,6 +49,28 @@
 {{- end }}
 {{- if and .attentionNode.hostNetwork (eq .attentionNode.kind "StatefulSet") (gt (int .attentionNode.replicas) 1) (empty .attentionNode.affinity) }}
 {{- fail "attentionNode.hostNetwork is true for a StatefulSet without attentionNode.affinity; two pods on one machine would want the same ports: use a DaemonSet, or a podAntiAffinity" }}
+{{- end }}
+{{- end }}
+{{- end }}
+
+{{/* An upgrade of the pool keeps to the budget of evictions, and leaves someone to serve. A percentage
+     of a DaemonSet is compared with another one only: how many machines there are is not known. */}}
+{{- define "distca.validateRollout" -}}
+{{- $pods := include "distca.attentionNode.mostPods" . }}
+{{- with .Values.attentionNode }}
+{{- if and .enabled (empty .updateStrategy) }}
+{{- $away := .rollout.maxUnavailable }}
+{{- $budget := .podDisruptionBudget.maxUnavailable }}
+{{- $alike := eq (hasSuffix "%" (toString $away)) (hasSuffix "%" (toString $budget)) }}
+{{- $of := $pods | default 100 }}
+{{- $awayPods := include "distca.amountOfPods" (dict "amount" $away "pods" $of) | int }}
+{{- $budgetPods := include "distca.amountOfPods" (dict "amount" $budget "pods" $of) | int }}
+{{- if and .podDisruptionBudget.enabled (or $pods $alike) (gt $awayPods $budgetPods) }}
+{{- fail (printf "attentionNode.rollout.maxUnavailable is %v and attentionNode.podDisruptionBudget.maxUnavailable %v; an upgrade must not take more pods than the budget lets evictions take: raise the budget, or lower the former" $away $budget) }}
+{{- end }}
+{{- if and $pods (gt (int $pods) 1) (ge $awayPods (int $pods)) }}
+{{- fail (printf "attentionNode.rollout.maxUnavailable is %v of %d pods; an upgrade would take the whole pool at a time: give at most %d" $away (int $pods) (sub (int $pods) 1)) }}
+{{- end }}
 {{- end }}
 {{- end }}
 {{- end }}
