@@ -128,21 +128,8 @@ class Session:
         self._last_step = -1
         self._met = False
         self._closed = False
-        server_id = f"{options.job}.rank-{options.rank}"
         try:
-            self._in_place = InPlaceServer(
-                server_id,
-                options.rank,
-                options.shape,
-                self._device,
-                self._pool,
-                standby=options.placement is Placement.POOL,
-                profile_dir=options.profile_dir,
-                metrics=NodeMetrics(self.metrics_registry, server_id),
-                on_call=self._kernel_called,
-                on_accepted=self._name_peer,
-                on_step_finished=self._report_server,
-            )
+            self._in_place = self._make_server()
         except BaseException:
             self._transport.close()
             self._liveness.close()
@@ -156,6 +143,23 @@ class Session:
             self._examiner,
             self._liveness,
             self._metrics,
+        )
+
+    def _make_server(self) -> InPlaceServer:
+        options = self.options
+        server_id = f"{options.job}.rank-{options.rank}"
+        return InPlaceServer(
+            server_id,
+            options.rank,
+            options.shape,
+            self._device,
+            self._pool,
+            standby=options.placement is Placement.POOL,
+            profile_dir=options.profile_dir,
+            metrics=NodeMetrics(self.metrics_registry, server_id),
+            on_call=self._kernel_called,
+            on_accepted=self._name_peer,
+            on_step_finished=self._report_server,
         )
 
     @classmethod

@@ -30,12 +30,12 @@ print("libuct_ib_mlx5.so" in loaded, "libefa" in loaded)
 def cuda_packages() -> list[str]:
     """Requirements of the transports that the Dockerfile puts into the CUDA images."""
     text = (ROOT / "docker" / "Dockerfile").read_text()
-    extras = re.search(r"AS build-cuda\nENV EXTRAS=(\S+)", text)
+    extras = re.search(r'AS packages-cuda\nENV EXTRAS="([^"]+)"', text)
     assert extras is not None
     optional = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
         "optional-dependencies"
     ]
-    wanted = [name for name in extras[1].split(",") if name.startswith(("ucxx", "nixl"))]
+    wanted = [name for name in extras[1].split() if name.startswith(("ucxx", "nixl"))]
     return [requirement for name in wanted for requirement in optional[name]]
 
 
@@ -55,7 +55,7 @@ def test_what_carries_infiniband_and_roce_is_complete(
     driver's libraries, so nothing of the base counts, and rdma-core must not be needed."""
     constraints = checkout / "docker" / "constraints.txt"
     stand_ins.fetch_torch(checkout / "docker" / "wheels", constraints)
-    build(docker, checkout, "build-node-packages", PACKAGES, CPU_BASE_IMAGE=base_image)
+    build(docker, checkout, "packages-attention-node", PACKAGES, CPU_BASE_IMAGE=base_image)
     python = "/opt/distca/bin/python"
     script = "\n".join(
         [

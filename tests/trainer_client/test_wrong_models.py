@@ -28,9 +28,6 @@ SOON_SECONDS = 15.0
 cannot come any more must not be waited for longer than 30 s."""
 
 
-_SEEDING = threading.Lock()
-
-
 class Layer(nn.Module):
     """Attention with a residual, as in a transformer."""
 
@@ -62,10 +59,11 @@ class Model(nn.Module):
         between: Callable[[int, torch.Tensor], torch.Tensor] = lambda _, x: x,
     ) -> None:
         super().__init__()
-        # Ranks are threads here, and PyTorch's generator is the process's.
-        with _SEEDING:
-            torch.manual_seed(0)
-            self.layers = nn.ModuleList(Layer() for _ in range(n_layers))
+        self.layers = nn.ModuleList(Layer() for _ in range(n_layers))
+        # Ranks are threads here, and PyTorch's generator, which lanes set, is the process's.
+        generator = torch.Generator().manual_seed(0)
+        for parameter in self.parameters():
+            nn.init.uniform_(parameter, -0.125, 0.125, generator=generator)
         self.between = between
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
