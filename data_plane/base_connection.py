@@ -313,15 +313,19 @@ class BaseConnection:
     def _end(
         self, transfer: PostedTransfer, error: TransportError | None, *, release_buffer: bool = True
     ) -> None:
-        if self._metrics is not None and transfer.state is TransferState.PENDING:
-            self._metrics.transfer_ended(
-                kind=transfer.kind,
-                peer=self._peer,
-                transport=self.transport_name,
-                nbytes=transfer.nbytes,
-                seconds=time.monotonic() - transfer.started,
-                error=error,
-            )
+        if transfer.state is TransferState.PENDING:
+            seconds = time.monotonic() - transfer.started
+            if transfer.kind == "offer" and error is None:
+                self._pings.received(transfer.nbytes, seconds)
+            if self._metrics is not None:
+                self._metrics.transfer_ended(
+                    kind=transfer.kind,
+                    peer=self._peer,
+                    transport=self.transport_name,
+                    nbytes=transfer.nbytes,
+                    seconds=seconds,
+                    error=error,
+                )
         transfer.finish(error, release_buffer=release_buffer)
 
     def _start_deadline(self, transfer: PostedTransfer) -> None:

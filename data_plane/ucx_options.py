@@ -51,8 +51,8 @@ class UcxSettings:
         max_half_open: clients that may have connected and not said hello; of more, the oldest of
             the host that has most go. An eighth of ``ulimit -n`` if that is less.
         max_probe_bytes: the largest probe message that a peer may make this side hold memory for.
-        slowest_bytes_per_second: the slowest network worth using. A ping is given the time that
-            the messages under way take at this rate, since they share the network with it.
+        slowest_bytes_per_second: the slowest network worth using, which a connection counts with
+            until it has measured its own (``Pings``).
     """
 
     device: str = "cpu"

@@ -58,7 +58,7 @@ TIMEOUTS = (
     # Finding out that something is wrong.
     Timeout(
         name="ping_quiet_seconds",
-        seconds=2.0,
+        seconds=0.5,
         who="rank",
         what="anything from a server that owes it a reply",
         then="the server's transport is asked for a sign of life",
@@ -66,9 +66,9 @@ TIMEOUTS = (
     ),
     Timeout(
         name="ping_timeout_seconds",
-        seconds=5.0,
+        seconds=2.5,
         who="rank",
-        what="the sign of life (and 1 s for each 16 MiB that are under way to or from the server)",
+        what="the sign of life (and what the messages under way may take at a quarter of the rate measured)",
         then="the server counts as lost: recovery",
         option="SessionOptions",
     ),

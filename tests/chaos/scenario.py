@@ -22,7 +22,7 @@ by 6e-8."""
 KILLED_SECONDS = 5.0
 """From a process's death to the next completed tick, with default timeouts."""
 
-STOPPED_SECONDS = 2.0 + 5.0 + 3.0
+STOPPED_SECONDS = 0.5 + 2.5 + 3.0
 """The same for one that is stopped or cut off: ping_quiet_seconds, ping_timeout_seconds, and the
 recovery itself, see docs/timeouts.md."""
 

@@ -16,7 +16,7 @@ import pytest
 from data_plane.buffer_pool import BufferPool, PooledBuffer
 from data_plane.liveness import LivenessMonitor
 from data_plane.owner_thread import SWITCH_INTERVAL_SECONDS, Timer
-from data_plane.pings import SUSPENDED_SECONDS, Pings
+from data_plane.pings import RECENT_MESSAGES, SUSPENDED_SECONDS, Pings
 from data_plane.transport import (
     Address,
     Connection,
@@ -178,6 +178,30 @@ def test_one_ping_is_under_way_at_a_time_and_waits_for_what_is_in_front_of_it() 
     assert len(connection.sent) == 1
     ((when, _),) = connection.worker.timers
     assert when - start == pytest.approx(8.0, abs=0.1)
+
+
+@pytest.mark.parametrize(
+    ("received", "allowed"),
+    [
+        ([], 3.0),  # 2**31 bytes at the slowest network's rate, 2**30 bytes a second
+        ([(2**30, 0.01)], 1.0 + 2 / 25),  # a quarter of 100 times that rate
+        ([(2**30, 0.01), (2**30, 0.02)], 1.0 + 2 / 12.5),  # the slower one counts
+        ([(2**30, 0.01), (1000, 0.02)], 1.0 + 2 / 25),  # small messages tell nothing
+        ([(2**30, 2.0)], 3.0),  # never slower than the slowest network
+        ([(2**30, 2.0), *[(2**30, 0.01)] * RECENT_MESSAGES], 1.0 + 2 / 25),  # forgotten
+    ],
+)
+def test_an_answer_is_given_the_time_that_measured_messages_would_take(
+    received: list[tuple[int, float]], allowed: float
+) -> None:
+    connection = FakePingedConnection(moving_bytes=2**31)
+    pings = Pings(connection, 2.0**30)  # type: ignore[arg-type]
+    for nbytes, seconds in received:
+        pings.received(nbytes, seconds)
+    start = time.monotonic()
+    pings.ask(1.0)
+    ((when, _),) = connection.worker.timers
+    assert when - start == pytest.approx(allowed, abs=0.01)
 
 
 # Real processes

@@ -28,12 +28,12 @@ def options(**timeouts: float) -> SessionOptions:
 
 def test_timeouts_of_one_rank_that_contradict_each_other_are_refused() -> None:
     with pytest.raises(
-        TimeoutOrderError, match=r"ping_timeout_seconds 5 .* tick_timeout_seconds 6"
+        TimeoutOrderError, match=r"ping_timeout_seconds 2.5 .* tick_timeout_seconds 2.8"
     ):
-        options(tick_timeout_seconds=6.0)
+        options(tick_timeout_seconds=2.8)
     with pytest.raises(TimeoutOrderError, match="collective_timeout_seconds 100"):
         options(collective_timeout_seconds=100.0)
-    options(tick_timeout_seconds=6.0, ping_quiet_seconds=0.5)
+    options(tick_timeout_seconds=2.8, ping_quiet_seconds=0.25)
 
 
 def test_rank_whose_timeouts_do_not_fit_the_control_planes_is_told(pool_of_four: Cluster) -> None:
