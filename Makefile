@@ -11,7 +11,8 @@
 #   make metrics-page  writes the tables of docs/metrics.md
 #   make images   builds the container images; VARIANT=cuda for GPUs
 #   make push     pushes them to a registry: REGISTRY=registry.example.com/ml, VARIANT as for images
-#   make deploy-test  images and Compose on a Docker engine, its own one as root if none runs; 25 minutes
+#   make deploy-test  images and Compose on a Docker engine, its own one as root if none runs; 15 minutes
+#   make deploy-test-cuda  images for GPUs, built for real (20 GB) and looked into; 15 minutes
 #   make test-nixl    tests of the nixl transport, in a process of their own; installs its library
 #   make test-gpu     tests that need a GPU, on a machine with one (Hopper or newer, CUDA 13)
 #   make chaos    every fault in every way, a million malformed inputs, the larger models; two hours
@@ -35,7 +36,7 @@ EXTRAS ?= trainer,node,otel,ucxx-cu13,dev
 # of them holds the expensive ends of long documents. Short pieces cost little on a CPU.
 DEMO := --verify --steps 12 --span-ranks --min-backward-tokens 128 --overwrite
 
-.PHONY: help demo test test-nixl test-gpu lint format stubs chart chart-tools chart-readme metrics-page images push image-names constraints deploy-test chaos soak install clean
+.PHONY: help demo test test-nixl test-gpu lint format stubs chart chart-tools chart-readme metrics-page images push image-names constraints deploy-test deploy-test-cuda chaos soak install clean
 .DEFAULT_GOAL := help
 
 # The command must know BuildKit: Docker 23 or newer, or 20.10 with DOCKER_BUILDKIT=1.
@@ -136,7 +137,10 @@ constraints:
 	@mv docker/constraints.new docker/constraints.txt
 
 deploy-test: $(INSTALLED)
-	@DOCKER=$(DOCKER) $(BIN)/python -m pytest tests/deploy -m docker --durations=10 $(PYTEST)
+	@DOCKER=$(DOCKER) $(BIN)/python -m pytest tests/deploy -m "docker and not cuda_images" --durations=10 $(PYTEST)
+
+deploy-test-cuda: $(INSTALLED)
+	@DOCKER=$(DOCKER) $(BIN)/python -m pytest tests/deploy -m "docker and cuda_images" --durations=10 $(PYTEST)
 
 # Hosts in network namespaces and disks of their own need root; without it those tests are skipped.
 chaos: $(INSTALLED)

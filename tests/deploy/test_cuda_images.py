@@ -14,7 +14,7 @@ import pytest
 from tests.deploy.conftest import BUILD_SECONDS
 from tests.deploy.docker_engine import Docker, DockerError
 
-pytestmark = [pytest.mark.docker, pytest.mark.timeout(4 * BUILD_SECONDS)]
+pytestmark = [pytest.mark.docker, pytest.mark.cuda_images, pytest.mark.timeout(4 * BUILD_SECONDS)]
 
 AS_DEPLOYED = ("--read-only", "--tmpfs=/tmp", "--cap-drop=ALL", "--security-opt=no-new-privileges")
 """As in compose.yaml; the folder of the user is a volume."""
