@@ -68,7 +68,7 @@ TIMEOUTS = (
         name="ping_timeout_seconds",
         seconds=2.5,
         who="rank",
-        what="the sign of life (and what the messages under way may take at a quarter of the rate measured)",
+        what="the sign of life (and the time of the messages under way)",
         then="the server counts as lost: recovery",
         option="SessionOptions",
     ),
