@@ -23,6 +23,7 @@ from control_plane.access.connections import Connections
 from control_plane.access.fair_slots import FairThreads
 from control_plane.access.job_keys import job_keys
 from control_plane.access.rate_limit import RateLimit
+from control_plane.cold_start.planners import ColdPlanners
 from control_plane.errors import NoHandshakeError
 from control_plane.jobs.coordinator import Coordinator
 from control_plane.leadership.epochs import is_first, next_generation
@@ -128,9 +129,14 @@ class ControlPlane:
             own=[tls.certificate_file if tls else None],
             authorities=[tls.client_ca_file if tls else None],
         )
+        self._planners = ColdPlanners(
+            planners,
+            on_change=self.metrics.planner_changed,
+            on_failure=self.metrics.compilation_failed,
+        )
         keys = job_keys(settings.access.token_secret_file, settings.state_dir)
         self.coordinator = Coordinator(
-            settings.coordinator, planners, self.metrics, time.monotonic, keys
+            settings.coordinator, self._planners.planners, self.metrics, time.monotonic, keys
         )
         self._data_network = DataNetworkService(
             settings.data_network.network,
@@ -159,8 +165,9 @@ class ControlPlane:
         :func:`run`."""
         try:
             self._server = self._build_server(self._settings.listen_address)
-            logger.info("preparing planner %s", self._settings.coordinator.default_planner)
-            await self.coordinator.prepare()
+            await asyncio.to_thread(
+                self._planners.start, self._settings.coordinator.default_planner
+            )
             await self._server.start()
             if self._settings.metrics_address is not None:
                 self._start_metrics(self._settings.metrics_address)
@@ -178,6 +185,7 @@ class ControlPlane:
     async def stop(self) -> None:
         """Reports NOT_SERVING, ends all streams, lets calls finish, and frees the ports."""
         await self._end_service()
+        await asyncio.to_thread(self._planners.close)
         if self._sweeper is not None:
             self._sweeper.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -231,7 +239,9 @@ class ControlPlane:
         membership_pb2_grpc.add_MembershipServicer_to_server(
             MembershipService(self.coordinator), server
         )
-        cluster_pb2_grpc.add_ClusterServicer_to_server(ClusterService(self.coordinator), server)
+        cluster_pb2_grpc.add_ClusterServicer_to_server(
+            ClusterService(self.coordinator, self._planner_state), server
+        )
         data_network_pb2_grpc.add_DataNetworkServicer_to_server(self._data_network, server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         tls = self._settings.tls
@@ -246,6 +256,9 @@ class ControlPlane:
         self.address = _reachable(address, port)
         self._warn_if_open()
         return server
+
+    def _planner_state(self) -> str:
+        return self._planners.state(self._settings.coordinator.default_planner)
 
     def _access_interceptor(self) -> AccessInterceptor:
         access = self._settings.access

@@ -153,10 +153,6 @@ class Coordinator:
         self._isolation = IsolationDetector(lease_seconds=self.lease_seconds, now=self._clock())
         self._recoveries.lead()
 
-    async def prepare(self) -> None:
-        """Gets ready to plan; without it the first plan takes longer."""
-        await self._planner.prepare()
-
     def register_server(
         self, description: ServerDescription, *, waited_seconds: float = 0.0
     ) -> str:

@@ -16,7 +16,6 @@ from control_plane.jobs.job import Job
 from control_plane.jobs.membership import Member
 from control_plane.jobs.publication import Publication, planning_servers, publish_step
 from control_plane.jobs.step import ReadyStep
-from control_plane.planner.planners import prepare
 from control_plane.planner.planning import Planner
 from core_attention.errors import ManifestError, PlanError
 
@@ -77,11 +76,6 @@ class StepPlanner:
         if chosen not in self._planners:
             raise InvalidRequestError(f"planner is {chosen!r}; valid are {sorted(self._planners)}")
         return self._planners[chosen]
-
-    async def prepare(self) -> None:
-        """Has the default planner compile what it compiles on first use."""
-        loop = asyncio.get_running_loop()
-        await loop.run_in_executor(self._executor, prepare, self.planner_of(""))
 
     def add(self, job: Job, ready: ReadyStep) -> None:
         """Has a step planned, after the job's earlier steps that wait."""

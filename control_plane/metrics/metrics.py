@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 
 from prometheus_client import CollectorRegistry
 
+from control_plane.cold_start.planner import PlannerState
 from control_plane.jobs.job import Job
 from control_plane.jobs.job_spec import JobSpec
 from control_plane.jobs.membership import Member
@@ -47,6 +48,11 @@ class ControlPlaneTable(Table):
     failures_detected_total = counter(
         "Servers found to have failed, by what showed it.", Label("cause", FAILURE_CAUSES)
     )
+    planner_compiled = gauge(
+        "1 for a planner that runs compiled, 0 while it runs uncompiled, a hundred times slower.",
+        Label("planner"),
+    )
+    compilations_failed_total = counter("Processes that were to compile a planner and failed.")
     servers_fenced_total = counter("Servers shut out until they register again.")
 
 
@@ -146,6 +152,14 @@ class Metrics:
     def failure_detected(self, cause: str) -> None:
         """A server was found to have failed, by one of :data:`FAILURE_CAUSES`."""
         self._series.failures_detected_total.labels(cause).inc()
+
+    def planner_changed(self, name: str, state: PlannerState) -> None:
+        """A planner runs in another way than before."""
+        self._series.planner_compiled.labels(name).set(state is PlannerState.COMPILED)
+
+    def compilation_failed(self) -> None:
+        """A process that was to compile a planner has failed."""
+        self._series.compilations_failed_total.inc()
 
     def server_fenced(self) -> None:
         """A server was shut out until it registers again."""

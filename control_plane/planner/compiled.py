@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import shutil
 import tempfile
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import numba
 import numpy as np
+from numba.core import event
 from numpy.typing import NDArray
 
 BoolArray = NDArray[np.bool_]
@@ -25,7 +28,8 @@ def compiled(function: F) -> F:
 
     The machine code is kept beside the source or in numba's cache folder (``NUMBA_CACHE_DIR``). A
     cache folder that this process may only read, as in a container image, serves as well, through a
-    temporary copy. Without any writable folder every process compiles anew.
+    temporary copy. Without any writable folder a temporary one is used, and the next process
+    compiles anew; see :func:`temporary_cache`.
     """
     return _compiled(function, {})
 
@@ -50,18 +54,81 @@ def compiled_leaf(function: F) -> F:
         return _compiled(function, options)
 
 
+class NotInCacheError(LookupError):
+    """Machine code that :func:`only_from_cache` wanted is not in the cache."""
+
+
+@contextlib.contextmanager
+def only_from_cache() -> Iterator[None]:
+    """Within it, this thread compiles nothing: machine code comes from the cache.
+
+    Raises:
+        NotInCacheError: some is not there.
+    """
+    with event.install_listener("numba:compile", _Refusal(threading.get_ident())):
+        yield
+
+
+class _Refusal(event.Listener):
+    """Refuses to let one thread compile."""
+
+    def __init__(self, thread: int) -> None:
+        self._thread = thread
+
+    def on_start(self, event: Any) -> None:
+        if threading.get_ident() == self._thread:
+            raise NotInCacheError(str(event.data["dispatcher"].py_func.__qualname__))
+
+    def on_end(self, event: Any) -> None:
+        """Nothing to do."""
+
+
+def cache_folder() -> str:
+    """Where this process keeps machine code, for the environment variable ``NUMBA_CACHE_DIR`` of
+    another one that is to share it; empty if numba chooses, as it will there."""
+    config: Any = numba.config
+    return str(config.CACHE_DIR or "")
+
+
+def temporary_cache() -> str:
+    """Why machine code is kept in a folder that goes with this process; empty if it is not."""
+    return _Cache.why_temporary
+
+
+def has_cache() -> bool:
+    """Whether machine code can be kept at all."""
+    return not _Cache.is_impossible
+
+
+class _Cache:
+    """Of this process."""
+
+    why_temporary = ""
+    is_impossible = False
+
+
 def _compiled(function: F, options: dict[str, Any]) -> F:
     _make_cache_writable()
-    try:
-        dispatcher = numba.njit(cache=True, **options)(function)
-    except RuntimeError:  # numba found no place where it may write
+    dispatcher = _cached(function, options)
+    if dispatcher is None and _set_temporary_cache("there is no folder that it may be written to"):
+        dispatcher = _cached(function, options)
+    if dispatcher is None:
+        _Cache.is_impossible = True
         return cast(F, numba.njit(**options)(function))
     # Numba looks at the file of a function alone, but its machine code holds that of the functions
     # it calls, in other files: without this, a change there would go unnoticed.
     cache_file: Any = getattr(getattr(dispatcher, "_cache", None), "_cache_file", None)
     if hasattr(cache_file, "_source_stamp"):
         cache_file._source_stamp = _sources_stamp(function.__code__.co_filename)
-    return cast(F, dispatcher)
+    return dispatcher
+
+
+def _cached(function: F, options: dict[str, Any]) -> F | None:
+    """``function`` compiled and cached; None if numba finds no place where it may write."""
+    try:
+        return cast(F, numba.njit(cache=True, **options)(function))
+    except RuntimeError:
+        return None
 
 
 @cache
@@ -72,12 +139,23 @@ def _make_cache_writable() -> None:
         return
     if os.access(config.CACHE_DIR, os.W_OK):
         return
+    original = config.CACHE_DIR
+    if _set_temporary_cache(f"{original} is read-only"):
+        shutil.copytree(original, config.CACHE_DIR, dirs_exist_ok=True)
+
+
+@cache
+def _set_temporary_cache(why: str) -> bool:
+    """Has numba keep machine code in a temporary folder; whether that could be made."""
     try:
-        copy = tempfile.mkdtemp(prefix="distca-numba-")
+        folder = tempfile.mkdtemp(prefix="distca-numba-")
     except OSError:
-        return
-    atexit.register(shutil.rmtree, copy, ignore_errors=True)
-    config.CACHE_DIR = shutil.copytree(config.CACHE_DIR, copy, dirs_exist_ok=True)
+        return False
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    config: Any = numba.config
+    config.CACHE_DIR = folder
+    _Cache.why_temporary = why
+    return True
 
 
 @cache

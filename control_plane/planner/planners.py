@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from control_plane.planner import balanced, greedy
+from control_plane.planner.compiled import NotInCacheError, only_from_cache
 from control_plane.planner.planning import Planner, PlanningOptions, PlanningServer
 from core_attention.arrays import int64_column
 from core_attention.cost_model import CostProfile
@@ -15,6 +16,17 @@ from core_attention.plan import PlanServer
 from core_attention.shape import AttentionShape
 
 PLANNERS: Mapping[str, Planner] = {"balanced": balanced.plan, "greedy": greedy.plan}
+
+
+def load(planner: Planner) -> bool:
+    """The same as :func:`prepare` if all that ``planner`` needs is in the cache, in about a second;
+    else False, and nothing is compiled."""
+    try:
+        with only_from_cache():
+            prepare(planner)
+    except NotInCacheError:
+        return False
+    return True
 
 
 def prepare(planner: Planner) -> None:

@@ -24,6 +24,7 @@ class ClusterService(cluster_pb2_grpc.ClusterServicer):
 
     Args:
         coordinator: whose state is shown.
+        planner_state: how the default planner runs.
         wall_clock: seconds since 1970 UTC.
         clock: seconds that never go back.
     """
@@ -31,10 +32,12 @@ class ClusterService(cluster_pb2_grpc.ClusterServicer):
     def __init__(
         self,
         coordinator: Coordinator,
+        planner_state: Callable[[], str],
         wall_clock: Callable[[], float] = time.time,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._coordinator = coordinator
+        self._planner_state = planner_state
         self._wall_clock = wall_clock
         self._clock = clock
         self._started = clock()
@@ -47,6 +50,7 @@ class ClusterService(cluster_pb2_grpc.ClusterServicer):
             version=__version__,
             unix_seconds=self._wall_clock(),
             uptime_seconds=self._clock() - self._started,
+            planner_state=self._planner_state(),
             servers=[
                 shown(member, seconds_since_heartbeat=seconds)
                 for member, seconds in self._coordinator.servers()

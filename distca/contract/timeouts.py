@@ -233,7 +233,7 @@ TIMEOUTS = (
         name="start_timeout_seconds",
         seconds=180.0,
         who="rank",
-        what="the control plane, at start (it may have to compile its planner first)",
+        what="the control plane, at start",
         then="the job does not start",
         option="train --start-timeout-seconds",
     ),
@@ -404,7 +404,7 @@ TIMEOUTS = (
         name="local_start_seconds",
         seconds=300.0,
         who="local",
-        what="a process to serve (the first control plane on a machine compiles its planner)",
+        what="a process to serve",
         then="the run ends",
     ),
     Timeout(

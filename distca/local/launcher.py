@@ -105,9 +105,7 @@ class _Launcher:
     def start_all(self) -> list[LocalProcess]:
         """Starts control plane, nodes and trainers, and returns the trainers."""
         n_nodes, n_trainers = self._run.local.n_nodes, self._run.local.trainers
-        self._say(
-            "Starting the control plane; its first start compiles the planner: up to a minute"
-        )
+        self._say("Starting the control plane")
         control_plane = self._start_control_plane()
         if n_nodes:
             self._say(f"Starting {n_nodes} attention nodes; the first start measures the kernel")

@@ -101,6 +101,8 @@ class Snapshot:
     Attributes:
         address: of the control plane.
         unix_seconds: its clock.
+        planner_state: how its default planner runs: compiled, compiling or uncompiled; empty if it
+            does not say.
     """
 
     address: str
@@ -109,6 +111,7 @@ class Snapshot:
     uptime_seconds: float
     servers: tuple[ServerView, ...]
     jobs: tuple[JobView, ...]
+    planner_state: str = ""
 
     @property
     def n_serving(self) -> int:
@@ -139,6 +142,7 @@ def snapshot_from(answer: cluster_pb2.DescribeClusterResponse, address: str) -> 
         uptime_seconds=answer.uptime_seconds,
         servers=tuple(_server(status, names) for status in answer.servers),
         jobs=tuple(_job(status) for status in answer.jobs),
+        planner_state=answer.planner_state,
     )
 
 

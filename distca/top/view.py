@@ -15,6 +15,12 @@ SILENT_SECONDS = 10.0
 """Without a heartbeat for so long a server is shown as silent; it sends one every few seconds."""
 
 
+_PLANNER_STATES = {
+    "compiling": "planner is being compiled, plans take longer",
+    "uncompiled": "planner could not be compiled, plans take longer: see the control plane's log",
+}
+
+
 def render(snapshot: Snapshot, away: str = "", away_seconds: float = 0.0) -> RenderableType:
     """Header, servers and jobs.
 
@@ -48,6 +54,8 @@ def _header(snapshot: Snapshot) -> Text:
     busy = [server.busy_ratio for server in snapshot.servers if server.job is None]
     if busy:
         parts.append(f"busy {sum(busy) / len(busy):.0%} in the mean, {max(busy):.0%} at most")
+    if snapshot.planner_state in _PLANNER_STATES:
+        parts.append(_PLANNER_STATES[snapshot.planner_state])
     return Text(plain("   ".join(parts)), style="bold")
 
 

@@ -13,18 +13,20 @@ class DescribeClusterRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class DescribeClusterResponse(_message.Message):
-    __slots__ = ("version", "unix_seconds", "uptime_seconds", "servers", "jobs")
+    __slots__ = ("version", "unix_seconds", "uptime_seconds", "servers", "jobs", "planner_state")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     UNIX_SECONDS_FIELD_NUMBER: _ClassVar[int]
     UPTIME_SECONDS_FIELD_NUMBER: _ClassVar[int]
     SERVERS_FIELD_NUMBER: _ClassVar[int]
     JOBS_FIELD_NUMBER: _ClassVar[int]
+    PLANNER_STATE_FIELD_NUMBER: _ClassVar[int]
     version: str
     unix_seconds: float
     uptime_seconds: float
     servers: _containers.RepeatedCompositeFieldContainer[_membership_pb2.ServerStatus]
     jobs: _containers.RepeatedCompositeFieldContainer[JobStatus]
-    def __init__(self, version: _Optional[str] = ..., unix_seconds: _Optional[float] = ..., uptime_seconds: _Optional[float] = ..., servers: _Optional[_Iterable[_Union[_membership_pb2.ServerStatus, _Mapping]]] = ..., jobs: _Optional[_Iterable[_Union[JobStatus, _Mapping]]] = ...) -> None: ...
+    planner_state: str
+    def __init__(self, version: _Optional[str] = ..., unix_seconds: _Optional[float] = ..., uptime_seconds: _Optional[float] = ..., servers: _Optional[_Iterable[_Union[_membership_pb2.ServerStatus, _Mapping]]] = ..., jobs: _Optional[_Iterable[_Union[JobStatus, _Mapping]]] = ..., planner_state: _Optional[str] = ...) -> None: ...
 
 class JobStatus(_message.Message):
     __slots__ = ("job_id", "name", "placement", "tolerance", "n_ranks", "n_joined_ranks", "planned_step", "finished_step", "epoch", "recovering", "last_step")

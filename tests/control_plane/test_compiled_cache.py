@@ -90,3 +90,47 @@ def test_a_step_compiles_nothing_that_was_not_prepared() -> None:
     )
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == []
+
+
+_WITHOUT_FOLDER = """
+import os, sys
+from numba.core import caching
+caching.CacheImpl._locator_classes = [caching.UserProvidedCacheLocator]
+from control_plane.planner import compiled, sorting
+print(compiled.cache_folder(), compiled.has_cache(), compiled.temporary_cache(), sep="|")
+"""
+
+
+def test_without_a_folder_of_its_own_a_temporary_one_is_used() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", _WITHOUT_FOLDER],
+        cwd=Path(__file__).parents[2],
+        env={name: value for name, value in os.environ.items() if name != "NUMBA_CACHE_DIR"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    folder, has_cache, why = done.stdout.strip().split("|")
+    assert "distca-numba-" in folder
+    assert has_cache == "True"
+    assert "no folder" in why
+    assert not Path(folder).exists(), "it goes with the process"
+
+
+def test_code_that_is_not_in_the_cache_is_not_compiled(tmp_path: Path) -> None:
+    program = (
+        "from control_plane.planner.planners import PLANNERS, load; "
+        "print(load(PLANNERS['greedy']), load(PLANNERS['balanced']))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=Path(__file__).parents[2],
+        env={**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert done.stdout.split() == ["False", "False"]
+    assert not list(tmp_path.rglob("*.nbi"))

@@ -1,0 +1,206 @@
+"""A planner that plans at once, compiled or not."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Sequence
+from enum import StrEnum
+
+from control_plane.cold_start.child import how_it_ended, start_child
+from control_plane.cold_start.uncompiled import UncompiledPlanners
+from control_plane.planner import compiled
+from control_plane.planner.planners import PLANNERS, load, prepare
+from control_plane.planner.planning import PlanningOptions, PlanningServer
+from core_attention.manifest import Manifest
+from core_attention.plan import Plan
+from core_attention.shape import AttentionShape
+
+logger = logging.getLogger(__name__)
+
+ATTEMPTS = 3
+"""How often compiling is tried in a process of its own."""
+PAUSE_SECONDS = 10.0
+"""Between two attempts: what killed the first, such as a lack of memory, may pass."""
+END_SECONDS = 5.0
+"""How long closing waits for a process that was killed; only compiling in this one takes longer."""
+
+
+class PlannerState(StrEnum):
+    """How a planner runs.
+
+    Attributes:
+        IDLE: nobody has asked for it.
+        COMPILED: at its full speed.
+        COMPILING: uncompiled, until its machine code is there.
+        UNCOMPILED: uncompiled, and it stays so: compiling has failed.
+    """
+
+    IDLE = "idle"
+    COMPILED = "compiled"
+    COMPILING = "compiling"
+    UNCOMPILED = "uncompiled"
+
+
+class ColdPlanner:
+    """Planner ``name`` of :data:`PLANNERS`: compiled as soon as it can be, uncompiled until then.
+
+    Thread-safe.
+
+    Args:
+        name: the planner's.
+        uncompiled: runs it meanwhile.
+        on_change: told of each new state, on any thread.
+        on_failure: called each time that compiling has failed, likewise.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        uncompiled: UncompiledPlanners,
+        *,
+        on_change: Callable[[str, PlannerState], None] = lambda name, state: None,
+        on_failure: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._name = name
+        self._planner = PLANNERS[name]
+        self._uncompiled = uncompiled
+        self._on_change = on_change
+        self._on_failure = on_failure
+        self._lock = threading.Lock()
+        self._closing = threading.Event()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._thread: threading.Thread | None = None
+        self.state = PlannerState.IDLE
+
+    def __call__(
+        self,
+        manifest: Manifest,
+        servers: Sequence[PlanningServer],
+        shape: AttentionShape,
+        options: PlanningOptions,
+        *,
+        epoch: int = 0,
+    ) -> Plan:
+        """As :class:`Planner`."""
+        self.start()
+        if self.state is not PlannerState.COMPILED:
+            plan = self._uncompiled.plan(
+                self._name,
+                manifest,
+                servers,
+                shape,
+                options,
+                epoch=epoch,
+                is_wanted=lambda: not self._is_over(),
+            )
+            if plan is not None:
+                return plan
+            if self._closing.is_set():
+                raise RuntimeError("the control plane ends")
+        return self._planner(manifest, servers, shape, options, epoch=epoch)
+
+    def start(self) -> None:
+        """Loads the machine code, which takes a second; or begins to compile it."""
+        with self._lock:
+            if self.state is not PlannerState.IDLE or self._closing.is_set():
+                return
+            if load(self._planner):
+                self._become(PlannerState.COMPILED)
+                return
+            self._become(PlannerState.COMPILING)
+            logger.info(
+                "compiling planner %s, a minute or two; plans are made uncompiled until then",
+                self._name,
+            )
+            self._thread = threading.Thread(
+                target=self._compile, name=f"compile-{self._name}", daemon=True
+            )
+            self._thread.start()
+        self._uncompiled.start()
+
+    def close(self) -> None:
+        """Plans no more, and compiles no more."""
+        self._closing.set()
+        with self._lock:
+            if self._process is not None:
+                self._process.kill()
+        if self._thread is not None:
+            self._thread.join(END_SECONDS)
+
+    def _is_over(self) -> bool:
+        return self._closing.is_set() or self.state is PlannerState.COMPILED
+
+    def _compile(self) -> None:
+        started = time.monotonic()
+        if compiled.temporary_cache():
+            logger.warning(
+                "machine code is not kept, so the next start compiles anew: %s; set "
+                "NUMBA_CACHE_DIR to a folder that can be written to",
+                compiled.temporary_cache(),
+            )
+        if self._obtain_code():
+            self._become(PlannerState.COMPILED)
+            logger.info("planner %s is compiled, %.0f s", self._name, time.monotonic() - started)
+        elif not self._closing.is_set():
+            self._become(PlannerState.UNCOMPILED)
+            logger.error(
+                "planner %s stays uncompiled: its plans are the same and take a hundred times "
+                "longer to make; mend the cause and start the control plane again",
+                self._name,
+            )
+
+    def _obtain_code(self) -> bool:
+        """Whether the machine code is loaded."""
+        if not compiled.has_cache():
+            logger.warning(
+                "no folder can keep machine code, not even a temporary one: planner %s is compiled "
+                "in this process, which answers calls more slowly meanwhile",
+                self._name,
+            )
+            prepare(self._planner)
+            return True
+        for attempt in range(ATTEMPTS):
+            if attempt and self._closing.wait(PAUSE_SECONDS):
+                return False
+            failure = self._compile_beside()
+            if not failure and not load(self._planner):
+                failure = "left no machine code in the cache"
+            if not failure or self._closing.is_set():
+                return not failure
+            self._on_failure()
+            logger.error(
+                "the process that compiles planner %s %s (attempt %d of %d)",
+                self._name,
+                failure,
+                attempt + 1,
+                ATTEMPTS,
+            )
+        return False
+
+    def _compile_beside(self) -> str:
+        """Compiles in another process, into the cache; how that failed, or nothing."""
+        folder = compiled.cache_folder()
+        with self._lock:
+            if self._closing.is_set():
+                return "was not started"
+            try:
+                process = self._process = start_child(
+                    "control_plane.cold_start.compile_process",
+                    [self._name],
+                    {"NUMBA_CACHE_DIR": folder} if folder else {},
+                    stderr=subprocess.PIPE,
+                )
+            except OSError as error:
+                return f"could not be started: {error}"
+        assert process.stderr is not None
+        assert process.stdin is not None
+        with process, process.stdin, process.stderr:
+            stderr = process.stderr.read()
+            return how_it_ended(process, stderr) if process.wait() else ""
+
+    def _become(self, state: PlannerState) -> None:
+        self.state = state
+        self._on_change(self._name, state)
