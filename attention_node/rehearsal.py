@@ -133,7 +133,7 @@ def rehearse_tick(
     route = derive_tick_route(plan, HERE, nano_batch, phase, LOCAL_RANK)
     machine = TickMachine(
         Tick(plan.step, 0, nano_batch, phase),
-        route.outline(phase, owed=frozenset(), message_bytes=0),
+        route.outline(phase, owed=frozenset(), message_bytes={}),
     )
     tick = OpenTick(machine, route, shape, 1.0, device, on_closed=_nothing)
     n_rows = plan.manifest.tokens_per_rank(nano_batch).tolist()

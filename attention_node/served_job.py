@@ -5,10 +5,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 import torch
 
+from attention_node.held_in_turn import held_in_turn
 from attention_node.machine.outline import StepOutline, TickOutline
 from attention_node.machine.tick import TickMachine
 from attention_node.open_tick import OpenTick
@@ -18,11 +20,13 @@ from core_attention.ca_task import Phase
 from core_attention.first_ticks import FirstTicks
 from core_attention.kernels.protocol import Kernel
 from core_attention.message import MessageLayout, reply_layout, request_layout
+from core_attention.pipelining import Pipelining
 from core_attention.plan import Plan
 from core_attention.shape import AttentionShape
 from core_attention.tick import Tick, ticks_of_lane
+from core_attention.tick_order import TickOrder, tick_order
 from data_plane.buffer_pool import size_class_bytes
-from distca.contract.codec import shape_from_proto
+from distca.contract.codec import pipelining_from_proto, shape_from_proto
 from distca.v1 import jobs_pb2
 
 UNDISTURBED_QUANTILE = 0.25
@@ -44,6 +48,7 @@ class JobDescription:
         scale: multiplies q.k before softmax.
         name: what its user called it.
         checksums: messages carry one.
+        pipelining: of ranks that form pipelines; None without.
     """
 
     job_id: str
@@ -55,13 +60,26 @@ class JobDescription:
     scale: float
     name: str
     checksums: bool = False
+    pipelining: Pipelining | None = None
+
+    @cached_property
+    def order(self) -> TickOrder | None:
+        """In which its ranks come to their ticks, if they form pipelines."""
+        if self.pipelining is None:
+            return None
+        return tick_order(self.pipelining, self.n_nano_batches)
+
+    def first_ticks(self, plan: Plan, first_tick: Int64Array | None) -> FirstTicks:
+        """Which documents of ``plan`` take part in which ticks."""
+        rank_layers = self.pipelining.rank_layers if self.pipelining is not None else None
+        return FirstTicks(plan.manifest, first_tick, rank_layers)
 
     @classmethod
     def from_proto(cls, opened: jobs_pb2.JobOpened) -> JobDescription:
         """What the control plane says of a job before any plan.
 
         Raises:
-            distca.contract.codec.WireError: the shape is malformed.
+            distca.contract.codec.WireError: the shape or the pipelining is malformed.
         """
         return cls(
             job_id=opened.job_id,
@@ -73,6 +91,11 @@ class JobDescription:
             scale=opened.spec.softmax_scale,
             name=opened.spec.name,
             checksums=opened.spec.checksums,
+            pipelining=(
+                pipelining_from_proto(opened.spec.pipelining)
+                if opened.spec.HasField("pipelining")
+                else None
+            ),
         )
 
 
@@ -184,7 +207,7 @@ class ServedStep:
         self._local_rank = local_rank
         self._lock = threading.Lock()
         self._open: dict[Tick, OpenTick] = {}
-        self._first = FirstTicks(plan.manifest, first_tick)
+        self._first = job.first_ticks(plan, first_tick)
         self._keys: dict[Tick, _Key] = {}
         self._routes: dict[_Key, TickRoute] = {}
         self._messages: dict[tuple[int, _Key], MessagePair] = {}
@@ -223,7 +246,11 @@ class ServedStep:
 
     def held_bytes(self) -> dict[Phase, list[int]]:
         """By phase, the sizes in bytes of all messages that are held at a time: of each rank and
-        nano-batch those of a tick, or of two where the rank may be a tick ahead."""
+        nano-batch those of a tick, or of two where the rank may be a tick ahead. In pipelines, of
+        each rank those of two actions, whatever their phases."""
+        if self.job.order is not None:
+            sizes = held_in_turn(self.job.order, self.outline, self._sizes)
+            return dict.fromkeys(Phase, sizes)
         held: dict[Phase, list[int]] = {phase: [] for phase in Phase}
         for ticks in self.outline.lanes.values():
             for phase in Phase:
@@ -231,10 +258,13 @@ class ServedStep:
                 if first is None:
                     continue
                 for rank in self._remote_ranks(first):
-                    pair = self.messages(rank, first)
-                    ticks_at_a_time = 1 if pair.owes_reply else 2
-                    held[phase] += [pair.request.nbytes, pair.reply.nbytes] * ticks_at_a_time
+                    held[phase] += self._sizes(rank, first)
         return held
+
+    def _sizes(self, rank: int, tick: Tick) -> list[int]:
+        """Of the messages that are held at a time of a rank's ticks such as this."""
+        pair = self.messages(rank, tick)
+        return [pair.request.nbytes, pair.reply.nbytes] * (1 if pair.owes_reply else 2)
 
     def open_tick(self, machine: TickMachine) -> OpenTick:
         """The tensors of a tick, begun if need be."""
@@ -307,7 +337,7 @@ class ServedStep:
             self._outlines[key] = self._route(tick).outline(
                 tick.phase,
                 owed=frozenset(rank for rank, pair in pairs.items() if pair.owes_reply),
-                message_bytes=sum(pair.pool_bytes for pair in pairs.values()),
+                message_bytes={rank: pair.pool_bytes for rank, pair in pairs.items()},
             )
         return self._outlines[key]
 

@@ -84,13 +84,15 @@ class TickRoute:
     assembly: Mapping[int, tuple[RowCopy, ...]]
     dk_sums: Mapping[int, tuple[tuple[int, RowCopy], ...]]
 
-    def outline(self, phase: Phase, *, owed: frozenset[int], message_bytes: int) -> TickOutline:
+    def outline(
+        self, phase: Phase, *, owed: frozenset[int], message_bytes: Mapping[int, int]
+    ) -> TickOutline:
         """What a tick of ``phase`` asks of whom.
 
         Args:
             phase: the phase.
             owed: the ranks that wait for rows before they go on.
-            message_bytes: memory of all messages of a tick.
+            message_bytes: by rank that is connected, memory of its messages of a tick.
         """
         return TickOutline(
             needs=tuple(part.needs for part in self.parts),

@@ -192,7 +192,8 @@ class TickServer:
         with self._lock:
             self._jobs.setdefault(job_id, description)
             self._machine.handle(
-                events.JobOpened(job_id, description.n_nano_batches), time.monotonic()
+                events.JobOpened(job_id, description.n_nano_batches, description.order),
+                time.monotonic(),
             )
         logger.info("job %s opened", job_id)
 

@@ -1,13 +1,17 @@
-"""Where a plan begins: the first tick of each document that runs under it.
+"""Where a plan begins and ends: the ticks in which each document takes part.
 
 A plan that replaces another one in the middle of a step takes up each document where the last of
 its ranks stands. In the first ticks of a lane, therefore, not all documents take part. A lane falls
 into a few *stretches* of ticks in which the same documents do; every member derives them from the
 same numbers.
+
+Where the ranks of pipelines have unequally many layers, a document takes part in its rank's layers
+only, the last ones of the job: the lanes of all ranks turn from forward to backward at one place.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cached_property
 
 import numpy as np
@@ -15,6 +19,8 @@ import numpy as np
 from core_attention.arrays import BoolArray, Int64Array, int64_column
 from core_attention.errors import PlanError
 from core_attention.manifest import Manifest
+
+_NEVER = np.iinfo(np.int64).max
 
 
 class FirstTicks:
@@ -24,12 +30,19 @@ class FirstTicks:
         manifest: of the plan.
         first_tick: ``[n_documents]`` index in the document's lane, 0 for a plan that begins with
             its step.
+        rank_layers: ``[n_ranks]`` calls of core attention in one forward of each rank, if they
+            differ.
 
     Raises:
         PlanError: there is not one number per document, or one is negative.
     """
 
-    def __init__(self, manifest: Manifest, first_tick: Int64Array | None = None) -> None:
+    def __init__(
+        self,
+        manifest: Manifest,
+        first_tick: Int64Array | None = None,
+        rank_layers: Sequence[int] | None = None,
+    ) -> None:
         if first_tick is None:
             first_tick = np.zeros(manifest.n_documents, dtype=np.int64)
         self.first_tick = int64_column(first_tick, "first_tick")
@@ -40,17 +53,25 @@ class FirstTicks:
                 f"{manifest.n_documents} documents"
             )
         self._nano_batch = manifest.document_nano_batch
+        self._end = np.full(manifest.n_documents, _NEVER)
+        if rank_layers is not None:
+            n_layers, layers = max(rank_layers), np.array(rank_layers, dtype=np.int64)
+            own = layers[manifest.segment_rank[manifest.first_segment[:-1]]]
+            self.first_tick = np.maximum(self.first_tick, n_layers - own)
+            self._end[own < n_layers] = (n_layers + own)[own < n_layers]
 
     @cached_property
     def _begins(self) -> dict[int, Int64Array]:
         """By nano-batch with documents: where each of its stretches begins, in order."""
-        return {
-            int(nano_batch): np.unique(self.first_tick[self._nano_batch == nano_batch])
-            for nano_batch in np.unique(self._nano_batch)
-        }
+        found = {}
+        for nano_batch in np.unique(self._nano_batch):
+            here = self._nano_batch == nano_batch
+            bounds = np.unique(np.concatenate([self.first_tick[here], self._end[here]]))
+            found[int(nano_batch)] = bounds[bounds < _NEVER]
+        return found
 
     def stretch(self, nano_batch: int, index: int) -> int:
-        """The stretch that tick ``index`` of a lane lies in; -1 if no document takes part."""
+        """The stretch that tick ``index`` of a lane lies in; -1 before any document takes part."""
         begins = self._begins.get(nano_batch)
         if begins is None:
             return -1
@@ -58,6 +79,7 @@ class FirstTicks:
 
     def documents(self, nano_batch: int, stretch: int) -> BoolArray:
         """``[n_documents]`` whether a document takes part in the ticks of a stretch."""
-        begun: BoolArray = self.first_tick <= self._begins[nano_batch][stretch]
-        taking_part: BoolArray = begun & (self._nano_batch == nano_batch)
+        begin = self._begins[nano_batch][stretch]
+        running: BoolArray = (self.first_tick <= begin) & (begin < self._end)
+        taking_part: BoolArray = running & (self._nano_batch == nano_batch)
         return taking_part

@@ -76,13 +76,12 @@ class Pipelining:
                 f"pipeline_ranks has {len(self.pipeline_ranks)} values; the job has n_ranks="
                 f"{n_ranks}, and each needs one"
             )
-        for rank in range(self.schedule.n_ranks):
-            own = self.layers_of_pipeline_rank(rank)
-            if own != n_layers:
-                raise ScheduleError(
-                    f"rank {rank} of a pipeline has {own} layers in its stages, the job has "
-                    f"n_layers={n_layers}; every rank must have as many: cut the stages alike"
-                )
+        if n_layers != self.max_layers:
+            own = [self.layers_of_pipeline_rank(rank) for rank in range(self.schedule.n_ranks)]
+            raise ScheduleError(
+                f"n_layers is {n_layers}; the ranks of a pipeline have {_shortened(own)} layers in "
+                f"their stages: set n_layers to the most, {self.max_layers}"
+            )
         if n_nano_batches % self.schedule.n_microbatches:
             raise ScheduleError(
                 f"n_nano_batches is {n_nano_batches}; schedule {self.schedule.name} has "
@@ -115,6 +114,24 @@ class Pipelining:
     def layers_of(self, rank: int) -> int:
         """The same of one rank of the job."""
         return self.layers_of_pipeline_rank(self.pipeline_ranks[rank])
+
+    @cached_property
+    def rank_layers(self) -> tuple[int, ...] | None:
+        """``[n_ranks]`` the same of all ranks of the job; None if they are equal."""
+        layers = tuple(self.layers_of(rank) for rank in range(len(self.pipeline_ranks)))
+        return layers if len(set(layers)) > 1 else None
+
+    def job_layers(self, stage: int) -> range:
+        """The job's layers that a stage's calls are: those of a rank's stages follow one another
+        and end with the job's last, so that the lanes of all ranks turn at one place."""
+        rank = self.schedule.rank_of_stage[stage]
+        above = [
+            layers
+            for other, layers in enumerate(self.layers)
+            if other >= stage and self.schedule.rank_of_stage[other] == rank
+        ]
+        begin = self.max_layers - sum(above)
+        return range(begin, begin + self.layers[stage])
 
     def seconds(self, stage: int, kind: Kind) -> float:
         """Seconds of one token in an action of ``stage`` beside core attention."""

@@ -18,7 +18,8 @@ class Tick:
 
     Attributes:
         step: training step.
-        layer: index of the attention call in the model's forward, from 0.
+        layer: index of the attention call in the model's forward, from 0. Ranks of pipelines that
+            have fewer calls than others have the last ones of the job's layers.
         nano_batch: index of the nano-batch.
         phase: forward or backward.
     """

@@ -45,7 +45,8 @@ class SessionOptions(RankTimeouts, PlanRequest, IntegritySettings, ClientTls):
         job: name of the job; the same on every rank, and unique among the jobs that run.
         rank: this data-parallel rank.
         n_ranks: ranks of the job.
-        n_layers: core-attention calls in one forward of the model.
+        n_layers: core-attention calls in one forward of the model; where ranks form pipelines, in
+            all stages of the rank that has most.
         n_nano_batches: nano-batches of a step; 2 for ping-pong, and of each microbatch where ranks
             form pipelines.
         shape: heads, head dims and dtype of the model's core attention.
@@ -107,6 +108,11 @@ class SessionOptions(RankTimeouts, PlanRequest, IntegritySettings, ClientTls):
     metrics_port: int | None = None
     metrics_host: str = "0.0.0.0"
     profile_dir: Path = PROFILE_DIR
+
+    @property
+    def own_layers(self) -> int:
+        """Core-attention calls in one forward on this rank."""
+        return self.n_layers if self.pipelining is None else self.pipelining.layers_of(self.rank)
 
     def __post_init__(self) -> None:
         for kind in (PlanRequest, IntegritySettings, ClientTls):

@@ -15,7 +15,7 @@ from attention_node.machine.instructions import (
     ReportWait,
     RetrySoon,
 )
-from attention_node.machine.tick_memory import TickMemory
+from attention_node.machine.tick_memory import Lane, TickMemory
 from core_attention.tick import Tick
 
 CALM_SECONDS = 10.0
@@ -40,7 +40,7 @@ class BackPressure(Generic[Peer]):
     def add_step(
         self,
         job_id: str,
-        needs: Mapping[int, Sequence[tuple[Tick, int]]],
+        needs: Mapping[Lane, Sequence[tuple[Tick, int]]],
         live: Iterable[tuple[str, int]],
     ) -> None:
         """A step is planned, besides those that are ``live``; see ``TickMemory.add_step``.
@@ -52,9 +52,9 @@ class BackPressure(Generic[Peer]):
             self._memory.keep_steps(live)
             self._memory.add_step(job_id, needs)
 
-    def admit(self, job_id: str, tick: Tick) -> bool:
-        """Whether ``tick`` may have memory now."""
-        return self._memory is None or self._memory.admit(job_id, tick)
+    def admit(self, job_id: str, tick: Tick, lane: Lane) -> bool:
+        """Whether ``tick`` may have memory now in ``lane``."""
+        return self._memory is None or self._memory.admit(job_id, tick, lane)
 
     def wait(self, peer: Peer, *, idle: bool, now: float) -> list[ReportOverload]:
         """``peer`` waits for memory; ``idle``: with nothing posted for the lane, so that its rank
@@ -65,10 +65,10 @@ class BackPressure(Generic[Peer]):
         self._overloaded_since = now
         return [ReportOverload()]
 
-    def tick_over(self, job_id: str, tick: Tick) -> None:
-        """A tick needs no memory any more."""
+    def tick_over(self, job_id: str, tick: Tick, lane: Lane) -> None:
+        """A tick needs no memory any more in ``lane``."""
         if self._memory is not None:
-            self._memory.end(job_id, tick)
+            self._memory.end(job_id, tick, lane)
 
     def changed(self) -> list[RetrySoon]:
         """Memory has come back, or ticks have ended: those who wait get another chance soon."""

@@ -11,6 +11,7 @@ from typing import Generic, TypeAlias, TypeVar
 
 from attention_node.machine.outline import StepOutline
 from core_attention.tick import Tick
+from core_attention.tick_order import TickOrder
 
 Peer = TypeVar("Peer")
 """The connection of a rank."""
@@ -21,10 +22,15 @@ Work = TypeVar("Work")
 
 @dataclass(frozen=True, slots=True)
 class JobOpened:
-    """The control plane has announced a job; idempotent."""
+    """The control plane has announced a job; idempotent.
+
+    Attributes:
+        order: in which its ranks come to their ticks, if they form pipelines.
+    """
 
     job_id: str
     n_nano_batches: int
+    order: TickOrder | None = None
 
 
 @dataclass(frozen=True, slots=True)

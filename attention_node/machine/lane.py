@@ -9,6 +9,7 @@ from typing import Generic
 
 from attention_node.machine.events import Work
 from attention_node.machine.step import ServedTicks
+from attention_node.machine.turns import Place
 from core_attention.tick import Tick
 
 
@@ -20,11 +21,15 @@ class ExpectedTick(Generic[Work]):
         ticks: those of its step.
         tick: which exchange.
         owes_reply: whether the rank waits for rows before it goes on.
+        earliest: from which action on it may come; None in a job without pipelines.
+        latest: in which action it has come at the latest.
     """
 
     ticks: ServedTicks[Work]
     tick: Tick
     owes_reply: bool
+    earliest: Place | None = None
+    latest: Place | None = None
 
 
 @dataclass(eq=False)
@@ -52,24 +57,32 @@ class Lane(Generic[Work]):
         self.expected.extend(entries)
         self.expected.extend(later)
 
-    def next_to_post(self) -> ExpectedTick[Work] | None:
+    def next_to_post(self, last: Place | None = None) -> ExpectedTick[Work] | None:
         """Takes the tick to post a receive for; None if it cannot come yet. Those of later steps
-        do not hold it up: their messages come after the tick's."""
+        do not hold it up: their messages come after the tick's.
+
+        Args:
+            last: nothing is posted for later actions than this one; None for no such limit.
+        """
         if not self.expected:
             return None
         entry = self.expected[0]
+        if last is not None and entry.earliest is not None and entry.earliest > last:
+            return None
         before = [other for tick, other in self.under_way.items() if tick.step <= entry.tick.step]
         if len(before) > 1 or any(other.owes_reply for other in before):
             return None
         self.under_way[entry.tick] = self.expected.popleft()
         return entry
 
-    def end(self, step: Work) -> None:
-        """The rank sends nothing of ``step`` any more."""
+    def end(self, step: Work) -> list[ExpectedTick[Work]]:
+        """The rank sends nothing of ``step`` any more; returns what it was still to send."""
+        every = [*self.under_way.values(), *self.expected]
         self.expected = deque(entry for entry in self.expected if entry.ticks.step != step)
         self.under_way = {
             tick: entry for tick, entry in self.under_way.items() if entry.ticks.step != step
         }
+        return [entry for entry in every if entry.ticks.step == step]
 
     def put_back(self, tick: Tick) -> None:
         """Undoes :meth:`next_to_post`: no receive is posted after all. Does nothing if the lane has

@@ -17,13 +17,13 @@ class TickOutline:
         before_reply: by rank that takes part, the parts that must have run before its reply.
         owed: the ranks that wait for rows before they go on; one that gives only keys, forward,
             does not.
-        message_bytes: memory of all its messages.
+        message_bytes: by rank that is connected, memory of its messages.
     """
 
     needs: tuple[frozenset[int], ...]
     before_reply: Mapping[int, frozenset[int]]
     owed: frozenset[int]
-    message_bytes: int
+    message_bytes: Mapping[int, int]
 
 
 @dataclass(frozen=True, eq=False)

@@ -49,8 +49,11 @@ from attention_node.machine.instructions import (
 from attention_node.machine.lane import ExpectedTick, Lane
 from attention_node.machine.outline import StepOutline
 from attention_node.machine.step import ServedTicks
+from attention_node.machine.tick_memory import Lane as MemoryLane
 from attention_node.machine.tick_memory import MemoryTooSmall
+from attention_node.machine.turns import Turns
 from core_attention.tick import Tick
+from core_attention.tick_order import TickOrder
 
 LOST_RANK_SECONDS = 60.0
 """After so long the loss of a rank's connection says nothing of the rank any more: plans may have
@@ -68,6 +71,7 @@ class _Job(Generic[Work]):
     """A job on one server.
 
     Attributes:
+        order: in which ranks come to their ticks, if they form pipelines.
         epoch: of the last recovery; plans and connections of lower epochs are void.
         steps: planned and unfinished steps, by number.
         refused: why steps cannot be served, by epoch and number.
@@ -76,6 +80,7 @@ class _Job(Generic[Work]):
 
     job_id: str
     n_nano_batches: int
+    order: TickOrder | None = None
     epoch: int = 0
     steps: dict[int, ServedTicks[Work]] = field(default_factory=dict)
     refused: dict[tuple[int, int], str] = field(default_factory=dict)
@@ -91,16 +96,25 @@ class _Job(Generic[Work]):
             self.seen.popitem(last=False)
         return True
 
+    def memory_lane(self, rank: int, tick: Tick) -> MemoryLane:
+        """Where the memory of what ``rank`` sends for ``tick`` is counted."""
+        return tick.nano_batch if self.order is None else (rank, self.order.row(tick))
+
 
 @dataclass(eq=False)
 class _Rank(Generic[Work]):
-    """A trainer rank that is connected, and the lanes of its ticks."""
+    """A trainer rank that is connected, and the lanes of its ticks.
+
+    Attributes:
+        turns: the same ticks by action, in a job with pipelines.
+    """
 
     job: _Job[Work]
     rank: int
     first_step: int
     epoch: int
     lanes: list[Lane[Work]]
+    turns: Turns = field(default_factory=Turns)
 
     def extend(self, ticks: ServedTicks[Work]) -> None:
         """Expects the rank's ticks of a step, if the rank is to run it."""
@@ -109,14 +123,29 @@ class _Rank(Generic[Work]):
             return
         for nano_batch, lane in enumerate(self.lanes):
             of_lane = outline.lanes.get(nano_batch, {})
-            lane.extend(
-                outline.step,
-                [
-                    ExpectedTick(ticks, tick, self.rank in each.owed)
-                    for tick, each in of_lane.items()
-                    if self.rank in each.before_reply
-                ],
-            )
+            entries = [
+                self._expected(ticks, tick, self.rank in each.owed)
+                for tick, each in of_lane.items()
+                if self.rank in each.before_reply
+            ]
+            lane.extend(outline.step, entries)
+            for entry in entries:
+                if entry.latest is not None:
+                    self.turns.expect(entry.latest)
+
+    def over(self, entry: ExpectedTick[Work]) -> None:
+        """A tick is answered, or will not come."""
+        if entry.latest is not None:
+            self.turns.over(entry.latest)
+
+    def _expected(
+        self, ticks: ServedTicks[Work], tick: Tick, owes_reply: bool
+    ) -> ExpectedTick[Work]:
+        if self.job.order is None:
+            return ExpectedTick(ticks, tick, owes_reply)
+        turn = self.job.order.turn(self.rank, tick)
+        earliest, latest = (tick.step, turn.earliest), (tick.step, turn.latest)
+        return ExpectedTick(ticks, tick, owes_reply, earliest, latest)
 
 
 class ServerMachine(Generic[Peer, Work]):
@@ -201,8 +230,8 @@ class ServerMachine(Generic[Peer, Work]):
                 return self._rank_connected(event, now)
             case RankGone(peer, was_reset):
                 return self._rank_gone(peer, was_reset, now)
-            case JobOpened(job_id, n_nano_batches):
-                self._jobs.setdefault(job_id, _Job(job_id, n_nano_batches))
+            case JobOpened(job_id, n_nano_batches, order):
+                self._jobs.setdefault(job_id, _Job(job_id, n_nano_batches, order))
             case JobRecovered(job_id, epoch):
                 job = self._jobs.get(job_id)
                 return self._recover(job, epoch) if job is not None else []
@@ -264,7 +293,7 @@ class ServerMachine(Generic[Peer, Work]):
         if ticks.finished:
             return out
         try:
-            self._pressure.add_step(job_id, _needs(outline), self._live_steps())
+            self._pressure.add_step(job_id, _needs(job, outline), self._live_steps())
         except MemoryTooSmall as error:
             return out + self._refuse_step(job, outline, error)
         job.steps[outline.step] = ticks
@@ -372,15 +401,30 @@ class ServerMachine(Generic[Peer, Work]):
         rank = self._ranks.get(peer)
         if rank is None:
             return []
-        rank.lanes[tick.nano_batch].under_way.pop(tick, None)
-        return self._post(peer, now)
+        entry = rank.lanes[tick.nano_batch].under_way.pop(tick, None)
+        if entry is not None:
+            rank.over(entry)
+        return self._memory_over(rank, tick) + self._post(peer, now)
+
+    def _memory_over(self, rank: _Rank[Work], tick: Tick) -> Instructions[Peer, Work]:
+        """In pipelines a rank's messages are counted by themselves: other ranks come to the tick
+        much later."""
+        job = rank.job
+        if job.order is None:
+            return []
+        self._pressure.tick_over(job.job_id, tick, job.memory_lane(rank.rank, tick))
+        return [*self._pressure.changed()]
 
     def _lane_skipped(self, event: LaneSkipped[Peer, Work], now: float) -> Instructions[Peer, Work]:
         connected, tick = self._ranks.get(event.peer), event.tick
+        over: Instructions[Peer, Work] = []
         if connected is not None:
-            connected.lanes[tick.nano_batch].end(event.step)
+            for entry in connected.lanes[tick.nano_batch].end(event.step):
+                connected.over(entry)
+                over += self._memory_over(connected, entry.tick)
         ticks = self._live(event.job_id, tick.step, event.step)
-        over = self._end_lane(event.job_id, ticks, event.rank, tick) if ticks is not None else []
+        if ticks is not None:
+            over += self._end_lane(event.job_id, ticks, event.rank, tick)
         return over + self._post(event.peer, now)
 
     def _end_lane(
@@ -388,7 +432,7 @@ class ServerMachine(Generic[Peer, Work]):
     ) -> Instructions[Peer, Work]:
         over, stuck = ticks.end_lane(rank, first)
         for tick in over:
-            self._pressure.tick_over(job_id, tick)
+            self._forget_memory(job_id, ticks, tick)
         return [
             *(self._pressure.changed() if over else []),
             *(GiveUpTick(ticks.step, tick, why) for tick, why in stuck),
@@ -404,12 +448,19 @@ class ServerMachine(Generic[Peer, Work]):
             # The step's memory went with it; that of the tick's number may be a later plan's.
             return [*self._pressure.changed()]
         ticks.tick_over(tick)
-        self._pressure.tick_over(job_id, tick)
+        self._forget_memory(job_id, ticks, tick)
         out: Instructions[Peer, Work] = [*self._pressure.changed()]
         if event.failure:
             del self._jobs[job_id].steps[tick.step]
             return out + _give_up(ticks, f"{tick} failed: {event.failure}")
         return out + self._if_finished(job_id, ticks)
+
+    def _forget_memory(self, job_id: str, ticks: ServedTicks[Work], tick: Tick) -> None:
+        """The tick needs none any more, of any rank."""
+        outline = ticks.outline.lanes[tick.nano_batch][tick]
+        job = self._jobs[job_id]
+        for lane in {job.memory_lane(rank, tick) for rank in outline.message_bytes}:
+            self._pressure.tick_over(job_id, tick, lane)
 
     def _if_finished(self, job_id: str, ticks: ServedTicks[Work]) -> Instructions[Peer, Work]:
         if not ticks.finished:
@@ -434,9 +485,11 @@ class ServerMachine(Generic[Peer, Work]):
         if rank is None:
             return []
         out: Instructions[Peer, Work] = []
+        last = rank.turns.last_to_post
         for lane in rank.lanes:
-            while (entry := lane.next_to_post()) is not None:
-                if not self._pressure.admit(rank.job.job_id, entry.tick):
+            while (entry := lane.next_to_post(last)) is not None:
+                memory_lane = rank.job.memory_lane(rank.rank, entry.tick)
+                if not self._pressure.admit(rank.job.job_id, entry.tick, memory_lane):
                     out += self._put_off(peer, entry.tick, now)
                     break
                 out.append(PostReceive(peer, entry.ticks.step, entry.tick))
@@ -465,10 +518,18 @@ def _give_up(ticks: ServedTicks[Work], why: str) -> list[GiveUpTick[Work]]:
     return [GiveUpTick(ticks.step, tick, why) for tick in ticks.give_up(why)]
 
 
-def _needs(outline: StepOutline) -> dict[int, list[tuple[Tick, int]]]:
-    """By nano-batch, its ticks in order, each with the memory of all its messages."""
-    return {
-        nano_batch: [(tick, each.message_bytes) for tick, each in ticks.items()]
-        for nano_batch, ticks in outline.lanes.items()
-        if ticks
-    }
+def _needs(job: _Job[Work], outline: StepOutline) -> dict[MemoryLane, list[tuple[Tick, int]]]:
+    """By lane of the memory, its ticks in order, each with the memory of its messages."""
+    order, needs = job.order, dict[MemoryLane, list[tuple[Tick, int]]]()
+    for nano_batch, ticks in outline.lanes.items():
+        for tick, each in ticks.items():
+            if order is None:
+                needs.setdefault(nano_batch, []).append((tick, sum(each.message_bytes.values())))
+                continue
+            for rank, n_bytes in each.message_bytes.items():
+                needs.setdefault((rank, order.row(tick)), []).append((tick, n_bytes))
+    if order is not None:
+        for lane, of_lane in needs.items():
+            assert isinstance(lane, tuple)
+            of_lane.sort(key=lambda need, rank=lane[0]: order.turn(rank, need[0]).latest)  # type: ignore[misc]
+    return needs

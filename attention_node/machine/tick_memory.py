@@ -7,6 +7,10 @@ of many ticks could end none of them. Two rules keep it from that:
 * Every lane is entitled to enough for the largest of its ticks, whatever the others hold. What is
   left over is lent to lanes that read ahead.
 
+In a pipeline, ranks come to the same tick at very different times, so a lane here is what one rank
+sends, in the order of its schedule, and a tick holds memory for that rank's messages until it is
+answered. What a rank sends next can always be received, however many microbatches there are.
+
 So the first unfinished tick of each lane can always be received. Of the ranks, which all run the
 lanes in one order, the one that has come least far waits for nothing but such ticks: there is
 always one that can go on. All others wait until memory is free; their messages stay with their
@@ -21,8 +25,11 @@ from dataclasses import dataclass, field
 
 from core_attention.tick import Tick
 
-LaneKey = tuple[str, int]
-"""A job and a nano-batch."""
+Lane = int | tuple[int, int]
+"""A nano-batch; of pipelines, a rank and which of its microbatches' nano-batches."""
+
+LaneKey = tuple[str, Lane]
+"""A job and a lane of it."""
 
 
 class MemoryTooSmall(RuntimeError):
@@ -85,12 +92,12 @@ class TickMemory:
         self._limit_bytes = limit_bytes
         self._lanes: dict[LaneKey, _Lane] = {}
 
-    def add_step(self, job_id: str, lanes: Mapping[int, Sequence[tuple[Tick, int]]]) -> None:
+    def add_step(self, job_id: str, lanes: Mapping[Lane, Sequence[tuple[Tick, int]]]) -> None:
         """A step is planned, or planned anew: then what was known of it counts no longer.
 
         Args:
             job_id: the job.
-            lanes: by nano-batch, the step's ticks in order, each with the bytes of its messages.
+            lanes: by lane, the step's ticks in order, each with the bytes of its messages.
 
         Raises:
             MemoryTooSmall: not all lanes can hold their largest tick at a time. Nothing is added.
@@ -100,8 +107,8 @@ class TickMemory:
         for (other_job, _), lane in self._lanes.items():
             if other_job == job_id:
                 lane.forget([tick for tick in lane.needs if tick.step in steps])
-        for nano_batch, ticks in lanes.items():
-            lane = self._lanes.setdefault((job_id, nano_batch), _Lane())
+        for name, ticks in lanes.items():
+            lane = self._lanes.setdefault((job_id, name), _Lane())
             lane.needs.update(ticks)
             # A step that is planned after a later one comes first all the same.
             order = sorted(lane.needs, key=lambda tick: tick.step)
@@ -125,10 +132,10 @@ class TickMemory:
             lane.forget([tick for tick in lane.needs if (job_id, tick.step) not in kept])
         self._lanes = {key: lane for key, lane in self._lanes.items() if lane.needs}
 
-    def admit(self, job_id: str, tick: Tick) -> bool:
-        """Whether receives of ``tick`` may be posted now. A tick that is not known any more may:
-        nothing will come of it."""
-        lane = self._lanes.get((job_id, tick.nano_batch))
+    def admit(self, job_id: str, tick: Tick, name: Lane) -> bool:
+        """Whether receives of ``tick`` may be posted now, in the lane of that name. A tick that is
+        not known any more may: nothing will come of it."""
+        lane = self._lanes.get((job_id, name))
         if lane is None or tick not in lane.needs or tick in lane.admitted:
             return True
         asked = lane.waiting_up_to(tick)
@@ -142,9 +149,9 @@ class TickMemory:
         lane.held_bytes += more
         return True
 
-    def end(self, job_id: str, tick: Tick) -> None:
-        """A tick is over. Idempotent."""
-        lane = self._lanes.get((job_id, tick.nano_batch))
+    def end(self, job_id: str, tick: Tick, name: Lane) -> None:
+        """A tick is over in the lane of that name. Idempotent."""
+        lane = self._lanes.get((job_id, name))
         if lane is not None and lane.needs.pop(tick, None) is not None:
             lane.update()
 

@@ -172,7 +172,11 @@ class StepRecord:
         index, forecast = self.plan.server_index(measured.server_id), self.plan.forecast(phase)
         if index is None or forecast is None:
             return None
-        layers = n_layers if phase is Phase.FORWARD else np.array(measured.backward_layers)
+        layers: int | Int64Array = n_layers
+        if phase is Phase.BACKWARD:
+            # A forecast of pipelines is the mean of all layers, of which a lane may have few here.
+            by_lane = np.array(measured.backward_layers)
+            layers = by_lane if self.plan.slots is None else int(by_lane.max(initial=0))
         return float((forecast.seconds[:, index] * layers).sum())
 
     def measured_imbalance(self, phase: Phase) -> float | None:

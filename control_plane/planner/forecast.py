@@ -148,6 +148,13 @@ class TaskSums(NamedTuple):
         self.seconds[nano_batches] += others.seconds
         self.rows[nano_batches] += others.rows
 
+    def in_share_of_layers(self, share: float) -> TaskSums:
+        """What they cost in the mean of all layers, if they run in ``share`` of them; rows that are
+        held count in full."""
+        rows = self.rows.copy()
+        rows[:, (Q_MOVED, KV_MOVED)] = np.rint(rows[:, (Q_MOVED, KV_MOVED)] * share)
+        return TaskSums(self.seconds * share, rows)
+
 
 def sum_tasks(
     tasks: TaskTable, places: Places, found: Survey, fleet: Fleet, phase: int

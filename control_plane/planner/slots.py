@@ -80,6 +80,7 @@ class Timetable:
         token_seconds: ``[n_slots, n_pipeline_ranks]`` seconds of one token beside attention, 0
             where a rank idles.
         pipeline_rank: ``[n_ranks]``.
+        max_layers: of the rank that has most.
     """
 
     units: tuple[Unit, ...]
@@ -88,6 +89,7 @@ class Timetable:
     microbatch: Int64Array
     token_seconds: Float64Array
     pipeline_rank: Int64Array
+    max_layers: int
 
 
 @lru_cache(maxsize=REMEMBERED)
@@ -140,6 +142,7 @@ def timetable(pipelining: Pipelining, n_nano_batches: int) -> Timetable:
         frozen(microbatch),
         frozen(token_seconds),
         frozen(np.array(pipelining.pipeline_ranks, dtype=np.int64)),
+        pipelining.max_layers,
     )
 
 
@@ -339,8 +342,9 @@ class _Sheet:
 
     Attributes:
         outcomes: of the units so far.
-        home: for each phase, ``[n_nano_batches, n_ranks]`` seconds at home.
-        sums: for each phase, what the tasks so far cost each server.
+        home: for each phase, ``[n_nano_batches, n_ranks]`` seconds at home, in the mean of the
+            job's layers.
+        sums: for each phase, what the tasks so far cost each server, in the same mean.
         work_ratio: for each phase, the newest outcome's; 0 before.
     """
 
@@ -389,7 +393,8 @@ class _Sheet:
         sums = sum_tasks(tasks, places, work.survey, self._fleet, PHASE_INDEX[phase])
         if sums is None:
             raise AssertionError(f"the tasks of {unit} are not valid: {tasks}")
-        self.sums[phase].add(work.nano_batches, sums)
+        share = unit.layers / self._table.max_layers
+        self.sums[phase].add(work.nano_batches, sums.in_share_of_layers(share))
         seconds, rows = sums.seconds.sum(axis=0), sums.rows[:, (Q_ROWS, KV_ROWS)].sum(axis=(0, 1))
         for begin, end, layers in unit.spans:
             self._busy[unit.half, begin:end] += seconds * (layers / (end - begin))
@@ -397,7 +402,7 @@ class _Sheet:
             self._busy_at_home[unit.half, begin:end] += at_home
             self._rows[unit.half, begin:end] += rows
         nano_batch = self._manifest.document_nano_batch[work.documents[segments.document]]
-        np.add.at(self.home[phase], (nano_batch, segments.rank), work.home.seconds)
+        np.add.at(self.home[phase], (nano_batch, segments.rank), work.home.seconds * share)
         documents = work.documents[tasks.document]
         self._tasks[phase].append(TaskTable(documents, tasks.q_begin, tasks.q_end, tasks.server))
         self.outcomes.append(outcome)

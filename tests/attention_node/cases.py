@@ -105,7 +105,7 @@ def open_tick(route: TickRoute, phase: Phase, closed: Callable[[OpenTick], None]
     """An open tick of layer 0."""
     return OpenTick(
         machine=TickMachine(
-            Tick(0, 0, 0, phase), route.outline(phase, owed=frozenset(), message_bytes=0)
+            Tick(0, 0, 0, phase), route.outline(phase, owed=frozenset(), message_bytes={})
         ),
         route=route,
         shape=SHAPE,

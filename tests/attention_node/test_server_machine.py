@@ -23,7 +23,7 @@ def outline_of(step: int, epoch: int = 0) -> StepOutline:
         needs=(frozenset({0, 1}),),
         before_reply={0: frozenset({0}), 1: frozenset({0})},
         owed=frozenset({0, 1}),
-        message_bytes=TICK_BYTES,
+        message_bytes={0: TICK_BYTES // 2, 1: TICK_BYTES // 2},
     )
     ticks = ticks_of_lane(step, 0, 2, backward=False)
     return StepOutline(step, epoch, 2, {0: dict.fromkeys(ticks, of_tick)})

@@ -28,21 +28,21 @@ def test_what_is_left_over_is_lent_to_who_reads_ahead() -> None:
     memory = TickMemory(100)
     memory.add_step(JOB, {0: lane(0, 30, 30, 30), 1: lane(1, 40)})
     first, second, third = ticks(0, 3)
-    assert memory.admit(JOB, first)
-    assert memory.admit(JOB, second)
-    assert not memory.admit(JOB, third)
-    assert memory.admit(JOB, ticks(1, 1)[0])
-    memory.end(JOB, first)
-    assert memory.admit(JOB, third)
+    assert memory.admit(JOB, first, first.nano_batch)
+    assert memory.admit(JOB, second, second.nano_batch)
+    assert not memory.admit(JOB, third, third.nano_batch)
+    assert memory.admit(JOB, ticks(1, 1)[0], 1)
+    memory.end(JOB, first, first.nano_batch)
+    assert memory.admit(JOB, third, third.nano_batch)
 
 
 def test_first_tick_of_every_lane_is_always_admitted() -> None:
     memory = TickMemory(100)
     memory.add_step(JOB, {0: lane(0, 60, 10), 1: lane(1, 40, 40)})
-    assert memory.admit(JOB, ticks(0, 1)[0])
-    assert not memory.admit(JOB, ticks(0, 2)[1])
-    assert memory.admit(JOB, ticks(1, 1)[0])
-    assert not memory.admit(JOB, ticks(1, 2)[1])
+    assert memory.admit(JOB, ticks(0, 1)[0], 0)
+    assert not memory.admit(JOB, ticks(0, 2)[1], 0)
+    assert memory.admit(JOB, ticks(1, 1)[0], 1)
+    assert not memory.admit(JOB, ticks(1, 2)[1], 1)
 
 
 def test_tick_is_admitted_with_those_before_it() -> None:
@@ -50,11 +50,11 @@ def test_tick_is_admitted_with_those_before_it() -> None:
     memory = TickMemory(100)
     memory.add_step(JOB, {0: lane(0, 40, 40, 40)})
     first, second, third = ticks(0, 3)
-    assert memory.admit(JOB, second)
-    assert not memory.admit(JOB, third)
-    assert memory.admit(JOB, first)
-    memory.end(JOB, first)
-    assert memory.admit(JOB, third)
+    assert memory.admit(JOB, second, second.nano_batch)
+    assert not memory.admit(JOB, third, third.nano_batch)
+    assert memory.admit(JOB, first, first.nano_batch)
+    memory.end(JOB, first, first.nano_batch)
+    assert memory.admit(JOB, third, third.nano_batch)
 
 
 def test_steps_that_are_given_up_free_their_memory() -> None:
@@ -62,13 +62,13 @@ def test_steps_that_are_given_up_free_their_memory() -> None:
     memory.add_step(JOB, {0: lane(0, 90, step=3)})
     memory.add_step(JOB, {0: lane(0, 90, step=4)})
     (third,), (fourth,) = ticks(0, 1, 3), ticks(0, 1, 4)
-    assert memory.admit(JOB, third)
-    assert not memory.admit(JOB, fourth)
+    assert memory.admit(JOB, third, third.nano_batch)
+    assert not memory.admit(JOB, fourth, fourth.nano_batch)
     memory.keep_steps([(JOB, 4)])
-    assert memory.admit(JOB, fourth)
+    assert memory.admit(JOB, fourth, fourth.nano_batch)
     memory.keep_steps([])
     memory.add_step("other", {0: lane(0, 100)})
-    assert memory.admit("other", ticks(0, 1)[0])
+    assert memory.admit("other", ticks(0, 1)[0], 0)
 
 
 def test_step_that_is_planned_anew_may_begin_later() -> None:
@@ -76,17 +76,17 @@ def test_step_that_is_planned_anew_may_begin_later() -> None:
     memory = TickMemory(100)
     memory.add_step(JOB, {0: lane(0, 60, 60)})
     first, second = ticks(0, 2)
-    assert memory.admit(JOB, first)
+    assert memory.admit(JOB, first, first.nano_batch)
     memory.add_step(JOB, {0: lane(0, 60, 60)[1:]})
-    assert memory.admit(JOB, second)
+    assert memory.admit(JOB, second, second.nano_batch)
 
 
 def test_step_that_is_planned_late_comes_first() -> None:
     memory = TickMemory(100)
     memory.add_step(JOB, {0: lane(0, 60, step=4)})
     memory.add_step(JOB, {0: lane(0, 60, step=3)})
-    assert not memory.admit(JOB, ticks(0, 1, 4)[0])
-    assert memory.admit(JOB, ticks(0, 1, 3)[0])
+    assert not memory.admit(JOB, ticks(0, 1, 4)[0], 0)
+    assert memory.admit(JOB, ticks(0, 1, 3)[0], 0)
 
 
 def test_plan_that_cannot_be_received_tells_by_how_much() -> None:
@@ -191,7 +191,7 @@ class Simulation:
                 for tick in waiting:
                     if (rank, tick) in self.posted:
                         continue
-                    if not self.memory.admit(JOB, tick):
+                    if not self.memory.admit(JOB, tick, tick.nano_batch):
                         break
                     self.posted.add((rank, tick))
                     moved = True
@@ -199,7 +199,7 @@ class Simulation:
             here = all((rank, tick) in self.posted & self.sent for rank in parts)
             if tick not in self.ended and here:
                 self.ended.add(tick)
-                self.memory.end(JOB, tick)
+                self.memory.end(JOB, tick, tick.nano_batch)
                 moved = True
         return moved
 

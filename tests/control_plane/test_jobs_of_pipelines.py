@@ -103,7 +103,7 @@ def test_malformed_pipelines_are_named(message: jobs_pb2.Pipelining, match: str)
     ("changes", "match"),
     [
         ({"n_ranks": 4}, "job train: pipeline_ranks has 2 values; the job has n_ranks=4"),
-        ({"n_layers": 3}, r"rank 0 of a pipeline has 4 layers in its stages.*n_layers=3"),
+        ({"n_layers": 3}, r"n_layers is 3; .* have \[4, 4\] layers .* to the most, 4"),
         ({"n_nano_batches": 3}, "n_nano_batches is 3; schedule 1f1b has 2 microbatches"),
         (
             {"pipelining": changed(lambda m: m.layers.pop())},

@@ -10,6 +10,7 @@ from typing import Any, Generic, TypeVar, cast
 
 from attention_node.machine.outline import StepOutline, TickOutline
 from core_attention.tick import Tick
+from core_attention.tick_order import TickOrder
 from tests.model.setting import Plan
 
 Value = TypeVar("Value")
@@ -19,8 +20,9 @@ Result = TypeVar("Result")
 VALUES = (int, float, str, Enum, Tick, Plan, type(None))
 """Equal where they say so."""
 
-FROM_HANDLES = (StepOutline, TickOutline, BaseException)
-"""An outline follows from the handle of its step, and an error's words matter to nobody."""
+FROM_HANDLES = (StepOutline, TickOutline, TickOrder, BaseException)
+"""An outline follows from the handle of its step, an order from the job, and an error's words
+matter to nobody."""
 
 NO_STATE = frozenset({"setting", "trouble", "_replayed"})
 """Attributes that never change, or are only shown."""

@@ -739,7 +739,7 @@ class Model:
                 for rank in owed
             },
             owed=frozenset(rank for rank, owes in owed.items() if owes),
-            message_bytes=0,
+            message_bytes={},
         )
 
     def _exchanges(self, plan: Plan, r: int, lane: int, tick: int) -> tuple[tuple[int, bool], ...]:

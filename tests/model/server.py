@@ -14,6 +14,7 @@ from attention_node.machine.outline import StepOutline
 from attention_node.machine.server import Instructions, ServerMachine
 from attention_node.machine.tick import TickMachine
 from core_attention.tick import Tick
+from core_attention.tick_order import TickOrder
 
 JOB = "job"
 
@@ -52,6 +53,7 @@ class ModelServer:
     Args:
         n_lanes: of the job.
         limit_bytes: most memory for messages; None for no limit.
+        order: in which ranks come to their ticks, if they form pipelines.
 
     Attributes:
         connected: the connections that are open.
@@ -63,7 +65,9 @@ class ModelServer:
         sources: by open tick, its step and the connection of each of its sources.
     """
 
-    def __init__(self, n_lanes: int, limit_bytes: int | None = None) -> None:
+    def __init__(
+        self, n_lanes: int, limit_bytes: int | None = None, order: TickOrder | None = None
+    ) -> None:
         self.machine: ServerMachine[Peer, Hashable] = ServerMachine("server", limit_bytes)
         self.connected: set[Peer] = set()
         self.posted: dict[tuple[Peer, Tick], Hashable] = {}
@@ -72,7 +76,7 @@ class ModelServer:
         self.gone: set[events.RankGone[Peer]] = set()
         self.replies: list[Reply] = []
         self.sources: dict[TickMachine, tuple[Hashable, dict[int, Peer | None]]] = {}
-        self.feed(events.JobOpened(JOB, n_lanes))
+        self.feed(events.JobOpened(JOB, n_lanes, order))
 
     def feed(self, event: events.Event[Peer, Hashable]) -> Instructions[Peer, Hashable]:
         """Hands in an event and carries out what follows; returns the instructions."""

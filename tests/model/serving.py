@@ -16,8 +16,13 @@ from typing import Any, NamedTuple
 
 from attention_node.machine import events
 from attention_node.machine.outline import StepOutline, TickOutline
+from attention_node.machine.turns import ACTIONS_AHEAD
 from core_attention.ca_task import Phase
+from core_attention.pipelining import Pipelining
+from core_attention.schedule import Action, Kind
+from core_attention.schedule_orders import SCHEDULES, gpipe
 from core_attention.tick import Tick, ticks_of_lane
+from core_attention.tick_order import TickOrder, tick_order
 from tests.model.core import Core, Cores
 from tests.model.explorer import ModelViolation, Move
 from tests.model.server import JOB, ModelServer, Reply
@@ -27,7 +32,8 @@ MESSAGE_BYTES = 1
 
 @dataclass(frozen=True, kw_only=True)
 class Serving:
-    """The size of a model: one document over all ranks in each lane.
+    """The size of a model: one document over all ranks in each lane, in pipelines one over the
+    ranks of each stage.
 
     Attributes:
         n_ranks, n_layers, n_lanes: sizes.
@@ -41,6 +47,9 @@ class Serving:
         unheard: the server hears of a recovery by its plan or a rank alone, and perhaps never of
             the plan before it.
         closes: the job may be closed at any time.
+        pipelining: of ranks that form pipelines, with one layer a stage; gives ranks and lanes.
+        attention_is_late: the first stage runs the core attention of backwards in two parts with
+            the second part, else with the first.
     """
 
     n_ranks: int = 2
@@ -55,6 +64,35 @@ class Serving:
     resets: int = 0
     unheard: bool = False
     closes: bool = False
+    pipelining: Pipelining | None = None
+    attention_is_late: bool = False
+
+    @cached_property
+    def order(self) -> TickOrder | None:
+        """In which ranks come to their ticks, if they form pipelines."""
+        return tick_order(self.pipelining, self.n_lanes) if self.pipelining else None
+
+    def stage(self, r: int) -> int:
+        """The stage of a rank; 0 where there are none."""
+        return self.pipelining.pipeline_ranks[r] if self.pipelining else 0
+
+    def peers(self, r: int) -> list[int]:
+        """The ranks that share a rank's documents, in the order of positions."""
+        return [other for other in range(self.n_ranks) if self.stage(other) == self.stage(r)]
+
+
+def piped(name: str, n_stages: int, n_microbatches: int, **others: Any) -> Serving:
+    """Pipelines that run a schedule, one for each of ``replicas``."""
+    replicas = others.pop("replicas", 1)
+    pipelining = Pipelining(
+        schedule={**SCHEDULES, "gpipe": gpipe}[name](n_stages, n_microbatches),
+        pipeline_ranks=[*range(n_stages)] * replicas,
+        layers=[1] * n_stages,
+        forward_seconds=[1.0] * n_stages,
+        backward_seconds=[2.0] * n_stages,
+    )
+    n_ranks = n_stages * replicas
+    return Serving(n_ranks=n_ranks, n_lanes=n_microbatches, pipelining=pipelining, **others)
 
 
 class Rank(NamedTuple):
@@ -98,7 +136,8 @@ class ServingModel:
         self._changed: dict[
             tuple[Core[ModelServer], str], tuple[Core[ModelServer], list[Reply]]
         ] = {}
-        self._cores: Cores[ModelServer] = Cores(*(tick for lane in self.lanes for tick in lane))
+        constants: list[Any] = [tick for lane in self.lanes for tick in lane]
+        self._cores: Cores[ModelServer] = Cores(*constants, setting.order)
 
     @cached_property
     def lanes(self) -> list[list[Tick]]:
@@ -113,7 +152,7 @@ class ServingModel:
         """Nobody has connected and no plan has come."""
         setting = self.setting
         return World(
-            core=self._cores.core(ModelServer(setting.n_lanes, setting.limit_bytes)),
+            core=self._cores.core(ModelServer(setting.n_lanes, setting.limit_bytes, setting.order)),
             ranks=(self.new,) * setting.n_ranks,
             stream=(1,),
             epoch=1,
@@ -174,6 +213,11 @@ class ServingModel:
                         f"{tick.tick}: rows of rank {rank}, sent in epoch {peer[1]}, were taken "
                         f"under the plan of epoch {handle}"
                     )
+        if self.setting.order is not None:
+            for peer in server.connected:
+                posted = [tick for of, tick in server.posted if of == peer]
+                if len(posted) > ACTIONS_AHEAD + self._spare_receives(peer[0]):
+                    raise ModelViolation(f"{len(posted)} receives of rank {peer[0]} are posted")
         if self.is_finished(world):
             if server.sources or server.machine.n_open_ticks:
                 raise ModelViolation("all is done, and ticks are open")
@@ -233,8 +277,13 @@ class ServingModel:
         backward = reply.tick.phase is Phase.BACKWARD
         needed = self.setting.n_ranks if backward else reply.rank + 1
         place = self.lanes[reply.tick.nano_batch].index(reply.tick)
-        for r, rank in enumerate(world.ranks[:needed]):
-            if rank.epoch == reply.step and rank.sent[reply.tick.nano_batch] <= place:
+        for r in self.setting.peers(reply.rank):
+            rank = world.ranks[r]
+            if (
+                r < needed
+                and rank.epoch == reply.step
+                and rank.sent[reply.tick.nano_batch] <= place
+            ):
                 raise ModelViolation(
                     f"rank {reply.rank} has a reply of {reply.tick} without the rows of rank {r}"
                 )
@@ -255,6 +304,8 @@ class ServingModel:
         for lane, ticks in enumerate(self.lanes):
             if rank.sent[lane] < len(ticks):
                 tick = ticks[rank.sent[lane]]
+                if not self._has_come_to(world, r, tick):
+                    continue
                 if is_local:
                     yield from self._sends_locally(world, r, tick)
                 elif self._may_send(rank, r, lane) and (peer, tick) in server.posted:
@@ -292,6 +343,58 @@ class ServingModel:
             for place in range(rank.sent[lane])
             if self._is_owed(r, self.lanes[lane][place])
         )
+
+    @cached_property
+    def programs(self) -> list[list[tuple[Action, Tick]]]:
+        """By stage, the actions with core attention that a rank runs, one after the other."""
+        pipelining = self.setting.pipelining
+        assert pipelining is not None
+        programs = []
+        for stage in range(pipelining.schedule.n_stages):
+            late = self.setting.attention_is_late and stage == 0
+            without = Kind.BACKWARD_INPUT if late else Kind.BACKWARD_WEIGHT
+            programs.append(
+                [
+                    (action, self.lanes[action.microbatch][action.kind is not Kind.FORWARD])
+                    for action in pipelining.schedule.order(stage)
+                    if action.kind is not without
+                ]
+            )
+        return programs
+
+    def _has_come_to(self, world: World, r: int, tick: Tick) -> bool:
+        """Whether a rank of a pipeline is at a tick by its schedule, and has what the stage before
+        it, or behind it, gives."""
+        pipelining = self.setting.pipelining
+        if pipelining is None:
+            return True
+        program, stage = self.programs[self.setting.stage(r)], self.setting.stage(r)
+        at = next(at for at, (_, own) in enumerate(program) if own == tick)
+        if not all(self._is_through(world.ranks[r], r, own) for _, own in program[:at]):
+            return False
+        backward = tick.phase is Phase.BACKWARD
+        other = stage + (1 if backward else -1)
+        if not 0 <= other < pipelining.schedule.n_stages:
+            return True
+        before = r - stage + other
+        return world.ranks[before].epoch != world.ranks[r].epoch or self._is_through(
+            world.ranks[before], before, tick
+        )
+
+    def _is_through(self, rank: Rank, r: int, tick: Tick) -> bool:
+        """Whether a rank has sent a tick, and has the reply that it waits for."""
+        place = self.lanes[tick.nano_batch].index(tick)
+        done = rank.got if self._is_owed(r, tick) else rank.sent
+        return done[tick.nano_batch] > place
+
+    def _spare_receives(self, r: int) -> int:
+        """Of ticks that may come early, but need not."""
+        pipelining = self.setting.pipelining
+        assert pipelining is not None
+        schedule = pipelining.schedule
+        kinds = {action.kind for action in schedule.order(0)}
+        may_come_early = Kind.BACKWARD_INPUT in kinds and self.setting.stage(r) == 0
+        return schedule.n_stages if may_come_early else 0
 
     def _sends(self, world: World, r: int, tick: Tick) -> Move[World]:
         rank, lane = world.ranks[r], tick.nano_batch
@@ -346,7 +449,11 @@ class ServingModel:
         )
 
     def _is_owed(self, r: int, tick: Tick) -> bool:
-        return r > 0 or tick.phase is Phase.BACKWARD or not self.setting.keys_only
+        return (
+            r != self.setting.peers(r)[0]
+            or tick.phase is Phase.BACKWARD
+            or not self.setting.keys_only
+        )
 
     def _has_all(self, rank: Rank, r: int) -> bool:
         return all(
@@ -374,21 +481,21 @@ class ServingModel:
 
     def _tick_outline(self, tick: Tick) -> TickOutline:
         """A part for each rank's queries, which read the keys of all ranks up to it."""
-        ranks = range(self.setting.n_ranks)
-        pieces = list(ranks[1:] if self.setting.keys_only else ranks)
+        ranks, peers = range(self.setting.n_ranks), self.setting.peers
+        pieces = [r for r in ranks if not self.setting.keys_only or r != peers(r)[0]]
         backward = tick.phase is Phase.BACKWARD
         return TickOutline(
-            needs=tuple(frozenset(range(piece + 1)) for piece in pieces),
+            needs=tuple(frozenset(r for r in peers(piece) if r <= piece) for piece in pieces),
             before_reply={
                 r: frozenset(
                     number
                     for number, piece in enumerate(pieces)
-                    if piece == r or (backward and piece > r)
+                    if piece == r or (backward and piece > r and piece in peers(r))
                 )
                 for r in ranks
             },
             owed=frozenset(r for r in ranks if self._is_owed(r, tick)),
-            message_bytes=MESSAGE_BYTES * self.setting.n_ranks,
+            message_bytes=dict.fromkeys(ranks, MESSAGE_BYTES),
         )
 
 

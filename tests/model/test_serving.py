@@ -12,8 +12,9 @@ from attention_node.machine import server as machine
 from attention_node.machine.server import ServerMachine
 from attention_node.machine.step import ServedTicks
 from attention_node.machine.tick import TickMachine
+from core_attention.tick_order import TickOrder, Turn
 from tests.model.explorer import Exploration, ModelViolation, explore
-from tests.model.serving import Serving, ServingModel
+from tests.model.serving import Serving, ServingModel, piped
 
 FULL = bool(os.environ.get("DISTCA_CHAOS_FULL"))
 """Whether larger bounds are explored too, which takes minutes."""
@@ -32,10 +33,23 @@ SETTINGS = {
     "two lanes and a close": Serving(n_lanes=2, forward_only=True, closes=True),
     "a rank in the server's process": Serving(local_rank=0, recoveries=1),
     "frozen layers": FROZEN,
+    "a pipeline": piped("1f1b", 2, 3),
+    "a pipeline with little memory": piped("1f1b", 2, 3, limit_bytes=2),
+    "backwards in two parts": piped("zero-bubble", 2, 3),
+    "backwards in two parts, attention with the second": piped(
+        "zero-bubble", 2, 3, attention_is_late=True
+    ),
+    "replicas of a stage, one gives only keys": piped(
+        "gpipe", 1, 3, replicas=2, keys_only=True, limit_bytes=2
+    ),
     "little memory": Serving(n_layers=3, keys_only=True, forward_only=True, limit_bytes=2),
 }
 
 LARGE_SETTINGS = {
+    "a pipeline of three": piped("1f1b", 3, 4, limit_bytes=3),
+    "a microbatch of a pipeline and a recovery": piped("gpipe", 2, 1, recoveries=1),
+    "a pipeline and a recovery": piped("1f1b", 2, 2, recoveries=1),
+    "pipelines that share documents": piped("1f1b", 2, 2, replicas=2, limit_bytes=4),
     "a reset": Serving(forward_only=True, resets=1),
     "frozen layers and a recovery": Serving(frozen=True, recoveries=1),
     "keys only and a recovery": Serving(
@@ -65,6 +79,14 @@ MISTAKES: dict[str, tuple[Serving, Break]] = {
     "a part runs before its rows are here": (
         RECOVERY,
         breaking(TickMachine, "last_replies", lambda tick: sorted(tick.unreplied & tick.arrived)),
+    ),
+    "receives are posted in another order than the schedule's": (
+        piped("1f1b", 2, 3),
+        breaking(TickOrder, "turn", lambda _, rank, tick: Turn(-tick.nano_batch, -tick.nano_batch)),
+    ),
+    "memory of pipelines is counted by whole ticks": (
+        piped("1f1b", 2, 2, limit_bytes=2),
+        breaking(ServerMachine, "_memory_over", lambda *_: []),
     ),
     "a lane that has ended is waited for": (
         FROZEN,

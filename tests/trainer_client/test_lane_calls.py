@@ -17,7 +17,7 @@ def calls(*needs_backward: bool, n_layers: int = 3, forward_only: bool = False) 
 def test_a_lane_in_order() -> None:
     lane = calls(True, True, True)
     lane.returned()
-    assert lane.n_ticks == 6
+    assert lane.end == 6
     for layer in (2, 1, 0):
         lane.backward(layer)
     assert lane.backward_calls == 3
@@ -30,9 +30,9 @@ def test_a_lane_in_order() -> None:
 def test_a_lane_ends_with_the_lowest_layer_that_needs_gradients(
     needs_backward: tuple[bool, ...], n_ticks: int
 ) -> None:
-    assert calls(*needs_backward[:2]).n_ticks is None
-    assert calls(*needs_backward).n_ticks == n_ticks
-    assert calls(*needs_backward, forward_only=True).n_ticks == 3
+    assert calls(*needs_backward[:2]).end is None
+    assert calls(*needs_backward).end == n_ticks
+    assert calls(*needs_backward, forward_only=True).end == 3
 
 
 @pytest.mark.parametrize(("made", "said"), [(0, "not once"), (1, "once"), (2, "2 times")])

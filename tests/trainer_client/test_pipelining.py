@@ -57,6 +57,7 @@ from trainer_client import (
 )
 from trainer_client import core_attention as served
 from trainer_client.integrations.pipelining import _microbatch, _run_rows_in_turns
+from trainer_client.integrations.schedule_check import ScheduleCheck
 from trainer_client.step.lane import in_nano_batch
 
 RANKS, WIDTH, ROWS, VOCABULARY = 4, 32, 24, 16
@@ -81,10 +82,10 @@ class Block(nn.Module):
 class Part(nn.Module):
     """A whole model, or one stage of it: parameters have the whole model's names."""
 
-    def __init__(self, whole: Part | None, stage: int, n_stages: int, n_layers: int) -> None:
+    def __init__(self, whole: Part | None, stage: int, layers: Sequence[int]) -> None:
         super().__init__()
-        per_stage = n_layers // n_stages
-        numbers = range(stage * per_stage, (stage + 1) * per_stage)
+        begin, n_stages = sum(layers[:stage]), len(layers)
+        numbers = range(begin, begin + layers[stage])
         if whole is None:
             self.embed: nn.Module | None = nn.Embedding(VOCABULARY, WIDTH)
             self.blocks = nn.ModuleDict({str(i): Block() for i in numbers})
@@ -148,6 +149,7 @@ class Case:
         n_rows: nano-batches of a microbatch; more than one is planned by the schedule.
         is_planned: whether the session knows the schedule.
         replicated: by what replicas share gradients: nothing, ``"ddp"`` or ``"fsdp"``.
+        layers: of each stage; N_LAYERS_A_CHUNK each if empty.
     """
 
     name: str
@@ -162,6 +164,7 @@ class Case:
     n_rows: int = 1
     is_planned: bool = False
     replicated: str = ""
+    layers: tuple[int, ...] = ()
 
     @property
     def n_replicas(self) -> int:
@@ -170,6 +173,19 @@ class Case:
     @property
     def n_stages(self) -> int:
         return self.n_pipeline_ranks * self.n_chunks
+
+    @property
+    def layers_of_stages(self) -> tuple[int, ...]:
+        return self.layers or (N_LAYERS_A_CHUNK,) * self.n_stages
+
+    @property
+    def most_layers(self) -> int:
+        """Of a rank."""
+        of_rank = [
+            sum(self.layers_of_stages[rank :: self.n_pipeline_ranks])
+            for rank in range(self.n_pipeline_ranks)
+        ]
+        return max(of_rank)
 
 
 def zero_bubble(stage: PipelineStage, n_microbatches: int, **options: Any) -> Any:
@@ -202,6 +218,26 @@ CASES = (
         placement=Placement.MIXED,
     ),
     Case("idle-aware, zero-bubble", zero_bubble, 4, 5, n_rows=2, is_planned=True),
+    Case(
+        "unequal stages",
+        Schedule1F1B,
+        4,
+        5,
+        n_rows=2,
+        is_planned=True,
+        checkpointed=True,
+        layers=(2, 3, 2, 1),
+    ),
+    Case(
+        "unequal stages, documents over replicas, pool",
+        Schedule1F1B,
+        2,
+        3,
+        spans=True,
+        is_planned=True,
+        placement=Placement.POOL,
+        layers=(1, 2),
+    ),
     Case(
         "idle-aware, two stages a rank",
         ScheduleInterleavedZeroBubble,
@@ -241,7 +277,9 @@ DYING = Case(
         (0, "backward_one_chunk", 5),  # in the drain, and the last server there is
     ),
 )
-DYING_IN_TURNS = replace(DYING, name="servers die, in turns", n_rows=2, is_planned=True)
+DYING_IN_TURNS = replace(
+    DYING, name="servers die, in turns", n_rows=2, is_planned=True, layers=(3, 2, 2, 1)
+)
 
 
 def documents(case: Case, step: int) -> list[list[list[int]]]:
@@ -335,7 +373,8 @@ def pipelining(case: Case, schedule: Any, parts: Sequence[Part]) -> Pipelining:
         return output
 
     order = schedule_of(schedule)
-    own = {int(next(iter(part.blocks))) // N_LAYERS_A_CHUNK: part for part in parts}
+    begins = [sum(case.layers_of_stages[:stage]) for stage in range(case.n_stages)]
+    own = {begins.index(int(next(iter(part.blocks)))): part for part in parts}
     seconds = measure_stages(
         {index: (part, partial(run, part)) for index, part in own.items()}, case.n_stages, ROWS
     )
@@ -343,7 +382,7 @@ def pipelining(case: Case, schedule: Any, parts: Sequence[Part]) -> Pipelining:
     return Pipelining(
         schedule=order,
         pipeline_ranks=tuple(rank % case.n_pipeline_ranks for rank in range(RANKS)),
-        layers=(N_LAYERS_A_CHUNK,) * case.n_stages,
+        layers=case.layers_of_stages,
         **seconds._asdict(),
     )
 
@@ -358,10 +397,9 @@ def run_case(
 ) -> None:
     replica, at = divmod(rank, case.n_pipeline_ranks)
     torch.manual_seed(0)
-    n_layers = N_LAYERS_A_CHUNK * case.n_stages
-    model = Part(None, 0, 1, n_layers)
+    model = Part(None, 0, [sum(case.layers_of_stages)])
     own = [chunk * case.n_pipeline_ranks + at for chunk in range(case.n_chunks)]
-    parts = [Part(model, index, case.n_stages, n_layers) for index in own]
+    parts = [Part(model, index, case.layers_of_stages) for index in own]
     for part in parts:
         part.checkpointed = case.checkpointed
     replicas = None
@@ -387,7 +425,7 @@ def run_case(
         job=case.name.replace(" ", "-").replace(",", ""),
         rank=rank,
         n_ranks=RANKS,
-        n_layers=N_LAYERS_A_CHUNK * case.n_chunks,
+        n_layers=case.most_layers,
         n_nano_batches=case.n_microbatches * case.n_rows,
         pipelining=pipelining(case, schedule, parts) if case.is_planned else None,
         shape=SHAPE,
@@ -559,6 +597,29 @@ def test_what_a_schedule_says_it_runs() -> None:
         schedule_of(object())
     with pytest.raises(ScheduleError, match="can never start"):
         schedule_of(Says("0F0,0B0", "1B0,1F0"))
+
+
+def test_another_order_than_the_sessions_is_named() -> None:
+    ran: list[str] = []
+    stage: Any = SimpleNamespace(
+        stage_index=1,
+        forward_one_chunk=lambda chunk: ran.append(f"F{chunk}"),
+        backward_one_chunk=lambda chunk, full_backward=True: ran.append(f"B{chunk}"),
+        backward_weight_one_chunk=lambda chunk: ran.append(f"W{chunk}"),
+    )
+    check = ScheduleCheck(SCHEDULES["1f1b"](2, 2), 1)
+    check.watch(stage)
+    check.begin_step()
+    stage.forward_one_chunk(0)
+    with pytest.raises(SessionError, match="runs 1F1 where schedule 1f1b of the session has 1B0"):
+        stage.forward_one_chunk(1)
+    check.begin_step()
+    for run, chunk in ((stage.forward_one_chunk, 0), (stage.backward_one_chunk, 0)):
+        run(chunk)
+    stage.forward_one_chunk(1)
+    with pytest.raises(SessionError, match="runs 1I1 where"):
+        stage.backward_one_chunk(1, full_backward=False)
+    assert ran == ["F0", "F0", "B0", "F1"]
 
 
 def test_a_nano_batch_is_chosen_in_a_step_only() -> None:

@@ -23,6 +23,7 @@ from core_attention.schedule_orders import Order, gpipe, one_f_one_b
 from trainer_client.errors import SessionError
 from trainer_client.integrations.fsdp import require_prepared
 from trainer_client.integrations.graphs import outside_graphs
+from trainer_client.integrations.schedule_check import ScheduleCheck
 from trainer_client.integrations.shape_inference import ShapeInference
 from trainer_client.session import Session
 from trainer_client.step.lane import in_nano_batch, require_step
@@ -42,7 +43,8 @@ class Pipeline:
     """The stages of this rank.
 
     Open the session with ``n_nano_batches`` as the microbatches of a step, and ``n_layers`` as the
-    calls of core attention in all stages of one rank, which every rank must have alike. Submit for
+    calls of core attention in all stages of the rank that has most; without
+    ``SessionOptions.pipelining`` all ranks must have equally many. Submit for
     each step what every microbatch holds (:func:`trainer_client.submit_ahead` does), on every rank
     of a pipeline the same documents; then run ``schedule.step(...)`` in ``pipeline.step(n)``.
 
@@ -81,13 +83,18 @@ class Pipeline:
         self._inference = ShapeInference()
         options = session.options
         n_rows = 1
+        self._check: ScheduleCheck | None = None
         if options.pipelining is not None:
-            n_rows = options.n_nano_batches // options.pipelining.schedule.n_microbatches
+            schedule = options.pipelining.schedule
+            n_rows = options.n_nano_batches // schedule.n_microbatches
+            self._check = ScheduleCheck(schedule, options.pipelining.pipeline_ranks[options.rank])
         for stage in stages:
             is_last = stage is stages[-1]
             stage.forward_one_chunk = self._in_its_lane(
                 stage.forward_one_chunk, n_rows, is_last=is_last
             )
+            if self._check is not None:
+                self._check.watch(stage)
             if n_rows > 1:
                 _run_rows_in_turns(stage.submod, n_rows, is_last=is_last)
 
@@ -99,6 +106,8 @@ class Pipeline:
         training and evaluation alternate): core attention gives zeros there, and is not served.
         """
         self._inference.is_over = False
+        if self._check is not None:
+            self._check.begin_step()
         with self._session.step(step) as running, self._inference.may_run():
             yield running
 

@@ -64,12 +64,14 @@ class LaneMachine:
     Args:
         outline: whether it has rows, and shares documents.
         calls: its calls of core attention.
-        n_ticks: how many ticks servers expect of a lane.
+        n_ticks: how many ticks a lane of the job has.
+        end: the place behind the last tick that servers expect of this one.
         kept_forward_ticks: of how many complete forward ticks the inputs are kept, the latest; None
             for all of them.
 
     Attributes:
-        complete_ticks: how many ticks are complete, from the first on.
+        complete_ticks: how many ticks are complete, from the first on; those that the lane does
+            not have, before its first layer, count as complete.
     """
 
     def __init__(
@@ -78,12 +80,13 @@ class LaneMachine:
         calls: LaneCalls,
         *,
         n_ticks: int,
+        end: int,
         kept_forward_ticks: int | None = None,
     ) -> None:
         self.outline = outline
         self.calls = calls
-        self.complete_ticks = 0
-        self._n_ticks = n_ticks
+        self.complete_ticks = calls.first_layer
+        self._n_ticks, self._end = n_ticks, end
         self._kept_forward_ticks = kept_forward_ticks
         self._begun: dict[int, BegunTick] = {}
 
@@ -96,26 +99,28 @@ class LaneMachine:
 
     @property
     def begun_ticks(self) -> int:
-        """How many ticks have begun, complete or not."""
-        return len(self._begun)
+        """How many ticks have begun, complete or not; counted as ``complete_ticks``."""
+        return self.calls.first_layer + len(self._begun)
 
     @property
     def is_over(self) -> bool:
         """Whether every tick that will come is complete."""
-        return not self.outline.has_rows or self.complete_ticks == self.calls.n_ticks
+        return not self.outline.has_rows or self.complete_ticks == self.calls.end
 
     @property
     def progress(self) -> int:
         """How many of the ticks that servers count are complete. A lane that is over has none to
         come, although it may be shorter."""
-        return self._n_ticks if self.is_over else self.complete_ticks
+        if self.is_over:
+            return self._n_ticks
+        return self.complete_ticks if self.complete_ticks > self.calls.first_layer else 0
 
     @property
     def end(self) -> int | None:
         """The place of the first tick that servers expect and that will not come, because no
         gradients are needed from some layer down; None if there is none or nobody knows yet."""
-        n_ticks = self.calls.n_ticks
-        return None if n_ticks is None or n_ticks >= self._n_ticks else n_ticks
+        end = self.calls.end
+        return None if end is None or end >= self._end else end
 
     def begin(self, tick: Tick, index: int) -> BegunTick:
         """The training loop has the rows of a tick."""

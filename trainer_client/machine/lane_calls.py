@@ -18,12 +18,17 @@ class LaneCalls:
     Args:
         where: the step and nano-batch, for errors.
         n_layers: calls in one forward.
+        first_layer: what the first of them is called: not 0 on ranks of a pipeline that have fewer
+            layers than others.
         forward_only: the step has no backward pass, whatever needs gradients.
     """
 
-    def __init__(self, where: str, n_layers: int, *, forward_only: bool) -> None:
+    def __init__(
+        self, where: str, n_layers: int, *, forward_only: bool, first_layer: int = 0
+    ) -> None:
+        self.n_layers = n_layers
+        self.first_layer = first_layer
         self._where = where
-        self._n_layers = n_layers
         self._forward_only = forward_only
         self._needs_backward: list[bool] = []
         self._next_backward = n_layers - 1
@@ -37,14 +42,15 @@ class LaneCalls:
     @property
     def backward_calls(self) -> int:
         """Backward calls so far."""
-        return self._n_layers - 1 - self._next_backward
+        return self.n_layers - 1 - self._next_backward
 
     @property
-    def n_ticks(self) -> int | None:
-        """How many ticks the lane has; None until its last forward call has come."""
-        if self.forward_calls < self._n_layers:
+    def end(self) -> int | None:
+        """The place in the job's lane behind its last tick; None until its last forward call has
+        come."""
+        if self.forward_calls < self.n_layers:
             return None
-        return self._n_layers + self.expected_backward_calls
+        return self.first_layer + self.n_layers + self.expected_backward_calls
 
     @property
     def expected_backward_calls(self) -> int:
@@ -52,7 +58,7 @@ class LaneCalls:
         return sum(self._needs_backward)
 
     def forward(self, needs_backward: bool) -> int:
-        """Counts a forward call; returns its layer.
+        """Counts a forward call; returns its layer, of the job.
 
         Args:
             needs_backward: gradients of its result are wanted: grad mode is on, and one of q, k
@@ -63,10 +69,10 @@ class LaneCalls:
                 pass while one above does not.
         """
         layer = self.forward_calls
-        if layer == self._n_layers:
+        if layer == self.n_layers:
             raise SessionError(
                 f"{self._where} calls core attention a {_ordinal(layer + 1)} time, but the job has "
-                f"n_layers={self._n_layers}; set n_layers to the calls in one forward, and run "
+                f"n_layers={self.n_layers}; set n_layers to the calls in one forward, and run "
                 "each nano-batch once a step"
             )
         needs_backward = needs_backward and not self._forward_only
@@ -78,7 +84,7 @@ class LaneCalls:
                 "their inputs, or submit the step with forward_only=True"
             )
         self._needs_backward.append(needs_backward)
-        return layer
+        return self.first_layer + layer
 
     def returned(self) -> None:
         """The forward pass of the lane is over.
@@ -86,20 +92,21 @@ class LaneCalls:
         Raises:
             SessionError: there were fewer calls than ``n_layers``.
         """
-        if self.forward_calls < self._n_layers:
+        if self.forward_calls < self.n_layers:
             raise SessionError(
                 f"{self._where} called core attention {_times(self.forward_calls)}, but the job "
-                f"has n_layers={self._n_layers}; {_FEWER if self.forward_calls else _NONE}"
+                f"has n_layers={self.n_layers}; {_FEWER if self.forward_calls else _NONE}"
             )
 
     def backward(self, layer: int) -> None:
-        """A backward call of ``layer`` comes.
+        """A backward call of ``layer``, of the job, comes.
 
         Raises:
             SessionError: the forward pass had fewer calls than ``n_layers``, or another layer's
                 backward call is next.
         """
         self.returned()
+        layer -= self.first_layer
         if layer != self._next_backward:
             raise SessionError(
                 f"{self._where}: the backward pass came to layer {layer} while layer "

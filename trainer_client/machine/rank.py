@@ -78,6 +78,7 @@ class RankMachine(Generic[Manifest, Plan, Cause]):
 
     Args:
         n_layers, n_nano_batches: of the job.
+        own_layers: of this rank; fewer where ranks of a pipeline have unequally many.
         recovery_timeout_seconds: how long a step may be without a plan.
         kept_forward_ticks: see :class:`trainer_client.machine.lane.LaneMachine`.
 
@@ -92,11 +93,13 @@ class RankMachine(Generic[Manifest, Plan, Cause]):
         n_nano_batches: int,
         *,
         recovery_timeout_seconds: float,
+        own_layers: int | None = None,
         kept_forward_ticks: int | None = None,
     ) -> None:
         self.epoch = 0
         self.next_step = 0
         self._n_layers = n_layers
+        self._own_layers = n_layers if own_layers is None else own_layers
         self._n_nano_batches = n_nano_batches
         self._recovery_timeout_seconds = recovery_timeout_seconds
         self._kept_forward_ticks = kept_forward_ticks
@@ -243,13 +246,15 @@ class RankMachine(Generic[Manifest, Plan, Cause]):
     def _lane(self, event: StepBegun, nano_batch: int) -> LaneMachine:
         calls = LaneCalls(
             f"step {event.step} nano-batch {nano_batch}",
-            self._n_layers,
+            self._own_layers,
             forward_only=event.forward_only,
+            first_layer=self._n_layers - self._own_layers,
         )
         return LaneMachine(
             event.lanes[nano_batch],
             calls,
             n_ticks=self._n_layers * (1 if event.forward_only else 2),
+            end=self._n_layers + (0 if event.forward_only else self._own_layers),
             kept_forward_ticks=self._kept_forward_ticks,
         )
 

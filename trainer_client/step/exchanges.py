@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 
 from attention_node.served_job import JobDescription
 from core_attention.arrays import Int64Array
 from core_attention.ca_task import Phase
-from core_attention.first_ticks import FirstTicks
 from core_attention.message import MessageLayout, reply_layout, request_layout
 from core_attention.message_rows import MessageRows, message_rows
 from core_attention.plan import Plan
@@ -79,7 +79,7 @@ class Routes:
         device: torch.device,
     ) -> None:
         self.plan = plan
-        self._first = FirstTicks(plan.manifest, first_tick)
+        self._first = job.first_ticks(plan, first_tick)
         self._rank = rank
         self._own_server_id = own_server_id
         self._job = job
@@ -90,19 +90,33 @@ class Routes:
         """Derives what the first ticks of ``phases`` need, so that they do not wait for it.
 
         Returns:
-            By phase, the sizes in bytes of all messages of a tick of each nano-batch: what is held
-            at a time.
+            By phase, the sizes in bytes of all messages of a tick of each nano-batch that are held
+            at a time: of all nano-batches, or of pipelines those of a microbatch.
         """
+        order, n_nano_batches = self._job.order, self._job.n_nano_batches
+        at_a_time = n_nano_batches if order is None else order.rows
         message_bytes: dict[Phase, list[int]] = {}
         for phase in phases:
-            layer = 0 if phase is Phase.FORWARD else self._job.n_layers - 1
-            sizes = message_bytes[phase] = []
-            for nano_batch in range(self._job.n_nano_batches):
-                _, servers = self.of(Tick(self.plan.manifest.step, layer, nano_batch, phase))
-                for rows in servers:
-                    if rows.server_id != self._own_server_id:
-                        sizes += [rows.request.nbytes, rows.reply.nbytes]
+            sizes = [self._sizes(phase, nano_batch) for nano_batch in range(n_nano_batches)]
+            groups = [
+                [*chain(*sizes[begin : begin + at_a_time])]
+                for begin in range(0, n_nano_batches, at_a_time)
+            ]
+            message_bytes[phase] = max(groups, key=sum)
         return message_bytes
+
+    def _sizes(self, phase: Phase, nano_batch: int) -> list[int]:
+        """Of the messages of this rank's first tick of a phase."""
+        pipelining, n_layers = self._job.pipelining, self._job.n_layers
+        own = n_layers if pipelining is None else pipelining.layers_of(self._rank)
+        layer = n_layers - own if phase is Phase.FORWARD else n_layers - 1
+        _, servers = self.of(Tick(self.plan.manifest.step, layer, nano_batch, phase))
+        return [
+            size
+            for rows in servers
+            if rows.server_id != self._own_server_id
+            for size in (rows.request.nbytes, rows.reply.nbytes)
+        ]
 
     def of(self, tick: Tick) -> tuple[_RouteKey, tuple[ServerRows, ...]]:
         """The routes of ``tick``, by server in the plan's order, and what they are kept under."""

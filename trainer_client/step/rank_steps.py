@@ -148,6 +148,7 @@ class RankSteps:
             options.n_layers,
             options.n_nano_batches,
             recovery_timeout_seconds=options.recovery_timeout_seconds,
+            own_layers=options.own_layers,
             kept_forward_ticks=options.kept_forward_ticks,
         )
         self.lock = threading.Condition()

@@ -192,7 +192,7 @@ class RunningStep:
     def unfinished(self) -> str:
         """Which lanes lack ticks, in words."""
         return ", ".join(
-            f"nano-batch {nano_batch} made {lane.calls.forward_calls} of {self.job.n_layers} "
+            f"nano-batch {nano_batch} made {lane.calls.forward_calls} of {lane.calls.n_layers} "
             f"forward and {lane.calls.backward_calls} of {lane.calls.expected_backward_calls} "
             "backward calls of core attention"
             for nano_batch, lane in enumerate(self.lanes)
@@ -211,16 +211,16 @@ class RunningStep:
 
     def served_tasks(self) -> Iterator[ServedTasks]:
         """What every server of the plan in force runs for this rank in the step."""
-        plan, n_layers = self.in_force, self.job.n_layers
+        plan = self.in_force
         for nano_batch in range(self.job.n_nano_batches if plan else 0):
-            backward = self.lanes[nano_batch].calls.expected_backward_calls
-            for phase, layers in ((Phase.FORWARD, n_layers), (Phase.BACKWARD, backward)):
+            calls = self.lanes[nano_batch].calls
+            backward = calls.expected_backward_calls
+            for phase, layers in ((Phase.FORWARD, calls.n_layers), (Phase.BACKWARD, backward)):
                 if not layers:
                     continue
                 assert plan is not None
-                last = Tick(
-                    self.step, 0 if phase is Phase.BACKWARD else n_layers - 1, nano_batch, phase
-                )
+                last_layer = calls.first_layer if phase is Phase.BACKWARD else self.job.n_layers - 1
+                last = Tick(self.step, last_layer, nano_batch, phase)
                 for exchange in plan.exchanges(last):
                     route, connection = exchange.route, exchange.connection
                     yield ServedTasks(

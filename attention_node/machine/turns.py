@@ -1,0 +1,39 @@
+"""What a rank of a pipeline is still to send, by the actions of its schedule."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+
+Place = tuple[int, int]
+"""A step, and an action in what the rank runs of it."""
+
+ACTIONS_AHEAD = 2
+"""Receives are posted for the action that a rank is in, and for the next one, so that its first
+rows find memory. One row of messages each: it grows neither with microbatches nor with stages."""
+
+
+class Turns:
+    """Counts the ticks that a rank has not been answered, by action. Each action may have some."""
+
+    def __init__(self) -> None:
+        self._left: dict[Place, int] = {}
+        self._places: list[Place] = []
+
+    @property
+    def last_to_post(self) -> Place | None:
+        """The last action for which receives may be posted; None if no tick is left."""
+        return self._places[:ACTIONS_AHEAD][-1] if self._places else None
+
+    def expect(self, place: Place) -> None:
+        """One more tick is to come."""
+        if place not in self._left:
+            self._left[place] = 0
+            insort(self._places, place)
+        self._left[place] += 1
+
+    def over(self, place: Place) -> None:
+        """One of its ticks is answered, or will not come."""
+        self._left[place] -= 1
+        if not self._left[place]:
+            del self._left[place]
+            del self._places[bisect_left(self._places, place)]
