@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attention_node.machine.tick_memory import MemoryTooSmall, TickMemory
+from attention_node.machine.tick_memory import Lane, MemoryTooSmall, TickMemory
 from core_attention.ca_task import Phase
 from core_attention.tick import Tick
 
@@ -208,7 +208,7 @@ class Simulation:
 @given(case=cases(), seed=st.integers(0, 2**32))
 def test_all_ranks_come_to_the_end_within_the_limit(case: Case, seed: int) -> None:
     needs = {tick: sum(parts.values()) for tick, parts in case.parts.items()}
-    lanes: dict[int, list[tuple[Tick, int]]] = {}
+    lanes: dict[Lane, list[tuple[Tick, int]]] = {}
     for tick, need in needs.items():
         lanes.setdefault(tick.nano_batch, []).append((tick, need))
     entitled = sum(max(need for _, need in each) for each in lanes.values())
