@@ -14,6 +14,7 @@
 #   make deploy-test  images and Compose on a Docker engine, its own one as root if none runs; 15 minutes
 #   make deploy-test-cuda  images for GPUs, built for real (20 GB) and looked into; 15 minutes
 #   make test-nixl    tests of the nixl transport, in a process of their own; installs its library
+#   make test-frameworks  tests of torchtitan and Megatron-core, from their wheels; 4 minutes
 #   make test-gpu     tests that need a GPU, on a machine with one (Hopper or newer, CUDA 13)
 #   make chaos    every fault in every way, a million malformed inputs, the larger models; two hours
 #   make soak     an hour (MINUTES=60) of joins, drains and kills; draws docs/img/soak.png
@@ -36,7 +37,7 @@ EXTRAS ?= trainer,node,otel,ucxx-cu13,dev
 # of them holds the expensive ends of long documents. Short pieces cost little on a CPU.
 DEMO := --verify --steps 12 --span-ranks --min-backward-tokens 128 --overwrite
 
-.PHONY: help demo test test-nixl test-gpu lint format stubs chart chart-tools chart-readme metrics-page images push image-names constraints deploy-test deploy-test-cuda chaos soak install clean
+.PHONY: help demo test test-nixl test-frameworks test-gpu lint format stubs chart chart-tools chart-readme metrics-page images push image-names constraints deploy-test deploy-test-cuda chaos soak install clean
 .DEFAULT_GOAL := help
 
 # The command must know BuildKit: Docker 23 or newer, or 20.10 with DOCKER_BUILDKIT=1.
@@ -76,6 +77,27 @@ test-faults: $(INSTALLED)
 test-nixl: $(INSTALLED)
 	@$(BIN)/python -m pip install --quiet "nixl-cu13>=1.5"
 	@$(BIN)/python -m pytest -m nixl tests/nixl $(PYTEST)
+
+# An environment of its own, which sees .venv's packages: so torch stays the one that is there, and
+# what the frameworks bring does not get into the other tests.
+FRAMEWORKS := .venv-frameworks
+
+test-frameworks: $(FRAMEWORKS)/.installed
+	@$(BIN)/python -c 'from control_plane.planner.planners import PLANNERS, prepare; \
+	  [prepare(planner) for planner in PLANNERS.values()]'
+	@$(FRAMEWORKS)/bin/python -m pytest -m frameworks tests/frameworks $(PYTEST)
+
+$(FRAMEWORKS)/.installed: $(INSTALLED)
+	@echo "== Installing into $(FRAMEWORKS)"
+	@$(BIN)/python -m venv $(FRAMEWORKS)
+	@packages=$$($(BIN)/python -c 'import site; print(site.getsitepackages()[0])') \
+	  && echo "import site; site.addsitedir('$$packages')" > \
+	    $$($(FRAMEWORKS)/bin/python -c 'import site; print(site.getsitepackages()[0])')/distca.pth
+	@$(FRAMEWORKS)/bin/python -c 'import torch; print(f"torch=={torch.__version__}")' \
+	  > $(FRAMEWORKS)/constraints.txt
+	@$(FRAMEWORKS)/bin/pip install --quiet --constraint $(FRAMEWORKS)/constraints.txt \
+	  --editable ".[torchtitan,megatron]"
+	@touch $@
 
 test-gpu: $(INSTALLED)
 	@$(BIN)/python -m pip install --quiet --editable ".[fa4-cu13,nixl-cu13]"
@@ -171,4 +193,4 @@ $(INSTALLED): pyproject.toml
 	@touch $@
 
 clean:
-	rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(FRAMEWORKS) build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,0 +1,1 @@
+"""Configurations and training loops that run, one folder a framework."""

@@ -1,0 +1,1 @@
+"""Training frameworks from stock wheels, in an environment of their own: make test-frameworks."""

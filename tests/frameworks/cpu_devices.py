@@ -1,0 +1,62 @@
+"""Frameworks that know GPUs alone, on a CPU: what they ask of ``torch.cuda`` is answered here.
+
+Import it before a framework, in a process that runs nothing else. The frameworks' files stay as
+they are; parts that compute are not touched.
+"""
+
+from __future__ import annotations
+
+import types
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.overrides import TorchFunctionMode
+
+
+class CpuModule(types.ModuleType):
+    """``torch.cpu``, with what torchtitan reads from ``torch.cuda``."""
+
+    def __init__(self) -> None:
+        super().__init__("cpu_devices")
+        self.get_device_name = lambda device=None: "CPU"
+        self.get_device_properties = lambda device=None: types.SimpleNamespace(total_memory=2**34)
+        self.reset_peak_memory_stats = lambda device=None: None
+        self.empty_cache = lambda: None
+        self.memory_stats = lambda device=None: {}
+        self.current_device = lambda: 0
+        self.device_count = lambda: 64
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch.cpu, name)
+
+
+def torchtitan_on_cpu() -> None:
+    """torchtitan takes "cuda" if there is no accelerator; its choice is in two globals."""
+    from torchtitan.tools import utils
+
+    utils.device_type, utils.device_module = "cpu", CpuModule()
+    if not hasattr(dist, "set_timeout"):  # which is new in torch 2.14
+        dist.set_timeout = lambda *_, **__: None
+
+
+class CudaIsCpu(TorchFunctionMode):
+    """Tensors that are asked for on "cuda" are made on the CPU."""
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        named = dict(kwargs or {})
+        if str(named.get("device", "")).startswith("cuda"):
+            named["device"] = "cpu"
+        if function is torch.Tensor.cuda:
+            return args[0]
+        return function(*args, **named)
+
+
+def megatron_on_cpu() -> None:
+    """Megatron-core makes its buffers on ``torch.cuda.current_device()``, or "cuda"."""
+    untyped: Any = torch.cuda
+    untyped.current_device = lambda: torch.device("cpu")
+    untyped.synchronize = lambda *_: None
+    CudaIsCpu().__enter__()

@@ -1,0 +1,171 @@
+"""A rank of Megatron-core on a CPU, twice for each case: with float64 attention, and served.
+
+python -m tests.frameworks.megatron_ranks FOLDER CONTROL_PLANE RANK
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tests.cluster import keep_profile
+from tests.frameworks.cpu_devices import megatron_on_cpu
+from tests.frameworks.reference import packed_attention
+
+megatron_on_cpu()
+
+from megatron.core import parallel_state  # noqa: E402
+from megatron.core.distributed.finalize_model_grads import finalize_model_grads  # noqa: E402
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec  # noqa: E402
+from megatron.core.pipeline_parallel import get_forward_backward_func  # noqa: E402
+
+from examples.megatron.train_gpt import (  # noqa: E402
+    Parallelism,
+    Shape,
+    build,
+    forward_step,
+    random_documents,
+    transformer_config,
+)
+from trainer_client.integrations.megatron import (  # noqa: E402
+    ServedCoreAttention,
+    ServedSteps,
+    serve,
+)
+
+RANKS, STEPS, MICROBATCHES, TOKENS = 2, 2, 4, 96
+FOLDER = Path()
+
+
+class ReferenceAttention(ServedCoreAttention):
+    """At the same hook."""
+
+    def forward(
+        self, query: Any, key: Any, value: Any, *_: Any, packed_seq_params: Any, **__: Any
+    ) -> torch.Tensor:
+        lengths = packed_seq_params.cu_seqlens_q.diff().tolist()
+        return packed_attention(query, key, value, lengths, self.softmax_scale).to(query.dtype)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A way to train."""
+
+    name: str
+    shape: Shape = field(default_factory=Shape)
+    parallelism: Parallelism = field(default_factory=Parallelism)
+
+
+CASES = (
+    Case("dp"),
+    Case("moe", Shape(layers=2, experts=4)),
+    Case("tp", parallelism=Parallelism(tp=2)),
+    Case("tp-one-key-head", Shape(layers=2, heads_kv=2), Parallelism(tp=2)),
+    Case("pp", parallelism=Parallelism(pp=2)),
+)
+
+
+def train(case: Case, spec: Any, control_plane: str = "") -> list[dict[str, torch.Tensor]]:
+    """The loss and all gradients of each step; served if there is a control plane."""
+    torch.manual_seed(5)
+    config = transformer_config(case.shape, case.parallelism)
+    config.finalize_model_grads_func = finalize_model_grads
+    model = build(config, spec, TOKENS)
+    loader = random_documents(
+        STEPS,
+        MICROBATCHES,
+        TOKENS,
+        parallel_state.get_data_parallel_rank(),
+        torch.device("cpu"),
+    )
+    steps: ServedSteps | None = None
+    numbered: Sequence[Any] | Any = enumerate(loader)
+    if control_plane:
+        steps = open_steps(case, model, control_plane)
+        numbered = steps.ahead(loader)
+    results = []
+    for step, microbatches in numbered:
+        model.zero_grad_buffer()
+        with steps.step(step) if steps else nullcontext():
+            losses = get_forward_backward_func()(
+                forward_step_func=steps.numbered(forward_step) if steps else forward_step,
+                data_iterator=iter(microbatches),
+                model=[model],
+                num_microbatches=MICROBATCHES,
+                seq_length=TOKENS,
+                micro_batch_size=1,
+                forward_only=False,
+            )
+        found = {name: each.main_grad.double().clone() for name, each in named(model)}
+        if losses:
+            found["loss"] = torch.stack([each["loss"] for each in losses]).sum().double()
+        results.append(found)
+    if steps is not None:
+        steps.close()
+    return results
+
+
+def named(model: Any) -> list[tuple[str, Any]]:
+    return [(name, each) for name, each in model.named_parameters() if each.requires_grad]
+
+
+def open_steps(case: Case, model: Any, control_plane: str) -> ServedSteps:
+    layer = next(each for each in model.modules() if isinstance(each, ServedCoreAttention))
+    keep_profile(FOLDER, layer.shape)
+    return ServedSteps.open(
+        model,
+        n_microbatches=MICROBATCHES,
+        control_plane=control_plane,
+        job=case.name,
+        one_host=True,
+        data_host="127.0.0.1",
+        profile_dir=FOLDER,
+        probe_bytes=0,
+        plan_timeout_seconds=60.0,
+        tick_timeout_seconds=60.0,
+    )
+
+
+def run(case: Case, control_plane: str) -> None:
+    parallel_state.initialize_model_parallel(case.parallelism.tp, case.parallelism.pp)
+    spec = serve(get_gpt_layer_local_spec(normalization="RMSNorm", num_experts=case.shape.experts))
+    found = train(case, spec, control_plane)
+    spec.submodules.self_attention.submodules.core_attention = ReferenceAttention
+    expected = train(case, spec)
+    for step, (own, right) in enumerate(zip(found, expected, strict=True)):
+        assert own.keys() == right.keys(), (case.name, step)
+        assert any(float(value.abs().max()) > 0 for value in own.values())
+        for name, value in own.items():
+            # float32 sums of some hundred terms, in another order.
+            torch.testing.assert_close(
+                value,
+                right[name],
+                rtol=2e-4,
+                atol=2e-5 * float(right[name].abs().max()),
+                msg=lambda text, at=(case.name, step, name): f"{at}: {text}",
+            )
+    parallel_state.destroy_model_parallel()
+
+
+def main(folder: str, control_plane: str, rank: str) -> None:
+    global FOLDER
+    FOLDER = Path(folder)
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/rendezvous", rank=int(rank), world_size=RANKS
+    )
+    for case in CASES:
+        run(case, control_plane)
+        print(f"equal: {case.name}", flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,184 @@
+"""What torchtitan is refused for, before anything is built; batches cut in two and read ahead."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.frameworks.cpu_devices import torchtitan_on_cpu
+
+torchtitan_on_cpu()
+
+from torchtitan.models.common.attention import VarlenAttention  # noqa: E402
+from torchtitan.models.llama3 import model_registry  # noqa: E402
+
+from examples.torchtitan.llama3 import debugmodel  # noqa: E402
+from examples.torchtitan.random_documents import RandomDocuments  # noqa: E402
+from trainer_client.errors import SessionError  # noqa: E402
+from trainer_client.integrations.frameworks import UnsupportedSetting  # noqa: E402
+from trainer_client.integrations.torchtitan import (  # noqa: E402
+    DistcaSettings,
+    served,
+    served_varlen,
+)
+from trainer_client.integrations.torchtitan.lanes import Cut, cut, padded  # noqa: E402
+from trainer_client.integrations.torchtitan.read_ahead import ReadAhead  # noqa: E402
+
+pytestmark = pytest.mark.frameworks
+
+
+def compiled(config: Any) -> None:
+    config.compile.enable = True
+
+
+def with_graphs(config: Any) -> None:
+    config.training.disable_cuda_graphs = False
+
+
+def with_context_parallelism(config: Any) -> None:
+    config.parallelism.context_parallel_degree = 2
+
+
+def validated(config: Any) -> None:
+    config.validator.enable = True
+
+
+def without_override(config: Any) -> None:
+    config.override.imports = []
+
+
+def with_flex(config: Any) -> None:
+    config.model_spec = model_registry("debugmodel", attn_backend="flex")
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (compiled, r"compile\.components .*fullgraph.*--compile\.components loss"),
+        (with_graphs, r"disable_cuda_graphs is False.*--training\.disable_cuda_graphs"),
+        (with_context_parallelism, r"context_parallel_degree is 2.*set it to 1"),
+        (validated, r"validator\.enable is True"),
+        (without_override, r"override\.imports is \[\].*add --override\.imports trainer_client"),
+        (with_flex, r"layers\.0\.attention.*FlexAttention.*varlen.*has no VarlenAttention"),
+    ],
+)
+def test_what_cannot_work_is_refused_by_name(change: Callable[[Any], None], said: str) -> None:
+    config = debugmodel()
+    change(config)
+    with pytest.raises(UnsupportedSetting, match=said):
+        config.build()
+
+
+def test_a_configuration_of_another_trainer_is_refused() -> None:
+    with pytest.raises(UnsupportedSetting, match=r"ServedTrainer\.Config.*derive it from"):
+        served(debugmodel())
+
+
+def test_bidirectional_attention_is_refused() -> None:
+    with pytest.raises(
+        UnsupportedSetting, match=r"window_size of an attention layer is \(-1, -1\)"
+    ):
+        served_varlen(VarlenAttention.Config(window_size=(-1, -1))).build()
+
+
+def test_settings_are_checked() -> None:
+    with pytest.raises(ValueError, match="steps_ahead is -1"):
+        DistcaSettings(steps_ahead=-1)
+
+
+def test_the_override_alone_says_that_the_trainer_is_missing() -> None:
+    layer = served_varlen(VarlenAttention.Config()).build()
+    q = torch.zeros(1, 4, 2, 8)
+    with pytest.raises(SessionError, match="ServedTrainer"):
+        layer(q, q, q, attention_masks=None)
+
+
+POSITIONS = torch.tensor([[0, 1, 2, 0, 1, 0, 0, 1], [0, 1, 2, 3, 4, 5, 6, 7]])
+
+
+@pytest.mark.parametrize(
+    ("positions", "n_lanes", "multiple", "cuts"),
+    [
+        (POSITIONS, 1, 4, [Cut(0, 16)]),
+        (POSITIONS, 2, 1, [Cut(0, 8), Cut(8, 16)]),
+        (POSITIONS[:1], 2, 1, [Cut(0, 3), Cut(3, 8)]),
+        (POSITIONS[:1], 2, 4, [Cut(0, 3, 1), Cut(3, 8, 3)]),
+        # One document has no begin to be cut at: the other half is padding.
+        (POSITIONS[1:], 2, 1, [Cut(0, 8), Cut(8, 8, 1)]),
+        (POSITIONS[1:], 2, 4, [Cut(0, 8), Cut(8, 8, 4)]),
+    ],
+)
+def test_batches_are_cut_at_a_documents_begin_near_the_middle(
+    positions: torch.Tensor, n_lanes: int, multiple: int, cuts: list[Cut]
+) -> None:
+    assert cut(positions, n_lanes, multiple) == cuts
+
+
+def test_padding_is_a_document_of_its_own() -> None:
+    part = Cut(3, 5, 2)
+    assert padded(POSITIONS, part, count=True).tolist() == [[0, 1, 0, 1]]
+    assert padded(torch.arange(5, 21).view(2, 8), part, count=False).tolist() == [[8, 9, 0, 0]]
+
+
+def loader() -> RandomDocuments:
+    return RandomDocuments(RandomDocuments.Config(), dp_rank=0, seq_len=16, local_batch_size=1)
+
+
+def test_steps_are_planned_ahead_and_the_state_is_of_those_used() -> None:
+    planned: list[int] = []
+    ahead = ReadAhead(loader())
+    ahead.plan_by(lambda step: planned.append(len(step)), batches_of_step=2, ahead=3, most=5)
+    batches = iter(ahead)
+    assert ahead.is_step_planned()
+    assert planned == [2] * 4
+    for _ in range(4):
+        next(batches)
+    state = ahead.state_dict()
+    assert state == {"drawn": 4}
+    resumed = ReadAhead(loader())
+    resumed.load_state_dict(state)
+    resumed.plan_by(lambda step: None, batches_of_step=2, ahead=3, most=3)
+    again = list(resumed)
+    rest = list(batches)
+    assert len(rest) == len(again) == 6
+    for (inputs, _), (same, _) in zip(rest, again, strict=True):
+        assert torch.equal(inputs["input"], same["input"])
+    assert planned == [2] * 5
+    assert not ahead.is_step_planned()
+
+
+def test_data_that_end_within_a_step_are_handed_out_unplanned() -> None:
+    planned: list[int] = []
+    some = [batch for _, batch in zip(range(3), loader(), strict=False)]
+
+    class Ending(RandomDocuments):
+        def __iter__(self) -> Any:
+            return iter(some)
+
+    ending = Ending(RandomDocuments.Config(), dp_rank=0, seq_len=16, local_batch_size=1)
+    ahead = ReadAhead(ending)
+    ahead.plan_by(lambda step: planned.append(len(step)), batches_of_step=2, ahead=3, most=9)
+    batches = iter(ahead)
+    next(batches)
+    next(batches)
+    assert planned == [2]
+    assert not ahead.is_step_planned()
+    assert len(list(batches)) == 1
+
+
+def test_either_layout_is_taken() -> None:
+    """0.3.0 hands over ``[B, L, N, H]``; what comes after it, ``[T, N, H]``."""
+    from trainer_client.integrations.probe import Recorder
+
+    layer = served_varlen(replace(VarlenAttention.Config())).build()
+    for shape in ((2, 4), (8,)):
+        q, k = torch.zeros(*shape, 4, 8), torch.zeros(*shape, 2, 8)
+        recorder = Recorder(layer)
+        with recorder.recording():
+            assert layer(q, k, k, attention_masks=None, scale=0.5).shape == q.shape
+        assert recorder.kind().shape.num_heads_kv == 2
+        assert recorder.kind().softmax_scale == 0.5

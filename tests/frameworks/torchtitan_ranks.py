@@ -1,0 +1,188 @@
+"""A rank of torchtitan on a CPU, twice for each case: with float64 attention, and served.
+
+python -m tests.frameworks.torchtitan_ranks FOLDER CONTROL_PLANE RANK
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from core_attention.shape import AttentionShape
+from tests.cluster import keep_profile
+from tests.frameworks.cpu_devices import torchtitan_on_cpu
+
+RANKS, STEPS = 2, 3
+
+torchtitan_on_cpu()
+
+from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC  # noqa: E402
+from torchtitan.models.llama3 import model_registry as llama3  # noqa: E402
+from torchtitan.models.qwen3 import model_registry as qwen3  # noqa: E402
+
+from examples.torchtitan.llama3 import plain  # noqa: E402
+from examples.torchtitan.random_documents import RandomDocuments  # noqa: E402
+from trainer_client.integrations.torchtitan import ServedTrainer, served  # noqa: E402
+
+REFERENCE = "tests.frameworks.torchtitan_reference.reference_varlen"
+
+
+@dataclass(frozen=True)
+class Case:
+    """A way to train.
+
+    Attributes:
+        name: of the job.
+        model: a registry's function.
+        rows: of a batch; the sequence is cut at a document's begin in any case.
+        tp: tensor-parallel ranks; the others are data-parallel.
+        accumulate: batches of a step.
+        checkpointing: of activations.
+        ping_pong: whether halves take turns.
+    """
+
+    name: str
+    model: Callable[..., Any] = llama3
+    rows: int = 1
+    tp: int = 1
+    accumulate: int = 1
+    checkpointing: Any = None
+    ping_pong: bool = True
+
+
+CASES = (
+    Case("llama3-full-ac", rows=2, checkpointing=FullAC),
+    Case("qwen3-selective-ac", model=qwen3, accumulate=2, checkpointing=SelectiveAC),
+    Case("llama3-one-lane", ping_pong=False),
+    Case("llama3-tp", tp=2),
+)
+
+
+class Rank(ServedTrainer):
+    """Of a job of tests, which measures nothing."""
+
+    folder: Path
+
+    def more_session_options(self) -> dict[str, Any]:
+        return {
+            "data_host": "127.0.0.1",
+            "profile_dir": self.folder,
+            "probe_bytes": 0,
+            "plan_timeout_seconds": 60.0,
+            "tick_timeout_seconds": 60.0,
+        }
+
+
+def configuration(case: Case) -> Any:
+    config = plain("debugmodel", seq_len=96)
+    spec = case.model("debugmodel", attn_backend="varlen")
+    spec.model.layers = spec.model.layers[:2]
+    config.model_spec = spec
+    config.loss.global_vocab_size = spec.model.vocab_size
+    config.dataloader = RandomDocuments.Config(vocabulary=spec.model.vocab_size, median=11)
+    config.training.local_batch_size = case.rows
+    config.training.global_batch_size = case.rows * case.accumulate * (RANKS // case.tp)
+    config.training.steps = STEPS
+    config.training.mixed_precision_param = "float32"
+    # Weights stay, so that every step is compared by itself.
+    config.optimizer.param_groups[0].optimizer_kwargs["lr"] = 0.0
+    config.training.max_norm = 1e9
+    config.parallelism.tensor_parallel_degree = case.tp
+    # On a CPU of torch 2.13; torchtitan's default asks FSDP2 for what came later.
+    config.parallelism.spmd_backend = "partial_dtensor"
+    config.activation_checkpoint = case.checkpointing and case.checkpointing.Config()
+    config.debug.seed = 1
+    return config
+
+
+def train(trainer: Any) -> Iterator[dict[str, torch.Tensor]]:
+    """The loss and all gradients (this rank's part) of each step."""
+    for part in trainer.model_parts:
+        for module in part.modules():
+            if hasattr(module, "set_force_sum_reduction_for_comms"):
+                # gloo has no sum with a factor.
+                module.set_force_sum_reduction_for_comms(True)
+    losses: list[torch.Tensor] = []
+    step = trainer.forward_backward_step
+
+    def forward_backward_step(**arguments: Any) -> torch.Tensor:
+        losses.append(step(**arguments).detach())
+        return losses[-1]
+
+    trainer.forward_backward_step = forward_backward_step
+    batches = trainer.batch_generator(trainer.dataloader)
+    for _ in range(STEPS):
+        trainer.step += 1
+        trainer.train_step(batches)
+        found = {"loss": torch.stack(losses).sum()}
+        losses.clear()
+        for part in trainer.model_parts:
+            for name, parameter in part.named_parameters():
+                gradient = parameter.grad
+                local = gradient.to_local() if hasattr(gradient, "to_local") else gradient
+                found[name] = local.double().clone()
+        yield found
+
+
+def run(case: Case, control_plane: str) -> None:
+    reference = configuration(case)
+    reference.override.imports = [REFERENCE]
+    plain_trainer = reference.build()
+    expected = list(train(plain_trainer))
+    plain_trainer.close()
+    config = served(
+        configuration(case),
+        control_plane=control_plane,
+        job=case.name,
+        ping_pong=case.ping_pong,
+        one_host=True,
+    )
+    trainer = Rank(config=replace(config))
+    try:
+        for step, (found, right) in enumerate(zip(train(trainer), expected, strict=True)):
+            assert found.keys() == right.keys(), (case.name, step)
+            for name, value in found.items():
+                # float32 sums of some hundred terms, in another order.
+                torch.testing.assert_close(
+                    value,
+                    right[name],
+                    rtol=2e-4,
+                    atol=2e-5 * float(right[name].abs().max()),
+                    check_dtype=False,
+                    msg=lambda text, at=(case.name, step, name): f"{at}: {text}",
+                )
+    finally:
+        trainer.close()
+
+
+def main(folder: str, control_plane: str, rank: str) -> None:
+    os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=str(RANKS))
+    torch.set_num_threads(1)
+    Rank.folder = Path(folder)
+    for heads, heads_kv, head_dim in {(16, 16, 16), (8, 8, 16), (16, 8, 128)}:
+        shape = AttentionShape(
+            num_heads=heads,
+            num_heads_kv=heads_kv,
+            head_dim=head_dim,
+            head_dim_v=head_dim,
+            dtype="float32",
+        )
+        keep_profile(Rank.folder, shape)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/rendezvous", rank=int(rank), world_size=RANKS
+    )
+    for case in CASES:
+        run(case, control_plane)
+        print(f"equal: {case.name}", flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,43 @@
+"""An override of torchtitan's VarlenAttention by float64 attention, document by document.
+
+torchtitan's own needs FlashAttention on a GPU.
+"""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torchtitan.config import derive, override
+from torchtitan.models.common.attention import VarlenAttention
+from torchtitan.protocols.module import Module
+
+from tests.frameworks.reference import packed_attention
+
+_SIGNATURE = inspect.signature(VarlenAttention.forward)
+
+
+class ReferenceAttention(VarlenAttention):
+    @dataclass(kw_only=True, slots=True)
+    class Config(VarlenAttention.Config):
+        pass
+
+    def __init__(self, config: Config) -> None:
+        Module.__init__(self)
+
+    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        arguments = dict(_SIGNATURE.bind(self, *args, **kwargs).arguments)
+        _, query, key, value, *_ = arguments.values()
+        lengths = arguments["attention_masks"].cu_seq_q.diff().tolist()
+        q, k, v = (tensor.reshape(-1, *tensor.shape[-2:]) for tensor in (query, key, value))
+        o = packed_attention(q, k, v, lengths, arguments.get("scale"))
+        return o.to(query.dtype).view(*query.shape[:-1], value.shape[-1])
+
+    forward.__signature__ = _SIGNATURE  # type: ignore[attr-defined]
+
+
+@override(target=VarlenAttention.Config)
+def reference_varlen(config: VarlenAttention.Config) -> ReferenceAttention.Config:
+    return derive(config, ReferenceAttention.Config)

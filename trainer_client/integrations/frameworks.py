@@ -1,0 +1,66 @@
+"""What the integrations of training frameworks share: versions, and what is refused by name."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from importlib.metadata import PackageNotFoundError, version
+
+from trainer_client.errors import SessionError
+
+
+class UnsupportedFramework(SessionError):
+    """A framework is missing, or of a version that the integration was not written for."""
+
+
+class UnsupportedSetting(SessionError):
+    """A setting of the framework that served core attention cannot work with."""
+
+
+def require_version(distribution: str, at_least: str, below: str, extra: str) -> None:
+    """Checks that a framework is installed, with a version in ``[at_least, below)``.
+
+    Args:
+        distribution: its name on PyPI.
+        at_least: the lowest version that is served.
+        below: the lowest one above that is not.
+        extra: of distca, which installs a right one.
+
+    Raises:
+        UnsupportedFramework: it is not there, or has another version.
+    """
+    valid = f"{distribution} from {at_least} up to, but without, {below}"
+    remedy = f"run: pip install 'distca[{extra}]'"
+    try:
+        found = version(distribution)
+    except PackageNotFoundError:
+        raise UnsupportedFramework(
+            f"{distribution} is not installed; this integration needs {valid}; {remedy}"
+        ) from None
+    if not _numbers(at_least) <= _numbers(found) < _numbers(below):
+        raise UnsupportedFramework(
+            f"{distribution} {found} is installed; this integration needs {valid}; {remedy}"
+        )
+
+
+def refuse(problems: Iterable[str], framework: str) -> None:
+    """Raises if there are problems.
+
+    Args:
+        problems: each names a setting, its value, and what to do.
+        framework: in the message.
+
+    Raises:
+        UnsupportedSetting: there are some; all are named.
+    """
+    if found := list(problems):
+        raise UnsupportedSetting(
+            f"{framework} cannot train with served core attention as it is set up: "
+            + "; ".join(found)
+        )
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    """The release of a version: 0.19.2rc1 is 0.19.2."""
+    release = re.match(r"\d+(\.\d+)*", text)
+    return tuple(map(int, release[0].split("."))) if release else ()

@@ -1,0 +1,53 @@
+"""Settings of served core attention, beside torchtitan's own: ``--distca.job`` and so on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+
+@dataclass(kw_only=True, slots=True)
+class DistcaSettings:
+    control_plane: str = "localhost:7700"
+    """host:port of the control plane; with standbys, all addresses with commas between."""
+
+    job: str = "torchtitan"
+    """Name of the job, unique among those that run."""
+
+    placement: Literal["pool", "in-place", "mixed"] = "in-place"
+    """Which servers compute core attention: attention nodes, the ranks themselves, or both."""
+
+    ping_pong: bool = True
+    """
+    Cut each batch at a document's begin into two halves that take turns, so that one computes while
+    the other's rows travel. With pipeline parallelism a microbatch stays whole.
+    """
+
+    steps_ahead: int = 3
+    """How many steps before its use a batch is read and planned."""
+
+    transport: Literal["auto", "ucxx", "nixl"] = "auto"
+    """How rows travel."""
+
+    data_host: str | None = None
+    """Address of this machine that other ranks reach; None: that of its host name."""
+
+    one_host: bool = False
+    """All ranks and servers are on this machine, so shared memory may be used."""
+
+    host_barriers: bool = True
+    """On GPUs, FSDP2's collectives start only once all ranks have come to them."""
+
+    def __post_init__(self) -> None:
+        if self.steps_ahead < 0:
+            raise ValueError(f"distca.steps_ahead is {self.steps_ahead}; it must be 0 or more")
+
+    def session_options(self) -> dict[str, Any]:
+        """What goes to :class:`trainer_client.SessionOptions` as it is, but for the job's name."""
+        options: dict[str, Any] = {
+            "control_plane": self.control_plane,
+            "placement": self.placement,
+            "transport": self.transport,
+            "one_host": self.one_host,
+        }
+        return options if self.data_host is None else {**options, "data_host": self.data_host}

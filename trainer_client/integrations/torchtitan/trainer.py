@@ -1,0 +1,226 @@
+"""torchtitan's trainer, with its steps planned ahead and its core attention served."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import torch
+from torchtitan.trainer import Trainer
+
+from core_attention.manifest import RankManifest
+from trainer_client.errors import SessionError
+from trainer_client.integrations.frameworks import UnsupportedSetting, refuse
+from trainer_client.integrations.fsdp import prepare_fsdp
+from trainer_client.integrations.host_barriers import HostBarriers
+from trainer_client.integrations.pipelining import Pipeline
+from trainer_client.integrations.probe import Recorder, ServedAttention
+from trainer_client.integrations.torchtitan.attention import ServedAttention as ServedLayer
+from trainer_client.integrations.torchtitan.lanes import InTurns, cut, padded
+from trainer_client.integrations.torchtitan.read_ahead import Batch, ReadAhead
+from trainer_client.integrations.torchtitan.refusals import problems
+from trainer_client.integrations.torchtitan.settings import DistcaSettings
+from trainer_client.integrations.untouched import untouched
+from trainer_client.options import SessionOptions
+from trainer_client.session import Session
+from trainer_client.step.manifests import manifest_from_position_ids
+
+logger = logging.getLogger(__name__)
+
+OVERRIDE = "trainer_client.integrations.torchtitan.attention.served_varlen"
+"""For ``--override.imports``."""
+
+
+class ServedTrainer(Trainer):
+    """Trains with core attention spread over all ranks; what is not here is torchtitan's.
+
+    Ranks of one tensor-parallel index are a job of their own, with the heads that they have.
+
+    Raises:
+        UnsupportedSetting: the configuration cannot be trained so; before anything is built.
+        SessionError: the model's layers are not all served, or the job cannot be joined.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Trainer.Config):
+        distca: DistcaSettings = field(default_factory=DistcaSettings)
+
+    def __init__(self, config: Config) -> None:
+        refuse(problems(config, OVERRIDE), "torchtitan")
+        super().__init__(config)
+        self._steps: deque[int] = deque()
+        self._pipeline: Pipeline | None = None
+        self._turns: list[InTurns] = []
+        dims, settings = self.parallel_dims, config.distca
+        self._n_lanes = 2 if settings.ping_pong and not dims.pp_enabled else 1
+        sequence_parallel = config.parallelism.enable_sequence_parallel
+        self._multiple = dims.tp if sequence_parallel else 1
+        if settings.ping_pong and dims.pp_enabled:
+            logger.info("pipeline parallelism: a microbatch is one lane, without ping-pong")
+        found = self._probe()
+        self._session = Session.open(self._session_options(found))
+        self._wire()
+
+    @property
+    def dataloader(self) -> Any:
+        return self._dataloader
+
+    @dataloader.setter
+    def dataloader(self, loader: Any) -> None:
+        # Before the checkpointer is given it: its state must be that of the batches used.
+        self._dataloader = ReadAhead(loader)
+
+    def train_step(self, data_iterator: Iterator[Batch]) -> None:
+        """One optimizer step, within the step of the session that was planned for it."""
+        with self._next_step():
+            super().train_step(data_iterator)
+
+    def forward_backward_step(self, **arguments: Any) -> torch.Tensor:
+        """A batch (or with pipelines, all microbatches), in its nano-batches."""
+        loss: torch.Tensor = super().forward_backward_step(**arguments)
+        for turns in self._turns:
+            turns.microbatch += 1
+        return loss
+
+    def close(self) -> None:
+        if hasattr(self, "_session"):
+            self._session.close()
+        super().close()
+
+    def _next_step(self) -> AbstractContextManager[Any]:
+        for turns in self._turns:
+            turns.microbatch = 0
+        if not self._dataloader.is_step_planned():
+            # torchtitan finds out itself that the data has ended.
+            return nullcontext()
+        step = self._steps.popleft()
+        return (self._pipeline or self._session).step(step)
+
+    def _wire(self) -> None:
+        """Has the model run in lanes, and the data loader submit manifests."""
+        config, dims = self.config, self.parallel_dims
+        barriers = None
+        if self.device.type == "cuda" and config.distca.host_barriers:
+            barriers = HostBarriers(self._session.options.collective_timeout_seconds)
+        for part in self.model_parts:
+            prepare_fsdp(part, barriers=barriers)
+        if dims.pp_enabled:
+            self._pipeline = Pipeline(self._session, *_stages_of(self.pp_schedule))
+        else:
+            self._turns = [
+                InTurns(part, self._n_lanes, self._multiple) for part in self.model_parts
+            ]
+        self._dataloader.plan_by(
+            self._submit,
+            batches_of_step=self._batches_of_step,
+            ahead=config.distca.steps_ahead,
+            most=config.training.steps,
+        )
+
+    @property
+    def _batches_of_step(self) -> int:
+        batches: int = self.gradient_accumulation_steps * self.num_pipeline_parallel_microbatches
+        return batches
+
+    def _submit(self, batches: list[Batch]) -> None:
+        rows = [
+            padded(inputs["positions"], part, count=True)[0]
+            for inputs, _ in batches
+            for part in cut(inputs["positions"], self._n_lanes, self._multiple)
+        ]
+        step = self._session.next_step
+        manifest: RankManifest = manifest_from_position_ids(step, self._session.options.rank, rows)
+        self._session.submit(manifest)
+        self._steps.append(step)
+
+    def _probe(self) -> ServedAttention:
+        """What core attention the model calls, by a forward of a few tokens on all ranks."""
+        tokens = torch.arange(4 * self._multiple, device=self.device).repeat(2)[None]
+        calls, kinds = 0, []
+        for part in self.model_parts:
+            reached = [each for each in part.modules() if isinstance(each, ServedLayer)]
+            recorder = Recorder(part)
+            inputs = tokens
+            if part.tok_embeddings is None:
+                shape = (*tokens.shape, self.model_config.dim)
+                dtype = getattr(torch, self.config.training.mixed_precision_param)
+                inputs = torch.zeros(shape, device=self.device, dtype=dtype)
+            masks = part.get_attention_masks(positions=tokens)
+            with self.train_context(), untouched(part), recorder.recording():
+                part(inputs, positions=tokens, attention_masks=masks)
+            if len(recorder.calls) != len(reached):
+                raise SessionError(
+                    f"{len(reached)} attention layers of the model were replaced, and a forward "
+                    f"reaches {len(recorder.calls)}: "
+                    f"{[place for place, _ in recorder.calls]}; every layer must be run once"
+                )
+            calls += len(recorder.calls)
+            kinds.append(recorder.kind())
+        if any(kind != kinds[0] for kind in kinds):
+            raise SessionError(f"the stages of this rank differ in core attention: {kinds}")
+        return ServedAttention(n_layers=calls, kind=kinds[0])
+
+    def _session_options(self, found: ServedAttention) -> SessionOptions:
+        dims, settings = self.parallel_dims, self.config.distca
+        batch = dims.get_mesh("batch") if dims.dp_enabled else None
+        batch_rank, batch_degree = (batch.get_local_rank(), batch.size()) if batch else (0, 1)
+        stage = dims.get_mesh("pp").get_local_rank() if dims.pp_enabled else 0
+        plane = dims.get_mesh("tp").get_local_rank() if dims.tp_enabled else 0
+        n_lanes = self._batches_of_step * self._n_lanes
+        if dims.pp_enabled and self.gradient_accumulation_steps > 1:
+            raise UnsupportedSetting(
+                f"gradient accumulation of {self.gradient_accumulation_steps} steps with pipeline "
+                "parallelism is not served; set --training.local_batch_size so that one schedule "
+                "runs the whole global batch"
+            )
+        return SessionOptions(
+            **found.complete(
+                {
+                    **settings.session_options(),
+                    "job": settings.job + (f"-tp{plane}" if dims.tp_enabled else ""),
+                    "rank": stage * batch_degree + batch_rank,
+                    "n_ranks": batch_degree * dims.pp,
+                    "n_nano_batches": n_lanes,
+                    **self.more_session_options(),
+                }
+            )
+        )
+
+    def more_session_options(self) -> dict[str, Any]:
+        """Further :class:`trainer_client.SessionOptions`, for subclasses: TLS, timeouts."""
+        return {}
+
+
+def served(config: Trainer.Config, **settings: Any) -> ServedTrainer.Config:
+    """``config`` with core attention served; the rest of it stays.
+
+    Args:
+        config: of torchtitan's own ``Trainer``, from a config registry, with
+            ``attn_backend="varlen"``.
+        settings: of :class:`DistcaSettings`; they may also be given on the command line.
+
+    Raises:
+        UnsupportedSetting: the configuration is of another trainer.
+    """
+    if type(config) is not Trainer.Config:
+        raise UnsupportedSetting(
+            f"the configuration is of {type(config).__qualname__}; served() takes that of "
+            "torchtitan's Trainer. For a trainer of your own, derive it from ServedTrainer and its "
+            "Config"
+        )
+    kept = {each.name: getattr(config, each.name) for each in fields(config)}
+    made = ServedTrainer.Config(**kept, distca=DistcaSettings(**settings))
+    made.training.disable_cuda_graphs = True
+    if OVERRIDE not in made.override.imports:
+        made.override.imports = [*made.override.imports, OVERRIDE]
+    return made
+
+
+def _stages_of(schedule: Any) -> list[Any]:
+    """The stages of a schedule of ``torch.distributed.pipelining``, lower layers first."""
+    stages = getattr(schedule, "_stages", None) or [schedule._stage]
+    return sorted(stages, key=lambda stage: stage.stage_index)
