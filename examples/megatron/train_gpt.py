@@ -56,6 +56,7 @@ class Parallelism:
 def transformer_config(shape: Shape, parallelism: Parallelism) -> TransformerConfig:
     """Megatron-core's, as plain as it can be."""
     dtype: torch.dtype = getattr(torch, shape.dtype)
+    experts_on_cpu = shape.experts is not None and not torch.cuda.is_available()
     return TransformerConfig(
         num_layers=shape.layers,
         hidden_size=shape.hidden,
@@ -63,14 +64,14 @@ def transformer_config(shape: Shape, parallelism: Parallelism) -> TransformerCon
         num_query_groups=shape.heads_kv,
         ffn_hidden_size=shape.ffn,
         num_moe_experts=shape.experts,
-        moe_token_dispatcher_type="alltoall" if torch.cuda.is_available() else "allgather",
+        moe_token_dispatcher_type="allgather" if experts_on_cpu else "alltoall",
         tensor_model_parallel_size=parallelism.tp,
         pipeline_model_parallel_size=parallelism.pp,
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=shape.dtype == "bfloat16",
-        # Microbatches of a pipeline have lengths of their own; the other dispatcher cannot.
-        variable_seq_lengths=shape.experts is None,
+        # Microbatches may have lengths of their own, where the dispatcher of experts lets them.
+        variable_seq_lengths=not experts_on_cpu,
         normalization="RMSNorm",
         gated_linear_unit=True,
         activation_func=torch.nn.functional.silu,

@@ -23,7 +23,7 @@ class CpuModule(types.ModuleType):
         self.get_device_properties = lambda device=None: types.SimpleNamespace(total_memory=2**34)
         self.reset_peak_memory_stats = lambda device=None: None
         self.empty_cache = lambda: None
-        self.memory_stats = lambda device=None: {}
+        self.memory_stats: Any = lambda device=None: {}
         self.current_device = lambda: 0
         self.device_count = lambda: 64
 
@@ -36,8 +36,9 @@ def torchtitan_on_cpu() -> None:
     from torchtitan.tools import utils
 
     utils.device_type, utils.device_module = "cpu", CpuModule()
+    untyped: Any = dist
     if not hasattr(dist, "set_timeout"):  # which is new in torch 2.14
-        dist.set_timeout = lambda *_, **__: None
+        untyped.set_timeout = lambda *_, **__: None
 
 
 class CudaIsCpu(TorchFunctionMode):
@@ -59,4 +60,10 @@ def megatron_on_cpu() -> None:
     untyped: Any = torch.cuda
     untyped.current_device = lambda: torch.device("cpu")
     untyped.synchronize = lambda *_: None
-    CudaIsCpu().__enter__()
+    mode: Any = CudaIsCpu()
+    mode.__enter__()
+    from megatron.core.transformer.moe import moe_utils
+
+    if not hasattr(moe_utils, "te_general_gemm"):
+        # 0.16.1 asks whether it is None, and defines it with TransformerEngine alone.
+        moe_utils.te_general_gemm = None

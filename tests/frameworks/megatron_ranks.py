@@ -9,6 +9,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +49,14 @@ class ReferenceAttention(ServedCoreAttention):
     """At the same hook."""
 
     def forward(
-        self, query: Any, key: Any, value: Any, *_: Any, packed_seq_params: Any, **__: Any
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        attn_mask_type: Any = None,
+        attention_bias: torch.Tensor | None = None,
+        packed_seq_params: Any = None,
     ) -> torch.Tensor:
         lengths = packed_seq_params.cu_seqlens_q.diff().tolist()
         return packed_attention(query, key, value, lengths, self.softmax_scale).to(query.dtype)
@@ -149,7 +157,7 @@ def run(case: Case, control_plane: str) -> None:
                 right[name],
                 rtol=2e-4,
                 atol=2e-5 * float(right[name].abs().max()),
-                msg=lambda text, at=(case.name, step, name): f"{at}: {text}",
+                msg=partial(str.__add__, f"{(case.name, step, name)}: "),
             )
     parallel_state.destroy_model_parallel()
 

@@ -7,6 +7,7 @@ import hashlib
 import subprocess
 import sys
 from importlib.metadata import distribution
+from pathlib import Path
 
 import pytest
 
@@ -19,7 +20,7 @@ def test_files_are_the_wheels(name: str) -> None:
     for file in distribution(name).files or ():
         if file.hash is None:
             continue
-        digest = hashlib.new(file.hash.mode, file.locate().read_bytes()).digest()
+        digest = hashlib.new(file.hash.mode, Path(file.locate()).read_bytes()).digest()
         assert base64.urlsafe_b64encode(digest).decode().rstrip("=") == file.hash.value, file
         checked += 1
     assert checked > 100

@@ -9,6 +9,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -156,7 +157,7 @@ def run(case: Case, control_plane: str) -> None:
                     rtol=2e-4,
                     atol=2e-5 * float(right[name].abs().max()),
                     check_dtype=False,
-                    msg=lambda text, at=(case.name, step, name): f"{at}: {text}",
+                    msg=partial(str.__add__, f"{(case.name, step, name)}: "),
                 )
     finally:
         trainer.close()

@@ -40,4 +40,5 @@ class ReferenceAttention(VarlenAttention):
 
 @override(target=VarlenAttention.Config)
 def reference_varlen(config: VarlenAttention.Config) -> ReferenceAttention.Config:
-    return derive(config, ReferenceAttention.Config)
+    made: ReferenceAttention.Config = derive(config, ReferenceAttention.Config)
+    return made

@@ -101,7 +101,8 @@ class ServedAttention(VarlenAttention):
 @override(target=VarlenAttention.Config, description="Core attention served by DistCA")
 def served_varlen(config: VarlenAttention.Config) -> ServedAttention.Config:
     """For ``--override.imports trainer_client.integrations.torchtitan.attention.served_varlen``."""
-    return derive(config, ServedAttention.Config)
+    made: ServedAttention.Config = derive(config, ServedAttention.Config)
+    return made
 
 
 def _lane() -> Lane:
