@@ -1,0 +1,130 @@
+"""What a real API server says of the chart's objects, and a real scheduler of its pods."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from kubernetes.client import ApiException
+
+from tests.helm.chart import VALUE_SETS, kinds, pod_specs, rendered
+from tests.kubernetes.api import STRATEGIC, Api, Object
+from tests.kubernetes.conftest import Machines
+from tests.kubernetes.pod_status import now
+from tests.kubernetes.release import wait_until
+
+SPACE = "research"
+"""The namespace of tests.helm.chart."""
+
+COLLECTIONS = {
+    "ConfigMap": "/api/v1",
+    "Pod": "/api/v1",
+    "Secret": "/api/v1",
+    "Service": "/api/v1",
+    "ServiceAccount": "/api/v1",
+    "DaemonSet": "/apis/apps/v1",
+    "Deployment": "/apis/apps/v1",
+    "StatefulSet": "/apis/apps/v1",
+    "HorizontalPodAutoscaler": "/apis/autoscaling/v2",
+    "Lease": "/apis/coordination.k8s.io/v1",
+    "NetworkPolicy": "/apis/networking.k8s.io/v1",
+    "PodDisruptionBudget": "/apis/policy/v1",
+    "ResourceClaimTemplate": "/apis/resource.k8s.io/v1",
+    "Role": "/apis/rbac.authorization.k8s.io/v1",
+    "RoleBinding": "/apis/rbac.authorization.k8s.io/v1",
+}
+
+OF_OPERATORS = {
+    "Certificate",
+    "ClusterTrainingRuntime",
+    "Issuer",
+    "JobSet",
+    "PodMonitor",
+    "PrometheusRule",
+    "ScaledObject",
+    "ServiceMonitor",
+    "TrainJob",
+    "TrainingRuntime",
+}
+
+PRIVILEGED = {"host-ipc-values.yaml", "rdma-values.yaml"}
+"""Value sets whose nodes need more than Pod Security Standard *restricted* allows."""
+
+
+@pytest.fixture(scope="module")
+def api(machines: Machines) -> Iterator[Api]:
+    """With the charts' namespace, which takes only restricted pods."""
+    found = machines.api
+    enforce = {"pod-security.kubernetes.io/enforce": "restricted"}
+    for name in (SPACE, "team-a", "team-b"):
+        labels = enforce if name == SPACE else {}
+        found.create("/api/v1/namespaces", {"metadata": {"name": name, "labels": labels}})
+    yield found
+    for name in (SPACE, "team-a", "team-b"):
+        found.delete(f"/api/v1/namespaces/{name}")
+
+
+def try_to_create(api: Api, manifest: Object) -> None:
+    """Has the API server check an object as if it were made, unknown fields included."""
+    kind, space = manifest["kind"], manifest["metadata"].get("namespace", SPACE)
+    plural = f"{kind.lower()[:-1]}ies" if kind.endswith("y") else f"{kind.lower()}s"
+    path = f"{COLLECTIONS[kind]}/namespaces/{space}/{plural}"
+    api.create(f"{path}?dryRun=All&fieldValidation=Strict", manifest)
+
+
+@pytest.mark.parametrize("value_set", VALUE_SETS)
+def test_all_objects_are_admitted(api: Api, value_set: str) -> None:
+    manifests = rendered(value_set)
+    assert kinds(manifests) <= COLLECTIONS.keys() | OF_OPERATORS
+    for manifest in manifests:
+        if manifest["kind"] in COLLECTIONS:
+            try_to_create(api, manifest)
+
+
+@pytest.mark.parametrize("value_set", VALUE_SETS)
+def test_pods_pass_the_restricted_standard_where_it_is_claimed(api: Api, value_set: str) -> None:
+    for owner, spec in pod_specs(rendered(value_set)):
+        # Accounts are made with a release; admission asks for them.
+        spec = {key: value for key, value in spec.items() if not key.startswith("serviceAccount")}
+        pod = {"kind": "Pod", "metadata": {"name": "tried"}, "spec": spec}
+        if "attention-node" in owner and value_set in PRIVILEGED:
+            with pytest.raises(ApiException, match='violates PodSecurity "restricted'):
+                try_to_create(api, pod)
+        else:
+            try_to_create(api, pod)
+
+
+@pytest.fixture
+def gpu_machine(machines: Machines) -> Iterator[str]:
+    """A machine with GPUs and their taint, which runs nothing."""
+    api, name = machines.api, "gpu-0"
+    taint = {"key": "nvidia.com/gpu", "value": "present", "effect": "NoSchedule"}
+    api.create("/api/v1/nodes", {"metadata": {"name": name}, "spec": {"taints": [taint]}})
+    has = {"cpu": "64", "memory": "512Gi", "pods": "20", "nvidia.com/gpu": "2"}
+    ready = {"type": "Ready", "status": "True", "lastHeartbeatTime": now()}
+    status = {"capacity": has, "allocatable": has, "conditions": [ready]}
+    api.patch(f"/api/v1/nodes/{name}/status", {"status": status}, STRATEGIC)
+    yield name
+    api.delete(f"/api/v1/nodes/{name}")
+
+
+def test_nodes_are_put_where_gpus_are(machines: Machines, api: Api, gpu_machine: str) -> None:
+    (spec,) = (spec for owner, spec in pod_specs(rendered()) if owner.startswith("StatefulSet"))
+    spec = {key: value for key, value in spec.items() if not key.startswith("serviceAccount")}
+    pods = f"/api/v1/namespaces/{SPACE}/pods"
+    names = [f"node-{number}" for number in range(3)]
+    for name in names:
+        api.create(pods, {"metadata": {"name": name}, "spec": spec})
+
+    def places() -> list[str]:
+        return sorted(pod["spec"].get("nodeName", "") for pod in api.items(pods))
+
+    wait_until("two pods have GPUs", lambda: places() == ["", gpu_machine, gpu_machine], 60.0)
+
+    def told() -> bool:
+        conditions = [each for pod in api.items(pods) for each in pod["status"]["conditions"]]
+        return any("Insufficient nvidia.com/gpu" in each.get("message", "") for each in conditions)
+
+    wait_until("the third is told why it waits", told, 60.0)
+    for name in names:
+        api.delete(f"{pods}/{name}", {"gracePeriodSeconds": 0})

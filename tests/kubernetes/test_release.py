@@ -1,0 +1,46 @@
+"""A release's life on a real API server and scheduler: installed, upgraded from the version before,
+tested, taken away."""
+
+from __future__ import annotations
+
+import base64
+
+import pytest
+
+from tests.kubernetes.conftest import BEFORE_TAG, Machines
+from tests.kubernetes.release import Release, all_objects, is_ready, restarts
+
+pytestmark = pytest.mark.timeout(1800)
+
+SMALL = ("attentionNode.replicas=1", "attentionNode.resources.requests.cpu=100m")
+
+
+def test_it_is_installed_tested_and_leaves_nothing(release: Release) -> None:
+    before = all_objects(release.api)
+    release.install("controlPlane.replicas=2", "controlPlane.leaderElection.enabled=true", *SMALL)
+    pods = [*release.pods("control-plane"), *release.pods("attention-node")]
+    assert len(pods) == 3
+    assert all(is_ready(pod) and not restarts(pod) for pod in pods)
+    assert release.leader() is not None
+    assert "Phase:          Succeeded" in release.helm("test", release.name)
+    release.helm("uninstall", release.name, "--wait")
+    assert all_objects(release.api) - before == set()
+
+
+def test_it_follows_the_version_before(release: Release, machines: Machines) -> None:
+    secret = f"/api/v1/namespaces/{release.namespace}/secrets/distca-control-plane-token"
+    old = machines.before / "helm" / "distca"
+    objects = all_objects(release.api)
+    release.install(f"image.tag={BEFORE_TAG}", *SMALL, chart=old)
+    token = release.api.get(secret)["data"]["secret"]
+    assert len(base64.b64decode(token)) == 48
+    release.upgrade(*SMALL)
+    pods = [*release.pods("control-plane"), *release.pods("attention-node")]
+    images = {pod["spec"]["containers"][0]["image"].rpartition(":")[2] for pod in pods}
+    assert len(pods) == 2
+    assert BEFORE_TAG not in images
+    assert all(is_ready(pod) and not restarts(pod) for pod in pods)
+    assert release.api.get(secret)["data"]["secret"] == token
+    release.helm("test", release.name)
+    release.helm("uninstall", release.name, "--wait")
+    assert all_objects(release.api) - objects == set()
