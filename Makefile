@@ -13,6 +13,7 @@
 #   make push     pushes them to a registry: REGISTRY=registry.example.com/ml, VARIANT as for images
 #   make deploy-test  images and Compose on a Docker engine, its own one as root if none runs; 15 minutes
 #   make deploy-test-cuda  images for GPUs, built for real (20 GB) and looked into; 15 minutes
+#   make cluster-test  the chart on a Kubernetes API server; DISTCA_KUBERNETES_BIN=folder of its programs
 #   make test-nixl    tests of the nixl transport, in a process of their own; installs its library
 #   make test-frameworks  tests of torchtitan and Megatron-core, from their wheels; 4 minutes
 #   make test-gpu     tests that need a GPU, on a machine with one (Hopper or newer, CUDA 13)
@@ -37,7 +38,7 @@ EXTRAS ?= trainer,node,otel,ucxx-cu13,dev
 # of them holds the expensive ends of long documents. Short pieces cost little on a CPU.
 DEMO := --verify --steps 12 --span-ranks --min-backward-tokens 128 --overwrite
 
-.PHONY: help demo test test-nixl test-frameworks test-gpu lint format stubs chart chart-tools chart-readme metrics-page images push image-names constraints deploy-test deploy-test-cuda chaos soak install clean
+.PHONY: help demo test test-nixl test-frameworks test-gpu lint format stubs chart chart-tools chart-readme metrics-page images push image-names constraints deploy-test deploy-test-cuda cluster-test chaos soak install clean
 .DEFAULT_GOAL := help
 
 # The command must know BuildKit: Docker 23 or newer, or 20.10 with DOCKER_BUILDKIT=1.
@@ -163,6 +164,10 @@ deploy-test: $(INSTALLED)
 
 deploy-test-cuda: $(INSTALLED)
 	@DOCKER=$(DOCKER) $(BIN)/python -m pytest tests/deploy -m "docker and cuda_images" --durations=10 $(PYTEST)
+
+# Networks and namespaces of pods need root.
+cluster-test: chart-tools
+	@$(BIN)/python -m pytest tests/kubernetes -m cluster --durations=10 $(PYTEST)
 
 # Hosts in network namespaces and disks of their own need root; without it those tests are skipped.
 chaos: $(INSTALLED)

@@ -218,6 +218,18 @@ def test_lease_is_handed_over(api: LeaseApi) -> None:
     assert spec["leaseDurationSeconds"] == 2
 
 
+def test_lease_that_the_chart_has_made_is_taken_and_stays_the_charts(api: LeaseApi) -> None:
+    """It has labels and no holder."""
+    labels = {"app.kubernetes.io/managed-by": "Helm"}
+    api.leases["leader"] = {
+        "metadata": {"name": "leader", "labels": labels, "resourceVersion": "1"},
+        "spec": {},
+    }
+    hand_over(candidate(api, "one"), candidate(api, "two"))
+    assert api.leases["leader"]["metadata"]["labels"] == labels
+    assert api.leases["leader"]["spec"]["leaseTransitions"] >= 2
+
+
 def test_leader_keeps_a_lease_that_it_renews(api: LeaseApi) -> None:
     async def lead() -> None:
         one, two = candidate(api, "one"), candidate(api, "two")

@@ -16,6 +16,7 @@ KINDS: dict[str, tuple[str, ...]] = {
     "autoscaling/v2": ("HorizontalPodAutoscaler",),
     "networking.k8s.io/v1": ("NetworkPolicy",),
     "policy/v1": ("PodDisruptionBudget",),
+    "coordination.k8s.io/v1": ("Lease",),
     "rbac.authorization.k8s.io/v1": ("Role", "RoleBinding"),
     "cert-manager.io/v1": ("Certificate", "Issuer"),
     "jobset.x-k8s.io/v1alpha2": ("JobSet",),

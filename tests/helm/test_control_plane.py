@@ -136,6 +136,7 @@ def test_a_leader_is_elected_with_rights_on_its_lease_and_pods_labels_alone() ->
     assert {(*rule["apiGroups"], *rule["resources"]) for rule in rules} == {
         ("coordination.k8s.io", "leases")
     }
+    assert only(manifests, "Lease")["metadata"]["name"] == "rel-distca-control-plane"
     named = [rule for rule in rules if "resourceNames" in rule]
     unnamed = [rule for rule in rules if "resourceNames" not in rule]
     assert [rule["verbs"] for rule in unnamed] == [["create"]]

@@ -28,6 +28,7 @@ class Api:
         configuration = client.Configuration()
         configuration.host = url
         configuration.ssl_ca_cert = authority
+        configuration.retries = False
         self._url = url
         self._client = client.ApiClient(configuration)
         self._headers = {
@@ -57,6 +58,13 @@ class Api:
         found = json.loads(response.data)
         assert isinstance(found, dict), found
         return found
+
+    def is_ready(self) -> bool:
+        """Whether the API server says that it serves all there is."""
+        # Its own schema, which helm asks for, comes a little later than the rest.
+        paths = ("/readyz", "/openapi/v2")
+        answers = [self._client.call_api("GET", self._url + path, self._headers) for path in paths]
+        return all(answer.status == 200 for answer in answers)
 
     def get(self, path: str) -> Object:
         """One object."""

@@ -20,7 +20,7 @@ from tests.kubernetes.containers import ROOT, Image
 from tests.kubernetes.control_plane import NODES, PROXY, Cluster, programs, running_cluster
 from tests.kubernetes.kubelet import Kubelet
 from tests.kubernetes.network import own_network
-from tests.kubernetes.release import Release, checkout_of, wait_until
+from tests.kubernetes.release import Release, checkout_of, make_namespace, wait_until
 from tests.kubernetes.services import ServiceProxy
 
 _FOLDER = Path(__file__).parent
@@ -85,14 +85,9 @@ def machines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machines]:
     folder = tmp_path_factory.mktemp("cluster")
     folder.chmod(0o755)
     before = checkout_of(BEFORE, folder / BEFORE_TAG)
-    caches = {code: folder / f"numba-{code.name}" for code in (ROOT, before)}
-    for cache in caches.values():
-        cache.mkdir()
-        cache.chmod(0o777)
 
     def image(name: str) -> Image:
-        code = before if name.endswith(f":{BEFORE_TAG}") else ROOT
-        return Image(code, caches[code])
+        return Image(before if name.endswith(f":{BEFORE_TAG}") else ROOT)
 
     with ExitStack() as stack:
         stack.enter_context(own_network())
@@ -121,11 +116,8 @@ def release(machines: Machines, request: pytest.FixtureRequest) -> Iterator[Rele
     """A release that may be installed, in a namespace that takes only restricted pods."""
     namespace = f"research-{len(machines.names)}"
     machines.names.append(namespace)
-    enforce = {"pod-security.kubernetes.io/enforce": "restricted"}
     api = machines.api
-    api.create("/api/v1/namespaces", {"metadata": {"name": namespace, "labels": enforce}})
-    accounts = f"/api/v1/namespaces/{namespace}/serviceaccounts"
-    wait_until("service accounts", lambda: api.items(accounts), 30.0)
+    make_namespace(api, namespace, restricted=True)
     failed_before = request.session.testsfailed
     yield Release(api, machines.cluster.kubeconfig(), namespace)
     if request.session.testsfailed > failed_before:

@@ -30,11 +30,9 @@ class Image:
 
     Attributes:
         code: a checkout, which lies where this one is; packages are this checkout's.
-        cache: where machine code of the planner is kept, as images hold it.
     """
 
     code: Path
-    cache: Path
 
     def environment(self) -> dict[str, str]:
         """As the Dockerfile sets it."""
@@ -42,7 +40,8 @@ class Image:
             "PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin",
             "PYTHONUNBUFFERED": "1",
             "HOME": "/var/lib/distca",
-            "NUMBA_CACHE_DIR": "/opt/distca/share/numba",
+            # Images hold the planner's machine code; small steps are planned as well without.
+            "NUMBA_DISABLE_JIT": "1",
             "MPLCONFIGDIR": "/tmp/matplotlib",
             # Two cores carry all pods.
             "OMP_NUM_THREADS": "1",
@@ -57,7 +56,6 @@ class Image:
             ("--ro-bind", sys.base_prefix, sys.base_prefix),
             ("--ro-bind", str(self.code), str(ROOT)),
             ("--ro-bind", str(environment), str(environment)),
-            ("--bind", str(self.cache), "/opt/distca/share/numba"),
         ]
         return found
 
@@ -109,6 +107,8 @@ class Process:
         read, write = os.pipe()
         sandbox = _sandbox(files, image, manifest, write)
         with log.open("ab") as output:
+            # Libraries open /dev/stderr again, as the container's user.
+            os.fchown(output.fileno(), context["runAsUser"], context["runAsGroup"])
             self._popen = subprocess.Popen(
                 [*network.enter(), *sandbox, *self._as_user, *command],
                 env=self._env,
@@ -193,7 +193,7 @@ def _sandbox(files: PodFiles, image: Image, manifest: dict[str, object], write: 
     ]
     volumes = manifest.get("volumeMounts", [])
     assert isinstance(volumes, list)
-    devices = ["--proc", "/proc", "--dev", "/dev"]
+    devices = ["--proc", "/proc", "--dev", "/dev", "--ro-bind", "/sys", "/sys"]
     for mount in volumes:
         source = files.volumes[mount["name"]]
         option = "--ro-bind" if mount.get("readOnly") else "--bind"

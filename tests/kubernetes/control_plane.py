@@ -209,15 +209,17 @@ def _running(program: str, arguments: list[str], log: Path) -> Iterator[subproce
 
 def _wait_until_it_serves(api: Api, process: subprocess.Popen[bytes], log: Path) -> None:
     deadline = time.monotonic() + START_SECONDS
+    error: Exception | None
     while True:
         try:
-            api.get("/api/v1/namespaces/kube-system")
-        except Exception as error:
-            # Until it serves, the client raises whatever its HTTP library does.
-            if process.poll() is not None or time.monotonic() > deadline:
-                raise RuntimeError(
-                    f"the API server does not serve; the end of its log:\n{log.read_text()[-4000:]}"
-                ) from error
-            time.sleep(0.5)
-        else:
-            return
+            if api.is_ready():
+                return
+            error = None
+        except Exception as raised:
+            # Until it listens, the client raises whatever its HTTP library does.
+            error = raised
+        if process.poll() is not None or time.monotonic() > deadline:
+            raise RuntimeError(
+                f"the API server does not serve; the end of its log:\n{log.read_text()[-4000:]}"
+            ) from error
+        time.sleep(0.2)

@@ -21,6 +21,7 @@ KUBERNETES_ADDRESS = "10.96.0.1"
 
 _CLONE_NEWNET = 0x40000000
 _BRIDGE = "pods"
+_NAMESPACES = ("net", "ipc", "uts", "mount")
 _START_SECONDS = 10.0
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -91,8 +92,10 @@ class PodNetwork:
     def make(cls, hostname: str) -> PodNetwork:
         number = next(_numbers)
         address = f"10.244.{number >> 8}.{number & 255}"
-        script = f"hostname {hostname}; exec sleep infinity"
-        holder = subprocess.Popen(["unshare", "--net", "--ipc", "--uts", "sh", "-c", script])
+        # In /sys it finds its own network devices.
+        script = f"hostname {hostname}; mount -t sysfs sysfs /sys; exec sleep infinity"
+        spaces = [f"--{each}" for each in _NAMESPACES]
+        holder = subprocess.Popen(["unshare", *spaces, "sh", "-c", script])
         network = cls(address, holder)
         deadline = time.monotonic() + _START_SECONDS
         while _comm(holder.pid) != "sleep":
@@ -110,7 +113,11 @@ class PodNetwork:
 
     def enter(self) -> list[str]:
         """What is put in front of a command that shall run there."""
-        return ["nsenter", f"--target={self._holder.pid}", "--net", "--ipc", "--uts"]
+        return [
+            "nsenter",
+            f"--target={self._holder.pid}",
+            *(f"--{each}" for each in _NAMESPACES),
+        ]
 
     def close(self) -> None:
         """Ends it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import subprocess
 import time
@@ -16,8 +17,11 @@ from tests.kubernetes.containers import ROOT
 
 VALUES = CHART / "ci" / "cpu-values.yaml"
 
-INSTALL_SECONDS = 420
+INSTALL_SECONDS = 900
 """Several processes that import PyTorch, on two busy cores."""
+
+UNINSTALL_SECONDS = 120.0
+"""Pods end within their grace period."""
 
 DRAIN_SECONDS = 20
 
@@ -71,8 +75,24 @@ class Release:
             f"--set=attentionNode.drainSeconds={DRAIN_SECONDS}",
             *(f"--set={setting}" for setting in settings),
             "--wait",
+            "--disable-openapi-validation",
             f"--timeout={INSTALL_SECONDS}s",
         )
+
+    def uninstall(self, others: set[str]) -> None:
+        """Takes it away.
+
+        Args:
+            others: all objects that the cluster had before.
+
+        Raises:
+            AssertionError: something stays.
+        """
+        self.helm("uninstall", self.name, "--wait")
+        deadline = time.monotonic() + UNINSTALL_SECONDS
+        while left := all_objects(self.api) - others:
+            assert time.monotonic() < deadline, f"left behind: {sorted(left)}"
+            time.sleep(1.0)
 
     def pods(self, component: str) -> list[Object]:
         """The pods of a component that are not on their way out."""
@@ -93,6 +113,19 @@ class Release:
         """By which the leader leads."""
         leases = f"/apis/coordination.k8s.io/v1/namespaces/{self.namespace}/leases"
         return dict(self.api.get(f"{leases}/{self.name}-control-plane")["spec"])
+
+
+def make_namespace(api: Api, name: str, *, restricted: bool) -> None:
+    """One with all that controllers put into it.
+
+    Args:
+        restricted: it takes only pods that pass Pod Security Standard *restricted*.
+    """
+    labels = {"pod-security.kubernetes.io/enforce": "restricted"} if restricted else {}
+    api.create("/api/v1/namespaces", {"metadata": {"name": name, "labels": labels}})
+    there = f"/api/v1/namespaces/{name}"
+    for path in (f"{there}/serviceaccounts/default", f"{there}/configmaps/kube-root-ca.crt"):
+        wait_until(path, functools.partial(api.find, path), 60.0)
 
 
 def is_ready(pod: Object) -> bool:

@@ -11,7 +11,7 @@ from tests.helm.chart import VALUE_SETS, kinds, pod_specs, rendered
 from tests.kubernetes.api import STRATEGIC, Api, Object
 from tests.kubernetes.conftest import Machines
 from tests.kubernetes.pod_status import now
-from tests.kubernetes.release import wait_until
+from tests.kubernetes.release import make_namespace, wait_until
 
 SPACE = "research"
 """The namespace of tests.helm.chart."""
@@ -47,7 +47,7 @@ OF_OPERATORS = {
     "TrainingRuntime",
 }
 
-PRIVILEGED = {"host-ipc-values.yaml", "rdma-values.yaml"}
+PRIVILEGED = {"daemonset-values.yaml", "host-ipc-values.yaml", "rdma-values.yaml"}
 """Value sets whose nodes need more than Pod Security Standard *restricted* allows."""
 
 
@@ -55,10 +55,8 @@ PRIVILEGED = {"host-ipc-values.yaml", "rdma-values.yaml"}
 def api(machines: Machines) -> Iterator[Api]:
     """With the charts' namespace, which takes only restricted pods."""
     found = machines.api
-    enforce = {"pod-security.kubernetes.io/enforce": "restricted"}
     for name in (SPACE, "team-a", "team-b"):
-        labels = enforce if name == SPACE else {}
-        found.create("/api/v1/namespaces", {"metadata": {"name": name, "labels": labels}})
+        make_namespace(found, name, restricted=name == SPACE)
     yield found
     for name in (SPACE, "team-a", "team-b"):
         found.delete(f"/api/v1/namespaces/{name}")
@@ -70,6 +68,13 @@ def try_to_create(api: Api, manifest: Object) -> None:
     plural = f"{kind.lower()[:-1]}ies" if kind.endswith("y") else f"{kind.lower()}s"
     path = f"{COLLECTIONS[kind]}/namespaces/{space}/{plural}"
     api.create(f"{path}?dryRun=All&fieldValidation=Strict", manifest)
+
+
+def by_itself(spec: Object) -> Object:
+    """A pod's spec without references to objects of its release or cluster, which admission asks
+    for."""
+    others = ("serviceAccountName", "priorityClassName", "runtimeClassName")
+    return {key: value for key, value in spec.items() if key not in others}
 
 
 @pytest.mark.parametrize("value_set", VALUE_SETS)
@@ -84,11 +89,9 @@ def test_all_objects_are_admitted(api: Api, value_set: str) -> None:
 @pytest.mark.parametrize("value_set", VALUE_SETS)
 def test_pods_pass_the_restricted_standard_where_it_is_claimed(api: Api, value_set: str) -> None:
     for owner, spec in pod_specs(rendered(value_set)):
-        # Accounts are made with a release; admission asks for them.
-        spec = {key: value for key, value in spec.items() if not key.startswith("serviceAccount")}
-        pod = {"kind": "Pod", "metadata": {"name": "tried"}, "spec": spec}
+        pod = {"kind": "Pod", "metadata": {"name": "tried"}, "spec": by_itself(spec)}
         if "attention-node" in owner and value_set in PRIVILEGED:
-            with pytest.raises(ApiException, match='violates PodSecurity "restricted'):
+            with pytest.raises(ApiException, match="violates PodSecurity"):
                 try_to_create(api, pod)
         else:
             try_to_create(api, pod)
@@ -110,7 +113,7 @@ def gpu_machine(machines: Machines) -> Iterator[str]:
 
 def test_nodes_are_put_where_gpus_are(machines: Machines, api: Api, gpu_machine: str) -> None:
     (spec,) = (spec for owner, spec in pod_specs(rendered()) if owner.startswith("StatefulSet"))
-    spec = {key: value for key, value in spec.items() if not key.startswith("serviceAccount")}
+    spec = by_itself(spec)
     pods = f"/api/v1/namespaces/{SPACE}/pods"
     names = [f"node-{number}" for number in range(3)]
     for name in names:

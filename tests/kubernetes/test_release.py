@@ -23,8 +23,7 @@ def test_it_is_installed_tested_and_leaves_nothing(release: Release) -> None:
     assert all(is_ready(pod) and not restarts(pod) for pod in pods)
     assert release.leader() is not None
     assert "Phase:          Succeeded" in release.helm("test", release.name)
-    release.helm("uninstall", release.name, "--wait")
-    assert all_objects(release.api) - before == set()
+    release.uninstall(before)
 
 
 def test_it_follows_the_version_before(release: Release, machines: Machines) -> None:
@@ -42,5 +41,4 @@ def test_it_follows_the_version_before(release: Release, machines: Machines) -> 
     assert all(is_ready(pod) and not restarts(pod) for pod in pods)
     assert release.api.get(secret)["data"]["secret"] == token
     release.helm("test", release.name)
-    release.helm("uninstall", release.name, "--wait")
-    assert all_objects(release.api) - objects == set()
+    release.uninstall(objects)

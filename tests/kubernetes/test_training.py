@@ -6,7 +6,7 @@ import pytest
 
 from tests.chaos.scenario import LOSS_TOLERANCE
 from tests.kubernetes.conftest import Machines
-from tests.kubernetes.release import Release, is_ready, restarts, wait_until
+from tests.kubernetes.release import Release, all_objects, is_ready, restarts, wait_until
 from tests.kubernetes.training import Training
 
 pytestmark = pytest.mark.timeout(3600)
@@ -26,6 +26,7 @@ def test_a_job_loses_no_step_to_a_rolling_update_and_a_dead_leader(
         "attentionNode.replicas=2",
         "attentionNode.resources.requests.cpu=100m",
     )
+    objects = all_objects(release.api)
     release.install(*settings)
     training = Training(release, machines.kubelets, "example")
     training.start(WITHOUT_END)
@@ -65,7 +66,7 @@ def test_a_job_loses_no_step_to_a_rolling_update_and_a_dead_leader(
     undisturbed = training.finish()
     assert disturbed == pytest.approx(undisturbed, rel=LOSS_TOLERANCE, abs=0.0)
     training.remove()
-    release.helm("uninstall", release.name, "--wait")
+    release.uninstall(objects)
 
 
 def lose(release: Release, pod: dict[str, dict[str, str]]) -> None:

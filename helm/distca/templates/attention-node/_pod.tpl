@@ -16,6 +16,7 @@ metadata:
 spec:
   serviceAccountName: {{ include "distca.attentionNode.serviceAccount" $ }}
   automountServiceAccountToken: false
+  enableServiceLinks: false
   terminationGracePeriodSeconds: {{ include "distca.attentionNode.graceSeconds" $ }}
   {{- with include "distca.imagePullSecrets" $ }}{{ . | nindent 2 }}{{ end }}
   {{- if .hostIPC }}

@@ -9,6 +9,7 @@ metadata:
 spec:
   restartPolicy: Never
   automountServiceAccountToken: false
+  enableServiceLinks: false
   # Time to finish the step and save a checkpoint.
   terminationGracePeriodSeconds: 120
   {{- with include "distca.imagePullSecrets" $root }}{{ . | nindent 2 }}{{ end }}
