@@ -10,7 +10,7 @@ import kubernetes_validate
 import pytest
 
 from tests.helm.api_server import KINDS
-from tests.helm.chart import VALUE_SETS, Manifest, kinds, only, rendered
+from tests.helm.chart import VALUE_SETS, Manifest, kinds, only, pod_specs, rendered
 from tests.helm.custom_resources import (
     complaints_of_models,
     complaints_of_python_models,
@@ -88,6 +88,12 @@ def test_a_mistake_in_a_job_would_be_found() -> None:
     jobset = copy.deepcopy(only(rendered("example-jobset-values.yaml"), "JobSet"))
     jobset["spec"]["replicatedJobs"][0]["replica"] = 1
     assert "$.spec.replicatedJobs[0].replica is no field" in complaints_of_python_models(jobset)
+
+
+def test_pods_get_no_variables_of_services() -> None:
+    """A release called distca would have DISTCA_CONTROL_PLANE_PORT=tcp://..., beside our own."""
+    for owner, spec in pod_specs(all_manifests()):
+        assert spec["enableServiceLinks"] is False, owner
 
 
 def test_objects_have_names_of_the_release_a_namespace_and_the_standard_labels() -> None:

@@ -287,9 +287,10 @@ class PodRun(threading.Thread):
             return
         try:
             self._api.patch(f"{pod_path(self._pod)}/status", patch, STRATEGIC)
-        except ApiException as error:
-            if error.status != 404:
-                raise
+        except Exception as error:
+            # Whatever the client raises: the next look shows it.
+            if not self._killed.is_set():
+                logger.warning("status of pod %s: %s", self.name, error)
         else:
             self._shown = patch
 
@@ -315,19 +316,25 @@ class PodRun(threading.Thread):
             each.state.ends(each.process.exit_code() or 0)
         if self._network is not None:
             self._network.close()
-        if not self._killed.is_set():
-            self._leave()
+        while not self._killed.is_set() and not self._leave():
+            time.sleep(RETRY_SECONDS)
         shutil.rmtree(self._folder / "volumes", ignore_errors=True)
 
-    def _leave(self) -> None:
+    def _leave(self) -> bool:
+        """Tells the API server that it is gone; whether that worked."""
+        self._show()
         try:
-            self._show()
             uid = self._pod["metadata"]["uid"]
             options = {"gracePeriodSeconds": 0, "preconditions": {"uid": uid}}
             self._api.delete(pod_path(self._pod), options)
+        except ApiException as error:
+            # The next pod of this name has another uid.
+            return bool(error.status == 409)
         except Exception:
-            # Whatever the client raises: the next pod of this name has another uid.
+            # Whatever else the client raises.
             logger.exception("the end of pod %s", self.name)
+            return False
+        return True
 
 
 class _Over(Exception):
