@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from tests.helm.chart import CHART, TOOLS
 from tests.kubernetes.api import Api, Object, pods_path
 from tests.kubernetes.containers import ROOT
@@ -19,6 +21,8 @@ VALUES = CHART / "ci" / "cpu-values.yaml"
 
 INSTALL_SECONDS = 900
 """Several processes that import PyTorch, on two busy cores."""
+
+TEST_SECONDS = 300.0
 
 UNINSTALL_SECONDS = 120.0
 """Pods end within their grace period."""
@@ -75,9 +79,24 @@ class Release:
             f"--set=attentionNode.drainSeconds={DRAIN_SECONDS}",
             *(f"--set={setting}" for setting in settings),
             "--wait",
+            # The API server looks for unknown fields itself: test_admission asks it to.
             "--disable-openapi-validation",
             f"--timeout={INSTALL_SECONDS}s",
         )
+
+    def test(self) -> None:
+        """Runs the pods of `helm test`, which must succeed."""
+        hooks = yaml.safe_load_all(self.helm("get", "hooks", self.name))
+        for pod in hooks:
+            assert pod["metadata"]["annotations"]["helm.sh/hook"] == "test"
+            path = f"{pods_path(self.namespace)}/{pod['metadata']['name']}"
+            self.api.create(pods_path(self.namespace), pod)
+            wait_until(f"the end of {path}", functools.partial(self._has_ended, path), TEST_SECONDS)
+            assert self.api.get(path)["status"]["phase"] == "Succeeded"
+            self.api.delete(path)
+
+    def _has_ended(self, path: str) -> bool:
+        return self.api.get(path)["status"].get("phase") in ("Succeeded", "Failed")
 
     def uninstall(self, others: set[str]) -> None:
         """Takes it away.

@@ -22,7 +22,7 @@ def test_it_is_installed_tested_and_leaves_nothing(release: Release) -> None:
     assert len(pods) == 3
     assert all(is_ready(pod) and not restarts(pod) for pod in pods)
     assert release.leader() is not None
-    assert "Phase:          Succeeded" in release.helm("test", release.name)
+    release.test()
     release.uninstall(before)
 
 
@@ -40,5 +40,5 @@ def test_it_follows_the_version_before(release: Release, machines: Machines) -> 
     assert BEFORE_TAG not in images
     assert all(is_ready(pod) and not restarts(pod) for pod in pods)
     assert release.api.get(secret)["data"]["secret"] == token
-    release.helm("test", release.name)
+    release.test()
     release.uninstall(objects)

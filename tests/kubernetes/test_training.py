@@ -25,6 +25,7 @@ def test_a_job_loses_no_step_to_a_rolling_update_and_a_dead_leader(
         "controlPlane.leaderElection.enabled=true",
         "attentionNode.replicas=2",
         "attentionNode.resources.requests.cpu=100m",
+        "attentionNode.doctor.enabled=false",
     )
     objects = all_objects(release.api)
     release.install(*settings)
@@ -56,7 +57,7 @@ def test_a_job_loses_no_step_to_a_rolling_update_and_a_dead_leader(
         lambda: [is_ready(pod) for pod in release.pods("control-plane")] == [True, True],
         FAIL_OVER_SECONDS,
     )
-    release.helm("test", release.name)
+    release.test()
     training.wait_for_steps(5)
 
     assert not any(restarts(pod) for pod in training.pods())
