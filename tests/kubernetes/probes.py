@@ -15,6 +15,10 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from tests.kubernetes.api import Object
 from tests.kubernetes.containers import Process
 
+PATIENCE = 6.0
+"""By how much timeouts are drawn out: two cores carry all pods, and commands of probes start a new
+Python."""
+
 _KINDS = ("startupProbe", "livenessProbe", "readinessProbe")
 
 
@@ -79,7 +83,7 @@ class Probes:
         return failed
 
     def _succeeds(self, probe: Object) -> bool:
-        seconds = float(probe.get("timeoutSeconds", 1))
+        seconds = PATIENCE * float(probe.get("timeoutSeconds", 1))
         if "exec" in probe:
             return self._process.run(probe["exec"]["command"], seconds)
         if "tcpSocket" in probe:
