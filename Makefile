@@ -14,6 +14,13 @@
 #   make deploy-test  images and Compose on a Docker engine, its own one as root if none runs; 15 minutes
 #   make deploy-test-cuda  images for GPUs, built for real (20 GB) and looked into; 15 minutes
 #   make cluster-test  the chart on a Kubernetes API server; DISTCA_KUBERNETES_BIN=folder of its programs
+#   make publish  builds images for several platforms and pushes them, with SBOM and provenance
+#   make push-chart  pushes the chart, as an OCI artifact
+#   make sbom     fetches the lists of Python packages of what publish pushed
+#   make sign     signs what publish and push-chart pushed, and the lists, with cosign
+#   make smoke-gpu  checks an image for GPUs on a machine with one, and trains in it, verified
+#   make release-check  refuses a tag that is not this version's: TAG=v0.1.0
+#   make check-wheels  looks for wheels of all pinned packages: ARCHITECTURE=aarch64
 #   make test-nixl    tests of the nixl transport, in a process of their own; installs its library
 #   make test-frameworks  tests of torchtitan and Megatron-core, from their wheels; 4 minutes
 #   make test-gpu     tests that need a GPU, on a machine with one (Hopper or newer, CUDA 13)
@@ -51,6 +58,13 @@ IMAGE_TAG ?= $(VERSION)
 # Of nodes and trainers, images for GPUs have another name; a control plane is the same for both.
 variant_of = $(if $(filter control-plane,$(1)),cpu,$(VARIANT))
 image_name = distca/$(1):$(IMAGE_TAG)$(if $(filter-out cpu,$(call variant_of,$(1))),-$(VARIANT))
+labels = --label org.opencontainers.image.version="$(VERSION)" \
+  --label org.opencontainers.image.revision="$$(git rev-parse HEAD)" \
+  --label org.opencontainers.image.created="$$(date --utc +%Y-%m-%dT%H:%M:%SZ)"
+# Where images and the chart are pushed; names of images have no capital letters.
+registry = $(shell printf %s '$(REGISTRY:%/=%)' | tr '[:upper:]' '[:lower:]')
+require_registry = test -n "$(REGISTRY)" || { echo "REGISTRY is not given, for example make $@" \
+  "REGISTRY=registry.example.com/ml; the chart's image.registry is the same"; exit 1; } >&2
 
 help:
 	@sed -n 's/^#   \(make .*\)/\1/p' Makefile
@@ -111,6 +125,7 @@ lint: $(INSTALLED)
 	@$(BIN)/mypy .
 	@$(BIN)/lint-imports --no-cache --no-logo
 	@$(BIN)/hadolint docker/Dockerfile tests/deploy/test-images.Dockerfile
+	@$(BIN)/check-jsonschema --quiet --builtin-schema vendor.github-workflows .github/workflows/*.yml
 
 format: $(INSTALLED)
 	@$(BIN)/ruff format .
@@ -136,22 +151,87 @@ images: $(IMAGES:%=image-%)
 image-%:
 	@echo "== $(call image_name,$*)"
 	@DOCKER_BUILDKIT=1 $(DOCKER) build --file docker/Dockerfile --target $* \
-	  --build-arg VARIANT=$(call variant_of,$*) --tag $(call image_name,$*) $(IMAGE_OPTIONS) \
-	  --label org.opencontainers.image.version="$(VERSION)" \
-	  --label org.opencontainers.image.revision="$$(git rev-parse HEAD)" \
-	  --label org.opencontainers.image.created="$$(date --utc +%Y-%m-%dT%H:%M:%SZ)" .
+	  --build-arg VARIANT=$(call variant_of,$*) --tag $(call image_name,$*) $(IMAGE_OPTIONS) $(labels) .
 
 push:
-	@test -n "$(REGISTRY)" || { echo "REGISTRY is not given, for example make push" \
-	  "REGISTRY=registry.example.com/ml; the chart's image.registry is the same"; exit 1; } >&2
+	@$(require_registry)
 	@for name in $(foreach image,$(IMAGES),$(call image_name,$(image))); do \
-	  echo "== $(REGISTRY:%/=%)/$$name"; \
-	  $(DOCKER) tag $$name $(REGISTRY:%/=%)/$$name && $(DOCKER) push $(REGISTRY:%/=%)/$$name || exit 1; \
+	  echo "== $(registry)/$$name"; \
+	  $(DOCKER) tag $$name $(registry)/$$name && $(DOCKER) push $(registry)/$$name || exit 1; \
 	done
 
 # What the images above are called.
 image-names:
 	@printf '%s\n' $(foreach image,$(IMAGES),$(call image_name,$(image)))
+
+.PHONY: release-check publish push-chart references sbom sign smoke-gpu check-wheels
+
+# A release is made of these, here or by .github/workflows/release.yml: see docs/releasing.md.
+PLATFORMS ?= linux/amd64,linux/arm64
+HELM ?= helm
+COSIGN ?= cosign
+RELEASE := build/release
+
+release-check: $(INSTALLED)
+	@$(BIN)/python -m tools.release check "$(TAG)"
+
+publish: $(IMAGES:%=publish-%)
+
+# What buildx can attach, it attaches: a list of all packages (SPDX), and how the image was built.
+publish-%:
+	@$(require_registry)
+	@mkdir -p $(RELEASE)
+	@echo "== $(registry)/$(call image_name,$*) for $(PLATFORMS)"
+	@$(DOCKER) buildx build --file docker/Dockerfile --target $* \
+	  --build-arg VARIANT=$(call variant_of,$*) --platform $(PLATFORMS) \
+	  --tag $(registry)/$(call image_name,$*) $(IMAGE_OPTIONS) $(labels) \
+	  --sbom=true --provenance=mode=max --push \
+	  --metadata-file $(RELEASE)/image-$*-$(call variant_of,$*).json .
+
+push-chart: $(INSTALLED)
+	@$(require_registry)
+	@$(BIN)/python -m tools.release push-chart "$(registry)" --helm "$(HELM)" \
+	  $(HELM_PUSH_OPTIONS:%=--option=%) --folder "$(RELEASE)"
+
+# NAME@DIGEST of all that was pushed from here.
+references: $(INSTALLED)
+	@$(BIN)/python -m tools.release references --folder "$(RELEASE)"
+
+# The list that lies in every image: its Python packages, DistCA's own included (CycloneDX).
+sbom: $(INSTALLED)
+	@references=$$($(BIN)/python -m tools.release references --folder "$(RELEASE)") || exit 1; \
+	for reference in $$references; do \
+	  case $$reference in */charts/*) continue;; esac; \
+	  list=$(RELEASE)/$${reference##*@sha256:}.cdx; \
+	  $(DOCKER) run --rm --pull=always --entrypoint cat $$reference \
+	    /opt/distca/share/doc/distca/sbom.cdx.json > $$list || exit 1; \
+	  echo "$$list: $$reference"; \
+	done
+
+# Without a key: cosign asks the identity provider of whoever runs it, a workflow's or a browser's.
+sign: $(INSTALLED)
+	@references=$$($(BIN)/python -m tools.release references --folder "$(RELEASE)") || exit 1; \
+	for reference in $$references; do \
+	  $(COSIGN) sign --yes --recursive $$reference || exit 1; \
+	  list=$(RELEASE)/$${reference##*@sha256:}.cdx; \
+	  test ! -e $$list || $(COSIGN) attest --yes --type cyclonedx --predicate $$list $$reference \
+	    || exit 1; \
+	done
+
+# The trainer's image holds all that the node's does. IMAGE chooses another one than that of images or
+# publish; SMOKE_OPTIONS are more of docker run.
+smoke-gpu: VARIANT := cuda
+smoke-gpu: IMAGE ?= $(addsuffix /,$(registry))$(call image_name,trainer)
+smoke-gpu:
+	@echo "== $(IMAGE)"
+	@$(DOCKER) run --rm --interactive --gpus all --shm-size 2g --entrypoint bash $(SMOKE_OPTIONS) \
+	  $(IMAGE) -s < docker/smoke.sh
+
+# Whether images of another architecture could be built; reads the index, installs nothing.
+ARCHITECTURE ?= aarch64
+
+check-wheels: $(INSTALLED)
+	@$(BIN)/python -m tools.check_wheels $(ARCHITECTURE)
 
 # Versions of Python packages that images are built with, from images that were built without them.
 constraints:

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import re
-import shutil
-import subprocess
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,48 +9,18 @@ import pytest
 
 from tests.deploy.conftest import BUILD_SECONDS, ROOT, TAG
 from tests.deploy.docker_engine import Docker, DockerError
+from tests.deploy.registry import registry_on_loopback
 
 pytestmark = [pytest.mark.docker, pytest.mark.timeout(2 * BUILD_SECONDS)]
 
 PUSH_SECONDS = 300.0
-START_SECONDS = 20.0
-
-CONFIGURATION = """
-version: 0.1
-storage: {{filesystem: {{rootdirectory: {folder}}}}}
-http: {{addr: "127.0.0.1:0"}}
-"""
 
 
 @pytest.fixture
 def registry(tmp_path: Path) -> Iterator[str]:
-    """host:port of a registry of our own, on loopback, where engines ask for no certificate."""
-    program = shutil.which("docker-registry")
-    if program is None:
-        raise DockerError("there is no docker-registry (Debian: apt-get install docker-registry)")
-    configuration, log = tmp_path / "registry.yml", tmp_path / "registry.log"
-    configuration.write_text(CONFIGURATION.format(folder=tmp_path / "registry"))
-    with log.open("w") as output:
-        process = subprocess.Popen(
-            [program, "serve", str(configuration)],
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            stdin=subprocess.DEVNULL,
-        )
-    try:
-        yield _address(process, log)
-    finally:
-        process.kill()
-        process.wait()
-
-
-def _address(process: subprocess.Popen[bytes], log: Path) -> str:
-    deadline = time.monotonic() + START_SECONDS
-    while not (found := re.search(r"listening on (127\.0\.0\.1:\d+)", log.read_text())):
-        if process.poll() is not None or time.monotonic() > deadline:
-            raise DockerError(f"docker-registry does not serve; its log:\n{log.read_text()}")
-        time.sleep(0.1)
-    return found[1]
+    """host:port of a registry of our own."""
+    with registry_on_loopback(tmp_path) as address:
+        yield address
 
 
 def make(docker: Docker, *arguments: str) -> str:
