@@ -49,7 +49,7 @@ from distca.contract.settings import ClientTls, TlsFiles, values_of
 from distca.contract.tls import server_credentials
 from distca.process.certificates import watch_certificates
 from distca.process.health_service import HealthCheck
-from distca.process.monitoring import MetricsEndpoint, process_registry
+from distca.process.monitoring import Health, MetricsEndpoint, process_registry
 from distca.v1 import jobs_pb2, membership_pb2
 
 logger = logging.getLogger(__name__)
@@ -148,7 +148,7 @@ class AttentionNode:
             settings.transport,
             device=settings.device,
             one_host=settings.one_host,
-            data_host=settings.data_host,
+            data_host=settings.rows_host,
             metrics=data_metrics,
         )
         self._registry, self._pairs = registry, pairs
@@ -167,11 +167,15 @@ class AttentionNode:
         """Listens, then registers: nobody hears of a server that cannot be reached."""
         settings = self._settings
         data_address = self._transport.listen(
-            settings.data_host, settings.data_port, self._ticks.accept
+            settings.rows_host, settings.data_port, self._ticks.accept
         )
         health_address = Address(settings.data_host, self._start_health())
         self._endpoint = MetricsEndpoint(
-            settings.data_host, settings.metrics_port, self._registry, self._pairs
+            settings.data_host,
+            settings.metrics_port,
+            self._registry,
+            self._pairs,
+            health=Health(serves=lambda: self._health.serves),
         )
         self._membership = PoolLink(
             rpc.RpcSettings(

@@ -16,6 +16,7 @@ import typer
 
 from attention_node.capacity import rows_within
 from core_attention.shape import AttentionShape, parse_shape
+from data_plane.interfaces import rows_host
 from data_plane.transports import TransportName, check_transport
 from distca.contract.checks import check_least, check_port, check_seconds
 from distca.contract.settings import PROFILE_DIR, ClientTls
@@ -54,6 +55,13 @@ class NodeSettings(ClientTls):
     data_host: Annotated[
         str, typer.Option(help="Address of this machine that trainers reach; default: its own.")
     ] = field(default_factory=lambda: socket.gethostbyname(socket.gethostname()))
+    data_interface: Annotated[
+        str,
+        typer.Option(
+            help="Network interface whose IPv4 address trainers reach, for example net1; health "
+            "and metrics stay at --data-host. Default: rows are exchanged there, too.",
+        ),
+    ] = ""
     data_port: Annotated[int, typer.Option(help="Port of the data plane; 0: any free one.")] = 0
     health_port: Annotated[int, typer.Option(help="Port of grpc.health.v1; 0: any free one.")] = 0
     metrics_port: Annotated[int, typer.Option(help="Port of /metrics; 0: any free one.")] = 0
@@ -123,6 +131,12 @@ class NodeSettings(ClientTls):
         if self.buffer_limit_bytes:
             rows_within(self.buffer_limit_bytes, self.profile_shapes)
         check_order(known_timeouts(self))
+        rows_host(self.data_host, self.data_interface)
+
+    @property
+    def rows_host(self) -> str:
+        """The address at which rows are exchanged."""
+        return rows_host(self.data_host, self.data_interface)
 
     @property
     def planned_rows(self) -> int:

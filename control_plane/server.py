@@ -10,6 +10,7 @@ import logging
 import os
 import signal
 import socket
+import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -44,10 +45,16 @@ from control_plane.settings import ControlPlaneSettings
 from core_attention.whole_file import write_whole
 from distca.contract.addresses import split_address
 from distca.contract.rpc import server_options
+from distca.contract.timeouts import default_seconds
 from distca.contract.tls import server_credentials
 from distca.process.certificates import watch_certificates
 from distca.process.health_service import HealthService
-from distca.process.monitoring import MetricsAddressError, MetricsEndpoint, process_registry
+from distca.process.monitoring import (
+    Health,
+    MetricsAddressError,
+    MetricsEndpoint,
+    process_registry,
+)
 from distca.v1 import (
     cluster_pb2,
     cluster_pb2_grpc,
@@ -68,6 +75,8 @@ _SERVICES = (
     data_network_pb2.DESCRIPTOR.services_by_name["DataNetwork"].full_name,
 )
 """What the health service answers for, besides the process as a whole."""
+
+_ASK_SECONDS = default_seconds("ask_seconds")
 
 _LOOPBACK_OF_ANY = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]"}
 
@@ -286,8 +295,10 @@ class ControlPlane:
 
     def _start_metrics(self, address: str) -> None:
         host, port = split_address("metrics_address", address, any_port=True)
+        loop = asyncio.get_running_loop()
+        health = Health(serves=lambda: self._health.serves, is_alive=lambda: _goes_on(loop))
         try:
-            self._endpoint = MetricsEndpoint(host, port, self.metrics.registry)
+            self._endpoint = MetricsEndpoint(host, port, self.metrics.registry, health=health)
         except MetricsAddressError as error:
             raise _cannot_listen("metrics_address", address, str(error.__cause__)) from error
         self.metrics_address = _reachable(address, self._endpoint.port)
@@ -323,6 +334,16 @@ class ControlPlane:
                 ),
             )
         self._refusals.sweep()
+
+
+def _goes_on(loop: asyncio.AbstractEventLoop) -> bool:
+    """Whether the loop still takes its turns; asked from other threads."""
+    its_turn = threading.Event()
+    try:
+        loop.call_soon_threadsafe(its_turn.set)
+    except RuntimeError:  # the loop is closed
+        return False
+    return its_turn.wait(_ASK_SECONDS)
 
 
 def _leadership(settings: ControlPlaneSettings) -> Leadership:

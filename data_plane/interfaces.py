@@ -26,6 +26,33 @@ def interface_of(ip: str) -> str | None:
     return None
 
 
+def address_of_interface(name: str) -> str:
+    """Returns the IPv4 address of one of this machine's network interfaces.
+
+    Raises:
+        ValueError: there is no such interface, or it has no IPv4 address; names those that have.
+    """
+    by_name = {
+        each: [one.address for one in addresses if one.family == socket.AF_INET]
+        for each, addresses in psutil.net_if_addrs().items()
+    }
+    if by_name.get(name):
+        return str(by_name[name][0])
+    what = "has no IPv4 address" if name in by_name else "is no network interface of this machine"
+    others = ", ".join(f"{each} ({found[0]})" for each, found in by_name.items() if found)
+    raise ValueError(f"data_interface {name!r} {what}; choose one of {others or 'none'}")
+
+
+def rows_host(data_host: str, data_interface: str) -> str:
+    """Returns the address at which rows are exchanged: that of ``data_interface`` where one is
+    named, else ``data_host``.
+
+    Raises:
+        ValueError: as :func:`address_of_interface`.
+    """
+    return address_of_interface(data_interface) if data_interface else data_host
+
+
 def source_ip(peer_ip: str) -> str | None:
     """Returns the address from which this machine would call ``peer_ip``; None without a route."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as test:

@@ -11,16 +11,24 @@ node_device="${device/%cuda/cuda:0}"
 distca doctor --device="${node_device}" --shape="${shape}" --data-host=127.0.0.1 --one-host
 
 # Ends what the script has started, however it ends.
-trap 'jobs -p | xargs --no-run-if-empty kill 2>/dev/null; wait' EXIT
-distca control-plane --listen=127.0.0.1:7700 &
-distca attention-node --control-plane=127.0.0.1:7700 --device="${node_device}" --shape="${shape}" \
-    --data-host=127.0.0.1 --one-host --connect-seconds=180 --address-file="${work}/node.json" &
-for _ in {1..300}; do
-    [[ -e "${work}/node.json" ]] && break
-    # A process that has ended would be waited for in vain.
-    [[ "$(jobs -pr | wc -l)" = 2 ]] || { echo "smoke: control plane or node has ended" >&2; exit 1; }
-    sleep 1
-done
+trap 'kill $(jobs -p) 2>/dev/null || true; wait' EXIT
+
+# start NAME ARGUMENTS: in the background, until it serves; the first control plane compiles the planner.
+start() {
+    distca "${@:2}" --address-file="${work}/$1.json" &
+    local pid=$!
+    for _ in {1..600}; do
+        [[ ! -e "${work}/$1.json" ]] || return 0
+        kill -0 "${pid}" 2>/dev/null || { echo "smoke: $1 has ended" >&2; return 1; }
+        sleep 1
+    done
+    echo "smoke: $1 does not serve after 600 s" >&2
+    return 1
+}
+
+start control-plane control-plane --listen=127.0.0.1:7700
+start node attention-node --control-plane=127.0.0.1:7700 --device="${node_device}" \
+    --shape="${shape}" --data-host=127.0.0.1 --one-host
 
 torchrun --nproc-per-node=1 --module distca train --control-plane=127.0.0.1:7700 \
     --device="${device}" --placement=mixed --one-host --run-dir="${work}/smoke" --verify --steps=3 \

@@ -29,7 +29,7 @@ def check_dns(around: Surroundings) -> Iterable[Finding]:
     if around.cluster is not None:
         for address in around.cluster.settings.addresses:
             yield _resolve(split_address("address", address)[0], "the control plane")
-    yield _own_address(settings.data_host, one_host=settings.one_host)
+    yield _own_address(settings.rows_host, one_host=settings.one_host)
 
 
 def _resolve(host: str, whose: str) -> Finding:

@@ -41,7 +41,7 @@ def self_tests(around: Surroundings) -> Iterable[Finding]:
 def _self_test(around: Surroundings, *, one_host: bool) -> Iterator[Finding]:
     settings = around.settings
     peer = ResponderSettings(
-        host=settings.data_host,
+        host=settings.rows_host,
         device=settings.device,
         transport=around.transport.name,
         one_host=one_host,

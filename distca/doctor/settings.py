@@ -12,6 +12,7 @@ from typing import Annotated
 import typer
 
 from core_attention.shape import AttentionShape, parse_shape
+from data_plane.interfaces import rows_host
 from data_plane.transport import Address
 from data_plane.transports import TransportName, check_transport
 from distca.contract.addresses import split_address
@@ -89,6 +90,13 @@ class DoctorSettings:
     data_host: Annotated[
         str, typer.Option(help="Address of this machine that others reach; default: its own.")
     ] = field(default_factory=_own_address)
+    data_interface: Annotated[
+        str,
+        typer.Option(
+            help="Network interface whose IPv4 address others reach, for example net1, instead of "
+            "--data-host.",
+        ),
+    ] = ""
     transport: Annotated[str, typer.Option(help="auto, ucxx or nixl.")] = TransportName.AUTO
     one_host: Annotated[
         bool,
@@ -147,6 +155,12 @@ class DoctorSettings:
         check_transport(self.transport)
         check_seconds(self)
         check_least(self, min_gigabytes_per_second=0)
+        rows_host(self.data_host, self.data_interface)
+
+    @property
+    def rows_host(self) -> str:
+        """The address at which rows are exchanged."""
+        return rows_host(self.data_host, self.data_interface)
 
     @property
     def on_gpu(self) -> bool:

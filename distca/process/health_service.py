@@ -34,6 +34,11 @@ class HealthService(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
         self._is_over = False
         self._changed = asyncio.Event()
 
+    @property
+    def serves(self) -> bool:
+        """Whether it answers SERVING; may be read from any thread."""
+        return self._serves
+
     def serving(self) -> None:
         """From now on SERVING, unless it is over."""
         self._change(not self._is_over)

@@ -6,7 +6,8 @@ import contextlib
 import socket
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from socketserver import ThreadingMixIn
 from typing import TYPE_CHECKING, Any, Final, cast
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
@@ -21,6 +22,9 @@ if TYPE_CHECKING:
 
 PAIRS_PATH: Final = "/metrics/pairs"
 """Where the series of every pair of processes are served."""
+
+LIVE_PATH: Final = "/livez"
+READY_PATH: Final = "/readyz"
 
 MAX_CONNECTIONS: Final = 32
 """Connections to a metrics endpoint at a time; one more closes the oldest."""
@@ -43,6 +47,25 @@ def process_registry(role: str) -> CollectorRegistry:
     return registry
 
 
+def _always() -> bool:
+    return True
+
+
+@dataclass(frozen=True, kw_only=True)
+class Health:
+    """What is answered, with 200 or 503, to those who ask over HTTP whether a process serves:
+    kubelets above all, which show no certificate.
+
+    Attributes:
+        serves: whether the process serves, under ``/readyz``; called from any thread.
+        is_alive: whether it goes on at all, though it may drain or stand by, under ``/livez``;
+            called from any thread, and may block for a few seconds.
+    """
+
+    serves: Callable[[], bool]
+    is_alive: Callable[[], bool] = _always
+
+
 class MetricsAddressError(OSError):
     """The metrics cannot be served where they were to be."""
 
@@ -59,6 +82,7 @@ class MetricsEndpoint:
         registry: what is served.
         pairs: what is served under ``/metrics/pairs``, and nowhere else: series whose number grows
             with the square of the cluster. None serves an empty page there.
+        health: what is answered under ``/livez`` and ``/readyz``; None: such pages are not found.
 
     Raises:
         MetricsAddressError: the port is taken or not allowed, or the host is no address of this
@@ -71,9 +95,11 @@ class MetricsEndpoint:
         port: int,
         registry: CollectorRegistry,
         pairs: CollectorRegistry | None = None,
+        *,
+        health: Health | None = None,
     ) -> None:
         server = _Server6 if ":" in host else _Server
-        application = _application(registry, pairs or CollectorRegistry())
+        application = _application(registry, pairs or CollectorRegistry(), health)
         try:
             self._server = make_server(host, port, application, server, handler_class=_Handler)
         except OSError as error:
@@ -98,15 +124,32 @@ class MetricsEndpoint:
         self._thread.join()
 
 
-def _application(registry: CollectorRegistry, pairs: CollectorRegistry) -> WSGIApplication:
+def _application(
+    registry: CollectorRegistry, pairs: CollectorRegistry, health: Health | None
+) -> WSGIApplication:
     shown, of_pairs = make_wsgi_app(registry), make_wsgi_app(pairs)
 
     def answer(environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
         asked = environ.get("PATH_INFO", "").rstrip("/")
+        if asked in (LIVE_PATH, READY_PATH):
+            status, text = _state(asked, health)
+            start_response(status, [("Content-Type", "text/plain; charset=utf-8")])
+            return [f"{text}\n".encode()]
         application = of_pairs if asked == PAIRS_PATH else shown
         return cast("Iterable[bytes]", application(environ, start_response))
 
     return answer
+
+
+def _state(asked: str, health: Health | None) -> tuple[str, str]:
+    """Status line and text."""
+    if health is None:
+        return "404 Not Found", "this process has no health of its own"
+    if asked == LIVE_PATH:
+        return ("200 OK", "alive") if health.is_alive() else ("503 Service Unavailable", "stuck")
+    if health.serves():
+        return "200 OK", "serving"
+    return "503 Service Unavailable", "not serving"
 
 
 class _Server(ThreadingMixIn, WSGIServer):

@@ -35,7 +35,12 @@ from distca.report.page import write_report
 from distca.report.record import RunRecord, StepRecord
 from distca.report.step_log import StepLog
 from distca.run_folder import RunFolder
-from distca.train.checkpoint import Checkpoint, CheckpointKeeper, load_newest
+from distca.train.checkpoint import (
+    Checkpoint,
+    CheckpointKeeper,
+    list_checkpoints,
+    load_newest,
+)
 from distca.train.device import (
     choose_device,
     collect_garbage,
@@ -218,7 +223,7 @@ def session_options(
         device=str(device),
         # Gathering sharded weights keeps the ranks together.
         kept_forward_ticks=3 if run.training.sharding is Sharding.FSDP else None,
-        data_host=run.service.data_host,
+        data_host=run.service.rows_host,
         transport=run.service.transport,
         one_host=run.service.one_host,
         audit_seed=run.data.seed,
@@ -297,7 +302,7 @@ class _Loop:
 
     def train(self) -> bool:
         """Runs all steps that are left; returns False when it was stopped before the last."""
-        first = self._resume() if self._run.training.resume else 0
+        first = self._resume() if self._resumes() else 0
         if self._leads:
             self._log.forget_from(first)
         done = self._next_to_submit = first
@@ -391,6 +396,16 @@ class _Loop:
         """Whether any rank was asked to stop: then all stop after the same step."""
         (asked,) = sum_over_ranks(float(self._stop.requested))
         return asked > 0
+
+    def _resumes(self) -> bool:
+        """Whether a checkpoint is to be taken up. Ranks whose folder holds other checkpoints than
+        the first one's, or none, are named by :meth:`_resume` or here."""
+        training = self._run.training
+        if training.resume or not training.resume_or_start:
+            return training.resume
+        found = bool(list_checkpoints(self._folder.checkpoints))
+        check_agreement({"has a checkpoint": found})
+        return found
 
     def _resume(self) -> int:
         """Takes up the newest checkpoint; returns the step to go on with."""

@@ -12,6 +12,7 @@ from typing import Annotated, ClassVar
 
 import typer
 
+from data_plane.interfaces import rows_host
 from data_plane.transports import TransportName
 from distca.contract.checks import check_least, check_port, check_positive, check_seconds
 from distca.contract.settings import PlanRequest, RankTimeouts
@@ -181,6 +182,14 @@ class TrainingSettings:
     resume: Annotated[
         bool, typer.Option(help="Go on from the newest checkpoint in the run folder.")
     ] = False
+    resume_or_start: Annotated[
+        bool,
+        typer.Option(
+            "--resume-or-start",
+            help="The same, but begin at the first step if there is no checkpoint yet: for jobs "
+            "that a cluster starts again.",
+        ),
+    ] = False
 
     def __post_init__(self) -> None:
         check_least(
@@ -259,6 +268,13 @@ class ServiceSettings(RankTimeouts):
     data_host: Annotated[
         str, typer.Option(help="Address of this machine for UCX traffic of an in-place server.")
     ] = "127.0.0.1"
+    data_interface: Annotated[
+        str,
+        typer.Option(
+            help="Network interface whose IPv4 address is that, for example net1, instead of "
+            "--data-host.",
+        ),
+    ] = ""
     run_dir: Annotated[
         Path,
         typer.Option(
@@ -305,6 +321,12 @@ class ServiceSettings(RankTimeouts):
         check_seconds(self)
         check_order(known_timeouts(self))
         check_port(self, "metrics_port")
+        rows_host(self.data_host, self.data_interface)
+
+    @property
+    def rows_host(self) -> str:
+        """The address at which rows are exchanged."""
+        return rows_host(self.data_host, self.data_interface)
 
     @property
     def collective_timeout_seconds(self) -> float:

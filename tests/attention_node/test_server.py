@@ -67,6 +67,9 @@ def test_a_node_tells_its_health_and_counts_its_work(running: Cluster) -> None:
         team.check([RankManifest.from_lengths(0, 0, [[10, 20], [30]])])
         measured = wait_for_measurement(team)
         samples = node_metrics(running)
+        metrics = running.processes[1].addresses["metrics"]
+        with urllib.request.urlopen(f"http://{metrics}/readyz", timeout=5) as answer:
+            assert answer.read() == b"serving\n"
     pairs = sum(n * (n + 1) // 2 for n in (10, 20, 30))
     assert samples["distca_attention_node_qk_pairs_total"] == 2 * pairs
     assert samples["distca_attention_node_steps_total"] == 1

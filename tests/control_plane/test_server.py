@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
@@ -10,6 +11,7 @@ import socket
 import subprocess
 import sys
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +21,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from control_plane import server
 from control_plane.server import AddressInUseError, ControlPlane
 from control_plane.settings import (
     ControlPlaneSettings,
@@ -132,6 +135,35 @@ def test_health_watchers_see_not_serving_before_the_end() -> None:
         assert next(watch).status == health_pb2.HealthCheckResponse.SERVING
     assert next(watch).status == health_pb2.HealthCheckResponse.NOT_SERVING
     channel.close()
+
+
+@pytest.mark.parametrize(("stands_by", "ready"), [(False, 200), (True, 503)])
+def test_who_stands_by_is_alive_and_not_ready(tmp_path: Path, stands_by: bool, ready: int) -> None:
+    with contextlib.ExitStack() as stack:
+        access: dict[str, Any] = {"leader_lock": tmp_path / "lock"} if stands_by else {}
+        if stands_by:
+            stack.enter_context(running(**access))
+        here = stack.enter_context(
+            running(metrics_address="127.0.0.1:0", stands_by=stands_by, **access)
+        )
+        assert _status(here, "/livez") == 200
+        assert _status(here, "/readyz") == ready
+
+
+def test_a_loop_that_takes_no_turns_is_not_alive(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "_ASK_SECONDS", 0.05)
+    loop = asyncio.new_event_loop()
+    assert not server._goes_on(loop)
+    loop.close()
+    assert not server._goes_on(loop)
+
+
+def _status(control_plane: ControlPlane, path: str) -> int:
+    try:
+        with urllib.request.urlopen(f"http://{control_plane.metrics_address}{path}") as answer:
+            return int(answer.status)
+    except urllib.error.HTTPError as error:
+        return error.code
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import http.client
 import socket
 import threading
 import urllib.error
@@ -15,6 +16,7 @@ from distca import __version__
 from distca.process.monitoring import (
     MAX_CONNECTIONS,
     PAIRS_PATH,
+    Health,
     MetricsAddressError,
     MetricsEndpoint,
     process_registry,
@@ -102,3 +104,38 @@ def test_garbage_harms_nothing(garbage: bytes) -> None:
                 pass
     assert "distca_build_info" in read(endpoint.port)
     endpoint.close()
+
+
+@pytest.mark.parametrize(
+    ("serves", "is_alive", "live", "ready"),
+    [
+        (True, True, (200, "alive"), (200, "serving")),
+        (False, True, (200, "alive"), (503, "not serving")),
+        (False, False, (503, "stuck"), (503, "not serving")),
+    ],
+)
+def test_health_is_told_over_http_beside_the_metrics(
+    serves: bool, is_alive: bool, live: tuple[int, str], ready: tuple[int, str]
+) -> None:
+    health = Health(serves=lambda: serves, is_alive=lambda: is_alive)
+    registry = process_registry("trainer")
+    endpoint = MetricsEndpoint("127.0.0.1", 0, registry, health=health)
+    with contextlib.closing(endpoint):
+        assert asked(endpoint.port, "/livez") == live
+        assert asked(endpoint.port, "/readyz/") == ready
+        assert "distca_build_info" in asked(endpoint.port, "/metrics")[1]
+
+
+def test_a_process_without_health_has_no_such_pages() -> None:
+    endpoint = MetricsEndpoint("127.0.0.1", 0, process_registry("trainer"))
+    with contextlib.closing(endpoint):
+        assert asked(endpoint.port, "/readyz")[0] == 404
+
+
+def asked(port: int, path: str) -> tuple[int, str]:
+    """(status, text) of a page."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
+    with contextlib.closing(connection):
+        connection.request("GET", path)
+        answer = connection.getresponse()
+        return answer.status, answer.read().decode().strip()

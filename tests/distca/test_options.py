@@ -179,6 +179,7 @@ def test_everything_that_a_local_run_hands_to_its_trainers_reaches_them() -> Non
             control_plane="127.0.0.1:1",
             placement=PlacementName.MIXED,
             data_host="127.0.0.2",
+            data_interface="lo",
             run_dir=Path("/tmp/runs/x"),
             transport=TransportName.NIXL,
             one_host=True,
@@ -222,6 +223,7 @@ def test_everything_that_a_local_run_hands_to_its_trainers_reaches_them() -> Non
             verify=True,
             checkpoint_every=5,
             resume=True,
+            resume_or_start=True,
         ),
         PlanSettings(
             tolerance=0.0,

@@ -69,12 +69,14 @@ def test_sharded_and_recomputed_layers_train_as_whole_ones_do(
 
 
 def test_sharded_run_goes_on_from_its_checkpoint(start_run: StartRun) -> None:
-    """The checkpoint holds whole weights and moments, gathered from all ranks."""
+    """The checkpoint holds whole weights and moments, gathered from all ranks. The first part has
+    none to go on from, and begins."""
+    options = ("--mode=in-place", "--sharding=fsdp", "--resume-or-start")
     whole = start_run("whole", "--mode=in-place", "--sharding=fsdp", "--steps=4")
     assert whole.wait(150.0).exit_code == 0
-    first = start_run("halves", "--mode=in-place", "--sharding=fsdp", "--steps=2")
+    first = start_run("halves", *options, "--steps=2")
     assert first.wait(150.0).exit_code == 0
-    rest = start_run("halves", "--mode=in-place", "--sharding=fsdp", "--steps=4", "--resume")
+    rest = start_run("halves", *options, "--steps=4")
     assert rest.wait(150.0).exit_code == 0
     losses = [step.loss for step in rest.record().steps]
     # The planner's profile may have been corrected, so sums are rounded differently.

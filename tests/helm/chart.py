@@ -20,6 +20,12 @@ VERSIONS = ("old", "new")
 
 VALUE_SETS = tuple(sorted(path.name for path in (CHART / "ci").glob("*-values.yaml")))
 
+NEEDS_KUBERNETES = {
+    "dra-values.yaml": (1, 34),
+    "leader-worker-set-values.yaml": (1, 34),
+}
+"""The first version of Kubernetes for value sets that the oldest one does not know."""
+
 RELEASE, NAMESPACE = "rel", "research"
 
 Manifest = dict[str, Any]
@@ -99,6 +105,8 @@ def pod_specs(manifests: list[Manifest]) -> Iterator[tuple[str, Manifest]]:
             yield owner, manifest["spec"]
         elif manifest["kind"] in ("Deployment", "StatefulSet", "DaemonSet"):
             yield owner, manifest["spec"]["template"]["spec"]
+        elif manifest["kind"] == "LeaderWorkerSet":
+            yield owner, manifest["spec"]["leaderWorkerTemplate"]["workerTemplate"]["spec"]
         elif manifest["kind"] == "JobSet":
             for job in manifest["spec"]["replicatedJobs"]:
                 yield owner, job["template"]["spec"]["template"]["spec"]

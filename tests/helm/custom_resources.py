@@ -1,7 +1,8 @@
 """Checks manifests of custom resources against models of their definitions.
 
 Three groups come as npm packages with generated TypeScript types, which know every field, and
-validators, which know values; JobSet and Kubeflow Trainer come as a Python package of models.
+validators, which know values; JobSet and Kubeflow Trainer come as a Python package of models. Of
+two more there is no package: what the chart uses of their fields is written down here.
 """
 
 from __future__ import annotations
@@ -12,7 +13,21 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import kubernetes_validate
+from jsonschema import Draft7Validator
+
 from tests.helm.chart import TOOLS, Manifest
+
+
+def _object(*, required: tuple[str, ...] = (), **properties: Any) -> dict[str, Any]:
+    """The schema of an object that has no other fields than these."""
+    return {
+        "type": "object",
+        "additionalProperties": False,
+        "required": list(required),
+        "properties": properties,
+    }
+
 
 _NPM = {
     "cert-manager.io/v1": "@kubernetes-models/cert-manager/cert-manager.io/v1",
@@ -25,6 +40,47 @@ _PYTHON = {
     ("trainer.kubeflow.org/v1alpha1", "TrainJob"): "trainer_v1alpha1_train_job",
     ("trainer.kubeflow.org/v1alpha1", "TrainingRuntime"): "trainer_v1alpha1_training_runtime",
 }
+
+_SCHEMAS: dict[tuple[str, str], dict[str, Any]] = {
+    # github.com/kubernetes-sigs/lws, api/leaderworkerset/v1/leaderworkerset_types.go, at 060ab4d
+    # (August 2026).
+    ("leaderworkerset.x-k8s.io/v1", "LeaderWorkerSet"): _object(
+        required=("leaderWorkerTemplate",),
+        replicas={"type": "integer", "minimum": 0, "maximum": 1000000},
+        startupPolicy={"enum": ["LeaderCreated", "LeaderReady"]},
+        rolloutStrategy=_object(
+            required=("type",),
+            type={"enum": ["RollingUpdate"]},
+            rollingUpdateConfiguration=_object(
+                partition={"type": "integer"},
+                maxUnavailable={"type": ["integer", "string"]},
+                maxSurge={"type": ["integer", "string"]},
+            ),
+        ),
+        leaderWorkerTemplate=_object(
+            required=("workerTemplate",),
+            size={"type": "integer", "minimum": 1},
+            restartPolicy={
+                "enum": ["None", "RecreateGroupOnPodRestart", "RecreateGroupAfterStart"]
+            },
+            workerTemplate={"type": "object"},
+        ),
+    ),
+    # github.com/NVIDIA/k8s-dra-driver-gpu, api/nvidia.com/resource/v1beta1/computedomain.go, at
+    # 2240711 (May 2026).
+    ("resource.nvidia.com/v1beta1", "ComputeDomain"): _object(
+        required=("channel",),
+        numNodes={"type": "integer", "minimum": 0},
+        channel=_object(
+            required=("resourceClaimTemplate",),
+            resourceClaimTemplate=_object(
+                required=("name",), name={"type": "string", "minLength": 1}
+            ),
+            allocationMode={"enum": ["All", "Single"]},
+        ),
+    ),
+}
+"""Schemas of ``spec``. Pods in them are checked as pods of Kubernetes."""
 
 _CHECK = """
 import {{ {kind} }} from "{module}";
@@ -89,10 +145,28 @@ def complaints_of_python_models(manifest: Manifest) -> str:
     return "; ".join(_lost(manifest, read.to_dict(), "$"))
 
 
+def complaints_of_schemas(manifest: Manifest, kubernetes: str) -> str:
+    """The same for what has its schema here, with its pods as of that version of Kubernetes."""
+    schema = _SCHEMAS[manifest["apiVersion"], manifest["kind"]]
+    found = [error.message for error in Draft7Validator(schema).iter_errors(manifest["spec"])]
+    template = manifest["spec"].get("leaderWorkerTemplate", {}).get("workerTemplate")
+    if template is not None:
+        pod = {"apiVersion": "v1", "kind": "PodTemplate", "template": template}
+        try:
+            kubernetes_validate.validate(pod, kubernetes, strict=True)
+        except kubernetes_validate.ValidationError as error:
+            found.append(str(error))
+    return "; ".join(found)
+
+
 def knows(manifest: Manifest) -> bool:
-    """Whether one of the two can check ``manifest``."""
-    version = manifest["apiVersion"]
-    return version in _NPM or (version, manifest["kind"]) in _PYTHON
+    """Whether one of the three can check ``manifest``."""
+    return manifest["apiVersion"] in _NPM or in_python(manifest) or has_schema(manifest)
+
+
+def has_schema(manifest: Manifest) -> bool:
+    """Whether its schema is here."""
+    return (manifest["apiVersion"], manifest["kind"]) in _SCHEMAS
 
 
 def in_python(manifest: Manifest) -> bool:

@@ -10,13 +10,10 @@ import socket
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
-
-import grpc
-from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tests.helm.chart import ROOT, Manifest
 
@@ -64,14 +61,8 @@ class Container:
     def passes(self, probe: str) -> bool:
         """Whether the probe succeeds, asked as the kubelet asks."""
         settings = self.manifest[probe]
-        if "exec" in settings:
-            done = subprocess.run(
-                _command(settings["exec"]["command"]), env=dict(self.env), cwd=ROOT, timeout=60
-            )
-            return done.returncode == 0
-        if "tcpSocket" in settings:
-            return _connects(self._port(settings["tcpSocket"]["port"]))
-        return _serves(self._port(settings["grpc"]["port"]))
+        asked = settings["httpGet"]
+        return _is_well(self._port(asked["port"]), asked["path"])
 
     def _port(self, port: int | str) -> int:
         named = {each["name"]: each["containerPort"] for each in self.manifest["ports"]}
@@ -147,19 +138,9 @@ def _command(command: list[str]) -> list[str]:
     return [*_PROGRAMS[command[0]], *command[1:]]
 
 
-def _connects(port: int) -> bool:
+def _is_well(port: int, path: str) -> bool:
     try:
-        socket.create_connection((POD_IP, port), 1.0).close()
+        with urllib.request.urlopen(f"http://{POD_IP}:{port}{path}", timeout=10.0) as answer:
+            return bool(answer.status < 400)
     except OSError:
         return False
-    return True
-
-
-def _serves(port: int) -> bool:
-    with grpc.insecure_channel(f"{POD_IP}:{port}") as channel:
-        stub: Any = health_pb2_grpc.HealthStub(channel)
-        try:
-            answer = stub.Check(health_pb2.HealthCheckRequest(), timeout=2.0)
-        except grpc.RpcError:
-            return False
-    return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)

@@ -57,7 +57,7 @@ option of one of the two commands has to be put either here or into the template
 
 
 def command_lines() -> Iterator[tuple[str, Manifest, list[str]]]:
-    """(where, container, arguments of ``distca``) of each container and probe of all value sets."""
+    """(where, container, arguments of ``distca``) of each container of all value sets."""
     for value_set in VALUE_SETS:
         for owner, spec in pod_specs(rendered(value_set)):
             for each in containers(spec):
@@ -67,11 +67,6 @@ def command_lines() -> Iterator[tuple[str, Manifest, list[str]]]:
                     assert arguments[:2] == ["--module", "distca"]
                     arguments = arguments[2:]
                 yield where, each, [expanded(text, each) for text in arguments]
-                for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
-                    command = each.get(probe, {}).get("exec", {}).get("command")
-                    if command:
-                        assert command[0] == "distca"
-                        yield f"{where}: {probe}", each, command[1:]
 
 
 def expanded(text: str, of: Manifest) -> str:

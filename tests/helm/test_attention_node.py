@@ -226,15 +226,19 @@ def test_the_doctor_sees_the_same_devices_volumes_and_variables_as_the_server() 
     assert "initContainers" not in pod("", "attentionNode.doctor.enabled=false")
 
 
-def test_probes_ask_the_health_port_and_show_a_certificate_with_tls() -> None:
-    server = container(pod(), "server-0")
-    assert server["readinessProbe"]["grpc"] == {"port": 7711}
-    assert server["livenessProbe"]["exec"]["command"] == ["distca", "health", "--alive"]
-    assert environment(server)["DISTCA_HEALTH_ADDRESS"] == "$(POD_IP):7711"
+@pytest.mark.parametrize("value_set", ["daemonset-values.yaml", "mtls-own-authority-values.yaml"])
+def test_probes_ask_each_server_at_its_metrics_port(value_set: str) -> None:
+    servers = [each for each in pod(value_set)["containers"] if each["name"].startswith("server-")]
+    for index, server in enumerate(servers):
+        port = f"metrics-{index}"
+        assert server["readinessProbe"]["httpGet"] == {"path": "/readyz", "port": port}
+        for name in ("startupProbe", "livenessProbe"):
+            assert server[name]["httpGet"] == {"path": "/livez", "port": port}
+
+
+def test_distca_health_in_the_container_finds_the_health_port_and_the_certificate() -> None:
     server = container(pod("mtls-own-authority-values.yaml"), "server-0")
-    command = server["readinessProbe"]["exec"]["command"]
-    # Pods have no names or addresses that a certificate could carry.
-    assert command == ["distca", "health", "--tls-server-name=localhost"]
+    assert environment(server)["DISTCA_HEALTH_ADDRESS"] == "$(POD_IP):7711"
     assert environment(server)["DISTCA_TLS_KEY"] == "/etc/distca/tls/tls.key"
 
 

@@ -57,14 +57,22 @@ def test_budgets_exist_from_two_pods_on_and_leave_room_to_drain() -> None:
     assert set(budgets("attentionNode.kind=DaemonSet")) == {"attention-node"}
 
 
-def test_probes_need_no_certificate_without_tls_and_show_one_with_it() -> None:
-    plain = container(deployment()["spec"]["template"]["spec"], "control-plane")
-    assert plain["readinessProbe"]["grpc"] == {"port": 7700}
+def probe_paths(run: Manifest) -> list[str]:
+    """What the probes for startup, readiness and liveness ask for, all at the metrics port."""
+    asked = [run[f"{name}Probe"]["httpGet"] for name in ("startup", "readiness", "liveness")]
+    assert all(each["port"].startswith("metrics") for each in asked)
+    return [each["path"] for each in asked]
+
+
+def test_probes_need_no_certificate_with_tls_or_without() -> None:
+    for value_set in ("", "mtls-own-authority-values.yaml"):
+        run = container(deployment(value_set)["spec"]["template"]["spec"], "control-plane")
+        # One that stands by or ends is alive.
+        assert probe_paths(run) == ["/readyz", "/readyz", "/livez"]
+
+
+def test_distca_health_in_the_container_shows_a_certificate_with_tls() -> None:
     tls = deployment("mtls-own-authority-values.yaml")["spec"]["template"]["spec"]
-    for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
-        command = container(tls, "control-plane")[probe]["exec"]["command"]
-        assert command[:2] == ["distca", "health"]
-        assert command[-1] == "--tls-server-name=localhost"
     env = environment(container(tls, "control-plane"))
     assert env["DISTCA_HEALTH_ADDRESS"] == "localhost:7700"
     assert env["DISTCA_TLS_CERTIFICATE"] == "/etc/distca/tls/tls.crt"
@@ -72,11 +80,6 @@ def test_probes_need_no_certificate_without_tls_and_show_one_with_it() -> None:
         rendered("mtls-own-authority-values.yaml"), "Certificate", "distca-control-plane"
     )
     assert "localhost" in certificate["spec"]["dnsNames"]
-
-
-def test_liveness_accepts_a_process_that_does_not_serve() -> None:
-    probe = container(deployment()["spec"]["template"]["spec"], "control-plane")["livenessProbe"]
-    assert "--alive" in probe["exec"]["command"]
 
 
 def test_the_startup_probe_allows_the_seconds_asked_for() -> None:
@@ -114,8 +117,7 @@ def test_standbys_are_ready_and_the_service_leads_to_the_leader_alone(value_set:
     spec = deployment(value_set, *elected)["spec"]
     # Else none could be replaced or evicted: the one that serves must not go before another does.
     run = container(spec["template"]["spec"], "control-plane")
-    for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
-        assert "--alive" in run[probe]["exec"]["command"]
+    assert probe_paths(run) == ["/livez"] * 3
     assert spec["strategy"]["rollingUpdate"] == {"maxUnavailable": 0, "maxSurge": 1}
     assert "--leader-pod=$(POD_NAME)" in run["args"]
     assert environment(run)["POD_NAME"] == {"fieldRef": {"fieldPath": "metadata.name"}}

@@ -55,6 +55,42 @@ def test_both_kinds_run_the_same_command_on_this_releases_control_plane() -> Non
     )
 
 
+@pytest.mark.parametrize(
+    "value_set", ["example-gpu-jobset-values.yaml", "example-gpu-trainjob-values.yaml"]
+)
+def test_a_job_on_gpus_asks_for_them_starts_again_and_goes_on(value_set: str) -> None:
+    spec = job_pod(value_set)
+    node = container(spec, "node")
+    limits = node["resources"]["limits"]
+    assert limits["nvidia.com/gpu"] == node["resources"]["requests"]["nvidia.com/gpu"] == 8
+    assert node["image"].endswith("-cuda")
+    assert "--resume-or-start" in node["args"]
+    job = next(each for each in rendered(value_set) if each["kind"] in ("JobSet", "TrainJob"))
+    assert job["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "training"
+    # Kueue's webhook suspends what has its label; written here, upgrades would stop a running job.
+    assert "suspend" not in job["spec"]
+    (jobset,) = (
+        each["spec"] if each["kind"] == "JobSet" else each["spec"]["template"]["spec"]
+        for each in rendered(value_set)
+        if each["kind"] in ("JobSet", "TrainingRuntime")
+    )
+    assert jobset["failurePolicy"]["maxRestarts"] == 5
+    (rule,) = jobset["failurePolicy"]["rules"]
+    assert rule["action"] == "RestartJobSetAndIgnoreMaxRestarts"
+    (replicated,) = jobset["replicatedJobs"]
+    (taken,) = replicated["template"]["spec"]["podFailurePolicy"]["rules"]
+    assert taken["onPodConditions"] == [{"type": "DisruptionTarget", "status": "True"}]
+    assert spec["restartPolicy"] == "Never"
+
+
+def test_without_restarts_a_job_ends_with_its_first_failure() -> None:
+    spec = only(rendered("example-jobset-values.yaml"), "JobSet")["spec"]
+    assert "failurePolicy" not in spec
+    assert "podFailurePolicy" not in spec["replicatedJobs"][0]["template"]["spec"]
+    node = container(job_pod("example-jobset-values.yaml"), "node")
+    assert "--resume-or-start" not in node["args"]
+
+
 def test_runs_are_kept_where_asked() -> None:
     volumes = {v["name"]: v for v in job_pod("example-trainjob-values.yaml")["volumes"]}
     assert volumes["runs"]["persistentVolumeClaim"] == {"claimName": "runs"}
@@ -77,6 +113,7 @@ def test_trainers_use_the_network_devices_that_nodes_use() -> None:
         ("daemonset-values.yaml", 8),
         ("autoscaling-hpa-values.yaml", 2),
         ("join-elsewhere-values.yaml", 4),
+        ("leader-worker-set-values.yaml", 32),
     ],
 )
 def test_helm_test_expects_the_servers_that_the_values_describe(

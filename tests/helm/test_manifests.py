@@ -10,24 +10,36 @@ import kubernetes_validate
 import pytest
 
 from tests.helm.api_server import KINDS
-from tests.helm.chart import VALUE_SETS, Manifest, kinds, only, pod_specs, rendered
+from tests.helm.chart import (
+    NEEDS_KUBERNETES,
+    VALUE_SETS,
+    Manifest,
+    kinds,
+    only,
+    pod_specs,
+    rendered,
+)
 from tests.helm.custom_resources import (
     complaints_of_models,
     complaints_of_python_models,
+    complaints_of_schemas,
+    has_schema,
     in_python,
     is_custom,
     knows,
 )
 
-KUBERNETES = ("1.27.0", "1.30.0", "1.34.0")
+KUBERNETES = ("1.27.0", "1.30.0", "1.34.0", "1.37.0")
 """The oldest version that Chart.yaml allows, and newer ones."""
 
 
-def all_manifests() -> list[Manifest]:
-    """The manifests of all value sets, equal ones once."""
+def all_manifests(kubernetes: str = KUBERNETES[-1]) -> list[Manifest]:
+    """The manifests of all value sets for that version of Kubernetes, equal ones once."""
+    version = tuple(int(number) for number in kubernetes.split(".")[:2])
     distinct = {
         json.dumps(manifest, sort_keys=True): manifest
         for value_set in VALUE_SETS
+        if version >= NEEDS_KUBERNETES.get(value_set, version)
         for manifest in rendered(value_set)
     }
     return list(distinct.values())
@@ -36,10 +48,18 @@ def all_manifests() -> list[Manifest]:
 @pytest.mark.parametrize("version", KUBERNETES)
 @pytest.mark.timeout(300)
 def test_manifests_match_the_schemas_of_kubernetes(version: str) -> None:
-    core = [manifest for manifest in all_manifests() if not is_custom(manifest)]
+    core = [manifest for manifest in all_manifests(version) if not is_custom(manifest)]
     assert len(core) > 40
     for manifest in core:
         kubernetes_validate.validate(manifest, version, strict=True)
+
+
+def test_value_sets_that_need_a_newer_kubernetes_do() -> None:
+    for value_set, (major, minor) in NEEDS_KUBERNETES.items():
+        older = [version for version in KUBERNETES if version < f"{major}.{minor}"]
+        claims = only(rendered(value_set), "ResourceClaimTemplate", "attention-node-gpu")
+        with pytest.raises(kubernetes_validate.SchemaNotFoundError):
+            kubernetes_validate.validate(claims, older[-1], strict=True)
 
 
 def test_an_unknown_field_would_be_found() -> None:
@@ -62,10 +82,29 @@ def test_custom_resources_match_their_definitions(tmp_path: Path) -> None:
     assert complaints_of_models(all_manifests(), tmp_path) == ""
 
 
-def test_jobs_match_their_definitions() -> None:
+def test_jobs_and_what_has_a_schema_here_match_their_definitions() -> None:
     for manifest in all_manifests():
         if in_python(manifest):
             assert complaints_of_python_models(manifest) == ""
+        if has_schema(manifest):
+            assert complaints_of_schemas(manifest, KUBERNETES[-1]) == ""
+
+
+@pytest.mark.parametrize(
+    ("kind", "path", "complaint"),
+    [
+        ("LeaderWorkerSet", ("leaderWorkerTemplate", "sizes"), "sizes"),
+        ("LeaderWorkerSet", ("leaderWorkerTemplate", "workerTemplate", "spec", "gpus"), "gpus"),
+        ("ComputeDomain", ("channel", "mode"), "mode"),
+    ],
+)
+def test_a_mistake_in_them_would_be_found(kind: str, path: tuple[str, ...], complaint: str) -> None:
+    manifest = copy.deepcopy(next(each for each in all_manifests() if each["kind"] == kind))
+    part = manifest["spec"]
+    for name in path[:-1]:
+        part = part[name]
+    part[path[-1]] = 1
+    assert complaint in complaints_of_schemas(manifest, KUBERNETES[-1])
 
 
 @pytest.mark.parametrize(

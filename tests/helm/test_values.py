@@ -1,4 +1,5 @@
-"""values.yaml: every value has a comment, stands in the README, and changes what is rendered."""
+"""values.yaml: every value has a comment, stands in the README, and changes what is rendered, which
+is valid for the oldest version of Kubernetes and the newest."""
 
 from __future__ import annotations
 
@@ -6,11 +7,23 @@ import json
 import subprocess
 import sys
 from functools import cache
+from pathlib import Path
 from typing import Any
 
+import kubernetes_validate
 import pytest
+import yaml
 
-from tests.helm.chart import CHART, NAMESPACE, RELEASE, ROOT, helm
+from tests.helm.chart import CHART, NAMESPACE, RELEASE, ROOT, VALUE_SETS, Manifest, helm
+from tests.helm.custom_resources import (
+    complaints_of_models,
+    complaints_of_python_models,
+    complaints_of_schemas,
+    has_schema,
+    in_python,
+    is_custom,
+)
+from tests.helm.test_manifests import KUBERNETES
 from tools.chart_readme import (
     MissingCommentError,
     Value,
@@ -29,7 +42,7 @@ EVERYTHING = {
         name: {"enabled": True}
         for name in ("serviceMonitor", "podMonitor", "prometheusRule", "dashboards")
     },
-    "exampleJob": {"enabled": True},
+    "exampleJob": {"enabled": True, "runVolume": {"hostPath": {"path": "/runs"}}},
 }
 """Turns on whatever reads values."""
 
@@ -43,6 +56,19 @@ ALSO_NEEDED: dict[str, dict[str, Any]] = {
         "attentionNode": {"affinity": {"nodeAffinity": {}}, "hostNetwork": True},
         "networkPolicy": {"hostNetworkFrom": [{"ipBlock": {"cidr": "10.0.0.0/8"}}]},
     },
+    "attentionNode.leaderWorkerSet.size": {
+        "attentionNode": {
+            "kind": "LeaderWorkerSet",
+            "replicas": 4,
+            "podDisruptionBudget": {"maxUnavailable": 2},
+        }
+    },
+    "attentionNode.leaderWorkerSet.exclusiveTopology": {
+        "attentionNode": {"kind": "LeaderWorkerSet"}
+    },
+    "gpu.dra.deviceClassName": {"gpu": {"dra": {"enabled": True}}},
+    "gpu.dra.selectors": {"gpu": {"dra": {"enabled": True}}},
+    "dataInterface.networkAttachment": {"dataInterface": {"name": "net1"}},
     "attentionNode.replicas": {"autoscaling": {"enabled": False}},
     "attentionNode.rollout.maxUnavailable": {
         "attentionNode": {"replicas": 4, "podDisruptionBudget": {"maxUnavailable": 2}}
@@ -80,6 +106,10 @@ OTHER: dict[str, Any] = {
     "attentionNode.rollout.maxUnavailable": 2,
     "controlPlane.service.type": "NodePort",
     "attentionNode.kind": "DaemonSet",
+    "attentionNode.leaderWorkerSet.exclusiveTopology": "nvidia.com/gpu.clique",
+    "gpu.dra.deviceClassName": "mig.nvidia.com",
+    "gpu.dra.selectors": [{"cel": {"expression": "true"}}],
+    "dataInterface.networkAttachment": "fabric/rows",
     "attentionNode.shapes": ["1:1:8:float32"],
     "attentionNode.sharedMemorySize": "1Gi",
     "attentionNode.doctor.skip": ["clock"],
@@ -102,6 +132,35 @@ OTHER: dict[str, Any] = {
 }
 """What a value is changed to, where its type alone does not tell."""
 
+BY_NAME: dict[str, Any] = {
+    "affinity": {"nodeAffinity": {}},
+    "topologySpreadConstraints": [
+        {"maxSkew": 1, "topologyKey": "zone", "whenUnsatisfiable": "DoNotSchedule"}
+    ],
+    "tolerations": [{"key": "x", "operator": "Exists"}],
+    "updateStrategy": {"type": "OnDelete"},
+    "resources": {"requests": {"cpu": "9"}},
+    "cacheVolume": {"hostPath": {"path": "/x"}},
+    "runVolume": {"hostPath": {"path": "/x"}},
+    "extraEnvFrom": [{"configMapRef": {"name": "x"}}],
+    "extraVolumeMounts": [{"name": "x", "mountPath": "/x"}],
+    "podSecurityContext": {"runAsUser": 10002},
+    "securityContext": {"runAsUser": 10002},
+    "relabelings": [{"action": "labeldrop", "regex": "x"}],
+    "metricRelabelings": [{"action": "labeldrop", "regex": "x"}],
+    "jobsFrom": [{"podSelector": {"matchLabels": {"a": "b"}}}],
+    "hostNetworkFrom": [{"ipBlock": {"cidr": "10.1.0.0/16"}}],
+    "metricsFrom": [{"podSelector": {"matchLabels": {"a": "b"}}}],
+    "controlPlaneFrom": [{"podSelector": {"matchLabels": {"a": "b"}}}],
+}
+"""The same by the last part of the path."""
+
+NEEDS_NEWEST = ("gpu.dra", "gpu.computeDomain")
+"""Values whose manifests the oldest version of Kubernetes does not know."""
+
+NOT_IN_VALUE_SETS: list[str] = []
+"""Choices that no value set makes; the test below tries them one by one all the same."""
+
 ALLOWED_WITH: dict[str, dict[str, Any]] = {
     "controlPlane.enabled": {"controlPlane": {"address": "a:1"}},
     "controlPlane.leaderElection.enabled": {"controlPlane": {"replicas": 1}},
@@ -114,6 +173,9 @@ def changed(value: Value) -> Any:
     """Something else of the value's type."""
     if value.path in OTHER:
         return OTHER[value.path]
+    name = value.path.rpartition(".")[2]
+    if name in BY_NAME:
+        return BY_NAME[name]
     default = json.loads(value.default)
     if value.path.endswith(("interval", "scrapeTimeout")):
         return "9s"
@@ -126,10 +188,6 @@ def changed(value: Value) -> Any:
     if isinstance(default, list):
         arguments = value.path.endswith(("Args", "args", "Names"))
         return [*default, "x"] if arguments else [*default, {"name": "x"}]
-    if value.path.endswith("resources"):
-        return {"requests": {"cpu": "9"}}
-    if value.path.endswith("Volume"):
-        return {"hostPath": {"path": "/x"}}
     return {**default, "x": "y"}
 
 
@@ -163,8 +221,8 @@ def merged(*overlays: dict[str, Any]) -> dict[str, Any]:
     return result
 
 
-@pytest.mark.parametrize("value", VALUES, ids=lambda value: value.path)
-def test_every_value_changes_what_is_rendered(value: Value) -> None:
+def before_and_after(value: Value) -> tuple[str, str]:
+    """What is rendered with the value as it comes, and with another one."""
     base = merged(EVERYTHING, ALSO_NEEDED.get(value.path, {}))
     default = json.loads(value.default)
     here: Any = base
@@ -174,7 +232,74 @@ def test_every_value_changes_what_is_rendered(value: Value) -> None:
     if isinstance(default, bool):
         other = not here
     after = merged(base, overrides(value.path, other), ALLOWED_WITH.get(value.path, {}))
-    assert render(base) != render(after)
+    return render(base), render(after)
+
+
+def changed_manifests(value: Value) -> list[Manifest]:
+    """Those that another value makes, or makes otherwise."""
+    before, after = before_and_after(value)
+    known = set(before.split("\n---\n"))
+    texts = [text for text in after.split("\n---\n") if text not in known]
+    return [each for text in texts if (each := yaml.load(text, yaml.CSafeLoader))]
+
+
+@pytest.mark.parametrize("value", VALUES, ids=lambda value: value.path)
+def test_every_value_changes_what_is_rendered_and_it_is_valid(value: Value) -> None:
+    before, after = before_and_after(value)
+    assert before != after
+    newest_alone = value.path.startswith(NEEDS_NEWEST)
+    for manifest in changed_manifests(value):
+        if in_python(manifest):
+            assert complaints_of_python_models(manifest) == ""
+        elif has_schema(manifest):
+            assert complaints_of_schemas(manifest, KUBERNETES[-1]) == ""
+        elif not is_custom(manifest):
+            for version in KUBERNETES[-1:] if newest_alone else (KUBERNETES[0], KUBERNETES[-1]):
+                kubernetes_validate.validate(manifest, version, strict=True)
+
+
+@pytest.mark.timeout(300)
+def test_what_values_change_in_custom_resources_is_valid(tmp_path: Path) -> None:
+    distinct = {
+        json.dumps(manifest, sort_keys=True): manifest
+        for value in VALUES
+        for manifest in changed_manifests(value)
+        if is_custom(manifest)
+    }
+    assert {"Certificate", "ScaledObject"} < {each["kind"] for each in distinct.values()}
+    assert complaints_of_models(list(distinct.values()), tmp_path) == ""
+
+
+def test_every_value_that_turns_something_on_is_on_in_a_value_set() -> None:
+    """And every choice is made in one; each value set is rendered, linted and validated."""
+    schema = json.loads((CHART / "values.schema.json").read_text())
+    sets = [yaml.safe_load((CHART / "ci" / name).read_text()) for name in VALUE_SETS]
+    missing = []
+    for value in VALUES:
+        wanted = {json.dumps(each) for each in choices(schema, value.path)}
+        used = {value.default} | {
+            json.dumps(found) for each in sets if (found := lookup(each, value.path)) is not None
+        }
+        missing += [f"{value.path}={each}" for each in sorted(wanted - used)]
+    assert missing == NOT_IN_VALUE_SETS
+
+
+def choices(schema: dict[str, Any], path: str) -> list[Any]:
+    """What a value may be, where that is a few things by name, or on and off."""
+    node = schema
+    for name in path.split("."):
+        if "$ref" in node:
+            node = schema["definitions"][node["$ref"].rpartition("/")[2]]
+        node = node["properties"][name]
+    return [False, True] if node.get("type") == "boolean" else list(node.get("enum", []))
+
+
+def lookup(values: dict[str, Any], path: str) -> Any:
+    """The value at ``path``; None if it is not set."""
+    here: Any = values
+    for name in path.split("."):
+        here = here.get(name) if isinstance(here, dict) else None
+    return here
 
 
 def test_the_readme_is_what_values_yaml_says() -> None:

@@ -45,11 +45,23 @@
 {{ .Values.controlPlane.tokenSecret.name | default (printf "%s-token" (include "distca.controlPlane.name" .)) }}
 {{- end }}
 
+{{/* Pods that one of the pool's replicas stands for: those of a group, or one. */}}
+{{- define "distca.attentionNode.podsPerReplica" -}}
+{{- with .Values.attentionNode }}
+{{- if eq .kind "LeaderWorkerSet" }}{{ .leaderWorkerSet.size }}{{ else }}1{{ end }}
+{{- end }}
+{{- end }}
+
 {{/* How many pods the pool has at most; empty where the machines decide. */}}
 {{- define "distca.attentionNode.mostPods" -}}
-{{- if .Values.autoscaling.enabled }}{{ .Values.autoscaling.maxReplicas }}
-{{- else if ne .Values.attentionNode.kind "DaemonSet" }}{{ .Values.attentionNode.replicas }}
+{{- $each := include "distca.attentionNode.podsPerReplica" . | int }}
+{{- if .Values.autoscaling.enabled }}{{ mul .Values.autoscaling.maxReplicas $each }}
+{{- else if ne .Values.attentionNode.kind "DaemonSet" }}{{ mul .Values.attentionNode.replicas $each }}
 {{- end }}
+{{- end }}
+
+{{- define "distca.attentionNode.apiVersion" -}}
+{{ ternary "leaderworkerset.x-k8s.io/v1" "apps/v1" (eq .Values.attentionNode.kind "LeaderWorkerSet") }}
 {{- end }}
 
 {{/* How many of some pods a number or a percentage stands for, rounded up as Kubernetes does for
@@ -159,19 +171,76 @@ imagePullSecrets:
 {{/* Requests or limits of a container, with devices. Arguments: root, base (cpu, memory), gpus. */}}
 {{- define "distca.resourceList" -}}
 {{- $list := deepCopy (default dict .base) }}
-{{- if gt (int .gpus) 0 }}{{ $_ := set $list .root.Values.gpu.resourceName (int .gpus) }}{{ end }}
+{{- if and (gt (int .gpus) 0) (not .root.Values.gpu.dra.enabled) }}{{ $_ := set $list .root.Values.gpu.resourceName (int .gpus) }}{{ end }}
 {{- if .root.Values.rdma.enabled }}
 {{- $_ := set $list .root.Values.rdma.resourceName (int .root.Values.rdma.count) }}
 {{- end }}
 {{- toYaml $list }}
 {{- end }}
 
-{{/* Arguments: root, resources, gpus. */}}
+{{/* Arguments: root, resources, gpus, claim (name of the pod's claim for these GPUs). */}}
 {{- define "distca.resources" -}}
 requests:
   {{- include "distca.resourceList" (dict "root" .root "base" .resources.requests "gpus" .gpus) | nindent 2 }}
 limits:
   {{- include "distca.resourceList" (dict "root" .root "base" .resources.limits "gpus" .gpus) | nindent 2 }}
+{{- if gt (int .gpus) 0 }}
+{{- $claims := list }}
+{{- if .root.Values.gpu.dra.enabled }}{{ $claims = append $claims (dict "name" .claim) }}{{ end }}
+{{- if .root.Values.gpu.computeDomain.enabled }}{{ $claims = append $claims (dict "name" "imex") }}{{ end }}
+{{- with $claims }}
+claims:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- end }}
+{{- end }}
+
+{{/* Claims of a pod for what DRA hands out: GPUs by templates of the release, and a channel of IMEX,
+     by which GPUs of several hosts share memory over NVLink. Arguments: root, gpus (of a container),
+     claims (names, one for each container with GPUs), component. */}}
+{{- define "distca.resourceClaims" -}}
+{{- $root := .root }}
+{{- if gt (int .gpus) 0 }}
+{{- $claims := list }}
+{{- if $root.Values.gpu.dra.enabled }}
+{{- $template := include "distca.gpuClaimTemplate" . }}
+{{- range .claims }}
+{{- $claims = append $claims (dict "name" . "resourceClaimTemplateName" $template) }}
+{{- end }}
+{{- end }}
+{{- if $root.Values.gpu.computeDomain.enabled }}
+{{- $claims = append $claims (dict "name" "imex" "resourceClaimTemplateName" (include "distca.imexClaimTemplate" $root)) }}
+{{- end }}
+{{- with $claims -}}
+resourceClaims:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- end }}
+{{- end }}
+
+{{/* Arguments: root, component. */}}
+{{- define "distca.gpuClaimTemplate" -}}
+{{ include "distca.fullname" .root }}-{{ .component }}-gpu
+{{- end }}
+
+{{- define "distca.imexClaimTemplate" -}}
+{{ include "distca.fullname" . }}-imex
+{{- end }}
+
+{{/* Networks */}}
+
+{{/* Annotations of a pod that exchanges rows. Arguments: root, own (those of its values). */}}
+{{- define "distca.dataPlaneAnnotations" -}}
+{{- $annotations := deepCopy .own }}
+{{- with .root.Values.dataInterface }}
+{{- if .networkAttachment }}
+{{- $_ := set $annotations "k8s.v1.cni.cncf.io/networks" (printf "%s@%s" .networkAttachment .name) }}
+{{- end }}
+{{- end }}
+{{- with $annotations -}}
+annotations:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
 {{- end }}
 
 {{/* A container's security context, with IPC_LOCK where memory is registered for RDMA. Arguments:
@@ -206,23 +275,13 @@ limits:
 
 {{/* Probes */}}
 
-{{/* Whether a process serves. The kubelet's own gRPC probe shows no certificate, so with TLS the
-     command line asks instead; every serving certificate is good for localhost. Arguments: root,
-     port. */}}
-{{- define "distca.servesProbe" -}}
-{{- if include "distca.tls.enabled" .root -}}
-exec:
-  command: [distca, health, --tls-server-name=localhost]
-{{- else -}}
-grpc:
+{{/* Probes ask beside the metrics, over HTTP: no certificate is needed for it, and no process is
+     started. Arguments: path (/readyz: whether it serves; /livez: whether it goes on at all, as who
+     drains or stands by does), port. */}}
+{{- define "distca.probe" -}}
+httpGet:
+  path: {{ .path }}
   port: {{ .port }}
-{{- end }}
-{{- end }}
-
-{{/* Whether it answers at all: one that drains or stands by is alive. Arguments: root. */}}
-{{- define "distca.answersProbe" -}}
-exec:
-  command: [distca, health, --alive{{ if include "distca.tls.enabled" .root }}, --tls-server-name=localhost{{ end }}]
 {{- end }}
 
 {{/* Environment of every process. Arguments: root, role, health (host:port that probes ask). */}}

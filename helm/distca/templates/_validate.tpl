@@ -24,6 +24,7 @@
 {{- end }}
 {{- end }}
 {{- include "distca.validateRollout" $ }}
+{{- include "distca.validateDevices" $ }}
 {{- if gt (int .autoscaling.minReplicas) (int .autoscaling.maxReplicas) }}
 {{- fail (printf "autoscaling.minReplicas is %d and autoscaling.maxReplicas %d; the first must not be larger" (int .autoscaling.minReplicas) (int .autoscaling.maxReplicas)) }}
 {{- end }}
@@ -47,8 +48,28 @@
 {{- if and .networkPolicy.enabled .attentionNode.enabled .attentionNode.hostNetwork (empty .networkPolicy.hostNetworkFrom) }}
 {{- fail "attentionNode.hostNetwork is true and networkPolicy.hostNetworkFrom is empty; nodes would reach neither control plane nor trainers: give the machines' addresses, for example [{ipBlock: {cidr: 10.0.0.0/16}}], or set networkPolicy.enabled to false" }}
 {{- end }}
-{{- if and .attentionNode.hostNetwork (eq .attentionNode.kind "StatefulSet") (gt (int .attentionNode.replicas) 1) (empty .attentionNode.affinity) }}
-{{- fail "attentionNode.hostNetwork is true for a StatefulSet without attentionNode.affinity; two pods on one machine would want the same ports: use a DaemonSet, or a podAntiAffinity" }}
+{{- if and .attentionNode.hostNetwork (has .attentionNode.kind (list "StatefulSet" "LeaderWorkerSet")) (gt (int .attentionNode.replicas) 1) (empty .attentionNode.affinity) }}
+{{- fail (printf "attentionNode.hostNetwork is true for a %s without attentionNode.affinity; two pods on one machine would want the same ports: use a DaemonSet, or a podAntiAffinity" .attentionNode.kind) }}
+{{- end }}
+{{- end }}
+{{- end }}
+
+{{/* Networks and devices that go together. */}}
+{{- define "distca.validateDevices" -}}
+{{- with .Values }}
+{{- if and .dataInterface.networkAttachment (not .dataInterface.name) }}
+{{- fail (printf "dataInterface.networkAttachment is %q and dataInterface.name is empty; name the interface that it is to be in pods, for example net1" .dataInterface.networkAttachment) }}
+{{- end }}
+{{- range $part := list "attentionNode" "exampleJob" }}
+{{- if and $.Values.dataInterface.networkAttachment (hasKey (index $.Values $part "podAnnotations") "k8s.v1.cni.cncf.io/networks") }}
+{{- fail (printf "%s.podAnnotations has k8s.v1.cni.cncf.io/networks and dataInterface.networkAttachment is %q; leave one of them out" $part $.Values.dataInterface.networkAttachment) }}
+{{- end }}
+{{- end }}
+{{- if and (or .gpu.dra.enabled .gpu.computeDomain.enabled) (not .gpu.enabled) (eq (int .exampleJob.gpus) 0) }}
+{{- fail "gpu.dra.enabled or gpu.computeDomain.enabled is true, gpu.enabled is false and exampleJob.gpus 0; nothing would claim a GPU" }}
+{{- end }}
+{{- if and .exampleJob.enabled .exampleJob.resume (empty .exampleJob.runVolume) }}
+{{- fail "exampleJob.resume is true and exampleJob.runVolume is empty; checkpoints would go with the pods: give a volume that all pods share, for example {persistentVolumeClaim: {claimName: runs}}" }}
 {{- end }}
 {{- end }}
 {{- end }}
@@ -63,12 +84,14 @@
 {{- $budget := .podDisruptionBudget.maxUnavailable }}
 {{- $alike := eq (hasSuffix "%" (toString $away)) (hasSuffix "%" (toString $budget)) }}
 {{- $of := $pods | default 100 }}
-{{- $awayPods := include "distca.amountOfPods" (dict "amount" $away "pods" $of) | int }}
+{{- /* A LeaderWorkerSet replaces groups. */}}
+{{- $each := include "distca.attentionNode.podsPerReplica" $ | int }}
+{{- $awayPods := mul $each (include "distca.amountOfPods" (dict "amount" $away "pods" (div $of $each)) | int) }}
 {{- $budgetPods := include "distca.amountOfPods" (dict "amount" $budget "pods" $of) | int }}
-{{- if and .podDisruptionBudget.enabled (or $pods $alike) (gt $awayPods $budgetPods) }}
+{{- if and .podDisruptionBudget.enabled (or $pods $alike) (gt (int $awayPods) $budgetPods) }}
 {{- fail (printf "attentionNode.rollout.maxUnavailable is %v and attentionNode.podDisruptionBudget.maxUnavailable %v; an upgrade must not take more pods than the budget lets evictions take: raise the budget, or lower the former" $away $budget) }}
 {{- end }}
-{{- if and $pods (gt (int $pods) 1) (ge $awayPods (int $pods)) }}
+{{- if and $pods (gt (int $pods) 1) (ge (int $awayPods) (int $pods)) }}
 {{- fail (printf "attentionNode.rollout.maxUnavailable is %v of %d pods; an upgrade would take the whole pool at a time: give at most %d" $away (int $pods) (sub (int $pods) 1)) }}
 {{- end }}
 {{- end }}

@@ -1,4 +1,4 @@
-{{/* The pod of attention nodes, the same for a StatefulSet and a DaemonSet. */}}
+{{/* The pod of attention nodes, the same for all kinds of workloads. */}}
 {{- define "distca.attentionNode.pod" -}}
 {{- $labels := dict "root" . "component" "attention-node" }}
 {{- $gpus := ternary (int .Values.gpu.count) 0 .Values.gpu.enabled }}
@@ -9,10 +9,7 @@ metadata:
     {{- with .podLabels }}
     {{- toYaml . | nindent 4 }}
     {{- end }}
-  {{- with .podAnnotations }}
-  annotations:
-    {{- toYaml . | nindent 4 }}
-  {{- end }}
+  {{- with include "distca.dataPlaneAnnotations" (dict "root" $ "own" .podAnnotations) }}{{ . | nindent 2 }}{{ end }}
 spec:
   serviceAccountName: {{ include "distca.attentionNode.serviceAccount" $ }}
   automountServiceAccountToken: false
@@ -40,6 +37,9 @@ spec:
   {{- with .schedulerName }}
   schedulerName: {{ . | quote }}
   {{- end }}
+  {{- $claims := list }}
+  {{- range $index := until (int .serversPerPod) }}{{ $claims = append $claims (printf "gpu-%d" $index) }}{{ end }}
+  {{- with include "distca.resourceClaims" (dict "root" $ "gpus" $gpus "claims" $claims "component" "attention-node") }}{{ . | nindent 2 }}{{ end }}
   {{- if .doctor.enabled }}
   initContainers:
     {{- range $index := until (int .serversPerPod) }}
@@ -107,6 +107,9 @@ spec:
     - --shape={{ . }}
     {{- end }}
     - --data-host=$(POD_IP)
+    {{- with $root.Values.dataInterface.name }}
+    - --data-interface={{ . }}
+    {{- end }}
     - --data-port={{ add .ports.data (mul 10 $index) }}
     - --health-port={{ $health }}
     - --metrics-port={{ add .ports.metrics (mul 10 $index) }}
@@ -135,21 +138,20 @@ spec:
     - name: metrics-{{ $index }}
       containerPort: {{ add .ports.metrics (mul 10 $index) }}
   startupProbe:
-    tcpSocket:
-      port: health-{{ $index }}
+    {{- include "distca.probe" (dict "path" "/livez" "port" (printf "metrics-%d" $index)) | nindent 4 }}
     periodSeconds: 5
     timeoutSeconds: 5
     failureThreshold: {{ div (add .startupSeconds 4) 5 }}
   readinessProbe:
-    {{- include "distca.servesProbe" (dict "root" $root "port" $health) | nindent 4 }}
+    {{- include "distca.probe" (dict "path" "/readyz" "port" (printf "metrics-%d" $index)) | nindent 4 }}
     periodSeconds: 10
     timeoutSeconds: 10
   livenessProbe:
-    {{- include "distca.answersProbe" (dict "root" $root) | nindent 4 }}
+    {{- include "distca.probe" (dict "path" "/livez" "port" (printf "metrics-%d" $index)) | nindent 4 }}
     periodSeconds: 30
     timeoutSeconds: 10
   resources:
-    {{- include "distca.resources" (dict "root" $root "resources" .resources "gpus" $.gpus) | nindent 4 }}
+    {{- include "distca.resources" (dict "root" $root "resources" .resources "gpus" $.gpus "claim" (printf "gpu-%d" $.index)) | nindent 4 }}
   securityContext:
     {{- include "distca.dataPlaneSecurityContext" (dict "root" $root "securityContext" .securityContext) | nindent 4 }}
   volumeMounts:
@@ -174,6 +176,9 @@ spec:
     - --shape={{ . }}
     {{- end }}
     - --data-host=$(POD_IP)
+    {{- with $root.Values.dataInterface.name }}
+    - --data-interface={{ . }}
+    {{- end }}
     - --transport={{ $root.Values.transport }}
     {{- if $root.Values.rdma.enabled }}
     - --rdma
@@ -191,7 +196,7 @@ spec:
     {{- toYaml . | nindent 4 }}
   {{- end }}
   resources:
-    {{- include "distca.resources" (dict "root" $root "resources" .resources "gpus" $.gpus) | nindent 4 }}
+    {{- include "distca.resources" (dict "root" $root "resources" .resources "gpus" $.gpus "claim" (printf "gpu-%d" $.index)) | nindent 4 }}
   securityContext:
     {{- include "distca.dataPlaneSecurityContext" (dict "root" $root "securityContext" .securityContext) | nindent 4 }}
   volumeMounts:

@@ -6,6 +6,7 @@ metadata:
   labels:
     {{- include "distca.labels" (dict "root" $root "component" "trainer") | nindent 4 }}
     {{- toYaml $root.Values.networkPolicy.jobPodLabels | nindent 4 }}
+  {{- with include "distca.dataPlaneAnnotations" (dict "root" $root "own" .podAnnotations) }}{{ . | nindent 2 }}{{ end }}
 spec:
   restartPolicy: Never
   automountServiceAccountToken: false
@@ -15,6 +16,7 @@ spec:
   {{- with include "distca.imagePullSecrets" $root }}{{ . | nindent 2 }}{{ end }}
   securityContext:
     {{- toYaml .podSecurityContext | nindent 4 }}
+  {{- with include "distca.resourceClaims" (dict "root" $root "gpus" .gpus "claims" (list "gpu") "component" "trainer") }}{{ . | nindent 2 }}{{ end }}
   containers:
     - name: node
       image: {{ include "distca.image" (dict "root" $root "image" .image "gpus" .gpus) }}
@@ -29,8 +31,14 @@ spec:
         - --run-dir=/runs/{{ include "distca.exampleJob.name" $root }}
         - --placement={{ .placement }}
         - --data-host=$(POD_IP)
+        {{- with $root.Values.dataInterface.name }}
+        - --data-interface={{ . }}
+        {{- end }}
         - --transport={{ $root.Values.transport }}
         - --metrics-port={{ .metricsPort }}
+        {{- if .resume }}
+        - --resume-or-start
+        {{- end }}
         {{- range .args }}
         - {{ . | quote }}
         {{- end }}
@@ -59,7 +67,7 @@ spec:
           containerPort: {{ add $root.Values.exampleJob.metricsPort $index }}
         {{- end }}
       resources:
-        {{- include "distca.resources" (dict "root" $root "resources" .resources "gpus" .gpus) | nindent 8 }}
+        {{- include "distca.resources" (dict "root" $root "resources" .resources "gpus" .gpus "claim" "gpu") | nindent 8 }}
       securityContext:
         {{- include "distca.dataPlaneSecurityContext" (dict "root" $root "securityContext" .securityContext) | nindent 8 }}
       volumeMounts:
@@ -88,6 +96,34 @@ spec:
   tolerations:
     {{- toYaml . | nindent 4 }}
   {{- end }}
+  {{- with .affinity }}
+  affinity:
+    {{- toYaml . | nindent 4 }}
+  {{- end }}
+{{- end }}
+{{- end }}
+
+{{/* All pods start again when one has failed, since no rank can train alone. Those that a drain or a
+     preemption takes away are told apart: they cost none of the restarts. */}}
+{{- define "distca.exampleJob.failurePolicy" -}}
+{{- if gt (int .Values.exampleJob.restarts) 0 -}}
+failurePolicy:
+  maxRestarts: {{ .Values.exampleJob.restarts }}
+  rules:
+    - name: taken-away
+      action: RestartJobSetAndIgnoreMaxRestarts
+      onJobFailureReasons: [PodFailurePolicy]
+{{- end }}
+{{- end }}
+
+{{- define "distca.exampleJob.podFailurePolicy" -}}
+{{- if gt (int .Values.exampleJob.restarts) 0 -}}
+podFailurePolicy:
+  rules:
+    - action: FailJob
+      onPodConditions:
+        - type: DisruptionTarget
+          status: "True"
 {{- end }}
 {{- end }}
 

@@ -1,0 +1,63 @@
+"""Addresses of network interfaces, by their names."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+from types import SimpleNamespace
+
+import psutil
+import pytest
+
+from attention_node.settings import NodeSettings
+from core_attention.shape import parse_shape
+from data_plane.interfaces import address_of_interface
+from distca.doctor.settings import DoctorSettings
+from distca.train.settings import ServiceSettings
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One with a pod's network, a data network, and an interface that has a link address alone."""
+
+    def address(family: socket.AddressFamily, text: str) -> SimpleNamespace:
+        return SimpleNamespace(family=family, address=text)
+
+    ip4, ip6 = socket.AF_INET, socket.AF_INET6
+    found = {
+        "eth0": [address(ip4, "10.1.0.7")],
+        "net1": [address(ip6, "fe80::1"), address(ip4, "192.168.9.7"), address(ip4, "1.2.3.4")],
+        "ib0": [address(ip6, "fe80::2")],
+    }
+    monkeypatch.setattr(psutil, "net_if_addrs", lambda: found)
+
+
+@pytest.mark.usefixtures("machine")
+def test_rows_are_exchanged_at_the_interfaces_first_address() -> None:
+    node = NodeSettings(
+        control_plane="cp:7700",
+        profile_shapes=(parse_shape("8:2:64:float32"),),
+        data_host="10.1.0.7",
+        data_interface="net1",
+    )
+    assert (node.rows_host, node.data_host) == ("192.168.9.7", "10.1.0.7")
+    assert DoctorSettings(data_interface="net1").rows_host == "192.168.9.7"
+    assert DoctorSettings(data_host="10.1.0.7").rows_host == "10.1.0.7"
+
+
+@pytest.mark.usefixtures("machine")
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [("net2", "is no network interface of this machine"), ("ib0", "has no IPv4 address")],
+)
+def test_an_interface_without_an_address_is_named_beside_those_that_have_one(
+    name: str, why: str
+) -> None:
+    message = f"data_interface '{name}' {why}; choose one of eth0 (10.1.0.7), net1 (192.168.9.7)"
+    with pytest.raises(ValueError) as raised:  # noqa: PT011 - the whole text is compared
+        ServiceSettings(control_plane="cp:7700", run_dir=Path("runs/a"), data_interface=name)
+    assert str(raised.value) == message
+
+
+def test_this_machine_has_loopback() -> None:
+    assert address_of_interface("lo") == "127.0.0.1"
