@@ -227,6 +227,9 @@ def _capability(device: torch.device) -> tuple[int, int] | None:
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else None
 
 
+PER_DEVICE = ("gpu", "kernels")
+"""Checks of each device that is named; the others are of the machine."""
+
 DEVICE_CHECKS: dict[str, Callable[[Surroundings], Iterable[Finding]]] = {
     "gpu": check_gpu,
     "driver": check_driver,

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 
 from distca.doctor.certificate_checks import check_certificates
 from distca.doctor.cluster_checks import CLUSTER_CHECKS, check_dns
 from distca.doctor.data_port_checks import check_data_ports
-from distca.doctor.device_checks import DEVICE_CHECKS
+from distca.doctor.device_checks import DEVICE_CHECKS, PER_DEVICE
 from distca.doctor.finding import Finding, failed
 from distca.doctor.machine_checks import MACHINE_CHECKS
 from distca.doctor.surroundings import Surroundings
@@ -34,8 +35,15 @@ OUTSIDER_CHECKS: Mapping[str, Check] = {"data-ports": check_data_ports}
 def examine(around: Surroundings, checks: Mapping[str, Check] = CHECKS) -> Iterator[Finding]:
     """The findings, as they come. A check that breaks is a finding too, and the others go on."""
     for name, check in checks.items():
-        if name not in around.settings.skip:
+        if name in around.settings.skip:
+            continue
+        if name not in PER_DEVICE or not around.settings.also_devices:
             yield from _guarded(name, check, around)
+            continue
+        for device in (around.settings.device, *around.settings.also_devices):
+            there = replace(around, settings=replace(around.settings, device=device))
+            for finding in _guarded(name, check, there):
+                yield replace(finding, says=f"{device}: {finding.says}")
 
 
 def _guarded(name: str, check: Check, around: Surroundings) -> Iterator[Finding]:

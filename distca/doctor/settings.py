@@ -73,11 +73,24 @@ def _own_address() -> str:
         return "127.0.0.1"
 
 
+def _is_gpu(device: str) -> bool:
+    kind, _, index = device.partition(":")
+    return kind == "cuda" and index.isdecimal()
+
+
 @dataclass(frozen=True, kw_only=True)
 class DoctorSettings:
     """What the node is for, and whom it must reach."""
 
     device: Annotated[str, typer.Option(help="cpu or cuda:INDEX.")] = "cpu"
+    also_devices: Annotated[
+        tuple[str, ...],
+        typer.Option(
+            "--also-device",
+            metavar="cuda:INDEX",
+            help="Another GPU that is to be fit, and its kernels; may be given several times.",
+        ),
+    ] = ()
     shapes: Annotated[
         tuple[AttentionShape, ...],
         typer.Option(
@@ -149,9 +162,11 @@ class DoctorSettings:
     ] = frozenset()
 
     def __post_init__(self) -> None:
-        kind, _, index = self.device.partition(":")
-        if self.device != "cpu" and (kind != "cuda" or not index.isdecimal()):
+        if self.device != "cpu" and not _is_gpu(self.device):
             raise ValueError(f"device is {self.device!r}; give cpu or cuda:INDEX")
+        for device in self.also_devices:
+            if not _is_gpu(device):
+                raise ValueError(f"also_device is {device!r}; give cuda:INDEX")
         check_transport(self.transport)
         check_seconds(self)
         check_least(self, min_gigabytes_per_second=0)

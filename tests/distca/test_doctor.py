@@ -23,7 +23,7 @@ from distca.contract.rpc import RpcSettings
 from distca.contract.settings import TlsFiles
 from distca.doctor.certificate_checks import judge_validity
 from distca.doctor.cluster_probe import ClusterProbe
-from distca.doctor.examination import CHECKS
+from distca.doctor.examination import CHECKS, examine
 from distca.doctor.finding import Finding, Status
 from distca.doctor.measurement import ChildFailed, child_responder, measure, transport_of
 from distca.doctor.responder import HELLO, ResponderSettings, responding
@@ -384,6 +384,24 @@ def test_a_healthy_cpu_node_is_fit(tmp_path: Path) -> None:
     assert lines[-1].endswith("1 to look at, 0 failed")
 
 
+def test_every_device_that_is_named_is_checked() -> None:
+    settings = DoctorSettings(
+        device="cpu", also_devices=("cuda:7",), skip=frozenset(CHECKS.keys() - {"gpu", "kernels"})
+    )
+    found = [
+        (each.check, each.status, each.says) for each in examine(Surroundings(settings=settings))
+    ]
+    gpus = [(status, says) for check, status, says in found if check == "gpu"]
+    (first, of_first), (second, of_second) = gpus
+    assert (first, second) == (Status.PASS, Status.FAIL)
+    assert of_first.startswith("cpu: ")
+    assert of_second.startswith("cuda:7: ")
+    assert [says.partition(": ")[0] for check, _, says in found if check == "kernels"] == [
+        "cpu",
+        "cuda:7",
+    ]
+
+
 def test_strict_fails_for_warnings() -> None:
     only_dns = [*skipping("dns"), "--data-host=127.0.0.1"]
     assert doctor(*only_dns).returncode == 0
@@ -395,6 +413,7 @@ def test_strict_fails_for_warnings() -> None:
     [
         ("--skip=nonsense", "skip is nonsense; the checks are gpu, driver"),
         ("--device=gpu", "device is 'gpu'; give cpu or cuda:INDEX"),
+        ("--also-device=cpu", "also_device is 'cpu'; give cuda:INDEX"),
         ("--peer=host", "peer is 'host'; it must be host:port"),
         ("--listen=host", "listen is 'host'; it must be host:port"),
         ("--shape=8:2", "shape is '8:2'"),

@@ -150,7 +150,7 @@ def test_node_doctor_and_job_are_given_one_transport(transport: str) -> None:
         if {"attention-node", "doctor", "train"} & set(each["args"])
     }
     expected = [f"--transport={transport}"]
-    assert given == {"server-0": expected, "doctor-0": expected, "node": expected}
+    assert given == {"server-0": expected, "doctor": expected, "node": expected}
 
 
 def test_on_the_cpu_ucx_is_told_of_no_cuda_transport() -> None:
@@ -217,12 +217,27 @@ def test_every_variable_in_an_argument_is_defined() -> None:
 def test_the_doctor_sees_the_same_devices_volumes_and_variables_as_the_server() -> None:
     for value_set in ("", "rdma-values.yaml", "mtls-own-authority-values.yaml"):
         spec = pod(value_set)
-        doctor, server = container(spec, "doctor-0"), container(spec, "server-0")
+        doctor, server = container(spec, "doctor"), container(spec, "server-0")
         for same in ("image", "resources", "volumeMounts", "securityContext"):
             assert doctor[same] == server[same]
         differing = set(environment(server)) ^ set(environment(doctor))
         assert differing == {"DISTCA_HEALTH_ADDRESS"}
-    assert "--rdma" in container(pod("rdma-values.yaml"), "doctor-0")["args"]
+    assert "--rdma" in container(pod("rdma-values.yaml"), "doctor")["args"]
+
+
+def test_one_doctor_sees_the_devices_of_all_servers() -> None:
+    spec = pod("daemonset-values.yaml", "rdma.enabled=true")
+    (doctor,) = spec["initContainers"]
+    servers = [each for each in spec["containers"] if each["name"].startswith("server-")]
+    for device in ("nvidia.com/gpu", "rdma/ib"):
+        had = [each["resources"]["limits"][device] for each in servers]
+        assert (had, doctor["resources"]["limits"][device]) == ([1] * 8, 8)
+    also = [f"--also-device=cuda:{index}" for index in range(1, 8)]
+    assert [each for each in doctor["args"] if each.startswith("--also-device")] == also
+    assert not any("also-device" in each for each in container(pod(), "doctor")["args"])
+
+
+def test_the_doctor_can_be_left_out() -> None:
     assert "initContainers" not in pod("", "attentionNode.doctor.enabled=false")
 
 

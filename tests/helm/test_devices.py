@@ -54,10 +54,12 @@ def test_each_server_claims_a_gpu_of_its_own_and_all_share_a_channel() -> None:
     gpu, imex = "rel-distca-attention-node-gpu", "rel-distca-imex"
     assert claims == {**{f"gpu-{index}": gpu for index in range(4)}, "imex": imex}
     for index in range(4):
-        for name in ("doctor", "server"):
-            resources = container(pool, f"{name}-{index}")["resources"]
-            assert resources["claims"] == [{"name": f"gpu-{index}"}, {"name": "imex"}]
-            assert "nvidia.com/gpu" not in resources["limits"]
+        resources = container(pool, f"server-{index}")["resources"]
+        assert resources["claims"] == [{"name": f"gpu-{index}"}, {"name": "imex"}]
+        assert "nvidia.com/gpu" not in resources["limits"]
+    assert [claim["name"] for claim in container(pool, "doctor")["resources"]["claims"]] == [
+        *claims
+    ]
     assert container(job, "node")["resources"]["claims"] == [{"name": "gpu"}, {"name": "imex"}]
     assert container(job, "node")["image"].endswith("-cuda")
     assert "resourceClaims" not in pods["Deployment"]

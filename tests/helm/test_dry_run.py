@@ -38,7 +38,6 @@ def apply(text: str, server: str, version: str, home: Path) -> subprocess.Comple
         [
             str(TOOLS / version / "kubectl"),
             f"--server={server}",
-            f"--namespace={NAMESPACE}",
             "apply",
             "--dry-run=client",
             "--validate=false",

@@ -168,25 +168,29 @@ imagePullSecrets:
 
 {{/* Devices */}}
 
-{{/* Requests or limits of a container, with devices. Arguments: root, base (cpu, memory), gpus. */}}
+{{/* Requests or limits of a container, with devices. Arguments: root, base (cpu, memory), gpus,
+     servers. */}}
 {{- define "distca.resourceList" -}}
 {{- $list := deepCopy (default dict .base) }}
 {{- if and (gt (int .gpus) 0) (not .root.Values.gpu.dra.enabled) }}{{ $_ := set $list .root.Values.gpu.resourceName (int .gpus) }}{{ end }}
 {{- if .root.Values.rdma.enabled }}
-{{- $_ := set $list .root.Values.rdma.resourceName (int .root.Values.rdma.count) }}
+{{- $_ := set $list .root.Values.rdma.resourceName (mul .root.Values.rdma.count (default 1 .servers)) }}
 {{- end }}
 {{- toYaml $list }}
 {{- end }}
 
-{{/* Arguments: root, resources, gpus, claim (name of the pod's claim for these GPUs). */}}
+{{/* Arguments: root, resources, gpus, claims (names of the pod's claims for these GPUs), servers (whose
+     devices the container has; 1 by default). */}}
 {{- define "distca.resources" -}}
 requests:
-  {{- include "distca.resourceList" (dict "root" .root "base" .resources.requests "gpus" .gpus) | nindent 2 }}
+  {{- include "distca.resourceList" (dict "root" .root "base" .resources.requests "gpus" .gpus "servers" .servers) | nindent 2 }}
 limits:
-  {{- include "distca.resourceList" (dict "root" .root "base" .resources.limits "gpus" .gpus) | nindent 2 }}
+  {{- include "distca.resourceList" (dict "root" .root "base" .resources.limits "gpus" .gpus "servers" .servers) | nindent 2 }}
 {{- if gt (int .gpus) 0 }}
 {{- $claims := list }}
-{{- if .root.Values.gpu.dra.enabled }}{{ $claims = append $claims (dict "name" .claim) }}{{ end }}
+{{- if .root.Values.gpu.dra.enabled }}
+{{- range .claims }}{{ $claims = append $claims (dict "name" .) }}{{ end }}
+{{- end }}
 {{- if .root.Values.gpu.computeDomain.enabled }}{{ $claims = append $claims (dict "name" "imex") }}{{ end }}
 {{- with $claims }}
 claims:

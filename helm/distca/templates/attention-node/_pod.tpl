@@ -42,9 +42,7 @@ spec:
   {{- with include "distca.resourceClaims" (dict "root" $ "gpus" $gpus "claims" $claims "component" "attention-node") }}{{ . | nindent 2 }}{{ end }}
   {{- if .doctor.enabled }}
   initContainers:
-    {{- range $index := until (int .serversPerPod) }}
-    {{- include "distca.attentionNode.doctor" (dict "root" $ "index" $index "gpus" $gpus) | nindent 4 }}
-    {{- end }}
+    {{- include "distca.attentionNode.doctor" (dict "root" $ "gpus" (mul $gpus .serversPerPod) "claims" $claims) | nindent 4 }}
   {{- end }}
   containers:
     {{- range $index := until (int .serversPerPod) }}
@@ -151,7 +149,7 @@ spec:
     periodSeconds: 30
     timeoutSeconds: 10
   resources:
-    {{- include "distca.resources" (dict "root" $root "resources" .resources "gpus" $.gpus "claim" (printf "gpu-%d" $.index)) | nindent 4 }}
+    {{- include "distca.resources" (dict "root" $root "resources" .resources "gpus" $.gpus "claims" (list (printf "gpu-%d" $.index))) | nindent 4 }}
   securityContext:
     {{- include "distca.dataPlaneSecurityContext" (dict "root" $root "securityContext" .securityContext) | nindent 4 }}
   volumeMounts:
@@ -159,11 +157,12 @@ spec:
 {{- end }}
 {{- end }}
 
-{{/* Preflight with the same devices and volumes as the server. Arguments: root, index, gpus. */}}
+{{/* Preflight of all servers, with their devices and volumes. Arguments: root, gpus (of all servers),
+     claims. */}}
 {{- define "distca.attentionNode.doctor" -}}
 {{- $root := .root }}
 {{- with .root.Values.attentionNode -}}
-- name: doctor-{{ $.index }}
+- name: doctor
   image: {{ include "distca.image" (dict "root" $root "image" .image "gpus" $.gpus) }}
   imagePullPolicy: {{ $root.Values.image.pullPolicy }}
   command: [distca]
@@ -172,6 +171,9 @@ spec:
     - --control-plane=$(DISTCA_CONTROL_PLANE)
     - --connect-seconds={{ .connectSeconds }}
     - --device={{ include "distca.attentionNode.device" $root }}
+    {{- range $index := untilStep 1 (int $.gpus) 1 }}
+    - --also-device=cuda:{{ $index }}
+    {{- end }}
     {{- range .shapes }}
     - --shape={{ . }}
     {{- end }}
@@ -196,7 +198,7 @@ spec:
     {{- toYaml . | nindent 4 }}
   {{- end }}
   resources:
-    {{- include "distca.resources" (dict "root" $root "resources" .resources "gpus" $.gpus "claim" (printf "gpu-%d" $.index)) | nindent 4 }}
+    {{- include "distca.resources" (dict "root" $root "resources" .resources "gpus" $.gpus "claims" $.claims "servers" .serversPerPod) | nindent 4 }}
   securityContext:
     {{- include "distca.dataPlaneSecurityContext" (dict "root" $root "securityContext" .securityContext) | nindent 4 }}
   volumeMounts:

@@ -67,7 +67,7 @@ spec:
           containerPort: {{ add $root.Values.exampleJob.metricsPort $index }}
         {{- end }}
       resources:
-        {{- include "distca.resources" (dict "root" $root "resources" .resources "gpus" .gpus "claim" "gpu") | nindent 8 }}
+        {{- include "distca.resources" (dict "root" $root "resources" .resources "gpus" .gpus "claims" (list "gpu")) | nindent 8 }}
       securityContext:
         {{- include "distca.dataPlaneSecurityContext" (dict "root" $root "securityContext" .securityContext) | nindent 8 }}
       volumeMounts:
