@@ -132,19 +132,21 @@ class Process:
         if self._pid is None or self.exit_code() is not None:
             return False
         enter = ["nsenter", f"--target={self._pid}", "--mount", "--pid"]
+        entered = subprocess.Popen(
+            [*self._network.enter(), *enter, "--", *self._as_user, *command],
+            env=self._env,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
         try:
-            done = subprocess.run(
-                [*self._network.enter(), *enter, "--", *self._as_user, *command],
-                env=self._env,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                timeout=timeout_seconds,
-                check=False,
-            )
+            return entered.wait(timeout_seconds) == 0
         except subprocess.TimeoutExpired:
+            # The command is a child of nsenter.
+            os.killpg(entered.pid, signal.SIGKILL)
+            entered.wait()
             return False
-        return done.returncode == 0
 
     def signal(self, number: int) -> None:
         """Sends a signal to the process with number 1."""
