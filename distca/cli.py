@@ -6,7 +6,8 @@ from __future__ import annotations
 import logging
 import sys
 from enum import StrEnum
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -26,23 +27,16 @@ from distca.commands import (
     train,
     wireguard,
 )
+from distca.configuration import ConfigError, name_variables, read_config
 from distca.process.interrupt import INTERRUPTED_EXIT_CODE, let_sigterm_end_process_1
-from distca.process.plain_text import PlainFormatter, plain_lines
-
-_OUR_PACKAGES = {
-    "attention_node",
-    "control_plane",
-    "core_attention",
-    "data_plane",
-    "distca",
-    "trainer_client",
-}
+from distca.process.logs import LogFormat, logs_are_json, start_logging
+from distca.process.plain_text import plain_lines
+from distca.shown_errors import shown_error
 
 logger = logging.getLogger(__name__)
 
 app = typer.Typer(
     no_args_is_help=True,
-    add_completion=False,
     help="Core attention disaggregation: attention servers for training language models.",
     rich_markup_mode="markdown",
     pretty_exceptions_show_locals=False,
@@ -67,12 +61,38 @@ def _show_version(wanted: bool) -> None:
         raise typer.Exit
 
 
+def _read_config(context: typer.Context, path: Path | None) -> Path | None:
+    """Before any other option: the file has their defaults."""
+    if path is not None and not context.resilient_parsing:
+        try:
+            context.default_map = read_config(path, context.command)
+        except ConfigError as error:
+            raise typer.BadParameter(str(error)) from error
+    return path
+
+
 @app.callback()
 def _configure(
     context: typer.Context,
+    config: Annotated[
+        Path | None,
+        typer.Option(
+            help="TOML file with values for options, see docs/configuration.md; flags and "
+            "environment variables come before it.",
+            envvar="DISTCA_CONFIG",
+            callback=_read_config,
+            is_eager=True,
+        ),
+    ] = None,
     log_level: Annotated[
         LogLevel, typer.Option(help="How much is logged, to stderr.", envvar="DISTCA_LOG_LEVEL")
     ] = LogLevel.WARNING,
+    log_format: Annotated[
+        LogFormat,
+        typer.Option(
+            help="Lines for people, or one JSON object a line.", envvar="DISTCA_LOG_FORMAT"
+        ),
+    ] = LogFormat.TEXT,
     traces_endpoint: Annotated[
         str,
         typer.Option(
@@ -86,9 +106,7 @@ def _configure(
         typer.Option("--version", help="Show the version.", callback=_show_version, is_eager=True),
     ] = False,
 ) -> None:
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(PlainFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
-    logging.basicConfig(level=log_level.upper(), handlers=[handler])
+    start_logging(log_level, log_format, context.invoked_subcommand or "")
     if traces_endpoint and context.invoked_subcommand is not None:
         from distca.process import tracing
 
@@ -110,22 +128,37 @@ app.command("schedule")(schedule.schedule)
 app.command("simulate")(simulate.simulate)
 
 
+def command_line() -> Any:
+    """The whole command; its options are read from the environment, too."""
+    command = typer.main.get_command(app)
+    name_variables(command)
+    return command
+
+
 def main() -> None:
     """Runs the command line and exits: 0 done, 1 failed, 2 wrong usage, 130 interrupted.
 
-    Errors that our packages define are meant for people, so they are shown by name in one line;
-    any other exception is a defect and keeps its traceback.
+    Errors that are meant for people are shown by name in one line; any other exception is a defect
+    and keeps its traceback.
     """
     let_sigterm_end_process_1()
     try:
-        app(prog_name="distca")
+        command_line()(prog_name="distca")
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED_EXIT_CODE)
     except Exception as error:
-        if type(error).__module__.partition(".")[0] not in _OUR_PACKAGES:
+        shown = shown_error(error)
+        if shown is None:
             raise
         logger.debug("traceback of the error below", exc_info=True)
-        console = Console(stderr=True, soft_wrap=True)
-        console.print(f"[bold red]{type(error).__name__}[/]: ", end="")
-        console.print(plain_lines(str(error)), markup=False, highlight=False)
+        _show(*shown)
         sys.exit(1)
+
+
+def _show(name: str, text: str) -> None:
+    if logs_are_json():
+        logger.error("%s: %s", name, text)
+        return
+    console = Console(stderr=True, soft_wrap=True)
+    console.print(f"[bold red]{name}[/]: ", end="")
+    console.print(plain_lines(text), markup=False, highlight=False)

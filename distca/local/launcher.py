@@ -12,6 +12,7 @@ from pathlib import Path
 from rich.console import Console
 
 from core_attention.shape import format_shape
+from distca.configuration import without_commands
 from distca.contract.settings import IntegritySettings
 from distca.contract.timeouts import default_seconds
 from distca.data.settings import DataSettings
@@ -95,7 +96,7 @@ class _Launcher:
         # What an earlier run left there would be taken for this one's.
         self._rendezvous.unlink(missing_ok=True)
         self._environ = {
-            **run.environ,
+            **without_commands(run.environ, "control-plane", "attention-node", "train"),
             "OMP_NUM_THREADS": str(run.local.threads),
             # All processes are on this host: gloo need not find out which interface leads out.
             "GLOO_SOCKET_IFNAME": "lo",

@@ -1,0 +1,64 @@
+"""Which errors are shown in one line: those that tell a person what to do."""
+
+from __future__ import annotations
+
+EXTRAS = {
+    "flash_attn": "fa4-cu13",
+    "greenlet": "trainer",
+    "jinja2": "trainer",
+    "kubernetes": "kubernetes",
+    "matplotlib": "trainer",
+    "nixl": "nixl-cu13",
+    "opentelemetry": "otel",
+    "psutil": "node",
+    "pyarrow": "trainer",
+    "torch": "node",
+    "transformers": "trainer",
+    "ucxx": "ucxx-cu13",
+}
+"""What brings a module that the base installation lacks."""
+
+_OUR_PACKAGES = {
+    "attention_node",
+    "control_plane",
+    "core_attention",
+    "data_plane",
+    "distca",
+    "trainer_client",
+}
+
+
+def shown_error(error: Exception) -> tuple[str, str] | None:
+    """Name and text of ``error`` for the person at the keyboard; None if it is a defect, of which
+    the traceback is wanted.
+
+    Errors that our packages define are meant for people. So are those of the machine: a file that
+    is not there, a port in use, a package that is not installed.
+    """
+    kind = type(error)
+    if kind.__module__.partition(".")[0] in _OUR_PACKAGES:
+        return kind.__name__, str(error)
+    if isinstance(error, ImportError):
+        return _missing(error)
+    if isinstance(error, OSError):
+        return kind.__name__, _of_machine(error)
+    return None
+
+
+def _missing(error: ImportError) -> tuple[str, str] | None:
+    module = (error.name or "").partition(".")[0]
+    if module in _OUR_PACKAGES:
+        return None
+    if isinstance(error, ModuleNotFoundError) and module in EXTRAS:
+        return (
+            "MissingPackageError",
+            f"this needs the package {module}, which is not installed: "
+            f"pip install 'distca[{EXTRAS[module]}]'",
+        )
+    return type(error).__name__, str(error)
+
+
+def _of_machine(error: OSError) -> str:
+    if error.filename is None or error.strerror is None:
+        return str(error)
+    return f"{error.filename}: {error.strerror}"

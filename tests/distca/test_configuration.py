@@ -1,0 +1,151 @@
+"""Options from flags, environment, file and defaults, in this order; mistakes in a file."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from control_plane import server
+from control_plane.settings import ControlPlaneSettings
+from distca.cli import command_line
+from distca.configuration import ConfigError, options_of, read_config, without_commands
+from tools.configuration_page import PAGE, printed
+
+Start = Callable[..., ControlPlaneSettings | None]
+
+
+@pytest.fixture
+def start(monkeypatch: pytest.MonkeyPatch) -> Start:
+    """Runs the command line; the settings that a control plane was to be started with."""
+    started: list[ControlPlaneSettings] = []
+    monkeypatch.setattr(server, "run", started.append)
+
+    def start(*arguments: str, **environ: str) -> ControlPlaneSettings | None:
+        started.clear()
+        with monkeypatch.context() as patch:
+            for name, value in environ.items():
+                patch.setenv(name, value)
+            with pytest.raises(SystemExit):
+                command_line()(list(arguments), prog_name="distca")
+        return started[0] if started else None
+
+    return start
+
+
+def write(folder: Path, text: str) -> Path:
+    path = folder / "distca.toml"
+    path.write_text(text)
+    return path
+
+
+def test_flag_environment_file_default_in_this_order(tmp_path: Path, start: Start) -> None:
+    path = write(tmp_path, '[control-plane]\nlisten = "file:1"\nlease_seconds = 20\n')
+    config = f"--config={path}"
+    variable = {"DISTCA_CONTROL_PLANE_LISTEN": "environment:1"}
+
+    def listens(*arguments: str, **environ: str) -> str:
+        settings = start(*arguments, **environ)
+        assert settings is not None
+        return settings.listen_address
+
+    assert listens("control-plane") == "0.0.0.0:7700"
+    assert listens(config, "control-plane") == "file:1"
+    assert listens("control-plane", DISTCA_CONFIG=str(path)) == "file:1"
+    assert listens(config, "control-plane", **variable) == "environment:1"
+    assert listens(config, "control-plane", "--listen=flag:1", **variable) == "flag:1"
+    settings = start(config, "control-plane")
+    assert settings is not None
+    assert settings.coordinator.lease_seconds == 20.0
+
+
+def test_a_shared_variable_comes_before_that_of_the_command(start: Start) -> None:
+    both = {"DISTCA_STATE_DIR": "/shared", "DISTCA_CONTROL_PLANE_STATE_DIR": "/own"}
+    settings = start("control-plane", **both)
+    assert settings is not None
+    assert settings.state_dir == Path("/shared")
+    settings = start("control-plane", DISTCA_CONTROL_PLANE_STATE_DIR="/own")
+    assert settings is not None
+    assert settings.state_dir == Path("/own")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('[control-plane]\nlsten = "a:1"', "unknown key 'lsten' in [control-plane]; did you mean"),
+        ("[control-plan]\n", "unknown key 'control-plan'; did you mean 'control-plane'?"),
+        ("[certs.make]\ndais = 3\n", "unknown key 'dais' in [certs.make]; did you mean 'days'?"),
+        ("qqq = 1", "unknown key 'qqq'; valid are attention-node, certs, control-plane"),
+        ("[control-plane]\nlisten = [1]", "control-plane.listen is [1]; --listen takes one text"),
+        ("[train]\nsteps = {a = 1}", "train.steps is {'a': 1}; --steps takes one text or number"),
+        ("listen =", "is no TOML"),
+        ('config = "other.toml"', "unknown key 'config'"),
+    ],
+)
+def test_what_is_wrong_in_a_file_is_named(tmp_path: Path, text: str, said: str) -> None:
+    path = write(tmp_path, text)
+    with pytest.raises(ConfigError) as error:
+        read_config(path, command_line())
+    assert said in str(error.value)
+    assert str(path) in str(error.value)
+
+
+def test_a_file_that_is_not_there_is_wrong_usage(
+    start: Start, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert start("--config=/nowhere/distca.toml", "control-plane") is None
+    said = " ".join(capsys.readouterr().err.replace("│", " ").split())
+    assert "cannot read /nowhere/distca.toml: No such file or directory" in said
+
+
+def test_a_number_is_not_cut_to_fit(
+    tmp_path: Path, start: Start, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write(tmp_path, "[control-plane]\nplanning-threads = 1.5\n")
+    assert start(f"--config={path}", "control-plane") is None
+    assert "as an integer" in " ".join(capsys.readouterr().err.split())
+
+
+def test_lists_and_flags_come_as_the_command_line_has_them(tmp_path: Path) -> None:
+    text = """
+    [attention-node]
+    shape = ["32:8:128:bfloat16", "1:1:8:float32"]
+    one-host = true
+    [doctor]
+    skip = "ucx"
+    """
+    read = read_config(write(tmp_path, text), command_line())
+    assert read["attention-node"] == {
+        "shapes": ["32:8:128:bfloat16", "1:1:8:float32"],
+        "one_host": True,
+    }
+    assert read["doctor"] == {"skip": ["ucx"]}
+
+
+def test_every_option_has_a_variable_that_no_other_option_reads() -> None:
+    options = list(options_of(command_line()))
+    assert len(options) > 200
+    own = Counter(option.variable for option in options)
+    assert max(own.values()) == 1
+    for option in options:
+        assert option.variables[-1] == option.variable
+        assert not own.keys() & set(option.variables[:-1])
+
+
+def test_a_local_run_keeps_the_variables_of_other_commands_from_its_processes() -> None:
+    environ = {
+        "DISTCA_CONFIG": "f",
+        "DISTCA_TRAIN_STEPS": "1",
+        "DISTCA_METRICS_PORT": "2",
+        "PATH": "p",
+    }
+    assert without_commands(environ, "train") == {"DISTCA_METRICS_PORT": "2", "PATH": "p"}
+
+
+def test_the_page_is_printed_from_the_commands() -> None:
+    page = PAGE.read_text()
+    assert printed(page) == page, "run `make configuration-page`"
+    row = next(line for line in page.splitlines() if line.startswith("| `listen`"))
+    assert printed(page.replace(row, "")) == page
