@@ -137,10 +137,13 @@ def _text(value: Any, where: str, option: ConfigOption) -> Any:
     Raises:
         ConfigError: it is a list or a table and must not be.
     """
-    if isinstance(value, list) and option.parameter.multiple:
-        return [_text(each, where, option) for each in value]
-    if option.parameter.multiple and isinstance(value, str):
-        return [value]
+    if not option.parameter.multiple:
+        return _scalar(value, where, option)
+    values = value if isinstance(value, list) else [value]
+    return [_scalar(each, where, option) for each in values]
+
+
+def _scalar(value: Any, where: str, option: ConfigOption) -> Any:
     if isinstance(value, bool):
         return value if getattr(option.parameter, "is_flag", False) else str(value).lower()
     if isinstance(value, str | int | float):

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-EXTRAS = {
-    "flash_attn": "fa4-cu13",
-    "greenlet": "trainer",
-    "jinja2": "trainer",
-    "kubernetes": "kubernetes",
-    "matplotlib": "trainer",
-    "nixl": "nixl-cu13",
-    "opentelemetry": "otel",
-    "psutil": "node",
-    "pyarrow": "trainer",
-    "torch": "node",
-    "transformers": "trainer",
-    "ucxx": "ucxx-cu13",
+import linecache
+
+EXTRAS: dict[str, tuple[str, ...]] = {
+    "flash_attn": ("fa4-cu13",),
+    "greenlet": ("trainer",),
+    "jinja2": ("trainer",),
+    "kubernetes": ("kubernetes",),
+    "matplotlib": ("trainer",),
+    "nixl": ("nixl-cu13",),
+    "opentelemetry": ("otel",),
+    "psutil": ("node", "trainer"),
+    "pyarrow": ("trainer",),
+    "torch": ("node", "trainer"),
+    "transformers": ("trainer",),
+    "ucxx": ("ucxx-cu13",),
 }
-"""What brings a module that the base installation lacks."""
+"""What brings a module that the base installation lacks: any one of these extras."""
 
 _OUR_PACKAGES = {
     "attention_node",
@@ -32,8 +34,9 @@ def shown_error(error: Exception) -> tuple[str, str] | None:
     """Name and text of ``error`` for the person at the keyboard; None if it is a defect, of which
     the traceback is wanted.
 
-    Errors that our packages define are meant for people. So are those of the machine: a file that
-    is not there, a port in use, a package that is not installed.
+    Errors that our packages define are meant for people, and so is a ``ValueError`` that they
+    raise. So are those of the machine: a file that is not there, a port in use, a package that is
+    not installed.
     """
     kind = type(error)
     if kind.__module__.partition(".")[0] in _OUR_PACKAGES:
@@ -42,6 +45,8 @@ def shown_error(error: Exception) -> tuple[str, str] | None:
         return _missing(error)
     if isinstance(error, OSError):
         return kind.__name__, _of_machine(error)
+    if kind is ValueError and _is_raised_here(error):
+        return kind.__name__, str(error)
     return None
 
 
@@ -53,7 +58,7 @@ def _missing(error: ImportError) -> tuple[str, str] | None:
         return (
             "MissingPackageError",
             f"this needs the package {module}, which is not installed: "
-            f"pip install 'distca[{EXTRAS[module]}]'",
+            + " or ".join(f"pip install 'distca[{extra}]'" for extra in EXTRAS[module]),
         )
     return type(error).__name__, str(error)
 
@@ -62,3 +67,16 @@ def _of_machine(error: OSError) -> str:
     if error.filename is None or error.strerror is None:
         return str(error)
     return f"{error.filename}: {error.strerror}"
+
+
+def _is_raised_here(error: Exception) -> bool:
+    """Whether a ``raise`` of our packages made it: a value that a library refuses, or that an
+    operation of Python does, is a defect."""
+    at = error.__traceback__
+    while at is not None and at.tb_next is not None:
+        at = at.tb_next
+    if at is None:
+        return False
+    package = str(at.tb_frame.f_globals.get("__name__", "")).partition(".")[0]
+    line = linecache.getline(at.tb_frame.f_code.co_filename, at.tb_lineno)
+    return package in _OUR_PACKAGES and line.lstrip().startswith("raise ")

@@ -118,7 +118,7 @@ def test_lists_and_flags_come_as_the_command_line_has_them(tmp_path: Path) -> No
     """
     read = read_config(write(tmp_path, text), command_line())
     assert read["attention-node"] == {
-        "shapes": ["32:8:128:bfloat16", "1:1:8:float32"],
+        "profile_shapes": ["32:8:128:bfloat16", "1:1:8:float32"],
         "one_host": True,
     }
     assert read["doctor"] == {"skip": ["ucx"]}

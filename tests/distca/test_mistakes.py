@@ -1,0 +1,140 @@
+"""Common mistakes end each command with one clear message and no traceback."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from distca import cli
+from distca.shown_errors import EXTRAS, shown_error
+
+ROOT = Path(__file__).resolve().parents[2]
+
+NODE = ("attention-node", "--control-plane=127.0.0.1:1", "--shape=1:1:8:float32")
+PLANE = ("control-plane", "--listen=127.0.0.1:0", "--metrics-listen=127.0.0.1:0")
+
+BROKEN = {
+    "cut.json": b'{"a": [1, 2',
+    "cut.pem": b"-----BEGIN CERTIFICATE-----\nMIIB",
+    "cut.parquet": b"PAR1abc",
+    "cut.jsonl": b'{"text": "a"}\n{"text": ',
+    "binary.toml": b"\xff\xfe\x00",
+}
+
+CASES: list[tuple[tuple[str, ...], str]] = [
+    ((*PLANE, "--token-secret={here}/none"), "none: No such file or directory"),
+    ((*PLANE, "--tls-certificate={here}/none", "--tls-key={here}/none"), "none: No such file"),
+    ((*PLANE, "--tls-certificate={here}/cut.pem", "--tls-key={here}/cut.pem"), "no certificate"),
+    ((*PLANE, "--state-dir={here}/cut.pem/x"), "Not a directory"),
+    (("control-plane", "--listen=127.0.0.1:{taken}"), "cannot listen on"),
+    ((*PLANE[:2], "--metrics-listen=127.0.0.1:{taken}"), "cannot listen on"),
+    (("health", "--tls-ca={here}/none"), "none: No such file"),
+    (("health", "--tls-ca={here}/cut.pem"), "holds no certificate"),
+    (("health", "--address=127.0.0.1:1", "--timeout-seconds=0.2"), "no connection after"),
+    (("top", "--once", "--tls-ca={here}/none"), "none: No such file"),
+    (("certs", "show", "{here}/none"), "cannot be read"),
+    (("certs", "show", "{here}/cut.pem"), "holds no certificate"),
+    (("certs", "make", "{here}/cut.pem/x"), "Not a directory"),
+    (("plan", "--lengths={here}/none"), "does not exist"),
+    (("plan", "--lengths={here}/cut.parquet"), "is no Parquet file"),
+    (("plan", "--lengths={here}/cut.jsonl"), "line 2: no JSON"),
+    (("plan", "--profile={here}/cut.json"), "no cost profile"),
+    (("schedule", "--output={here}/cut.pem/x"), "Not a directory"),
+    (("local", "--data={here}/none"), "does not exist"),
+    (("local", "--data={here}/cut.parquet"), "cannot be read as Parquet"),
+    (("local", "--data={here}/cut.jsonl"), "no JSON"),
+    (("local", "--runs-dir={here}/cut.pem/x"), "cannot be used"),
+    ((*NODE, "--device=cuda:7"), "no kernel runs on device 'cuda:7'"),
+    ((*NODE, "--profile-dir={here}/cut.pem/x"), "Not a directory"),
+    (("--config={here}/binary.toml", "health"), "is no TOML"),
+]
+
+
+@pytest.fixture(scope="module")
+def places(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    """A folder with files that are broken, and a port that is taken."""
+    here = tmp_path_factory.mktemp("mistakes")
+    for name, content in BROKEN.items():
+        (here / name).write_bytes(content)
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        yield {"here": str(here), "taken": str(taken.getsockname()[1])}
+
+
+@pytest.mark.parametrize(("arguments", "said"), CASES)
+def test_a_mistake_is_one_message(
+    arguments: tuple[str, ...],
+    said: str,
+    places: dict[str, str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["distca", *(each.format(**places) for each in arguments)])
+    with pytest.raises(SystemExit) as end:
+        cli.main()
+    shown = " ".join(capsys.readouterr().err.replace("│", " ").split())
+    assert end.value.code in (1, 2)
+    assert said in shown
+    assert "Traceback" not in shown
+
+
+_WITHOUT_PACKAGES = """
+import sys
+for name in {missing}:
+    sys.modules[name] = None
+from distca import cli
+for arguments in {commands}:
+    sys.argv = ["distca", *arguments]
+    try:
+        cli.main()
+    except SystemExit as end:
+        print("ended with", end.code, file=sys.stderr)
+"""
+
+
+def test_commands_say_which_extra_they_need() -> None:
+    train = ["train", "--control-plane=a:1", "--run-dir=/tmp/none", "--rendezvous=file:///tmp/none"]
+    commands = [list(NODE), train, ["profile", "--shape=1:1:8:float32"], ["doctor"]]
+    program = _WITHOUT_PACKAGES.format(missing=sorted(EXTRAS), commands=commands)
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=ROOT,
+        env={"RANK": "0", "WORLD_SIZE": "1", "PATH": "/usr/bin:/bin", "HOME": "/nonexistent"},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    messages = [
+        line for line in done.stderr.splitlines() if line.startswith("MissingPackageError: ")
+    ]
+    assert len(messages) == len(commands), done.stderr
+    assert all("distca[" in message for message in messages)
+    assert done.stderr.count("ended with 1") == len(commands)
+    assert "Traceback" not in done.stderr
+
+
+def test_every_extra_that_is_named_exists() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    named = {extra for extras in EXTRAS.values() for extra in extras}
+    assert named <= project["optional-dependencies"].keys()
+
+
+def test_defects_keep_their_traceback() -> None:
+    def caught(code: str) -> Exception:
+        try:
+            exec(code)
+        except Exception as error:
+            return error
+        raise AssertionError("nothing was raised")
+
+    for code in ("int('x')", "{}['x']", "import distca.nothing", "raise ValueError('not ours')"):
+        assert shown_error(caught(code)) is None
+    assert shown_error(caught("import nothing_at_all")) is not None
