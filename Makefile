@@ -33,6 +33,12 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+DEMO_INSTALLED := $(VENV)/.installed-demo
+
+# uv installs in a fraction of pip's time; pip will do. Bytecode is made when modules are first loaded.
+UV := $(shell command -v uv)
+PIP := $(BIN)/python -m pip install --quiet --no-compile
+INSTALL := $(if $(UV),$(UV) pip install --quiet --python $(BIN)/python,$(PIP))
 
 # On a machine without an NVIDIA GPU a plain requirement of torch would fetch gigabytes of CUDA, so
 # the CPU build is installed first. To choose for yourself: make TORCH="torch==2.12.0".
@@ -41,6 +47,7 @@ TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 
 # UCX comes with wheels for CUDA 12 and 13; both run without a GPU.
 EXTRAS ?= trainer,node,otel,ucxx-cu13,dev
+DEMO_EXTRAS ?= trainer,node,ucxx-cu13
 
 # Twelve steps are enough for the loss to fall. Documents may span both trainers, so that the second
 # of them holds the expensive ends of long documents. Short pieces cost little on a CPU.
@@ -70,7 +77,7 @@ require_registry = test -n "$(REGISTRY)" || { echo "REGISTRY is not given, for e
 help:
 	@sed -n 's/^#   \(make .*\)/\1/p' Makefile
 
-demo: $(INSTALLED)
+demo: $(DEMO_INSTALLED)
 	@echo "== 2 trainers and 2 attention nodes: core attention on the nodes"
 	@$(BIN)/distca local --mode pool --name demo-pool $(DEMO)
 	@echo
@@ -268,17 +275,28 @@ soak: $(INSTALLED)
 
 install: $(INSTALLED)
 
-# Done again whenever pyproject.toml changes.
-$(INSTALLED): pyproject.toml
+# $(1): extras. An index of uv that cannot be reached is no reason to give up: pip may know another.
+define install
 	@echo "== Installing into $(VENV)"
-	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@test -x $(BIN)/python \
+	  || $(if $(UV),$(UV) venv --quiet --seed --python $(PYTHON) $(VENV),$(PYTHON) -m venv $(VENV))
 	@$(BIN)/python -c 'import sys; sys.exit("$(PYTHON) is %d.%d; DistCA needs 3.11 or newer: make PYTHON=..." \
 	  % sys.version_info[:2] if sys.version_info < (3, 11) else 0)'
-	@$(BIN)/python -c 'import torch; assert (*map(int, torch.__version__.split(".")[:2]),) >= (2, 11)' \
-	  2>/dev/null \
+	@$(BIN)/python -c 'from importlib.metadata import version; \
+	  assert (*map(int, version("torch").split(".")[:2]),) >= (2, 11)' 2>/dev/null \
 	  || command -v nvidia-smi >/dev/null \
-	  || $(BIN)/pip install --quiet --no-deps --retries 1 --extra-index-url $(TORCH_INDEX) "$(TORCH)"
-	@$(BIN)/pip install --quiet --editable ".[$(EXTRAS)]"
+	  $(if $(UV),|| $(INSTALL) --no-deps --index $(TORCH_INDEX) "$(TORCH)" 2>/dev/null) \
+	  || $(PIP) --no-deps --retries 1 --extra-index-url $(TORCH_INDEX) "$(TORCH)"
+	@$(INSTALL) --editable ".[$(1)]"
+endef
+
+# Done again whenever pyproject.toml changes.
+$(INSTALLED): pyproject.toml
+	$(call install,$(EXTRAS))
+	@touch $(DEMO_INSTALLED) $@
+
+$(DEMO_INSTALLED): pyproject.toml
+	$(call install,$(DEMO_EXTRAS))
 	@touch $@
 
 clean:

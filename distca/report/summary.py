@@ -8,7 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from distca.process.plain_text import plain
-from distca.report.record import RunRecord, mean_of
+from distca.report.record import RunRecord, StepDetail, mean_of
 
 WARMUP_STEPS = 2
 """First steps left out of the mean speed: they hold first connections and first allocations."""
@@ -79,11 +79,27 @@ def _step_rows(record: RunRecord) -> list[tuple[str, str]]:
     known = [label.format(f"{value:.2f}") for label, value in imbalances if value is not None]
     if known:
         rows.append(("imbalance (mean)", ", ".join(known)))
+    if record.detail is not None:
+        rows.append(("plain packing", _plain_packing(record.detail)))
     plan_seconds = [step.plan_seconds for step in record.steps if step.plan_seconds is not None]
     if plan_seconds:
         typical = statistics.median(plan_seconds)
         rows.append(("planning", f"{typical * 1e3:.1f} ms a step (median), ahead of use"))
     return rows
+
+
+def _plain_packing(detail: StepDetail) -> str:
+    """What the slowest rank would have computed, against the slowest server. The estimate is the
+    plan's: shares by the cost profiles, of all seconds that were measured, if they were."""
+    expected, measured = sum(detail.planned_seconds), sum(detail.measured_seconds)
+    scale = measured / expected if measured and expected else 1.0
+    alone = max(detail.home_seconds, default=0.0) * scale
+    served = max(detail.measured_seconds or detail.planned_seconds, default=0.0)
+    how = "measured" if detail.measured_seconds else "planned"
+    return (
+        f"the slowest rank would compute core attention for {alone:.3g} s (estimated), the slowest "
+        f"server took {served:.3g} s ({how}): step {detail.step}, the most unbalanced one"
+    )
 
 
 def _verification_rows(record: RunRecord) -> list[tuple[str, str]]:

@@ -200,3 +200,21 @@ def test_step_tail_goes_on_where_a_resumed_run_forgets_steps(tmp_path: Path) -> 
     for step in once_more:
         log.append(step)
     assert tail.new_steps() == late.new_steps() == once_more
+
+
+def test_plain_packing_is_estimated_from_what_was_measured() -> None:
+    record = example_record()
+    detail = replace(
+        example_detail(),
+        step=3,
+        home_seconds=(1.0, 3.0),
+        planned_seconds=(2.0, 2.0),
+        measured_seconds=(4.0, 4.4),
+    )
+    shown = dict(summary_rows(replace(record, detail=detail)))["plain packing"]
+    assert "for 6.3 s (estimated)" in shown
+    assert "took 4.4 s (measured): step 3" in shown
+    unmeasured = replace(detail, measured_seconds=())
+    shown = dict(summary_rows(replace(record, detail=unmeasured)))["plain packing"]
+    assert "for 3 s (estimated)" in shown
+    assert "took 2 s (planned)" in shown
