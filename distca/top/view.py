@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from rich.console import Group, RenderableType
+from collections.abc import Sequence
+
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
 from distca.process.amounts import duration_text, size_text
 from distca.process.plain_text import plain
+from distca.top.names import short_names
 from distca.top.snapshot import JobView, ServerView, Snapshot, StepView
 
 SILENT_SECONDS = 10.0
@@ -19,6 +22,15 @@ _PLANNER_STATES = {
     "compiling": "planner is being compiled, plans take longer",
     "uncompiled": "planner could not be compiled, plans take longer: see the control plane's log",
 }
+
+WIDE_COLUMNS = 110
+"""From this width on hosts, devices and bars are shown, and imbalances beside their jobs."""
+WIDE_TAKEN, NARROW_TAKEN, JOB_TAKEN = 62, 36, 68
+"""Columns of a terminal that everything takes but names, and the state of a server."""
+LEAST_NAME = 12
+"""Columns that a name has in any terminal."""
+
+IMBALANCE = "imbalance: home, planned, measured"
 
 
 def render(snapshot: Snapshot, away: str = "", away_seconds: float = 0.0) -> RenderableType:
@@ -38,7 +50,7 @@ def render(snapshot: Snapshot, away: str = "", away_seconds: float = 0.0) -> Ren
                 style="bold red",
             )
         )
-    parts += [_servers(snapshot), _jobs(snapshot)]
+    parts += [_Servers(snapshot), _Jobs(snapshot.jobs)]
     return Group(*parts)
 
 
@@ -59,36 +71,52 @@ def _header(snapshot: Snapshot) -> Text:
     return Text(plain("   ".join(parts)), style="bold")
 
 
-def _servers(snapshot: Snapshot) -> RenderableType:
-    if not snapshot.servers:
-        return Text("No server has joined.", style="dim")
-    table = Table(box=None, padding=(0, 1), header_style="bold dim", expand=True)
-    for name in ("server", "host", "device", "state"):
-        table.add_column(name, no_wrap=True, overflow="ellipsis")
-    table.add_column("busy", width=16)
-    for name in ("queue", "ticks", "buffers", "GB/s"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for server in snapshot.servers:
-        name = server.server_id
-        if server.version != snapshot.version:
-            name += f" ({server.version})"
-        bar = Table.grid(padding=(0, 1))
-        bar.add_row(
-            f"{server.busy_ratio:4.0%}",
-            ProgressBar(total=1.0, completed=server.busy_ratio, width=10),
-        )
-        table.add_row(
-            Text(plain(name)),
-            Text(plain(server.host)),
-            Text(plain(server.device)),
-            _state(server),
-            bar,
-            str(server.queued_tasks),
-            str(server.open_ticks),
-            size_text(server.buffer_bytes),
-            _gigabytes(server.moved_bytes_per_second),
-        )
-    return table
+class _Servers:
+    """The table of servers, as wide as it may be: in little room without host and device."""
+
+    def __init__(self, snapshot: Snapshot) -> None:
+        self._snapshot = snapshot
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        servers = self._snapshot.servers
+        if not servers:
+            yield Text("No server has joined.", style="dim")
+            return
+        wide = options.max_width >= WIDE_COLUMNS
+        table = Table(box=None, padding=(0, 1, 0, 0), header_style="bold dim", expand=True)
+        for name in ("server", *(("host", "device") if wide else ()), "state"):
+            table.add_column(name, no_wrap=True, overflow="ellipsis")
+        table.add_column("busy", width=15 if wide else 4)
+        for name in ("queue", "ticks", "buffers", "GB/s"):
+            table.add_column(name, justify="right", no_wrap=True)
+        states = [_state(server) for server in servers]
+        taken = max(len(state) for state in states) + (WIDE_TAKEN if wide else NARROW_TAKEN)
+        room = max(options.max_width - taken, LEAST_NAME) // (2 if wide else 1)
+        ids = short_names([plain(server.server_id) for server in servers], room)
+        hosts = short_names([plain(server.host) for server in servers], room)
+        for server, name, host, state in zip(servers, ids, hosts, states, strict=True):
+            if server.version != self._snapshot.version:
+                name += f" ({plain(server.version)})"
+            table.add_row(
+                Text(name),
+                *((Text(host), Text(plain(server.device))) if wide else ()),
+                state,
+                _busy(server, with_bar=wide),
+                str(server.queued_tasks),
+                str(server.open_ticks),
+                size_text(server.buffer_bytes),
+                _gigabytes(server.moved_bytes_per_second),
+            )
+        yield table
+
+
+def _busy(server: ServerView, *, with_bar: bool) -> RenderableType:
+    share = f"{server.busy_ratio:4.0%}"
+    if not with_bar:
+        return share
+    bar = Table.grid(padding=(0, 1))
+    bar.add_row(share, ProgressBar(total=1.0, completed=server.busy_ratio, width=10))
+    return bar
 
 
 def _state(server: ServerView) -> Text:
@@ -101,25 +129,40 @@ def _state(server: ServerView) -> Text:
     return Text("serving", style="green")
 
 
-def _jobs(snapshot: Snapshot) -> RenderableType:
-    if not snapshot.jobs:
-        return Text("No job is open.", style="dim")
-    table = Table(box=None, padding=(0, 1), header_style="bold dim", expand=True)
-    for name in ("job", "placement", "ranks", "step"):
-        table.add_column(name, no_wrap=True, overflow="ellipsis")
-    for name in ("s/step", "waits", "tokens/s", "GB/s"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("imbalance: home, planned, measured", no_wrap=True, overflow="ellipsis")
-    for job in snapshot.jobs:
-        table.add_row(
-            Text(plain(job.name)),
-            Text(plain(job.placement)),
-            f"{job.n_joined_ranks}/{job.n_ranks}",
-            _progress(job),
-            *_step_cells(job.last_step),
-            _balance(job),
-        )
-    return table
+class _Jobs:
+    """The table of jobs; in little room their imbalances are lines of their own."""
+
+    def __init__(self, jobs: Sequence[JobView]) -> None:
+        self._jobs = jobs
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        if not self._jobs:
+            yield Text("No job is open.", style="dim")
+            return
+        wide = options.max_width >= WIDE_COLUMNS
+        table = Table(box=None, padding=(0, 1, 0, 0), header_style="bold dim", expand=True)
+        for name in ("job", "placement", "ranks", "step"):
+            table.add_column(name, no_wrap=True, overflow="ellipsis")
+        for name in ("s/step", "waits", "tokens/s", "GB/s"):
+            table.add_column(name, justify="right", no_wrap=True)
+        if wide:
+            table.add_column(IMBALANCE, no_wrap=True, overflow="ellipsis")
+        room = max(options.max_width - JOB_TAKEN, LEAST_NAME)
+        names = short_names([plain(job.name) for job in self._jobs], room)
+        for job, name in zip(self._jobs, names, strict=True):
+            table.add_row(
+                Text(name),
+                Text(plain(job.placement)),
+                f"{job.n_joined_ranks}/{job.n_ranks}",
+                _progress(job),
+                *_step_cells(job.last_step),
+                *((_balance(job),) if wide else ()),
+            )
+        yield table
+        if not wide:
+            yield Text(IMBALANCE, style="bold dim")
+            for job, name in zip(self._jobs, names, strict=True):
+                yield Text(f"{name}  ").append_text(_balance(job))
 
 
 def _progress(job: JobView) -> Text:
