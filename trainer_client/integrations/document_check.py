@@ -27,6 +27,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import PretrainedConfig, PreTrainedModel
 
+from trainer_client.integrations.at_home import is_at_home
 from trainer_client.integrations.checkpointing import Checkpoints
 from trainer_client.integrations.documents import CHECKED, Documents, documents_of
 from trainer_client.integrations.graphs import outside_graphs
@@ -174,6 +175,9 @@ _EVERYTHING = frozenset(CHECKED)
 
 current_check: ContextVar[Check | None] = ContextVar("distca_check", default=None)
 
+takes_whole_rows: WeakSet[nn.Module] = WeakSet()
+"""Models whose rows are those of a whole step; they are split, and compared, further inside."""
+
 _checked_models: WeakSet[PreTrainedModel] = WeakSet()
 _of_attention: WeakKeyDictionary[nn.Module, DocumentCheck] = WeakKeyDictionary()
 
@@ -218,6 +222,16 @@ def check_models_in(module: nn.Module) -> None:
             _check(model, _EVERYTHING)
 
 
+def attention_modules(model: nn.Module) -> list[nn.Module]:
+    """The modules in ``model`` that call core attention, found by checking it if it was not.
+
+    Raises:
+        UnsupportedModel: as :func:`check_documents`.
+    """
+    check_models_in(model)
+    return [module for module in model.modules() if module in _of_attention]
+
+
 def _check(model: PreTrainedModel, arguments: frozenset[str]) -> DocumentCheck:
     """Checks with position_ids alone, and with all ``arguments`` if that shows a fault: there are
     layers that go by cu_seq_lens or seq_idx."""
@@ -255,6 +269,8 @@ def hook_before_forward(model: PreTrainedModel) -> None:
 @outside_graphs
 def _before_forward(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     if current_check.get() is not None or (current_lane.get() or current_step.get()) is None:
+        return
+    if is_at_home() or (model in takes_whole_rows and current_lane.get() is None):
         return
     if is_shape_inference(Checkpoints().recomputed) or not _asks_for_us(model):
         return

@@ -4,20 +4,26 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from core_attention.errors import ManifestError
 from core_attention.manifest import RankManifest
 from trainer_client.session import Session
-from trainer_client.step.manifests import manifest_from_cu_seqlens, manifest_from_position_ids
+from trainer_client.step.manifests import (
+    manifest_from_cu_seqlens,
+    manifest_from_position_ids,
+    manifest_of_row,
+)
 
 NanoBatches = Sequence[Mapping[str, Any]]
 """A step: for each nano-batch, the model's arguments."""
 
+Batch = TypeVar("Batch", NanoBatches, Mapping[str, Any])
+
 
 def submit_ahead(
-    session: Session, loader: Iterable[NanoBatches], *, ahead: int = 3, forward_only: bool = False
-) -> Iterator[tuple[int, NanoBatches]]:
+    session: Session, loader: Iterable[Batch], *, ahead: int = 3, forward_only: bool = False
+) -> Iterator[tuple[int, Batch]]:
     """The steps of ``loader``, each submitted while earlier ones run, so that its plan is ready.
 
     Steps are numbered on from the last one submitted, so a session may run several loaders one
@@ -26,12 +32,14 @@ def submit_ahead(
     Args:
         session: of this rank.
         loader: each item is a step of this rank: for each nano-batch the model's arguments, with
-            ``position_ids`` that restart at 0 for each document, or ``cu_seq_lens_q``.
+            ``position_ids`` that restart at 0 for each document, or ``cu_seq_lens_q``. Or the
+            arguments of one whole row, which is split inside the model: see
+            :func:`trainer_client.integrations.whole_rows.turns_inside`.
         ahead: how many steps beyond the yielded one are submitted.
         forward_only: the steps have no backward pass (evaluation).
 
     Yields:
-        The number of a step, for ``session.step``, and its nano-batches.
+        The number of a step, for ``session.step``, and what the loader gave for it.
 
     Raises:
         ManifestError: a nano-batch does not say where its documents begin.
@@ -41,18 +49,27 @@ def submit_ahead(
     """
     if ahead < 0:
         raise ValueError(f"ahead is {ahead}; it must be 0 or more")
-    submitted: deque[tuple[int, NanoBatches]] = deque()
+    submitted: deque[tuple[int, Batch]] = deque()
     for nano_batches in loader:
         step = session.next_step
-        session.submit(_manifest(session, step, nano_batches), forward_only=forward_only)
+        session.submit(manifest_of_step(session, step, nano_batches), forward_only=forward_only)
         submitted.append((step, nano_batches))
         if len(submitted) > ahead:
             yield submitted.popleft()
     yield from submitted
 
 
-def _manifest(session: Session, step: int, nano_batches: NanoBatches) -> RankManifest:
+def manifest_of_step(
+    session: Session, step: int, nano_batches: NanoBatches | Mapping[str, Any]
+) -> RankManifest:
+    """What this rank submits for a step: nano-batches, or a whole row that is split into them.
+
+    Raises:
+        ManifestError: it does not say where documents begin.
+    """
     rank = session.options.rank
+    if isinstance(nano_batches, Mapping):
+        return manifest_of_row(step, rank, nano_batches, session.options.n_nano_batches)
     for name, make in (
         ("position_ids", manifest_from_position_ids),
         ("cu_seq_lens_q", manifest_from_cu_seqlens),

@@ -8,6 +8,7 @@ and is not supported raises by name: nothing is silently ignored.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +17,12 @@ import torch
 from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
+from trainer_client.integrations.at_home import (
+    HomeMask,
+    attend_at_home,
+    document_lengths,
+    is_at_home,
+)
 from trainer_client.integrations.checkpointing import Checkpoints
 from trainer_client.integrations.document_check import (
     IMPLEMENTATION,
@@ -110,6 +117,8 @@ def distca_attention(
     if is_shape_inference(checkpoints.recomputed):
         q, k, v = (tensor.transpose(1, 2) for tensor in (query, key, value))
         return of_the_right_shape(q, k, v, checkpoints), None
+    if current_check.get() is None and is_at_home():
+        return _at_home(module, query, key, value, attention_mask, scaling, dropout, kwargs), None
     recorder = current_recorder.get()
     documents = _NOT_PLANNED if recorder else _documents()
     is_causal = getattr(module, "is_causal", True) and kwargs.pop("is_causal", None) is not False
@@ -147,13 +156,24 @@ def distca_mask(
     mask_function: Callable[..., Any] | None = None,
     attention_mask: torch.Tensor | None = None,
     **kwargs: Any,
-) -> _UnsupportedMask | None:
+) -> _UnsupportedMask | HomeMask | None:
     """The mask that transformers hands to :func:`distca_attention`: None if it is plain causal.
 
     The documents come from the manifest, so nothing is materialised. A mask that hides more, or
     less, than causal attention within documents comes back as an object that the attention refuses
     by name.
     """
+    if current_check.get() is None and is_at_home():
+        asked = {
+            "batch_size": batch_size,
+            "q_length": q_length,
+            "kv_length": kv_length,
+            "q_offset": q_offset,
+            "kv_offset": kv_offset,
+            "attention_mask": attention_mask,
+            **({"mask_function": mask_function} if mask_function else {}),
+        }
+        return HomeMask({**asked, **kwargs})
     if attention_mask is not None and not bool(attention_mask.all()):
         return _UnsupportedMask("padding (remove padding and pack documents instead)")
     if kwargs.get("use_vmap"):
@@ -174,6 +194,47 @@ def distca_mask(
     if not _is_causal_within_segments(documents, mask_function, reaches_back=window is None):
         return _UnsupportedMask("not causal (bidirectional, or of the model's own kind)")
     return None
+
+
+def _at_home(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: Any,
+    scaling: float | None,
+    dropout: float,
+    kwargs: dict[str, Any],
+) -> torch.Tensor:
+    """Attention of rows that nobody has planned; what no mask tells is refused as ever."""
+    told = {name: value for name, value in kwargs.items() if name not in (*_WINDOWS, "is_causal")}
+    _refuse_unsupported(told, _NOT_PLANNED)
+    if not getattr(module, "is_causal", True) or kwargs.get("is_causal") is False:
+        raise UnsupportedArgument(
+            f"{type(module).__name__} asks for attention that is not causal; attn_implementation="
+            "'distca' computes causal attention only, at home as well"
+        )
+    query, key, value = _cast(module, query, key, value)
+    lengths, positions = None, kwargs.get("position_ids")
+    if positions is not None and query.shape[0] == 1 and query.shape[2] == key.shape[2]:
+        if mask is None:
+            lengths = document_lengths(positions)
+        elif isinstance(mask, HomeMask) and mask.follows_documents:
+            if id(positions) not in mask.known_lengths:
+                mask.known_lengths[id(positions)] = positions, _lengths_at_home(mask, positions)
+            lengths = mask.known_lengths[id(positions)][1]
+    return attend_at_home(module, query, key, value, mask, scaling, dropout, lengths)
+
+
+def _lengths_at_home(mask: HomeMask, positions: torch.Tensor) -> list[int] | None:
+    """Of the documents, if ``mask`` hides later keys and other documents and nothing else."""
+    lengths = document_lengths(positions) if positions.shape[-1] == mask.asked["q_length"] else None
+    function = mask.asked.get("mask_function")
+    if lengths is None or function is None:
+        return lengths
+    begins = [0, *itertools.accumulate(lengths[:-1])]
+    documents = Documents("at home", [(b, 0, n) for b, n in zip(begins, lengths, strict=True)])
+    return lengths if _is_causal_within_segments(documents, function, reaches_back=True) else None
 
 
 def _documents() -> Documents:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -53,6 +54,55 @@ def manifest_from_cu_seqlens(
             )
         lengths.append(cumulative.diff().tolist())
     return RankManifest.from_lengths(step, rank, lengths)
+
+
+def manifest_of_row(step: int, rank: int, batch: Mapping[str, Any], n_parts: int) -> RankManifest:
+    """The manifest of one packed row with the documents of a whole step, split into nano-batches.
+
+    Args:
+        step: the training step.
+        rank: this rank.
+        batch: holds ``position_ids`` ``[1, rows]`` that restart at 0, or ``cu_seq_lens_q``.
+        n_parts: nano-batches of the job; see :func:`split_documents`.
+
+    Raises:
+        ManifestError: it holds neither, or they are not those of one packed row.
+    """
+    if batch.get("position_ids") is not None:
+        lengths = _lengths(batch["position_ids"])
+    elif batch.get("cu_seq_lens_q") is not None:
+        lengths = batch["cu_seq_lens_q"].diff().tolist()
+    else:
+        shown = {
+            name: tuple(value.shape) for name, value in batch.items() if hasattr(value, "shape")
+        }
+        raise ManifestError(
+            f"step {step}: the batch holds {shown}, which does not say where documents begin; pack "
+            "documents into one row [1, rows] with position_ids that restart at 0: with "
+            "data_collator=DataCollatorWithFlattening() in a Trainer of transformers, with "
+            "packing=True or padding_free=True in TRL's SFTConfig"
+        )
+    return RankManifest.from_lengths(step, rank, split_documents(lengths, n_parts))
+
+
+def split_documents(lengths: Sequence[int], n_parts: int) -> list[list[int]]:
+    """Documents of one packed row in order, as ``n_parts`` nano-batches of nearly equal tokens.
+
+    Args:
+        lengths: tokens of each document.
+        n_parts: nano-batches; those that nothing is left for are empty, the last ones.
+    """
+    parts: list[list[int]] = [[]]
+    taken, total = 0, sum(lengths)
+    for length in lengths:
+        # A document goes where its middle lies; none is cut, and no part but the last ones is
+        # empty.
+        part = int((taken + length / 2) * n_parts / total)
+        if part >= len(parts) and parts[-1] and len(parts) < n_parts:
+            parts.append([])
+        parts[-1].append(length)
+        taken += length
+    return parts + [[] for _ in range(n_parts - len(parts))]
 
 
 def _lengths(position_ids: torch.Tensor) -> list[int]:

@@ -1,0 +1,172 @@
+"""Core attention of models of transformers that nobody has planned: evaluation, generation,
+reference models. It is computed where the model is, by PyTorch, with the mask that the model asks
+for.
+
+A forward pass is computed at home inside :func:`at_home`, and without that if it is under
+``torch.no_grad`` and no nano-batch was chosen for it. Documents of one packed row are computed one
+by one, so that no mask of rows times rows is made; whatever else a mask says (padding, caches,
+windows) goes to PyTorch as transformers' ``"sdpa"`` implementation has it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from trainer_client.integrations.checkpointing import Checkpoints
+from trainer_client.integrations.probe import current_recorder
+from trainer_client.step.lane import current_lane, current_step
+
+logger = logging.getLogger(__name__)
+
+_asked_for: ContextVar[bool] = ContextVar("distca_at_home", default=False)
+_said: set[str] = set()
+_HOME = object()
+"""Stands for the lane in checkpoints of parts that are computed at home."""
+
+
+@contextmanager
+def at_home() -> Iterator[None]:
+    """Models of transformers inside the block compute core attention themselves, with gradients or
+    without: nothing is planned, sent or counted. For a reference model beside the one that is
+    trained, and for losses on rows that no manifest has."""
+    token = _asked_for.set(True)
+    try:
+        yield
+    finally:
+        _asked_for.reset(token)
+
+
+def is_at_home() -> bool:
+    """Whether the caller computes its core attention at home."""
+    if current_recorder.get() is not None:
+        return False
+    region = Checkpoints().recomputed
+    if region is not None:
+        return region.caller is _HOME
+    if _asked_for.get():
+        return True
+    if torch.is_grad_enabled() or current_lane.get() is not None:
+        return False
+    running = current_step.get()
+    # The only nano-batch of a step needs not be chosen.
+    return running is None or (running.job.n_nano_batches > 1 and not running.forward_only)
+
+
+@dataclass
+class HomeMask:
+    """A mask that is made when attention needs it.
+
+    Attributes:
+        asked: what transformers asked for: arguments of ``sdpa_mask``.
+    """
+
+    asked: dict[str, Any]
+    known_lengths: dict[int, tuple[torch.Tensor, list[int] | None]] = field(default_factory=dict)
+    """What was found out of positions, by their ``id``: layers hand over the same tensor."""
+    _made: list[torch.Tensor | None] = field(default_factory=list)
+
+    @property
+    def tensor(self) -> torch.Tensor | None:
+        """``[batch, 1, queries, keys]`` bool, True where a key is seen; None if it is causal."""
+        if not self._made:
+            self._made.append(sdpa_mask(**self.asked))
+        return self._made[0]
+
+    @property
+    def follows_documents(self) -> bool:
+        """Whether it may hide nothing else than later keys and those of other documents: it is of
+        one row without cache, padding, window or a function of the model's own."""
+        asked = self.asked
+        padding = asked.get("attention_mask")
+        return (
+            asked["batch_size"] == 1
+            and asked["q_length"] == asked["kv_length"]
+            and not asked.get("use_vmap")
+            and asked.get("local_size") is None
+            and (padding is None or bool(padding.all()))
+        )
+
+
+def attend_at_home(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: Any,
+    scaling: float | None,
+    dropout: float,
+    lengths: list[int] | None,
+) -> torch.Tensor:
+    """Core attention of one layer.
+
+    Args:
+        module: the model's attention module.
+        query: ``[batch, num_heads, queries, head_dim]``.
+        key: ``[batch, num_heads_kv, keys, head_dim]``.
+        value: ``[batch, num_heads_kv, keys, head_dim_v]``.
+        mask: a :class:`HomeMask`, or a tensor of a model that makes its own; None: causal.
+        scaling: None is 1 / sqrt(head_dim).
+        dropout: of attention weights.
+        lengths: of the documents of the only row, if the mask follows them; None: as the mask says.
+
+    Returns:
+        o ``[batch, queries, num_heads, head_dim_v]``.
+    """
+    _say_once()
+    checkpoints = Checkpoints()
+    if checkpoints.recomputed:
+        checkpoints.recomputed.take()
+    else:
+        nothing = query.new_empty(0)
+        checkpoints.keep(_HOME, nothing, nothing)
+    if lengths is None:
+        tensor = mask.tensor if isinstance(mask, HomeMask) else mask
+        attended: torch.Tensor = sdpa_attention_forward(
+            module, query, key, value, tensor, dropout=dropout, scaling=scaling
+        )[0]
+        return attended
+    parts = (tensor.split(lengths, dim=2) for tensor in (query, key, value))
+    outputs = [
+        nn.functional.scaled_dot_product_attention(
+            q, k, v, is_causal=True, scale=scaling, dropout_p=dropout, enable_gqa=True
+        )
+        for q, k, v in zip(*parts, strict=True)
+    ]
+    return torch.cat(outputs, dim=2).transpose(1, 2).contiguous()
+
+
+def document_lengths(position_ids: torch.Tensor) -> list[int] | None:
+    """Of documents packed in one row ``[1, rows]``, by positions that restart at 0 and count up;
+    None if positions tell otherwise."""
+    ids = position_ids.flatten().cpu()
+    if not ids.numel() or int(ids[0]) != 0:
+        return None
+    steps = ids.diff()
+    begins = (ids == 0).nonzero().flatten()
+    if not bool(((steps == 1) | (ids[1:] == 0)).all()):
+        return None
+    ends = torch.cat([begins[1:], begins.new_tensor([ids.numel()])])
+    lengths: list[int] = (ends - begins).tolist()
+    return lengths
+
+
+def _say_once() -> None:
+    """What is computed here is neither balanced nor measured, which may surprise."""
+    why = (
+        "in an at_home block"
+        if _asked_for.get()
+        else "a forward pass without gradients was not planned (evaluation, generation)"
+    )
+    if why not in _said:
+        _said.add(why)
+        logger.info("core attention is computed at home, by PyTorch: %s; this is said once", why)

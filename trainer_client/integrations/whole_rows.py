@@ -1,0 +1,246 @@
+"""Ping-pong inside a model that is called with whole rows, as trainers of others call it.
+
+Trainers of transformers, TRL, accelerate and Lightning call ``model(**batch)`` once, with all
+documents of a step in one packed row, and do what they like with the outputs. Here the row is split
+inside the model: its decoder (all layers, without head and loss) runs the nano-batches in turns,
+and its outputs are put together again. Head, loss and whatever follows see what they would see
+without DistCA.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.utils.generic import ModelOutput
+
+from trainer_client.errors import SessionError
+from trainer_client.integrations.at_home import is_at_home
+from trainer_client.integrations.checkpointing import recomputes
+from trainer_client.integrations.document_check import (
+    UnsupportedModel,
+    attention_modules,
+    takes_whole_rows,
+)
+from trainer_client.integrations.documents import CHECKED, documents_of
+from trainer_client.integrations.graphs import outside_graphs
+from trainer_client.integrations.host_barriers import HostBarriers
+from trainer_client.step.lane import current_lane, current_step, require_lane
+from trainer_client.step.ping_pong import run_in_turns
+from trainer_client.step.running_step import RunningStep
+
+_LENGTHS = ("cu_seq_lens_q", "cu_seq_lens_k")
+_LONGEST = ("max_length_q", "max_length_k")
+
+
+@contextmanager
+def turns_inside(model: nn.Module, *, barriers: HostBarriers | None = None) -> Iterator[None]:
+    """In the block, ``model`` may be called with a whole packed row, ``[1, rows]``, in a step whose
+    manifest is split as :func:`~trainer_client.step.manifests.split_documents` does
+    (``submit_ahead`` does it for batches that are no sequences). Its decoder runs the nano-batches
+    in turns. Wrap the model in DistributedDataParallel or ``fully_shard`` before or after; outside
+    of steps, and under ``torch.no_grad`` inside them, it runs as before, with core attention at
+    home.
+
+    Args:
+        model: holds one model of transformers with ``attn_implementation="distca"``.
+        barriers: met when a forward pass of the decoder is over, so that collectives between it and
+            the backward pass are launched by all ranks or none; None: collectives start when they
+            can.
+
+    Raises:
+        UnsupportedModel: it cannot be served, or its layers are in no module of their own.
+    """
+    decoder = decoder_of(model)
+    around = [m for m in model.modules() if isinstance(m, PreTrainedModel) and _holds(m, decoder)]
+    had_own = "forward" in vars(decoder)
+    forward = decoder.forward
+    untyped: Any = decoder
+    untyped.forward = _WholeRows(decoder, forward, barriers).bind()
+    added = [each for each in around if each not in takes_whole_rows]
+    takes_whole_rows.update(added)
+    try:
+        yield
+    finally:
+        takes_whole_rows.difference_update(added)
+        if had_own:
+            untyped.forward = forward
+        else:
+            del untyped.forward
+
+
+def decoder_of(model: nn.Module) -> PreTrainedModel:
+    """The innermost model of transformers in ``model`` that holds every layer which calls core
+    attention.
+
+    Raises:
+        UnsupportedModel: it has a head, so that its outputs cannot be put together.
+    """
+    callers = attention_modules(model)
+    holders = [
+        module
+        for module in model.modules()
+        if isinstance(module, PreTrainedModel) and all(_holds(module, each) for each in callers)
+    ]
+    if not holders:
+        raise UnsupportedModel(
+            f"{type(model).__name__} holds no model of transformers that calls core attention; "
+            "load it with attn_implementation='distca' after 'import "
+            "trainer_client.integrations.transformers'"
+        )
+    decoder = holders[-1]
+    untyped: Any = decoder
+    if untyped.get_output_embeddings() is not None:
+        raise UnsupportedModel(
+            f"{type(decoder).__name__} keeps its layers beside its head, not in a model of their "
+            "own: a packed row cannot be split inside it. Give PingPong the nano-batches in a "
+            "training loop of your own"
+        )
+    return decoder
+
+
+def _holds(module: nn.Module, other: nn.Module) -> bool:
+    return any(each is other for each in module.modules())
+
+
+class _WholeRows:
+    """The forward of a decoder that is called with a whole row.
+
+    Args:
+        decoder: whose.
+        forward: its own.
+        barriers: met after it.
+    """
+
+    def __init__(
+        self,
+        decoder: PreTrainedModel,
+        forward: Callable[..., Any],
+        barriers: HostBarriers | None,
+    ) -> None:
+        self._barriers = barriers
+        self._name = type(decoder).__name__
+        self._forward = forward
+        self._parameters = inspect.signature(forward).parameters
+
+    def bind(self) -> Callable[..., Any]:
+        """A function that looks like the forward it stands for."""
+
+        @functools.wraps(self._forward)
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            return self.call(*args, **kwargs)
+
+        return outside_graphs(forward)
+
+    def call(self, *args: Any, **kwargs: Any) -> Any:
+        """The decoder's outputs for all rows.
+
+        Raises:
+            SessionError: the rows are not those of the step's manifest, or an argument or output
+                cannot be split.
+        """
+        running = current_step.get()
+        if running is None or current_lane.get() is not None or is_at_home() or recomputes():
+            return self._forward(*args, **kwargs)
+        named = {**dict(zip(self._parameters, args, strict=False)), **kwargs}
+        if self._takes("use_cache"):
+            named["use_cache"] = False
+        n_rows = [running.n_rows(part) for part in range(running.job.n_nano_batches)]
+        n_rows = n_rows[: sum(1 for rows in n_rows if rows)] or [0]
+        self._check_rows(running, named, sum(n_rows))
+        calls = [((), part) for part in self._split(running, named, n_rows)]
+        outputs = run_in_turns(self._run_part, calls, 0, is_last=True)
+        if self._barriers is not None:
+            self._barriers.meet()
+        return self._joined(outputs, n_rows)
+
+    def _run_part(self, **named: Any) -> Any:
+        told = {name: named[name] for name in CHECKED if isinstance(named.get(name), torch.Tensor)}
+        documents_of(require_lane()).check(told)
+        return self._forward(**named)
+
+    def _takes(self, name: str) -> bool:
+        kinds = [parameter.kind for parameter in self._parameters.values()]
+        return name in self._parameters or inspect.Parameter.VAR_KEYWORD in kinds
+
+    def _check_rows(self, running: RunningStep, named: Mapping[str, Any], n_rows: int) -> None:
+        for name in ("input_ids", "inputs_embeds", "position_ids"):
+            given = named.get(name)
+            if isinstance(given, torch.Tensor) and tuple(given.shape[:2]) != (1, n_rows):
+                raise SessionError(
+                    f"{self._name} is called with {name} of shape {tuple(given.shape)} in step "
+                    f"{running.step}, whose manifest has {n_rows} rows for this rank; call it once "
+                    "a step with gradients, with the packed row [1, rows] that was submitted. "
+                    "Other forward passes belong under torch.no_grad or in trainer_client.at_home()"
+                )
+
+    def _split(
+        self, running: RunningStep, named: dict[str, Any], n_rows: list[int]
+    ) -> Iterator[dict[str, Any]]:
+        begin, total = 0, sum(n_rows)
+        for part, rows in enumerate(n_rows):
+            lengths = [length for _, _, length in running.segments(part)]
+            yield {
+                name: self._part(name, value, slice(begin, begin + rows), total, lengths)
+                for name, value in named.items()
+            }
+            begin += rows
+
+    def _part(self, name: str, value: Any, rows: slice, total: int, lengths: list[int]) -> Any:
+        if name in _LENGTHS and value is not None:
+            cumulative = torch.tensor([0, *lengths]).cumsum(0)
+            return cumulative.to(value.device, value.dtype)
+        if name in _LONGEST and value is not None:
+            return max(lengths, default=0)
+        if not isinstance(value, torch.Tensor):
+            return value
+        if value.dim() >= 2 and value.shape[:2] == (1, total):
+            return value[:, rows]
+        if value.dim() == 0:
+            return value
+        raise SessionError(
+            f"{self._name} is called with {name} of shape {tuple(value.shape)}, which is not one "
+            f"row for each of the {total} tokens [1, rows, ...]: it cannot be split into "
+            "nano-batches. Leave it out, or open the session with n_nano_batches=1 and without "
+            "turns_inside"
+        )
+
+    def _joined(self, outputs: list[Any], n_rows: list[int]) -> Any:
+        """Outputs of parts as one, by their kinds."""
+        first = outputs[0]
+        if len(outputs) == 1 or first is None:
+            return first
+        if isinstance(first, ModelOutput):
+            names = [name for name, value in first.items() if value is not None]
+            return type(first)(
+                **{name: self._joined([o[name] for o in outputs], n_rows) for name in names}
+            )
+        if isinstance(first, tuple | list):
+            return type(first)(
+                self._joined(list(each), n_rows) for each in zip(*outputs, strict=True)
+            )
+        if isinstance(first, torch.Tensor):
+            shapes = [tuple(output.shape) for output in outputs]
+            if all(shape[:2] == (1, n) for shape, n in zip(shapes, n_rows, strict=True)):
+                return torch.cat(outputs, dim=1)
+            # Of experts' routers, for example.
+            if all(shape[:1] == (n,) for shape, n in zip(shapes, n_rows, strict=True)):
+                return torch.cat(outputs)
+        raise SessionError(
+            f"{self._name} gives outputs ({_describe(first)}) of a nano-batch that cannot be put "
+            "together by rows; give PingPong the nano-batches in a training loop of your own"
+        )
+
+
+def _describe(value: Any) -> str:
+    return (
+        f"a tensor of shape {tuple(value.shape)}"
+        if isinstance(value, torch.Tensor)
+        else type(value).__name__
+    )
