@@ -15,6 +15,7 @@ if TYPE_CHECKING:
         SessionClosed,
         SessionError,
     )
+    from trainer_client.integrations.at_home import at_home
     from trainer_client.integrations.checkpointing import checkpoint
     from trainer_client.integrations.feed import submit_ahead
     from trainer_client.integrations.fsdp import prepare_fsdp
@@ -43,6 +44,7 @@ _MODULES = {
     "SessionOptions": "trainer_client.options",
     "StepReport": "trainer_client.step.step_report",
     "TraceEvent": "trainer_client.step.step_report",
+    "at_home": "trainer_client.integrations.at_home",
     "checkpoint": "trainer_client.integrations.checkpointing",
     "core_attention": "trainer_client.step.operation",
     "in_nano_batch": "trainer_client.step.lane",
@@ -67,6 +69,7 @@ __all__ = [
     "SessionOptions",
     "StepReport",
     "TraceEvent",
+    "at_home",
     "checkpoint",
     "core_attention",
     "in_nano_batch",

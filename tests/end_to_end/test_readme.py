@@ -1,8 +1,9 @@
-"""The README's example of a trainer of one's own runs as it stands there, and trains as local
-attention does."""
+"""The README's examples, a Trainer of transformers and a loop of one's own, run as they stand there, and
+train as local attention does."""
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import subprocess
@@ -23,17 +24,26 @@ SHAPE = AttentionShape(num_heads=4, num_heads_kv=2, head_dim=64, head_dim_v=64, 
 DEADLINE_SECONDS = 110
 
 _WATCHED = """
-import os, runpy, sys, torch
+import os, runpy, sys, torch, transformers
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-steps = []
+steps, seen, trained, training_step = [], [], [], transformers.Trainer.training_step
 def note(optimizer, *_):
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    parameters = trained[-1].parameters() if trained else parameters
     steps.append([(p.detach().clone(), p.grad.clone()) for p in parameters])
+def note_batch(self, model, inputs, *rest):
+    trained.append(self.model)
+    loss = training_step(self, model, inputs, *rest)
+    seen.append(([inputs], loss))
+    return loss
 register_optimizer_step_pre_hook(note)
+transformers.Trainer.training_step = note_batch
 sys.argv, folder = sys.argv[1:-1], sys.argv[-1]
 names = runpy.run_path(sys.argv[0], run_name="__main__")
-kept = {"batches": list(names["loader"]), "loss": names["loss"].item(), "steps": steps}
-kept |= {name: names[name] for name in ("config", "documents")}
+batches = [batch for batch, _ in seen] or list(names["loader"])
+loss = seen[-1][1] if seen else names["loss"]
+kept = {"batches": batches, "loss": loss.item(), "steps": steps}
+kept |= {"config": names["config"], "documents": names["documents"]}
 torch.save(kept, folder + "/rank" + os.environ["RANK"])
 """
 """Runs a script, and notes weights and gradients before each step of its optimiser."""
@@ -47,11 +57,13 @@ def one_node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("placement", ["in-place", "pool"])
-def test_example_of_a_trainer_of_ones_own_trains(
-    tmp_path: Path, one_node: Cluster, placement: str
+@pytest.mark.parametrize("loop", ["Trainer", "own"])
+def test_examples_of_trainers_train(
+    tmp_path: Path, one_node: Cluster, loop: str, placement: str
 ) -> None:
-    (example,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-    (tmp_path / "train.py").write_text(example)
+    found = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    examples = dict(zip(("Trainer", "own"), found, strict=True))
+    (tmp_path / "train.py").write_text(examples[loop])
     (tmp_path / "watched.py").write_text(_WATCHED)
     cache = tmp_path / ".cache" / "distca"
     cache.mkdir(parents=True)
@@ -74,7 +86,7 @@ def test_example_of_a_trainer_of_ones_own_trains(
         timeout=DEADLINE_SECONDS,
     )
     assert run.returncode == 0, run.stderr[-4000:]
-    compare_with_local_attention(tmp_path)
+    compare_with_local_attention(tmp_path, clips_at=1.0 if loop == "Trainer" else math.inf)
 
 
 def _path() -> str:
@@ -82,8 +94,9 @@ def _path() -> str:
     return os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
 
 
-def compare_with_local_attention(folder: Path) -> None:
-    """Each document alone through a model with local attention, on the weights of each step."""
+def compare_with_local_attention(folder: Path, *, clips_at: float) -> None:
+    """Each document alone through a model with local attention, on the weights of each step; their
+    gradients are clipped to a norm of ``clips_at``."""
     ranks = [torch.load(folder / f"rank{rank}", weights_only=False) for rank in range(N_RANKS)]
     watched = ranks[0]
     assert len(watched["steps"]) == N_STEPS
@@ -104,6 +117,7 @@ def compare_with_local_attention(folder: Path) -> None:
         local.zero_grad()
         loss = mean_loss(local, documents)
         loss.backward()
+        torch.nn.utils.clip_grad_norm_(local.parameters(), clips_at)
         for (name, mine), (_, gradient) in zip(local.named_parameters(), parameters, strict=True):
             assert mine.grad is not None
             difference = (gradient - mine.grad).abs().max() / mine.grad.abs().max()

@@ -273,7 +273,7 @@ def _check_settings(trainer: Trainer) -> None:
         ),
         (
             args.auto_find_batch_size,
-            "auto_find_batch_size=True starts steps again that other ranks have begun; leave it out",
+            "auto_find_batch_size=True begins steps twice, which other ranks do not; leave it out",
         ),
         (
             bool(checkpointing.get("use_reentrant")),

@@ -1,0 +1,175 @@
+"""What nobody has planned is computed at home: evaluation, generation, reference models."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from tests.cluster import Cluster
+from tests.trainer_client.test_transformers import (
+    CONFIGS,
+    LENGTHS,
+    SIZES,
+    make_batches,
+    make_model,
+    open_session,
+    submit,
+)
+from trainer_client import PingPong, SessionError, at_home
+from trainer_client.integrations import at_home as at_home_module
+from trainer_client.integrations.transformers import UnsupportedArgument
+from trainer_client.integrations.whole_rows import turns_inside
+from trainer_client.step.manifests import split_documents
+
+TOLERANCE = {"rtol": 1e-5, "atol": 1e-6}
+"""float32 through two layers; kernels sum in another order."""
+
+
+def pair(name: str = "Llama") -> tuple[Any, Any]:
+    """A model with distca and one of the same weights with PyTorch's attention."""
+    model, local = (make_model(copy.deepcopy(CONFIGS[name]), i) for i in ("distca", "sdpa"))
+    local.load_state_dict(model.state_dict())
+    return model, local
+
+
+def ids_of(*shape: int) -> torch.Tensor:
+    return torch.randint(1, 64, shape, generator=torch.Generator().manual_seed(3))
+
+
+@torch.no_grad()
+def test_evaluation_outside_of_steps(caplog: pytest.LogCaptureFixture) -> None:
+    at_home_module._said.clear()
+    model, local = pair()
+    ids, mask = ids_of(3, 7), torch.tensor([[1] * 7, [1] * 4 + [0] * 3, [0] * 2 + [1] * 5])
+    (packed,) = make_batches(lengths=([5, 1, 30],))
+    with caplog.at_level(logging.INFO, "trainer_client"):
+        for batch in (
+            {"input_ids": ids, "attention_mask": mask, "labels": ids.where(mask == 1, -100)},
+            packed,
+            {"input_ids": ids},
+        ):
+            torch.testing.assert_close(model(**batch).logits, local(**batch).logits, **TOLERANCE)
+    said = [r for r in caplog.records if "computed at home" in r.getMessage()]
+    assert len(said) == 1
+    # Documents do not see each other: each alone gives the same.
+    alone = local(input_ids=packed["input_ids"][:, 6:]).logits
+    torch.testing.assert_close(model(**packed).logits[:, 6:], alone, **TOLERANCE)
+
+
+def test_packed_documents_make_no_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 128K rows it would have 16 GiB."""
+    model, _ = pair()
+    made: list[Any] = []
+    monkeypatch.setattr(at_home_module, "sdpa_mask", lambda **asked: made.append(asked))
+    with torch.no_grad():
+        model(**make_batches()[0])
+    assert not made
+
+
+@torch.no_grad()
+def test_generation_with_a_cache() -> None:
+    model, local = pair("Qwen3")
+    ids, mask = ids_of(2, 6), torch.tensor([[1] * 6, [0, 0, 1, 1, 1, 1]])
+    settings: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False, "use_cache": True}
+    for given in ({"input_ids": ids, "attention_mask": mask}, {"input_ids": ids[:1]}):
+        expected = local.generate(**given, **settings)
+        assert torch.equal(model.generate(**given, **settings), expected)
+
+
+@torch.no_grad()
+def test_windows_are_kept() -> None:
+    config = transformers.MistralConfig(**SIZES, sliding_window=4)
+    model, local = (make_model(copy.deepcopy(config), i) for i in ("distca", "sdpa"))
+    ids = ids_of(1, 20)
+    torch.testing.assert_close(
+        model(input_ids=ids).logits, local(input_ids=ids).logits, **TOLERANCE
+    )
+
+
+@torch.no_grad()
+def test_what_no_mask_tells_is_refused() -> None:
+    model = make_model(transformers.Gemma2Config(**SIZES), "distca")
+    with pytest.raises(UnsupportedArgument, match="softcap"):
+        model(input_ids=ids_of(1, 5))
+
+
+def test_training_needs_a_step() -> None:
+    model, _ = pair()
+    with pytest.raises(SessionError, match="no step is running"):
+        model(**make_batches()[0])
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_at_home_has_gradients(checkpointed: bool) -> None:
+    model, local = pair()
+    batch = make_batches()[0]
+    if checkpointed:
+        model.gradient_checkpointing_enable()
+    with at_home():
+        loss = model.train()(**batch).loss
+    loss.backward()
+    local(**batch).loss.backward()
+    compare_gradients(model, local)
+
+
+def test_a_reference_model_in_a_step(pool_of_four: Cluster) -> None:
+    """As DPO has it: log-probabilities of a frozen model, generation, and the trained one, whole
+    rows and nano-batches alike."""
+    model, local = pair()
+    reference = make_model(copy.deepcopy(CONFIGS["Llama"]), "distca")
+    torch.nn.init.normal_(reference.lm_head.weight)  # type: ignore[arg-type, union-attr]
+    (whole,) = make_batches(lengths=([*LENGTHS[0], *LENGTHS[1]],))
+    with open_session(pool_of_four, "reference") as session:
+        step = submit(session, tuple(split_documents([*LENGTHS[0], *LENGTHS[1]], 2)))
+        with turns_inside(model), session.step(step):
+            with torch.no_grad():
+                expected = reference(**whole).logits
+                model.generate(whole["input_ids"][:, :5], max_new_tokens=2, use_cache=True)
+            loss = (model(**whole).logits - expected).square().mean()
+            loss.backward()
+        (local(**whole).logits - expected).square().mean().backward()
+        compare_gradients(model, local)
+        model.zero_grad()
+        local.zero_grad()
+        batches = make_batches()
+        with session.step(submit(session)):
+            with at_home():
+                expected = [reference(**batch).logits.detach() for batch in batches]
+            outputs = PingPong(model)(batches)
+            sum(
+                (o.logits - e).square().mean() for o, e in zip(outputs, expected, strict=True)
+            ).backward()
+    for batch, e in zip(batches, expected, strict=True):
+        (local(**batch).logits - e).square().mean().backward()
+    compare_gradients(model, local)
+
+
+def compare_gradients(model: Any, local: Any) -> None:
+    others = dict(local.named_parameters())
+    for name, parameter in model.named_parameters():
+        expected = others[name].grad
+        scale = float(expected.abs().max())
+        # float32 through two layers, in another order: tens of roundings of 6e-8.
+        torch.testing.assert_close(parameter.grad, expected, rtol=0, atol=2e-5 * scale, msg=name)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "n_parts", "parts"),
+    [
+        ([5], 2, [[5], []]),
+        ([1, 1, 100], 2, [[1, 1], [100]]),
+        ([100, 1, 1], 2, [[100], [1, 1]]),
+        ([3, 3, 3, 3], 2, [[3, 3], [3, 3]]),
+        ([1, 1], 3, [[1], [1], []]),
+        ([], 2, [[], []]),
+    ],
+)
+def test_documents_are_split_in_order(
+    lengths: list[int], n_parts: int, parts: list[list[int]]
+) -> None:
+    assert split_documents(lengths, n_parts) == parts
