@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from trainer_client.integrations.feed import submit_ahead
     from trainer_client.integrations.fsdp import prepare_fsdp
     from trainer_client.integrations.host_barriers import HostBarriers
+    from trainer_client.integrations.loss_weight import labels_per_rank
     from trainer_client.integrations.pipelining import Pipeline, schedule_of
     from trainer_client.integrations.stage_seconds import measure_stages
     from trainer_client.options import Placement, SessionOptions
@@ -48,6 +49,7 @@ _MODULES = {
     "checkpoint": "trainer_client.integrations.checkpointing",
     "core_attention": "trainer_client.step.operation",
     "in_nano_batch": "trainer_client.step.lane",
+    "labels_per_rank": "trainer_client.integrations.loss_weight",
     "measure_stages": "trainer_client.integrations.stage_seconds",
     "prepare_fsdp": "trainer_client.integrations.fsdp",
     "schedule_of": "trainer_client.integrations.pipelining",
@@ -73,6 +75,7 @@ __all__ = [
     "checkpoint",
     "core_attention",
     "in_nano_batch",
+    "labels_per_rank",
     "measure_stages",
     "prepare_fsdp",
     "schedule_of",

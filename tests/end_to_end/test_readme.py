@@ -1,5 +1,5 @@
-"""The README's examples, a Trainer of transformers and a loop of one's own, run as they stand there, and
-train as local attention does."""
+"""The README's examples, a Trainer of transformers and a loop of one's own, run as they stand
+there, and train as local attention does."""
 
 from __future__ import annotations
 
@@ -28,6 +28,8 @@ import os, runpy, sys, torch, transformers
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 steps, seen, trained, training_step = [], [], [], transformers.Trainer.training_step
 def note(optimizer, *_):
+    if hasattr(optimizer, "optimizer"):
+        return  # accelerate's wrapper, which then has its own optimiser step
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     parameters = trained[-1].parameters() if trained else parameters
     steps.append([(p.detach().clone(), p.grad.clone()) for p in parameters])

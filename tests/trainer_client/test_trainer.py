@@ -138,6 +138,16 @@ def test_settings_that_cannot_work_are_refused_by_name(
         raise AssertionError("never begun")
 
 
+def test_ranks_that_would_train_apart_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alone = trainer(tmp_path)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    refused = pytest.raises(UnsupportedTrainer, match="use_cpu=True")
+    with refused, serve_trainer(alone, control_plane="localhost:1", job="x"):
+        raise AssertionError("never begun")
+
+
 def test_padded_batches_are_refused_before_the_first_step(
     tmp_path: Path, pool_of_four: Cluster
 ) -> None:

@@ -10,6 +10,7 @@ session; and the model's decoder splits the packed row
 
 from __future__ import annotations
 
+import os
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -255,7 +256,13 @@ def _check_settings(trainer: Trainer) -> None:
     sizes = {
         name: getattr(parallel, name, 1) or 1 for name in ("tp_size", "cp_size", "sp_size")
     } | {"tp_size of the model": getattr(trainer.model, "tp_size", None) or 1}
+    started = int(os.environ.get("WORLD_SIZE", "1"))
     refusals = [
+        (
+            args.world_size == 1 < started,
+            f"{started} processes were started, and each trains by itself; on machines without "
+            "GPUs the trainer is distributed with TrainingArguments(use_cpu=True) only",
+        ),
         (
             trainer.is_deepspeed_enabled,
             "DeepSpeed is not supported; use DistributedDataParallel (the default) or FSDP2",

@@ -1,0 +1,205 @@
+"""Loops of other libraries around whole rows, and ways of training, beside local attention."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import accelerate
+import lightning
+import pytest
+import torch
+
+import trainer_client
+from core_attention.manifest import RankManifest
+from tests.cluster import ROOT, Cluster
+from tests.trainer_client.test_at_home import compare_gradients, pair
+from tests.trainer_client.test_transformers import (
+    CONFIGS,
+    LENGTHS,
+    make_batches,
+    make_model,
+    open_session,
+)
+from trainer_client import PingPong, Session, SessionError, labels_per_rank, submit_ahead
+from trainer_client.integrations.whole_rows import turns_inside
+
+ROWS = ([40, 1, 90, 7], [200], [1], [3, 3, 3])
+
+
+@pytest.fixture(scope="module")
+def session(pool_of_four: Cluster) -> Iterator[Session]:
+    with open_session(pool_of_four, "training-loops") as opened:
+        yield opened
+
+
+def submit(session: Session, lengths: tuple[list[int], ...] = LENGTHS) -> int:
+    step = session.next_step
+    session.submit(RankManifest.from_lengths(step, 0, lengths))
+    return step
+
+
+def rows() -> list[dict[str, torch.Tensor]]:
+    """Whole rows, of several documents or one, of one token, and of equal documents."""
+    batches = make_batches(lengths=ROWS)  # type: ignore[arg-type]  # any number of them
+    for batch in batches:
+        batch["labels"] = batch["input_ids"].where(batch["position_ids"] > 0, -100)
+    return batches
+
+
+def trained(model: Any, batches: list[dict[str, torch.Tensor]]) -> list[float]:
+    """Losses of a plain loop."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    losses = []
+    for batch in batches:
+        loss = model(**batch, num_items_in_batch=labels_per_rank([batch])).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def counted() -> list[dict[str, torch.Tensor]]:
+    return [batch | {"num_items_in_batch": labels_per_rank([batch])} for batch in rows()]
+
+
+def compare_weights(model: Any, local: Any) -> None:
+    for (name, mine), other in zip(model.named_parameters(), local.parameters(), strict=True):
+        # Steps of AdamW of 1e-3 each, along gradients over their own size: where these are near
+        # zero, rounding decides.
+        torch.testing.assert_close(mine, other, rtol=0, atol=2e-4, msg=name)
+
+
+def test_accelerate(session: Session) -> None:
+    model, local = pair()
+    accelerator = accelerate.Accelerator(cpu=True)
+    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    prepared, optimizer = accelerator.prepare(model, optimizer)
+    losses = []
+    with turns_inside(model):
+        for step, batch in submit_ahead(session, counted()):
+            with session.step(step):
+                loss = prepared(**batch).loss
+                accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+    assert losses == pytest.approx(trained(local, rows()), rel=1e-5)
+    compare_weights(model, local)
+
+
+def test_lightning_as_documented(session: Session, tmp_path: Any) -> None:
+    text = (ROOT / "docs" / "training_loops.md").read_text()
+    (code,) = re.findall(r"```python\n(class Served.*?)```", text, re.DOTALL)
+    names: dict[str, Any] = {"lightning": lightning, "torch": torch, "submit_ahead": submit_ahead}
+    exec(code, names)
+    model, local = pair()
+    with turns_inside(model):
+        lightning.Trainer(
+            accelerator="cpu",
+            max_epochs=1,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            default_root_dir=tmp_path,
+            callbacks=[names["Served"](session)],
+        ).fit(names["Language"](model, session, counted()))
+    trained(local, rows())
+    compare_weights(model, local)
+
+
+def test_accumulation_within_a_step(session: Session) -> None:
+    """Nano-batches of their own backward passes."""
+    model, local = pair()
+    batches = make_batches()
+    with session.step(submit(session)):
+        for index, batch in enumerate(batches):
+            with trainer_client.in_nano_batch(index):
+                loss = model(**batch).loss
+            loss.backward()
+    for batch in batches:
+        local(**batch).loss.backward()
+    compare_gradients(model, local)
+
+
+def test_a_second_call_with_gradients_is_refused(session: Session) -> None:
+    model, _ = pair()
+    (row,) = make_batches(lengths=([5, 9],))  # type: ignore[arg-type]
+    step = submit(session, ([5], [9]))
+    refused = pytest.raises(SessionError, match="calls core attention a 3rd time")
+    with turns_inside(model), refused, session.step(step):
+        model(**row).loss.backward()
+        model(**row).loss.backward()
+
+
+def test_rows_that_were_not_submitted_are_refused(session: Session) -> None:
+    model, _ = pair()
+    (row,) = make_batches(lengths=([5, 9],))  # type: ignore[arg-type]
+    step = submit(session, ([5], [8]))
+    with (
+        turns_inside(model),
+        pytest.raises(SessionError, match="manifest has 13 rows"),
+        session.step(step),
+    ):
+        model(**row)
+
+
+def test_losses_of_lower_layers(session: Session) -> None:
+    """Beside the last layer's, and alone with the upper layers tied in."""
+    model, local = pair()
+    for tied in (False, True):
+        batches = make_batches()
+        with session.step(submit(session)):
+            outputs = PingPong(model)([b | {"output_hidden_states": True} for b in batches])
+            sum(loss_of(output, tied) for output in outputs).backward()
+        for batch in batches:
+            loss_of(local(**batch, output_hidden_states=True), tied).backward()
+        compare_gradients(model, local)
+        model.zero_grad()
+        local.zero_grad()
+
+
+def loss_of(output: Any, tied: bool) -> torch.Tensor:
+    middle = output.hidden_states[1].square().mean()
+    loss: torch.Tensor = middle + (0 * output.logits.sum() if tied else output.loss)
+    return loss
+
+
+def test_a_served_reference_model(pool_of_four: Cluster) -> None:
+    """Its layers are the job's first ones."""
+
+    class Both(torch.nn.Module):
+        def __init__(self, policy: Any, reference: Any) -> None:
+            super().__init__()
+            self.policy, self.reference = policy, reference
+
+        def forward(self, **batch: Any) -> torch.Tensor:
+            with torch.no_grad():
+                expected = self.reference(**batch).logits
+            loss: torch.Tensor = (self.policy(**batch).logits - expected).square().mean()
+            return loss
+
+    policy, local = pair()
+    references = [make_model(copy.deepcopy(CONFIGS["Llama"]), i) for i in ("distca", "sdpa")]
+    for reference in references:
+        torch.manual_seed(7)
+        torch.nn.init.normal_(reference.lm_head.weight)  # type: ignore[arg-type, union-attr]
+    batches = make_batches()
+    with open_session(pool_of_four, "both") as two:
+        options = replace(two.options, job="served-reference", n_layers=4)
+    with Session.open(options) as session, session.step(submit(session)):
+        sum(PingPong(Both(policy, references[0]))(batches)).backward()
+    for batch in batches:
+        Both(local, references[1])(**batch).backward()
+    compare_gradients(policy, local)
+
+
+def test_labels_per_rank() -> None:
+    batches = [{"labels": torch.tensor([[3, -100, 5, 6]])}, {"labels": torch.tensor([[-100]])}]
+    assert labels_per_rank(batches).item() == 2
+    assert labels_per_rank([]).item() == 1
