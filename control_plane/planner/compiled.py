@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
+import re
 import shutil
 import tempfile
 import threading
@@ -160,6 +161,18 @@ def _set_temporary_cache(why: str) -> bool:
 
 @cache
 def _sources_stamp(path: str) -> tuple[tuple[str, int, int], ...]:
-    """Changes whenever the source file ``path`` or one of this package does."""
-    files = sorted({Path(path).resolve(), *Path(__file__).resolve().parent.glob("*.py")})
-    return tuple((file.name, file.stat().st_mtime_ns, file.stat().st_size) for file in files)
+    """Changes whenever the source file ``path`` does, or one of this package that it imports,
+    directly or through others."""
+    folder = Path(__file__).resolve().parent
+    files, unread = {Path(path).resolve()}, [Path(path).resolve()]
+    while unread:
+        for name in _IMPORTED.findall(unread.pop().read_text()):
+            file = folder / f"{name}.py"
+            if file.is_file() and file not in files:
+                files.add(file)
+                unread.append(file)
+    files.add(Path(__file__).resolve())
+    return tuple((f.name, f.stat().st_mtime_ns, f.stat().st_size) for f in sorted(files))
+
+
+_IMPORTED = re.compile(r"^\s*from control_plane\.planner\.(\w+) import", re.MULTILINE)

@@ -53,6 +53,9 @@ PATIENCE = 8e-3
 """By how much of it the cap rises before chunks of which kernels are slow are cut instead."""
 MOST_FAILURES = 8
 """Receivers in a row that can take nothing, the ones with the most room, before the cap rises."""
+MOST_CHUNKS = 4
+"""Chunks for each server after which the search is given up where documents can be carved instead:
+plans have one or two, and each takes a search."""
 SHRINKS = 5
 """How often a chunk that breaks a memory or byte limit is halved before it is given up."""
 
@@ -69,6 +72,7 @@ def export_surplus(
     work: Work,
     variant: Variant,
     every: int,
+    give_up: float,
 ) -> float:
     """Moves work until no server is above its cap.
 
@@ -77,13 +81,18 @@ def export_surplus(
         work: who receives, and the typical rates.
         every: only one donor and one receiver in so many take part: a sample, which never raises
             the cap. 1 for all.
+        give_up: share of the cap by which it may rise.
 
     Returns:
         By how many seconds the cap was raised; infinity if work is left that nobody can take.
     """
     market = open_market(board, segments, fleet, limits, links, cap, work, variant)
+    most_raised = min(4.0 * board.load.max(), give_up * cap.max())
+    most_chunks = len(board.chunks)
+    if math.isfinite(give_up):
+        most_chunks = min(most_chunks, board.used[CHUNKS] + MOST_CHUNKS * len(cap) + 64)
     return _move_surplus(
-        market, rules, no_rooms(len(cap)), cap.max(), 4.0 * board.load.max(), every
+        market, rules, no_rooms(len(cap)), cap.max(), most_raised, most_chunks, every
     )
 
 
@@ -94,6 +103,7 @@ def _move_surplus(
     rooms: Rooms,
     first_cap: float,
     most_raised: float,
+    most_chunks: int,
     every: int,
 ) -> float:
     """The same, with all arrays that it needs.
@@ -101,6 +111,7 @@ def _move_surplus(
     Args:
         first_cap: the largest cap.
         most_raised: by how many seconds it may rise.
+        most_chunks: of the board's entries.
     """
     board, cap, donors = market.board, market.cap, market.donors
     slack, step = SLACK * first_cap, CAP_STEP * first_cap
@@ -110,7 +121,7 @@ def _move_surplus(
     while donors.counts[N_DONORS] > 0:
         if every > 1 and rooms.size[0] == 0:
             return 0.0
-        if board.used[CHUNKS] >= len(board.chunks) or raised > most_raised:
+        if board.used[CHUNKS] >= most_chunks or raised > most_raised:
             return math.inf
         if rooms.size[0] == 0 or failures == MOST_FAILURES:
             if rules.min_tokens > rules.min_rest_tokens or (

@@ -104,7 +104,7 @@ def _begin_of_chunk(rules: CutRules, donor: Pace, receiver: Pace, offer: Offer, 
     if end - earliest < offer.shortest:
         return end
     keep = offer.seconds - pace_seconds(donor, end, high) - offer.surplus
-    wanted = _latest_end(donor, low, end, keep, rules.alignment)
+    wanted = latest_end(donor, low, end, keep, rules.alignment)
     return max(earliest, min(wanted, end - offer.shortest))
 
 
@@ -112,7 +112,7 @@ def _begin_of_chunk(rules: CutRules, donor: Pace, receiver: Pace, offer: Offer, 
 def _end_of_chunk(rules: CutRules, donor: Pace, receiver: Pace, offer: Offer) -> int:
     """The same for a chunk that begins where the part does: where it ends; there if none fits."""
     low, high = offer.low, offer.high
-    latest = _latest_end(receiver, low, high, offer.room, rules.alignment)
+    latest = latest_end(receiver, low, high, offer.room, rules.alignment)
     if latest - low < offer.shortest:
         return low
     keep = offer.seconds - offer.surplus
@@ -121,7 +121,7 @@ def _end_of_chunk(rules: CutRules, donor: Pace, receiver: Pace, offer: Offer) ->
 
 
 @compiled_leaf
-def _latest_end(pace: Pace, low: int, high: int, seconds: float, alignment: int) -> int:
+def latest_end(pace: Pace, low: int, high: int, seconds: float, alignment: int) -> int:
     """The last end in ``(low, high]`` such that ``[low, end)`` takes at most ``seconds``; aligned,
     or ``high``. ``low`` if there is none."""
     if seconds <= 0.0:

@@ -25,7 +25,8 @@ from control_plane.planner.sorting import sorted_by
 from core_attention.arrays import Int64Array
 
 CHUNKS_PER_SERVER = 8
-"""Room for chunks; a plan has one or two a server, more only where the tolerance is 0."""
+"""Room for chunks beside documents that move whole: a plan has one or two a server, more only where
+the tolerance is 0."""
 
 
 class Opening(NamedTuple):
@@ -108,7 +109,7 @@ def open_board(opening: Opening, work: Work, n_segments: int) -> Board:
     """The board before any export."""
     n_servers, n_given = len(work.load), len(opening.free)
     n_homeless = len(work.homeless)
-    room = CHUNKS_PER_SERVER * n_servers + 4 * n_homeless + 256
+    room = CHUNKS_PER_SERVER * n_servers + 4 * n_homeless + 256 + n_given
     free = np.empty((n_given + 2 * room, 4), dtype=np.int64)
     free[:n_given] = opening.free
     return Board(

@@ -16,10 +16,12 @@ from control_plane.planner.board import (
     Segments,
 )
 from control_plane.planner.candidates import Variant
+from control_plane.planner.carving import carve_surplus
 from control_plane.planner.chunk import CutRules, with_alignment
 from control_plane.planner.compiled import compiled, compiled_inner, compiled_leaf
+from control_plane.planner.costs import pace_seconds
 from control_plane.planner.exports import export_surplus
-from control_plane.planner.fleet import Fleet
+from control_plane.planner.fleet import Fleet, pace_of
 from control_plane.planner.level import Work, expected_growth, level_of_growth, weigh
 from control_plane.planner.links import Links
 from control_plane.planner.memory import relieve_memory
@@ -45,8 +47,21 @@ URGENCIES = (1.0, 2.0, 4.0, 0.0)
 LARGEST_DRIFT = 1e-2
 SMALL_FLEET_DRIFT = 5e-3
 """Relative error of the level that is left uncorrected: time counts more for large fleets."""
+MOST_VARIED = 3
+"""Pieces for each server above which no variants are tried: one more or less weighs little then."""
 SAMPLED_SERVERS = 48
 """Receivers whose chunks give the rates of the pieces of fleets several times as large."""
+MOST_MISSED = 1e-2
+"""Share of the level by which a plan may miss the tolerance before documents are carved instead."""
+GIVE_UP = 0.1
+"""Share of the cap by which it may rise while chunks are searched for, where carving is left."""
+SAND_SHARE = 1.0 / 32.0
+"""Where no donor has a document that takes more of the cap than this, documents are carved at once:
+whole ones fill any room, and a search for each would take long."""
+CARVINGS = 8
+"""Levels at which documents are carved, to find the least."""
+CARVED_DRIFT = 2e-3
+"""Relative change of the level below which it is found."""
 
 
 class Outcome(NamedTuple):
@@ -57,10 +72,11 @@ class Outcome(NamedTuple):
             divided at will.
         scale: factor on the level, for the rates at which pieces run.
         work_ratio: seconds of the plan's tasks to those of the uncut segments at home.
-        raised: by how many seconds the cap was raised above (1 + eps) x level; infinite if some
-            server stayed above it.
+        raised: by how many seconds the cap was raised above (1 + eps) x level, or would have had
+            to be where documents were carved; infinite if some server stayed above it.
         excess: by how many seconds the busiest server is above (1 + eps) x the level of the
             tasks as they were cut.
+        busiest: seconds of that server, base load included.
         spent_bytes: bytes moved, beyond what documents that span ranks need anyway.
         spent_cost: the same, weighted by link.
         n_chunks: pieces that left their home.
@@ -73,6 +89,7 @@ class Outcome(NamedTuple):
     work_ratio: float
     raised: float
     excess: float
+    busiest: float
     spent_bytes: float
     spent_cost: float
     n_chunks: int
@@ -91,6 +108,24 @@ class Setting(NamedTuple):
     limits: Limits
     links: Links
     tolerance: float
+
+
+class Way(NamedTuple):
+    """How one plan is made. A tuple, because a function is compiled anew for every constant that
+    it is called with.
+
+    Attributes:
+        every: 1; or more for a sample of the exports, whose ``work_ratio`` is what all of them
+            would give.
+        give_up: share of the cap by which it may rise.
+        carves: by carving, not by a search for chunks.
+        swaps: then whether a server may get a piece for which documents of its own must go.
+    """
+
+    every: int
+    give_up: float
+    carves: bool
+    swaps: bool
 
 
 @compiled
@@ -115,30 +150,72 @@ def plan_phase(
     """
     setting = Setting(segments, home, fleet, rules, limits, links, tolerance)
     work = weigh(segments, home, fleet, rules.phase)
+    scale = expected_ratio if expected_ratio > 0.0 else expected_growth(work, fleet, rules)
+    if _is_sand(setting, work, scale):
+        board, outcome = _carve(setting, work, scale, Way(1, 0.0, True, False))
+        if _miss(outcome) <= MOST_MISSED * outcome.level:
+            return collect_cuts(board, segments, fleet), outcome
+    board, outcome = _search(setting, work, scale, n_variants, expected_ratio == 0.0)
+    if _is_stuck(outcome) or _miss(outcome) <= MOST_MISSED * outcome.level:
+        return collect_cuts(board, segments, fleet), outcome
+    carved_board, carved = _carve(setting, work, outcome.work_ratio, Way(1, 0.0, True, False))
+    if _miss(carved) > MOST_MISSED * carved.level and not limits.active:
+        swapped_board, swapped = _carve(setting, work, carved.work_ratio, Way(1, 0.0, True, True))
+        if swapped.busiest < carved.busiest:
+            carved_board, carved = swapped_board, swapped
+    if carved.busiest < outcome.busiest:
+        board, outcome = carved_board, carved
+        # From the beginning within the cap that can be kept, chunks may do with fewer bytes.
+        way = Way(1, MOST_MISSED, False, False)
+        opening = _opening(setting, work, carved.scale, way.swaps)
+        plain = Variant(0, 0.0, 0, URGENCIES[0])
+        again_board, again = _attempt(setting, work, opening, carved.scale, plain, way)
+        if _better(again, carved):
+            board, outcome = again_board, again
+    return collect_cuts(board, segments, fleet), outcome
+
+
+@compiled_inner
+def _search(
+    setting: Setting, work: Work, scale: float, n_variants: int, may_sample: bool
+) -> tuple[Board, Outcome]:
+    """A plan by the search for the best chunks: the cheapest of ``n_variants``.
+
+    Args:
+        scale: of the level, estimated.
+        may_sample: whether a large fleet may improve it by a sample.
+    """
+    fleet, tolerance = setting.fleet, setting.tolerance
     n_shifts = MOST_SHIFTS if n_variants > 1 else 0
     plain = Variant(0, 0.0, n_shifts, URGENCIES[0])
-    scale = expected_ratio if expected_ratio > 0.0 else expected_growth(work, fleet, rules)
+    give_up = np.inf if setting.limits.active else GIVE_UP
     lowest = scale * (1.0 - LARGEST_CORRECTION)
-    opening = _opening(setting, work, lowest)
+    way = Way(1, give_up, False, False)
+    opening = _opening(setting, work, lowest, way.swaps)
     is_large = len(fleet.rank) >= 4 * SAMPLED_SERVERS
-    if is_large and expected_ratio == 0.0 and len(work.homeless) == 0:
+    if is_large and may_sample and len(work.homeless) == 0:
         every = len(fleet.rank) // SAMPLED_SERVERS
-        scale = _attempt(setting, work, opening, scale, plain, every)[1].work_ratio
+        scale = _attempt(setting, work, opening, scale, plain, Way(every, give_up, False, False))[
+            1
+        ].work_ratio
     largest_drift = SMALL_FLEET_DRIFT if n_variants > 1 else LARGEST_DRIFT
     corrections = 0
     while True:
         if scale < lowest:
             lowest = scale * (1.0 - LARGEST_CORRECTION)
-            opening = _opening(setting, work, lowest)
-        board, outcome = _attempt(setting, work, opening, scale, plain, 1)
+            opening = _opening(setting, work, lowest, way.swaps)
+        board, outcome = _attempt(setting, work, opening, scale, plain, way)
         # Pieces run at other rates than whole documents, so cutting changes the mean load.
         drift = abs(outcome.work_ratio / scale - 1.0)
         if corrections == CORRECTIONS or drift < largest_drift or _is_final(outcome):
             break
+        if not np.isfinite(outcome.raised):
+            break
         corrections += 1
         scale = outcome.work_ratio
     highest = level_of_growth(work, fleet, scale) * (1.0 + tolerance)
-    donors = _highest(work.load, work.base) > highest
+    donors = _highest(work.load, work.base) > highest and np.isfinite(outcome.raised)
+    donors = donors and outcome.n_chunks <= MOST_VARIED * len(fleet.rank)
     for seed in range(1, n_variants):
         if _is_final(outcome) or not donors:
             break
@@ -148,25 +225,92 @@ def plan_phase(
             seed % (n_shifts + 1),
             URGENCIES[seed % len(URGENCIES)],
         )
-        other_board, other = _attempt(setting, work, opening, scale, variant, 1)
+        other_board, other = _attempt(setting, work, opening, scale, variant, way)
         if other.stuck_server < 0 and _better(other, outcome):
             board, outcome = other_board, other
-    return collect_cuts(board, segments, fleet), outcome
+    return board, outcome
 
 
 @compiled_inner
-def _opening(setting: Setting, work: Work, scale: float) -> Opening:
-    """The opening for levels of ``scale`` and higher."""
+def _is_sand(setting: Setting, work: Work, scale: float) -> bool:
+    """Whether all documents of those who must give are short next to the cap, and some must."""
+    fleet = setting.fleet
+    level = level_of_growth(work, fleet, scale)
+    gives = False
+    if setting.limits.active or len(work.homeless) > 0:
+        return False
+    for server in range(len(work.load)):
+        cap = level * (1.0 + setting.tolerance) - work.base[server]
+        if fleet.rank[server] < 0 or work.load[server] <= cap:
+            continue
+        gives = True
+        end = work.longest[server]
+        pace = pace_of(fleet, server, setting.rules.phase)
+        if pace_seconds(pace, 0, int(end)) > SAND_SHARE * level:
+            return False
+    return gives
+
+
+@compiled_inner
+def _carve(setting: Setting, work: Work, scale: float, way: Way) -> tuple[Board, Outcome]:
+    """A plan by carving, at the least level that is found for it.
+
+    Args:
+        scale: of the level, estimated.
+        way: with swaps or without.
+    """
+    plain = Variant(0, 0.0, 0, URGENCIES[0])
+    lowest = scale * (1.0 - LARGEST_CORRECTION)
+    opening = _opening(setting, work, lowest, way.swaps)
+    board, outcome = _attempt(setting, work, opening, scale, plain, way)
+    too_low, enough = 0.0, np.inf
+    best_board, best = board, outcome
+    for _ in range(CARVINGS - 1):
+        if _is_stuck(outcome):
+            break
+        if outcome.raised > 0.0:
+            too_low = max(too_low, outcome.scale)
+            scale = outcome.scale * (1.0 + CARVED_DRIFT + outcome.raised / outcome.level)
+            bounded = scale >= enough
+        else:
+            enough = min(enough, outcome.scale)
+            scale = outcome.work_ratio
+            bounded = scale <= too_low
+            if abs(scale / outcome.scale - 1.0) < CARVED_DRIFT:
+                break
+        if bounded:
+            if enough <= too_low * (1.0 + CARVED_DRIFT):
+                break
+            scale = 0.5 * (too_low + enough)
+        if scale < lowest:
+            lowest = scale * (1.0 - LARGEST_CORRECTION)
+            opening = _opening(setting, work, lowest, way.swaps)
+        board, outcome = _attempt(setting, work, opening, scale, plain, way)
+        if _better(outcome, best):
+            best_board, best = board, outcome
+    return best_board, best
+
+
+@compiled_inner
+def _opening(setting: Setting, work: Work, scale: float, everyone: bool) -> Opening:
+    """The opening for levels of ``scale`` and higher; ``everyone``: whoever they are, all may come
+    to give."""
     segments, _, fleet, _, limits, _, tolerance = setting
     lowest_cap = level_of_growth(work, fleet, scale) * (1.0 + tolerance)
     n_ranks = len(fleet.server_of_rank)
-    return prepare_opening(segments, n_ranks, fleet, work, lowest_cap, limits.active)
+    return prepare_opening(segments, n_ranks, fleet, work, lowest_cap, everyone or limits.active)
 
 
 @compiled_leaf
 def _is_final(outcome: Outcome) -> bool:
     """Whether planning again cannot help: nothing has moved, or something fits nowhere."""
-    return outcome.n_chunks == 0 or outcome.stuck_segment >= 0 or outcome.stuck_server >= 0
+    return outcome.n_chunks == 0 or _is_stuck(outcome)
+
+
+@compiled_leaf
+def _is_stuck(outcome: Outcome) -> bool:
+    """Whether something fits nowhere."""
+    return outcome.stuck_segment >= 0 or outcome.stuck_server >= 0
 
 
 @compiled_leaf
@@ -192,14 +336,9 @@ def _attempt(
     opening: Opening,
     scale: float,
     variant: Variant,
-    every: int,
+    way: Way,
 ) -> tuple[Board, Outcome]:
-    """One plan, for a level ``scale`` times as high as if pieces ran like whole documents.
-
-    Args:
-        every: 1; or more for a sample of the exports, whose ``work_ratio`` is what all of them
-            would give.
-    """
+    """One plan, for a level ``scale`` times as high as if pieces ran like whole documents."""
     segments, home, fleet, rules, limits, links, tolerance = setting
     n_servers = len(fleet.rank)
     level = level_of_growth(work, fleet, scale)
@@ -224,26 +363,33 @@ def _attempt(
             board, segments, fleet, rules, limits, links, cap, work.receives
         )
     before, over = work_of(board.load, work), _over(board.load, cap, fleet)
-    if stuck < 0 and stuck_server < 0:
+    if stuck < 0 and stuck_server < 0 and way.carves:
+        rise = carve_surplus(
+            board, segments, fleet, rules, limits, links, cap, work, home.seconds, way.swaps
+        )
+        raised = cap.max() - first_cap + rise
+    elif stuck < 0 and stuck_server < 0:
         raised = export_surplus(
-            board, segments, fleet, rules, limits, links, cap, work, variant, every
+            board, segments, fleet, rules, limits, links, cap, work, variant, way.every, way.give_up
         )
         if np.isfinite(raised):
             raised = cap.max() - first_cap
     after = work_of(board.load, work)
-    if every > 1:
+    if way.every > 1:
         moved = over - _over(board.load, cap, fleet)
         after = before + (after - before) * (over / moved if moved > 0.0 else 0.0)
     ratio = after / work.pairs
     reached = level * ratio / scale
     if fleet.is_based:
         reached = level_of_growth(work, fleet, ratio)
+    busiest = _highest(board.load, work.base)
     outcome = Outcome(
         level,
         scale,
         ratio,
         raised,
-        _highest(board.load, work.base) - reached * (1.0 + tolerance),
+        busiest - reached * (1.0 + tolerance),
+        busiest,
         board.spent[BYTES],
         board.spent[COST],
         board.used[CHUNKS] + board.used[MOVED_WHOLE],

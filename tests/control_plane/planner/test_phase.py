@@ -17,6 +17,7 @@ PLAN = Outcome(
     work_ratio=1.0,
     raised=0.0,
     excess=0.0,
+    busiest=LEVEL,
     spent_bytes=100.0,
     spent_cost=100.0,
     n_chunks=3,

@@ -1,0 +1,119 @@
+"""The planner keeps its promise on kinds of steps that nobody chose, or a bound says why not."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from benchmarks.makespan_bound import MakespanBound
+from benchmarks.planner_kinds import PROMISE, Kind, draw_kind, misses_of, plan_of
+from control_plane.planner.planning import PlanningServer
+from core_attention.ca_task import Phase
+from core_attention.manifest import Manifest
+from core_attention.plan import Plan, PlanVerdict
+from tests.control_plane.planner.small_plans import manifest_of
+from tests.control_plane.planning_cases import PROFILE, in_place, stream_manifest, uniform_profile
+
+K = 1024
+
+
+def kind_of(
+    manifest: Manifest, servers: list[PlanningServer] | None = None, tolerance: float = 0.03
+) -> Kind:
+    servers = servers or in_place(manifest.n_ranks)
+    return Kind(name="a test", tolerance=tolerance, manifest=manifest, servers=servers)
+
+
+def worst_imbalance(plan: Plan) -> float:
+    return max(plan.predicted_imbalance(phase) or 0.0 for phase in Phase)
+
+
+@pytest.mark.parametrize("first", range(0, 40, 10))
+def test_random_kinds_keep_the_promise_or_no_plan_can(first: int) -> None:
+    for seed in range(first, first + 10):
+        kind = draw_kind(seed, PROFILE, most_servers=128)
+        assert not [
+            str(m) for m in misses_of(kind, plan_of(kind, kind.tolerance)) if not m.is_proven
+        ]
+
+
+@pytest.mark.parametrize("tolerance", [0.02, 0.04, 0.1])
+def test_a_rare_giant_over_many_ranks(tolerance: float) -> None:
+    """Rooms are narrow next to what a thousand of its queries take."""
+    lengths = [340_000] + [2_000] * ((512 * 64 * K - 340_000) // 2_000)
+    plan = plan_of(kind_of(stream_manifest(lengths, 512, span=True)), tolerance)
+    assert worst_imbalance(plan) <= 1 + tolerance + PROMISE
+    assert plan.verdict is PlanVerdict.KEPT
+
+
+@pytest.mark.parametrize("n", [8, 64])
+def test_short_documents_on_servers_of_different_speed(n: int) -> None:
+    servers = [replace(s, speed=0.5 if i % 2 else 1.0) for i, s in enumerate(in_place(n))]
+    manifest = stream_manifest([1024] * (n * 128), n)
+    plan = plan_of(kind_of(manifest, servers), 0.03)
+    assert worst_imbalance(plan) <= 1.05
+    # A third of what the slow half holds must leave it.
+    for forecast in (plan.forward_forecast, plan.backward_forecast):
+        assert forecast is not None
+        assert forecast.q_rows[0, ::2].sum() == pytest.approx(2 / 3 * n * 128 * K, rel=0.03)
+
+
+@pytest.mark.parametrize("tolerance", [0.02, 0.1])
+def test_one_long_document_among_tiny_ones(tolerance: float) -> None:
+    lengths = [128 * K] + [64] * (256 * 16 * K // 64)
+    plan = plan_of(kind_of(stream_manifest(lengths, 256, span=True)), tolerance)
+    assert worst_imbalance(plan) <= 1 + tolerance + PROMISE
+
+
+def test_a_document_whose_last_queries_take_longer_than_the_level_is_told() -> None:
+    manifest = stream_manifest([64 * K] + [16] * 4096, 1024, span=True)
+    kind = kind_of(manifest, tolerance=0.02)
+    plan = plan_of(kind, kind.tolerance)
+    misses = misses_of(kind, plan)
+    assert misses
+    assert plan.verdict is PlanVerdict.INDIVISIBLE
+    assert "no plan can keep it: the shortest piece" in plan.reason
+
+
+def test_a_step_that_no_plan_divides_is_a_miss() -> None:
+    """Four servers, six documents that are too short to be cut."""
+    plan = plan_of(kind_of(manifest_of([[60, 60, 60], [60], [60], [60]])), 0.05)
+    assert plan.verdict is PlanVerdict.MISSED
+    assert "no better was found" in plan.reason
+
+
+def test_limits_are_named_where_they_were_set() -> None:
+    lengths = [32 * K] + [1024] * 96
+    servers = [replace(server, capacity_rows=70 * K) for server in in_place(4)]
+    plan = plan_of(kind_of(stream_manifest(lengths, 4), servers), 0.02)
+    assert plan.verdict in (PlanVerdict.KEPT, PlanVerdict.LIMITED)
+    assert ("within the memory and byte limits" in plan.reason) is (
+        plan.verdict is PlanVerdict.LIMITED
+    )
+
+
+class TestBound:
+    def test_with_a_kernel_of_one_rate_it_is_the_mean(self) -> None:
+        lengths, speeds = np.array([1000, 3000, 64 * K]), np.array([1.0, 0.5, 0.5])
+        bound = MakespanBound(uniform_profile(), Phase.FORWARD, int(lengths.max()))
+        pairs = (lengths * (lengths + 1) // 2).sum()
+        assert bound.least_seconds(lengths, speeds) == pytest.approx(1e-9 * pairs / 2, rel=1e-4)
+
+    def test_no_query_ends_before_it_can(self) -> None:
+        """With servers without number only the last query counts; keys are 2 ** (1 / 8) apart."""
+        bound = MakespanBound(PROFILE, Phase.BACKWARD, 64 * K)
+        least = bound.least_seconds(np.array([64 * K]), np.ones(10**6))
+        assert 0.85 <= least / float(PROFILE.seconds(1, 64 * K, Phase.BACKWARD)) <= 1.0
+
+    @pytest.mark.parametrize("seed", range(200, 206))
+    def test_no_plan_is_below_it(self, seed: int) -> None:
+        kind = draw_kind(seed, PROFILE, most_servers=64)
+        plan = plan_of(kind, 0.0)
+        lengths = kind.manifest.document_length
+        for phase in Phase:
+            forecast = plan.forecast(phase)
+            assert forecast is not None
+            bound = MakespanBound(PROFILE, phase, int(lengths.max()))
+            assert bound.least_seconds(lengths, kind.speeds) <= forecast.seconds.max()
