@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import InitVar, dataclass
+from enum import StrEnum
 from functools import cached_property
 
 import numpy as np
@@ -11,6 +12,28 @@ from core_attention.arrays import Float64Array, Int64Array, frozen
 from core_attention.ca_task import MaskKind, Phase, TaskTable
 from core_attention.errors import PlanError
 from core_attention.manifest import Manifest
+
+PROMISE = 0.02
+"""By how much a plan may exceed its tolerance and still keep it: cuts are aligned, and the level
+itself depends on them."""
+
+
+class PlanVerdict(StrEnum):
+    """Whether a plan keeps its tolerance, and what is known of why not. The worst phase counts."""
+
+    KEPT = "kept"
+    """No server is more than tolerance + 0.02 above the level, at which all would finish."""
+    INDIVISIBLE = "indivisible"
+    """One is, and no plan can do better: the shortest piece of some document takes longer."""
+    LIMITED = "limited"
+    """One is, and memory or byte limits were set."""
+    MISSED = "missed"
+    """One is, and the planner found nothing better."""
+
+    @classmethod
+    def of_imbalance(cls, imbalance: float, tolerance: float) -> PlanVerdict:
+        """Where no more is known of a plan than its imbalance, 1.0 being perfect."""
+        return cls.KEPT if imbalance <= 1.0 + tolerance + PROMISE else cls.MISSED
 
 
 @dataclass(frozen=True)
@@ -147,6 +170,7 @@ class Plan:
         reason: in words, what bounds the plan and why the planner stopped.
         forward_forecast, backward_forecast: predicted load; None in a slice.
         slots: predicted load of each slot of a job's pipelines; None without them, and in a slice.
+        verdict: whether the tolerance is kept; None where a plan does not say.
     """
 
     manifest: Manifest
@@ -160,6 +184,7 @@ class Plan:
     forward_forecast: PhaseForecast | None = None
     backward_forecast: PhaseForecast | None = None
     slots: SlotForecast | None = None
+    verdict: PlanVerdict | None = None
     tasks_are_valid: InitVar[bool] = False
     """Whether who makes the plan has checked the tasks; if not, they are checked here."""
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from core_attention.ca_task import MaskKind, TaskTable
 from core_attention.manifest import Manifest, RankManifest, Segment
-from core_attention.plan import Plan, PlanServer
+from core_attention.plan import Plan, PlanServer, PlanVerdict
 
 _lengths = st.one_of(st.just(1), st.integers(1, 8), st.integers(1, 60))
 
@@ -75,6 +75,7 @@ def plans(draw: st.DrawFn, max_servers: int = 4) -> Plan:
         mask=MaskKind.CAUSAL,
         planner="random",
         reason="drawn at random",
+        verdict=draw(st.sampled_from([None, *PlanVerdict])),
     )
 
 

@@ -78,6 +78,7 @@ class PlanSlicer:
             mask=whole.mask,
             planner=whole.planner,
             reason=whole.reason,
+            verdict=whole.verdict,
         ).SerializeToString()
         self._documents = _columns(whole.manifest, DOCUMENT_COLUMNS)
         self._segments = _Rows(

@@ -13,11 +13,12 @@ from control_plane.jobs.publication import Publication
 from control_plane.jobs.step import StepRecord
 from control_plane.metrics.server_metrics import PREFIX
 from core_attention.ca_task import Phase
-from core_attention.plan import Plan
+from core_attention.plan import Plan, PlanVerdict
 from distca.metric_table import Label, Table, counter, gauge, histogram
 
 _JOB = Label("job_name")
 _PHASE = Label("phase", tuple(Phase))
+_ABOVE = tuple(verdict for verdict in PlanVerdict if verdict is not PlanVerdict.KEPT)
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
 
 
@@ -78,6 +79,11 @@ class JobTable(Table):
     planning_backlog = gauge("Steps whose manifests are all here and whose plan is not made.", _JOB)
     manifests_total = counter("Manifests that ranks have handed in.", _JOB)
     steps_planned_total = counter("Plans made.", _JOB)
+    plans_above_tolerance_total = counter(
+        "Plans whose busiest server is more than 0.02 above the tolerance, by what is known of it.",
+        _JOB,
+        Label("verdict", _ABOVE),
+    )
     plans_failed_total = counter("Steps for which no plan could be made.", _JOB)
     replans_total = counter("Steps planned again with a higher epoch.", _JOB)
     steps_finished_total = counter("Steps that all ranks have reported.", _JOB)
@@ -106,6 +112,8 @@ class JobMetrics:
         series.job_info.labels(spec.name, spec.placement.name.lower()).set(1)
         series.step_finished_timestamp_seconds.set_to_current_time()
         series.job_ranks.labels(spec.name, "expected").set(spec.n_ranks)
+        for verdict in _ABOVE:
+            series.plans_above_tolerance_total.labels(spec.name, verdict).inc(0)
         for grows in (
             series.manifests_total,
             series.steps_planned_total,
@@ -142,6 +150,9 @@ class JobMetrics:
         """A plan was made and published."""
         record, name = publication.record, job.spec.name
         self._series.steps_planned_total.labels(name).inc()
+        verdict = record.plan.verdict
+        if verdict in _ABOVE:
+            self._series.plans_above_tolerance_total.labels(name, verdict).inc()
         self._series.plan_seconds.observe(record.plan_seconds)
         self._series.plan_bytes.labels(name).set(publication.plan_bytes)
         ready_at = self._ready_at[name].pop(record.step, None)

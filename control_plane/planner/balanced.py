@@ -53,7 +53,7 @@ def plan(
     links = links_of(servers, fleet, options)
     found = survey(manifest, fleet)
     batches = nano_batches(manifest, found)
-    tables, forecasts, reasons = {}, {}, []
+    tables, forecasts, reasons, verdicts = {}, {}, [], []
     for phase in Phase:
         tasks, outcomes = _plan_tasks(
             manifest,
@@ -68,7 +68,12 @@ def plan(
         forecast = forecast_fleet(manifest, tasks, fleet, found, shape, phase)
         explain.check_capacity(servers, fleet, forecast, options, manifest, tasks, shape, phase)
         tables[phase], forecasts[phase] = tasks, forecast
-        reasons.append(explain.reason(servers, fleet, forecast, outcomes, options, phase))
+        longest = [int(batch.home[0].longest.max()) for batch in batches]
+        rules = rules_of(shape, phase, options)
+        verdicts.append(explain.verdict(servers, outcomes, longest, options, rules, phase))
+        reasons.append(
+            explain.reason(servers, fleet, forecast, outcomes, options, phase, verdicts[-1])
+        )
     return Plan(
         manifest=manifest,
         epoch=epoch,
@@ -78,6 +83,7 @@ def plan(
         mask=MaskKind.CAUSAL,
         planner="balanced",
         reason="; ".join(reasons),
+        verdict=explain.worst_verdict(verdicts),
         forward_forecast=forecasts[Phase.FORWARD],
         backward_forecast=forecasts[Phase.BACKWARD],
         tasks_are_valid=True,  # or there were no forecasts

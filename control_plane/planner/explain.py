@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -16,8 +17,70 @@ from core_attention.ca_task import Phase, TaskTable
 from core_attention.errors import PlanError
 from core_attention.manifest import Manifest
 from core_attention.pipelining import Pipelining
-from core_attention.plan import PhaseForecast, SlotForecast, imbalance
+from core_attention.plan import PROMISE, PhaseForecast, PlanVerdict, SlotForecast, imbalance
 from core_attention.shape import AttentionShape
+
+
+def over_level(outcome: Outcome, tolerance: float) -> float:
+    """By which share of the level of the tasks as they were cut the busiest server is above it."""
+    level = (outcome.busiest - outcome.excess) / (1.0 + tolerance)
+    return outcome.busiest / level - 1.0 if level > 0 else 0.0
+
+
+def verdict(
+    servers: Sequence[PlanningServer],
+    outcomes: Sequence[Outcome],
+    longest: Sequence[int],
+    options: PlanningOptions,
+    rules: CutRules,
+    phase: Phase,
+) -> PlanVerdict:
+    """Whether a phase keeps the tolerance.
+
+    Args:
+        outcomes: of its nano-batches.
+        longest: where the longest document of each ends.
+    """
+    worst = PlanVerdict.KEPT
+    for outcome, end in zip(outcomes, longest, strict=True):
+        over = over_level(outcome, options.tolerance)
+        if over <= options.tolerance + PROMISE:
+            continue
+        level = outcome.busiest / (1.0 + over)
+        if _shortest_seconds(servers, rules, end, phase) > level * (
+            1.0 + options.tolerance + PROMISE
+        ):
+            worst = max(worst, PlanVerdict.INDIVISIBLE, key=_BY_WEIGHT.index)
+        elif _has_limits(servers, options):
+            worst = max(worst, PlanVerdict.LIMITED, key=_BY_WEIGHT.index)
+        else:
+            worst = PlanVerdict.MISSED
+    return worst
+
+
+def _has_limits(servers: Sequence[PlanningServer], options: PlanningOptions) -> bool:
+    if options.max_process_bytes is not None:
+        return True
+    return any(server.capacity_rows is not None for server in servers)
+
+
+_BY_WEIGHT = tuple(PlanVerdict)
+
+
+def worst_verdict(verdicts: Sequence[PlanVerdict]) -> PlanVerdict:
+    """The one that weighs most."""
+    return max(verdicts, key=_BY_WEIGHT.index)
+
+
+def _shortest_seconds(
+    servers: Sequence[PlanningServer], rules: CutRules, end: int, phase: Phase
+) -> float:
+    """What the shortest piece at the end of a document of ``end`` tokens takes on the server that
+    does it first."""
+    q = min(end, rules.shortest_tokens)
+    kinds = {(server.profile, server.speed) for server in servers if server.speed > 0}
+    seconds = [float(profile.seconds(q, end, phase)) / speed for profile, speed in kinds]
+    return min(seconds, default=math.inf)
 
 
 def reason(
@@ -27,8 +90,9 @@ def reason(
     outcomes: Sequence[Outcome],
     options: PlanningOptions,
     phase: Phase,
+    judged: PlanVerdict,
 ) -> str:
-    """What bounds a phase, and why the planner stopped."""
+    """What bounds a phase, and why the planner stopped. ``judged``: its verdict."""
     base = fleet.base[PHASE_INDEX[phase]]
     total_seconds = forecast.seconds + base
     at = int(total_seconds.argmax())
@@ -44,23 +108,35 @@ def reason(
         text += f", {base[busiest] * 1e3:.3f} ms of them its rank's own"
     n_chunks = sum(outcome.n_chunks for outcome in outcomes)
     if n_chunks == 0:
-        return (
-            f"{text}; nothing moves: no server is more than {options.tolerance:g} above the level"
-        )
+        return f"{text}; nothing moves: {_why_stopped(outcomes, options, judged)}"
     moved = sum(outcome.spent_bytes for outcome in outcomes)
     text += f"; {n_chunks} pieces leave their home with {moved / 1e9:.3f} GB a layer"
-    return f"{text}; {_why_stopped(outcomes, options)}"
+    return f"{text}; stopped: {_why_stopped(outcomes, options, judged)}"
 
 
-def _why_stopped(outcomes: Sequence[Outcome], options: PlanningOptions) -> str:
-    worst = max(outcomes, key=lambda outcome: outcome.raised / max(outcome.level, 1e-30))
-    if worst.raised == 0.0:
-        return f"stopped when no server was more than {options.tolerance:g} above the level"
-    limits = f"pieces of {SHORTEST_TOKENS} tokens and more, and memory and byte limits of servers,"
-    if not np.isfinite(worst.raised):
-        return f"stopped with servers above the tolerance: {limits} allow no further move"
-    share = worst.raised / worst.level
-    return f"the tolerance had to be exceeded by {share:.3f}: {limits} allow no better"
+def _why_stopped(outcomes: Sequence[Outcome], options: PlanningOptions, judged: PlanVerdict) -> str:
+    over = max(over_level(outcome, options.tolerance) for outcome in outcomes)
+    if over <= options.tolerance + AS_GOOD_AS_KEPT:
+        return f"no server is more than {options.tolerance:g} above the level"
+    above = f"the busiest server is {over:.3f} above the level, the tolerance is"
+    if judged is PlanVerdict.KEPT:
+        return f"{above} {options.tolerance:g}; plans may be {PROMISE:g} off"
+    words = {
+        PlanVerdict.INDIVISIBLE: (
+            "no plan can keep it: the shortest piece at the end of the longest document takes "
+            f"longer, and pieces of long documents have {SHORTEST_TOKENS} tokens or more"
+        ),
+        PlanVerdict.LIMITED: "within the memory and byte limits that are set, no better was found",
+        PlanVerdict.MISSED: (
+            "no better was found, neither with the cheapest pieces nor with pieces that fill all "
+            "room"
+        ),
+    }
+    return f"{above} missed, {options.tolerance:g}: {words[judged]}"
+
+
+AS_GOOD_AS_KEPT = 5e-3
+"""Share of the level that servers may exceed the tolerance by before a reason mentions it."""
 
 
 def reason_of_slots(
@@ -70,7 +146,7 @@ def reason_of_slots(
     outcomes: Sequence[Outcome],
     options: PlanningOptions,
 ) -> str:
-    """The same of a step of pipelines."""
+    """The same of a step of pipelines, whose slots each have a level."""
     over = slots.imbalance
     at = int(over.argmax())
     running = " ".join("-" if action is None else str(action) for action in pipelining.slots[at])
@@ -85,12 +161,14 @@ def reason_of_slots(
     )
     n_chunks = sum(outcome.n_chunks for outcome in outcomes)
     if n_chunks == 0:
-        return (
-            f"{text}; nothing moves: no server is more than {options.tolerance:g} above the level"
-        )
+        return f"{text}; nothing moves"
     moved = sum(outcome.spent_bytes for outcome in outcomes)
-    text += f"; {n_chunks} pieces leave their home with {moved / 1e9:.3f} GB a layer"
-    return f"{text}; {_why_stopped(outcomes, options)}"
+    above = max(over_level(outcome, options.tolerance) for outcome in outcomes)
+    return (
+        f"{text}; {n_chunks} pieces leave their home with {moved / 1e9:.3f} GB a layer; "
+        f"the busiest server of any slot is {above:.3f} above the slot's level when it is "
+        f"planned, the tolerance is {options.tolerance:g}"
+    )
 
 
 def what_is_short(

@@ -33,7 +33,7 @@ from core_attention.arrays import Float64Array, Int64Array
 from core_attention.ca_task import MaskKind, Phase, TaskTable
 from core_attention.errors import PlanError
 from core_attention.manifest import Manifest
-from core_attention.plan import Plan
+from core_attention.plan import Plan, PlanVerdict
 from core_attention.shape import AttentionShape
 
 SHARD_TOKENS = 128
@@ -86,6 +86,10 @@ def plan(
         stopped += n_stopped
     tasks = _table(manifest, *(np.concatenate(parts) for parts in zip(*columns, strict=True)))
     found = survey(manifest, fleet)
+    forward, backward = (
+        forecast_fleet(manifest, tasks, fleet, found, shape, phase) for phase in Phase
+    )
+    imbalance = max(forward.predicted_imbalance, backward.predicted_imbalance)
     return Plan(
         manifest=manifest,
         epoch=epoch,
@@ -95,8 +99,9 @@ def plan(
         mask=MaskKind.CAUSAL,
         planner="greedy",
         reason=_reason(options.tolerance, stopped),
-        forward_forecast=forecast_fleet(manifest, tasks, fleet, found, shape, Phase.FORWARD),
-        backward_forecast=forecast_fleet(manifest, tasks, fleet, found, shape, Phase.BACKWARD),
+        verdict=PlanVerdict.of_imbalance(imbalance, options.tolerance),
+        forward_forecast=forward,
+        backward_forecast=backward,
     )
 
 

@@ -31,7 +31,7 @@ from core_attention.ca_task import MaskKind, Phase, TaskTable
 from core_attention.errors import PlanError
 from core_attention.manifest import Manifest
 from core_attention.pipelining import Pipelining
-from core_attention.plan import Plan, SlotForecast
+from core_attention.plan import Plan, PlanVerdict, SlotForecast
 from core_attention.shape import AttentionShape
 
 
@@ -207,6 +207,7 @@ def plan_slots(
         mask=MaskKind.CAUSAL,
         planner="balanced",
         reason=explain.reason_of_slots(servers, pipelining, slots, sheet.outcomes, options),
+        verdict=PlanVerdict.of_imbalance(slots.step_imbalance, options.tolerance),
         forward_forecast=forecasts[Phase.FORWARD],
         backward_forecast=forecasts[Phase.BACKWARD],
         slots=slots,

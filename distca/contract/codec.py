@@ -19,7 +19,7 @@ from core_attention.ca_task import MaskKind, TaskTable
 from core_attention.cost_model import CostProfile
 from core_attention.manifest import Manifest, RankManifest, SegmentColumns
 from core_attention.pipelining import Pipelining
-from core_attention.plan import PhaseForecast, Plan, PlanServer
+from core_attention.plan import PhaseForecast, Plan, PlanServer, PlanVerdict
 from core_attention.schedule import read_csv, write_csv
 from core_attention.shape import AttentionShape
 from core_attention.tick import MAX_NANO_BATCHES
@@ -234,6 +234,7 @@ def plan_to_proto(plan: Plan, job_id: str) -> plan_pb2.Plan:
         mask=f"MASK_KIND_{plan.mask.name}",
         planner=plan.planner,
         reason=plan.reason,
+        verdict=f"PLAN_VERDICT_{plan.verdict.name if plan.verdict else 'UNSPECIFIED'}",
         forward_forecast=_forecast_to_proto(plan.forward_forecast),
         backward_forecast=_forecast_to_proto(plan.backward_forecast),
     )
@@ -258,6 +259,7 @@ def plan_from_proto(message: plan_pb2.Plan) -> Plan:
             mask=_mask(message.mask),
             planner=message.planner,
             reason=message.reason,
+            verdict=_verdict(message.verdict),
             forward_forecast=_forecast_from_proto(message, "forward_forecast", manifest, n_servers),
             backward_forecast=_forecast_from_proto(
                 message, "backward_forecast", manifest, n_servers
@@ -344,6 +346,18 @@ def _mask(number: int) -> MaskKind:
         raise WireError(
             f"Plan.mask is {number}; this release knows {valid}: do all members run one release?"
         ) from None
+
+
+def _verdict(number: int) -> PlanVerdict | None:
+    """None for one that this release does not know: it is for people and metrics."""
+    name = _VERDICTS.get(number)
+    return None if name is None else PlanVerdict[name]
+
+
+_VERDICTS = {
+    plan_pb2.PlanVerdict.Value(f"PLAN_VERDICT_{verdict.name}"): verdict.name
+    for verdict in PlanVerdict
+}
 
 
 def _forecast_to_proto(forecast: PhaseForecast | None) -> plan_pb2.PhaseForecast | None:

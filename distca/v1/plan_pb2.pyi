@@ -11,8 +11,21 @@ class MaskKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     MASK_KIND_UNSPECIFIED: _ClassVar[MaskKind]
     MASK_KIND_CAUSAL: _ClassVar[MaskKind]
+
+class PlanVerdict(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    PLAN_VERDICT_UNSPECIFIED: _ClassVar[PlanVerdict]
+    PLAN_VERDICT_KEPT: _ClassVar[PlanVerdict]
+    PLAN_VERDICT_INDIVISIBLE: _ClassVar[PlanVerdict]
+    PLAN_VERDICT_LIMITED: _ClassVar[PlanVerdict]
+    PLAN_VERDICT_MISSED: _ClassVar[PlanVerdict]
 MASK_KIND_UNSPECIFIED: MaskKind
 MASK_KIND_CAUSAL: MaskKind
+PLAN_VERDICT_UNSPECIFIED: PlanVerdict
+PLAN_VERDICT_KEPT: PlanVerdict
+PLAN_VERDICT_INDIVISIBLE: PlanVerdict
+PLAN_VERDICT_LIMITED: PlanVerdict
+PLAN_VERDICT_MISSED: PlanVerdict
 
 class RankManifest(_message.Message):
     __slots__ = ("step", "rank", "n_nano_batches", "nano_batch", "document_id", "document_length", "offset", "length")
@@ -101,7 +114,7 @@ class PhaseForecast(_message.Message):
     def __init__(self, home_seconds: _Optional[bytes] = ..., seconds: _Optional[bytes] = ..., q_rows: _Optional[bytes] = ..., kv_rows: _Optional[bytes] = ..., bytes_in: _Optional[bytes] = ..., bytes_out: _Optional[bytes] = ...) -> None: ...
 
 class Plan(_message.Message):
-    __slots__ = ("job_id", "epoch", "manifest", "servers", "forward", "backward", "mask", "planner", "reason", "forward_forecast", "backward_forecast")
+    __slots__ = ("job_id", "epoch", "manifest", "servers", "forward", "backward", "mask", "planner", "reason", "forward_forecast", "backward_forecast", "verdict")
     JOB_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     MANIFEST_FIELD_NUMBER: _ClassVar[int]
@@ -113,6 +126,7 @@ class Plan(_message.Message):
     REASON_FIELD_NUMBER: _ClassVar[int]
     FORWARD_FORECAST_FIELD_NUMBER: _ClassVar[int]
     BACKWARD_FORECAST_FIELD_NUMBER: _ClassVar[int]
+    VERDICT_FIELD_NUMBER: _ClassVar[int]
     job_id: str
     epoch: int
     manifest: Manifest
@@ -124,4 +138,5 @@ class Plan(_message.Message):
     reason: str
     forward_forecast: PhaseForecast
     backward_forecast: PhaseForecast
-    def __init__(self, job_id: _Optional[str] = ..., epoch: _Optional[int] = ..., manifest: _Optional[_Union[Manifest, _Mapping]] = ..., servers: _Optional[_Iterable[_Union[PlanServer, _Mapping]]] = ..., forward: _Optional[_Union[TaskTable, _Mapping]] = ..., backward: _Optional[_Union[TaskTable, _Mapping]] = ..., mask: _Optional[_Union[MaskKind, str]] = ..., planner: _Optional[str] = ..., reason: _Optional[str] = ..., forward_forecast: _Optional[_Union[PhaseForecast, _Mapping]] = ..., backward_forecast: _Optional[_Union[PhaseForecast, _Mapping]] = ...) -> None: ...
+    verdict: PlanVerdict
+    def __init__(self, job_id: _Optional[str] = ..., epoch: _Optional[int] = ..., manifest: _Optional[_Union[Manifest, _Mapping]] = ..., servers: _Optional[_Iterable[_Union[PlanServer, _Mapping]]] = ..., forward: _Optional[_Union[TaskTable, _Mapping]] = ..., backward: _Optional[_Union[TaskTable, _Mapping]] = ..., mask: _Optional[_Union[MaskKind, str]] = ..., planner: _Optional[str] = ..., reason: _Optional[str] = ..., forward_forecast: _Optional[_Union[PhaseForecast, _Mapping]] = ..., backward_forecast: _Optional[_Union[PhaseForecast, _Mapping]] = ..., verdict: _Optional[_Union[PlanVerdict, str]] = ...) -> None: ...

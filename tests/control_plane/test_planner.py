@@ -18,7 +18,7 @@ from core_attention.arrays import Int64Array
 from core_attention.ca_task import Phase
 from core_attention.errors import PlanError
 from core_attention.manifest import Manifest, RankManifest, Segment
-from core_attention.plan import PhaseForecast, Plan
+from core_attention.plan import PhaseForecast, Plan, PlanVerdict
 from distca.simulator.lengths import sample_lengths
 from tests.control_plane.planning_cases import (
     PROFILE,
@@ -347,6 +347,7 @@ class TestBytes:
         assert plan.forward_forecast is not None
         assert plan.forward_forecast.predicted_imbalance > 1.05
         assert plan.forward_forecast.predicted_imbalance < plan.forward_forecast.home_imbalance
+        assert plan.verdict is PlanVerdict.LIMITED
         assert "memory and byte limits" in plan.reason
 
     def test_a_limit_that_cannot_be_kept_is_an_error(self) -> None:
@@ -392,4 +393,5 @@ def test_the_reason_says_what_bounds_the_plan() -> None:
     assert "forward: imbalance 1.0" in plan.reason
     assert "at home" in plan.reason
     assert "bounded by server rank-" in plan.reason
-    assert "stopped when no server was more than 0.03 above the level" in plan.reason
+    assert plan.verdict is PlanVerdict.KEPT
+    assert "stopped: no server is more than 0.03 above the level" in plan.reason

@@ -2,37 +2,69 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from control_plane.planner.explain import _check_bytes, _why_stopped, reason
+from control_plane.planner.bounds import rules_of
+from control_plane.planner.explain import _check_bytes, _why_stopped, over_level, reason, verdict
 from control_plane.planner.fleet import build_fleet
 from control_plane.planner.phase import Outcome
 from control_plane.planner.planning import PlanningOptions
 from core_attention.ca_task import Phase
 from core_attention.errors import PlanError
+from core_attention.plan import PlanVerdict
 from tests.control_plane.planner.small_plans import LONG, PROFILE, SHORT, manifest_of, plan_of
-from tests.control_plane.planning_cases import in_place, pool
+from tests.control_plane.planning_cases import SHAPE, in_place, pool
 
 OPTIONS = PlanningOptions(tolerance=0.05, max_process_bytes=100)
-STOPPED = Outcome(10.0, 1.0, 1.0, 0.0, 0.0, 2e9, 2e9, 4, -1, 0, -1)
+STOPPED = Outcome(10.0, 1.0, 1.0, 0.0, 0.0, 10.5, 2e9, 2e9, 4, -1, 0, -1)
+"""Exactly the tolerance above the level."""
+
+
+def above_level(share: float) -> Outcome:
+    """An outcome whose busiest server is by ``share`` above the level."""
+    busiest = STOPPED.level * (1.0 + share)
+    return STOPPED._replace(busiest=busiest, excess=busiest - STOPPED.level * 1.05)
 
 
 @pytest.mark.parametrize(
-    ("raised", "words"),
+    ("share", "judged", "words"),
     [
-        (0.0, "no server was more than 0.05 above the level"),
-        (1.0, "had to be exceeded by 0.100"),
-        (math.inf, "stopped with servers above the tolerance"),
+        (0.05, PlanVerdict.KEPT, "no server is more than 0.05 above the level"),
+        (0.06, PlanVerdict.KEPT, "is 0.060 above the level, the tolerance is 0.05; plans may be"),
+        (0.5, PlanVerdict.MISSED, "is 0.500 above the level, the tolerance is missed, 0.05: no"),
+        (0.5, PlanVerdict.LIMITED, "within the memory and byte limits that are set"),
+        (0.5, PlanVerdict.INDIVISIBLE, "no plan can keep it"),
     ],
 )
-def test_the_worst_nano_batch_says_why_it_stopped(raised: float, words: str) -> None:
-    outcomes = [STOPPED, STOPPED._replace(raised=raised), STOPPED]
-    assert words in _why_stopped(outcomes, OPTIONS)
+def test_the_worst_nano_batch_says_why_it_stopped(
+    share: float, judged: PlanVerdict, words: str
+) -> None:
+    outcomes = [STOPPED, above_level(share), STOPPED]
+    assert over_level(outcomes[1], OPTIONS.tolerance) == pytest.approx(share)
+    assert words in _why_stopped(outcomes, OPTIONS, judged)
+
+
+@pytest.mark.parametrize(
+    ("share", "longest", "capacity_rows", "expected"),
+    [
+        (0.069, 1000, None, PlanVerdict.KEPT),
+        (0.071, 1000, None, PlanVerdict.MISSED),
+        (0.071, 1000, 5000, PlanVerdict.LIMITED),
+        (0.071, 1 << 40, None, PlanVerdict.INDIVISIBLE),
+    ],
+)
+def test_a_miss_is_judged_by_what_is_known_of_why(
+    share: float, longest: int, capacity_rows: int | None, expected: PlanVerdict
+) -> None:
+    servers = in_place(2, profile=PROFILE, capacity_rows=capacity_rows)
+    rules = rules_of(SHAPE, Phase.FORWARD, OPTIONS)
+    options = replace(OPTIONS, max_process_bytes=None)
+    outcomes, ends = [STOPPED, above_level(share)], [1, longest]
+    assert verdict(servers, outcomes, ends, options, rules, Phase.FORWARD) is expected
 
 
 def test_a_reason_names_the_busiest_server_and_what_moves() -> None:
@@ -43,7 +75,15 @@ def test_a_reason_names_the_busiest_server_and_what_moves() -> None:
     def said(*outcomes: Outcome) -> str:
         assert plan.forward_forecast is not None
         fleet = build_fleet(servers, 2)
-        return reason(servers, fleet, plan.forward_forecast, outcomes, OPTIONS, Phase.FORWARD)
+        return reason(
+            servers,
+            fleet,
+            plan.forward_forecast,
+            outcomes,
+            OPTIONS,
+            Phase.FORWARD,
+            PlanVerdict.KEPT,
+        )
 
     assert "bounded by server rank-1" in said(STOPPED)
     assert "8 pieces leave their home with 4.000 GB" in said(STOPPED, STOPPED)
