@@ -50,11 +50,15 @@ def plan(
         build_method,
         build_setup,
         check_homes,
+        describe_layout,
+        nano_batch_note,
+        unused_remedies,
     )
     from distca.preview.display import print_sections, print_verdict
     from distca.preview.errors import wrong_input_ends
     from distca.preview.sections import plan_sections
     from distca.process.plain_text import plain
+    from distca.simulator.fleet import Placement
     from distca.simulator.offline import judge_batches, plan_batch
 
     with wrong_input_ends():
@@ -75,8 +79,9 @@ def plan(
     if estimated:
         console.print(f"Lengths are estimated: {lengths.bytes_per_token:g} UTF-8 bytes a token.")
     console.print()
-    sections = plan_sections(planned)
-    verdict = judge_batches(planned)
+    sections = plan_sections(planned, nano_batch_note(planner, setup.tokens_per_rank))
+    may_plan_homes = fleet.placement is not Placement.POOL
+    verdict = judge_batches(planned, unused_remedies(planner, may_plan_homes))
     print_sections(console, sections)
     print_verdict(console, verdict)
     if output.png is None and output.html is None:
@@ -85,7 +90,8 @@ def plan(
         from distca.preview.figures import draw_plan
         from distca.preview.page import save_page, save_png
 
-        figure = draw_plan(planned[0])
+        caption = describe_layout(planner, fleet, setup.tokens_per_rank, len(planned))
+        figure = draw_plan(planned[0], caption)
         if output.png is not None:
             save_png(figure, output.png)
         if output.html is not None:

@@ -66,8 +66,8 @@ def simulate(
     planner: PlannerSettings,
     output: SimulationOutputSettings,
 ) -> None:
-    """Simulate step times of plain packing, re-packing, context parallelism and CAD; with several
-    stages also of pipeline schedules, with a verdict.
+    """Simulate step times of plain packing, re-packing, context parallelism and CAD, with a
+    verdict; with several stages also of pipeline schedules.
 
     Example: distca simulate --distribution prolong --gpus 64,256 --stages 4 --microbatches 8
     """
@@ -78,13 +78,15 @@ def simulate(
         build_method,
         build_orders,
         build_setup,
+        nano_batch_note,
         parse_counts,
+        unused_remedies,
     )
     from distca.preview.display import print_sections, print_verdict
     from distca.preview.errors import wrong_input_ends
     from distca.preview.sections import schedule_section, simulation_sections
     from distca.process.plain_text import plain
-    from distca.simulator.comparison import compare
+    from distca.simulator.comparison import compare, judge_comparisons
     from distca.simulator.schedules import compare_schedules, judge_schedules
 
     comparisons, schedules = [], []
@@ -113,10 +115,14 @@ def simulate(
     console = Console()
     console.print(plain(title), highlight=False, markup=False)
     console.print()
-    sections = [*simulation_sections(comparisons), *map(schedule_section, schedules)]
+    note = nano_batch_note(planner, setup.tokens_per_rank)
+    sections = [*simulation_sections(comparisons, note), *map(schedule_section, schedules)]
     print_sections(console, sections)
-    for compared in schedules:
-        print_verdict(console, judge_schedules(compared))
+    verdicts = [judge_schedules(compared) for compared in schedules]
+    if not schedules:
+        verdicts = [judge_comparisons(comparisons, "CAD", unused_remedies(planner))]
+    for verdict in verdicts:
+        print_verdict(console, verdict)
     if output.png is None and output.html is None:
         return
     with wrong_input_ends():
@@ -127,4 +133,5 @@ def simulate(
         if output.png is not None:
             save_png(figure, output.png)
         if output.html is not None:
-            save_page(title, "", figure, sections, output.html)
+            texts = " ".join(verdict.text for verdict in verdicts)
+            save_page(title, texts, figure, sections, output.html)

@@ -34,7 +34,10 @@ from distca.simulator.model import ModelSpec, preset
 from distca.simulator.packing import pack_in_order, split_long, take_steps
 from distca.simulator.schedules import fitting_orders
 from distca.simulator.setup import Setup, stage_layers
+from distca.simulator.verdict import Remedy
 
+LARGE_TOLERANCE = 0.1
+"""From here on a still larger tolerance costs more than it saves."""
 _GIGA, _TERA, _MICRO = 1e9, 1e12, 1e-6
 _SHIPPED_PROFILE = "h200-llama3-8b.json"
 
@@ -113,6 +116,43 @@ def build_method(settings: PlannerSettings, setup: Setup) -> Method:
         pack=planned_homes(setup.rank_profile, options) if planned else pack_in_order,
         n_nano_batches=settings.nano_batches,
         byte_budget=settings.byte_budget,
+    )
+
+
+def unused_remedies(settings: PlannerSettings, may_plan_homes: bool = True) -> list[Remedy]:
+    """What the user has not tried yet against waits for communication."""
+    used = {
+        Remedy.PLANNED_HOMES: settings.homes is Homes.PLANNED or not may_plan_homes,
+        Remedy.BYTE_BUDGET: settings.byte_budget is not None,
+        Remedy.TOLERANCE: settings.tolerance >= LARGE_TOLERANCE,
+    }
+    return [remedy for remedy in Remedy if not used.get(remedy, False)]
+
+
+def describe_layout(
+    planner: PlannerSettings, fleet: FleetSettings, tokens_per_rank: int, n_batches: int
+) -> str:
+    """What a picture of the first batch shows."""
+    halves = {1: "one nano-batch", 2: f"2 nano-batches of {tokens_per_rank // 2} tokens"}
+    return (
+        f"Batch 0 of {n_batches}: {fleet.ranks} ranks of {tokens_per_rank} tokens "
+        f"({halves[planner.nano_batches]}), homes {planner.homes}, {fleet.placement} servers"
+    )
+
+
+def nano_batch_note(planner: PlannerSettings, tokens_per_rank: int) -> str:
+    """What the number of nano-batches means for the documents."""
+    if planner.nano_batches == 1:
+        return (
+            "One nano-batch: nothing is computed while messages travel. --nano-batches 2 hides "
+            "them, but halves the tokens that a rank holds in a tick."
+        )
+    half = tokens_per_rank // 2
+    return (
+        f"Two nano-batches (ping-pong) halve T: in a tick a rank holds {half} of its "
+        f"{tokens_per_rank} tokens, so a document of more than {half} tokens lies on several "
+        "ranks. "
+        "--nano-batches 1 shows the other case, in which nothing hides communication."
     )
 
 

@@ -13,7 +13,12 @@ from distca.preview.sections import Section
 from distca.process.plain_text import plain, plain_lines
 from distca.simulator.verdict import Kind, Verdict
 
-_COLOURS = {Kind.GAIN: "green", Kind.NOTHING_TO_GAIN: "yellow", Kind.ONE_SERVER: "yellow"}
+_COLOURS = {
+    Kind.GAIN: "green",
+    Kind.SLOWER: "red",
+    Kind.NOTHING_TO_GAIN: "yellow",
+    Kind.ONE_SERVER: "yellow",
+}
 
 
 def print_sections(console: Console, sections: Sequence[Section]) -> None:

@@ -10,7 +10,6 @@ from matplotlib.axes import Axes
 from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure, FigureBase
 from matplotlib.ticker import MaxNLocator
-from numpy.typing import NDArray
 
 from core_attention.arrays import Float64Array
 from core_attention.plan import imbalance
@@ -25,15 +24,17 @@ _MANY = 40
 """From this many servers on, bars become a line and labels are thinned out."""
 
 
-def draw_plan(batch: PlannedBatch) -> Figure:
-    """Load before and after, and the bytes between ranks and servers, on one page."""
+def draw_plan(batch: PlannedBatch, caption: str) -> Figure:
+    """Load before and after, and the bytes between ranks and servers, on one page; ``caption``
+    says which batch and layout it shows."""
     with figure_style():
         figure = Figure(figsize=(10, 7.4), layout="constrained")
+        figure.suptitle(figure_text(caption), fontsize=10, color=INK)
         halves: Any = figure.subfigures(2, 1, height_ratios=(1, 1.25))
         top, bottom = halves
         _draw_load(top, batch)
         left, right = bottom.subplots(1, 2, width_ratios=(1, 1.15))
-        _draw_bytes(bottom, left, batch.moved_bytes / _MEGA)
+        _draw_bytes(bottom, left, batch)
         _draw_steps(right, batch)
     return figure
 
@@ -59,17 +60,21 @@ def _draw_seconds(axes: Axes, seconds: Float64Array, colour: str, what: str) -> 
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
 
 
-def _draw_bytes(figure: FigureBase, axes: Axes, megabytes: NDArray[np.float64]) -> None:
+def _draw_bytes(figure: FigureBase, axes: Axes, batch: PlannedBatch) -> None:
+    megabytes = batch.moved_bytes / _MEGA
+    has_pool = len(megabytes) > batch.plan.manifest.n_ranks
+    process = "process (ranks, then pool servers)" if has_pool else "rank"
     axes.set_title("Bytes a layer, both phases (MB)")
-    axes.set_xlabel("to endpoint")
-    axes.set_ylabel("from endpoint")
+    axes.set_xlabel(f"to {process}")
+    axes.set_ylabel(f"from {process}")
     axes.grid(visible=False)
     shown = np.ma.masked_less_equal(megabytes, 0)
     if shown.count():
         top = float(shown.max())
         norm = LogNorm(vmin=max(float(shown.min()), top / 1e3), vmax=top)
         image = axes.imshow(shown, cmap="Blues", norm=norm, interpolation="nearest")
-        figure.colorbar(image, ax=axes, shrink=0.85, format="%g")
+        bar = figure.colorbar(image, ax=axes, shrink=0.85, format="%g")
+        bar.ax.yaxis.set_minor_formatter("{x:g}")
     else:
         axes.text(0.5, 0.5, "nothing moves", ha="center", transform=axes.transAxes)
     for axis in (axes.xaxis, axes.yaxis):
@@ -82,7 +87,7 @@ def _draw_steps(axes: Axes, batch: PlannedBatch) -> None:
         ("re-packing documents", batch.repacked_seconds, GREY),
         ("+ context parallel", batch.context_parallel_seconds, GREY),
         ("+ gather hidden,\n1.2x tokens", batch.hidden_gather_seconds, GREY),
-        ("disaggregated", batch.disaggregated_seconds, BLUE),
+        ("CAD", batch.disaggregated_seconds, BLUE),
     )
     relative = [seconds / batch.balanced_seconds for _, seconds, _ in rows]
     bars = axes.barh([name for name, *_ in rows], relative, color=[row[2] for row in rows])

@@ -36,14 +36,22 @@ class Section:
     rows: Sequence[Sequence[str]] = ()
 
 
-def plan_sections(batches: Sequence[PlannedBatch]) -> list[Section]:
-    """The batches; of the first one, what bounds it, why the planner stopped, and its servers."""
+def plan_sections(batches: Sequence[PlannedBatch], *notes: str) -> list[Section]:
+    """The batches; of the first one, what bounds it, why the planner stopped, and its servers.
+    ``notes``: what to know of all batches."""
     first = batches[0]
     plan = first.plan
     return [
-        Section("Batches (steps relative to the balanced one)", (), *_batch_table(batches)),
+        Section(
+            "Batches (step times: 1.000 is a step whose attention is perfectly spread)",
+            notes,
+            *_batch_table(batches),
+        ),
         Section("What bounds batch 0", (what_bounds(first),)),
-        Section(f"Why the planner ({plan.planner}) stopped", (plan.reason,)),
+        Section(
+            f"Why the planner ({plan.planner}) stopped, batch 0",
+            (f"{plan.reason}. (Imbalances are of one layer, of the worst nano-batch.)",),
+        ),
         Section(_servers_title(first), (), *_server_table(first)),
     ]
 
@@ -55,6 +63,7 @@ def _batch_table(batches: Sequence[PlannedBatch]) -> tuple[Sequence[str], list[S
         "heaviest document / mean rank": lambda b: f"{b.heaviest_document_share:.2f}",
         "imbalance, plain packing": lambda b: f"{b.home_imbalance:.2f}",
         "imbalance, planned (worst tick)": lambda b: f"{b.planned_imbalance:.3f}",
+        "tolerance": lambda b: str(b.plan.verdict or "unknown"),
         "GB moved a layer": lambda b: f"{b.moved_bytes.sum() / _GIGA:.2f}",
         "balanced step": lambda b: f"{b.balanced_seconds:.3f} s",
         "step: plain packing": lambda b: _relative(b, b.plain_seconds),
@@ -81,11 +90,11 @@ def _servers_title(batch: PlannedBatch) -> str:
 def _server_table(batch: PlannedBatch) -> tuple[Sequence[str], list[Sequence[str]]]:
     head = (
         "server",
-        "before ms",
-        "planned ms",
+        "ms before",
+        "ms planned",
         "/ mean",
-        "tasks forward",
-        "backward",
+        "forward tasks",
+        "backward tasks",
         "GB in",
         "GB out",
     )
@@ -117,8 +126,18 @@ def _server_bytes(batch: PlannedBatch) -> tuple[Int64Array, Int64Array]:
     return batch.moved_bytes.sum(axis=0)[at], batch.moved_bytes.sum(axis=1)[at]
 
 
-def simulation_sections(comparisons: Sequence[Comparison]) -> list[Section]:
-    """Step times of all methods, and what disaggregation gains over each baseline."""
+_METHODS = (
+    "plain packing: documents as they come. re-packing: whole documents arranged so that ranks "
+    "take equal time. WLB-ideal-like: the best of re-packing and sharing each document among ranks "
+    "(context parallelism), which waits for its gather. hidden gather: the same if the gather ran "
+    "entirely behind compute. 1.2x tokens: a rank may hold 20% more tokens, with the memory for "
+    "them. CAD: this project."
+)
+
+
+def simulation_sections(comparisons: Sequence[Comparison], *notes: str) -> list[Section]:
+    """Step times of all methods, and what disaggregation gains over each baseline. ``notes``: what
+    to know of all."""
     columns = [f"{comparison.n_gpus} GPUs" for comparison in comparisons]
     baselines = list(comparisons[0].baseline_seconds)
     methods = list(comparisons[0].disaggregated)
@@ -140,7 +159,7 @@ def simulation_sections(comparisons: Sequence[Comparison]) -> list[Section]:
             (f"{name}: GB a layer", *(f"{s.moved_bytes / _GIGA:.1f}" for s in own)),
         ]
     return [
-        Section("Step time / perfect balance", (), ("method", *columns), steps),
+        Section("Step time / perfect balance", (*notes, _METHODS), ("method", *columns), steps),
         Section("Speed-up over, and details", (), ("method: over", *columns), details),
     ]
 

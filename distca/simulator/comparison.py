@@ -23,6 +23,15 @@ from distca.simulator.disaggregated import (
 from distca.simulator.errors import InputError
 from distca.simulator.packing import as_trained
 from distca.simulator.setup import Setup
+from distca.simulator.verdict import (
+    EXPOSED_TOO_MUCH,
+    SLOWER_THAN,
+    WORTH_MENTIONING,
+    Kind,
+    Remedy,
+    Verdict,
+    shorter_wait,
+)
 
 MEMORY_SLACK = 1.2
 """Tokens that a baseline may put on a rank when memory is not held equal, of its even share."""
@@ -77,6 +86,54 @@ class Comparison:
     def speedup(self, method: str, baseline: str) -> float:
         """How many times faster ``method`` is than ``baseline``."""
         return self.baseline_seconds[baseline] / self.disaggregated[method].seconds
+
+
+def judge_comparisons(
+    comparisons: Sequence[Comparison], method: str, remedies: Sequence[Remedy] = tuple(Remedy)
+) -> Verdict:
+    """The verdict on one method over one or more numbers of GPUs; of what kind it is the largest
+    one decides."""
+    kinds = [_kind(comparison, method) for comparison in comparisons]
+    of_kind = {
+        Kind.SLOWER: "CAD is slower than plain packing",
+        Kind.LINKS_TOO_SLOW: "The links hold CAD back",
+        Kind.LITTLE_TO_GAIN: "There is little to gain from CAD",
+        Kind.GAIN: "CAD is worth it",
+    }
+    sentences = []
+    for kind, words in of_kind.items():
+        own = [c for c, its in zip(comparisons, kinds, strict=True) if its is kind]
+        if own:
+            sizes = ", ".join(str(comparison.n_gpus) for comparison in own)
+            sentences.append(f"{words} on {sizes} GPUs: {_speedups(own, method)}.")
+    if Kind.LINKS_TOO_SLOW in kinds or Kind.SLOWER in kinds:
+        sentences.append(shorter_wait(remedies))
+    at = max(range(len(comparisons)), key=lambda i: comparisons[i].n_gpus)
+    return Verdict(kinds[at], " ".join(sentences))
+
+
+def _kind(comparison: Comparison, method: str) -> Kind:
+    step = comparison.disaggregated[method]
+    if comparison.speedup(method, PLAIN) < SLOWER_THAN:
+        return Kind.SLOWER
+    if step.exposed_seconds / step.seconds > EXPOSED_TOO_MUCH:
+        return Kind.LINKS_TOO_SLOW
+    if min(comparison.speedup(method, name) for name in (PLAIN, REPACKED)) < WORTH_MENTIONING:
+        return Kind.LITTLE_TO_GAIN
+    return Kind.GAIN
+
+
+def _speedups(comparisons: Sequence[Comparison], method: str) -> str:
+    def times(baseline: str) -> str:
+        return ", ".join(f"{c.speedup(method, baseline):.2f}x" for c in comparisons)
+
+    waits = (c.disaggregated[method] for c in comparisons)
+    shares = ", ".join(f"{step.exposed_seconds / step.seconds:.0%}" for step in waits)
+    return (
+        f"{times(PLAIN)} the speed of plain packing and {times(EXPOSED)} that of the best "
+        f"re-packing with context parallelism at equal memory ({EXPOSED}); {shares} of the step "
+        "waits for communication"
+    )
 
 
 def compare(

@@ -30,7 +30,7 @@ from distca.simulator.profile import document_seconds
 from distca.simulator.repacking import bins_in_order
 from distca.simulator.setup import Setup
 from distca.simulator.traffic import count_endpoints, exchange
-from distca.simulator.verdict import Evidence, Verdict, judge
+from distca.simulator.verdict import Evidence, Remedy, Verdict, judge
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -129,8 +129,10 @@ def plan_batch(
     )
 
 
-def judge_batches(batches: Sequence[PlannedBatch]) -> Verdict:
-    """The verdict on one or more batches."""
+def judge_batches(
+    batches: Sequence[PlannedBatch], remedies: Sequence[Remedy] = tuple(Remedy)
+) -> Verdict:
+    """The verdict on one or more batches. ``remedies``: those that are not in use yet."""
 
     def mean(name: str) -> float:
         return float(np.mean([getattr(batch, name) for batch in batches]))
@@ -147,6 +149,7 @@ def judge_batches(batches: Sequence[PlannedBatch]) -> Verdict:
             context_parallel_seconds=mean("context_parallel_seconds"),
             hidden_gather_seconds=mean("hidden_gather_seconds"),
             disaggregated_seconds=took,
+            remedies=tuple(remedies),
         )
     )
 

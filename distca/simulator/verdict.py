@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -14,14 +15,28 @@ EXPOSED_TOO_MUCH = 0.1
 """Share of the step waiting for communication above which links are the first thing to change."""
 
 
+SLOWER_THAN = 0.995
+"""Speed relative to plain packing below which CAD counts as slower."""
+
+
 class Kind(StrEnum):
     """What the verdict amounts to."""
 
     ONE_SERVER = "one server"
+    SLOWER = "slower than plain packing"
     NOTHING_TO_GAIN = "nothing to gain"
     LITTLE_TO_GAIN = "little to gain"
     LINKS_TOO_SLOW = "links too slow"
     GAIN = "gain"
+
+
+class Remedy(StrEnum):
+    """What shortens the wait for communication, most useful first."""
+
+    PLANNED_HOMES = "planned homes (--homes planned)"
+    BYTE_BUDGET = "a byte budget (--byte-budget 1.5)"
+    TOLERANCE = "a larger tolerance (--tolerance 0.1)"
+    FASTER_LINKS = "faster links"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +55,7 @@ class Evidence:
             equal memory, its gather waited for.
         hidden_gather_seconds: the same with 20% more tokens on a rank and the gather hidden.
         disaggregated_seconds: under the plan.
+        remedies: those that are not in use yet.
     """
 
     n_servers: int
@@ -51,6 +67,7 @@ class Evidence:
     context_parallel_seconds: float
     hidden_gather_seconds: float
     disaggregated_seconds: float
+    remedies: tuple[Remedy, ...] = tuple(Remedy)
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
@@ -71,6 +88,7 @@ def judge(evidence: Evidence) -> Verdict:
     kind = _kind(evidence)
     sentences = {
         Kind.ONE_SERVER: _one_server,
+        Kind.SLOWER: _slower,
         Kind.NOTHING_TO_GAIN: _nothing_to_gain,
         Kind.LITTLE_TO_GAIN: _little_to_gain,
         Kind.LINKS_TOO_SLOW: _links_too_slow,
@@ -82,6 +100,8 @@ def judge(evidence: Evidence) -> Verdict:
 def _kind(evidence: Evidence) -> Kind:
     if evidence.n_servers == 1:
         return Kind.ONE_SERVER
+    if evidence.plain_seconds / evidence.disaggregated_seconds < SLOWER_THAN:
+        return Kind.SLOWER
     if evidence.heaviest_document_share <= 1:
         return Kind.NOTHING_TO_GAIN
     if evidence.exposed_share > EXPOSED_TOO_MUCH:
@@ -97,6 +117,23 @@ def _one_server(evidence: Evidence) -> str:
         "You will gain nothing from CAD here, because there is only one attention server: nothing "
         "can be balanced."
     )
+
+
+def _slower(evidence: Evidence) -> str:
+    text = (
+        "CAD is slower than plain packing here, so do not use it like this: it runs at "
+        f"{_times(evidence.plain_seconds, evidence.disaggregated_seconds)} the speed of plain "
+        f"packing. {evidence.exposed_share:.0%} of the step is spent waiting for communication, "
+        f"and attention is {evidence.attention_share:.0%} of a balanced step."
+    )
+    if evidence.exposed_share > WORTH_MENTIONING - 1:
+        text += f" {shorter_wait(evidence.remedies)}"
+    return text
+
+
+def shorter_wait(remedies: Sequence[Remedy]) -> str:
+    """What to try where links hold a job back."""
+    return f"What shortens the wait, most useful first: {', '.join(remedies)}."
 
 
 def _nothing_to_gain(evidence: Evidence) -> str:
@@ -122,9 +159,8 @@ def _little_to_gain(evidence: Evidence) -> str:
 def _links_too_slow(evidence: Evidence) -> str:
     return (
         f"The links hold CAD back here: {evidence.exposed_share:.0%} of the step is spent waiting "
-        f"for communication, and it runs at {_comparison(evidence)} A byte budget "
-        "(--byte-budget 1.5), planned homes (--homes planned), a larger tolerance or faster links "
-        "reduce the wait."
+        f"for communication, and it runs at {_comparison(evidence)} "
+        f"{shorter_wait(evidence.remedies)}"
     )
 
 

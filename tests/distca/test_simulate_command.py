@@ -37,6 +37,20 @@ def test_all_methods_are_compared() -> None:
         assert name in output
     assert "16 GPUs" in output
     assert "32 GPUs" in output
+    assert "1.2x tokens: a rank may hold 20% more tokens" in output
+    assert "Verdict:" in output
+
+
+def test_the_verdict_names_each_number_of_gpus_and_stands_on_the_page(tmp_path: Path) -> None:
+    page = tmp_path / "a.html"
+    slow = ("--bandwidth-gbps", "0.5", "--host-bandwidth-gbps", "0.5", "--tolerance", "0.2")
+    output = run("--distribution", "prolong", *SMALL, *slow, "--html", str(page))
+    assert "Verdict: slower than plain packing" in output
+    words = "CAD is slower than plain packing on 16, 32 GPUs: 0."
+    assert words in " ".join(output.replace("│", " ").split())
+    assert words in page.read_text()
+    assert "--homes planned" in output
+    assert "--tolerance 0.1" not in output
 
 
 def test_pipelines_are_simulated() -> None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from distca.simulator.errors import InputError
-from distca.simulator.verdict import Evidence, Kind, judge
+from distca.simulator.verdict import Evidence, Kind, Remedy, judge
 
 GAIN = Evidence(
     n_servers=64,
@@ -58,6 +58,24 @@ def test_little_to_gain_where_attention_hardly_counts() -> None:
     verdict = judge(replace(GAIN, plain_seconds=1.03, repacked_seconds=1.025, attention_share=0.02))
     assert verdict.kind is Kind.LITTLE_TO_GAIN
     assert "Attention is 2% of a balanced step" in verdict.text
+
+
+def test_slower_than_plain_packing_is_a_verdict_of_its_own() -> None:
+    slow = replace(GAIN, exposed_share=0.6, disaggregated_seconds=5.0)
+    verdict = judge(slow)
+    assert verdict.kind is Kind.SLOWER
+    assert "0.50x the speed of plain packing" in verdict.text
+    assert "60% of the step is spent waiting" in verdict.text
+    assert "What shortens the wait" not in judge(replace(slow, exposed_share=0.0)).text
+
+
+def test_the_most_useful_remedy_comes_first_and_none_that_is_in_use() -> None:
+    slow = replace(GAIN, exposed_share=0.4, disaggregated_seconds=1.9)
+    text = judge(slow).text
+    assert text.index("--homes planned") < text.index("--byte-budget") < text.index("--tolerance")
+    left = judge(replace(slow, remedies=(Remedy.TOLERANCE, Remedy.FASTER_LINKS))).text
+    assert "--homes planned" not in left
+    assert left.endswith("first: a larger tolerance (--tolerance 0.1), faster links.")
 
 
 def test_slow_links_are_named_with_what_helps() -> None:
