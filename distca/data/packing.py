@@ -84,16 +84,27 @@ class PackedStep:
         """Tokens whose successor is predicted, over all ranks: all but each document's last."""
         return sum(document.length - 1 for document in self.documents)
 
-    def rank_manifest(self, rank: int) -> RankManifest:
-        """What ``rank`` holds."""
+    def rank_manifest(
+        self, rank: int, *, pipeline_rank: int = 0, n_stages: int = 1
+    ) -> RankManifest:
+        """What ``rank`` holds.
+
+        Args:
+            rank: one of the batch's shape; of pipelines, a replica.
+            pipeline_rank: a place in its pipeline, where all ranks hold the same documents; each
+                place has ids of its own for them.
+            n_stages: ranks of a pipeline.
+        """
+        first_id = pipeline_rank * len(self.documents)
         nano_batches: list[list[Segment]] = [[] for _ in range(self.shape.n_nano_batches)]
         for document in self.documents:
             for home, offset, length in document.segments:
                 if home == rank:
                     nano_batches[document.nano_batch].append(
-                        Segment(document.document_id, document.length, offset, length)
+                        Segment(first_id + document.document_id, document.length, offset, length)
                     )
-        return RankManifest(self.step, rank, tuple(tuple(segments) for segments in nano_batches))
+        of_job = rank * n_stages + pipeline_rank
+        return RankManifest(self.step, of_job, tuple(map(tuple, nano_batches)))
 
 
 class Packer:

@@ -13,12 +13,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from rich.console import Console
-from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 import trainer_client.integrations.transformers
 from control_plane.jobs.job_spec import planning_options
 from control_plane.planner.planning import PlanningOptions
+from core_attention.pipelining import Pipelining
 from distca.contract.settings import (
     ClientTls,
     IntegritySettings,
@@ -56,6 +56,8 @@ from distca.train.model import (
     served_attention,
 )
 from distca.train.observer import Observer
+from distca.train.pipeline_layout import PipelineLayout, pipeline_layout
+from distca.train.pipeline_trainer import PipelineStages, PipelineTrainer
 from distca.train.ranks import RankEnvironment, check_agreement, process_group, sum_over_ranks
 from distca.train.settings import (
     Homes,
@@ -66,6 +68,7 @@ from distca.train.settings import (
     Sharding,
     TrainingSettings,
 )
+from distca.train.stages import StageModule
 from distca.train.timeline import readable_timeline
 from distca.train.trainer import StepResult, Trainer
 from distca.train.verify import Difference, Verifier
@@ -102,14 +105,15 @@ def run_trainer(run: TrainerRun, console: Console) -> bool:
     feed = Feed(
         run.data,
         BatchShape(
-            n_ranks=run.ranks.n_ranks,
-            n_nano_batches=run.training.nano_batches,
+            n_ranks=max(1, run.ranks.n_ranks // run.training.pipeline_stages),
+            n_nano_batches=run.training.step_nano_batches,
             nano_batch_tokens=run.training.nano_batch_tokens,
             span_ranks=run.data.span_ranks,
         ),
         planned_homes=_planned_homes(run),
     )
     config = model_config(run.model, feed.max_document_tokens)
+    layout = pipeline_layout(run.training, run.ranks.n_ranks, config.num_hidden_layers)
     device = choose_device(run.service.device, run.ranks.local_rank)
     run = replace(run, training=chosen(run.training, run.model, device))
     timeout = run.service.collective_timeout_seconds
@@ -126,10 +130,15 @@ def run_trainer(run: TrainerRun, console: Console) -> bool:
                 "steps": run.training.steps,
                 "device": device.type,
                 "sharding": str(run.training.sharding),
+                "pipeline": None if layout is None else layout.identity,
             }
         )
-        session = stack.enter_context(Session.open(session_options(run, served, device)))
-        loop = _Loop(run, feed, config, model, served, session, identity, stop, console, device)
+        stages = None if layout is None else _stages(run, layout, config, model, served, device)
+        pipelining = None if stages is None else stages.pipelining
+        options = session_options(run, served, device, pipelining)
+        session = stack.enter_context(Session.open(options))
+        trainer = _trainer(run, model, stages, session)
+        loop = _Loop(run, feed, config, trainer, served, session, identity, stop, console, device)
         finished = loop.train()
         record = loop.record(began, finished=finished)
     if run.ranks.rank == 0:
@@ -154,6 +163,13 @@ def chosen(
     on_gpu = device.type == "cuda"
     sharding, checkpointing = training.sharding, training.activation_checkpointing
     barriers = training.host_barriers
+    if training.pipeline_stages > 1:
+        if barriers:
+            raise SettingsError(
+                "--host-barriers has all ranks meet before each collective, and ranks of a "
+                "pipeline have different ones: leave it out with --pipeline-stages"
+            )
+        barriers = False
     return replace(
         training,
         learning_rate=training.learning_rate or model.default_learning_rate,
@@ -177,6 +193,45 @@ def _model_to_train(
     return model, served_attention(model, run.model.dtype)
 
 
+def _stages(
+    run: TrainerRun,
+    layout: PipelineLayout,
+    config: PretrainedConfig,
+    model: PreTrainedModel,
+    served: ServedAttention,
+    device: torch.device,
+) -> PipelineStages:
+    """The stages of this rank, cut out of ``model`` and, if there are several, of copies of it."""
+    if served.n_layers != config.num_hidden_layers:
+        raise SettingsError(
+            f"model type {config.model_type!r} calls core attention {served.n_layers} times in "
+            f"{config.num_hidden_layers} layers; --pipeline-stages needs one call a layer"
+        )
+    modules: dict[int, StageModule] = {}
+    for stage in layout.stages_of(run.ranks.rank % layout.n_ranks):
+        whole = _model_to_train(run, config, device)[0] if modules else model
+        modules[stage] = StageModule(
+            whole,
+            layout.layers_of(stage),
+            run.training.loss_chunk_tokens,
+            backward_in_parts=layout.has_backwards_in_parts,
+        )
+    width = config.get_text_config().hidden_size
+    return PipelineStages(layout, run.ranks.rank, modules, run.training, device, width)
+
+
+def _trainer(
+    run: TrainerRun, model: PreTrainedModel, stages: PipelineStages | None, session: Session
+) -> Trainer | PipelineTrainer:
+    dtype = getattr(torch, run.model.dtype)
+    if stages is not None:
+        return PipelineTrainer(stages, session, dtype)
+    barriers = None
+    if run.training.host_barriers:
+        barriers = HostBarriers(run.service.collective_timeout_seconds)
+    return Trainer(model, session, run.training, dtype, barriers=barriers)
+
+
 def _write_report(record: RunRecord, folder: RunFolder) -> None:
     """Writes record and report; that they cannot be written does not undo the training."""
     try:
@@ -194,6 +249,11 @@ def _planned_homes(run: TrainerRun) -> PlanningOptions | None:
     """
     if run.plan.homes is Homes.PACKED:
         return None
+    if run.training.pipeline_stages > 1:
+        raise SettingsError(
+            "--homes planned lays documents out for ranks without pipelines; with "
+            "--pipeline-stages choose --homes packed"
+        )
     if run.service.placement is PlacementName.POOL:
         raise SettingsError(
             "--homes planned is for ranks that run core attention themselves; with placement pool "
@@ -207,7 +267,10 @@ def _planned_homes(run: TrainerRun) -> PlanningOptions | None:
 
 
 def session_options(
-    run: TrainerRun, served: ServedAttention, device: torch.device
+    run: TrainerRun,
+    served: ServedAttention,
+    device: torch.device,
+    pipelining: Pipelining | None = None,
 ) -> SessionOptions:
     """How this rank joins the job, which is named for the run."""
     return SessionOptions(
@@ -215,14 +278,17 @@ def session_options(
         job=RunFolder(run.service.run_dir).name,
         rank=run.ranks.rank,
         n_ranks=run.ranks.n_ranks,
-        n_layers=served.n_layers,
-        n_nano_batches=run.training.nano_batches,
+        n_layers=served.n_layers if pipelining is None else pipelining.max_layers,
+        n_nano_batches=run.training.step_nano_batches,
+        pipelining=pipelining,
         shape=served.shape,
         softmax_scale=served.softmax_scale,
         placement=Placement(run.service.placement),
         device=str(device),
-        # Gathering sharded weights keeps the ranks together.
-        kept_forward_ticks=3 if run.training.sharding is Sharding.FSDP else None,
+        # Gathering sharded weights keeps the ranks together, if that is layer by layer.
+        kept_forward_ticks=(
+            3 if run.training.sharding is Sharding.FSDP and pipelining is None else None
+        ),
         data_host=run.service.rows_host,
         transport=run.service.transport,
         one_host=run.service.one_host,
@@ -251,7 +317,7 @@ class _Loop:
         run: TrainerRun,
         feed: Feed,
         config: PretrainedConfig,
-        model: PreTrainedModel,
+        trainer: Trainer | PipelineTrainer,
         served: ServedAttention,
         session: Session,
         identity: dict[str, Any],
@@ -269,19 +335,13 @@ class _Loop:
         self._folder = RunFolder(run.service.run_dir)
         self._log = StepLog(self._folder.step_log)
         self.checkpoints = CheckpointKeeper(self._folder.checkpoints)
-        self._n_parameters = sum(parameter.numel() for parameter in model.parameters())
-        self._model: nn.Module = model
-        self._trainer = Trainer(
-            model,
-            session,
-            run.training,
-            getattr(torch, run.model.dtype),
-            barriers=HostBarriers(run.service.collective_timeout_seconds)
-            if run.training.host_barriers
-            else None,
-        )
+        # Where the rank's rows are in the batch: of pipelines, in its replica's part.
+        self._home, self._pipeline_rank = divmod(run.ranks.rank, run.training.pipeline_stages)
+        self._trainer = trainer
+        self._n_parameters = trainer.n_parameters
+        verifies = self._home if self._pipeline_rank == 0 else -1
         self._verifier = (
-            Verifier(config, run.model.dtype, feed.corpus, run.ranks.rank, device)
+            Verifier(config, run.model.dtype, feed.corpus, verifies, device)
             if run.training.verify
             else None
         )
@@ -290,8 +350,9 @@ class _Loop:
             session.fetch_step,
             self._log,
             served.shape,
-            served.n_layers,
+            session.options.n_layers,
             show=self._display.show,
+            ticks_are_balanced=session.options.pipelining is None,
         )
         self._submitted: dict[int, PackedStep] = {}
         self._next_to_submit = 0
@@ -333,7 +394,7 @@ class _Loop:
             dtype=run.model.dtype,
             data=self._feed.description,
             n_ranks=run.ranks.n_ranks,
-            n_nano_batches=run.training.nano_batches,
+            n_nano_batches=run.training.step_nano_batches,
             tokens_per_rank=run.training.tokens_per_rank,
             steps=self._log.read() if self._leads else (),
             detail=self._observer.detail,
@@ -345,13 +406,13 @@ class _Loop:
         self._submit_until(step + self._run.plan.steps_ahead)
         collect_garbage(self._device)
         packed = self._submitted.pop(step)
-        batches = self._feed.batches(packed, self._run.ranks.rank)
+        batches = self._feed.batches(packed, self._home)
         began = time.perf_counter()
         result = self._trainer.run(packed, batches)
         ran_seconds = time.perf_counter() - began
         difference = None
         if self._verifier is not None:
-            difference = self._verifier.compare(self._model, packed, result.loss)
+            difference = self._verifier.compare(self._trainer, packed, result.loss)
         began = time.perf_counter()
         norm = self._trainer.update(step)
         seconds = ran_seconds + time.perf_counter() - began
@@ -388,7 +449,12 @@ class _Loop:
         end = min(end, self._run.training.steps)
         for step in range(self._next_to_submit, end):
             packed = self._feed.packed(step)
-            self._session.submit(packed.rank_manifest(self._run.ranks.rank))
+            manifest = packed.rank_manifest(
+                self._home,
+                pipeline_rank=self._pipeline_rank,
+                n_stages=self._run.training.pipeline_stages,
+            )
+            self._session.submit(manifest)
             self._submitted[step] = packed
         self._next_to_submit = max(self._next_to_submit, end)
 

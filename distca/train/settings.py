@@ -12,6 +12,7 @@ from typing import Annotated, ClassVar
 
 import typer
 
+from core_attention.tick import MAX_NANO_BATCHES
 from data_plane.interfaces import rows_host
 from data_plane.transports import TransportName
 from distca.contract.checks import check_least, check_port, check_positive, check_seconds
@@ -124,6 +125,33 @@ class TrainingSettings:
     nano_batches: Annotated[
         int, typer.Option(help="Nano-batches that take turns (2 is ping-pong, 1 is without).")
     ] = 2
+    pipeline_stages: Annotated[
+        int,
+        typer.Option(
+            help="Ranks of a pipeline, each with a part of the layers; the number of ranks is a "
+            "multiple of it."
+        ),
+    ] = 1
+    microbatches: Annotated[
+        int,
+        typer.Option(
+            help="Microbatches of a pipeline in a step; each has --nano-batches, which take turns."
+        ),
+    ] = 1
+    schedule: Annotated[
+        str,
+        typer.Option(
+            help="Order of a pipeline: 1f1b, same-phase, interleaved or zero-bubble, or a CSV file "
+            "as torch.distributed.pipelining reads it (distca schedule writes some)."
+        ),
+    ] = "1f1b"
+    stage_layers: Annotated[
+        str,
+        typer.Option(
+            help="Layers of each stage, with commas between; default: as equal as they go, the "
+            "last stages fewer."
+        ),
+    ] = ""
     learning_rate: Annotated[
         float | None,
         typer.Option(
@@ -196,23 +224,43 @@ class TrainingSettings:
             self,
             steps=1,
             nano_batches=1,
+            pipeline_stages=1,
+            microbatches=1,
             warmup_steps=0,
             checkpoint_every=1,
             loss_chunk_tokens=1,
             weight_decay=0,
         )
         check_positive(self, "learning_rate", "max_gradient_norm")
-        rows, rest = divmod(self.tokens_per_rank, self.nano_batches)
+        if self.pipeline_stages == 1 and (self.microbatches > 1 or self.stage_layers):
+            raise ValueError(
+                f"microbatches is {self.microbatches} and stage_layers {self.stage_layers!r}; both "
+                "go with pipeline_stages of 2 or more"
+            )
+        most = MAX_NANO_BATCHES // self.nano_batches
+        if self.microbatches > most:
+            raise ValueError(
+                f"microbatches is {self.microbatches}; with nano_batches={self.nano_batches} a "
+                f"step has {most} at most"
+            )
+        rows, rest = divmod(self.tokens_per_rank, self.step_nano_batches)
         if rest or rows < 2:
+            of_each = f" times microbatches ({self.microbatches})" * (self.microbatches > 1)
             raise ValueError(
                 f"tokens_per_rank is {self.tokens_per_rank}; it must be a multiple of "
-                f"nano_batches ({self.nano_batches}) and at least {2 * self.nano_batches}"
+                f"nano_batches ({self.nano_batches}){of_each} and at least "
+                f"{2 * self.step_nano_batches}"
             )
+
+    @property
+    def step_nano_batches(self) -> int:
+        """Nano-batches of a rank in a step."""
+        return self.nano_batches * self.microbatches
 
     @property
     def nano_batch_tokens(self) -> int:
         """Rows of one nano-batch on one rank."""
-        return self.tokens_per_rank // self.nano_batches
+        return self.tokens_per_rank // self.step_nano_batches
 
     def learning_rate_at(self, step: int) -> float:
         """Rises linearly over the warm-up steps, then stays; ``learning_rate`` must be given."""

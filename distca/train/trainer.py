@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -148,6 +149,20 @@ class Trainer:
             group["lr"] = self._settings.learning_rate_at(step)
         self._optimizer.step()
         return norm
+
+    @property
+    def n_parameters(self) -> int:
+        """Of the whole model."""
+        return sum(parameter.numel() for parameter in self.model.parameters())
+
+    def weights(self) -> dict[str, Any]:
+        """The state dict of the whole model, on every rank. All ranks call it."""
+        return {name: whole(tensor) for name, tensor in self.model.state_dict().items()}
+
+    def gradients(self) -> Iterator[tuple[str, torch.Tensor | None]]:
+        """Those of all parameters, gathered one by one. All ranks call it."""
+        for name, parameter in self.model.named_parameters():
+            yield name, None if parameter.grad is None else whole(parameter.grad)
 
     def state(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """Whole state dicts of model and optimiser, for the first rank to save. All ranks call it;

@@ -9,11 +9,12 @@ is the run's own error.
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from transformers import PretrainedConfig
 
 from distca.data.batch import whole_documents
@@ -23,7 +24,6 @@ from distca.errors import ModelConfigError
 from distca.report.record import Verification
 from distca.train.loss import summed_loss
 from distca.train.model import build_model
-from distca.train.sharding import whole
 
 logger = logging.getLogger(__name__)
 
@@ -72,6 +72,18 @@ class Difference:
     parameter: str
 
 
+class TrainedModel(Protocol):
+    """What is compared, by the whole model's names; all ranks call it together."""
+
+    def weights(self) -> Mapping[str, Any]:
+        """The state dict of the whole model."""
+        ...
+
+    def gradients(self) -> Iterable[tuple[str, torch.Tensor | None]]:
+        """Of every parameter, of all ranks."""
+        ...
+
+
 class Verifier:
     """Recomputes steps with local attention and keeps the largest differences.
 
@@ -79,7 +91,8 @@ class Verifier:
         config: of the model.
         dtype: of its weights; the comparison is made in a wider one.
         corpus: to read whole documents from.
-        rank: this rank; it recomputes the documents that begin on it.
+        rank: it recomputes the documents that begin on this one, of pipelines a replica; none of
+            them if it is -1.
         device: where it does so.
 
     Raises:
@@ -111,17 +124,15 @@ class Verifier:
             gradient_tolerance=gradient_tolerance,
         )
 
-    def compare(self, model: nn.Module, packed: PackedStep, loss: float) -> Difference:
-        """Compares ``loss`` and the gradients of ``model`` (both of all ranks) for one step.
+    def compare(self, trained: TrainedModel, packed: PackedStep, loss: float) -> Difference:
+        """Compares ``loss`` and the gradients of ``trained`` (both of all ranks) for one step.
 
-        Every rank gets the same answer. ``model`` has not been updated yet and is not changed.
+        Every rank gets the same answer. The weights have not been updated yet.
         """
-        self._model.load_state_dict(
-            {name: whole(tensor) for name, tensor in model.state_dict().items()}
-        )
+        self._model.load_state_dict(trained.weights())
         self._model.zero_grad(set_to_none=False)
         local_loss = self._backward(packed)
-        worst, parameter = self._largest_gradient_difference(model)
+        worst, parameter = self._largest_gradient_difference(trained.gradients())
         difference = Difference(abs(loss - local_loss) / abs(local_loss), worst, parameter)
         self._keep(difference)
         logger.info(
@@ -151,14 +162,18 @@ class Verifier:
             dist.all_reduce(parameter.grad)
         return float(total)
 
-    def _largest_gradient_difference(self, model: nn.Module) -> tuple[float, str]:
+    def _largest_gradient_difference(
+        self, gradients: Iterable[tuple[str, torch.Tensor | None]]
+    ) -> tuple[float, str]:
         worst, where = 0.0, ""
         local = {name: parameter.grad for name, parameter in self._model.named_parameters()}
         largest = (float(each.abs().max()) for each in local.values() if each is not None)
         floor = _QUIET * max(largest, default=0.0)
-        for name, parameter in model.named_parameters():
-            found = None if parameter.grad is None else whole(parameter.grad)
-            difference = relative_difference(found, local[name], floor=floor)
+        for name, found in gradients:
+            expected = local[name]
+            if found is not None and expected is not None:
+                found = found.to(expected.device)
+            difference = relative_difference(found, expected, floor=floor)
             # Written so that a NaN is the worst of all.
             if not difference <= worst or not where:
                 worst, where = difference, name

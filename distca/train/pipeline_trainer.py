@@ -1,0 +1,333 @@
+"""One rank's training in a pipeline: its stages, the order that they run in, and one optimiser."""
+
+from __future__ import annotations
+
+import math
+import tempfile
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_state_dict,
+    set_state_dict,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from core_attention.pipelining import Pipelining
+from core_attention.schedule import write_csv
+from distca.data.batch import TokenBatch
+from distca.data.packing import PackedStep
+from distca.errors import DivergenceError
+from distca.train.layers import checkpoint_layers, compile_layers
+from distca.train.pipeline_layout import PipelineLayout
+from distca.train.ranks import sum_over_ranks
+from distca.train.settings import Sharding, TrainingSettings
+from distca.train.sharding import whole
+from distca.train.stages import StageModule
+from distca.train.trainer import StepResult
+from trainer_client import Pipeline, Session, measure_stages, prepare_fsdp
+
+
+class PipelineStages:
+    """The stages of this rank before a session is open, and the groups of its pipeline.
+
+    Args:
+        layout: of the job.
+        rank: this one.
+        modules: by stage, those of this rank.
+        settings: batch and optimiser; ``sharding`` and ``activation_checkpointing`` are given.
+        device: of the modules.
+        width: of hidden states.
+
+    Attributes:
+        pipelining: what the session needs to know.
+    """
+
+    def __init__(
+        self,
+        layout: PipelineLayout,
+        rank: int,
+        modules: dict[int, StageModule],
+        settings: TrainingSettings,
+        device: torch.device,
+        width: int,
+    ) -> None:
+        self.layout, self.modules, self.settings, self.device = layout, modules, settings, device
+        self.replica, self.pipeline_rank = divmod(rank, layout.n_ranks)
+        mesh = init_device_mesh(
+            device.type, (layout.n_replicas, layout.n_ranks), mesh_dim_names=("replica", "stage")
+        )
+        self.replicas, self.group = mesh["replica"], mesh["stage"].get_group()
+        self.tied_group = self._make_tied_groups()
+        for module in modules.values():
+            if settings.compile_layers:
+                compile_layers(module.layers)
+            if settings.activation_checkpointing:
+                checkpoint_layers(module.layers)
+        shape = (settings.nano_batches, settings.nano_batch_tokens)
+        runs = {
+            stage: (module, partial(_run_alone, module, shape, width, device, stage == 0))
+            for stage, module in modules.items()
+        }
+        seconds = measure_stages(runs, layout.schedule.n_stages, math.prod(shape))
+        self.pipelining = Pipelining(
+            schedule=layout.schedule,
+            pipeline_ranks=layout.pipeline_ranks,
+            layers=layout.layers,
+            **seconds._asdict(),
+        )
+
+    def _make_tied_groups(self) -> Any:
+        """Of the first and the last stage's ranks, which share a weight."""
+        last = self.layout.schedule.rank_of_stage[-1]
+        own = None
+        for replica in range(self.layout.n_replicas):
+            first = replica * self.layout.n_ranks
+            group = dist.new_group([first, first + last]) if last else None
+            if replica == self.replica:
+                own = group
+        return own
+
+
+def _run_alone(
+    module: StageModule, shape: tuple[int, int], width: int, device: torch.device, is_first: bool
+) -> torch.Tensor:
+    ids = torch.zeros(shape, dtype=torch.int64, device=device)
+    positions = torch.arange(shape[1], device=device).expand(shape)
+    given = ids
+    if not is_first:
+        dtype = next(module.parameters()).dtype
+        given = torch.zeros(*shape, width, dtype=dtype, device=device, requires_grad=True)
+    output: torch.Tensor = module(given, position_ids=positions, labels=ids)
+    return output
+
+
+class PipelineTrainer:
+    """A model in stages, under data-parallel training of whole pipelines.
+
+    Args:
+        stages: of this rank.
+        session: this rank's membership in the job.
+        compute_dtype: of sharded models' activations; others compute in their weights' dtype.
+    """
+
+    def __init__(
+        self, stages: PipelineStages, session: Session, compute_dtype: torch.dtype
+    ) -> None:
+        self._stages, self._session, self._settings = stages, session, stages.settings
+        self._connected = False
+        self._scale = 1.0
+        layout, modules = stages.layout, stages.modules
+        wrapped = {stage: self._wrap(module, compute_dtype) for stage, module in modules.items()}
+        self._pipeline_stages = [
+            PipelineStage(
+                module, stage, layout.schedule.n_stages, stages.device, group=stages.group
+            )
+            for stage, module in wrapped.items()
+        ]
+        self._schedule = self._make_schedule()
+        self._pipeline = Pipeline(session, *self._pipeline_stages)
+        self._modules = nn.ModuleDict({str(stage): m.model for stage, m in modules.items()})
+        self._optimizer = torch.optim.AdamW(
+            self._modules.parameters(),
+            lr=self._settings.learning_rate_at(0),
+            betas=(0.9, 0.95),
+            weight_decay=self._settings.weight_decay,
+            fused=stages.device.type == "cuda",
+        )
+
+    @property
+    def n_parameters(self) -> int:
+        """Of the whole model; all ranks call it."""
+        own = sum(parameter.numel() for _, parameter in self._own_parameters())
+        (total,) = sum_over_ranks(float(own))
+        return round(total) // self._stages.layout.n_replicas
+
+    def run(self, packed: PackedStep, batches: list[TokenBatch]) -> StepResult:
+        """Forward and backward of one step; leaves the gradients of all replicas in the stages.
+
+        Args:
+            packed: the step, whose manifest has been submitted.
+            batches: this replica's nano-batches.
+
+        Raises:
+            SessionError: core attention failed; see ``Session.step``.
+        """
+        self._optimizer.zero_grad()
+        n_replicas = self._stages.layout.n_replicas
+        # Gradients are averaged over the replicas, but each has only its own share of the sum.
+        self._scale = n_replicas / packed.predicted_tokens
+        ids, positions, labels = (
+            torch.cat([getattr(batch, name) for batch in batches]).to(self._stages.device)
+            for name in ("input_ids", "position_ids", "labels")
+        )
+        losses: list[torch.Tensor] = []
+        is_first = 0 in self._stages.modules
+        if not self._connected:
+            sum_over_ranks(0.0)
+            self._connected = True
+        with self._pipeline.step(packed.step) as running:
+            self._schedule.step(
+                *([ids] if is_first else []),
+                target=labels,
+                losses=losses,
+                return_outputs=False,
+                position_ids=positions,
+                labels=labels,
+            )
+        self._share_tied_gradients()
+        assert running.report is not None
+        own = sum(float(loss.detach()) for loss in losses) / n_replicas
+        (total,) = sum_over_ranks(own)
+        return StepResult(total, running.report, running.trace)
+
+    def update(self, step: int) -> float:
+        """Clips the gradients of all stages by one norm and updates the weights; returns the norm
+        before clipping.
+
+        Raises:
+            DivergenceError: the norm is not finite, so the weights would be lost.
+        """
+        own = [p.grad for _, p in self._own_parameters() if p.grad is not None]
+        squares = float(whole(nn.utils.get_total_norm(own))) ** 2 if own else 0.0
+        total = torch.tensor([squares], dtype=torch.float64, device=self._stages.device)
+        dist.all_reduce(total, group=self._stages.group)
+        norm = float(total.sqrt())
+        if not math.isfinite(norm):
+            raise DivergenceError(
+                f"step {step}: the gradients' norm is {norm}; lower --learning-rate"
+            )
+        factor = min(1.0, self._settings.max_gradient_norm / (norm + 1e-6))
+        for parameter in self._modules.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(factor)
+        for group in self._optimizer.param_groups:
+            group["lr"] = self._settings.learning_rate_at(step)
+        self._optimizer.step()
+        return norm
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """All of the whole model, on every rank. All ranks call it."""
+        names = self._names()
+        own = {names[name]: whole(p).cpu() for name, p in self._modules.named_parameters()}
+        return self._of_pipeline(own)
+
+    def gradients(self) -> Iterator[tuple[str, torch.Tensor | None]]:
+        """Those of all parameters, on every rank. All ranks call it."""
+        names = self._names()
+        own = {
+            names[name]: None if p.grad is None else whole(p.grad).cpu()
+            for name, p in self._own_parameters()
+        }
+        yield from self._of_pipeline(own).items()
+
+    def state(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Whole state dicts of model and optimiser for the first rank to save, by the whole model's
+        names. All ranks call it."""
+        model, optimizer = self._own_state()
+        names = self._names(model)
+        own = (
+            {names[name]: tensor for name, tensor in model.items()},
+            {names[name]: state for name, state in optimizer["state"].items()},
+        )
+        every: list[Any] = [None] * self._stages.layout.n_ranks
+        dist.all_gather_object(every, own, self._stages.group)
+        models, optimizers = (
+            {k: v for each in every for k, v in each[at].items()} for at in (0, 1)
+        )
+        return models, {"state": optimizers}
+
+    def load_state(self, model: dict[str, Any], optimizer: dict[str, Any]) -> None:
+        """Takes up what :meth:`state` gave the first rank."""
+        own_model, own = self._own_state()
+        names = self._names(own_model)
+        set_state_dict(
+            self._modules,
+            self._optimizer,
+            model_state_dict={name: model[names[name]] for name in own_model},
+            optim_state_dict={
+                "state": {name: optimizer["state"][names[name]] for name in own["state"]},
+                "param_groups": own["param_groups"],
+            },
+            options=_WHOLE,
+        )
+
+    def _own_state(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        state: tuple[dict[str, Any], dict[str, Any]] = get_state_dict(
+            self._modules, self._optimizer, options=_WHOLE
+        )
+        return state
+
+    def _wrap(self, module: StageModule, compute_dtype: torch.dtype) -> nn.Module:
+        """The module with replicas that share its gradients."""
+        if self._settings.sharding is Sharding.FSDP:
+            policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
+            for layer in module.layers:
+                fully_shard(layer, mesh=self._stages.replicas, mp_policy=policy)
+            fully_shard(module, mesh=self._stages.replicas, mp_policy=policy)
+            prepare_fsdp(module)
+            return module
+        if self._stages.layout.n_replicas == 1:
+            return module
+        return DistributedDataParallel(module, process_group=self._stages.replicas.get_group())
+
+    def _make_schedule(self) -> Any:
+        schedule = _PipelineScheduleRuntime(
+            list(self._pipeline_stages),
+            self._settings.microbatches,
+            loss_fn=lambda losses, labels: losses.sum() * self._scale,
+            scale_grads=False,
+        )
+        with tempfile.NamedTemporaryFile("w", suffix=".csv") as file:
+            file.write(write_csv(self._stages.layout.schedule))
+            file.flush()
+            schedule._load_csv(file.name)
+        return schedule
+
+    def _tied_weight(self) -> nn.Parameter | None:
+        found = [m.tied_weight for m in self._stages.modules.values() if m.tied_weight is not None]
+        return found[0] if found and self._stages.tied_group is not None else None
+
+    def _share_tied_gradients(self) -> None:
+        """Embedding and head are one weight: each gets the sum of both gradients."""
+        weight = self._tied_weight()
+        if weight is None:
+            return
+        if weight.grad is None:
+            weight.grad = torch.zeros_like(weight)
+        gradient = weight.grad.to_local() if isinstance(weight.grad, DTensor) else weight.grad
+        dist.all_reduce(gradient, group=self._stages.tied_group)
+
+    def _own_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Those that count here: a tied weight counts on the first stage."""
+        tied = self._tied_weight() if 0 not in self._stages.modules else None
+        for name, parameter in self._modules.named_parameters():
+            if parameter is not tied:
+                yield name, parameter
+
+    def _names(self, known: dict[str, Any] | None = None) -> dict[str, str]:
+        """By names in the stages of this rank, those in the whole model."""
+        every = known or dict(self._modules.named_parameters())
+        names = {}
+        for name in every:
+            stage, _, own = name.partition(".")
+            names[name] = self._stages.modules[int(stage)].whole_name(own)
+        return names
+
+    def _of_pipeline(self, own: dict[str, Any]) -> dict[str, Any]:
+        every: list[Any] = [None] * self._stages.layout.n_ranks
+        dist.all_gather_object(every, own, self._stages.group)
+        return {name: tensor for each in every for name, tensor in each.items()}
+
+
+_WHOLE = StateDictOptions(full_state_dict=True)
