@@ -68,6 +68,22 @@ def test_sharded_and_recomputed_layers_train_as_whole_ones_do(
     assert (verification.steps, verification.passed) == (3, True)
 
 
+def test_stages_of_a_pipeline_train_as_one_process_does(start_run: StartRun) -> None:
+    """The zero-bubble order with unequal stages; embedding and head are one weight."""
+    options = (
+        "--pipeline-stages=2", "--microbatches=2", "--schedule=zero-bubble", "--layers=3",
+        "--stage-layers=2,1", "--activation-checkpointing",
+    )  # fmt: skip
+    whole = ("--mode=in-place", "--verify", *options)
+    run = start_run("run", *whole, "--steps=2")
+    assert run.wait(150.0).exit_code == 0
+    again = start_run("run", *whole, "--steps=3", "--resume")
+    assert again.wait(150.0).exit_code == 0
+    verification = again.record().verification
+    assert verification is not None
+    assert (verification.steps, verification.passed) == (1, True)
+
+
 def test_sharded_run_goes_on_from_its_checkpoint(start_run: StartRun) -> None:
     """The checkpoint holds whole weights and moments, gathered from all ranks. The first part has
     none to go on from, and begins."""
