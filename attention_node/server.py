@@ -24,6 +24,7 @@ from prometheus_client import CollectorRegistry
 
 from attention_node.announced_jobs import AnnouncedJobs
 from attention_node.executor import Executor, KernelCall
+from attention_node.load_meter import LoadMeter
 from attention_node.metrics import NodeMetrics
 from attention_node.pool_link import PoolLink, PoolLinkLost
 from attention_node.rehearsal import rehearse
@@ -110,9 +111,6 @@ class AttentionNode:
         self._stopping = threading.Event()
         self._lost: PoolLinkLost | None = None
         self.joined = False
-        self._busy_seconds = 0.0
-        # At the last heartbeat: time, kernel seconds and bytes moved so far.
-        self._beat_at = (time.monotonic(), 0.0, 0)
         device = torch.device(settings.device)
         kernel = select_kernel(device)
         self._profiles = [self._measure(kernel, shape, device) for shape in settings.profile_shapes]
@@ -122,6 +120,7 @@ class AttentionNode:
         )
         self._metrics = NodeMetrics(registry, settings.server_id)
         data_metrics = self._data_metrics = DataPlaneMetrics(registry, pairs)
+        self._meter = LoadMeter(lambda: data_metrics.moved_bytes)
         limit_bytes = settings.buffer_limit_bytes or None
         self._pool = BufferPool(
             device_allocator(device, limited=limit_bytes is not None), limit_bytes=limit_bytes
@@ -308,18 +307,7 @@ class AttentionNode:
         )
 
     def _load(self) -> membership_pb2.ServerLoad:
-        now, busy, moved = time.monotonic(), self._busy_seconds, self._data_metrics.moved_bytes
-        then, busy_then, moved_then = self._beat_at
-        self._beat_at = (now, busy, moved)
-        seconds = max(now - then, 1e-9)
-        return membership_pb2.ServerLoad(
-            queued_tasks=self._executor.queued_parts,
-            open_ticks=self._ticks.open_ticks,
-            busy_ratio=min((busy - busy_then) / seconds, 1.0),
-            buffer_bytes=self._pool.stats().in_use_bytes,
-            oldest_ready_seconds=self._executor.oldest_ready_seconds,
-            moved_bytes_per_second=(moved - moved_then) / seconds,
-        )
+        return self._meter.read(self._executor, self._ticks, self._pool)
 
     def _handle(self, event: jobs_pb2.PlanEvent) -> None:
         match event.WhichOneof("event"):
@@ -343,7 +331,7 @@ class AttentionNode:
         )
 
     def _kernel_called(self, call: KernelCall) -> None:
-        self._busy_seconds += call.seconds
+        self._meter.kernel_called(call)
         self._metrics.kernel_called(call)
 
     def _step_finished(self, busy: StepBusy) -> None:

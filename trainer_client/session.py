@@ -88,6 +88,7 @@ class Session:
             control_plane,
             control_plane_timeout_seconds=options.control_plane_timeout_seconds,
             held_timeout_seconds=options.held_timeout_seconds,
+            in_place_load=lambda: self._in_place.load(),
         )
         self._pool = BufferPool(device_allocator(self._device))
         self._metrics = TrainerMetrics(
@@ -157,6 +158,7 @@ class Session:
             standby=options.placement is Placement.POOL,
             profile_dir=options.profile_dir,
             metrics=NodeMetrics(self.metrics_registry, server_id),
+            moved_bytes=lambda: self._data_metrics.moved_bytes,
             on_call=self._kernel_called,
             on_accepted=self._name_peer,
             on_step_finished=self._report_server,

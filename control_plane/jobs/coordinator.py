@@ -280,9 +280,16 @@ class Coordinator:
                 f"the token of rank {rank} of job {job_id} came with another rank's lease"
             )
 
-    def renew_rank(self, job_id: str, lease_id: str, *, next_step: int = 0) -> None:
-        """Renews the lease of a rank and of its in-place server. Steps before ``next_step`` of
-        which the rank has handed in nothing get no plan any more.
+    def renew_rank(
+        self,
+        job_id: str,
+        lease_id: str,
+        *,
+        next_step: int = 0,
+        in_place_load: ServerLoad | None = None,
+    ) -> None:
+        """Renews the lease of a rank and of its in-place server, whose load it tells. Steps before
+        ``next_step`` of which the rank has handed in nothing get no plan any more.
 
         Raises:
             UnknownJobError, LeaseExpiredError: as :meth:`Jobs.get` and :meth:`Job.renew`.
@@ -291,7 +298,9 @@ class Coordinator:
         now = self._clock()
         job = self._jobs.get(job_id)
         job.renew(lease_id, now=now)
-        self._membership.renew_in_place(lease_id, now=now)
+        member = self._membership.renew_in_place(lease_id, now=now, load=in_place_load)
+        if member is not None and in_place_load is not None:
+            self._metrics.heartbeat(member)
         if job.went_on(lease_id, next_step):
             self._advance(job)
 

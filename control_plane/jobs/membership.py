@@ -334,11 +334,16 @@ class Membership:
         while len(self._taken) > REMEMBERED_LEASES:
             self._taken.popitem(last=False)
 
-    def renew_in_place(self, lease_id: str, *, now: float) -> None:
-        """A rank's lease was renewed: so is its in-place server's, if it has one."""
+    def renew_in_place(
+        self, lease_id: str, *, now: float, load: ServerLoad | None = None
+    ) -> Member | None:
+        """A rank's lease was renewed: so is its in-place server's, if it has one, which is
+        returned; with its load, if the rank tells it."""
         member = self._by_lease.get(lease_id)
         if member is not None:
             member.renewed_at = member.heard_at = now
+            member.load = load or member.load
+        return member
 
     def remove_in_place(self, job_id: str, rank: int | None = None) -> list[Member]:
         """The in-place servers of a job, or of one of its ranks, leave; returns them."""

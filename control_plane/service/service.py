@@ -155,8 +155,12 @@ class JobsService(jobs_pb2_grpc.JobsServicer):
     async def RenewRank(  # noqa: N802
         self, request: jobs_pb2.RenewRankRequest, context: Context
     ) -> jobs_pb2.RenewRankResponse:
+        tells_load = request.HasField("in_place_load")
         self._coordinator.renew_rank(
-            request.job_id, request.rank_lease_id, next_step=request.next_step
+            request.job_id,
+            request.rank_lease_id,
+            next_step=request.next_step,
+            in_place_load=load_from_proto(request.in_place_load) if tells_load else None,
         )
         return jobs_pb2.RenewRankResponse(lease_seconds=self._coordinator.lease_seconds)
 

@@ -149,3 +149,20 @@ def test_a_job_that_was_closed_is_gone() -> None:
         job_id, leases = open_job(client)
         client.close_job(job_id, leases[0], "out of memory")
         assert not describe(client.channel).jobs
+
+
+def test_an_in_place_server_comes_with_the_load_that_its_rank_tells() -> None:
+    load = membership_pb2.ServerLoad(queued_tasks=3, busy_ratio=0.5, moved_bytes_per_second=1e9)
+    with running() as control_plane, client_of(control_plane.address) as client:
+        job_id, lease = client.open(0, job_spec(placement=jobs_pb2.PLACEMENT_IN_PLACE, n_ranks=1))
+        renewal = jobs_pb2.RenewRankRequest(job_id=job_id, rank_lease_id=lease)
+        client.jobs.RenewRank(renewal)
+        (silent,) = describe(client.channel).servers
+        renewal.in_place_load.CopyFrom(load)
+        client.jobs.RenewRank(renewal)
+        (told,) = describe(client.channel).servers
+        renewal.in_place_load.busy_ratio = 2.0
+        with pytest.raises(InvalidRequest, match=r"busy_ratio is 2\.0"):
+            client.jobs.RenewRank(renewal)
+    assert silent.load == membership_pb2.ServerLoad()
+    assert told.load == load

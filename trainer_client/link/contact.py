@@ -8,7 +8,7 @@ from types import MappingProxyType
 from distca.contract import rpc
 from distca.contract.contact import Contact
 from distca.contract.server_loss import ServerLoss, cause_to_proto
-from distca.v1 import jobs_pb2
+from distca.v1 import jobs_pb2, membership_pb2
 from trainer_client.step.planned_step import HandedInStep
 
 
@@ -53,13 +53,18 @@ class RankContact(Contact):
         self.job_id, self.lease_id = job_id, lease_id
         self.renew()
 
-    def renew(self, *, next_step: int = 0) -> None:
+    def renew(
+        self, *, next_step: int = 0, in_place_load: membership_pb2.ServerLoad | None = None
+    ) -> None:
         """Renews the lease, and tells that the rank has left the steps before ``next_step``
-        behind."""
+        behind, and the load of its in-place server."""
         self.lease_seconds = self.call(
             self._jobs.RenewRank,
             jobs_pb2.RenewRankRequest(
-                job_id=self.job_id, rank_lease_id=self.lease_id, next_step=next_step
+                job_id=self.job_id,
+                rank_lease_id=self.lease_id,
+                next_step=next_step,
+                in_place_load=in_place_load,
             ),
             timeout_seconds=self.renewal_deadline_seconds,
         ).lease_seconds

@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from distca.contract import rpc
 from distca.contract.codec import first_tick_from_bytes, plan_from_proto
@@ -20,7 +20,7 @@ from distca.contract.lifeline import Lifeline
 from distca.contract.outbox import Outbox
 from distca.contract.server_loss import ServerLoss
 from distca.contract.timeouts import default_seconds
-from distca.v1 import jobs_pb2
+from distca.v1 import jobs_pb2, membership_pb2
 from trainer_client.errors import SessionClosed
 from trainer_client.link.contact import RankContact
 from trainer_client.link.listener import RankListener
@@ -48,6 +48,7 @@ class ControlLink:
         settings: how to reach the control plane; with several addresses, its standbys too.
         control_plane_timeout_seconds: how long the control plane may be away.
         held_timeout_seconds: how long opening waits for the end of an earlier job of the name.
+        in_place_load: reads the load of the rank's in-place server; None if it has none.
 
     Attributes:
         job_id: of the job, once it is open.
@@ -61,13 +62,15 @@ class ControlLink:
         *,
         control_plane_timeout_seconds: float = default_seconds("control_plane_timeout_seconds"),
         held_timeout_seconds: float = default_seconds("held_timeout_seconds"),
+        in_place_load: Callable[[], membership_pb2.ServerLoad | None] = lambda: None,
     ) -> None:
         self._settings = settings
+        self._in_place_load = in_place_load
         self._lifeline: Lifeline[RankContact] = Lifeline(
             settings,
             first=self._join,
             again=self._come_back,
-            renew=lambda contact: contact.renew(next_step=self._present.next_step),
+            renew=self._renew,
             on_event=self._handle,
             on_broken=self._fail,
             away_seconds=control_plane_timeout_seconds,
@@ -83,6 +86,9 @@ class ControlLink:
         self.job_id = ""
         self.token = b""
         self.timeouts: Mapping[str, float] = {}
+
+    def _renew(self, contact: RankContact) -> None:
+        contact.renew(next_step=self._present.next_step, in_place_load=self._in_place_load())
 
     @property
     def failure(self) -> Exception | None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from attention_node.executor import Executor, KernelCall
+from attention_node.load_meter import LoadMeter
 from attention_node.metrics import NodeMetrics
 from attention_node.rehearsal import rehearse
 from attention_node.served_job import StepBusy
@@ -19,6 +20,7 @@ from core_attention.profiling import device_name, load_or_measure
 from core_attention.shape import AttentionShape
 from data_plane.buffer_pool import BufferPool
 from data_plane.transport import Connection
+from distca.v1 import membership_pb2
 
 
 class InPlaceServer:
@@ -36,6 +38,7 @@ class InPlaceServer:
         standby: it stands by.
         profile_dir: where the cost profile is cached.
         metrics: of the server.
+        moved_bytes: sent and received by the process so far.
         on_call: called after each kernel call.
         on_accepted: called with each connection and the name of the rank behind it.
         on_step_finished: called with each finished step's busy seconds.
@@ -59,6 +62,7 @@ class InPlaceServer:
         standby: bool = False,
         profile_dir: Path,
         metrics: NodeMetrics,
+        moved_bytes: Callable[[], int],
         on_call: Callable[[KernelCall], None],
         on_accepted: Callable[[Connection, str], None],
         on_step_finished: Callable[[StepBusy], None],
@@ -71,9 +75,12 @@ class InPlaceServer:
             rehearse(kernel, shape, device)
             self.profile = load_or_measure(profile_dir, kernel, shape, device)
         self.device_name = device_name(device)
+        self._pool = pool
+        self._meter = LoadMeter(moved_bytes)
 
         def kernel_called(call: KernelCall) -> None:
             metrics.kernel_called(call)
+            self._meter.kernel_called(call)
             on_call(call)
 
         def step_finished(busy: StepBusy) -> None:
@@ -93,6 +100,10 @@ class InPlaceServer:
             on_accepted=on_accepted,
         )
         metrics.watch(self._executor, lambda: self.ticks.open_ticks)
+
+    def load(self) -> membership_pb2.ServerLoad:
+        """Its load since the last call; of one thread at a time."""
+        return self._meter.read(self._executor, self.ticks, self._pool)
 
     def close(self) -> None:
         """Ends every job and the executor's thread."""
