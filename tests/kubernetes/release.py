@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -203,4 +204,8 @@ def checkout_of(commit: str, folder: Path) -> Path:
         ["git", "archive", commit], cwd=ROOT, capture_output=True, check=True, timeout=60
     ).stdout
     subprocess.run(["tar", "--extract", f"--directory={folder}"], input=packed, check=True)
+    environment = Path(sys.prefix)
+    if environment.is_relative_to(ROOT):
+        # Where this checkout's is mounted.
+        (folder / environment.relative_to(ROOT)).mkdir(parents=True)
     return folder
