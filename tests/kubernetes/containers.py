@@ -39,6 +39,8 @@ class Image:
         return {
             "PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin",
             "PYTHONUNBUFFERED": "1",
+            # A version before has packages that this one's environment does not know.
+            "PYTHONPATH": str(ROOT),
             "HOME": "/var/lib/distca",
             # Images hold the planner's machine code; small steps are planned as well without.
             "NUMBA_DISABLE_JIT": "1",
