@@ -31,15 +31,18 @@ def llama3_8b() -> Any:
     return served(plain("8B", seq_len=131072), job="llama3-8b")
 
 
-def plain(flavor: str, *, seq_len: int, n_layers: int | None = None) -> Any:
+def plain(
+    flavor: str, *, seq_len: int, n_layers: int | None = None, attn_backend: str = "varlen"
+) -> Any:
     """torchtitan's own configuration, without DistCA.
 
     Args:
         flavor: of torchtitan's registry.
         seq_len: tokens of a batch.
         n_layers: the model's first ones alone; None is all.
+        attn_backend: of torchtitan; "varlen" is the one that can be served.
     """
-    spec = model_registry(flavor, attn_backend="varlen")
+    spec = model_registry(flavor, attn_backend=attn_backend)
     spec.model.layers = spec.model.layers[:n_layers]
     return Trainer.Config(
         model_spec=spec,

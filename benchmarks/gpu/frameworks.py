@@ -1,0 +1,116 @@
+"""torchtitan and Megatron-core, served beside their own attention: steps, tokens, memory, loss.
+
+    python -m benchmarks.gpu.frameworks                  # 2 or 4 GPUs; the shape of Llama-3-8B
+    python -m benchmarks.gpu.frameworks --framework torchtitan --attention served,varlen,flex_flash
+
+With two GPUs data parallelism; with four, also two pipeline stages, and tensor parallelism of two,
+each with two replicas. All ways of one layout run the same random documents. torchtitan's pipelines
+need torch 2.14 or newer, Megatron's own packed attention transformer-engine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.gpu.frameworks_rank import Settings
+
+OWN = {"torchtitan": "varlen", "megatron": "transformer-engine"}
+LAYOUTS = {2: [(1, 1)], 4: [(1, 1), (2, 1), (1, 2)]}
+"""Pipeline stages and tensor-parallel ranks, by the number of GPUs."""
+
+WARM_UP_STEPS = 3
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--framework", default="torchtitan,megatron")
+    parser.add_argument(
+        "--attention", help="ways with commas between; served and its own by default"
+    )
+    parser.add_argument("--gpus", type=int, choices=sorted(LAYOUTS), default=2)
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--tokens", type=int, default=131072, help="of a rank's microbatch")
+    parser.add_argument("--steps", type=int, default=20)
+    chosen = parser.parse_args()
+    if chosen.steps <= WARM_UP_STEPS:
+        parser.error(f"--steps is {chosen.steps}; it must be more than {WARM_UP_STEPS}")
+    table = Table("framework", "layout", "attention", "s a step", "tokens/s", "peak GiB", "losses")
+    with _control_plane() as address:
+        for framework in chosen.framework.split(","):
+            ways = (chosen.attention or f"served,{OWN[framework]}").split(",")
+            for pp, tp in LAYOUTS[chosen.gpus]:
+                for way in ways:
+                    settings = Settings(
+                        framework=framework,
+                        attention=way,
+                        control_plane=address,
+                        job=f"{framework}-pp{pp}-tp{tp}-{time.time_ns()}",
+                        pp=pp,
+                        tp=tp,
+                        layers=chosen.layers,
+                        tokens=chosen.tokens,
+                        steps=chosen.steps,
+                    )
+                    table.add_row(framework, f"PP {pp} TP {tp}", way, *_run(settings, chosen.gpus))
+    Console(width=160).print(table)
+
+
+def _run(settings: Settings, gpus: int) -> list[str]:
+    """Cells of the table: seconds of each step by the slowest rank, and what follows."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        command += ["--nproc-per-node", str(gpus), "-m", "benchmarks.gpu.frameworks_rank"]
+        code = subprocess.run([*command, json.dumps(asdict(settings)), folder], check=False)
+        if code.returncode:
+            return [f"ended with {code.returncode}", "", "", ""]
+        ranks: list[dict[str, Any]] = [
+            json.loads(Path(folder, f"rank-{rank}.json").read_text()) for rank in range(gpus)
+        ]
+    steps = [max(times) for times in zip(*(rank["seconds"] for rank in ranks), strict=True)]
+    losses = [sum(each) / settings.tp for each in zip(*(r["losses"] for r in ranks), strict=True)]
+    accumulates = settings.framework == "megatron" or settings.pp > 1
+    batches = settings.microbatches if accumulates else 1
+    tokens = settings.tokens * batches * gpus // (settings.pp * settings.tp)
+    mean = statistics.mean(steps[WARM_UP_STEPS:])
+    return [
+        f"{mean:.2f} (" + " ".join(f"{each:.2f}" for each in steps[WARM_UP_STEPS:]) + ")",
+        f"{tokens / mean:,.0f}",
+        f"{max(rank['peak_bytes'] for rank in ranks) / 2**30:.1f}",
+        " ".join(f"{each:.6g}" for each in (losses[0], losses[len(losses) // 2], losses[-1])),
+    ]
+
+
+@contextmanager
+def _control_plane() -> Iterator[str]:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    command = [sys.executable, "-m", "distca", "control-plane", "--listen", address]
+    with tempfile.TemporaryDirectory() as folder:
+        running = subprocess.Popen(
+            [*command, "--state-dir", folder, "--metrics-listen", "127.0.0.1:0"]
+        )
+        try:
+            yield address
+        finally:
+            running.terminate()
+            running.wait(30)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,236 @@
+"""A rank of ``benchmarks.gpu.frameworks``: steps of a framework, served or by its own attention.
+
+torchrun --nproc-per-node 2 -m benchmarks.gpu.frameworks_rank SETTINGS OUTPUT
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What is run.
+
+    Attributes:
+        framework: torchtitan or megatron.
+        attention: served, or one of the framework's: varlen, flex and flex_flash of torchtitan,
+            transformer-engine of Megatron-core.
+        control_plane: if served, its address.
+        job: if served, its name.
+        pp, tp: pipeline stages and tensor-parallel ranks; the other ranks are data-parallel.
+        layers, tokens, steps, microbatches: of the model, of a microbatch, in all, and of a step of
+            a pipeline.
+        flavor: of torchtitan's Llama 3.
+        hidden, heads, heads_kv, ffn, dtype: of Megatron's model.
+        session: further options of the session.
+    """
+
+    framework: str
+    attention: str
+    control_plane: str = ""
+    job: str = ""
+    pp: int = 1
+    tp: int = 1
+    layers: int = 8
+    tokens: int = 131072
+    steps: int = 20
+    microbatches: int = 4
+    flavor: str = "8B"
+    hidden: int = 4096
+    heads: int = 32
+    heads_kv: int = 8
+    ffn: int = 14336
+    dtype: str = "bfloat16"
+    session: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class Measured:
+    """Of one rank, by step: seconds, sums of losses (of torchtitan over all tokens' number, of
+    Megatron as they are; 0 where a rank has none), and at the end the most memory in use."""
+
+    seconds: list[float] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+    peak_bytes: int = 0
+
+    @contextmanager
+    def step(self) -> Iterator[list[float]]:
+        """Times the block, whose losses are appended to what it is given."""
+        losses: list[float] = []
+        _wait()
+        begin = time.perf_counter()
+        yield losses
+        _wait()
+        self.seconds.append(time.perf_counter() - begin)
+        self.losses.append(sum(losses))
+        if torch.cuda.is_available():
+            self.peak_bytes = torch.cuda.max_memory_allocated()
+
+
+def torchtitan(settings: Settings) -> Measured:
+    """Trains torchtitan's Llama 3 on random documents."""
+    from examples.torchtitan.llama3 import plain
+    from trainer_client.integrations.torchtitan import ServedTrainer, served
+
+    own = "varlen" if settings.attention == "served" else settings.attention
+    config = plain(
+        settings.flavor, seq_len=settings.tokens, n_layers=settings.layers, attn_backend=own
+    )
+    config.training.steps = settings.steps
+    config.training.mixed_precision_param = settings.dtype
+    config.parallelism.tensor_parallel_degree = settings.tp
+    config.parallelism.pipeline_parallel_degree = settings.pp
+    config.parallelism.pipeline_parallel_first_stage_less_layers = 0
+    config.parallelism.pipeline_parallel_last_stage_less_layers = 0
+    config.debug.seed = 1
+    if settings.pp > 1:
+        config.training.local_batch_size = settings.microbatches
+    if not torch.cuda.is_available():
+        config.parallelism.spmd_backend = "partial_dtensor"
+    if settings.attention == "served":
+        config = served(
+            config, control_plane=settings.control_plane, job=settings.job, one_host=True
+        )
+
+        class Trainer(ServedTrainer):
+            def more_session_options(self) -> dict[str, Any]:
+                return settings.session
+
+        trainer: Any = Trainer(config=config)
+    else:
+        trainer = config.build()
+    measured = Measured()
+    run: Callable[..., torch.Tensor] = trainer.forward_backward_step
+    batches = trainer.batch_generator(trainer.dataloader)
+    for _ in range(settings.steps):
+        trainer.step += 1
+        with measured.step() as losses:
+            found: list[torch.Tensor] = []
+
+            def noted(found: list[torch.Tensor] = found, **arguments: Any) -> torch.Tensor:
+                found.append(run(**arguments).detach())
+                return found[-1]
+
+            trainer.forward_backward_step = noted
+            trainer.train_step(batches)
+            if settings.pp == 1 or trainer.pp_has_last_stage:
+                losses += [float(loss) for loss in found]
+    trainer.close()
+    return measured
+
+
+def megatron(settings: Settings) -> Measured:
+    """Trains a GPT of Megatron-core on random documents."""
+    from megatron.core import parallel_state, tensor_parallel
+    from megatron.core.distributed.finalize_model_grads import finalize_model_grads
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    from examples.megatron import train_gpt as example
+    from trainer_client.integrations.megatron import ServedSteps
+
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", torch.cuda.current_device())
+    parallel_state.initialize_model_parallel(settings.tp, settings.pp)
+    torch.manual_seed(0)
+    if torch.cuda.is_available():
+        tensor_parallel.model_parallel_cuda_manual_seed(0)
+    shape = example.Shape(
+        layers=settings.layers,
+        hidden=settings.hidden,
+        heads=settings.heads,
+        heads_kv=settings.heads_kv,
+        ffn=settings.ffn,
+        dtype=settings.dtype,
+    )
+    parallelism = example.Parallelism(tp=settings.tp, pp=settings.pp)
+    config = example.transformer_config(shape, parallelism)
+    config.finalize_model_grads_func = finalize_model_grads
+    model = example.build(config, _layer_spec(settings), settings.tokens)
+    optimizer = get_megatron_optimizer(
+        OptimizerConfig(optimizer="adam", lr=3e-4, bf16=config.bf16), [model]
+    )
+    replica = parallel_state.get_data_parallel_rank()
+    loader = example.random_documents(
+        settings.steps, settings.microbatches, settings.tokens, replica, device
+    )
+    steps: ServedSteps | None = None
+    numbered: Any = enumerate(loader)
+    if settings.attention == "served":
+        steps = ServedSteps.open(
+            model,
+            n_microbatches=settings.microbatches,
+            control_plane=settings.control_plane,
+            job=settings.job,
+            one_host=True,
+            **settings.session,
+        )
+        numbered = steps.ahead(loader)
+    measured = Measured()
+    for step, microbatches in numbered:
+        with measured.step() as losses:
+            model.zero_grad_buffer()
+            with steps.step(step) if steps else nullcontext():
+                found = get_forward_backward_func()(
+                    forward_step_func=(
+                        steps.numbered(example.forward_step) if steps else example.forward_step
+                    ),
+                    data_iterator=iter(microbatches),
+                    model=[model],
+                    num_microbatches=settings.microbatches,
+                    seq_length=settings.tokens,
+                    micro_batch_size=1,
+                    forward_only=False,
+                )
+            optimizer.step()
+            losses += [float(each["loss"]) for each in found or ()]
+    if steps is not None:
+        steps.close()
+    return measured
+
+
+def _layer_spec(settings: Settings) -> Any:
+    from megatron.core.models.gpt import gpt_layer_specs
+
+    from trainer_client.integrations.megatron import serve
+
+    if settings.attention == "transformer-engine":
+        return gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec()
+    return serve(gpt_layer_specs.get_gpt_layer_local_spec(normalization="RMSNorm"))
+
+
+def _wait() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+FRAMEWORKS = {"torchtitan": torchtitan, "megatron": megatron}
+
+
+def main(settings: str, output: str) -> None:
+    chosen = Settings(**json.loads(settings))
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    if chosen.framework == "megatron":
+        dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+    measured = FRAMEWORKS[chosen.framework](chosen)
+    rank = int(os.environ["RANK"])
+    Path(output, f"rank-{rank}.json").write_text(json.dumps(asdict(measured)))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

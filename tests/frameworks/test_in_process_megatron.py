@@ -1,0 +1,114 @@
+"""What Megatron-core is refused for when a layer is built, or its documents are others."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.frameworks.cpu_devices import megatron_on_cpu
+
+megatron_on_cpu()
+
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec  # noqa: E402
+from megatron.core.packed_seq_params import PackedSeqParams  # noqa: E402
+from megatron.core.transformer.enums import AttnMaskType  # noqa: E402
+from megatron.core.transformer.identity_op import IdentityOp  # noqa: E402
+from megatron.core.transformer.spec_utils import ModuleSpec  # noqa: E402
+
+from core_attention.errors import ManifestError  # noqa: E402
+from examples.megatron.train_gpt import Parallelism, Shape, transformer_config  # noqa: E402
+from trainer_client.errors import SessionError  # noqa: E402
+from trainer_client.integrations.documents import Documents  # noqa: E402
+from trainer_client.integrations.frameworks import UnsupportedSetting  # noqa: E402
+from trainer_client.integrations.megatron import ServedCoreAttention, serve  # noqa: E402
+from trainer_client.integrations.megatron.attention import check_packed  # noqa: E402
+from trainer_client.integrations.megatron.steps import _bounds, _check_layers  # noqa: E402
+
+pytestmark = pytest.mark.frameworks
+
+
+def layer(mask: AttnMaskType = AttnMaskType.causal, kind: str = "self", **changes: Any) -> Any:
+    config = transformer_config(Shape(), Parallelism())
+    for name, value in changes.items():
+        setattr(config, name, value)
+    group = SimpleNamespace(tp=SimpleNamespace(size=lambda: 2))
+    return ServedCoreAttention(config, 1, mask, kind, pg_collection=group)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        (
+            {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
+            r"recompute_modules is \['core_attn'\].*\['layernorm', 'mlp'\]",
+        ),
+        ({"recompute_granularity": "full"}, "recompute_granularity is 'full'"),
+        ({"qk_clip": True}, "qk_clip is True.*set it to False"),
+        ({"hybrid_context_parallel": True}, "hybrid_context_parallel is True"),
+        ({"context_parallel_size": 2}, "context_parallel_size is 2.*set it to 1"),
+        ({"cuda_graph_impl": "local"}, "cuda_graph_impl is 'local'.*'none'"),
+        ({"softmax_type": "learnable"}, "softmax_type is 'learnable'"),
+        ({"window_size": (8, 0)}, r"window_size is \(8, 0\) in layer 1"),
+        ({"attention_dropout": 0.1}, "attention_dropout of layer 1 is 0.1"),
+        ({"kind": "cross"}, "layer 1 has cross attention"),
+        ({"mask": AttnMaskType.no_mask}, "mask is AttnMaskType.no_mask"),
+    ],
+)
+def test_what_cannot_work_is_refused_by_name(changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(UnsupportedSetting, match=said):
+        layer(**changes)
+
+
+def test_a_layer_has_the_heads_of_its_rank() -> None:
+    shape = layer().shape
+    assert (shape.num_heads, shape.num_heads_kv, shape.head_dim) == (2, 1, 16)
+
+
+def test_the_spec_is_copied_and_a_model_without_the_hook_refused() -> None:
+    spec = get_gpt_layer_local_spec()
+    before = spec.submodules.self_attention.submodules.core_attention
+    made = serve(spec)
+    assert made.submodules.self_attention.submodules.core_attention is ServedCoreAttention
+    assert spec.submodules.self_attention.submodules.core_attention is before
+    with pytest.raises(UnsupportedSetting, match="no submodules with core_attention"):
+        serve(ModuleSpec(module=IdentityOp))
+
+
+def test_a_call_outside_of_a_step_says_what_is_missing() -> None:
+    q = torch.zeros(4, 2, 16)
+    with pytest.raises(SessionError, match=r"steps\.numbered"):
+        layer()(q, q[:, :1], q[:, :1], None)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "said"),
+    [
+        ({"qkv_format": "sbhd"}, UnsupportedSetting, "'sbhd'; it must be 'thd'"),
+        (
+            {"cu_seqlens_q_padded": torch.tensor([0, 4, 8])},
+            UnsupportedSetting,
+            "cu_seqlens_q_padded differ",
+        ),
+        ({"local_cp_size": 2}, UnsupportedSetting, "local_cp_size is 2"),
+        ({"cu_seqlens_q": torch.tensor([0, 4, 5])}, ValueError, "tell of lengths"),
+    ],
+)
+def test_documents_must_be_those_of_the_manifest(
+    changes: dict[str, Any], error: type[Exception], said: str
+) -> None:
+    bounds = torch.tensor([0, 3, 5])
+    given = {"qkv_format": "thd", "cu_seqlens_q": bounds, "cu_seqlens_kv": bounds}
+    documents = Documents("step 0", [(0, 0, 3), (3, 0, 2)])
+    check_packed(documents, PackedSeqParams(**given))
+    with pytest.raises(error, match=said):
+        check_packed(documents, PackedSeqParams(**{**given, **changes}))
+
+
+def test_microbatches_and_models_that_say_too_little_are_refused() -> None:
+    with pytest.raises(ManifestError, match=r"step 7 holds \['tokens'\].*--sft"):
+        _bounds(7, {"tokens": torch.zeros(4)})
+    with pytest.raises(SessionError, match="no layer of the model is served"):
+        _check_layers([])
