@@ -26,7 +26,7 @@ from trainer_client.integrations.transformers import UnsupportedArgument
 from trainer_client.integrations.whole_rows import turns_inside
 from trainer_client.step.manifests import split_documents
 
-TOLERANCE = {"rtol": 1e-5, "atol": 1e-6}
+TOLERANCE: dict[str, Any] = {"rtol": 1e-5, "atol": 1e-6}
 """float32 through two layers; kernels sum in another order."""
 
 

@@ -110,12 +110,15 @@ def trainer(tmp_path: Path, collator: Any = None, **settings: Any) -> transforme
     )
     documents = [{"input_ids": [4, 5, 6][:n]} for n in (3, 2, 3, 1)]
     model = make_model(CONFIGS["Llama"], "distca")
-    return transformers.Trainer(
-        model,  # type: ignore[arg-type]  # made by an untyped function
+    flattening: Any = transformers.DataCollatorWithFlattening
+    untyped: Any = transformers.Trainer
+    made: transformers.Trainer = untyped(
+        model,
         args,
-        data_collator=collator or transformers.DataCollatorWithFlattening(),
-        train_dataset=documents,  # type: ignore[arg-type]  # a list will do
+        data_collator=collator or flattening(),
+        train_dataset=documents,
     )
+    return made
 
 
 @pytest.mark.parametrize(
@@ -170,5 +173,6 @@ def test_padded_batches_are_refused_before_the_first_step(
     with refused, serve_trainer(padding, **options):
         padding.train()
     # As it was before: with attention of its own, any batch will do.
-    padding.model.set_attn_implementation("sdpa")  # type: ignore[union-attr]
+    model: Any = padding.model
+    model.set_attn_implementation("sdpa")
     assert padding.train().global_step == 1

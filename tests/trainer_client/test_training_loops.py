@@ -44,7 +44,7 @@ def submit(session: Session, lengths: tuple[list[int], ...] = LENGTHS) -> int:
 
 def rows() -> list[dict[str, torch.Tensor]]:
     """Whole rows, of several documents or one, of one token, and of equal documents."""
-    batches = make_batches(lengths=ROWS)  # type: ignore[arg-type]  # any number of them
+    batches = make_batches(lengths=ROWS)
     for batch in batches:
         batch["labels"] = batch["input_ids"].where(batch["position_ids"] > 0, -100)
     return batches
@@ -129,7 +129,7 @@ def test_accumulation_within_a_step(session: Session) -> None:
 
 def test_a_second_call_with_gradients_is_refused(session: Session) -> None:
     model, _ = pair()
-    (row,) = make_batches(lengths=([5, 9],))  # type: ignore[arg-type]
+    (row,) = make_batches(lengths=([5, 9],))
     step = submit(session, ([5], [9]))
     refused = pytest.raises(SessionError, match="calls core attention a 3rd time")
     with turns_inside(model), refused, session.step(step):
@@ -139,7 +139,7 @@ def test_a_second_call_with_gradients_is_refused(session: Session) -> None:
 
 def test_rows_that_were_not_submitted_are_refused(session: Session) -> None:
     model, _ = pair()
-    (row,) = make_batches(lengths=([5, 9],))  # type: ignore[arg-type]
+    (row,) = make_batches(lengths=([5, 9],))
     step = submit(session, ([5], [8]))
     with (
         turns_inside(model),
@@ -156,7 +156,7 @@ def test_losses_of_lower_layers(session: Session) -> None:
         batches = make_batches()
         with session.step(submit(session)):
             outputs = PingPong(model)([b | {"output_hidden_states": True} for b in batches])
-            sum(loss_of(output, tied) for output in outputs).backward()
+            torch.stack([loss_of(output, tied) for output in outputs]).sum().backward()
         for batch in batches:
             loss_of(local(**batch, output_hidden_states=True), tied).backward()
         compare_gradients(model, local)

@@ -79,7 +79,8 @@ def tokenizer() -> Any:
     from tokenizers import Tokenizer, models
 
     words = {f"t{i}": i for i in range(4, VOCABULARY)} | {"<pad>": 0, "<eos>": 1, "<unk>": 2}
-    return PreTrainedTokenizerFast(
+    untyped: Any = PreTrainedTokenizerFast
+    return untyped(
         tokenizer_object=Tokenizer(models.WordLevel(words, unk_token="<unk>")),
         pad_token="<pad>",
         eos_token="<eos>",
@@ -96,6 +97,7 @@ def model(implementation: str) -> Any:
 
 def plain(implementation: str, folder: str, callback: TrainerCallback) -> Trainer:
     """Everything at once: accumulation, checkpoints of activations, evaluation, saving."""
+    collator: Any = DataCollatorWithFlattening
     args = transformers.TrainingArguments(
         output_dir=folder,
         gradient_accumulation_steps=2,
@@ -108,7 +110,7 @@ def plain(implementation: str, folder: str, callback: TrainerCallback) -> Traine
     return Trainer(
         model(implementation),
         args,
-        data_collator=DataCollatorWithFlattening(),
+        data_collator=collator(),
         train_dataset=documents(30, 90),
         eval_dataset=documents(8, 40, seed=2),
         callbacks=[callback],
@@ -119,7 +121,7 @@ def sft(implementation: str, folder: str, callback: TrainerCallback, **settings:
     """TRL as it is set by default: activation checkpoints, its own head and loss."""
     peft_config = settings.pop("peft_config", None)
     args = SFTConfig(output_dir=folder, **{**SETTINGS, "max_length": 128, **settings})
-    return SFTTrainer(
+    trainer: Trainer = SFTTrainer(
         model(implementation),
         args,
         train_dataset=Dataset.from_list(documents(60, 60)),
@@ -127,6 +129,7 @@ def sft(implementation: str, folder: str, callback: TrainerCallback, **settings:
         callbacks=[callback],
         peft_config=peft_config,
     )
+    return trainer
 
 
 LORA = LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=False)
