@@ -295,15 +295,20 @@ class Executor:
         if not batch:
             return
         phase, scale = batch[0][0].tick.phase, batch[0][0].scale
+        rule = batch[0][0].shape.rule
         begin = time.perf_counter()
         self._running.set(1, begin)
         self._resting.set(0, begin)
         timer = _DeviceTimer(self.device) if self.device.type == "cuda" else None
         try:
             if phase is Phase.FORWARD:
-                self.kernel.forward([tick.forward_part(index) for tick, index in batch], scale)
+                self.kernel.forward(
+                    [tick.forward_part(index) for tick, index in batch], scale, rule
+                )
             else:
-                self.kernel.backward([tick.backward_part(index) for tick, index in batch], scale)
+                self.kernel.backward(
+                    [tick.backward_part(index) for tick, index in batch], scale, rule
+                )
             if timer is not None:
                 timer.stop()
             self.kernel.synchronize()

@@ -143,9 +143,9 @@ def rehearse_tick(
     }
     ready = [i for rank, each in ranks.items() for i in tick.arrive(rank, each.source())]
     if phase is Phase.FORWARD:
-        kernel.forward([tick.forward_part(i) for i in ready], 1.0)
+        kernel.forward([tick.forward_part(i) for i in ready], 1.0, shape.rule)
     else:
-        kernel.backward([tick.backward_part(i) for i in ready], 1.0)
+        kernel.backward([tick.backward_part(i) for i in ready], 1.0, shape.rule)
     for i in ready:
         tick.part_done(i)
     for each in ranks.values():

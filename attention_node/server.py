@@ -31,7 +31,6 @@ from attention_node.rehearsal import rehearse
 from attention_node.served_job import JobDescription, StepBusy
 from attention_node.settings import NodeSettings
 from attention_node.tick_server import TickServer
-from core_attention.ca_task import MaskKind
 from core_attention.cost_model import CostProfile
 from core_attention.kernels.protocol import Kernel
 from core_attention.kernels.select import select_kernel
@@ -264,8 +263,8 @@ class AttentionNode:
         return False
 
     def _measure(self, kernel: Kernel, shape: AttentionShape, device: torch.device) -> CostProfile:
-        kernel.check(shape, MaskKind.CAUSAL)
-        kernel.warm_up(shape)
+        kernel.check(shape, shape.rule)
+        kernel.warm_up(shape, shape.rule)
         rehearse(kernel, shape, device)
         return load_or_measure(self._settings.profile_dir, kernel, shape, device)
 

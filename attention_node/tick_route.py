@@ -20,8 +20,8 @@ import numpy as np
 import torch
 
 from attention_node.machine.outline import TickOutline
-from core_attention.arrays import BoolArray, exclusive_cumsum, frozen, runs_to_rows
-from core_attention.ca_task import Phase, TaskTable
+from core_attention.arrays import BoolArray, Int64Array, exclusive_cumsum, frozen, runs_to_rows
+from core_attention.ca_task import Phase, TaskTable, qk_pairs
 from core_attention.kernels.protocol import TaskBatch
 from core_attention.plan import Plan
 from core_attention.routing import PairRoute, derive_routes
@@ -156,8 +156,9 @@ def derive_tick_route(
     routes = derive_routes(plan.manifest, tasks, nano_batch, documents)
     pairs = {rank: route for (rank, index), route in routes.items() if index == server}
     keys = _document_keys(pairs, local_rank)
-    grouped = _group_tasks(pairs, tasks, keys, local_rank)
-    assembled_begin, n_assembled_rows = _assembled_begin(grouped, tasks)
+    k_end = tasks.k_end(plan.manifest)
+    grouped = _group_tasks(pairs, tasks, k_end, keys, local_rank)
+    assembled_begin, n_assembled_rows = _assembled_begin(grouped, tasks, k_end)
     parts, dk_spans = [], []
     for group in sorted(grouped, key=lambda group: (group[0], group[1], sorted(group[2]))):
         k_row_of = (
@@ -165,7 +166,7 @@ def derive_tick_route(
             if group[1] == ASSEMBLED
             else {document: entry.begin for document, entry in keys.items()}
         )
-        part, spans = _part(group, grouped[group], tasks, k_row_of)
+        part, spans = _part(group, grouped[group], tasks, k_end, k_row_of)
         parts.append(part)
         dk_spans.append(spans)
     return TickRoute(
@@ -233,6 +234,7 @@ def _document_keys(
 def _group_tasks(
     pairs: Mapping[int, PairRoute],
     tasks: TaskTable,
+    k_ends: Int64Array,
     keys: Mapping[int, _DocumentKeys],
     local_rank: int | None,
 ) -> dict[_Group, list[_ChosenTask]]:
@@ -242,8 +244,9 @@ def _group_tasks(
         rows = route.q_row if rank == local_rank else route.q_position
         for task, row in zip(route.task.tolist(), rows.tolist(), strict=True):
             document_keys = keys[int(tasks.document[task])]
-            k_end = int(tasks.q_end[task])
-            # The task's home holds key q_end - 1, so a prefix in one piece is at home too.
+            k_end = int(k_ends[task])
+            # Under the causal mask the task's home holds key k_end - 1, so a prefix in one piece is
+            # at home too; under the full mask all of the document then lies in one place.
             k_source = rank if k_end <= document_keys.contiguous else ASSEMBLED
             group = (rank, k_source, document_keys.needs(k_end))
             grouped.setdefault(group, []).append((task, row))
@@ -251,14 +254,14 @@ def _group_tasks(
 
 
 def _assembled_begin(
-    grouped: Mapping[_Group, list[_ChosenTask]], tasks: TaskTable
+    grouped: Mapping[_Group, list[_ChosenTask]], tasks: TaskTable, k_ends: Int64Array
 ) -> tuple[dict[int, int], int]:
     """Where each assembled document's position 0 lies, and the rows in all."""
     extent: dict[int, int] = {}
     for (_, k_source, _), chosen in grouped.items():
         if k_source == ASSEMBLED:
             for task, _ in chosen:
-                document, k_end = int(tasks.document[task]), int(tasks.q_end[task])
+                document, k_end = int(tasks.document[task]), int(k_ends[task])
                 extent[document] = max(extent.get(document, 0), k_end)
     begin, n_rows = {}, 0
     for document in sorted(extent):
@@ -271,22 +274,24 @@ def _part(
     group: _Group,
     chosen: Sequence[_ChosenTask],
     tasks: TaskTable,
+    k_ends: Int64Array,
     k_row_of: Mapping[int, int],
 ) -> tuple[Part, dict[int, tuple[int, int]]]:
     """The part of one group, and by document its (first row, rows) in the part's dK."""
     index = np.array([task for task, _ in chosen], dtype=np.int64)
     q_begin = np.array([row for _, row in chosen], dtype=np.int64)
-    document, q_end = tasks.document[index], tasks.q_end[index]
+    document, k_end = tasks.document[index], k_ends[index]
+    q_length = tasks.q_end[index] - tasks.q_begin[index]
     documents, which = np.unique(document, return_inverse=True)
     extent = np.zeros(len(documents), dtype=np.int64)
-    np.maximum.at(extent, which, q_end)
+    np.maximum.at(extent, which, k_end)
     dk_row = exclusive_cumsum(extent)
     k_begin = np.array([k_row_of[int(d)] for d in documents], dtype=np.int64)[which]
     batch = TaskBatch(
         q_begin=frozen(q_begin),
-        q_end=frozen(q_begin + q_end - tasks.q_begin[index]),
+        q_end=frozen(q_begin + q_length),
         k_begin=frozen(k_begin),
-        k_end=frozen(k_begin + q_end),
+        k_end=frozen(k_begin + k_end),
         dk_begin=frozen(dk_row[which]),
     )
     q_source, k_source, needs = group
@@ -295,7 +300,7 @@ def _part(
         k_source=k_source,
         needs=needs,
         tasks=batch,
-        qk_pairs=int(tasks.qk_pairs[index].sum()),
+        qk_pairs=int(qk_pairs(q_length, k_end, tasks.mask).sum()),
         n_dk_rows=int(extent.sum()),
     )
     spans = zip(documents.tolist(), dk_row.tolist(), extent.tolist(), strict=True)

@@ -1,12 +1,13 @@
 """CA-tasks: pieces of core attention that any attention server can run.
 
-A CA-task is a query range ``[q_begin, q_end)`` of one document with its whole context, keys
-``[0, q_end)``. Its output is therefore final: nothing is merged by log-sum-exp (paper, section 3).
+A CA-task is a query range ``[q_begin, q_end)`` of one document with its whole context: keys
+``[0, q_end)``, or all of the document under the full mask. Its output is therefore final: nothing
+is merged by log-sum-exp (paper, section 3).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
 
 import numpy as np
@@ -17,9 +18,12 @@ from core_attention.manifest import Manifest
 
 
 class MaskKind(IntEnum):
-    """Which keys of a document a query sees. Numbered as in ``distca/v1/plan.proto``."""
+    """Which keys of a document a query sees. Numbered as in ``distca/v1/profile.proto``."""
 
     CAUSAL = 1
+    """Its own and those before it."""
+    FULL = 2
+    """All of the document."""
 
 
 class Phase(StrEnum):
@@ -37,12 +41,14 @@ class TaskTable:
         document: ``[n_tasks]`` index into the manifest's documents.
         q_begin, q_end: ``[n_tasks]`` half-open query range in the document.
         server: ``[n_tasks]`` index into the plan's servers.
+        mask: which keys their queries see.
     """
 
     document: Int64Array
     q_begin: Int64Array
     q_end: Int64Array
     server: Int64Array
+    mask: MaskKind = field(default=MaskKind.CAUSAL, kw_only=True)
 
     def __post_init__(self) -> None:
         for name in ("document", "q_begin", "q_end", "server"):
@@ -54,10 +60,15 @@ class TaskTable:
     def __len__(self) -> int:
         return len(self.document)
 
-    @property
-    def qk_pairs(self) -> Int64Array:
-        """``[n_tasks]`` query-key pairs under the causal mask."""
-        return causal_qk_pairs(self.q_begin, self.q_end)
+    def k_end(self, manifest: Manifest) -> Int64Array:
+        """``[n_tasks]`` where each task's keys end: they are ``[0, k_end)`` of its document."""
+        if self.mask is MaskKind.CAUSAL:
+            return self.q_end
+        return manifest.document_length[self.document]
+
+    def qk_pairs(self, manifest: Manifest) -> Int64Array:
+        """``[n_tasks]`` query-key pairs."""
+        return qk_pairs(self.q_end - self.q_begin, self.k_end(manifest), self.mask)
 
     def check(self, manifest: Manifest, n_servers: int) -> None:
         """Checks the plan invariants against ``manifest``.
@@ -152,6 +163,14 @@ class TaskTable:
 def causal_qk_pairs(q_begin: Int64Array, q_end: Int64Array) -> Int64Array:
     """Query-key pairs of queries ``[q_begin, q_end)`` that each see keys up to themselves."""
     return (q_end * (q_end + 1) - q_begin * (q_begin + 1)) // 2
+
+
+def qk_pairs(q_length: Int64Array, kv_length: Int64Array, mask: MaskKind) -> Int64Array:
+    """Query-key pairs of ``q_length`` queries of which the last sees ``kv_length`` keys under the
+    causal mask, and every one all keys under the full mask."""
+    if mask is MaskKind.FULL:
+        return q_length * kv_length
+    return causal_qk_pairs(kv_length - q_length, kv_length)
 
 
 def home_segment(manifest: Manifest, tasks: TaskTable) -> Int64Array:

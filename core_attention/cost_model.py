@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from core_attention.arrays import Float64Array, Int64Array, frozen, int64_column
-from core_attention.ca_task import Phase, causal_qk_pairs
+from core_attention.ca_task import Phase, qk_pairs
 from core_attention.errors import ProfileError
 from core_attention.shape import AttentionShape
 from core_attention.whole_file import write_whole
@@ -82,7 +82,7 @@ class CostProfile:
         """
         q = np.asarray(q_length, dtype=np.float64)
         kv = np.asarray(kv_length, dtype=np.float64)
-        pairs = causal_qk_pairs(kv - q, kv)  # type: ignore[arg-type]
+        pairs = qk_pairs(q, kv, self.shape.mask)  # type: ignore[arg-type]
         return np.asarray(pairs * self._rate(np.maximum(q, 1), np.maximum(kv, 1), phase))
 
     def _rate(self, q: Float64Array, kv: Float64Array, phase: Phase) -> Float64Array:
@@ -105,7 +105,7 @@ class CostProfile:
     def _rates(self) -> dict[Phase, Float64Array]:
         """``[n_q, n_kv]`` seconds per query-key pair at the grid points."""
         kv = np.maximum(self.kv_tokens[None, :], self.q_tokens[:, None])
-        pairs = causal_qk_pairs(kv - self.q_tokens[:, None], kv)
+        pairs = qk_pairs(self.q_tokens[:, None], kv, self.shape.mask)
         return {
             Phase.FORWARD: self.forward_seconds / pairs,
             Phase.BACKWARD: self.backward_seconds / pairs,

@@ -192,6 +192,11 @@ class Plan:
         if len({server.server_id for server in self.servers}) != len(self.servers):
             names = [server.server_id for server in self.servers]
             raise PlanError(f"servers appear twice: {names}")
+        if {self.forward.mask, self.backward.mask} != {self.mask}:
+            raise PlanError(
+                f"the plan's mask is {self.mask.name}, its tasks' are {self.forward.mask.name} "
+                f"forward and {self.backward.mask.name} backward; they must be the same"
+            )
         if not tasks_are_valid:
             self.forward.check(self.manifest, len(self.servers))
             self.backward.check(self.manifest, len(self.servers))

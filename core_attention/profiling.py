@@ -22,6 +22,7 @@ import numpy as np
 import torch
 
 from core_attention.arrays import exclusive_cumsum
+from core_attention.ca_task import MaskKind
 from core_attention.cost_model import CostProfile, grid_axis
 from core_attention.errors import ProfileError
 from core_attention.kernels.protocol import BackwardPart, ForwardPart, Kernel, TaskBatch
@@ -65,10 +66,13 @@ class Cell(NamedTuple):
 
     q: int
     kv: int
+    mask: MaskKind = MaskKind.CAUSAL
 
     @property
     def pairs(self) -> int:
-        """Query-key pairs under the causal mask."""
+        """Query-key pairs."""
+        if self.mask is MaskKind.FULL:
+            return self.q * self.kv
         return self.q * (2 * self.kv - self.q + 1) // 2
 
     @property
@@ -154,7 +158,9 @@ def profile_file_name(device: str, kernel: str, shape: AttentionShape) -> str:
     """One file name per device, kernel and attention shape."""
     heads = f"h{shape.num_heads}-kv{shape.num_heads_kv}-d{shape.head_dim}-dv{shape.head_dim_v}"
     words = re.sub(r"[^a-z0-9]+", "-", f"{device} {kernel}".lower()).strip("-")
-    return f"{words}-{heads}-{shape.dtype}.json"
+    softcap = f"-cap{shape.softcap:.12g}" if shape.softcap else ""
+    mask = "" if shape.mask is MaskKind.CAUSAL else f"-{shape.mask.name.lower()}"
+    return f"{words}-{heads}-{shape.dtype}{softcap}{mask}.json"
 
 
 def device_name(device: torch.device) -> str:
@@ -197,7 +203,7 @@ def measure_profile(
         ProfileError: the grid is not valid, or a measured time is not positive.
     """
     q_axis, kv_axis = grid_axis(q_tokens, "q_tokens"), grid_axis(kv_tokens, "kv_tokens")
-    grid = [[Cell(int(q), max(int(q), int(kv))) for kv in kv_axis] for q in q_axis]
+    grid = [[Cell(int(q), max(int(q), int(kv)), shape.mask) for kv in kv_axis] for q in q_axis]
     cells = _in_order_of_measurement({cell for row in grid for cell in row})
     deadline = time.monotonic() + budget_seconds
     measured: dict[Cell, PhaseSeconds] = {}
@@ -286,8 +292,12 @@ def _measure(
     lengths = [(cell.q, cell.kv)] * _n_tasks(cell, device)
     forward, backward = random_parts(shape, lengths, device)
     scale = shape.head_dim**-0.5
-    forward_seconds = _median_seconds(kernel, lambda: kernel.forward([forward], scale), device)
-    backward_seconds = _median_seconds(kernel, lambda: kernel.backward([backward], scale), device)
+    forward_seconds = _median_seconds(
+        kernel, lambda: kernel.forward([forward], scale, shape.rule), device
+    )
+    backward_seconds = _median_seconds(
+        kernel, lambda: kernel.backward([backward], scale, shape.rule), device
+    )
     return forward_seconds / len(lengths), backward_seconds / len(lengths)
 
 

@@ -127,14 +127,15 @@ def _q_runs(manifest: Manifest, tasks: TaskTable, chosen: Int64Array) -> Int64Ar
 def _kv_runs(manifest: Manifest, tasks: TaskTable, chosen: Int64Array) -> Int64Array:
     """Rows (rank, server, document, offset, row, length), sorted likewise.
 
-    A server's keys of a document are ``[0, k_end)``, k_end being the largest q_end of its tasks.
+    A server's keys of a document are ``[0, k_end)``, k_end being the largest of its tasks.
     """
-    document, server, q_end = tasks.document[chosen], tasks.server[chosen], tasks.q_end[chosen]
+    document, server = tasks.document[chosen], tasks.server[chosen]
+    task_k_end = tasks.k_end(manifest)[chosen]
     order = np.lexsort((document, server))
-    document, server, q_end = document[order], server[order], q_end[order]
+    document, server, task_k_end = document[order], server[order], task_k_end[order]
     bounds = group_bounds((server, document))
     first = bounds[:-1]
-    k_end = np.maximum.reduceat(q_end, first) if len(first) else q_end
+    k_end = np.maximum.reduceat(task_k_end, first) if len(first) else task_k_end
     document, server = document[first], server[first]
     n_segments = manifest.first_segment[document + 1] - manifest.first_segment[document]
     segment = runs_to_rows(manifest.first_segment[document], n_segments)

@@ -1,9 +1,12 @@
-"""The shape of a model's core attention: heads, head dims, dtype."""
+"""The shape of a model's core attention: heads, head dims, dtype, mask, softcap."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+
+from core_attention.ca_task import MaskKind
+from core_attention.score_rule import ScoreRule, check_softcap
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 """Tensor dtypes that may travel, by their torch names, and their bytes per element."""
@@ -14,7 +17,8 @@ LSE_BYTES = 4
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionShape:
-    """Heads, head dims and dtype of Q, K, V and O; the same for every layer of a job.
+    """Heads, head dims and dtype of Q, K, V and O, and what the scores go through; the same for
+    every layer of a job.
 
     Attributes:
         num_heads: query heads.
@@ -22,6 +26,8 @@ class AttentionShape:
         head_dim: of Q and K.
         head_dim_v: of V and O; usually ``head_dim``, different with MLA.
         dtype: ``"float32"``, ``"bfloat16"`` or ``"float16"``.
+        softcap: c of c * tanh(score / c), which takes the place of each scaled score; 0 is none.
+        mask: which keys of its document a query sees.
     """
 
     num_heads: int
@@ -29,6 +35,8 @@ class AttentionShape:
     head_dim: int
     head_dim_v: int
     dtype: str
+    softcap: float = 0.0
+    mask: MaskKind = MaskKind.CAUSAL
 
     def __post_init__(self) -> None:
         for name in ("num_heads", "num_heads_kv", "head_dim", "head_dim_v"):
@@ -41,6 +49,13 @@ class AttentionShape:
             )
         if self.dtype not in DTYPE_BYTES:
             raise ValueError(f"dtype is {self.dtype!r}; valid are {sorted(DTYPE_BYTES)}")
+        object.__setattr__(self, "mask", MaskKind(self.mask))
+        check_softcap(self.softcap)
+
+    @property
+    def rule(self) -> ScoreRule:
+        """What kernels do with the scores."""
+        return ScoreRule(mask=self.mask, softcap=self.softcap)
 
     @property
     def group_size(self) -> int:
@@ -87,17 +102,21 @@ class AttentionShape:
 
 def parse_shape(text: str) -> AttentionShape:
     """Reads ``HEADS:KV_HEADS:HEAD_DIM:DTYPE``, for example ``32:8:128:bfloat16``. Where values have
-    another head dim than queries and keys, both are given: ``128:128:192/128:bfloat16``.
+    another head dim than queries and keys, both are given: ``128:128:192/128:bfloat16``. A softcap
+    comes last: ``8:4:256:bfloat16:50``.
 
     Raises:
         ValueError: it is written otherwise, or makes no valid shape.
     """
     parts = text.split(":")
-    dims = parts[2].split("/") if len(parts) == 4 else []
-    if not 1 <= len(dims) <= 2 or not all(part.isdecimal() for part in (*parts[:2], *dims)):
+    dims = parts[2].split("/") if len(parts) in (4, 5) else []
+    softcap = parts[4] if len(parts) == 5 else "0"
+    numbers = (*parts[:2], *dims, softcap.replace(".", "", 1))
+    if not 1 <= len(dims) <= 2 or not all(number.isdecimal() for number in numbers):
         raise ValueError(
             f"shape is {text!r}; write HEADS:KV_HEADS:HEAD_DIM:DTYPE, for example "
-            "32:8:128:bfloat16, and HEAD_DIM as 192/128 if values have another one"
+            "32:8:128:bfloat16, HEAD_DIM as 192/128 if values have another one, and the softcap "
+            "of scores, if there is one, at the end: 8:4:256:bfloat16:50"
         )
     return AttentionShape(
         num_heads=int(parts[0]),
@@ -105,6 +124,7 @@ def parse_shape(text: str) -> AttentionShape:
         head_dim=int(dims[0]),
         head_dim_v=int(dims[-1]),
         dtype=parts[3],
+        softcap=float(softcap),
     )
 
 
@@ -113,4 +133,5 @@ def format_shape(shape: AttentionShape) -> str:
     dims = f"{shape.head_dim}"
     if shape.head_dim_v != shape.head_dim:
         dims += f"/{shape.head_dim_v}"
-    return f"{shape.num_heads}:{shape.num_heads_kv}:{dims}:{shape.dtype}"
+    softcap = f":{shape.softcap:.12g}" if shape.softcap else ""
+    return f"{shape.num_heads}:{shape.num_heads_kv}:{dims}:{shape.dtype}{softcap}"

@@ -22,7 +22,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from core_attention.cost_model import CostProfile
 from core_attention.kernels.select import select_kernel
 from core_attention.profiling import device_name, profile_file_name
-from core_attention.shape import AttentionShape
+from core_attention.shape import AttentionShape, format_shape
 
 NODE_SHAPE = AttentionShape(
     num_heads=4, num_heads_kv=2, head_dim=16, head_dim_v=16, dtype="float32"
@@ -40,10 +40,10 @@ import sys
 from pathlib import Path
 from attention_node.server import run
 from attention_node.settings import NodeSettings
-from core_attention.shape import AttentionShape
+from core_attention.shape import parse_shape
 run(NodeSettings(control_plane={control_plane!r}, server_id={server_id!r}, data_host="127.0.0.1",
     one_host=True, address_file=Path({address_file!r}), profile_dir=Path({profile_dir!r}),
-    device={device!r}, profile_shapes=(AttentionShape(**{shape!r}),), **{settings!r}))
+    device={device!r}, profile_shapes=(parse_shape({shape!r}),), **{settings!r}))
 """
 
 _CONTROL_PLANE = """
@@ -153,7 +153,7 @@ class Cluster:
                 server_id=server_id,
                 profile_dir=str(self.folder),
                 device=self._device,
-                shape=vars(self._node_shape),
+                shape=format_shape(self._node_shape),
                 settings=settings,
                 prelude=prelude,
             )

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 
+from control_plane.planner import full
 from control_plane.planner.forecast import forecast
 from control_plane.planner.planning import Planner, PlanningOptions, PlanningServer
 from core_attention.ca_task import MaskKind, Phase, TaskTable
@@ -27,9 +29,13 @@ def _planner(seed_of: Callable[[Manifest], int]) -> Planner:
         epoch: int = 0,
     ) -> Plan:
         rng = np.random.default_rng([seed_of(manifest), int(manifest.document_length.sum())])
-        tables = {phase: random_tasks(manifest, len(servers), rng) for phase in Phase}
+        tables = {
+            phase: replace(random_tasks(manifest, len(servers), rng), mask=shape.mask)
+            for phase in Phase
+        }
+        foresee = forecast if shape.mask is MaskKind.CAUSAL else full.forecast
         forecasts = {
-            phase: forecast(manifest, tables[phase], servers, shape, phase) for phase in Phase
+            phase: foresee(manifest, tables[phase], servers, shape, phase) for phase in Phase
         }
         return Plan(
             manifest=manifest,
@@ -37,7 +43,7 @@ def _planner(seed_of: Callable[[Manifest], int]) -> Planner:
             servers=tuple(server.server for server in servers),
             forward=tables[Phase.FORWARD],
             backward=tables[Phase.BACKWARD],
-            mask=MaskKind.CAUSAL,
+            mask=shape.mask,
             planner="random",
             reason="random pieces on random servers",
             forward_forecast=forecasts[Phase.FORWARD],

@@ -13,10 +13,11 @@ import torch
 from torch import nn
 
 from core_attention.manifest import Manifest, RankManifest
+from core_attention.score_rule import ScoreRule
 from core_attention.shape import AttentionShape
 from tests.cluster import Cluster, keep_profile
 from tests.core_attention.reference import reference_attention
-from trainer_client import PingPong, Session, SessionOptions, core_attention
+from trainer_client import PingPong, Session, SessionOptions, checkpoint, core_attention
 from trainer_client.step.running_step import RunningStep
 
 _names = itertools.count()
@@ -33,11 +34,44 @@ class StepResult:
     running: list[RunningStep]
 
 
+@dataclass(frozen=True)
+class Layer:
+    """What a layer asks of core attention; see :func:`trainer_client.core_attention`."""
+
+    window: int | None = None
+    chunk: int | None = None
+    sinks: bool = False
+    softcap: float | None = None
+
+    @property
+    def is_served(self) -> bool:
+        return self.window is None and self.chunk is None
+
+
 class Layers(nn.Module):
     """Calls core attention once per layer, on inputs that are given."""
 
+    def __init__(self, kinds: Sequence[Layer], *, checkpointed: bool) -> None:
+        super().__init__()
+        self._kinds = kinds
+        self._checkpointed = checkpointed
+
     def forward(self, layers: Sequence[Rows]) -> list[torch.Tensor]:
-        return [core_attention(rows["q"], rows["k"], rows["v"]) for rows in layers]
+        return [
+            checkpoint(self._layer, rows, kind) if self._checkpointed else self._layer(rows, kind)
+            for rows, kind in zip(layers, self._kinds, strict=True)
+        ]
+
+    def _layer(self, rows: Rows, kind: Layer) -> torch.Tensor:
+        return core_attention(
+            rows["q"],
+            rows["k"],
+            rows["v"],
+            window=kind.window,
+            chunk=kind.chunk,
+            softcap=kind.softcap,
+            sinks=rows.get("sinks"),
+        )
 
 
 class Team:
@@ -47,6 +81,9 @@ class Team:
         cluster: where.
         n_ranks: ranks.
         shape: of its core attention.
+        n_layers: layers that are all served, where ``layers`` are not given.
+        layers: what each layer is.
+        checkpointed: every layer is an activation checkpoint.
         options: further options of every session.
     """
 
@@ -57,11 +94,16 @@ class Team:
         shape: AttentionShape,
         *,
         n_layers: int = 1,
+        layers: Sequence[Layer] = (),
         n_nano_batches: int = 2,
         interleave: bool = True,
+        checkpointed: bool = False,
         **options: Any,
     ) -> None:
         self.shape = shape
+        self._layers = layers or [Layer()] * n_layers
+        n_layers = len(self._layers)
+        self._checkpointed = checkpointed
         self.n_ranks, self.n_layers, self.n_nano_batches = n_ranks, n_layers, n_nano_batches
         self._interleave = interleave
         self._threads = [ThreadPoolExecutor(1) for _ in range(n_ranks)]
@@ -87,7 +129,7 @@ class Team:
                     job=job,
                     rank=rank,
                     n_ranks=n_ranks,
-                    n_layers=n_layers,
+                    n_layers=sum(layer.is_served for layer in self._layers),
                     n_nano_batches=n_nano_batches,
                     shape=shape,
                     **settings,
@@ -170,10 +212,16 @@ class Team:
         session = self.sessions[manifest.rank]
         generator = torch.Generator().manual_seed(seed * 1000 + manifest.rank)
         batches = [
-            {"layers": [self._random_rows(manifest, nano, generator) for _ in range(self.n_layers)]}
+            {
+                "layers": [
+                    self._random_rows(manifest, nano, generator, kind) for kind in self._layers
+                ]
+            }
             for nano in range(self.n_nano_batches)
         ]
-        model = PingPong(Layers(), interleave=self._interleave)
+        model = PingPong(
+            Layers(self._layers, checkpointed=self._checkpointed), interleave=self._interleave
+        )
         with session.step(manifest.step) as running:
             outputs = model(batches)
             if backward:
@@ -186,12 +234,12 @@ class Team:
                 rows[manifest.rank, nano, layer] = {
                     **{name: tensor.detach() for name, tensor in given.items()},
                     "o": outputs[nano][layer].detach(),
-                    **({f"d{n}": given[n].grad for n in "qkv"} if backward else {}),
+                    **({f"d{n}": given[n].grad for n in given if n != "do"} if backward else {}),
                 }
         return rows, running
 
     def _random_rows(
-        self, manifest: RankManifest, nano_batch: int, generator: torch.Generator
+        self, manifest: RankManifest, nano_batch: int, generator: torch.Generator, kind: Layer
     ) -> Rows:
         shape, n_rows = self.shape, manifest.tokens(nano_batch)
         dtype = getattr(torch, shape.dtype)
@@ -200,16 +248,29 @@ class Team:
             values = torch.randn(n_rows, heads, dim, generator=generator)
             return values.to(self._device, dtype).requires_grad_(grad)
 
-        return {
+        rows = {
             "q": random(shape.num_heads, shape.head_dim, True),
             "k": random(shape.num_heads_kv, shape.head_dim, True),
             "v": random(shape.num_heads_kv, shape.head_dim_v, True),
             "do": random(shape.num_heads, shape.head_dim_v, False),
         }
+        if kind.sinks:
+            # The same on all ranks, as weights are.
+            sinks = torch.linspace(-1, 2, shape.num_heads)
+            rows["sinks"] = sinks.to(self._device, dtype).requires_grad_()
+        return rows
 
     def _compare(
         self, manifests: Sequence[RankManifest], result: StepResult, nano: int, layer: int
     ) -> None:
+        kind = self._layers[layer]
+        rule = ScoreRule(
+            mask=self.shape.mask,
+            window=kind.window,
+            softcap=self.shape.softcap if kind.softcap is None else kind.softcap,
+        )
+        sinks = result.rows[0, nano, layer].get("sinks")
+        dsinks = []
         for pieces in _document_pieces(manifests, nano):
             gathered = {
                 name: torch.cat(
@@ -221,12 +282,26 @@ class Team:
                 gathered["q"],
                 gathered["k"],
                 gathered["v"],
-                [len(gathered["q"])],
+                _chunks(len(gathered["q"]), kind.chunk),
                 self.sessions[0].options.scale,
                 gathered["do"],
+                rule,
+                sinks,
             )
             for name in ("o", "dq", "dk", "dv"):
                 assert_close(name, gathered[name], getattr(expected, name))
+            if expected.dsinks is not None:
+                dsinks.append(expected.dsinks)
+        if dsinks:
+            ranks = [result.rows[m.rank, nano, layer]["dsinks"] for m in manifests]
+            assert_close("dsinks", torch.stack(ranks).sum(0).cpu(), torch.stack(dsinks).sum(0))
+
+
+def _chunks(length: int, chunk: int | None) -> list[int]:
+    """A document's length, or its chunks'."""
+    if chunk is None:
+        return [length]
+    return [min(chunk, length - at) for at in range(0, length, chunk)]
 
 
 def assert_close(name: str, result: torch.Tensor, expected: torch.Tensor) -> None:

@@ -45,8 +45,9 @@ class SessionOptions(RankTimeouts, PlanRequest, IntegritySettings, ClientTls):
         job: name of the job; the same on every rank, and unique among the jobs that run.
         rank: this data-parallel rank.
         n_ranks: ranks of the job.
-        n_layers: core-attention calls in one forward of the model; where ranks form pipelines, in
-            all stages of the rank that has most.
+        n_layers: core-attention calls in one forward of the model, without those of layers with a
+            window or with chunks, which are computed at home; where ranks form pipelines, in all
+            stages of the rank that has most.
         n_nano_batches: nano-batches of a step; 2 for ping-pong, and of each microbatch where ranks
             form pipelines.
         shape: heads, head dims and dtype of the model's core attention.

@@ -227,7 +227,8 @@ def measure(
         seconds.append(seconds_of(call, device))
         extra = max(extra, torch.cuda.max_memory_allocated(device) - held)
         n_parts += len(route.parts)
-    flops = load.shape.qk_flops(int(tasks.qk_pairs.sum()), phase is Phase.BACKWARD)
+    qk_pairs = tasks.qk_pairs(plan.manifest)
+    flops = load.shape.qk_flops(int(qk_pairs.sum()), phase is Phase.BACKWARD)
     forecast = plan.forecast(phase)
     fused, whole = flops / sum(seconds) / 1e12, flops / whole_seconds / 1e12
     return Measurement(
@@ -235,7 +236,7 @@ def measure(
         phase=phase.value,
         tasks=len(tasks),
         parts=n_parts,
-        median_task_tokens=weighted_median(tasks.q_end - tasks.q_begin, tasks.qk_pairs),
+        median_task_tokens=weighted_median(tasks.q_end - tasks.q_begin, qk_pairs),
         fused_tflops=fused,
         whole_tflops=whole,
         ratio=fused / whole,
@@ -330,7 +331,7 @@ def main(
                 whole[phase] += seconds_of(call, device)
         for phase in Phase:
             measurements.append(measure(plan, phase, chosen, load, seed, whole[phase]))
-            assert int(plan.tasks(phase).qk_pairs.sum()) == int(
+            assert int(plan.tasks(phase).qk_pairs(plan.manifest).sum()) == int(
                 causal_qk_pairs(np.zeros_like(drawn), drawn).sum()
             )
     show(measurements, f"{device_name(device)}, {chosen.name}, {planner}, {lengths} lengths")

@@ -10,7 +10,7 @@ from functools import lru_cache
 import numpy as np
 
 from core_attention.arrays import int64_column
-from core_attention.ca_task import causal_qk_pairs
+from core_attention.ca_task import qk_pairs
 from core_attention.cost_model import CostProfile
 from core_attention.errors import ProfileError
 from core_attention.shape import AttentionShape
@@ -38,7 +38,7 @@ def nominal_profile(shape: AttentionShape) -> CostProfile:
     """The profile of a server that has measured none: seconds in proportion to FLOPs."""
     tokens = int64_column([1, 2], "tokens")
     q, kv = tokens[:, None], np.maximum(tokens[None, :], tokens[:, None])
-    forward = causal_qk_pairs(kv - q, kv) * shape.qk_flops(1) / NOMINAL_FLOPS
+    forward = qk_pairs(q, kv, shape.mask) * shape.qk_flops(1) / NOMINAL_FLOPS
     return CostProfile(
         device="not measured",
         kernel="nominal",
@@ -56,7 +56,7 @@ def _distance(have: AttentionShape, want: AttentionShape) -> tuple[bool, float, 
         return sum(abs(math.log(getattr(have, n) / getattr(want, n))) for n in names)
 
     return (
-        have.dtype != want.dtype,
+        have.mask is not want.mask or have.dtype != want.dtype,
         apart("head_dim", "head_dim_v"),
         apart("num_heads", "num_heads_kv"),
     )
@@ -68,7 +68,10 @@ def _distance(have: AttentionShape, want: AttentionShape) -> tuple[bool, float, 
 def _scaled(profile: CostProfile, shape: AttentionShape) -> CostProfile:
     if profile.shape == shape:
         return profile
-    ratio = shape.qk_flops(1) / profile.shape.qk_flops(1)
+    q = profile.q_tokens[:, None]
+    kv = np.maximum(profile.kv_tokens[None, :], q)
+    pairs = qk_pairs(q, kv, shape.mask) / qk_pairs(q, kv, profile.shape.mask)
+    ratio = pairs * (shape.qk_flops(1) / profile.shape.qk_flops(1))
     return replace(
         profile,
         shape=shape,

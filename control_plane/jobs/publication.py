@@ -16,6 +16,7 @@ from control_plane.jobs.profiles import profile_for
 from control_plane.jobs.step import ReadyStep, StepRecord
 from control_plane.planner.planning import Planner, PlanningServer
 from core_attention.arrays import Int64Array
+from core_attention.errors import PlanError
 from core_attention.manifest import Manifest
 from core_attention.plan import PlanServer
 from core_attention.shape import AttentionShape
@@ -85,6 +86,11 @@ def publish_step(
     started = time.perf_counter()
     manifest = ready.whole_manifest(spec.n_ranks)
     plan = planner(manifest, servers, spec.shape, spec.options, epoch=ready.epoch)
+    if plan.mask is not spec.shape.mask:
+        raise PlanError(
+            f"planner {plan.planner!r} planned for mask {plan.mask.name}, and the job's attention "
+            f"is {spec.shape.mask.name}; leave planner at its default"
+        )
     record = StepRecord(
         job_id=job_id,
         plan=plan,

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from control_plane.planner import explain
+from control_plane.planner import explain, full
 from control_plane.planner.bounds import limits_of, links_of, n_variants, rules_of
 from control_plane.planner.costs import PHASE_INDEX
 from control_plane.planner.fleet import Fleet, build_fleet
@@ -47,6 +47,8 @@ def plan(
         PlanError: no server can take some of the work, or memory or bytes are short; the message
             says which, and by how much.
     """
+    if shape.mask is MaskKind.FULL:
+        return full.plan(manifest, servers, shape, options, epoch=epoch)
     if options.pipelining is not None:
         return plan_slots(manifest, servers, shape, options, epoch=epoch)
     fleet = build_fleet(servers, manifest.n_ranks)

@@ -20,7 +20,8 @@ from control_plane.planner.fleet import Fleet, build_fleet
 from control_plane.planner.planning import PlanningServer
 from control_plane.planner.survey import Survey, survey
 from core_attention.arrays import Float64Array, Int64Array
-from core_attention.ca_task import Phase, TaskTable
+from core_attention.ca_task import MaskKind, Phase, TaskTable
+from core_attention.errors import PlanError
 from core_attention.manifest import Manifest
 from core_attention.plan import PhaseForecast
 from core_attention.shape import AttentionShape
@@ -227,6 +228,10 @@ def _segment_columns(manifest: Manifest) -> tuple[Int64Array, Int64Array, Int64A
 
 
 def _task_columns(tasks: TaskTable) -> tuple[Int64Array, Int64Array, Int64Array, Int64Array]:
+    if tasks.mask is not MaskKind.CAUSAL:
+        raise PlanError(
+            f"tasks of mask {tasks.mask.name} are forecast by control_plane.planner.full.forecast"
+        )
     return tasks.document, tasks.q_begin, tasks.q_end, tasks.server
 
 

@@ -60,6 +60,11 @@ def plan(
         raise PlanError(
             "planner 'greedy' does not know pipelines; leave planner at its default, 'balanced'"
         )
+    if shape.mask is not MaskKind.CAUSAL:
+        raise PlanError(
+            f"planner 'greedy' does not know mask {shape.mask.name}; leave planner at its default, "
+            "'balanced'"
+        )
     fleet = build_fleet(servers, manifest.n_ranks)
     usable = fleet.receives & (fleet.speed > 0)
     columns = []

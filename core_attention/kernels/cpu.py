@@ -15,9 +15,10 @@ from collections.abc import Sequence
 
 import torch
 
-from core_attention.ca_task import MaskKind, Phase
+from core_attention.ca_task import Phase
 from core_attention.kernels.cpu_tiles import Tile, tiles
 from core_attention.kernels.protocol import BackwardPart, ForwardPart, TaskBatch
+from core_attention.score_rule import PLAIN, ScoreRule
 from core_attention.shape import AttentionShape
 
 
@@ -36,28 +37,27 @@ class CpuKernel:
         """See :class:`core_attention.kernels.protocol.Kernel`."""
         return "cpu"
 
-    def check(self, shape: AttentionShape, mask: MaskKind) -> None:
-        """Accepts every valid shape; raises ValueError for a mask that is not causal."""
-        if mask is not MaskKind.CAUSAL:
-            raise ValueError(f"mask is {mask!r}; the cpu kernel supports {MaskKind.CAUSAL!r}")
+    def check(self, shape: AttentionShape, rule: ScoreRule = PLAIN) -> None:
+        """Accepts every valid shape and rule."""
 
-    def warm_up(self, shape: AttentionShape) -> None:
-        """Checks ``shape``; there is nothing to compile."""
-        self.check(shape, MaskKind.CAUSAL)
+    def warm_up(self, shape: AttentionShape, rule: ScoreRule = PLAIN) -> None:
+        """There is nothing to compile."""
 
-    def forward(self, parts: Sequence[ForwardPart], scale: float) -> None:
+    def forward(self, parts: Sequence[ForwardPart], scale: float, rule: ScoreRule = PLAIN) -> None:
         """Writes o and lse of every task of ``parts``."""
         for part in parts:
             k, v = part.k.float(), part.v.float()
-            for tile in tiles(part.tasks, part.q.shape[1], k.shape[1]):
-                self._forward_tile(part, k, v, tile, scale)
+            for tile in tiles(part.tasks, part.q.shape[1], k.shape[1], rule):
+                self._forward_tile(part, k, v, tile, scale, rule.softcap)
 
-    def backward(self, parts: Sequence[BackwardPart], scale: float) -> None:
+    def backward(
+        self, parts: Sequence[BackwardPart], scale: float, rule: ScoreRule = PLAIN
+    ) -> None:
         """Writes dq and adds to dk and dv for every task of ``parts``."""
         for part in parts:
             k, v = part.k.float(), part.v.float()
-            for tile in tiles(part.tasks, part.q.shape[1], k.shape[1]):
-                self._backward_tile(part, k, v, tile, scale)
+            for tile in tiles(part.tasks, part.q.shape[1], k.shape[1], rule):
+                self._backward_tile(part, k, v, tile, scale, rule.softcap)
 
     def prepare(self, tasks: TaskBatch, phase: Phase) -> None:
         """There is nothing to prepare."""
@@ -66,41 +66,62 @@ class CpuKernel:
         """Returns at once: CPU calls have finished when they return."""
 
     def _forward_tile(
-        self, part: ForwardPart, k: torch.Tensor, v: torch.Tensor, tile: Tile, scale: float
+        self,
+        part: ForwardPart,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        tile: Tile,
+        scale: float,
+        softcap: float,
     ) -> None:
         q = self._fold("q", part.q, tile).mul_(scale)
         value = _head_major(v, tile)
-        weights, lse = self._softmax(q, _head_major(k, tile), tile)
+        weights, lse = self._softmax(q, _head_major(k, tile), tile, softcap)
         o = self._take("o", (*weights.shape[:2], value.shape[2]))
         torch.bmm(weights, value, out=o)
         _unfold(o, part.o, tile)
         _unfold(lse[..., None], part.lse[..., None], tile)
 
     def _backward_tile(
-        self, part: BackwardPart, k: torch.Tensor, v: torch.Tensor, tile: Tile, scale: float
+        self,
+        part: BackwardPart,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        tile: Tile,
+        scale: float,
+        softcap: float,
     ) -> None:
         q = self._fold("q", part.q, tile).mul_(scale)
         do = _without_padding(self._fold("do", part.do, tile), tile)
         delta = _without_padding(self._fold("delta", part.delta[..., None], tile), tile)
         key, value = _head_major(k, tile), _head_major(v, tile)
-        weights, _ = self._softmax(q, key, tile)
+        weights, _ = self._softmax(q, key, tile, softcap)
         _add_to_keys(part.dv, weights, do, tile)
         # d_scores = weights * (do @ value^T - delta), in the place of the scores.
         d_scores = self._take("scores", weights.shape)
         torch.bmm(do, value.transpose(1, 2), out=d_scores)
         d_scores.sub_(delta).mul_(weights)
+        if softcap:
+            # What softcap * tanh(score / softcap) leaves of it: 1 - tanh^2.
+            tanh = self._take("tanh", weights.shape)
+            d_scores.addcmul_(d_scores, tanh.square_(), value=-1)
         _add_to_keys(part.dk, d_scores, q, tile)
         dq = self._take("o", q.shape)
         torch.bmm(d_scores, key, out=dq)
         _unfold(dq.mul_(scale), part.dq, tile)
 
     def _softmax(
-        self, q: torch.Tensor, key: torch.Tensor, tile: Tile
+        self, q: torch.Tensor, key: torch.Tensor, tile: Tile, softcap: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Attention weights ``[B * heads, G * L, M]`` and log-sum-exp ``[B * heads, G * L]`` of
-        scaled queries ``[B * heads, G * L, head_dim]``; the weights are scratch."""
+        scaled queries ``[B * heads, G * L, head_dim]``; the weights are scratch. With a softcap,
+        the scratch "tanh" has tanh(score / softcap), of hidden keys too."""
         scores = self._take("scores", (*q.shape[:2], key.shape[1]))
         torch.bmm(q, key.transpose(1, 2), out=scores)
+        if softcap:
+            tanh = self._take("tanh", scores.shape)
+            torch.tanh(scores.div_(softcap), out=tanh)
+            torch.mul(tanh, softcap, out=scores)
         last_keys = slice(key.shape[1] - tile.hidden.shape[-1], None)
         _by_task(scores, tile)[..., last_keys].masked_fill_(tile.hidden, -math.inf)
         weights = self._take("weights", scores.shape)

@@ -15,7 +15,9 @@ import numpy as np
 import torch
 
 from core_attention.arrays import Int64Array
+from core_attention.ca_task import MaskKind
 from core_attention.kernels.protocol import TaskBatch
+from core_attention.score_rule import PLAIN, ScoreRule
 
 MAX_TILE_SCORES = 2**21
 """Scores (query heads x rows x keys) of a tile: 8 MiB in float32. Two such blocks and the operands
@@ -42,8 +44,8 @@ class Tile:
         group_size: G, query heads per kv head.
         q_rows: rows of q, as a slice of L rows (B = 1) or an index of ``[B * L]``.
         k_rows: rows of k, as a slice of M rows or an index of ``[B * M]``.
-        hidden: bool, true where a query does not see a key; ``[B or 1, 1, 1, L, W]`` over the last
-            W keys, W <= M. The keys before them are seen by every row.
+        hidden: bool, true where a query does not see a key; ``[B or 1, 1, 1, L, N]`` over the last
+            N keys, N <= M. The keys before them are seen by every row.
         is_row: bool ``[B * L]``, false where a row is padding.
         k_lengths: keys of each task; the rest of its M keys are padding.
         dk_begin: first row of dk of each task.
@@ -69,14 +71,16 @@ class Tile:
         return slice(self.kv_heads.start * self.group_size, self.kv_heads.stop * self.group_size)
 
 
-def tiles(tasks: TaskBatch, num_heads: int, num_heads_kv: int) -> Iterator[Tile]:
+def tiles(
+    tasks: TaskBatch, num_heads: int, num_heads_kv: int, rule: ScoreRule = PLAIN
+) -> Iterator[Tile]:
     """The tiles of ``tasks``, in a fixed order: short tasks by length, then long ones in turn."""
     group_size = num_heads // num_heads_kv
     short = tasks.k_end - tasks.k_begin <= MAX_PADDED_KEYS
     for group in _groups_of_short_tasks(tasks, np.flatnonzero(short), num_heads):
-        yield _padded_tile(tasks, group, num_heads_kv, group_size)
+        yield _padded_tile(tasks, group, num_heads_kv, group_size, rule)
     for task in np.flatnonzero(~short):
-        yield from _blocks(tasks, int(task), num_heads_kv, group_size)
+        yield from _blocks(tasks, int(task), num_heads_kv, group_size, rule)
 
 
 def _groups_of_short_tasks(
@@ -97,49 +101,68 @@ def _groups_of_short_tasks(
         begin = end
 
 
-def _padded_tile(tasks: TaskBatch, chosen: Int64Array, num_heads_kv: int, group_size: int) -> Tile:
+def _padded_tile(
+    tasks: TaskBatch, chosen: Int64Array, num_heads_kv: int, group_size: int, rule: ScoreRule
+) -> Tile:
     q_length = (tasks.q_end - tasks.q_begin)[chosen][:, None]
     k_length = (tasks.k_end - tasks.k_begin)[chosen][:, None]
     row, key = np.arange(q_length.max()), np.arange(k_length.max())
     # Padding repeats a task's own last row: rows that belong to no task may hold anything.
     q_rows = tasks.q_begin[chosen][:, None] + np.minimum(row, q_length - 1)
     k_rows = tasks.k_begin[chosen][:, None] + np.minimum(key, k_length - 1)
-    last_seen = k_length - q_length + np.minimum(row, q_length - 1)
+    own = k_length - q_length + np.minimum(row, q_length - 1)
+    last_seen = own if rule.mask is MaskKind.CAUSAL else np.broadcast_to(k_length - 1, own.shape)
+    hidden = key > last_seen[:, :, None]
+    if rule.window is not None:
+        hidden |= key <= last_seen[:, :, None] - rule.window
     return Tile(
         kv_heads=slice(0, num_heads_kv),
         group_size=group_size,
         q_rows=torch.from_numpy(q_rows.reshape(-1)),
         k_rows=torch.from_numpy(k_rows.reshape(-1)),
-        hidden=torch.from_numpy(key > last_seen[:, :, None])[:, None, None],
+        hidden=torch.from_numpy(hidden)[:, None, None],
         is_row=torch.from_numpy((row < q_length).reshape(-1)),
         k_lengths=tuple(k_length[:, 0].tolist()),
         dk_begin=tuple(tasks.dk_begin[chosen].tolist()),
     )
 
 
-def _blocks(tasks: TaskBatch, task: int, num_heads_kv: int, group_size: int) -> Iterator[Tile]:
+def _blocks(
+    tasks: TaskBatch, task: int, num_heads_kv: int, group_size: int, rule: ScoreRule
+) -> Iterator[Tile]:
     """Blocks of query rows of one task, from its first row on."""
     q_begin, q_end = int(tasks.q_begin[task]), int(tasks.q_end[task])
-    k_begin, k_end = int(tasks.k_begin[task]), int(tasks.k_end[task])
-    seen_by_all = (k_end - k_begin) - (q_end - q_begin)
+    n_keys = int(tasks.k_end[task] - tasks.k_begin[task])
     begin = q_begin
     while begin < q_end:
-        keys = seen_by_all + begin - q_begin
-        n_heads, n_rows = _block_size(keys, num_heads_kv, group_size)
+        # Keys before the block's first own one, from ``first`` on, which some row sees.
+        before = n_keys - (q_end - begin)
+        first = 0 if rule.window is None else max(0, before - rule.window + 1)
+        widest = n_keys if rule.mask is MaskKind.FULL else before - first
+        n_heads, n_rows = _block_size(widest, num_heads_kv, group_size)
         end = min(begin + n_rows, q_end)
-        keys += end - begin
+        last = n_keys if rule.mask is MaskKind.FULL else before + end - begin
         for head in range(0, num_heads_kv, n_heads):
             yield Tile(
                 kv_heads=slice(head, min(head + n_heads, num_heads_kv)),
                 group_size=group_size,
                 q_rows=slice(begin, end),
-                k_rows=slice(k_begin, k_begin + keys),
-                hidden=_above_diagonal(end - begin),
+                k_rows=slice(int(tasks.k_begin[task]) + first, int(tasks.k_begin[task]) + last),
+                hidden=_hidden(end - begin, last - first, rule),
                 is_row=_ALL_ROWS[: end - begin],
-                k_lengths=(keys,),
-                dk_begin=(int(tasks.dk_begin[task]),),
+                k_lengths=(last - first,),
+                dk_begin=(int(tasks.dk_begin[task]) + first,),
             )
         begin = end
+
+
+def _hidden(rows: int, keys: int, rule: ScoreRule) -> torch.Tensor:
+    """``Tile.hidden`` of a block of queries, the last of which is at the last of ``keys``."""
+    if rule.mask is MaskKind.FULL:
+        return torch.zeros(1, 1, 1, rows, 0, dtype=torch.bool)
+    if rule.window is None or keys <= rule.window:
+        return _above_diagonal(rows)
+    return _outside_window(rows, keys, rule.window)
 
 
 def _block_size(keys_before: int, num_heads_kv: int, group_size: int) -> tuple[int, int]:
@@ -159,3 +182,12 @@ _ALL_ROWS = torch.ones(MAX_BLOCK_ROWS, dtype=torch.bool)
 def _above_diagonal(rows: int) -> torch.Tensor:
     """bool ``[1, 1, 1, rows, rows]``, true where the key is later than the query."""
     return torch.ones(rows, rows, dtype=torch.bool).triu_(1)[None, None, None]
+
+
+@lru_cache(maxsize=16)
+def _outside_window(rows: int, keys: int, window: int) -> torch.Tensor:
+    """bool ``[1, 1, 1, rows, keys]``, true where the key is later than the query, or ``window`` or
+    more before it."""
+    own = torch.arange(keys - rows, keys)[:, None]
+    key = torch.arange(keys)
+    return ((key > own) | (key <= own - window))[None, None, None]

@@ -17,12 +17,12 @@ from core_attention.kernels.gpu_launches import DEFAULT_WORKSPACE_KEYS, Launch, 
 from core_attention.kernels.gpu_shapes import (
     check_device,
     check_dtype,
-    check_mask,
     part_shape,
     warm_up_parts,
 )
 from core_attention.kernels.launcher import require_launcher
 from core_attention.kernels.protocol import BackwardPart, ForwardPart, TaskBatch
+from core_attention.score_rule import PLAIN, ScoreRule
 from core_attention.shape import AttentionShape
 
 MAJORS = (8, 9, 10, 11, 12)
@@ -81,33 +81,35 @@ class Fa2Kernel:
         """See :class:`core_attention.kernels.protocol.Kernel`."""
         return "fa2"
 
-    def check(self, shape: AttentionShape, mask: MaskKind) -> None:
-        """Raises ValueError for a dtype, head dims or a mask that it cannot run."""
-        check_shape(shape, mask, self._capability)
+    def check(self, shape: AttentionShape, rule: ScoreRule = PLAIN) -> None:
+        """Raises ValueError for a dtype, head dims or a softcap that it cannot run."""
+        check_shape(shape, self._capability, rule)
 
-    def warm_up(self, shape: AttentionShape) -> None:
+    def warm_up(self, shape: AttentionShape, rule: ScoreRule = PLAIN) -> None:
         """Compiles what calls with ``shape`` need: small kernels of our own, in a second or two."""
-        self.check(shape, MaskKind.CAUSAL)
+        self.check(shape, rule)
         forward, backward = warm_up_parts(shape, self._device)
-        self.forward([forward], 1.0)
-        self.backward([backward], 1.0)
+        self.forward([forward], 1.0, rule)
+        self.backward([backward], 1.0, rule)
         self.synchronize()
 
-    def forward(self, parts: Sequence[ForwardPart], scale: float) -> None:
+    def forward(self, parts: Sequence[ForwardPart], scale: float, rule: ScoreRule = PLAIN) -> None:
         """Writes o and lse of every task of ``parts``."""
         with torch.cuda.device(self._device), torch.no_grad():
             for part in parts:
-                self.check(part_shape(part), MaskKind.CAUSAL)
+                self.check(part_shape(part), rule)
                 for launch in self._launches.launches(part.tasks, Phase.FORWARD):
-                    self._forward(part, launch, scale)
+                    self._forward(part, launch, scale, rule)
 
-    def backward(self, parts: Sequence[BackwardPart], scale: float) -> None:
+    def backward(
+        self, parts: Sequence[BackwardPart], scale: float, rule: ScoreRule = PLAIN
+    ) -> None:
         """Writes dq and adds to dk and dv for every task of ``parts``."""
         with torch.cuda.device(self._device), torch.no_grad():
             for part in parts:
-                self.check(part_shape(part), MaskKind.CAUSAL)
+                self.check(part_shape(part), rule)
                 for launch in self._launches.launches(part.tasks, Phase.BACKWARD):
-                    self._backward(part, launch, scale)
+                    self._backward(part, launch, scale, rule)
 
     def prepare(self, tasks: TaskBatch, phase: Phase) -> None:
         """Derives the launches of ``tasks`` and uploads their index tensors."""
@@ -117,7 +119,7 @@ class Fa2Kernel:
         """Returns once what was launched on the current stream has finished."""
         torch.cuda.current_stream(self._device).synchronize()
 
-    def _forward(self, part: ForwardPart, launch: Launch, scale: float) -> None:
+    def _forward(self, part: ForwardPart, launch: Launch, scale: float, rule: ScoreRule) -> None:
         o, lse, *_ = torch.ops.aten._flash_attention_forward(
             launch.q.take(part.q),
             launch.k.take(part.k),
@@ -127,15 +129,16 @@ class Fa2Kernel:
             max(launch.max_seqlen_q, LONG),
             launch.max_seqlen_k,
             0.0,
-            True,
+            rule.mask is MaskKind.CAUSAL,
             False,
             scale=scale,
             seqused_k=launch.seqused_k,
+            **_window(rule),
         )
         launch.q.put(part.o, o)
         launch.q.put(part.lse, lse.t())
 
-    def _backward(self, part: BackwardPart, launch: Launch, scale: float) -> None:
+    def _backward(self, part: BackwardPart, launch: Launch, scale: float, rule: ScoreRule) -> None:
         do = launch.q.take(part.do)
         dq, dk, dv = torch.ops.aten._flash_attention_backward(
             do,
@@ -149,10 +152,11 @@ class Fa2Kernel:
             max(launch.max_seqlen_q, LONG),
             launch.max_seqlen_k,
             0.0,
-            True,
+            rule.mask is MaskKind.CAUSAL,
             self._random_state,
             self._unused,
             scale=scale,
+            **_window(rule),
         )
         launch.q.put(part.dq, dq)
         assert launch.gradient_sum is not None
@@ -160,14 +164,20 @@ class Fa2Kernel:
         self._gradients.add_task_gradients(part.dv, dv, launch.gradient_sum)
 
 
-def check_shape(shape: AttentionShape, mask: MaskKind, capability: tuple[int, int]) -> None:
-    """Whether the kernel can run ``shape`` under ``mask`` on a GPU of ``capability``.
+def check_shape(
+    shape: AttentionShape, capability: tuple[int, int], rule: ScoreRule = PLAIN
+) -> None:
+    """Whether the kernel can run ``shape`` under ``rule`` on a GPU of ``capability``.
 
     Raises:
         ValueError: names the field and what is supported.
     """
-    check_mask("fa2", mask)
     check_dtype("fa2", shape)
+    if rule.softcap:
+        raise ValueError(
+            f"softcap is {rule.softcap:g}; the fa2 kernel supports none (the fa4 kernel does, on "
+            "Hopper and Blackwell)"
+        )
     if shape.head_dim != shape.head_dim_v:
         raise ValueError(
             f"head_dim {shape.head_dim} with head_dim_v {shape.head_dim_v}: the fa2 kernel "
@@ -179,3 +189,10 @@ def check_shape(shape: AttentionShape, mask: MaskKind, capability: tuple[int, in
             f"head_dim is {shape.head_dim}; the fa2 kernel supports multiples of 8 up to {most} on "
             f"a GPU of compute capability {capability[0]}.{capability[1]}"
         )
+
+
+def _window(rule: ScoreRule) -> dict[str, int]:
+    """The operators' arguments for a window. Without one they are left out."""
+    return (
+        {} if rule.window is None else {"window_size_left": rule.window - 1, "window_size_right": 0}
+    )

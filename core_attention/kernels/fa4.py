@@ -28,13 +28,13 @@ from core_attention.kernels.gpu_launches import DEFAULT_WORKSPACE_KEYS, Launch, 
 from core_attention.kernels.gpu_shapes import (
     check_device,
     check_dtype,
-    check_mask,
     part_shape,
     warm_up_parts,
 )
 from core_attention.kernels.launcher import require_launcher
 from core_attention.kernels.protocol import BackwardPart, ForwardPart, TaskBatch
 from core_attention.kernels.streams import HIGH_PRIORITY
+from core_attention.score_rule import PLAIN, ScoreRule
 from core_attention.shape import AttentionShape
 
 logger = logging.getLogger(__name__)
@@ -46,11 +46,16 @@ LONG = 1024
 and serving must not meet a configuration that was not warmed up."""
 
 _ARGUMENTS = {
-    "_flash_attn_fwd": {"seqused_q", "seqused_k", "out", "lse", "causal"},
+    "_flash_attn_fwd": {"seqused_q", "seqused_k", "out", "lse", "causal", "softcap"},
     "_flash_attn_bwd": {"seqused_q", "seqused_k", "dq", "dk", "dv", "dlse", "deterministic"},
 }
 
-_HEAD_DIMS = {9: 256, 10: 128, 11: 128}
+HOPPER_MAJOR = 9
+
+SMALL_HEAD_DIM = 128
+"""Above it, Blackwell has kernels of their own."""
+
+_HEAD_DIMS = {HOPPER_MAJOR: 256, 10: 128, 11: 128}
 """Largest head dim by major compute capability, both passes (192 with 128 apart)."""
 
 
@@ -95,8 +100,8 @@ class Fa4Kernel:
         self._device = device
         self._deterministic = deterministic
         self._launches = LaunchCache(device, gaps=True, workspace_keys=workspace_keys)
-        self._zero_rows: dict[AttentionShape, torch.Tensor] = {}
-        self._warm: set[AttentionShape] = set()
+        self._zero_rows: dict[tuple[torch.Size, torch.dtype], torch.Tensor] = {}
+        self._warm: set[tuple[AttentionShape, ScoreRule]] = set()
         self._second_queue = torch.cuda.Stream(device, HIGH_PRIORITY)
 
     @property
@@ -104,39 +109,46 @@ class Fa4Kernel:
         """See :class:`core_attention.kernels.protocol.Kernel`."""
         return "fa4"
 
-    def check(self, shape: AttentionShape, mask: MaskKind) -> None:
-        """Raises ValueError for a dtype, head dims or a mask that it cannot run."""
-        check_shape(shape, mask, self._capability)
+    def check(self, shape: AttentionShape, rule: ScoreRule = PLAIN) -> None:
+        """Raises ValueError for a dtype, head dims or a softcap that it cannot run."""
+        check_shape(shape, self._capability, rule)
 
-    def warm_up(self, shape: AttentionShape) -> None:
-        """Compiles everything that calls with ``shape`` need; seconds to a minute, unless the
-        compiled kernels are found on disk. Calls with a shape that is not warm do it first."""
-        if shape in self._warm:
+    def warm_up(self, shape: AttentionShape, rule: ScoreRule = PLAIN) -> None:
+        """Compiles everything that calls with ``shape`` under ``rule`` need; seconds to a minute,
+        unless the compiled kernels are found on disk. Calls that are not warm do it first."""
+        if (shape, rule) in self._warm:
             return
-        self.check(shape, MaskKind.CAUSAL)
+        self.check(shape, rule)
         begin = time.perf_counter()
         forward, backward = warm_up_parts(shape, self._device)
         with _COMPILING, torch.cuda.device(self._device), torch.no_grad():
-            self._run_forward([forward], 1.0)
-            self._run_backward(backward, 1.0)
+            self._run_forward([forward], 1.0, rule)
+            self._run_backward(backward, 1.0, rule)
         self.synchronize()
-        self._warm.add(shape)
-        logger.info("kernel fa4 is ready for %s after %.1f s", shape, time.perf_counter() - begin)
+        self._warm.add((shape, rule))
+        logger.info(
+            "kernel fa4 is ready for %s, %s, after %.1f s",
+            shape,
+            rule,
+            time.perf_counter() - begin,
+        )
 
-    def forward(self, parts: Sequence[ForwardPart], scale: float) -> None:
+    def forward(self, parts: Sequence[ForwardPart], scale: float, rule: ScoreRule = PLAIN) -> None:
         """Writes o and lse of every task of ``parts``."""
         for part in parts:
-            self.warm_up(part_shape(part))
+            self.warm_up(part_shape(part), rule)
         with torch.cuda.device(self._device), torch.no_grad():
-            self._run_forward(parts, scale)
+            self._run_forward(parts, scale, rule)
 
-    def backward(self, parts: Sequence[BackwardPart], scale: float) -> None:
+    def backward(
+        self, parts: Sequence[BackwardPart], scale: float, rule: ScoreRule = PLAIN
+    ) -> None:
         """Writes dq and adds to dk and dv for every task of ``parts``."""
         for part in parts:
-            self.warm_up(part_shape(part))
+            self.warm_up(part_shape(part), rule)
         with torch.cuda.device(self._device), torch.no_grad():
             for part in parts:
-                self._run_backward(part, scale)
+                self._run_backward(part, scale, rule)
 
     def prepare(self, tasks: TaskBatch, phase: Phase) -> None:
         """Derives the launches of ``tasks`` and uploads their index tensors."""
@@ -146,7 +158,7 @@ class Fa4Kernel:
         """Returns once what was launched on the current stream has finished."""
         torch.cuda.current_stream(self._device).synchronize()
 
-    def _run_forward(self, parts: Sequence[ForwardPart], scale: float) -> None:
+    def _run_forward(self, parts: Sequence[ForwardPart], scale: float, rule: ScoreRule) -> None:
         """All launches, those with the longest tiles first, on two queues: so that one of short
         tiles fills the device while one of long ones runs out (4% of a call of milliseconds, 1% of
         one of tens; the backward pass gains nothing from it)."""
@@ -160,15 +172,14 @@ class Fa4Kernel:
         self._second_queue.wait_stream(current)
         for (part, launch), queue in zip(work, itertools.cycle((current, self._second_queue))):
             with torch.cuda.stream(queue):
-                self._forward(part, launch, scale)
+                self._forward(part, launch, scale, rule)
         current.wait_stream(self._second_queue)
 
-    def _run_backward(self, part: BackwardPart, scale: float) -> None:
-        zero_row = self._zero_row(part_shape(part))
+    def _run_backward(self, part: BackwardPart, scale: float, rule: ScoreRule) -> None:
         for launch in self._launches.launches(part.tasks, Phase.BACKWARD):
-            self._backward(part, launch, scale, zero_row)
+            self._backward(part, launch, scale, rule)
 
-    def _forward(self, part: ForwardPart, launch: Launch, scale: float) -> None:
+    def _forward(self, part: ForwardPart, launch: Launch, scale: float, rule: ScoreRule) -> None:
         q = launch.q.take(part.q)
         lse = torch.empty((q.shape[1], len(q)), dtype=torch.float32, device=q.device)
         self._library._flash_attn_fwd(
@@ -178,7 +189,7 @@ class Fa4Kernel:
             softmax_scale=scale,
             out=launch.q.take(part.o),
             lse=lse,
-            **_call_arguments(launch),
+            **_call_arguments(launch, rule),
         )
         target = launch.q.take(part.lse)
         if launch.written is None:
@@ -186,11 +197,14 @@ class Fa4Kernel:
         else:
             target.index_copy_(0, launch.written, lse.t().index_select(0, launch.written))
 
-    def _backward(
-        self, part: BackwardPart, launch: Launch, scale: float, zero_row: torch.Tensor
-    ) -> None:
+    def _backward(self, part: BackwardPart, launch: Launch, scale: float, rule: ScoreRule) -> None:
+        shape = part_shape(part)
         q, do = launch.q.take(part.q), launch.q.take(part.do)
         k, v = launch.k.take(part.k), launch.k.take(part.v)
+        if shape.group_size > 1 and shape.head_dim > shape.head_dim_v:
+            # Hopper's backward pass of grouped heads wants equal dims. Zeros change no product.
+            padding = (0, shape.head_dim - shape.head_dim_v)
+            do, v = torch.nn.functional.pad(do, padding), torch.nn.functional.pad(v, padding)
         lse = launch.q.take(part.lse).t().contiguous()
         dlse = torch.empty_like(lse)
         torch.neg(launch.q.take(part.delta).t(), out=dlse)
@@ -200,7 +214,7 @@ class Fa4Kernel:
             q,
             k,
             v,
-            zero_row.expand_as(do),
+            self._zero_row(do),
             do,
             lse,
             softmax_scale=scale,
@@ -209,32 +223,32 @@ class Fa4Kernel:
             dv=dv,
             dlse=dlse,
             deterministic=self._deterministic,
-            **_call_arguments(launch),
+            **_call_arguments(launch, rule),
         )
         if launch.q.index is not None:
             launch.q.put(part.dq, dq)
         assert launch.gradient_sum is not None
         self._add_task_gradients(part.dk, dk, launch.gradient_sum)
+        if dv.shape[2] != shape.head_dim_v:
+            dv = dv[..., : shape.head_dim_v].contiguous()
         self._add_task_gradients(part.dv, dv, launch.gradient_sum)
 
-    def _zero_row(self, shape: AttentionShape) -> torch.Tensor:
-        """One row of an output of zeros."""
-        if shape not in self._zero_rows:
-            self._zero_rows[shape] = torch.zeros(
-                (1, shape.num_heads, shape.head_dim_v),
-                dtype=getattr(torch, shape.dtype),
-                device=self._device,
-            )
-        return self._zero_rows[shape]
+    def _zero_row(self, like: torch.Tensor) -> torch.Tensor:
+        """An output of zeros, shaped as ``like``; one row of memory."""
+        key = (like.shape[1:], like.dtype)
+        if key not in self._zero_rows:
+            self._zero_rows[key] = like.new_zeros((1, *like.shape[1:]))
+        return self._zero_rows[key].expand_as(like)
 
 
-def check_shape(shape: AttentionShape, mask: MaskKind, capability: tuple[int, int]) -> None:
-    """Whether the kernel can run ``shape`` under ``mask`` on a GPU of ``capability``.
+def check_shape(
+    shape: AttentionShape, capability: tuple[int, int], rule: ScoreRule = PLAIN
+) -> None:
+    """Whether the kernel can run ``shape`` under ``rule`` on a GPU of ``capability``.
 
     Raises:
         ValueError: names the field and what is supported.
     """
-    check_mask("fa4", mask)
     check_dtype("fa4", shape)
     dims = (shape.head_dim, shape.head_dim_v)
     most = _HEAD_DIMS[capability[0]]
@@ -244,17 +258,28 @@ def check_shape(shape: AttentionShape, mask: MaskKind, capability: tuple[int, in
             f"up to {most}, and 192 with 128, on a GPU of compute capability "
             f"{capability[0]}.{capability[1]}"
         )
-    if dims[0] != dims[1] and shape.group_size > 1:
+    padded = capability[0] == HOPPER_MAJOR and dims[0] > dims[1]
+    if dims[0] != dims[1] and shape.group_size > 1 and not padded:
         raise ValueError(
             f"head_dim {dims[0]} with head_dim_v {dims[1]}: the fa4 kernel supports different head "
             f"dims only where num_heads_kv equals num_heads, not {shape.num_heads_kv} and "
-            f"{shape.num_heads}"
+            f"{shape.num_heads}; and fewer dims of values than of keys on Hopper"
+        )
+    if rule.softcap and capability[0] != HOPPER_MAJOR and max(dims) > SMALL_HEAD_DIM:
+        raise ValueError(
+            f"softcap is {rule.softcap:g} with head_dim {dims[0]}: on a GPU of compute capability "
+            f"{capability[0]}.{capability[1]} the fa4 kernel supports a softcap up to head_dim "
+            f"{SMALL_HEAD_DIM}"
         )
 
 
-def _call_arguments(launch: Launch) -> dict[str, Any]:
+def _call_arguments(launch: Launch, rule: ScoreRule) -> dict[str, Any]:
+    # An unbounded side of a window is None: -1 would hide everything.
     return {
-        "causal": True,
+        "causal": rule.mask is MaskKind.CAUSAL,
+        "window_size_left": None if rule.window is None else rule.window - 1,
+        "window_size_right": None if rule.window is None else 0,
+        "softcap": rule.softcap,
         "cu_seqlens_q": launch.cu_seqlens_q,
         "cu_seqlens_k": launch.cu_seqlens_k,
         "seqused_q": launch.seqused_q,

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from core_attention.ca_task import MaskKind
 from core_attention.kernels.protocol import BackwardPart, ForwardPart, TaskBatch
 from core_attention.shape import AttentionShape
 
@@ -33,12 +32,6 @@ def check_device(kernel: str, device: torch.device, majors: Sequence[int]) -> tu
             f"{capability[1]}; the {kernel} kernel needs {', '.join(f'{m}.x' for m in majors)}"
         )
     return capability
-
-
-def check_mask(kernel: str, mask: MaskKind) -> None:
-    """Raises ValueError for a mask that is not causal."""
-    if mask is not MaskKind.CAUSAL:
-        raise ValueError(f"mask is {mask!r}; the {kernel} kernel supports {MaskKind.CAUSAL!r}")
 
 
 def check_dtype(kernel: str, shape: AttentionShape) -> None:

@@ -13,7 +13,8 @@ from typing import Protocol
 import torch
 
 from core_attention.arrays import Int64Array
-from core_attention.ca_task import MaskKind, Phase
+from core_attention.ca_task import Phase
+from core_attention.score_rule import PLAIN, ScoreRule
 from core_attention.shape import AttentionShape
 
 
@@ -22,8 +23,9 @@ class TaskBatch:
     """Where the rows of each CA-task lie in a part's tensors; half-open row ranges.
 
     The same object serves every layer of a step, so a kernel may cache by identity what it derives
-    from it (index tensors on the device, launch parameters). Query i of a task with n queries and
-    m keys sees keys ``[0, m - n + i]`` of the task's range: m >= n >= 1.
+    from it (index tensors on the device, launch parameters). Under the causal mask, query i of a
+    task with n queries and m keys sees keys ``[0, m - n + i]`` of the task's range, and of those
+    the last ``window`` if there is a window; under the full mask all m. m >= n >= 1.
 
     Attributes:
         q_begin, q_end: ``[n_tasks]`` rows of q (and o, lse, do, delta, dq). Ranges of different
@@ -54,7 +56,8 @@ class ForwardPart:
         v: ``[n_k, num_heads_kv, head_dim_v]``.
         o: ``[n_q, num_heads, head_dim_v]`` output; only the rows of the tasks are written.
         lse: ``[n_q, num_heads]`` float32 output: natural log of the sum over keys of
-            exp(scale * q.k); only the rows of the tasks are written.
+            exp(score), where score is scale * q.k, softcapped if there is a softcap; only the rows
+            of the tasks are written.
         tasks: which rows.
     """
 
@@ -74,7 +77,8 @@ class BackwardPart:
         q, k, v: as in the forward pass.
         do: ``[n_q, num_heads, head_dim_v]`` gradient of o.
         lse: ``[n_q, num_heads]`` float32, from the forward pass.
-        delta: ``[n_q, num_heads]`` float32, row sums of do * o.
+        delta: ``[n_q, num_heads]`` float32, row sums of do * o, less the gradient of lse if it
+            has one.
         dq: ``[n_q, num_heads, head_dim]`` output in q's dtype; only the rows of the tasks are
             written.
         dk: ``[n_dk, num_heads_kv, head_dim]`` float32; the tasks' gradients are added to it, in a
@@ -103,20 +107,23 @@ class Kernel(Protocol):
     def name(self) -> str:
         """Names the implementation in logs, profiles and errors."""
 
-    def check(self, shape: AttentionShape, mask: MaskKind) -> None:
+    def check(self, shape: AttentionShape, rule: ScoreRule = PLAIN) -> None:
         """Raises ValueError, naming the field and what is supported, if it cannot run ``shape``
-        under ``mask``."""
+        under ``rule``."""
 
-    def warm_up(self, shape: AttentionShape) -> None:
-        """Compiles and loads what calls with ``shape`` need, so that no tick waits for it."""
+    def warm_up(self, shape: AttentionShape, rule: ScoreRule = PLAIN) -> None:
+        """Compiles and loads what calls with ``shape`` under ``rule`` need, so that no tick waits
+        for it."""
 
     def prepare(self, tasks: TaskBatch, phase: Phase) -> None:
         """Derives ahead what calls with ``tasks`` need, so that the first one does not wait."""
 
-    def forward(self, parts: Sequence[ForwardPart], scale: float) -> None:
+    def forward(self, parts: Sequence[ForwardPart], scale: float, rule: ScoreRule = PLAIN) -> None:
         """Writes o and lse of every task of ``parts``; ``scale`` multiplies q.k before softmax."""
 
-    def backward(self, parts: Sequence[BackwardPart], scale: float) -> None:
+    def backward(
+        self, parts: Sequence[BackwardPart], scale: float, rule: ScoreRule = PLAIN
+    ) -> None:
         """Writes dq and adds to dk and dv for every task of ``parts``."""
 
     def synchronize(self) -> None:

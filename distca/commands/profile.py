@@ -45,7 +45,6 @@ def profile(options: ProfileOptions) -> None:
     from rich.console import Console
     from rich.progress import Progress
 
-    from core_attention.ca_task import MaskKind
     from core_attention.kernels.select import select_kernel
     from core_attention.profiling import (
         FULL_GRID,
@@ -66,7 +65,7 @@ def profile(options: ProfileOptions) -> None:
         except RuntimeError as error:
             raise ValueError(f"device is {options.device!r}; give cpu or cuda:INDEX") from error
         kernel = select_kernel(device)
-        kernel.check(shape, MaskKind.CAUSAL)
+        kernel.check(shape, shape.rule)
     path = options.output or (
         Path.home()
         / ".cache"

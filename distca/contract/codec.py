@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -78,6 +79,8 @@ def shape_to_proto(shape: AttentionShape) -> profile_pb2.AttentionShape:
         head_dim=shape.head_dim,
         head_dim_v=shape.head_dim_v,
         dtype=shape.dtype,
+        softcap=shape.softcap,
+        mask=f"MASK_KIND_{shape.mask.name}",
     )
 
 
@@ -88,13 +91,15 @@ def shape_from_proto(message: profile_pb2.AttentionShape) -> AttentionShape:
         WireError: a field is missing (0 or empty) or out of range.
     """
     with _errors_of("AttentionShape"):
-        return AttentionShape(
+        causal = AttentionShape(
             num_heads=message.num_heads,
             num_heads_kv=message.num_heads_kv,
             head_dim=message.head_dim,
             head_dim_v=message.head_dim_v,
             dtype=message.dtype,
+            softcap=message.softcap,
         )
+    return replace(causal, mask=_mask("AttentionShape", message.mask))
 
 
 def pipelining_to_proto(pipelining: Pipelining) -> jobs_pb2.Pipelining:
@@ -249,14 +254,15 @@ def plan_from_proto(message: plan_pb2.Plan) -> Plan:
     """
     manifest = _manifest_from_proto(message.manifest)
     n_servers = len(message.servers)
+    mask = _mask("Plan", message.mask)
     with _errors_of("Plan"):
         return Plan(
             manifest=manifest,
             epoch=message.epoch,
             servers=tuple(_server_from_proto(server) for server in message.servers),
-            forward=_tasks_from_proto("Plan.forward", message.forward),
-            backward=_tasks_from_proto("Plan.backward", message.backward),
-            mask=_mask(message.mask),
+            forward=_tasks_from_proto("Plan.forward", message.forward, mask),
+            backward=_tasks_from_proto("Plan.backward", message.backward, mask),
+            mask=mask,
             planner=message.planner,
             reason=message.reason,
             verdict=_verdict(message.verdict),
@@ -321,8 +327,8 @@ def _tasks_to_proto(tasks: TaskTable) -> plan_pb2.TaskTable:
     )
 
 
-def _tasks_from_proto(name: str, message: plan_pb2.TaskTable) -> TaskTable:
-    return TaskTable(**_unpack_all(name, message, TASK_COLUMNS))
+def _tasks_from_proto(name: str, message: plan_pb2.TaskTable, mask: MaskKind) -> TaskTable:
+    return TaskTable(**_unpack_all(name, message, TASK_COLUMNS), mask=mask)
 
 
 def _server_from_proto(message: plan_pb2.PlanServer) -> PlanServer:
@@ -338,13 +344,14 @@ def _server_from_proto(message: plan_pb2.PlanServer) -> PlanServer:
     )
 
 
-def _mask(number: int) -> MaskKind:
+def _mask(message: str, number: int) -> MaskKind:
     try:
         return MaskKind(number)
     except ValueError:
         valid = ", ".join(f"{kind.value} ({kind.name})" for kind in MaskKind)
         raise WireError(
-            f"Plan.mask is {number}; this release knows {valid}: do all members run one release?"
+            f"{message}.mask is {number}; this release knows {valid}: do all members run one "
+            "release?"
         ) from None
 
 

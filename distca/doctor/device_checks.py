@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable
 import torch
 
 from attention_node.rehearsal import rehearse
-from core_attention.ca_task import MaskKind
 from core_attention.host_compiler import Trouble
 from core_attention.kernels.launcher import LauncherError
 from core_attention.kernels.protocol import Kernel
@@ -148,7 +147,7 @@ def check_kernels(around: Surroundings) -> Iterable[Finding]:
     try:
         kernel = select_kernel(device)
         for shape in settings.shapes:
-            kernel.check(shape, MaskKind.CAUSAL)
+            kernel.check(shape, shape.rule)
     except ValueError as error:
         yield failed(
             "kernels", str(error), "choose another shape or device, or install what is missing"
@@ -185,7 +184,7 @@ def rehearsal_trouble(
 
     def run() -> None:
         try:
-            kernel.warm_up(shape)
+            kernel.warm_up(shape, shape.rule)
             rehearse(kernel, shape, device)
         except Exception as error:
             logger.debug("the rehearsal failed", exc_info=True)

@@ -21,7 +21,7 @@ from distca.data.corpus import VOCABULARY_SIZE
 from distca.errors import ModelConfigError
 from distca.train.settings import ModelSettings, Preset
 from trainer_client.integrations.document_check import (
-    ServedCall,
+    ModelCall,
     UnsupportedModel,
     check_documents,
     has_attention_interface,
@@ -152,7 +152,7 @@ class ServedAttention:
 
     Attributes:
         shape: of each call.
-        n_layers: calls in one forward.
+        n_layers: calls in one forward that are served.
         softmax_scale: what multiplies q.k.
     """
 
@@ -186,10 +186,10 @@ def served_attention(model: PreTrainedModel, dtype: str) -> ServedAttention:
             f"{name} keeps packed documents apart by {sorted(check.needs)}, and distca train hands "
             "over position_ids only; train it in a program of your own"
         )
-    kinds = {_sizes(call): call for call in check.calls}
+    kinds = {_sizes(call): call for call in check.served_calls}
     if len(kinds) > 1:
         raise ModelConfigError(
-            f"{name}: all core attention of a job has one shape and one scale, and its layers "
+            f"{name}: all core attention that is served has one shape and scale, and its layers "
             f"differ: {'; '.join(str(call) for call in kinds.values())}"
         )
     (call,) = kinds.values()
@@ -199,12 +199,22 @@ def served_attention(model: PreTrainedModel, dtype: str) -> ServedAttention:
         head_dim=call.head_dim,
         head_dim_v=call.head_dim_v,
         dtype=dtype,
+        softcap=call.softcap,
+        mask=call.mask,
     )
-    return ServedAttention(shape, len(check.calls), call.scale)
+    return ServedAttention(shape, len(check.served_calls), call.scale)
 
 
-def _sizes(call: ServedCall) -> tuple[float, ...]:
-    return call.num_heads, call.num_heads_kv, call.head_dim, call.head_dim_v, call.scale
+def _sizes(call: ModelCall) -> tuple[float, ...]:
+    return (
+        call.num_heads,
+        call.num_heads_kv,
+        call.head_dim,
+        call.head_dim_v,
+        call.scale,
+        call.softcap,
+        call.mask,
+    )
 
 
 def _refuse_unserved(config: PretrainedConfig) -> None:

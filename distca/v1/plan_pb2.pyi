@@ -1,3 +1,4 @@
+from distca.v1 import profile_pb2 as _profile_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
@@ -7,11 +8,6 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
-class MaskKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
-    __slots__ = ()
-    MASK_KIND_UNSPECIFIED: _ClassVar[MaskKind]
-    MASK_KIND_CAUSAL: _ClassVar[MaskKind]
-
 class PlanVerdict(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     PLAN_VERDICT_UNSPECIFIED: _ClassVar[PlanVerdict]
@@ -19,8 +15,6 @@ class PlanVerdict(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     PLAN_VERDICT_INDIVISIBLE: _ClassVar[PlanVerdict]
     PLAN_VERDICT_LIMITED: _ClassVar[PlanVerdict]
     PLAN_VERDICT_MISSED: _ClassVar[PlanVerdict]
-MASK_KIND_UNSPECIFIED: MaskKind
-MASK_KIND_CAUSAL: MaskKind
 PLAN_VERDICT_UNSPECIFIED: PlanVerdict
 PLAN_VERDICT_KEPT: PlanVerdict
 PLAN_VERDICT_INDIVISIBLE: PlanVerdict
@@ -133,10 +127,10 @@ class Plan(_message.Message):
     servers: _containers.RepeatedCompositeFieldContainer[PlanServer]
     forward: TaskTable
     backward: TaskTable
-    mask: MaskKind
+    mask: _profile_pb2.MaskKind
     planner: str
     reason: str
     forward_forecast: PhaseForecast
     backward_forecast: PhaseForecast
     verdict: PlanVerdict
-    def __init__(self, job_id: _Optional[str] = ..., epoch: _Optional[int] = ..., manifest: _Optional[_Union[Manifest, _Mapping]] = ..., servers: _Optional[_Iterable[_Union[PlanServer, _Mapping]]] = ..., forward: _Optional[_Union[TaskTable, _Mapping]] = ..., backward: _Optional[_Union[TaskTable, _Mapping]] = ..., mask: _Optional[_Union[MaskKind, str]] = ..., planner: _Optional[str] = ..., reason: _Optional[str] = ..., forward_forecast: _Optional[_Union[PhaseForecast, _Mapping]] = ..., backward_forecast: _Optional[_Union[PhaseForecast, _Mapping]] = ..., verdict: _Optional[_Union[PlanVerdict, str]] = ...) -> None: ...
+    def __init__(self, job_id: _Optional[str] = ..., epoch: _Optional[int] = ..., manifest: _Optional[_Union[Manifest, _Mapping]] = ..., servers: _Optional[_Iterable[_Union[PlanServer, _Mapping]]] = ..., forward: _Optional[_Union[TaskTable, _Mapping]] = ..., backward: _Optional[_Union[TaskTable, _Mapping]] = ..., mask: _Optional[_Union[_profile_pb2.MaskKind, str]] = ..., planner: _Optional[str] = ..., reason: _Optional[str] = ..., forward_forecast: _Optional[_Union[PhaseForecast, _Mapping]] = ..., backward_forecast: _Optional[_Union[PhaseForecast, _Mapping]] = ..., verdict: _Optional[_Union[PlanVerdict, str]] = ...) -> None: ...

@@ -24,15 +24,17 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17\x64istca/v1/profile.proto\x12\tdistca.v1\"n\n\x0e\x41ttentionShape\x12\x11\n\tnum_heads\x18\x01 \x01(\r\x12\x14\n\x0cnum_heads_kv\x18\x02 \x01(\r\x12\x10\n\x08head_dim\x18\x03 \x01(\r\x12\x12\n\nhead_dim_v\x18\x04 \x01(\r\x12\r\n\x05\x64type\x18\x05 \x01(\t\"\xaf\x01\n\x0b\x43ostProfile\x12\x0e\n\x06\x64\x65vice\x18\x01 \x01(\t\x12\x0e\n\x06kernel\x18\x02 \x01(\t\x12(\n\x05shape\x18\x03 \x01(\x0b\x32\x19.distca.v1.AttentionShape\x12\x10\n\x08q_tokens\x18\x04 \x03(\x03\x12\x11\n\tkv_tokens\x18\x05 \x03(\x03\x12\x17\n\x0f\x66orward_seconds\x18\x06 \x03(\x01\x12\x18\n\x10\x62\x61\x63kward_seconds\x18\x07 \x03(\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17\x64istca/v1/profile.proto\x12\tdistca.v1\"\xa2\x01\n\x0e\x41ttentionShape\x12\x11\n\tnum_heads\x18\x01 \x01(\r\x12\x14\n\x0cnum_heads_kv\x18\x02 \x01(\r\x12\x10\n\x08head_dim\x18\x03 \x01(\r\x12\x12\n\nhead_dim_v\x18\x04 \x01(\r\x12\r\n\x05\x64type\x18\x05 \x01(\t\x12\x0f\n\x07softcap\x18\x06 \x01(\x01\x12!\n\x04mask\x18\x07 \x01(\x0e\x32\x13.distca.v1.MaskKind\"\xaf\x01\n\x0b\x43ostProfile\x12\x0e\n\x06\x64\x65vice\x18\x01 \x01(\t\x12\x0e\n\x06kernel\x18\x02 \x01(\t\x12(\n\x05shape\x18\x03 \x01(\x0b\x32\x19.distca.v1.AttentionShape\x12\x10\n\x08q_tokens\x18\x04 \x03(\x03\x12\x11\n\tkv_tokens\x18\x05 \x03(\x03\x12\x17\n\x0f\x66orward_seconds\x18\x06 \x03(\x01\x12\x18\n\x10\x62\x61\x63kward_seconds\x18\x07 \x03(\x01*O\n\x08MaskKind\x12\x19\n\x15MASK_KIND_UNSPECIFIED\x10\x00\x12\x14\n\x10MASK_KIND_CAUSAL\x10\x01\x12\x12\n\x0eMASK_KIND_FULL\x10\x02\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'distca.v1.profile_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_ATTENTIONSHAPE']._serialized_start=38
-  _globals['_ATTENTIONSHAPE']._serialized_end=148
-  _globals['_COSTPROFILE']._serialized_start=151
-  _globals['_COSTPROFILE']._serialized_end=326
+  _globals['_MASKKIND']._serialized_start=381
+  _globals['_MASKKIND']._serialized_end=460
+  _globals['_ATTENTIONSHAPE']._serialized_start=39
+  _globals['_ATTENTIONSHAPE']._serialized_end=201
+  _globals['_COSTPROFILE']._serialized_start=204
+  _globals['_COSTPROFILE']._serialized_end=379
 # @@protoc_insertion_point(module_scope)

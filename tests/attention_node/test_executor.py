@@ -15,10 +15,11 @@ import torch
 from attention_node.executor import Executor, KernelCall
 from attention_node.open_tick import OpenTick
 from attention_node.tick_route import derive_tick_route
-from core_attention.ca_task import MaskKind, Phase, TaskTable
+from core_attention.ca_task import Phase, TaskTable
 from core_attention.kernels.cpu import CpuKernel
 from core_attention.kernels.protocol import BackwardPart, ForwardPart, TaskBatch
 from core_attention.manifest import RankManifest
+from core_attention.score_rule import PLAIN, ScoreRule
 from core_attention.shape import AttentionShape
 from tests.attention_node.cases import make_documents, make_plan, make_source, open_tick
 
@@ -36,19 +37,21 @@ class GatedKernel:
         self.error: Exception | None = None
         self._kernel = CpuKernel()
 
-    def check(self, shape: AttentionShape, mask: MaskKind) -> None:
-        self._kernel.check(shape, mask)
+    def check(self, shape: AttentionShape, rule: ScoreRule = PLAIN) -> None:
+        self._kernel.check(shape, rule)
 
-    def warm_up(self, shape: AttentionShape) -> None:
-        self._kernel.warm_up(shape)
+    def warm_up(self, shape: AttentionShape, rule: ScoreRule = PLAIN) -> None:
+        self._kernel.warm_up(shape, rule)
 
-    def forward(self, parts: Sequence[ForwardPart], scale: float) -> None:
+    def forward(self, parts: Sequence[ForwardPart], scale: float, rule: ScoreRule = PLAIN) -> None:
         self._pass()
-        self._kernel.forward(parts, scale)
+        self._kernel.forward(parts, scale, rule)
 
-    def backward(self, parts: Sequence[BackwardPart], scale: float) -> None:
+    def backward(
+        self, parts: Sequence[BackwardPart], scale: float, rule: ScoreRule = PLAIN
+    ) -> None:
         self._pass()
-        self._kernel.backward(parts, scale)
+        self._kernel.backward(parts, scale, rule)
 
     def prepare(self, tasks: TaskBatch, phase: Phase) -> None:
         """Nothing to prepare."""

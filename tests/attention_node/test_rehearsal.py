@@ -27,6 +27,7 @@ from core_attention.kernels.protocol import BackwardPart
 from core_attention.kernels.select import select_kernel
 from core_attention.manifest import Manifest
 from core_attention.plan import Plan
+from core_attention.score_rule import PLAIN, ScoreRule
 from core_attention.shape import AttentionShape
 from tests.attention_node.cases import SHAPE
 from tests.control_plane.planning_cases import stream_manifest
@@ -80,7 +81,9 @@ def test_it_does_not_depend_on_the_default_dtype() -> None:
 
 def test_a_kernel_that_fails_is_not_hidden() -> None:
     class FailingKernel(CpuKernel):
-        def backward(self, parts: Sequence[BackwardPart], scale: float) -> None:
+        def backward(
+            self, parts: Sequence[BackwardPart], scale: float, rule: ScoreRule = PLAIN
+        ) -> None:
             raise RuntimeError("no such kernel image")
 
     with pytest.raises(RuntimeError, match="no such kernel image"):

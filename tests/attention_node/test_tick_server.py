@@ -23,6 +23,7 @@ from core_attention.kernels.cpu import CpuKernel
 from core_attention.kernels.protocol import ForwardPart
 from core_attention.manifest import RankManifest, Segment
 from core_attention.plan import Plan
+from core_attention.score_rule import PLAIN, ScoreRule
 from core_attention.tick import Tick
 from data_plane.buffer_pool import BufferPool, PooledBuffer
 from data_plane.device_memory import DriverError
@@ -157,7 +158,7 @@ class FakeClaim:
 
 
 class FailingKernel(CpuKernel):
-    def forward(self, parts: Sequence[ForwardPart], scale: float) -> None:
+    def forward(self, parts: Sequence[ForwardPart], scale: float, rule: ScoreRule = PLAIN) -> None:
         raise MemoryError("no memory for the scores")
 
 

@@ -17,6 +17,7 @@ import torch
 
 from core_attention.ca_task import MaskKind
 from core_attention.kernels.protocol import BackwardPart, ForwardPart, Kernel, TaskBatch
+from core_attention.score_rule import PLAIN, ScoreRule
 from core_attention.shape import AttentionShape
 from tests.core_attention.reference import ReferenceResult, reference_attention
 
@@ -29,12 +30,23 @@ value rounded is itself a little off). For float32 it is part of INNER_ROUNDING.
 
 FLOAT32_ULP = 2.0**-23
 
+RULES = (
+    ScoreRule(window=1),
+    ScoreRule(window=16),
+    ScoreRule(window=130),
+    ScoreRule(softcap=1.5),
+    ScoreRule(softcap=1.5, window=33),
+    ScoreRule(mask=MaskKind.FULL),
+    ScoreRule(mask=MaskKind.FULL, softcap=1.5),
+)
+"""With a softcap that bends scores of size 1, as those here are."""
+
 SHAPE = AttentionShape(num_heads=4, num_heads_kv=2, head_dim=64, head_dim_v=64, dtype="float32")
 
 
 @dataclass(frozen=True)
 class Task:
-    """Queries ``[q_begin, q_end)`` of a document, which see keys ``[0, q_end)``."""
+    """Queries ``[q_begin, q_end)`` of a document, which see keys ``[0, q_end)``, or all of it."""
 
     document: int
     q_begin: int
@@ -46,6 +58,7 @@ class Problem:
     """One part with its expected results, row by row of the documents.
 
     Attributes:
+        rule: of its scores.
         forward, backward: the part, to run.
         q_rows: row in q of every document row that a task covers.
         covered: which document rows those are.
@@ -54,6 +67,7 @@ class Problem:
         expected: float64 results for all document rows.
     """
 
+    rule: ScoreRule
     forward: ForwardPart
     backward: BackwardPart
     q_rows: torch.Tensor
@@ -78,6 +92,7 @@ def make_problem(
     seed: int = 0,
     scale: float = 0.125,
     q_gap: int = 3,
+    rule: ScoreRule = PLAIN,
 ) -> Problem:
     """Random documents of ``lengths``, of which ``tasks`` are run, ``q_gap`` rows apart."""
     generator = torch.Generator().manual_seed(seed)
@@ -93,7 +108,7 @@ def make_problem(
     covered = _concatenate([start[t.document] + np.arange(t.q_begin, t.q_end) for t in tasks])
     do_covered = torch.zeros_like(do)
     do_covered[covered] = do[covered]
-    expected = reference_attention(q, k, v, lengths, scale, do_covered)
+    expected = reference_attention(q, k, v, lengths, scale, do_covered, rule)
 
     # Layouts with rows between tasks and documents that belong to nobody.
     q_begin = _spread([t.q_end - t.q_begin for t in tasks], gap=q_gap)
@@ -103,7 +118,7 @@ def make_problem(
         q_begin=q_begin,
         q_end=q_begin + np.array([t.q_end - t.q_begin for t in tasks]),
         k_begin=k_begin[document],
-        k_end=k_begin[document] + np.array([t.q_end for t in tasks]),
+        k_end=k_begin[document] + np.array([_last_key(t, lengths, rule) for t in tasks]),
         dk_begin=dk_begin[document],
     )
     q_rows = _concatenate(
@@ -149,8 +164,12 @@ def make_problem(
         tasks=batch,
     )
     return Problem(
-        forward, backward, q_rows, covered, k_rows, dk_rows, dk.clone(), dv.clone(), expected
+        rule, forward, backward, q_rows, covered, k_rows, dk_rows, dk.clone(), dv.clone(), expected
     )
+
+
+def _last_key(task: Task, lengths: Sequence[int], rule: ScoreRule) -> int:
+    return task.q_end if rule.mask is MaskKind.CAUSAL else lengths[task.document]
 
 
 def _spread(lengths: Sequence[int], gap: int) -> np.ndarray:
@@ -189,9 +208,14 @@ class KernelConformance:
     def device(self) -> torch.device:
         return torch.device("cpu")
 
+    def runs(self, rule: ScoreRule) -> bool:
+        """Whether the kernel runs scores under ``rule``; others it must refuse."""
+        return True
+
     def run(self, kernel: Kernel, problems: Sequence[Problem]) -> None:
-        kernel.forward([problem.forward for problem in problems], self.scale)
-        kernel.backward([problem.backward for problem in problems], self.scale)
+        (rule,) = {problem.rule for problem in problems}
+        kernel.forward([problem.forward for problem in problems], self.scale, rule)
+        kernel.backward([problem.backward for problem in problems], self.scale, rule)
         kernel.synchronize()
 
     def check(self, problem: Problem, shape: AttentionShape) -> None:
@@ -253,13 +277,14 @@ class KernelConformance:
         shape: AttentionShape,
         lengths: Sequence[int],
         tasks: Sequence[Task],
+        rule: ScoreRule = PLAIN,
     ) -> None:
-        problem = make_problem(shape, lengths, tasks, device, scale=self.scale)
+        problem = make_problem(shape, lengths, tasks, device, scale=self.scale, rule=rule)
         self.run(kernel, [problem])
         self.check(problem, shape)
 
     def test_accepts_the_causal_mask_and_has_a_name(self, kernel: Kernel) -> None:
-        kernel.check(replace(SHAPE, dtype=self.dtypes[0]), MaskKind.CAUSAL)
+        kernel.check(replace(SHAPE, dtype=self.dtypes[0]))
         assert kernel.name
 
     def test_lengths_around_a_block(self, kernel: Kernel, device: torch.device) -> None:
@@ -310,6 +335,39 @@ class KernelConformance:
             for dtype in self.dtypes:
                 shape = replace(SHAPE, head_dim=head_dim, head_dim_v=head_dim_v, dtype=dtype)
                 self.run_and_check(kernel, device, shape, [9, 140], whole([9, 140]))
+
+    @pytest.mark.parametrize("rule", RULES, ids=str)
+    def test_rules_of_scores(self, kernel: Kernel, device: torch.device, rule: ScoreRule) -> None:
+        """Lengths around the window, tasks that share a document, and hundreds of tiny ones."""
+        shape = replace(SHAPE, dtype=self.dtypes[0])
+        if not self.runs(rule):
+            with pytest.raises(ValueError, match=f"the {kernel.name} kernel"):
+                kernel.check(shape, rule)
+            return
+        kernel.check(shape, rule)
+        window = rule.window or 70
+        lengths = [1, window - 1 or 1, window, window + 1, 400, 3 * window]
+        tasks = [*whole(lengths)[:4], *(Task(4, a, b) for a, b in pairwise([0, 1, 130, 257, 400]))]
+        for dtype in self.dtypes:
+            shape = replace(SHAPE, dtype=dtype)
+            self.run_and_check(
+                kernel, device, shape, lengths, [*tasks, Task(5, 0, 3 * window)], rule
+            )
+        tiny = [int(n) for n in np.random.default_rng(5).integers(1, 24, 200)]
+        tasks = [Task(d, n // 3, n) for d, n in enumerate(tiny)]
+        self.run_and_check(kernel, device, shape, tiny, tasks, rule)
+
+    def test_an_output_is_never_all_zeros(self, kernel: Kernel, device: torch.device) -> None:
+        """As it is from kernels that are given a window of -1 for none."""
+        for rule in (PLAIN, ScoreRule(window=16)):
+            shape = replace(SHAPE, dtype=self.dtypes[-1])
+            problem = make_problem(shape, [200], whole([200]), device, scale=self.scale, rule=rule)
+            problem.forward.v.fill_(1.0)
+            self.run(kernel, [problem])
+            rows = problem.q_rows.to(device)
+            # Weights sum to 1 up to rounding to the dtype.
+            ones = torch.ones_like(problem.forward.o[rows])
+            torch.testing.assert_close(problem.forward.o[rows], ones, rtol=0, atol=2**-6)
 
     def test_several_parts_in_one_call(self, kernel: Kernel, device: torch.device) -> None:
         shape = replace(SHAPE, dtype=self.dtypes[-1])

@@ -11,6 +11,9 @@ from dataclasses import dataclass
 
 import torch
 
+from core_attention.ca_task import MaskKind
+from core_attention.score_rule import PLAIN, ScoreRule
+
 
 @dataclass(frozen=True, eq=False)
 class ReferenceResult:
@@ -18,8 +21,9 @@ class ReferenceResult:
 
     Attributes:
         o: ``[rows, num_heads, head_dim_v]``.
-        lse: ``[rows, num_heads]`` natural log of the sum over keys of exp(scale * q.k).
+        lse: ``[rows, num_heads]`` natural log of the sum over keys of exp(score).
         dq, dk, dv: gradients, shaped as q, k and v; None if no ``do`` was given.
+        dsinks: ``[num_heads]``; None without sinks.
     """
 
     o: torch.Tensor
@@ -27,6 +31,7 @@ class ReferenceResult:
     dq: torch.Tensor | None = None
     dk: torch.Tensor | None = None
     dv: torch.Tensor | None = None
+    dsinks: torch.Tensor | None = None
 
 
 def reference_attention(
@@ -36,8 +41,10 @@ def reference_attention(
     lengths: Sequence[int],
     scale: float,
     do: torch.Tensor | None = None,
+    rule: ScoreRule = PLAIN,
+    sinks: torch.Tensor | None = None,
 ) -> ReferenceResult:
-    """Causal core attention of packed documents.
+    """Core attention of packed documents.
 
     Args:
         q: ``[rows, num_heads, head_dim]``, any floating dtype.
@@ -46,6 +53,8 @@ def reference_attention(
         lengths: tokens of each document, in packed order; they sum to ``rows``.
         scale: multiplies q.k before softmax.
         do: ``[rows, num_heads, head_dim_v]`` gradient of o, for the gradients of q, k and v.
+        rule: mask, window and softcap.
+        sinks: ``[num_heads]`` of a further key for each head, which has no value. lse is without.
 
     Raises:
         ValueError: the lengths do not sum to the rows.
@@ -53,22 +62,29 @@ def reference_attention(
     if sum(lengths) != len(q):
         raise ValueError(f"lengths sum to {sum(lengths)}; q has {len(q)} rows")
     q, k, v = (tensor.detach().double().requires_grad_(do is not None) for tensor in (q, k, v))
+    if sinks is not None:
+        sinks = sinks.detach().double().requires_grad_(do is not None)
     results = []
     begin = 0
     for length in lengths:
         rows = slice(begin, begin + length)
-        results.append(_document_attention(q[rows], k[rows], v[rows], scale))
+        results.append(_document_attention(q[rows], k[rows], v[rows], scale, rule, sinks))
         begin += length
     o = torch.cat([result[0] for result in results])
     lse = torch.cat([result[1] for result in results])
     if do is None:
         return ReferenceResult(o, lse)
-    dq, dk, dv = torch.autograd.grad(o, (q, k, v), do.double())
-    return ReferenceResult(o.detach(), lse.detach(), dq, dk, dv)
+    wanted = (q, k, v) if sinks is None else (q, k, v, sinks)
+    return ReferenceResult(o.detach(), lse.detach(), *torch.autograd.grad(o, wanted, do.double()))
 
 
 def _document_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scale: float,
+    rule: ScoreRule,
+    sinks: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """o and lse of one document's rows."""
     n_rows, num_heads, _ = q.shape
@@ -76,7 +92,18 @@ def _document_attention(
     k = k.repeat_interleave(group_size, dim=1)
     v = v.repeat_interleave(group_size, dim=1)
     scores = scale * torch.einsum("ihd,jhd->hij", q, k)
-    later = torch.ones(n_rows, n_rows, dtype=torch.bool, device=q.device).triu(1)
-    scores = scores.masked_fill(later, float("-inf"))
-    o = torch.einsum("hij,jhd->ihd", torch.softmax(scores, dim=-1), v)
+    if rule.softcap:
+        scores = rule.softcap * torch.tanh(scores / rule.softcap)
+    row = torch.arange(n_rows, device=q.device)
+    behind = row[:, None] - row[None, :]
+    if rule.mask is MaskKind.CAUSAL:
+        scores = scores.masked_fill(behind < 0, float("-inf"))
+    if rule.window is not None:
+        scores = scores.masked_fill(behind >= rule.window, float("-inf"))
+    with_sink = scores
+    if sinks is not None:
+        column = sinks[:, None, None].expand(num_heads, n_rows, 1)
+        with_sink = torch.cat([scores, column], dim=-1)
+    weights = torch.softmax(with_sink, dim=-1)[..., :n_rows]
+    o = torch.einsum("hij,jhd->ihd", weights, v)
     return o, torch.logsumexp(scores, dim=-1).T

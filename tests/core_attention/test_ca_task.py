@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
 
-from core_attention.ca_task import TaskTable, home_segment
+from core_attention.ca_task import MaskKind, Phase, TaskTable, home_segment
 from core_attention.errors import PlanError
 from core_attention.manifest import Manifest, RankManifest, Segment
 from core_attention.plan import Plan
@@ -36,7 +38,14 @@ def test_accepts_a_partition_and_finds_homes() -> None:
 
 
 def test_counts_causal_pairs() -> None:
-    assert table((0, 0, 4, 0), (0, 4, 6, 0)).qk_pairs.tolist() == [1 + 2 + 3 + 4, 5 + 6]
+    tasks = table((0, 0, 4, 0), (0, 4, 6, 0))
+    assert tasks.qk_pairs(manifest()).tolist() == [1 + 2 + 3 + 4, 5 + 6]
+
+
+def test_under_the_full_mask_every_query_sees_all_keys() -> None:
+    tasks = replace(table((0, 0, 4, 0), (0, 4, 10, 0), (1, 0, 1, 0)), mask=MaskKind.FULL)
+    assert tasks.k_end(manifest()).tolist() == [10, 10, 1]
+    assert tasks.qk_pairs(manifest()).tolist() == [4 * 10, 6 * 10, 1]
 
 
 @pytest.mark.parametrize(
@@ -71,8 +80,8 @@ def test_columns_of_different_lengths_are_refused() -> None:
 @given(plans())
 def test_tasks_count_every_pair_of_every_document_once(plan: Plan) -> None:
     length = plan.manifest.document_length
-    assert plan.forward.qk_pairs.sum() == (length * (length + 1) // 2).sum()
-    assert plan.backward.qk_pairs.sum() == plan.forward.qk_pairs.sum()
+    forward, backward = (plan.tasks(phase).qk_pairs(plan.manifest) for phase in Phase)
+    assert forward.sum() == backward.sum() == (length * (length + 1) // 2).sum()
 
 
 @given(plans())

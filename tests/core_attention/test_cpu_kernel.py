@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from core_attention.ca_task import MaskKind
 from core_attention.kernels import cpu_tiles
 from core_attention.kernels.cpu import CpuKernel
 from core_attention.kernels.cpu_tiles import tiles
 from core_attention.kernels.protocol import Kernel, TaskBatch
 from core_attention.profiling import random_parts
+from core_attention.score_rule import ScoreRule
 from core_attention.shape import AttentionShape
 from tests.core_attention.kernel_conformance import SHAPE, KernelConformance, Task, whole
 
@@ -33,13 +33,8 @@ class TestCpuKernel(KernelConformance):
         monkeypatch.setattr(cpu_tiles, "MAX_TILE_SCORES", scores)
         lengths = [3, 400, 17, 64, 65]
         tasks = [Task(1, 120, 400), *whole(lengths)[2:], Task(0, 1, 3)]
-        self.run_and_check(kernel, torch.device("cpu"), SHAPE, lengths, tasks)
-
-
-def test_refuses_a_mask_it_does_not_know() -> None:
-    with pytest.raises(ValueError, match="supports"):
-        CpuKernel().check(SHAPE, 2)  # type: ignore[arg-type]
-    CpuKernel().check(SHAPE, MaskKind.CAUSAL)
+        for rule in (ScoreRule(), ScoreRule(window=50, softcap=2.0)):
+            self.run_and_check(kernel, torch.device("cpu"), SHAPE, lengths, tasks, rule)
 
 
 @pytest.mark.parametrize("kv", [300, 5000, 100_000])

@@ -17,12 +17,13 @@ import pytest
 import torch
 
 from core_attention.arrays import exclusive_cumsum
-from core_attention.ca_task import MaskKind, Phase
+from core_attention.ca_task import Phase
 from core_attention.kernels import fa2, fa4
 from core_attention.kernels.gpu_launches import MAX_TASKS, SUM_ROWS, LaunchCache, gradient_blocks
 from core_attention.kernels.gpu_shapes import check_device
 from core_attention.kernels.protocol import BackwardPart, ForwardPart, Kernel, TaskBatch
 from core_attention.kernels.select import select_kernel
+from core_attention.score_rule import PLAIN, ScoreRule
 from core_attention.shape import AttentionShape
 from tests.core_attention.kernel_conformance import (
     SHAPE,
@@ -167,8 +168,8 @@ HOPPER, BLACKWELL, ADA = (9, 0), (10, 0), (8, 9)
 @pytest.mark.parametrize("dims", [(64, 64), (96, 96), (128, 128), (256, 256), (32, 32)])
 def test_hopper_runs_common_head_dims(dims: tuple[int, int]) -> None:
     shape = replace(LLAMA, head_dim=dims[0], head_dim_v=dims[1])
-    fa4.check_shape(shape, MaskKind.CAUSAL, HOPPER)
-    fa2.check_shape(shape, MaskKind.CAUSAL, HOPPER)
+    fa4.check_shape(shape, HOPPER)
+    fa2.check_shape(shape, HOPPER)
 
 
 @pytest.mark.parametrize(
@@ -178,7 +179,8 @@ def test_hopper_runs_common_head_dims(dims: tuple[int, int]) -> None:
         (fa4.check_shape, {"head_dim": 100, "head_dim_v": 100}, HOPPER, "head_dim 100"),
         (fa4.check_shape, {"head_dim": 264, "head_dim_v": 264}, HOPPER, "up to 256"),
         (fa4.check_shape, {"head_dim": 256, "head_dim_v": 256}, BLACKWELL, "up to 128"),
-        (fa4.check_shape, {"head_dim": 192}, HOPPER, "num_heads_kv equals num_heads"),
+        (fa4.check_shape, {"head_dim": 192}, BLACKWELL, "num_heads_kv equals num_heads"),
+        (fa4.check_shape, {"head_dim_v": 256}, HOPPER, "num_heads_kv equals num_heads"),
         (fa2.check_shape, {"dtype": "float32"}, HOPPER, "dtype is 'float32'"),
         (fa2.check_shape, {"head_dim": 192}, HOPPER, "equal head dims only"),
         (fa2.check_shape, {"head_dim": 100, "head_dim_v": 100}, HOPPER, "head_dim is 100"),
@@ -189,19 +191,35 @@ def test_what_a_kernel_cannot_run_is_named(
     check: Any, change: dict[str, Any], capability: tuple[int, int], message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
-        check(replace(LLAMA, **change), MaskKind.CAUSAL, capability)
+        check(replace(LLAMA, **change), capability)
 
 
 def test_latent_attention_runs_with_as_many_kv_heads_as_heads() -> None:
     shape = replace(LLAMA, num_heads_kv=32, head_dim=192)
     for capability in (HOPPER, BLACKWELL):
-        fa4.check_shape(shape, MaskKind.CAUSAL, capability)
+        fa4.check_shape(shape, capability)
 
 
-def test_other_masks_are_refused() -> None:
-    for check in (fa4.check_shape, fa2.check_shape):
-        with pytest.raises(ValueError, match="mask is 2"):
-            check(LLAMA, 2, HOPPER)  # type: ignore[arg-type]
+def test_hopper_runs_grouped_heads_with_narrower_values() -> None:
+    fa4.check_shape(replace(LLAMA, head_dim=192), HOPPER)
+
+
+def test_a_softcap_is_refused_where_no_kernel_has_it() -> None:
+    rule = ScoreRule(softcap=50.0)
+    fa4.check_shape(LLAMA, HOPPER, rule)
+    fa4.check_shape(LLAMA, BLACKWELL, rule)
+    with pytest.raises(ValueError, match="softcap is 50; the fa2 kernel supports none"):
+        fa2.check_shape(LLAMA, HOPPER, rule)
+
+
+@pytest.mark.parametrize("window", [None, 1, 4096])
+def test_the_library_never_gets_a_window_of_minus_one(window: int | None) -> None:
+    (launch,) = LaunchCache(CPU, gaps=True).launches(batch_of([(0, 9, 0, 9, 0)]), Phase.FORWARD)
+    arguments = fa4._call_arguments(launch, ScoreRule(window=window))
+    sizes = arguments["window_size_left"], arguments["window_size_right"]
+    assert sizes == ((None, None) if window is None else (window - 1, 0))
+    operator = fa2._window(ScoreRule(window=window))
+    assert list(operator.values()) == ([] if window is None else [window - 1, 0])
 
 
 def test_a_cpu_is_refused_by_name() -> None:
@@ -229,11 +247,13 @@ class FiniteBetweenTasks:
         self.prepare = kernel.prepare
         self.synchronize = kernel.synchronize
 
-    def forward(self, parts: Sequence[ForwardPart], scale: float) -> None:
-        self.kernel.forward([self._finite(part) for part in parts], scale)
+    def forward(self, parts: Sequence[ForwardPart], scale: float, rule: ScoreRule = PLAIN) -> None:
+        self.kernel.forward([self._finite(part) for part in parts], scale, rule)
 
-    def backward(self, parts: Sequence[BackwardPart], scale: float) -> None:
-        self.kernel.backward([self._finite(part) for part in parts], scale)
+    def backward(
+        self, parts: Sequence[BackwardPart], scale: float, rule: ScoreRule = PLAIN
+    ) -> None:
+        self.kernel.backward([self._finite(part) for part in parts], scale, rule)
 
     def _finite(self, part: Any) -> Any:
         inputs = {"q", "k", "v", "do"} & {field.name for field in dataclasses.fields(part)}
@@ -342,8 +362,11 @@ class TestFa4Kernel(GpuConformance):
         return FiniteBetweenTasks(fa4_kernel)
 
     def test_different_head_dims(self, kernel: Kernel, device: torch.device) -> None:
-        shape = replace(SHAPE, num_heads_kv=4, head_dim=192, head_dim_v=128, dtype="bfloat16")
-        self.run_and_check(kernel, device, shape, [9, 140], whole([9, 140]))
+        for num_heads_kv in (4, 2):
+            shape = replace(SHAPE, head_dim=192, head_dim_v=128, dtype="bfloat16")
+            shape = replace(shape, num_heads_kv=num_heads_kv)
+            if num_heads_kv == 4 or torch.cuda.get_device_capability(device)[0] == 9:
+                self.run_and_check(kernel, device, shape, [9, 140], whole([9, 140]))
 
     def test_it_is_the_first_choice(self) -> None:
         pytest.importorskip("flash_attn.cute")
@@ -360,6 +383,9 @@ class TestFa4Kernel(GpuConformance):
 @needs_gpu
 class TestFa2Kernel(GpuConformance):
     head_dims = ((64, 64), (96, 96), (128, 128), (256, 256))
+
+    def runs(self, rule: ScoreRule) -> bool:
+        return not rule.softcap
 
     @pytest.fixture
     def kernel(self) -> Iterator[Kernel]:

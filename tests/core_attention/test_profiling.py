@@ -11,12 +11,13 @@ import pytest
 import torch
 
 from core_attention import profiling
-from core_attention.ca_task import MaskKind, Phase, causal_qk_pairs
+from core_attention.ca_task import Phase, causal_qk_pairs
 from core_attention.cost_model import CostProfile, grid_axis
 from core_attention.errors import ProfileError
 from core_attention.kernels.cpu import CpuKernel
 from core_attention.kernels.protocol import BackwardPart, ForwardPart, TaskBatch
 from core_attention.profiling import ProfileGrid, load_or_measure, measure_profile
+from core_attention.score_rule import PLAIN, ScoreRule
 from core_attention.shape import AttentionShape
 
 CPU = torch.device("cpu")
@@ -45,17 +46,19 @@ class ClockKernel:
         self.clock = clock
         self.tasks_seen: set[tuple[int, int, int]] = set()
 
-    def check(self, shape: AttentionShape, mask: MaskKind) -> None:
+    def check(self, shape: AttentionShape, rule: ScoreRule = PLAIN) -> None:
         pass
 
-    def warm_up(self, shape: AttentionShape) -> None:
+    def warm_up(self, shape: AttentionShape, rule: ScoreRule = PLAIN) -> None:
         pass
 
-    def forward(self, parts: Sequence[ForwardPart], scale: float) -> None:
+    def forward(self, parts: Sequence[ForwardPart], scale: float, rule: ScoreRule = PLAIN) -> None:
         for part in parts:
             self._work(part.tasks, PAIR_SECONDS)
 
-    def backward(self, parts: Sequence[BackwardPart], scale: float) -> None:
+    def backward(
+        self, parts: Sequence[BackwardPart], scale: float, rule: ScoreRule = PLAIN
+    ) -> None:
         for part in parts:
             self._work(part.tasks, 2 * PAIR_SECONDS)
 

@@ -16,6 +16,7 @@ from torch import nn
 from core_attention.kernels.cpu import CpuKernel
 from core_attention.kernels.protocol import BackwardPart
 from core_attention.manifest import RankManifest, Segment
+from core_attention.score_rule import PLAIN, ScoreRule
 from core_attention.shape import AttentionShape
 from tests.cluster import Cluster
 from tests.data_plane.conformance import eventually
@@ -187,7 +188,9 @@ def test_a_rank_that_is_done_serves_the_others_to_the_end(pool_of_four: Cluster)
 
 
 class FailingKernel(CpuKernel):
-    def backward(self, parts: Sequence[BackwardPart], scale: float) -> None:
+    def backward(
+        self, parts: Sequence[BackwardPart], scale: float, rule: ScoreRule = PLAIN
+    ) -> None:
         raise MemoryError("no memory for the scores")
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -44,6 +44,7 @@ def open_session(
         "one_host": True,
         "profile_dir": cluster.folder,
         "probe_bytes": 0,
+        "n_layers": 2,
         **options,
     }
     return Session.open(
@@ -52,7 +53,6 @@ def open_session(
             job=job,
             rank=0,
             n_ranks=1,
-            n_layers=2,
             shape=shape,
             **settings,
         )
@@ -124,12 +124,19 @@ def assert_trains_as_locally(
     session: Session,
     config: transformers.PreTrainedConfig,
     lengths: tuple[list[int], ...] = LENGTHS,
+    *,
+    locally: str = "",
+    checkpointed: bool = False,
 ) -> None:
     """Loss and gradients are those of the same model with PyTorch's attention, which runs every
     document alone."""
     model = make_model(copy.deepcopy(config), "distca")
-    local = make_model(copy.deepcopy(config), "sdpa")
+    has_sinks = any("sinks" in name for name, _ in model.named_parameters())
+    local = make_model(copy.deepcopy(config), locally or ("eager" if has_sinks else "sdpa"))
     local.load_state_dict(model.state_dict())
+    if checkpointed:
+        cast("Any", model).gradient_checkpointing_enable()
+        model.train()
     batches = make_batches(lengths=lengths)
     with session.step(submit(session, lengths)):
         outputs = PingPong(model)(batches)
@@ -208,30 +215,27 @@ def test_cu_seq_lens_are_accepted(session: Session) -> None:
 @pytest.mark.parametrize(
     ("config", "named"),
     [
-        (transformers.MistralConfig(**SIZES, sliding_window=32), "sliding_window"),
+        (
+            transformers.MistralConfig(**SIZES, sliding_window=32),
+            r"every layer.*window.* 32 tokens.*90",
+        ),
         (
             transformers.Qwen3Config(
                 **SIZES, use_sliding_window=True, sliding_window=32, max_window_layers=0
             ),
-            "sliding_window",
+            r"every layer.*window.* 32 tokens.*90",
         ),
-        (transformers.Gemma2Config(**SIZES, sliding_window=32), "softcap"),
-        (
-            transformers.GptOssConfig(
-                **SIZES, num_local_experts=2, num_experts_per_tok=1, sliding_window=32
-            ),
-            "s_aux",
-        ),
-        (transformers.LlamaConfig(**SIZES, attention_dropout=0.1), "dropout"),
+        (transformers.Gemma2Config(**SIZES, sliding_window=32), r"softcap=50\.0.*session"),
+        (transformers.LlamaConfig(**SIZES, attention_dropout=0.1), "does not support.*dropout"),
     ],
-    ids=["Mistral-window", "Qwen3-window", "Gemma2", "gpt-oss", "dropout"],
+    ids=["Mistral-window", "Qwen3-window", "Gemma2", "dropout"],
 )
 def test_an_unsupported_feature_is_refused_by_name(
     session: Session, config: transformers.PreTrainedConfig, named: str
 ) -> None:
     model = make_model(config, "distca").train()
     with (
-        pytest.raises(UnsupportedArgument, match=f"does not support.*{named}"),
+        pytest.raises(UnsupportedArgument, match=named),
         session.step(submit(session)),
     ):
         PingPong(model)(make_batches())
@@ -538,43 +542,62 @@ def test_seq_idx_of_other_documents_is_refused(session: Session) -> None:
         PingPong(model)(batches_with_seq_idx(right=False))
 
 
-WIDE = {
-    "Mistral": transformers.MistralConfig(**SIZES, sliding_window=90),
+MIXED = {
     "Gemma3": transformers.Gemma3TextConfig(
         **SIZES,
-        sliding_window=90,
+        sliding_window=32,
         query_pre_attn_scalar=16,
         layer_types=["sliding_attention", "full_attention"],
     ),
     "Llama4": transformers.Llama4TextConfig(
         **SIZES,
-        attention_chunk_size=90,
+        attention_chunk_size=32,
         num_local_experts=2,
         intermediate_size_mlp=96,
         no_rope_layers=[1, 0],
         layer_types=["chunked_attention", "full_attention"],
     ),
+    "gpt-oss": transformers.GptOssConfig(
+        **SIZES, num_local_experts=2, num_experts_per_tok=1, sliding_window=32
+    ),
 }
+"""One layer at home, one that is served."""
 
 
-@pytest.mark.parametrize("name", WIDE)
-def test_a_window_or_chunk_as_long_as_the_longest_document_is_no_limit(
-    session: Session, name: str
+@pytest.fixture(scope="module")
+def session_of_one_layer(pool_of_four: Cluster) -> Iterator[Session]:
+    with open_session(pool_of_four, "transformers-1", n_layers=1) as opened:
+        yield opened
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.parametrize("name", MIXED)
+def test_layers_with_windows_are_computed_at_home(
+    session_of_one_layer: Session, name: str, checkpointed: bool
 ) -> None:
-    assert_trains_as_locally(session, WIDE[name])
+    assert_trains_as_locally(session_of_one_layer, MIXED[name], checkpointed=checkpointed)
 
 
-@pytest.mark.parametrize("name", WIDE)
-def test_a_window_or_chunk_that_hides_tokens_is_refused_with_both_lengths(
-    session: Session, name: str
-) -> None:
-    config = copy.deepcopy(WIDE[name])
-    for field in ("sliding_window", "attention_chunk_size"):
-        if getattr(config, field, None):
-            setattr(config, field, 89)
-    model = make_model(config, "distca")
+def test_a_softcap_goes_with_the_session(pool_of_four: Cluster) -> None:
+    config = transformers.Gemma2Config(**SIZES, sliding_window=32, query_pre_attn_scalar=16)
+    options = SessionOptions.for_model(
+        make_model(copy.deepcopy(config), "distca"), control_plane="", job="", rank=0, n_ranks=1
+    )
+    assert (options.n_layers, options.shape.softcap) == (1, 50.0)
+    with open_session(pool_of_four, "gemma2", n_layers=1, shape=options.shape) as session:
+        assert_trains_as_locally(session, config, locally="eager")
+
+
+def test_a_window_as_long_as_the_longest_document_is_no_limit(session: Session) -> None:
+    """Of a model that has no full layers."""
+    assert_trains_as_locally(session, transformers.MistralConfig(**SIZES, sliding_window=90))
+
+
+def test_a_layer_whose_mask_and_window_differ_is_refused(session_of_one_layer: Session) -> None:
+    model = make_model(copy.deepcopy(MIXED["Gemma3"]), "distca")
+    model.get_submodule("model.layers.0.self_attn").sliding_window = 31  # type: ignore[assignment]
     with (
-        pytest.raises(ValueError, match=r"89.*longest document.*90 tokens"),
-        session.step(submit(session)),
+        pytest.raises(UnsupportedArgument, match="sliding_window=31 and a mask that is window 32"),
+        session_of_one_layer.step(submit(session_of_one_layer)),
     ):
         PingPong(model)(make_batches())

@@ -27,6 +27,7 @@ _SIZES = {
     "linear_head_dim mamba_d_state state_size ssm_state_size d_rel router_hidden_size",
     12: "v_head_dim",
     8: "qk_nope_head_dim qk_rope_head_dim rotary_dim",
+    6: "sliding_window attention_chunk_size window_size",
     4: "num_attention_heads n_head n_heads num_heads decoder_attention_heads attention_heads "
     "encoder_attention_heads swa_num_attention_heads num_experts n_routed_experts "
     "num_local_experts moe_num_experts linear_num_value_heads linear_num_heads",
@@ -38,6 +39,8 @@ _SIZES = {
 """Fields of configurations by the value that they get, where a configuration has them."""
 
 _FIELDS = {name: size for size, names in _SIZES.items() for name in names.split()}
+
+_WINDOWS = ("sliding_window", "attention_chunk_size", "window_size")
 
 _KINDS = ("layer_types", "layers_block_type", "mlp_layer_types")
 
@@ -70,9 +73,12 @@ _FIXES: dict[str, dict[str, Any]] = {
 """What a model type needs besides."""
 
 
-def tiny_config(model_type: str, **fields: Any) -> PreTrainedConfig:
-    """A configuration with a few small layers, one of each kind that the model type has."""
+def tiny_config(model_type: str, *, wide_windows: bool = False, **fields: Any) -> PreTrainedConfig:
+    """A configuration with a few small layers, one of each kind that the model type has, and
+    windows of 6 tokens, or as wide as the model type has them."""
     shrunk = _shrunk(AutoConfig.for_model(model_type).to_dict(), model_type)
+    if wide_windows:
+        shrunk = {name: size for name, size in shrunk.items() if name not in _WINDOWS}
     return AutoConfig.for_model(model_type, **{**shrunk, **fields})
 
 

@@ -161,11 +161,11 @@ class Recomputed(torch.autograd.Function):
         v: torch.Tensor,
         o: torch.Tensor,
         lse: torch.Tensor,
-    ) -> torch.Tensor:
-        """``o``, as a function of ``q``, ``k`` and ``v``."""
-        o = o.detach()
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """``o`` and ``lse``, as functions of ``q``, ``k`` and ``v``."""
+        o, lse = o.detach(), lse.detach()
         ctx.save_for_backward(q, k, v, o, lse)
-        return o
+        return o, lse
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:

@@ -27,18 +27,21 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import PretrainedConfig, PreTrainedModel
 
+from core_attention.ca_task import MaskKind
 from trainer_client.integrations.at_home import is_at_home
 from trainer_client.integrations.checkpointing import Checkpoints
 from trainer_client.integrations.documents import CHECKED, Documents, documents_of
 from trainer_client.integrations.graphs import outside_graphs
+from trainer_client.integrations.plain_attention import attend_plainly
 from trainer_client.integrations.shape_inference import is_shape_inference
 from trainer_client.integrations.untouched import untouched
+from trainer_client.step.home_tasks import FULL, LayerKind
 from trainer_client.step.lane import current_lane, current_step, require_lane
 
 IMPLEMENTATION = "distca"
 
 LENGTHS = (5, 4, 5)
-"""Of the check's documents, which are shorter than any window. The first and the last are equally
+"""Of the check's documents. The first and the last are equally
 long, so that they can change places: then the same rows are computed, in another order, and what
 differs is hardly even rounding."""
 
@@ -71,13 +74,16 @@ class UnsupportedArgument(UnsupportedModel):
 
 
 @dataclass(frozen=True)
-class ServedCall:
+class ModelCall:
     """A call of core attention in one forward.
 
     Attributes:
         module: the type of the attention module.
         num_heads, num_heads_kv, head_dim, head_dim_v: of its tensors.
         scale: what multiplies q.k before the softmax.
+        softcap: of the scores; 0 is none.
+        kind: which keys its queries see.
+        mask: whether later ones among them.
     """
 
     module: str
@@ -86,11 +92,17 @@ class ServedCall:
     head_dim: int
     head_dim_v: int
     scale: float
+    softcap: float = 0.0
+    kind: LayerKind = FULL
+    mask: MaskKind = MaskKind.CAUSAL
 
     def __str__(self) -> str:
+        kind = "" if self.kind.is_full else f", {self.kind}"
+        kind += "" if self.mask is MaskKind.CAUSAL else ", not causal"
+        softcap = f", softcap {self.softcap:g}" if self.softcap else ""
         return (
             f"{self.module} with {self.num_heads} heads of {self.head_dim} ({self.num_heads_kv} of "
-            f"keys, {self.head_dim_v} of values), scaled by {self.scale:.4g}"
+            f"keys, {self.head_dim_v} of values), scaled by {self.scale:.4g}{softcap}{kind}"
         )
 
 
@@ -105,9 +117,41 @@ class DocumentCheck:
             documents.
     """
 
-    calls: tuple[ServedCall, ...]
+    calls: tuple[ModelCall, ...]
     needs: frozenset[str]
     fault: str
+
+    @property
+    def serves_windows(self) -> bool:
+        """Whether layers with windows or chunks are served: the model has no others. They take
+        documents that fit into one."""
+        return not any(call.kind.is_full for call in self.calls)
+
+    @property
+    def served_calls(self) -> tuple[ModelCall, ...]:
+        """The calls that servers compute; the others are computed at home."""
+        if self.serves_windows:
+            return self.calls
+        return tuple(call for call in self.calls if call.kind.is_full)
+
+
+@dataclass(frozen=True, eq=False)
+class LayerCall:
+    """What a layer asks of attention, besides the rows.
+
+    Attributes:
+        kind: which keys its queries see.
+        softcap: of the scores; 0 is none.
+        scaling: multiplies q.k; None is 1 / sqrt(head_dim).
+        sinks: ``[num_heads]``, or None.
+        mask: causal or full.
+    """
+
+    kind: LayerKind
+    softcap: float
+    scaling: float | None
+    sinks: torch.Tensor | None
+    mask: MaskKind
 
 
 @dataclass
@@ -116,7 +160,7 @@ class Check:
 
     documents: Documents
     modules: list[nn.Module] = field(default_factory=list)
-    calls: list[ServedCall] = field(default_factory=list)
+    calls: list[ModelCall] = field(default_factory=list)
 
     def attend(
         self,
@@ -124,16 +168,16 @@ class Check:
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        scaling: float | None,
+        layer: LayerCall,
     ) -> torch.Tensor:
-        """Causal attention within each document.
+        """Attention within each document.
 
         Args:
             module: the model's attention module.
             query: ``[1, num_heads, rows, head_dim]``.
             key: ``[1, num_heads_kv, rows, head_dim]``.
             value: ``[1, num_heads_kv, rows, head_dim_v]``.
-            scaling: None is 1 / sqrt(head_dim).
+            layer: what it asks for.
 
         Returns:
             o ``[1, rows, num_heads, head_dim_v]``.
@@ -149,21 +193,32 @@ class Check:
                     f"{name} for {n_rows} tokens; every token must have one row (no cache, no "
                     "cross attention, no pooled keys)"
                 )
+        scale = query.shape[3] ** -0.5 if layer.scaling is None else layer.scaling
         self.modules.append(module)
         self.calls.append(
-            ServedCall(
+            ModelCall(
                 type(module).__name__,
                 query.shape[1],
                 key.shape[1],
                 query.shape[3],
                 value.shape[3],
-                query.shape[3] ** -0.5 if scaling is None else scaling,
+                scale,
+                layer.softcap,
+                layer.kind,
+                layer.mask,
             )
         )
         parts = (tensor.split(self.documents.lengths, dim=2) for tensor in (query, key, value))
         outputs = [
-            nn.functional.scaled_dot_product_attention(
-                q, k, v, is_causal=True, scale=scaling, enable_gqa=True
+            attend_plainly(
+                q,
+                k,
+                v,
+                scale=scale,
+                softcap=layer.softcap,
+                sinks=layer.sinks,
+                kind=layer.kind,
+                mask=layer.mask,
             )
             for q, k, v in zip(*parts, strict=True)
         ]

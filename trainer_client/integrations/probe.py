@@ -25,11 +25,13 @@ from torch.nn.modules.module import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
+from core_attention.ca_task import MaskKind
 from core_attention.errors import TensorError
 from core_attention.shape import AttentionShape
 from core_attention.tensor_checks import check_qkv
 from trainer_client.errors import SessionError
 from trainer_client.integrations.untouched import untouched
+from trainer_client.step.home_tasks import FULL, LayerKind
 from trainer_client.step.ping_pong import PingPong
 
 DOCUMENT_TOKENS = 4
@@ -68,19 +70,31 @@ class Recorder:
 
     def __init__(self, model: nn.Module) -> None:
         self.calls: list[tuple[str, CallKind]] = []
+        self.home_calls = 0
         self._names = {id(module): name for name, module in model.named_modules()}
         self._inside: list[nn.Module] = []
 
     def call(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None = None
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        scale: float | None = None,
+        *,
+        softcap: float | None = None,
+        mask: MaskKind = MaskKind.CAUSAL,
+        kind: LayerKind = FULL,
     ) -> torch.Tensor:
-        """Notes a call.
+        """Notes a call; of those that are computed at home only that there was one.
 
         Args:
             q: ``[rows, num_heads, head_dim]``.
             k: ``[rows, num_heads_kv, head_dim]``.
             v: ``[rows, num_heads_kv, head_dim_v]``.
             scale: what the model multiplies q.k by, if it says.
+            softcap: of the scores.
+            mask: which keys a query sees.
+            kind: of the layer.
 
         Returns:
             Zeros in the place of o, ``[rows, num_heads, head_dim_v]``.
@@ -101,11 +115,16 @@ class Recorder:
             head_dim=q.shape[2],
             head_dim_v=v.shape[2],
             dtype=str(q.dtype).removeprefix("torch."),
+            softcap=softcap or 0.0,
+            mask=mask,
         )
         check_qkv(q, k, v, shape, len(q))
-        self.calls.append(
-            (self._place(), CallKind(shape=shape, softmax_scale=scale, device=q.device))
-        )
+        if kind.is_full:
+            self.calls.append(
+                (self._place(), CallKind(shape=shape, softmax_scale=scale, device=q.device))
+            )
+        else:
+            self.home_calls += 1
         return q.new_zeros(len(q), shape.num_heads, shape.head_dim_v)
 
     def kind(self) -> CallKind:
@@ -117,6 +136,11 @@ class Recorder:
         kinds: dict[CallKind, list[str]] = {}
         for place, kind in self.calls:
             kinds.setdefault(kind, []).append(place)
+        if not kinds and self.home_calls:
+            raise SessionError(
+                f"all {self.home_calls} layers of the model have a window or chunks, which are "
+                "computed at home: servers would have nothing to do. Train it without DistCA"
+            )
         if not kinds:
             raise SessionError(
                 "the probe's forward did not call core attention; load the model with "
@@ -127,7 +151,7 @@ class Recorder:
         if len(kinds) > 1:
             shown = "; ".join(f"{_some(places)}: {kind}" for kind, places in kinds.items())
             raise SessionError(
-                "all core attention of a job has one shape, dtype and scale, and the model's "
+                "all core attention that is served has one shape, dtype and scale, and the model's "
                 f"differ: {shown}. Serve the layers of one kind, and give the others another "
                 "implementation"
             )
@@ -169,7 +193,7 @@ class ServedAttention:
     """The core attention of a model.
 
     Attributes:
-        n_layers: calls in one forward.
+        n_layers: calls in one forward that are served.
         kind: what they share.
     """
 

@@ -46,14 +46,14 @@ def is_shape_inference(recomputed: Region | None) -> bool:
 
 def of_the_right_shape(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, checkpoints: Checkpoints
-) -> torch.Tensor:
-    """Zeros of core attention's shape and dtype, through which q, k and v get gradients, zeros as
-    well; again in a checkpoint that is recomputed."""
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Zeros of the shapes and dtypes of core attention's o and lse, through which q, k and v get
+    gradients, zeros as well; again in a checkpoint that is recomputed."""
     if region := checkpoints.recomputed:
-        again: torch.Tensor = Recomputed.apply(q, k, v, *region.take())  # type: ignore[no-untyped-call]
-        return again
-    o: torch.Tensor = _Shapes.apply(q, k, v, checkpoints.keep)  # type: ignore[no-untyped-call]
-    return o
+        o, lse = Recomputed.apply(q, k, v, *region.take())  # type: ignore[no-untyped-call]
+    else:
+        o, lse = _Shapes.apply(q, k, v, checkpoints.keep)  # type: ignore[no-untyped-call]
+    return o, lse
 
 
 class _Shapes(torch.autograd.Function):
@@ -66,14 +66,14 @@ class _Shapes(torch.autograd.Function):
         k: torch.Tensor,
         v: torch.Tensor,
         keep: Callable[[object, torch.Tensor, torch.Tensor], None],
-    ) -> torch.Tensor:
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         o = v.new_zeros(*q.shape[:-1], v.shape[-1])
         lse = q.new_zeros(q.shape[:-1], dtype=torch.float32)
         keep(_SHAPES, o, lse)
         ctx.save_for_backward(q, k, v, o, lse)
-        return o
+        return o, lse
 
     @staticmethod
-    def backward(ctx: Any, do: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, do: torch.Tensor, dlse: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         q, k, v, *_ = ctx.saved_tensors
         return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v), None

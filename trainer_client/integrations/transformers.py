@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable
-from dataclasses import dataclass
+import math
 from typing import Any
 
 import torch
@@ -26,6 +25,7 @@ from trainer_client.integrations.at_home import (
 from trainer_client.integrations.checkpointing import Checkpoints
 from trainer_client.integrations.document_check import (
     IMPLEMENTATION,
+    LayerCall,
     UnsupportedArgument,
     UnsupportedModel,
     check_documents,
@@ -35,12 +35,28 @@ from trainer_client.integrations.document_check import (
     hook_before_forward,
     no_interface,
 )
-from trainer_client.integrations.documents import CHECKED, Documents, documents_of
+from trainer_client.integrations.documents import CHECKED, Documents
 from trainer_client.integrations.graphs import outside_graphs
+from trainer_client.integrations.layer_kinds import (
+    check_causality,
+    check_kind,
+    mask_of,
+    refuse_short_window,
+    serves_windows,
+)
+from trainer_client.integrations.layer_masks import (
+    CAUSAL,
+    LayerMask,
+    current_documents,
+    distca_mask,
+    shows,
+)
 from trainer_client.integrations.probe import current_recorder
 from trainer_client.integrations.shape_inference import is_shape_inference, of_the_right_shape
+from trainer_client.step.home_tasks import FULL
 from trainer_client.step.lane import Lane, require_lane
 from trainer_client.step.operation import core_attention
+from trainer_client.step.sinks import with_sinks
 
 __all__ = [
     "IMPLEMENTATION",
@@ -62,24 +78,11 @@ _WITHOUT_EFFECT = (
     "num_items_in_batch",
     "return_dict",
 )
-_NEUTRAL: dict[str, Any] = {"is_causal": True, "output_attentions": False, "dropout": 0.0}
+_NEUTRAL: dict[str, Any] = {"output_attentions": False, "dropout": 0.0}
 """Arguments that are supported with this one value only (or None)."""
 
 _NOT_PLANNED = Documents("the probe", [])
 """In a probe only shapes are asked for."""
-
-_WINDOWS = ("sliding_window",)
-"""Arguments that hide keys further away than so many tokens: no change for shorter documents."""
-
-
-@dataclass(frozen=True)
-class _UnsupportedMask:
-    """Stands in for a mask that is not plain causal, until attention itself can name it."""
-
-    reason: str
-
-    def __repr__(self) -> str:
-        return self.reason
 
 
 @outside_graphs
@@ -91,18 +94,28 @@ def distca_attention(
     attention_mask: Any,
     scaling: float | None = None,
     dropout: float = 0.0,
+    *,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Core attention of one layer, as transformers calls it.
+
+    Full layers are served. Layers with a window or with chunks are computed here, if the model has
+    full ones besides.
 
     Args:
         module: the model's attention module.
         query: ``[1, num_heads, rows, head_dim]``.
         key: ``[1, num_heads_kv, rows, head_dim]``.
         value: ``[1, num_heads_kv, rows, head_dim_v]``.
-        attention_mask: None; see :func:`distca_mask`.
-        scaling: must be the session's softmax scale.
+        attention_mask: see :func:`trainer_client.integrations.layer_masks.distca_mask`.
+        scaling: must be the session's softmax scale in a layer that is served.
         dropout: must be 0.
+        sliding_window: must be the mask's.
+        softcap: must be the session's in a layer that is served.
+        s_aux: ``[num_heads]`` attention sinks.
         kwargs: whatever else the model passes; see the module's text.
 
     Returns:
@@ -111,89 +124,32 @@ def distca_attention(
     Raises:
         UnsupportedArgument: an argument is not supported, or has an unsupported value.
         ValueError: position_ids or cu_seq_lens do not match the manifest.
-        SessionError: no step is running.
+        SessionError: no step is running, or a document is cut between ranks inside a window.
     """
     checkpoints = Checkpoints()
     if is_shape_inference(checkpoints.recomputed):
         q, k, v = (tensor.transpose(1, 2) for tensor in (query, key, value))
-        return of_the_right_shape(q, k, v, checkpoints), None
+        o, lse = of_the_right_shape(q, k, v, checkpoints)
+        return (o if s_aux is None else with_sinks(o, lse, s_aux)), None
     if current_check.get() is None and is_at_home():
-        return _at_home(module, query, key, value, attention_mask, scaling, dropout, kwargs), None
-    recorder = current_recorder.get()
-    documents = _NOT_PLANNED if recorder else _documents()
+        told = {**kwargs, "softcap": softcap, "s_aux": s_aux}
+        return _at_home(module, query, key, value, attention_mask, scaling, dropout, told), None
+    documents = _NOT_PLANNED if current_recorder.get() else current_documents()
+    asked = attention_mask if isinstance(attention_mask, LayerMask) else CAUSAL
+    mask = mask_of(module, asked, documents)
     is_causal = getattr(module, "is_causal", True) and kwargs.pop("is_causal", None) is not False
-    _refuse_unsupported(
-        {**kwargs, "attention_mask": attention_mask, "dropout": dropout, "is_causal": is_causal},
-        documents,
-    )
+    unknown = None if isinstance(attention_mask, LayerMask) else attention_mask
+    _refuse_unsupported({**kwargs, "attention_mask": unknown, "dropout": dropout})
+    check_causality(module, mask, is_causal=is_causal)
+    check_kind(module, asked.kind, sliding_window, documents)
     if query.shape[0] != 1:
         raise UnsupportedArgument(
             f"query has a batch of {query.shape[0]}; pack the documents of a nano-batch into one "
             "row, [1, rows], with position_ids that restart at 0"
         )
+    layer = LayerCall(asked.kind, softcap or 0.0, scaling, s_aux, mask)
     query, key, value = _cast(module, query, key, value)
-    if recorder is not None:
-        q, k, v = (tensor[0].transpose(0, 1).contiguous() for tensor in (query, key, value))
-        return recorder.call(q, k, v, scaling)[None], None
-    documents.check(kwargs)
-    if (check := current_check.get()) is not None:
-        return check.attend(module, query, key, value, scaling), None
-    lane = require_lane()
-    _refuse_unproven(module, documents)
-    _check_scale(lane, scaling, module)
-    _check_dtype(lane, query)
-    q, k, v = (tensor[0].transpose(0, 1).contiguous() for tensor in (query, key, value))
-    return core_attention(q, k, v)[None], None
-
-
-@outside_graphs
-def distca_mask(
-    batch_size: int,
-    q_length: int,
-    kv_length: int,
-    q_offset: int = 0,
-    kv_offset: int = 0,
-    mask_function: Callable[..., Any] | None = None,
-    attention_mask: torch.Tensor | None = None,
-    **kwargs: Any,
-) -> _UnsupportedMask | HomeMask | None:
-    """The mask that transformers hands to :func:`distca_attention`: None if it is plain causal.
-
-    The documents come from the manifest, so nothing is materialised. A mask that hides more, or
-    less, than causal attention within documents comes back as an object that the attention refuses
-    by name.
-    """
-    if current_check.get() is None and is_at_home():
-        asked = {
-            "batch_size": batch_size,
-            "q_length": q_length,
-            "kv_length": kv_length,
-            "q_offset": q_offset,
-            "kv_offset": kv_offset,
-            "attention_mask": attention_mask,
-            **({"mask_function": mask_function} if mask_function else {}),
-        }
-        return HomeMask({**asked, **kwargs})
-    if attention_mask is not None and not bool(attention_mask.all()):
-        return _UnsupportedMask("padding (remove padding and pack documents instead)")
-    if kwargs.get("use_vmap"):
-        return _UnsupportedMask("a custom mask function")
-    if q_length != kv_length or q_offset or kv_offset:
-        return _UnsupportedMask(f"a cache ({q_length} queries, {kv_length} keys)")
-    if mask_function is None or current_recorder.get() is not None:
-        return None
-    if is_shape_inference(Checkpoints().recomputed):
-        return None
-    documents = _documents()
-    window = kwargs.get("local_size")
-    if window is not None and window < documents.longest:
-        return _UnsupportedMask(
-            f"a window or chunk of {window} tokens, shorter than the longest document of "
-            f"{documents.where} with {documents.longest} tokens"
-        )
-    if not _is_causal_within_segments(documents, mask_function, reaches_back=window is None):
-        return _UnsupportedMask("not causal (bidirectional, or of the model's own kind)")
-    return None
+    return _attend(module, query, key, value, layer, documents, kwargs), None
 
 
 def _at_home(
@@ -207,12 +163,11 @@ def _at_home(
     kwargs: dict[str, Any],
 ) -> torch.Tensor:
     """Attention of rows that nobody has planned; what no mask tells is refused as ever."""
-    told = {name: value for name, value in kwargs.items() if name not in (*_WINDOWS, "is_causal")}
-    _refuse_unsupported(told, _NOT_PLANNED)
+    _refuse_unsupported({name: value for name, value in kwargs.items() if name != "is_causal"})
     if not getattr(module, "is_causal", True) or kwargs.get("is_causal") is False:
         raise UnsupportedArgument(
             f"{type(module).__name__} asks for attention that is not causal; attn_implementation="
-            "'distca' computes causal attention only, at home as well"
+            "'distca' computes causal attention only where nothing was planned"
         )
     query, key, value = _cast(module, query, key, value)
     lengths, positions = None, kwargs.get("position_ids")
@@ -234,35 +189,59 @@ def _lengths_at_home(mask: HomeMask, positions: torch.Tensor) -> list[int] | Non
         return lengths
     begins = [0, *itertools.accumulate(lengths[:-1])]
     documents = Documents("at home", [(b, 0, n) for b, n in zip(begins, lengths, strict=True)])
-    return lengths if _is_causal_within_segments(documents, function, reaches_back=True) else None
+    return lengths if shows(documents, function, FULL) else None
 
 
-def _documents() -> Documents:
-    """Of the check that runs, or else of the lane."""
-    check = current_check.get()
-    return documents_of(require_lane()) if check is None else check.documents
+def _attend(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    layer: LayerCall,
+    documents: Documents,
+    told: dict[str, Any],
+) -> torch.Tensor:
+    """In a probe, a check or a step: o ``[1, rows, num_heads, head_dim_v]``.
+
+    Args:
+        layer: what the module asks for.
+        documents: of the nano-batch.
+        told: arguments of the call, those that tell of documents among them.
+    """
+    recorder = current_recorder.get()
+    if recorder is None:
+        documents.check(told)
+        if (check := current_check.get()) is not None:
+            return check.attend(module, query, key, value, layer)
+    q, k, v = (tensor[0].transpose(0, 1).contiguous() for tensor in (query, key, value))
+    kind = FULL if serves_windows(module) else layer.kind
+    if recorder is not None:
+        return recorder.call(
+            q, k, v, layer.scaling, softcap=layer.softcap, mask=layer.mask, kind=kind
+        )[None]
+    lane = require_lane()
+    _refuse_unproven(module, documents)
+    scale = None
+    if kind.is_full:
+        refuse_short_window(module, layer.kind, documents)
+        _check_scale(lane, layer.scaling, module)
+        _check_rule(lane, layer, module)
+        _check_dtype(lane, query)
+    else:
+        scale = q.shape[-1] ** -0.5 if layer.scaling is None else layer.scaling
+    return core_attention(
+        q,
+        k,
+        v,
+        window=kind.window,
+        chunk=kind.chunk,
+        sinks=layer.sinks,
+        softcap=layer.softcap,
+        scale=scale,
+    )[None]
 
 
-def _is_causal_within_segments(
-    documents: Documents, mask_function: Callable[..., Any], *, reaches_back: bool
-) -> bool:
-    """Asks the mask at its borders: each row must see itself, must not see the next row and, if it
-    ``reaches_back``, must see the first row of its segment. (Chunks are counted from the first row
-    if transformers does not see that documents are packed; they are not longer than a chunk.)"""
-    segments = torch.tensor(documents.segments, dtype=torch.int64)
-    begin, _, length = segments.reshape(-1, 3).unbind(1)
-    first = begin.repeat_interleave(length)
-    rows = torch.arange(len(first))
-    zero = torch.zeros((), dtype=torch.int64)
-    sees_itself = torch.as_tensor(mask_function(zero, zero, rows, rows))
-    sees_next = torch.as_tensor(mask_function(zero, zero, rows[:-1], rows[1:]))
-    sees_first = torch.as_tensor(mask_function(zero, zero, rows, first))
-    reached = sees_first.all() if reaches_back else sees_itself.all()
-    # One question to the device, which the mask may be on.
-    return bool(reached & sees_itself.all() & ~sees_next.any())
-
-
-def _refuse_unsupported(arguments: dict[str, Any], documents: Documents) -> None:
+def _refuse_unsupported(arguments: dict[str, Any]) -> None:
     refused = {
         name: value
         for name, value in arguments.items()
@@ -270,24 +249,14 @@ def _refuse_unsupported(arguments: dict[str, Any], documents: Documents) -> None
         and name not in CHECKED
         and name not in _WITHOUT_EFFECT
         and not (name in _NEUTRAL and value == _NEUTRAL[name])
-        and not (name in _WINDOWS and _is_wide(value, documents))
     }
     if refused:
-        shown = ", ".join(
-            f"{name}={_short(value)}"
-            + (f" (the longest document has {documents.longest} tokens)" * (name in _WINDOWS))
-            for name, value in sorted(refused.items())
-        )
+        shown = ", ".join(f"{name}={_short(value)}" for name, value in sorted(refused.items()))
         raise UnsupportedArgument(
-            f"attn_implementation='distca' does not support {shown}; it computes causal attention "
-            "within documents, without dropout. Turn the feature off in the model's config, or "
+            f"attn_implementation='distca' does not support {shown}; it computes attention within "
+            "documents, without dropout. Turn the feature off in the model's config, or "
             "use another implementation"
         )
-
-
-def _is_wide(window: Any, documents: Documents) -> bool:
-    """Whether a window hides nothing of any document."""
-    return isinstance(window, int) and window >= documents.longest
 
 
 def _short(value: Any) -> str:
@@ -300,6 +269,22 @@ def _check_scale(lane: Lane, scaling: float | None, module: nn.Module) -> None:
         raise UnsupportedArgument(
             f"{type(module).__name__} scales by {scaling}, the session by {scale}; open the "
             f"session with softmax_scale={scaling}"
+        )
+
+
+def _check_rule(lane: Lane, layer: LayerCall, module: nn.Module) -> None:
+    shape = lane.running.job.shape
+    if not math.isclose(layer.softcap, shape.softcap, rel_tol=1e-6):
+        raise UnsupportedArgument(
+            f"{type(module).__name__} caps its scores by softcap={layer.softcap}, the session's "
+            f"servers by {shape.softcap}; open the session with "
+            f"shape=AttentionShape(..., softcap={layer.softcap})"
+        )
+    if layer.mask is not shape.mask:
+        raise UnsupportedArgument(
+            f"the attention of {type(module).__name__} is {layer.mask.name}, the session's "
+            f"{shape.mask.name}; open the session with shape=AttentionShape(..., "
+            f"mask=MaskKind.{layer.mask.name})"
         )
 
 
@@ -401,5 +386,5 @@ def _is_language_model(model: PreTrainedModel) -> bool:
 
 
 AttentionInterface.register(IMPLEMENTATION, distca_attention)
-AttentionMaskInterface.register(IMPLEMENTATION, distca_mask)
+AttentionMaskInterface.register(IMPLEMENTATION, outside_graphs(distca_mask))
 _watch_models()

@@ -25,6 +25,7 @@ import torch
 
 from core_attention.arrays import Int64Array
 from core_attention.ca_task import Phase
+from core_attention.score_rule import PLAIN, ScoreRule
 from core_attention.tick import Tick
 from distca.contract.timeouts import default_seconds
 from trainer_client.integrity.answer import Answer, Tensors
@@ -92,7 +93,7 @@ class _Sample:
         answer: where it comes from; its results are not read any more, their memory is reused.
         document: index in the plan's manifest.
         q_begin, q_end: of the task.
-        key_rows: packed rows of the keys ``[0, q_end)``.
+        key_rows: packed rows of all keys that its queries see.
         queries: positions of the chosen queries.
         query_rows: their packed rows.
         keys: positions of the chosen keys; empty if their gradients cannot be recomputed.
@@ -117,6 +118,7 @@ class Auditor:
         rate: share of the tasks to audit, 0 to 1.
         seed: chooses which.
         scale: multiplies q.k before softmax.
+        rule: mask and softcap.
         on_finding: called on the auditor's thread with the outcome of each audit.
         device: of the model's tensors; on a GPU, rows are copied to the host on a stream of their
             own, so that copies do not wait for the model's kernels.
@@ -131,6 +133,7 @@ class Auditor:
         *,
         seed: int,
         scale: float,
+        rule: ScoreRule = PLAIN,
         on_finding: Callable[[Finding], None],
         device: torch.device,
     ) -> None:
@@ -138,7 +141,7 @@ class Auditor:
             raise ValueError(f"rate is {rate}; it must be a share, 0 to 1")
         self._rate = rate
         self._seed = seed
-        self._scale = scale
+        self._scale, self._rule = scale, rule
         self._on_finding = on_finding
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._waiting: queue.Queue[_Sample | None] = queue.Queue(WAITING)
@@ -175,12 +178,14 @@ class Auditor:
     def _choose(self, answer: Answer) -> Iterator[_Sample]:
         route, tasks = answer.route, answer.plan.tasks(answer.tick.phase)
         chosen = self._chosen_tasks(answer)
+        k_ends = tasks.k_end(answer.plan.manifest)
         for run in np.flatnonzero(chosen).tolist():
             task = int(route.task[run])
             document, q_begin, q_end = (
                 int(column[task]) for column in (tasks.document, tasks.q_begin, tasks.q_end)
             )
-            key_rows = answer.key_rows(document, q_end)
+            k_end = int(k_ends[task])
+            key_rows = answer.key_rows(document, k_end)
             if key_rows is None:
                 continue
             random = np.random.default_rng(
@@ -189,7 +194,7 @@ class Auditor:
             queries = _some(random, q_begin, q_end)
             offsets = queries - q_begin
             at_home = _all_queries_at_home(answer, document)
-            keys = _some(random, 0, q_end) if at_home else np.zeros(0, np.int64)
+            keys = _some(random, 0, k_end) if at_home else np.zeros(0, np.int64)
             yield _Sample(
                 answer=answer,
                 document=document,
@@ -255,9 +260,9 @@ class Auditor:
         k, v = (_rows(answer.inputs[name], sample.key_rows) for name in ("k", "v"))
         if answer.tick.phase is Phase.FORWARD:
             q = _rows(answer.inputs["q"], sample.query_rows)
-            return forward_rows(q, k, v, positions, self._scale)
+            return forward_rows(q, k, v, positions, self._scale, self._rule)
         expected = query_gradient_rows(
-            _queries(answer, sample.query_rows), k, v, positions, self._scale
+            _queries(answer, sample.query_rows), k, v, positions, self._scale, self._rule
         )
         if len(sample.keys):
             rows, all_positions = _queries_of_server(answer, sample.document)
@@ -269,6 +274,7 @@ class Auditor:
                 torch.from_numpy(all_positions),
                 at,
                 self._scale,
+                self._rule,
             )
         return expected
 

@@ -45,6 +45,7 @@ class Examiner:
                 options.audit_rate,
                 seed=options.audit_seed,
                 scale=options.scale,
+                rule=options.shape.rule,
                 on_finding=self._audited,
                 device=device,
             )

@@ -15,6 +15,9 @@ from dataclasses import dataclass
 
 import torch
 
+from core_attention.ca_task import MaskKind
+from core_attention.score_rule import PLAIN, ScoreRule
+
 Tensors = Mapping[str, torch.Tensor]
 
 
@@ -32,7 +35,12 @@ class Expected:
 
 
 def forward_rows(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, positions: torch.Tensor, scale: float
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    positions: torch.Tensor,
+    scale: float,
+    rule: ScoreRule = PLAIN,
 ) -> dict[str, Expected]:
     """o and lse of some queries.
 
@@ -41,10 +49,11 @@ def forward_rows(
         k, v: ``[M, num_heads_kv, D]`` the document's first M rows.
         positions: ``[R]`` of the chosen queries in the document, all less than M.
         scale: multiplies q.k before softmax.
+        rule: mask and softcap.
     """
     o, o_magnitude, lse = [], [], []
     for head, kv_head in _heads(q, k):
-        scores = _scores(q[:, head], k[:, kv_head], positions, scale)
+        scores, _ = _scores(q[:, head], k[:, kv_head], positions, None, scale, rule)
         weights, values = torch.softmax(scores, -1), v[:, kv_head].float()
         o.append(weights @ values)
         o_magnitude.append(weights @ values.abs())
@@ -57,18 +66,25 @@ def forward_rows(
 
 
 def query_gradient_rows(
-    queries: Tensors, k: torch.Tensor, v: torch.Tensor, positions: torch.Tensor, scale: float
+    queries: Tensors,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    positions: torch.Tensor,
+    scale: float,
+    rule: ScoreRule = PLAIN,
 ) -> dict[str, Expected]:
     """dq of some queries.
 
     Args:
         queries: q, do ``[R, num_heads, D]``, lse and delta ``[R, num_heads]`` of them.
-        k, v, positions, scale: as for :func:`forward_rows`.
+        k, v, positions, scale, rule: as for :func:`forward_rows`.
     """
     value, magnitude = [], []
     for head, kv_head in _heads(queries["q"], k):
         key = k[:, kv_head].float()
-        _, gradient, size = _score_gradients(queries, k, v, positions, None, head, kv_head, scale)
+        _, gradient, size = _score_gradients(
+            queries, k, v, positions, None, (head, kv_head), scale, rule
+        )
         value.append(scale * (gradient @ key))
         magnitude.append(scale * (size @ key.abs()))
     return {"dq": Expected(torch.stack(value, 1), torch.stack(magnitude, 1))}
@@ -81,6 +97,7 @@ def key_gradient_rows(
     positions: torch.Tensor,
     key_positions: torch.Tensor,
     scale: float,
+    rule: ScoreRule = PLAIN,
 ) -> dict[str, Expected]:
     """dk and dv of some keys, summed over given queries.
 
@@ -89,14 +106,14 @@ def key_gradient_rows(
         k, v: ``[R, num_heads_kv, D]`` the chosen keys.
         positions: ``[N]`` of the queries in the document.
         key_positions: ``[R]`` of the keys.
-        scale: multiplies q.k before softmax.
+        scale, rule: as for :func:`forward_rows`.
     """
     n_heads_kv = k.shape[1]
     dk = [[torch.zeros(len(k), k.shape[2]) for _ in range(2)] for _ in range(n_heads_kv)]
     dv = [[torch.zeros(len(v), v.shape[2]) for _ in range(2)] for _ in range(n_heads_kv)]
     for head, kv_head in _heads(queries["q"], k):
         weights, gradient, size = _score_gradients(
-            queries, k, v, positions, key_positions, head, kv_head, scale
+            queries, k, v, positions, key_positions, (head, kv_head), scale, rule
         )
         q, do = queries["q"][:, head].float(), queries["do"][:, head].float()
         dk[kv_head][0] += scale * (gradient.T @ q)
@@ -122,14 +139,24 @@ def _scores(
     q: torch.Tensor,
     k: torch.Tensor,
     positions: torch.Tensor,
+    key_positions: torch.Tensor | None,
     scale: float,
-    key_positions: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """``[R, M]`` scaled and masked scores of one head."""
-    if key_positions is None:
-        key_positions = torch.arange(len(k))
-    scores = scale * (q.float() @ k.float().T)
-    return scores.masked_fill(key_positions[None, :] > positions[:, None], float("-inf"))
+    rule: ScoreRule,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``[R, M]`` scaled, capped and masked scores of one head, and their derivative by q.k scaled.
+
+    Args:
+        key_positions: None: all of the document's, from its first on.
+    """
+    scores, slope = scale * (q.float() @ k.float().T), torch.ones(())
+    if rule.softcap:
+        tanh = torch.tanh(scores / rule.softcap)
+        scores, slope = rule.softcap * tanh, 1 - tanh.square()
+    if rule.mask is MaskKind.CAUSAL:
+        if key_positions is None:
+            key_positions = torch.arange(len(k))
+        scores = scores.masked_fill(key_positions[None, :] > positions[:, None], float("-inf"))
+    return scores, slope
 
 
 def _score_gradients(
@@ -138,15 +165,19 @@ def _score_gradients(
     v: torch.Tensor,
     positions: torch.Tensor,
     key_positions: torch.Tensor | None,
-    head: int,
-    kv_head: int,
+    heads: tuple[int, int],
     scale: float,
+    rule: ScoreRule,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Weights, gradients of the scores and their magnitudes, ``[queries, keys]`` each
-    (FlashAttention-2, section 3.1)."""
-    scores = _scores(queries["q"][:, head], k[:, kv_head], positions, scale, key_positions)
+    """Weights, gradients of the scaled products and their magnitudes, ``[queries, keys]`` each
+    (FlashAttention-2, section 3.1), of ``heads``: a query head and its kv head."""
+    head, kv_head = heads
+    scores, slope = _scores(
+        queries["q"][:, head], k[:, kv_head], positions, key_positions, scale, rule
+    )
     weights = torch.exp(scores - queries["lse"][:, head, None].float())
     do, value = queries["do"][:, head].float(), v[:, kv_head].float()
     delta = queries["delta"][:, head, None].float()
+    # Without the slope, which is 1 less a number that has been rounded.
     size = weights * (do.abs() @ value.abs().T + delta.abs())
-    return weights, weights * (do @ value.T - delta), size
+    return weights, weights * slope * (do @ value.T - delta), size

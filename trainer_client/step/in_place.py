@@ -13,7 +13,6 @@ from attention_node.metrics import NodeMetrics
 from attention_node.rehearsal import rehearse
 from attention_node.served_job import StepBusy
 from attention_node.tick_server import TickServer
-from core_attention.ca_task import MaskKind
 from core_attention.cost_model import CostProfile
 from core_attention.kernels.select import select_kernel
 from core_attention.profiling import device_name, load_or_measure
@@ -68,10 +67,10 @@ class InPlaceServer:
         on_step_finished: Callable[[StepBusy], None],
     ) -> None:
         kernel = select_kernel(device)
-        kernel.check(shape, MaskKind.CAUSAL)
+        kernel.check(shape, shape.rule)
         self.profile: CostProfile | None = None
         if not standby:
-            kernel.warm_up(shape)
+            kernel.warm_up(shape, shape.rule)
             rehearse(kernel, shape, device)
             self.profile = load_or_measure(profile_dir, kernel, shape, device)
         self.device_name = device_name(device)

@@ -10,56 +10,107 @@ after the other nano-batch's node has had its turn.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.autograd.function import once_differentiable
 
-from core_attention.kernels.row_dots import row_dots
+from core_attention.score_rule import ScoreRule
 from core_attention.tensor_checks import check_qkv
+from trainer_client.errors import SessionError
 from trainer_client.integrations.checkpointing import Checkpoints, Recomputed
 from trainer_client.integrations.graphs import outside_graphs
 from trainer_client.integrations.probe import current_recorder
 from trainer_client.integrations.shape_inference import is_shape_inference, of_the_right_shape
 from trainer_client.step.attention_call import AttentionCall
+from trainer_client.step.home import HomeCall, attend_at_home, output_gradients
+from trainer_client.step.home_tasks import LayerKind, home_tasks
 from trainer_client.step.lane import require_lane
+from trainer_client.step.sinks import with_sinks
 
 
 @outside_graphs
-def core_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """Causal ``softmax(scale * q k^T) v`` within each document of the current nano-batch.
+def core_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    window: int | None = None,
+    chunk: int | None = None,
+    sinks: torch.Tensor | None = None,
+    softcap: float | None = None,
+    scale: float | None = None,
+) -> torch.Tensor:
+    """``softmax(scale * q k^T) v`` within each document of the current nano-batch.
 
     Call it inside ``with session.step(n):``, and inside :class:`trainer_client.PingPong` if the
     step has several nano-batches. Rows are those of the rank's manifest, in packed order. In an
     activation checkpoint it is run once, not again when activations are recomputed: see
     :mod:`trainer_client.integrations.checkpointing`.
 
+    Which keys a query sees says the job's mask, ``AttentionShape.mask``. A layer with a window or
+    with chunks is computed here, not by servers, and is none of the job's ``n_layers``; its heads
+    and head dims may differ from the job's.
+
     Args:
         q: ``[rows, num_heads, head_dim]``, the job's dtype, contiguous.
         k: ``[rows, num_heads_kv, head_dim]``, likewise.
         v: ``[rows, num_heads_kv, head_dim_v]``, likewise.
+        window: a query sees so many tokens at most, its own and those before it.
+        chunk: documents are cut into chunks of so many tokens; a query sees its own and those
+            before it in its chunk.
+        sinks: ``[num_heads]``, any floating dtype: a learned score that takes weight from the keys
+            and gives no value; see :mod:`trainer_client.step.sinks`.
+        softcap: c of c * tanh(score / c), which takes the place of each scaled score; 0 is none.
+            None: that of the job's shape, which servers apply, so another is an error in a layer
+            that is served.
+        scale: what multiplies q.k; None: the session's. Likewise.
 
     Returns:
         o ``[rows, num_heads, head_dim_v]``. Differentiable once, in the same step.
 
     Raises:
         TensorError: a shape, dtype, device or stride is wrong.
-        SessionError: no step is running, or the call is one that the job does not have.
+        ValueError: window or chunk is not 1 or more, or no kernel runs the layer here.
+        SessionError: no step is running, the call is one that the job does not have, or a document
+            is cut between ranks inside a window or a chunk.
         CoreAttentionFailed: a server failed, or a deadline passed.
     """
+    kind = LayerKind(window, chunk)
     if (recorder := current_recorder.get()) is not None:
-        return recorder.call(q, k, v)
+        return recorder.call(q, k, v, scale, softcap=softcap, kind=kind)
     checkpoints = Checkpoints()
     region = checkpoints.recomputed
     if is_shape_inference(region):
-        return of_the_right_shape(q, k, v, checkpoints)
+        o, lse = of_the_right_shape(q, k, v, checkpoints)
+    elif kind.is_full:
+        o, lse = _served(q, k, v, softcap, scale, checkpoints)
+    else:
+        o, lse = _at_home(q, k, v, kind, softcap, scale, checkpoints)
+    return o if sinks is None else with_sinks(o, lse, sinks)
+
+
+def _served(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    softcap: float | None,
+    scale: float | None,
+    checkpoints: Checkpoints,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """o and lse by the job's servers."""
+    region = checkpoints.recomputed
     lane = require_lane()
     running, nano_batch = lane.running, lane.nano_batch
-    check_qkv(q, k, v, running.job.shape, running.n_rows(nano_batch))
+    job = running.job
+    check_qkv(q, k, v, job.shape, running.n_rows(nano_batch))
+    _check_served("softcap", softcap, job.shape.softcap)
+    _check_served("scale", scale, job.scale)
     if region:
-        again: torch.Tensor = Recomputed.apply(q, k, v, *region.take())  # type: ignore[no-untyped-call]
-        return again
+        o, lse = Recomputed.apply(q, k, v, *region.take())  # type: ignore[no-untyped-call]
+        return o, lse
     needs_backward = torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v))
     layer = running.forward_call(nano_batch, needs_backward=needs_backward)
     call = AttentionCall(running, layer, nano_batch)
@@ -67,8 +118,44 @@ def core_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.T
     lane.give_way()
     detached = (tensor.detach() for tensor in (q, k, v))
     keep = functools.partial(checkpoints.keep, lane)
-    o: torch.Tensor = _Collect.apply(token, *detached, call, keep)  # type: ignore[no-untyped-call]
-    return o
+    o, lse = _Collect.apply(token, *detached, call, keep)  # type: ignore[no-untyped-call]
+    return o, lse
+
+
+def _check_served(name: str, asked: float | None, of_job: float) -> None:
+    if asked is not None and not math.isclose(asked, of_job, rel_tol=1e-6):
+        where = "softcap of AttentionShape" if name == "softcap" else "softmax_scale"
+        raise SessionError(
+            f"core_attention was called with {name}={asked}, and the job's servers compute with "
+            f"{of_job}; open the session with {where} {asked}, or leave {name} out"
+        )
+
+
+def _at_home(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    kind: LayerKind,
+    softcap: float | None,
+    scale: float | None,
+    checkpoints: Checkpoints,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """o and lse of a layer that is not served."""
+    region = checkpoints.recomputed
+    lane = require_lane()
+    if region:
+        o, lse = Recomputed.apply(q, k, v, *region.take())  # type: ignore[no-untyped-call]
+        return o, lse
+    job = lane.running.job
+    call = HomeCall(
+        tasks=home_tasks(lane.running, lane.nano_batch, kind),
+        rule=ScoreRule(
+            window=kind.window, softcap=job.shape.softcap if softcap is None else softcap
+        ),
+        scale=job.scale if scale is None else scale,
+    )
+    n_rows = lane.running.n_rows(lane.nano_batch)
+    return attend_at_home(q, k, v, n_rows, call, functools.partial(checkpoints.keep, lane))
 
 
 class _Send(torch.autograd.Function):
@@ -97,19 +184,21 @@ class _Collect(torch.autograd.Function):
         v: torch.Tensor,
         call: AttentionCall,
         keep: Callable[[torch.Tensor, torch.Tensor], None],
-    ) -> torch.Tensor:
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         o, lse = call.collect_forward()
         keep(o, lse)
         ctx.call = call
+        ctx.set_materialize_grads(False)
         ctx.save_for_backward(q, k, v, o, lse)
-        return o
+        return o, lse
 
     @staticmethod
     @outside_graphs
     @once_differentiable
-    def backward(ctx: Any, do: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(
+        ctx: Any, do: torch.Tensor | None, dlse: torch.Tensor | None
+    ) -> tuple[torch.Tensor | None, ...]:
         q, k, v, o, lse = ctx.saved_tensors
-        do = do.contiguous()
-        delta = row_dots(do, o)
+        do, delta = output_gradients(o, do, dlse)
         ctx.call.send_backward({"q": q, "k": k, "v": v, "do": do, "lse": lse, "delta": delta})
         return do.new_empty(0, dtype=torch.float32), None, None, None, None, None, None

@@ -15,7 +15,7 @@ import torch
 
 from attention_node.cuda_order import record_event
 from attention_node.served_job import JobDescription
-from core_attention.ca_task import Phase
+from core_attention.ca_task import MaskKind, Phase
 from core_attention.plan import Plan
 from core_attention.tick import Tick
 from trainer_client.errors import CoreAttentionFailed, SessionError
@@ -267,14 +267,14 @@ class RunningStep:
 
     def needed_ranks(self, tick: Tick) -> list[int]:
         """The ranks whose rows this rank's reply of ``tick`` needs: forward, those with earlier
-        rows of its documents; backward, with any."""
+        rows of its documents; backward, and under the full mask, with any."""
         manifest = self.plan.manifest
         in_lane = manifest.document_nano_batch[manifest.segment_document] == tick.nano_batch
         mine = in_lane & (manifest.segment_rank == self.rank)
         last = np.full(manifest.n_documents, -1, dtype=np.int64)
         np.maximum.at(last, manifest.segment_document[mine], manifest.segment_offset[mine])
         needed = in_lane & ~mine & (last[manifest.segment_document] >= 0)
-        if tick.phase is Phase.FORWARD:
+        if tick.phase is Phase.FORWARD and self.plan.mask is MaskKind.CAUSAL:
             needed &= manifest.segment_offset < last[manifest.segment_document]
         return [int(rank) for rank in np.unique(manifest.segment_rank[needed])]
 

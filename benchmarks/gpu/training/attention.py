@@ -333,7 +333,7 @@ def _attention(
     q, k, v = (tensor[0].transpose(0, 1).contiguous() for tensor in (query, key, value))
     checkpoints = Checkpoints()
     if region := checkpoints.recomputed:
-        return Recomputed.apply(q, k, v, *region.take())[None], None  # type: ignore[no-untyped-call]
+        return Recomputed.apply(q, k, v, *region.take())[0][None], None  # type: ignore[no-untyped-call]
     o = _Operation.apply(q, k, v, _current[0], checkpoints)  # type: ignore[no-untyped-call]
     return o[None], None
 
