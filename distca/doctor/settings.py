@@ -29,6 +29,7 @@ CHECK_NAMES = (
     "namespaces",
     "rdma",
     "gpudirect",
+    "nics",
     "dns",
     "certificates",
     "control-plane",
