@@ -75,7 +75,7 @@ CASES = (
     Case("dp"),
     Case("moe", Shape(layers=2, experts=4)),
     Case("tp", parallelism=Parallelism(tp=2)),
-    Case("tp-one-key-head", Shape(layers=2, heads_kv=2), Parallelism(tp=2)),
+    Case("tp-one-key-head", Shape(layers=2, heads_kv=1), Parallelism(tp=2)),
     Case("pp", parallelism=Parallelism(pp=2)),
 )
 
