@@ -139,7 +139,7 @@ def carve_surplus(
     _carve(carving, rules)
     left, relieved = carving.sums[LEFT], carving.sums[RELIEVED]
     growth = carving.sums[ADDED] / relieved if relieved > 0.0 else 1.0
-    rise = left * growth / max(work.receives.sum(), 1)
+    rise: float = left * growth / max(work.receives.sum(), 1)
     if left > 0.0 and math.isfinite(carving.sums[NEEDED]):
         rise = max(rise, carving.sums[NEEDED])
     return rise

@@ -8,7 +8,7 @@ import pytest
 
 from control_plane.planner.chunk import CutRules, cut_rules
 from control_plane.planner.costs import Pace
-from control_plane.planner.fit import Offer, _latest_end, fit_best
+from control_plane.planner.fit import Offer, latest_end, fit_best
 from control_plane.planner.fleet import build_fleet
 from tests.control_plane.planner.compiled_calls import callable_from_python
 from tests.control_plane.planning_cases import in_place, uniform_profile
@@ -93,8 +93,8 @@ def last_end(low: int, high: int, seconds: float) -> int:
 
 
 @pytest.mark.parametrize(("low", "high"), [(0, 2048), (0, 2047), (37, 1999), (1600, 1650), (5, 9)])
-def test_the_latest_end_is_found(low: int, high: int) -> None:
-    latest = callable_from_python(_latest_end)
+def test_thelatest_end_is_found(low: int, high: int) -> None:
+    latest = callable_from_python(latest_end)
     whole = float(pairs(low, high))
     tried = [0.0, -1.0, 0.5, whole, whole - 1.0, 2.0 * whole]
     tried += [share * whole for share in (0.01, 0.1, 0.25, 0.5, 0.75, 0.9, 0.99)]
@@ -105,8 +105,8 @@ def test_the_latest_end_is_found(low: int, high: int) -> None:
         assert latest(DONOR, low, high, seconds, ALIGNMENT) == expected, seconds
 
 
-def test_the_latest_end_counts_the_speed() -> None:
-    latest = callable_from_python(_latest_end)
+def test_thelatest_end_counts_the_speed() -> None:
+    latest = callable_from_python(latest_end)
     assert latest(RECEIVER, 0, 2048, 2.0 * pairs(0, 1024), ALIGNMENT) == 1024
 
 
