@@ -8,7 +8,7 @@ import pytest
 
 from control_plane.planner.chunk import CutRules, cut_rules
 from control_plane.planner.costs import Pace
-from control_plane.planner.fit import Offer, latest_end, fit_best
+from control_plane.planner.fit import Offer, fit_best, latest_end
 from control_plane.planner.fleet import build_fleet
 from tests.control_plane.planner.compiled_calls import callable_from_python
 from tests.control_plane.planning_cases import in_place, uniform_profile
