@@ -237,7 +237,8 @@ def _log_what_was_measured(
             "budget of %g s",
             len(measured),
             len(cells),
-            *missing[0],
+            missing[0].q,
+            missing[0].kv,
             budget_seconds,
         )
     else:
