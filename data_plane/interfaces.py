@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import socket
-
-import psutil
+from typing import Any
 
 ANY_ADDRESS = "0.0.0.0"
 _LOOPBACK_ADDRESS = "127.0.0.1"
@@ -19,7 +18,7 @@ def interface_of(ip: str) -> str | None:
     All of 127.0.0.0/8 belongs to the loopback interface, though it carries one address of it.
     """
     wanted = _LOOPBACK_ADDRESS if ipaddress.ip_address(ip).is_loopback else ip
-    for name, addresses in psutil.net_if_addrs().items():
+    for name, addresses in _addresses().items():
         if any(each.family == socket.AF_INET and each.address == wanted for each in addresses):
             # A second address may go by the name of an alias, such as eth0:1.
             return name.partition(":")[0]
@@ -34,7 +33,7 @@ def address_of_interface(name: str) -> str:
     """
     by_name = {
         each: [one.address for one in addresses if one.family == socket.AF_INET]
-        for each, addresses in psutil.net_if_addrs().items()
+        for each, addresses in _addresses().items()
     }
     if by_name.get(name):
         return str(by_name[name][0])
@@ -86,3 +85,11 @@ def interface_of_host(host: str) -> str | None:
         named = host if host == ip else f"{host}, that is {ip},"
         raise ValueError(f"data_host {named} is on no network interface of this machine. {advice}")
     return interface
+
+
+def _addresses() -> dict[str, list[Any]]:
+    """What each interface carries."""
+    # Comes with the extras of nodes and trainers, while every command imports this module.
+    import psutil
+
+    return psutil.net_if_addrs()

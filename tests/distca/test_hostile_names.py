@@ -90,7 +90,7 @@ def test_an_error_of_ours_is_shown_as_it_came(
     def fail(**_: object) -> None:
         raise RpcError("OpenJob", "localhost:1", HOSTILE)
 
-    monkeypatch.setattr(cli, "app", fail)
+    monkeypatch.setattr(cli, "command_line", lambda: fail)
     with pytest.raises(SystemExit):
         cli.main()
     text = capsys.readouterr().err

@@ -11,7 +11,9 @@ import pytest
 from tests.distca.source_tree import ROOT
 
 PROGRAMS = re.findall(
-    r'^RUN /opt/distca/bin/python -c "([^"]+)"', (ROOT / "docker" / "Dockerfile").read_text(), re.M
+    r'^(?:RUN| *) /opt/distca/bin/python -c "([^"]+)"',
+    (ROOT / "docker" / "Dockerfile").read_text(),
+    re.M,
 )
 
 

@@ -27,12 +27,12 @@ N_LAYERS = 2
 _DAMAGE_RESULTS = """
 from core_attention.kernels.cpu import CpuKernel
 forward, backward = CpuKernel.forward, CpuKernel.backward
-def damaged_forward(self, parts, scale):
-    forward(self, parts, scale)
+def damaged_forward(self, parts, scale, *rule):
+    forward(self, parts, scale, *rule)
     for part in parts:
         part.o[part.tasks.q_begin[0]] {how}
-def damaged_backward(self, parts, scale):
-    backward(self, parts, scale)
+def damaged_backward(self, parts, scale, *rule):
+    backward(self, parts, scale, *rule)
     for part in parts:
         part.dq[part.tasks.q_begin[0]] {how}
 CpuKernel.{phase} = damaged_{phase}

@@ -102,8 +102,8 @@ OpenTick._reply = lambda self, rank: None
 _NOT_FINITE = """
 from core_attention.kernels.cpu import CpuKernel
 forward = CpuKernel.forward
-def damaged(self, parts, scale):
-    forward(self, parts, scale)
+def damaged(self, parts, scale, *rule):
+    forward(self, parts, scale, *rule)
     for part in parts:
         part.o[part.tasks.q_begin[0]] = float("nan")
 CpuKernel.forward = damaged
