@@ -1,7 +1,8 @@
 # Everything needs Python 3.11 or newer as python3; the rest is installed into .venv.
 #
 #   make demo     train with core attention on attention nodes, then in place, both verified
-#   make test     all tests but those of chart, images and faults
+#   make test     all tests but those of whole models, chart, images and faults
+#   make test-training  whole models, pipelines and loops of libraries; 8 minutes
 #   make test-faults  whole jobs under faults and attacks, in a short form; 8 minutes
 #   make lint     formatting, linter, types, floors
 #   make format   formats the code and repairs what the linter can
@@ -53,7 +54,7 @@ DEMO_EXTRAS ?= trainer,node,ucxx-cu13
 # of them holds the expensive ends of long documents. Short pieces cost little on a CPU.
 DEMO := --verify --steps 12 --span-ranks --min-backward-tokens 128 --overwrite
 
-.PHONY: help demo test test-nixl test-frameworks test-gpu lint format stubs chart chart-tools chart-readme metrics-page configuration-page images push image-names constraints deploy-test deploy-test-cuda cluster-test chaos soak install clean
+.PHONY: help demo test test-training test-nixl test-frameworks test-gpu lint format stubs chart chart-tools chart-readme metrics-page configuration-page images push image-names constraints deploy-test deploy-test-cuda cluster-test chaos soak install clean
 .DEFAULT_GOAL := help
 
 # The command must know BuildKit: Docker 23 or newer, or 20.10 with DOCKER_BUILDKIT=1.
@@ -91,7 +92,10 @@ test: $(INSTALLED)
 	@$(BIN)/python -c 'from control_plane.planner.planners import PLANNERS, prepare; \
 	  [prepare(planner) for planner in PLANNERS.values()]'
 	@$(BIN)/python -m tools.run_tests --again 3 -- \
-	  --ignore=tests/helm -m "not faults" --numprocesses=2 --dist=loadscope $(PYTEST)
+	  --ignore=tests/helm -m "not faults and not training" --numprocesses=2 --dist=loadscope $(PYTEST)
+
+test-training: $(INSTALLED)
+	@$(BIN)/python -m tools.run_tests --again 3 -- -m training --numprocesses=2 --dist=loadscope $(PYTEST)
 
 # One at a time: a job that loses processes to another test tells nothing.
 test-faults: $(INSTALLED)

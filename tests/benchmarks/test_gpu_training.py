@@ -26,6 +26,8 @@ from core_attention.cost_model import CostProfile
 from core_attention.manifest import Manifest, RankManifest
 from core_attention.shape import AttentionShape
 
+pytestmark = pytest.mark.training
+
 ROOT = Path(__file__).resolve().parents[2]
 RANKS, TOKENS = 4, 32768
 

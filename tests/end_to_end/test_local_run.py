@@ -72,7 +72,7 @@ def test_stages_of_a_pipeline_train_as_one_process_does(start_run: StartRun) -> 
     """The zero-bubble order with unequal stages; embedding and head are one weight."""
     options = (
         "--pipeline-stages=2", "--microbatches=2", "--schedule=zero-bubble", "--layers=3",
-        "--stage-layers=2,1", "--activation-checkpointing",
+        "--stage-layers=2,1",
     )  # fmt: skip
     whole = ("--mode=in-place", "--verify", *options)
     run = start_run("run", *whole, "--steps=2")

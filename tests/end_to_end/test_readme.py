@@ -19,6 +19,8 @@ from transformers import AutoModelForCausalLM
 from core_attention.shape import AttentionShape
 from tests.cluster import ROOT, Cluster, cluster, keep_profile
 
+pytestmark = pytest.mark.training
+
 N_RANKS, N_STEPS = 2, 4
 SHAPE = AttentionShape(num_heads=4, num_heads_kv=2, head_dim=64, head_dim_v=64, dtype="float32")
 DEADLINE_SECONDS = 110

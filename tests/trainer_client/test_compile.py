@@ -19,6 +19,8 @@ from tests.cluster import Cluster, keep_profile
 from trainer_client import PingPong, Placement, Session, SessionOptions, checkpoint, core_attention
 from trainer_client.integrations.transformers import IMPLEMENTATION
 
+pytestmark = pytest.mark.training
+
 SHAPE = AttentionShape(num_heads=2, num_heads_kv=2, head_dim=16, head_dim_v=16, dtype="float32")
 LENGTHS = ([9, 1, 30], [17, 5])
 WIDTH, N_LAYERS = 32, 2

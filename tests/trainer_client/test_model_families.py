@@ -33,6 +33,8 @@ from tests.trainer_client.model_sweep import (
 from tests.trainer_client.tiny_models import FAMILIES, tiny_config
 from trainer_client.integrations.transformers import UnsupportedModel, check_documents
 
+pytestmark = pytest.mark.training
+
 INSTALLED = Version(transformers.__version__)
 TRIED = Version("5.24.0")
 """The release that the table was made with. Another one may look attention up by name in other

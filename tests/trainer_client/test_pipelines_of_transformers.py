@@ -26,6 +26,8 @@ from trainer_client import (
 )
 from trainer_client.integrations.transformers import IMPLEMENTATION
 
+pytestmark = pytest.mark.training
+
 MICROBATCHES, ROWS, TOKENS, VOCABULARY = 3, 2, 40, 50
 LENGTHS: Sequence[Sequence[int]] = ((40,), (7, 33), (1, 38, 1), (20, 20), (39, 1), (3, 30, 7))
 

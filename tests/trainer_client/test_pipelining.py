@@ -60,6 +60,8 @@ from trainer_client.integrations.pipelining import _microbatch, _run_rows_in_tur
 from trainer_client.integrations.schedule_check import ScheduleCheck
 from trainer_client.step.lane import in_nano_batch
 
+pytestmark = pytest.mark.training
+
 RANKS, WIDTH, ROWS, VOCABULARY = 4, 32, 24, 16
 SHAPE = AttentionShape(num_heads=2, num_heads_kv=1, head_dim=16, head_dim_v=16, dtype="float32")
 

@@ -21,6 +21,8 @@ from tests.cluster import NODE_SHAPE, ROOT, Cluster, keep_profile
 from tests.trainer_client.test_transformers import CONFIGS, make_model
 from trainer_client.integrations.trainer import UnsupportedTrainer, serve_trainer
 
+pytestmark = pytest.mark.training
+
 N_RANKS = 2
 DEADLINE_SECONDS = 280
 TOLERANCES = {

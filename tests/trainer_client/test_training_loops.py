@@ -27,6 +27,8 @@ from tests.trainer_client.test_transformers import (
 from trainer_client import PingPong, Session, SessionError, labels_per_rank, submit_ahead
 from trainer_client.integrations.whole_rows import turns_inside
 
+pytestmark = pytest.mark.training
+
 ROWS = ([40, 1, 90, 7], [200], [1], [3, 3, 3])
 
 
