@@ -60,6 +60,18 @@ SHRINKS = 5
 """How often a chunk that breaks a memory or byte limit is halved before it is given up."""
 
 
+@compiled_leaf
+def may_shorten(rules: CutRules, raised: float, first_cap: float) -> bool:
+    """Whether shorter pieces are tried next where nothing fits, not a higher cap.
+
+    Args:
+        raised: seconds by which the cap has risen from ``first_cap``.
+    """
+    return rules.min_tokens > rules.min_rest_tokens or (
+        raised >= PATIENCE * first_cap and rules.min_tokens > rules.shortest_tokens
+    )
+
+
 @compiled_inner
 def export_surplus(
     board: Board,
@@ -124,9 +136,7 @@ def _move_surplus(
         if board.used[CHUNKS] >= most_chunks or raised > most_raised:
             return math.inf
         if rooms.size[0] == 0 or failures == MOST_FAILURES:
-            if rules.min_tokens > rules.min_rest_tokens or (
-                raised >= PATIENCE * first_cap and rules.min_tokens > rules.shortest_tokens
-            ):
+            if may_shorten(rules, raised, first_cap):
                 rules = with_shorter_chunks(rules)
             else:
                 rise = max(step, 0.25 * raised)

@@ -34,7 +34,7 @@ class Work(NamedTuple):
         load: ``[n_servers]`` seconds of each server's own rank, without them.
         longest: ``[n_servers]`` where its longest document ends.
         is_homeless: ``[n_ranks]`` whether no server runs on a rank.
-        homeless: the segments of these ranks, most query-key pairs first.
+        homeless: the segments of these ranks, in the order in which they are placed.
         pairs: all work, in query-key pairs at typical rates.
         homeless_pairs: that of ranks without a server.
         level: seconds, base loads included, in which all servers would finish if work could be
@@ -78,7 +78,7 @@ def weigh(segments: Segments, home: HomeWork, fleet: Fleet, phase: int) -> Work:
     receives = fleet.receives & (fleet.speed > 0.0)
     base = fleet.base[phase]
     level = find_level(base, load, pairs, homeless_pairs, pair_rate, receives)
-    homeless = _by_pairs(segments, is_homeless)
+    homeless = _by_end(segments, is_homeless)
     return Work(
         receives,
         pair_rate,
@@ -109,8 +109,13 @@ def level_of_growth(work: Work, fleet: Fleet, growth: float) -> float:
 
 
 @compiled_inner
-def _by_pairs(segments: Segments, is_homeless: BoolArray) -> Int64Array:
-    """The homeless segments, most query-key pairs first."""
+def _by_end(segments: Segments, is_homeless: BoolArray) -> Int64Array:
+    """The homeless segments, the one that ends latest in its document first.
+
+    A whole document ends where it is long. The few queries that a document which spans ranks has
+    on its last one take long and can hardly be cut: they go while rooms are wide, and what begins
+    the document, which can be cut anywhere, fills what they leave.
+    """
     if not is_homeless.any():
         return np.empty(0, dtype=np.int64)
     n = len(segments.begin)
@@ -120,9 +125,7 @@ def _by_pairs(segments: Segments, is_homeless: BoolArray) -> Int64Array:
         if is_homeless[segments.rank[i]]:
             homeless[n_homeless] = i
             n_homeless += 1
-            # The length of a whole document with as many pairs, negated.
-            begin, end = float(segments.begin[i]), float(segments.end[i])
-            key[i] = (1 << 32) - int(math.sqrt(end * end - begin * begin))
+            key[i] = (1 << 32) - segments.end[i]
     return sorted_by(homeless[:n_homeless], key)
 
 

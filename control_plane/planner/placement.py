@@ -1,9 +1,9 @@
 """Placement of work that has no server at home: ranks without an in-place server that can run it.
 
 All of it must travel, so its Q and O cost what they cost; what a plan can save is K and V, by
-cutting as few documents as it can. Longest first, each part goes whole to the server with the most
-room; one that fits nowhere is cut from its end, so that what remains, and is placed next, has the
-fewest keys.
+cutting as few documents as it can. What ends latest in its document goes first, whole, to the
+server with the most room; what fits nowhere is cut from its end, so that what remains, and is
+placed next, has the fewest keys.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from control_plane.planner.board import (
     resident_end,
     server_seconds,
 )
-from control_plane.planner.chunk import CutRules, begin_for_seconds
+from control_plane.planner.chunk import CutRules, begin_for_seconds, with_shorter_chunks
 from control_plane.planner.compiled import BoolArray, compiled_inner
 from control_plane.planner.costs import Pace, causal_pairs, task_seconds
-from control_plane.planner.exports import CAP_STEP
+from control_plane.planner.exports import CAP_STEP, may_shorten
 from control_plane.planner.fleet import Fleet, pace_of
 from control_plane.planner.level import Work
 from control_plane.planner.links import Links, link_cost
@@ -54,12 +54,13 @@ def place_homeless(
 ) -> tuple[int, int]:
     """Places the homeless segments, which take ``home_seconds`` at speed 1.
 
-    The cap is raised in place where room runs out.
+    Where room runs out, pieces may be shorter, as in ``exports``; then the cap is raised in place.
 
     Returns:
         The segment and the end of the first part that fits on no server; (-1, 0) if all fit.
     """
-    step = CAP_STEP * cap.max()
+    first_cap = cap.max()
+    step = CAP_STEP * first_cap
     receives, pair_rate = work.receives, work.pair_rate
     one_profile = len(fleet.tables.layout) == 1
     raises = 0
@@ -95,6 +96,10 @@ def place_homeless(
                 board, segments, fleet, rules, limits, cap, receives, rooms, segment, low, high
             )
             if at < 0:
+                risen = cap.max() - first_cap
+                if not limits.active and may_shorten(rules, risen, first_cap):
+                    rules = with_shorter_chunks(rules)
+                    continue
                 raises += 1
                 shortest = max(low, high - rules.min_tokens)
                 if raises > MOST_RAISES or not _anyone_could(

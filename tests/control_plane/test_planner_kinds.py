@@ -9,12 +9,19 @@ import pytest
 
 from benchmarks.makespan_bound import MakespanBound
 from benchmarks.planner_kinds import PROMISE, Kind, draw_kind, misses_of, plan_of
-from control_plane.planner.planning import PlanningServer
+from control_plane.planner import balanced
+from control_plane.planner.planning import PlanningOptions, PlanningServer
 from core_attention.ca_task import Phase
 from core_attention.manifest import Manifest
 from core_attention.plan import Plan, PlanVerdict
 from tests.control_plane.planner.small_plans import manifest_of
-from tests.control_plane.planning_cases import PROFILE, in_place, stream_manifest, uniform_profile
+from tests.control_plane.planning_cases import (
+    PROFILE,
+    in_place,
+    pool,
+    stream_manifest,
+    uniform_profile,
+)
 
 K = 1024
 
@@ -58,6 +65,29 @@ def test_short_documents_on_servers_of_different_speed(n: int) -> None:
     for forecast in (plan.forward_forecast, plan.backward_forecast):
         assert forecast is not None
         assert forecast.q_rows[0, ::2].sum() == pytest.approx(2 / 3 * n * 128 * K, rel=0.03)
+
+
+@pytest.mark.parametrize(
+    ("n_ranks", "n_servers", "tokens"), [(2, 3, 2 * K), (4, 3, 2 * K), (3, 8, 8 * K)]
+)
+def test_a_pool_gets_the_ends_of_documents_that_span_ranks(
+    n_ranks: int, n_servers: int, tokens: int
+) -> None:
+    """These ends are too short to be cut again, and take longer than most rooms are wide."""
+    generator = np.random.default_rng(n_servers)
+    options = PlanningOptions(tolerance=0.03, min_backward_tokens=128)
+    for _ in range(40):
+        drawn = np.exp(generator.normal(np.log(tokens / 4), 1.0, 64)).astype(int) + 1
+        lengths = np.minimum(drawn, n_ranks * tokens)
+        kept = lengths[: np.searchsorted(np.cumsum(lengths), n_ranks * tokens) + 1]
+        kept[-1] -= kept.sum() - n_ranks * tokens
+        servers = [
+            replace(server, speed=float(generator.uniform(0.7, 1.0)))
+            for server in pool(n_servers, profile=uniform_profile())
+        ]
+        manifest = stream_manifest([int(n) for n in kept], n_ranks, span=True)
+        plan = balanced.plan(manifest, servers, servers[0].profile.shape, options)
+        assert plan.verdict is PlanVerdict.KEPT, plan.reason
 
 
 @pytest.mark.parametrize("tolerance", [0.02, 0.1])
