@@ -119,10 +119,13 @@ def served_here(step: PlannedStep) -> Iterator[None]:
 
 def run_packed(model: PreTrainedModel, step: PlannedStep) -> torch.Tensor:
     """Logits ``[rows, vocabulary]`` of the packed documents."""
-    positions = torch.cat([torch.arange(length) for length in step.lengths])[None]
-    ids = tokens(step.lengths)[None]
+    positions = torch.cat([torch.arange(length) for length in step.lengths])
     with served_here(step):
-        output = model(input_ids=ids, position_ids=positions, use_cache=False)
+        output = model(
+            input_ids=tokens(step.lengths)[None].to(model.device),
+            position_ids=positions[None].to(model.device),
+            use_cache=False,
+        )
     logits: torch.Tensor = output.logits[0]
     return logits
 
@@ -137,9 +140,11 @@ def run_alone(model: PreTrainedModel, lengths: Sequence[int] = LENGTHS) -> torch
     return torch.cat(
         [
             model(
-                input_ids=ids[None], position_ids=torch.arange(len(ids))[None], use_cache=False
+                input_ids=ids[None],
+                position_ids=torch.arange(len(ids), device=model.device)[None],
+                use_cache=False,
             ).logits[0]
-            for ids in tokens(lengths).split(list(lengths))
+            for ids in tokens(lengths).to(model.device).split(list(lengths))
         ]
     )
 
@@ -150,11 +155,13 @@ def loss_of(logits: torch.Tensor, lengths: Sequence[int] = LENGTHS) -> torch.Ten
         (
             nn.functional.cross_entropy(rows[:-1].double(), ids[1:], reduction="sum")
             for rows, ids in zip(
-                logits.split(list(lengths)), tokens(lengths).split(list(lengths)), strict=True
+                logits.split(list(lengths)),
+                tokens(lengths).to(logits.device).split(list(lengths)),
+                strict=True,
             )
             if len(ids) > 1
         ),
-        torch.zeros((), dtype=torch.float64),
+        torch.zeros((), dtype=torch.float64, device=logits.device),
     )
 
 
@@ -171,7 +178,7 @@ def planned_step(model: PreTrainedModel, lengths: Sequence[int] = LENGTHS) -> Pl
         num_heads_kv=call.num_heads_kv,
         head_dim=call.head_dim,
         head_dim_v=call.head_dim_v,
-        dtype="float32",
+        dtype=str(model.dtype).removeprefix("torch."),
         softcap=call.softcap,
         mask=call.mask,
     )

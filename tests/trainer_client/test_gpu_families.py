@@ -1,0 +1,102 @@
+"""Model families of transformers on a GPU: kernels with windows, softcaps, sinks, both masks and
+all head dims, called as models call them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.models.auto import configuration_auto
+
+from tests.trainer_client.model_sweep import (
+    BIDIRECTIONAL,
+    FULL_LAYERS,
+    SERVED,
+    WINDOWS,
+    documented,
+    loss_of,
+    make_model,
+    planned_step,
+    run_alone,
+    run_packed,
+)
+from tests.trainer_client.tiny_models import tiny_config
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.timeout(400),
+]
+
+LENGTHS = [9, 1, 14, 5, 6, 7, 100]
+"""Windows of tiny models have six keys."""
+DEVICE = torch.device("cuda", 0)
+
+FAMILIES = sorted(
+    family
+    for family, outcome in documented().items()
+    if outcome.kind in (SERVED, BIDIRECTIONAL, FULL_LAYERS, WINDOWS)
+    and family in configuration_auto.CONFIG_MAPPING
+)
+LATENT: dict[str, Any] = {
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "qk_head_dim": 192,
+    "v_head_dim": 128,
+    "head_dim": 64,
+}
+"""Head dims of DeepSeek's attention: the tiny ones are no multiples of 8, which kernels need."""
+
+
+def on_device(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
+    moved: PreTrainedModel = model.to(DEVICE, dtype)  # type: ignore[arg-type]
+    return moved
+
+
+def gradient_error(model: nn.Module, exact: nn.Module) -> float:
+    """Norm of the difference of all gradients, relative to that of all of ``exact``."""
+    pairs = [
+        (mine.grad.double(), other.grad.double())
+        for mine, other in zip(model.parameters(), exact.parameters(), strict=True)
+        if mine.grad is not None and other.grad is not None
+    ]
+    assert pairs
+    mine, others = (
+        torch.cat([rows.flatten() for rows in column]) for column in zip(*pairs, strict=True)
+    )
+    return float((mine - others).norm() / others.norm())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_family_is_as_near_to_float32_as_its_own_attention(family: str) -> None:
+    """bfloat16 rounds activations of both by 2^-9. Attention of transformers rounds weights of
+    keys too, the kernel only products, so a bound of twice its error has room for chance alone;
+    tiny models amplify: what the family itself makes of it is the measure."""
+    config = tiny_config(family, wide_windows=documented()[family].kind == WINDOWS)
+    if getattr(config, "qk_rope_head_dim", None):
+        fields = {name: dim for name, dim in LATENT.items() if hasattr(config, name)}
+        config = tiny_config(family, **fields)
+    model = on_device(make_model(config, "distca"), torch.bfloat16)
+    own = on_device(make_model(config, "eager"), torch.bfloat16)
+    exact = on_device(make_model(config, "eager"), torch.float32)
+    own.load_state_dict(model.state_dict())
+    exact.load_state_dict(model.state_dict())
+    step = planned_step(model, LENGTHS)
+    losses = [
+        loss_of(logits, LENGTHS)
+        for logits in (
+            run_packed(model, step),
+            run_alone(own, LENGTHS),
+            run_alone(exact, LENGTHS),
+        )
+    ]
+    for loss in losses:
+        loss.backward()
+    assert step.calls > 0
+    ours, theirs = gradient_error(model, exact), gradient_error(own, exact)
+    assert ours <= 2.0 * theirs + 1e-3, f"{ours:.2e}, with its own attention {theirs:.2e}"
+    mine, others, right = (float(loss.detach()) for loss in losses)
+    assert abs(mine - right) <= 2.0 * abs(others - right) + 1e-3 * abs(right)
