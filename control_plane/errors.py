@@ -12,7 +12,7 @@ class InvalidRequestError(RefusedError, ValueError):
 
 
 class SpecMismatchError(RefusedError):
-    """A rank's job spec differs from the one of the ranks before it."""
+    """A rank's job spec, or its tensor-parallel group, differs from what ranks before it said."""
 
 
 class AlreadyExistsError(RefusedError):

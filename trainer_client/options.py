@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -43,16 +43,21 @@ class SessionOptions(RankTimeouts, PlanRequest, IntegritySettings, ClientTls):
         control_plane: ``host:port`` of the control plane; if it has standbys, the addresses of all
             with commas between.
         job: name of the job; the same on every rank, and unique among the jobs that run.
-        rank: this data-parallel rank.
-        n_ranks: ranks of the job.
+        rank: this process, counted over data-parallel replicas, pipeline stages and tensor-parallel
+            ranks.
+        n_ranks: ranks of the job, over all of them.
         n_layers: core-attention calls in one forward of the model, without those of layers with a
             window or with chunks, which are computed at home; where ranks form pipelines, in all
             stages of the rank that has most.
         n_nano_batches: nano-batches of a step; 2 for ping-pong, and of each microbatch where ranks
             form pipelines.
-        shape: heads, head dims and dtype of the model's core attention.
+        shape: heads, head dims and dtype of the model's core attention; under tensor parallelism
+            the heads of one rank.
         pipelining: of ranks that form pipelines: their schedule, and what a stage computes beside
             core attention, so that ranks whose stage idles take more of it; the same on every rank.
+        tensor_parallel_ranks: the ranks of this rank's tensor-parallel group, itself among them, in
+            the order of their tensor-parallel indices. They must hold the same documents; a step in
+            which they do not fails, by name. ``for_model`` finds them.
         placement: pool servers, the ranks' own in-place servers, or both.
         softmax_scale: multiplies q.k before the softmax; None is 1 / sqrt(head_dim).
         device: where the model's tensors are, for example ``"cpu"`` or ``"cuda:0"``.
@@ -91,6 +96,7 @@ class SessionOptions(RankTimeouts, PlanRequest, IntegritySettings, ClientTls):
     shape: AttentionShape
     n_nano_batches: int = 2
     pipelining: Pipelining | None = None
+    tensor_parallel_ranks: Sequence[int] = ()
     placement: Placement = Placement.IN_PLACE
     softmax_scale: float | None = None
     device: str = "cpu"
@@ -126,6 +132,7 @@ class SessionOptions(RankTimeouts, PlanRequest, IntegritySettings, ClientTls):
         self._check_range("n_nano_batches", 1, MAX_NANO_BATCHES)
         if self.pipelining is not None:
             self.pipelining.check_job(self.n_ranks, self.n_layers, self.n_nano_batches)
+        self._check_tensor_parallel_ranks()
         check_port(self, "data_port", "metrics_port")
         check_least(self, min_gigabytes_per_second=0)
         self._check_range("probe_bytes", 0, 64 * 2**20)
@@ -142,8 +149,11 @@ class SessionOptions(RankTimeouts, PlanRequest, IntegritySettings, ClientTls):
         forward of a few tokens. The model is left as it was, and nothing is sent.
 
         Call it as the model is trained: on its device, in its dtype, inside ``torch.autocast`` if
-        its steps are, and before its weights are sharded. DistributedDataParallel, PingPong,
-        ``torch.compile`` and adapters may be around it.
+        its steps are, and before its weights are sharded by ``fully_shard``.
+        DistributedDataParallel, PingPong, ``torch.compile`` and adapters may be around it.
+
+        Under tensor parallelism call it after that was applied, on all ranks of a group together:
+        ``shape`` is then what one rank has, and ``tensor_parallel_ranks`` are found too.
 
         Args:
             model: what calls core attention.
@@ -151,15 +161,18 @@ class SessionOptions(RankTimeouts, PlanRequest, IntegritySettings, ClientTls):
             options: of the session. Those that the probe finds are checked against it.
 
         Raises:
-            SessionError: the model's weights are sharded or on the meta device, it does not call
-                core attention, or its calls differ in shape, dtype or scale.
+            SessionError: the model's weights are sharded by ``fully_shard`` or on the meta device,
+                it does not call core attention, or its calls differ in shape, dtype or scale; the
+                heads cannot be divided among tensor-parallel ranks, or these disagree.
             ValueError: an option has an invalid value or contradicts the model, or ``inputs`` are
                 needed.
         """
         # The probe stands on ping-pong, which stands on this module.
         from trainer_client.integrations.probe import probe_model
+        from trainer_client.integrations.tensor_parallel import with_group
 
-        return cls(**probe_model(model, inputs).complete(options))
+        found = probe_model(model, inputs)
+        return cls(**with_group(model, found.complete(options)))
 
     @property
     def checks_results(self) -> bool:
@@ -170,6 +183,17 @@ class SessionOptions(RankTimeouts, PlanRequest, IntegritySettings, ClientTls):
     def scale(self) -> float:
         """What multiplies q.k before the softmax."""
         return self.softmax_scale or self.shape.default_softmax_scale
+
+    def _check_tensor_parallel_ranks(self) -> None:
+        group = tuple(self.tensor_parallel_ranks)
+        object.__setattr__(self, "tensor_parallel_ranks", group)
+        in_range = all(0 <= rank < self.n_ranks for rank in group)
+        if group and (self.rank not in group or len(set(group)) < len(group) or not in_range):
+            raise ValueError(
+                f"tensor_parallel_ranks is {list(group)} and rank {self.rank}; it must name the "
+                "ranks of this rank's tensor-parallel group, itself among them, once each, out of "
+                f"0 to {self.n_ranks - 1}"
+            )
 
     def _check_range(self, name: str, low: int, high: int) -> None:
         value = getattr(self, name)

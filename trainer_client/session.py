@@ -349,6 +349,7 @@ class Session:
             ),
             rank=options.rank,
             host=socket.gethostname(),
+            tensor_parallel_ranks=options.tensor_parallel_ranks,
         )
         address = self._transport.listen(
             options.data_host, options.data_port, self._in_place.ticks.accept

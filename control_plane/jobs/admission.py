@@ -33,6 +33,7 @@ from control_plane.jobs.membership import (
 from control_plane.jobs.recoveries import Recoveries
 from control_plane.jobs.requests import opened_event
 from control_plane.jobs.step_planner import StepPlanner
+from control_plane.jobs.tensor_parallel import Group, check_group
 from control_plane.leadership.epochs import first_epoch
 from control_plane.metrics.metrics import Metrics
 from distca.contract.timeouts import default_seconds
@@ -117,22 +118,27 @@ class Admission:
         host: str,
         in_place: ServerDescription | None,
         *,
+        group: Group = (),
         owner: str = "",
         waited_seconds: float = 0.0,
     ) -> tuple[Job, str]:
         """A rank joins a job, the first one creates it; returns the job and the rank's lease.
 
+        Args:
+            group: the ranks of its tensor-parallel group, itself among them.
+
         Raises:
-            InvalidRequestError: the planner or the rank does not exist, or the host is empty.
+            InvalidRequestError: the planner or the rank does not exist, the host is empty, or the
+                group cannot be.
             HeldError: the name is one whose holder may be gone, or may yet come back: ask again,
                 with ``waited_seconds`` since the first time.
             QuotaError: as :meth:`Jobs.check_room`.
             OtherOwnerError, SpecMismatchError, AlreadyExistsError: as :meth:`Jobs.joinable`
                 and :meth:`Membership.check_free`. SpecMismatchError, too, if the pool has servers,
-                but none of the job's transport.
+                but none of the job's transport, or others have said otherwise of the group.
         """
         self._sweep()
-        self._check_open(spec, rank, host)
+        self._check_open(spec, rank, host, group)
         now, lease_id = self._clock(), new_lease_id()
         try:
             job = self._jobs.joinable(
@@ -151,7 +157,7 @@ class Admission:
             self._jobs.check_room(spec, owner)
             self._check_transport(spec)
             job = self._create_job(spec, owner, new_id)
-        job.join(rank, host=host, lease_id=lease_id, now=now)
+        job.join(rank, host=host, lease_id=lease_id, now=now, group=group)
         if in_place is not None:
             self._membership.register_in_place(
                 in_place, InPlace(job.job_id, rank), lease_id=lease_id, now=now
@@ -172,6 +178,7 @@ class Admission:
         job_id: str,
         epoch: int,
         token: bytes | None,
+        group: Group = (),
         owner: str = "",
     ) -> tuple[Job, str]:
         """A rank comes back to its job: because the control plane has started again, which then
@@ -181,17 +188,20 @@ class Admission:
             job_id: of the job.
             epoch: the highest that the rank has seen.
             token: shows that it is the rank.
+            group: as for :meth:`open`.
 
         Raises:
-            InvalidRequestError: the planner or the rank does not exist, or the host is empty.
+            InvalidRequestError: the planner or the rank does not exist, the host is empty, or the
+                group cannot be.
             MissingTokenError, WrongTokenError: the token is missing, or not the rank's.
-            UnknownJobError, SpecMismatchError: as :meth:`Jobs.find`.
+            UnknownJobError, SpecMismatchError: as :meth:`Jobs.find`. SpecMismatchError, too, if
+                others have said otherwise of the group.
             QuotaError: as :meth:`Jobs.check_room`.
             AlreadyExistsError: another job has the name, the rank has left, or another live
                 server has the in-place server's id.
         """
         self._sweep()
-        self._check_open(spec, rank, host)
+        self._check_open(spec, rank, host, group)
         if epoch >= MAX_EPOCH:
             raise InvalidRequestError(f"resume.epoch is {epoch}; epochs are below {MAX_EPOCH}")
         key = self._job_keys.proved(job_id, owner=owner, rank=rank, token=token)
@@ -206,7 +216,7 @@ class Admission:
         self._membership.remove_in_place(job_id, rank)
         if in_place is not None:
             self._membership.check_free(in_place.server_id, now=now)
-        job.come_back(rank, host=host, lease_id=lease_id, now=now)
+        job.come_back(rank, host=host, lease_id=lease_id, now=now, group=group)
         if in_place is not None:
             self._membership.register_in_place(
                 in_place, InPlace(job_id, rank), lease_id=lease_id, now=now
@@ -219,13 +229,14 @@ class Admission:
         self._recoveries.rank_came_back(job)
         return job, lease_id
 
-    def _check_open(self, spec: JobSpec, rank: int, host: str) -> None:
+    def _check_open(self, spec: JobSpec, rank: int, host: str, group: Group) -> None:
         self._planner.planner_of(spec.planner)
         if not 0 <= rank < spec.n_ranks:
             raise InvalidRequestError(
                 f"rank is {rank}; job {spec.name} has ranks 0 to {spec.n_ranks - 1}"
             )
         checked_text(f"job {spec.name}, rank {rank}: host", host, longest=MAX_HOST_CHARACTERS)
+        check_group(rank, group, spec.n_ranks)
 
     def _check_transport(self, spec: JobSpec) -> None:
         pool = self._membership.pool() if spec.placement.uses_pool else []

@@ -32,6 +32,7 @@ from control_plane.jobs.step import (
     ServerMeasurement,
     StepRecord,
 )
+from control_plane.jobs.tensor_parallel import Group, TensorParallelGroups
 from control_plane.jobs.waits import Wait, Waits
 from core_attention.manifest import RankManifest
 
@@ -83,6 +84,7 @@ class Job:
         self.return_by = return_by
         self.is_at_home = False
         self._leases = RankLeases(job_id, spec.n_ranks, lease_seconds=lease_seconds, absent=absent)
+        self._groups = TensorParallelGroups()
         self._pending: dict[int, PendingStep] = {}
         # With all manifests, and without a plan that counts.
         self._ready: dict[int, ReadyStep] = {}
@@ -146,13 +148,21 @@ class Job:
         """A rank's stream of events has broken: its process is gone, or its connection."""
         self._set_away(rank, since=now)
 
-    def join(self, rank: int, *, host: str, lease_id: str, now: float) -> None:
-        """A rank joins; raises as :meth:`RankLeases.join`."""
+    def join(self, rank: int, *, host: str, lease_id: str, now: float, group: Group = ()) -> None:
+        """A rank joins, as one of the tensor-parallel ``group``; raises as :meth:`RankLeases.join`
+        and :meth:`TensorParallelGroups.check`."""
+        self._groups.check(rank, group)
         self._leases.join(rank, host=host, lease_id=lease_id, now=now)
+        self._groups.add(rank, group)
 
-    def come_back(self, rank: int, *, host: str, lease_id: str, now: float) -> None:
-        """A rank that has lost its lease comes back; raises as :meth:`RankLeases.come_back`."""
+    def come_back(
+        self, rank: int, *, host: str, lease_id: str, now: float, group: Group = ()
+    ) -> None:
+        """A rank that has lost its lease comes back; raises as :meth:`RankLeases.come_back` and
+        :meth:`TensorParallelGroups.check`."""
+        self._groups.check(rank, group)
         self._leases.come_back(rank, host=host, lease_id=lease_id, now=now)
+        self._groups.add(rank, group)
 
     def renew(self, lease_id: str, *, now: float) -> None:
         """Renews a rank's lease.
@@ -636,6 +646,8 @@ class Job:
                 f"ranks {forward_only} say that step {step} is forward only, the others that it "
                 "is not; all ranks must agree",
             )
+        if difference := self._groups.difference(pending.manifests):
+            return FailedStep(step, difference)
         return ReadyStep(
             step=step,
             manifests=tuple(pending.manifests[rank] for rank in range(self.spec.n_ranks)),

@@ -122,7 +122,7 @@ class JobsService(jobs_pb2_grpc.JobsServicer):
     ) -> jobs_pb2.OpenJobResponse:
         spec = spec_from_proto(request.spec)
         in_place = in_place_server_from_proto(request, spec)
-        caller = caller_of(context)
+        caller, group = caller_of(context), tuple(request.tensor_parallel_ranks)
         if request.HasField("resume"):
             job, lease_id = self._coordinator.admission.resume(
                 spec,
@@ -132,6 +132,7 @@ class JobsService(jobs_pb2_grpc.JobsServicer):
                 job_id=request.resume.job_id,
                 epoch=request.resume.epoch,
                 token=caller.token,
+                group=group,
                 owner=caller.owner,
             )
         else:
@@ -140,6 +141,7 @@ class JobsService(jobs_pb2_grpc.JobsServicer):
                 request.rank,
                 request.host,
                 in_place,
+                group=group,
                 owner=caller.owner,
                 waited_seconds=waited_from_proto(request),
             )

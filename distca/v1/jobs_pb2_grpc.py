@@ -107,8 +107,8 @@ class JobsServicer(object):
 
     def OpenJob(self, request, context):
         """A rank joins a job; the first one of a name creates it. INVALID_ARGUMENT: a field is missing or
-        wrong. FAILED_PRECONDITION: the spec differs from the one of the ranks before, or no server of
-        the pool uses its transport. ALREADY_EXISTS: a job of the name runs, in which the rank has no
+        wrong. FAILED_PRECONDITION: the spec differs from the one of the ranks before, the rank's
+        tensor-parallel group differs from what others of it said, or no server of the pool uses its transport. ALREADY_EXISTS: a job of the name runs, in which the rank has no
         place. PERMISSION_DENIED: the job is another identity's.
         ALREADY_EXISTS with the trailing metadata `distca-error: held`: the job of the name may be one
         whose processes are gone. Call again after `retry-after` seconds (metadata too), and say in

@@ -28,9 +28,10 @@ from control_plane.jobs.step import (
     ServerMeasurement,
     StepRecord,
 )
+from control_plane.jobs.tensor_parallel import check_group
 from control_plane.planner.planning import PlanningOptions, PlanningServer
 from core_attention.ca_task import Phase
-from core_attention.manifest import Manifest
+from core_attention.manifest import Manifest, RankManifest
 from core_attention.plan import PlanServer
 from tests.control_plane.service_harness import (
     SHAPE,
@@ -431,3 +432,52 @@ def test_manifests_of_finished_steps_are_not_waited_for(job: Job) -> None:
     assert job.take_finished() is None
     submit(job, 0, 2)
     assert job.pending_steps == {}
+
+
+@pytest.fixture
+def tensor_parallel(jobs: Jobs) -> Job:
+    """Two replicas of two tensor-parallel ranks."""
+    job = jobs.create(spec(name="tp", n_ranks=4), job_id="tp-1", key=b"t")
+    for rank in range(4):
+        group = (rank // 2 * 2, rank // 2 * 2 + 1)
+        job.join(rank, host="h", lease_id=f"L{rank}", now=0.0, group=group)
+    return job
+
+
+def test_ranks_of_a_tensor_parallel_group_hold_the_same_documents(tensor_parallel: Job) -> None:
+    def hand_in(step: int, *lengths: int) -> ReadyStep | FailedStep:
+        for rank, length in enumerate(lengths):
+            manifest = RankManifest.from_lengths(step, rank, [[length, 2], [4]])
+            tensor_parallel.submit(f"L{rank}", manifest, forward_only=False, now=0.0)
+        (decided,) = tensor_parallel.take_decided()
+        return decided
+
+    assert isinstance(hand_in(0, 3, 3, 5, 5), ReadyStep)
+    assert hand_in(1, 3, 3, 5, 6) == FailedStep(
+        1,
+        "ranks 2 and 3 are of one tensor-parallel group, [2, 3], and hold different documents: "
+        "rank 2 segments of lengths [5, 2, 4], rank 3 segments of lengths [6, 2, 4]; give all "
+        "ranks of a group the same batches",
+    )
+    assert isinstance(hand_in(1, 3, 3, 5, 5), ReadyStep), "it may be submitted again"
+
+
+def test_ranks_agree_on_their_tensor_parallel_group(jobs: Jobs) -> None:
+    job = jobs.create(spec(name="tp", n_ranks=4), job_id="tp-1", key=b"t")
+    job.join(0, host="h", lease_id="L0", now=0.0, group=(0, 1))
+    for rank, group in ((1, ()), (1, (1, 0)), (2, (2, 1)), (3, (0, 3))):
+        with pytest.raises(SpecMismatchError, match=rf"rank {rank} gives tensor_parallel_ranks="):
+            job.join(rank, host="h", lease_id="L", now=0.0, group=group)
+    job.join(1, host="h", lease_id="L1", now=0.0, group=(0, 1))
+    job.come_back(1, host="h", lease_id="M1", now=1.0, group=(0, 1))
+    job.join(2, host="h", lease_id="L2", now=0.0)
+    with pytest.raises(SpecMismatchError, match="rank 2 is in the group \\[\\]"):
+        job.join(3, host="h", lease_id="L3", now=0.0, group=(2, 3))
+
+
+@pytest.mark.parametrize("group", [(1, 2), (0, 0), (0, 4)])
+def test_a_group_that_cannot_be_is_refused(group: tuple[int, ...]) -> None:
+    check_group(0, (), 4)
+    check_group(0, (1, 0), 4)
+    with pytest.raises(InvalidRequestError, match="tensor_parallel_ranks of rank 0 is"):
+        check_group(0, group, 4)

@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
-from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import (
     register_module_forward_hook,
     register_module_forward_pre_hook,
@@ -30,6 +29,12 @@ from core_attention.errors import TensorError
 from core_attention.shape import AttentionShape
 from core_attention.tensor_checks import check_qkv
 from trainer_client.errors import SessionError
+from trainer_client.integrations.tensor_parallel import (
+    check_local,
+    is_sharded_by_fsdp,
+    mesh_of,
+    named_failures,
+)
 from trainer_client.integrations.untouched import untouched
 from trainer_client.step.home_tasks import FULL, LayerKind
 from trainer_client.step.ping_pong import PingPong
@@ -102,6 +107,7 @@ class Recorder:
         Raises:
             TensorError: a shape, dtype, device or stride is wrong.
         """
+        check_local(q=q, k=k, v=v)
         q, k, v = (_as_under_autocast(tensor) for tensor in (q, k, v))
         for name, tensor in (("q", q), ("k", k), ("v", v)):
             if tensor.dim() != 3:
@@ -229,6 +235,8 @@ def probe_model(model: nn.Module, inputs: Mapping[str, Any] | None = None) -> Se
     ``DistributedDataParallel``, :class:`trainer_client.PingPong` and ``torch.compile`` around the
     model are passed by, so that no collective runs and nothing is compiled.
 
+    The ranks of a tensor-parallel group call it together.
+
     Args:
         model: any module that calls core attention.
         inputs: keyword arguments of its forward, as of a nano-batch; a few tokens are enough.
@@ -236,8 +244,8 @@ def probe_model(model: nn.Module, inputs: Mapping[str, Any] | None = None) -> Se
             transformers.
 
     Raises:
-        SessionError: the model's weights are sharded or on the meta device, it does not call core
-            attention, or its calls differ.
+        SessionError: the model's weights are sharded by FSDP or on the meta device, it does not
+            call core attention, or its calls differ.
         ValueError: the model is not one of transformers and ``inputs`` were not given, or it is one
             that cannot be served (``trainer_client.integrations.transformers.UnsupportedModel``).
     """
@@ -249,10 +257,11 @@ def probe_model(model: nn.Module, inputs: Mapping[str, Any] | None = None) -> Se
         name: value.to(device) if isinstance(value, torch.Tensor) and device else value
         for name, value in given.items()
     }
-    _check_documents(model)
     recorder = Recorder(model)
-    with untouched(model), _uncompiled(), recorder.recording():
-        model(**moved)
+    with named_failures(model):
+        _check_documents(model)
+        with untouched(model), _uncompiled(), recorder.recording():
+            model(**moved)
     return ServedAttention(n_layers=len(recorder.calls), kind=recorder.kind())
 
 
@@ -277,19 +286,20 @@ def _bare(model: nn.Module) -> nn.Module:
 
 
 def _check_weights(model: nn.Module) -> None:
-    """A forward must need no other rank, and give true shapes and devices."""
+    """A forward must need no other rank but those of a tensor-parallel group, and give true shapes
+    and devices."""
     if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
         raise SessionError(
             "the model is sharded with FullyShardedDataParallel, whose forward needs all ranks; "
             f"call SessionOptions.for_model before the model is wrapped, {_BY_HAND}"
         )
+    # Under tensor parallelism ranks come together anyway.
+    if is_sharded_by_fsdp(model) and mesh_of(model) is None:
+        raise SessionError(
+            "the model is sharded with fully_shard, whose forward needs all ranks; call "
+            f"SessionOptions.for_model before the model is sharded, {_BY_HAND}"
+        )
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if isinstance(tensor, DTensor):
-            raise SessionError(
-                f"{name} is a DTensor, spread over ranks (fully_shard or tensor parallelism), "
-                "and a forward needs all of them; call SessionOptions.for_model before the model "
-                f"is sharded, {_BY_HAND}"
-            )
         if tensor.is_meta:
             raise SessionError(
                 f"{name} is on the meta device; give the model memory before "

@@ -24,6 +24,7 @@ from trainer_client.integrations.checkpointing import Checkpoints, Recomputed
 from trainer_client.integrations.graphs import outside_graphs
 from trainer_client.integrations.probe import current_recorder
 from trainer_client.integrations.shape_inference import is_shape_inference, of_the_right_shape
+from trainer_client.integrations.tensor_parallel import check_local
 from trainer_client.step.attention_call import AttentionCall
 from trainer_client.step.home import HomeCall, attend_at_home, output_gradients
 from trainer_client.step.home_tasks import LayerKind, home_tasks
@@ -72,12 +73,13 @@ def core_attention(
         o ``[rows, num_heads, head_dim_v]``. Differentiable once, in the same step.
 
     Raises:
-        TensorError: a shape, dtype, device or stride is wrong.
+        TensorError: a shape, dtype, device or stride is wrong, or a tensor is a DTensor.
         ValueError: window or chunk is not 1 or more, or no kernel runs the layer here.
         SessionError: no step is running, the call is one that the job does not have, or a document
             is cut between ranks inside a window or a chunk.
         CoreAttentionFailed: a server failed, or a deadline passed.
     """
+    check_local(q=q, k=k, v=v)
     kind = LayerKind(window, chunk)
     if (recorder := current_recorder.get()) is not None:
         return recorder.call(q, k, v, scale, softcap=softcap, kind=kind)

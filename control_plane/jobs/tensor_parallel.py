@@ -1,0 +1,92 @@
+"""Tensor-parallel groups of a job: ranks with the same documents, each with a share of the heads.
+
+Core attention treats them as any ranks: heads are independent, so what one rank's heads need says
+nothing of another's. Only the model ties them together, by collectives in every layer. If they held
+different documents, these would add up what does not belong together, or never meet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import chain
+
+import numpy as np
+
+from control_plane.errors import InvalidRequestError, SpecMismatchError
+from core_attention.manifest import RankManifest
+
+Group = tuple[int, ...]
+"""Ranks in the order of their tensor-parallel indices; empty: the rank is in none."""
+
+
+def check_group(rank: int, group: Group, n_ranks: int) -> None:
+    """Checks what a rank says of its group.
+
+    Raises:
+        InvalidRequestError: ``rank`` is not in it, it is in twice, or one of it is none of the
+            job's ranks.
+    """
+    if not group:
+        return
+    if rank not in group or len(set(group)) < len(group) or max(group) >= n_ranks:
+        raise InvalidRequestError(
+            f"tensor_parallel_ranks of rank {rank} is {list(group)}; it must name the ranks of its "
+            f"tensor-parallel group, itself among them, once each, out of 0 to {n_ranks - 1}: "
+            "each process is a rank of the job of its own"
+        )
+
+
+class TensorParallelGroups:
+    """What the ranks of a job have said of their groups."""
+
+    def __init__(self) -> None:
+        self._of_rank: dict[int, Group] = {}
+
+    def check(self, rank: int, group: Group) -> None:
+        """Raises unless ``group`` fits what others have said.
+
+        Raises:
+            SpecMismatchError: a rank is in two groups.
+        """
+        for member in group or (rank,):
+            known = self._of_rank.get(member, group)
+            if known != group:
+                raise SpecMismatchError(
+                    f"rank {rank} gives tensor_parallel_ranks={list(group)}, and rank {member} is "
+                    f"in the group {list(known)}; all ranks of a group must give the same"
+                )
+
+    def add(self, rank: int, group: Group) -> None:
+        """``rank`` has joined, as one of ``group``."""
+        self._of_rank.update(dict.fromkeys(group or (rank,), group))
+
+    def difference(self, manifests: Mapping[int, RankManifest]) -> str:
+        """Who holds other documents than the first rank of the group, in words; empty if nobody.
+
+        Args:
+            manifests: of all ranks, of one step. Ids of documents are each rank's own.
+        """
+        for rank, manifest in manifests.items():
+            first = manifests[self._of_rank[rank][0]] if self._of_rank.get(rank) else manifest
+            if first is not manifest and not _hold_the_same(first, manifest):
+                ranks = list(self._of_rank[rank])
+                return (
+                    f"ranks {first.rank} and {rank} are of one tensor-parallel group, {ranks}, and "
+                    f"hold different documents: rank {first.rank} {_lengths(first)}, rank {rank} "
+                    f"{_lengths(manifest)}; give all ranks of a group the same batches"
+                )
+        return ""
+
+
+def _hold_the_same(one: RankManifest, other: RankManifest) -> bool:
+    pairs = zip(one.columns._asdict().items(), other.columns, strict=True)
+    return all(np.array_equal(a, b) for (name, a), b in pairs if name != "document_id")
+
+
+_SHOWN = 8
+
+
+def _lengths(manifest: RankManifest) -> str:
+    lengths: Sequence[int] = [s.length for s in chain.from_iterable(manifest.nano_batches)]
+    more = f" and {len(lengths) - _SHOWN} more" if len(lengths) > _SHOWN else ""
+    return f"segments of lengths {list(lengths[:_SHOWN])}{more}"

@@ -1,0 +1,147 @@
+"""Models under tensor parallelism: DTensor weights on one mesh, local heads in core attention.
+
+``parallelize_module`` of PyTorch and the plans of transformers (``tp_plan``) shard the weights of
+projections over a mesh, and give attention plain tensors with the heads of one rank. Heads are
+independent, so each rank is a rank of the job of its own, with as many heads as it has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from core_attention.errors import TensorError
+from trainer_client.errors import SessionError
+
+_HEADS = ("num_attention_heads", "num_key_value_heads")
+_COMPARED = ("job", "n_ranks", "n_layers", "shape", "softmax_scale", "n_nano_batches")
+
+
+def mesh_of(model: nn.Module) -> DeviceMesh | None:
+    """The mesh of one dimension that tensor parallelism spreads weights of ``model`` over; None:
+    there is none.
+
+    FSDP2 puts its dimensions before it, and spreads the other weights over these alone.
+
+    Raises:
+        SessionError: the weights are on several meshes that cannot be told apart so.
+    """
+    meshes = {
+        parameter.device_mesh for parameter in model.parameters() if isinstance(parameter, DTensor)
+    }
+    if is_sharded_by_fsdp(model):
+        widest = max((mesh.ndim for mesh in meshes), default=0)
+        meshes = {mesh for mesh in meshes if mesh.ndim == widest} if _dims_differ(meshes) else set()
+    if not meshes:
+        return None
+    mesh, *others = meshes
+    if others or (mesh.ndim > 1 and not mesh.mesh_dim_names):
+        raise SessionError(
+            f"the model's weights are DTensors on {sorted(map(str, meshes))}; tensor parallelism "
+            "has one mesh of one dimension, such as init_device_mesh(device, (2, 4), "
+            "mesh_dim_names=('dp', 'tp'))['tp']. Call SessionOptions.for_model before fully_shard"
+        )
+    return mesh if mesh.ndim == 1 else mesh[mesh.mesh_dim_names[-1]]  # type: ignore[index]
+
+
+def is_sharded_by_fsdp(model: nn.Module) -> bool:
+    """Whether ``fully_shard`` was applied to ``model`` or a part of it."""
+    return any(isinstance(module, FSDPModule) for module in model.modules())
+
+
+def _dims_differ(meshes: Iterable[DeviceMesh]) -> bool:
+    return len({mesh.ndim for mesh in meshes}) > 1
+
+
+def with_group(model: nn.Module, options: dict[str, Any]) -> dict[str, Any]:
+    """Options of a session, with the ranks of the tensor-parallel group of ``model``, which its
+    ranks compare; they call it together. As they are where there is none.
+
+    Raises:
+        SessionError: two of them are the same rank of the job, or they disagree on it.
+    """
+    mesh = mesh_of(model)
+    if mesh is None:
+        return options
+    own = {name: str(options.get(name)) for name in _COMPARED}
+    everyone: list[tuple[int, dict[str, str]]] = [(0, {})] * mesh.size()
+    dist.all_gather_object(everyone, (options["rank"], own), group=mesh.get_group())
+    ranks = [rank for rank, _ in everyone]
+    if len(set(ranks)) < len(ranks):
+        raise SessionError(
+            f"the ranks of a tensor-parallel group open job {options['job']} as ranks {ranks}; "
+            "each is a rank of the job of its own: give rank=torch.distributed.get_rank() and "
+            "n_ranks=torch.distributed.get_world_size()"
+        )
+    for name in _COMPARED:
+        values = [told[name] for _, told in everyone]
+        if len(set(values)) > 1:
+            raise SessionError(
+                f"ranks {ranks} of a tensor-parallel group differ in {name}: {values}; their heads "
+                "must be divided evenly, and their options be the same"
+            )
+    return {**options, "tensor_parallel_ranks": ranks}
+
+
+@contextmanager
+def named_failures(model: nn.Module) -> Iterator[None]:
+    """Says of a forward of ``model`` that fails under tensor parallelism what may be the cause.
+
+    Raises:
+        SessionError: the forward failed.
+    """
+    mesh = mesh_of(model)
+    try:
+        yield
+    except (RuntimeError, ValueError) as error:
+        if mesh is None:
+            raise
+        n_ranks = mesh.size()
+        heads = _heads_of(model)
+        if uneven := {name: n for name, n in heads.items() if n % n_ranks}:
+            shown = " and ".join(f"{name}={n}" for name, n in uneven.items())
+            raise SessionError(
+                f"the model has {shown}, which {n_ranks} tensor-parallel ranks cannot share: the "
+                "ranks must divide its heads and its key and value heads"
+            ) from error
+        if isinstance(error, ValueError | SessionError):
+            raise
+        raise SessionError(
+            f"a forward of the model on {n_ranks} tensor-parallel ranks failed: {error}; they must "
+            "divide its heads and its key and value heads, and the model must take as many heads "
+            "as its projections give: view(rows, -1, head_dim)"
+        ) from error
+
+
+def _heads_of(model: nn.Module) -> dict[str, int]:
+    """Those that a model of transformers is configured with."""
+    config: Any = getattr(model, "config", None)
+    if not hasattr(config, "get_text_config"):
+        return {}
+    text = config.get_text_config()
+    found = {name: getattr(text, name, None) for name in _HEADS}
+    return {name: heads for name, heads in found.items() if isinstance(heads, int)}
+
+
+def check_local(**tensors: torch.Tensor) -> None:
+    """Checks that core attention is given rows and heads that this rank has.
+
+    Raises:
+        TensorError: a tensor is a DTensor, spread over ranks.
+    """
+    for name, tensor in tensors.items():
+        if isinstance(tensor, DTensor):
+            shown = ", ".join(map(str, tensor.placements))
+            raise TensorError(
+                f"{name} is a DTensor of shape {tuple(tensor.shape)}, placed as ({shown}); core "
+                f"attention takes the heads of this rank: pass {name}.to_local(), or leave "
+                "use_local_output=True in ColwiseParallel"
+            )
