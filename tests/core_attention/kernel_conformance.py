@@ -231,7 +231,9 @@ class KernelConformance:
         # terms; outputs are weighted means of values of size up to 4.
         mean_error = 64 * inner
         self._compare("o", forward.o, rows, want.o[at], rounding, mean_error)
-        self._compare("lse", forward.lse, rows, want.lse[at], 0.0, 64 * FLOAT32_ULP)
+        # The tanh of a GPU's instruction is as far off again.
+        lse_ulps = 64 if problem.rule.softcap is None else 128
+        self._compare("lse", forward.lse, rows, want.lse[at], 0.0, lse_ulps * FLOAT32_ULP)
         # Gradients sum over keys or queries: a random walk of sqrt(terms) errors in terms of size
         # up to 16 (a dot product of 192 normal values).
         sum_error = 16 * inner * len(problem.dk_rows) ** 0.5 + mean_error

@@ -34,6 +34,8 @@ from tests.core_attention.kernel_conformance import (
     whole,
 )
 
+HEAD_DIMS = (8, 16, 24, 32, 40, 48, 64, 72, 80, 96, 112, 128, 160, 192, 256)
+
 CPU = torch.device("cpu")
 GPU = torch.device("cuda", 0)
 LLAMA = AttentionShape(num_heads=32, num_heads_kv=8, head_dim=128, head_dim_v=128, dtype="bfloat16")
@@ -298,6 +300,8 @@ class GpuConformance(KernelConformance):
             ("dk", dk[problem.dk_rows], want.dk),
             ("dv", dv[problem.dk_rows], want.dv),
         ):
+            if problem.rule.window == 1 and name in ("dq", "dk"):
+                continue  # With one key there is no gradient: the bound of elements says all.
             error = float((got - expected).norm() / expected.norm())
             assert error <= bound, f"{name} is off by {error:.2e} relative, more than {bound:.2e}"
 
@@ -331,6 +335,27 @@ class GpuConformance(KernelConformance):
             plain.backward([second.backward], self.scale)
         finally:
             torch.cuda.set_sync_debug_mode("default")
+
+    @pytest.mark.parametrize("group_size", [1, 2])
+    @pytest.mark.parametrize("head_dim", HEAD_DIMS)
+    def test_every_head_dim_that_is_not_refused(
+        self, kernel: Kernel, device: torch.device, head_dim: int, group_size: int
+    ) -> None:
+        shape = AttentionShape(
+            num_heads=4,
+            num_heads_kv=4 // group_size,
+            head_dim=head_dim,
+            head_dim_v=head_dim,
+            dtype="bfloat16",
+        )
+        try:
+            kernel.check(shape)
+        except ValueError:
+            assert head_dim < 32 or head_dim > 192
+            return
+        lengths = [9, 1, 14, 300, 129]
+        tasks = [*whole(lengths)[:3], Task(3, 0, 100), Task(3, 100, 300), Task(4, 0, 129)]
+        self.run_and_check(kernel, device, shape, lengths, tasks)
 
     @pytest.mark.parametrize("seed", range(3))
     def test_random_documents_cut_at_random(

@@ -40,6 +40,9 @@ _SIZES = {
 
 _FIELDS = {name: size for size, names in _SIZES.items() for name in names.split()}
 
+_WIDTHS = (64, 48, 16, 12, 8)
+"""Of these, those that are a number of dims."""
+
 _WINDOWS = ("sliding_window", "attention_chunk_size", "window_size")
 
 _KINDS = ("layer_types", "layers_block_type", "mlp_layer_types")
@@ -73,28 +76,32 @@ _FIXES: dict[str, dict[str, Any]] = {
 """What a model type needs besides."""
 
 
-def tiny_config(model_type: str, *, wide_windows: bool = False, **fields: Any) -> PreTrainedConfig:
+def tiny_config(
+    model_type: str, *, wide_windows: bool = False, wider: int = 1, **fields: Any
+) -> PreTrainedConfig:
     """A configuration with a few small layers, one of each kind that the model type has, and
-    windows of 6 tokens, or as wide as the model type has them."""
-    shrunk = _shrunk(AutoConfig.for_model(model_type).to_dict(), model_type)
+    windows of 6 tokens, or as wide as the model type has them; ``wider`` times as wide as usual,
+    with as many heads."""
+    shrunk = _shrunk(AutoConfig.for_model(model_type).to_dict(), model_type, wider)
     if wide_windows:
         shrunk = {name: size for name, size in shrunk.items() if name not in _WINDOWS}
     return AutoConfig.for_model(model_type, **{**shrunk, **fields})
 
 
-def _shrunk(default: dict[str, Any], model_type: str) -> dict[str, Any]:
+def _shrunk(default: dict[str, Any], model_type: str, wider: int) -> dict[str, Any]:
     fields: dict[str, Any] = {}
     for name, value in default.items():
         if name in _FIELDS and isinstance(value, int) and not isinstance(value, bool):
-            fields[name] = min(_FIELDS[name], value) if name != "vocab_size" else VOCABULARY
+            size = _FIELDS[name] * (wider if _FIELDS[name] in _WIDTHS else 1)
+            fields[name] = min(size, value) if name != "vocab_size" else VOCABULARY
         elif name.endswith("_token_id") and isinstance(value, int):
             fields[name] = value % 8
         elif isinstance(value, dict) and "model_type" in value:
-            fields[name] = _shrunk(value, str(value.get("model_type")))
+            fields[name] = _shrunk(value, str(value.get("model_type")), wider)
             fields[name]["model_type"] = value.get("model_type")
     if "qk_rope_head_dim" in fields:
         # Multi-head latent attention: every head has keys of its own.
-        fields |= {"head_dim": 8} if "head_dim" in default else {}
+        fields |= {"head_dim": 8 * wider} if "head_dim" in default else {}
         fields |= {"num_key_value_heads": 4} if "num_key_value_heads" in default else {}
     if "qk_head_dim" in default:
         fields["qk_head_dim"] = fields["qk_rope_head_dim"] + fields["qk_nope_head_dim"]
@@ -105,4 +112,8 @@ def _shrunk(default: dict[str, Any], model_type: str) -> dict[str, Any]:
             n_layers = max(len(kinds), 2)
             fields[name] = (kinds * 2)[:n_layers]
             fields["num_hidden_layers"] = n_layers
-    return {**fields, **_FIXES.get(model_type, {})}
+    fixes = {
+        name: value * wider if name == "head_dim" else value
+        for name, value in _FIXES.get(model_type, {}).items()
+    }
+    return {**fields, **fixes}

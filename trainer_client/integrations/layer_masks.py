@@ -95,9 +95,11 @@ def distca_mask(
     documents = current_documents()
     if kind.is_full and documents.longest <= 1:
         return None  # Nothing tells masks apart, nor does it matter.
-    if kind.is_full and _shows_all(documents, mask_function):
+    # Chunks of Llama 4 are counted from a tensor on the model's device.
+    device = torch.device(kwargs.get("device") or "cpu")
+    if kind.is_full and _shows_all(documents, mask_function, device):
         return LayerMask(kind, MaskKind.FULL)
-    if not shows(documents, mask_function, kind):
+    if not shows(documents, mask_function, kind, device):
         return UnsupportedMask(
             f"neither causal with {'all keys' if kind.is_full else f'a {kind}'} within documents "
             "nor bidirectional (of the model's own kind)"
@@ -121,32 +123,40 @@ def _kind(local_size: int | None, config: Any) -> LayerKind:
     return LayerKind(window=local_size)
 
 
-def _shows_all(documents: Documents, mask_function: Callable[..., Any]) -> bool:
+def _shows_all(
+    documents: Documents, mask_function: Callable[..., Any], device: torch.device
+) -> bool:
     """Whether each row sees the first and the last row of its segment: then the mask is
     bidirectional. What it shows of other documents does not matter."""
-    segments = torch.tensor(documents.segments, dtype=torch.int64)
+    segments = torch.tensor(documents.segments, dtype=torch.int64, device=device)
     begin, _, length = segments.reshape(-1, 3).unbind(1)
     first, last = (row.repeat_interleave(length) for row in (begin, begin + length - 1))
-    rows = torch.arange(len(first))
-    zero = torch.zeros((), dtype=torch.int64)
+    rows = torch.arange(len(first), device=device)
+    zero = torch.zeros((), dtype=torch.int64, device=device)
     sees_first = torch.as_tensor(mask_function(zero, zero, rows, first))
     sees_last = torch.as_tensor(mask_function(zero, zero, rows, last))
     return bool(sees_first.all() & sees_last.all())
 
 
-def shows(documents: Documents, mask_function: Callable[..., Any], kind: LayerKind) -> bool:
+def shows(
+    documents: Documents,
+    mask_function: Callable[..., Any],
+    kind: LayerKind,
+    device: torch.device,
+) -> bool:
     """Asks the mask at its borders: each row must see itself and the first key that its kind lets
-    it see, and neither the next row nor the key before that first one.
+    it see, and neither the next row nor the key before that first one. Rows are asked for by
+    indices on ``device``, where the tensors of the mask are.
 
     Where no document is longer than the window or chunk, only the row itself and the next are
     asked: chunks are counted from the first row where transformers does not see that documents are
     packed.
     """
-    segments = torch.tensor(documents.segments, dtype=torch.int64)
+    segments = torch.tensor(documents.segments, dtype=torch.int64, device=device)
     begin, _, length = segments.reshape(-1, 3).unbind(1)
     start = begin.repeat_interleave(length)
-    rows = torch.arange(len(start))
-    zero = torch.zeros((), dtype=torch.int64)
+    rows = torch.arange(len(start), device=device)
+    zero = torch.zeros((), dtype=torch.int64, device=device)
 
     def sees(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
         return torch.as_tensor(mask_function(zero, zero, queries, keys))
@@ -158,7 +168,7 @@ def shows(documents: Documents, mask_function: Callable[..., Any], kind: LayerKi
     if kind.window is not None:
         first = torch.maximum(start, rows - kind.window + 1)
     if kind.chunk is not None:
-        first = torch.maximum(start, rows - documents.positions % kind.chunk)
+        first = torch.maximum(start, rows - documents.positions.to(device) % kind.chunk)
     hidden = first > start
     right = right & sees(rows, first).all() & ~sees(rows[hidden], first[hidden] - 1).any()
     # One question to the device, which the mask may be on.

@@ -189,7 +189,7 @@ def _lengths_at_home(mask: HomeMask, positions: torch.Tensor) -> list[int] | Non
         return lengths
     begins = [0, *itertools.accumulate(lengths[:-1])]
     documents = Documents("at home", [(b, 0, n) for b, n in zip(begins, lengths, strict=True)])
-    return lengths if shows(documents, function, FULL) else None
+    return lengths if shows(documents, function, FULL, positions.device) else None
 
 
 def _attend(
