@@ -107,8 +107,20 @@ class PhaseForecast(_message.Message):
     bytes_out: bytes
     def __init__(self, home_seconds: _Optional[bytes] = ..., seconds: _Optional[bytes] = ..., q_rows: _Optional[bytes] = ..., kv_rows: _Optional[bytes] = ..., bytes_in: _Optional[bytes] = ..., bytes_out: _Optional[bytes] = ...) -> None: ...
 
+class SlotForecast(_message.Message):
+    __slots__ = ("n_halves", "home_seconds", "base_seconds", "seconds")
+    N_HALVES_FIELD_NUMBER: _ClassVar[int]
+    HOME_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    BASE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    n_halves: int
+    home_seconds: bytes
+    base_seconds: bytes
+    seconds: bytes
+    def __init__(self, n_halves: _Optional[int] = ..., home_seconds: _Optional[bytes] = ..., base_seconds: _Optional[bytes] = ..., seconds: _Optional[bytes] = ...) -> None: ...
+
 class Plan(_message.Message):
-    __slots__ = ("job_id", "epoch", "manifest", "servers", "forward", "backward", "mask", "planner", "reason", "forward_forecast", "backward_forecast", "verdict")
+    __slots__ = ("job_id", "epoch", "manifest", "servers", "forward", "backward", "mask", "planner", "reason", "forward_forecast", "backward_forecast", "verdict", "slots")
     JOB_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     MANIFEST_FIELD_NUMBER: _ClassVar[int]
@@ -121,6 +133,7 @@ class Plan(_message.Message):
     FORWARD_FORECAST_FIELD_NUMBER: _ClassVar[int]
     BACKWARD_FORECAST_FIELD_NUMBER: _ClassVar[int]
     VERDICT_FIELD_NUMBER: _ClassVar[int]
+    SLOTS_FIELD_NUMBER: _ClassVar[int]
     job_id: str
     epoch: int
     manifest: Manifest
@@ -133,4 +146,5 @@ class Plan(_message.Message):
     forward_forecast: PhaseForecast
     backward_forecast: PhaseForecast
     verdict: PlanVerdict
-    def __init__(self, job_id: _Optional[str] = ..., epoch: _Optional[int] = ..., manifest: _Optional[_Union[Manifest, _Mapping]] = ..., servers: _Optional[_Iterable[_Union[PlanServer, _Mapping]]] = ..., forward: _Optional[_Union[TaskTable, _Mapping]] = ..., backward: _Optional[_Union[TaskTable, _Mapping]] = ..., mask: _Optional[_Union[_profile_pb2.MaskKind, str]] = ..., planner: _Optional[str] = ..., reason: _Optional[str] = ..., forward_forecast: _Optional[_Union[PhaseForecast, _Mapping]] = ..., backward_forecast: _Optional[_Union[PhaseForecast, _Mapping]] = ..., verdict: _Optional[_Union[PlanVerdict, str]] = ...) -> None: ...
+    slots: SlotForecast
+    def __init__(self, job_id: _Optional[str] = ..., epoch: _Optional[int] = ..., manifest: _Optional[_Union[Manifest, _Mapping]] = ..., servers: _Optional[_Iterable[_Union[PlanServer, _Mapping]]] = ..., forward: _Optional[_Union[TaskTable, _Mapping]] = ..., backward: _Optional[_Union[TaskTable, _Mapping]] = ..., mask: _Optional[_Union[_profile_pb2.MaskKind, str]] = ..., planner: _Optional[str] = ..., reason: _Optional[str] = ..., forward_forecast: _Optional[_Union[PhaseForecast, _Mapping]] = ..., backward_forecast: _Optional[_Union[PhaseForecast, _Mapping]] = ..., verdict: _Optional[_Union[PlanVerdict, str]] = ..., slots: _Optional[_Union[SlotForecast, _Mapping]] = ...) -> None: ...
