@@ -132,8 +132,8 @@ class SlotForecast:
         """The same if nothing moved."""
         return self._over_levels(self.home_seconds)
 
-    def measured_imbalance(self, attention_seconds: Float64Array) -> float:
-        """``step_imbalance`` by what servers measured of the whole step.
+    def measured(self, attention_seconds: Float64Array) -> SlotForecast:
+        """What the slots took by what servers measured of the whole step.
 
         A server runs tasks of several slots side by side, so each one's seconds are spread over the
         slots as the planner expected them.
@@ -144,12 +144,15 @@ class SlotForecast:
         expected = self.seconds - self.base_seconds
         total = expected.sum(axis=(0, 1))
         scale = np.where(total > 0, attention_seconds / np.where(total > 0, total, 1.0), 0.0)
-        measured = SlotForecast(
+        return SlotForecast(
             home_seconds=self.home_seconds,
             base_seconds=self.base_seconds,
             seconds=self.base_seconds + expected * scale,
         )
-        return measured.step_imbalance
+
+    def measured_imbalance(self, attention_seconds: Float64Array) -> float:
+        """``step_imbalance`` of :meth:`measured`."""
+        return self.measured(attention_seconds).step_imbalance
 
     def _over_levels(self, seconds: Float64Array) -> float:
         level = float(self.level_seconds.sum())

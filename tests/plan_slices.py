@@ -77,5 +77,6 @@ def _slice(plan: Plan, documents: Int64Array) -> Plan:
         forward=forward,
         backward=backward,
         forward_forecast=None,
+        slots=None,
         backward_forecast=None,
     )

@@ -227,10 +227,10 @@ def run_step(
     """One step of a way on ``n_devices`` devices, timed from when all ranks are ready until all
     are done."""
     gc.collect()
-    _settle(settings)
+    settle(settings.device)
     began = time.perf_counter()
     measured = way.run(step)
-    _settle(settings)
+    settle(settings.device)
     seconds = time.perf_counter() - began
     way.finish(step, measured)
     everyone = gathered((float(measured.loss), measured.seconds, measured.extra))
@@ -261,11 +261,12 @@ def gathered(value: Any) -> list[Any]:
     return everyone
 
 
-def _settle(settings: RankSettings) -> None:
-    if settings.device.type == "cuda":
+def settle(device: torch.device) -> None:
+    """Returns when all ranks, and what they have launched, have come here."""
+    if device.type == "cuda":
         torch.cuda.synchronize()
     dist.barrier()
-    if settings.device.type == "cuda":
+    if device.type == "cuda":
         torch.cuda.synchronize()
 
 
@@ -292,10 +293,10 @@ def _traced_step(way: methods.Method, step: int, settings: RankSettings) -> dict
 
     def run() -> None:
         measured = way.run(step)
-        _settle(settings)
+        settle(settings.device)
         way.finish(step, measured)
 
-    _settle(settings)
+    settle(settings.device)
     found = traced(run)
     busy = gathered(found["by_category"].get("attention", 0.0))
     return {"attention_seconds": busy, "imbalance": methods.imbalance(busy)} | (
@@ -381,10 +382,9 @@ def _needs_service(plan: Plan) -> bool:
     return any(way not in methods.AT_HOME for way in plan.ways)
 
 
-def _start_services(supervisor: Supervisor, folder: Path, plan: Plan) -> None:
-    """Starts the control plane, and does not wait for it without need: at its first start it
-    compiles the planner for a while. Attention nodes have joined when this returns."""
-    control_plane = supervisor.watch(
+def start_control_plane(supervisor: Supervisor, folder: Path) -> LocalProcess:
+    """Starts a control plane and does not wait for it; it writes its address into ``folder``."""
+    return supervisor.watch(
         LocalProcess(
             "control plane",
             [
@@ -397,6 +397,12 @@ def _start_services(supervisor: Supervisor, folder: Path, plan: Plan) -> None:
             dict(os.environ),
         )
     )
+
+
+def _start_services(supervisor: Supervisor, folder: Path, plan: Plan) -> None:
+    """Starts the control plane, and does not wait for it without need: at its first start it
+    compiles the planner for a while. Attention nodes have joined when this returns."""
+    control_plane = start_control_plane(supervisor, folder)
     if not plan.pool_nodes:
         return
     address = json.loads(supervisor.wait_for_file(control_plane, folder / methods.ADDRESS_FILE))

@@ -20,7 +20,7 @@ from core_attention.ca_task import MaskKind, TaskTable
 from core_attention.cost_model import CostProfile
 from core_attention.manifest import Manifest, RankManifest, SegmentColumns
 from core_attention.pipelining import Pipelining
-from core_attention.plan import PhaseForecast, Plan, PlanServer, PlanVerdict
+from core_attention.plan import PhaseForecast, Plan, PlanServer, PlanVerdict, SlotForecast
 from core_attention.schedule import read_csv, write_csv
 from core_attention.shape import AttentionShape
 from core_attention.tick import MAX_NANO_BATCHES
@@ -242,6 +242,7 @@ def plan_to_proto(plan: Plan, job_id: str) -> plan_pb2.Plan:
         verdict=f"PLAN_VERDICT_{plan.verdict.name if plan.verdict else 'UNSPECIFIED'}",
         forward_forecast=_forecast_to_proto(plan.forward_forecast),
         backward_forecast=_forecast_to_proto(plan.backward_forecast),
+        slots=_slots_to_proto(plan.slots),
     )
 
 
@@ -270,6 +271,7 @@ def plan_from_proto(message: plan_pb2.Plan) -> Plan:
             backward_forecast=_forecast_from_proto(
                 message, "backward_forecast", manifest, n_servers
             ),
+            slots=_slots_from_proto(message, manifest.n_ranks, n_servers),
         )
 
 
@@ -390,6 +392,37 @@ def _forecast_from_proto(
             for column, dtype in _SERVER_FORECAST_COLUMNS.items()
         },
     )
+
+
+def _slots_to_proto(slots: SlotForecast | None) -> plan_pb2.SlotForecast | None:
+    if slots is None:
+        return None
+    specs = dict.fromkeys(_SLOT_COLUMNS, _FLOAT64)
+    return plan_pb2.SlotForecast(
+        n_halves=len(slots.seconds),
+        **_pack_all("SlotForecast", specs, _columns_of(slots, specs)),
+    )
+
+
+def _slots_from_proto(plan: plan_pb2.Plan, n_ranks: int, n_servers: int) -> SlotForecast | None:
+    if not plan.HasField("slots"):
+        return None
+    n_halves, columns = plan.slots.n_halves, {}
+    for field, n_members in zip(_SLOT_COLUMNS, (n_ranks, n_servers, n_servers), strict=True):
+        column = _unpack(f"Plan.slots.{field}", getattr(plan.slots, field), _FLOAT64)
+        if not n_halves or len(column) % (n_halves * n_members):
+            raise WireError(
+                f"Plan.slots.{field} has {len(column)} values for {n_halves} halves and "
+                f"{n_members} members; there must be one for each of them in each slot"
+            )
+        columns[field] = column.reshape(n_halves, -1, n_members)
+    if len({column.shape[1] for column in columns.values()}) > 1:
+        slots = {field: column.shape[1] for field, column in columns.items()}
+        raise WireError(f"Plan.slots has columns of different numbers of slots: {slots}")
+    return SlotForecast(**columns)
+
+
+_SLOT_COLUMNS = ("home_seconds", "base_seconds", "seconds")
 
 
 def _columns_of(owner: object, specs: Columns) -> dict[str, NDArray[Any]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,7 @@ from core_attention.arrays import int64_column
 from core_attention.ca_task import MaskKind, TaskTable
 from core_attention.cost_model import CostProfile
 from core_attention.manifest import MAX_DOCUMENT_TOKENS, Manifest, RankManifest, Segment
-from core_attention.plan import PhaseForecast, Plan, PlanServer
+from core_attention.plan import PhaseForecast, Plan, PlanServer, SlotForecast
 from core_attention.shape import AttentionShape
 from distca.contract.codec import (
     WireError,
@@ -135,6 +135,27 @@ def test_rank_manifests_and_plans_come_back_unchanged(manifests: list[RankManife
         message = plan_to_proto(plan, "job-1")
         assert message.job_id == "job-1"
         assert_equal(plan_from_proto(plan_pb2.Plan.FromString(message.SerializeToString())), plan)
+
+
+def test_slots_come_back_unchanged_with_a_whole_plan() -> None:
+    shape = (2, 5, 3)  # halves, slots, servers
+    seconds = np.linspace(0, 1, 30).reshape(shape)
+    slots = SlotForecast(
+        home_seconds=np.full((2, 5, 2), 1 / 3), base_seconds=seconds / 3, seconds=seconds
+    )
+    plan = replace(plan_of(two_ranks(), forecast=True), slots=slots)
+    message = plan_to_proto(plan, "j")
+    assert_equal(plan_from_proto(message), plan)
+    assert not plan_to_proto(for_rank(plan, 1), "j").HasField("slots")
+    message.slots.seconds = message.slots.seconds[:-8]
+    with pytest.raises(WireError, match=r"Plan\.slots\.seconds has 29 values for 2 halves and 3 m"):
+        plan_from_proto(message)
+    message.slots.seconds = slots.seconds[:, 1:].tobytes()
+    with pytest.raises(WireError, match=r"different numbers of slots: .*'seconds': 4"):
+        plan_from_proto(message)
+    message.slots.n_halves = 0
+    with pytest.raises(WireError, match=r"Plan\.slots\.home_seconds has 20 values for 0 halves"):
+        plan_from_proto(message)
 
 
 def test_slice_of_a_rank_without_rows_comes_back_unchanged() -> None:

@@ -56,9 +56,10 @@ from trainer_client import (
     submit_ahead,
 )
 from trainer_client import core_attention as served
+from trainer_client.integrations.microbatch_rows import cut_of
 from trainer_client.integrations.pipelining import _microbatch, _run_rows_in_turns
 from trainer_client.integrations.schedule_check import ScheduleCheck
-from trainer_client.step.lane import in_nano_batch
+from trainer_client.step.lane import current_step, in_nano_batch
 
 pytestmark = pytest.mark.training
 
@@ -152,6 +153,7 @@ class Case:
         is_planned: whether the session knows the schedule.
         replicated: by what replicas share gradients: nothing, ``"ddp"`` or ``"fsdp"``.
         layers: of each stage; N_LAYERS_A_CHUNK each if empty.
+        is_packed: whether a microbatch's nano-batches are parts of one row, of unequal lengths.
     """
 
     name: str
@@ -167,6 +169,7 @@ class Case:
     is_planned: bool = False
     replicated: str = ""
     layers: tuple[int, ...] = ()
+    is_packed: bool = False
 
     @property
     def n_replicas(self) -> int:
@@ -175,6 +178,11 @@ class Case:
     @property
     def n_stages(self) -> int:
         return self.n_pipeline_ranks * self.n_chunks
+
+    @property
+    def microbatch_shape(self) -> tuple[int, int]:
+        """Rows of a microbatch, and tokens of each."""
+        return (1, ROWS) if self.is_packed else (self.n_rows, ROWS // self.n_rows)
 
     @property
     def layers_of_stages(self) -> tuple[int, ...]:
@@ -229,6 +237,25 @@ CASES = (
         is_planned=True,
         checkpointed=True,
         layers=(2, 3, 2, 1),
+    ),
+    Case(
+        "one packed row",
+        Schedule1F1B,
+        4,
+        5,
+        n_rows=2,
+        is_planned=True,
+        checkpointed=True,
+        is_packed=True,
+    ),
+    Case(
+        "one packed row, two replicas, zero-bubble",
+        zero_bubble,
+        2,
+        4,
+        n_rows=2,
+        is_planned=True,
+        is_packed=True,
     ),
     Case(
         "unequal stages, documents over replicas, pool",
@@ -289,7 +316,15 @@ def documents(case: Case, step: int) -> list[list[list[int]]]:
     generator = torch.Generator().manual_seed(step)
     found = []
     for _ in range(case.n_replicas):
-        microbatches = []
+        microbatches: list[list[int]] = []
+        if case.is_packed:
+            for i in range(case.n_microbatches):
+                # A document that is alone leaves nothing for the second nano-batch.
+                microbatches += [[[ROWS], []], [[ROWS - 5], [4, 1]], [[7, 2], [ROWS - 9]]][
+                    (step + i) % 3
+                ]
+            found.append(microbatches)
+            continue
         tokens = ROWS // case.n_rows
         for _ in range(case.n_microbatches * case.n_rows):
             cuts = torch.randperm(tokens - 1, generator=generator)[: int(step % 3 + 1)] + 1
@@ -309,7 +344,8 @@ def submitted(case: Case, session: Session) -> Iterator[tuple[int, torch.Tensor]
             for step in range(STEPS)
         ]
         for step, microbatches in submit_ahead(session, loader):
-            yield step, torch.cat([batch["position_ids"] for batch in microbatches])
+            positions = torch.cat([batch["position_ids"] for batch in microbatches], dim=1)
+            yield step, positions.view(-1, case.microbatch_shape[1])
         return
     length = ROWS * case.n_replicas
     numbers = range(case.n_microbatches)
@@ -322,12 +358,13 @@ def submitted(case: Case, session: Session) -> Iterator[tuple[int, torch.Tensor]
 
 
 def positions_of(lengths: Sequence[int]) -> torch.Tensor:
-    return torch.cat([torch.arange(length) for length in lengths])[None]
+    return torch.cat([torch.arange(0), *map(torch.arange, lengths)])[None]
 
 
 def ids_of(case: Case, step: int, replica: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(100 * step + replica)
-    size = case.n_microbatches * case.n_rows, ROWS // case.n_rows
+    n_rows, n_tokens = case.microbatch_shape
+    size = case.n_microbatches * n_rows, n_tokens
     return torch.randint(VOCABULARY, size, generator=generator)
 
 
@@ -336,8 +373,14 @@ def reference(case: Case, model: Part, step: int) -> tuple[float, Part]:
     whole = copy.deepcopy(model)
     total = torch.zeros(())
     all_ids = [ids_of(case, step, replica) for replica in range(case.n_replicas)]
-    for i in range(case.n_microbatches * case.n_rows):
-        if case.spans:
+    for i in range(case.n_microbatches * case.microbatch_shape[0]):
+        if case.is_packed:
+            lengths = documents(case, step)
+            batches = [
+                (ids[i], lengths[replica][2 * i] + lengths[replica][2 * i + 1])
+                for replica, ids in enumerate(all_ids)
+            ]
+        elif case.spans:
             batches = [(torch.cat([ids[i] for ids in all_ids]), [ROWS * case.n_replicas])]
         else:
             lengths = documents(case, step)
@@ -366,7 +409,7 @@ def pipelining(case: Case, schedule: Any, parts: Sequence[Part]) -> Pipelining:
     """What the session needs to know of ``schedule``, with the seconds of these very stages."""
 
     def run(part: Part) -> torch.Tensor:
-        shape = (case.n_rows, ROWS // case.n_rows)
+        shape = case.microbatch_shape
         if part.embed is not None:
             given = torch.zeros(shape, dtype=torch.int64)
         else:
@@ -503,6 +546,7 @@ def run_rank(rank: int, folder: str, address: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(240)
 def test_pipelines_train_as_one_process_does(tmp_path: Path, pool_of_four: Cluster) -> None:
     keep_profile(tmp_path, SHAPE)
     spawn(run_rank, (str(tmp_path), pool_of_four.address), nprocs=RANKS)
@@ -578,6 +622,28 @@ def test_a_microbatch_has_as_many_rows_as_nano_batches() -> None:
             module(torch.zeros(3, 2))
     finally:
         _microbatch.reset(token)
+
+
+def test_parts_of_a_packed_row_are_as_long_as_what_was_submitted() -> None:
+    running: Any = SimpleNamespace(n_rows=[0, 3, 2, 4].__getitem__)
+    token = current_step.set(running)
+    try:
+        cut = cut_of((torch.zeros(1, 3),), {}, 0, 2)
+        assert (cut.first, cut.parts, cut.size) == (1, (slice(0, 3),), 3)
+        row = torch.arange(6)[None]
+        cut = cut_of((row, 7), {"ids": [row]}, 1, 2)
+        assert (cut.first, cut.parts) == (0, (slice(0, 2), slice(2, 6)))
+        (_, first), (args, named) = cut.calls((row, 7), {"ids": [row]})
+        assert first["ids"][0].tolist() == [[0, 1]]
+        assert args[0].tolist() == named["ids"][0].tolist() == [[2, 3, 4, 5]]
+        assert args[1] == 7
+        assert torch.equal(cut.joined([row[:, :2], row[:, 2:]]), row)
+        with pytest.raises(SessionError, match=r"shape \[1, 5\]; .* 6 tokens: give \[1, 6, ...\]"):
+            cut.calls((torch.zeros(1, 5),), {})
+        with pytest.raises(SessionError, match=r"a tensor of shape \[1\] for a part of a packed"):
+            cut.joined([torch.zeros(1), torch.zeros(1)])
+    finally:
+        current_step.reset(token)
 
 
 class Says:

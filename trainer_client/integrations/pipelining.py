@@ -23,11 +23,12 @@ from core_attention.schedule_orders import Order, gpipe, one_f_one_b
 from trainer_client.errors import SessionError
 from trainer_client.integrations.fsdp import require_prepared
 from trainer_client.integrations.graphs import outside_graphs
+from trainer_client.integrations.microbatch_rows import cut_of
 from trainer_client.integrations.schedule_check import ScheduleCheck
 from trainer_client.integrations.shape_inference import ShapeInference
 from trainer_client.session import Session
 from trainer_client.step.lane import in_nano_batch, require_step
-from trainer_client.step.ping_pong import Call, run_in_turns
+from trainer_client.step.ping_pong import run_in_turns
 from trainer_client.step.running_step import RunningStep
 
 _IN_ITS_LANE = "_distca_in_its_lane"
@@ -50,7 +51,9 @@ class Pipeline:
 
     With ``SessionOptions.pipelining``, ``n_nano_batches`` may be a multiple of the schedule's
     microbatches, 2 for ping-pong: then each microbatch has as many rows, tensors of shape
-    ``[rows, ...]``, and each row is a nano-batch; documents do not go over from one to the next.
+    ``[rows, ...]``, and each row is a nano-batch; documents do not go over from one to the next. Or
+    it has one packed row, ``[1, tokens, ...]``, which holds its nano-batches one after another, of
+    the lengths that were submitted: for documents that are longer than a nano-batch would be.
 
     Args:
         session: of this rank.
@@ -158,7 +161,7 @@ def schedule_of(schedule: Any) -> Schedule:
 
 
 def _run_rows_in_turns(module: torch.nn.Module, n_rows: int, *, is_last: bool) -> None:
-    """Has ``module`` run the rows of a microbatch one by one, in turns.
+    """Has ``module`` run the nano-batches of a microbatch one by one, in turns.
 
     ``forward`` is replaced on the object: hooks of whoever wraps or shards it stay around it.
     """
@@ -172,41 +175,8 @@ def _run_rows_in_turns(module: torch.nn.Module, n_rows: int, *, is_last: bool) -
         microbatch = _microbatch.get()
         if microbatch is None:
             return forward(*args, **kwargs)
-        calls: list[Call] = [
-            (_row_of(args, row, n_rows, "input"), _row_of(kwargs, row, n_rows, "input"))
-            for row in range(n_rows)
-        ]
-        return _joined(run_in_turns(forward, calls, microbatch * n_rows, is_last=is_last))
+        cut = cut_of(args, kwargs, microbatch, n_rows)
+        first = microbatch * n_rows + cut.first
+        return cut.joined(run_in_turns(forward, cut.calls(args, kwargs), first, is_last=is_last))
 
     module.forward = in_turns
-
-
-def _row_of(value: Any, row: int, n_rows: int, name: str) -> Any:
-    """``value`` with one row of each tensor."""
-    if isinstance(value, torch.Tensor):
-        if not value.ndim or len(value) != n_rows:
-            raise SessionError(
-                f"{name} of a microbatch has shape {list(value.shape)}; its first dimension must "
-                f"be the {n_rows} nano-batches of a microbatch, since the session was opened with "
-                f"n_nano_batches as {n_rows} times the schedule's microbatches"
-            )
-        return value[row : row + 1]
-    if isinstance(value, dict):
-        return {key: _row_of(each, row, n_rows, str(key)) for key, each in value.items()}
-    if isinstance(value, tuple | list):
-        return type(value)(
-            _row_of(each, row, n_rows, f"{name} {at}") for at, each in enumerate(value)
-        )
-    return value
-
-
-def _joined(outputs: list[Any]) -> Any:
-    """The outputs of all rows as one."""
-    if isinstance(outputs[0], torch.Tensor):
-        return torch.cat(outputs)
-    if isinstance(outputs[0], tuple | list):
-        return tuple(map(_joined, map(list, zip(*outputs, strict=True))))
-    raise SessionError(
-        f"a stage gave {type(outputs[0]).__name__}; stages give tensors of shape [rows, ...], or "
-        "tuples of them"
-    )

@@ -201,7 +201,7 @@ class Disaggregated:
         self._exits = ExitStack()
         if signal:
             self._exits.enter_context(one_byte_messages(settings.device))
-        _keep_profile(settings)
+        keep_profile(settings)
         self.session = self._exits.enter_context(
             Session.open(
                 SessionOptions(
@@ -236,7 +236,7 @@ class Disaggregated:
     def prepare(self, drawn: Sequence[Batch]) -> None:
         """See :class:`Method`."""
         settings = self._settings
-        profile = CostProfile.load(_profile_path(settings))
+        profile = CostProfile.load(profile_path(settings))
         options = PlanningOptions(tolerance=settings.tolerance)
         for step, batch in enumerate(drawn):
             if self._homes == "planned":
@@ -276,11 +276,7 @@ class Disaggregated:
     @property
     def buffer_bytes(self) -> float:
         """Memory of message buffers, in use or idle, which is not PyTorch's."""
-        registry = self.session.metrics_registry
-        return sum(
-            registry.get_sample_value(POOL_METRIC, {"pool": "messages", "state": state}) or 0.0
-            for state in ("in_use", "idle")
-        )
+        return pool_bytes(self.session)
 
     def timeline(self) -> list[Any]:
         """This rank's timeline of the last step."""
@@ -302,6 +298,15 @@ class Disaggregated:
                 found.planned_seconds.sum(axis=0) * self._settings.model.layers
             ).tolist(),
         }
+
+
+def pool_bytes(session: Session) -> float:
+    """Memory of a session's message buffers, in use or idle."""
+    registry = session.metrics_registry
+    return sum(
+        registry.get_sample_value(POOL_METRIC, {"pool": "messages", "state": state}) or 0.0
+        for state in ("in_use", "idle")
+    )
 
 
 def make(name: str, settings: RankSettings) -> Method:
@@ -387,7 +392,8 @@ def _tensors(settings: RankSettings, batch: Batch, mine: RankManifest) -> list[A
     ]
 
 
-def _profile_path(settings: RankSettings) -> Path:
+def profile_path(settings: RankSettings) -> Path:
+    """Where a rank's server finds its cost profile."""
     name = profile_file_name(
         device_name(settings.device),
         select_kernel(settings.device).name,
@@ -396,10 +402,10 @@ def _profile_path(settings: RankSettings) -> Path:
     return settings.folder / name
 
 
-def _keep_profile(settings: RankSettings) -> None:
+def keep_profile(settings: RankSettings) -> None:
     """Gives servers on an H200 the profile that the simulator has, instead of a quick one."""
     shipped = CostProfile.load(PROFILE)
-    path = _profile_path(settings)
+    path = profile_path(settings)
     fits = (
         shipped.device == device_name(settings.device) and shipped.shape == settings.model.attention
     )

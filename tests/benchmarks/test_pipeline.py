@@ -1,0 +1,205 @@
+"""The benchmark of pipelines: its documents, its formulas, and all ways on CPU processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from benchmarks.gpu.pipeline import Plan
+from benchmarks.gpu.training import microbatches, pipeline_report
+from benchmarks.gpu.training.batches import Batch, CannotRun
+from benchmarks.gpu.training.microbatches import Layout, draw_microbatches, squares, unevenness
+from benchmarks.gpu.training.pipeline_forecast import (
+    active_stages,
+    even_pool,
+    idle_aware,
+    one_f_one_b,
+)
+from benchmarks.gpu.training.pipeline_ways import NAMES, require_runnable, way_of
+from benchmarks.gpu.training.stack import ModelShape
+
+pytestmark = pytest.mark.training
+
+ROOT = Path(__file__).resolve().parents[2]
+TOKENS = 128 * 1024
+
+
+def filled(batch: Batch, layout: Layout) -> bool:
+    """Whether every document is in one microbatch, and each of those is full."""
+    held = sorted(document for its in layout for document in its)
+    tokens = {int(batch.lengths[list(its)].sum()) for its in layout}
+    return held == list(range(len(batch.lengths))) and tokens == {batch.tokens_per_rank}
+
+
+@pytest.mark.parametrize("n", [4, 8])
+@pytest.mark.parametrize("seed", range(5))
+def test_packed_microbatches_are_full_and_as_even_as_whole_documents_allow(
+    n: int, seed: int
+) -> None:
+    batch = draw_microbatches(seed, n, TOKENS, "pretrain", TOKENS)
+    packed = microbatches.evenly(batch)
+    assert filled(batch, microbatches.as_drawn(batch))
+    assert filled(batch, packed)
+    # None can be lighter than its longest document, which the shortest ones are put beside.
+    longest = int(batch.lengths.max())
+    others = TOKENS - longest
+    least = longest**2 + others**2 / max(
+        1, len(packed[int(np.argmax(squares(packed, batch.lengths)))])
+    )
+    floor = max(1.0, least / float(np.mean(squares(packed, batch.lengths))))
+    assert unevenness(packed, batch.lengths) < 1.03 * floor
+    assert unevenness(packed, batch.lengths) <= unevenness(
+        microbatches.as_drawn(batch), batch.lengths
+    )
+
+
+def test_documents_without_long_ones_are_packed_to_equal_squares() -> None:
+    batch = draw_microbatches(2, 4, TOKENS, "pretrain", 16 * 1024)
+    assert unevenness(microbatches.as_drawn(batch), batch.lengths) > 1.05
+    assert unevenness(microbatches.evenly(batch), batch.lengths) < 1.002
+
+
+def test_documents_that_fit_in_one_way_only_stay() -> None:
+    batch = Batch(0, (np.array([64]), np.array([64])))
+    assert filled(batch, microbatches.evenly(batch))
+
+
+def test_halves_have_nearly_equal_tokens_unless_a_document_is_longer() -> None:
+    batch = draw_microbatches(1, 4, TOKENS, "pretrain", TOKENS)
+    lengths = batch.lengths
+    for held in microbatches.evenly(batch):
+        halves = microbatches.in_halves(held, lengths)
+        assert sorted(document for half in halves for document in half) == sorted(held)
+        largest = max(int(lengths[list(half)].sum()) for half in halves)
+        assert largest <= 1.02 * max(TOKENS / 2, int(lengths[list(held)].max()))
+    assert microbatches.in_halves([3], np.array([1, 1, 1, 9])) == ((3,), ())
+
+
+def test_formulas() -> None:
+    assert active_stages(4, 2) == [1, 2, 2, 2, 1]
+    assert active_stages(2, 4) == [1, 2, 2, 2, 1]
+    assert one_f_one_b(4, 4, 1.0, 1.0) == 14.0
+    # The table of what it is worth, of p = 4 and m = 4 with a = l.
+    assert one_f_one_b(4, 4, 1.0, 1.0) / even_pool(4, 4, 1.0, 1.0) == pytest.approx(1.27, abs=5e-3)
+    assert one_f_one_b(4, 4, 1.0, 1.0) / idle_aware(4, 4, 1.0, 1.0) == pytest.approx(1.56, abs=5e-3)
+    assert one_f_one_b(4, 8, 1.0, 0.35) / idle_aware(4, 8, 1.0, 0.35) == pytest.approx(
+        1.16, abs=5e-3
+    )
+
+
+def test_ways_are_named_and_may_have_another_schedule() -> None:
+    assert way_of("idle-aware").schedule == "1f1b"
+    assert way_of("idle-aware@zero-bubble").schedule == "zero-bubble"
+    for name in ("idle", "idle-aware@", "idle-aware@gpipe"):
+        with pytest.raises(ValueError, match=f"way is '{name}'; valid are drawn, even, "):
+            way_of(name)
+
+
+def test_ways_that_cannot_run_are_named() -> None:
+    model = ModelShape(layers=8)
+    for name in NAMES:
+        require_runnable(way_of(name), 4, 4, model, TOKENS, None)
+    with pytest.raises(CannotRun, match="interleaved has 8 stages, and the model 4 layers"):
+        require_runnable(way_of("interleaved"), 4, 4, ModelShape(layers=4), TOKENS, None)
+    with pytest.raises(CannotRun, match="multiple of the 4 ranks, and there are 6"):
+        require_runnable(way_of("interleaved"), 4, 6, model, TOKENS, None)
+    with pytest.raises(CannotRun, match=r"not recomputed and keep about \d+ GiB .* has 140"):
+        require_runnable(way_of("zero-bubble"), 4, 4, model, TOKENS, 140 * 2**30)
+    require_runnable(way_of("zero-bubble"), 4, 4, model, 16 * 1024, 140 * 2**30)
+
+
+def test_ways_that_disagree_are_named() -> None:
+    def case(way: str, loss: float) -> dict[str, Any]:
+        return {"way": way, "microbatches": 4, "steps": [{"seed": 3, "loss": loss, "norm": 1.0}]}
+
+    plan = {"model": {"dtype": "bfloat16"}}
+    same = [case("even", 2.0), case("idle-aware", 2.001)]
+    assert pipeline_report.disagreements(plan, same) == []
+    (wrong,) = pipeline_report.disagreements(plan, [*same, case("even-pool", 2.1)])
+    assert "batch 3: even-pool has a loss of 2.100000, even 2.000000: 5.0e-02 apart" in wrong
+    (wrong,) = pipeline_report.disagreements(plan, [case("even", 2.0), case("idle", float("nan"))])
+    assert "nan" in wrong
+
+
+def command(out: Path, *options: str) -> list[str]:
+    return [
+        *(sys.executable, "-m", "benchmarks.gpu.pipeline", "--device=cpu", "--tiny"),
+        *("--no-compiled", "--stages=2", "--layers=4", "--tokens=1024", "--warm-ups=0"),
+        *("--step-timeout=240", f"--json={out}", *options),
+    ]
+
+
+WAYS = (
+    "drawn", "even", "interleaved", "zero-bubble", "even-pool", "idle-aware",
+    "idle-aware@zero-bubble",
+)  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_all_ways_give_the_same_loss_and_gradients(tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    options = (f"--ways={','.join(WAYS)}", "--microbatches=4", "--batches=2", "--verify")
+    done = subprocess.run(
+        command(out, *options), cwd=ROOT, capture_output=True, text=True, timeout=380, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "losses and gradients' norms of all ways agree on every batch" in done.stdout
+    written = json.loads(out.read_text())
+    assert Plan.from_dict(written["plan"]).ways == WAYS
+    cases = {case["way"]: case for case in written["cases"]}
+    assert {name: case["state"] for name, case in cases.items()} == dict.fromkeys(WAYS, "done")
+    for case in cases.values():
+        for step in case["steps"]:
+            kinds = {kind for rank in step["ranks"] for _, kind, *_ in rank["actions"]}
+            assert kinds in ({"F", "B"}, {"F", "I", "W"}, {"F", "B", "I", "W"})
+            assert all(0 < share < 1 for share in pipeline_report.bubble(step))
+            if way_of(case["way"]).served:
+                assert min(step["slots"]["measured"]) >= 1.0
+    shown = subprocess.run(
+        [sys.executable, "-m", "benchmarks.gpu.pipeline", f"--from-json={out}"],
+        cwd=ROOT, capture_output=True, text=True, timeout=100, check=False,
+    )  # fmt: skip
+    assert shown.stdout in done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_a_rank_that_dies_costs_its_way_alone(tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    running = subprocess.Popen(
+        command(out, "--ways=drawn,even", "--microbatches=2", "--batches=3"),
+        cwd=ROOT, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert running.stdout is not None
+    try:
+        for line in running.stdout:
+            if line.startswith("m=2 drawn step 0:"):
+                break
+        os.kill(rank_of(running.pid), signal.SIGKILL)
+        printed, _ = running.communicate(timeout=300)
+    finally:
+        running.kill()
+    assert "m = 2, drawn: failed: a rank failed" in printed
+    states = {case["way"]: case["state"] for case in json.loads(out.read_text())["cases"]}
+    assert states == {"drawn": "failed", "even": "done"}
+
+
+def rank_of(pid: int) -> int:
+    """A process of a rank that the benchmark has started."""
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline:
+        for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
+            if b"spawn_main" in Path(f"/proc/{child}/cmdline").read_bytes():
+                return int(child)
+        time.sleep(0.05)
+    raise AssertionError("no rank was found")
