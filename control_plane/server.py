@@ -28,7 +28,7 @@ from control_plane.cold_start.planners import ColdPlanners
 from control_plane.errors import NoHandshakeError
 from control_plane.jobs.coordinator import Coordinator
 from control_plane.leadership.epochs import is_first, next_generation
-from control_plane.leadership.kubernetes_api import cluster_apis
+from control_plane.leadership.kubernetes_api import cluster_api
 from control_plane.leadership.kubernetes_lease import KubernetesLease
 from control_plane.leadership.leader_label import LeaderLabel
 from control_plane.leadership.leadership import Alone, FileLock, Leadership, LeadershipLostError
@@ -352,10 +352,10 @@ def _leadership(settings: ControlPlaneSettings) -> Leadership:
     if settings.leader_lease:
         namespace, _, name = settings.leader_lease.partition("/")
         identity = f"{socket.gethostname()}-{os.getpid()}"
-        leases, pods = cluster_apis()
+        api = cluster_api()
         pod = settings.leader_pod
-        label = LeaderLabel(pods, namespace, pod) if pod else None
-        return KubernetesLease(leases, namespace, name, identity, label=label)
+        label = LeaderLabel(api, namespace, pod) if pod else None
+        return KubernetesLease(api, namespace, name, identity, label=label)
     return Alone()
 
 

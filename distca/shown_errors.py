@@ -8,7 +8,6 @@ EXTRAS: dict[str, tuple[str, ...]] = {
     "flash_attn": ("fa4-cu13",),
     "greenlet": ("trainer",),
     "jinja2": ("trainer",),
-    "kubernetes": ("kubernetes",),
     "matplotlib": ("trainer",),
     "nixl": ("nixl-cu13",),
     "opentelemetry": ("otel",),

@@ -13,9 +13,15 @@ import asyncio
 import logging
 import time
 from datetime import UTC, datetime
-from typing import Any
 
-from control_plane.leadership.kubernetes_api import CALL_SECONDS, in_one_line
+from control_plane.leadership.kubernetes_api import (
+    CONFLICT,
+    NOT_FOUND,
+    KubernetesApi,
+    KubernetesError,
+    Object,
+    in_one_line,
+)
 from control_plane.leadership.leader_label import LeaderLabel
 from distca.contract.timeouts import default_seconds
 
@@ -25,15 +31,12 @@ LEASE_SECONDS = int(default_seconds("leader_lease_seconds"))
 RENEW_SECONDS = default_seconds("leader_renew_seconds")
 RETRY_SECONDS = 2.0
 
-_CONFLICT, _NOT_FOUND = 409, 404
-
 
 class KubernetesLease:
     """Leads who holds a Lease.
 
     Args:
-        api: a ``kubernetes.client.CoordinationV1Api``; see
-            :func:`control_plane.leadership.kubernetes_api.cluster_apis`.
+        api: whose account may get, create and update Leases.
         namespace, name: of the Lease; it is made if it is not there.
         identity: of this process, unique among the candidates: the pod's name.
         label: tells a Service which pod leads; None: nothing does.
@@ -42,7 +45,7 @@ class KubernetesLease:
 
     def __init__(
         self,
-        api: Any,
+        api: KubernetesApi,
         namespace: str,
         name: str,
         identity: str,
@@ -58,6 +61,7 @@ class KubernetesLease:
                 f"{lease_seconds} must hold"
             )
         self._api = api
+        self._leases = f"/apis/coordination.k8s.io/v1/namespaces/{namespace}/leases"
         self._namespace = namespace
         self._name = name
         self._identity = identity
@@ -67,7 +71,7 @@ class KubernetesLease:
         self._retry_seconds = retry_seconds
         self._held_until = 0.0
         # What was seen last, and since when it has not changed.
-        self._seen: tuple[str, datetime | None] | None = None
+        self._seen: tuple[str, str | None] | None = None
         self._seen_at = 0.0
 
     @property
@@ -142,73 +146,71 @@ class KubernetesLease:
         lease = self._read()
         if lease is None:
             return self._create()
-        holder = lease.spec.holder_identity or ""
-        seen = (holder, lease.spec.renew_time)
+        spec = lease["spec"]
+        holder = spec.get("holderIdentity") or ""
+        seen = (holder, spec.get("renewTime"))
         if seen != self._seen:
             self._seen, self._seen_at = seen, time.monotonic()
         unchanged_seconds = time.monotonic() - self._seen_at
-        patience_seconds = lease.spec.lease_duration_seconds or self._lease_seconds
+        patience_seconds = spec.get("leaseDurationSeconds") or self._lease_seconds
         if holder not in ("", self._identity) and unchanged_seconds < patience_seconds:
             return False
-        now = datetime.now(UTC)
+        now = _now()
         if holder != self._identity:
-            lease.spec.acquire_time = now
-            lease.spec.lease_transitions = (lease.spec.lease_transitions or 0) + 1
-        lease.spec.holder_identity = self._identity
-        lease.spec.lease_duration_seconds = self._lease_seconds
-        lease.spec.renew_time = now
+            spec["acquireTime"] = now
+            spec["leaseTransitions"] = (spec.get("leaseTransitions") or 0) + 1
+        spec["holderIdentity"] = self._identity
+        spec["leaseDurationSeconds"] = self._lease_seconds
+        spec["renewTime"] = now
         return self._write(lease)
 
-    def _read(self) -> Any:
-        from kubernetes.client import ApiException
-
+    def _read(self) -> Object | None:
         try:
-            return self._api.read_namespaced_lease(
-                self._name, self._namespace, _request_timeout=CALL_SECONDS
-            )
-        except ApiException as error:
-            if error.status == _NOT_FOUND:
+            return self._api.get(f"{self._leases}/{self._name}")
+        except KubernetesError as error:
+            if error.status == NOT_FOUND:
                 return None
             raise
 
     def _create(self) -> bool:
-        from kubernetes.client import ApiException, V1Lease, V1LeaseSpec, V1ObjectMeta
-
-        now = datetime.now(UTC)
-        lease = V1Lease(
-            metadata=V1ObjectMeta(name=self._name, namespace=self._namespace),
-            spec=V1LeaseSpec(
-                holder_identity=self._identity,
-                lease_duration_seconds=self._lease_seconds,
-                acquire_time=now,
-                renew_time=now,
-                lease_transitions=0,
-            ),
-        )
+        now = _now()
+        lease = {
+            "apiVersion": "coordination.k8s.io/v1",
+            "kind": "Lease",
+            "metadata": {"name": self._name, "namespace": self._namespace},
+            "spec": {
+                "holderIdentity": self._identity,
+                "leaseDurationSeconds": self._lease_seconds,
+                "acquireTime": now,
+                "renewTime": now,
+                "leaseTransitions": 0,
+            },
+        }
         try:
-            self._api.create_namespaced_lease(self._namespace, lease, _request_timeout=CALL_SECONDS)
-        except ApiException as error:
-            if error.status == _CONFLICT:
+            self._api.create(self._leases, lease)
+        except KubernetesError as error:
+            if error.status == CONFLICT:
                 return False
             raise
         return True
 
-    def _write(self, lease: Any) -> bool:
+    def _write(self, lease: Object) -> bool:
         """Replaces the Lease, unless somebody has done so since it was read."""
-        from kubernetes.client import ApiException
-
         try:
-            self._api.replace_namespaced_lease(
-                self._name, self._namespace, lease, _request_timeout=CALL_SECONDS
-            )
-        except ApiException as error:
-            if error.status == _CONFLICT:
+            self._api.replace(f"{self._leases}/{self._name}", lease)
+        except KubernetesError as error:
+            if error.status == CONFLICT:
                 return False
             raise
         return True
 
     def _give_up(self) -> None:
         lease = self._read()
-        if lease is not None and lease.spec.holder_identity == self._identity:
-            lease.spec.holder_identity = ""
+        if lease is not None and lease["spec"].get("holderIdentity") == self._identity:
+            lease["spec"]["holderIdentity"] = ""
             self._write(lease)
+
+
+def _now() -> str:
+    """As the API writes times with parts of seconds."""
+    return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")

@@ -7,9 +7,8 @@ moved while another leads. The Service therefore selects the pod with this label
 from __future__ import annotations
 
 import logging
-from typing import Any
 
-from control_plane.leadership.kubernetes_api import CALL_SECONDS, in_one_line
+from control_plane.leadership.kubernetes_api import KubernetesApi, in_one_line
 
 logger = logging.getLogger(__name__)
 
@@ -20,11 +19,11 @@ class LeaderLabel:
     """The label of one pod. Used by one thread at a time.
 
     Args:
-        api: a ``kubernetes.client.CoreV1Api``.
+        api: whose account may patch pods.
         namespace, pod: whose label; this process runs in it.
     """
 
-    def __init__(self, api: Any, namespace: str, pod: str) -> None:
+    def __init__(self, api: KubernetesApi, namespace: str, pod: str) -> None:
         self._api = api
         self._namespace = namespace
         self._pod = pod
@@ -38,11 +37,9 @@ class LeaderLabel:
             return
         labels = {LEADER_LABEL: "true" if leads else None}
         try:
-            self._api.patch_namespaced_pod(
-                self._pod,
-                self._namespace,
+            self._api.patch(
+                f"/api/v1/namespaces/{self._namespace}/pods/{self._pod}",
                 {"metadata": {"labels": labels}},
-                _request_timeout=CALL_SECONDS,
             )
         except Exception as error:
             # The client raises what its HTTP library does; all that counts is that it failed.

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from kubernetes.client import ApiClient, Configuration, CoordinationV1Api, CoreV1Api
+from control_plane.leadership.kubernetes_api import KubernetesApi
 
 _PATH = "/apis/coordination.k8s.io/v1/namespaces/distca/leases"
 _PODS = "/api/v1/namespaces/distca/pods/"
@@ -22,6 +22,7 @@ class LeaseApi:
         leases: by name, as JSON objects.
         labels: of each pod, by its name.
         patches: how many were asked for.
+        authorizations: headers of all requests that brought one.
         broken: while set, every request fails with status 500.
         silent: while set, requests are not answered.
     """
@@ -30,6 +31,7 @@ class LeaseApi:
         self.leases: dict[str, dict[str, Any]] = {}
         self.labels: dict[str, dict[str, str]] = {}
         self.patches = 0
+        self.authorizations: list[str] = []
         self.broken = threading.Event()
         self.silent = threading.Event()
         self.closing = threading.Event()
@@ -59,6 +61,8 @@ class LeaseApi:
             def _answer(self, body: dict[str, Any] | None) -> None:
                 while api.silent.is_set() and not api.closing.wait(0.02):
                     pass
+                if header := self.headers["Authorization"]:
+                    api.authorizations.append(header)
                 status, answer = api.handle(self.command, self.path, body)
                 data = json.dumps(answer).encode()
                 self.send_response(status)
@@ -117,18 +121,14 @@ class LeaseApi:
         lease = self.leases.get(name)
         return str(lease["spec"].get("holderIdentity") or "") if lease else ""
 
-    def client(self) -> CoordinationV1Api:
+    @property
+    def url(self) -> str:
+        """Where it serves."""
+        return f"http://127.0.0.1:{self.server.server_port}"
+
+    def client(self) -> KubernetesApi:
         """A real client of it."""
-        return CoordinationV1Api(self._api_client())
-
-    def pods(self) -> CoreV1Api:
-        """Likewise, for pods."""
-        return CoreV1Api(self._api_client())
-
-    def _api_client(self) -> ApiClient:
-        configuration = Configuration(host=f"http://127.0.0.1:{self.server.server_port}")
-        configuration.retries = False
-        return ApiClient(configuration)
+        return KubernetesApi(self.url)
 
 
 def _failure(status: int, message: str) -> dict[str, Any]:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import signal
+import ssl
 import subprocess
 import sys
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import ExitStack
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +19,20 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from control_plane.leadership.kubernetes_api import cluster_apis
+from control_plane.leadership.kubernetes_api import (
+    KubernetesApi,
+    KubernetesError,
+    Object,
+    cluster_api,
+)
 from control_plane.leadership.kubernetes_lease import KubernetesLease
 from control_plane.leadership.leader_label import LEADER_LABEL, LeaderLabel
 from control_plane.leadership.leadership import BEAT_SECONDS, Alone, FileLock, Leadership
 from control_plane.server import ControlPlane
 from control_plane.settings import ControlPlaneSettings
+from distca.certs.authority import Authority
 from distca.contract import rpc
+from distca.contract.identity import Identity, Role
 from tests.control_plane.lease_api import LeaseApi, lease_api
 from tests.control_plane.service_harness import (
     client_of,
@@ -62,7 +72,7 @@ def candidate(api: LeaseApi, identity: str) -> KubernetesLease:
         "distca",
         "leader",
         identity,
-        label=LeaderLabel(api.pods(), "distca", identity),
+        label=LeaderLabel(api.client(), "distca", identity),
         lease_seconds=2,
         renew_seconds=1.0,
         retry_seconds=0.1,
@@ -298,6 +308,7 @@ def test_of_two_who_write_at_once_one_wins(api: LeaseApi) -> None:
     assert first
     api.leases["leader"]["spec"]["holderIdentity"] = ""
     lease = two._read()
+    assert lease is not None
     assert one._take()
     assert not two._write(lease)
     assert api.holder("leader") == "one"
@@ -330,16 +341,14 @@ def test_label_of_the_pod_that_leads_is_handed_over(api: LeaseApi) -> None:
 def test_label_that_could_not_be_set_is_set_at_a_renewal_and_then_left_alone(
     api: LeaseApi,
 ) -> None:
-    pods = api.pods()
-
-    class Refusing:
-        def patch_namespaced_pod(self, *args: Any, **options: Any) -> Any:
+    class Refusing(KubernetesApi):
+        def patch(self, path: str, body: Object) -> Object:
             if refuse:
                 raise ConnectionError("no route to the API server")
-            return pods.patch_namespaced_pod(*args, **options)
+            return super().patch(path, body)
 
     refuse = True
-    label = LeaderLabel(Refusing(), "distca", "one")
+    label = LeaderLabel(Refusing(api.url), "distca", "one")
     one = KubernetesLease(
         api.client(),
         "distca",
@@ -378,9 +387,67 @@ def test_times_that_would_let_two_lead_are_refused(api: LeaseApi) -> None:
         KubernetesLease(api.client(), "distca", "leader", "one", lease_seconds=2, renew_seconds=3)
 
 
-def test_process_outside_of_a_cluster_is_told_what_it_lacks() -> None:
-    with pytest.raises(OSError, match="must run in a pod"):
-        cluster_apis()
+def test_process_outside_of_a_cluster_is_told_what_it_lacks(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match=r"KUBERNETES_SERVICE_HOST .*/token.* must run in a pod"):
+        cluster_api(tmp_path)
+
+
+@pytest.fixture
+def api_over_tls(
+    api: LeaseApi, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> tuple[LeaseApi, Path]:
+    """The API as a pod sees it, and the folder of its account."""
+    account = tmp_path / "account"
+    account.mkdir()
+    authority = Authority.make(timedelta(days=1))
+    identity = Identity(role=Role.CONTROL_PLANE, name="kubernetes")
+    signed = authority.issue(identity, lifetime=timedelta(days=1), names=["127.0.0.1"])
+    (tmp_path / "server.pem").write_bytes(signed.certificate + signed.key)
+    (account / "ca.crt").write_bytes(authority.pem.certificate)
+    (account / "token").write_text("first\n")
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(tmp_path / "server.pem")
+    api.server.socket = context.wrap_socket(api.server.socket, server_side=True)
+    monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "127.0.0.1")
+    monkeypatch.setenv("KUBERNETES_SERVICE_PORT", str(api.server.server_port))
+    # One of the environment's, which nobody serves.
+    monkeypatch.setenv("HTTPS_PROXY", "http://127.0.0.1:9")
+    return api, account
+
+
+def test_pod_calls_with_its_accounts_token_as_it_is_now(
+    api_over_tls: tuple[LeaseApi, Path],
+) -> None:
+    api, account = api_over_tls
+    client = cluster_api(account)
+    client.patch("/api/v1/namespaces/distca/pods/one", {"metadata": {"labels": {"a": "b"}}})
+    (account / "token").write_text("renewed\n")
+    client.patch("/api/v1/namespaces/distca/pods/one", {"metadata": {"labels": {"a": None}}})
+    assert api.authorizations == ["Bearer first", "Bearer renewed"]
+    assert api.labels["one"] == {}
+
+
+def test_api_server_of_another_authority_gets_no_token(
+    api_over_tls: tuple[LeaseApi, Path],
+) -> None:
+    api, account = api_over_tls
+    (account / "ca.crt").write_bytes(Authority.make(timedelta(days=1)).pem.certificate)
+    with pytest.raises(OSError, match="certificate verify failed"):
+        cluster_api(account).get("/api/v1/namespaces/distca/pods/one")
+    assert api.authorizations == []
+
+
+def test_refusal_says_what_the_api_server_says(api: LeaseApi) -> None:
+    api.broken.set()
+    with pytest.raises(KubernetesError, match=r"^status 500: etcd is away$") as refused:
+        api.client().get("/apis/coordination.k8s.io/v1/namespaces/distca/leases/leader")
+    assert refused.value.status == 500
+
+
+def test_times_are_written_as_kubernetes_reads_them(api: LeaseApi) -> None:
+    assert candidate(api, "one")._take()
+    written = api.leases["leader"]["spec"]["renewTime"]
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{6}Z", written)
 
 
 @pytest.mark.parametrize(

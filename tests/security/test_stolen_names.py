@@ -109,7 +109,7 @@ def runs(
                 settings = {"state_dir": tmp_path, "leader_lock": tmp_path / "leader.lock"}
             case _:
                 api = stack.enter_context(lease_api())
-                monkeypatch.setattr(server, "cluster_apis", lambda: (api.client(), api.pods()))
+                monkeypatch.setattr(server, "cluster_api", api.client)
                 quick = functools.partial(KubernetesLease, retry_seconds=0.1)
                 monkeypatch.setattr(server, "KubernetesLease", quick)
                 settings = {**secret(tmp_path), "leader_lease": "distca/leader"}
