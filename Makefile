@@ -15,7 +15,7 @@
 #   make push     pushes them to a registry: REGISTRY=registry.example.com/ml, VARIANT as for images
 #   make deploy-test  images and Compose on a Docker engine, its own one as root if none runs; 15 minutes
 #   make deploy-test-cuda  images for GPUs, built for real (20 GB) and looked into; 15 minutes
-#   make cluster-test  the chart on a Kubernetes API server; DISTCA_KUBERNETES_BIN=folder of its programs
+#   make cluster-test  the chart on a Kubernetes API server; DISTCA_KUBERNETES_BIN=folder of its programs; 5 minutes
 #   make publish  builds images for several platforms and pushes them, with SBOM and provenance
 #   make push-chart  pushes the chart, as an OCI artifact
 #   make sbom     fetches the lists of Python packages of what publish pushed

@@ -25,8 +25,8 @@ from tests.kubernetes.services import ServiceProxy
 
 _FOLDER = Path(__file__).parent
 
-BEFORE = os.environ.get("DISTCA_CLUSTER_BEFORE", "3388995")
-"""The commit of the version before: of 2026-11-23, a day of changes to the chart earlier."""
+BEFORE = os.environ.get("DISTCA_CLUSTER_BEFORE", "7ba6839")
+"""The commit of the version before: of 2026-11-22, as there is no release yet."""
 
 BEFORE_TAG = "before"
 """Of images that hold the code of that commit."""

@@ -8,16 +8,17 @@ import base64
 import pytest
 
 from tests.kubernetes.conftest import BEFORE_TAG, Machines
-from tests.kubernetes.release import Release, all_objects, is_ready, restarts
+from tests.kubernetes.release import Release, all_objects, is_ready, restarts, wait_until
 
 pytestmark = pytest.mark.timeout(1800)
 
+ELECTED = ("controlPlane.replicas=2", "controlPlane.leaderElection.enabled=true")
 SMALL = ("attentionNode.replicas=1", "attentionNode.resources.requests.cpu=100m")
 
 
 def test_it_is_installed_tested_and_leaves_nothing(release: Release) -> None:
     before = all_objects(release.api)
-    release.install("controlPlane.replicas=2", "controlPlane.leaderElection.enabled=true", *SMALL)
+    release.install(*ELECTED, *SMALL)
     pods = [*release.pods("control-plane"), *release.pods("attention-node")]
     assert len(pods) == 3
     assert all(is_ready(pod) and not restarts(pod) for pod in pods)
@@ -30,15 +31,20 @@ def test_it_follows_the_version_before(release: Release, machines: Machines) -> 
     secret = f"/api/v1/namespaces/{release.namespace}/secrets/distca-control-plane-token"
     old = machines.before / "helm" / "distca"
     objects = all_objects(release.api)
-    release.install(f"image.tag={BEFORE_TAG}", *SMALL, chart=old)
+    release.install(f"image.tag={BEFORE_TAG}", *ELECTED, *SMALL, chart=old)
     token = release.api.get(secret)["data"]["secret"]
     assert len(base64.b64decode(token)) == 48
-    release.upgrade(*SMALL)
+    transitions = release.lease()["leaseTransitions"]
+    release.upgrade(*ELECTED, *SMALL)
     pods = [*release.pods("control-plane"), *release.pods("attention-node")]
     images = {pod["spec"]["containers"][0]["image"].rpartition(":")[2] for pod in pods}
-    assert len(pods) == 2
+    assert len(pods) == 3
     assert BEFORE_TAG not in images
     assert all(is_ready(pod) and not restarts(pod) for pod in pods)
+    assert wait_until("a leader", release.leader, 60.0) is not None
+    assert release.lease()["leaseTransitions"] > transitions
     assert release.api.get(secret)["data"]["secret"] == token
     release.test()
+    # A control plane of before made it, so it is no part of the release: docs/deploy_kubernetes.md.
+    release.api.delete(release.lease_path)
     release.uninstall(objects)

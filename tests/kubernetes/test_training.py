@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from tests.chaos.scenario import LOSS_TOLERANCE
 from tests.kubernetes.conftest import Machines
 from tests.kubernetes.release import Release, all_objects, is_ready, restarts, wait_until
 from tests.kubernetes.training import Training
 
 pytestmark = pytest.mark.timeout(3600)
+
+LOSS_TOLERANCE, GRADIENT_TOLERANCE = 1e-5, 1e-4
+"""Relative, as those of `distca train --verify` in float32: a rounding is 6e-8, and a sum has a few
+thousand."""
 
 FAIL_OVER_SECONDS = 120.0
 """Lease, start of a new pod on two busy cores."""
@@ -61,11 +64,11 @@ def test_a_job_loses_no_step_to_a_rolling_update_and_a_dead_leader(
     training.wait_for_steps(5)
 
     assert not any(restarts(pod) for pod in training.pods())
-    disturbed = training.losses()
-    training.remove()
-    training.start(len(disturbed))
-    undisturbed = training.finish()
-    assert disturbed == pytest.approx(undisturbed, rel=LOSS_TOLERANCE, abs=0.0)
+    for step in training.steps():
+        assert step.loss_difference is not None
+        assert step.gradient_difference is not None
+        assert step.loss_difference <= LOSS_TOLERANCE, step
+        assert step.gradient_difference <= GRADIENT_TOLERANCE, step
     training.remove()
     release.uninstall(objects)
 
