@@ -75,7 +75,7 @@ def judge_self_test(
             **_figures(result),
         )
     where = "within this machine" if one_host else "by the network, to this machine itself"
-    return _judge_rate("ucx", where, result, floor_gigabytes_per_second)
+    return judge_rate("ucx", where, result, floor_gigabytes_per_second)
 
 
 def ways_to_peers(around: Surroundings) -> Iterable[Finding]:
@@ -129,7 +129,7 @@ def _judge_peer(
         address = Address(ip, peer.port)
         name = str(peer) if ip == peer.host else f"{peer} ({ip})"
         try:
-            yield _judge_rate("peers", name, rate(address), floor)
+            yield judge_rate("peers", name, rate(address), floor)
         except HandshakeRejected:
             yield _reached(name)
         except TransportError as error:
@@ -154,7 +154,7 @@ def _judge_server(
         return failed("peers", f"{name}: {error}", "see the server's log")
     except TransportError as error:
         return _unreachable(name, error)
-    return _judge_rate("peers", name, result, floor)
+    return judge_rate("peers", name, result, floor)
 
 
 def _reached(name: str) -> Finding:
@@ -184,7 +184,8 @@ def _unreachable(name: str, error: TransportError) -> Finding:
     )
 
 
-def _judge_rate(check: str, where: str, result: ProbeResult, floor: float) -> Finding:
+def judge_rate(check: str, where: str, result: ProbeResult, floor: float) -> Finding:
+    """Whether a way is as fast as is asked for: ``floor``, in GB/s."""
     says = f"{where}: {_shown(result)}"
     if result.gigabytes_per_second < floor:
         return failed(check, f"{says}, asked for are {floor:g}", _SLOW, **_figures(result))

@@ -37,6 +37,7 @@ CHECK_NAMES = (
     "versions",
     "transport",
     "ucx",
+    "nic-rates",
     "peers",
 )
 """Here and not from the checks themselves, which load PyTorch; a test compares them."""
