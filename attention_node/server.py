@@ -32,7 +32,6 @@ from attention_node.served_job import JobDescription, StepBusy
 from attention_node.settings import NodeSettings
 from attention_node.tick_server import TickServer
 from core_attention.cost_model import CostProfile
-from core_attention.kernels.protocol import Kernel
 from core_attention.kernels.select import select_kernel
 from core_attention.profiling import load_or_measure
 from core_attention.shape import AttentionShape
@@ -112,7 +111,10 @@ class AttentionNode:
         self.joined = False
         device = torch.device(settings.device)
         kernel = select_kernel(device)
-        self._profiles = [self._measure(kernel, shape, device) for shape in settings.profile_shapes]
+        for shape in settings.profile_shapes:
+            kernel.check(shape, shape.rule)
+        self._kernel, self._device = kernel, device
+        self._profiles: list[CostProfile] = []
         registry, pairs = process_registry("attention-node"), CollectorRegistry()
         watch_certificates(
             registry, own=[settings.certificate_file], authorities=[settings.ca_file]
@@ -162,7 +164,8 @@ class AttentionNode:
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._grpc)
 
     def start(self) -> None:
-        """Listens, then registers: nobody hears of a server that cannot be reached."""
+        """Listens, measures its cost profiles, then registers: nobody hears of a server that cannot
+        be reached. Whoever asks meanwhile hears that it lives and does not serve yet."""
         settings = self._settings
         data_address = self._transport.listen(
             settings.rows_host, settings.data_port, self._ticks.accept
@@ -175,6 +178,7 @@ class AttentionNode:
             self._pairs,
             health=Health(serves=lambda: self._health.serves),
         )
+        self._profiles = [self._measure(shape) for shape in settings.profile_shapes]
         self._membership = PoolLink(
             rpc.RpcSettings(
                 address=settings.control_plane,
@@ -262,8 +266,8 @@ class AttentionNode:
             time.sleep(0.05)
         return False
 
-    def _measure(self, kernel: Kernel, shape: AttentionShape, device: torch.device) -> CostProfile:
-        kernel.check(shape, shape.rule)
+    def _measure(self, shape: AttentionShape) -> CostProfile:
+        kernel, device = self._kernel, self._device
         kernel.warm_up(shape, shape.rule)
         rehearse(kernel, shape, device)
         return load_or_measure(self._settings.profile_dir, kernel, shape, device)

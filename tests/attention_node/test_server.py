@@ -8,8 +8,10 @@ import socket
 import subprocess
 import sys
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import grpc
@@ -86,6 +88,64 @@ def test_a_node_tells_its_health_and_counts_its_work(running: Cluster) -> None:
     assert samples["distca_data_plane_received_bytes_total"] > 0
     assert len(measured.forward_busy_seconds) == 2
     assert all(s > 0 for s in (*measured.forward_busy_seconds, *measured.backward_busy_seconds))
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])
+
+
+def http_status(port: int, path: str) -> int:
+    """What the metrics port answers; 0 while nobody does."""
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=5) as answer:
+            return int(answer.status)
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code
+    except OSError:
+        return 0
+
+
+def test_a_node_that_measures_its_profile_lives_and_does_not_serve_yet(
+    running: Cluster, tmp_path: Path
+) -> None:
+    go_on, (health, metrics) = tmp_path / "go-on", (free_port(), free_port())
+    prelude = f"""
+import pathlib, time
+from attention_node import server
+measure = server.load_or_measure
+def measure_when_told(*arguments):
+    while not pathlib.Path({str(go_on)!r}).exists():
+        time.sleep(0.02)
+    return measure(*arguments)
+server.load_or_measure = measure_when_told
+"""
+    with ThreadPoolExecutor() as pool:
+        starting = pool.submit(
+            running.start_node,
+            "measuring",
+            prelude=prelude,
+            health_port=health,
+            metrics_port=metrics,
+        )
+        try:
+            deadline = time.monotonic() + EXIT_SECONDS
+            while http_status(metrics, "/livez") != 200:
+                assert time.monotonic() < deadline
+                time.sleep(0.05)
+            assert http_status(metrics, "/readyz") == 503
+            with grpc.insecure_channel(f"127.0.0.1:{health}") as channel:
+                answer = health_pb2_grpc.HealthStub(channel).Check(
+                    health_pb2.HealthCheckRequest(), timeout=5
+                )
+            assert answer.status == health_pb2.HealthCheckResponse.NOT_SERVING
+            assert server_ids(running) == {"node-0"}
+        finally:
+            go_on.touch()
+        node = starting.result(EXIT_SECONDS)
+    assert http_status(metrics, "/readyz") == 200
+    assert node.terminate(EXIT_SECONDS) == 0
 
 
 def wait_for_measurement(team: Team) -> jobs_pb2.ServerMeasurement:

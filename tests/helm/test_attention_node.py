@@ -246,9 +246,9 @@ def test_probes_ask_each_server_at_its_metrics_port(value_set: str) -> None:
     servers = [each for each in pod(value_set)["containers"] if each["name"].startswith("server-")]
     for index, server in enumerate(servers):
         port = f"metrics-{index}"
-        assert server["readinessProbe"]["httpGet"] == {"path": "/readyz", "port": port}
-        for name in ("startupProbe", "livenessProbe"):
-            assert server[name]["httpGet"] == {"path": "/livez", "port": port}
+        for name in ("startupProbe", "readinessProbe"):
+            assert server[name]["httpGet"] == {"path": "/readyz", "port": port}
+        assert server["livenessProbe"]["httpGet"] == {"path": "/livez", "port": port}
 
 
 def test_distca_health_in_the_container_finds_the_health_port_and_the_certificate() -> None:

@@ -135,8 +135,9 @@ spec:
       containerPort: {{ $health }}
     - name: metrics-{{ $index }}
       containerPort: {{ add .ports.metrics (mul 10 $index) }}
+  {{- /* It lives while it measures; it must serve in time. */}}
   startupProbe:
-    {{- include "distca.probe" (dict "path" "/livez" "port" (printf "metrics-%d" $index)) | nindent 4 }}
+    {{- include "distca.probe" (dict "path" "/readyz" "port" (printf "metrics-%d" $index)) | nindent 4 }}
     periodSeconds: 5
     timeoutSeconds: 5
     failureThreshold: {{ div (add .startupSeconds 4) 5 }}
