@@ -27,6 +27,7 @@ from core_attention.cost_model import CostProfile, grid_axis
 from core_attention.errors import ProfileError
 from core_attention.kernels.protocol import BackwardPart, ForwardPart, Kernel, TaskBatch
 from core_attention.shape import AttentionShape
+from core_attention.whole_file import check_can_write
 
 logger = logging.getLogger(__name__)
 
@@ -132,6 +133,9 @@ def load_or_measure(
 
     Args:
         grid: what to measure; by default the device's of :data:`QUICK_GRIDS`.
+
+    Raises:
+        OSError: ``directory`` cannot be written; before anything is measured.
     """
     grid = grid or QUICK_GRIDS[device.type]
     path = directory / profile_file_name(device_name(device), kernel.name, shape)
@@ -140,6 +144,7 @@ def load_or_measure(
             return CostProfile.load(path)
         except ProfileError as error:
             logger.warning("measuring the cost profile again: %s", error)
+    check_can_write(path)
     profile = measure_profile(
         kernel,
         shape,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import threading
 from collections.abc import Callable
@@ -30,7 +31,7 @@ def write_whole(
         OSError: it cannot be written. Then, and if ``content`` raises, what was there before is
             untouched.
     """
-    partial = path.with_name(f"{path.name}.{os.getpid()}.{threading.get_ident()}.partial")
+    partial = _partial(path)
     try:
         with open(
             partial, "wb", opener=lambda name, flags: os.open(name, flags, mode or 0o666)
@@ -53,6 +54,26 @@ def write_whole(
         sync_folder(path.parent)
 
 
+def check_can_write(path: Path) -> None:
+    """For work that takes long and is written at its end. Makes the folder of ``path``.
+
+    Raises:
+        OSError: :func:`write_whole` would raise it now.
+    """
+    if path.is_dir():
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    partial = _partial(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial.touch()
+    except FileExistsError:
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(path)) from None
+    except OSError as error:
+        # The file that was asked for, and not the one tried.
+        raise OSError(error.errno, error.strerror, str(path)) from None
+    partial.unlink()
+
+
 def sync_folder(folder: Path) -> None:
     """Makes the names in ``folder`` durable."""
     descriptor = os.open(folder, os.O_RDONLY)
@@ -60,3 +81,8 @@ def sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def _partial(path: Path) -> Path:
+    """Where this thread writes before the whole is put at ``path``."""
+    return path.with_name(f"{path.name}.{os.getpid()}.{threading.get_ident()}.partial")

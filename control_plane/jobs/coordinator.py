@@ -549,7 +549,8 @@ class Coordinator:
         as much time to be heard again as they would have had."""
         now = self._clock()
         silent_seconds = self._isolation.heard(now=now)
-        if silent_seconds:
+        # Where there was nobody to be heard, as before the first member, there is nothing to tell.
+        if silent_seconds and self._n_leases:
             logger.warning("nobody was heard for %.1f s; all leases begin anew", silent_seconds)
             self._membership.renew_all(now=now)
             for job in self._jobs.open_jobs():

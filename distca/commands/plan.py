@@ -45,6 +45,7 @@ def plan(
     """
     from rich.console import Console
 
+    from core_attention.whole_file import check_can_write
     from distca.preview.building import (
         build_batches,
         build_method,
@@ -61,6 +62,8 @@ def plan(
     from distca.simulator.fleet import Placement
     from distca.simulator.offline import judge_batches, plan_batch
 
+    for path in filter(None, (output.png, output.html)):
+        check_can_write(path)
     with wrong_input_ends():
         check_homes(planner, fleet)
         setup = build_setup(model, cluster, fleet.ranks * cluster.tensor_parallel)

@@ -54,6 +54,7 @@ def profile(options: ProfileOptions) -> None:
         profile_file_name,
     )
     from core_attention.shape import parse_shape
+    from core_attention.whole_file import check_can_write
     from distca.commands.usage import as_usage_error
     from distca.process.plain_text import plain
 
@@ -72,6 +73,7 @@ def profile(options: ProfileOptions) -> None:
         / "distca"
         / profile_file_name(device_name(device), kernel.name, shape)
     )
+    check_can_write(path)
     grid = QUICK_GRIDS[device.type] if options.quick else FULL_GRID
     with Progress(console=console) as progress:
         task = progress.add_task(f"measuring {kernel.name} on {device_name(device)}", total=None)

@@ -73,6 +73,7 @@ def simulate(
     """
     from rich.console import Console
 
+    from core_attention.whole_file import check_can_write
     from distca.preview.building import (
         build_batches,
         build_method,
@@ -90,6 +91,8 @@ def simulate(
     from distca.simulator.schedules import compare_schedules, judge_schedules
 
     comparisons, schedules = [], []
+    for path in filter(None, (output.png, output.html)):
+        check_can_write(path)
     with wrong_input_ends():
         for n_gpus in parse_counts("gpus", job.gpus):
             setup = build_setup(

@@ -11,12 +11,14 @@ from pathlib import Path
 
 import pytest
 
+from core_attention import profiling
 from distca import cli
 from distca.shown_errors import EXTRAS, shown_error
 
 ROOT = Path(__file__).resolve().parents[2]
 
 NODE = ("attention-node", "--control-plane=127.0.0.1:1", "--shape=1:1:8:float32")
+PROFILE = ("profile", "--shape=1:1:8:float32")
 PLANE = ("control-plane", "--listen=127.0.0.1:0", "--metrics-listen=127.0.0.1:0")
 
 BROKEN = {
@@ -46,6 +48,11 @@ CASES: list[tuple[tuple[str, ...], str]] = [
     (("plan", "--lengths={here}/cut.jsonl"), "line 2: no JSON"),
     (("plan", "--profile={here}/cut.json"), "no cost profile"),
     (("schedule", "--output={here}/cut.pem/x"), "Not a directory"),
+    (("plan", "--html={here}/cut.pem/x"), "cut.pem/x: Not a directory"),
+    (("simulate", "--png={here}/dir"), "dir: Is a directory"),
+    ((*PROFILE, "--output={here}/cut.pem/x"), "cut.pem/x: Not a directory"),
+    ((*PROFILE, "--output={here}/dir"), "dir: Is a directory"),
+    ((*PROFILE, "--output=/proc/none/x"), "/proc/none/x: No such file or directory"),
     (("local", "--data={here}/none"), "does not exist"),
     (("local", "--data={here}/cut.parquet"), "cannot be read as Parquet"),
     (("local", "--data={here}/cut.jsonl"), "no JSON"),
@@ -62,10 +69,16 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]
     here = tmp_path_factory.mktemp("mistakes")
     for name, content in BROKEN.items():
         (here / name).write_bytes(content)
+    (here / "dir").mkdir()
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         yield {"here": str(here), "taken": str(taken.getsockname()[1])}
+
+
+def unwanted(*_: object, **__: object) -> None:
+    """Takes minutes, of which a mistake costs none."""
+    raise AssertionError("it measures before it knows where the result goes")
 
 
 @pytest.mark.parametrize(("arguments", "said"), CASES)
@@ -76,6 +89,7 @@ def test_a_mistake_is_one_message(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
+    monkeypatch.setattr(profiling, "measure_profile", unwanted)
     monkeypatch.setattr(sys, "argv", ["distca", *(each.format(**places) for each in arguments)])
     with pytest.raises(SystemExit) as end:
         cli.main()
