@@ -29,6 +29,13 @@ class PlanOutputSettings:
     ] = None
     html: Annotated[Path | None, typer.Option(help="Write all of it as one HTML page.")] = None
 
+    def check(self) -> None:
+        """Raises OSError if they cannot be written."""
+        from core_attention.whole_file import check_can_write
+
+        for path in filter(None, (self.png, self.html)):
+            check_can_write(path)
+
 
 @options_from
 def plan(
@@ -45,7 +52,6 @@ def plan(
     """
     from rich.console import Console
 
-    from core_attention.whole_file import check_can_write
     from distca.preview.building import (
         build_batches,
         build_method,
@@ -62,8 +68,7 @@ def plan(
     from distca.simulator.fleet import Placement
     from distca.simulator.offline import judge_batches, plan_batch
 
-    for path in filter(None, (output.png, output.html)):
-        check_can_write(path)
+    output.check()
     with wrong_input_ends():
         check_homes(planner, fleet)
         setup = build_setup(model, cluster, fleet.ranks * cluster.tensor_parallel)
