@@ -5,6 +5,10 @@ library computes delta, the row sums of dO * O, itself; but it subtracts the gra
 log-sum-exp from it (``dlse``), so an output of zeros and ``dlse = -delta`` give it ours, exactly.
 
 It reads whole tiles: rows beside a task's are multiplied by zero, so they must hold finite numbers.
+
+Its backward pass counts head dims in 16s in one place and in 32s in another. Where the two differ,
+as for 80 dims, its gradients are wrong, and nothing says so (4.0.0b36, H100). So rows are widened
+there to a multiple of 32 dims by zeros, which change no product; values get as many dims as keys.
 """
 
 from __future__ import annotations
@@ -51,6 +55,10 @@ _ARGUMENTS = {
 }
 
 HOPPER_MAJOR = 9
+
+DIMS_STEP = 32
+LATENT_DIMS = (192, 128)
+"""The only different dims of keys and values that the library has kernels for on every device."""
 
 SMALL_HEAD_DIM = 128
 """Above it, Blackwell has kernels of their own."""
@@ -180,36 +188,37 @@ class Fa4Kernel:
             self._backward(part, launch, scale, rule)
 
     def _forward(self, part: ForwardPart, launch: Launch, scale: float, rule: ScoreRule) -> None:
-        q = launch.q.take(part.q)
+        shape = part_shape(part)
+        dims, dims_v = library_dims(shape, self._capability, Phase.FORWARD)
+        q = _widened(launch.q.take(part.q), dims)
         lse = torch.empty((q.shape[1], len(q)), dtype=torch.float32, device=q.device)
+        target = launch.q.take(part.o)
+        is_wide = dims_v != shape.head_dim_v
+        out = q.new_empty((*target.shape[:2], dims_v)) if is_wide else target
         self._library._flash_attn_fwd(
             q,
-            launch.k.take(part.k),
-            launch.k.take(part.v),
+            _widened(launch.k.take(part.k), dims),
+            _widened(launch.k.take(part.v), dims_v),
             softmax_scale=scale,
-            out=launch.q.take(part.o),
+            out=out,
             lse=lse,
             **_call_arguments(launch, rule),
         )
-        target = launch.q.take(part.lse)
-        if launch.written is None:
-            target.copy_(lse.t())
-        else:
-            target.index_copy_(0, launch.written, lse.t().index_select(0, launch.written))
+        if is_wide:
+            _copy_written(target, out[..., : shape.head_dim_v], launch)
+        _copy_written(launch.q.take(part.lse), lse.t(), launch)
 
     def _backward(self, part: BackwardPart, launch: Launch, scale: float, rule: ScoreRule) -> None:
         shape = part_shape(part)
-        q, do = launch.q.take(part.q), launch.q.take(part.do)
-        k, v = launch.k.take(part.k), launch.k.take(part.v)
-        if shape.group_size > 1 and shape.head_dim > shape.head_dim_v:
-            # Hopper's backward pass of grouped heads wants equal dims. Zeros change no product.
-            padding = (0, shape.head_dim - shape.head_dim_v)
-            do, v = torch.nn.functional.pad(do, padding), torch.nn.functional.pad(v, padding)
+        dims, dims_v = library_dims(shape, self._capability, Phase.BACKWARD)
+        q, do = _widened(launch.q.take(part.q), dims), _widened(launch.q.take(part.do), dims_v)
+        k, v = _widened(launch.k.take(part.k), dims), _widened(launch.k.take(part.v), dims_v)
         lse = launch.q.take(part.lse).t().contiguous()
         dlse = torch.empty_like(lse)
         torch.neg(launch.q.take(part.delta).t(), out=dlse)
         dk, dv = torch.empty_like(k), torch.empty_like(v)
-        dq = launch.q.take(part.dq)
+        target = launch.q.take(part.dq)
+        dq = target if dims == shape.head_dim else torch.empty_like(q)
         self._library._flash_attn_bwd(
             q,
             k,
@@ -225,13 +234,13 @@ class Fa4Kernel:
             deterministic=self._deterministic,
             **_call_arguments(launch, rule),
         )
+        if dims != shape.head_dim:
+            _copy_written(target, dq[..., : shape.head_dim], launch)
         if launch.q.index is not None:
-            launch.q.put(part.dq, dq)
+            launch.q.put(part.dq, target)
         assert launch.gradient_sum is not None
-        self._add_task_gradients(part.dk, dk, launch.gradient_sum)
-        if dv.shape[2] != shape.head_dim_v:
-            dv = dv[..., : shape.head_dim_v].contiguous()
-        self._add_task_gradients(part.dv, dv, launch.gradient_sum)
+        self._add_task_gradients(part.dk, _narrowed(dk, shape.head_dim), launch.gradient_sum)
+        self._add_task_gradients(part.dv, _narrowed(dv, shape.head_dim_v), launch.gradient_sum)
 
     def _zero_row(self, like: torch.Tensor) -> torch.Tensor:
         """An output of zeros, shaped as ``like``; one row of memory."""
@@ -239,6 +248,40 @@ class Fa4Kernel:
         if key not in self._zero_rows:
             self._zero_rows[key] = like.new_zeros((1, *like.shape[1:]))
         return self._zero_rows[key].expand_as(like)
+
+
+def _widened(rows: torch.Tensor, dims: int) -> torch.Tensor:
+    """``[rows, heads, dims]`` with zeros behind what is there."""
+    if rows.shape[2] == dims:
+        return rows
+    return torch.nn.functional.pad(rows, (0, dims - rows.shape[2]))
+
+
+def _narrowed(rows: torch.Tensor, dims: int) -> torch.Tensor:
+    return rows if rows.shape[2] == dims else rows[..., :dims].contiguous()
+
+
+def _copy_written(target: torch.Tensor, rows: torch.Tensor, launch: Launch) -> None:
+    """The rows of the launch's tasks; those between them keep what they hold."""
+    if launch.written is None:
+        target.copy_(rows)
+    else:
+        target.index_copy_(0, launch.written, rows.index_select(0, launch.written))
+
+
+def library_dims(
+    shape: AttentionShape, capability: tuple[int, int], phase: Phase
+) -> tuple[int, int]:
+    """Head dims of q and k, and of v, in the calls of the library: as they are, or wider."""
+    dims = (shape.head_dim, shape.head_dim_v)
+    if dims == LATENT_DIMS:
+        is_one_wide = phase is Phase.BACKWARD and capability[0] == HOPPER_MAJOR
+        wide = max(dims) if is_one_wide and shape.group_size > 1 else 0
+    elif phase is Phase.FORWARD and dims[0] == dims[1]:
+        wide = 0
+    else:
+        wide = -(-max(dims) // DIMS_STEP) * DIMS_STEP
+    return (wide, wide) if wide else dims
 
 
 def check_shape(
@@ -252,18 +295,17 @@ def check_shape(
     check_dtype("fa4", shape)
     dims = (shape.head_dim, shape.head_dim_v)
     most = _HEAD_DIMS[capability[0]]
-    if dims != (192, 128) and not all(8 <= dim <= most and dim % 8 == 0 for dim in dims):
+    if dims != LATENT_DIMS and not all(8 <= dim <= most and dim % 8 == 0 for dim in dims):
         raise ValueError(
             f"head_dim {dims[0]} with head_dim_v {dims[1]}: the fa4 kernel supports multiples of 8 "
             f"up to {most}, and 192 with 128, on a GPU of compute capability "
             f"{capability[0]}.{capability[1]}"
         )
-    padded = capability[0] == HOPPER_MAJOR and dims[0] > dims[1]
-    if dims[0] != dims[1] and shape.group_size > 1 and not padded:
+    if max(dims) > most and shape.group_size > 1:
         raise ValueError(
-            f"head_dim {dims[0]} with head_dim_v {dims[1]}: the fa4 kernel supports different head "
-            f"dims only where num_heads_kv equals num_heads, not {shape.num_heads_kv} and "
-            f"{shape.num_heads}; and fewer dims of values than of keys on Hopper"
+            f"head_dim {dims[0]} with head_dim_v {dims[1]}: on a GPU of compute capability "
+            f"{capability[0]}.{capability[1]} the fa4 kernel supports these only where "
+            f"num_heads_kv equals num_heads, not {shape.num_heads_kv} and {shape.num_heads}"
         )
     if rule.softcap and capability[0] != HOPPER_MAJOR and max(dims) > SMALL_HEAD_DIM:
         raise ValueError(

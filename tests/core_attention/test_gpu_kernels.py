@@ -182,7 +182,6 @@ def test_hopper_runs_common_head_dims(dims: tuple[int, int]) -> None:
         (fa4.check_shape, {"head_dim": 264, "head_dim_v": 264}, HOPPER, "up to 256"),
         (fa4.check_shape, {"head_dim": 256, "head_dim_v": 256}, BLACKWELL, "up to 128"),
         (fa4.check_shape, {"head_dim": 192}, BLACKWELL, "num_heads_kv equals num_heads"),
-        (fa4.check_shape, {"head_dim_v": 256}, HOPPER, "num_heads_kv equals num_heads"),
         (fa2.check_shape, {"dtype": "float32"}, HOPPER, "dtype is 'float32'"),
         (fa2.check_shape, {"head_dim": 192}, HOPPER, "equal head dims only"),
         (fa2.check_shape, {"head_dim": 100, "head_dim_v": 100}, HOPPER, "head_dim is 100"),
@@ -202,8 +201,36 @@ def test_latent_attention_runs_with_as_many_kv_heads_as_heads() -> None:
         fa4.check_shape(shape, capability)
 
 
-def test_hopper_runs_grouped_heads_with_narrower_values() -> None:
+def test_hopper_runs_grouped_heads_with_other_dims_of_values() -> None:
     fa4.check_shape(replace(LLAMA, head_dim=192), HOPPER)
+    fa4.check_shape(replace(LLAMA, head_dim_v=256), HOPPER)
+
+
+@pytest.mark.parametrize(
+    ("dims", "forward", "backward"),
+    [
+        ((128, 128), (128, 128), (128, 128)),
+        ((80, 80), (80, 80), (96, 96)),
+        ((8, 8), (8, 8), (32, 32)),
+        ((64, 48), (64, 64), (64, 64)),
+        ((96, 128), (128, 128), (128, 128)),
+        ((192, 128), (192, 128), (192, 192)),
+        ((256, 256), (256, 256), (256, 256)),
+    ],
+)
+def test_the_library_gets_head_dims_for_which_it_is_right(
+    dims: tuple[int, int], forward: tuple[int, int], backward: tuple[int, int]
+) -> None:
+    shape = replace(LLAMA, head_dim=dims[0], head_dim_v=dims[1])
+    assert fa4.library_dims(shape, HOPPER, Phase.FORWARD) == forward
+    assert fa4.library_dims(shape, HOPPER, Phase.BACKWARD) == backward
+
+
+@pytest.mark.parametrize("capability", [HOPPER, BLACKWELL])
+@pytest.mark.parametrize("phase", list(Phase))
+def test_latent_attention_keeps_its_dims(capability: tuple[int, int], phase: Phase) -> None:
+    shape = replace(LLAMA, num_heads_kv=32, head_dim=192)
+    assert fa4.library_dims(shape, capability, phase) == (192, 128)
 
 
 def test_a_softcap_is_refused_where_no_kernel_has_it() -> None:
@@ -386,12 +413,16 @@ class TestFa4Kernel(GpuConformance):
     def kernel(self, fa4_kernel: Kernel) -> Kernel:
         return FiniteBetweenTasks(fa4_kernel)
 
-    def test_different_head_dims(self, kernel: Kernel, device: torch.device) -> None:
-        for num_heads_kv in (4, 2):
-            shape = replace(SHAPE, head_dim=192, head_dim_v=128, dtype="bfloat16")
-            shape = replace(shape, num_heads_kv=num_heads_kv)
-            if num_heads_kv == 4 or torch.cuda.get_device_capability(device)[0] == 9:
-                self.run_and_check(kernel, device, shape, [9, 140], whole([9, 140]))
+    @pytest.mark.parametrize("dims", [(192, 128), (64, 48), (32, 64)])
+    @pytest.mark.parametrize("num_heads_kv", [4, 2])
+    def test_different_head_dims(
+        self, kernel: Kernel, device: torch.device, dims: tuple[int, int], num_heads_kv: int
+    ) -> None:
+        shape = replace(SHAPE, head_dim=dims[0], head_dim_v=dims[1], dtype="bfloat16")
+        shape = replace(shape, num_heads_kv=num_heads_kv)
+        if num_heads_kv == 4 or torch.cuda.get_device_capability(device)[0] == 9:
+            tasks = [*whole([9, 140])[:1], Task(1, 30, 70), Task(1, 70, 140)]
+            self.run_and_check(kernel, device, shape, [9, 140], tasks)
 
     def test_it_is_the_first_choice(self) -> None:
         pytest.importorskip("flash_attn.cute")
