@@ -23,8 +23,9 @@ from tests.trainer_client.model_sweep import (
     run_alone,
     run_packed,
 )
+from tests.trainer_client.test_model_families import INSTALLED, TRIED
 from tests.trainer_client.tiny_models import tiny_config
-from trainer_client.integrations.transformers import UnsupportedModel
+from trainer_client.integrations.document_check import UnsupportedArgument, UnsupportedModel
 
 pytestmark = [
     pytest.mark.gpu,
@@ -76,27 +77,37 @@ def test_a_family_is_as_near_to_float32_as_its_own_attention(family: str) -> Non
     """bfloat16 rounds activations of both by 2^-9, in another order; what a family makes of that
     is the measure. Where it chooses experts, a rounding may choose another one for one side alone:
     up to four times as much was seen. A wrong mask or head is off by a hundred times as much."""
+    if family == "moshi" and INSTALLED < TRIED:
+        pytest.skip("its own eager attention is not causal where no mask is given")
     wide_windows = documented()[family].kind == WINDOWS
     config = tiny_config(family, wide_windows=wide_windows, wider=4)
     if getattr(config, "qk_rope_head_dim", None):
         fields = {name: dim for name, dim in LATENT.items() if hasattr(config, name)}
         config = tiny_config(family, wider=4, **fields)
-    model = on_device(make_model(config, "distca"), torch.bfloat16)
+    try:
+        model = on_device(make_model(config, "distca"), torch.bfloat16)
+    except Exception as error:
+        if INSTALLED < TRIED:
+            pytest.skip(f"transformers {INSTALLED} does not build it: {error}")
+        raise
     own = on_device(make_model(config, "eager"), torch.bfloat16)
     exact = on_device(make_model(config, "eager"), torch.float32)
     own.load_state_dict(model.state_dict())
     exact.load_state_dict(model.state_dict())
     try:
         step = planned_step(model, LENGTHS)
-    except UnsupportedModel as refusal:
-        pytest.skip(f"refused in this release of transformers: {refusal}")
+        logits = run_packed(model, step)
+    except (UnsupportedModel, UnsupportedArgument) as error:
+        if INSTALLED < TRIED:
+            pytest.skip(f"refused in transformers {INSTALLED}: {error}")
+        raise
+    except ValueError as error:
+        if "head_dim 512" in str(error):
+            pytest.skip(f"Gemma 4 has its full dims here: {error}")
+        raise
     losses = [
-        loss_of(logits, LENGTHS)
-        for logits in (
-            run_packed(model, step),
-            run_alone(own, LENGTHS),
-            run_alone(exact, LENGTHS),
-        )
+        loss_of(rows, LENGTHS)
+        for rows in (logits, run_alone(own, LENGTHS), run_alone(exact, LENGTHS))
     ]
     for loss in losses:
         loss.backward()

@@ -101,8 +101,8 @@ def distca_mask(
         return LayerMask(kind, MaskKind.FULL)
     if not shows(documents, mask_function, kind, device):
         return UnsupportedMask(
-            f"neither causal with {'all keys' if kind.is_full else f'a {kind}'} within documents "
-            "nor bidirectional (of the model's own kind)"
+            f"neither causal with {'all keys' if kind.is_full else kind} within documents nor "
+            "bidirectional (of the model's own kind)"
         )
     return mask
 
