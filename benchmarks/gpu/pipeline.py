@@ -496,7 +496,7 @@ def main(
             "the first batch."
         ),
     ] = False,
-    deadline: Annotated[float, typer.Option(help="Seconds for everything.")] = 560.0,
+    deadline: Annotated[float, typer.Option(help="Seconds for everything.")] = 540.0,
     step_timeout: Annotated[
         float, typer.Option(help="Seconds without a finished step after which a way has stalled.")
     ] = 150.0,

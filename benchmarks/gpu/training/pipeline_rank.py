@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import importlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -41,11 +41,13 @@ from core_attention.kernels.select import select_kernel
 from core_attention.manifest import RankManifest, Segment
 from core_attention.plan import SlotForecast
 from core_attention.schedule import write_csv
+from distca.contract.rpc import UnknownStep
 from distca.train.layers import checkpoint_layers, compile_layers
 from distca.train.loss import DEFAULT_CHUNK_ROWS
 from distca.train.measurements import StepMeasurements
 from distca.train.stages import StageModule
 from trainer_client import Pipeline, Pipelining, Session, SessionOptions, measure_stages
+from trainer_client.integrations.shape_inference import ShapeInference
 from trainer_client.integrations.stage_seconds import StageSeconds
 from trainer_client.integrations.transformers import IMPLEMENTATION, check_documents
 
@@ -55,6 +57,9 @@ _NO_SECONDS = 1e-9
 """What an even plan is told that a stage computes beside attention, of what it does: nothing, but
 the session wants numbers above 0."""
 _REPORT_SECONDS = 5.0
+_PLAN_SECONDS = 120.0
+_REHEARSED = 10
+"""Of the nano-batches' lengths, so many are rehearsed: kernels are chosen by ranges of them."""
 MAX_GRADIENT_NORM = 1.0
 
 
@@ -88,12 +93,14 @@ class Built:
         optimizer: of them. Its learning rate is 0, so that all ways see the same weights in all
             steps; it does its work nevertheless.
         seconds: of a token in each stage beside core attention.
+        rehearsed: numbers of tokens that the stages have run on.
     """
 
     layers: tuple[int, ...]
     modules: dict[int, StageModule]
     optimizer: torch.optim.AdamW
     seconds: StageSeconds
+    rehearsed: set[int]
 
 
 class Stages:
@@ -101,7 +108,6 @@ class Stages:
 
     Args:
         settings: of the rank.
-        max_positions: the longest document.
     """
 
     def __init__(self, settings: RankSettings) -> None:
@@ -130,13 +136,35 @@ class Stages:
         }
         tokens = settings.tokens_per_rank
         runs = {
-            stage: (PackedStage(module), partial(self._run_alone, module, stage))
+            stage: (PackedStage(module), partial(self._run_alone, module, stage, tokens))
             for stage, module in modules.items()
         }
         seconds = measure_stages(runs, n_stages, tokens)
         parameters = [p for module in modules.values() for p in module.parameters()]
         optimizer = torch.optim.AdamW(parameters, lr=0.0, fused=settings.device.type == "cuda")
-        return Built(layers=layers, modules=modules, optimizer=optimizer, seconds=seconds)
+        return Built(
+            layers=layers,
+            modules=modules,
+            optimizer=optimizer,
+            seconds=seconds,
+            rehearsed={tokens},
+        )
+
+    def rehearse(self, built: Built, sizes: Iterable[int]) -> None:
+        """Runs the stages on nano-batches of some of ``sizes`` that they have not run on, with core
+        attention left out.
+
+        A kernel that is launched for the first time waits for all that runs on the device; in a
+        step that may be a receive, whose sender waits for this rank's server.
+        """
+        new = sorted(set(sizes) - built.rehearsed)
+        for tokens in new[:: max(1, -(-len(new) // _REHEARSED))]:
+            for stage, module in built.modules.items():
+                with ShapeInference().may_run():
+                    output = self._run_alone(module, stage, tokens)
+                    output.backward(torch.zeros_like(output))
+            built.rehearsed.add(tokens)
+        built.optimizer.zero_grad(set_to_none=True)
 
     def _module(self, layers: tuple[int, ...], stage: int, *, in_parts: bool) -> StageModule:
         settings = self._settings
@@ -165,8 +193,8 @@ class Stages:
             checkpoint_layers(module.layers)
         return module
 
-    def _run_alone(self, module: StageModule, stage: int) -> torch.Tensor:
-        settings, shape = self._settings, (1, self._settings.tokens_per_rank)
+    def _run_alone(self, module: StageModule, stage: int, tokens: int) -> torch.Tensor:
+        settings, shape = self._settings, (1, tokens)
         ids = torch.zeros(shape, dtype=torch.int64, device=settings.device)
         positions = torch.arange(shape[1], device=settings.device)[None]
         given = ids
@@ -235,6 +263,9 @@ class PipelineWay:
     ) -> None:
         self._way, self._settings, self._n = way, settings, n_microbatches
         self._built = stages.of(way)
+        self._kernel = select_kernel(settings.device)
+        if not way.served:
+            self._kernel.warm_up(settings.model.attention)
         self._table = way.table(settings.n_ranks, n_microbatches)
         self._watch, self._clock = Stopwatch(settings.device), ActionClock(settings.device)
         self._exits = ExitStack()
@@ -258,8 +289,12 @@ class PipelineWay:
             if not way.served:
                 _choose_before(stage, self._choose)
             self._clock.watch(stage)
+        sizes: set[int] = set()
         for step, (batch, layout) in enumerate(drawn):
-            self._prepare(step, batch, layout)
+            sizes |= self._prepare(step, batch, layout)
+        if self._session is not None:
+            stages.rehearse(self._built, sizes)
+            self._wait_for_plans(self._session)
 
     @property
     def in_flight(self) -> list[float]:
@@ -402,7 +437,23 @@ class PipelineWay:
             schedule._load_csv(file.name)
         return schedule
 
-    def _prepare(self, step: int, batch: Batch, layout: Layout) -> None:
+    def _wait_for_plans(self, session: Session) -> None:
+        """Until the last step is planned: a job plans ahead of use, and a control plane that has
+        just started may still compile its planner."""
+        deadline = time.monotonic() + _PLAN_SECONDS
+        while self._settings.rank == 0:
+            try:
+                session.fetch_step(len(self._steps) - 1)
+                break
+            except UnknownStep:
+                if time.monotonic() > deadline:
+                    raise
+            time.sleep(0.1)
+        dist.barrier()
+
+    def _prepare(self, step: int, batch: Batch, layout: Layout) -> set[int]:
+        """Makes a step's tensors; hands in what this rank holds in it. Returns the lengths of its
+        nano-batches."""
         settings = self._settings
         lengths = batch.lengths
         halves = [in_halves(held, lengths) if self._way.served else (held,) for held in layout]
@@ -424,12 +475,11 @@ class PipelineWay:
         if self._session is not None:
             nano = [[int(lengths[d]) for d in half] for held in halves for half in held]
             self._session.submit(RankManifest.from_lengths(step, settings.rank, nano))
-            return
-        kernel = select_kernel(settings.device)
+            return {sum(half) for half in nano if half}
         self._runners.append(
             [
                 attention.WholeDocuments(
-                    kernel,
+                    self._kernel,
                     RankManifest.from_lengths(
                         step, settings.rank, [[int(lengths[d]) for d in held]]
                     ),
@@ -439,6 +489,7 @@ class PipelineWay:
                 for held in rows
             ]
         )
+        return set()
 
     def _choose(self, microbatch: int) -> None:
         attention.use(self._runners[self._last][microbatch])

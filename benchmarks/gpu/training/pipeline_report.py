@@ -194,18 +194,22 @@ def _forecast_table(plan: dict[str, Any], cases: Sequence[Case], title: str) -> 
 
 def _ranks_table(cases: Sequence[Case], title: str) -> Table:
     table = _table(
-        title, "way", "microbatches in flight", "peak allocated GiB", "over even's", "device GiB",
+        title, "way", "microbatches in flight", "peak allocated GiB", "over even's",
+        "message buffers GiB", "device GiB",
         "bubble by rank", "joined in s",
     )  # fmt: skip
     base = _baseline(cases, BASELINES)
     for case in cases:
-        peak, device = (_memory(case, name) for name in ("allocated_gib", "device_gib"))
+        peak, buffers, device = (
+            _memory(case, name) for name in ("allocated_gib", "buffers_gib", "device_gib")
+        )
         over = [] if base is None else _memory(base, "allocated_gib")
         table.add_row(
             case["way"],
             _by_batch(case.get("in_flight", []), 1),
             _by_batch(peak, 1),
             _by_batch((p / o for p, o in zip(peak, over, strict=False)), 3),
+            _by_batch(buffers, 1),
             _by_batch(device, 1),
             _by_batch(np.mean([bubble(step) for step in case["steps"]], axis=0), 3),
             f"{case.get('prepare_seconds', 0):.0f}",
@@ -226,11 +230,6 @@ def _served_table(cases: Sequence[Case], title: str) -> Table:
     )  # fmt: skip
     for case in cases:
         steps = [step for step in case["steps"] if step["slots"]]
-        exposed = [
-            np.mean([rank["served"]["exposed_seconds"] or 0.0 for rank in step["ranks"]])
-            / step["seconds"]
-            for step in case["steps"]
-        ]
         told = [rank["served"] for step in case["steps"] for rank in step["ranks"]]
         measured = [step["slots"] for step in steps if "measured" in step["slots"]]
         table.add_row(
@@ -238,12 +237,20 @@ def _served_table(cases: Sequence[Case], title: str) -> Table:
             _by_batch((step["slots"]["predicted_step"] for step in steps), 3),
             _by_batch((slots["measured_step"] for slots in measured), 3),
             _by_batch((max(slots["measured"]) for slots in measured), 2),
-            " ".join(f"{share:.1%}" for share in exposed),
+            " ".join(map(_exposed, case["steps"])),
             _by_batch((1e3 * step["slots"]["plan_seconds"] for step in steps), 1),
             f"{1e3 * max(rank['plan_wait_seconds'] for rank in told):.1f}",
             f"{np.mean([rank['sent_bytes'] for rank in told]) / 1e9:.1f}",
         )
     return table
+
+
+def _exposed(step: dict[str, Any]) -> str:
+    """The share of a step in which a rank, in the mean, waited for core attention alone."""
+    seconds = [rank["served"]["exposed_seconds"] for rank in step["ranks"]]
+    if None in seconds:
+        return "?"
+    return f"{np.mean(seconds) / step['seconds']:.1%}"
 
 
 def _trace_table(cases: Sequence[Case], title: str) -> Table:
