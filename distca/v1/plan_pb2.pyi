@@ -42,7 +42,7 @@ class RankManifest(_message.Message):
     def __init__(self, step: _Optional[int] = ..., rank: _Optional[int] = ..., n_nano_batches: _Optional[int] = ..., nano_batch: _Optional[bytes] = ..., document_id: _Optional[bytes] = ..., document_length: _Optional[bytes] = ..., offset: _Optional[bytes] = ..., length: _Optional[bytes] = ...) -> None: ...
 
 class Manifest(_message.Message):
-    __slots__ = ("step", "n_ranks", "n_nano_batches", "whole", "document_id", "document_length", "document_nano_batch", "segment_document", "segment_offset", "segment_length", "segment_rank", "segment_row")
+    __slots__ = ("step", "n_ranks", "n_nano_batches", "whole", "document_id", "document_length", "document_nano_batch", "segment_document", "segment_offset", "segment_length", "segment_rank", "segment_row", "carried_document", "carried_offset", "carried_length", "carried_rank", "carried_row")
     STEP_FIELD_NUMBER: _ClassVar[int]
     N_RANKS_FIELD_NUMBER: _ClassVar[int]
     N_NANO_BATCHES_FIELD_NUMBER: _ClassVar[int]
@@ -55,6 +55,11 @@ class Manifest(_message.Message):
     SEGMENT_LENGTH_FIELD_NUMBER: _ClassVar[int]
     SEGMENT_RANK_FIELD_NUMBER: _ClassVar[int]
     SEGMENT_ROW_FIELD_NUMBER: _ClassVar[int]
+    CARRIED_DOCUMENT_FIELD_NUMBER: _ClassVar[int]
+    CARRIED_OFFSET_FIELD_NUMBER: _ClassVar[int]
+    CARRIED_LENGTH_FIELD_NUMBER: _ClassVar[int]
+    CARRIED_RANK_FIELD_NUMBER: _ClassVar[int]
+    CARRIED_ROW_FIELD_NUMBER: _ClassVar[int]
     step: int
     n_ranks: int
     n_nano_batches: int
@@ -67,7 +72,12 @@ class Manifest(_message.Message):
     segment_length: bytes
     segment_rank: bytes
     segment_row: bytes
-    def __init__(self, step: _Optional[int] = ..., n_ranks: _Optional[int] = ..., n_nano_batches: _Optional[int] = ..., whole: bool = ..., document_id: _Optional[bytes] = ..., document_length: _Optional[bytes] = ..., document_nano_batch: _Optional[bytes] = ..., segment_document: _Optional[bytes] = ..., segment_offset: _Optional[bytes] = ..., segment_length: _Optional[bytes] = ..., segment_rank: _Optional[bytes] = ..., segment_row: _Optional[bytes] = ...) -> None: ...
+    carried_document: bytes
+    carried_offset: bytes
+    carried_length: bytes
+    carried_rank: bytes
+    carried_row: bytes
+    def __init__(self, step: _Optional[int] = ..., n_ranks: _Optional[int] = ..., n_nano_batches: _Optional[int] = ..., whole: bool = ..., document_id: _Optional[bytes] = ..., document_length: _Optional[bytes] = ..., document_nano_batch: _Optional[bytes] = ..., segment_document: _Optional[bytes] = ..., segment_offset: _Optional[bytes] = ..., segment_length: _Optional[bytes] = ..., segment_rank: _Optional[bytes] = ..., segment_row: _Optional[bytes] = ..., carried_document: _Optional[bytes] = ..., carried_offset: _Optional[bytes] = ..., carried_length: _Optional[bytes] = ..., carried_rank: _Optional[bytes] = ..., carried_row: _Optional[bytes] = ...) -> None: ...
 
 class TaskTable(_message.Message):
     __slots__ = ("document", "q_begin", "q_end", "server")
