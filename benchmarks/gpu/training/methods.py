@@ -42,6 +42,16 @@ START_SECONDS = 200.0
 """The first control plane on a machine compiles its planner."""
 
 
+def await_address(file: Path) -> str:
+    """Of the control plane that writes it to ``file``, once it has one."""
+    deadline = time.monotonic() + START_SECONDS
+    while not file.exists():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"the control plane did not start within {START_SECONDS:.0f} s")
+        time.sleep(0.1)
+    return str(json.loads(file.read_text())["grpc"])
+
+
 @dataclass(frozen=True, kw_only=True)
 class RankSettings:
     """What a rank needs to know.
@@ -77,13 +87,7 @@ class RankSettings:
     @property
     def control_plane(self) -> str:
         """Its address, once it has one."""
-        file = self.folder / ADDRESS_FILE
-        deadline = time.monotonic() + START_SECONDS
-        while not file.exists():
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"the control plane did not start within {START_SECONDS:.0f} s")
-            time.sleep(0.1)
-        return str(json.loads(file.read_text())["grpc"])
+        return await_address(self.folder / ADDRESS_FILE)
 
 
 @dataclass

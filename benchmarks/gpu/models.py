@@ -1,0 +1,350 @@
+"""Models of transformers with windows, sinks and experts: served beside plain packing, in one run.
+
+    python -m benchmarks.gpu.models --ranks 2 --json out.json
+    python -m benchmarks.gpu.models --device cpu --model tiny-gpt-oss --tokens 512 --steps 2
+
+The shapes are gpt-oss-20b's and Gemma-3-12B's with fewer layers, from random weights. A rank has
+two nano-batches of ``--tokens`` tokens, packed with whole documents in the order in which they are
+drawn; one that crosses the end of a nano-batch is cut there, for both ways. Weights are sharded
+(FSDP2), layers recomputed, logits made in chunks.
+
+*plain* is a session of its own whose tolerance lets everything stay at home, so that both ways run
+the same code: windows at home, full layers by the rank's own server. *Headroom* is how much faster
+plain packing would be if core attention of full layers were spread evenly, as plans forecast it.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import sys
+import tempfile
+import time
+import traceback
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import typer
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+from torch.multiprocessing.spawn import spawn
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+
+from benchmarks.gpu.end_to_end import GROUP_SECONDS, start_control_plane
+from benchmarks.gpu.training.batches import draw_batch
+from benchmarks.gpu.training.methods import BARRIER_SECONDS, await_address
+from core_attention.manifest import RankManifest
+from distca.data.batch import IGNORED_LABEL
+from distca.local.supervisor import Supervisor
+from distca.train.device import prefer_expandable_segments
+from distca.train.loss import chunked_loss
+from distca.train.measurements import StepMeasurements, tick_imbalance
+from distca.train.sharding import ShardedModel
+from trainer_client import HostBarriers, PingPong, Session, SessionOptions
+
+MODELS: dict[str, dict[str, Any]] = {
+    "gpt-oss-20b": {"model_type": "gpt_oss", "num_hidden_layers": 4},
+    "gemma-3-12b": {
+        "model_type": "gemma3_text",
+        "num_hidden_layers": 6,
+        "hidden_size": 3840,
+        "intermediate_size": 15360,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 256,
+        "sliding_window": 1024,
+    },
+    "tiny-gpt-oss": {
+        "model_type": "gpt_oss",
+        "num_hidden_layers": 2,
+        "hidden_size": 64,
+        "intermediate_size": 64,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "sliding_window": 16,
+        "vocab_size": 512,
+    },
+}
+"""Published shapes with fewer layers, each with its own order of kinds; and one for CPUs."""
+
+WAYS = {"plain": 1000.0, "served": 0.03}
+"""Their tolerances."""
+WARM_UPS = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """What every rank must know; ``tokens`` are of a nano-batch, ``control_plane`` is a file."""
+
+    model: str
+    ranks: int
+    tokens: int
+    steps: int
+    device: str
+    distribution: str
+    control_plane: str
+
+
+class WithLoss(nn.Module):
+    """Sums the loss of a nano-batch's tokens; logits are made in chunks."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model.model
+        self.head = model.lm_head
+
+    def forward(
+        self, input_ids: torch.Tensor, position_ids: torch.Tensor, labels: torch.Tensor
+    ) -> torch.Tensor:
+        """``[1, tokens]`` each; labels are of the next tokens."""
+        hidden = self.model(
+            input_ids=input_ids, position_ids=position_ids, use_cache=False
+        ).last_hidden_state
+        return chunked_loss(hidden[0], self.head.weight, labels[0])
+
+
+class Interleaved(nn.Module):
+    """All nano-batches of a step in one call, as FSDP wants it."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+        self._ping_pong = PingPong(module)
+
+    def forward(self, nano_batches: list[dict[str, torch.Tensor]]) -> torch.Tensor:
+        losses: list[torch.Tensor] = self._ping_pong(nano_batches)
+        return torch.stack(losses).sum()
+
+
+def config_of(name: str) -> PretrainedConfig:
+    """Of one of MODELS."""
+    fields = dict(MODELS[name])
+    return AutoConfig.for_model(fields.pop("model_type"), use_cache=False, **fields)
+
+
+def halves(lengths: np.ndarray[Any, Any], tokens: int) -> list[list[int]]:
+    """Documents of two nano-batches of ``tokens``; one that crosses the border is cut there."""
+    end = np.cumsum(lengths)
+    ends = np.union1d(end, [tokens, 2 * tokens])
+    cut = np.diff(np.concatenate([[0], ends]))
+    return [cut[ends <= tokens].tolist(), cut[ends > tokens].tolist()]
+
+
+def tensors(lengths: list[int], vocabulary: int, seed: int, device: str) -> dict[str, torch.Tensor]:
+    """Random tokens of one nano-batch; no document predicts the next one."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(8, vocabulary, (sum(lengths),), generator=generator)
+    labels = ids.roll(-1)
+    labels[np.cumsum(lengths) - 1] = IGNORED_LABEL
+    positions = torch.cat([torch.arange(length) for length in lengths])
+    named = {"input_ids": ids, "position_ids": positions, "labels": labels}
+    return {name: rows[None].to(device) for name, rows in named.items()}
+
+
+def run_way(run: Run, way: str, rank: int, device: str, address: str) -> dict[str, Any]:
+    """Trains for ``run.steps`` after the warm-ups; what a rank saw."""
+    torch.manual_seed(0)
+    config = config_of(run.model)
+    on_gpu = device != "cpu"
+    dtype = torch.bfloat16 if on_gpu else torch.float32
+    with torch.device(device):
+        auto: Any = AutoModelForCausalLM
+        model = auto.from_config(config, attn_implementation="distca", dtype=dtype)
+    options = SessionOptions.for_model(
+        model,
+        control_plane=address,
+        job=f"{run.model}-{way}",
+        rank=rank,
+        n_ranks=run.ranks,
+        tolerance=WAYS[way],
+        data_host="127.0.0.1",
+        one_host=True,
+        kept_forward_ticks=3,
+        profile_dir=Path(run.control_plane).parent,
+    )
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    model.train()
+    layers = list(model.model.layers)
+    barriers = HostBarriers(BARRIER_SECONDS) if on_gpu else None
+    sharded = ShardedModel(
+        Interleaved(WithLoss(model)),
+        layers,
+        device_type="cuda" if on_gpu else "cpu",
+        n_ranks=run.ranks,
+        compute_dtype=dtype,
+        barriers=barriers,
+    )
+    optimizer = torch.optim.SGD(sharded.module.parameters(), lr=1e-3)
+    found: dict[str, Any] = {"seconds": [], "losses": [], "over": [], "imbalance": []}
+    drawn = [
+        halves(
+            draw_batch(seed, run.ranks, 2 * run.tokens, run.distribution).ranks[rank], run.tokens
+        )
+        for seed in [*range(WARM_UPS), *range(run.steps)]
+    ]
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats()
+    with Session.open(options) as session:
+        for step, lengths in enumerate(drawn):
+            session.submit(RankManifest.from_lengths(step, rank, lengths))
+        for step, lengths in enumerate(drawn):
+            nano_batches = [
+                tensors(mine, config.vocab_size, 10 * step + 2 * rank + half, device)
+                for half, mine in enumerate(lengths)
+            ]
+            dist.barrier()
+            begin = time.perf_counter()
+            with session.step(step):
+                if step == 0:
+                    dist.barrier()  # All are connected before a collective runs on a GPU.
+                loss = sharded.module(nano_batches) / (2 * run.tokens * run.ranks)
+                loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if on_gpu:
+                torch.cuda.synchronize()
+            if step >= WARM_UPS:
+                found["seconds"].append(time.perf_counter() - begin)
+                found["losses"].append(float(loss.detach()))
+                seen = StepMeasurements.from_proto(session.fetch_step(step))
+                home = seen.home_seconds * options.n_layers
+                found["over"].append(float((home.max(axis=1) - home.mean(axis=1)).sum()))
+                found["imbalance"].append(
+                    [tick_imbalance(seen.home_seconds), tick_imbalance(seen.planned_seconds)]
+                )
+    found["gib"] = torch.cuda.max_memory_allocated() / 2**30 if on_gpu else 0.0
+    return found
+
+
+def run_rank(rank: int, run: Run) -> None:
+    """One rank, in a process of its own."""
+    on_gpu = run.device == "cuda"
+    prefer_expandable_segments()
+    device = f"cuda:{rank}" if on_gpu else "cpu"
+    if on_gpu:
+        torch.cuda.set_device(rank)
+    else:
+        torch.set_num_threads(1)
+    folder = Path(run.control_plane).parent
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
+        init_method=f"file://{folder / 'store'}",
+        rank=rank,
+        world_size=run.ranks,
+        timeout=timedelta(seconds=GROUP_SECONDS),
+    )
+    try:
+        address = await_address(Path(run.control_plane))
+        for way in WAYS:
+            found = run_way(run, way, rank, device, address)
+            (folder / f"{way}-{rank}.json").write_text(json.dumps(found))
+            gc.collect()
+            if on_gpu:
+                torch.cuda.empty_cache()
+        dist.destroy_process_group()
+    except BaseException:
+        # A rank that is torn down while others wait for it would only hide the reason.
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)
+
+
+def measure(run: Run, supervisor: Supervisor, folder: Path) -> dict[str, list[dict[str, Any]]]:
+    """What the ranks saw, by way."""
+    ranks = spawn(run_rank, (run,), nprocs=run.ranks, join=False)
+    assert ranks is not None
+    try:
+        while not ranks.join():
+            pass
+    finally:
+        for process in ranks.processes:
+            process.kill()
+    return {
+        way: [json.loads((folder / f"{way}-{i}.json").read_text()) for i in range(run.ranks)]
+        for way in WAYS
+    }
+
+
+def rows_of(run: Run, found: dict[str, list[dict[str, Any]]]) -> list[list[str]]:
+    """Of the table."""
+    seconds = {
+        way: [max(step) for step in zip(*(r["seconds"] for r in ranks), strict=True)]
+        for way, ranks in found.items()
+    }
+    plain = np.array(seconds["plain"])
+    rooms = plain / (plain - np.array(found["plain"][0]["over"]))
+    rows = []
+    for way, ranks in found.items():
+        losses = [sum(step) for step in zip(*(r["losses"] for r in ranks), strict=True)]
+        mine = np.array(seconds[way])
+        home, planned = np.mean([r["imbalance"] for r in ranks], axis=(0, 1))
+        rows.append(
+            [
+                run.model,
+                way,
+                " ".join(f"{s:.2f}" for s in mine),
+                f"{2 * run.tokens * run.ranks * len(mine) / mine.sum():,.0f}",
+                f"{np.mean(plain / mine):.3f}x of {np.mean(rooms):.3f}x",
+                f"{home:.2f} / {planned:.2f}",
+                f"{max(r['gib'] for r in ranks):.1f}",
+                " ".join(f"{loss:.5f}" for loss in losses),
+            ]
+        )
+    return rows
+
+
+def main(
+    model: Annotated[str, typer.Option(help=f"Of {', '.join(MODELS)}; commas between.")] = (
+        "gpt-oss-20b,gemma-3-12b"
+    ),
+    ranks: Annotated[int, typer.Option(min=2, help="GPUs.")] = 2,
+    tokens: Annotated[int, typer.Option(min=2, help="Of a nano-batch; a rank has two.")] = 65536,
+    steps: Annotated[int, typer.Option(min=1, help="After two to warm up.")] = 3,
+    device: Annotated[str, typer.Option(help="cuda or cpu.")] = "cuda",
+    distribution: Annotated[str, typer.Option(help="Of document lengths.")] = "pretrain",
+    json_file: Annotated[Path | None, typer.Option("--json", help="Where figures go.")] = None,
+) -> None:
+    """Trains served and with plain packing; on two H100s about two minutes a model."""
+    table = Table(
+        "model", "way", "s a step", "tokens/s", "over plain, of headroom",
+        "imbalance at home / planned", "peak GiB", "losses",
+    )  # fmt: skip
+    figures: dict[str, Any] = {}
+    for name in model.split(","):
+        if name not in MODELS:
+            raise typer.BadParameter(
+                f"{name!r} is none of {', '.join(MODELS)}", param_hint="--model"
+            )
+        with tempfile.TemporaryDirectory() as place, Supervisor() as supervisor:
+            folder = Path(place)
+            start_control_plane(supervisor, folder)
+            run = Run(
+                model=name,
+                ranks=ranks,
+                tokens=tokens,
+                steps=steps,
+                device=device,
+                distribution=distribution,
+                control_plane=str(folder / "control-plane.address"),
+            )
+            found = measure(run, supervisor, folder)
+        figures[name] = {"run": asdict(run), "ways": found}
+        for row in rows_of(run, found):
+            table.add_row(*row)
+        if json_file is not None:
+            json_file.write_text(json.dumps(figures))
+    Console(width=200).print(table)
+
+
+if __name__ == "__main__":
+    typer.run(main)
