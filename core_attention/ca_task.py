@@ -74,8 +74,8 @@ class TaskTable:
         """Checks the plan invariants against ``manifest``.
 
         Raises:
-            PlanError: the tasks of a document do not partition ``[0, length)``, a task's q range
-                lies in more than one segment, or a server index is out of range.
+            PlanError: the tasks of a document do not partition ``[begin, length)``, a task's q
+                range lies in more than one segment, or a server index is out of range.
         """
         self._check_servers(n_servers)
         step = self.document[1:] - self.document[:-1]
@@ -116,9 +116,11 @@ class TaskTable:
         Args:
             is_last: ``[n_tasks - 1]`` whether a task is its document's last.
         """
+        # Where documents are cut between nano-batches, by the slower way.
         follows = self.q_begin[1:] == self.q_end[:-1]
         if (
-            not self.q_begin[:1].any()
+            not manifest.n_carried
+            and not self.q_begin[:1].any()
             and ((self.q_begin[1:] == 0) == is_last).all()
             and (follows | is_last).all()
             and (self.q_end > self.q_begin).all()
@@ -127,14 +129,19 @@ class TaskTable:
         ):
             return
         last = np.append(np.flatnonzero(is_last), len(self) - 1)
-        expected = np.append(0, np.where(is_last, 0, self.q_end[:-1]))
+        begin = manifest.document_begin
+        expected = np.append(
+            begin[:1], np.where(is_last, begin[self.document[1:]], self.q_end[:-1])
+        )
         wrong = (self.q_begin != expected) | (self.q_end <= self.q_begin)
         wrong[last] |= self.q_end[last] != manifest.document_length
+        if not wrong.any():
+            return
         at = int(np.flatnonzero(wrong)[0])
         document = int(self.document[at])
         raise PlanError(
             f"document {manifest.document_id[document]}: the task [{self.q_begin[at]}, "
-            f"{self.q_end[at]}) breaks the partition of [0, "
+            f"{self.q_end[at]}) breaks the partition of [{begin[document]}, "
             f"{manifest.document_length[document]}); expected a non-empty range that begins "
             f"at {expected[at]}"
         )

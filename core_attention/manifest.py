@@ -3,6 +3,10 @@
 A *document* is one training text: attention is causal inside it and never crosses it. A *segment*
 is a contiguous piece of a document that lives on one rank in one nano-batch. A *manifest* lists,
 for one step, the segments of every rank and nano-batch in packed order.
+
+A document may go on from nano-batch 0 to nano-batch 1. Each part is then a document of its
+nano-batch: the first is ``[0, cut)``, and in the second the queries are ``[cut, length)``, while
+the keys before them are *carried*: the ranks that hold them in nano-batch 0 hand them in again.
 """
 
 from __future__ import annotations
@@ -143,25 +147,48 @@ class RankManifest:
         return int(self.columns.length[self.columns.nano_batch == nano_batch].sum())
 
 
+def _nothing() -> Int64Array:
+    return frozen(np.empty(0, dtype=np.int64))
+
+
+class HeldRows(NamedTuple):
+    """Runs of rows of documents: ``[n]`` each.
+
+    Attributes:
+        document: index into the documents.
+        offset: position of the first row in the document.
+        rank: who holds them.
+    """
+
+    document: Int64Array
+    offset: Int64Array
+    rank: Int64Array
+
+
 @dataclass(frozen=True, eq=False)
 class Manifest:
     """The whole step: every document, and where each of its rows is at home.
 
-    Documents are sorted by (nano-batch, id), segments by (document, offset). All columns are
-    read-only int64 arrays. Build one with :meth:`merge`; the constructor checks every invariant:
-    the segments of a document partition ``[0, length)`` within one nano-batch, and the rows of a
-    rank's nano-batch are covered once, without gaps.
+    Documents are sorted by (nano-batch, id), segments and carried keys by (document, offset). All
+    columns are read-only int64 arrays. Build one with :meth:`merge`; the constructor checks every
+    invariant: the carried keys of a document partition ``[0, document_begin)``, its segments
+    ``[document_begin, length)``; and the rows of a rank's nano-batch are covered once, without
+    gaps: first those of segments, then those of carried keys, which have no queries.
 
     Attributes:
         step: the training step.
         n_ranks: ranks of the job.
         n_nano_batches: nano-batches of every rank (2 with ping-pong, else 1).
-        document_id, document_length, document_nano_batch: ``[n_documents]``.
+        document_id, document_length, document_nano_batch: ``[n_documents]``. The parts of a
+            document that is cut between nano-batches share its id; the first one's length is the
+            cut.
         segment_document: ``[n_segments]`` index into the documents.
         segment_offset, segment_length: ``[n_segments]`` positions in the document.
         segment_rank: ``[n_segments]`` the home of the segment's rows.
         segment_row: ``[n_segments]`` its first row in the packed rows of (rank, nano-batch).
-        whole: False for a slice made by :meth:`restrict`, whose ranks have gaps in their rows.
+        whole: False for a slice, whose ranks have gaps in their rows.
+        carried_document, carried_offset, carried_length, carried_rank, carried_row:
+            ``[n_carried]`` likewise, of keys that an earlier nano-batch of their rank holds.
     """
 
     step: int
@@ -176,18 +203,37 @@ class Manifest:
     segment_rank: Int64Array
     segment_row: Int64Array
     whole: bool = True
+    carried_document: Int64Array = field(default_factory=_nothing)
+    carried_offset: Int64Array = field(default_factory=_nothing)
+    carried_length: Int64Array = field(default_factory=_nothing)
+    carried_rank: Int64Array = field(default_factory=_nothing)
+    carried_row: Int64Array = field(default_factory=_nothing)
     first_segment: Int64Array = field(init=False)
     """``[n_documents + 1]``: document d owns segments ``[first_segment[d],
     first_segment[d + 1])``."""
+    first_carried: Int64Array = field(init=False)
+    """Likewise for carried keys."""
+    document_begin: Int64Array = field(init=False)
+    """``[n_documents]`` position of each document's first query; 0 but for second parts."""
 
     def __post_init__(self) -> None:
         for name in _COLUMNS:
             object.__setattr__(self, name, int64_column(getattr(self, name), name))
         self._check_sizes()
-        bounds = np.searchsorted(self.segment_document, np.arange(self.n_documents + 1))
-        object.__setattr__(self, "first_segment", frozen(bounds.astype(np.int64)))
+        documents = np.arange(self.n_documents + 1)
+        for name, column in (
+            ("first_segment", self.segment_document),
+            ("first_carried", self.carried_document),
+        ):
+            bounds = np.searchsorted(column, documents)
+            object.__setattr__(self, name, frozen(bounds.astype(np.int64)))
+        begin = np.zeros(self.n_documents, dtype=np.int64)
+        np.add.at(begin, self.carried_document, self.carried_length)
+        object.__setattr__(self, "document_begin", frozen(begin))
         self._check_documents()
-        self._check_partition()
+        self._check_partition("segment", self.document_begin, self.document_length)
+        self._check_partition("carried", np.zeros_like(begin), self.document_begin)
+        self._check_carried()
         self._check_rows()
 
     @property
@@ -197,6 +243,21 @@ class Manifest:
     @property
     def n_segments(self) -> int:
         return len(self.segment_document)
+
+    @property
+    def n_carried(self) -> int:
+        return len(self.carried_document)
+
+    @cached_property
+    def held(self) -> HeldRows:
+        """Who takes part in the ticks of which document: by its segments, then by carried keys."""
+        if not self.n_carried:
+            return HeldRows(self.segment_document, self.segment_offset, self.segment_rank)
+        return HeldRows(
+            np.concatenate([self.segment_document, self.carried_document]),
+            np.concatenate([self.segment_offset, self.carried_offset]),
+            np.concatenate([self.segment_rank, self.carried_rank]),
+        )
 
     def tokens_per_rank(self, nano_batch: int) -> Int64Array:
         """``[n_ranks]`` rows of each rank's ``nano_batch`` that this manifest describes."""
@@ -214,8 +275,9 @@ class Manifest:
 
         Raises:
             ManifestError: a rank is missing, twice or out of range; ranks disagree on the step,
-                the number of nano-batches, or a document's length or nano-batch; or an invariant
-                of the class does not hold.
+                the number of nano-batches, or a document's length; a document is cut between
+                nano-batches, and there are not two of them, or a rank that holds its keys has no
+                rows in the second; or an invariant of the class does not hold.
         """
         by_rank = _one_per_rank(rank_manifests, n_ranks)
         nano, ids, document_length, offset, length = (
@@ -240,18 +302,30 @@ class Manifest:
                 f"another segment as {document_length[first][document[at]]}; every segment must "
                 "carry the length of the whole document"
             )
+        n_nano_batches, length_of = by_rank[0].n_nano_batches, document_length[first]
+        runs = _Runs(document, offset, length, rank, row)
+        carried = {}
+        if n_nano_batches == 2:
+            parts = _parts_of_cut_documents(ids[first], nano[first])
+            if len(parts):
+                own_rows = np.bincount(rank[nano == 1], length[nano == 1], n_ranks)
+                carried = _carry(runs, parts, own_rows.astype(np.int64), ids[first])
+                last = np.searchsorted(document, parts[:, 0], side="right") - 1
+                length_of[parts[:, 0]] = offset[last] + length[last]
         return cls(
             step=by_rank[0].step,
             n_ranks=n_ranks,
-            n_nano_batches=by_rank[0].n_nano_batches,
+            n_nano_batches=n_nano_batches,
             document_id=ids[first],
-            document_length=document_length[first],
+            document_length=length_of,
             document_nano_batch=nano[first],
             segment_document=document,
             segment_offset=offset,
             segment_length=length,
             segment_rank=rank,
             segment_row=row,
+            whole=True,
+            **carried,
         )
 
     def _check_sizes(self) -> None:
@@ -260,12 +334,14 @@ class Manifest:
                 f"step {self.step}, n_ranks {self.n_ranks}, n_nano_batches "
                 f"{self.n_nano_batches}: the step must be 0 or more, the others 1 or more"
             )
-        for names in (_DOCUMENT_COLUMNS, _SEGMENT_COLUMNS):
+        for names in (_DOCUMENT_COLUMNS, _SEGMENT_COLUMNS, _CARRIED_COLUMNS):
             sizes = {name: len(getattr(self, name)) for name in names}
             if len(set(sizes.values())) != 1:
                 raise ManifestError(f"columns of different lengths: {sizes}")
         self._check_range("segment_document", 0, self.n_documents)
         self._check_range("segment_rank", 0, self.n_ranks)
+        self._check_range("carried_document", 0, self.n_documents)
+        self._check_range("carried_rank", 0, self.n_ranks)
         self._check_range("document_nano_batch", 0, self.n_nano_batches)
 
     def _check_range(self, name: str, begin: int, end: int) -> None:
@@ -284,67 +360,112 @@ class Manifest:
                 f"document {self.document_id[at]} has length {self.document_length[at]}; a "
                 f"document has 1 to {MAX_DOCUMENT_TOKENS} tokens: leave empty documents out"
             )
-        bad = self.segment_length < 1
-        if bad.any():
-            at = int(np.flatnonzero(bad)[0])
-            raise ManifestError(
-                f"document {self._id_of(at)}: the segment at offset {self.segment_offset[at]} on "
-                f"rank {self.segment_rank[at]} has length {self.segment_length[at]}; a segment "
-                "has at least 1 token"
-            )
-        unique, counts = np.unique(self.document_id, return_counts=True)
-        if (counts > 1).any():
-            twice = int(unique[counts > 1][0])
-            nanos = self.document_nano_batch[self.document_id == twice]
-            raise ManifestError(
-                f"document {twice} appears in nano-batches {nanos.tolist()}; all segments of a "
-                "document belong to one nano-batch, and ids are unique in a step"
-            )
+        for kind in ("segment", "carried"):
+            runs = self._runs(kind)
+            bad = runs.length < 1
+            if bad.any():
+                at = int(np.flatnonzero(bad)[0])
+                raise ManifestError(
+                    f"document {self.document_id[runs.document[at]]}: the {kind} at offset "
+                    f"{runs.offset[at]} on rank {runs.rank[at]} has length {runs.length[at]}; a "
+                    f"{kind} has at least 1 token"
+                )
+        self._check_ids()
         # Every member numbers documents alike, which the order of rows in messages rests on.
         in_order = np.lexsort((self.document_id, self.document_nano_batch))
         if (np.diff(in_order) < 0).any():
             raise ManifestError("documents are not sorted by nano-batch, then id")
 
-    def _check_partition(self) -> None:
-        """The segments of each document, in order, cover ``[0, length)`` once."""
-        if (np.diff(self.segment_document) < 0).any():
-            raise ManifestError("segments are not sorted by document")
-        begin, end = self.first_segment[:-1], self.first_segment[1:]
-        if (begin == end).any():
-            at = int(np.flatnonzero(begin == end)[0])
-            raise ManifestError(f"document {self.document_id[at]} has no segments")
-        segment_end = self.segment_offset + self.segment_length
-        expected = np.empty_like(segment_end)
-        expected[1:] = segment_end[:-1]
-        expected[begin] = 0
-        wrong = np.flatnonzero(self.segment_offset != expected)
-        if wrong.size:
-            at = int(wrong[0])
-            what = "overlaps" if self.segment_offset[at] < expected[at] else "leaves a gap after"
+    def _check_ids(self) -> None:
+        """Only the parts of a document that is cut between nano-batches share an id."""
+        first, second = self._parts
+        wrong = self.document_begin[second] == 0
+        if wrong.any():
+            document = self.document_id[first[np.flatnonzero(wrong)[0]]]
+            nanos = self.document_nano_batch[self.document_id == document]
             raise ManifestError(
-                f"document {self._id_of(at)}: the segment at offset {self.segment_offset[at]} "
-                f"(length {self.segment_length[at]}, rank {self.segment_rank[at]}) {what} the "
-                f"segments before it, which end at {expected[at]}; segments must partition "
-                f"[0, {self._length_of(at)})"
+                f"document {document} appears in nano-batches {nanos.tolist()}; ids are unique in "
+                "a step, but for a document that begins in nano-batch 0 and goes on in nano-batch "
+                "1, where there are two"
             )
-        wrong = np.flatnonzero(segment_end[end - 1] != self.document_length)
+
+    def _check_carried(self) -> None:
+        """What a document carries over, an earlier nano-batch has; a slice may not hold that."""
+        first, second = self._parts
+        wrong = (self.document_begin > 0) & (self.whole | (self.document_nano_batch == 0))
+        wrong[second] = self.document_length[first] != self.document_begin[second]
+        if wrong.any():
+            at = int(np.flatnonzero(wrong)[0])
+            raise ManifestError(
+                f"document {self.document_id[at]} carries {self.document_begin[at]} keys into "
+                f"nano-batch {self.document_nano_batch[at]}, and no nano-batch before it ends there"
+            )
+
+    @cached_property
+    def _parts(self) -> tuple[Int64Array, Int64Array]:
+        """Neighbouring documents of equal id, by nano-batch."""
+        order = np.argsort(self.document_id, kind="stable")
+        ids = self.document_id[order]
+        twice = np.flatnonzero(ids[1:] == ids[:-1])
+        return order[twice], order[twice + 1]
+
+    def _check_partition(self, kind: str, begin: Int64Array, end: Int64Array) -> None:
+        """The segments, or carried keys, of each document, in order, cover ``[begin, end)`` once.
+
+        Args:
+            kind: ``"segment"`` or ``"carried"``.
+            begin, end: ``[n_documents]``.
+        """
+        document, offset, length, rank, _ = self._runs(kind)
+        if (np.diff(document) < 0).any():
+            raise ManifestError(f"{kind}s are not sorted by document")
+        first = self.first_segment if kind == "segment" else self.first_carried
+        some = np.flatnonzero(first[1:] > first[:-1])
+        if kind == "segment" and len(some) < self.n_documents:
+            at = int(np.setdiff1d(np.arange(self.n_documents), some)[0])
+            raise ManifestError(f"document {self.document_id[at]} has no segments")
+        if not len(some):
+            return
+        run_end = offset + length
+        expected = np.empty_like(run_end)
+        expected[1:] = run_end[:-1]
+        expected[first[some]] = begin[some]
+        wrong = np.flatnonzero(offset != expected)
         if wrong.size:
             at = int(wrong[0])
+            what = "overlaps" if offset[at] < expected[at] else "leaves a gap after"
+            its = int(document[at])
             raise ManifestError(
-                f"document {self.document_id[at]}: its segments end at "
-                f"{segment_end[end[at] - 1]}, its length is {self.document_length[at]}; segments "
+                f"document {self.document_id[its]}: the {kind} at offset {offset[at]} (length "
+                f"{length[at]}, rank {rank[at]}, nano-batch {self.document_nano_batch[its]}) "
+                f"{what} the {kind}s before it, which end at {expected[at]}; {kind}s must "
+                f"partition [{begin[its]}, {end[its]})"
+            )
+        wrong = np.flatnonzero(run_end[first[some + 1] - 1] != end[some])
+        if wrong.size:
+            its = int(some[wrong[0]])
+            raise ManifestError(
+                f"document {self.document_id[its]}: its {kind}s end at "
+                f"{run_end[first[its + 1] - 1]}, its length is {end[its]}; {kind}s "
                 "must partition [0, length): is one missing, or on a rank of another job?"
             )
 
     def _check_rows(self) -> None:
-        """No two segments of (rank, nano-batch) share a row; a whole manifest leaves no gap."""
-        nano = self.document_nano_batch[self.segment_document]
-        order = np.lexsort((self.segment_row, nano, self.segment_rank))
-        rank, nano, row = self.segment_rank[order], nano[order], self.segment_row[order]
-        row_end = row + self.segment_length[order]
+        """No two runs of (rank, nano-batch) share a row; a whole manifest leaves no gap, and its
+        carried keys come after all segments."""
+        runs = self._runs("segment")
+        if self.n_carried:
+            runs = _Runs(*map(np.concatenate, zip(runs, self._runs("carried"), strict=True)))
+        nano = self.document_nano_batch[runs.document]
+        order = np.lexsort((runs.row, nano, runs.rank))
+        rank, nano, row = runs.rank[order], nano[order], runs.row[order]
+        row_end = row + runs.length[order]
         same = (rank[1:] == rank[:-1]) & (nano[1:] == nano[:-1])
         expected = np.where(same, row_end[:-1], 0)
         wrong = (row[1:] != expected) if self.whole else (row[1:] < expected)
+        # A segment after carried keys of the same rank and nano-batch.
+        is_carried = order >= self.n_segments
+        wrong = wrong | (same & is_carried[:-1] & ~is_carried[1:])
         wrong = np.append(
             (row[:1] != 0) if self.whole else (row[:1] < 0),
             wrong,
@@ -352,27 +473,74 @@ class Manifest:
         if wrong.any():
             at = int(order[np.flatnonzero(wrong)[0]])
             raise ManifestError(
-                f"document {self._id_of(at)}: its segment at offset {self.segment_offset[at]} "
-                f"begins at row {self.segment_row[at]} of rank {self.segment_rank[at]}, where "
+                f"document {self.document_id[runs.document[at]]}: its segment at offset "
+                f"{runs.offset[at]} begins at row {runs.row[at]} of rank {runs.rank[at]}, where "
                 "another segment lies or after a gap; packed rows are covered once, from row 0"
             )
 
-    def _id_of(self, segment: int) -> int:
-        return int(self.document_id[self.segment_document[segment]])
+    def _runs(self, kind: str) -> _Runs:
+        """The columns of ``"segment"`` or ``"carried"``."""
+        return _Runs(*(getattr(self, f"{kind}_{name}") for name in _Runs._fields))
 
-    def _length_of(self, segment: int) -> int:
-        return int(self.document_length[self.segment_document[segment]])
+
+class _Runs(NamedTuple):
+    """Segments, or runs of carried keys: ``[n]`` each."""
+
+    document: Int64Array
+    offset: Int64Array
+    length: Int64Array
+    rank: Int64Array
+    row: Int64Array
 
 
 _DOCUMENT_COLUMNS = ("document_id", "document_length", "document_nano_batch")
-_SEGMENT_COLUMNS = (
-    "segment_document",
-    "segment_offset",
-    "segment_length",
-    "segment_rank",
-    "segment_row",
-)
-_COLUMNS = _DOCUMENT_COLUMNS + _SEGMENT_COLUMNS
+_SEGMENT_COLUMNS = tuple(f"segment_{name}" for name in _Runs._fields)
+_CARRIED_COLUMNS = tuple(f"carried_{name}" for name in _Runs._fields)
+_COLUMNS = _DOCUMENT_COLUMNS + _SEGMENT_COLUMNS + _CARRIED_COLUMNS
+
+
+def _parts_of_cut_documents(ids: Int64Array, nano_batch: Int64Array) -> Int64Array:
+    """``[n, 2]`` indices of the documents of nano-batches 0 and 1 that share an id."""
+    n_first = int(np.searchsorted(nano_batch, 1))
+    _, first, second = np.intersect1d(
+        ids[:n_first], ids[n_first:], assume_unique=True, return_indices=True
+    )
+    return np.stack([first, n_first + second], axis=1).astype(np.int64)
+
+
+def _carry(
+    runs: _Runs, parts: Int64Array, own_rows: Int64Array, ids: Int64Array
+) -> dict[str, Int64Array]:
+    """The columns of carried keys.
+
+    Args:
+        runs: all segments.
+        parts: ``[n, 2]`` documents: of each pair, the second carries the keys of the first.
+        own_rows: ``[n_ranks]`` rows of each rank's nano-batch 1.
+        ids: ``[n_documents]``.
+
+    Raises:
+        ManifestError: a rank that holds such keys has no rows in nano-batch 1.
+    """
+    second_part = np.full(len(ids), -1, dtype=np.int64)
+    second_part[parts[:, 0]] = parts[:, 1]
+    chosen = np.flatnonzero(second_part[runs.document] >= 0)
+    document, rank = second_part[runs.document[chosen]], runs.rank[chosen]
+    idle = own_rows[rank] == 0
+    if idle.any():
+        at = int(np.flatnonzero(idle)[0])
+        raise ManifestError(
+            f"document {ids[document[at]]} goes on in nano-batch 1, which needs its keys of rank "
+            f"{rank[at]}, and rank {rank[at]} has no rows in nano-batch 1: it would take part in "
+            "no tick there; give it some, or keep the document in one nano-batch"
+        )
+    # By document and position within each rank, after the rank's own rows.
+    order = np.lexsort((runs.offset[chosen], document, rank))
+    row = np.empty(len(chosen), dtype=np.int64)
+    row[order] = _rows((rank[order],), runs.length[chosen][order]) + own_rows[rank[order]]
+    order = np.lexsort((runs.offset[chosen], document))
+    columns = _Runs(document, runs.offset[chosen], runs.length[chosen], rank, row)
+    return {f"carried_{name}": column[order] for name, column in columns._asdict().items()}
 
 
 def _rows(groups: tuple[Int64Array, ...], length: Int64Array) -> Int64Array:

@@ -6,6 +6,9 @@ the Q rows of the pair's tasks, task after task, and each K and V row once howev
 it; the reply holds O and log-sum-exp for the same Q rows (forward), or dQ for the Q rows and dK,
 dV for the K/V rows (backward), in the same order.
 
+Keys that a document carries over from an earlier nano-batch are K/V rows like others, of the ranks
+that hold them; on such a rank they lie behind the rows of the nano-batch itself.
+
 The order is fixed: tasks by (document, q_begin), K/V runs by (document, offset). Members that hold
 different slices of a plan agree on it, because a slice keeps the order of documents.
 """
@@ -137,17 +140,30 @@ def _kv_runs(manifest: Manifest, tasks: TaskTable, chosen: Int64Array) -> Int64A
     first = bounds[:-1]
     k_end = np.maximum.reduceat(task_k_end, first) if len(first) else task_k_end
     document, server = document[first], server[first]
-    n_segments = manifest.first_segment[document + 1] - manifest.first_segment[document]
-    segment = runs_to_rows(manifest.first_segment[document], n_segments)
-    k_end, server = np.repeat(k_end, n_segments), np.repeat(server, n_segments)
-    offset = manifest.segment_offset[segment]
-    length = np.minimum(manifest.segment_length[segment], k_end - offset)
-    needed = length > 0
-    segment, server, length = segment[needed], server[needed], length[needed]
-    rank, document = manifest.segment_rank[segment], manifest.segment_document[segment]
-    offset, row = manifest.segment_offset[segment], manifest.segment_row[segment]
+    found = [_key_runs(manifest, "segment", document, server, k_end)]
+    if manifest.n_carried:
+        found.append(_key_runs(manifest, "carried", document, server, k_end))
+    rank, server, document, offset, row, length = map(np.concatenate, zip(*found, strict=True))
     order = np.lexsort((offset, document, server, rank))
     return np.stack([rank, server, document, offset, row, length], axis=1)[order]
+
+
+def _key_runs(
+    manifest: Manifest, kind: str, document: Int64Array, server: Int64Array, k_end: Int64Array
+) -> tuple[Int64Array, ...]:
+    """The runs (rank, server, document, offset, row, length) of the ``"segment"`` or ``"carried"``
+    columns that hold keys ``[0, k_end)`` of each (document, server)."""
+    first = manifest.first_segment if kind == "segment" else manifest.first_carried
+    count = first[document + 1] - first[document]
+    run = runs_to_rows(first[document], count)
+    server, k_end = np.repeat(server, count), np.repeat(k_end, count)
+    of, offset, length, rank, row = (
+        getattr(manifest, f"{kind}_{name}")[run]
+        for name in ("document", "offset", "length", "rank", "row")
+    )
+    length = np.minimum(length, k_end - offset)
+    needed = length > 0
+    return tuple(column[needed] for column in (rank, server, of, offset, row, length))
 
 
 def _split_by_pair(runs: Int64Array) -> dict[tuple[int, int], Int64Array]:

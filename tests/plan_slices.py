@@ -13,10 +13,15 @@ from core_attention.plan import Plan
 
 
 def for_rank(plan: Plan, rank: int) -> Plan:
-    """The slice that trainer ``rank`` needs: all documents with a row at home on it, and, if
-    one of the servers is in-place on it, all documents with a task there."""
+    """The slice that trainer ``rank`` needs: all documents with a row or carried keys on it, and,
+    if one of the servers is in-place on it, all documents with a task there."""
     manifest = plan.manifest
-    at_home = manifest.segment_document[manifest.segment_rank == rank]
+    at_home = np.concatenate(
+        [
+            manifest.segment_document[manifest.segment_rank == rank],
+            manifest.carried_document[manifest.carried_rank == rank],
+        ]
+    )
     own = [i for i, server in enumerate(plan.servers) if server.in_place_rank == rank]
     served = [table.document[np.isin(table.server, own)] for table in (plan.forward, plan.backward)]
     return _slice(plan, np.unique(np.concatenate([at_home, *served])))
@@ -34,7 +39,7 @@ def restrict(manifest: Manifest, documents: Int64Array) -> Manifest:
     """The same step with only ``documents`` (sorted indices); rows keep their places."""
     keep = np.zeros(manifest.n_documents, dtype=bool)
     keep[documents] = True
-    segments = keep[manifest.segment_document]
+    segments, carried = keep[manifest.segment_document], keep[manifest.carried_document]
     new_index = np.cumsum(keep) - 1
     return Manifest(
         step=manifest.step,
@@ -49,6 +54,11 @@ def restrict(manifest: Manifest, documents: Int64Array) -> Manifest:
         segment_rank=manifest.segment_rank[segments],
         segment_row=manifest.segment_row[segments],
         whole=False,
+        carried_document=new_index[manifest.carried_document[carried]],
+        carried_offset=manifest.carried_offset[carried],
+        carried_length=manifest.carried_length[carried],
+        carried_rank=manifest.carried_rank[carried],
+        carried_row=manifest.carried_row[carried],
     )
 
 

@@ -1,6 +1,7 @@
 """Hypothesis strategies: random manifests, and random valid plans for them.
 
-They cover what hand-written cases leave out: documents that span ranks or visit a rank twice,
+They cover what hand-written cases leave out: documents that span ranks or visit a rank twice, or
+that are cut between two nano-batches at any place,
 ranks with nothing in a nano-batch, documents of one token, tasks cut anywhere, servers without
 tasks, forward and backward cut differently.
 """
@@ -35,10 +36,13 @@ def rank_manifests(
     )
     for document_id, length in zip(ids, lengths, strict=True):
         nano_batch = draw(st.integers(0, n_nano_batches - 1))
-        for begin, end in _pieces(draw, 0, length):
+        pieces = _pieces(draw, 0, length)
+        n_first = draw(st.integers(0, len(pieces) - 1)) if nano_batch == 1 else 0
+        for place, (begin, end) in enumerate(pieces):
             rank = draw(st.integers(0, n_ranks - 1))
             segment = Segment(document_id, length, begin, end - begin)
-            packed[rank][nano_batch].append(segment)
+            packed[rank][0 if place < n_first else nano_batch].append(segment)
+    _fill_second_nano_batches(packed)
     return [
         RankManifest(
             step=3,
@@ -47,6 +51,19 @@ def rank_manifests(
         )
         for rank, nano_batches in enumerate(packed)
     ]
+
+
+def _fill_second_nano_batches(packed: list[list[list[Segment]]]) -> None:
+    """Gives a document of one token to ranks that carry keys into a nano-batch without rows."""
+    cut = {
+        s.document_id
+        for nano_batches in packed
+        for s in (nano_batches[1] if len(nano_batches) == 2 else [])
+    }
+    for rank, nano_batches in enumerate(packed):
+        carries = any(s.document_id in cut for s in nano_batches[0])
+        if carries and len(nano_batches) == 2 and not nano_batches[1]:
+            nano_batches[1].append(Segment(2**50 + rank, 1, 0, 1))
 
 
 @st.composite

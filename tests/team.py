@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from core_attention.manifest import Manifest, RankManifest
+from core_attention.manifest import RankManifest
 from core_attention.score_rule import ScoreRule
 from core_attention.shape import AttentionShape
 from tests.cluster import Cluster, keep_profile
@@ -201,9 +201,8 @@ class Team:
     def check(self, manifests: Sequence[RankManifest], *, seed: int = 0) -> StepResult:
         """Runs one step and compares every element with the float64 reference."""
         result = self.run(manifests, seed=seed)
-        for nano_batch in range(self.n_nano_batches):
-            for layer in range(self.n_layers):
-                self._compare(manifests, result, nano_batch, layer)
+        for layer in range(self.n_layers):
+            self._compare(manifests, result, layer)
         return result
 
     def _run_rank(
@@ -260,21 +259,19 @@ class Team:
             rows["sinks"] = sinks.to(self._device, dtype).requires_grad_()
         return rows
 
-    def _compare(
-        self, manifests: Sequence[RankManifest], result: StepResult, nano: int, layer: int
-    ) -> None:
+    def _compare(self, manifests: Sequence[RankManifest], result: StepResult, layer: int) -> None:
         kind = self._layers[layer]
         rule = ScoreRule(
             mask=self.shape.mask,
             window=kind.window,
             softcap=self.shape.softcap if kind.softcap is None else kind.softcap,
         )
-        sinks = result.rows[0, nano, layer].get("sinks")
+        sinks = result.rows[0, 0, layer].get("sinks")
         dsinks = []
-        for pieces in _document_pieces(manifests, nano):
+        for pieces in _document_pieces(manifests):
             gathered = {
                 name: torch.cat(
-                    [result.rows[r, nano, layer][name][rows].cpu() for r, rows in pieces]
+                    [result.rows[r, nano, layer][name][rows].cpu() for r, nano, rows in pieces]
                 )
                 for name in ("q", "k", "v", "do", "o", "dq", "dk", "dv")
             }
@@ -293,7 +290,7 @@ class Team:
             if expected.dsinks is not None:
                 dsinks.append(expected.dsinks)
         if dsinks:
-            ranks = [result.rows[m.rank, nano, layer]["dsinks"] for m in manifests]
+            ranks = [rows["dsinks"] for (_, _, at), rows in result.rows.items() if at == layer]
             assert_close("dsinks", torch.stack(ranks).sum(0).cpu(), torch.stack(dsinks).sum(0))
 
 
@@ -320,25 +317,20 @@ def assert_close(name: str, result: torch.Tensor, expected: torch.Tensor) -> Non
 
 
 def _document_pieces(
-    manifests: Sequence[RankManifest], nano_batch: int
-) -> list[list[tuple[int, slice]]]:
-    """By document: its (rank, packed rows), in the order of positions."""
-    manifest = Manifest.merge(manifests, len(manifests))
-    pieces = []
-    for document in range(manifest.n_documents):
-        if manifest.document_nano_batch[document] != nano_batch:
-            continue
-        segments = range(manifest.first_segment[document], manifest.first_segment[document + 1])
-        pieces.append(
-            [
-                (
-                    int(manifest.segment_rank[s]),
-                    slice(
-                        int(manifest.segment_row[s]),
-                        int(manifest.segment_row[s] + manifest.segment_length[s]),
-                    ),
+    manifests: Sequence[RankManifest],
+) -> list[list[tuple[int, int, slice]]]:
+    """By document: its (rank, nano-batch, packed rows), in the order of positions."""
+    pieces: dict[int, list[tuple[int, int, int, slice]]] = {}
+    for manifest in manifests:
+        for nano_batch, segments in enumerate(manifest.nano_batches):
+            row = 0
+            for segment in segments:
+                piece = (
+                    segment.offset,
+                    manifest.rank,
+                    nano_batch,
+                    slice(row, row + segment.length),
                 )
-                for s in segments
-            ]
-        )
-    return pieces
+                pieces.setdefault(segment.document_id, []).append(piece)
+                row += segment.length
+    return [[piece[1:] for piece in sorted(its, key=lambda p: p[0])] for its in pieces.values()]

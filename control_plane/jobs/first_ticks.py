@@ -14,7 +14,8 @@ from core_attention.manifest import Manifest
 def first_ticks(
     manifest: Manifest, complete_ticks: Sequence[Sequence[int]], left: Mapping[int, str]
 ) -> Int64Array:
-    """``[n_documents]``: of the ranks that hold rows of a document, the least number of complete
+    """``[n_documents]``: of the ranks that hold rows of a document, or carry its
+    keys over from an earlier nano-batch, the least number of complete
     ticks in its lane.
 
     Args:
@@ -26,17 +27,18 @@ def first_ticks(
         PlanError: a rank is without the step whose rows others still need.
     """
     complete = np.array(complete_ticks, dtype=np.int64)
-    nano_batch = manifest.document_nano_batch[manifest.segment_document]
-    of_segment = complete[manifest.segment_rank, nano_batch]
-    first: Int64Array = np.minimum.reduceat(of_segment, manifest.first_segment[:-1])
-    short = np.isin(manifest.segment_rank, list(left))
-    short &= of_segment > first[manifest.segment_document]
+    held = manifest.held
+    of_run = complete[held.rank, manifest.document_nano_batch[held.document]]
+    first = np.full(manifest.n_documents, np.iinfo(np.int64).max)
+    np.minimum.at(first, held.document, of_run)
+    short = np.isin(held.rank, list(left))
+    short &= of_run > first[held.document]
     if short.any():
         at = int(np.flatnonzero(short)[0])
-        rank = int(manifest.segment_rank[at])
+        rank = int(held.rank[at])
         raise PlanError(
             f"rank {rank}'s rows of document "
-            f"{manifest.document_id[manifest.segment_document[at]]} are needed to run step "
+            f"{manifest.document_id[held.document[at]]} are needed to run step "
             f"{manifest.step}, and rank {rank} {left[rank]}"
         )
     return first

@@ -23,6 +23,7 @@ from core_attention.ca_task import TaskTable
 from core_attention.errors import PlanError
 from core_attention.plan import Plan
 from distca.contract.codec import (
+    CARRIED_COLUMNS,
     DOCUMENT_COLUMNS,
     SEGMENT_COLUMNS,
     TASK_COLUMNS,
@@ -84,6 +85,9 @@ class PlanSlicer:
         self._segments = _Rows(
             plan.manifest.first_segment, _columns(whole.manifest, SEGMENT_COLUMNS)
         )
+        self._carried = _Rows(
+            plan.manifest.first_carried, _columns(whole.manifest, CARRIED_COLUMNS)
+        )
         self._forward = self._tasks(plan.forward, whole.forward)
         self._backward = self._tasks(plan.backward, whole.backward)
 
@@ -120,12 +124,13 @@ class PlanSlicer:
 
     @cached_property
     def _of_ranks(self) -> _Needs:
-        """A rank needs all documents with a row at home on it, and those with a task on its
-        in-place server."""
+        """A rank needs all documents with a row at home on it, or keys that it carries over, and
+        those with a task on its in-place server."""
         plan = self._plan
         place = [-1 if s.in_place_rank is None else s.in_place_rank for s in plan.servers]
         in_place_rank = np.array(place, dtype=np.int64)
-        at_home = _Needs(plan.manifest.segment_rank, plan.manifest.segment_document)
+        held = plan.manifest.held
+        at_home = _Needs(held.rank, held.document)
         served = [
             _Needs(in_place_rank[table.server], table.document)
             for table in (plan.forward, plan.backward)
@@ -161,12 +166,14 @@ class PlanSlicer:
     def _events(self, chosen: _Chosen) -> list[jobs_pb2.PlanEvent]:
         documents = {name: column[chosen.document] for name, column in self._documents.items()}
         segments = self._segments.of(chosen, "segment_document")
+        carried = self._carried.of(chosen, "carried_document")
         forward, backward = (
             tasks.of(chosen, "document") for tasks in (self._forward, self._backward)
         )
         parts = zip(
             _cut(documents, DOCUMENT_COLUMNS, chosen.bounds),
             _cut(segments.columns, SEGMENT_COLUMNS, segments.bounds),
+            _cut(carried.columns, CARRIED_COLUMNS, carried.bounds),
             _renumber_servers(forward, backward, len(self._servers)),
             _cut(forward.columns, TASK_COLUMNS, forward.bounds),
             _cut(backward.columns, TASK_COLUMNS, backward.bounds),
@@ -179,6 +186,7 @@ class PlanSlicer:
         self,
         documents: dict[str, bytes],
         segments: dict[str, bytes],
+        carried: dict[str, bytes],
         servers: list[int],
         forward: dict[str, bytes],
         backward: dict[str, bytes],
@@ -194,6 +202,7 @@ class PlanSlicer:
         for message, columns in (
             (plan.manifest, documents),
             (plan.manifest, segments),
+            (plan.manifest, carried),
             (plan.forward, forward),
             (plan.backward, backward),
         ):

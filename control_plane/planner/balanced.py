@@ -20,7 +20,11 @@ from control_plane.planner.fleet import Fleet, build_fleet
 from control_plane.planner.forecast import forecast_fleet
 from control_plane.planner.links import Links
 from control_plane.planner.phase import Outcome, plan_phase
-from control_plane.planner.planning import PlanningOptions, PlanningServer
+from control_plane.planner.planning import (
+    PlanningOptions,
+    PlanningServer,
+    refuse_cut_documents,
+)
 from control_plane.planner.slots import plan_slots
 from control_plane.planner.survey import NanoBatch, nano_batches, survey
 from control_plane.planner.tasks import Cuts, write_tasks
@@ -51,6 +55,8 @@ def plan(
         return full.plan(manifest, servers, shape, options, epoch=epoch)
     if options.pipelining is not None:
         return plan_slots(manifest, servers, shape, options, epoch=epoch)
+    if options.max_process_bytes is not None:
+        refuse_cut_documents(manifest, "limits of bytes (max_process_bytes) do not count its keys")
     fleet = build_fleet(servers, manifest.n_ranks)
     links = links_of(servers, fleet, options)
     found = survey(manifest, fleet)

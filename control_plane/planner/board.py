@@ -24,7 +24,7 @@ class Segments(NamedTuple):
         document: index into the manifest's documents.
         begin, end: positions in the document.
         rank: home.
-        whole: whether the segment is its whole document.
+        whole: whether the segment is its whole document, which carries no keys over either.
         divided: whether any is not. If none is, the segments are the documents in order, each from
             its beginning, and ``document`` and ``begin`` need not be read: memory is what passes
             over all segments take time for.

@@ -19,7 +19,7 @@ from control_plane.planner.costs import PHASE_INDEX, task_seconds
 from control_plane.planner.fleet import Fleet, build_fleet
 from control_plane.planner.planning import PlanningServer
 from control_plane.planner.survey import Survey, survey
-from core_attention.arrays import Float64Array, Int64Array
+from core_attention.arrays import Float64Array, Int64Array, frozen
 from core_attention.ca_task import MaskKind, Phase, TaskTable
 from core_attention.errors import PlanError
 from core_attention.manifest import Manifest
@@ -104,6 +104,7 @@ def forecast_fleet(
         manifest.first_segment,
         manifest.segment_document,
         *_segment_columns(manifest),
+        _carried_of(manifest),
     )
     sums = sum_tasks(tasks, segments, found, fleet, phase_index)
     if sums is None:
@@ -112,12 +113,31 @@ def forecast_fleet(
     return to_forecast(found.rank_seconds[:, phase_index], sums, shape, phase)
 
 
+class Carried(NamedTuple):
+    """Runs of carried keys.
+
+    Attributes:
+        first: ``[n_documents + 1]``; empty where no document of the step carries keys.
+        length, rank: ``[n_carried]``.
+    """
+
+    first: Int64Array
+    length: Int64Array
+    rank: Int64Array
+
+
+def no_carried() -> Carried:
+    """Of documents that lie in one nano-batch each."""
+    return Carried(*(frozen(np.empty(0, dtype=np.int64)) for _ in Carried._fields))
+
+
 class Places(NamedTuple):
     """Where segments are at home, columns of a manifest or like them.
 
     Attributes:
         first_segment: ``[n_documents + 1]``.
         document, offset, length, rank: ``[n_segments]``.
+        carried: keys that documents carry over from an earlier nano-batch.
     """
 
     first_segment: Int64Array
@@ -125,6 +145,7 @@ class Places(NamedTuple):
     offset: Int64Array
     length: Int64Array
     rank: Int64Array
+    carried: Carried
 
 
 class TaskSums(NamedTuple):
@@ -170,7 +191,19 @@ def sum_tasks(
         phase: index of it.
     """
     sums = TaskSums.none(len(found.bounds) - 1, len(fleet.rank))
-    are_valid = _add_tasks(*_task_columns(tasks), *places, fleet, phase, found, *sums)
+    are_valid = _add_tasks(
+        *_task_columns(tasks),
+        places.first_segment,
+        places.document,
+        places.offset,
+        places.length,
+        places.rank,
+        places.carried,
+        fleet,
+        phase,
+        found,
+        *sums,
+    )
     return sums if are_valid else None
 
 
@@ -213,6 +246,7 @@ def pair_bytes(
         manifest.first_segment,
         manifest.segment_document,
         *_segment_columns(manifest),
+        _carried_of(manifest),
         manifest.document_nano_batch,
         fleet,
         nano_batch,
@@ -225,6 +259,12 @@ def pair_bytes(
 
 def _segment_columns(manifest: Manifest) -> tuple[Int64Array, Int64Array, Int64Array]:
     return manifest.segment_offset, manifest.segment_length, manifest.segment_rank
+
+
+def _carried_of(manifest: Manifest) -> Carried:
+    if not manifest.n_carried:
+        return no_carried()
+    return Carried(manifest.first_carried, manifest.carried_length, manifest.carried_rank)
 
 
 def _task_columns(tasks: TaskTable) -> tuple[Int64Array, Int64Array, Int64Array, Int64Array]:
@@ -250,6 +290,7 @@ def _add_tasks(
     segment_offset: Int64Array,
     segment_length: Int64Array,
     segment_rank: Int64Array,
+    carried: Carried,
     fleet: Fleet,
     phase: int,
     found: Survey,
@@ -293,6 +334,7 @@ def _add_tasks(
             segment_offset,
             segment_length,
             segment_rank,
+            carried,
             fleet,
             phase,
             last_document,
@@ -389,6 +431,7 @@ def _add_others(
     segment_offset: Int64Array,
     segment_length: Int64Array,
     segment_rank: Int64Array,
+    carried: Carried,
     fleet: Fleet,
     phase: int,
     last_document: Int64Array,
@@ -423,6 +466,10 @@ def _add_others(
             for j in range(first_segment[d], segment + 1):
                 if segment_rank[j] == rank:
                     rows[KV_MOVED, s] -= min(segment_length[j], end - segment_offset[j])
+            if len(carried.first):
+                for j in range(carried.first[d], carried.first[d + 1]):
+                    if carried.rank[j] == rank:
+                        rows[KV_MOVED, s] -= carried.length[j]
 
 
 STOPPED = -2
@@ -449,6 +496,7 @@ def _add_pairs(
     segment_offset: Int64Array,
     segment_length: Int64Array,
     segment_rank: Int64Array,
+    carried: Carried,
     document_nano_batch: Int64Array,
     fleet: Fleet,
     nano_batch: int,
@@ -471,3 +519,7 @@ def _add_pairs(
         for j in range(first_segment[d], segment + 1):
             if segment_rank[j] != fleet.rank[s]:
                 kv_moved[segment_rank[j], s] += min(segment_length[j], end - segment_offset[j])
+        if len(carried.first):
+            for j in range(carried.first[d], carried.first[d + 1]):
+                if carried.rank[j] != fleet.rank[s]:
+                    kv_moved[carried.rank[j], s] += carried.length[j]

@@ -15,7 +15,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from control_plane.planner.forecast import row_bytes
-from control_plane.planner.planning import PlanningOptions, PlanningServer
+from control_plane.planner.planning import (
+    PlanningOptions,
+    PlanningServer,
+    refuse_cut_documents,
+)
 from core_attention.arrays import Float64Array, Int64Array
 from core_attention.ca_task import MaskKind, Phase, TaskTable
 from core_attention.errors import PlanError
@@ -49,11 +53,12 @@ def plan(
     """Plans one step; see :class:`~control_plane.planner.planning.Planner`.
 
     Raises:
-        PlanError: no server can take some of the work, the ranks form pipelines, or a process would
-            move more bytes than it may.
+        PlanError: no server can take some of the work, the ranks form pipelines, a document is cut
+            between nano-batches, or a process would move more bytes than it may.
     """
     if options.pipelining is not None:
         raise PlanError("pipelines of ranks are planned under the causal mask only")
+    refuse_cut_documents(manifest, "under the full mask its queries would need keys of both")
     tables, forecasts, reasons = {}, {}, []
     for phase in Phase:
         tables[phase], reason = _plan_phase(manifest, servers, options, phase)

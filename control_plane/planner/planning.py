@@ -135,6 +135,21 @@ def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and math.isfinite(value)
 
 
+def refuse_cut_documents(manifest: Manifest, why: str) -> None:
+    """For plans that know no documents that are cut between nano-batches.
+
+    Raises:
+        PlanError: ``manifest`` has one; ``why`` says what does not go together.
+    """
+    if manifest.n_carried:
+        document = int(manifest.carried_document[0])
+        raise PlanError(
+            f"document {manifest.document_id[document]} begins in nano-batch 0 and goes on in "
+            f"nano-batch {manifest.document_nano_batch[document]}, and {why}: keep every document "
+            "in one nano-batch"
+        )
+
+
 class Planner(Protocol):
     """A pure function from a step's manifest and the servers at hand to a plan."""
 

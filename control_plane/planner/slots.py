@@ -21,9 +21,22 @@ from control_plane.planner.bounds import limits_of, links_of, n_variants, rules_
 from control_plane.planner.compiled import BoolArray
 from control_plane.planner.costs import PHASE_INDEX
 from control_plane.planner.fleet import REMEMBERED, Fleet, build_fleet
-from control_plane.planner.forecast import KV_ROWS, Q_ROWS, Places, TaskSums, sum_tasks, to_forecast
+from control_plane.planner.forecast import (
+    KV_ROWS,
+    Q_ROWS,
+    Places,
+    TaskSums,
+    no_carried,
+    sum_tasks,
+    to_forecast,
+)
 from control_plane.planner.phase import Outcome, plan_phase
-from control_plane.planner.planning import NO_BASE, PlanningOptions, PlanningServer
+from control_plane.planner.planning import (
+    NO_BASE,
+    PlanningOptions,
+    PlanningServer,
+    refuse_cut_documents,
+)
 from control_plane.planner.survey import Columns, HomeWork, Survey, look
 from control_plane.planner.tasks import write_tasks
 from core_attention.arrays import Float64Array, Int64Array, frozen
@@ -231,6 +244,7 @@ def _check_options(
             f"max_process_bytes is {options.max_process_bytes}; plans of pipelines know no such "
             "limit: leave it out"
         )
+    refuse_cut_documents(manifest, "the nano-batches of pipelines run apart")
     based = [server for server in servers if server.base_seconds != NO_BASE]
     if based:
         raise PlanError(
@@ -390,6 +404,7 @@ class _Sheet:
             segments.begin,
             frozen(segments.end - segments.begin),
             segments.rank,
+            no_carried(),
         )
         sums = sum_tasks(tasks, places, work.survey, self._fleet, PHASE_INDEX[phase])
         if sums is None:

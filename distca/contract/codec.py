@@ -50,6 +50,13 @@ SEGMENT_COLUMNS: Columns = {
     "segment_rank": _INT32,
     "segment_row": _INT32,
 }
+CARRIED_COLUMNS: Columns = {
+    "carried_document": _INT32,
+    "carried_offset": _INT32,
+    "carried_length": _INT32,
+    "carried_rank": _INT32,
+    "carried_row": _INT32,
+}
 TASK_COLUMNS: Columns = {"document": _INT32, "q_begin": _INT32, "q_end": _INT32, "server": _INT32}
 _SERVER_FORECAST_COLUMNS: Columns = {
     "seconds": _FLOAT64,
@@ -298,7 +305,7 @@ def first_tick_from_bytes(data: bytes, n_documents: int) -> Int64Array:
 
 
 def _manifest_to_proto(manifest: Manifest) -> plan_pb2.Manifest:
-    specs = DOCUMENT_COLUMNS | SEGMENT_COLUMNS
+    specs = DOCUMENT_COLUMNS | SEGMENT_COLUMNS | CARRIED_COLUMNS
     return plan_pb2.Manifest(
         step=manifest.step,
         n_ranks=manifest.n_ranks,
@@ -312,6 +319,7 @@ def _manifest_from_proto(message: plan_pb2.Manifest) -> Manifest:
     name = "Plan.manifest"
     documents = _unpack_all(name, message, DOCUMENT_COLUMNS)
     segments = _unpack_all(name, message, SEGMENT_COLUMNS)
+    carried = _unpack_all(name, message, CARRIED_COLUMNS)
     with _errors_of(name):
         return Manifest(
             step=_step(name, message.step),
@@ -320,6 +328,7 @@ def _manifest_from_proto(message: plan_pb2.Manifest) -> Manifest:
             whole=message.whole,
             **documents,
             **segments,
+            **carried,
         )
 
 

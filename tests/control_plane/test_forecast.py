@@ -13,10 +13,12 @@ from control_plane.planner.forecast import forecast, pair_bytes, row_bytes
 from control_plane.planner.planning import PlanningOptions
 from core_attention.ca_task import Phase, TaskTable
 from core_attention.errors import PlanError
+from core_attention.manifest import Manifest
 from core_attention.message import reply_layout, request_layout
 from core_attention.routing import derive_routes
 from tests import random_planner
 from tests.control_plane.planning_cases import PROFILE, SHAPE, in_place, pool, stream_manifest
+from tests.cut_manifests import in_halves
 
 LENGTHS = [9000, 300, 5, 4000, 12000, 700, 1, 2500]
 CASES = {
@@ -24,6 +26,8 @@ CASES = {
     "spanning ranks": (stream_manifest(LENGTHS, 4, span=True), in_place(4)),
     "pool": (stream_manifest(LENGTHS, 4, span=True), pool(3)),
     "mixed": (stream_manifest(LENGTHS, 4), in_place(3) + pool(2)),
+    "cut between nano-batches": (Manifest.merge(in_halves(3, *LENGTHS), 3), in_place(3)),
+    "cut, pool": (Manifest.merge(in_halves(2, *LENGTHS), 2), pool(3)),
     "two nano-batches": (stream_manifest(LENGTHS, 2, n_nano_batches=2), in_place(2)),
 }
 
@@ -73,7 +77,7 @@ def test_seconds_are_the_profiles(case: str) -> None:
         assert predicted is not None
         # Sums of the same float64 terms in another order.
         np.testing.assert_allclose(predicted.seconds, expected, rtol=1e-12)
-        assert predicted.q_rows.sum() == manifest.document_length.sum()
+        assert predicted.q_rows.sum() == manifest.segment_length.sum()
 
 
 def test_a_slower_server_takes_longer() -> None:

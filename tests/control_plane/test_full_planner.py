@@ -128,3 +128,10 @@ def test_what_the_full_mask_does_not_have_is_refused() -> None:
     stopped = [replace(server, receives=False, speed=0.0) for server in servers]
     with pytest.raises(PlanError, match="no server may take work"):
         full.plan(manifest, stopped, SHAPE, OPTIONS)
+
+
+def test_documents_cut_between_nano_batches_are_refused() -> None:
+    cut = RankManifest(0, 0, [[Segment(7, 20, 0, 10)], [Segment(7, 20, 10, 10)]])
+    servers = equal_servers(1, PROFILE)
+    with pytest.raises(PlanError, match=r"document 7 .* full mask its queries would need keys of"):
+        balanced(Manifest.merge([cut], 1), servers, SHAPE, PlanningOptions())

@@ -29,6 +29,7 @@ from tests.control_plane.planning_cases import (
     stream_manifest,
     uniform_profile,
 )
+from tests.cut_manifests import in_halves
 
 TOKENS = 32 * 1024
 
@@ -63,7 +64,7 @@ def with_speeds(servers: list[PlanningServer], speeds: list[float]) -> list[Plan
     n_ranks=st.integers(1, 8),
     n_pool=st.integers(0, 4),
     has_in_place=st.booleans(),
-    span=st.booleans(),
+    layout=st.sampled_from(["whole", "span", "cut"]),
     speeds=st.lists(st.sampled_from([0.0, 0.1, 0.5, 1.0, 3.0, 10.0]), min_size=12, max_size=12),
     tolerance=st.sampled_from([0.0, 0.02, 0.1, 1.0]),
     n_hosts=st.integers(1, 8),
@@ -73,13 +74,15 @@ def test_every_plan_is_valid_and_repeatable(
     n_ranks: int,
     n_pool: int,
     has_in_place: bool,
-    span: bool,
+    layout: str,
     speeds: list[float],
     tolerance: float,
     n_hosts: int,
 ) -> None:
     n_ranks = min(n_ranks, sum(lengths))
-    manifest = stream_manifest(lengths, n_ranks, span=span)
+    manifest = stream_manifest(lengths, n_ranks, span=layout == "span")
+    if layout == "cut" and sum(lengths) >= 2 * n_ranks:
+        manifest = Manifest.merge(in_halves(n_ranks, *lengths), n_ranks)
     servers = in_place(n_ranks, servers_per_host=n_hosts) if has_in_place or not n_pool else []
     servers = [*servers, *pool(n_pool)]
     speeds[len(servers) - 1] = 1.0
@@ -114,6 +117,24 @@ def test_documents_longer_than_a_rank_keep_the_tolerance(name: str) -> None:
     manifest = stream_manifest(lengths.tolist(), 16, span=True)
     for forecast in forecasts(plan_of(manifest, in_place(16))):
         assert forecast.predicted_imbalance <= 1.05
+
+
+@pytest.mark.parametrize("n", [2, 8])
+def test_a_document_over_both_nano_batches_keeps_the_tolerance(n: int) -> None:
+    for lengths in ([n * 2 * TOKENS], [n * TOKENS, *[TOKENS // 2] * (2 * n)]):
+        manifest = Manifest.merge(in_halves(n, *lengths), n)
+        for forecast in forecasts(plan_of(manifest, in_place(n))):
+            assert forecast.predicted_imbalance <= 1.05
+            # The second half of a document has three times the work of the first.
+            if len(lengths) == 1:
+                first, second = forecast.seconds.sum(axis=1)
+                assert 2.8 * first < second < 3.2 * first
+
+
+def test_limits_of_bytes_refuse_documents_that_are_cut() -> None:
+    manifest = Manifest.merge(in_halves(2, 4 * TOKENS), 2)
+    with pytest.raises(PlanError, match=r"document 0 begins in .* limits of bytes"):
+        plan_of(manifest, in_place(2), max_process_bytes=1 << 40)
 
 
 def test_pieces_get_shorter_where_the_tolerance_cannot_be_kept_otherwise() -> None:

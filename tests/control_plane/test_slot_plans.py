@@ -205,6 +205,11 @@ def test_what_does_not_fit_the_pipelines_is_named() -> None:
         for rank in range(2)
     ]
     refused(r"document 0 lies on ranks \[0, 1\]", Manifest.merge(spanning, 2), pipes)
+    cut = [
+        RankManifest(0, rank, [[Segment(rank, 2 * K, 0, K)], [Segment(rank, 2 * K, K, K)]])
+        for rank in range(2)
+    ]
+    refused("document 0 .* the nano-batches of pipelines run apart", Manifest.merge(cut, 2), pipes)
     based = [replace(server, base_seconds=(1.0, 1.0)) for server in in_place(2)]
     with pytest.raises(PlanError, match="server rank-0: base_seconds"):
         balanced.plan(manifest, based, SHAPE, PlanningOptions(pipelining=pipes))

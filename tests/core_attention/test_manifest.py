@@ -109,9 +109,32 @@ def rank_zero(*segments: Segment, step: int = 5, rank: int = 0) -> RankManifest:
             "document 3: rank 0 gives its length as 3, another segment as 2",
         ),
         (
-            [RankManifest(5, 0, ((Segment(3, 2, 0, 1),), (Segment(3, 2, 1, 1),)))],
+            [RankManifest(5, 0, ((Segment(3, 2, 0, 1),), (Segment(3, 2, 1, 1),), ()))],
             1,
             r"document 3 appears in nano-batches \[0, 1\]",
+        ),
+        (
+            [RankManifest(5, 0, ((Segment(3, 2, 1, 1),), (Segment(3, 2, 0, 1),)))],
+            1,
+            "document 3: the segment at offset 1 .* nano-batch 0. leaves a gap",
+        ),
+        (
+            [RankManifest(5, 0, ((Segment(3, 2, 0, 2),), (Segment(3, 2, 0, 2),)))],
+            1,
+            "document 3: the segment at offset 0 .* nano-batch 1. overlaps .* end at 2",
+        ),
+        (
+            [RankManifest(5, 0, ((Segment(3, 3, 0, 1),), (Segment(3, 3, 1, 1),)))],
+            1,
+            "document 3: its segments end at 2, its length is 3",
+        ),
+        (
+            [
+                RankManifest(5, 0, ((Segment(3, 2, 0, 1),), ())),
+                RankManifest(5, 1, ((Segment(4, 1, 0, 1),), (Segment(3, 2, 1, 1),))),
+            ],
+            2,
+            "document 3 goes on in nano-batch 1, .* rank 0 has no rows in nano-batch 1",
         ),
     ],
 )
@@ -192,8 +215,10 @@ def test_merge_keeps_every_row_in_its_place(ranks: list[RankManifest]) -> None:
         for nano, segments in enumerate(rank_manifest.nano_batches):
             row = 0
             for segment in segments:
-                document = manifest.document_id.tolist().index(segment.document_id)
-                assert manifest.document_nano_batch[document] == nano
+                (document,) = np.flatnonzero(
+                    (manifest.document_id == segment.document_id)
+                    & (manifest.document_nano_batch == nano)
+                )
                 (at,) = np.flatnonzero(
                     (manifest.segment_document == document)
                     & (manifest.segment_offset == segment.offset)
@@ -203,6 +228,55 @@ def test_merge_keeps_every_row_in_its_place(ranks: list[RankManifest]) -> None:
                 row += segment.length
             assert manifest.tokens_per_rank(nano)[rank_manifest.rank] == row
             assert rank_manifest.tokens(nano) == row
+
+
+def test_a_document_cut_between_nano_batches_carries_its_keys_over() -> None:
+    """Document 7 has 5 + 4 tokens in nano-batch 0 and 3 + 2 in nano-batch 1, of ranks 0 and 1."""
+    ranks = [
+        RankManifest(
+            0,
+            0,
+            (
+                (Segment(2, 2, 0, 2), Segment(7, 14, 0, 5)),
+                (Segment(9, 1, 0, 1), Segment(7, 14, 9, 3)),
+            ),
+        ),
+        RankManifest(0, 1, ((Segment(7, 14, 5, 4),), (Segment(7, 14, 12, 2),))),
+    ]
+    manifest = Manifest.merge(ranks, 2)
+    assert manifest.document_id.tolist() == [2, 7, 7, 9]
+    assert manifest.document_length.tolist() == [2, 9, 14, 1]
+    assert manifest.document_begin.tolist() == [0, 0, 9, 0]
+    assert manifest.segment_offset.tolist() == [0, 0, 5, 9, 12, 0]
+    assert manifest.carried_document.tolist() == [2, 2]
+    assert manifest.carried_offset.tolist() == [0, 5]
+    assert manifest.carried_length.tolist() == [5, 4]
+    assert manifest.carried_rank.tolist() == [0, 1]
+    assert manifest.carried_row.tolist() == [4, 2]
+    assert manifest.tokens_per_rank(1).tolist() == [4, 2]
+    for rank in (0, 1):
+        held = manifest.held
+        assert set(held.document[held.rank == rank].tolist()) >= {1, 2}
+
+
+@given(manifests())
+def test_carried_keys_are_those_of_the_first_part(manifest: Manifest) -> None:
+    for document in np.flatnonzero(manifest.document_begin).tolist():
+        (first,) = np.flatnonzero(
+            (manifest.document_id == manifest.document_id[document])
+            & (manifest.document_nano_batch == 0)
+        )
+        mine, its = manifest.carried_document == document, manifest.segment_document == first
+        for name in ("offset", "length", "rank"):
+            carried, held = (getattr(manifest, f"{kind}_{name}") for kind in ("carried", "segment"))
+            assert carried[mine].tolist() == held[its].tolist()
+
+
+def test_carried_keys_without_a_first_part_are_refused() -> None:
+    cut = Manifest.merge([RankManifest(5, 0, ((Segment(3, 2, 0, 1),), (Segment(3, 2, 1, 1),)))], 1)
+    second = restrict(cut, np.array([1]))
+    with pytest.raises(ManifestError, match="document 3 carries 1 keys into nano-batch 1"):
+        replace(second, whole=True)
 
 
 @given(st.data(), manifests())

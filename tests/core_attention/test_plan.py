@@ -19,7 +19,8 @@ from tests.strategies import plans
 def test_a_rank_slice_holds_what_the_rank_needs_and_no_more(plan: Plan) -> None:
     for rank in range(plan.manifest.n_ranks):
         part = for_rank(plan, rank)
-        at_home = plan.manifest.segment_document[plan.manifest.segment_rank == rank]
+        held = plan.manifest.held
+        at_home = held.document[held.rank == rank]
         own = [i for i, s in enumerate(plan.servers) if s.in_place_rank == rank]
         served = {
             int(d)
@@ -34,10 +35,15 @@ def test_a_rank_slice_holds_what_the_rank_needs_and_no_more(plan: Plan) -> None:
 
 @given(plans())
 def test_a_slice_keeps_each_document_s_tasks_on_their_servers(plan: Plan) -> None:
-    def tasks_of(some: Plan, phase: Phase) -> set[tuple[int, int, int, str]]:
+    def named(some: Plan, document: int) -> tuple[int, int]:
+        manifest = some.manifest
+        id_, nano_batch = manifest.document_id[document], manifest.document_nano_batch[document]
+        return int(id_), int(nano_batch)
+
+    def tasks_of(some: Plan, phase: Phase) -> set[tuple[int, int, int, int, str]]:
         table = some.tasks(phase)
         return {
-            (int(some.manifest.document_id[d]), int(b), int(e), some.servers[s].server_id)
+            (*named(some, d), int(b), int(e), some.servers[s].server_id)
             for d, b, e, s in zip(
                 table.document, table.q_begin, table.q_end, table.server, strict=True
             )
@@ -45,9 +51,9 @@ def test_a_slice_keeps_each_document_s_tasks_on_their_servers(plan: Plan) -> Non
 
     for server in plan.servers:
         part = for_server(plan, server.server_id)
-        kept = set(part.manifest.document_id.tolist())
+        kept = {named(part, d) for d in range(part.manifest.n_documents)}
         for phase in Phase:
-            expected = {task for task in tasks_of(plan, phase) if task[0] in kept}
+            expected = {task for task in tasks_of(plan, phase) if task[:2] in kept}
             assert tasks_of(part, phase) == expected
             names = [s.server_id for s in plan.servers]
             order = [names.index(s.server_id) for s in part.servers]

@@ -20,16 +20,16 @@ Row = tuple[int, int, int]
 
 
 def home_of_every_row(manifest: Manifest) -> dict[tuple[int, int], tuple[int, int]]:
-    """(document, position) -> (rank, packed row)."""
+    """(document, position) -> (rank, packed row), of carried keys too."""
     homes = {}
-    for segment in range(manifest.n_segments):
-        document = int(manifest.segment_document[segment])
-        for i in range(int(manifest.segment_length[segment])):
-            position = int(manifest.segment_offset[segment]) + i
-            homes[document, position] = (
-                int(manifest.segment_rank[segment]),
-                int(manifest.segment_row[segment]) + i,
-            )
+    for kind in ("segment", "carried"):
+        columns = [
+            getattr(manifest, f"{kind}_{name}").tolist()
+            for name in ("document", "offset", "length", "rank", "row")
+        ]
+        for document, offset, length, rank, row in zip(*columns, strict=True):
+            for i in range(length):
+                homes[document, offset + i] = (rank, row + i)
     return homes
 
 
@@ -99,18 +99,21 @@ def test_routes_equal_the_slow_ones(phase: Phase, plan: Plan) -> None:
 def test_every_needed_row_travels_exactly_once(plan: Plan) -> None:
     tasks, manifest = plan.backward, plan.manifest
     queries: list[tuple[int, int]] = []
-    keys: dict[int, list[tuple[int, int]]] = defaultdict(list)
+    keys: dict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
     for nano_batch in range(manifest.n_nano_batches):
         for (_, server), route in derive_routes(manifest, tasks, nano_batch).items():
             queries += [row[:2] for row in q_rows(plan, Phase.BACKWARD, route)]
-            keys[server] += [row[:2] for row in kv_rows(plan, route)]
-    ids = zip(manifest.document_id.tolist(), manifest.document_length.tolist(), strict=True)
-    assert sorted(queries) == sorted((d, i) for d, length in ids for i in range(length))
-    for server, rows in keys.items():
+            keys[server, nano_batch] += [row[:2] for row in kv_rows(plan, route)]
+    length_of = dict(
+        zip(manifest.document_id.tolist(), manifest.document_length.tolist(), strict=True)
+    )
+    assert sorted(queries) == sorted((d, i) for d, n in length_of.items() for i in range(n))
+    for (server, nano_batch), rows in keys.items():
         assert len(rows) == len(set(rows))
         end: dict[int, int] = defaultdict(int)
         for task in range(len(tasks)):
-            if tasks.server[task] == server:
+            its = manifest.document_nano_batch[tasks.document[task]]
+            if tasks.server[task] == server and its == nano_batch:
                 document_id = int(manifest.document_id[tasks.document[task]])
                 end[document_id] = max(end[document_id], int(tasks.q_end[task]))
         assert set(rows) == {(d, i) for d, k_end in end.items() for i in range(k_end)}

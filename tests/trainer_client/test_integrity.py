@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from core_attention.checksum import seal
-from core_attention.manifest import RankManifest
+from core_attention.manifest import RankManifest, Segment
 from core_attention.message import MessageLayout
 from core_attention.shape import AttentionShape
 from tests.cluster import Cluster
@@ -66,6 +66,21 @@ def lengths(*documents: int) -> list[RankManifest]:
     ]
 
 
+def cut_at_home() -> list[RankManifest]:
+    """Two ranks with documents, of their own, that begin in nano-batch 0 and go on in 1."""
+    return [
+        RankManifest(
+            0,
+            rank,
+            (
+                (Segment(rank, 9, 0, 9), Segment(2 + rank, 60, 0, 33)),
+                (Segment(2 + rank, 60, 33, 27), Segment(4 + rank, 3, 0, 3)),
+            ),
+        )
+        for rank in range(2)
+    ]
+
+
 def team_on(cluster: Cluster, **options: Any) -> Team:
     return Team(cluster, 2, SHAPE, placement="pool", n_layers=N_LAYERS, **options)
 
@@ -89,6 +104,7 @@ def test_undisturbed_steps_pass_every_check(pool: Cluster, placement: str) -> No
     with Team(pool, 2, SHAPE, placement=placement, n_layers=N_LAYERS, **options) as team:
         for seed in range(3):
             team.check(lengths(40, 1, 9), seed=seed)
+            team.check(cut_at_home(), seed=seed)
         for session in team.sessions:
             session._examiner.close()
         assert metric(team, "audited_tasks_total", result="equal") > 0

@@ -109,7 +109,7 @@ def test_a_document_that_is_cut_inside_a_window_is_refused_by_name(
     ]
     with (
         Team(pool_of_four, 2, make_shape(), layers=[layer, Layer()], n_nano_batches=1) as team,
-        pytest.raises(SessionError, match="64 tokens needs keys of document 7 from another rank"),
+        pytest.raises(SessionError, match="64 tokens needs keys of document 7 from another"),
     ):
         team.run(manifests)
 

@@ -11,6 +11,7 @@ from core_attention.ca_task import Phase
 from core_attention.manifest import RankManifest, Segment
 from core_attention.tick import Tick
 from tests.cluster import NODE_SHAPE, Cluster, Process, cluster
+from tests.cut_manifests import in_halves
 from tests.team import StepResult, Team, assert_close
 from trainer_client.errors import CoreAttentionFailed
 from trainer_client.step.replies import Tensors
@@ -20,6 +21,11 @@ from trainer_client.step.sent_tick import SentTick
 N_LAYERS = 3
 
 Hook = Callable[[RunningStep, Tick], None]
+
+
+def cut(n_ranks: int) -> list[RankManifest]:
+    """A document over both nano-batches of all ranks, and one over those of the last rank."""
+    return in_halves(n_ranks, 170 * n_ranks + 9, 90)
 
 
 def spanning(n_ranks: int, tokens: int = 96) -> list[RankManifest]:
@@ -61,9 +67,9 @@ def on_tick(monkeypatch: pytest.MonkeyPatch, hook: Hook) -> None:
     """Calls ``hook`` before a rank sends a tick."""
     send = RunningStep.send
 
-    def hooked(self: RunningStep, tick: Tick, inputs: Tensors, outputs: Tensors) -> SentTick:
+    def hooked(self: RunningStep, tick: Tick, *rows: Tensors) -> SentTick:
         hook(self, tick)
-        return send(self, tick, inputs, outputs)
+        return send(self, tick, *rows)
 
     monkeypatch.setattr(RunningStep, "send", hooked)
 
@@ -99,16 +105,40 @@ def recoveries(result: StepResult) -> list[int]:
     ("layer", "phase"),
     [(0, Phase.FORWARD), (2, Phase.FORWARD), (2, Phase.BACKWARD), (0, Phase.BACKWARD)],
 )
+@pytest.mark.parametrize("manifests", [spanning(3), cut(3)], ids=["spanning", "cut"])
 def test_a_killed_server_costs_no_step(
-    servers: Cluster, monkeypatch: pytest.MonkeyPatch, rank: int, layer: int, phase: Phase
+    servers: Cluster,
+    monkeypatch: pytest.MonkeyPatch,
+    manifests: list[RankManifest],
+    rank: int,
+    layer: int,
+    phase: Phase,
 ) -> None:
     with Team(servers, 3, NODE_SHAPE, n_layers=N_LAYERS, placement="pool") as team:
-        team.check(spanning(3))
+        team.check(manifests)
         kill_at(monkeypatch, [nodes_of(servers)[0]], rank=rank, layer=layer, phase=phase, step=1)
-        result = team.check(spanning(3), seed=1)
+        result = team.check(manifests, seed=1)
         assert max(recoveries(result)) >= 1
         monkeypatch.undo()
-        assert recoveries(team.check(spanning(3), seed=2)) == [0, 0, 0]
+        assert recoveries(team.check(manifests, seed=2)) == [0, 0, 0]
+
+
+@pytest.mark.parametrize("nano_batch", [0, 1])
+def test_checkpointed_layers_of_cut_documents_are_replayed(
+    servers: Cluster, monkeypatch: pytest.MonkeyPatch, nano_batch: int
+) -> None:
+    with Team(
+        servers, 3, NODE_SHAPE, n_layers=N_LAYERS, placement="mixed", checkpointed=True
+    ) as team:
+        kill_at(
+            monkeypatch,
+            nodes_of(servers)[:1],
+            rank=0,
+            layer=1,
+            phase=Phase.BACKWARD,
+            nano_batch=nano_batch,
+        )
+        assert max(recoveries(team.check(cut(3)))) >= 1
 
 
 @pytest.mark.parametrize("n_victims", [2, 3])

@@ -25,7 +25,8 @@ class Answer:
         server_id: the server.
         plan: this rank's slice of the plan in force.
         route: which rows were exchanged.
-        inputs: q, k, v, and for backward also do, lse, delta, by packed row of this rank.
+        inputs: q, k, v, and for backward also do, lse, delta, by packed row of this rank, with
+            carried keys behind the others.
         results: o and lse, or dq, dk and dv, by row of the route.
     """
 
@@ -36,16 +37,29 @@ class Answer:
     inputs: Tensors
     results: Tensors
 
-    def rows_of(self, document: int) -> Int64Array:
-        """Packed rows of ``document`` (an index of the plan's manifest) on this rank."""
-        manifest = self.plan.manifest
-        mine = (manifest.segment_document == document) & (manifest.segment_rank == self.route.rank)
-        return runs_to_rows(manifest.segment_row[mine], manifest.segment_length[mine])
+    def inputs_of(self, document: int) -> dict[str, torch.Tensor]:
+        """The inputs of ``document`` (an index of the plan's manifest) alone."""
+        queries, carried = self._rows_of("segment", document), self._rows_of("carried", document)
+        rows_of = dict.fromkeys(self.inputs, queries)
+        rows_of["k"] = rows_of["v"] = np.concatenate([queries, carried])
+        return {
+            name: tensor[torch.from_numpy(rows_of[name]).to(tensor.device)]
+            for name, tensor in self.inputs.items()
+        }
+
+    def _rows_of(self, kind: str, document: int) -> Int64Array:
+        """Packed rows on this rank."""
+        its, length, rank, row = (
+            getattr(self.plan.manifest, f"{kind}_{name}")
+            for name in ("document", "length", "rank", "row")
+        )
+        mine = (its == document) & (rank == self.route.rank)
+        return runs_to_rows(row[mine], length[mine])
 
     def spans_ranks(self, document: int) -> bool:
         """Whether other ranks hold rows of ``document``."""
-        manifest = self.plan.manifest
-        ranks = manifest.segment_rank[manifest.segment_document == document]
+        held = self.plan.manifest.held
+        ranks = held.rank[held.document == document]
         return bool((ranks != self.route.rank).any())
 
     def key_rows(self, document: int, k_end: int) -> Int64Array | None:

@@ -66,9 +66,7 @@ class ResultChecker:
             bad = None if _all_finite(answer.results) else first_bad_row(answer)
             if bad is None:
                 return None
-            rows = torch.from_numpy(answer.rows_of(bad.document))
-            given = {name: tensor[rows.to(tensor.device)] for name, tensor in answer.inputs.items()}
-            model = not _all_finite(given)
+            model = not _all_finite(answer.inputs_of(bad.document))
         again = (answer.tick, bad.document) in self._blamed
         if model or (again and answer.spans_ranks(bad.document)):
             self._warn(answer.tick, bad)

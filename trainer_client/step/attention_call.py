@@ -12,6 +12,7 @@ import torch
 from core_attention.ca_task import Phase
 from core_attention.tick import Tick
 from trainer_client.errors import CoreAttentionFailed
+from trainer_client.step.handed_over import HandedOver
 from trainer_client.step.replies import Tensors
 from trainer_client.step.running_step import RunningStep
 from trainer_client.step.sent_tick import SentTick
@@ -24,9 +25,21 @@ class AttentionCall:
         running: the step.
         layer: index of the call in the nano-batch's forward.
         nano_batch: which nano-batch.
+        taken_over: the keys that it carries over from nano-batch 0.
+
+    Attributes:
+        handed_over: the keys that nano-batch 1 carries over from this one, if it does.
     """
 
-    def __init__(self, running: RunningStep, layer: int, nano_batch: int) -> None:
+    def __init__(
+        self,
+        running: RunningStep,
+        layer: int,
+        nano_batch: int,
+        taken_over: HandedOver | None = None,
+    ) -> None:
+        self.handed_over: HandedOver | None = None
+        self._taken_over = taken_over
         self._running = running
         self._layer = layer
         self._nano_batch = nano_batch
@@ -71,13 +84,21 @@ class AttentionCall:
         """Waits for dq, dk and dv, in the dtype of q.
 
         dk and dv come from several servers: they are summed in float32, in the plan's order of
-        servers, and rounded once.
+        servers, then nano-batch 1's share of keys that it carries over is added, and they are
+        rounded once.
 
         Raises:
             CoreAttentionFailed, SessionClosed: as :meth:`collect_forward`.
+            SessionError: nano-batch 1's share is not there.
         """
         outputs, gradients = self._collect(Phase.BACKWARD)
         dq = outputs["dq"]
+        if self._taken_over is not None:
+            n_rows = len(dq)
+            self._taken_over.answer({name: rows[n_rows:] for name, rows in gradients.items()})
+            gradients = {name: rows[:n_rows] for name, rows in gradients.items()}
+        if self.handed_over is not None:
+            self.handed_over.add_to(gradients)
         return dq, gradients["dk"].to(dq.dtype), gradients["dv"].to(dq.dtype)
 
     def _send(self, phase: Phase, inputs: Tensors, outputs: Tensors) -> None:
@@ -97,7 +118,8 @@ class AttentionCall:
             running.backward_call(self._nano_batch, self._layer)
         self._phases_sent.add(phase)
         with running.timed(self.lane, "send", _describe(tick)):
-            self._sent = running.send(tick, inputs, outputs)
+            carried = self._taken_over.rows if self._taken_over is not None else {}
+            self._sent = running.send(tick, inputs, outputs, carried)
 
     def _collect(self, phase: Phase) -> tuple[Tensors, Tensors]:
         sent, self._sent = self._sent, None

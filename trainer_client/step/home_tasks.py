@@ -161,8 +161,8 @@ def _refuse_cut(where: str, piece: Piece, kind: LayerKind) -> None:
         reach = f"a window of {kind.window}" if kind.window else f"chunks of {kind.chunk}"
         raise SessionError(
             f"{where}: a layer with {reach} tokens needs keys of document {piece.document_id} from "
-            f"another rank, which this release does not fetch: this rank has its tokens "
-            f"{piece.offset} to {piece.offset + piece.length} of {piece.document_length}. Keep "
-            "documents whole on a rank"
+            f"another rank or nano-batch, which this release does not fetch: this rank has its "
+            f"tokens {piece.offset} to {piece.offset + piece.length} of {piece.document_length} "
+            "here. Keep documents whole on a rank, in one nano-batch"
             + (f", or cut them at multiples of {kind.chunk} tokens" if kind.chunk else "")
         )

@@ -1,6 +1,7 @@
 """Core attention as an autograd operation in two halves, tied by a token.
 
-``_Send`` hands out Q, K and V and returns a token; ``_Collect`` takes the token and returns O.
+``_Send`` hands out Q, K and V and returns a token; ``_Collect`` takes the token and returns O. A
+link ties the operations of nano-batches that share a document, see ``handed_over``.
 Between the two the lane gives way. Autograd runs ready nodes in descending order of their creation,
 so when two nano-batches interleave in the forward pass, the backward pass mirrors them by itself:
 ``_Collect.backward`` sends dO and returns at once, and ``_Send.backward`` waits for dQ, dK and dV
@@ -115,8 +116,13 @@ def _served(
         return o, lse
     needs_backward = torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v))
     layer = running.forward_call(nano_batch, needs_backward=needs_backward)
-    call = AttentionCall(running, layer, nano_batch)
-    token = _Send.apply(q, k, v, call)  # type: ignore[no-untyped-call]
+    taken, link = None, None
+    if nano_batch == 1:
+        taken, link = running.take_over(layer, needs_backward=needs_backward)
+    call = AttentionCall(running, layer, nano_batch, taken)
+    token, link = _Send.apply(q, k, v, link, call)  # type: ignore[no-untyped-call]
+    if nano_batch == 0:
+        call.handed_over = running.hand_over(layer, k, v, link)
     lane.give_way()
     detached = (tensor.detach() for tensor in (q, k, v))
     keep = functools.partial(checkpoints.keep, lane)
@@ -163,17 +169,25 @@ def _at_home(
 class _Send(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: AttentionCall
-    ) -> torch.Tensor:
-        ctx.call = call
+        ctx: Any,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        link: torch.Tensor | None,
+        call: AttentionCall,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        ctx.call, ctx.has_link = call, link is not None
         call.send_forward(q, k, v)
-        return q.new_empty(0, dtype=torch.float32)
+        return q.new_empty(0, dtype=torch.float32), q.new_empty(0, dtype=torch.float32)
 
     @staticmethod
     @outside_graphs
     @once_differentiable
-    def backward(ctx: Any, token_gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return *ctx.call.collect_backward(), None
+    def backward(ctx: Any, *_: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        dq, dk, dv = ctx.call.collect_backward()
+        # Nano-batch 0's operation, which has given the link, runs after this one.
+        link = dq.new_empty(0, dtype=torch.float32) if ctx.has_link else None
+        return dq, dk, dv, link, None
 
 
 class _Collect(torch.autograd.Function):

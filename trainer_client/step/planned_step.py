@@ -39,6 +39,7 @@ class PlannedStep:
         beyond all ticks if it has none there."""
         manifest = self.plan.manifest
         first = np.full(n_nano_batches, np.iinfo(np.int64).max)
-        mine = np.unique(manifest.segment_document[manifest.segment_rank == rank])
+        held = manifest.held
+        mine = np.unique(held.document[held.rank == rank])
         np.minimum.at(first, manifest.document_nano_batch[mine], self.first_tick[mine])
         return tuple(first.tolist())

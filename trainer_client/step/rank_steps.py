@@ -232,7 +232,7 @@ class RankSteps:
     def end(self, running: RunningStep, why: str) -> None:
         """The step's block has ended; ``why``, if it was not run to its end. Its rows may still be
         asked for if it was."""
-        running.closed = True
+        running.close()
         self._post(StepEnded(running.step, why))
         self._forget_finished()
 
@@ -422,7 +422,7 @@ class RankSteps:
             case ForgetQueries():
                 sent.forget_queries()
             case ForgetInputs():
-                sent.inputs = None
+                sent.forget_inputs()
 
     def _forget_finished(self) -> None:
         with self.lock:
@@ -548,14 +548,15 @@ class RankSteps:
 
     def _send(self, running: RunningStep, sent: SentTick, instruction: SendTick) -> None:
         tick, epoch = sent.tick, instruction.epoch
-        plan, inputs, outputs = running.in_force, sent.inputs, sent.outputs
+        plan, outputs = running.in_force, sent.outputs
         with self.lock:
             machine = self._machine.running(tick.step)
             is_void = machine is None or not machine.is_under(epoch)
-        if is_void or plan is None or plan.epoch != epoch or inputs is None:
+        if is_void or plan is None or plan.epoch != epoch or sent.inputs is None:
             return
         if sent.written is not None:
             torch.cuda.current_stream(self._device).wait_event(sent.written)
+        inputs = sent.rows()
         if instruction.only_rows:
             # The training loop has its outputs.
             outputs = {

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from typing import Protocol
 
 import numpy as np
@@ -23,6 +24,7 @@ from trainer_client.machine.events import LaneOutline
 from trainer_client.machine.lane import LaneMachine
 from trainer_client.metrics import OWN_PROCESS, ServedTasks
 from trainer_client.step.exchanges import PlanInForce
+from trainer_client.step.handed_over import HandedOver
 from trainer_client.step.replies import Tensors
 from trainer_client.step.sent_tick import SentTick
 from trainer_client.step.step_report import StepReport, TraceEvent
@@ -83,6 +85,7 @@ class RunningStep:
         self.in_force: PlanInForce | None = None
         self.trace: list[TraceEvent] = []
         self.report: StepReport | None = None
+        self._handed_over: dict[int, tuple[HandedOver, torch.Tensor]] = {}
         self.waits: list[TickWait] = []
         self.device_waits: list[DeviceWait] = []
         self.wait_seconds = self.send_seconds = self.recovery_seconds = 0.0
@@ -124,6 +127,34 @@ class RunningStep:
             )
         )
 
+    @cached_property
+    def carried(self) -> tuple[tuple[int, int], ...]:
+        """(first packed row, rows) in nano-batch 0 of each run of keys that nano-batch 1 carries
+        over, in the order in which they lie behind its own rows."""
+        manifest = self.plan.manifest
+        mine = np.flatnonzero(manifest.carried_rank == self.rank)
+        mine = mine[np.argsort(manifest.carried_row[mine])]
+        first = manifest.document_nano_batch[manifest.segment_document] == 0
+        first &= manifest.segment_rank == self.rank
+        place = {
+            (int(manifest.document_id[document]), offset): row
+            for document, offset, row in zip(
+                manifest.segment_document[first].tolist(),
+                manifest.segment_offset[first].tolist(),
+                manifest.segment_row[first].tolist(),
+                strict=True,
+            )
+        }
+        return tuple(
+            (place[int(manifest.document_id[document]), offset], length)
+            for document, offset, length in zip(
+                manifest.carried_document[mine].tolist(),
+                manifest.carried_offset[mine].tolist(),
+                manifest.carried_length[mine].tolist(),
+                strict=True,
+            )
+        )
+
     def n_rows(self, nano_batch: int) -> int:
         """Packed rows of this rank's nano-batch."""
         return self._n_rows[nano_batch]
@@ -136,6 +167,44 @@ class RunningStep:
         """
         with self._ticks.lock:
             return self.lanes[nano_batch].calls.forward(needs_backward)
+
+    def hand_over(
+        self, layer: int, k: torch.Tensor, v: torch.Tensor, link: torch.Tensor
+    ) -> HandedOver | None:
+        """Nano-batch 0 has sent a layer's rows; see :class:`HandedOver`. None if nano-batch 1
+        carries none of them over."""
+        if not self.carried:
+            return None
+        handed = HandedOver(k, v, self.carried)
+        self._handed_over[layer] = handed, link
+        return handed
+
+    def take_over(
+        self, layer: int, *, needs_backward: bool
+    ) -> tuple[HandedOver | None, torch.Tensor | None]:
+        """Nano-batch 1 has come to a layer: what it carries over, and nano-batch 0's link; None if
+        it carries nothing over.
+
+        Raises:
+            SessionError: nano-batch 0 has not come to the layer, or its backward pass has.
+        """
+        if not self.carried:
+            return None, None
+        found = self._handed_over.pop(layer, None)
+        if found is None:
+            raise SessionError(
+                f"step {self.step}: nano-batch 1 has come to layer {layer} before nano-batch 0, "
+                "where a document begins that goes on in nano-batch 1; run nano-batches in order"
+            )
+        handed, link = found
+        handed.take(answers=needs_backward and link.requires_grad)
+        return handed, link
+
+    def close(self) -> None:
+        """Its block has ended."""
+        self.closed = True
+        # Links lead to autograd's graph, which leads back here.
+        self._handed_over.clear()
 
     def backward_call(self, nano_batch: int, layer: int) -> None:
         """The backward pass of a call begins.
@@ -232,7 +301,7 @@ class RunningStep:
                         kv_rows=route.n_kv_rows * layers,
                     )
 
-    def send(self, tick: Tick, inputs: Tensors, outputs: Tensors) -> SentTick:
+    def send(self, tick: Tick, inputs: Tensors, outputs: Tensors, carried: Tensors) -> SentTick:
         """Sends this rank's part of ``tick`` to every server, or keeps it until a plan is in force;
         returns at once.
 
@@ -240,6 +309,7 @@ class RunningStep:
             tick: which exchange.
             inputs: q, k, v, and for backward also do, lse, delta, by packed row.
             outputs: o and lse, or dq, by packed row, to be written.
+            carried: k and v of the keys that are carried over from nano-batch 0.
 
         Raises:
             CoreAttentionFailed: the step is over, or this process's own server has failed.
@@ -250,7 +320,7 @@ class RunningStep:
             )
         # Another thread may send them again, outside autograd.
         inputs = {name: tensor.detach() for name, tensor in inputs.items()}
-        sent = SentTick(tick, inputs, outputs, record_event(self.device))
+        sent = SentTick(tick, inputs, carried, outputs, record_event(self.device))
         self.sent[tick] = sent
         self._ticks.begin_tick(self, sent)
         return sent
@@ -269,14 +339,17 @@ class RunningStep:
         """The ranks whose rows this rank's reply of ``tick`` needs: forward, those with earlier
         rows of its documents; backward, and under the full mask, with any."""
         manifest = self.plan.manifest
-        in_lane = manifest.document_nano_batch[manifest.segment_document] == tick.nano_batch
-        mine = in_lane & (manifest.segment_rank == self.rank)
+        held = manifest.held
+        in_lane = manifest.document_nano_batch[held.document] == tick.nano_batch
+        mine = in_lane & (held.rank == self.rank)
         last = np.full(manifest.n_documents, -1, dtype=np.int64)
-        np.maximum.at(last, manifest.segment_document[mine], manifest.segment_offset[mine])
-        needed = in_lane & ~mine & (last[manifest.segment_document] >= 0)
+        np.maximum.at(last, held.document[mine], held.offset[mine])
+        needed = in_lane & ~mine & (last[held.document] >= 0)
         if tick.phase is Phase.FORWARD and self.plan.mask is MaskKind.CAUSAL:
-            needed &= manifest.segment_offset < last[manifest.segment_document]
-        return [int(rank) for rank in np.unique(manifest.segment_rank[needed])]
+            # A reply is for queries, which carried keys have none of.
+            asks = last >= manifest.document_begin
+            needed &= asks[held.document] & (held.offset < last[held.document])
+        return [int(rank) for rank in np.unique(held.rank[needed])]
 
     @contextmanager
     def timed(self, lane: str, name: str, detail: str = "") -> Iterator[None]:
@@ -299,9 +372,11 @@ class RunningStep:
         )
 
     def _is_shared(self, nano_batch: int) -> bool:
-        """Whether a document of the nano-batch has rows here and on another rank."""
+        """Whether a document of the nano-batch has rows, or keys that are carried over, here and on
+        another rank."""
         manifest = self.plan.manifest
-        here = np.unique(manifest.segment_document[manifest.segment_rank == self.rank])
+        held = manifest.held
+        here = np.unique(held.document[held.rank == self.rank])
         here = here[manifest.document_nano_batch[here] == nano_batch]
-        away = manifest.segment_document[manifest.segment_rank != self.rank]
+        away = held.document[held.rank != self.rank]
         return bool(np.isin(here, away).any())

@@ -20,6 +20,7 @@ class SentTick:
         tick: which exchange.
         inputs: what is sent, by packed row; of a complete forward tick k and v only; None once
             nobody can ask for it again.
+        carried: k and v of the keys that are carried over from nano-batch 0; empty without any.
         outputs: o and lse, or dq, by packed row; once handed out, their shapes only ("meta").
         gradients: dk and dv, by packed row, float32: from completion until they are handed out.
         written: on a GPU, the event after which the inputs are complete.
@@ -33,6 +34,7 @@ class SentTick:
 
     tick: Tick
     inputs: Tensors | None
+    carried: Tensors
     outputs: Tensors
     written: torch.cuda.Event | None
     gradients: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -43,6 +45,15 @@ class SentTick:
     flight_seconds: float = 0.0
     complete: bool = False
 
+    def rows(self) -> Tensors:
+        """The inputs as routes count them: behind the rows of k and v lie those carried over. Empty
+        once nobody can ask for them again."""
+        inputs = dict(self.inputs or {})
+        if inputs:
+            for name, carried in self.carried.items():
+                inputs[name] = torch.cat([inputs[name], carried])
+        return inputs
+
     def hand_out(self) -> tuple[Tensors, Tensors]:
         """The outputs and gradients of the complete tick, which it keeps no longer."""
         outputs, gradients = self.outputs, self.gradients
@@ -52,9 +63,11 @@ class SentTick:
 
     def zero_gradients(self, shape: AttentionShape) -> dict[str, torch.Tensor]:
         """What the parts of dk and dv are summed up in, float32."""
-        dq = self.outputs["dq"]
+        assert self.inputs is not None
+        k = self.inputs["k"]
+        n_rows = len(k) + len(self.carried.get("k", ()))
         return {
-            name: dq.new_zeros((dq.shape[0], shape.num_heads_kv, head_dim), dtype=torch.float32)
+            name: k.new_zeros((n_rows, shape.num_heads_kv, head_dim), dtype=torch.float32)
             for name, head_dim in (("dk", shape.head_dim), ("dv", shape.head_dim_v))
         }
 
@@ -62,6 +75,10 @@ class SentTick:
         """Keeps of the inputs what others may need."""
         if self.inputs is not None:
             self.inputs = {name: self.inputs[name] for name in ("k", "v")}
+
+    def forget_inputs(self) -> None:
+        """Keeps none of them."""
+        self.inputs, self.carried = None, {}
 
     def let_go(self, epoch: int) -> int:
         """Lets go of the replies of an epoch. Returns how many of them were here."""
