@@ -46,6 +46,7 @@ from benchmarks.gpu.end_to_end import GROUP_SECONDS, gathered, settle, start_con
 from benchmarks.gpu.training.batches import Batch, CannotRun
 from benchmarks.gpu.training.methods import RankSettings, imbalance
 from benchmarks.gpu.training.microbatches import Layout, draw_microbatches, squares, unevenness
+from benchmarks.gpu.training.pipeline_pictures import save_pipelines
 from benchmarks.gpu.training.pipeline_rank import N_HALVES, PipelineWay, Stages
 from benchmarks.gpu.training.pipeline_report import disagreements, show
 from benchmarks.gpu.training.pipeline_ways import (
@@ -502,8 +503,16 @@ def main(
     ] = 150.0,
     json_path: Annotated[Path | None, typer.Option("--json")] = None,
     from_json: Annotated[
-        Path | None, typer.Option(help="Show what an earlier run wrote instead of measuring.")
+        Path | None,
+        typer.Option(help="Show, and draw, what an earlier run wrote instead of measuring."),
     ] = None,
+    timeline_png: Annotated[
+        Path | None,
+        typer.Option(help="Picture of a step of the first batch in all ways, first microbatches."),
+    ] = None,
+    timeline_ways: Annotated[
+        str, typer.Option(help="Of those, the ones to draw; empty: all.")
+    ] = "",
 ) -> None:
     """Training steps in a pipeline, in several ways.
 
@@ -515,6 +524,7 @@ def main(
     if from_json is not None:
         written = json.loads(from_json.read_text())
         show(written["plan"], written["cases"], written["title"])
+        _draw(written["plan"], written["cases"], written["title"], timeline_ways, timeline_png)
         return
     try:
         plan = Plan(
@@ -553,9 +563,23 @@ def main(
     title = f"{device_name(torch.device(device))}, {title}"
     keep(found)
     show(asdict(plan), found, title)
+    _draw(asdict(plan), found, title, timeline_ways, timeline_png)
     wrong = disagreements(asdict(plan), found)
     if verify and wrong:
         raise SystemExit("\n".join(wrong))
+
+
+def _draw(
+    plan: dict[str, Any], cases: list[dict[str, Any]], title: str, ways: str, path: Path | None
+) -> None:
+    if path is None:
+        return
+    n, names = plan["microbatches"][0], tuple(filter(None, ways.split(","))) or plan["ways"]
+    chosen = [case for case in cases if case["microbatches"] == n and case["way"] in names]
+    try:
+        save_pipelines(chosen, f"{title}, m = {n}", path)
+    except ValueError as error:
+        raise SystemExit(str(error)) from error
 
 
 def _model(layers: int, vocabulary: int, device: str, *, tiny: bool) -> ModelShape:

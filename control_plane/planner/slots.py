@@ -179,13 +179,14 @@ def plan_slots(
     fleet = build_fleet(servers, manifest.n_ranks)
     links = links_of(servers, fleet, options)
     columns = {phase: _sort(manifest, table, phase) for phase in Phase}
+    rules_in = {phase: rules_of(shape, phase, options) for phase in Phase}
     sheet = _Sheet(manifest, fleet, table)
     for at, unit in enumerate(table.units):
         its = columns[unit.phase]
         if its.bounds[at] == its.bounds[at + 1]:
             continue
-        rules = rules_of(shape, unit.phase, options)
-        work, based = _work(manifest, its, at, unit, fleet), sheet.fleet_beside(unit)
+        rules = rules_in[unit.phase]
+        work, based = _work(manifest.n_ranks, its, at, unit, fleet), sheet.fleet_beside(unit)
         cuts, outcome = plan_phase(
             work.segments,
             work.home,
@@ -261,12 +262,21 @@ class _Sorted(NamedTuple):
         segment: ``[n_segments]`` its index in the manifest, in ascending order in each unit.
         document: ``[n_segments]`` number of its document, counted here from 0.
         first: ``[n_documents + 1]`` first segment of each document, here.
+        begin, end, rank, nano_batch: ``[n_segments]`` of the segments.
+        whole: ``[n_segments]`` whether it is all of its document.
+        of_document: ``[n_segments]`` its document in the manifest.
     """
 
     bounds: Int64Array
     segment: Int64Array
     document: Int64Array
     first: Int64Array
+    begin: Int64Array
+    end: Int64Array
+    rank: Int64Array
+    nano_batch: Int64Array
+    whole: BoolArray
+    of_document: Int64Array
 
 
 def _sort(manifest: Manifest, table: Timetable, phase: Phase) -> _Sorted:
@@ -287,10 +297,25 @@ def _sort(manifest: Manifest, table: Timetable, phase: Phase) -> _Sorted:
             f"the places {table.pipeline_rank[ranks].tolist()} in their pipelines: a document may "
             "span ranks that run the same stages only; give each stage's copy an id of its own"
         )
-    order = np.argsort(unit, kind="stable")
-    bounds = np.searchsorted(unit[order], np.arange(len(table.units) + 1))
-    new = np.diff(of_document[order], prepend=-1) != 0
-    return _Sorted(bounds, order, np.cumsum(new) - 1, np.append(np.flatnonzero(new), len(order)))
+    # Stable sorts of narrow integers count them, which takes a fraction of the time.
+    narrow = unit.astype(np.uint16) if len(table.units) < 2**16 else unit
+    order = np.argsort(narrow, kind="stable")
+    bounds = np.append(0, np.cumsum(np.bincount(unit, minlength=len(table.units))))
+    of_document = of_document[order]
+    new = np.diff(of_document, prepend=-1) != 0
+    begin, length = manifest.segment_offset[order], manifest.segment_length[order]
+    return _Sorted(
+        bounds,
+        order,
+        np.cumsum(new) - 1,
+        np.append(np.flatnonzero(new), len(order)),
+        frozen(begin),
+        frozen(begin + length),
+        frozen(manifest.segment_rank[order]),
+        nano_batch[order],
+        length == manifest.document_length[of_document],
+        of_document,
+    )
 
 
 class _Work(NamedTuple):
@@ -311,23 +336,19 @@ class _Work(NamedTuple):
     documents: Int64Array
 
 
-def _work(manifest: Manifest, its: _Sorted, at: int, unit: Unit, fleet: Fleet) -> _Work:
+def _work(n_ranks: int, its: _Sorted, at: int, unit: Unit, fleet: Fleet) -> _Work:
     low, high = int(its.bounds[at]), int(its.bounds[at + 1])
-    chosen = its.segment[low:high]
-    begin, length, rank = (
-        frozen(column[chosen])
-        for column in (manifest.segment_offset, manifest.segment_length, manifest.segment_rank)
+    begin, end, rank, nano_batch = (
+        column[low:high] for column in (its.begin, its.end, its.rank, its.nano_batch)
     )
-    end, of_document = frozen(begin + length), manifest.segment_document[chosen]
-    whole: BoolArray = length == manifest.document_length[of_document]
+    whole = its.whole[low:high]
     first_document, last_document = int(its.document[low]), int(its.document[high - 1])
     first = frozen(its.first[first_document : last_document + 2] - low)
-    nano_batch = manifest.document_nano_batch[of_document]
-    nano_batches = np.unique(nano_batch)
-    bounds = np.append(np.searchsorted(nano_batch, nano_batches), high - low)
+    starts = np.flatnonzero(np.diff(nano_batch, prepend=-1))
+    nano_batches, bounds = nano_batch[starts], np.append(starts, high - low)
     divided = not bool(whole.all())
     seconds = np.empty((2, high - low))
-    sums, longest = np.zeros((2, manifest.n_ranks)), np.zeros(manifest.n_ranks, dtype=np.int64)
+    sums, longest = np.zeros((2, n_ranks)), np.zeros(n_ranks, dtype=np.int64)
     mean_end = look(Columns(begin, end, rank, divided, *seconds), fleet, sums, longest)
     phase = PHASE_INDEX[unit.phase]
     segments = Segments(
@@ -344,7 +365,7 @@ def _work(manifest: Manifest, its: _Sorted, at: int, unit: Unit, fleet: Fleet) -
         longest[np.newaxis],
         np.array([mean_end]),
     )
-    return _Work(segments, home, survey, nano_batches, of_document[first[:-1]])
+    return _Work(segments, home, survey, nano_batches, its.of_document[low:high][first[:-1]])
 
 
 def _columns_of(tasks: TaskTable) -> tuple[Int64Array, Int64Array, Int64Array, Int64Array]:
@@ -366,7 +387,12 @@ class _Sheet:
     def __init__(self, manifest: Manifest, fleet: Fleet, table: Timetable) -> None:
         self._manifest, self._fleet, self._table = manifest, fleet, table
         n_nano, n_ranks, n_servers = manifest.n_nano_batches, manifest.n_ranks, len(fleet.rank)
-        tokens = np.stack([manifest.tokens_per_rank(k) for k in range(n_nano)])
+        nano_batch = manifest.document_nano_batch[manifest.segment_document]
+        tokens = np.bincount(
+            nano_batch * n_ranks + manifest.segment_rank,
+            weights=manifest.segment_length,
+            minlength=n_nano * n_ranks,
+        ).reshape(n_nano, n_ranks)
         of_rank = table.pipeline_rank
         linear = np.stack(
             [

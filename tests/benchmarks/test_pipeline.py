@@ -24,6 +24,7 @@ from benchmarks.gpu.training.pipeline_forecast import (
     idle_aware,
     one_f_one_b,
 )
+from benchmarks.gpu.training.pipeline_pictures import SERVED, draw_pipelines
 from benchmarks.gpu.training.pipeline_ways import NAMES, require_runnable, way_of
 from benchmarks.gpu.training.stack import ModelShape
 
@@ -130,6 +131,24 @@ def test_ways_that_disagree_are_named() -> None:
     assert "nan" in wrong
 
 
+def test_a_step_is_drawn_with_what_servers_run() -> None:
+    ranks = [
+        {"actions": [(0, "F", 0, 0.0, 1.0), (0, "B", 0, 2.0, 4.0)], "served": {}},
+        {"actions": [(1, "F", 0, 1.0, 2.0)], "served": {"kernels": [(0.25, 0.75)]}},
+    ]
+    case = {"way": "idle-aware", "steps": [{"seconds": 4.5, "ranks": ranks}]}
+    figure = draw_pipelines([case, {"way": "even", "steps": []}], "tiny")
+    (axes,) = figure.axes
+    assert axes.get_title() == "idle-aware: 4.50 s"
+    assert [text.get_text() for text in axes.texts] == ["0", "0", "0"]
+    (legend,) = figure.legends
+    assert [text.get_text() for text in legend.get_texts()] == ["forward", "backward", SERVED[0]]
+    (served,) = axes.collections
+    assert served.get_paths()[0].get_extents().bounds == pytest.approx((0.25, 1.2, 0.5, 0.18))
+    with pytest.raises(ValueError, match="no way has a step"):
+        draw_pipelines([{"way": "even", "steps": []}], "tiny")
+
+
 def test_a_traced_step_and_what_was_left_out_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
     actions = [(0, "F", 0, 0.0, 1.0), (0, "B", 0, 1.5, 3.0)]
     rank = {
@@ -204,11 +223,14 @@ def test_all_ways_give_the_same_loss_and_gradients(tmp_path: Path) -> None:
             assert all(0 < share < 1 for share in pipeline_report.bubble(step))
             if way_of(case["way"]).served:
                 assert min(step["slots"]["measured"]) >= 1.0
+    picture = tmp_path / "steps.png"
     shown = subprocess.run(
-        [sys.executable, "-m", "benchmarks.gpu.pipeline", f"--from-json={out}"],
+        [sys.executable, "-m", "benchmarks.gpu.pipeline", f"--from-json={out}",
+         f"--timeline-png={picture}"],
         cwd=ROOT, capture_output=True, text=True, timeout=100, check=False,
     )  # fmt: skip
     assert shown.stdout in done.stdout
+    assert picture.read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.slow

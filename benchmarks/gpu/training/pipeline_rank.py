@@ -509,7 +509,13 @@ class PipelineWay:
         if self._running is None:
             return {}
         report = self._running.report
+        later = self._running.began_seconds - self._clock.began_seconds
         return {
+            "kernels": [
+                (event.begin_seconds + later, event.end_seconds + later)
+                for event in self._running.trace
+                if event.name == "kernel"
+            ],
             "exposed_seconds": report.exposed_seconds,
             "wait_seconds": report.wait_seconds,
             "plan_wait_seconds": report.plan_wait_seconds,
@@ -524,16 +530,21 @@ class ActionClock:
 
     Args:
         device: of the stages.
+
+    Attributes:
+        began_seconds: when the step began, on the clock of ``time.perf_counter``.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._on_gpu = device.type == "cuda"
+        self.began_seconds = 0.0
         self._origin: Any = None
         self._seen: list[tuple[int, str, int, Any, Any]] = []
 
     def begin(self) -> None:
         """A step begins."""
         self._seen.clear()
+        self.began_seconds = time.perf_counter()
         self._origin = self._now()
 
     def watch(self, stage: Any) -> None:

@@ -1,0 +1,117 @@
+"""How long steps of pipelines take to plan.
+
+    python -m benchmarks.planner_pipelines
+    python -m benchmarks.planner_pipelines --stages 8 --microbatches 16 --replicas 64
+
+Pretrain-like documents of at most half a microbatch of 128K tokens, each microbatch in two
+nano-batches; H200 profile, two layers a stage, whose linear part is as measured. Seconds are of one
+core, and of the clock, for the whole plan with its slots, from a manifest that is merged; medians.
+"""
+
+from __future__ import annotations
+
+import time
+from statistics import median
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.gpu.training.methods import PROFILE
+from benchmarks.gpu.training.microbatches import as_drawn, draw_microbatches, in_halves
+from control_plane.planner.planning import PlanningOptions, PlanningServer
+from control_plane.planner.slots import plan_slots
+from core_attention.cost_model import CostProfile
+from core_attention.manifest import Manifest, RankManifest
+from core_attention.pipelining import Pipelining
+from core_attention.plan import PlanServer
+from core_attention.schedule_orders import SCHEDULES
+
+TOKENS, LAYERS = 128 * 1024, 2
+LINEAR_SECONDS = 0.726
+"""Of a microbatch in a stage of two layers, forward and backward with recomputation, on an H200."""
+
+
+def manifest_of(n_stages: int, n_microbatches: int, n_replicas: int) -> Manifest:
+    """A step of ``n_replicas`` pipelines; the ranks of each hold the same documents."""
+    manifests = []
+    for replica in range(n_replicas):
+        batch = draw_microbatches(replica, n_microbatches, TOKENS, "pretrain", TOKENS // 2)
+        lengths = batch.lengths
+        nano = [
+            [int(lengths[document]) for document in half]
+            for held in as_drawn(batch)
+            for half in in_halves(held, lengths)
+        ]
+        manifests += [
+            RankManifest.from_lengths(0, replica * n_stages + stage, nano)
+            for stage in range(n_stages)
+        ]
+    return Manifest.merge(manifests, len(manifests))
+
+
+def options_of(schedule: str, n_stages: int, n_microbatches: int, n_ranks: int) -> PlanningOptions:
+    """Of idle-aware plans."""
+    forward = LINEAR_SECONDS / TOKENS / 4  # a backward computes the forward again
+    order = SCHEDULES[schedule](n_stages, n_microbatches)
+    pipelining = Pipelining(
+        schedule=order,
+        pipeline_ranks=[rank % n_stages for rank in range(n_ranks)],
+        layers=[LAYERS] * order.n_stages,
+        forward_seconds=[forward] * order.n_stages,
+        backward_seconds=[3 * forward] * order.n_stages,
+    )
+    return PlanningOptions(tolerance=0.03, pipelining=pipelining)
+
+
+def main(
+    stages: Annotated[int, typer.Option(min=1, help="Ranks of a pipeline.")] = 8,
+    microbatches: Annotated[int, typer.Option(min=1, help="Of a step and pipeline.")] = 16,
+    replicas: Annotated[
+        str, typer.Option(help="Pipelines; several numbers, with commas, one by one.")
+    ] = "1,8,64",
+    schedules: Annotated[str, typer.Option(help=f"Of {', '.join(SCHEDULES)}, with commas.")] = (
+        "1f1b,zero-bubble"
+    ),
+    runs: Annotated[int, typer.Option(min=1)] = 5,
+) -> None:
+    """How long steps of pipelines take to plan."""
+    profile = CostProfile.load(PROFILE)
+    table = Table(title=f"{stages} stages, {microbatches} microbatches, {TOKENS} tokens each")
+    for column in ("schedule", "replicas", "documents", "CPU ms", "wall ms", "over levels"):
+        table.add_column(column, justify="left" if column == "schedule" else "right")
+    for n_replicas in map(int, replicas.split(",")):
+        manifest = manifest_of(stages, microbatches, n_replicas)
+        servers = [
+            PlanningServer(
+                server=PlanServer(server_id=f"rank-{rank}", in_place_rank=rank, address=""),
+                host=f"host-{rank // 8}",
+                profile=profile,
+            )
+            for rank in range(manifest.n_ranks)
+        ]
+        for schedule in schedules.split(","):
+            options = options_of(schedule, stages, microbatches, manifest.n_ranks)
+            # The first plan compiles.
+            plan = plan_slots(manifest, servers, profile.shape, options)
+            cpu, wall = [], []
+            for _ in range(runs):
+                began = time.process_time(), time.perf_counter()
+                plan = plan_slots(manifest, servers, profile.shape, options)
+                cpu.append(time.process_time() - began[0])
+                wall.append(time.perf_counter() - began[1])
+            assert plan.slots is not None
+            table.add_row(
+                schedule,
+                str(n_replicas),
+                f"{manifest.n_documents:,}",
+                f"{1e3 * median(cpu):.0f}",
+                f"{1e3 * median(wall):.0f}",
+                f"{plan.slots.step_imbalance:.3f}",
+            )
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    typer.run(main)
