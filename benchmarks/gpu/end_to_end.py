@@ -79,6 +79,7 @@ class Plan:
         pool_nodes: attention nodes, on the GPUs behind those of the ranks.
         learning_rate: of AdamW.
         host_barriers: whether DistCA's ways have ranks meet before collectives.
+        cuts_documents: whether DistCA's ways may cut a document between two nano-batches.
         memory_gib: of a device that PyTorch may hold, message buffers apart; None: all of it.
             Within a limit its cache frees idle blocks where it would otherwise ask for more memory.
     """
@@ -100,6 +101,7 @@ class Plan:
     learning_rate: float = 1e-4
     host_barriers: bool = True
     memory_gib: float | None = None
+    cuts_documents: bool = False
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> Plan:
@@ -117,8 +119,8 @@ class Plan:
 
     @property
     def n_nano_batches(self) -> int:
-        """Of DistCA's ways. A document lies within one nano-batch: one document is one."""
-        return 1 if self.distribution == ONE_DOCUMENT else 2
+        """Of DistCA's ways. One document that may not be cut lies within one."""
+        return 1 if self.distribution == ONE_DOCUMENT and not self.cuts_documents else 2
 
     def require_runnable(self) -> None:
         """Raises ValueError, which says why, if a way cannot run a batch."""
@@ -333,6 +335,7 @@ def run_rank(rank: int, plan: Plan, folder: Path) -> None:
         tokens_per_rank=plan.tokens_per_rank,
         longest_document=max(int(batch.lengths.max()) for batch in drawn),
         n_nano_batches=plan.n_nano_batches,
+        cuts_documents=plan.cuts_documents,
         tolerance=plan.tolerance,
         compiled=plan.compiled,
         learning_rate=plan.learning_rate,
@@ -513,6 +516,13 @@ def main(
     host_barriers: Annotated[
         bool, typer.Option(help="DistCA's ways: ranks meet before collectives.")
     ] = True,
+    cut_documents: Annotated[
+        bool | None,
+        typer.Option(
+            help="DistCA's ways: a document may begin in one nano-batch and go on in the other; "
+            f"default: with {ONE_DOCUMENT}."
+        ),
+    ] = None,
     memory_gib: Annotated[
         float | None,
         typer.Option(min=1, help="Device memory that PyTorch may hold; default: all of it."),
@@ -559,6 +569,7 @@ def main(
         pool_nodes=pool_nodes,
         memory_gib=memory_gib,
         host_barriers=host_barriers,
+        cuts_documents=lengths == ONE_DOCUMENT if cut_documents is None else cut_documents,
     )
     try:
         plan.require_runnable()

@@ -344,6 +344,7 @@ def run_rank(
         tokens_per_rank=plan.tokens,
         longest_document=plan.longest,
         n_nano_batches=N_HALVES,
+        cuts_documents=False,
         tolerance=plan.tolerance,
         compiled=plan.compiled,
         learning_rate=0.0,

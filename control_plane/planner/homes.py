@@ -11,7 +11,10 @@ therefore the *excess* ``w - rho q``, against the room ``cap - rho T``. Document
 excess, largest first, each where it fits most tightly; one that fits nowhere is cut from its end,
 as large as the widest room, because K and V of a piece cost its begin and the fewest pieces cost
 least. Short documents then go to the ranks that want the most work per missing token, and the last
-of them are cut so that the tokens come out exactly.
+of them are cut so that the tokens come out exactly. Where that is a long document, as when there is
+no other, each rank gets two pieces, an early and a late one, so that all have about the same work.
+
+Documents may be cut between two nano-batches: then one is, so that both have exactly their tokens.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
@@ -43,9 +47,19 @@ SMALL_EXCESS = 0.02
 EXACT_DOCUMENTS = (64, 512)
 """How many of the shortest documents are set aside to make nano-batches exactly equal; if those
 do not do, all are."""
+LONG_SHARE = 0.25
+"""Share of a rank's seconds from which a document that is spread over ranks is laid in two rows."""
 MOST_EXACT_BITS = 1 << 32
 """Bits that the search for an exact selection may hold."""
 ALIGNMENT_TOKENS = 128
+
+
+class _Part(NamedTuple):
+    """What a nano-batch has of a document: ``[begin, end)``."""
+
+    document: int
+    begin: int
+    end: int
 
 
 @dataclass
@@ -65,6 +79,7 @@ def plan_homes(
     options: PlanningOptions,
     *,
     n_nano_batches: int = 1,
+    cuts_documents: bool = False,
     step: int = 0,
 ) -> list[RankManifest]:
     """Where every token of a step should live.
@@ -77,6 +92,8 @@ def plan_homes(
         servers: for the cost profile and the speeds.
         options: of the planner that will plan the step; the tolerance bounds the work of a rank.
         n_nano_batches: each gets the same number of tokens on every rank.
+        cuts_documents: whether a document may begin in nano-batch 0 and go on in nano-batch 1, of
+            two. Then any documents do.
         step: copied into the manifests.
 
     Returns:
@@ -90,10 +107,17 @@ def plan_homes(
     _check(length, n_ranks, tokens_per_rank, n_nano_batches)
     speed = _speeds(servers, n_ranks)
     profile = servers[0].profile
-    nano_batches = _nano_batches(length, n_ranks * (tokens_per_rank // n_nano_batches))
+    tokens = tokens_per_rank // n_nano_batches
+    if cuts_documents and n_nano_batches == 2:
+        nano_batches = _halves(length, n_ranks * tokens)
+    else:
+        nano_batches = [
+            [_Part(d, 0, int(length[d])) for d in documents]
+            for documents in _nano_batches(length, n_ranks * tokens)
+        ]
     packed: list[list[tuple[Segment, ...]]] = [[] for _ in range(n_ranks)]
-    for documents in nano_batches:
-        ranks = _pack(documents, length, tokens_per_rank // n_nano_batches, speed, profile, options)
+    for parts in nano_batches:
+        ranks = _pack(parts, length, tokens, speed, profile, options)
         for rank, held in enumerate(ranks):
             packed[rank].append(tuple(held.segments))
     return [RankManifest(step, rank, tuple(nanos)) for rank, nanos in enumerate(packed)]
@@ -161,8 +185,30 @@ def _nano_batches(length: Int64Array, tokens: int) -> list[list[int]]:
     among = "documents" if searched == len(order) else f"the {searched} shortest documents"
     raise PlanError(
         f"no selection of {among} gives each of {n} nano-batches exactly its {tokens} tokens; "
-        "documents cannot be cut between nano-batches: use one nano-batch, or more short documents"
+        "allow documents to be cut between two nano-batches (cuts_documents), use one nano-batch, "
+        "or more short documents"
     )
+
+
+def _halves(length: Int64Array, tokens: int) -> list[list[_Part]]:
+    """Two nano-batches of exactly ``tokens`` tokens, longest documents first; at most one document
+    begins in the first and goes on in the second."""
+    order = np.argsort(-length, kind="stable").tolist()
+    chosen, missing = _spread(order, length, 2, tokens)
+    parts = [[_Part(d, 0, int(length[d])) for d in documents] for documents in chosen]
+    # The last document of a nano-batch that has too much began where tokens were missing, so it has
+    # more than what is too much; and so has the longest.
+    if missing[0] < 0:
+        document, _, end = parts[0][0]
+        cut = end + missing[0]
+        parts[0][0] = _Part(document, 0, cut)
+        parts[1].append(_Part(document, cut, end))
+    elif missing[1] < 0:
+        document, _, end = parts[1][0]
+        cut = -missing[1]
+        parts[0].append(_Part(document, 0, cut))
+        parts[1][0] = _Part(document, cut, end)
+    return [sorted(nano, key=lambda part: part.begin - part.end) for nano in parts]
 
 
 def _spread(
@@ -198,22 +244,22 @@ def _exact_subset(lengths: list[int], wanted: int) -> list[bool] | None:
 
 
 def _pack(
-    documents: list[int],
+    parts: list[_Part],
     length: Int64Array,
     tokens: int,
     speed: Float64Array,
     profile: CostProfile,
     options: PlanningOptions,
 ) -> list[_Rank]:
-    """The ranks of one nano-batch, filled with ``documents`` (longest first)."""
-    lengths = length[documents]
-    seconds = profile.seconds(lengths, lengths, Phase.FORWARD)
+    """The ranks of one nano-batch, filled with ``parts`` (longest first)."""
+    _, begin, end = np.array(parts, dtype=np.int64).T
+    seconds = profile.seconds(end - begin, end, Phase.FORWARD)
     total = float(seconds.sum())
     ranks: list[_Rank] = []
     for _ in range(PASSES):
         caps = total / float(speed.sum()) * speed * (1.0 + SHARE_OF_TOLERANCE * options.tolerance)
         ranks = [_Rank(tokens, float(cap)) for cap in caps]
-        _pack_within(ranks, documents, lengths, seconds, length, profile, options)
+        _pack_within(ranks, parts, seconds, length, profile, options)
         # Pieces run at other rates than whole documents: the second pass knows the true total.
         total = float(sum((cap - rank.seconds) for cap, rank in zip(caps, ranks, strict=True)))
     return ranks
@@ -221,14 +267,14 @@ def _pack(
 
 def _pack_within(
     ranks: list[_Rank],
-    documents: list[int],
-    lengths: Int64Array,
+    parts: list[_Part],
     seconds: Float64Array,
     length: Int64Array,
     profile: CostProfile,
     options: PlanningOptions,
 ) -> None:
-    """Fills empty ``ranks``, which want tokens and seconds, with ``documents``."""
+    """Fills empty ``ranks``, which want tokens and seconds, with ``parts``."""
+    lengths = np.array([part.end - part.begin for part in parts], dtype=np.int64)
     caps = np.array([rank.seconds for rank in ranks])
     tokens = ranks[0].tokens
     n_long, rho = _split_off_fillers(lengths, seconds, float(caps.mean()), tokens)
@@ -242,11 +288,10 @@ def _pack_within(
     )
     shortest = max(options.min_forward_tokens, options.min_backward_tokens)
     for k in range(n_long):
-        _place_long(
-            ranks, wants, documents[k], int(lengths[k]), float(seconds[k]), profile, shortest
-        )
-    rest = [(documents[k], int(lengths[k]), float(seconds[k])) for k in range(n_long, len(lengths))]
-    _fill(ranks, rest, length)
+        whole = int(length[parts[k].document])
+        _place_long(ranks, wants, parts[k], whole, float(seconds[k]), profile, shortest)
+    rest = [(parts[k], float(seconds[k])) for k in range(n_long, len(lengths))]
+    _fill(ranks, rest, length, profile, LONG_SHARE * float(caps.mean()))
 
 
 def _split_off_fillers(
@@ -286,50 +331,54 @@ class _Wants:
 def _place_long(
     ranks: list[_Rank],
     wants: _Wants,
-    document: int,
+    part: _Part,
     length: int,
     seconds: float,
     profile: CostProfile,
     shortest: int,
 ) -> None:
-    """Places a document whole where it fits most tightly, else piece by piece from its end.
+    """Places a part of a document of ``length`` tokens whole where it fits most tightly, else piece
+    by piece from its end.
 
     Pieces have ``shortest`` tokens or more, unless no rank has as many left.
     """
-    end = length
-    while end > 0:
-        excess = seconds - wants.rho * end
-        has_tokens = wants.tokens >= end
+    document, first, end = part
+    while end > first:
+        excess = seconds - wants.rho * (end - first)
+        has_tokens = wants.tokens >= end - first
         fits = has_tokens & (wants.room >= excess)
         widest = int(np.where(has_tokens, wants.room, -np.inf).argmax())
         if excess <= wants.tight_from:
             # Many more like it follow: level ranks leave room for all of them.
             fits[:] = False
         if fits.any():
-            at, begin = int(np.where(fits, wants.room, np.inf).argmin()), 0
+            at, begin = int(np.where(fits, wants.room, np.inf).argmin()), first
         elif has_tokens.any() and wants.room[widest] + wants.overflow >= excess:
-            at, begin = widest, 0
+            at, begin = widest, first
         else:
-            at, begin = _widest_piece(wants, end, profile, shortest)
+            at, begin = _widest_piece(wants, first, end, profile, shortest)
             seconds = float(profile.seconds(end - begin, end, Phase.FORWARD))
         _give(ranks[at], document, length, begin, end, seconds)
         wants.take(at, end - begin, seconds)
         end = begin
-        if end > 0:
-            seconds = float(profile.seconds(end, end, Phase.FORWARD))
+        if end > first:
+            seconds = float(profile.seconds(end - first, end, Phase.FORWARD))
 
 
-def _widest_piece(wants: _Wants, end: int, profile: CostProfile, shortest: int) -> tuple[int, int]:
-    """The rank with the widest room, and where the piece ``[begin, end)`` that fills it begins."""
-    holds = wants.tokens >= min(end, shortest)
+def _widest_piece(
+    wants: _Wants, first: int, end: int, profile: CostProfile, shortest: int
+) -> tuple[int, int]:
+    """The rank with the widest room, and where the piece ``[begin, end)`` of ``[first, end)`` that
+    fills it begins."""
+    holds = wants.tokens >= min(end - first, shortest)
     if not holds.any():
         holds = wants.tokens > 0
     at = int(np.where(holds, wants.room, -np.inf).argmax())
     free = int(wants.tokens[at])
-    begin = _begin_within(profile, end, float(wants.room[at]), wants.rho, free)
-    begin = max(min(begin, end - shortest), end - free, 0)
-    if begin < shortest and free >= end:
-        begin = 0
+    begin = _begin_within(profile, end, float(wants.room[at]), wants.rho, min(free, end - first))
+    begin = max(min(begin, end - shortest), end - free, first)
+    if begin - first < shortest and free >= end - first:
+        begin = first
     return at, begin
 
 
@@ -354,7 +403,13 @@ def _begin_within(profile: CostProfile, end: int, room: float, rho: float, free:
     return min(first * ALIGNMENT_TOKENS, end)
 
 
-def _fill(ranks: list[_Rank], rest: list[tuple[int, int, float]], length: Int64Array) -> None:
+def _fill(
+    ranks: list[_Rank],
+    rest: list[tuple[_Part, float]],
+    length: Int64Array,
+    profile: CostProfile,
+    long_seconds: float,
+) -> None:
     """Places short documents, longest first, on the rank that wants the most seconds a token; cuts
     those that fit nowhere."""
     wanting = [
@@ -363,19 +418,20 @@ def _fill(ranks: list[_Rank], rest: list[tuple[int, int, float]], length: Int64A
     heapq.heapify(wanting)
     # Ranks that miss fewer tokens than the document at hand has; most tokens first.
     waiting: list[tuple[int, int]] = []
-    for document, end, seconds in rest:
-        while waiting and -waiting[0][0] >= end:
+    for part, seconds in rest:
+        tokens = part.end - part.begin
+        while waiting and -waiting[0][0] >= tokens:
             at = heapq.heappop(waiting)[1]
             heapq.heappush(wanting, (-ranks[at].seconds / ranks[at].tokens, at))
-        while wanting and ranks[wanting[0][1]].tokens < end:
+        while wanting and ranks[wanting[0][1]].tokens < tokens:
             at = heapq.heappop(wanting)[1]
             heapq.heappush(waiting, (-ranks[at].tokens, at))
-        whole = int(length[document])
+        whole = int(length[part.document])
         if not wanting:
-            _cut(ranks, waiting, document, whole, end, seconds)
+            _cut(ranks, waiting, part, whole, profile, n_rows=2 if seconds > long_seconds else 1)
             continue
         at = heapq.heappop(wanting)[1]
-        _give(ranks[at], document, whole, 0, end, seconds)
+        _give(ranks[at], part.document, whole, part.begin, part.end, seconds)
         if ranks[at].tokens > 0:
             heapq.heappush(wanting, (-ranks[at].seconds / ranks[at].tokens, at))
 
@@ -383,20 +439,38 @@ def _fill(ranks: list[_Rank], rest: list[tuple[int, int, float]], length: Int64A
 def _cut(
     ranks: list[_Rank],
     waiting: list[tuple[int, int]],
-    document: int,
+    part: _Part,
     length: int,
-    end: int,
-    seconds: float,
+    profile: CostProfile,
+    *,
+    n_rows: int,
 ) -> None:
-    """Spreads a document that fits nowhere whole over the ranks that miss the most tokens."""
-    per_pair = seconds / (end * end)
-    while end > 0:
+    """Spreads a part of a document that fits nowhere whole over the ranks that miss the most
+    tokens, from its end.
+
+    Args:
+        n_rows: 1, or 2: then each rank takes half of what it misses, and the other half in the
+            reverse order, so that all have about the same work.
+    """
+    takers = []
+    missing = part.end - part.begin
+    while missing > 0:
         at = heapq.heappop(waiting)[1]
-        begin = max(end - ranks[at].tokens, 0)
-        _give(ranks[at], document, length, begin, end, per_pair * (end * end - begin * begin))
+        taken = min(missing, ranks[at].tokens)
+        takers.append((at, taken))
+        missing -= taken
+    if n_rows == 2:
+        early = [(at, tokens // 2) for at, tokens in reversed(takers) if tokens > 1]
+        takers = [(at, tokens - tokens // 2) for at, tokens in takers] + early
+    end = part.end
+    for at, taken in takers:
+        begin = end - taken
+        seconds = float(profile.seconds(taken, end, Phase.FORWARD))
+        _give(ranks[at], part.document, length, begin, end, seconds)
+        end = begin
+    for at in {at for at, _ in takers}:
         if ranks[at].tokens > 0:
             heapq.heappush(waiting, (-ranks[at].tokens, at))
-        end = begin
 
 
 def _give(rank: _Rank, document: int, length: int, begin: int, end: int, seconds: float) -> None:

@@ -312,8 +312,9 @@ ONE_DOCUMENT = (f"--lengths={batches.ONE_DOCUMENT}",)
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_ways_that_can_hold_one_document_train_the_same_model(tmp_path: Path) -> None:
-    found = losses("cpu", 2, tmp_path, ONE_DOCUMENT_WAYS, options=ONE_DOCUMENT)
+@pytest.mark.parametrize("cut", ["--cut-documents", "--no-cut-documents"])
+def test_ways_that_can_hold_one_document_train_the_same_model(tmp_path: Path, cut: str) -> None:
+    found = losses("cpu", 2, tmp_path, ONE_DOCUMENT_WAYS, options=(*ONE_DOCUMENT, cut))
     assert found.keys() == set(ONE_DOCUMENT_WAYS)
     assert found["disaggregated"] == pytest.approx(found["context-parallel"], rel=1e-5)
 

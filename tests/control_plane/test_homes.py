@@ -48,6 +48,56 @@ def test_every_rank_holds_exactly_its_tokens(
         assert set(manifest.tokens_per_rank(nano_batch)) == {tokens // n_nano_batches}
 
 
+@settings(max_examples=40)
+@given(
+    lengths=st.lists(st.integers(1, 5_000), min_size=1, max_size=30),
+    n_ranks=st.integers(1, 6),
+)
+def test_any_documents_fill_two_nano_batches_if_one_may_be_cut(
+    lengths: list[int], n_ranks: int
+) -> None:
+    documents = [
+        *lengths,
+        *([-sum(lengths) % (2 * n_ranks)] if sum(lengths) % (2 * n_ranks) else []),
+    ]
+    tokens = sum(documents) // n_ranks
+    packed = plan_homes(
+        documents,
+        n_ranks,
+        tokens,
+        in_place(n_ranks),
+        OPTIONS,
+        n_nano_batches=2,
+        cuts_documents=True,
+    )
+    manifest = Manifest.merge(packed, n_ranks)
+    assert len(set(manifest.document_id.tolist())) == len(documents)
+    assert len(np.unique(manifest.carried_document)) <= 1
+    for nano_batch in range(2):
+        assert set(manifest.tokens_per_rank(nano_batch)) == {tokens // 2}
+
+
+@pytest.mark.parametrize("n_ranks", [2, 4])
+def test_the_homes_of_one_document_over_all_ranks_are_level(n_ranks: int) -> None:
+    """So that queries stay at home, and only keys travel."""
+    tokens = 2 * TOKENS
+    for n_nano_batches in (1, 2):
+        packed = plan_homes(
+            [n_ranks * tokens],
+            n_ranks,
+            tokens,
+            in_place(n_ranks),
+            OPTIONS,
+            n_nano_batches=n_nano_batches,
+            cuts_documents=True,
+        )
+        plan = balanced.plan(Manifest.merge(packed, n_ranks), in_place(n_ranks), SHAPE, OPTIONS)
+        assert plan.forward_forecast is not None
+        assert plan.forward_forecast.home_imbalance < 1.01
+        # Replies of a forward pass are for queries that moved.
+        assert plan.forward_forecast.bytes_out.sum() == 0
+
+
 @pytest.mark.parametrize("n_nano_batches", [1, 2])
 @pytest.mark.parametrize("name", ["pretrain", "prolong"])
 def test_homes_are_level_and_move_far_fewer_bytes_than_the_greedy(

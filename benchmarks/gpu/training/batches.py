@@ -189,8 +189,11 @@ def planned(
     profile: CostProfile,
     options: PlanningOptions,
     n_nano_batches: int = 2,
+    *,
+    cuts_documents: bool = False,
 ) -> list[RankManifest]:
-    """Nano-batches, each token where the plan of core attention moves the fewest bytes."""
+    """Nano-batches, each token where the plan of core attention moves the fewest bytes; one
+    document is cut between two nano-batches if it may."""
     servers = [
         PlanningServer(
             server=PlanServer(server_id=f"rank-{rank}", in_place_rank=rank, address=""),
@@ -206,6 +209,7 @@ def planned(
         servers,
         options,
         n_nano_batches=n_nano_batches,
+        cuts_documents=cuts_documents,
         step=step,
     )
 

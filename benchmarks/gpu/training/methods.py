@@ -63,7 +63,8 @@ class RankSettings:
         model: sizes.
         tokens_per_rank: of a step.
         longest_document: tokens of it.
-        n_nano_batches: of DistCA's ways; a document lies within one.
+        n_nano_batches: of DistCA's ways.
+        cuts_documents: whether a document may begin in one and go on in the other.
         tolerance: eps of the planner.
         compiled: whether parts of the layers are compiled.
         learning_rate: of AdamW.
@@ -78,6 +79,7 @@ class RankSettings:
     tokens_per_rank: int
     longest_document: int
     n_nano_batches: int
+    cuts_documents: bool
     tolerance: float
     compiled: bool
     learning_rate: float
@@ -244,7 +246,14 @@ class Disaggregated:
         options = PlanningOptions(tolerance=settings.tolerance)
         for step, batch in enumerate(drawn):
             if self._homes == "planned":
-                manifests = batches.planned(batch, step, profile, options, settings.n_nano_batches)
+                manifests = batches.planned(
+                    batch,
+                    step,
+                    profile,
+                    options,
+                    settings.n_nano_batches,
+                    cuts_documents=settings.cuts_documents,
+                )
             else:
                 manifests = batches.in_pairs(batch, step)
             mine = manifests[settings.rank]
