@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from core_attention.ca_task import MaskKind
 from core_attention.score_rule import ScoreRule, check_softcap
@@ -90,6 +90,22 @@ class AttentionShape:
     def lse_row_bytes(self) -> int:
         """Bytes of one row of log-sum-exp (and of the row sums of dO * O)."""
         return self.num_heads * LSE_BYTES
+
+    def share(self, n_ranks: int) -> AttentionShape:
+        """The heads of one of ``n_ranks`` tensor-parallel ranks.
+
+        Raises:
+            ValueError: they cannot share the heads evenly.
+        """
+        for name in ("num_heads", "num_heads_kv"):
+            if getattr(self, name) % n_ranks:
+                raise ValueError(
+                    f"{name} is {getattr(self, name)}; it must be a multiple of the {n_ranks} "
+                    "tensor-parallel ranks"
+                )
+        return replace(
+            self, num_heads=self.num_heads // n_ranks, num_heads_kv=self.num_heads_kv // n_ranks
+        )
 
     def qk_flops(self, qk_pairs: int, backward: bool = False) -> int:
         """Floating-point operations of ``qk_pairs`` query-key pairs over all heads.

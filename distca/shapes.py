@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from core_attention.shape import AttentionShape
+from distca.errors import SettingsError
 from distca.train.settings import ModelSettings
 
 
@@ -25,3 +26,15 @@ def configured_shape(settings: ModelSettings) -> AttentionShape:
         head_dim_v=head_dim,
         dtype=settings.dtype.value,
     )
+
+
+def local_shape(shape: AttentionShape, n_ranks: int) -> AttentionShape:
+    """The heads of one of ``n_ranks`` tensor-parallel ranks.
+
+    Raises:
+        SettingsError: they cannot share them.
+    """
+    try:
+        return shape.share(n_ranks)
+    except ValueError as error:
+        raise SettingsError(f"--tensor-parallel is {n_ranks}, and {error}") from error

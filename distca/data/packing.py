@@ -84,18 +84,16 @@ class PackedStep:
         """Tokens whose successor is predicted, over all ranks: all but each document's last."""
         return sum(document.length - 1 for document in self.documents)
 
-    def rank_manifest(
-        self, rank: int, *, pipeline_rank: int = 0, n_stages: int = 1
-    ) -> RankManifest:
-        """What ``rank`` holds.
+    def rank_manifest(self, rank: int, *, copy: int = 0, n_copies: int = 1) -> RankManifest:
+        """What a rank of the job holds.
 
         Args:
-            rank: one of the batch's shape; of pipelines, a replica.
-            pipeline_rank: a place in its pipeline, where all ranks hold the same documents; each
-                place has ids of its own for them.
-            n_stages: ranks of a pipeline.
+            rank: one of the batch's shape: a replica, if several ranks of the job hold the same
+                documents, since they have stages or shares of one model.
+            copy: which of them; each has ids of its own for the documents.
+            n_copies: how many they are.
         """
-        first_id = pipeline_rank * len(self.documents)
+        first_id = copy * len(self.documents)
         nano_batches: list[list[Segment]] = [[] for _ in range(self.shape.n_nano_batches)]
         for document in self.documents:
             for home, offset, length in document.segments:
@@ -103,7 +101,7 @@ class PackedStep:
                     nano_batches[document.nano_batch].append(
                         Segment(first_id + document.document_id, document.length, offset, length)
                     )
-        of_job = rank * n_stages + pipeline_rank
+        of_job = rank * n_copies + copy
         return RankManifest(self.step, of_job, tuple(map(tuple, nano_batches)))
 
 

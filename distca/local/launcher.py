@@ -26,7 +26,7 @@ from distca.process.plain_text import plain
 from distca.report.display import TrainingDisplay
 from distca.report.step_log import StepTail
 from distca.run_folder import RunFolder
-from distca.shapes import configured_shape
+from distca.shapes import configured_shape, local_shape
 from distca.train.settings import (
     DeviceName,
     ModelSettings,
@@ -91,7 +91,8 @@ class _Launcher:
         self._run = run
         self._folder = folder
         self._supervisor = supervisor
-        self._shape = configured_shape(run.model)
+        # Of one rank, which is what servers compute.
+        self._shape = local_shape(configured_shape(run.model), run.training.tensor_parallel)
         self._rendezvous = folder.logs / "rendezvous"
         # What an earlier run left there would be taken for this one's.
         self._rendezvous.unlink(missing_ok=True)

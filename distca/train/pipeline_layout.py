@@ -14,17 +14,19 @@ from distca.train.settings import TrainingSettings
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineLayout:
-    """Pipelines of equal stages' layers; rank ``replica * n_ranks + r`` is rank r of a pipeline.
+    """Pipelines of equal stages' layers; ranks are as in :class:`distca.train.parallelism`.
 
     Attributes:
         schedule: what each rank of a pipeline runs.
         layers: ``[n_stages]`` layers of the model in each stage.
         n_replicas: pipelines, each with the whole model.
+        tensor_parallel: ranks that share each stage.
     """
 
     schedule: Schedule
     layers: tuple[int, ...]
     n_replicas: int
+    tensor_parallel: int = 1
 
     @property
     def n_ranks(self) -> int:
@@ -34,7 +36,8 @@ class PipelineLayout:
     @property
     def pipeline_ranks(self) -> list[int]:
         """Of each rank of the job, its place in its pipeline."""
-        return [*range(self.n_ranks)] * self.n_replicas
+        places = [place for place in range(self.n_ranks) for _ in range(self.tensor_parallel)]
+        return places * self.n_replicas
 
     def stages_of(self, pipeline_rank: int) -> list[int]:
         """The stages of a rank of a pipeline, those of lower layers first."""
@@ -62,27 +65,22 @@ class PipelineLayout:
 
 
 def pipeline_layout(
-    training: TrainingSettings, n_ranks: int, n_layers: int
+    training: TrainingSettings, n_replicas: int, n_layers: int
 ) -> PipelineLayout | None:
     """The pipelines that ``training`` asks for; None without.
 
     Args:
         training: the user's choice.
-        n_ranks: of the job.
+        n_replicas: pipelines.
         n_layers: of the model.
 
     Raises:
-        SettingsError: the ranks are no multiple of the stages, there is no such schedule, the file
-            cannot be read or holds no valid order, or one of other sizes, a stage has no layer, or
-            layers would be recomputed by both parts of their backward.
+        SettingsError: there is no such schedule, the file cannot be read or holds no valid order,
+            or one of other sizes, a stage has no layer, or layers would be recomputed by both parts
+            of their backward.
     """
     if training.pipeline_stages == 1:
         return None
-    if n_ranks % training.pipeline_stages:
-        raise SettingsError(
-            f"--pipeline-stages is {training.pipeline_stages} and there are {n_ranks} ranks; their "
-            "number must be a multiple of the stages"
-        )
     schedule = _schedule(training)
     expected = tuple(stage % schedule.n_ranks for stage in range(schedule.n_stages))
     if schedule.rank_of_stage != expected:
@@ -92,7 +90,10 @@ def pipeline_layout(
         )
     layers = _layers(training, schedule.n_stages, n_layers)
     layout = PipelineLayout(
-        schedule=schedule, layers=layers, n_replicas=n_ranks // training.pipeline_stages
+        schedule=schedule,
+        layers=layers,
+        n_replicas=n_replicas,
+        tensor_parallel=training.tensor_parallel,
     )
     if training.activation_checkpointing and layout.has_backwards_in_parts:
         raise SettingsError(

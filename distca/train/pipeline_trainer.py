@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.state_dict import (
     get_state_dict,
     set_state_dict,
 )
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
@@ -29,11 +29,13 @@ from distca.data.batch import TokenBatch
 from distca.data.packing import PackedStep
 from distca.errors import DivergenceError
 from distca.train.layers import checkpoint_layers, compile_layers
+from distca.train.parallelism import REPLICA, STAGE, Parallelism, replica_mesh
 from distca.train.pipeline_layout import PipelineLayout
 from distca.train.ranks import sum_over_ranks
 from distca.train.settings import Sharding, TrainingSettings
-from distca.train.sharding import whole
+from distca.train.sharding import by_mesh, clip_gradients, squared_norm, whole
 from distca.train.stages import StageModule
+from distca.train.tensor_parallel import TensorParallel
 from distca.train.trainer import StepResult
 from trainer_client import Pipeline, Session, measure_stages, prepare_fsdp
 
@@ -43,8 +45,11 @@ class PipelineStages:
 
     Args:
         layout: of the job.
+        parallelism: of the run.
+        mesh: its ranks.
         rank: this one.
         modules: by stage, those of this rank.
+        tensor_parallel: what has spread them over tensor-parallel ranks; empty without.
         settings: batch and optimiser; ``sharding`` and ``activation_checkpointing`` are given.
         device: of the modules.
         width: of hidden states.
@@ -56,19 +61,20 @@ class PipelineStages:
     def __init__(
         self,
         layout: PipelineLayout,
+        parallelism: Parallelism,
+        mesh: DeviceMesh,
         rank: int,
         modules: dict[int, StageModule],
+        tensor_parallel: Sequence[TensorParallel],
         settings: TrainingSettings,
         device: torch.device,
         width: int,
     ) -> None:
         self.layout, self.modules, self.settings, self.device = layout, modules, settings, device
-        self.replica, self.pipeline_rank = divmod(rank, layout.n_ranks)
-        mesh = init_device_mesh(
-            device.type, (layout.n_replicas, layout.n_ranks), mesh_dim_names=("replica", "stage")
-        )
-        self.replicas, self.group = mesh["replica"], mesh["stage"].get_group()
-        self.tied_group = self._make_tied_groups()
+        self.tensor_parallel = tensor_parallel
+        self.replicas, self.group = replica_mesh(mesh, settings), mesh[STAGE].get_group()
+        self.replica_group = mesh[REPLICA].get_group()
+        self.tied_group = self._make_tied_groups(parallelism, rank)
         for module in modules.values():
             if settings.compile_layers:
                 compile_layers(module.layers)
@@ -87,14 +93,19 @@ class PipelineStages:
             **seconds._asdict(),
         )
 
-    def _make_tied_groups(self) -> Any:
+    def _make_tied_groups(self, parallelism: Parallelism, rank: int) -> Any:
         """Of the first and the last stage's ranks, which share a weight."""
         last = self.layout.schedule.rank_of_stage[-1]
+        if not last:
+            return None
         own = None
-        for replica in range(self.layout.n_replicas):
-            first = replica * self.layout.n_ranks
-            group = dist.new_group([first, first + last]) if last else None
-            if replica == self.replica:
+        for first in range(parallelism.n_ranks):
+            if parallelism.pipeline_rank(first):
+                continue
+            members = [first, first + last * parallelism.tensor_parallel]
+            group = dist.new_group(members)
+            same_share = (rank - first) % parallelism.tensor_parallel == 0
+            if same_share and parallelism.replica(rank) == parallelism.replica(first):
                 own = group
         return own
 
@@ -139,7 +150,7 @@ class PipelineTrainer:
         self._pipeline = Pipeline(session, *self._pipeline_stages)
         self._modules = nn.ModuleDict({str(stage): m.model for stage, m in modules.items()})
         self._optimizer = torch.optim.AdamW(
-            self._modules.parameters(),
+            [{"params": group} for group in by_mesh(self._modules.parameters())],
             lr=self._settings.learning_rate_at(0),
             betas=(0.9, 0.95),
             weight_decay=self._settings.weight_decay,
@@ -151,7 +162,8 @@ class PipelineTrainer:
         """Of the whole model; all ranks call it."""
         own = sum(parameter.numel() for _, parameter in self._own_parameters())
         (total,) = sum_over_ranks(float(own))
-        return round(total) // self._stages.layout.n_replicas
+        layout = self._stages.layout
+        return round(total) // (layout.n_replicas * layout.tensor_parallel)
 
     def run(self, packed: PackedStep, batches: list[TokenBatch]) -> StepResult:
         """Forward and backward of one step; leaves the gradients of all replicas in the stages.
@@ -185,9 +197,12 @@ class PipelineTrainer:
                 position_ids=positions,
                 labels=labels,
             )
+        for shared in self._stages.tensor_parallel:
+            shared.share_gradients()
         self._share_tied_gradients()
         assert running.report is not None
         own = sum(float(loss.detach()) for loss in losses) / n_replicas
+        own /= self._stages.layout.tensor_parallel
         (total,) = sum_over_ranks(own)
         return StepResult(total, running.report, running.trace)
 
@@ -198,8 +213,7 @@ class PipelineTrainer:
         Raises:
             DivergenceError: the norm is not finite, so the weights would be lost.
         """
-        own = [p.grad for _, p in self._own_parameters() if p.grad is not None]
-        squares = float(whole(nn.utils.get_total_norm(own))) ** 2 if own else 0.0
+        squares = squared_norm(parameter for _, parameter in self._own_parameters())
         total = torch.tensor([squares], dtype=torch.float64, device=self._stages.device)
         dist.all_reduce(total, group=self._stages.group)
         norm = float(total.sqrt())
@@ -207,10 +221,7 @@ class PipelineTrainer:
             raise DivergenceError(
                 f"step {step}: the gradients' norm is {norm}; lower --learning-rate"
             )
-        factor = min(1.0, self._settings.max_gradient_norm / (norm + 1e-6))
-        for parameter in self._modules.parameters():
-            if parameter.grad is not None:
-                parameter.grad.mul_(factor)
+        clip_gradients(self._modules.parameters(), norm, self._settings.max_gradient_norm)
         for group in self._optimizer.param_groups:
             group["lr"] = self._settings.learning_rate_at(step)
         self._optimizer.step()
@@ -270,16 +281,23 @@ class PipelineTrainer:
 
     def _wrap(self, module: StageModule, compute_dtype: torch.dtype) -> nn.Module:
         """The module with replicas that share its gradients."""
-        if self._settings.sharding is Sharding.FSDP:
+        # DistributedDataParallel knows no weights that are spread over other ranks.
+        if self._settings.sharding is Sharding.FSDP or self._stages.tensor_parallel:
             policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
             for layer in module.layers:
-                fully_shard(layer, mesh=self._stages.replicas, mp_policy=policy)
+                fully_shard(
+                    layer,
+                    mesh=self._stages.replicas,
+                    mp_policy=policy,
+                    # The first part of a backward looks for the weights that were used.
+                    reshard_after_forward=not self._stages.layout.has_backwards_in_parts,
+                )
             fully_shard(module, mesh=self._stages.replicas, mp_policy=policy)
             prepare_fsdp(module)
             return module
         if self._stages.layout.n_replicas == 1:
             return module
-        return DistributedDataParallel(module, process_group=self._stages.replicas.get_group())
+        return DistributedDataParallel(module, process_group=self._stages.replica_group)
 
     def _make_schedule(self) -> Any:
         schedule = _PipelineScheduleRuntime(

@@ -35,6 +35,7 @@ from distca.report.page import write_report
 from distca.report.record import RunRecord, StepRecord
 from distca.report.step_log import StepLog
 from distca.run_folder import RunFolder
+from distca.shapes import local_shape
 from distca.train.checkpoint import (
     Checkpoint,
     CheckpointKeeper,
@@ -56,6 +57,7 @@ from distca.train.model import (
     served_attention,
 )
 from distca.train.observer import Observer
+from distca.train.parallelism import TENSOR, Parallelism
 from distca.train.pipeline_layout import PipelineLayout, pipeline_layout
 from distca.train.pipeline_trainer import PipelineStages, PipelineTrainer
 from distca.train.ranks import RankEnvironment, check_agreement, process_group, sum_over_ranks
@@ -69,6 +71,7 @@ from distca.train.settings import (
     TrainingSettings,
 )
 from distca.train.stages import StageModule
+from distca.train.tensor_parallel import TensorParallel, check_plan
 from distca.train.timeline import readable_timeline
 from distca.train.trainer import StepResult, Trainer
 from distca.train.verify import Difference, Verifier
@@ -102,10 +105,11 @@ def run_trainer(run: TrainerRun, console: Console) -> bool:
         DistcaError, SessionError, distca.contract.rpc.RpcError: what went wrong, in words.
     """
     began = datetime.now().isoformat(timespec="seconds")
+    parallelism = Parallelism.of(run.training, run.ranks.n_ranks)
     feed = Feed(
         run.data,
         BatchShape(
-            n_ranks=max(1, run.ranks.n_ranks // run.training.pipeline_stages),
+            n_ranks=parallelism.n_replicas,
             n_nano_batches=run.training.step_nano_batches,
             nano_batch_tokens=run.training.nano_batch_tokens,
             span_ranks=run.data.span_ranks,
@@ -113,7 +117,8 @@ def run_trainer(run: TrainerRun, console: Console) -> bool:
         planned_homes=_planned_homes(run),
     )
     config = model_config(run.model, feed.max_document_tokens)
-    layout = pipeline_layout(run.training, run.ranks.n_ranks, config.num_hidden_layers)
+    layout = pipeline_layout(run.training, parallelism.n_replicas, config.num_hidden_layers)
+    check_plan(config, run.training.tensor_parallel)
     device = choose_device(run.service.device, run.ranks.local_rank)
     run = replace(run, training=chosen(run.training, run.model, device, layout))
     timeout = run.service.collective_timeout_seconds
@@ -130,14 +135,16 @@ def run_trainer(run: TrainerRun, console: Console) -> bool:
                 "steps": run.training.steps,
                 "device": device.type,
                 "sharding": str(run.training.sharding),
+                "tensor parallel": run.training.tensor_parallel,
                 "pipeline": None if layout is None else layout.identity,
             }
         )
-        stages = None if layout is None else _stages(run, layout, config, model, served, device)
+        parts = _Parts(run, parallelism, config, model, served, device)
+        stages = None if layout is None else parts.stages(layout)
         pipelining = None if stages is None else stages.pipelining
-        options = session_options(run, served, device, pipelining)
+        options = session_options(run, served, device, parallelism, pipelining)
         session = stack.enter_context(Session.open(options))
-        trainer = _trainer(run, model, stages, session)
+        trainer = parts.trainer(stages, session)
         loop = _Loop(run, feed, config, trainer, served, session, identity, stop, console, device)
         finished = loop.train()
         record = loop.record(began, finished=finished)
@@ -197,46 +204,91 @@ def _model_to_train(
         seed=run.data.seed,
         device=device,
     )
-    return model, served_attention(model, run.model.dtype)
+    served = served_attention(model, run.model.dtype)
+    return model, replace(served, shape=local_shape(served.shape, run.training.tensor_parallel))
 
 
-def _stages(
-    run: TrainerRun,
-    layout: PipelineLayout,
-    config: PretrainedConfig,
-    model: PreTrainedModel,
-    served: ServedAttention,
-    device: torch.device,
-) -> PipelineStages:
-    """The stages of this rank, cut out of ``model`` and, if there are several, of copies of it."""
-    if served.n_layers != config.num_hidden_layers:
-        raise SettingsError(
-            f"model type {config.model_type!r} calls core attention {served.n_layers} times in "
-            f"{config.num_hidden_layers} layers; --pipeline-stages needs one call a layer"
+class _Parts:
+    """The model that is trained, divided among the ranks.
+
+    Args:
+        run: all settings.
+        parallelism: of the run.
+        config: of the model.
+        model: whole; it is changed in place.
+        served: its core attention, with the heads of one rank.
+        device: of the model.
+    """
+
+    def __init__(
+        self,
+        run: TrainerRun,
+        parallelism: Parallelism,
+        config: PretrainedConfig,
+        model: PreTrainedModel,
+        served: ServedAttention,
+        device: torch.device,
+    ) -> None:
+        self._run, self._parallelism, self._config = run, parallelism, config
+        self._model, self._served, self._device = model, served, device
+        self._mesh = parallelism.mesh(device.type)
+
+    def stages(self, layout: PipelineLayout) -> PipelineStages:
+        """The stages of this rank, cut out of the model and, if there are several, of copies."""
+        run, config, n_calls = self._run, self._config, self._served.n_layers
+        if n_calls != config.num_hidden_layers:
+            raise SettingsError(
+                f"model type {config.model_type!r} calls core attention {n_calls} times in "
+                f"{config.num_hidden_layers} layers; --pipeline-stages needs one call a layer"
+            )
+        modules: dict[int, StageModule] = {}
+        shared: list[TensorParallel] = []
+        for stage in layout.stages_of(self._parallelism.pipeline_rank(run.ranks.rank)):
+            whole = _model_to_train(run, config, self._device)[0] if modules else self._model
+            shared += self._shared(whole)
+            modules[stage] = StageModule(
+                whole,
+                layout.layers_of(stage),
+                run.training.loss_chunk_tokens,
+                backward_in_parts=layout.has_backwards_in_parts,
+            )
+        return PipelineStages(
+            layout,
+            self._parallelism,
+            self._mesh,
+            run.ranks.rank,
+            modules,
+            shared,
+            run.training,
+            self._device,
+            config.get_text_config().hidden_size,
         )
-    modules: dict[int, StageModule] = {}
-    for stage in layout.stages_of(run.ranks.rank % layout.n_ranks):
-        whole = _model_to_train(run, config, device)[0] if modules else model
-        modules[stage] = StageModule(
-            whole,
-            layout.layers_of(stage),
-            run.training.loss_chunk_tokens,
-            backward_in_parts=layout.has_backwards_in_parts,
+
+    def trainer(self, stages: PipelineStages | None, session: Session) -> Trainer | PipelineTrainer:
+        """What trains the model, or this rank's stages of it."""
+        run = self._run
+        dtype = getattr(torch, run.model.dtype)
+        if stages is not None:
+            return PipelineTrainer(stages, session, dtype)
+        barriers = None
+        if run.training.host_barriers:
+            barriers = HostBarriers(run.service.collective_timeout_seconds)
+        return Trainer(
+            self._model,
+            session,
+            run.training,
+            dtype,
+            self._parallelism,
+            self._mesh,
+            tensor_parallel=next(iter(self._shared(self._model)), None),
+            barriers=barriers,
         )
-    width = config.get_text_config().hidden_size
-    return PipelineStages(layout, run.ranks.rank, modules, run.training, device, width)
 
-
-def _trainer(
-    run: TrainerRun, model: PreTrainedModel, stages: PipelineStages | None, session: Session
-) -> Trainer | PipelineTrainer:
-    dtype = getattr(torch, run.model.dtype)
-    if stages is not None:
-        return PipelineTrainer(stages, session, dtype)
-    barriers = None
-    if run.training.host_barriers:
-        barriers = HostBarriers(run.service.collective_timeout_seconds)
-    return Trainer(model, session, run.training, dtype, barriers=barriers)
+    def _shared(self, model: PreTrainedModel) -> list[TensorParallel]:
+        """``model``, spread over tensor-parallel ranks; empty without."""
+        if self._parallelism.tensor_parallel == 1:
+            return []
+        return [TensorParallel(model, self._mesh[TENSOR])]
 
 
 def _write_report(record: RunRecord, folder: RunFolder) -> None:
@@ -277,6 +329,7 @@ def session_options(
     run: TrainerRun,
     served: ServedAttention,
     device: torch.device,
+    parallelism: Parallelism,
     pipelining: Pipelining | None = None,
 ) -> SessionOptions:
     """How this rank joins the job, which is named for the run."""
@@ -288,6 +341,7 @@ def session_options(
         n_layers=served.n_layers if pipelining is None else pipelining.max_layers,
         n_nano_batches=run.training.step_nano_batches,
         pipelining=pipelining,
+        tensor_parallel_ranks=parallelism.group(run.ranks.rank),
         shape=served.shape,
         softmax_scale=served.softmax_scale,
         placement=Placement(run.service.placement),
@@ -342,11 +396,12 @@ class _Loop:
         self._folder = RunFolder(run.service.run_dir)
         self._log = StepLog(self._folder.step_log)
         self.checkpoints = CheckpointKeeper(self._folder.checkpoints)
-        # Where the rank's rows are in the batch: of pipelines, in its replica's part.
-        self._home, self._pipeline_rank = divmod(run.ranks.rank, run.training.pipeline_stages)
+        # Where the rank's rows are in the batch: in its replica's part, of which it has a copy.
+        self._parallelism = Parallelism.of(run.training, run.ranks.n_ranks)
+        self._home, self._copy = divmod(run.ranks.rank, self._parallelism.copies)
         self._trainer = trainer
         self._n_parameters = trainer.n_parameters
-        verifies = self._home if self._pipeline_rank == 0 else -1
+        verifies = self._home if self._copy == 0 else -1
         self._verifier = (
             Verifier(config, run.model.dtype, feed.corpus, verifies, device)
             if run.training.verify
@@ -457,9 +512,7 @@ class _Loop:
         for step in range(self._next_to_submit, end):
             packed = self._feed.packed(step)
             manifest = packed.rank_manifest(
-                self._home,
-                pipeline_rank=self._pipeline_rank,
-                n_stages=self._run.training.pipeline_stages,
+                self._home, copy=self._copy, n_copies=self._parallelism.copies
             )
             self._session.submit(manifest)
             self._submitted[step] = packed

@@ -121,7 +121,13 @@ class TrainingSettings:
     PANEL: ClassVar = "Training"
 
     steps: Annotated[int, typer.Option(help="Steps in all, those before a resume included.")] = 16
-    tokens_per_rank: Annotated[int, typer.Option(help="Tokens of each rank in a step.")] = 4096
+    tokens_per_rank: Annotated[
+        int,
+        typer.Option(
+            help="Tokens of each rank in a step; ranks of a pipeline, and those that share layers, "
+            "have the same ones."
+        ),
+    ] = 4096
     nano_batches: Annotated[
         int, typer.Option(help="Nano-batches that take turns (2 is ping-pong, 1 is without).")
     ] = 2
@@ -130,6 +136,13 @@ class TrainingSettings:
         typer.Option(
             help="Ranks of a pipeline, each with a part of the layers; the number of ranks is a "
             "multiple of it."
+        ),
+    ] = 1
+    tensor_parallel: Annotated[
+        int,
+        typer.Option(
+            help="Ranks that share every layer, each with a part of its heads; the number of ranks "
+            "is a multiple of it (times --pipeline-stages)."
         ),
     ] = 1
     microbatches: Annotated[
@@ -225,6 +238,7 @@ class TrainingSettings:
             steps=1,
             nano_batches=1,
             pipeline_stages=1,
+            tensor_parallel=1,
             microbatches=1,
             warmup_steps=0,
             checkpoint_every=1,

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_state_dict,
     set_state_dict,
 )
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 
@@ -23,9 +23,11 @@ from distca.data.packing import PackedStep
 from distca.errors import DivergenceError, ModelConfigError
 from distca.train.language_model import LanguageModel, has_plain_head
 from distca.train.layers import checkpoint_layers, compile_layers, decoder_layers
+from distca.train.parallelism import Parallelism, replica_mesh
 from distca.train.ranks import sum_over_ranks
 from distca.train.settings import Sharding, TrainingSettings
-from distca.train.sharding import ShardedModel, whole
+from distca.train.sharding import ShardedModel, by_mesh, clip_gradients, squared_norm, whole
+from distca.train.tensor_parallel import TensorParallel
 from trainer_client import HostBarriers, PingPong, Session, StepReport, TraceEvent
 
 
@@ -49,6 +51,10 @@ class Trainer:
 
     Args:
         model: built with ``attn_implementation="distca"``, on the device of this rank.
+        parallelism: of the run.
+        mesh: its ranks.
+        tensor_parallel: what has spread the model over tensor-parallel ranks; None if there are
+            none.
         session: this rank's membership in the job.
         settings: batch and optimiser; ``learning_rate``, ``sharding`` and
             ``activation_checkpointing`` are given.
@@ -62,10 +68,15 @@ class Trainer:
         session: Session,
         settings: TrainingSettings,
         compute_dtype: torch.dtype,
+        parallelism: Parallelism,
+        mesh: DeviceMesh,
         *,
+        tensor_parallel: TensorParallel | None = None,
         barriers: HostBarriers | None = None,
     ) -> None:
         self.model = model
+        self._parallelism = parallelism
+        self._tensor_parallel = tensor_parallel
         self._session = session
         self._settings = settings
         self._device = model.device
@@ -78,24 +89,24 @@ class Trainer:
             model, settings.loss_chunk_tokens, plain_head=has_plain_head(model)
         )
         ping_pong = PingPong(language)
-        self._sharded: ShardedModel | None = None
-        if settings.sharding is Sharding.FSDP:
-            self._sharded = ShardedModel(
+        # DistributedDataParallel knows no weights that are spread over other ranks.
+        self._is_sharded = settings.sharding is Sharding.FSDP or tensor_parallel is not None
+        if self._is_sharded:
+            sharded = ShardedModel(
                 ping_pong,
                 decoder_layers(model),
-                device_type=self._device.type,
-                n_ranks=dist.get_world_size(),
+                mesh=replica_mesh(mesh, settings),
                 compute_dtype=compute_dtype,
                 barriers=barriers,
             )
-            self._module: nn.Module = self._sharded.module
+            self._module: nn.Module = sharded.module
         else:
             replicated = DistributedDataParallel(ping_pong)
             if barriers is not None:
                 barriers.guard_replicated(replicated)
             self._module = replicated
         self._optimizer = torch.optim.AdamW(
-            model.parameters(),
+            [{"params": group} for group in by_mesh(model.parameters())],
             lr=settings.learning_rate_at(0),
             betas=(0.9, 0.95),
             weight_decay=settings.weight_decay,
@@ -118,17 +129,19 @@ class Trainer:
             self._wait_for_connections()
             losses = self._module([vars(batch.to(self._device)) for batch in batches])
             loss = torch.stack(losses).sum() / packed.predicted_tokens
-            # Gradients are averaged over the ranks, but each has only its own share of the sum.
-            (loss * dist.get_world_size()).backward()
+            # Gradients are averaged over the replicas, but each has only its own share of the sum.
+            (loss * self._parallelism.n_replicas).backward()
         if not running.complete:
             raise ModelConfigError(
                 f"step {packed.step}: the model did not call core attention as often as the job "
                 "expects (once a layer and nano-batch, forward and backward); do its layers use "
                 "the attention implementation of its config?"
             )
+        if self._tensor_parallel is not None:
+            self._tensor_parallel.share_gradients()
         assert running.report is not None
         (total,) = sum_over_ranks(float(loss.detach()))
-        return StepResult(total, running.report, running.trace)
+        return StepResult(total / self._parallelism.tensor_parallel, running.report, running.trace)
 
     def update(self, step: int) -> float:
         """Clips the gradients and updates the weights; returns the norm before clipping.
@@ -136,15 +149,12 @@ class Trainer:
         Raises:
             DivergenceError: the norm is not finite, so the weights would be lost.
         """
-        norm = float(
-            whole(
-                nn.utils.clip_grad_norm_(self.model.parameters(), self._settings.max_gradient_norm)
-            )
-        )
+        norm = math.sqrt(squared_norm(self.model.parameters()))
         if not math.isfinite(norm):
             raise DivergenceError(
                 f"step {step}: the gradients' norm is {norm}; lower --learning-rate"
             )
+        clip_gradients(self.model.parameters(), norm, self._settings.max_gradient_norm)
         for group in self._optimizer.param_groups:
             group["lr"] = self._settings.learning_rate_at(step)
         self._optimizer.step()
@@ -167,7 +177,7 @@ class Trainer:
     def state(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """Whole state dicts of model and optimiser, for the first rank to save. All ranks call it;
         those of a sharded model are gathered, and empty on the others."""
-        if self._sharded is None:
+        if not self._is_sharded:
             return self.model.state_dict(), self._optimizer.state_dict()
         gathered: tuple[dict[str, Any], dict[str, Any]] = get_state_dict(
             self.model, self._optimizer, options=_WHOLE
@@ -175,16 +185,25 @@ class Trainer:
         return gathered
 
     def load_state(self, model: dict[str, Any], optimizer: dict[str, Any]) -> None:
-        """Takes up what :meth:`state` gave the first rank."""
-        if self._sharded is None:
+        """Takes up what :meth:`state` gave the first rank, of this run or of one whose weights were
+        spread otherwise."""
+        is_by_number = any(isinstance(key, int) for key in optimizer["state"])
+        if is_by_number and not self._is_sharded:
             self.model.load_state_dict(model)
             self._optimizer.load_state_dict(optimizer)
             return
+        if is_by_number:
+            # Of a run whose ranks had all weights: in the order of parameters.
+            names = [name for name, _ in self.model.named_parameters()]
+            by_name = {names[number]: kept for number, kept in optimizer["state"].items()}
+            optimizer = {"state": by_name}
+        _, own = get_state_dict(self.model, self._optimizer)
         set_state_dict(
             self.model,
             self._optimizer,
             model_state_dict=model,
-            optim_state_dict=optimizer,
+            # Groups are those of this run's meshes, whatever those of the checkpoint's were.
+            optim_state_dict={"state": optimizer["state"], "param_groups": own["param_groups"]},
             options=_WHOLE,
         )
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.multiprocessing.spawn import spawn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -30,7 +31,7 @@ def wrapped(kind: str, barriers: HostBarriers | None) -> nn.Module:
     whole, layers = model()
     if kind == "sharded":
         sharded = ShardedModel(
-            whole, layers, device_type="cpu", n_ranks=RANKS, compute_dtype=torch.float32,
+            whole, layers, mesh=init_device_mesh("cpu", (RANKS,)), compute_dtype=torch.float32,
             barriers=barriers,
         )  # fmt: skip
         module: nn.Module = sharded.module

@@ -212,6 +212,7 @@ def test_everything_that_a_local_run_hands_to_its_trainers_reaches_them() -> Non
             tokens_per_rank=64,
             nano_batches=1,
             pipeline_stages=2,
+            tensor_parallel=2,
             microbatches=4,
             schedule="zb.csv",
             stage_layers="2,1",

@@ -13,6 +13,7 @@ from core_attention.schedule import write_csv
 from core_attention.schedule_orders import SCHEDULES
 from distca.errors import ModelConfigError, SettingsError
 from distca.train.model import build_model, model_config
+from distca.train.parallelism import Parallelism
 from distca.train.pipeline_layout import PipelineLayout, pipeline_layout
 from distca.train.settings import ModelSettings, TrainingSettings
 from distca.train.stages import StageModule
@@ -23,7 +24,8 @@ TINY = ModelSettings(hidden_size=32, layers=4, heads=4, kv_heads=2)
 
 def layout(n_ranks: int = 4, n_layers: int = 5, **fields: Any) -> PipelineLayout | None:
     fields = {"pipeline_stages": 2, "microbatches": 4, "tokens_per_rank": 64} | fields
-    return pipeline_layout(TrainingSettings(**fields), n_ranks, n_layers)
+    settings = TrainingSettings(**fields)
+    return pipeline_layout(settings, Parallelism.of(settings, n_ranks).n_replicas, n_layers)
 
 
 def test_ranks_form_pipelines() -> None:

@@ -34,6 +34,7 @@ from trainer_client import (
     core_attention,
     prepare_fsdp,
 )
+from trainer_client.integrations.fsdp import check_backward_in_parts
 
 RANKS, WIDTH, N_LAYERS = 2, 32, 3
 SHAPE = AttentionShape(num_heads=2, num_heads_kv=2, head_dim=16, head_dim_v=16, dtype="float32")
@@ -299,6 +300,21 @@ def unprepared_models_are_refused(session: Session, rank: int) -> None:
         prepare_fsdp(Model())
 
 
+def weights_that_backwards_in_parts_would_miss(_: Session, __: int) -> None:
+    told = r"'blocks.0' is sharded .* with reshard_after_forward=False"
+    model = Model()
+    for block in model.blocks:
+        fully_shard(block)
+    fully_shard(model)
+    for prepare in (lambda _: None, prepare_fsdp):
+        prepare(model)
+        with pytest.raises(SessionError, match=told):
+            check_backward_in_parts(model)
+    kept = Model()
+    weights_kept_gathered(kept)
+    check_backward_in_parts(kept)
+
+
 def nano_batches_that_leave_early_are_an_error(session: Session, rank: int) -> None:
     """Backward of one nano-batch alone would lose the gradients of the others."""
     module = root_inside(Model())
@@ -336,6 +352,7 @@ SESSIONS: tuple[tuple[AttentionShape, int, tuple[Callable[[Session, int], None],
             gradients_equal_local_attention,
             weights_are_gathered_and_reduced_once,
             weights_are_freed_between_forward_and_backward,
+            weights_that_backwards_in_parts_would_miss,
             nano_batches_that_leave_early_are_an_error,
         ),
     ),

@@ -277,19 +277,31 @@ CASES = (
         is_planned=True,
     ),
 )
-SHARED_CASES = tuple(
+SHARED_CASES = (
+    *(
+        Case(
+            f"replicas, {how}, {n_rows}",
+            Schedule1F1B,
+            2,
+            4,
+            n_rows=n_rows,
+            is_planned=True,
+            replicated=how,
+            checkpointed=n_rows == 2,
+        )
+        for how in ("ddp", "fsdp")
+        for n_rows in (1, 2)
+    ),
+    # No forward comes between the backwards.
     Case(
-        f"replicas, {how}, {n_rows}",
+        "replicas, ddp, few microbatches",
         Schedule1F1B,
         2,
-        4,
-        n_rows=n_rows,
+        2,
+        n_rows=2,
         is_planned=True,
-        replicated=how,
-        checkpointed=n_rows == 2,
-    )
-    for how in ("ddp", "fsdp")
-    for n_rows in (1, 2)
+        replicated="ddp",
+    ),
 )
 N_LAYERS_A_CHUNK = 2
 STEPS = 3
@@ -605,7 +617,7 @@ def test_what_is_no_stage_is_refused() -> None:
         Pipeline(session)
     with pytest.raises(SessionError, match="NoStage has no forward_one_chunk"):
         Pipeline(session, NoStage())
-    stage: Any = SimpleNamespace(forward_one_chunk=print, stage_index=3)
+    stage: Any = SimpleNamespace(forward_one_chunk=print, stage_index=3, submod=None)
     session = SimpleNamespace(options=SimpleNamespace(pipelining=None))
     Pipeline(session, stage)
     with pytest.raises(SessionError, match="stage 3 is in a Pipeline already"):

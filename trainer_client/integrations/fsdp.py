@@ -32,6 +32,8 @@ from trainer_client.step.running_step import RunningStep
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 _prepared: WeakSet[nn.Module] = WeakSet()
+_resharded: WeakSet[nn.Module] = WeakSet()
+"""Of those that are prepared: whose weights are freed between forward and backward."""
 
 
 def prepare_fsdp(model: nn.Module, *, barriers: HostBarriers | None = None) -> None:
@@ -64,8 +66,11 @@ def prepare_fsdp(model: nn.Module, *, barriers: HostBarriers | None = None) -> N
     for unit in units:
         if unit in _prepared:
             continue
+        reshards = _reshards(unit, unit in roots)
+        if reshards:
+            _resharded.add(unit)
         if not _in_group(unit):
-            _LaneGate(unit, reshards=_reshards(unit, unit in roots))
+            _LaneGate(unit, reshards=reshards)
         if barriers is not None:
             barriers.guard_sharded(unit)  # type: ignore[arg-type]  # FSDPModule is a mixin
         _prepared.add(unit)
@@ -84,6 +89,27 @@ def require_prepared(model: nn.Module) -> None:
                 "its weights when the first of the nano-batches leaves it; add the line "
                 "'trainer_client.prepare_fsdp(model)' after fully_shard, or turn ping-pong off "
                 "with PingPong(model, interleave=False)"
+            )
+
+
+def check_backward_in_parts(model: nn.Module) -> None:
+    """Checks that a backward pass in two parts finds the weights of ``model``: PyTorch looks for
+    those that a forward has used before anything gathers them again.
+
+    Raises:
+        SessionError: a module's weights are freed in between, and would get no gradients.
+    """
+    roots = set(_outermost(model))
+    for name, module in model.named_modules():
+        if not _is_unit(module):
+            continue
+        prepared = module in _prepared
+        if module in _resharded if prepared else _reshards(module, module in roots):
+            raise SessionError(
+                f"{name or type(module).__name__!r} is sharded by fully_shard, which frees its "
+                "weights after a forward, and the schedule has backwards in two parts: PyTorch "
+                "would give these weights no gradients; call fully_shard with "
+                "reshard_after_forward=False"
             )
 
 

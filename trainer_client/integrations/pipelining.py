@@ -11,17 +11,17 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from core_attention.schedule import Schedule, is_action, read_csv
+from core_attention.schedule import Kind, Schedule, is_action, read_csv
 from core_attention.schedule_orders import Order, gpipe, one_f_one_b
 from trainer_client.errors import SessionError
-from trainer_client.integrations.fsdp import require_prepared
+from trainer_client.integrations.fsdp import check_backward_in_parts, require_prepared
 from trainer_client.integrations.graphs import outside_graphs
 from trainer_client.integrations.microbatch_rows import cut_of
 from trainer_client.integrations.schedule_check import ScheduleCheck
@@ -64,7 +64,8 @@ class Pipeline:
     Raises:
         SessionError: no stages were given, or one has no ``forward_one_chunk``, or is in another
             ``Pipeline``, or its module is sharded by FSDP2 and not prepared, see
-            :func:`trainer_client.prepare_fsdp`.
+            :func:`trainer_client.prepare_fsdp`, or in a way that loses gradients, see
+            :func:`trainer_client.integrations.fsdp.check_backward_in_parts`.
     """
 
     def __init__(self, session: Session, *stages: Any) -> None:
@@ -84,13 +85,21 @@ class Pipeline:
                     "one for all stages of the rank, and keep it"
                 )
         self._inference = ShapeInference()
+        self._replicated = [
+            stage.submod for stage in stages if isinstance(stage.submod, DistributedDataParallel)
+        ]
+        self._unsynced = ExitStack()
         options = session.options
         n_rows = 1
         self._check: ScheduleCheck | None = None
         if options.pipelining is not None:
             schedule = options.pipelining.schedule
             n_rows = options.n_nano_batches // schedule.n_microbatches
-            self._check = ScheduleCheck(schedule, options.pipelining.pipeline_ranks[options.rank])
+            pipeline_rank = options.pipelining.pipeline_ranks[options.rank]
+            self._check = ScheduleCheck(schedule, pipeline_rank)
+            if any(a.kind is Kind.BACKWARD_INPUT for a in schedule.order(pipeline_rank)):
+                for stage in stages:
+                    check_backward_in_parts(stage.submod)
         for stage in stages:
             is_last = stage is stages[-1]
             stage.forward_one_chunk = self._in_its_lane(
@@ -111,7 +120,10 @@ class Pipeline:
         self._inference.is_over = False
         if self._check is not None:
             self._check.begin_step()
-        with self._session.step(step) as running, self._inference.may_run():
+        with self._session.step(step) as running, self._inference.may_run(), self._unsynced:
+            for module in self._replicated:
+                # Else DDP awaits gradients of the run on garbage, and takes the first microbatch's.
+                self._unsynced.enter_context(module.no_sync())
             yield running
 
     def _in_its_lane(
@@ -123,6 +135,7 @@ class Pipeline:
         @functools.wraps(forward)
         def forward_one_chunk(fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
             self._inference.is_over = True
+            self._unsynced.close()
             if n_rows > 1:
                 token = _microbatch.set(fwd_chunk_id)
                 try:

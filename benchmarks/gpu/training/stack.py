@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from core_attention.shape import AttentionShape
@@ -126,8 +127,7 @@ class TrainingStack:
         self._sharded = ShardedModel(
             root,
             layers,
-            device_type=device.type,
-            n_ranks=n_ranks,
+            mesh=init_device_mesh(device.type, (n_ranks,)),
             compute_dtype=getattr(torch, shape.dtype),
             barriers=barriers,
         )
