@@ -1,7 +1,8 @@
 """The node's process: builds the parts, serves until it is told to stop, closes.
 
 A node ends in one of three ways: SIGTERM, SIGINT or an operator's drain let planned steps finish
-and exit with 0; losing the control plane raises :class:`attention_node.pool_link.PoolLinkLost`.
+and exit with 0, or 130 after SIGINT; losing the control plane raises
+:class:`attention_node.pool_link.PoolLinkLost`.
 """
 
 from __future__ import annotations
@@ -70,6 +71,7 @@ def run(settings: NodeSettings) -> None:
     """Serves until SIGTERM, SIGINT, a drain, or the loss of the control plane.
 
     Raises:
+        KeyboardInterrupt: it was SIGINT; after the drain.
         PoolLinkLost: the control plane is gone.
         ExecutorStuck: the device does not go on.
         distca.contract.rpc.RpcError: the control plane cannot be reached, or refuses.
@@ -78,10 +80,12 @@ def run(settings: NodeSettings) -> None:
     """
     sys.setswitchinterval(SWITCH_INTERVAL_SECONDS)
     node = AttentionNode(settings)
+    came: list[int] = []
 
     def stop(number: int, frame: FrameType | None) -> None:
         if not node.joined:  # there is nothing to drain, and joining may wait for long
             raise SystemExit(128 + number)
+        came.append(number)
         node.stop()
 
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -91,6 +95,8 @@ def run(settings: NodeSettings) -> None:
         node.wait()
     finally:
         node.close()
+    if came[:1] == [signal.SIGINT]:
+        raise KeyboardInterrupt
 
 
 class ExecutorStuck(RuntimeError):

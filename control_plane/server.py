@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import ipaddress
 import json
 import logging
 import os
@@ -89,20 +90,31 @@ def run(settings: ControlPlaneSettings, planners: Mapping[str, Planner] = PLANNE
     """Serves until SIGTERM or SIGINT, then tells members and stops.
 
     Raises:
+        KeyboardInterrupt: it was SIGINT; after that.
         AddressInUseError: an address cannot be listened on.
         OSError: a TLS file or the token secret cannot be read, or the address file cannot be
             written.
         MismatchError, WeakSecretError: a TLS file or the token secret is of no use.
         LeadershipLostError: another control plane may lead now.
     """
-    asyncio.run(_serve(settings, planners))
+    if asyncio.run(_serve(settings, planners)) is signal.SIGINT:
+        raise KeyboardInterrupt
 
 
-async def _serve(settings: ControlPlaneSettings, planners: Mapping[str, Planner]) -> None:
+async def _serve(
+    settings: ControlPlaneSettings, planners: Mapping[str, Planner]
+) -> signal.Signals | None:
+    """Serves; the signal that ended it."""
     stop = asyncio.Event()
+    came: list[signal.Signals] = []
+
+    def end(number: signal.Signals) -> None:
+        came.append(number)
+        stop.set()
+
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
+        loop.add_signal_handler(number, end, number)
     control_plane = ControlPlane(settings, planners)
     await control_plane.start()
     # What is loaded stays: else collections go through it at any time, for tens of milliseconds.
@@ -119,6 +131,7 @@ async def _serve(settings: ControlPlaneSettings, planners: Mapping[str, Planner]
         stopping.cancel()
         await asyncio.gather(leading, stopping, return_exceptions=True)
         await control_plane.stop()
+    return came[0] if came else None
 
 
 class ControlPlane:
@@ -287,7 +300,10 @@ class ControlPlane:
 
     def _warn_if_open(self) -> None:
         if not self._settings.authenticates:
-            logger.warning(
+            # To this machine alone: that is how everybody starts.
+            level = logging.INFO if _is_loopback(self._settings.listen_address) else logging.WARNING
+            logger.log(
+                level,
                 "gRPC on %s asks for no client certificates: whoever reaches it may do everything; "
                 "give tls_certificate, tls_key and tls_client_ca outside of development",
                 self.address,
@@ -364,6 +380,14 @@ def _cannot_listen(name: str, address: str, why: str) -> AddressInUseError:
         f"cannot listen on {name} {address}: {why}; is another control plane running? Choose "
         "another port, or 0 for any free one"
     )
+
+
+def _is_loopback(address: str) -> bool:
+    host, _ = split_address("listen_address", address, any_port=True)
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def _reachable(address: str, port: int) -> str:

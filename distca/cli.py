@@ -28,7 +28,11 @@ from distca.commands import (
     wireguard,
 )
 from distca.configuration import ConfigError, name_variables, read_config
-from distca.process.interrupt import INTERRUPTED_EXIT_CODE, let_sigterm_end_process_1
+from distca.process.interrupt import (
+    INTERRUPTED_EXIT_CODE,
+    let_sigterm_end_process_1,
+    say_interrupted,
+)
 from distca.process.logs import LogFormat, logs_are_json, start_logging
 from distca.process.plain_text import plain_lines
 from distca.shown_errors import shown_error
@@ -139,13 +143,15 @@ def main() -> None:
     """Runs the command line and exits: 0 done, 1 failed, 2 wrong usage, 130 interrupted.
 
     Errors that are meant for people are shown by name in one line; any other exception is a defect
-    and keeps its traceback.
+    and keeps its traceback. Ctrl-C is one line, too.
     """
     let_sigterm_end_process_1()
     try:
         command_line()(prog_name="distca")
-    except KeyboardInterrupt:
-        sys.exit(INTERRUPTED_EXIT_CODE)
+    except SystemExit as end:
+        if end.code == INTERRUPTED_EXIT_CODE:
+            say_interrupted()
+        raise
     except Exception as error:
         shown = shown_error(error)
         if shown is None:

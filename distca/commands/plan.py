@@ -16,6 +16,7 @@ from distca.preview.settings import (
     ModelSettings,
     PlannerSettings,
 )
+from distca.process.interrupt import ending_at_once
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +39,7 @@ class PlanOutputSettings:
 
 
 @options_from
+@ending_at_once()
 def plan(
     lengths: LengthsSettings,
     fleet: FleetSettings,

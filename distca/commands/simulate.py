@@ -16,6 +16,7 @@ from distca.preview.settings import (
     ModelSettings,
     PlannerSettings,
 )
+from distca.process.interrupt import ending_at_once
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +66,7 @@ class SimulationOutputSettings:
 
 
 @options_from
+@ending_at_once()
 def simulate(
     lengths: LengthsSettings,
     job: JobSettings,

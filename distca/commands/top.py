@@ -30,8 +30,6 @@ def top(options: TopOptions, shown: Watch, tls: ClientTls) -> None:
     """Watch servers and jobs in the terminal: load, balance, GB/s. Needs a certificate with the
     role operator or read-only where the control plane asks for one.
     """
-    from contextlib import suppress
-
     from rich.console import Console
 
     from distca.commands.usage import as_usage_error
@@ -46,5 +44,4 @@ def top(options: TopOptions, shown: Watch, tls: ClientTls) -> None:
             call_seconds=options.timeout_seconds,
             **values_of(ClientTls, tls),
         )
-    with suppress(KeyboardInterrupt):
-        watch(settings, shown, console)
+    watch(settings, shown, console)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-import signal
 import sys
-import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -13,6 +12,9 @@ from dataclasses import asdict, dataclass
 from data_plane.transport import Address, Claim, Connection
 from data_plane.transports import TransportName, check_transport, open_transport
 from distca import __version__
+from distca.process.interrupt import StopRequest
+
+_NOTICE_SECONDS = 0.2
 
 HELLO = b"distca doctor"
 """First message of a doctor; a server refuses it."""
@@ -63,14 +65,16 @@ def responding(settings: ResponderSettings) -> Iterator[Address]:
 
 
 def respond_until_signal(settings: ResponderSettings) -> Iterator[Address]:
-    """Yields the address once, then blocks until SIGTERM or SIGINT."""
-    stop = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: stop.set())
-    with responding(settings) as address:
+    """Yields the address once, then blocks until a signal.
+
+    Raises:
+        KeyboardInterrupt: it was Ctrl-C.
+    """
+    with StopRequest() as stop, responding(settings) as address:
         yield address
-        while not stop.wait(1.0):
-            pass
+        while not stop.requested:
+            time.sleep(_NOTICE_SECONDS)
+    stop.check()
 
 
 def _accept(claim: Claim, connection: Connection) -> bytes:

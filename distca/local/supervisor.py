@@ -57,9 +57,10 @@ class Supervisor:
         """
         deadline = time.monotonic() + START_TIMEOUT_SECONDS
         while not path.exists():
-            self.check()
+            # First: Ctrl-C reaches one that is just being started, too.
             if self._stopping():
                 raise KeyboardInterrupt
+            self.check()
             if time.monotonic() > deadline:
                 raise ProcessFailedError(
                     f"{process.name} did not become ready within {START_TIMEOUT_SECONDS:.0f} s"

@@ -34,6 +34,7 @@ def watch(settings: RpcSettings, watch: Watch, console: Console) -> None:
     """Shows the cluster until Ctrl-C, or once.
 
     Raises:
+        KeyboardInterrupt: it was Ctrl-C.
         RpcError: with ``once``, the control plane cannot be asked, or refuses.
         TooFewServersError: with ``once``, fewer servers take work than expected.
         OSError, MismatchError: a TLS file cannot be used.
@@ -48,6 +49,7 @@ def watch(settings: RpcSettings, watch: Watch, console: Console) -> None:
             _repeat(look, watch, console, stop)
         else:
             _follow(look, watch, settings.address, console, stop)
+    stop.check()
 
 
 def _look(settings: RpcSettings) -> Snapshot:

@@ -55,6 +55,7 @@ def run(settings: MemberSettings, tell: Callable[[str], None]) -> None:
         distca.wireguard.state.StateFileError: the state file is of no use.
         AddressLostError: the member came back, and the address is another one's.
         OSError: a file cannot be read or written.
+        KeyboardInterrupt: it was SIGINT; after leaving.
     """
     member = Member(settings, tell)
     with StopRequest() as stop:
@@ -65,6 +66,7 @@ def run(settings: MemberSettings, tell: Callable[[str], None]) -> None:
         finally:
             member.leave()
     member.check()
+    stop.check()
 
 
 class Member:

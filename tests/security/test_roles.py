@@ -3,6 +3,7 @@ method's own, all others PERMISSION_DENIED, counted."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from typing import Any
 
@@ -120,7 +121,10 @@ def test_an_unknown_method_is_unimplemented(clients: dict[Role, Client]) -> None
 def test_without_certificates_all_is_open_and_one_warning_says_so(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    with running() as control_plane, client_of(control_plane.address) as client:
+    with (
+        running(listen_address="0.0.0.0:0") as control_plane,
+        client_of(control_plane.address) as client,
+    ):
         client.register("s0")
         job_id, _ = client.open(0, job_spec(n_ranks=1))
         client.jobs.DescribeJob(jobs_pb2.DescribeJobRequest(job_id=job_id))
@@ -130,3 +134,12 @@ def test_without_certificates_all_is_open_and_one_warning_says_so(
     warnings = [r.getMessage() for r in caplog.records if r.name == "control_plane.server"]
     assert len(warnings) == 1
     assert "asks for no client certificates" in warnings[0]
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "[::1]", "localhost"])
+def test_on_this_machine_alone_that_is_no_warning(
+    host: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with running(listen_address=f"{host}:0"):
+        pass
+    assert not [r for r in caplog.records if r.levelno >= logging.WARNING]
