@@ -1,7 +1,7 @@
 """Frameworks that know GPUs alone, on a CPU: what they ask of ``torch.cuda`` is answered here.
 
 Import it before a framework, in a process that runs nothing else. The frameworks' files stay as
-they are; parts that compute are not touched.
+they are; nothing that computes is touched, but for the dtype of experts.
 """
 
 from __future__ import annotations
@@ -39,6 +39,13 @@ def torchtitan_on_cpu() -> None:
     untyped: Any = dist
     if not hasattr(dist, "set_timeout"):  # which is new in torch 2.14
         untyped.set_timeout = lambda *_, **__: None
+
+
+def float32_experts() -> None:
+    """torchtitan's experts convert to bfloat16 whatever the model's dtype, so that gradients could
+    be compared to 1 in 256 only. They stay in float32."""
+    untyped: Any = torch.Tensor
+    untyped.bfloat16 = torch.Tensor.float
 
 
 class CudaIsCpu(TorchFunctionMode):

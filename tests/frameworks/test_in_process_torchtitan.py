@@ -14,6 +14,7 @@ from tests.frameworks.cpu_devices import torchtitan_on_cpu
 torchtitan_on_cpu()
 
 from torchtitan.models.common.attention import VarlenAttention  # noqa: E402
+from torchtitan.models.gpt_oss import model_registry as gpt_oss  # noqa: E402
 from torchtitan.models.llama3 import model_registry  # noqa: E402
 
 from examples.torchtitan.llama3 import debugmodel  # noqa: E402
@@ -55,6 +56,16 @@ def with_flex(config: Any) -> None:
     config.model_spec = model_registry("debugmodel", attn_backend="flex")
 
 
+def with_windows_alone(config: Any) -> None:
+    config.model_spec = gpt_oss("debugmodel")
+    config.model_spec.model.layers = config.model_spec.model.layers[:1]
+
+
+def with_another_window(config: Any) -> None:
+    config.model_spec = gpt_oss("debugmodel")
+    config.model_spec.model.layers[2].attention.sliding_window_size = 64
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [
@@ -64,6 +75,12 @@ def with_flex(config: Any) -> None:
         (validated, r"validator\.enable is True"),
         (without_override, r"override\.imports is \[\].*add --override\.imports trainer_client"),
         (with_flex, r"layers\.0\.attention.*FlexAttention.*varlen.*has no VarlenAttention"),
+        (with_windows_alone, r"all 1 attention layers of gpt_oss debugmodel have a window"),
+        (
+            with_another_window,
+            r"layers\.2\.attention has sliding_window_size 64.*\(127, 0\), a window of 128 tokens; "
+            r"set window_size to \(63, 0\)",
+        ),
     ],
 )
 def test_what_cannot_work_is_refused_by_name(change: Callable[[Any], None], said: str) -> None:

@@ -80,19 +80,40 @@ def core_attention(
             is cut between ranks inside a window or a chunk.
         CoreAttentionFailed: a server failed, or a deadline passed.
     """
+    o, lse = core_attention_and_lse(
+        q, k, v, window=window, chunk=chunk, softcap=softcap, scale=scale
+    )
+    return o if sinks is None else with_sinks(o, lse, sinks)
+
+
+def core_attention_and_lse(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    window: int | None = None,
+    chunk: int | None = None,
+    softcap: float | None = None,
+    scale: float | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """:func:`core_attention` without sinks, for models that change o by its lse themselves.
+
+    Returns:
+        o ``[rows, num_heads, head_dim_v]`` and lse ``[rows, num_heads]``, float32: the natural
+        logarithm of the sum of a query's exponentiated scores. Both are differentiable once, in the
+        same step.
+    """
     check_local(q=q, k=k, v=v)
     kind = LayerKind(window, chunk)
     if (recorder := current_recorder.get()) is not None:
-        return recorder.call(q, k, v, scale, softcap=softcap, kind=kind)
+        o = recorder.call(q, k, v, scale, softcap=softcap, kind=kind)
+        return o, o.new_zeros(o.shape[:2], dtype=torch.float32)
     checkpoints = Checkpoints()
-    region = checkpoints.recomputed
-    if is_shape_inference(region):
-        o, lse = of_the_right_shape(q, k, v, checkpoints)
-    elif kind.is_full:
-        o, lse = _served(q, k, v, softcap, scale, checkpoints)
-    else:
-        o, lse = _at_home(q, k, v, kind, softcap, scale, checkpoints)
-    return o if sinks is None else with_sinks(o, lse, sinks)
+    if is_shape_inference(checkpoints.recomputed):
+        return of_the_right_shape(q, k, v, checkpoints)
+    if kind.is_full:
+        return _served(q, k, v, softcap, scale, checkpoints)
+    return _at_home(q, k, v, kind, softcap, scale, checkpoints)
 
 
 def _served(

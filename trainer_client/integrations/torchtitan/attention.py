@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +20,7 @@ from trainer_client.integrations.graphs import outside_graphs
 from trainer_client.integrations.probe import current_recorder
 from trainer_client.integrations.shape_inference import is_shape_inference
 from trainer_client.step.lane import Lane, current_lane, current_step, require_lane
-from trainer_client.step.operation import core_attention
+from trainer_client.step.operation import core_attention_and_lse
 
 _SIGNATURE = inspect.signature(VarlenAttention.forward)
 """torchtitan looks tensors up by their names here, which tell of their layout: q_BLNH or q_TNH."""
@@ -29,6 +30,8 @@ _UNBOUNDED = -1
 
 class ServedAttention(VarlenAttention):
     """Takes the place of ``VarlenAttention``; documents are those of the step's manifest.
+
+    A layer with a window is computed at home, the others are served.
 
     Queries, keys and values are ``[B, L, N, H]`` or ``[T, N, H]``, as the installed torchtitan has
     them, with the heads of this rank.
@@ -47,6 +50,7 @@ class ServedAttention(VarlenAttention):
                 f"window_size of an attention layer is {config.window_size}; served core attention "
                 "is causal: its second number must be 0"
             )
+        # Ours counts the query itself.
         self.window = None if left == _UNBOUNDED else left + 1
 
     @outside_graphs
@@ -54,48 +58,29 @@ class ServedAttention(VarlenAttention):
         """Core attention of one layer.
 
         Raises:
-            UnsupportedSetting: the layer asks for what is not served.
             ValueError: the documents are not those of the manifest.
-            SessionError: no step is running.
+            SessionError: no step is running, or a served layer's scale is not the session's.
         """
         arguments = dict(_SIGNATURE.bind(self, *args, **kwargs).arguments)
         _, query, key, value, *_ = arguments.values()
-        if arguments.get("out_transform") is not None:
-            raise UnsupportedSetting(
-                "an attention layer changes its output by its log-sum-exp (out_transform, for "
-                "attention sinks); train such models with torchtitan's own attention"
-            )
-        scale = arguments.get("scale")
         q, k, v = (tensor.reshape(-1, *tensor.shape[-2:]) for tensor in (query, key, value))
-        if (recorder := current_recorder.get()) is not None:
-            o = recorder.call(*_contiguous(q, k, v, v.dtype), scale)
-        elif is_shape_inference(Checkpoints().recomputed):
-            o = core_attention(*_contiguous(q, k, v, v.dtype))
-        else:
+        dtype: torch.dtype = v.dtype
+        if current_recorder.get() is None and not is_shape_inference(Checkpoints().recomputed):
             lane = _lane()
-            self._check(lane, scale, arguments.get("attention_masks"))
-            dtype: torch.dtype = getattr(torch, lane.running.job.shape.dtype)
-            o = core_attention(*_contiguous(q, k, v, dtype))
-        return o.to(query.dtype).view(*query.shape[:-1], value.shape[-1])
+            if (masks := arguments.get("attention_masks")) is not None:
+                documents_of(lane).check({"cu_seq_lens_q": masks.cu_seq_q})
+            dtype = getattr(torch, lane.running.job.shape.dtype)
+        # All in one dtype: rotary embeddings may leave queries and keys in float32.
+        q, k, v = (tensor.to(dtype).contiguous() for tensor in (q, k, v))
+        o, lse = core_attention_and_lse(
+            q, k, v, window=self.window, scale=arguments.get("scale") or q.shape[-1] ** -0.5
+        )
+        o = o.to(query.dtype).view(*query.shape[:-1], value.shape[-1])
+        # The model's own function, for attention sinks.
+        transform: Callable[..., torch.Tensor] | None = arguments.get("out_transform")
+        return o if transform is None else transform(o, lse.view(*query.shape[:-1]))
 
     forward.__signature__ = _SIGNATURE  # type: ignore[attr-defined]
-
-    def _check(self, lane: Lane, scale: float | None, masks: Any) -> None:
-        documents = documents_of(lane)
-        if masks is not None:
-            documents.check({"cu_seq_lens_q": masks.cu_seq_q})
-        if self.window is not None and self.window < documents.longest:
-            raise UnsupportedSetting(
-                f"an attention layer has a window of {self.window} tokens, and {documents.where} a "
-                f"document of {documents.longest}; give shorter documents, or train such models "
-                "with torchtitan's own attention"
-            )
-        served = lane.running.job.scale
-        if scale is not None and abs(scale - served) > 1e-6 * served:
-            raise UnsupportedSetting(
-                f"an attention layer scales by {scale}, and the session by {served}; all served "
-                "layers of a job have one scale"
-            )
 
 
 @override(target=VarlenAttention.Config, description="Core attention served by DistCA")
@@ -113,10 +98,3 @@ def _lane() -> Lane:
             "trainer_client.integrations.torchtitan.ServedTrainer, which served(config) chooses"
         )
     return require_lane()
-
-
-def _contiguous(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """All in one dtype: rotary embeddings may leave queries and keys in float32."""
-    return q.to(dtype).contiguous(), k.to(dtype).contiguous(), v.to(dtype).contiguous()

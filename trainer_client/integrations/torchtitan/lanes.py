@@ -13,6 +13,9 @@ from trainer_client.integrations.graphs import outside_graphs
 from trainer_client.step.lane import in_nano_batch, require_step
 from trainer_client.step.ping_pong import Call, run_in_turns
 
+Output = Any
+"""Of a decoder: a tensor ``[B, L, ...]``, or a list of them with multi-token prediction."""
+
 
 @dataclass(frozen=True)
 class Cut:
@@ -70,12 +73,12 @@ class InTurns:
 
     def __init__(self, model: Any, n_lanes: int, multiple: int) -> None:
         self._model, self._n_lanes, self._multiple = model, n_lanes, multiple
-        self._forward: Callable[..., torch.Tensor] = model.forward
+        self._forward: Callable[..., Output] = model.forward
         self.microbatch = 0
         model.forward = self.run
 
     @outside_graphs
-    def run(self, tokens: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+    def run(self, tokens: torch.Tensor, **kwargs: Any) -> Output:
         """The model's output for ``tokens`` ``[B, L]``.
 
         Raises:
@@ -105,10 +108,10 @@ class InTurns:
         return (padded(tokens, part, count=False),), named
 
 
-def _joined(
-    outputs: Sequence[torch.Tensor], cuts: Sequence[Cut], shape: Sequence[int]
-) -> torch.Tensor:
-    """``[B, L, ...]`` without padding."""
+def _joined(outputs: Sequence[Output], cuts: Sequence[Cut], shape: Sequence[int]) -> Output:
+    """``[B, L, ...]`` without padding; a list of them if the model's outputs are lists."""
+    if not all(isinstance(output, torch.Tensor) for output in outputs):
+        return [_joined(each, cuts, shape) for each in zip(*outputs, strict=True)]
     rows = [output[:, : each.end - each.begin] for output, each in zip(outputs, cuts, strict=True)]
     whole = torch.cat(rows, dim=1)
     return whole.reshape(*shape, *whole.shape[2:])

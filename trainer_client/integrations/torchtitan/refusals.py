@@ -6,11 +6,13 @@ from collections.abc import Iterator
 from typing import Any
 
 from torchtitan.models.common.attention import (
+    BaseAttention,
     FlexAttention,
     ScaledDotProductAttention,
     VarlenAttention,
 )
 
+_UNBOUNDED = -1
 _BACKENDS = (FlexAttention, ScaledDotProductAttention)
 
 
@@ -61,12 +63,37 @@ def _attention_problems(config: Any, override: str) -> Iterator[str]:
                 f"{backend.__name__}, and VarlenAttention alone is served; choose it by "
                 'model_registry(flavor, attn_backend="varlen")'
             )
-    if not any(model.traverse(VarlenAttention.Config)):
+    layers = list(model.traverse(VarlenAttention.Config))
+    if not layers:
         yield (
             f"{config.model_spec.name} {config.model_spec.flavor} has no VarlenAttention, the hook "
             "of served core attention; choose a model of torchtitan's decoder family with "
             'attn_backend="varlen"'
         )
+    elif all(layer.window_size[0] != _UNBOUNDED for _, layer, *_ in layers):
+        yield (
+            f"all {len(layers)} attention layers of {config.model_spec.name} "
+            f"{config.model_spec.flavor} have a window (window_size is {layers[0][1].window_size}),"
+            " and those are computed at home: servers would have nothing to do; train it with "
+            "torchtitan's own trainer"
+        )
+    yield from _window_problems(model)
+
+
+def _window_problems(model: Any) -> Iterator[str]:
+    """Layers whose window and whose attention say different things."""
+    for name, layer, *_ in model.traverse(BaseAttention.Config):
+        size = getattr(layer, "sliding_window_size", None)
+        inner = layer.inner_attention
+        if not isinstance(inner, VarlenAttention.Config):
+            continue
+        own = None if inner.window_size[0] == _UNBOUNDED else inner.window_size[0] + 1
+        if hasattr(layer, "sliding_window_size") and size != own:
+            yield (
+                f"{name} has sliding_window_size {size}, and its VarlenAttention window_size "
+                f"{inner.window_size}, a window of {own or 'all'} tokens; set window_size to "
+                f"{(_UNBOUNDED if size is None else size - 1, 0)}"
+            )
 
 
 def _some(names: list[str]) -> str:

@@ -152,11 +152,12 @@ class ServedTrainer(Trainer):
             masks = part.get_attention_masks(positions=tokens)
             with self.train_context(), untouched(part), recorder.recording():
                 part(inputs, positions=tokens, attention_masks=masks)
-            if len(recorder.calls) != len(reached):
+            found = len(recorder.calls) + recorder.home_calls
+            if found != len(reached):
                 raise SessionError(
                     f"{len(reached)} attention layers of the model were replaced, and a forward "
-                    f"reaches {len(recorder.calls)}: "
-                    f"{[place for place, _ in recorder.calls]}; every layer must be run once"
+                    f"reaches {found}: {[place for place, _ in recorder.calls]} and "
+                    f"{recorder.home_calls} with windows; every layer must be run once"
                 )
             calls += len(recorder.calls)
             kinds.append(recorder.kind())
