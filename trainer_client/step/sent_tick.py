@@ -44,19 +44,24 @@ class SentTick:
     answered_at: float = 0.0
     flight_seconds: float = 0.0
     complete: bool = False
+    _joined: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def rows(self) -> Tensors:
         """The inputs as routes count them: behind the rows of k and v lie those carried over. Empty
         once nobody can ask for them again."""
         inputs = dict(self.inputs or {})
-        if inputs:
-            for name, carried in self.carried.items():
-                inputs[name] = torch.cat([inputs[name], carried])
-        return inputs
+        if inputs and self.carried and not self._joined:
+            # Kept until the replies are taken in: the in-place server reads them on a stream that
+            # the allocator knows nothing of.
+            self._joined = {
+                name: torch.cat([inputs[name], carried]) for name, carried in self.carried.items()
+            }
+        return inputs | self._joined
 
     def hand_out(self) -> tuple[Tensors, Tensors]:
         """The outputs and gradients of the complete tick, which it keeps no longer."""
         outputs, gradients = self.outputs, self.gradients
+        self._joined = {}
         self.outputs = {name: tensor.to("meta") for name, tensor in outputs.items()}
         self.gradients = {}
         return outputs, gradients
@@ -78,7 +83,7 @@ class SentTick:
 
     def forget_inputs(self) -> None:
         """Keeps none of them."""
-        self.inputs, self.carried = None, {}
+        self.inputs, self.carried, self._joined = None, {}, {}
 
     def let_go(self, epoch: int) -> int:
         """Lets go of the replies of an epoch. Returns how many of them were here."""
