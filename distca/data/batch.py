@@ -47,11 +47,9 @@ def rank_batches(packed: PackedStep, corpus: Corpus, rank: int) -> list[TokenBat
     return [
         _concatenate(
             [
-                _segment(corpus, document, offset, length)
+                _segment(corpus, document, piece.offset, piece.length)
                 for document in packed.documents
-                if document.nano_batch == nano_batch
-                for home, offset, length in document.segments
-                if home == rank
+                for piece in document.on(rank, nano_batch)
             ]
         )
         for nano_batch in range(packed.shape.n_nano_batches)
@@ -64,7 +62,7 @@ def whole_documents(packed: PackedStep, corpus: Corpus, rank: int) -> Iterator[T
     Over all ranks these are all documents of the step, once each.
     """
     for document in packed.documents:
-        if document.segments[0][0] == rank:
+        if document.segments[0].rank == rank:
             yield _concatenate([_segment(corpus, document, 0, document.length)])
 
 
@@ -74,7 +72,7 @@ def _segment(
     """Input ids, positions and labels of rows ``[offset, offset + length)`` of ``document``.
 
     The label of a segment's last row is the first token of the next segment, which may lie on
-    another rank: every rank can read every document.
+    another rank or in another nano-batch: every rank can read every document.
     """
     end = offset + length
     with_next = min(end + 1, document.length)

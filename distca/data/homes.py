@@ -17,14 +17,15 @@ from core_attention.arrays import Float64Array
 from core_attention.ca_task import causal_qk_pairs
 from core_attention.cost_model import CostProfile
 from core_attention.shape import AttentionShape
-from distca.data.packing import PackedDocument, PackedStep
+from distca.data.packing import PackedDocument, PackedStep, Piece
 
 _GRID = np.array([2**power for power in range(25)])
 """Lengths from 1 to 16 million tokens; rates do not change beyond the grid."""
 
 
 def plan_step_homes(packed: PackedStep, options: PlanningOptions) -> PackedStep:
-    """The same documents in the same nano-batches, with planned homes.
+    """The same documents with planned homes; in the same nano-batches, unless documents may be cut
+    between them.
 
     Args:
         packed: the step as packed; every rank's nano-batch keeps its number of rows.
@@ -33,24 +34,31 @@ def plan_step_homes(packed: PackedStep, options: PlanningOptions) -> PackedStep:
     Returns:
         A step whose documents may span ranks.
     """
-    servers = equal_servers(packed.shape.n_ranks, _pairs_profile())
+    shape = packed.shape
+    together = shape.n_nano_batches if shape.cut_documents else 1
     documents: list[PackedDocument] = []
-    for nano_batch in range(packed.shape.n_nano_batches):
-        chosen = [d for d in packed.documents if d.nano_batch == nano_batch]
+    for first in range(0, shape.n_nano_batches, together):
+        chosen = [d for d in packed.documents if first <= d.nano_batch < first + together]
         manifests = plan_homes(
             [document.length for document in chosen],
-            packed.shape.n_ranks,
-            packed.shape.nano_batch_tokens,
-            servers,
+            shape.n_ranks,
+            shape.nano_batch_tokens * together,
+            equal_servers(shape.n_ranks, _pairs_profile()),
             options,
+            n_nano_batches=together,
+            cuts_documents=shape.cut_documents,
         )
-        pieces: list[list[tuple[int, int, int]]] = [[] for _ in chosen]
+        pieces: list[list[Piece]] = [[] for _ in chosen]
         for manifest in manifests:
-            for segment in manifest.nano_batches[0]:
-                pieces[segment.document_id].append((segment.offset, manifest.rank, segment.length))
-        for document, held in zip(chosen, pieces, strict=True):
-            segments = tuple((rank, offset, length) for offset, rank, length in sorted(held))
-            documents.append(replace(document, segments=segments))
+            for nano_batch, segments in enumerate(manifest.nano_batches, first):
+                for segment in segments:
+                    pieces[segment.document_id].append(
+                        Piece(nano_batch, manifest.rank, segment.offset, segment.length)
+                    )
+        documents += [
+            replace(document, segments=tuple(sorted(held, key=lambda piece: piece.offset)))
+            for document, held in zip(chosen, pieces, strict=True)
+        ]
     return replace(packed, documents=tuple(documents))
 
 

@@ -4,15 +4,18 @@ The pieces of the corpus, shuffled anew in every epoch, form one endless stream 
 takes the next ``n_nano_batches * n_ranks * nano_batch_tokens`` of them, so any step can be packed
 without those before it, and all ranks agree on the documents of all ranks.
 
-A *slot* is what must not cut a document: the rows of one rank in one nano-batch, or, with
-``span_ranks``, those of all ranks in one nano-batch. A document that reaches a slot's end is cut
+A *slot* is what must not cut a document: the rows of one rank in one nano-batch; with
+``span_ranks`` those of all ranks, and with ``cut_documents`` those of both nano-batches, the first
+one's first. A document that reaches a slot's end is cut
 there; the rest continues in the next slot as a document of its own, with positions from 0.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 
@@ -30,24 +33,47 @@ class BatchShape:
         n_nano_batches: nano-batches of every rank.
         nano_batch_tokens: rows of one nano-batch on one rank.
         span_ranks: whether a document may continue on the next rank.
+        cut_documents: whether a document may begin in nano-batch 0 and go on in nano-batch 1, of
+            two.
+
+    Raises:
+        ValueError: a number is too small, or documents may be cut and there are not two
+            nano-batches.
     """
 
     n_ranks: int
     n_nano_batches: int
     nano_batch_tokens: int
     span_ranks: bool = False
+    cut_documents: bool = False
 
     def __post_init__(self) -> None:
         check_least(self, n_ranks=1, n_nano_batches=1, nano_batch_tokens=2)
+        if self.cut_documents and self.n_nano_batches != 2:
+            raise ValueError(
+                f"cut_documents: a document can be cut between two nano-batches, and there are "
+                f"{self.n_nano_batches}; set nano_batches to 2 and microbatches to 1, or leave "
+                "cut_documents out"
+            )
 
     @property
     def slot_tokens(self) -> int:
-        """Rows that a document can fill without being cut."""
-        return self.nano_batch_tokens * (self.n_ranks if self.span_ranks else 1)
+        """Rows that a document can fill without being cut into two documents."""
+        ranks = self.n_ranks if self.span_ranks else 1
+        return self.nano_batch_tokens * ranks * (2 if self.cut_documents else 1)
 
     @property
     def step_tokens(self) -> int:
         return self.nano_batch_tokens * self.n_nano_batches * self.n_ranks
+
+
+class Piece(NamedTuple):
+    """A segment of a document, and where it lies."""
+
+    nano_batch: int
+    rank: int
+    offset: int
+    length: int
 
 
 @dataclass(frozen=True)
@@ -59,21 +85,30 @@ class PackedDocument:
         source: index of the document in the corpus that it is taken from.
         source_begin: first token of it there.
         length: its tokens.
-        nano_batch: where it lies.
-        segments: (rank, offset, length) of its pieces, in order.
+        segments: its pieces, in order.
     """
 
     document_id: int
     source: int
     source_begin: int
     length: int
-    nano_batch: int
-    segments: tuple[tuple[int, int, int], ...]
+    segments: tuple[Piece, ...]
+
+    @property
+    def nano_batch(self) -> int:
+        """Where it begins."""
+        return self.segments[0].nano_batch
+
+    def on(self, rank: int, nano_batch: int) -> Iterator[Piece]:
+        """Its pieces there, in order."""
+        for piece in self.segments:
+            if (piece.rank, piece.nano_batch) == (rank, nano_batch):
+                yield piece
 
 
 @dataclass(frozen=True)
 class PackedStep:
-    """The documents of a step, ordered by nano-batch and, within it, by first rank and row."""
+    """The documents of a step, slot after slot; within a slot by their first row."""
 
     step: int
     shape: BatchShape
@@ -94,15 +129,17 @@ class PackedStep:
             n_copies: how many they are.
         """
         first_id = copy * len(self.documents)
-        nano_batches: list[list[Segment]] = [[] for _ in range(self.shape.n_nano_batches)]
-        for document in self.documents:
-            for home, offset, length in document.segments:
-                if home == rank:
-                    nano_batches[document.nano_batch].append(
-                        Segment(first_id + document.document_id, document.length, offset, length)
-                    )
-        of_job = rank * n_copies + copy
-        return RankManifest(self.step, of_job, tuple(map(tuple, nano_batches)))
+        nano_batches = [
+            [
+                Segment(
+                    first_id + document.document_id, document.length, piece.offset, piece.length
+                )
+                for document in self.documents
+                for piece in document.on(rank, nano_batch)
+            ]
+            for nano_batch in range(self.shape.n_nano_batches)
+        ]
+        return RankManifest(self.step, rank * n_copies + copy, nano_batches)
 
 
 class Packer:
@@ -136,35 +173,33 @@ class Packer:
     def pack(self, step: int) -> PackedStep:
         """The documents of ``step`` and where they lie."""
         shape = self._shape
-        slots_per_nano_batch = shape.step_tokens // shape.n_nano_batches // shape.slot_tokens
         documents: list[PackedDocument] = []
         begin = step * shape.step_tokens
-        for nano_batch in range(shape.n_nano_batches):
-            for slot in range(slots_per_nano_batch):
-                row = 0
-                for source, source_begin, length in self._slice(begin, shape.slot_tokens):
-                    documents.append(
-                        PackedDocument(
-                            len(documents),
-                            source,
-                            source_begin,
-                            length,
-                            nano_batch,
-                            self._segments(slot, row, length),
-                        )
-                    )
-                    row += length
-                begin += shape.slot_tokens
+        for slot in range(shape.step_tokens // shape.slot_tokens):
+            row = 0
+            for source, source_begin, length in self._slice(begin, shape.slot_tokens):
+                segments = self._segments(slot, row, length)
+                documents.append(
+                    PackedDocument(len(documents), source, source_begin, length, segments)
+                )
+                row += length
+            begin += shape.slot_tokens
         return PackedStep(step, shape, tuple(documents))
 
-    def _segments(self, slot: int, row: int, length: int) -> tuple[tuple[int, int, int], ...]:
-        """Cuts rows ``[row, row + length)`` of a slot at the ends of ranks."""
-        per_rank = self._shape.nano_batch_tokens
+    def _segments(self, slot: int, row: int, length: int) -> tuple[Piece, ...]:
+        """Cuts rows ``[row, row + length)`` of a slot at the ends of ranks' nano-batches."""
+        shape = self._shape
+        per_rank = shape.nano_batch_tokens
         segments, offset = [], 0
         while offset < length:
-            rank, rank_row = divmod(slot * self._shape.slot_tokens + row + offset, per_rank)
+            place, rank_row = divmod(row + offset, per_rank)
+            if shape.cut_documents and not shape.span_ranks:
+                nano_batch, rank = place, slot
+            else:
+                first = slot * (shape.slot_tokens // per_rank)
+                nano_batch, rank = divmod(first + place, shape.n_ranks)
             piece = min(length - offset, per_rank - rank_row)
-            segments.append((rank, offset, piece))
+            segments.append(Piece(nano_batch, rank, offset, piece))
             offset += piece
         return tuple(segments)
 

@@ -38,6 +38,13 @@ class DataSettings:
             help="Let a document continue on the next rank instead of cutting it at a rank's end."
         ),
     ] = False
+    cut_documents: Annotated[
+        bool,
+        typer.Option(
+            help="Let a document begin in the first of two nano-batches and go on in the second, "
+            "so that it can be twice as long."
+        ),
+    ] = False
     seed: Annotated[int, typer.Option(help="Order of the documents and first weights.")] = 0
 
     def __post_init__(self) -> None:

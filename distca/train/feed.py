@@ -64,6 +64,7 @@ class Feed:
             "nano_batch_tokens": self.shape.nano_batch_tokens,
             "span_ranks": self.shape.span_ranks,
             "max_document_tokens": self.max_document_tokens,
+            **({"cut_documents": True} if self.shape.cut_documents else {}),
             "homes": "packed" if self._planned_homes is None else str(self._planned_homes),
         }
 

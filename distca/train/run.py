@@ -108,12 +108,7 @@ def run_trainer(run: TrainerRun, console: Console) -> bool:
     parallelism = Parallelism.of(run.training, run.ranks.n_ranks)
     feed = Feed(
         run.data,
-        BatchShape(
-            n_ranks=parallelism.n_replicas,
-            n_nano_batches=run.training.step_nano_batches,
-            nano_batch_tokens=run.training.nano_batch_tokens,
-            span_ranks=run.data.span_ranks,
-        ),
+        _batch_shape(run, parallelism.n_replicas),
         planned_homes=_planned_homes(run),
     )
     config = model_config(run.model, feed.max_document_tokens)
@@ -298,6 +293,28 @@ def _write_report(record: RunRecord, folder: RunFolder) -> None:
         write_report(record, folder.report, folder.figures)
     except OSError as error:
         logger.warning("the report in %s cannot be written: %s", folder.root, error)
+
+
+def _batch_shape(run: TrainerRun, n_ranks: int) -> BatchShape:
+    """Sizes of a step's batch.
+
+    Raises:
+        SettingsError: documents may be cut between nano-batches, and there are not two that can.
+    """
+    training = run.training
+    if run.data.cut_documents and (training.pipeline_stages > 1 or training.nano_batches != 2):
+        raise SettingsError(
+            "--cut-documents lets a document begin in the first of two nano-batches and go on in "
+            f"the second; with --nano-batches {training.nano_batches} and --pipeline-stages "
+            f"{training.pipeline_stages} leave it out, or give --nano-batches 2 without pipelines"
+        )
+    return BatchShape(
+        n_ranks=n_ranks,
+        n_nano_batches=training.step_nano_batches,
+        nano_batch_tokens=training.nano_batch_tokens,
+        span_ranks=run.data.span_ranks,
+        cut_documents=run.data.cut_documents,
+    )
 
 
 def _planned_homes(run: TrainerRun) -> PlanningOptions | None:

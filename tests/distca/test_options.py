@@ -195,7 +195,12 @@ def test_everything_that_a_local_run_hands_to_its_trainers_reaches_them() -> Non
             device=DeviceName.CUDA,
         ),
         DataSettings(
-            data=Path("/tmp/data"), text_field="b", max_document_tokens=9, span_ranks=True, seed=3
+            data=Path("/tmp/data"),
+            text_field="b",
+            max_document_tokens=9,
+            span_ranks=True,
+            cut_documents=True,
+            seed=3,
         ),
         ModelSettings(
             model_config=Path("/tmp/c.json"),

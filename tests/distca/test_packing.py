@@ -23,6 +23,13 @@ SHAPES = st.builds(
     n_nano_batches=st.integers(1, 3),
     nano_batch_tokens=st.integers(2, 64),
     span_ranks=st.booleans(),
+) | st.builds(
+    BatchShape,
+    n_ranks=st.integers(1, 4),
+    n_nano_batches=st.just(2),
+    nano_batch_tokens=st.integers(2, 64),
+    span_ranks=st.booleans(),
+    cut_documents=st.just(True),
 )
 LIMITS = st.none() | st.integers(2, 40)
 
@@ -50,7 +57,11 @@ def test_manifests_of_all_ranks_merge_and_fill_every_row(
     if limit is not None:
         assert manifest.document_length.max() <= limit
     if not shape.span_ranks:
+        # The parts of a document that is cut between nano-batches are on one rank.
         assert manifest.n_segments == manifest.n_documents
+        assert (manifest.carried_rank == manifest.segment_rank[manifest.carried_document]).all()
+    if not shape.cut_documents:
+        assert manifest.n_carried == 0
 
 
 @given(lengths=LENGTHS, shape=SHAPES, limit=LIMITS)
@@ -82,7 +93,7 @@ def test_batches_carry_the_documents_tokens_positions_and_labels(
     assert len(wholes) == len(packed.documents)
     predicted = 0
     row = np.zeros((shape.n_ranks, shape.n_nano_batches), dtype=int)
-    by_first_rank = sorted(packed.documents, key=lambda document: document.segments[0][0])
+    by_first_rank = sorted(packed.documents, key=lambda document: document.segments[0].rank)
     for whole, document in zip(wholes, by_first_rank, strict=True):
         tokens = corpus.tokens(
             document.source, document.source_begin, document.source_begin + document.length
@@ -95,14 +106,14 @@ def test_batches_carry_the_documents_tokens_positions_and_labels(
         document.document_id: whole for whole, document in zip(wholes, by_first_rank, strict=True)
     }
     for document in packed.documents:
-        for rank, offset, length in document.segments:
-            batch = batches[rank][document.nano_batch]
-            begin = row[rank, document.nano_batch]
+        for nano_batch, rank, offset, length in document.segments:
+            batch = batches[rank][nano_batch]
+            begin = row[rank, nano_batch]
             for name in ("input_ids", "position_ids", "labels"):
                 piece = getattr(batch, name)[:, begin : begin + length]
                 expected = getattr(whole_of[document.document_id], name)
                 assert torch.equal(piece, expected[:, offset : offset + length])
-            row[rank, document.nano_batch] += length
+            row[rank, nano_batch] += length
     assert (row == shape.nano_batch_tokens).all()
 
 
@@ -110,9 +121,27 @@ def test_a_document_over_all_ranks_is_one_document_when_it_may_span() -> None:
     corpus = corpus_of([400])
     shape = BatchShape(n_ranks=4, n_nano_batches=1, nano_batch_tokens=100, span_ranks=True)
     (document,) = pack(corpus, shape, 0, None).documents
-    assert document.segments == ((0, 0, 100), (1, 100, 100), (2, 200, 100), (3, 300, 100))
+    assert document.segments == tuple((0, rank, 100 * rank, 100) for rank in range(4))
     pieces = pack(corpus, replace(shape, span_ranks=False), 0, None).documents
     assert [piece.length for piece in pieces] == [100, 100, 100, 100]
+
+
+def test_a_document_over_both_nano_batches_is_one_document_when_it_may_be_cut() -> None:
+    corpus = corpus_of([400])
+    shape = BatchShape(n_ranks=2, n_nano_batches=2, nano_batch_tokens=100, cut_documents=True)
+    pieces = pack(corpus, shape, 0, None).documents
+    assert [piece.segments for piece in pieces] == [
+        ((0, rank, 0, 100), (1, rank, 100, 100)) for rank in range(2)
+    ]
+    (document,) = pack(corpus, replace(shape, span_ranks=True), 0, None).documents
+    assert document.segments == (
+        (0, 0, 0, 100),
+        (0, 1, 100, 100),
+        (1, 0, 200, 100),
+        (1, 1, 300, 100),
+    )
+    with pytest.raises(ValueError, match=r"cut_documents: .* there are 1; set nano_batches to 2"):
+        replace(shape, n_nano_batches=1)
 
 
 def test_order_depends_on_seed_and_epoch() -> None:

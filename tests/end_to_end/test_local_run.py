@@ -51,15 +51,16 @@ def test_run_finishes_verified_with_a_report(start_run: StartRun, mode: str, dty
     assert f"Report: {run.folder.report}" in ended.output
 
 
+@pytest.mark.parametrize("cut", [(), ("--cut-documents",)], ids=["whole", "cut"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_sharded_and_recomputed_layers_train_as_whole_ones_do(
-    start_run: StartRun, dtype: str
+    start_run: StartRun, dtype: str, cut: tuple[str, ...]
 ) -> None:
     """FSDP2 under ping-pong, with core attention left out of activation checkpoints: every gradient
     is compared with local attention's."""
     options = (
         "--sharding=fsdp", "--activation-checkpointing", "--loss-chunk-tokens=50",
-        "--host-barriers",
+        "--host-barriers", *cut,
     )  # fmt: skip
     run = start_run("run", "--mode=in-place", f"--dtype={dtype}", "--steps=3", "--verify", *options)
     assert run.wait(150.0).exit_code == 0
