@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import nn
 
+from core_attention.ca_task import MaskKind
 from core_attention.pipelining import Pipelining
 from core_attention.shape import AttentionShape
 from core_attention.tick import MAX_LAYERS, MAX_NANO_BATCHES
@@ -51,6 +52,9 @@ class SessionOptions(RankTimeouts, PlanRequest, IntegritySettings, ClientTls):
             stages of the rank that has most.
         n_nano_batches: nano-batches of a step; 2 for ping-pong, and of each microbatch where ranks
             form pipelines.
+        cut_documents: whole packed rows are split in their middle, whatever document lies there:
+            with ``turns_inside`` and ``serve_trainer``, so that one long document takes turns with
+            itself. Manifests of your own may cut documents in any case.
         shape: heads, head dims and dtype of the model's core attention; under tensor parallelism
             the heads of one rank.
         pipelining: of ranks that form pipelines: their schedule, and what a stage computes beside
@@ -95,6 +99,7 @@ class SessionOptions(RankTimeouts, PlanRequest, IntegritySettings, ClientTls):
     n_layers: int
     shape: AttentionShape
     n_nano_batches: int = 2
+    cut_documents: bool = False
     pipelining: Pipelining | None = None
     tensor_parallel_ranks: Sequence[int] = ()
     placement: Placement = Placement.IN_PLACE
@@ -132,6 +137,7 @@ class SessionOptions(RankTimeouts, PlanRequest, IntegritySettings, ClientTls):
         self._check_range("n_nano_batches", 1, MAX_NANO_BATCHES)
         if self.pipelining is not None:
             self.pipelining.check_job(self.n_ranks, self.n_layers, self.n_nano_batches)
+        self._check_cut_documents()
         self._check_tensor_parallel_ranks()
         check_port(self, "data_port", "metrics_port")
         check_least(self, min_gigabytes_per_second=0)
@@ -140,6 +146,19 @@ class SessionOptions(RankTimeouts, PlanRequest, IntegritySettings, ClientTls):
             self._check_range("kept_forward_ticks", 1, MAX_LAYERS)
         check_seconds(self)
         check_order(known_timeouts(self))
+
+    def _check_cut_documents(self) -> None:
+        refusals = (
+            (self.n_nano_batches != 2, f"n_nano_batches is {self.n_nano_batches}, and two are cut"),
+            (self.pipelining is not None, "nano-batches of pipelines run apart"),
+            (
+                self.shape.mask is not MaskKind.CAUSAL,
+                f"under the mask {self.shape.mask.name} queries need keys of both nano-batches",
+            ),
+        )
+        for holds, why in refusals:
+            if self.cut_documents and holds:
+                raise ValueError(f"cut_documents is True, and {why}; leave it out")
 
     @classmethod
     def for_model(

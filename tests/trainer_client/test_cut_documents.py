@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
+from itertools import chain
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from core_attention.ca_task import MaskKind
 from core_attention.manifest import RankManifest, Segment
 from tests.cluster import Cluster
 from tests.cut_manifests import in_halves
 from tests.team import Layer, Team
 from tests.trainer_client.test_parity import PLACEMENTS, make_shape
-from trainer_client import SessionError, core_attention, in_nano_batch
+from trainer_client import SessionError, SessionOptions, core_attention, in_nano_batch
+from trainer_client.step.manifests import manifest_of_row
 
 TWO_RANKS = {
     "one document": in_halves(2, 601),
@@ -245,3 +250,43 @@ def test_a_window_over_the_cut_is_refused_by_name(pool_of_four: Cluster) -> None
         pytest.raises(SessionError, match=r"nano-batch 1: a layer with a window .* or nano-batch"),
     ):
         team.run(in_halves(1, 40))
+
+
+@pytest.mark.parametrize(
+    ("lengths", "halves"),
+    [
+        ([7], [[(0, 0, 4)], [(0, 4, 3)]]),
+        ([1], [[(0, 0, 1)], []]),
+        ([2, 2], [[(0, 0, 2)], [(1, 0, 2)]]),
+        ([1, 6, 2], [[(0, 0, 1), (1, 0, 4)], [(1, 4, 2), (2, 0, 2)]]),
+    ],
+)
+def test_a_packed_row_is_split_in_its_middle(
+    lengths: list[int], halves: list[list[tuple[int, int, int]]]
+) -> None:
+    positions = torch.cat([torch.arange(length) for length in lengths])[None]
+    manifest = manifest_of_row(3, 1, {"position_ids": positions}, 2, cut_documents=True)
+    first = 1 << 32
+    assert [
+        [(s.document_id - first, s.offset, s.length) for s in segments]
+        for segments in manifest.nano_batches
+    ] == halves
+    assert all(
+        s.document_length == lengths[s.document_id - first] for s in chain(*manifest.nano_batches)
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"n_nano_batches": 1}, "n_nano_batches is 1"),
+        ({"shape": replace(make_shape(), mask=MaskKind.FULL)}, "under the mask FULL"),
+    ],
+)
+def test_options_that_cannot_cut_documents_are_refused(options: dict[str, Any], why: str) -> None:
+    settings = {"shape": make_shape(), **options}
+    with pytest.raises(ValueError, match=f"cut_documents is True, and {why}"):
+        SessionOptions(
+            control_plane="here:1", job="a", rank=0, n_ranks=1, n_layers=1, cut_documents=True,
+            data_host="127.0.0.1", **settings,
+        )  # fmt: skip

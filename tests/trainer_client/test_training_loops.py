@@ -77,6 +77,16 @@ def compare_weights(model: Any, local: Any) -> None:
 
 
 def test_accelerate(session: Session) -> None:
+    train_with_accelerate(session)
+
+
+def test_rows_split_in_their_middle(pool_of_four: Cluster) -> None:
+    with open_session(pool_of_four, "training-loops-cut", cut_documents=True) as session:
+        train_with_accelerate(session)
+
+
+def train_with_accelerate(session: Session) -> None:
+    """A loop that calls the model with whole rows, beside the same one with local attention."""
     model, local = pair()
     accelerator = accelerate.Accelerator(cpu=True)
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-3)

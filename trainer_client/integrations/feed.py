@@ -69,7 +69,13 @@ def manifest_of_step(
     """
     rank = session.options.rank
     if isinstance(nano_batches, Mapping):
-        return manifest_of_row(step, rank, nano_batches, session.options.n_nano_batches)
+        return manifest_of_row(
+            step,
+            rank,
+            nano_batches,
+            session.options.n_nano_batches,
+            cut_documents=session.options.cut_documents,
+        )
     for name, make in (
         ("position_ids", manifest_from_position_ids),
         ("cu_seq_lens_q", manifest_from_cu_seqlens),

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from core_attention.errors import ManifestError
-from core_attention.manifest import RankManifest
+from core_attention.manifest import RankManifest, Segment
 
 
 def manifest_from_position_ids(
@@ -56,7 +56,9 @@ def manifest_from_cu_seqlens(
     return RankManifest.from_lengths(step, rank, lengths)
 
 
-def manifest_of_row(step: int, rank: int, batch: Mapping[str, Any], n_parts: int) -> RankManifest:
+def manifest_of_row(
+    step: int, rank: int, batch: Mapping[str, Any], n_parts: int, *, cut_documents: bool = False
+) -> RankManifest:
     """The manifest of one packed row with the documents of a whole step, split into nano-batches.
 
     Args:
@@ -64,6 +66,7 @@ def manifest_of_row(step: int, rank: int, batch: Mapping[str, Any], n_parts: int
         rank: this rank.
         batch: holds ``position_ids`` ``[1, rows]`` that restart at 0, or ``cu_seq_lens_q``.
         n_parts: nano-batches of the job; see :func:`split_documents`.
+        cut_documents: whether the row is split in its middle instead, of two nano-batches.
 
     Raises:
         ManifestError: it holds neither, or they are not those of one packed row.
@@ -82,7 +85,23 @@ def manifest_of_row(step: int, rank: int, batch: Mapping[str, Any], n_parts: int
             "data_collator=DataCollatorWithFlattening() in a Trainer of transformers, with "
             "packing=True or padding_free=True in TRL's SFTConfig"
         )
+    if cut_documents:
+        return _halves(step, rank, lengths)
     return RankManifest.from_lengths(step, rank, split_documents(lengths, n_parts))
+
+
+def _halves(step: int, rank: int, lengths: Sequence[int]) -> RankManifest:
+    """One packed row, split in its middle; the document that lies there is cut."""
+    middle, begin = -(-sum(lengths) // 2), 0
+    halves: list[list[Segment]] = [[], []]
+    for document, length in enumerate(lengths, rank << 32):
+        cut = min(max(middle - begin, 0), length)
+        if cut > 0:
+            halves[0].append(Segment(document, length, 0, cut))
+        if cut < length:
+            halves[1].append(Segment(document, length, cut, length - cut))
+        begin += length
+    return RankManifest(step, rank, halves)
 
 
 def split_documents(lengths: Sequence[int], n_parts: int) -> list[list[int]]:
