@@ -161,7 +161,7 @@ def megatron(settings: Settings) -> Measured:
     config.finalize_model_grads_func = finalize_model_grads
     model = example.build(config, _layer_spec(settings), settings.tokens)
     optimizer = get_megatron_optimizer(
-        OptimizerConfig(optimizer="adam", lr=3e-4, bf16=config.bf16), [model]
+        OptimizerConfig(optimizer="adam", lr=3e-4, bf16=config.bf16), model
     )
     replica = parallel_state.get_data_parallel_rank()
     loader = example.random_documents(
@@ -182,14 +182,14 @@ def megatron(settings: Settings) -> Measured:
     measured = Measured()
     for step, microbatches in numbered:
         with measured.step() as losses:
-            model.zero_grad_buffer()
+            model[0].zero_grad_buffer()
             with steps.step(step) if steps else nullcontext():
                 found = get_forward_backward_func()(
                     forward_step_func=(
                         steps.numbered(example.forward_step) if steps else example.forward_step
                     ),
                     data_iterator=iter(microbatches),
-                    model=[model],
+                    model=model,
                     num_microbatches=settings.microbatches,
                     seq_length=settings.tokens,
                     micro_batch_size=1,

@@ -47,10 +47,22 @@ class Shape:
 
 @dataclass(frozen=True, kw_only=True)
 class Parallelism:
-    """Ranks of a tensor-parallel group, and stages of a pipeline; data-parallel are the others."""
+    """How ranks share the model.
+
+    Attributes:
+        tp: ranks of a tensor-parallel group.
+        pp: ranks of a pipeline; data-parallel are the others.
+        chunks: of the model on each rank, virtual stages if there are several.
+    """
 
     tp: int = 1
     pp: int = 1
+    chunks: int = 1
+
+    @property
+    def virtual(self) -> int | None:
+        """As Megatron-core calls it: the chunks, None if there is one."""
+        return self.chunks if self.chunks > 1 else None
 
 
 def transformer_config(shape: Shape, parallelism: Parallelism) -> TransformerConfig:
@@ -67,6 +79,7 @@ def transformer_config(shape: Shape, parallelism: Parallelism) -> TransformerCon
         moe_token_dispatcher_type="allgather" if experts_on_cpu else "alltoall",
         tensor_model_parallel_size=parallelism.tp,
         pipeline_model_parallel_size=parallelism.pp,
+        virtual_pipeline_model_parallel_size=parallelism.virtual,
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=shape.dtype == "bfloat16",
@@ -87,17 +100,27 @@ def transformer_config(shape: Shape, parallelism: Parallelism) -> TransformerCon
     )
 
 
-def build(config: TransformerConfig, spec: Any, max_tokens: int) -> DistributedDataParallel:
-    """This rank's part of the model."""
+def build(config: TransformerConfig, spec: Any, max_tokens: int) -> list[DistributedDataParallel]:
+    """This rank's part of the model, chunk by chunk."""
+    virtual = config.virtual_pipeline_model_parallel_size
+    chunks = range(virtual) if virtual else [None]
+    return [_chunk(config, spec, max_tokens, chunk) for chunk in chunks]
+
+
+def _chunk(
+    config: TransformerConfig, spec: Any, max_tokens: int, chunk: int | None
+) -> DistributedDataParallel:
+    of_chunk = {"ignore_virtual": False, "vp_stage": chunk}
     model = GPTModel(
         config,
         spec,
         vocab_size=VOCABULARY,
         max_sequence_length=max_tokens,
-        pre_process=parallel_state.is_pipeline_first_stage(),
-        post_process=parallel_state.is_pipeline_last_stage(),
+        pre_process=parallel_state.is_pipeline_first_stage(**of_chunk),
+        post_process=parallel_state.is_pipeline_last_stage(**of_chunk),
         position_embedding_type="rope",
         share_embeddings_and_output_weights=False,
+        vp_stage=chunk,
     )
     if torch.cuda.is_available():
         model.cuda(torch.cuda.current_device())
@@ -166,23 +189,25 @@ def main() -> None:
     parser.add_argument("--microbatches", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=512, help="of a microbatch")
     parser.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks")
-    parser.add_argument("--pp", type=int, default=1, help="pipeline stages")
+    parser.add_argument("--pp", type=int, default=1, help="ranks of a pipeline")
+    parser.add_argument("--chunks", type=int, default=1, help="of the model on a rank (virtual)")
     chosen = parser.parse_args()
     on_gpu = torch.cuda.is_available()
     if on_gpu:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
     dist.init_process_group("nccl" if on_gpu else "gloo")
-    parallel_state.initialize_model_parallel(chosen.tp, chosen.pp)
+    parallelism = Parallelism(tp=chosen.tp, pp=chosen.pp, chunks=chosen.chunks)
+    parallel_state.initialize_model_parallel(chosen.tp, chosen.pp, parallelism.virtual)
     torch.manual_seed(0)
     if on_gpu:
         tensor_parallel.model_parallel_cuda_manual_seed(0)
     shape = Shape(dtype="bfloat16" if on_gpu else "float32")
-    config = transformer_config(shape, Parallelism(tp=chosen.tp, pp=chosen.pp))
+    config = transformer_config(shape, parallelism)
     config.finalize_model_grads_func = finalize_model_grads
     model = build(config, serve(get_gpt_layer_local_spec(normalization="RMSNorm")), chosen.tokens)
     optimizer = get_megatron_optimizer(
-        OptimizerConfig(optimizer="adam", lr=1e-3, bf16=config.bf16), [model]
+        OptimizerConfig(optimizer="adam", lr=1e-3, bf16=config.bf16), model
     )
     loader = random_documents(
         chosen.steps,
@@ -201,12 +226,13 @@ def main() -> None:
     ) as steps:
         for step, microbatches in steps.ahead(loader):
             began = time.perf_counter()
-            model.zero_grad_buffer()
+            for chunk in model:
+                chunk.zero_grad_buffer()
             with steps.step(step):
                 found = schedule(
                     forward_step_func=steps.numbered(forward_step),
-                    data_iterator=iter(microbatches),
-                    model=[model],
+                    data_iterator=[iter(microbatches) for _ in model],
+                    model=model,
                     num_microbatches=chosen.microbatches,
                     seq_length=chosen.tokens,
                     micro_batch_size=1,

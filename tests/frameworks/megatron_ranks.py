@@ -78,6 +78,7 @@ CASES = (
     Case("tp", parallelism=Parallelism(tp=2)),
     Case("tp-one-key-head", Shape(layers=2, heads_kv=1), Parallelism(tp=2)),
     Case("pp", parallelism=Parallelism(pp=2)),
+    Case("pp-virtual", parallelism=Parallelism(pp=2, chunks=2)),
 )
 
 
@@ -101,32 +102,50 @@ def train(case: Case, spec: Any, control_plane: str = "") -> list[dict[str, torc
         numbered = steps.ahead(loader)
     results = []
     for step, microbatches in numbered:
-        model.zero_grad_buffer()
+        for chunk in model:
+            chunk.zero_grad_buffer()
+        function = steps.numbered(forward_step) if steps else forward_step
         with steps.step(step) if steps else nullcontext():
-            losses = get_forward_backward_func()(
-                forward_step_func=steps.numbered(forward_step) if steps else forward_step,
-                data_iterator=iter(microbatches),
-                model=[model],
-                num_microbatches=MICROBATCHES,
-                seq_length=TOKENS,
-                micro_batch_size=1,
-                forward_only=False,
-            )
+            losses = schedule(function, model, microbatches, forward_only=False)
         found = {name: each.main_grad.double().clone() for name, each in named(model)}
-        if losses:
-            found["loss"] = torch.stack([each["loss"] for each in losses]).sum().double()
+        # Validation, outside of a step.
+        with torch.no_grad():
+            unplanned = schedule(function, model, microbatches, forward_only=True)
+        for name, each in (("loss", losses), ("validation", unplanned)):
+            if each:
+                found[name] = torch.stack([one["loss"] for one in each]).sum().double()
         results.append(found)
     if steps is not None:
         steps.close()
     return results
 
 
-def named(model: Any) -> list[tuple[str, Any]]:
-    return [(name, each) for name, each in model.named_parameters() if each.requires_grad]
+def schedule(
+    function: Any, model: Sequence[Any], data: Sequence[Any], *, forward_only: bool
+) -> Any:
+    """Megatron's, over the microbatches ``data``: their losses, on the last stage."""
+    return get_forward_backward_func()(
+        forward_step_func=function,
+        data_iterator=[iter(data) for _ in model],
+        model=model,
+        num_microbatches=MICROBATCHES,
+        seq_length=TOKENS,
+        micro_batch_size=1,
+        forward_only=forward_only,
+    )
+
+
+def named(model: Sequence[Any]) -> list[tuple[str, Any]]:
+    return [
+        (f"chunk {chunk} {name}", each)
+        for chunk, part in enumerate(model)
+        for name, each in part.named_parameters()
+        if each.requires_grad
+    ]
 
 
 def open_steps(case: Case, model: Any, control_plane: str) -> ServedSteps:
-    layer = next(each for each in model.modules() if isinstance(each, ServedCoreAttention))
+    layer = next(each for each in model[0].modules() if isinstance(each, ServedCoreAttention))
     keep_profile(FOLDER, layer.shape)
     return ServedSteps.open(
         model,
@@ -143,7 +162,9 @@ def open_steps(case: Case, model: Any, control_plane: str) -> ServedSteps:
 
 
 def run(case: Case, control_plane: str) -> None:
-    parallel_state.initialize_model_parallel(case.parallelism.tp, case.parallelism.pp)
+    parallel_state.initialize_model_parallel(
+        case.parallelism.tp, case.parallelism.pp, case.parallelism.virtual
+    )
     spec = serve(get_gpt_layer_local_spec(normalization="RMSNorm", num_experts=case.shape.experts))
     found = train(case, spec, control_plane)
     spec.submodules.self_attention.submodules.core_attention = ReferenceAttention

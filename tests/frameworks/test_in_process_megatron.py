@@ -20,6 +20,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec  # noqa: E402
 
 from core_attention.errors import ManifestError  # noqa: E402
 from examples.megatron.train_gpt import Parallelism, Shape, transformer_config  # noqa: E402
+from tests.frameworks.reference import packed_attention  # noqa: E402
 from trainer_client.errors import SessionError  # noqa: E402
 from trainer_client.integrations.documents import Documents  # noqa: E402
 from trainer_client.integrations.frameworks import UnsupportedSetting  # noqa: E402
@@ -102,9 +103,43 @@ def test_documents_must_be_those_of_the_manifest(
     bounds = torch.tensor([0, 3, 5])
     given = {"qkv_format": "thd", "cu_seqlens_q": bounds, "cu_seqlens_kv": bounds}
     documents = Documents("step 0", [(0, 0, 3), (3, 0, 2)])
-    check_packed(documents, PackedSeqParams(**given))
+    check_packed(PackedSeqParams(**given), documents)
     with pytest.raises(error, match=said):
-        check_packed(documents, PackedSeqParams(**{**given, **changes}))
+        check_packed(PackedSeqParams(**{**given, **changes}), documents)
+
+
+@pytest.mark.parametrize("lengths", [[1, 7, 1, 3], [12]])
+def test_validation_outside_of_a_step_is_computed_at_home(lengths: list[int]) -> None:
+    served = layer()
+    shape, rows = served.shape, sum(lengths)
+    heads = (shape.num_heads, shape.num_heads_kv, shape.num_heads_kv)
+    q, k, v = (torch.randn(rows, n, shape.head_dim) for n in heads)
+    bounds = torch.tensor([0, *lengths]).cumsum(0)
+    packed = PackedSeqParams(qkv_format="thd", cu_seqlens_q=bounds, cu_seqlens_kv=bounds)
+    with pytest.raises(SessionError, match=r"outside of a step.*torch\.no_grad\(\) for validation"):
+        served(q, k, v, packed_seq_params=packed)
+    right, _ = packed_attention(q, k, v, lengths)
+    with torch.no_grad():
+        o = served(q, k, v, packed_seq_params=packed)
+        # Two documents of half the rows, not packed: [s, b, heads, head_dim].
+        halves = [t.view(2, rows // 2, *t.shape[1:]).transpose(0, 1) for t in (q, k, v)]
+        unpacked = served(*halves)
+    # A float32 sum of at most 12 terms.
+    torch.testing.assert_close(o.double(), right, rtol=1e-5, atol=1e-6)
+    right, _ = packed_attention(q, k, v, [rows // 2] * 2)
+    found = unpacked.transpose(0, 1).reshape(right.shape).double()
+    torch.testing.assert_close(found, right, rtol=1e-5, atol=1e-6)
+
+
+def test_ranks_with_unequal_layers_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def gather(counts: list[Any], own: int) -> None:
+        counts[:] = [own, own + 1]
+
+    monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
+    monkeypatch.setattr("torch.distributed.get_world_size", lambda: 2)
+    monkeypatch.setattr("torch.distributed.all_gather_object", gather)
+    with pytest.raises(UnsupportedSetting, match=r"ranks have \[1, 2\] served layers.*num_layers"):
+        _check_layers([layer()])
 
 
 def test_microbatches_and_models_that_say_too_little_are_refused() -> None:

@@ -23,6 +23,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from trainer_client.integrations.checkpointing import Checkpoints
+from trainer_client.integrations.documents_at_home import attend_documents
 from trainer_client.integrations.probe import current_recorder
 from trainer_client.step.lane import current_lane, current_step
 
@@ -135,14 +136,8 @@ def attend_at_home(
             module, query, key, value, tensor, dropout=dropout, scaling=scaling
         )[0]
         return attended
-    parts = (tensor.split(lengths, dim=2) for tensor in (query, key, value))
-    outputs = [
-        nn.functional.scaled_dot_product_attention(
-            q, k, v, is_causal=True, scale=scaling, dropout_p=dropout, enable_gqa=True
-        )
-        for q, k, v in zip(*parts, strict=True)
-    ]
-    return torch.cat(outputs, dim=2).transpose(1, 2).contiguous()
+    o = attend_documents(query, key, value, lengths, scale=scaling, dropout=dropout)
+    return o.transpose(1, 2).contiguous()
 
 
 def document_lengths(position_ids: torch.Tensor) -> list[int] | None:

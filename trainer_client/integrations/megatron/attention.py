@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from megatron.core.transformer.module import MegatronModule
 from core_attention.shape import AttentionShape
 from trainer_client.errors import SessionError
 from trainer_client.integrations.documents import Documents, documents_of
+from trainer_client.integrations.documents_at_home import attend_documents
 from trainer_client.integrations.frameworks import UnsupportedSetting, refuse
 from trainer_client.integrations.graphs import outside_graphs
 from trainer_client.integrations.megatron.refusals import layer_problems, problems
@@ -110,26 +112,19 @@ class ServedCoreAttention(MegatronModule):
         Raises:
             UnsupportedSetting: an argument is not served.
             ValueError: the documents are not those of the manifest.
-            SessionError: no step is running.
+            SessionError: no step is running, and gradients are wanted. Without, attention is
+                computed at home.
         """
         if attention_bias is not None:
             raise UnsupportedSetting("attention_bias is given; served core attention has none")
         if attn_mask_type is not None and attn_mask_type not in _CAUSAL:
             raise UnsupportedSetting(f"a layer's mask is {attn_mask_type}; causal alone is served")
         if current_step.get() is None and not torch._C._current_graph_task_id() >= 0:
-            raise SessionError(
-                "core attention is called outside of a step; call Megatron's forward_backward_func "
-                "inside 'with steps.step(number):', and give it steps.numbered(forward_step)"
-            )
+            return self._at_home(query, key, value, packed_seq_params)
         documents = documents_of(require_lane())
-        if packed_seq_params is None:
-            return self._unpacked(documents, query, key, value)
-        check_packed(documents, packed_seq_params)
-        return core_attention(query.contiguous(), key.contiguous(), value.contiguous())
-
-    def _unpacked(
-        self, documents: Documents, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
-    ) -> torch.Tensor:
+        if packed_seq_params is not None:
+            check_packed(packed_seq_params, documents)
+            return core_attention(query.contiguous(), key.contiguous(), value.contiguous())
         length, n_documents = query.shape[:2]
         if documents.lengths != [length] * n_documents:
             raise ValueError(
@@ -137,13 +132,50 @@ class ServedCoreAttention(MegatronModule):
                 f"tokens without packed_seq_params, the manifest tells of lengths "
                 f"{documents.lengths[:8]}...; hand packed_seq_params to the model on every stage"
             )
-        q, k, v = (tensor.transpose(0, 1).flatten(0, 1) for tensor in (query, key, value))
-        o = core_attention(q.contiguous(), k.contiguous(), v.contiguous())
-        return o.view(n_documents, length, -1).transpose(0, 1).contiguous()
+        return _unpacked(core_attention, query, key, value)
+
+    def _at_home(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, packed: Any
+    ) -> torch.Tensor:
+        """Outside of a step: validation."""
+        if torch.is_grad_enabled():
+            raise SessionError(
+                "core attention is called outside of a step; call Megatron's forward_backward_func "
+                "inside 'with steps.step(number):', and give it steps.numbered(forward_step), or "
+                "inside torch.no_grad() for validation, which is computed at home"
+            )
+        if packed is None:
+            lengths = [len(query)] * query.shape[1]
+        else:
+            check_packed(packed)
+            lengths = packed.cu_seqlens_q.diff().tolist()
+
+        def attend(*rows: torch.Tensor) -> torch.Tensor:
+            q, k, v = (tensor.transpose(0, 1) for tensor in rows)
+            return attend_documents(q, k, v, lengths, scale=self.softmax_scale).transpose(0, 1)
+
+        if packed is None:
+            return _unpacked(attend, query, key, value)
+        return attend(query, key, value).contiguous()
 
 
-def check_packed(documents: Documents, packed: Any) -> None:
-    """Compares Megatron's ``PackedSeqParams`` with the manifest.
+def _unpacked(attend: Callable[..., torch.Tensor], *tensors: torch.Tensor) -> torch.Tensor:
+    """``attend`` of packed rows, for b documents of s tokens.
+
+    Args:
+        attend: of q, k and v ``[rows, heads, head_dim]``.
+        tensors: q, k and v ``[s, b, heads, head_dim]``.
+
+    Returns:
+        o ``[s, b, heads * head_dim_v]``.
+    """
+    length, n_documents = tensors[0].shape[:2]
+    o = attend(*(tensor.transpose(0, 1).flatten(0, 1).contiguous() for tensor in tensors))
+    return o.reshape(n_documents, length, -1).transpose(0, 1).contiguous()
+
+
+def check_packed(packed: Any, documents: Documents | None = None) -> None:
+    """Checks Megatron's ``PackedSeqParams``, and compares them with the manifest if there is one.
 
     Raises:
         UnsupportedSetting: the format is another than ``thd``, or documents are padded.
@@ -165,4 +197,7 @@ def check_packed(documents: Documents, packed: Any) -> None:
             f"packed_seq_params.local_cp_size is {packed.local_cp_size}: hybrid context "
             "parallelism cannot run with served core attention, which spreads documents itself"
         )
-    documents.check({"cu_seq_lens_q": packed.cu_seqlens_q, "cu_seq_lens_k": packed.cu_seqlens_kv})
+    if documents is not None:
+        documents.check(
+            {"cu_seq_lens_q": packed.cu_seqlens_q, "cu_seq_lens_k": packed.cu_seqlens_kv}
+        )

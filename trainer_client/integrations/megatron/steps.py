@@ -20,7 +20,7 @@ from trainer_client.integrations.frameworks import UnsupportedSetting
 from trainer_client.integrations.megatron.attention import ServedCoreAttention
 from trainer_client.options import SessionOptions
 from trainer_client.session import Session
-from trainer_client.step.lane import in_nano_batch, require_step
+from trainer_client.step.lane import current_step, in_nano_batch, require_step
 from trainer_client.step.manifests import manifest_from_cu_seqlens
 from trainer_client.step.running_step import RunningStep
 
@@ -154,7 +154,7 @@ class ServedSteps:
             yield running
 
     def numbered(self, forward_step: ForwardStep) -> ForwardStep:
-        """``forward_step`` with each call in its microbatch.
+        """``forward_step`` with each call in its microbatch; outside of a step as it is.
 
         Megatron's schedules call it once for each microbatch and model chunk, microbatches in
         ascending order within a chunk.
@@ -162,6 +162,8 @@ class ServedSteps:
 
         @functools.wraps(forward_step)
         def in_its_lane(data_iterator: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+            if current_step.get() is None:
+                return forward_step(data_iterator, model, *args, **kwargs)
             microbatch = self._started[id(model)]
             self._started[id(model)] += 1
             with in_nano_batch(microbatch):
