@@ -26,6 +26,8 @@ def draw_figures(record: RunRecord) -> dict[str, Figure]:
         drawers["imbalance"] = lambda: draw_imbalance(record)
     if (detail := record.detail) is not None:
         drawers["load"] = lambda: draw_load(detail)
+        if detail.planned_slots:
+            drawers["slots"] = lambda: draw_slots(detail)
         if detail.timeline:
             drawers["timeline"] = lambda: draw_timeline(detail, on_gpu=record.device != "cpu")
         drawers["bytes"] = lambda: draw_bytes(detail)
@@ -107,6 +109,25 @@ def draw_load(detail: StepDetail) -> Figure:
     after.set_xticks(range(len(detail.servers)), _servers(detail))
     after.set_title(title + ")")
     after.legend(loc="upper left", bbox_to_anchor=(0, -0.12), ncols=2, borderaxespad=0)
+    return figure
+
+
+def draw_slots(detail: StepDetail) -> Figure:
+    """Imbalance of each slot of a pipeline's schedule, as planned and as measured."""
+    figure = Figure(figsize=(8.5, 3.2), layout="constrained")
+    axes = figure.subplots()
+    slots = np.arange(len(detail.planned_slots))
+    axes.plot(slots, detail.planned_slots, color=BLUE, marker="o", markersize=4, label="predicted")
+    if detail.measured_slots:
+        axes.plot(
+            slots, detail.measured_slots, color=ORANGE, marker="^", markersize=4, label="measured"
+        )
+    axes.axhline(1.0, color=INK, linewidth=0.8, linestyle=":")
+    axes.set_ylabel("busiest rank / perfect plan")
+    axes.set_title(f"Slots of step {detail.step} (1.0 is perfect)")
+    axes.legend(loc="upper left", bbox_to_anchor=(0, -0.22), ncols=2, borderaxespad=0)
+    whole_steps(axes)
+    axes.set_xlabel("slot of the schedule")
     return figure
 
 

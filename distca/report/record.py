@@ -23,7 +23,9 @@ class StepRecord:
     """One training step.
 
     An imbalance is the busy seconds of the slowest server in each tick over the mean of all
-    servers, each summed over the step's ticks: 1.0 is perfect. None is not known (yet).
+    servers, each summed over the step's ticks; of pipelines, those of the busiest rank in each slot
+    of the schedule, other work included, over what a perfect plan would leave: 1.0 is perfect. None
+    is not known (yet).
 
     Attributes:
         step: from 0.
@@ -82,6 +84,8 @@ class StepDetail:
         reply_bytes: ``[n_ranks][n_servers]`` that server sends to rank.
         reason: why the planner stopped, in its words.
         timeline: of rank 0.
+        planned_slots, measured_slots: of pipelines, ``[n_slots]`` imbalance of each slot of the
+            schedule; empty without, or not measured.
     """
 
     step: int
@@ -95,6 +99,8 @@ class StepDetail:
     reply_bytes: tuple[tuple[int, ...], ...]
     reason: str
     timeline: tuple[TimelineEvent, ...]
+    planned_slots: tuple[float, ...] = ()
+    measured_slots: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,7 @@ import numpy as np
 from core_attention.arrays import Float64Array, Int64Array
 from core_attention.ca_task import Phase
 from core_attention.message import reply_layout, request_layout
-from core_attention.plan import Plan
+from core_attention.plan import Plan, SlotForecast
 from core_attention.routing import derive_routes
 from core_attention.shape import AttentionShape
 from distca.contract.codec import plan_from_proto
@@ -58,12 +58,41 @@ class StepMeasurements:
             measured_seconds=_measured(plan, response.servers),
         )
 
+    @property
+    def home_imbalance(self) -> float:
+        """Of ticks, or of a pipeline's slots over their levels, if nothing moved."""
+        slots = self.plan.slots
+        return tick_imbalance(self.home_seconds) if slots is None else slots.home_imbalance
+
+    @property
+    def planned_imbalance(self) -> float:
+        """The same under the plan."""
+        slots = self.plan.slots
+        return tick_imbalance(self.planned_seconds) if slots is None else slots.step_imbalance
+
+    @property
+    def measured_imbalance(self) -> float | None:
+        """The same of what servers measured; None while one has not reported."""
+        if self.measured_seconds is None:
+            return None
+        slots = self._measured_slots
+        return tick_imbalance(self.measured_seconds) if slots is None else slots.step_imbalance
+
+    @property
+    def _measured_slots(self) -> SlotForecast | None:
+        slots, seconds = self.plan.slots, self.measured_seconds
+        return None if slots is None or seconds is None else slots.measured(seconds.sum(axis=0))
+
     def detail(
         self, shape: AttentionShape, n_layers: int, timeline: Iterable[TimelineEvent]
     ) -> StepDetail:
         """The step in full, for the report. Forecasts are per layer, so they are multiplied."""
         request, reply = _bytes(self.plan, shape)
-        measured = self.measured_seconds
+        measured, slots, measured_slots = (
+            self.measured_seconds,
+            self.plan.slots,
+            self._measured_slots,
+        )
         return StepDetail(
             step=self.plan.step,
             documents=self.plan.manifest.n_documents,
@@ -76,6 +105,10 @@ class StepMeasurements:
             reply_bytes=_rows(reply * n_layers),
             reason=self.plan.reason,
             timeline=tuple(timeline),
+            planned_slots=() if slots is None else tuple(slots.imbalance.tolist()),
+            measured_slots=(
+                () if measured_slots is None else tuple(measured_slots.imbalance.tolist())
+            ),
         )
 
 

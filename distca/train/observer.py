@@ -13,7 +13,7 @@ from distca.contract import rpc
 from distca.report.record import StepDetail, StepRecord, TimelineEvent
 from distca.report.step_log import StepLog
 from distca.report.summary import WARMUP_STEPS
-from distca.train.measurements import StepMeasurements, tick_imbalance
+from distca.train.measurements import StepMeasurements
 from distca.v1 import jobs_pb2
 
 logger = logging.getLogger(__name__)
@@ -41,8 +41,6 @@ class Observer:
         shape: of the job's core attention.
         n_layers: core-attention calls in one forward.
         show: called with every record that is written.
-        ticks_are_balanced: whether every tick of a plan is to be level. Plans of pipelines level
-            slots, which the control plane's metrics tell; records have no imbalance then.
     """
 
     def __init__(
@@ -52,15 +50,12 @@ class Observer:
         shape: AttentionShape,
         n_layers: int,
         show: Callable[[StepRecord], None],
-        *,
-        ticks_are_balanced: bool = True,
     ) -> None:
         self._fetch_step = fetch_step
         self._log = log
         self._shape = shape
         self._n_layers = n_layers
         self._show = show
-        self._ticks_are_balanced = ticks_are_balanced
         self._pending: deque[_Pending] = deque()
         self._steps_seen = 0
         self._detail_rank: tuple[bool, float] = (False, 0.0)
@@ -99,14 +94,13 @@ class Observer:
             self._write(pending.record)
             return True
         measured = found.measured_seconds
-        pending.record = replace(pending.record, plan_seconds=found.plan_seconds)
-        if self._ticks_are_balanced:
-            pending.record = replace(
-                pending.record,
-                home_imbalance=tick_imbalance(found.home_seconds),
-                planned_imbalance=tick_imbalance(found.planned_seconds),
-                measured_imbalance=None if measured is None else tick_imbalance(measured),
-            )
+        pending.record = replace(
+            pending.record,
+            plan_seconds=found.plan_seconds,
+            home_imbalance=found.home_imbalance,
+            planned_imbalance=found.planned_imbalance,
+            measured_imbalance=found.measured_imbalance,
+        )
         if measured is not None:
             self._consider_for_detail(pending, found)
         if is_new or measured is not None:
@@ -118,7 +112,7 @@ class Observer:
         self._show(record)
 
     def _consider_for_detail(self, pending: _Pending, found: StepMeasurements) -> None:
-        rank = (self._steps_seen > WARMUP_STEPS, tick_imbalance(found.home_seconds))
+        rank = (self._steps_seen > WARMUP_STEPS, found.home_imbalance)
         if rank > self._detail_rank:
             self._detail_rank = rank
             self.detail = found.detail(self._shape, self._n_layers, pending.timeline)

@@ -431,7 +431,6 @@ class _Loop:
             served.shape,
             session.options.n_layers,
             show=self._display.show,
-            ticks_are_balanced=session.options.pipelining is None,
         )
         self._submitted: dict[int, PackedStep] = {}
         self._next_to_submit = 0

@@ -10,6 +10,7 @@ import resource
 from dataclasses import asdict, replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from rich.console import Console
 
@@ -105,6 +106,20 @@ def test_load_shows_home_planned_and_measured_seconds_as_bars() -> None:
 
     assert heights(0) == [120.0, 42.0]
     assert heights(1) == [82.0, 80.0, 86.0, 79.0]
+
+
+def test_slots_of_pipelines_are_shown() -> None:
+    detail = replace(
+        example_detail(), planned_slots=(1.0, 1.25, 1.5), measured_slots=(1.1, 1.2, 1.75)
+    )
+    record = replace(example_record(), detail=detail)
+    assert RunRecord.from_json(record.to_json()) == record
+    figures = draw_figures(record)
+    planned, measured = figures["slots"].axes[0].get_lines()[:2]
+    assert np.asarray(planned.get_ydata()).tolist() == [1.0, 1.25, 1.5]
+    assert np.asarray(measured.get_ydata()).tolist() == [1.1, 1.2, 1.75]
+    assert "what each slot of the schedule takes" in render_page(record, figures)
+    assert "slots" not in draw_figures(example_record())
 
 
 def test_difference_above_the_tolerance_is_shown_as_a_failure() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +16,7 @@ from torch import nn
 
 from core_attention.ca_task import MaskKind, TaskTable
 from core_attention.manifest import Manifest, RankManifest
-from core_attention.plan import PhaseForecast, Plan, PlanServer
+from core_attention.plan import PhaseForecast, Plan, PlanServer, SlotForecast
 from core_attention.shape import AttentionShape, format_shape, parse_shape
 from distca.contract.codec import plan_to_proto
 from distca.data.batch import rank_batches
@@ -294,9 +295,9 @@ def planned_step() -> Plan:
     )
 
 
-def step_response(*server_ids: str) -> jobs_pb2.GetStepResponse:
+def step_response(*server_ids: str, slots: SlotForecast | None = None) -> jobs_pb2.GetStepResponse:
     return jobs_pb2.GetStepResponse(
-        plan=plan_to_proto(planned_step(), "job"),
+        plan=plan_to_proto(replace(planned_step(), slots=slots), "job"),
         plan_seconds=0.5,
         servers=[
             jobs_pb2.ServerMeasurement(
@@ -312,7 +313,27 @@ def test_measurements_are_complete_when_every_server_with_work_has_reported() ->
     found = StepMeasurements.from_proto(step_response("b", "a"))
     assert found.measured_seconds is not None
     assert found.measured_seconds.tolist() == [[1.0, 1.0], [2.0, 2.0]]
-    assert tick_imbalance(found.home_seconds) == 1.5
+    assert tick_imbalance(found.home_seconds) == found.home_imbalance == 1.5
+    assert (found.planned_imbalance, found.measured_imbalance) == (1.0, 1.0)
+
+
+def test_imbalance_of_pipelines_is_that_of_their_slots() -> None:
+    # One half, two slots, two servers: rank 0 works beside attention in the first slot alone.
+    slots = SlotForecast(
+        home_seconds=np.array([[[6.0, 0.0], [2.0, 0.0]]]),
+        base_seconds=np.array([[[2.0, 0.0], [0.0, 0.0]]]),
+        seconds=np.array([[[3.0, 3.0], [1.0, 1.0]]]),
+    )
+    waiting = StepMeasurements.from_proto(step_response("a", slots=slots))
+    assert waiting.measured_imbalance is None
+    # Measured: 3 s each, where 2 and 4 were planned.
+    found = StepMeasurements.from_proto(step_response("a", "b", slots=slots))
+    assert (found.home_imbalance, found.planned_imbalance) == (2.0, 1.0)
+    assert found.measured_imbalance == slots.measured_imbalance(np.array([3.0, 3.0])) > 1.0
+    shape = AttentionShape(num_heads=1, num_heads_kv=1, head_dim=1, head_dim_v=1, dtype="float32")
+    detail = found.detail(shape, 1, [])
+    assert detail.planned_slots == (1.0, 1.0)
+    assert len(detail.measured_slots) == 2
 
 
 def test_detail_counts_bytes_between_processes_over_all_layers() -> None:

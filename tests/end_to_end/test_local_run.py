@@ -78,6 +78,10 @@ def test_stages_of_a_pipeline_train_as_one_process_does(start_run: StartRun) -> 
     whole = ("--mode=in-place", "--verify", *options)
     run = start_run("run", *whole, "--steps=2")
     assert run.wait(150.0).exit_code == 0
+    detail = run.record().detail
+    assert detail is not None
+    assert len(detail.planned_slots) == len(detail.measured_slots) > 0
+    assert all(step.planned_imbalance is not None for step in run.record().steps)
     again = start_run("run", *whole, "--steps=3", "--resume")
     assert again.wait(150.0).exit_code == 0
     verification = again.record().verification
