@@ -505,7 +505,7 @@ def main(
     deadline: Annotated[float, typer.Option(help="Seconds for everything.")] = 540.0,
     step_timeout: Annotated[
         float, typer.Option(help="Seconds without a finished step after which a way has stalled.")
-    ] = 150.0,
+    ] = 240.0,
     json_path: Annotated[Path | None, typer.Option("--json")] = None,
     from_json: Annotated[
         Path | None,
