@@ -241,6 +241,11 @@ class Manifest:
         return len(self.document_id)
 
     @property
+    def n_texts(self) -> int:
+        """Documents, those that are cut between nano-batches counted once."""
+        return int((self.document_begin == 0).sum())
+
+    @property
     def n_segments(self) -> int:
         return len(self.segment_document)
 

@@ -59,7 +59,7 @@ def plan_sections(batches: Sequence[PlannedBatch], *notes: str) -> list[Section]
 def _batch_table(batches: Sequence[PlannedBatch]) -> tuple[Sequence[str], list[Sequence[str]]]:
     """Batches in columns: there are few of them, and their names are short."""
     values: dict[str, Callable[[PlannedBatch], str]] = {
-        "documents": lambda b: str(b.plan.manifest.n_documents),
+        "documents": lambda b: str(b.plan.manifest.n_texts),
         "heaviest document / mean rank": lambda b: f"{b.heaviest_document_share:.2f}",
         "imbalance, plain packing": lambda b: f"{b.home_imbalance:.2f}",
         "imbalance, planned (worst tick)": lambda b: f"{b.planned_imbalance:.3f}",

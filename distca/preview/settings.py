@@ -134,6 +134,12 @@ class PlannerSettings:
         ),
     ] = None
     nano_batches: Annotated[int, typer.Option(help="2 with ping-pong, 1 without.")] = 2
+    cut_documents: Annotated[
+        bool,
+        typer.Option(
+            help="Let a document begin in the first of two nano-batches and go on in the second."
+        ),
+    ] = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -159,10 +159,9 @@ def compare(
     unknown = sorted(set(baselines) - set(BASELINES))
     if unknown:
         raise InputError(f"unknown baselines {unknown}; valid are {sorted(BASELINES)}")
-    n_nano_batches = max((method.n_nano_batches for method in methods.values()), default=1)
+    n_parts = max((method.n_parts for method in methods.values()), default=1)
     batches = [
-        as_trained(batch, setup.n_pipelines, setup.tokens_per_rank, n_nano_batches)
-        for batch in batches
+        as_trained(batch, setup.n_pipelines, setup.tokens_per_rank, n_parts) for batch in batches
     ]
     return Comparison(
         n_gpus=setup.cluster.n_gpus,

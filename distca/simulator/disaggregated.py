@@ -46,6 +46,7 @@ class Method:
         options: its tolerance and cuts.
         pack: gives documents their homes.
         n_nano_batches: 2 with ping-pong, 1 without ("single stream").
+        cuts_documents: whether ``pack`` lets a document lie in both of two nano-batches.
         schedule: of pipelines with several stages.
         idle_aware: whether plans count what each rank computes beside attention, so that idle
             stages take more of it; else attention is spread evenly, as in the paper.
@@ -58,9 +59,15 @@ class Method:
     options: PlanningOptions
     pack: Packer = pack_in_order
     n_nano_batches: int = 2
+    cuts_documents: bool = False
     schedule: Order = same_phase
     idle_aware: bool = False
     byte_budget: float | None = None
+
+    @property
+    def n_parts(self) -> int:
+        """Parts of a step at whose ends documents end."""
+        return 1 if self.cuts_documents else self.n_nano_batches
 
     def __post_init__(self) -> None:
         if self.n_nano_batches not in (1, 2):

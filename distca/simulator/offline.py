@@ -90,7 +90,7 @@ def plan_batch(
     """
     profile = setup.rank_profile
     ranks = setup.cluster.n_ranks
-    lengths = as_trained(lengths, ranks, setup.tokens_per_rank, method.n_nano_batches)
+    lengths = as_trained(lengths, ranks, setup.tokens_per_rank, method.n_parts)
     manifest = method.pack(lengths, ranks, setup.tokens_per_rank, method.n_nano_batches)
     servers = build_servers(setup.cluster, profile, placement, n_pool_servers)
     plan = method.planner(

@@ -95,7 +95,7 @@ class StepMeasurements:
         )
         return StepDetail(
             step=self.plan.step,
-            documents=self.plan.manifest.n_documents,
+            documents=self.plan.manifest.n_texts,
             longest_document_tokens=int(self.plan.manifest.document_length.max()),
             servers=tuple(server.server_id for server in self.plan.servers),
             home_seconds=_totals(self.home_seconds * n_layers),

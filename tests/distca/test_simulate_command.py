@@ -103,6 +103,7 @@ def test_figures_and_page_are_written(tmp_path: Path) -> None:
         (("--stages", "2", "--schedules", "gpipe"), "'gpipe' is unknown; valid are all, 1f1b"),
         (("--stages", "2", "--schedules", "no.csv"), "no.csv cannot be read"),
         (("--stages", "2", "--in-flight", "0"), "in_flight is 0"),
+        (("--stages", "2", "--cut-documents"), "nano-batches of pipelines (2 stages) run apart"),
         (("--stages", "2", "--schedules", "interleaved"), "1 microbatches over 2 ranks"),
     ],
 )
