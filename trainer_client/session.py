@@ -244,7 +244,8 @@ class Session:
                 was complete; see :meth:`RunningStep.check_ended`.
             PlanNotReady: its plan did not come before ``plan_timeout_seconds``; it may be run
                 again, unless the message says that it has no plan.
-            SessionClosed: the job ended.
+            SessionClosed: the job ended; also in the place of another RuntimeError, such as that of
+                a collective, if a rank's process is gone.
         """
         if step <= self._last_step:
             raise SessionError(
@@ -262,6 +263,9 @@ class Session:
             yield running
         except BaseException as error:
             why = f"{type(error).__name__}: {error}"
+            if isinstance(error, RuntimeError) and not isinstance(error, SessionError):
+                # Of a collective, perhaps, whose other end is gone: then that is the cause.
+                self._link.await_end(self.options.rank)
             raise
         finally:
             current_step.reset(token)

@@ -548,6 +548,11 @@ class Job:
         return sorted({*self._leases.joined, *self._leases.left})
 
     @property
+    def away_ranks(self) -> list[int]:
+        """The ranks that hold a lease, and whose stream of events has broken."""
+        return self._leases.away
+
+    @property
     def absent_ranks(self) -> list[int]:
         """The ranks that are to come back after the control plane was away."""
         return sorted(self._leases.absent)

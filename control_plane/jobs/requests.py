@@ -307,6 +307,7 @@ def description_of_job(job: Job) -> jobs_pb2.DescribeJobResponse:
             for step, missing in job.pending_steps.items()
         ],
         planned_step=-1 if job.planned_step is None else job.planned_step,
+        away_ranks=job.away_ranks,
     )
 
 

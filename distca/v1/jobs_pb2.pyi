@@ -347,16 +347,18 @@ class DescribeJobRequest(_message.Message):
     def __init__(self, job_id: _Optional[str] = ...) -> None: ...
 
 class DescribeJobResponse(_message.Message):
-    __slots__ = ("spec", "joined_ranks", "pending_steps", "planned_step")
+    __slots__ = ("spec", "joined_ranks", "pending_steps", "planned_step", "away_ranks")
     SPEC_FIELD_NUMBER: _ClassVar[int]
     JOINED_RANKS_FIELD_NUMBER: _ClassVar[int]
     PENDING_STEPS_FIELD_NUMBER: _ClassVar[int]
     PLANNED_STEP_FIELD_NUMBER: _ClassVar[int]
+    AWAY_RANKS_FIELD_NUMBER: _ClassVar[int]
     spec: JobSpec
     joined_ranks: _containers.RepeatedScalarFieldContainer[int]
     pending_steps: _containers.RepeatedCompositeFieldContainer[PendingStep]
     planned_step: int
-    def __init__(self, spec: _Optional[_Union[JobSpec, _Mapping]] = ..., joined_ranks: _Optional[_Iterable[int]] = ..., pending_steps: _Optional[_Iterable[_Union[PendingStep, _Mapping]]] = ..., planned_step: _Optional[int] = ...) -> None: ...
+    away_ranks: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, spec: _Optional[_Union[JobSpec, _Mapping]] = ..., joined_ranks: _Optional[_Iterable[int]] = ..., pending_steps: _Optional[_Iterable[_Union[PendingStep, _Mapping]]] = ..., planned_step: _Optional[int] = ..., away_ranks: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class PendingStep(_message.Message):
     __slots__ = ("step", "missing_ranks")

@@ -5,7 +5,9 @@ Four ranks in processes of their own, over gloo: two tensor-parallel ranks, two 
 
 from __future__ import annotations
 
+import multiprocessing
 import os
+import signal
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,6 +38,7 @@ from trainer_client import (
     PingPong,
     PlanNotReady,
     Session,
+    SessionClosed,
     SessionError,
     SessionOptions,
     core_attention,
@@ -64,6 +67,7 @@ SPAN = 37
 """Tokens of the one document of each nano-batch, cut at odd places among the replicas."""
 
 Batch = Mapping[str, torch.Tensor]
+Gradients = dict[str, torch.Tensor]
 
 
 def whole_model(path: str) -> Any:
@@ -192,11 +196,11 @@ class Losses(nn.Module):
         return summed_loss(self.model(**batch, use_cache=False).logits, labels)
 
 
-def reference(case: Case, path: str, step: int) -> tuple[float, dict[str, torch.Tensor]]:
-    """The summed loss and the gradients of all documents, one by one in one process."""
+def reference_of(path: str, documents: list[torch.Tensor]) -> tuple[float, Gradients]:
+    """The summed loss and the gradients of documents, one by one in one process."""
     model = whole_model(path)
     total = torch.zeros(())
-    for ids in documents(case, step):
+    for ids in documents:
         batch = dict(batch_of([ids], [0], [len(ids)]))
         labels = batch.pop("labels")
         total = total + summed_loss(model(**batch, use_cache=False).logits, labels)
@@ -248,19 +252,23 @@ def run_case(case: Case, folder: str, address: str, mesh: DeviceMesh) -> None:
 
 
 def check(case: Case, path: str, step: int, model: nn.Module, loss: torch.Tensor) -> None:
-    expected_loss, expected = reference(case, path, step)
+    expected_loss, expected = reference_of(path, documents(case, step))
     dist.all_reduce(loss)
     # Ranks of one tensor-parallel group have the same loss.
     assert float(loss) / TP == pytest.approx(expected_loss, rel=1e-5), case.name
+    # FSDP averages over the replicas.
+    compare_gradients(model, expected, REPLICAS, f"{case.name}, step {step}")
+
+
+def compare_gradients(model: nn.Module, expected: Gradients, factor: int, where: str) -> None:
     for name, parameter in model.named_parameters():
         gradient = parameter.grad
         assert gradient is not None, name
         if isinstance(gradient, DTensor):
             gradient = gradient.full_tensor()
-        # FSDP averages over the replicas.
-        difference = (gradient * REPLICAS - expected[name]).abs().max() / expected[name].abs().max()
+        difference = (gradient * factor - expected[name]).abs().max() / expected[name].abs().max()
         # float32 through two layers, and sums over ranks: some hundred roundings of 6e-8.
-        assert difference < 2e-5, f"{case.name}, step {step}: {name} differs by {difference:.1e}"
+        assert difference < 2e-5, f"{where}: {name} differs by {difference:.1e}"
 
 
 def run_ranks(rank: int, folder: str, address: str) -> None:
@@ -413,3 +421,84 @@ def test_a_group_has_each_of_its_ranks_once() -> None:
     for group in ([1, 2], [0, 0], [0, 4]):
         with pytest.raises(ValueError, match=rf"tensor_parallel_ranks is \[{group[0]}, "):
             SessionOptions(rank=0, n_ranks=4, shape=LOCAL, tensor_parallel_ranks=group, **options)
+
+
+def run_ranks_while_a_server_dies(rank: int, folder: str, address: str, victim: int) -> None:
+    """It dies in the forward pass of the first step, when rows are on their way to it."""
+    join(rank, TP, folder)
+    mesh = init_device_mesh("cpu", (1, TP), mesh_dim_names=("dp", "tp"))
+    model = by_parallelize_module(f"{folder}/model", mesh)
+    options = SessionOptions.for_model(model, placement="pool", **job(address, folder, "dying"))
+    batches = [
+        batch_of([ids_of(0, n) for n in nano], [0] * len(nano), nano) for nano in ([17, 4, 1], [9])
+    ]
+    alive = [victim]
+
+    def kill(*_: Any) -> None:
+        while alive:
+            os.kill(alive.pop(), signal.SIGKILL)
+
+    if rank == 1:
+        model.model.layers[1].self_attn.register_forward_pre_hook(kill)
+    with Session.open(options) as session:
+        for step, nano_batches in submit_ahead(session, [batches, batches]):
+            model.zero_grad()
+            with session.step(step) as running:
+                loss = torch.stack(PingPong(Losses(model))(nano_batches)).sum()
+                loss.backward()
+            recoveries: list[Any] = [None] * TP
+            dist.all_gather_object(recoveries, running.recoveries)
+            # One for both ranks: they are in one job.
+            assert recoveries[0] == recoveries[1] == (1 if step == 0 else 0)
+            whole = [ids_of(0, n) for n in (17, 4, 1, 9)]
+            expected_loss, expected = reference_of(f"{folder}/model", whole)
+            assert float(loss.detach()) == pytest.approx(expected_loss, rel=1e-6)
+            compare_gradients(model, expected, 1, f"step {step}")
+    leave()
+
+
+def test_a_server_that_dies_costs_no_step(tmp_path: Path) -> None:
+    keep_profile(tmp_path, LOCAL)
+    save_model(tmp_path / "model")
+    with cluster(tmp_path, 2, node_shape=LOCAL) as servers:
+        victim = servers.processes[1].popen.pid
+        arguments = (str(tmp_path), servers.address, victim)
+        spawn(run_ranks_while_a_server_dies, arguments, nprocs=TP)
+
+
+def run_rank_that_loses_another(rank: int, folder: str, address: str) -> None:
+    join(rank, TP, folder)
+    mesh = init_device_mesh("cpu", (1, TP), mesh_dim_names=("dp", "tp"))
+    model = by_parallelize_module(f"{folder}/model", mesh)
+    options = SessionOptions.for_model(model, **job(address, folder, "lost"))
+    batches = [batch_of([ids_of(0, n)], [0], [n]) for n in (7, 5)]
+    if rank == 1:
+        model.model.layers[1].mlp.register_full_backward_hook(
+            lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+        )
+    session = Session.open(options)
+    step, nano_batches = next(submit_ahead(session, [batches], ahead=0))
+    try:
+        with session.step(step):
+            torch.stack(PingPong(Losses(model))(nano_batches)).sum().backward()
+    except SessionClosed as error:
+        Path(folder, "told").write_text(str(error))
+    finally:
+        session.close("the job ended")
+        # PyTorch would wait for the other rank.
+        os._exit(0)
+
+
+def test_a_rank_that_is_lost_is_named_by_the_others(tmp_path: Path, pool_of_four: Cluster) -> None:
+    """Though they were in a collective with it, whose error comes first."""
+    keep_profile(tmp_path, LOCAL)
+    save_model(tmp_path / "model")
+    start = multiprocessing.get_context("spawn").Process
+    arguments = (str(tmp_path), pool_of_four.address)
+    ranks = [start(target=run_rank_that_loses_another, args=(r, *arguments)) for r in range(TP)]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join(90)
+    assert [process.exitcode for process in ranks] == [0, -signal.SIGKILL]
+    assert "was closed: no sign of life from rank 1 on" in (tmp_path / "told").read_text()

@@ -31,6 +31,9 @@ logger = logging.getLogger(__name__)
 FLUSH_SECONDS = default_seconds("flush_seconds")
 """How long closing waits for reports that are under way."""
 
+_STREAMS_BREAK_SECONDS = 0.5
+"""The operating system closes a killed process's connections all at once, or nearly."""
+_END_CHECK_SECONDS = 0.05
 
 StepNews = (
     jobs_pb2.RankMeasurement
@@ -191,6 +194,32 @@ class ControlLink:
             if pending.step == step:
                 return f"ranks {list(pending.missing_ranks)} have not submitted their manifests"
         return "all manifests are there, so planning itself is slow: see the control plane's log"
+
+    def await_end(self, rank: int) -> None:
+        """Waits for the end of the job if another rank's process seems to be gone, and raises it.
+        Returns at once, or nearly, if none does.
+
+        Who was in a collective with that rank has an error before the control plane is sure.
+
+        Args:
+            rank: this one.
+
+        Raises:
+            SessionClosed: the job has ended.
+        """
+        deadline = time.monotonic() + _STREAMS_BREAK_SECONDS
+        is_gone = False
+        while time.monotonic() < deadline:
+            self.check()
+            if not is_gone:
+                try:
+                    job = self._lifeline.present().describe_job()
+                except rpc.RpcError:
+                    return
+                is_gone = any(away != rank for away in job.away_ranks)
+                if is_gone:
+                    deadline = time.monotonic() + default_seconds("lease_seconds")
+            time.sleep(_END_CHECK_SECONDS)
 
     def check(self) -> None:
         """Raises what ended the job, if something did."""
