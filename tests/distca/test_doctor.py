@@ -52,8 +52,11 @@ def doctor(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
 
 def around(address: str = "", **settings: Any) -> Surroundings:
     """Surroundings with the control plane at ``address``, if that is given."""
+    connect_seconds = settings.pop("connect_seconds", 5.0)
     tls = {name: settings.pop(name) for name in list(settings) if name.endswith(("_file", "_name"))}
-    cluster = ClusterProbe(RpcSettings(address=address, **tls), 5.0) if address else None
+    cluster = (
+        ClusterProbe(RpcSettings(address=address, **tls), connect_seconds) if address else None
+    )
     return Surroundings(settings=DoctorSettings(**settings), cluster=cluster)
 
 
