@@ -160,8 +160,10 @@ def megatron(settings: Settings) -> Measured:
     config = example.transformer_config(shape, parallelism)
     config.finalize_model_grads_func = finalize_model_grads
     model = example.build(config, _layer_spec(settings), settings.tokens)
+    # Megatron-core clips gradients on GPUs only.
+    clip = {} if torch.cuda.is_available() else {"clip_grad": 0.0}
     optimizer = get_megatron_optimizer(
-        OptimizerConfig(optimizer="adam", lr=3e-4, bf16=config.bf16), model
+        OptimizerConfig(optimizer="adam", lr=3e-4, bf16=config.bf16, **clip), model
     )
     replica = parallel_state.get_data_parallel_rank()
     loader = example.random_documents(

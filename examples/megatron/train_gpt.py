@@ -206,8 +206,10 @@ def main() -> None:
     config = transformer_config(shape, parallelism)
     config.finalize_model_grads_func = finalize_model_grads
     model = build(config, serve(get_gpt_layer_local_spec(normalization="RMSNorm")), chosen.tokens)
+    # Megatron-core clips gradients on GPUs only.
+    clip = {} if on_gpu else {"clip_grad": 0.0}
     optimizer = get_megatron_optimizer(
-        OptimizerConfig(optimizer="adam", lr=1e-3, bf16=config.bf16), model
+        OptimizerConfig(optimizer="adam", lr=1e-3, bf16=config.bf16, **clip), model
     )
     loader = random_documents(
         chosen.steps,

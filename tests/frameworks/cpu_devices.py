@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
 from torch.overrides import TorchFunctionMode
 
 
@@ -39,6 +40,15 @@ def torchtitan_on_cpu() -> None:
     untyped: Any = dist
     if not hasattr(dist, "set_timeout"):  # which is new in torch 2.14
         untyped.set_timeout = lambda *_, **__: None
+    divide = FSDPModule.set_gradient_divide_factor
+
+    def divide_and_sum(self: FSDPModule, factor: float) -> None:
+        divide(self, factor)
+        # gloo has no sum with a factor.
+        self.set_force_sum_reduction_for_comms(True)
+
+    fsdp: Any = FSDPModule
+    fsdp.set_gradient_divide_factor = divide_and_sum
 
 
 def float32_experts() -> None:

@@ -127,11 +127,6 @@ def configuration(case: Case) -> Any:
 
 def train(trainer: Any) -> Iterator[dict[str, torch.Tensor]]:
     """The loss and all gradients (this rank's part) of each step."""
-    for part in trainer.model_parts:
-        for module in part.modules():
-            if hasattr(module, "set_force_sum_reduction_for_comms"):
-                # gloo has no sum with a factor.
-                module.set_force_sum_reduction_for_comms(True)
     losses: list[torch.Tensor] = []
     step = trainer.forward_backward_step
 

@@ -1,0 +1,57 @@
+"""What the documentation has readers type, on a CPU: torchrun starts the ranks."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.cluster import cluster
+
+pytestmark = [pytest.mark.frameworks, pytest.mark.timeout(400)]
+
+ROOT = Path(__file__).parents[2]
+SHORT = {
+    # FSDP2's newer interface, torchtitan's default, is not in the torch that runs here.
+    "torchtitan": "--training.steps 2 --training.seq_len 256 "
+    "--parallelism.spmd_backend partial_dtensor --distca.control_plane localhost:7700",
+    "megatron": "--steps 2 --tokens 64",
+}
+
+
+def command_in_docs(framework: str) -> str:
+    text = (ROOT / "docs" / f"{framework}.md").read_text()
+    (found,) = re.findall(rf"^torchrun .*examples\.{framework}.*$", text, re.MULTILINE)
+    return str(found)
+
+
+def run_on_cpu(command: list[str], framework: str) -> str:
+    """What it printed."""
+    paths = [ROOT / "tests" / "frameworks" / "on_cpu", ROOT]
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(map(str, paths)),
+        "PYTHONWARNINGS": "ignore",
+        "ON_CPU": framework,
+        "OMP_NUM_THREADS": "1",
+    }
+    ended = subprocess.run(
+        command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert ended.returncode == 0, ended.stderr[-6000:]
+    return ended.stdout + ended.stderr
+
+
+@pytest.mark.parametrize("framework", ["torchtitan", "megatron"])
+def test_the_examples_run_as_the_documentation_says(framework: str, tmp_path: Path) -> None:
+    command = f"{command_in_docs(framework)} {SHORT[framework]}"
+    with cluster(tmp_path, 0) as control_plane:
+        program, *arguments = command.replace("localhost:7700", control_plane.address).split()
+        beside = str(Path(sys.executable).with_name(program))
+        printed = run_on_cpu([beside, *arguments], framework)
+    losses = re.findall(r"loss:? +([0-9.]+)", printed)
+    assert len(losses) >= 2, printed[-3000:]
