@@ -38,7 +38,7 @@ class ServedSteps:
 
     A microbatch is a nano-batch of the job: Megatron's schedules run each as a whole, in an order
     of their own, so that its rank waits while the rows of one travel.
-    Ranks of one tensor-parallel index are a job of their own, with the heads that they have.
+    Every process is a rank of the job, and has its share of the heads under tensor parallelism.
 
     Args:
         session: of this rank, with ``n_nano_batches`` as the microbatches of a step.
@@ -84,18 +84,19 @@ class ServedSteps:
         _check_layers(layers)
         device = next(parameter.device for chunk in chunks for parameter in chunk.parameters())
         tp = parallel_state.get_tensor_model_parallel_world_size()
-        plane = parallel_state.get_tensor_model_parallel_rank()
         dp = parallel_state.get_data_parallel_world_size()
         stage = parallel_state.get_pipeline_model_parallel_rank()
+        first = (stage * dp + parallel_state.get_data_parallel_rank()) * tp
         logger.info(
             "a microbatch is one lane, without ping-pong: Megatron's schedules run it whole"
         )
         session = Session.open(
             SessionOptions(
                 control_plane=control_plane,
-                job=f"{job}-tp{plane}" if tp > 1 else job,
-                rank=stage * dp + parallel_state.get_data_parallel_rank(),
-                n_ranks=dp * parallel_state.get_pipeline_model_parallel_world_size(),
+                job=job,
+                rank=first + parallel_state.get_tensor_model_parallel_rank(),
+                n_ranks=dp * parallel_state.get_pipeline_model_parallel_world_size() * tp,
+                tensor_parallel_ranks=range(first, first + tp) if tp > 1 else (),
                 n_layers=len(layers),
                 n_nano_batches=n_microbatches,
                 shape=layers[0].shape,

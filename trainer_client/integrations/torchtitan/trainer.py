@@ -38,7 +38,7 @@ OVERRIDE = "trainer_client.integrations.torchtitan.attention.served_varlen"
 class ServedTrainer(Trainer):
     """Trains with core attention spread over all ranks; what is not here is torchtitan's.
 
-    Ranks of one tensor-parallel index are a job of their own, with the heads that they have.
+    Every process is a rank of the job, and has its share of the heads under tensor parallelism.
 
     Raises:
         UnsupportedSetting: the configuration cannot be trained so; before anything is built.
@@ -170,7 +170,9 @@ class ServedTrainer(Trainer):
         batch = dims.get_mesh("batch") if dims.dp_enabled else None
         batch_rank, batch_degree = (batch.get_local_rank(), batch.size()) if batch else (0, 1)
         stage = dims.get_mesh("pp").get_local_rank() if dims.pp_enabled else 0
-        plane = dims.get_mesh("tp").get_local_rank() if dims.tp_enabled else 0
+        share, n_shares = 0, 1
+        if dims.tp_enabled:
+            share, n_shares = dims.get_mesh("tp").get_local_rank(), dims.tp
         n_lanes = self._batches_of_step * self._n_lanes
         if dims.pp_enabled and self.gradient_accumulation_steps > 1:
             raise UnsupportedSetting(
@@ -178,13 +180,17 @@ class ServedTrainer(Trainer):
                 "parallelism is not served; set --training.local_batch_size so that one schedule "
                 "runs the whole global batch"
             )
+        first = (stage * batch_degree + batch_rank) * n_shares
         return SessionOptions(
             **found.complete(
                 {
                     **settings.session_options(),
-                    "job": settings.job + (f"-tp{plane}" if dims.tp_enabled else ""),
-                    "rank": stage * batch_degree + batch_rank,
-                    "n_ranks": batch_degree * dims.pp,
+                    "job": settings.job,
+                    "rank": first + share,
+                    "n_ranks": batch_degree * dims.pp * n_shares,
+                    "tensor_parallel_ranks": range(first, first + n_shares)
+                    if dims.tp_enabled
+                    else (),
                     "n_nano_batches": n_lanes,
                     **self.more_session_options(),
                 }
