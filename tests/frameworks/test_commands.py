@@ -29,8 +29,8 @@ def command_in_docs(framework: str) -> str:
     return str(found)
 
 
-def run_on_cpu(command: list[str], framework: str) -> str:
-    """What it printed."""
+def run_on_cpu(command: list[str], framework: str, folder: Path) -> str:
+    """What it printed; torchtitan writes its outputs into ``folder``."""
     paths = [ROOT / "tests" / "frameworks" / "on_cpu", ROOT]
     environment = {
         **os.environ,
@@ -40,7 +40,13 @@ def run_on_cpu(command: list[str], framework: str) -> str:
         "OMP_NUM_THREADS": "1",
     }
     ended = subprocess.run(
-        command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False
+        command,
+        env=environment,
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
     )
     assert ended.returncode == 0, ended.stderr[-6000:]
     return ended.stdout + ended.stderr
@@ -52,6 +58,6 @@ def test_the_examples_run_as_the_documentation_says(framework: str, tmp_path: Pa
     with cluster(tmp_path, 0) as control_plane:
         program, *arguments = command.replace("localhost:7700", control_plane.address).split()
         beside = str(Path(sys.executable).with_name(program))
-        printed = run_on_cpu([beside, *arguments], framework)
+        printed = run_on_cpu([beside, *arguments], framework, tmp_path)
     losses = re.findall(r"loss:? +([0-9.]+)", printed)
     assert len(losses) >= 2, printed[-3000:]
