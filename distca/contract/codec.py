@@ -419,7 +419,7 @@ def _slots_from_proto(plan: plan_pb2.Plan, n_ranks: int, n_servers: int) -> Slot
     n_halves, columns = plan.slots.n_halves, {}
     for field, n_members in zip(_SLOT_COLUMNS, (n_ranks, n_servers, n_servers), strict=True):
         column = _unpack(f"Plan.slots.{field}", getattr(plan.slots, field), _FLOAT64)
-        if not n_halves or len(column) % (n_halves * n_members):
+        if not n_halves * n_members or len(column) % (n_halves * n_members):
             raise WireError(
                 f"Plan.slots.{field} has {len(column)} values for {n_halves} halves and "
                 f"{n_members} members; there must be one for each of them in each slot"
