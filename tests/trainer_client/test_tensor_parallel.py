@@ -46,7 +46,7 @@ from trainer_client import (
     submit_ahead,
 )
 
-pytestmark = pytest.mark.training
+pytestmark = [pytest.mark.training, pytest.mark.timeout(300)]
 
 RANKS, TP, STEPS, VOCABULARY = 4, 2, 2, 64
 REPLICAS = RANKS // TP
