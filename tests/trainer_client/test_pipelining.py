@@ -154,6 +154,7 @@ class Case:
         replicated: by what replicas share gradients: nothing, ``"ddp"`` or ``"fsdp"``.
         layers: of each stage; N_LAYERS_A_CHUNK each if empty.
         is_packed: whether a microbatch's nano-batches are parts of one row, of unequal lengths.
+        meets_on_host: whether stages tell each other what they send, as on GPUs.
     """
 
     name: str
@@ -170,6 +171,7 @@ class Case:
     replicated: str = ""
     layers: tuple[int, ...] = ()
     is_packed: bool = False
+    meets_on_host: bool = False
 
     @property
     def n_replicas(self) -> int:
@@ -210,12 +212,27 @@ def zero_bubble(stage: PipelineStage, n_microbatches: int, **options: Any) -> An
 
 CASES = (
     Case("four stages", Schedule1F1B, 4, 6),
-    Case("four stages, pool", Schedule1F1B, 4, 4, placement=Placement.POOL),
+    Case("four stages, pool", Schedule1F1B, 4, 4, placement=Placement.POOL, meets_on_host=True),
     Case("two stages, two replicas", Schedule1F1B, 2, 4, checkpointed=True),
     Case("documents over replicas", Schedule1F1B, 2, 3, spans=True),
-    Case("all forwards first", ScheduleGPipe, 2, 8),
-    Case("two stages a rank", ScheduleInterleaved1F1B, 2, 4, n_chunks=2, checkpointed=True),
-    Case("backwards in two parts", ScheduleInterleavedZeroBubble, 2, 4, n_chunks=2),
+    Case("all forwards first", ScheduleGPipe, 2, 8, meets_on_host=True),
+    Case(
+        "two stages a rank",
+        ScheduleInterleaved1F1B,
+        2,
+        4,
+        n_chunks=2,
+        checkpointed=True,
+        meets_on_host=True,
+    ),
+    Case(
+        "backwards in two parts",
+        ScheduleInterleavedZeroBubble,
+        2,
+        4,
+        n_chunks=2,
+        meets_on_host=True,
+    ),
     Case("idle-aware", Schedule1F1B, 4, 4, is_planned=True),
     Case("idle-aware, in turns", Schedule1F1B, 4, 5, n_rows=2, is_planned=True, checkpointed=True),
     Case(
@@ -227,7 +244,9 @@ CASES = (
         is_planned=True,
         placement=Placement.MIXED,
     ),
-    Case("idle-aware, zero-bubble", zero_bubble, 4, 5, n_rows=2, is_planned=True),
+    Case(
+        "idle-aware, zero-bubble", zero_bubble, 4, 5, n_rows=2, is_planned=True, meets_on_host=True
+    ),
     Case(
         "unequal stages",
         Schedule1F1B,
@@ -266,6 +285,7 @@ CASES = (
         is_planned=True,
         placement=Placement.POOL,
         layers=(1, 2),
+        meets_on_host=True,
     ),
     Case(
         "idle-aware, two stages a rank",
@@ -288,6 +308,7 @@ SHARED_CASES = (
             is_planned=True,
             replicated=how,
             checkpointed=n_rows == 2,
+            meets_on_host=n_rows == 2,
         )
         for how in ("ddp", "fsdp")
         for n_rows in (1, 2)
@@ -319,7 +340,12 @@ DYING = Case(
     ),
 )
 DYING_IN_TURNS = replace(
-    DYING, name="servers die, in turns", n_rows=2, is_planned=True, layers=(3, 2, 2, 1)
+    DYING,
+    name="servers die, in turns",
+    n_rows=2,
+    is_planned=True,
+    layers=(3, 2, 2, 1),
+    meets_on_host=True,
 )
 
 
@@ -501,7 +527,7 @@ def run_case(
             fully_shard(part, mesh=replicas)
             prepare_fsdp(part)
     with Session.open(options) as session:
-        pipeline = Pipeline(session, *stages)
+        pipeline = Pipeline(session, *stages, meet_on_host=case.meets_on_host)
         for step, positions in submitted(case, session):
             for part in parts:
                 part.zero_grad()

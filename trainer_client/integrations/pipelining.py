@@ -23,6 +23,7 @@ from core_attention.schedule_orders import Order, gpipe, one_f_one_b
 from trainer_client.errors import SessionError
 from trainer_client.integrations.fsdp import check_backward_in_parts, require_prepared
 from trainer_client.integrations.graphs import outside_graphs
+from trainer_client.integrations.host_signals import HostSignals
 from trainer_client.integrations.microbatch_rows import cut_of
 from trainer_client.integrations.schedule_check import ScheduleCheck
 from trainer_client.integrations.shape_inference import ShapeInference
@@ -60,6 +61,9 @@ class Pipeline:
         stages: its ``PipelineStage`` objects, those of lower layers first; their
             ``forward_one_chunk`` is replaced on the objects, and ``forward`` of their modules
             where a microbatch has several nano-batches.
+        meet_on_host: whether stages tell each other on the host what they are about to send, see
+            :mod:`trainer_client.integrations.host_signals`; None: on GPUs. Then all ranks of
+            ``torch.distributed`` make their ``Pipeline`` together.
 
     Raises:
         SessionError: no stages were given, or one has no ``forward_one_chunk``, or is in another
@@ -68,7 +72,7 @@ class Pipeline:
             :func:`trainer_client.integrations.fsdp.check_backward_in_parts`.
     """
 
-    def __init__(self, session: Session, *stages: Any) -> None:
+    def __init__(self, session: Session, *stages: Any, meet_on_host: bool | None = None) -> None:
         if not stages:
             raise SessionError("no stages were given; a pipeline has one or more on every rank")
         self._session = session
@@ -100,8 +104,16 @@ class Pipeline:
             if any(a.kind is Kind.BACKWARD_INPUT for a in schedule.order(pipeline_rank)):
                 for stage in stages:
                     check_backward_in_parts(stage.submod)
+        if meet_on_host is None:
+            meet_on_host = torch.device(options.device).type != "cpu"
+        self._signals: HostSignals | None = None
+        self._is_connected = False
+        if meet_on_host:
+            self._signals = HostSignals(options.collective_timeout_seconds, stages[0].num_stages)
         for stage in stages:
             is_last = stage is stages[-1]
+            if self._signals is not None:
+                self._signals.watch(stage)
             stage.forward_one_chunk = self._in_its_lane(
                 stage.forward_one_chunk, n_rows, is_last=is_last
             )
@@ -120,7 +132,13 @@ class Pipeline:
         self._inference.is_over = False
         if self._check is not None:
             self._check.begin_step()
+        if self._signals is not None:
+            self._signals.begin_step()
         with self._session.step(step) as running, self._inference.may_run(), self._unsynced:
+            if self._signals is not None and not self._is_connected:
+                # No receive may keep a device while ranks still connect to servers.
+                self._signals.meet()
+                self._is_connected = True
             for module in self._replicated:
                 # Else DDP awaits gradients of the run on garbage, and takes the first microbatch's.
                 self._unsynced.enter_context(module.no_sync())
