@@ -34,6 +34,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.multiprocessing.spawn import spawn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
@@ -179,8 +180,7 @@ def run_way(run: Run, way: str, rank: int, device: str, address: str) -> dict[st
     sharded = ShardedModel(
         Interleaved(WithLoss(model)),
         layers,
-        device_type="cuda" if on_gpu else "cpu",
-        n_ranks=run.ranks,
+        mesh=init_device_mesh("cuda" if on_gpu else "cpu", (run.ranks,)),
         compute_dtype=dtype,
         barriers=barriers,
     )
