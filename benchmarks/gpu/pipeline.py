@@ -62,12 +62,9 @@ from core_attention.profiling import device_name
 from core_attention.schedule_orders import SCHEDULES
 from data_plane.owner_thread import SWITCH_INTERVAL_SECONDS
 from distca.local.supervisor import Supervisor
-from distca.train.device import prefer_expandable_segments
+from distca.train.device import prefer_expandable_segments, prefer_many_queues
 
 _POLL_SECONDS = 0.5
-_HARDWARE_QUEUES = ("CUDA_DEVICE_MAX_CONNECTIONS", "32")
-"""Streams share 8 queues by default, and what comes behind a receive of NCCL waits for its sender:
-which waits, in turn, for a server whose stream is in the same queue."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -328,7 +325,7 @@ def run_rank(
     device = torch.device("cuda", rank) if on_gpu else torch.device("cpu")
     if on_gpu:
         prefer_expandable_segments()
-        os.environ.setdefault(*_HARDWARE_QUEUES)
+        prefer_many_queues()
         torch.cuda.set_device(device)
     else:
         torch.set_num_threads(1)

@@ -15,7 +15,8 @@ from distca.train.settings import DeviceName
 
 def choose_device(name: DeviceName, local_rank: int) -> torch.device:
     """The device of the trainer that is number ``local_rank`` on its host, made current. PyTorch's
-    cache on it grows in place, see :func:`prefer_expandable_segments`.
+    cache on it grows in place, see :func:`prefer_expandable_segments`, and its streams have queues
+    of their own, see :func:`prefer_many_queues`.
 
     Raises:
         SettingsError: there is no such CUDA device.
@@ -32,6 +33,7 @@ def choose_device(name: DeviceName, local_rank: int) -> torch.device:
     device = torch.device("cuda", local_rank)
     # First, since the allocator may read its settings when the device is made current.
     prefer_expandable_segments()
+    prefer_many_queues()
     torch.cuda.set_device(device)
     return device
 
@@ -55,6 +57,16 @@ def prefer_expandable_segments() -> None:
     """
     if not any(name in os.environ for name in ALLOCATOR_VARIABLES):
         os.environ[ALLOCATOR_VARIABLES[0]] = "expandable_segments:True"
+
+
+def prefer_many_queues() -> None:
+    """Has CUDA make as many hardware queues as it can, unless the environment says how many.
+
+    Streams share 8 of them by default, and what comes behind a receive of NCCL waits for its
+    sender: which waits, in turn, for a server whose stream may be in the same queue. CUDA reads the
+    setting when the device is made current.
+    """
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 
 
 def keep_what_is_built(device: torch.device) -> None:

@@ -20,6 +20,7 @@ from distca.train.device import (
     ALLOCATOR_VARIABLES,
     choose_device,
     prefer_expandable_segments,
+    prefer_many_queues,
 )
 from distca.train.language_model import LanguageModel
 from distca.train.layers import compile_layers, decoder_layers
@@ -66,6 +67,16 @@ def test_a_setting_of_pytorchs_allocator_is_kept(
     monkeypatch.setattr(os, "environ", environ)
     prefer_expandable_segments()
     assert environ == (told or {"PYTORCH_ALLOC_CONF": "expandable_segments:True"})
+
+
+@pytest.mark.parametrize("told", [{}, {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}])
+def test_a_number_of_hardware_queues_is_kept(
+    monkeypatch: pytest.MonkeyPatch, told: dict[str, str]
+) -> None:
+    environ = dict(told)
+    monkeypatch.setattr(os, "environ", environ)
+    prefer_many_queues()
+    assert environ == (told or {"CUDA_DEVICE_MAX_CONNECTIONS": "32"})
 
 
 EXPANDABLE = """
