@@ -22,9 +22,10 @@ _lengths = st.one_of(st.just(1), st.integers(1, 8), st.integers(1, 60))
 
 @st.composite
 def rank_manifests(
-    draw: st.DrawFn, max_ranks: int = 4, max_documents: int = 6
+    draw: st.DrawFn, max_ranks: int = 4, max_documents: int = 6, *, cuts: bool = True
 ) -> list[RankManifest]:
-    """What every rank of one step sends; merging them is valid."""
+    """What every rank of one step sends; merging them is valid. ``cuts``: documents may begin in
+    nano-batch 0 and go on in nano-batch 1."""
     n_ranks = draw(st.integers(1, max_ranks))
     n_nano_batches = draw(st.integers(1, 2))
     packed: list[list[list[Segment]]] = [
@@ -37,7 +38,7 @@ def rank_manifests(
     for document_id, length in zip(ids, lengths, strict=True):
         nano_batch = draw(st.integers(0, n_nano_batches - 1))
         pieces = _pieces(draw, 0, length)
-        n_first = draw(st.integers(0, len(pieces) - 1)) if nano_batch == 1 else 0
+        n_first = draw(st.integers(0, len(pieces) - 1)) if nano_batch == 1 and cuts else 0
         for place, (begin, end) in enumerate(pieces):
             rank = draw(st.integers(0, n_ranks - 1))
             segment = Segment(document_id, length, begin, end - begin)
@@ -67,16 +68,18 @@ def _fill_second_nano_batches(packed: list[list[list[Segment]]]) -> None:
 
 
 @st.composite
-def manifests(draw: st.DrawFn, max_ranks: int = 4, max_documents: int = 6) -> Manifest:
+def manifests(
+    draw: st.DrawFn, max_ranks: int = 4, max_documents: int = 6, *, cuts: bool = True
+) -> Manifest:
     """A whole step with up to ``max_ranks`` ranks and ``max_documents`` documents."""
-    ranks = draw(rank_manifests(max_ranks, max_documents))
+    ranks = draw(rank_manifests(max_ranks, max_documents, cuts=cuts))
     return Manifest.merge(ranks, len(ranks))
 
 
 @st.composite
-def plans(draw: st.DrawFn, max_servers: int = 4) -> Plan:
+def plans(draw: st.DrawFn, max_servers: int = 4, *, cuts: bool = True) -> Plan:
     """A valid plan with up to ``max_servers`` pool and in-place servers."""
-    manifest = draw(manifests())
+    manifest = draw(manifests(cuts=cuts))
     n_servers = draw(st.integers(1, max_servers))
     in_place = draw(st.lists(st.booleans(), min_size=n_servers, max_size=n_servers))
     servers = tuple(

@@ -50,13 +50,17 @@ from control_plane.settings import ControlPlaneSettings, CoordinatorSettings
 from tests.control_plane.service_harness import rotating_plan
 
 logging.basicConfig(level=logging.INFO, format="%(message)s")
-run(ControlPlaneSettings(
+settings = ControlPlaneSettings(
     listen_address="127.0.0.1:0",
     metrics_address="127.0.0.1:0",
     stop_seconds=1.0,
     coordinator=CoordinatorSettings(default_planner="rotating"),
     address_file=Path(sys.argv[1]),
-), {"rotating": rotating_plan})
+)
+try:
+    run(settings, {"rotating": rotating_plan})
+except KeyboardInterrupt:
+    sys.exit(130)
 """
 
 
@@ -89,7 +93,7 @@ def test_process_writes_its_addresses_serves_and_ends_well_on_a_signal(
     finally:
         process.kill()
         process.wait()
-    assert process.returncode == 0
+    assert process.returncode == (130 if number == signal.SIGINT else 0)
     assert stdout == ""
     listening = f"listening on {addresses['grpc']}, metrics on {addresses['metrics']}"
     assert stderr.splitlines().count(listening) == 1
