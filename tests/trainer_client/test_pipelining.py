@@ -644,7 +644,7 @@ def test_what_is_no_stage_is_refused() -> None:
     with pytest.raises(SessionError, match="NoStage has no forward_one_chunk"):
         Pipeline(session, NoStage())
     stage: Any = SimpleNamespace(forward_one_chunk=print, stage_index=3, submod=None)
-    session = SimpleNamespace(options=SimpleNamespace(pipelining=None))
+    session = SimpleNamespace(options=SimpleNamespace(pipelining=None, device="cpu"))
     Pipeline(session, stage)
     with pytest.raises(SessionError, match="stage 3 is in a Pipeline already"):
         Pipeline(session, stage)
