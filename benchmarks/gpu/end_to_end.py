@@ -20,15 +20,11 @@ from __future__ import annotations
 
 import gc
 import json
-import logging
 import os
-import sys
 import tempfile
 import time
-import traceback
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from datetime import timedelta
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -38,24 +34,21 @@ import torch.distributed as dist
 import typer
 from rich.console import Console
 from rich.table import Table
-from torch.multiprocessing.spawn import spawn
 
 from benchmarks.gpu.training import methods
 from benchmarks.gpu.training.batches import ONE_DOCUMENT, Batch, draw_batch
 from benchmarks.gpu.training.methods import Disaggregated, RankSettings
 from benchmarks.gpu.training.pictures import save_timeline
+from benchmarks.gpu.training.rank_processes import joined, launch_in_time, let_go, spawned
 from benchmarks.gpu.training.stack import ModelShape
 from benchmarks.gpu.training.trace import traced
 from core_attention.profiling import device_name
 from core_attention.shape import format_shape
-from data_plane.owner_thread import SWITCH_INTERVAL_SECONDS
 from distca.local.process import LocalProcess
 from distca.local.supervisor import Supervisor
-from distca.train.device import prefer_expandable_segments
 
 PEAK_FLOPS = 989e12
 """Dense bfloat16 of an H200, by its data sheet; what MFU is a share of."""
-GROUP_SECONDS = 300.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -308,52 +301,30 @@ def _traced_step(way: methods.Method, step: int, settings: RankSettings) -> dict
 
 def run_rank(rank: int, plan: Plan, folder: Path) -> None:
     """A rank's process: all ways, one after the other; rank 0 writes the results."""
-    logging.basicConfig(level=logging.WARNING, format=f"[{rank}] %(name)s: %(message)s")
-    sys.setswitchinterval(SWITCH_INTERVAL_SECONDS)
-    # Collections in the middle of a step would stop its launches; there is one between steps.
-    gc.disable()
+    launch_in_time(rank)
     on_gpu = plan.device == "cuda"
-    device = torch.device("cuda", rank) if on_gpu else torch.device("cpu")
-    if on_gpu:
-        prefer_expandable_segments()
-        torch.cuda.set_device(device)
-        _limit_memory(plan.memory_gib)
-    dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
-        init_method=f"file://{folder}/rendezvous",
-        rank=rank,
-        world_size=plan.ranks,
-        timeout=timedelta(seconds=GROUP_SECONDS),
-        device_id=device if on_gpu else None,
-    )
-    drawn = plan.drawn()
-    settings = RankSettings(
-        rank=rank,
-        n_ranks=plan.ranks,
-        device=device,
-        model=plan.model,
-        tokens_per_rank=plan.tokens_per_rank,
-        longest_document=max(int(batch.lengths.max()) for batch in drawn),
-        n_nano_batches=plan.n_nano_batches,
-        cuts_documents=plan.cuts_documents,
-        tolerance=plan.tolerance,
-        compiled=plan.compiled,
-        learning_rate=plan.learning_rate,
-        host_barriers=plan.host_barriers,
-        folder=folder,
-    )
-    try:
+    with joined(rank, plan.ranks, on_gpu=on_gpu, rendezvous=folder / "rendezvous") as device:
+        if on_gpu:
+            _limit_memory(plan.memory_gib)
+        drawn = plan.drawn()
+        settings = RankSettings(
+            rank=rank,
+            n_ranks=plan.ranks,
+            device=device,
+            model=plan.model,
+            tokens_per_rank=plan.tokens_per_rank,
+            longest_document=max(int(batch.lengths.max()) for batch in drawn),
+            n_nano_batches=plan.n_nano_batches,
+            cuts_documents=plan.cuts_documents,
+            tolerance=plan.tolerance,
+            compiled=plan.compiled,
+            learning_rate=plan.learning_rate,
+            host_barriers=plan.host_barriers,
+            folder=folder,
+        )
         for name in plan.ways:
             run_way(name, plan, drawn, settings)
-            gc.collect()
-            if on_gpu:
-                torch.cuda.empty_cache()
-        dist.destroy_process_group()
-    except BaseException:
-        # A rank that is torn down while others wait for it would only hide the reason.
-        traceback.print_exc()
-        sys.stderr.flush()
-        os._exit(1)
+            let_go(device)
 
 
 def measure(plan: Plan) -> list[dict[str, Any]]:
@@ -363,20 +334,15 @@ def measure(plan: Plan) -> list[dict[str, Any]]:
         folder = Path(name)
         if _needs_service(plan):
             _start_services(supervisor, folder, plan)
-        ranks = spawn(run_rank, (plan, folder), nprocs=plan.ranks, join=False)
-        assert ranks is not None
-        try:
-            while not ranks.join():
-                pass
-        except (Exception, KeyboardInterrupt) as error:
-            print(f"{type(error).__name__}: {error}", flush=True)
-            log = folder / "control-plane.log"
-            if log.exists():
-                print(log.read_text()[-4000:], flush=True)
-        finally:
-            # One that an interrupt found in a callback of the library's has not heard of it.
-            for process in ranks.processes:
-                process.kill()
+        with spawned(run_rank, (plan, folder), plan.ranks) as ranks:
+            try:
+                while not ranks.join():
+                    pass
+            except (Exception, KeyboardInterrupt) as error:
+                print(f"{type(error).__name__}: {error}", flush=True)
+                log = folder / "control-plane.log"
+                if log.exists():
+                    print(log.read_text()[-4000:], flush=True)
         found = [folder / f"{way}.json" for way in plan.ways]
         return [json.loads(path.read_text()) for path in found if path.exists()]
 

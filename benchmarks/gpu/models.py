@@ -15,15 +15,10 @@ plain packing would be if core attention of full layers were spread evenly, as p
 
 from __future__ import annotations
 
-import gc
 import json
-import os
-import sys
 import tempfile
 import time
-import traceback
 from dataclasses import asdict, dataclass
-from datetime import timedelta
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -35,18 +30,17 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.multiprocessing.spawn import spawn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
-from benchmarks.gpu.end_to_end import GROUP_SECONDS, start_control_plane
+from benchmarks.gpu.end_to_end import start_control_plane
 from benchmarks.gpu.training.batches import draw_batch
 from benchmarks.gpu.training.methods import BARRIER_SECONDS, await_address
+from benchmarks.gpu.training.rank_processes import joined, let_go, spawned
 from core_attention.manifest import RankManifest
 from distca.data.batch import IGNORED_LABEL
 from distca.local.supervisor import Supervisor
-from distca.train.device import prefer_expandable_segments
 from distca.train.loss import chunked_loss
-from distca.train.measurements import StepMeasurements, tick_imbalance
+from distca.train.measurements import StepMeasurements
 from distca.train.sharding import ShardedModel
 from trainer_client import HostBarriers, PingPong, Session, SessionOptions
 
@@ -219,9 +213,7 @@ def run_way(run: Run, way: str, rank: int, device: str, address: str) -> dict[st
                 seen = StepMeasurements.from_proto(session.fetch_step(step))
                 home = seen.home_seconds * options.n_layers
                 found["over"].append(float((home.max(axis=1) - home.mean(axis=1)).sum()))
-                found["imbalance"].append(
-                    [tick_imbalance(seen.home_seconds), tick_imbalance(seen.planned_seconds)]
-                )
+                found["imbalance"].append([seen.home_imbalance, seen.planned_imbalance])
     found["gib"] = torch.cuda.max_memory_allocated() / 2**30 if on_gpu else 0.0
     return found
 
@@ -229,46 +221,22 @@ def run_way(run: Run, way: str, rank: int, device: str, address: str) -> dict[st
 def run_rank(rank: int, run: Run) -> None:
     """One rank, in a process of its own."""
     on_gpu = run.device == "cuda"
-    prefer_expandable_segments()
-    device = f"cuda:{rank}" if on_gpu else "cpu"
-    if on_gpu:
-        torch.cuda.set_device(rank)
-    else:
+    if not on_gpu:
         torch.set_num_threads(1)
     folder = Path(run.control_plane).parent
-    dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
-        init_method=f"file://{folder / 'store'}",
-        rank=rank,
-        world_size=run.ranks,
-        timeout=timedelta(seconds=GROUP_SECONDS),
-    )
-    try:
+    with joined(rank, run.ranks, on_gpu=on_gpu, rendezvous=folder / "rendezvous") as device:
         address = await_address(Path(run.control_plane))
         for way in WAYS:
-            found = run_way(run, way, rank, device, address)
+            found = run_way(run, way, rank, str(device), address)
             (folder / f"{way}-{rank}.json").write_text(json.dumps(found))
-            gc.collect()
-            if on_gpu:
-                torch.cuda.empty_cache()
-        dist.destroy_process_group()
-    except BaseException:
-        # A rank that is torn down while others wait for it would only hide the reason.
-        traceback.print_exc()
-        sys.stderr.flush()
-        os._exit(1)
+            let_go(device)
 
 
 def measure(run: Run, supervisor: Supervisor, folder: Path) -> dict[str, list[dict[str, Any]]]:
     """What the ranks saw, by way."""
-    ranks = spawn(run_rank, (run,), nprocs=run.ranks, join=False)
-    assert ranks is not None
-    try:
+    with spawned(run_rank, (run,), run.ranks) as ranks:
         while not ranks.join():
             pass
-    finally:
-        for process in ranks.processes:
-            process.kill()
     return {
         way: [json.loads((folder / f"{way}-{i}.json").read_text()) for i in range(run.ranks)]
         for way in WAYS

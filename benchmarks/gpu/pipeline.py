@@ -25,24 +25,17 @@ from __future__ import annotations
 
 import gc
 import json
-import logging
-import os
-import sys
 import tempfile
 import time
-import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from datetime import timedelta
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
-import torch.distributed as dist
 import typer
-from torch.multiprocessing.spawn import spawn
 
-from benchmarks.gpu.end_to_end import GROUP_SECONDS, gathered, settle, start_control_plane
+from benchmarks.gpu.end_to_end import gathered, settle, start_control_plane
 from benchmarks.gpu.training.batches import Batch, CannotRun
 from benchmarks.gpu.training.methods import RankSettings, imbalance
 from benchmarks.gpu.training.microbatches import Layout, draw_microbatches, squares, unevenness
@@ -56,13 +49,13 @@ from benchmarks.gpu.training.pipeline_ways import (
     require_runnable,
     way_of,
 )
+from benchmarks.gpu.training.rank_processes import joined, launch_in_time, let_go, spawned
 from benchmarks.gpu.training.stack import ModelShape
 from benchmarks.gpu.training.trace import traced
 from core_attention.profiling import device_name
 from core_attention.schedule_orders import SCHEDULES
-from data_plane.owner_thread import SWITCH_INTERVAL_SECONDS
 from distca.local.supervisor import Supervisor
-from distca.train.device import prefer_expandable_segments, prefer_many_queues
+from distca.train.device import prefer_many_queues
 
 _POLL_SECONDS = 0.5
 
@@ -317,54 +310,33 @@ def run_rank(
     attempt: int,
 ) -> None:
     """A rank's process: cases, one after the other."""
-    logging.basicConfig(level=logging.WARNING, format=f"[{rank}] %(name)s: %(message)s")
-    sys.setswitchinterval(SWITCH_INTERVAL_SECONDS)
-    # Collections in the middle of a step would stop its launches; there is one between steps.
-    gc.disable()
+    launch_in_time(rank)
     on_gpu = plan.device == "cuda"
-    device = torch.device("cuda", rank) if on_gpu else torch.device("cpu")
     if on_gpu:
-        prefer_expandable_segments()
         prefer_many_queues()
-        torch.cuda.set_device(device)
     else:
         torch.set_num_threads(1)
-    dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
-        init_method=f"file://{folder}/rendezvous-{attempt}",
-        rank=rank,
-        world_size=plan.stages,
-        timeout=timedelta(seconds=GROUP_SECONDS),
-        device_id=device if on_gpu else None,
-    )
-    settings = RankSettings(
-        rank=rank,
-        n_ranks=plan.stages,
-        device=device,
-        model=plan.model,
-        tokens_per_rank=plan.tokens,
-        longest_document=plan.longest,
-        n_nano_batches=N_HALVES,
-        cuts_documents=False,
-        tolerance=plan.tolerance,
-        compiled=plan.compiled,
-        learning_rate=0.0,
-        host_barriers=False,
-        folder=folder,
-    )
-    try:
+    rendezvous = folder / f"rendezvous-{attempt}"
+    with joined(rank, plan.stages, on_gpu=on_gpu, rendezvous=rendezvous) as device:
+        settings = RankSettings(
+            rank=rank,
+            n_ranks=plan.stages,
+            device=device,
+            model=plan.model,
+            tokens_per_rank=plan.tokens,
+            longest_document=plan.longest,
+            n_nano_batches=N_HALVES,
+            cuts_documents=False,
+            tolerance=plan.tolerance,
+            compiled=plan.compiled,
+            learning_rate=0.0,
+            host_barriers=False,
+            folder=folder,
+        )
         stages, notes = Stages(settings), Notes(folder)
         for case, steps in zip(cases, drawn, strict=True):
             run_case(case, plan, steps, settings, stages, notes, attempt)
-            gc.collect()
-            if on_gpu:
-                torch.cuda.empty_cache()
-        dist.destroy_process_group()
-    except BaseException:
-        # A rank that is torn down while others wait for it would only hide the reason.
-        traceback.print_exc()
-        sys.stderr.flush()
-        os._exit(1)
+            let_go(device)
 
 
 def measure(plan: Plan, keep: Callable[[list[dict[str, Any]]], None]) -> list[dict[str, Any]]:
@@ -438,25 +410,20 @@ def _run_group(
 ) -> str:
     """Runs ranks until all cases are over, one failed, nothing was heard of them for too long, or
     the deadline came; returns what went wrong, if anything."""
-    ranks = spawn(run_rank, (plan, cases, drawn, folder, attempt), nprocs=plan.stages, join=False)
-    assert ranks is not None
     seen = began = time.time()
-    try:
-        while not ranks.join(timeout=_POLL_SECONDS):
-            newest = max(notes.newest(), began)
-            if newest > seen:
-                seen = newest
-                keep(list(notes.read().values()))
-            if time.monotonic() > deadline:
-                return f"the deadline of {plan.deadline_seconds:.0f} s came in its midst"
-            if time.time() - newest > plan.step_seconds:
-                return f"stalled: nothing was heard of it for {plan.step_seconds:.0f} s"
-    except Exception as error:
-        return f"a rank failed: {str(error).strip().splitlines()[-1]}"
-    finally:
-        for process in ranks.processes:
-            process.kill()
-            process.join()
+    with spawned(run_rank, (plan, cases, drawn, folder, attempt), plan.stages) as ranks:
+        try:
+            while not ranks.join(timeout=_POLL_SECONDS):
+                newest = max(notes.newest(), began)
+                if newest > seen:
+                    seen = newest
+                    keep(list(notes.read().values()))
+                if time.monotonic() > deadline:
+                    return f"the deadline of {plan.deadline_seconds:.0f} s came in its midst"
+                if time.time() - newest > plan.step_seconds:
+                    return f"stalled: nothing was heard of it for {plan.step_seconds:.0f} s"
+        except Exception as error:
+            return f"a rank failed: {str(error).strip().splitlines()[-1]}"
     return ""
 
 

@@ -27,7 +27,7 @@ from core_attention.cost_model import CostProfile
 from core_attention.kernels.select import select_kernel
 from core_attention.manifest import RankManifest
 from core_attention.profiling import device_name, profile_file_name
-from distca.train.measurements import StepMeasurements, tick_imbalance
+from distca.train.measurements import StepMeasurements
 from distca.train.timeline import readable_timeline
 from trainer_client import HostBarriers, Placement, Session, SessionOptions, StepReport
 
@@ -304,9 +304,9 @@ class Disaggregated:
         seconds = found.measured_seconds
         return {
             "plan_seconds": found.plan_seconds,
-            "planned_imbalance": tick_imbalance(found.planned_seconds),
+            "planned_imbalance": found.planned_imbalance,
             "busy_seconds": None if seconds is None else seconds.sum(axis=0).tolist(),
-            "measured_imbalance": None if seconds is None else tick_imbalance(seconds),
+            "measured_imbalance": found.measured_imbalance,
             "planned_seconds": (
                 found.planned_seconds.sum(axis=0) * self._settings.model.layers
             ).tolist(),

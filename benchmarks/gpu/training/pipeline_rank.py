@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import importlib
+import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
@@ -45,6 +46,8 @@ from distca.contract.rpc import UnknownStep
 from distca.train.layers import checkpoint_layers, compile_layers
 from distca.train.loss import DEFAULT_CHUNK_ROWS
 from distca.train.measurements import StepMeasurements
+from distca.train.ranks import sum_over_ranks
+from distca.train.sharding import clip_gradients, squared_norm
 from distca.train.stages import StageModule
 from trainer_client import Pipeline, Pipelining, Session, SessionOptions, measure_stages
 from trainer_client.integrations.shape_inference import ShapeInference
@@ -327,9 +330,6 @@ class PipelineWay:
         with ExitStack() as block:
             if self._pipeline is not None:
                 self._running = block.enter_context(self._pipeline.step(step))
-            if step == 0:
-                # All are connected before a collective runs on a GPU; see distca.train.trainer.
-                dist.all_reduce(torch.zeros(1))
             self._schedule.step(
                 *([given.input_ids] if 0 in self._built.modules else []),
                 target=given.labels,
@@ -496,12 +496,9 @@ class PipelineWay:
 
     def _update(self) -> float:
         parameters = [p for group in self._built.optimizer.param_groups for p in group["params"]]
-        gradients = [p.grad for p in parameters if p.grad is not None]
-        total = nn.utils.get_total_norm(gradients).double().cpu() ** 2
-        dist.all_reduce(total)
-        norm = float(total.sqrt())
-        factor = min(1.0, MAX_GRADIENT_NORM / (norm + 1e-6))
-        torch._foreach_mul_(gradients, factor)
+        (squares,) = sum_over_ranks(squared_norm(parameters))
+        norm = math.sqrt(squares)
+        clip_gradients(parameters, norm, MAX_GRADIENT_NORM)
         self._built.optimizer.step()
         return norm
 
