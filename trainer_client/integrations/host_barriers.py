@@ -32,11 +32,14 @@ class HostBarriers:
 
     Args:
         timeout_seconds: how long a rank waits for the others before it gives up.
+
+    Attributes:
+        group: of all ranks, on the host.
     """
 
     def __init__(self, timeout_seconds: float) -> None:
         # A group of its own: over gloo, a barrier takes log2(ranks) rounds.
-        self._group: dist.ProcessGroup = dist.new_group(
+        self.group: dist.ProcessGroup = dist.new_group(
             backend="gloo", timeout=timedelta(seconds=timeout_seconds)
         )
 
@@ -49,7 +52,7 @@ class HostBarriers:
         # dist.barrier would go by the default group's device, a GPU.
         options = dist.BarrierOptions()
         options.device = torch.device("cpu")
-        self._group.barrier(options).wait()
+        self.group.barrier(options).wait()
 
     def guard_sharded(self, module: FSDPModule) -> None:
         """Before what ``module``, but not its submodules, gathers and reduces."""

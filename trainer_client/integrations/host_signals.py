@@ -11,13 +11,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from trainer_client.errors import SessionError
+from trainer_client.integrations.host_barriers import HostBarriers
 
 _FORWARD, _BACKWARD = 0, 1
 
@@ -35,16 +34,12 @@ class HostSignals:
 
     def __init__(self, timeout_seconds: float, n_stages: int) -> None:
         self._timeout_seconds, self._n_stages = timeout_seconds, n_stages
-        self._group: dist.ProcessGroup = dist.new_group(
-            backend="gloo", timeout=timedelta(seconds=timeout_seconds)
-        )
+        self._barriers = HostBarriers(timeout_seconds)
         self._sent: list[tuple[Any, torch.Tensor]] = []
 
     def meet(self) -> None:
         """Returns when all ranks have come."""
-        options = dist.BarrierOptions()
-        options.device = torch.device("cpu")
-        self._group.barrier(options).wait()
+        self._barriers.meet()
 
     def begin_step(self) -> None:
         """Forgets the signals of the step before; all of them have arrived."""
@@ -84,11 +79,11 @@ class HostSignals:
     def _tell(self, peer: int, tag: int) -> None:
         signal = torch.zeros(1)
         # Ranks of the group are those of the job: it is made of all.
-        self._sent.append((self._group.send([signal], peer, tag), signal))
+        self._sent.append((self._barriers.group.send([signal], peer, tag), signal))
 
     def _await(self, peer: int, tag: int) -> None:
         try:
-            self._group.recv([torch.zeros(1)], peer, tag).wait()
+            self._barriers.group.recv([torch.zeros(1)], peer, tag).wait()
         except RuntimeError as error:
             raise SessionError(
                 f"rank {peer} of the pipeline has not sent what this stage needs within "
