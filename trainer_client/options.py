@@ -24,6 +24,7 @@ from distca.contract.settings import (
     PlanRequest,
     RankTimeouts,
 )
+from distca.contract.tensor_parallel import group_fault
 from distca.contract.timeouts import check_order, default_seconds, known_timeouts
 
 
@@ -206,12 +207,9 @@ class SessionOptions(RankTimeouts, PlanRequest, IntegritySettings, ClientTls):
     def _check_tensor_parallel_ranks(self) -> None:
         group = tuple(self.tensor_parallel_ranks)
         object.__setattr__(self, "tensor_parallel_ranks", group)
-        in_range = all(0 <= rank < self.n_ranks for rank in group)
-        if group and (self.rank not in group or len(set(group)) < len(group) or not in_range):
+        if fault := group_fault(self.rank, group, self.n_ranks):
             raise ValueError(
-                f"tensor_parallel_ranks is {list(group)} and rank {self.rank}; it must name the "
-                "ranks of this rank's tensor-parallel group, itself among them, once each, out of "
-                f"0 to {self.n_ranks - 1}"
+                f"tensor_parallel_ranks is {list(group)} and rank {self.rank}; {fault}"
             )
 
     def _check_range(self, name: str, low: int, high: int) -> None:

@@ -14,6 +14,7 @@ import numpy as np
 
 from control_plane.errors import InvalidRequestError, SpecMismatchError
 from core_attention.manifest import RankManifest
+from distca.contract.tensor_parallel import group_fault
 
 Group = tuple[int, ...]
 """Ranks in the order of their tensor-parallel indices; empty: the rank is in none."""
@@ -26,13 +27,10 @@ def check_group(rank: int, group: Group, n_ranks: int) -> None:
         InvalidRequestError: ``rank`` is not in it, it is in twice, or one of it is none of the
             job's ranks.
     """
-    if not group:
-        return
-    if rank not in group or len(set(group)) < len(group) or max(group) >= n_ranks:
+    if fault := group_fault(rank, group, n_ranks):
         raise InvalidRequestError(
-            f"tensor_parallel_ranks of rank {rank} is {list(group)}; it must name the ranks of its "
-            f"tensor-parallel group, itself among them, once each, out of 0 to {n_ranks - 1}: "
-            "each process is a rank of the job of its own"
+            f"tensor_parallel_ranks of rank {rank} is {list(group)}; {fault}: each process is a "
+            "rank of the job of its own"
         )
 
 
