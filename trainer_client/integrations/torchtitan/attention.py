@@ -25,7 +25,8 @@ from trainer_client.step.operation import core_attention_and_lse
 _SIGNATURE = inspect.signature(VarlenAttention.forward)
 """torchtitan looks tensors up by their names here, which tell of their layout: q_BLNH or q_TNH."""
 
-_UNBOUNDED = -1
+UNBOUNDED = -1
+"""The first number of a window that shows all earlier keys."""
 
 
 class ServedAttention(VarlenAttention):
@@ -44,14 +45,12 @@ class ServedAttention(VarlenAttention):
     def __init__(self, config: Config) -> None:
         # VarlenAttention's own would load a FlashAttention for this GPU.
         Module.__init__(self)
-        left, right = config.window_size
-        if right != 0:
+        if config.window_size[1] != 0:
             raise UnsupportedSetting(
                 f"window_size of an attention layer is {config.window_size}; served core attention "
                 "is causal: its second number must be 0"
             )
-        # Ours counts the query itself.
-        self.window = None if left == _UNBOUNDED else left + 1
+        self.window = window_of(config)
 
     @outside_graphs
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -81,6 +80,12 @@ class ServedAttention(VarlenAttention):
         return o if transform is None else transform(o, lse.view(*query.shape[:-1]))
 
     forward.__signature__ = _SIGNATURE  # type: ignore[attr-defined]
+
+
+def window_of(config: VarlenAttention.Config) -> int | None:
+    """Keys that a query of the layer sees at most, itself among them; None: all earlier ones."""
+    left, _ = config.window_size
+    return None if left == UNBOUNDED else left + 1
 
 
 @override(target=VarlenAttention.Config, description="Core attention served by DistCA")

@@ -12,7 +12,8 @@ from torchtitan.models.common.attention import (
     VarlenAttention,
 )
 
-_UNBOUNDED = -1
+from trainer_client.integrations.torchtitan.attention import UNBOUNDED, window_of
+
 _BACKENDS = (FlexAttention, ScaledDotProductAttention)
 
 
@@ -70,7 +71,7 @@ def _attention_problems(config: Any, override: str) -> Iterator[str]:
             "of served core attention; choose a model of torchtitan's decoder family with "
             'attn_backend="varlen"'
         )
-    elif all(layer.window_size[0] != _UNBOUNDED for _, layer, *_ in layers):
+    elif all(window_of(layer) is not None for _, layer, *_ in layers):
         yield (
             f"all {len(layers)} attention layers of {config.model_spec.name} "
             f"{config.model_spec.flavor} have a window (window_size is {layers[0][1].window_size}),"
@@ -87,12 +88,12 @@ def _window_problems(model: Any) -> Iterator[str]:
         inner = layer.inner_attention
         if not isinstance(inner, VarlenAttention.Config):
             continue
-        own = None if inner.window_size[0] == _UNBOUNDED else inner.window_size[0] + 1
+        own = window_of(inner)
         if hasattr(layer, "sliding_window_size") and size != own:
             yield (
                 f"{name} has sliding_window_size {size}, and its VarlenAttention window_size "
                 f"{inner.window_size}, a window of {own or 'all'} tokens; set window_size to "
-                f"{(_UNBOUNDED if size is None else size - 1, 0)}"
+                f"{(UNBOUNDED if size is None else size - 1, 0)}"
             )
 
 
