@@ -385,7 +385,7 @@ def _cannot_listen(name: str, address: str, why: str) -> AddressInUseError:
 def _is_loopback(address: str) -> bool:
     host, _ = split_address("listen_address", address, any_port=True)
     try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
+        return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
 

@@ -147,6 +147,10 @@ class RankManifest:
         return int(self.columns.length[self.columns.nano_batch == nano_batch].sum())
 
 
+_NOUNS = {"segment": "segment", "carried": "carried part"}
+"""Of rows, in errors."""
+
+
 def _nothing() -> Int64Array:
     return frozen(np.empty(0, dtype=np.int64))
 
@@ -366,14 +370,14 @@ class Manifest:
                 f"document has 1 to {MAX_DOCUMENT_TOKENS} tokens: leave empty documents out"
             )
         for kind in ("segment", "carried"):
-            runs = self._runs(kind)
+            runs, noun = self._runs(kind), _NOUNS[kind]
             bad = runs.length < 1
             if bad.any():
                 at = int(np.flatnonzero(bad)[0])
                 raise ManifestError(
-                    f"document {self.document_id[runs.document[at]]}: the {kind} at offset "
+                    f"document {self.document_id[runs.document[at]]}: the {noun} at offset "
                     f"{runs.offset[at]} on rank {runs.rank[at]} has length {runs.length[at]}; a "
-                    f"{kind} has at least 1 token"
+                    f"{noun} has at least 1 token"
                 )
         self._check_ids()
         # Every member numbers documents alike, which the order of rows in messages rests on.
@@ -422,8 +426,9 @@ class Manifest:
             begin, end: ``[n_documents]``.
         """
         document, offset, length, rank, _ = self._runs(kind)
+        noun = _NOUNS[kind]
         if (np.diff(document) < 0).any():
-            raise ManifestError(f"{kind}s are not sorted by document")
+            raise ManifestError(f"{noun}s are not sorted by document")
         first = self.first_segment if kind == "segment" else self.first_carried
         some = np.flatnonzero(first[1:] > first[:-1])
         if kind == "segment" and len(some) < self.n_documents:
@@ -441,17 +446,17 @@ class Manifest:
             what = "overlaps" if offset[at] < expected[at] else "leaves a gap after"
             its = int(document[at])
             raise ManifestError(
-                f"document {self.document_id[its]}: the {kind} at offset {offset[at]} (length "
+                f"document {self.document_id[its]}: the {noun} at offset {offset[at]} (length "
                 f"{length[at]}, rank {rank[at]}, nano-batch {self.document_nano_batch[its]}) "
-                f"{what} the {kind}s before it, which end at {expected[at]}; {kind}s must "
+                f"{what} the {noun}s before it, which end at {expected[at]}; {noun}s must "
                 f"partition [{begin[its]}, {end[its]})"
             )
         wrong = np.flatnonzero(run_end[first[some + 1] - 1] != end[some])
         if wrong.size:
             its = int(some[wrong[0]])
             raise ManifestError(
-                f"document {self.document_id[its]}: its {kind}s end at "
-                f"{run_end[first[its + 1] - 1]}, its length is {end[its]}; {kind}s "
+                f"document {self.document_id[its]}: its {noun}s end at "
+                f"{run_end[first[its + 1] - 1]}, its length is {end[its]}; {noun}s "
                 "must partition [0, length): is one missing, or on a rank of another job?"
             )
 

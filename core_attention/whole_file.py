@@ -54,6 +54,13 @@ def write_whole(
         sync_folder(path.parent)
 
 
+def check_can_write_all(*paths: Path | None) -> None:
+    """:func:`check_can_write` of those that are asked for."""
+    for path in paths:
+        if path is not None:
+            check_can_write(path)
+
+
 def check_can_write(path: Path) -> None:
     """For work that takes long and is written at its end. Makes the folder of ``path``.
 

@@ -14,9 +14,8 @@ from core_attention.manifest import Manifest
 def first_ticks(
     manifest: Manifest, complete_ticks: Sequence[Sequence[int]], left: Mapping[int, str]
 ) -> Int64Array:
-    """``[n_documents]``: of the ranks that hold rows of a document, or carry its
-    keys over from an earlier nano-batch, the least number of complete
-    ticks in its lane.
+    """``[n_documents]``: of the ranks that hold rows of a document, or carry its keys over from an
+    earlier nano-batch, the least number of complete ticks in its lane.
 
     Args:
         manifest: of the whole step.

@@ -42,7 +42,7 @@ class LeaderLabel:
                 {"metadata": {"labels": labels}},
             )
         except Exception as error:
-            # The client raises what its HTTP library does; all that counts is that it failed.
+            # Refused, not reached, or answered by no JSON: all that counts is that it failed.
             logger.warning(
                 "label %s of pod %s/%s is not changed: %s",
                 LEADER_LABEL,

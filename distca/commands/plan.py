@@ -30,13 +30,6 @@ class PlanOutputSettings:
     ] = None
     html: Annotated[Path | None, typer.Option(help="Write all of it as one HTML page.")] = None
 
-    def check(self) -> None:
-        """Raises OSError if they cannot be written."""
-        from core_attention.whole_file import check_can_write
-
-        for path in filter(None, (self.png, self.html)):
-            check_can_write(path)
-
 
 @options_from
 @ending_at_once()
@@ -54,6 +47,7 @@ def plan(
     """
     from rich.console import Console
 
+    from core_attention.whole_file import check_can_write_all
     from distca.preview.building import (
         build_batches,
         build_method,
@@ -70,7 +64,7 @@ def plan(
     from distca.simulator.fleet import Placement
     from distca.simulator.offline import judge_batches, plan_batch
 
-    output.check()
+    check_can_write_all(output.png, output.html)
     with wrong_input_ends():
         check_homes(planner, fleet)
         setup = build_setup(model, cluster, fleet.ranks * cluster.tensor_parallel)

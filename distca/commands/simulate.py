@@ -57,13 +57,6 @@ class SimulationOutputSettings:
     png: Annotated[Path | None, typer.Option(help="Draw step time over GPUs to this PNG.")] = None
     html: Annotated[Path | None, typer.Option(help="Write all of it as one HTML page.")] = None
 
-    def check(self) -> None:
-        """Raises OSError if they cannot be written."""
-        from core_attention.whole_file import check_can_write
-
-        for path in filter(None, (self.png, self.html)):
-            check_can_write(path)
-
 
 @options_from
 @ending_at_once()
@@ -82,6 +75,7 @@ def simulate(
     """
     from rich.console import Console
 
+    from core_attention.whole_file import check_can_write_all
     from distca.preview.building import (
         build_batches,
         build_method,
@@ -99,7 +93,7 @@ def simulate(
     from distca.simulator.schedules import compare_schedules, judge_schedules
 
     comparisons, schedules = [], []
-    output.check()
+    check_can_write_all(output.png, output.html)
     with wrong_input_ends():
         for n_gpus in parse_counts("gpus", job.gpus):
             setup = build_setup(

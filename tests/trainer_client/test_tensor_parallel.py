@@ -34,6 +34,7 @@ from core_attention.errors import TensorError
 from core_attention.manifest import RankManifest, Segment
 from core_attention.shape import AttentionShape
 from tests.cluster import Cluster, cluster, keep_profile
+from tests.trainer_client.tiny_models import TINY_LLAMA
 from trainer_client import (
     PingPong,
     PlanNotReady,
@@ -48,18 +49,10 @@ from trainer_client import (
 
 pytestmark = [pytest.mark.training, pytest.mark.timeout(300)]
 
-RANKS, TP, STEPS, VOCABULARY = 4, 2, 2, 64
+RANKS, TP, STEPS = 4, 2, 2
 REPLICAS = RANKS // TP
-CONFIG: dict[str, Any] = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "use_cache": False,
-}
+CONFIG = TINY_LLAMA
+VOCABULARY: int = CONFIG["vocab_size"]
 LOCAL = AttentionShape(num_heads=2, num_heads_kv=1, head_dim=16, head_dim_v=16, dtype="float32")
 LENGTHS = ([[7, 1, 13], [21]], [[5, 30], [3, 3, 9]])
 """By replica and nano-batch."""

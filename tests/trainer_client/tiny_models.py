@@ -12,6 +12,18 @@ FAMILIES = tuple(sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES))
 
 VOCABULARY = 99
 
+TINY_LLAMA: dict[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "use_cache": False,
+}
+"""Fields of a Llama whose heads two tensor-parallel ranks can share."""
+
 _SIZES = {
     VOCABULARY: "vocab_size decoder_vocab_size vocab_size_per_layer_input unpadded_vocab_size",
     128: "max_position_embeddings n_positions max_seq_len n_ctx max_target_positions "

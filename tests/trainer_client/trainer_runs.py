@@ -24,19 +24,11 @@ from transformers import (
 )
 from trl import SFTConfig, SFTTrainer
 
+from tests.trainer_client.tiny_models import TINY_LLAMA
 from trainer_client.integrations.trainer import serve_trainer
 
-VOCABULARY = 64
-CONFIG: dict[str, Any] = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "use_cache": False,
-}
+CONFIG = TINY_LLAMA
+VOCABULARY: int = CONFIG["vocab_size"]
 SETTINGS: dict[str, Any] = {
     "use_cpu": True,
     "per_device_train_batch_size": 4,
