@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import typer
 
@@ -17,6 +18,10 @@ from distca.preview.settings import (
     PlannerSettings,
 )
 from distca.process.interrupt import ending_at_once
+
+if TYPE_CHECKING:
+    from distca.preview.sections import Section
+    from distca.simulator.comparison import Comparison
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,15 +132,26 @@ def simulate(
         verdicts = [judge_comparisons(comparisons, "CAD", unused_remedies(planner))]
     for verdict in verdicts:
         print_verdict(console, verdict)
-    if output.png is None and output.html is None:
-        return
-    with wrong_input_ends():
-        from distca.preview.figures import draw_comparisons
-        from distca.preview.page import save_page, save_png
+    if output.png is not None or output.html is not None:
+        texts = " ".join(verdict.text for verdict in verdicts)
+        _draw(comparisons, sections, title, texts, output)
 
+
+def _draw(
+    comparisons: Sequence[Comparison],
+    sections: Sequence[Section],
+    title: str,
+    verdict: str,
+    output: SimulationOutputSettings,
+) -> None:
+    """Write the files that are asked for."""
+    from distca.preview.errors import wrong_input_ends
+    from distca.preview.figures import draw_comparisons
+    from distca.preview.page import save_page, save_png
+
+    with wrong_input_ends():
         figure = draw_comparisons(comparisons, title)
         if output.png is not None:
             save_png(figure, output.png)
         if output.html is not None:
-            texts = " ".join(verdict.text for verdict in verdicts)
-            save_page(title, texts, figure, sections, output.html)
+            save_page(title, verdict, figure, sections, output.html)
