@@ -36,10 +36,11 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 DEMO_INSTALLED := $(VENV)/.installed-demo
 
-# uv installs in a fraction of pip's time; pip will do. Bytecode is made when modules are first loaded.
+# uv installs in a fraction of pip's time: where there is none, pip fetches it into the environment.
+# What uv cannot fetch, pip may: it can know of other indexes. Bytecode is made when modules are first loaded.
 UV := $(shell command -v uv)
 PIP := $(BIN)/python -m pip install --quiet --no-compile
-INSTALL := $(if $(UV),$(UV) pip install --quiet --python $(BIN)/python,$(PIP))
+UV_INSTALL := $(or $(UV),$(BIN)/uv) pip install --quiet --python $(BIN)/python
 
 # On a machine without an NVIDIA GPU a plain requirement of torch would fetch gigabytes of CUDA, so
 # the CPU build is installed first. To choose for yourself: make TORCH="torch==2.12.0".
@@ -279,7 +280,7 @@ soak: $(INSTALLED)
 
 install: $(INSTALLED)
 
-# $(1): extras. An index of uv that cannot be reached is no reason to give up: pip may know another.
+# $(1): extras.
 define install
 	@echo "== Installing into $(VENV)"
 	@test -x $(BIN)/python \
@@ -289,9 +290,10 @@ define install
 	@$(BIN)/python -c 'from importlib.metadata import version; \
 	  assert (*map(int, version("torch").split(".")[:2]),) >= (2, 11)' 2>/dev/null \
 	  || command -v nvidia-smi >/dev/null \
-	  $(if $(UV),|| $(INSTALL) --no-deps --index $(TORCH_INDEX) "$(TORCH)" 2>/dev/null) \
+	  $(if $(UV),|| $(UV_INSTALL) --no-deps --index $(TORCH_INDEX) "$(TORCH)" 2>/dev/null) \
 	  || $(PIP) --no-deps --retries 1 --extra-index-url $(TORCH_INDEX) "$(TORCH)"
-	@$(INSTALL) --editable ".[$(1)]"
+	@$(if $(UV),true,$(PIP) uv 2>/dev/null) && $(UV_INSTALL) --editable ".[$(1)]" 2>/dev/null \
+	  || $(PIP) --editable ".[$(1)]"
 endef
 
 # Done again whenever pyproject.toml changes.
