@@ -105,6 +105,8 @@ def _plain_packing(detail: StepDetail) -> str:
 def _verification_rows(record: RunRecord) -> list[tuple[str, str]]:
     found = record.verification
     assert found is not None
+    if found.steps == 0:
+        return [("verified", "no step: this run ended before one that is compared")]
     verdict = "equal to local attention" if found.passed else "DIFFERENT from local attention"
     return [
         ("verified", f"{found.steps} steps: {verdict}"),

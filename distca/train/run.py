@@ -489,7 +489,7 @@ class _Loop:
         result = self._trainer.run(packed, batches)
         ran_seconds = time.perf_counter() - began
         difference = None
-        if self._verifier is not None:
+        if self._verifier is not None and self._run.training.is_verified(step):
             difference = self._verifier.compare(self._trainer, packed, result.loss)
         began = time.perf_counter()
         norm = self._trainer.update(step)

@@ -217,6 +217,13 @@ class TrainingSettings:
             "differ."
         ),
     ] = False
+    verify_every: Annotated[
+        int,
+        typer.Option(
+            help="With --verify: steps from one that is compared to the next; the first and the "
+            "last always are."
+        ),
+    ] = 1
     checkpoint_every: Annotated[
         int, typer.Option(help="Steps between checkpoints; one is always saved at the end.")
     ] = 100
@@ -236,6 +243,7 @@ class TrainingSettings:
         check_least(
             self,
             steps=1,
+            verify_every=1,
             nano_batches=1,
             pipeline_stages=1,
             tensor_parallel=1,
@@ -275,6 +283,10 @@ class TrainingSettings:
     def nano_batch_tokens(self) -> int:
         """Rows of one nano-batch on one rank."""
         return self.tokens_per_rank // self.step_nano_batches
+
+    def is_verified(self, step: int) -> bool:
+        """Whether the step is compared with local attention."""
+        return self.verify and (step % self.verify_every == 0 or step == self.steps - 1)
 
     def learning_rate_at(self, step: int) -> float:
         """Rises linearly over the warm-up steps, then stays; ``learning_rate`` must be given."""

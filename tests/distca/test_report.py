@@ -131,6 +131,14 @@ def test_difference_above_the_tolerance_is_shown_as_a_failure() -> None:
         assert "Not verified" in render_page(failed, {})
 
 
+def test_run_that_ended_before_a_verified_step_claims_nothing() -> None:
+    record = example_record()
+    assert record.verification is not None
+    ended = replace(record, verification=replace(record.verification, steps=0))
+    assert dict(summary_rows(ended))["verified"].startswith("no step")
+    assert "equal those of local attention" not in render_page(ended, {})
+
+
 def test_table_fits_a_narrow_terminal() -> None:
     console = Console(width=80, record=True, file=io.StringIO())
     console.print(summary_table(example_record()))

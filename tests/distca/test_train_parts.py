@@ -128,6 +128,16 @@ def test_learning_rate_rises_and_stays() -> None:
     assert [settings.learning_rate_at(step) for step in range(5)] == [0.25, 0.5, 0.75, 1.0, 1.0]
 
 
+@pytest.mark.parametrize(("every", "steps"), [(1, [*range(10)]), (4, [0, 4, 8, 9]), (20, [0, 9])])
+def test_the_first_step_and_the_last_are_verified_and_some_between(
+    every: int, steps: list[int]
+) -> None:
+    settings = TrainingSettings(steps=10, verify=True, verify_every=every)
+    assert [step for step in range(10) if settings.is_verified(step)] == steps
+    unverified = TrainingSettings(steps=10, verify_every=every)
+    assert not any(map(unverified.is_verified, range(10)))
+
+
 @pytest.mark.parametrize(
     ("found", "expected", "difference"),
     [
