@@ -55,6 +55,7 @@ def plan(
         check_homes,
         describe_layout,
         nano_batch_note,
+        row_note,
         unused_remedies,
     )
     from distca.preview.display import print_sections, print_verdict
@@ -83,7 +84,8 @@ def plan(
     if estimated:
         console.print(f"Lengths are estimated: {lengths.bytes_per_token:g} UTF-8 bytes a token.")
     console.print()
-    sections = plan_sections(planned, nano_batch_note(planner, setup.tokens_per_rank))
+    notes = nano_batch_note(planner, setup.tokens_per_rank), row_note(setup)
+    sections = plan_sections(planned, *notes)
     may_plan_homes = fleet.placement is not Placement.POOL
     verdict = judge_batches(planned, unused_remedies(planner, may_plan_homes))
     print_sections(console, sections)

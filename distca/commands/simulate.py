@@ -88,6 +88,7 @@ def simulate(
         build_setup,
         nano_batch_note,
         parse_counts,
+        row_note,
         unused_remedies,
     )
     from distca.preview.display import print_sections, print_verdict
@@ -124,8 +125,8 @@ def simulate(
     console = Console()
     console.print(plain(title), highlight=False, markup=False)
     console.print()
-    note = nano_batch_note(planner, setup.tokens_per_rank)
-    sections = [*simulation_sections(comparisons, note), *map(schedule_section, schedules)]
+    notes = nano_batch_note(planner, setup.tokens_per_rank), row_note(setup)
+    sections = [*simulation_sections(comparisons, *notes), *map(schedule_section, schedules)]
     print_sections(console, sections)
     verdicts = [judge_schedules(compared) for compared in schedules]
     if not schedules:

@@ -38,7 +38,7 @@ from distca.simulator.verdict import Remedy
 
 LARGE_TOLERANCE = 0.1
 """From here on a still larger tolerance costs more than it saves."""
-_GIGA, _TERA, _MICRO = 1e9, 1e12, 1e-6
+_KILO, _GIGA, _TERA, _MICRO = 1e3, 1e9, 1e12, 1e-6
 _SHIPPED_PROFILE = "h200-llama3-8b.json"
 
 
@@ -51,6 +51,7 @@ def build_model(settings: ModelSettings) -> ModelSpec:
         "num_heads": settings.heads,
         "num_heads_kv": settings.kv_heads,
         "head_dim": settings.head_dim,
+        "head_dim_v": settings.head_dim_v,
     }
     changed = {name: value for name, value in changes.items() if value is not None}
     return replace(preset(settings.model), **changed)  # type: ignore[arg-type]
@@ -174,6 +175,16 @@ def nano_batch_note(planner: PlannerSettings, tokens_per_rank: int) -> str:
         f"{tokens_per_rank} tokens, so a document of more than {half} tokens lies on several "
         f"{where}. "
         "--nano-batches 1 shows the other case, in which nothing hides communication."
+    )
+
+
+def row_note(setup: Setup) -> str:
+    """The bytes of a token that is moved."""
+    shape = setup.model.attention_shape
+    return (
+        f"A moved query has {shape.q_row_bytes / _KILO:.1f} KB and its output "
+        f"{shape.o_row_bytes / _KILO:.1f} KB; the key and value of a token of its context have "
+        f"{shape.kv_row_bytes / _KILO:.1f} KB (forward, one layer)."
     )
 
 

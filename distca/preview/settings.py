@@ -62,15 +62,23 @@ class ModelSettings:
 
     PANEL: ClassVar = "Model"
 
-    model: Annotated[str, typer.Option(help="llama-3-8b or llama-34b.")] = "llama-3-8b"
+    model: Annotated[
+        str,
+        typer.Option(help="llama-3-8b, llama-34b, deepseek-v2-lite, deepseek-v2 or deepseek-v3."),
+    ] = "llama-3-8b"
     layers: Annotated[int | None, typer.Option(help="Decoder layers.")] = None
     hidden_size: Annotated[int | None, typer.Option(help="Width of the residual stream.")] = None
     intermediate_size: Annotated[
-        int | None, typer.Option(help="Width of the feed-forward layer.")
+        int | None,
+        typer.Option(help="Width of the feed-forward layer; with experts, of a token's."),
     ] = None
     heads: Annotated[int | None, typer.Option(help="Query heads.")] = None
     kv_heads: Annotated[int | None, typer.Option(help="Key/value heads.")] = None
     head_dim: Annotated[int | None, typer.Option(help="Width of a head.")] = None
+    head_dim_v: Annotated[
+        int | None,
+        typer.Option(help="Width of a head's values, where it is not that of its keys."),
+    ] = None
     recompute: Annotated[
         bool, typer.Option(help="The backward pass runs the linear layers' forward again.")
     ] = False

@@ -12,15 +12,40 @@ _OPERATIONS_PER_WEIGHT = 2
 
 
 @dataclass(frozen=True, kw_only=True)
+class LatentProjections:
+    """How multi-head latent attention (DeepSeek) makes queries, keys and values of hidden states.
+
+    Attributes:
+        kv_rank: width of the latent that every head's keys and values are made of.
+        rope_dim: dimensions of queries and keys with rotary positions; keys share them over heads.
+        q_rank: width of the latent of the queries; None makes them of the hidden state.
+    """
+
+    kv_rank: int
+    rope_dim: int
+    q_rank: int | None = None
+
+    def __post_init__(self) -> None:
+        for field, value in vars(self).items():
+            if value is not None:
+                require_count(field, value)
+
+
+@dataclass(frozen=True, kw_only=True)
 class ModelSpec:
-    """A dense decoder with grouped-query attention and a gated feed-forward layer (Llama).
+    """A decoder with a gated feed-forward layer, and grouped-query attention (Llama) or multi-head
+    latent attention (DeepSeek).
 
     Attributes:
         name: for people.
         n_layers: decoder layers, each with one core attention.
         hidden_size: width of the residual stream.
-        intermediate_size: width of the feed-forward layer, which has three matrices.
-        num_heads, num_heads_kv, head_dim: of the attention.
+        intermediate_size: width of the feed-forward layer, which has three matrices; with experts,
+            of all that a token goes through.
+        num_heads, num_heads_kv: of the attention.
+        head_dim: of queries and keys.
+        head_dim_v: of values; None is ``head_dim``.
+        latent: of multi-head latent attention; None projects hidden states at once.
         vocab_size: rows of the output head.
     """
 
@@ -31,16 +56,28 @@ class ModelSpec:
     num_heads: int
     num_heads_kv: int
     head_dim: int = 128
+    head_dim_v: int | None = None
+    latent: LatentProjections | None = None
     vocab_size: int = 128256
 
     def __post_init__(self) -> None:
         for field, value in vars(self).items():
-            if field != "name":
+            if field not in ("name", "latent") and value is not None:
                 require_count(field, value)
         if self.num_heads % self.num_heads_kv:
             raise InputError(
                 f"num_heads {self.num_heads} is not a multiple of num_heads_kv {self.num_heads_kv}"
             )
+        if self.latent is not None and self.head_dim <= self.latent.rope_dim:
+            raise InputError(
+                f"head_dim is {self.head_dim}; with latent attention it must exceed the "
+                f"{self.latent.rope_dim} dimensions of rotary positions"
+            )
+
+    @property
+    def value_dim(self) -> int:
+        """Dimensions of a head's values."""
+        return self.head_dim if self.head_dim_v is None else self.head_dim_v
 
     @property
     def attention_shape(self) -> AttentionShape:
@@ -49,15 +86,31 @@ class ModelSpec:
             num_heads=self.num_heads,
             num_heads_kv=self.num_heads_kv,
             head_dim=self.head_dim,
-            head_dim_v=self.head_dim,
+            head_dim_v=self.value_dim,
             dtype="bfloat16",
         )
 
     @property
     def linear_flops_per_token(self) -> int:
         """Forward operations of one layer's matrix products for one token (8B: 436 million)."""
-        attention = 2 * self.num_heads * self.head_dim + 2 * self.num_heads_kv * self.head_dim
-        return _OPERATIONS_PER_WEIGHT * self.hidden_size * (attention + 3 * self.intermediate_size)
+        output = self.num_heads * self.value_dim * self.hidden_size
+        feed_forward = 3 * self.hidden_size * self.intermediate_size
+        return _OPERATIONS_PER_WEIGHT * (self._input_weights + output + feed_forward)
+
+    @property
+    def _input_weights(self) -> int:
+        """Weights between a layer's hidden states and its queries, keys and values."""
+        q_width = self.num_heads * self.head_dim
+        if self.latent is None:
+            kv_width = self.num_heads_kv * (self.head_dim + self.value_dim)
+            return self.hidden_size * (q_width + kv_width)
+        latent = self.latent
+        kv_width = self.num_heads_kv * (self.head_dim - latent.rope_dim + self.value_dim)
+        keys_and_values = self.hidden_size * (latent.kv_rank + latent.rope_dim)
+        keys_and_values += latent.kv_rank * kv_width
+        if latent.q_rank is None:
+            return self.hidden_size * q_width + keys_and_values
+        return (self.hidden_size + q_width) * latent.q_rank + keys_and_values
 
     @property
     def head_flops_per_token(self) -> int:
@@ -84,6 +137,44 @@ PRESETS = {
         intermediate_size=22016,
         num_heads=64,
         num_heads_kv=16,
+    ),
+    # Mixtures of experts: intermediate_size is that of the routed and shared experts of a token,
+    # which is also about what the first, dense layers have.
+    "deepseek-v2-lite": ModelSpec(
+        name="deepseek-v2-lite",
+        n_layers=27,
+        hidden_size=2048,
+        intermediate_size=8 * 1408,
+        num_heads=16,
+        num_heads_kv=16,
+        head_dim=192,
+        head_dim_v=128,
+        latent=LatentProjections(kv_rank=512, rope_dim=64),
+        vocab_size=102400,
+    ),
+    "deepseek-v2": ModelSpec(
+        name="deepseek-v2",
+        n_layers=60,
+        hidden_size=5120,
+        intermediate_size=8 * 1536,
+        num_heads=128,
+        num_heads_kv=128,
+        head_dim=192,
+        head_dim_v=128,
+        latent=LatentProjections(kv_rank=512, rope_dim=64, q_rank=1536),
+        vocab_size=102400,
+    ),
+    "deepseek-v3": ModelSpec(
+        name="deepseek-v3",
+        n_layers=61,
+        hidden_size=7168,
+        intermediate_size=9 * 2048,
+        num_heads=128,
+        num_heads_kv=128,
+        head_dim=192,
+        head_dim_v=128,
+        latent=LatentProjections(kv_rank=512, rope_dim=64, q_rank=1536),
+        vocab_size=129280,
     ),
 }
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -19,6 +19,8 @@ from distca.simulator.baselines import (
 from distca.simulator.comparison import MEMORY_SLACK
 from distca.simulator.disaggregated import (
     Method,
+    SlotWork,
+    TickTime,
     attention_seconds,
     plan_works,
     planning_options,
@@ -30,7 +32,10 @@ from distca.simulator.profile import document_seconds
 from distca.simulator.repacking import bins_in_order
 from distca.simulator.setup import Setup
 from distca.simulator.traffic import count_endpoints, exchange
-from distca.simulator.verdict import Evidence, Remedy, Verdict, judge
+from distca.simulator.verdict import Evidence, Kind, Remedy, Verdict, judge, kind_of
+
+SLOWEST_NETWORK, FASTEST_NETWORK = 1e8, 1e13
+"""Bytes/s of one GPU between which the network that pays is looked for."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -38,7 +43,9 @@ class PlannedBatch:
     """One batch: its plan, and step times with and without it.
 
     Attributes:
+        setup: what was planned for.
         plan: of the batch.
+        works: by phase, of each nano-batch of a layer under the plan.
         before_seconds: ``[n_ranks]`` attention of one layer, forward and backward, if documents
             stay where plain packing puts them.
         after_seconds: ``[n_servers]`` the same under the plan.
@@ -54,7 +61,9 @@ class PlannedBatch:
         exposed_seconds: of it, waiting for communication.
     """
 
+    setup: Setup
     plan: Plan
+    works: dict[Phase, list[SlotWork]]
     before_seconds: Float64Array
     after_seconds: Float64Array
     planned_imbalance: float
@@ -73,6 +82,18 @@ class PlannedBatch:
     def home_imbalance(self) -> float:
         """Max / mean attention seconds before."""
         return imbalance(self.before_seconds)
+
+    def on_network(self, gpu_bandwidth_bytes_per_second: float) -> PlannedBatch:
+        """The same plan where a GPU's network carries so much in each direction."""
+        cluster = replace(
+            self.setup.cluster, gpu_bandwidth_bytes_per_second=gpu_bandwidth_bytes_per_second
+        )
+        ticks = _ticks(replace(self.setup, cluster=cluster), self.works)
+        return replace(
+            self,
+            disaggregated_seconds=sum(tick.seconds for tick in ticks),
+            exposed_seconds=sum(tick.exposed_seconds for tick in ticks),
+        )
 
 
 def plan_batch(
@@ -96,16 +117,17 @@ def plan_batch(
     plan = method.planner(
         manifest, servers, setup.model.attention_shape, planning_options(setup, method)
     )
-    ticks = [
-        tick_time(setup, plan_works(setup, plan, phase), setup.layers_per_stage) for phase in Phase
-    ]
+    works = {phase: plan_works(setup, plan, phase) for phase in Phase}
+    ticks = _ticks(setup, works)
     nano_batches = range(method.n_nano_batches)
     before = bins_in_order(lengths, ranks, setup.tokens_per_rank, profile)
     before_seconds = before.forward_seconds + before.backward_seconds
     heaviest = sum(document_seconds(profile, lengths, phase) for phase in Phase)
     balanced = balanced_seconds(setup, lengths)
     return PlannedBatch(
+        setup=setup,
         plan=plan,
+        works=works,
         before_seconds=before_seconds,
         after_seconds=sum(
             (attention_seconds(plan, profile, phase, k) for phase in Phase for k in nano_batches),
@@ -133,24 +155,52 @@ def judge_batches(
     batches: Sequence[PlannedBatch], remedies: Sequence[Remedy] = tuple(Remedy)
 ) -> Verdict:
     """The verdict on one or more batches. ``remedies``: those that are not in use yet."""
+    evidence = _evidence(batches, remedies)
+    if kind_of(evidence) in (Kind.SLOWER, Kind.LINKS_TOO_SLOW, Kind.GAIN):
+        evidence = replace(
+            evidence,
+            network_bytes_per_second=batches[0].setup.cluster.gpu_bandwidth_bytes_per_second,
+            pays_from_bytes_per_second=_pays_from(batches),
+        )
+    return judge(evidence)
 
+
+def _ticks(setup: Setup, works: dict[Phase, list[SlotWork]]) -> list[TickTime]:
+    return [tick_time(setup, of_phase, setup.layers_per_stage) for of_phase in works.values()]
+
+
+def _pays_from(batches: Sequence[PlannedBatch]) -> float | None:
+    """The slowest network, in bytes/s of a GPU, on which the same plans are a gain, to 2%."""
+
+    def pays(bandwidth: float) -> bool:
+        changed = [batch.on_network(bandwidth) for batch in batches]
+        return kind_of(_evidence(changed, ())) is Kind.GAIN
+
+    too_slow, fast = SLOWEST_NETWORK, FASTEST_NETWORK
+    if not pays(fast):
+        return None
+    while fast / too_slow > 1.02:
+        middle = float(np.sqrt(too_slow * fast))
+        too_slow, fast = (too_slow, middle) if pays(middle) else (middle, fast)
+    return fast
+
+
+def _evidence(batches: Sequence[PlannedBatch], remedies: Sequence[Remedy]) -> Evidence:
     def mean(name: str) -> float:
         return float(np.mean([getattr(batch, name) for batch in batches]))
 
     took = mean("disaggregated_seconds")
-    return judge(
-        Evidence(
-            n_servers=len(batches[0].plan.servers),
-            heaviest_document_share=max(batch.heaviest_document_share for batch in batches),
-            attention_share=mean("attention_share"),
-            exposed_share=mean("exposed_seconds") / took,
-            plain_seconds=mean("plain_seconds"),
-            repacked_seconds=mean("repacked_seconds"),
-            context_parallel_seconds=mean("context_parallel_seconds"),
-            hidden_gather_seconds=mean("hidden_gather_seconds"),
-            disaggregated_seconds=took,
-            remedies=tuple(remedies),
-        )
+    return Evidence(
+        n_servers=len(batches[0].plan.servers),
+        heaviest_document_share=max(batch.heaviest_document_share for batch in batches),
+        attention_share=mean("attention_share"),
+        exposed_share=mean("exposed_seconds") / took,
+        plain_seconds=mean("plain_seconds"),
+        repacked_seconds=mean("repacked_seconds"),
+        context_parallel_seconds=mean("context_parallel_seconds"),
+        hidden_gather_seconds=mean("hidden_gather_seconds"),
+        disaggregated_seconds=took,
+        remedies=tuple(remedies),
     )
 
 

@@ -15,6 +15,8 @@ EXPOSED_TOO_MUCH = 0.1
 """Share of the step waiting for communication above which links are the first thing to change."""
 
 
+_GIGA = 1e9
+
 SLOWER_THAN = 0.995
 """Speed relative to plain packing below which CAD counts as slower."""
 
@@ -56,6 +58,10 @@ class Evidence:
         hidden_gather_seconds: the same with 20% more tokens on a rank and the gather hidden.
         disaggregated_seconds: under the plan.
         remedies: those that are not in use yet.
+        network_bytes_per_second: of one GPU, in each direction; None leaves the network out of the
+            verdict.
+        pays_from_bytes_per_second: of one GPU, from which the same plans are a gain; None if no
+            network makes them one.
     """
 
     n_servers: int
@@ -68,6 +74,8 @@ class Evidence:
     hidden_gather_seconds: float
     disaggregated_seconds: float
     remedies: tuple[Remedy, ...] = tuple(Remedy)
+    network_bytes_per_second: float | None = None
+    pays_from_bytes_per_second: float | None = None
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
@@ -85,7 +93,7 @@ class Verdict:
 
 def judge(evidence: Evidence) -> Verdict:
     """The verdict on ``evidence``."""
-    kind = _kind(evidence)
+    kind = kind_of(evidence)
     sentences = {
         Kind.ONE_SERVER: _one_server,
         Kind.SLOWER: _slower,
@@ -94,10 +102,11 @@ def judge(evidence: Evidence) -> Verdict:
         Kind.LINKS_TOO_SLOW: _links_too_slow,
         Kind.GAIN: _gain,
     }
-    return Verdict(kind, sentences[kind](evidence))
+    return Verdict(kind, sentences[kind](evidence) + _network(evidence))
 
 
-def _kind(evidence: Evidence) -> Kind:
+def kind_of(evidence: Evidence) -> Kind:
+    """What the verdict on ``evidence`` amounts to."""
     if evidence.n_servers == 1:
         return Kind.ONE_SERVER
     if evidence.plain_seconds / evidence.disaggregated_seconds < SLOWER_THAN:
@@ -110,6 +119,19 @@ def _kind(evidence: Evidence) -> Kind:
     if alternative / evidence.disaggregated_seconds < WORTH_MENTIONING:
         return Kind.LITTLE_TO_GAIN
     return Kind.GAIN
+
+
+def _network(evidence: Evidence) -> str:
+    """From which network on it pays."""
+    here = evidence.network_bytes_per_second
+    if here is None:
+        return ""
+    if evidence.pays_from_bytes_per_second is None:
+        return " With these plans it pays on no network, however fast."
+    return (
+        f" With these plans it pays from {evidence.pays_from_bytes_per_second / _GIGA:.3g} GB/s of "
+        f"network a GPU (here {here / _GIGA:.3g})."
+    )
 
 
 def _one_server(evidence: Evidence) -> str:

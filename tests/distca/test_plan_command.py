@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -49,6 +50,23 @@ def test_a_skewed_batch_is_planned_and_judged(tmp_path: Path) -> None:
     assert "Why the planner (balanced) stopped" in output
     assert "What bounds batch 0" in output
     assert "rank-0" in output
+
+
+def test_the_verdict_says_from_which_network_on_latent_attention_pays(tmp_path: Path) -> None:
+    lengths = tmp_path / "lengths.txt"
+    lengths.write_text("\n".join(["16384"] + ["512"] * 96))
+    arguments = (
+        "--lengths", str(lengths), "--no-shuffle", "--ranks", "4", "--tokens-per-rank", "16384",
+        "--batches", "1", "--nano-batches", "1", "--model", "deepseek-v2",
+        "--gpus-per-host", "8",
+    )  # fmt: skip
+    slow = run(*arguments, "--bandwidth-gbps", "1")
+    assert "the key and value of a token of its context have 81.9 KB" in slow
+    found = re.search(r"pays from ([0-9.e+]+) GB/s of network a GPU \(here 1\)", slow)
+    assert found is not None, slow
+    pays_from = float(found[1])
+    assert "Verdict: gain" in run(*arguments, "--bandwidth-gbps", str(1.01 * pays_from))
+    assert "Verdict: gain" not in run(*arguments, "--bandwidth-gbps", str(0.95 * pays_from))
 
 
 def test_even_documents_gain_nothing_and_it_says_so(tmp_path: Path) -> None:
@@ -150,6 +168,9 @@ def test_model_numbers_can_be_changed() -> None:
     assert run(*arguments, "--layers", "8") != run(*arguments)
     message = refused(*arguments, "--kv-heads", "5")
     assert "num_heads 32 is not a multiple of num_heads_kv 5" in message
+    assert run(*arguments, "--head-dim-v", "64") != run(*arguments)
+    message = refused(*arguments, "--model", "deepseek-v3", "--head-dim", "64")
+    assert "head_dim is 64; with latent attention it must exceed the 64 dimensions" in message
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from core_attention.ca_task import Phase
 from distca.simulator.cluster import ClusterSpec
 from distca.simulator.errors import InputError
 from distca.simulator.fleet import Placement, build_servers
-from distca.simulator.model import PRESETS, ModelSpec, preset
+from distca.simulator.model import PRESETS, LatentProjections, ModelSpec, preset
 from distca.simulator.profile import document_seconds
 from tests.simulator.cases import flat_profile, h200, setup
 
@@ -25,8 +25,27 @@ def test_the_layers_of_llama_34b_hold_34_billion_weights() -> None:
     assert model.n_layers * model.linear_flops_per_token / 2 == pytest.approx(34e9, rel=0.01)
 
 
+@pytest.mark.parametrize(
+    ("name", "active_weights"),
+    [("deepseek-v2-lite", 2.4e9), ("deepseek-v2", 21e9), ("deepseek-v3", 37e9)],
+)
+def test_the_presets_of_deepseek_have_their_activated_weights(
+    name: str, active_weights: float
+) -> None:
+    model = PRESETS[name]
+    layers = model.n_layers * model.linear_flops_per_token / 2
+    head_and_embeddings = 2 * model.head_flops_per_token / 2
+    assert layers + head_and_embeddings == pytest.approx(active_weights, rel=0.12)
+
+
+def test_the_rows_of_latent_attention_have_their_true_bytes() -> None:
+    shape = PRESETS["deepseek-v3"].attention_shape
+    assert (shape.head_dim, shape.head_dim_v) == (192, 128)
+    assert (shape.q_row_bytes, shape.o_row_bytes, shape.kv_row_bytes) == (49152, 32768, 81920)
+
+
 def test_an_unknown_model_names_the_known_ones() -> None:
-    with pytest.raises(InputError, match="'gpt'; valid are llama-3-8b, llama-34b"):
+    with pytest.raises(InputError, match=r"'gpt'; valid are deepseek-.*, llama-34b"):
         preset("gpt")
 
 
@@ -36,6 +55,11 @@ def test_an_unknown_model_names_the_known_ones() -> None:
         ({"num_heads": 0}, "num_heads is 0"),
         ({"num_heads_kv": 3}, "num_heads 8 is not a multiple of num_heads_kv 3"),
         ({"n_layers": -1}, "n_layers is -1"),
+        ({"head_dim_v": 0}, "head_dim_v is 0"),
+        (
+            {"head_dim": 64, "latent": LatentProjections(kv_rank=8, rope_dim=64)},
+            "head_dim is 64; with latent attention it must exceed the 64 dimensions",
+        ),
     ],
 )
 def test_bad_models_are_named(changes: dict[str, Any], message: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -83,6 +84,18 @@ def test_slow_links_are_named_with_what_helps() -> None:
     assert verdict.kind is Kind.LINKS_TOO_SLOW
     assert "40% of the step is spent waiting" in verdict.text
     assert "--homes planned" in verdict.text
+
+
+def test_the_network_from_which_it_pays_is_told() -> None:
+    network: dict[str, Any] = {
+        "network_bytes_per_second": 50e9,
+        "pays_from_bytes_per_second": 123.4e9,
+    }
+    assert judge(replace(GAIN, **network)).text.endswith(
+        "from 123 GB/s of network a GPU (here 50)."
+    )
+    never = replace(GAIN, **{**network, "pays_from_bytes_per_second": None})
+    assert judge(never).text.endswith("it pays on no network, however fast.")
 
 
 def test_seconds_must_be_positive() -> None:
