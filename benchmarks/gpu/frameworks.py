@@ -35,6 +35,16 @@ LAYOUTS = {2: [(1, 1)], 4: [(1, 1), (2, 1), (1, 2)]}
 
 WARM_UP_STEPS = 3
 
+TINY: dict[str, Any] = {
+    "flavor": "debugmodel",
+    "hidden": 64,
+    "heads": 4,
+    "heads_kv": 2,
+    "ffn": 128,
+    "dtype": "float32",
+}
+"""Of :class:`Settings`, for a try on CPUs."""
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
@@ -46,6 +56,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=131072, help="of a rank's microbatch")
     parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--tiny", action="store_true", help="a small model, for a try on CPUs")
     chosen = parser.parse_args()
     if chosen.steps <= WARM_UP_STEPS:
         parser.error(f"--steps is {chosen.steps}; it must be more than {WARM_UP_STEPS}")
@@ -65,6 +76,7 @@ def main() -> None:
                         layers=chosen.layers,
                         tokens=chosen.tokens,
                         steps=chosen.steps,
+                        **(TINY if chosen.tiny else {}),
                     )
                     table.add_row(framework, f"PP {pp} TP {tp}", way, *_run(settings, chosen.gpus))
     Console(width=160).print(table)

@@ -63,3 +63,17 @@ def test_the_examples_run_as_the_documentation_says(framework: str, tmp_path: Pa
         printed = run_on_cpu([*torchrun, *arguments], framework, tmp_path)
     losses = re.findall(r"loss:? +([0-9.]+)", printed)
     assert len(losses) >= 2, printed[-3000:]
+
+
+@pytest.mark.parametrize("framework", ["torchtitan", "megatron"])
+def test_the_benchmark_runs_tiny(framework: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "benchmarks.gpu.frameworks", "--tiny", "--layers", "1"]
+    command += ["--framework", framework, "--attention", "served", "--tokens", "64", "--steps", "4"]
+    printed = run_on_cpu(command, framework, tmp_path)
+    (row,) = [line for line in printed.splitlines() if line.startswith(f"│ {framework}")]
+    _, layout, way, seconds, tokens, peak, losses = row.strip("│").split("│")
+    assert (layout.split(), way.strip()) == (["PP", "1", "TP", "1"], "served")
+    assert float(seconds.split()[0]) > 0
+    assert float(tokens.replace(",", "")) > 0
+    assert float(peak) == 0
+    assert all(float(loss) > 0 for loss in losses.split())
