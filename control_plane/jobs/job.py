@@ -422,6 +422,17 @@ class Job:
         record.servers[measured.server_id] = measured
         return is_new
 
+    def tokens_of(self, record: StepRecord) -> int:
+        """Tokens of a step, of the ranks that have reported it. Stages of one pipeline and ranks of
+        one tensor-parallel group hold the same tokens, which count once."""
+        pipelining = self.spec.pipelining
+        return sum(
+            measured.tokens
+            for rank, measured in record.ranks.items()
+            if self._groups.is_first(rank)
+            and (pipelining is None or pipelining.pipeline_ranks[rank] == 0)
+        )
+
     def unfinished_steps(self) -> list[StepRecord]:
         """The planned steps that a rank may still be running, in the order of planning. A rank has
         finished a step when it has reported it or a later one, or has left."""

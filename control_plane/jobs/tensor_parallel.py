@@ -58,6 +58,10 @@ class TensorParallelGroups:
         """``rank`` has joined, as one of ``group``."""
         self._of_rank.update(dict.fromkeys(group or (rank,), group))
 
+    def is_first(self, rank: int) -> bool:
+        """Whether ``rank`` is the first of its group; in none it is."""
+        return self._of_rank.get(rank, ())[:1] in ((), (rank,))
+
     def difference(self, manifests: Mapping[int, RankManifest]) -> str:
         """Who holds other documents than the first rank of the group, in words; empty if nobody.
 

@@ -72,7 +72,11 @@ class JobTable(Table):
         "core attention, in the last step that all have reported.",
         _JOB,
     )
-    step_tokens = gauge("Tokens of all ranks in the last step that all have reported.", _JOB)
+    step_tokens = gauge(
+        "Tokens of the last step that all ranks have reported; those that several ranks of a "
+        "pipeline or tensor-parallel group hold count once.",
+        _JOB,
+    )
     pending_steps = gauge(
         "Steps of which some ranks' manifests are here and others' are not.", _JOB
     )
@@ -177,7 +181,7 @@ class JobMetrics:
         """A rank reported a step for the first time; shown once all have."""
         if len(record.ranks) == job.spec.n_ranks:
             name, ranks = job.spec.name, record.ranks.values()
-            tokens = sum(rank.tokens for rank in ranks)
+            tokens = job.tokens_of(record)
             self._series.step_seconds.labels(name).set(max(rank.step_seconds for rank in ranks))
             if record.longest_wait_seconds is not None:
                 self._series.wait_seconds.labels(name).set(record.longest_wait_seconds)

@@ -76,7 +76,7 @@ def job_status(job: Job) -> cluster_pb2.JobStatus:
     )
     last = _last_step(job)
     if last is not None:
-        status.last_step.CopyFrom(_step_status(last, spec.n_layers))
+        status.last_step.CopyFrom(_step_status(last, spec.n_layers, job.tokens_of(last)))
     return status
 
 
@@ -89,13 +89,13 @@ def _last_step(job: Job) -> StepRecord | None:
     return record if record.ranks else None
 
 
-def _step_status(record: StepRecord, n_layers: int) -> cluster_pb2.StepStatus:
+def _step_status(record: StepRecord, n_layers: int, tokens: int) -> cluster_pb2.StepStatus:
     ranks = record.ranks.values()
     status = cluster_pb2.StepStatus(
         step=record.step,
         step_seconds=max(rank.step_seconds for rank in ranks),
         wait_seconds=record.longest_wait_seconds,
-        tokens=sum(rank.tokens for rank in ranks),
+        tokens=tokens,
     )
     for phase in record.phases:
         status.phases.append(_phase_status(record, phase))

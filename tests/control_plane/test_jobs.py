@@ -32,7 +32,9 @@ from control_plane.jobs.tensor_parallel import check_group
 from control_plane.planner.planning import PlanningOptions, PlanningServer
 from core_attention.ca_task import Phase
 from core_attention.manifest import Manifest, RankManifest
+from core_attention.pipelining import Pipelining
 from core_attention.plan import PlanServer
+from core_attention.schedule_orders import SCHEDULES
 from tests.control_plane.service_harness import (
     SHAPE,
     linear_profile,
@@ -460,6 +462,26 @@ def test_ranks_of_a_tensor_parallel_group_hold_the_same_documents(tensor_paralle
         "ranks of a group the same batches",
     )
     assert isinstance(hand_in(1, 3, 3, 5, 5), ReadyStep), "it may be submitted again"
+
+
+def test_tokens_that_several_ranks_hold_count_once(jobs: Jobs, tensor_parallel: Job) -> None:
+    """Two replicas of two ranks; then of two stages, each of two tensor-parallel ranks."""
+    stages = Pipelining(
+        schedule=SCHEDULES["1f1b"](2, 2),
+        pipeline_ranks=(0, 0, 1, 1) * 2,
+        layers=(4, 4),
+        forward_seconds=(1e-6, 1e-6),
+        backward_seconds=(2e-6, 2e-6),
+    )
+    both = jobs.create(spec(name="4d", n_ranks=8, pipelining=stages), job_id="4d-1", key=b"t")
+    for rank in range(8):
+        group = (rank // 2 * 2, rank // 2 * 2 + 1)
+        both.join(rank, host="h", lease_id=f"L{rank}", now=0.0, group=group)
+    for job, n_ranks in ((tensor_parallel, 4), (both, 8)):
+        record = planned(0)
+        assert job.tokens_of(record) == 0
+        record.ranks.update({rank: rank_measurement(rank) for rank in range(n_ranks)})
+        assert job.tokens_of(record) == 2 * 10
 
 
 def test_ranks_agree_on_their_tensor_parallel_group(jobs: Jobs) -> None:
