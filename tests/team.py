@@ -4,7 +4,7 @@ row crosses UCX (but for rows that stay at home in-place)."""
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -202,7 +202,8 @@ class Team:
         """Runs one step and compares every element with the float64 reference."""
         result = self.run(manifests, seed=seed)
         for layer in range(self.n_layers):
-            self._compare(manifests, result, layer)
+            scale = self.sessions[0].options.scale
+            compare(manifests, result.rows, layer, self._layers[layer], self.shape, scale)
         return result
 
     def _run_rank(
@@ -213,7 +214,8 @@ class Team:
         batches = [
             {
                 "layers": [
-                    self._random_rows(manifest, nano, generator, kind) for kind in self._layers
+                    random_rows(self.shape, manifest.tokens(nano), generator, kind, self._device)
+                    for kind in self._layers
                 ]
             }
             for nano in range(self.n_nano_batches)
@@ -230,68 +232,96 @@ class Team:
         rows = {}
         for nano, batch in enumerate(batches):
             for layer, given in enumerate(batch["layers"]):
-                rows[manifest.rank, nano, layer] = {
-                    **{name: tensor.detach() for name, tensor in given.items()},
-                    "o": outputs[nano][layer].detach(),
-                    **({f"d{n}": given[n].grad for n in given if n != "do"} if backward else {}),
-                }
+                rows[manifest.rank, nano, layer] = computed_rows(
+                    given, outputs[nano][layer], backward=backward
+                )
         return rows, running
 
-    def _random_rows(
-        self, manifest: RankManifest, nano_batch: int, generator: torch.Generator, kind: Layer
-    ) -> Rows:
-        shape, n_rows = self.shape, manifest.tokens(nano_batch)
-        dtype = getattr(torch, shape.dtype)
 
-        def random(heads: int, dim: int, grad: bool) -> torch.Tensor:
-            values = torch.randn(n_rows, heads, dim, generator=generator)
-            return values.to(self._device, dtype).requires_grad_(grad)
+def random_rows(
+    shape: AttentionShape,
+    n_rows: int,
+    generator: torch.Generator,
+    kind: Layer,
+    device: torch.device,
+) -> Rows:
+    """What a layer of ``kind`` is called with, and the gradient of its output."""
+    dtype = getattr(torch, shape.dtype)
 
-        rows = {
-            "q": random(shape.num_heads, shape.head_dim, True),
-            "k": random(shape.num_heads_kv, shape.head_dim, True),
-            "v": random(shape.num_heads_kv, shape.head_dim_v, True),
-            "do": random(shape.num_heads, shape.head_dim_v, False),
+    def random(heads: int, dim: int, grad: bool) -> torch.Tensor:
+        values = torch.randn(n_rows, heads, dim, generator=generator)
+        return values.to(device, dtype).requires_grad_(grad)
+
+    rows = {
+        "q": random(shape.num_heads, shape.head_dim, True),
+        "k": random(shape.num_heads_kv, shape.head_dim, True),
+        "v": random(shape.num_heads_kv, shape.head_dim_v, True),
+        "do": random(shape.num_heads, shape.head_dim_v, False),
+    }
+    if kind.sinks:
+        # The same on all ranks, as weights are.
+        sinks = torch.linspace(-1, 2, shape.num_heads)
+        rows["sinks"] = sinks.to(device, dtype).requires_grad_()
+    return rows
+
+
+def computed_rows(given: Rows, o: torch.Tensor, *, backward: bool = True) -> Rows:
+    """What a layer was called with and gave, with the gradients."""
+    rows = {**{name: tensor.detach() for name, tensor in given.items()}, "o": o.detach()}
+    if backward:
+        for name in given.keys() - {"do"}:
+            gradient = given[name].grad
+            assert gradient is not None, name
+            rows[f"d{name}"] = gradient
+    return rows
+
+
+def compare(
+    manifests: Sequence[RankManifest],
+    rows_of: Mapping[tuple[int, int, int], Rows],
+    layer: int,
+    kind: Layer,
+    shape: AttentionShape,
+    scale: float,
+) -> None:
+    """Compares every element of a layer with the float64 reference.
+
+    Args:
+        manifests: of all ranks.
+        rows_of: :func:`computed_rows` by (rank, nano-batch, layer).
+        layer, kind: which layer, and what it is.
+        shape: of the job.
+        scale: multiplies q.k before the softmax.
+    """
+    rule = ScoreRule(
+        mask=shape.mask,
+        window=kind.window,
+        softcap=shape.softcap if kind.softcap is None else kind.softcap,
+    )
+    sinks = rows_of[0, 0, layer].get("sinks")
+    dsinks = []
+    for pieces in _document_pieces(manifests):
+        gathered = {
+            name: torch.cat([rows_of[r, nano, layer][name][rows].cpu() for r, nano, rows in pieces])
+            for name in ("q", "k", "v", "do", "o", "dq", "dk", "dv")
         }
-        if kind.sinks:
-            # The same on all ranks, as weights are.
-            sinks = torch.linspace(-1, 2, shape.num_heads)
-            rows["sinks"] = sinks.to(self._device, dtype).requires_grad_()
-        return rows
-
-    def _compare(self, manifests: Sequence[RankManifest], result: StepResult, layer: int) -> None:
-        kind = self._layers[layer]
-        rule = ScoreRule(
-            mask=self.shape.mask,
-            window=kind.window,
-            softcap=self.shape.softcap if kind.softcap is None else kind.softcap,
+        expected = reference_attention(
+            gathered["q"],
+            gathered["k"],
+            gathered["v"],
+            _chunks(len(gathered["q"]), kind.chunk),
+            scale,
+            gathered["do"],
+            rule,
+            sinks,
         )
-        sinks = result.rows[0, 0, layer].get("sinks")
-        dsinks = []
-        for pieces in _document_pieces(manifests):
-            gathered = {
-                name: torch.cat(
-                    [result.rows[r, nano, layer][name][rows].cpu() for r, nano, rows in pieces]
-                )
-                for name in ("q", "k", "v", "do", "o", "dq", "dk", "dv")
-            }
-            expected = reference_attention(
-                gathered["q"],
-                gathered["k"],
-                gathered["v"],
-                _chunks(len(gathered["q"]), kind.chunk),
-                self.sessions[0].options.scale,
-                gathered["do"],
-                rule,
-                sinks,
-            )
-            for name in ("o", "dq", "dk", "dv"):
-                assert_close(name, gathered[name], getattr(expected, name))
-            if expected.dsinks is not None:
-                dsinks.append(expected.dsinks)
-        if dsinks:
-            ranks = [rows["dsinks"] for (_, _, at), rows in result.rows.items() if at == layer]
-            assert_close("dsinks", torch.stack(ranks).sum(0).cpu(), torch.stack(dsinks).sum(0))
+        for name in ("o", "dq", "dk", "dv"):
+            assert_close(name, gathered[name], getattr(expected, name))
+        if expected.dsinks is not None:
+            dsinks.append(expected.dsinks)
+    if dsinks:
+        ranks = [rows["dsinks"] for (_, _, at), rows in rows_of.items() if at == layer]
+        assert_close("dsinks", torch.stack(ranks).sum(0).cpu(), torch.stack(dsinks).sum(0))
 
 
 def _chunks(length: int, chunk: int | None) -> list[int]:

@@ -32,7 +32,12 @@ TOLERANCE: dict[str, Any] = {"rtol": 1e-5, "atol": 1e-6}
 
 def pair(name: str = "Llama") -> tuple[Any, Any]:
     """A model with distca and one of the same weights with PyTorch's attention."""
-    model, local = (make_model(copy.deepcopy(CONFIGS[name]), i) for i in ("distca", "sdpa"))
+    return pair_of(CONFIGS[name])
+
+
+def pair_of(config: transformers.PreTrainedConfig, locally: str = "sdpa") -> tuple[Any, Any]:
+    """The same of a configuration."""
+    model, local = (make_model(copy.deepcopy(config), i) for i in ("distca", locally))
     local.load_state_dict(model.state_dict())
     return model, local
 

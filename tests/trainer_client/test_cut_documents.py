@@ -242,14 +242,46 @@ def test_one_backward_of_both_gives_all_gradients(one_rank: Steps) -> None:
             torch.testing.assert_close(ours.grad.double(), expected.grad[half], atol=1e-5, rtol=0)
 
 
-def test_a_window_over_the_cut_is_refused_by_name(pool_of_four: Cluster) -> None:
-    with (
-        Team(
-            pool_of_four, 1, make_shape(), layers=[Layer(window=8), Layer()], placement="in-place"
-        ) as team,
-        pytest.raises(SessionError, match=r"nano-batch 1: a layer with a window .* or nano-batch"),
-    ):
-        team.run(in_halves(1, 40))
+def tiny_documents_of_its_own(rank: int, count: int) -> RankManifest:
+    """Of 1 to 5 tokens; those of 2 and more are cut between the halves."""
+    documents = [(rank * count + index, 1 + index % 5) for index in range(count)]
+    return RankManifest(
+        0,
+        rank,
+        (
+            tuple(Segment(each, length, 0, -(-length // 2)) for each, length in documents),
+            tuple(
+                Segment(each, length, -(-length // 2), length // 2)
+                for each, length in documents
+                if length > 1
+            ),
+        ),
+    )
+
+
+@pytest.mark.parametrize("placement", ["pool", "in-place"])
+def test_windows_at_home_take_turns_with_served_layers(
+    pool_of_four: Cluster, placement: str
+) -> None:
+    """In every order of kinds: see test_home_layers for the layers at home alone."""
+    layers = [
+        Layer(window=16, sinks=True),
+        Layer(),
+        Layer(chunk=16),
+        Layer(window=200),
+        Layer(sinks=True),
+    ]
+    for checkpointed in (False, True):
+        with Team(
+            pool_of_four,
+            2,
+            make_shape(),
+            layers=layers,
+            placement=placement,
+            checkpointed=checkpointed,
+        ) as team:
+            team.check(TWO_RANKS["each rank cuts one of its own"])
+            team.check([tiny_documents_of_its_own(rank, 40) for rank in range(2)])
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,11 @@ _APART = (
     "a layer before that of nano-batch 1: add up the losses of both, and run backward once"
 )
 
+_ONCE = (
+    "nano-batch 0 and nano-batch 1 share a document, and a backward pass came to a layer twice: "
+    "core attention is differentiable once; run backward once, without retain_graph"
+)
+
 
 class HandedOver:
     """The keys of one layer.
@@ -52,7 +57,13 @@ class HandedOver:
 
     @property
     def rows(self) -> Tensors:
-        """k and v of the keys that are carried over."""
+        """k and v of the keys that are carried over.
+
+        Raises:
+            SessionError: nano-batch 1's backward pass was run before.
+        """
+        if not self._rows:
+            raise SessionError(_ONCE)
         return self._rows
 
     def answer(self, gradients: Tensors) -> None:
@@ -63,8 +74,11 @@ class HandedOver:
         """Adds them to nano-batch 0's float32 dk and dv, by packed row.
 
         Raises:
-            SessionError: nano-batch 1's backward pass has not come to this layer.
+            SessionError: nano-batch 1's backward pass has not come to this layer, or this was done
+                before.
         """
+        if self._is_over:
+            raise SessionError(_ONCE)
         if not self._is_answered:
             raise SessionError(_APART)
         at = 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,31 +18,44 @@ from core_attention.score_rule import ScoreRule
 from core_attention.shape import AttentionShape
 from core_attention.tensor_checks import check_qkv
 from trainer_client.integrations.graphs import outside_graphs
+from trainer_client.step.handed_over import HandedOver
+from trainer_client.step.home_tasks import HomeTasks
+from trainer_client.step.replies import Tensors
 
 Keep = Callable[[torch.Tensor, torch.Tensor], None]
 """Takes o and lse for the recomputation of a checkpoint."""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class HomeCall:
     """What is computed, apart from the rows.
 
     Attributes:
-        tasks: ranges of rows; together they cover all.
+        tasks: which rows.
         rule: window and softcap.
         scale: multiplies q.k before the softmax.
+        taken_over: the keys that nano-batch 1 takes over from nano-batch 0, if it does.
+        handed_over: the keys that nano-batch 1 takes over from this one, if it does.
     """
 
-    tasks: TaskBatch
+    tasks: HomeTasks
     rule: ScoreRule
     scale: float
+    taken_over: HandedOver | None = None
+    handed_over: HandedOver | None = None
 
 
 def attend_at_home(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, n_rows: int, call: HomeCall, keep: Keep
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """o ``[rows, num_heads, head_dim_v]`` and lse ``[rows, num_heads]`` float32; both are
-    differentiable once.
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    n_rows: int,
+    call: HomeCall,
+    keep: Keep,
+    link: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """o ``[rows, num_heads, head_dim_v]`` and lse ``[rows, num_heads]`` float32, both
+    differentiable once, and a link, see :mod:`trainer_client.step.handed_over`.
 
     Args:
         q: ``[n_rows, num_heads, head_dim]``, contiguous.
@@ -50,6 +63,7 @@ def attend_at_home(
         n_rows: of the nano-batch, as the manifest says.
         call: what is computed.
         keep: see :data:`Keep`.
+        link: of the nano-batch that keys are taken over from.
 
     Raises:
         TensorError: a shape, dtype, device or stride is wrong.
@@ -59,8 +73,8 @@ def attend_at_home(
     check_qkv(q, k, v, shape, n_rows)
     kernel, _ = home_kernel(q.device)
     kernel.check(shape, call.rule)
-    o, lse = _AtHome.apply(q, k, v, call, keep)  # type: ignore[no-untyped-call]
-    return o, lse
+    o, lse, link = _AtHome.apply(q, k, v, link, call, keep)  # type: ignore[no-untyped-call]
+    return o, lse, link
 
 
 def shape_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> AttentionShape:
@@ -87,40 +101,109 @@ class _AtHome(torch.autograd.Function):
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
+        link: torch.Tensor | None,
         call: HomeCall,
         keep: Keep,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         o = v.new_empty((len(q), q.shape[1], v.shape[2]))
         lse = q.new_empty((len(q), q.shape[1]), dtype=torch.float32)
-        if len(call.tasks):
-            kernel, lock = home_kernel(q.device)
+        kernel, lock = home_kernel(q.device)
+        for keys, tasks in _by_keys(call, k, v):
             with lock:
-                kernel.forward([ForwardPart(q, k, v, o, lse, call.tasks)], call.scale, call.rule)
+                part = ForwardPart(q, keys["k"], keys["v"], o, lse, tasks)
+                kernel.forward([part], call.scale, call.rule)
         keep(o, lse)
-        ctx.call = call
+        ctx.call, ctx.has_link = call, link is not None
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(q, k, v, o, lse)
-        return o, lse
+        return o, lse, q.new_empty(0, dtype=torch.float32)
 
     @staticmethod
     @outside_graphs
     @once_differentiable
     def backward(
-        ctx: Any, do: torch.Tensor | None, dlse: torch.Tensor | None
+        ctx: Any, do: torch.Tensor | None, dlse: torch.Tensor | None, _: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, ...]:
         q, k, v, o, lse = ctx.saved_tensors
         call: HomeCall = ctx.call
         do, delta = output_gradients(o, do, dlse)
-        dq, dk, dv = (
-            torch.empty_like(q),
-            *(torch.zeros_like(t, dtype=torch.float32) for t in (k, v)),
-        )
-        if len(call.tasks):
-            part = BackwardPart(q, k, v, do, lse, delta, dq, dk, dv, call.tasks)
-            kernel, lock = home_kernel(q.device)
+        dq = torch.empty_like(q)
+        gradients = _zero_gradients(k, v)
+        kernel, lock = home_kernel(q.device)
+        for keys, tasks in _by_keys(call, k, v):
+            of_keys = gradients if keys["k"] is k else _zero_gradients(keys["k"], keys["v"])
             with lock:
+                part = BackwardPart(
+                    q,
+                    keys["k"],
+                    keys["v"],
+                    do,
+                    lse,
+                    delta,
+                    dq,
+                    of_keys["dk"],
+                    of_keys["dv"],
+                    tasks,
+                )
                 kernel.backward([part], call.scale, call.rule)
-        return dq, dk.to(k.dtype), dv.to(v.dtype), None, None
+            if of_keys is not gradients:
+                _take_in(call, of_keys, gradients)
+        if call.handed_over is not None:
+            call.handed_over.add_to(gradients)
+        # Nano-batch 0's operation, which has given the link, runs after this one.
+        link = dq.new_empty(0, dtype=torch.float32) if ctx.has_link else None
+        dk, dv = gradients["dk"].to(k.dtype), gradients["dv"].to(v.dtype)
+        return dq, dk, dv, link, None, None
+
+
+def _by_keys(
+    call: HomeCall, k: torch.Tensor, v: torch.Tensor
+) -> Iterator[tuple[Tensors, TaskBatch]]:
+    """The tasks that there are, with their keys and values: the nano-batch's own, or edge keys."""
+    if len(call.tasks.tasks):
+        yield {"k": k, "v": v}, call.tasks.tasks
+    if len(call.tasks.edge_tasks):
+        handed = call.taken_over.rows if call.taken_over is not None else {}
+        edge = {name: _edge_rows(call, rows, handed.get(name)) for name, rows in _named(k, v)}
+        yield edge, call.tasks.edge_tasks
+
+
+def _edge_rows(call: HomeCall, own: torch.Tensor, handed: torch.Tensor | None) -> torch.Tensor:
+    """A copy of the edge keys, or of their values."""
+    pieces, at = [], 0
+    for row, length, is_handed_over in call.tasks.edge_keys:
+        if is_handed_over:
+            assert handed is not None, "keys that nano-batch 0 hands over were not taken over"
+            pieces.append(handed[at : at + length])
+            at += length
+        else:
+            pieces.append(own[row : row + length])
+    return torch.cat(pieces)
+
+
+def _take_in(call: HomeCall, of_edge: Tensors, gradients: Tensors) -> None:
+    """Adds what was found for edge keys to ``gradients`` of the nano-batch's own, and answers
+    nano-batch 0 with the rest."""
+    at = 0
+    answers: dict[str, list[torch.Tensor]] = {name: [] for name in of_edge}
+    for row, length, is_handed_over in call.tasks.edge_keys:
+        for name, rows in of_edge.items():
+            found = rows[at : at + length]
+            if is_handed_over:
+                answers[name].append(found)
+            else:
+                gradients[name][row : row + length] += found
+        at += length
+    if call.taken_over is not None:
+        call.taken_over.answer({name: torch.cat(rows) for name, rows in answers.items()})
+
+
+def _named(k: torch.Tensor, v: torch.Tensor) -> tuple[tuple[str, torch.Tensor], ...]:
+    return ("k", k), ("v", v)
+
+
+def _zero_gradients(k: torch.Tensor, v: torch.Tensor) -> Tensors:
+    return {f"d{name}": torch.zeros_like(rows, dtype=torch.float32) for name, rows in _named(k, v)}
 
 
 def output_gradients(

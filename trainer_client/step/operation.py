@@ -27,6 +27,7 @@ from trainer_client.integrations.probe import current_recorder
 from trainer_client.integrations.shape_inference import is_shape_inference, of_the_right_shape
 from trainer_client.integrations.tensor_parallel import check_local
 from trainer_client.step.attention_call import AttentionCall
+from trainer_client.step.handed_over import HandedOver
 from trainer_client.step.home import HomeCall, attend_at_home, output_gradients
 from trainer_client.step.home_tasks import LayerKind, home_tasks
 from trainer_client.step.lane import require_lane
@@ -135,20 +136,25 @@ def _served(
     if region:
         o, lse = Recomputed.apply(q, k, v, *region.take())  # type: ignore[no-untyped-call]
         return o, lse
-    needs_backward = torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v))
+    needs_backward = _needs_backward(q, k, v)
     layer = running.forward_call(nano_batch, needs_backward=needs_backward)
     taken, link = None, None
-    if nano_batch == 1:
-        taken, link = running.take_over(layer, needs_backward=needs_backward)
+    if nano_batch == 1 and running.carried:
+        taken, link = running.take_over(f"layer {layer}", needs_backward=needs_backward)
     call = AttentionCall(running, layer, nano_batch, taken)
     token, link = _Send.apply(q, k, v, link, call)  # type: ignore[no-untyped-call]
-    if nano_batch == 0:
-        call.handed_over = running.hand_over(layer, k, v, link)
+    if nano_batch == 0 and running.carried:
+        handed = HandedOver(k, v, running.carried)
+        call.handed_over = running.hand_over(f"layer {layer}", handed, link)
     lane.give_way()
     detached = (tensor.detach() for tensor in (q, k, v))
     keep = functools.partial(checkpoints.keep, lane)
     o, lse = _Collect.apply(token, *detached, call, keep)  # type: ignore[no-untyped-call]
     return o, lse
+
+
+def _needs_backward(*tensors: torch.Tensor) -> bool:
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 
 
 def _check_served(name: str, asked: float | None, of_job: float) -> None:
@@ -175,16 +181,24 @@ def _at_home(
     if region:
         o, lse = Recomputed.apply(q, k, v, *region.take())  # type: ignore[no-untyped-call]
         return o, lse
-    job = lane.running.job
+    running, nano_batch = lane.running, lane.nano_batch
+    job, tasks = running.job, home_tasks(running, nano_batch, kind)
+    softcap = job.shape.softcap if softcap is None else softcap
     call = HomeCall(
-        tasks=home_tasks(lane.running, lane.nano_batch, kind),
-        rule=ScoreRule(
-            window=kind.window, softcap=job.shape.softcap if softcap is None else softcap
-        ),
+        tasks=tasks,
+        rule=ScoreRule(window=kind.window, softcap=softcap),
         scale=job.scale if scale is None else scale,
     )
-    n_rows = lane.running.n_rows(lane.nano_batch)
-    return attend_at_home(q, k, v, n_rows, call, functools.partial(checkpoints.keep, lane))
+    name, link = running.home_call(nano_batch), None
+    if nano_batch == 1 and tasks.handed_over:
+        needs_backward = _needs_backward(q, k, v)
+        call.taken_over, link = running.take_over(name, needs_backward=needs_backward)
+    n_rows, keep = running.n_rows(nano_batch), functools.partial(checkpoints.keep, lane)
+    o, lse, link = attend_at_home(q, k, v, n_rows, call, keep, link)
+    if nano_batch == 0 and tasks.handed_over:
+        handed = HandedOver(k, v, tasks.handed_over)
+        call.handed_over = running.hand_over(name, handed, link)
+    return o, lse
 
 
 class _Send(torch.autograd.Function):

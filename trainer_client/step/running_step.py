@@ -85,7 +85,8 @@ class RunningStep:
         self.in_force: PlanInForce | None = None
         self.trace: list[TraceEvent] = []
         self.report: StepReport | None = None
-        self._handed_over: dict[int, tuple[HandedOver, torch.Tensor]] = {}
+        self._handed_over: dict[str, tuple[HandedOver, torch.Tensor]] = {}
+        self._home_calls = [0] * job.n_nano_batches
         self.waits: list[TickWait] = []
         self.device_waits: list[DeviceWait] = []
         self.wait_seconds = self.send_seconds = self.recovery_seconds = 0.0
@@ -168,33 +169,37 @@ class RunningStep:
         with self._ticks.lock:
             return self.lanes[nano_batch].calls.forward(needs_backward)
 
-    def hand_over(
-        self, layer: int, k: torch.Tensor, v: torch.Tensor, link: torch.Tensor
-    ) -> HandedOver | None:
-        """Nano-batch 0 has sent a layer's rows; see :class:`HandedOver`. None if nano-batch 1
-        carries none of them over."""
-        if not self.carried:
-            return None
-        handed = HandedOver(k, v, self.carried)
-        self._handed_over[layer] = handed, link
+    def home_call(self, nano_batch: int) -> str:
+        """Counts a nano-batch's calls that are computed at home; returns the call's name."""
+        call = self._home_calls[nano_batch]
+        self._home_calls[nano_batch] += 1
+        return f"layer {call} of those at home"
+
+    def hand_over(self, call: str, handed: HandedOver, link: torch.Tensor) -> HandedOver:
+        """Nano-batch 0 has come through a call and hands keys over to nano-batch 1.
+
+        Args:
+            call: its name, the same in both nano-batches.
+            handed: the keys.
+            link: see :mod:`trainer_client.step.handed_over`.
+
+        Returns:
+            ``handed``.
+        """
+        self._handed_over[call] = handed, link
         return handed
 
-    def take_over(
-        self, layer: int, *, needs_backward: bool
-    ) -> tuple[HandedOver | None, torch.Tensor | None]:
-        """Nano-batch 1 has come to a layer: what it carries over, and nano-batch 0's link; None if
-        it carries nothing over.
+    def take_over(self, call: str, *, needs_backward: bool) -> tuple[HandedOver, torch.Tensor]:
+        """Nano-batch 1 has come to a call: what it takes over, and nano-batch 0's link.
 
         Raises:
-            SessionError: nano-batch 0 has not come to the layer, or its backward pass has.
+            SessionError: nano-batch 0 has not come to the call, or its backward pass has.
         """
-        if not self.carried:
-            return None, None
-        found = self._handed_over.pop(layer, None)
+        found = self._handed_over.pop(call, None)
         if found is None:
             raise SessionError(
-                f"step {self.step}: nano-batch 1 has come to layer {layer} before nano-batch 0, "
-                "where a document begins that goes on in nano-batch 1; run nano-batches in order"
+                f"step {self.step}: nano-batch 1 has come to {call} before nano-batch 0, where a "
+                "document begins that goes on in nano-batch 1; run nano-batches in order"
             )
         handed, link = found
         handed.take(answers=needs_backward and link.requires_grad)
