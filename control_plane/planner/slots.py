@@ -39,7 +39,7 @@ from control_plane.planner.planning import (
 )
 from control_plane.planner.survey import Columns, HomeWork, Survey, look
 from control_plane.planner.tasks import write_tasks
-from core_attention.arrays import Float64Array, Int64Array, frozen
+from core_attention.arrays import Float64Array, Int64Array, frozen, runs_to_rows
 from core_attention.ca_task import MaskKind, Phase, TaskTable
 from core_attention.errors import PlanError
 from core_attention.manifest import Manifest
@@ -178,21 +178,24 @@ def plan_slots(
     table = timetable(pipelining, manifest.n_nano_batches)
     fleet = build_fleet(servers, manifest.n_ranks)
     links = links_of(servers, fleet, options)
-    columns = {phase: _sort(manifest, table, phase) for phase in Phase}
+    columns = {phase: _sort(manifest, table, fleet, phase) for phase in Phase}
     rules_in = {phase: rules_of(shape, phase, options) for phase in Phase}
+    unlimited = {phase: limits_of(fleet, shape, phase, options) for phase in Phase}
     sheet = _Sheet(manifest, fleet, table)
     for at, unit in enumerate(table.units):
         its = columns[unit.phase]
         if its.bounds[at] == its.bounds[at + 1]:
             continue
-        rules = rules_in[unit.phase]
-        work, based = _work(manifest.n_ranks, its, at, unit, fleet), sheet.fleet_beside(unit)
+        rules, limits = rules_in[unit.phase], unlimited[unit.phase]
+        work, based = _work(its, at, unit), sheet.fleet_beside(unit)
+        if fleet.is_limited:
+            limits = limits_of(based, shape, unit.phase, options)
         cuts, outcome = plan_phase(
             work.segments,
             work.home,
             based,
             rules,
-            limits_of(based, shape, unit.phase, options),
+            limits,
             links,
             float(options.tolerance),
             n_variants(len(servers)),
@@ -210,7 +213,10 @@ def plan_slots(
     slots = sheet.slot_forecast()
     tables = {phase: sheet.tasks(phase) for phase in Phase}
     forecasts = {
-        phase: to_forecast(sheet.home[phase], sheet.sums[phase], shape, phase) for phase in Phase
+        phase: to_forecast(
+            _home_seconds(manifest, table, columns[phase], phase), sheet.sums[phase], shape, phase
+        )
+        for phase in Phase
     }
     return Plan(
         manifest=manifest,
@@ -264,7 +270,10 @@ class _Sorted(NamedTuple):
         first: ``[n_documents + 1]`` first segment of each document, here.
         begin, end, rank, nano_batch: ``[n_segments]`` of the segments.
         whole: ``[n_segments]`` whether it is all of its document.
+        divided: whether any is not.
         of_document: ``[n_segments]`` its document in the manifest.
+        seconds: ``[2, n_segments]`` of each at home, forward and backward.
+        rank_seconds, longest, mean_end: of ``Survey``, of units instead of nano-batches.
     """
 
     bounds: Int64Array
@@ -276,11 +285,16 @@ class _Sorted(NamedTuple):
     rank: Int64Array
     nano_batch: Int64Array
     whole: BoolArray
+    divided: bool
     of_document: Int64Array
+    seconds: Float64Array
+    rank_seconds: Float64Array
+    longest: Int64Array
+    mean_end: Float64Array
 
 
-def _sort(manifest: Manifest, table: Timetable, phase: Phase) -> _Sorted:
-    """The segments by unit.
+def _sort(manifest: Manifest, table: Timetable, fleet: Fleet, phase: Phase) -> _Sorted:
+    """The segments by unit, and what they take at home.
 
     Raises:
         PlanError: a document lies on ranks that do not run it in the same slots.
@@ -304,18 +318,60 @@ def _sort(manifest: Manifest, table: Timetable, phase: Phase) -> _Sorted:
     of_document = of_document[order]
     new = np.diff(of_document, prepend=-1) != 0
     begin, length = manifest.segment_offset[order], manifest.segment_length[order]
+    end, rank = frozen(begin + length), frozen(manifest.segment_rank[order])
+    whole = length == manifest.document_length[of_document]
+    divided, seconds = not bool(whole.all()), np.empty((2, len(order)))
+    rank_seconds, longest, mean_end = _look_at_units(
+        Columns(frozen(begin), end, rank, divided, *seconds), unit[order], len(table.units), fleet
+    )
     return _Sorted(
         bounds,
         order,
         np.cumsum(new) - 1,
         np.append(np.flatnonzero(new), len(order)),
         frozen(begin),
-        frozen(begin + length),
-        frozen(manifest.segment_rank[order]),
+        end,
+        rank,
         nano_batch[order],
-        length == manifest.document_length[of_document],
+        whole,
+        divided,
         of_document,
+        seconds,
+        rank_seconds,
+        longest,
+        mean_end,
     )
+
+
+def _look_at_units(
+    segments: Columns, unit: Int64Array, n_units: int, fleet: Fleet
+) -> tuple[Float64Array, Int64Array, Float64Array]:
+    """Fills in the seconds of ``segments``, which are of ``unit``; returns ``rank_seconds``,
+    ``longest`` and ``mean_end`` of ``_Sorted``."""
+    n_ranks = len(fleet.server_of_rank)
+    # One look at all of them: in each unit a rank counts as another one.
+    apart = fleet._replace(server_of_rank=frozen(np.tile(fleet.server_of_rank, n_units)))
+    rank = frozen(unit * n_ranks + segments.rank)
+    sums = np.zeros((2, n_units * n_ranks))
+    longest = np.zeros(n_units * n_ranks, dtype=np.int64)
+    look(segments._replace(rank=rank), apart, sums, longest)
+    begin, end = segments.begin.astype(np.float64), segments.end.astype(np.float64)
+    held = 0.5 * (end * end - begin * begin)
+    pairs = np.bincount(unit, held, n_units)
+    moment = np.bincount(unit, held * end, n_units)
+    rank_seconds = sums.reshape(2, n_units, n_ranks).transpose(1, 0, 2).copy()
+    mean_end = moment / np.where(pairs > 0.0, pairs, 1.0)
+    return rank_seconds, longest.reshape(n_units, n_ranks), mean_end
+
+
+def _home_seconds(manifest: Manifest, table: Timetable, its: _Sorted, phase: Phase) -> Float64Array:
+    """``[n_nano_batches, n_ranks]`` seconds at home, in the mean of the job's layers."""
+    n_nano, n_ranks = manifest.n_nano_batches, manifest.n_ranks
+    share = np.array([unit.layers / table.max_layers for unit in table.units])
+    seconds = its.seconds[PHASE_INDEX[phase]] * np.repeat(share, np.diff(its.bounds))
+    at = its.nano_batch * n_ranks + its.rank
+    sums = np.bincount(at, seconds, n_nano * n_ranks)
+    return sums.astype(np.float64, copy=False).reshape(n_nano, n_ranks)
 
 
 class _Work(NamedTuple):
@@ -336,7 +392,7 @@ class _Work(NamedTuple):
     documents: Int64Array
 
 
-def _work(n_ranks: int, its: _Sorted, at: int, unit: Unit, fleet: Fleet) -> _Work:
+def _work(its: _Sorted, at: int, unit: Unit) -> _Work:
     low, high = int(its.bounds[at]), int(its.bounds[at + 1])
     begin, end, rank, nano_batch = (
         column[low:high] for column in (its.begin, its.end, its.rank, its.nano_batch)
@@ -344,32 +400,29 @@ def _work(n_ranks: int, its: _Sorted, at: int, unit: Unit, fleet: Fleet) -> _Wor
     whole = its.whole[low:high]
     first_document, last_document = int(its.document[low]), int(its.document[high - 1])
     first = frozen(its.first[first_document : last_document + 2] - low)
+    document = frozen(its.document[low:high] - first_document)
     starts = np.flatnonzero(np.diff(nano_batch, prepend=-1))
     nano_batches, bounds = nano_batch[starts], np.append(starts, high - low)
-    divided = not bool(whole.all())
-    seconds = np.empty((2, high - low))
-    sums, longest = np.zeros((2, n_ranks)), np.zeros(n_ranks, dtype=np.int64)
-    mean_end = look(Columns(begin, end, rank, divided, *seconds), fleet, sums, longest)
+    seconds = its.seconds[:, low:high].copy()
+    sums, longest = its.rank_seconds[at], its.longest[at]
     phase = PHASE_INDEX[unit.phase]
-    segments = Segments(
-        frozen(its.document[low:high] - first_document), begin, end, rank, whole, divided, first
-    )
-    home = HomeWork(seconds[phase], sums[phase], longest, mean_end)
+    segments = Segments(document, begin, end, rank, whole, its.divided, first)
+    home = HomeWork(seconds[phase], sums[phase], longest, float(its.mean_end[at]))
     survey = Survey(
         bounds,
         seconds,
         end,
         whole,
-        divided,
-        sums[np.newaxis],
-        longest[np.newaxis],
-        np.array([mean_end]),
+        its.divided,
+        its.rank_seconds[at : at + 1],
+        its.longest[at : at + 1],
+        its.mean_end[at : at + 1],
     )
     return _Work(segments, home, survey, nano_batches, its.of_document[low:high][first[:-1]])
 
 
-def _columns_of(tasks: TaskTable) -> tuple[Int64Array, Int64Array, Int64Array, Int64Array]:
-    return tasks.document, tasks.q_begin, tasks.q_end, tasks.server
+_TaskColumns = tuple[Int64Array, Int64Array, Int64Array, Int64Array]
+"""``TaskTable.document``, ``q_begin``, ``q_end`` and ``server``."""
 
 
 class _Sheet:
@@ -378,14 +431,13 @@ class _Sheet:
 
     Attributes:
         outcomes: of the units so far.
-        home: for each phase, ``[n_nano_batches, n_ranks]`` seconds at home, in the mean of the
-            job's layers.
-        sums: for each phase, what the tasks so far cost each server, in the same mean.
+        sums: for each phase, what the tasks so far cost each server, in the mean of the job's
+            layers.
         work_ratio: for each phase, the newest outcome's; 0 before.
     """
 
     def __init__(self, manifest: Manifest, fleet: Fleet, table: Timetable) -> None:
-        self._manifest, self._fleet, self._table = manifest, fleet, table
+        self._fleet, self._table = fleet, table
         n_nano, n_ranks, n_servers = manifest.n_nano_batches, manifest.n_ranks, len(fleet.rank)
         nano_batch = manifest.document_nano_batch[manifest.segment_document]
         tokens = np.bincount(
@@ -405,10 +457,10 @@ class _Sheet:
         self._busy = self._linear.copy()
         self._busy_at_home = linear
         self._rows = np.zeros(self._busy.shape, dtype=np.int64)
-        self._tasks: dict[Phase, list[TaskTable]] = {phase: [] for phase in Phase}
+        self._tasks: dict[Phase, list[_TaskColumns]] = {phase: [] for phase in Phase}
+        self._no_carried = no_carried()
         self.outcomes: list[Outcome] = []
         self.work_ratio = dict.fromkeys(Phase, 0.0)
-        self.home = {phase: np.zeros((n_nano, n_ranks)) for phase in Phase}
         self.sums = {phase: TaskSums.none(n_nano, n_servers) for phase in Phase}
 
     def fleet_beside(self, unit: Unit) -> Fleet:
@@ -430,23 +482,25 @@ class _Sheet:
             segments.begin,
             frozen(segments.end - segments.begin),
             segments.rank,
-            no_carried(),
+            self._no_carried,
         )
         sums = sum_tasks(tasks, places, work.survey, self._fleet, PHASE_INDEX[phase])
         if sums is None:
             raise AssertionError(f"the tasks of {unit} are not valid: {tasks}")
         share = unit.layers / self._table.max_layers
-        self.sums[phase].add(work.nano_batches, sums.in_share_of_layers(share))
-        seconds, rows = sums.seconds.sum(axis=0), sums.rows[:, (Q_ROWS, KV_ROWS)].sum(axis=(0, 1))
+        in_mean = sums if share == 1.0 else sums.in_share_of_layers(share)
+        self.sums[phase].add(work.nano_batches, in_mean)
+        seconds = sums.seconds.sum(axis=0)
+        if self._fleet.is_limited:
+            rows = sums.rows[:, (Q_ROWS, KV_ROWS)].sum(axis=(0, 1))
+            for begin, end, _ in unit.spans:
+                self._rows[unit.half, begin:end] += rows
         for begin, end, layers in unit.spans:
             self._busy[unit.half, begin:end] += seconds * (layers / (end - begin))
             at_home = work.home.rank_seconds * (layers / (end - begin))
             self._busy_at_home[unit.half, begin:end] += at_home
-            self._rows[unit.half, begin:end] += rows
-        nano_batch = self._manifest.document_nano_batch[work.documents[segments.document]]
-        np.add.at(self.home[phase], (nano_batch, segments.rank), work.home.seconds * share)
         documents = work.documents[tasks.document]
-        self._tasks[phase].append(TaskTable(documents, tasks.q_begin, tasks.q_end, tasks.server))
+        self._tasks[phase].append((documents, tasks.q_begin, tasks.q_end, tasks.server))
         self.outcomes.append(outcome)
         self.work_ratio[phase] = outcome.work_ratio
 
@@ -457,7 +511,7 @@ class _Sheet:
             PlanError: it cannot.
         """
         over = self._rows - self._fleet.capacity_rows
-        if (over <= 0).all():
+        if not self._fleet.is_limited or (over <= 0).all():
             return
         half, slot, at = map(int, np.unravel_index(int(over.argmax()), over.shape))
         raise PlanError(
@@ -468,11 +522,14 @@ class _Sheet:
 
     def tasks(self, phase: Phase) -> TaskTable:
         """All tasks of ``phase``."""
-        columns = [
-            np.concatenate(column)
-            for column in zip(*map(_columns_of, self._tasks[phase]), strict=True)
-        ]
-        order = np.argsort(columns[0], kind="stable")
+        columns = [np.concatenate(column) for column in zip(*self._tasks[phase], strict=True)]
+        # Those of a document follow one another already, so documents are put in order, not tasks.
+        document = columns[0]
+        begin = np.flatnonzero(np.diff(document, prepend=-1))
+        run = np.empty(len(begin), dtype=np.int64)
+        run[document[begin]] = np.arange(len(begin))
+        length = np.diff(begin, append=len(document))
+        order = runs_to_rows(begin[run], length[run])
         return TaskTable(*(frozen(column[order]) for column in columns))
 
     def slot_forecast(self) -> SlotForecast:
