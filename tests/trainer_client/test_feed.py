@@ -58,6 +58,23 @@ def test_documents_may_be_told_by_cumulative_lengths() -> None:
     assert session.submitted == [RankManifest.from_lengths(0, 0, ([3, 4], [3, 4]))]
 
 
+def padded(lengths: list[int], side: str = "right") -> dict[str, torch.Tensor]:
+    longest = max(lengths)
+    before = torch.arange(longest) < torch.tensor(lengths)[:, None]
+    mask = before if side == "right" else before.flip(1)
+    return {"input_ids": torch.zeros(mask.shape), "attention_mask": mask.long()}
+
+
+def test_rows_of_a_padded_batch_are_documents() -> None:
+    session: Any = Recording()
+    session.options = SimpleNamespace(rank=0, n_nano_batches=2, cut_documents=False)
+    list(submit_ahead(session, [padded([7, 1, 5, 2])]))
+    assert session.submitted == [RankManifest.from_lengths(0, 0, ([7, 1], [5, 2]))]
+    for batch in (padded([4, 2, 3], "left"), padded([4, 0])):
+        with pytest.raises(ManifestError, match=r"row 1 of attention_mask .* or no token"):
+            list(submit_ahead(session, [batch]))
+
+
 def test_batches_without_documents_are_refused_by_name() -> None:
     session: Any = Recording()
     with pytest.raises(ManifestError, match=r"step 0: .*'input_ids'.*position_ids"):

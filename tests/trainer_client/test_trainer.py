@@ -153,12 +153,12 @@ def test_ranks_that_would_train_apart_are_refused(
         raise AssertionError("never begun")
 
 
-def test_padded_batches_are_refused_before_the_first_step(
+def test_batches_padded_on_the_left_are_refused_before_the_first_step(
     tmp_path: Path, pool_of_four: Cluster
 ) -> None:
     def padded(examples: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
         rows = [torch.tensor(example["input_ids"]) for example in examples]
-        ids = nn.utils.rnn.pad_sequence(rows, batch_first=True)
+        ids = nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_side="left")
         return {"input_ids": ids, "labels": ids, "attention_mask": (ids > 0).long()}
 
     padding = trainer(tmp_path, padded)
@@ -171,7 +171,7 @@ def test_padded_batches_are_refused_before_the_first_step(
         "probe_bytes": 0,
         "profile_dir": pool_of_four.folder,
     }
-    refused = pytest.raises(ManifestError, match="DataCollatorWithFlattening")
+    refused = pytest.raises(ManifestError, match=r"row [0-9] of attention_mask .* padding before")
     with refused, serve_trainer(padding, **options):
         padding.train()
     # As it was before: with attention of its own, any batch will do.

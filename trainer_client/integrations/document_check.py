@@ -479,6 +479,10 @@ class _Checker:
 
     def _call(self, ids: torch.Tensor, check: Check) -> torch.Tensor:
         told = {n: v for n, v in _everything(check.documents).items() if n in self._names}
+        inside: list[torch.Tensor] = []
+        hook = self._model.base_model.register_forward_hook(
+            lambda _module, _given, output: inside.append(_main_output(output))
+        )
         token = current_check.set(check)
         try:
             output = self._model(
@@ -498,7 +502,10 @@ class _Checker:
             ) from error
         finally:
             current_check.reset(token)
-        return _main_output(output)
+            hook.remove()
+        found = _main_output(output)
+        # A head that has one output a row, as of reward models, stands on one that has all.
+        return found if found.shape[1:2] == ids.shape[1:] or not inside else inside[-1]
 
 
 def _everything(documents: Documents) -> dict[str, Any]:

@@ -43,8 +43,9 @@ def serve_trainer(
 ) -> Iterator[Session]:
     """In the block, ``trainer.train()`` trains with served core attention. One rank a process.
 
-    Its batches must be packed: one row ``[1, rows]`` with ``position_ids`` that restart at 0. In
-    ``evaluate``, ``predict`` and ``generate`` core attention is computed at home.
+    Its batches must be packed, one row ``[1, rows]`` with ``position_ids`` that restart at 0, or
+    padded on the right, with an ``attention_mask``. In ``evaluate``, ``predict`` and ``generate``
+    core attention is computed at home, and so it is in the reference model of DPO and KTO.
 
     Args:
         trainer: whose model was loaded with ``attn_implementation="distca"``.
@@ -130,8 +131,7 @@ class _Served:
         if step is None:
             raise SessionError(
                 f"training_step of {type(self._trainer).__name__} is called with a batch that its "
-                "data loader did not give, so that no manifest was submitted; trainers that make "
-                "batches of their own (GRPO, RLOO) are not supported"
+                f"data loader did not give, so that no manifest was submitted. {_MAKE_BATCHES}"
             )
         with self._session.step(step):
             loss = original(model, inputs, *args, **kwargs)
@@ -145,7 +145,8 @@ class _Served:
         if not isinstance(batch, Mapping):
             raise ManifestError(
                 f"the data loader gives batches of type {type(batch).__name__}; with served core "
-                "attention a batch is one packed row: input_ids, labels and position_ids [1, rows]"
+                "attention a batch is one packed row (input_ids, labels and position_ids "
+                f"[1, rows]) or padded on the right. {_MAKE_BATCHES}"
             )
         step = self._session.next_step
         self._session.submit(manifest_of_step(self._session, step, batch))
@@ -232,6 +233,11 @@ def _session_options(trainer: Trainer, options: dict[str, Any]) -> SessionOption
         found = probe_model(trainer.model).complete(options)
     return SessionOptions(**{**found, **fixed})
 
+
+_MAKE_BATCHES = (
+    "Trainers that make batches of their own (GRPO, RLOO) train with core attention at home: 'with "
+    "trainer_client.at_home(): trainer.train()'"
+)
 
 _FSDP_1 = (
     "FSDP1 (FullyShardedDataParallel) is not supported; use FSDP2: fsdp_config={'fsdp_version': 2, "

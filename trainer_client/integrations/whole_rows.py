@@ -31,6 +31,7 @@ from trainer_client.integrations.document_check import (
 from trainer_client.integrations.documents import CHECKED, documents_of
 from trainer_client.integrations.graphs import outside_graphs
 from trainer_client.integrations.host_barriers import HostBarriers
+from trainer_client.integrations.padded_rows import PaddedRows
 from trainer_client.step.lane import current_lane, current_step, require_lane
 from trainer_client.step.ping_pong import run_in_turns
 from trainer_client.step.running_step import RunningStep
@@ -43,10 +44,10 @@ _LONGEST = ("max_length_q", "max_length_k")
 def turns_inside(model: nn.Module, *, barriers: HostBarriers | None = None) -> Iterator[None]:
     """In the block, ``model`` may be called with a whole packed row, ``[1, rows]``, in a step whose
     manifest is split as :func:`~trainer_client.step.manifests.split_documents` does
-    (``submit_ahead`` does it for batches that are no sequences). Its decoder runs the nano-batches
-    in turns. Wrap the model in DistributedDataParallel or ``fully_shard`` before or after; outside
-    of steps, and under ``torch.no_grad`` inside them, it runs as before, with core attention at
-    home.
+    (``submit_ahead`` does it for batches that are no sequences), or with a batch that is padded on
+    the right. Its decoder runs the nano-batches in turns. Wrap the model in
+    DistributedDataParallel or ``fully_shard`` before or after; outside of steps, and under
+    ``torch.no_grad`` inside them, it runs as before, with core attention at home.
 
     Args:
         model: holds one model of transformers with ``attn_implementation="distca"``.
@@ -149,6 +150,9 @@ class _WholeRows:
         if running is None or current_lane.get() is not None or is_at_home() or recomputes():
             return self._forward(*args, **kwargs)
         named = {**dict(zip(self._parameters, args, strict=False)), **kwargs}
+        padded = PaddedRows.of(named)
+        if padded is not None:
+            named = padded.packed(named)
         if self._takes("use_cache"):
             named["use_cache"] = False
         n_rows = [running.n_rows(part) for part in range(running.job.n_nano_batches)]
@@ -158,7 +162,8 @@ class _WholeRows:
         outputs = run_in_turns(self._run_part, calls, 0, is_last=True)
         if self._barriers is not None:
             self._barriers.meet()
-        return self._joined(outputs, n_rows)
+        joined = self._joined(outputs, n_rows)
+        return joined if padded is None else padded.padded(joined)
 
     def _run_part(self, **named: Any) -> Any:
         told = {name: named[name] for name in CHECKED if isinstance(named.get(name), torch.Tensor)}

@@ -59,22 +59,26 @@ def manifest_from_cu_seqlens(
 def manifest_of_row(
     step: int, rank: int, batch: Mapping[str, Any], n_parts: int, *, cut_documents: bool = False
 ) -> RankManifest:
-    """The manifest of one packed row with the documents of a whole step, split into nano-batches.
+    """The manifest of one packed row with the documents of a whole step, or of a padded batch with
+    one in each row, split into nano-batches.
 
     Args:
         step: the training step.
         rank: this rank.
-        batch: holds ``position_ids`` ``[1, rows]`` that restart at 0, or ``cu_seq_lens_q``.
+        batch: holds ``position_ids`` ``[1, rows]`` that restart at 0, or ``cu_seq_lens_q``, or an
+            ``attention_mask`` ``[batch, tokens]`` with padding on the right.
         n_parts: nano-batches of the job; see :func:`split_documents`.
         cut_documents: whether the row is split in its middle instead, of two nano-batches.
 
     Raises:
-        ManifestError: it holds neither, or they are not those of one packed row.
+        ManifestError: it holds none of them, or they do not tell documents apart.
     """
     if batch.get("position_ids") is not None:
         lengths = _lengths(batch["position_ids"])
     elif batch.get("cu_seq_lens_q") is not None:
         lengths = batch["cu_seq_lens_q"].diff().tolist()
+    elif is_padded(batch):
+        lengths = _padded_lengths(batch["attention_mask"])
     else:
         shown = {
             name: tuple(value.shape) for name, value in batch.items() if hasattr(value, "shape")
@@ -83,11 +87,41 @@ def manifest_of_row(
             f"step {step}: the batch holds {shown}, which does not say where documents begin; pack "
             "documents into one row [1, rows] with position_ids that restart at 0: with "
             "data_collator=DataCollatorWithFlattening() in a Trainer of transformers, with "
-            "packing=True or padding_free=True in TRL's SFTConfig"
+            "packing=True or padding_free=True in TRL's SFTConfig; or give input_ids and "
+            "attention_mask [batch, tokens], padded on the right"
         )
     if cut_documents:
         return _halves(step, rank, lengths)
     return RankManifest.from_lengths(step, rank, split_documents(lengths, n_parts))
+
+
+def is_padded(batch: Mapping[str, Any]) -> bool:
+    """Whether a model's arguments are of a batch of rows, with an attention mask that tells how
+    long each is, and not of a packed row."""
+    mask = batch.get("attention_mask")
+    rows = batch.get("input_ids")
+    rows = batch.get("inputs_embeds") if rows is None else rows
+    return (
+        isinstance(mask, torch.Tensor)
+        and mask.dim() == 2
+        and isinstance(rows, torch.Tensor)
+        and rows.shape[:2] == mask.shape
+        and all(batch.get(name) is None for name in ("position_ids", "cu_seq_lens_q"))
+    )
+
+
+def _padded_lengths(mask: torch.Tensor) -> list[int]:
+    seen = mask.bool()
+    lengths = seen.sum(1)
+    of_right = torch.arange(mask.shape[1], device=mask.device) < lengths[:, None]
+    if not torch.equal(seen, of_right) or not bool(lengths.all()):
+        row = int(((seen != of_right).any(1) | (lengths == 0)).nonzero()[0])
+        raise ManifestError(
+            f"row {row} of attention_mask {tuple(mask.shape)} has padding before or between its "
+            "tokens, or no token; every row begins with a token, and padding is on the right"
+        )
+    of_rows: list[int] = lengths.tolist()
+    return of_rows
 
 
 def _halves(step: int, rank: int, lengths: Sequence[int]) -> RankManifest:
