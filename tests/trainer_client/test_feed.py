@@ -69,7 +69,7 @@ def test_rows_of_a_padded_batch_are_documents() -> None:
     session: Any = Recording()
     session.options = SimpleNamespace(rank=0, n_nano_batches=2, cut_documents=False)
     list(submit_ahead(session, [padded([7, 1, 5, 2])]))
-    assert session.submitted == [RankManifest.from_lengths(0, 0, ([7, 1], [5, 2]))]
+    assert session.submitted == [RankManifest.from_lengths(0, 0, ([7], [1, 5, 2]))]
     for batch in (padded([4, 2, 3], "left"), padded([4, 0])):
         with pytest.raises(ManifestError, match=r"row 1 of attention_mask .* or no token"):
             list(submit_ahead(session, [batch]))
