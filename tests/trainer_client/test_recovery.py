@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 import pytest
 
-from core_attention.ca_task import Phase
+from core_attention.ca_task import MaskKind, Phase
 from core_attention.manifest import RankManifest, Segment
+from core_attention.shape import AttentionShape
 from core_attention.tick import Tick
 from tests.cluster import NODE_SHAPE, Cluster, Process, cluster
 from tests.cut_manifests import in_halves
-from tests.team import StepResult, Team, assert_close
+from tests.team import Layer, StepResult, Team, assert_close
 from trainer_client.errors import CoreAttentionFailed
 from trainer_client.step.replies import Tensors
 from trainer_client.step.running_step import RunningStep
@@ -159,6 +161,36 @@ def test_several_servers_die_at_once(
         assert "newcomer" in served
         assert not any(name.startswith("test-") for name in served)
     newcomer.terminate()
+
+
+CAPPED = replace(NODE_SHAPE, softcap=1.5)
+FULL = replace(NODE_SHAPE, mask=MaskKind.FULL)
+WITH_SINKS = [Layer(), Layer(sinks=True), Layer(sinks=True)]
+
+
+@pytest.mark.parametrize(
+    ("shape", "layers", "n_victims", "phase"),
+    [
+        (CAPPED, WITH_SINKS, 1, Phase.BACKWARD),
+        (CAPPED, WITH_SINKS, 3, Phase.FORWARD),
+        (FULL, [Layer()] * N_LAYERS, 1, Phase.FORWARD),
+        (FULL, [Layer()] * N_LAYERS, 3, Phase.BACKWARD),
+    ],
+    ids=["softcap and sinks", "the same at home", "bidirectional", "bidirectional at home"],
+)
+def test_what_scores_go_through_survives_a_lost_server(
+    servers: Cluster,
+    monkeypatch: pytest.MonkeyPatch,
+    shape: AttentionShape,
+    layers: list[Layer],
+    n_victims: int,
+    phase: Phase,
+) -> None:
+    """On the servers that are left, and at home where none is."""
+    with Team(servers, 3, shape, layers=layers, placement="pool") as team:
+        victims = nodes_of(servers)[:n_victims]
+        kill_at(monkeypatch, victims, rank=1, layer=1, phase=phase)
+        assert max(recoveries(team.check(spanning(3)))) >= 1
 
 
 def test_ranks_that_lose_servers_in_turn_go_on(
