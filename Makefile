@@ -56,7 +56,7 @@ DEMO_EXTRAS ?= trainer,node,ucxx-cu13
 # step costs as much as the step.
 DEMO := --verify --verify-every 4 --steps 12 --span-ranks --min-backward-tokens 128 --overwrite
 
-.PHONY: help demo test test-training test-nixl test-frameworks test-gpu lint format stubs chart chart-tools chart-readme metrics-page configuration-page images push image-names constraints deploy-test deploy-test-cuda cluster-test chaos soak install clean
+.PHONY: help demo planners test test-training test-nixl test-frameworks test-gpu lint format stubs chart chart-tools chart-readme metrics-page configuration-page images push image-names constraints deploy-test deploy-test-cuda cluster-test chaos soak install clean
 .DEFAULT_GOAL := help
 
 # The command must know BuildKit: Docker 23 or newer, or 20.10 with DOCKER_BUILDKIT=1.
@@ -87,12 +87,14 @@ demo: $(DEMO_INSTALLED)
 	@echo "== 2 trainers: core attention balanced over the trainers themselves"
 	@$(BIN)/distca local --mode in-place --name demo-in-place $(DEMO)
 
-# Two processes, each with whole modules, since starting a module's servers takes longer than its tests.
-# Planners are compiled first, once, as no test should have to wait for it. Up to three tests that fail
-# beside others run once more, alone: see tools/run_tests.py.
-test: $(INSTALLED)
+# Compiles the planners, two minutes of a core, so that no test has to wait for it. They stay compiled.
+planners: $(INSTALLED)
 	@$(BIN)/python -c 'from control_plane.planner.planners import PLANNERS, prepare; \
 	  [prepare(planner) for planner in PLANNERS.values()]'
+
+# Two processes, each with whole modules, since starting a module's servers takes longer than its tests.
+# Up to three tests that fail beside others run once more, alone: see tools/run_tests.py.
+test: planners
 	@$(BIN)/python -m tools.run_tests --again 3 -- \
 	  --ignore=tests/helm -m "not faults and not training" --numprocesses=2 --dist=loadscope $(PYTEST)
 
@@ -111,9 +113,7 @@ test-nixl: $(INSTALLED)
 # what the frameworks bring does not get into the other tests.
 FRAMEWORKS := .venv-frameworks
 
-test-frameworks: $(FRAMEWORKS)/.installed
-	@$(BIN)/python -c 'from control_plane.planner.planners import PLANNERS, prepare; \
-	  [prepare(planner) for planner in PLANNERS.values()]'
+test-frameworks: $(FRAMEWORKS)/.installed planners
 	@$(FRAMEWORKS)/bin/python -m pytest -m frameworks tests/frameworks $(PYTEST)
 
 $(FRAMEWORKS)/.installed: $(INSTALLED)
