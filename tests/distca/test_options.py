@@ -231,6 +231,7 @@ def test_everything_that_a_local_run_hands_to_its_trainers_reaches_them() -> Non
             compile_layers=True,
             loss_chunk_tokens=64,
             verify=True,
+            verify_every=3,
             checkpoint_every=5,
             resume=True,
             resume_or_start=True,
