@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from data_plane.buffer_pool import BufferPool
+from data_plane.transport import TransferState
 from trainer_client.step import replies
 
 
@@ -54,3 +55,24 @@ def test_a_cpu_has_read_it_at_once() -> None:
     pool = BufferPool()
     take_in(pool)
     assert pool.stats().in_use_bytes == 0
+
+
+class EndingTransfer:
+    """Another thread ends it between any two looks at it."""
+
+    error = None
+
+    def __init__(self) -> None:
+        self._states = iter((TransferState.PENDING, TransferState.DONE))
+
+    @property
+    def state(self) -> TransferState:
+        return next(self._states)
+
+
+def test_reply_that_arrives_during_a_look_loses_no_server() -> None:
+    ending, nothing = EndingTransfer(), SimpleNamespace(server_id="node-0")
+    transfer: Any = ending
+    unused: Any = nothing
+    awaited = replies._RemoteAwaited(unused, unused, {}, unused, unused, transfer, unused)
+    assert [awaited.arrived(), awaited.arrived()] == [False, True]

@@ -242,11 +242,15 @@ class _RemoteAwaited:
 
     def arrived(self) -> bool:
         transfer = self._transfer
-        if transfer is None or transfer.state is TransferState.DONE:
+        if transfer is None:
             return True
-        if transfer.state is TransferState.PENDING:
+        # Read once: another thread may end the transfer at any moment.
+        state = transfer.state
+        if state is TransferState.DONE:
+            return True
+        if state is TransferState.PENDING:
             return False
-        cause = transfer.error or f"the transfer ended as {transfer.state}"
+        cause = transfer.error or f"the transfer ended as {state}"
         raise _transport_failed(self.exchange.server_id, cause) from transfer.error
 
     def examine(self) -> None:
