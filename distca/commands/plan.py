@@ -94,11 +94,8 @@ def plan(
         return
     with wrong_input_ends():
         from distca.preview.figures import draw_plan
-        from distca.preview.page import save_page, save_png
+        from distca.preview.page import save_drawings
 
         caption = describe_layout(planner, fleet, setup.tokens_per_rank, len(planned))
         figure = draw_plan(planned[0], caption)
-        if output.png is not None:
-            save_png(figure, output.png)
-        if output.html is not None:
-            save_page(title, verdict.text, figure, sections, output.html)
+        save_drawings(figure, output.png, output.html, title, verdict.text, sections)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from typing import Annotated, ClassVar
 
 import typer
 
@@ -18,10 +17,6 @@ from distca.preview.settings import (
     PlannerSettings,
 )
 from distca.process.interrupt import ending_at_once
-
-if TYPE_CHECKING:
-    from distca.preview.sections import Section
-    from distca.simulator.comparison import Comparison
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,26 +128,12 @@ def simulate(
         verdicts = [judge_comparisons(comparisons, "CAD", unused_remedies(planner))]
     for verdict in verdicts:
         print_verdict(console, verdict)
-    if output.png is not None or output.html is not None:
-        texts = " ".join(verdict.text for verdict in verdicts)
-        _draw(comparisons, sections, title, texts, output)
-
-
-def _draw(
-    comparisons: Sequence[Comparison],
-    sections: Sequence[Section],
-    title: str,
-    verdict: str,
-    output: SimulationOutputSettings,
-) -> None:
-    """Write the files that are asked for."""
-    from distca.preview.errors import wrong_input_ends
-    from distca.preview.figures import draw_comparisons
-    from distca.preview.page import save_page, save_png
-
+    if output.png is None and output.html is None:
+        return
     with wrong_input_ends():
+        from distca.preview.figures import draw_comparisons
+        from distca.preview.page import save_drawings
+
         figure = draw_comparisons(comparisons, title)
-        if output.png is not None:
-            save_png(figure, output.png)
-        if output.html is not None:
-            save_page(title, verdict, figure, sections, output.html)
+        texts = " ".join(verdict.text for verdict in verdicts)
+        save_drawings(figure, output.png, output.html, title, texts, sections)

@@ -34,6 +34,21 @@ def save_page(
     write_whole(path, page)
 
 
+def save_drawings(
+    figure: Figure,
+    png: Path | None,
+    html: Path | None,
+    title: str,
+    verdict: str,
+    sections: Sequence[Section],
+) -> None:
+    """Writes the figure to ``png`` and the page with it to ``html``, whichever is asked for."""
+    if png is not None:
+        save_png(figure, png)
+    if html is not None:
+        save_page(title, verdict, figure, sections, html)
+
+
 def _svg(figure: Figure) -> Markup:
     """The figure as an SVG element; matplotlib escapes the texts in it."""
     buffer = io.StringIO()
