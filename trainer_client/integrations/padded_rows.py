@@ -19,29 +19,33 @@ class PaddedRows:
     """Where the tokens of a padded batch are.
 
     Attributes:
-        mask: ``[batch, tokens]`` bool, true where no padding is.
+        shape: of the batch, ``(batch, tokens)``.
+        rows: ``[n_rows]`` int64, the places of its tokens in the flattened batch, in order. Finding
+            them waits for the device, so it is done once.
     """
 
-    mask: torch.Tensor
+    shape: tuple[int, int]
+    rows: torch.Tensor
 
     @classmethod
     def of(cls, named: Mapping[str, Any]) -> PaddedRows | None:
         """Of a call's arguments; None if these are of a packed row."""
-        return cls(named["attention_mask"].bool()) if is_padded(named) else None
+        if not is_padded(named):
+            return None
+        mask = named["attention_mask"]
+        return cls(tuple(mask.shape), mask.flatten().nonzero().squeeze(1))
 
     def packed(self, named: Mapping[str, Any]) -> dict[str, Any]:
-        """The arguments for the one row ``[1, rows]`` of all tokens, documents in order, with
+        """The arguments for the one row ``[1, n_rows]`` of all tokens, documents in order, with
         ``position_ids`` that restart at 0 and without a mask."""
-        positions = torch.arange(self.mask.shape[1], device=self.mask.device).expand(
-            self.mask.shape
-        )
+        positions = torch.arange(self.shape[1], device=self.rows.device).expand(self.shape)
         given = {**named, "attention_mask": None, "position_ids": positions}
         return {name: self._pack(value) for name, value in given.items()}
 
     def _pack(self, value: Any) -> Any:
-        if not isinstance(value, torch.Tensor) or value.shape[:2] != self.mask.shape:
+        if not isinstance(value, torch.Tensor) or value.shape[:2] != self.shape:
             return value
-        return value[self.mask][None]
+        return value.flatten(0, 1)[self.rows][None]
 
     def padded(self, output: Any) -> Any:
         """Outputs for the packed row, as those for the batch: zeros where padding is."""
@@ -51,15 +55,15 @@ class PaddedRows:
             return type(output)(self.padded(each) for each in output)
         if not isinstance(output, torch.Tensor):
             return output
-        n_rows = int(self.mask.sum())
+        n_rows = len(self.rows)
         if output.shape[:2] == (1, n_rows):
-            whole = output.new_zeros(*self.mask.shape, *output.shape[2:])
-            whole[self.mask] = output[0]
-            return whole
-        if output.shape[:1] == (n_rows,):
-            # Of experts' routers, for example.
-            flat = self.mask.flatten()
-            whole = output.new_zeros(len(flat), *output.shape[1:])
-            whole[flat] = output
-            return whole
-        return output
+            return self._spread(output[0]).unflatten(0, self.shape)
+        # Of experts' routers, for example.
+        return self._spread(output) if output.shape[:1] == (n_rows,) else output
+
+    def _spread(self, rows: torch.Tensor) -> torch.Tensor:
+        """``rows`` in their places in the flattened batch."""
+        batch, tokens = self.shape
+        whole = rows.new_zeros(batch * tokens, *rows.shape[1:])
+        whole[self.rows] = rows
+        return whole
