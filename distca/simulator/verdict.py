@@ -14,11 +14,11 @@ WORTH_MENTIONING = 1.02
 EXPOSED_TOO_MUCH = 0.1
 """Share of the step waiting for communication above which links are the first thing to change."""
 
-
-_GIGA = 1e9
-
 SLOWER_THAN = 0.995
 """Speed relative to plain packing below which CAD counts as slower."""
+
+
+_GIGA = 1e9
 
 
 class Kind(StrEnum):

@@ -15,20 +15,11 @@ from torch import nn
 from core_attention.manifest import RankManifest
 from core_attention.shape import AttentionShape
 from tests.cluster import Cluster, keep_profile
+from tests.trainer_client.tiny_models import TINY_LLAMA
 from trainer_client import PingPong, Placement, Session, SessionError, SessionOptions
 from trainer_client.integrations.transformers import UnsupportedArgument
 
-SIZES: dict[str, Any] = {
-    "vocab_size": 64,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 512,
-    "use_cache": False,
-}
+SIZES: dict[str, Any] = {**TINY_LLAMA, "max_position_embeddings": 512}
 SHAPE = AttentionShape(num_heads=4, num_heads_kv=2, head_dim=16, head_dim_v=16, dtype="float32")
 LENGTHS = ([40, 1, 90], [77, 2, 5])
 

@@ -22,7 +22,7 @@ TINY_LLAMA: dict[str, Any] = {
     "head_dim": 16,
     "use_cache": False,
 }
-"""Fields of a Llama whose heads two tensor-parallel ranks can share."""
+"""Fields of a Llama, and of models like it, whose heads two tensor-parallel ranks can share."""
 
 _SIZES = {
     VOCABULARY: "vocab_size decoder_vocab_size vocab_size_per_layer_input unpadded_vocab_size",
