@@ -5,7 +5,10 @@
 
 With two GPUs data parallelism; with four, also two pipeline stages, and tensor parallelism of two,
 each with two replicas. All ways of one layout run the same random documents. torchtitan's pipelines
-need torch 2.14 or newer, Megatron's own packed attention transformer-engine.
+need torch 2.14 or newer, Megatron's own packed attention (``transformer-engine``) that package.
+
+*served* is balanced, *plain* runs the same code and leaves all core attention at home. *Headroom*
+is how much faster plain packing would be if core attention were spread evenly, as forecast.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +32,7 @@ from rich.table import Table
 
 from benchmarks.gpu.frameworks_rank import Settings
 
-OWN = {"torchtitan": "varlen", "megatron": "transformer-engine"}
+WAYS = {"torchtitan": "plain,served,varlen", "megatron": "plain,served"}
 LAYOUTS = {2: [(1, 1)], 4: [(1, 1), (2, 1), (1, 2)]}
 """Pipeline stages and tensor-parallel ranks, by the number of GPUs."""
 
@@ -50,7 +53,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--framework", default="torchtitan,megatron")
     parser.add_argument(
-        "--attention", help="ways with commas between; served and its own by default"
+        "--attention",
+        help="ways with commas between: "
+        + "; ".join(f"{ways} of {framework}" for framework, ways in WAYS.items())
+        + ", and the framework's others",
     )
     parser.add_argument("--gpus", type=int, choices=sorted(LAYOUTS), default=2)
     parser.add_argument("--layers", type=int, default=8)
@@ -60,12 +66,15 @@ def main() -> None:
     chosen = parser.parse_args()
     if chosen.steps <= WARM_UP_STEPS:
         parser.error(f"--steps is {chosen.steps}; it must be more than {WARM_UP_STEPS}")
-    table = Table("framework", "layout", "attention", "s a step", "tokens/s", "peak GiB", "losses")
+    table = Table(
+        "framework", "layout", "attention", "s a step", "tokens/s", "over plain, of headroom",
+        "peak GiB", "losses",
+    )  # fmt: skip
     with _control_plane() as address:
         for framework in chosen.framework.split(","):
-            ways = (chosen.attention or f"served,{OWN[framework]}").split(",")
             for pp, tp in LAYOUTS[chosen.gpus]:
-                for way in ways:
+                plain: Found | None = None
+                for way in (chosen.attention or WAYS[framework]).split(","):
                     settings = Settings(
                         framework=framework,
                         attention=way,
@@ -78,33 +87,74 @@ def main() -> None:
                         steps=chosen.steps,
                         **(TINY if chosen.tiny else {}),
                     )
-                    table.add_row(framework, f"PP {pp} TP {tp}", way, *_run(settings, chosen.gpus))
-    Console(width=160).print(table)
+                    found = _run(settings, chosen.gpus)
+                    if way == "plain":
+                        plain = found
+                    cells = ["failed", "", "", "", ""] if found is None else found.cells(plain)
+                    table.add_row(framework, f"PP {pp} TP {tp}", way, *cells)
+    Console(width=200).print(table)
 
 
-def _run(settings: Settings, gpus: int) -> list[str]:
-    """Cells of the table: seconds of each step by the slowest rank, and what follows."""
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """One way of one layout, without the warm-up.
+
+    Attributes:
+        seconds: of each step, by the slowest rank.
+        over: of each step, what plain packing loses to imbalance, in seconds; as
+            :class:`benchmarks.gpu.frameworks_rank.Measured` has it.
+        tokens: of a step.
+        losses: of all steps, the warm-up as well.
+        peak_bytes: of the rank with most.
+    """
+
+    seconds: list[float]
+    over: list[float]
+    tokens: int
+    losses: list[float]
+    peak_bytes: int
+
+    def cells(self, plain: Found | None) -> list[str]:
+        """Of the table; ``plain`` is plain packing in the same layout, None if it did not run."""
+        mean = statistics.mean(self.seconds)
+        against = ""
+        if plain is not None:
+            gains = [p / own for p, own in zip(plain.seconds, self.seconds, strict=True)]
+            rooms = [p / (p - over) for p, over in zip(plain.seconds, plain.over, strict=True)]
+            against = f"{statistics.mean(gains):.3f}x of {statistics.mean(rooms):.3f}x"
+        shown = (self.losses[0], self.losses[len(self.losses) // 2], self.losses[-1])
+        return [
+            f"{mean:.2f} (" + " ".join(f"{each:.2f}" for each in self.seconds) + ")",
+            f"{self.tokens / mean:,.0f}",
+            against,
+            f"{self.peak_bytes / 2**30:.1f}",
+            " ".join(f"{each:.6g}" for each in shown),
+        ]
+
+
+def _run(settings: Settings, gpus: int) -> Found | None:
+    """None if a rank failed; its messages are in the output."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
         command += ["--nproc-per-node", str(gpus), "-m", "benchmarks.gpu.frameworks_rank"]
         code = subprocess.run([*command, json.dumps(asdict(settings)), folder], check=False)
         if code.returncode:
-            return [f"ended with {code.returncode}", "", "", ""]
+            return None
         ranks: list[dict[str, Any]] = [
             json.loads(Path(folder, f"rank-{rank}.json").read_text()) for rank in range(gpus)
         ]
     steps = [max(times) for times in zip(*(rank["seconds"] for rank in ranks), strict=True)]
-    losses = [sum(each) / settings.tp for each in zip(*(r["losses"] for r in ranks), strict=True)]
     accumulates = settings.framework == "megatron" or settings.pp > 1
     batches = settings.microbatches if accumulates else 1
-    tokens = settings.tokens * batches * gpus // (settings.pp * settings.tp)
-    mean = statistics.mean(steps[WARM_UP_STEPS:])
-    return [
-        f"{mean:.2f} (" + " ".join(f"{each:.2f}" for each in steps[WARM_UP_STEPS:]) + ")",
-        f"{tokens / mean:,.0f}",
-        f"{max(rank['peak_bytes'] for rank in ranks) / 2**30:.1f}",
-        " ".join(f"{each:.6g}" for each in (losses[0], losses[len(losses) // 2], losses[-1])),
-    ]
+    return Found(
+        seconds=steps[WARM_UP_STEPS:],
+        over=ranks[0]["over"][WARM_UP_STEPS:],
+        tokens=settings.tokens * batches * gpus // (settings.pp * settings.tp),
+        losses=[
+            sum(each) / settings.tp for each in zip(*(r["losses"] for r in ranks), strict=True)
+        ],
+        peak_bytes=max(rank["peak_bytes"] for rank in ranks),
+    )
 
 
 @contextmanager

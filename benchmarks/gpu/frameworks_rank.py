@@ -18,6 +18,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from distca.train.measurements import StepMeasurements
+from trainer_client.session import Session
+
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
@@ -25,10 +28,11 @@ class Settings:
 
     Attributes:
         framework: torchtitan or megatron.
-        attention: served, or one of the framework's: varlen, flex and flex_flash of torchtitan,
-            transformer-engine of Megatron-core.
-        control_plane: if served, its address.
-        job: if served, its name.
+        attention: served; plain: served by a plan that leaves all of it at home; or one of the
+            framework's: varlen, flex and flex_flash of torchtitan, transformer-engine of
+            Megatron-core.
+        control_plane: its address, for served and plain.
+        job: its name, for served and plain.
         pp, tp: pipeline stages and tensor-parallel ranks; the other ranks are data-parallel.
         layers, tokens, steps, microbatches: of the model, of a microbatch, in all, and of a step of
             a pipeline.
@@ -55,15 +59,42 @@ class Settings:
     dtype: str = "bfloat16"
     session: dict[str, Any] = field(default_factory=dict)
 
+    @property
+    def is_planned(self) -> bool:
+        """Whether a session's plans say where core attention runs."""
+        return self.attention in TOLERANCES
+
+    @property
+    def session_options(self) -> dict[str, Any]:
+        return {"tolerance": TOLERANCES[self.attention], **self.session}
+
+
+TOLERANCES = {"served": 0.03, "plain": 1000.0}
+"""Of sessions, by the way; such a large one leaves every document at home."""
+
 
 @dataclass
 class Measured:
-    """Of one rank, by step: seconds, sums of losses (of torchtitan over all tokens' number, of
-    Megatron as they are; 0 where a rank has none), and at the end the most memory in use."""
+    """What one rank saw.
+
+    Attributes:
+        seconds: of each step.
+        losses: their sums by step: of torchtitan over all tokens' number, of Megatron as they are;
+            0 where a rank has none.
+        over: of each step, the seconds of core attention that the busiest rank has beyond the mean,
+            where all stays at home, as forecast; only of planned ways.
+        peak_bytes: the most memory in use, of the whole run.
+    """
 
     seconds: list[float] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
+    over: list[float] = field(default_factory=list)
     peak_bytes: int = 0
+
+    def note_plan(self, session: Session, step: int) -> None:
+        seen = StepMeasurements.from_proto(session.fetch_step(step))
+        home = seen.home_seconds * session.options.n_layers
+        self.over.append(float((home.max(axis=1) - home.mean(axis=1)).sum()))
 
     @contextmanager
     def step(self) -> Iterator[list[float]]:
@@ -81,13 +112,16 @@ class Measured:
 
 def torchtitan(settings: Settings) -> Measured:
     """Trains torchtitan's Llama 3 on random documents."""
+    from torchtitan.components.loss import ChunkedLossWrapper
+
     from examples.torchtitan.llama3 import plain
     from trainer_client.integrations.torchtitan import ServedTrainer, served
 
-    own = "varlen" if settings.attention == "served" else settings.attention
+    own = "varlen" if settings.is_planned else settings.attention
     config = plain(
         settings.flavor, seq_len=settings.tokens, n_layers=settings.layers, attn_backend=own
     )
+    config.loss = ChunkedLossWrapper.Config(loss_fn=config.loss)
     config.training.steps = settings.steps
     config.training.mixed_precision_param = settings.dtype
     config.parallelism.tensor_parallel_degree = settings.tp
@@ -99,22 +133,28 @@ def torchtitan(settings: Settings) -> Measured:
         config.training.local_batch_size = settings.microbatches
     if not torch.cuda.is_available():
         config.parallelism.spmd_backend = "partial_dtensor"
-    if settings.attention == "served":
+    session: Session | None = None
+    if settings.is_planned:
         config = served(
             config, control_plane=settings.control_plane, job=settings.job, one_host=True
         )
 
         class Trainer(ServedTrainer):
             def more_session_options(self) -> dict[str, Any]:
-                return settings.session
+                return settings.session_options
+
+            @property
+            def session(self) -> Session:
+                return self._session
 
         trainer: Any = Trainer(config=config)
+        session = trainer.session
     else:
         trainer = config.build()
     measured = Measured()
     run: Callable[..., torch.Tensor] = trainer.forward_backward_step
     batches = trainer.batch_generator(trainer.dataloader)
-    for _ in range(settings.steps):
+    for step in range(settings.steps):
         trainer.step += 1
         with measured.step() as losses:
             found: list[torch.Tensor] = []
@@ -127,6 +167,8 @@ def torchtitan(settings: Settings) -> Measured:
             trainer.train_step(batches)
             if settings.pp == 1 or trainer.pp_has_last_stage:
                 losses += [float(loss) for loss in found]
+        if session is not None:
+            measured.note_plan(session, step)
     trainer.close()
     return measured
 
@@ -159,6 +201,9 @@ def megatron(settings: Settings) -> Measured:
     parallelism = example.Parallelism(tp=settings.tp, pp=settings.pp)
     config = example.transformer_config(shape, parallelism)
     config.finalize_model_grads_func = finalize_model_grads
+    if torch.cuda.is_available():
+        config.recompute_granularity = "selective"
+        config.recompute_modules = ["layernorm", "mlp"]
     model = example.build(config, _layer_spec(settings), settings.tokens)
     # Megatron-core clips gradients on GPUs only.
     clip = {} if torch.cuda.is_available() else {"clip_grad": 0.0}
@@ -171,14 +216,14 @@ def megatron(settings: Settings) -> Measured:
     )
     steps: ServedSteps | None = None
     numbered: Any = enumerate(loader)
-    if settings.attention == "served":
+    if settings.is_planned:
         steps = ServedSteps.open(
             model,
             n_microbatches=settings.microbatches,
             control_plane=settings.control_plane,
             job=settings.job,
             one_host=True,
-            **settings.session,
+            **settings.session_options,
         )
         numbered = steps.ahead(loader)
     measured = Measured()
@@ -199,6 +244,8 @@ def megatron(settings: Settings) -> Measured:
                 )
             optimizer.step()
             losses += [float(each["loss"]) for each in found or ()]
+        if steps is not None:
+            measured.note_plan(steps.session, step)
     if steps is not None:
         steps.close()
     return measured
