@@ -12,11 +12,18 @@ from tests.frameworks.cpu_devices import megatron_on_cpu
 
 megatron_on_cpu()
 
+from megatron.core.extensions.transformer_engine import TEDotProductAttention  # noqa: E402
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec  # noqa: E402
+from megatron.core.models.mamba.mamba_layer_specs import mamba_stack_spec  # noqa: E402
 from megatron.core.packed_seq_params import PackedSeqParams  # noqa: E402
+from megatron.core.transformer.dot_product_attention import DotProductAttention  # noqa: E402
 from megatron.core.transformer.enums import AttnMaskType  # noqa: E402
+from megatron.core.transformer.experimental_attention_variant.dsa import (  # noqa: E402
+    DSAttention,
+)
 from megatron.core.transformer.identity_op import IdentityOp  # noqa: E402
 from megatron.core.transformer.spec_utils import ModuleSpec  # noqa: E402
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules  # noqa: E402
 
 from core_attention.errors import ManifestError  # noqa: E402
 from examples.megatron.train_gpt import Parallelism, Shape, transformer_config  # noqa: E402
@@ -78,6 +85,38 @@ def test_the_spec_is_copied_and_a_model_without_the_hook_refused() -> None:
         serve(ModuleSpec(module=IdentityOp))
 
 
+def core_attention_of(layer_spec: Any) -> Any:
+    return layer_spec.submodules.self_attention.submodules.core_attention
+
+
+def test_hybrid_stacks_of_megatron_itself_are_served() -> None:
+    """Their layers need TransformerEngine and mamba-ssm when they are built."""
+    served = serve(mamba_stack_spec).submodules
+    assert core_attention_of(served.attention_layer) is ServedCoreAttention
+    assert core_attention_of(mamba_stack_spec.submodules.attention_layer) is TEDotProductAttention
+    assert served.mamba_layer == mamba_stack_spec.submodules.mamba_layer
+    assert served.moe_layer == mamba_stack_spec.submodules.moe_layer
+
+
+def test_core_attention_of_another_kind_stays_and_alone_is_refused(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    full, sparse = get_gpt_layer_local_spec(), get_gpt_layer_local_spec()
+    full.submodules.self_attention.submodules.core_attention = ModuleSpec(
+        module=DotProductAttention, params={"attention_dropout": 0.0}
+    )
+    sparse.submodules.self_attention.submodules.core_attention = ModuleSpec(module=DSAttention)
+    block = TransformerBlockSubmodules(layer_specs=[sparse, full])
+    with caplog.at_level("INFO"):
+        first, second = serve(block).layer_specs
+    assert core_attention_of(first).module is DSAttention
+    assert core_attention_of(second).module is ServedCoreAttention
+    assert core_attention_of(second).params == {"attention_dropout": 0.0}
+    assert "layers with DSAttention compute core attention themselves" in caplog.text
+    with pytest.raises(UnsupportedSetting, match="core attention of ModuleSpec is DSAttention"):
+        serve(sparse)
+
+
 def test_a_call_outside_of_a_step_says_what_is_missing() -> None:
     q = torch.zeros(4, 2, 16)
     with pytest.raises(SessionError, match=r"steps\.numbered"):
@@ -131,15 +170,21 @@ def test_validation_outside_of_a_step_is_computed_at_home(lengths: list[int]) ->
     torch.testing.assert_close(found, right, rtol=1e-5, atol=1e-6)
 
 
-def test_ranks_with_unequal_layers_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("layers", [1, 0])
+def test_ranks_with_unequal_layers_are_refused(
+    layers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One without any comes to the exchange, too, in which others await it."""
+
     def gather(counts: list[Any], own: int) -> None:
         counts[:] = [own, own + 1]
 
     monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
     monkeypatch.setattr("torch.distributed.get_world_size", lambda: 2)
     monkeypatch.setattr("torch.distributed.all_gather_object", gather)
-    with pytest.raises(UnsupportedSetting, match=r"ranks have \[1, 2\] served layers.*num_layers"):
-        _check_layers([layer()])
+    said = rf"ranks have \[{layers}, {layers + 1}\] served layers.*num_layers.*pattern"
+    with pytest.raises(UnsupportedSetting, match=said):
+        _check_layers([layer() for _ in range(layers)])
 
 
 def test_microbatches_and_models_that_say_too_little_are_refused() -> None:

@@ -203,21 +203,24 @@ def _bounds(step: int, microbatch: Microbatch) -> torch.Tensor:
 
 def _check_layers(layers: Sequence[ServedCoreAttention]) -> None:
     """Checks that there are layers, of one kind, and equally many on all ranks."""
-    if not layers:
-        raise SessionError(
-            "no layer of the model is served; build it of serve(spec) "
-            "(trainer_client.integrations.megatron), on every stage"
-        )
-    kinds = {(layer.shape, layer.softmax_scale) for layer in layers}
-    if len(kinds) > 1:
-        raise SessionError(f"all layers of a job have one shape and scale; these differ: {kinds}")
+    # Ranks without layers come too, so that none waits for them.
     counts: list[Any] = [len(layers)]
     if dist.is_initialized():
         counts = [None] * dist.get_world_size()
         dist.all_gather_object(counts, len(layers))
+    if not any(counts):
+        raise SessionError(
+            "no layer of the model is served; build it of serve(spec) "
+            "(trainer_client.integrations.megatron), on every stage"
+        )
     if len(set(counts)) > 1:
         raise UnsupportedSetting(
             f"ranks have {counts} served layers; every rank must have equally many: set "
             "num_layers to a multiple of the pipeline stages, and neither "
-            "num_layers_in_first_pipeline_stage nor account_for_embedding_in_pipeline_split"
+            "num_layers_in_first_pipeline_stage nor account_for_embedding_in_pipeline_split; of a "
+            "hybrid model, give every stage's part of the pattern equally many attention layers; "
+            "build all stages of serve(spec)"
         )
+    kinds = {(layer.shape, layer.softmax_scale) for layer in layers}
+    if len(kinds) > 1:
+        raise SessionError(f"all layers of a job have one shape and scale; these differ: {kinds}")
