@@ -22,7 +22,7 @@ from tests.trainer_client.test_transformers import (
 )
 from trainer_client import PingPong, SessionError, at_home
 from trainer_client.integrations import at_home as at_home_module
-from trainer_client.integrations.transformers import UnsupportedArgument
+from trainer_client.integrations import plain_attention
 from trainer_client.integrations.whole_rows import turns_inside
 from trainer_client.step.manifests import split_documents
 
@@ -96,11 +96,62 @@ def test_windows_are_kept() -> None:
     )
 
 
+CAPPED = {
+    "Gemma2": transformers.Gemma2Config(
+        **SIZES, attn_logit_softcapping=0.5, query_pre_attn_scalar=16, sliding_window=4
+    ),
+    "GptOss": transformers.GptOssConfig(
+        **SIZES, num_local_experts=2, num_experts_per_tok=1, sliding_window=4
+    ),
+    "GptOss, a window longer than the row": transformers.GptOssConfig(
+        **SIZES, num_local_experts=2, num_experts_per_tok=1, sliding_window=64
+    ),
+}
+"""With a softcap that bends scores of this size, and with sinks; each has layers with a window.
+Masks of gpt-oss know no documents in a row."""
+
+
+def capped_pair(name: str) -> tuple[Any, Any]:
+    pair: Any = (make_model(copy.deepcopy(CAPPED[name]), i) for i in ("distca", "eager"))
+    model, local = pair
+    for layer in model.model.layers:
+        if (sinks := getattr(layer.self_attn, "sinks", None)) is not None:
+            torch.nn.init.normal_(sinks)
+    local.load_state_dict(model.state_dict())
+    return model, local
+
+
+@pytest.mark.parametrize("name", CAPPED)
 @torch.no_grad()
-def test_what_no_mask_tells_is_refused() -> None:
-    model = make_model(transformers.Gemma2Config(**SIZES), "distca")
-    with pytest.raises(UnsupportedArgument, match="softcap"):
-        model(input_ids=ids_of(1, 5))
+def test_softcaps_and_sinks_are_kept(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Padded rows, a whole row, one token, and generation with a cache, as eager attention has
+    them; packed documents as each alone."""
+    model, local = capped_pair(name)
+    ids, mask = ids_of(2, 11), torch.tensor([[1] * 11, [0] * 4 + [1] * 7])
+    settings: dict[str, Any] = {"max_new_tokens": 5, "do_sample": False, "use_cache": True}
+    for given in ({"input_ids": ids, "attention_mask": mask}, {"input_ids": ids[:1]}):
+        seen = given.get("attention_mask", torch.ones(1, 11)).bool()
+        torch.testing.assert_close(
+            model(**given).logits[seen], local(**given).logits[seen], **TOLERANCE
+        )
+        assert torch.equal(model.generate(**given, **settings), local.generate(**given, **settings))
+    # Queries in blocks of a few.
+    monkeypatch.setattr(plain_attention, "_MOST_SCORES", 1 << 9)
+    (packed,) = make_batches(lengths=([5, 1, 30],))
+    found = model(**packed).logits
+    for begin, end in ((0, 5), (5, 6), (6, 36)):
+        alone = local(input_ids=packed["input_ids"][:, begin:end]).logits
+        torch.testing.assert_close(found[:, begin:end], alone, **TOLERANCE)
+
+
+@pytest.mark.parametrize("name", CAPPED)
+def test_softcaps_and_sinks_have_gradients_at_home(name: str) -> None:
+    model, local = capped_pair(name)
+    batch = {"input_ids": ids_of(1, 13), "labels": ids_of(1, 13)}
+    with at_home():
+        model.train()(**batch).loss.backward()
+    local.train()(**batch).loss.backward()
+    compare_gradients(model, local)
 
 
 def test_training_needs_a_step() -> None:

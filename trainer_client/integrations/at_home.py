@@ -5,16 +5,18 @@ for.
 A forward pass is computed at home inside :func:`at_home`, and without that if it is under
 ``torch.no_grad`` and no nano-batch was chosen for it. Documents of one packed row are computed one
 by one, so that no mask of rows times rows is made; whatever else a mask says (padding, caches,
-windows) goes to PyTorch as transformers' ``"sdpa"`` implementation has it.
+windows) goes to PyTorch as transformers' ``"sdpa"`` implementation has it; with softcaps or sinks,
+scores are made as ``"eager"`` makes them.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,6 +26,7 @@ from transformers.masking_utils import sdpa_mask
 
 from trainer_client.integrations.checkpointing import Checkpoints
 from trainer_client.integrations.documents_at_home import attend_documents
+from trainer_client.integrations.plain_attention import attend_by_scores, causal_rows
 from trainer_client.integrations.probe import current_recorder
 from trainer_client.step.lane import current_lane, current_step
 
@@ -72,8 +75,11 @@ class HomeMask:
     """
 
     asked: dict[str, Any]
-    known_lengths: dict[int, tuple[torch.Tensor, list[int] | None]] = field(default_factory=dict)
-    """What was found out of positions, by their ``id``: layers hand over the same tensor."""
+    known: dict[int, tuple[torch.Tensor, list[int] | None, HomeMask | torch.Tensor]] = field(
+        default_factory=dict
+    )
+    """Positions, by their ``id``, since layers hand over the same tensor; the documents' lengths
+    if nothing but documents hides keys; and the mask if not."""
     _made: list[torch.Tensor | None] = field(default_factory=list)
 
     @property
@@ -88,14 +94,19 @@ class HomeMask:
         """Whether it may hide nothing else than later keys and those of other documents: it is of
         one row without cache, padding, window or a function of the model's own."""
         asked = self.asked
-        padding = asked.get("attention_mask")
         return (
             asked["batch_size"] == 1
             and asked["q_length"] == asked["kv_length"]
             and not asked.get("use_vmap")
             and asked.get("local_size") is None
-            and (padding is None or bool(padding.all()))
+            and not self.pads
         )
+
+    @property
+    def pads(self) -> bool:
+        """Whether some rows are padding."""
+        padding = self.asked.get("attention_mask")
+        return padding is not None and not bool(padding.all())
 
 
 def attend_at_home(
@@ -107,6 +118,9 @@ def attend_at_home(
     scaling: float | None,
     dropout: float,
     lengths: list[int] | None,
+    *,
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Core attention of one layer.
 
@@ -119,6 +133,8 @@ def attend_at_home(
         scaling: None is 1 / sqrt(head_dim).
         dropout: of attention weights.
         lengths: of the documents of the only row, if the mask follows them; None: as the mask says.
+        softcap: of the scores; 0 is none.
+        sinks: ``[num_heads]``, or None.
 
     Returns:
         o ``[batch, queries, num_heads, head_dim_v]``.
@@ -130,14 +146,43 @@ def attend_at_home(
     else:
         nothing = query.new_empty(0)
         checkpoints.keep(_HOME, nothing, nothing)
+    tensor = mask.tensor if lengths is None and isinstance(mask, HomeMask) else mask
+    if softcap or sinks is not None:
+        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        scored = partial(
+            attend_by_scores, scale=scale, softcap=softcap, sinks=sinks, dropout=dropout
+        )
+        o = _scored(scored, query, key, value, tensor, lengths)
+        return o.transpose(1, 2).contiguous()
     if lengths is None:
-        tensor = mask.tensor if isinstance(mask, HomeMask) else mask
         attended: torch.Tensor = sdpa_attention_forward(
             module, query, key, value, tensor, dropout=dropout, scaling=scaling
         )[0]
         return attended
     o = attend_documents(query, key, value, lengths, scale=scaling, dropout=dropout)
     return o.transpose(1, 2).contiguous()
+
+
+def _scored(
+    attend: Callable[..., torch.Tensor],
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    lengths: list[int] | None,
+) -> torch.Tensor:
+    """``attend`` of each document, or of all keys that ``mask`` shows; None is causal."""
+    if lengths is not None:
+        parts = zip(*(tensor.split(lengths, dim=2) for tensor in (query, key, value)), strict=True)
+        return torch.cat(
+            [attend(q, k, v, causal_rows(q.device, k.shape[2])) for q, k, v in parts], dim=2
+        )
+    if mask is not None:
+        shown = mask[..., : key.shape[2]]
+        return attend(query, key, value, lambda begin, end: shown[:, :, begin:end])
+    if query.shape[2] == 1:  # The newest token sees all of the cache.
+        return attend(query, key, value, lambda _begin, _end: query.new_ones(1, dtype=torch.bool))
+    return attend(query, key, value, causal_rows(query.device, key.shape[2]))
 
 
 def document_lengths(position_ids: torch.Tensor) -> list[int] | None:

@@ -1,13 +1,18 @@
-"""Core attention of one document by PyTorch alone, where nothing is served: in checks of models."""
+"""Core attention by PyTorch alone, where nothing is served: in checks of models, and at home."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 from torch import nn
 
 from core_attention.ca_task import MaskKind
-from trainer_client.step.home_tasks import LayerKind
+from trainer_client.step.home_tasks import FULL, LayerKind
 from trainer_client.step.sinks import with_sinks
+
+_MOST_SCORES = 1 << 26
+"""Scores that exist at a time, without gradients: 256 MiB."""
 
 
 def attend_plainly(
@@ -46,32 +51,82 @@ def attend_plainly(
             scale=scale,
             enable_gqa=True,
         )
+
+    def shown(begin: int, end: int) -> torch.Tensor:
+        if mask is MaskKind.FULL:
+            return torch.ones(end - begin, n_rows, dtype=torch.bool, device=query.device)
+        return ~_hidden(begin, end, n_rows, kind, query.device)
+
+    return attend_by_scores(query, key, value, shown, scale=scale, softcap=softcap, sinks=sinks)
+
+
+def attend_by_scores(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    shown: Callable[[int, int], torch.Tensor],
+    *,
+    scale: float,
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
+    dropout: float = 0.0,
+) -> torch.Tensor:
+    """Attention with softcaps and sinks, which PyTorch's own has not, in float32 (float64 stays).
+
+    Without gradients the scores of a few queries exist at a time.
+
+    Args:
+        query: ``[batch, num_heads, queries, head_dim]``.
+        key: ``[batch, num_heads_kv, keys, head_dim]``.
+        value: ``[batch, num_heads_kv, keys, head_dim_v]``.
+        shown: of queries ``[begin, end)``: bool, true where a key is seen, or floats that are added
+            to the scores; broadcast to ``[batch, num_heads, end - begin, keys]``.
+        scale: multiplies q.k.
+        softcap: of the scores; 0 is none.
+        sinks: ``[num_heads]``, or None.
+        dropout: of attention weights.
+
+    Returns:
+        o ``[batch, num_heads, queries, head_dim_v]``; of a query that sees no key, any finite
+        numbers.
+    """
     wide = query.dtype if query.dtype is torch.float64 else torch.float32
-    hidden = _hidden(n_rows, kind, query.device)
-    if mask is MaskKind.FULL:
-        hidden = torch.zeros_like(hidden)
-    group_size = query.shape[1] // key.shape[1]
-    outputs, sums = [], []
-    # Head by head of the keys, so that the scores of a long document fit into memory.
-    for head, queries in enumerate(query[0].to(wide).split(group_size)):
-        scores = scale * (queries @ key[0, head].to(wide).T)
+    group_size, (batch, heads, rows, _) = query.shape[1] // key.shape[1], query.shape
+    keys, values = (tensor.to(wide).repeat_interleave(group_size, dim=1) for tensor in (key, value))
+    step = max(1, _MOST_SCORES // (batch * heads * key.shape[2]))
+    outputs = []
+    for begin in range(0, rows, step):
+        end = min(begin + step, rows)
+        scores = scale * (query[:, :, begin:end].to(wide) @ keys.transpose(-1, -2))
         if softcap:
             scores = softcap * torch.tanh(scores / softcap)
-        scores = scores.masked_fill(hidden, float("-inf"))
-        outputs.append(torch.softmax(scores, -1) @ value[0, head].to(wide))
-        sums.append(torch.logsumexp(scores, -1))
-    o = torch.cat(outputs)
-    if sinks is not None:
-        o = with_sinks(o.transpose(0, 1), torch.cat(sums).T, sinks).transpose(0, 1)
-    return o[None].to(query.dtype)
+        mask = shown(begin, end)
+        if mask.dtype is torch.bool:
+            scores = scores.masked_fill(~mask, torch.finfo(wide).min)
+        else:
+            scores = scores + mask
+        o = nn.functional.dropout(torch.softmax(scores, -1), dropout) @ values
+        if sinks is not None:
+            lse = torch.logsumexp(scores, -1).transpose(1, 2)
+            o = with_sinks(o.transpose(1, 2), lse, sinks).transpose(1, 2)
+        outputs.append(o)
+    return torch.cat(outputs, dim=2).to(query.dtype)
 
 
-def _hidden(n_rows: int, kind: LayerKind, device: torch.device) -> torch.Tensor:
-    """bool ``[rows, rows]``, true where a query does not see a key."""
-    row = torch.arange(n_rows, device=device)
-    hidden = row[None, :] > row[:, None]
+def causal_rows(device: torch.device, n_keys: int) -> Callable[[int, int], torch.Tensor]:
+    """What queries of one document see, for :func:`attend_by_scores`."""
+    return lambda begin, end: ~_hidden(begin, end, n_keys, FULL, device)
+
+
+def _hidden(
+    begin: int, end: int, n_keys: int, kind: LayerKind, device: torch.device
+) -> torch.Tensor:
+    """bool ``[end - begin, n_keys]``, true where a query does not see a key."""
+    row = torch.arange(begin, end, device=device)[:, None]
+    key = torch.arange(n_keys, device=device)[None, :]
+    hidden = key > row
     if kind.window is not None:
-        hidden |= row[None, :] <= row[:, None] - kind.window
+        hidden |= key <= row - kind.window
     if kind.chunk is not None:
-        hidden |= row[None, :] // kind.chunk != row[:, None] // kind.chunk
+        hidden |= key // kind.chunk != row // kind.chunk
     return hidden

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -132,8 +133,9 @@ def distca_attention(
         o, lse = of_the_right_shape(q, k, v, checkpoints)
         return (o if s_aux is None else with_sinks(o, lse, s_aux)), None
     if current_check.get() is None and is_at_home():
-        told = {**kwargs, "softcap": softcap, "s_aux": s_aux}
-        return _at_home(module, query, key, value, attention_mask, scaling, dropout, told), None
+        attend = functools.partial(attend_at_home, softcap=softcap or 0.0, sinks=s_aux)
+        told = attention_mask, scaling, dropout
+        return _at_home(attend, module, query, key, value, *told, kwargs), None
     documents = _NOT_PLANNED if current_recorder.get() else current_documents()
     asked = attention_mask if isinstance(attention_mask, LayerMask) else CAUSAL
     mask = mask_of(module, asked, documents)
@@ -153,6 +155,7 @@ def distca_attention(
 
 
 def _at_home(
+    attend: Callable[..., torch.Tensor],
     module: nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -162,7 +165,8 @@ def _at_home(
     dropout: float,
     kwargs: dict[str, Any],
 ) -> torch.Tensor:
-    """Attention of rows that nobody has planned; what no mask tells is refused as ever."""
+    """Attention by ``attend`` of rows that nobody has planned; what no mask tells is refused as
+    ever."""
     _refuse_unsupported({name: value for name, value in kwargs.items() if name != "is_causal"})
     if not getattr(module, "is_causal", True) or kwargs.get("is_causal") is False:
         raise UnsupportedArgument(
@@ -174,22 +178,34 @@ def _at_home(
     if positions is not None and query.shape[0] == 1 and query.shape[2] == key.shape[2]:
         if mask is None:
             lengths = document_lengths(positions)
-        elif isinstance(mask, HomeMask) and mask.follows_documents:
-            if id(positions) not in mask.known_lengths:
-                mask.known_lengths[id(positions)] = positions, _lengths_at_home(mask, positions)
-            lengths = mask.known_lengths[id(positions)][1]
-    return attend_at_home(module, query, key, value, mask, scaling, dropout, lengths)
+        elif isinstance(mask, HomeMask):
+            if id(positions) not in mask.known:
+                mask.known[id(positions)] = positions, *_documents_at_home(mask, positions)
+            _, lengths, mask = mask.known[id(positions)]
+    return attend(module, query, key, value, mask, scaling, dropout, lengths)
 
 
-def _lengths_at_home(mask: HomeMask, positions: torch.Tensor) -> list[int] | None:
-    """Of the documents, if ``mask`` hides later keys and other documents and nothing else."""
-    lengths = document_lengths(positions) if positions.shape[-1] == mask.asked["q_length"] else None
-    function = mask.asked.get("mask_function")
-    if lengths is None or function is None:
-        return lengths
-    begins = [0, *itertools.accumulate(lengths[:-1])]
-    documents = Documents("at home", [(b, 0, n) for b, n in zip(begins, lengths, strict=True)])
-    return lengths if shows(documents, function, FULL, positions.device) else None
+def _documents_at_home(
+    mask: HomeMask, positions: torch.Tensor
+) -> tuple[list[int] | None, HomeMask | torch.Tensor]:
+    """The documents' lengths, if ``mask`` hides later keys and other documents and nothing else;
+    or None. Then the mask, which hides other documents, whether the model asked for it or not:
+    gpt-oss tells only of the window."""
+    lengths = document_lengths(positions) if positions.numel() == mask.asked["q_length"] else None
+    if lengths is None or mask.pads:
+        return None, mask
+    if mask.follows_documents:
+        function = mask.asked.get("mask_function")
+        begins = [0, *itertools.accumulate(lengths[:-1])]
+        documents = Documents("at home", [(b, 0, n) for b, n in zip(begins, lengths, strict=True)])
+        if function is None or shows(documents, function, FULL, positions.device):
+            return lengths, mask
+    if len(lengths) == 1:
+        return None, mask
+    if mask.tensor is None:
+        return lengths, mask
+    document = torch.repeat_interleave(torch.tensor(lengths)).to(mask.tensor.device)
+    return None, mask.tensor & (document[:, None] == document)
 
 
 def _attend(
