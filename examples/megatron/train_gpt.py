@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -100,18 +100,24 @@ def transformer_config(shape: Shape, parallelism: Parallelism) -> TransformerCon
     )
 
 
-def build(config: TransformerConfig, spec: Any, max_tokens: int) -> list[DistributedDataParallel]:
-    """This rank's part of the model, chunk by chunk."""
+def build(
+    config: TransformerConfig, spec: Any, max_tokens: int, make: Callable[..., Any] = GPTModel
+) -> list[DistributedDataParallel]:
+    """This rank's part of the model, chunk by chunk; ``make`` takes the arguments of GPTModel."""
     virtual = config.virtual_pipeline_model_parallel_size
     chunks = range(virtual) if virtual else [None]
-    return [_chunk(config, spec, max_tokens, chunk) for chunk in chunks]
+    return [_chunk(config, spec, max_tokens, chunk, make) for chunk in chunks]
 
 
 def _chunk(
-    config: TransformerConfig, spec: Any, max_tokens: int, chunk: int | None
+    config: TransformerConfig,
+    spec: Any,
+    max_tokens: int,
+    chunk: int | None,
+    make: Callable[..., Any],
 ) -> DistributedDataParallel:
     of_chunk = {"ignore_virtual": False, "vp_stage": chunk}
-    model = GPTModel(
+    model = make(
         config,
         spec,
         vocab_size=VOCABULARY,

@@ -12,7 +12,7 @@ from torchtitan.components.tokenizer import BaseTokenizer
 
 
 class RandomDocuments(BaseDataLoader):
-    """Batches ``[B, L]`` of documents with log-normal lengths; every epoch is the same."""
+    """Batches ``[B, L]`` of documents with log-normal lengths."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseDataLoader.Config):
@@ -24,6 +24,12 @@ class RandomDocuments(BaseDataLoader):
 
         seed: int = 0
         """Of lengths and tokens."""
+
+        infinite: bool = True
+        """Whether batches never end, or after an epoch; torchtitan's validator says which."""
+
+        epoch: int = 16
+        """Batches of an epoch."""
 
     def __init__(
         self,
@@ -39,7 +45,7 @@ class RandomDocuments(BaseDataLoader):
         self._drawn = 0
 
     def __iter__(self) -> Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]:
-        while True:
+        while self._config.infinite or self._drawn < self._config.epoch:
             generator = torch.Generator().manual_seed(
                 (self._config.seed * 1_000_003 + self._drawn) * 1_009 + self._rank
             )

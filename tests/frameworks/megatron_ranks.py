@@ -6,9 +6,10 @@ python -m tests.frameworks.megatron_ranks FOLDER CONTROL_PLANE RANK
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,9 @@ megatron_on_cpu()
 
 from megatron.core import parallel_state  # noqa: E402
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads  # noqa: E402
+from megatron.core.models.gpt import GPTModel  # noqa: E402
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec  # noqa: E402
+from megatron.core.packed_seq_params import PackedSeqParams  # noqa: E402
 from megatron.core.pipeline_parallel import get_forward_backward_func  # noqa: E402
 
 from examples.megatron.train_gpt import (  # noqa: E402
@@ -35,6 +38,7 @@ from examples.megatron.train_gpt import (  # noqa: E402
     random_documents,
     transformer_config,
 )
+from tests.frameworks.megatron_hybrid import hybrid_model, hybrid_spec  # noqa: E402
 from trainer_client.integrations.megatron import (  # noqa: E402
     ServedCoreAttention,
     ServedSteps,
@@ -65,11 +69,22 @@ class ReferenceAttention(ServedCoreAttention):
 
 @dataclass(frozen=True)
 class Case:
-    """A way to train."""
+    """A way to train.
+
+    Attributes:
+        name: of the job.
+        shape: of the model.
+        parallelism: of the two ranks.
+        pattern: layers of a hybrid stack; none: a GPT.
+        own: whether the served run is compared with Megatron's own attention, which cannot run
+            packed documents: it has as many rows of full length. Else with float64 attention.
+    """
 
     name: str
     shape: Shape = field(default_factory=Shape)
     parallelism: Parallelism = field(default_factory=Parallelism)
+    pattern: str = ""
+    own: bool = False
 
 
 CASES = (
@@ -79,7 +94,14 @@ CASES = (
     Case("tp-one-key-head", Shape(layers=2, heads_kv=1), Parallelism(tp=2)),
     Case("pp", parallelism=Parallelism(pp=2)),
     Case("pp-virtual", parallelism=Parallelism(pp=2, chunks=2)),
+    Case("own-attention", Shape(layers=2), own=True),
+    Case("hybrid", Shape(layers=4), pattern="*-M*"),
+    Case("hybrid-moe", Shape(layers=4, experts=4), pattern="*EM*"),
+    Case("hybrid-pp", Shape(layers=6), Parallelism(pp=2), pattern="M*--M*"),
 )
+
+OWN_LENGTH = 24
+"""Of each document where Megatron's own attention runs."""
 
 
 def train(case: Case, spec: Any, control_plane: str = "") -> list[dict[str, torch.Tensor]]:
@@ -87,7 +109,8 @@ def train(case: Case, spec: Any, control_plane: str = "") -> list[dict[str, torc
     torch.manual_seed(5)
     config = transformer_config(case.shape, case.parallelism)
     config.finalize_model_grads_func = finalize_model_grads
-    model = build(config, spec, TOKENS)
+    make = partial(hybrid_model, case.pattern) if case.pattern else GPTModel
+    model = build(config, spec, TOKENS, make)
     loader = random_documents(
         STEPS,
         MICROBATCHES,
@@ -95,6 +118,8 @@ def train(case: Case, spec: Any, control_plane: str = "") -> list[dict[str, torc
         parallel_state.get_data_parallel_rank(),
         torch.device("cpu"),
     )
+    if case.own:
+        loader = of_equal_length(loader, packed=bool(control_plane))
     steps: ServedSteps | None = None
     numbered: Sequence[Any] | Any = enumerate(loader)
     if control_plane:
@@ -118,6 +143,31 @@ def train(case: Case, spec: Any, control_plane: str = "") -> list[dict[str, torc
     if steps is not None:
         steps.close()
     return results
+
+
+def of_equal_length(
+    loader: Iterator[list[dict[str, Any]]], *, packed: bool
+) -> Iterator[list[dict[str, Any]]]:
+    """The same tokens in documents of equal length: packed, or each in a row of its own."""
+    bounds = torch.arange(0, TOKENS + 1, OWN_LENGTH).int()
+    documents = PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=bounds,
+        cu_seqlens_kv=bounds,
+        max_seqlen_q=OWN_LENGTH,
+        max_seqlen_kv=OWN_LENGTH,
+    )
+    shape = (1, TOKENS) if packed else (-1, OWN_LENGTH)
+    for microbatches in loader:
+        yield [
+            {
+                "tokens": batch["tokens"].reshape(shape),
+                "labels": batch["labels"].reshape(shape),
+                "position_ids": torch.arange(TOKENS)[None] % OWN_LENGTH,
+                "packed_seq_params": documents if packed else None,
+            }
+            for batch in microbatches
+        ]
 
 
 def schedule(
@@ -165,9 +215,16 @@ def run(case: Case, control_plane: str) -> None:
     parallel_state.initialize_model_parallel(
         case.parallelism.tp, case.parallelism.pp, case.parallelism.virtual
     )
-    spec = serve(get_gpt_layer_local_spec(normalization="RMSNorm", num_experts=case.shape.experts))
-    found = train(case, spec, control_plane)
-    spec.submodules.self_attention.submodules.core_attention = ReferenceAttention
+    experts = case.shape.experts
+    spec = get_gpt_layer_local_spec(normalization="RMSNorm", num_experts=experts)
+    if case.pattern:
+        spec = hybrid_spec(experts)
+    served = serve(spec)
+    found = train(case, served, control_plane)
+    if not case.own:
+        layer = served.submodules.attention_layer if case.pattern else served
+        layer.submodules.self_attention.submodules.core_attention = ReferenceAttention
+        spec = served
     expected = train(case, spec)
     for step, (own, right) in enumerate(zip(found, expected, strict=True)):
         assert_same(own, right, case.name, step)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 
 from tests.frameworks.cpu_devices import torchtitan_on_cpu
 
@@ -19,6 +22,7 @@ from torchtitan.models.llama3 import model_registry  # noqa: E402
 
 from examples.torchtitan.llama3 import debugmodel  # noqa: E402
 from examples.torchtitan.random_documents import RandomDocuments  # noqa: E402
+from tests.frameworks.reference import packed_attention  # noqa: E402
 from trainer_client.errors import SessionError  # noqa: E402
 from trainer_client.integrations.frameworks import UnsupportedSetting  # noqa: E402
 from trainer_client.integrations.torchtitan import (  # noqa: E402
@@ -28,6 +32,7 @@ from trainer_client.integrations.torchtitan import (  # noqa: E402
 )
 from trainer_client.integrations.torchtitan.lanes import Cut, cut, padded  # noqa: E402
 from trainer_client.integrations.torchtitan.read_ahead import ReadAhead  # noqa: E402
+from trainer_client.integrations.torchtitan.refusals import pipeline_problems  # noqa: E402
 
 pytestmark = pytest.mark.frameworks
 
@@ -42,10 +47,6 @@ def with_graphs(config: Any) -> None:
 
 def with_context_parallelism(config: Any) -> None:
     config.parallelism.context_parallel_degree = 2
-
-
-def validated(config: Any) -> None:
-    config.validator.enable = True
 
 
 def without_override(config: Any) -> None:
@@ -72,7 +73,6 @@ def with_another_window(config: Any) -> None:
         (compiled, r"compile\.components .*fullgraph.*--compile\.components loss"),
         (with_graphs, r"disable_cuda_graphs is False.*--training\.disable_cuda_graphs"),
         (with_context_parallelism, r"context_parallel_degree is 2.*set it to 1"),
-        (validated, r"validator\.enable is True"),
         (without_override, r"override\.imports is \[\].*add --override\.imports trainer_client"),
         (with_flex, r"layers\.0\.attention.*FlexAttention.*varlen.*has no VarlenAttention"),
         (with_windows_alone, r"all 1 attention layers of gpt_oss debugmodel have a window"),
@@ -88,6 +88,48 @@ def test_what_cannot_work_is_refused_by_name(change: Callable[[Any], None], said
     change(config)
     with pytest.raises(UnsupportedSetting, match=said):
         config.build()
+
+
+def test_pipelines_are_refused_where_torch_does_not_take_microbatches(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(PipelineScheduleSingle, "step", lambda self, *args, target=None: None)
+    config = debugmodel()
+    config.parallelism.pipeline_parallel_degree = 2
+    said = (
+        rf"pipeline_parallel_degree is 2: .*torch {re.escape(torch.__version__)} do not take; run: "
+        r"pip install 'torch>=2\.14'"
+    )
+    with pytest.raises(UnsupportedSetting, match=said):
+        config.build()
+    monkeypatch.setattr(PipelineScheduleSingle, "step", lambda self, *args, arg_mbs=None: None)
+    assert not list(pipeline_problems(2))
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_validation_outside_of_a_step_is_computed_at_home(window: int | None) -> None:
+    size = (-1 if window is None else window - 1, 0)
+    layer = served_varlen(VarlenAttention.Config(window_size=size)).build()
+    lengths = [1, 7, 1, 3]
+    q, k = torch.randn(2, 6, 4, 8), torch.randn(2, 6, 2, 8)
+    v = torch.randn(2, 6, 2, 16)
+    masks = SimpleNamespace(cu_seq_q=torch.tensor([0, *lengths]).cumsum(0).int())
+    with torch.no_grad():
+        o = layer(
+            q,
+            k,
+            v,
+            attention_masks=masks,
+            scale=0.5,
+            out_transform=lambda o, lse: o * lse[..., None],
+        )
+        with pytest.raises(SessionError, match="without attention_masks outside of a step"):
+            layer(q, k, v, attention_masks=None)
+    right, sums = packed_attention(*(t.flatten(0, 1) for t in (q, k, v)), lengths, 0.5, window)
+    # A float32 sum of at most 7 terms.
+    torch.testing.assert_close(
+        o.flatten(0, 1).double(), right * sums[..., None], rtol=1e-5, atol=1e-6
+    )
 
 
 def test_a_configuration_of_another_trainer_is_refused() -> None:

@@ -36,6 +36,10 @@ from torchtitan.models.qwen3 import model_registry as qwen3  # noqa: E402
 from examples.torchtitan.llama3 import plain  # noqa: E402
 from examples.torchtitan.random_documents import RandomDocuments  # noqa: E402
 from trainer_client.integrations.torchtitan import ServedTrainer, served  # noqa: E402
+from trainer_client.integrations.torchtitan.refusals import pipeline_problems  # noqa: E402
+
+PIPELINES = not list(pipeline_problems(2))
+"""Whether this torch can run torchtitan's pipelines."""
 
 REFERENCE = "tests.frameworks.torchtitan_reference.reference_varlen"
 
@@ -55,6 +59,8 @@ class Case:
         accumulate: batches of a step.
         checkpointing: of activations.
         ping_pong: whether halves take turns.
+        pp: pipeline stages, of which each microbatch is a row of the batch.
+        validated: whether torchtitan's validator runs after each step.
     """
 
     name: str
@@ -67,6 +73,8 @@ class Case:
     accumulate: int = 1
     checkpointing: Any = None
     ping_pong: bool = True
+    pp: int = 1
+    validated: bool = True
 
 
 CASES = (
@@ -78,7 +86,14 @@ CASES = (
     Case("gpt-oss-full-ac", model=gpt_oss, seq_len=384, median=100, checkpointing=FullAC),
     Case("gpt-oss-tp", model=gpt_oss, seq_len=384, median=100, tp=2, ping_pong=False),
     # One dense layer, one with experts, and one that predicts a second token.
-    Case("deepseek-v3", model=partial(deepseek_v3, num_mtp_layers=1), loss=MTPLoss),
+    # torchtitan's validator gives its loss no positions.
+    Case(
+        "deepseek-v3",
+        model=partial(deepseek_v3, num_mtp_layers=1),
+        loss=MTPLoss,
+        validated=False,
+    ),
+    Case("llama3-pp", rows=4, pp=2),
 )
 
 SHAPES = ("16:16:16", "8:8:16", "16:8:128", "64:8:64", "32:4:64", "16:16:192/128")
@@ -111,13 +126,20 @@ def configuration(case: Case) -> Any:
     config.loss.global_vocab_size = spec.model.vocab_size
     config.dataloader = RandomDocuments.Config(vocabulary=spec.model.vocab_size, median=case.median)
     config.training.local_batch_size = case.rows
-    config.training.global_batch_size = case.rows * case.accumulate * (RANKS // case.tp)
+    replicas = RANKS // case.tp // case.pp
+    config.training.global_batch_size = case.rows * case.accumulate * replicas
     config.training.steps = STEPS
     config.training.mixed_precision_param = "float32"
     # Weights stay, so that every step is compared by itself.
     config.optimizer.param_groups[0].optimizer_kwargs["lr"] = 0.0
     config.training.max_norm = 1e9
     config.parallelism.tensor_parallel_degree = case.tp
+    config.parallelism.pipeline_parallel_degree = case.pp
+    config.parallelism.pipeline_parallel_first_stage_less_layers = 0
+    config.parallelism.pipeline_parallel_last_stage_less_layers = 0
+    config.validator.enable = case.validated
+    config.validator.steps = 2
+    config.validator.dataloader = replace(config.dataloader, seed=1)
     # On a CPU of torch 2.13; torchtitan's default asks FSDP2 for what came later.
     config.parallelism.spmd_backend = "partial_dtensor"
     config.activation_checkpoint = case.checkpointing and case.checkpointing.Config()
@@ -126,8 +148,10 @@ def configuration(case: Case) -> Any:
 
 
 def train(trainer: Any) -> Iterator[dict[str, torch.Tensor]]:
-    """The loss and all gradients (this rank's part) of each step."""
+    """The loss and all gradients (this rank's part) of each step, and the loss of a validation."""
     losses: list[torch.Tensor] = []
+    validations: list[float] = []
+    trainer.metrics_processor.log_validation = lambda loss, step: validations.append(loss)
     step = trainer.forward_backward_step
 
     def forward_backward_step(**arguments: Any) -> torch.Tensor:
@@ -146,6 +170,9 @@ def train(trainer: Any) -> Iterator[dict[str, torch.Tensor]]:
                 gradient = parameter.grad
                 local = gradient.to_local() if hasattr(gradient, "to_local") else gradient
                 found[name] = local.double().clone()
+        if trainer.config.validator.enable:
+            trainer.validator.validate(trainer.model_parts, trainer.step)
+            found["validation"] = torch.tensor(validations.pop())
         yield found
 
 
@@ -181,6 +208,8 @@ def main(folder: str, control_plane: str, rank: str) -> None:
         "gloo", init_method=f"file://{folder}/rendezvous", rank=int(rank), world_size=RANKS
     )
     for case in CASES:
+        if case.pp > 1 and not PIPELINES:
+            continue
         run(case, control_plane)
         print(f"equal: {case.name}", flush=True)
     dist.destroy_process_group()

@@ -28,7 +28,7 @@ from trainer_client.integrations.microbatch_rows import cut_of
 from trainer_client.integrations.schedule_check import ScheduleCheck
 from trainer_client.integrations.shape_inference import ShapeInference
 from trainer_client.session import Session
-from trainer_client.step.lane import in_nano_batch, require_step
+from trainer_client.step.lane import current_step, in_nano_batch, require_step
 from trainer_client.step.ping_pong import run_in_turns
 from trainer_client.step.running_step import RunningStep
 
@@ -152,6 +152,9 @@ class Pipeline:
 
         @functools.wraps(forward)
         def forward_one_chunk(fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+            if current_step.get() is None and not torch.is_grad_enabled():
+                # Validation that nobody has planned.
+                return forward(fwd_chunk_id, *args, **kwargs)
             self._inference.is_over = True
             self._unsynced.close()
             if n_rows > 1:

@@ -7,11 +7,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torchtitan.config import derive, override
 from torchtitan.models.common.attention import VarlenAttention
 from torchtitan.protocols.module import Module
 
+from core_attention.kernels.protocol import TaskBatch
+from core_attention.score_rule import ScoreRule
 from trainer_client.errors import SessionError
 from trainer_client.integrations.checkpointing import Checkpoints
 from trainer_client.integrations.documents import documents_of
@@ -19,6 +22,7 @@ from trainer_client.integrations.frameworks import UnsupportedSetting
 from trainer_client.integrations.graphs import outside_graphs
 from trainer_client.integrations.probe import current_recorder
 from trainer_client.integrations.shape_inference import is_shape_inference
+from trainer_client.step.home import HomeCall, attend_at_home
 from trainer_client.step.lane import Lane, current_lane, current_step, require_lane
 from trainer_client.step.operation import core_attention_and_lse
 
@@ -32,7 +36,8 @@ UNBOUNDED = -1
 class ServedAttention(VarlenAttention):
     """Takes the place of ``VarlenAttention``; documents are those of the step's manifest.
 
-    A layer with a window is computed at home, the others are served.
+    A layer with a window is computed at home, the others are served. Without gradients and outside
+    of a step (validation) all are computed at home, for the documents of torchtitan's own masks.
 
     Queries, keys and values are ``[B, L, N, H]`` or ``[T, N, H]``, as the installed torchtitan has
     them, with the heads of this rank.
@@ -58,22 +63,30 @@ class ServedAttention(VarlenAttention):
 
         Raises:
             ValueError: the documents are not those of the manifest.
-            SessionError: no step is running, or a served layer's scale is not the session's.
+            SessionError: no step is running and gradients are wanted, or a served layer's scale is
+                not the session's.
         """
         arguments = dict(_SIGNATURE.bind(self, *args, **kwargs).arguments)
         _, query, key, value, *_ = arguments.values()
         q, k, v = (tensor.reshape(-1, *tensor.shape[-2:]) for tensor in (query, key, value))
         dtype: torch.dtype = v.dtype
-        if current_recorder.get() is None and not is_shape_inference(Checkpoints().recomputed):
+        scale = arguments.get("scale") or q.shape[-1] ** -0.5
+        masks = arguments.get("attention_masks")
+        planned = current_recorder.get() is None and not is_shape_inference(
+            Checkpoints().recomputed
+        )
+        at_home = planned and is_validation()
+        if planned and not at_home:
             lane = _lane()
-            if (masks := arguments.get("attention_masks")) is not None:
+            if masks is not None:
                 documents_of(lane).check({"cu_seq_lens_q": masks.cu_seq_q})
             dtype = getattr(torch, lane.running.job.shape.dtype)
         # All in one dtype: rotary embeddings may leave queries and keys in float32.
         q, k, v = (tensor.to(dtype).contiguous() for tensor in (q, k, v))
-        o, lse = core_attention_and_lse(
-            q, k, v, window=self.window, scale=arguments.get("scale") or q.shape[-1] ** -0.5
-        )
+        if at_home:
+            o, lse = _attend_documents(q, k, v, masks, self.window, scale)
+        else:
+            o, lse = core_attention_and_lse(q, k, v, window=self.window, scale=scale)
         o = o.to(query.dtype).view(*query.shape[:-1], value.shape[-1])
         # The model's own function, for attention sinks.
         transform: Callable[..., torch.Tensor] | None = arguments.get("out_transform")
@@ -93,6 +106,39 @@ def served_varlen(config: VarlenAttention.Config) -> ServedAttention.Config:
     """For ``--override.imports trainer_client.integrations.torchtitan.attention.served_varlen``."""
     made: ServedAttention.Config = derive(config, ServedAttention.Config)
     return made
+
+
+def is_validation() -> bool:
+    """Whether the caller runs a model that nobody has planned: without gradients, outside of a
+    step."""
+    return (
+        not torch.is_grad_enabled()
+        and current_step.get() is None
+        and current_lane.get() is None
+        and Checkpoints().recomputed is None
+    )
+
+
+def _attend_documents(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    masks: Any,
+    window: int | None,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """o and lse by this process's own kernel, within each document of torchtitan's ``masks``."""
+    if masks is None:
+        raise SessionError(
+            "core attention is called without attention_masks outside of a step, so its documents "
+            "are unknown; hand the model positions and attention_masks, as torchtitan's Validator "
+            "does"
+        )
+    bounds = masks.cu_seq_q.cpu().numpy().astype(np.int64)
+    begin, end = bounds[:-1].copy(), bounds[1:].copy()
+    tasks = TaskBatch(q_begin=begin, q_end=end, k_begin=begin, k_end=end, dk_begin=begin)
+    call = HomeCall(tasks=tasks, rule=ScoreRule(window=window), scale=scale)
+    return attend_at_home(q, k, v, len(q), call, keep=lambda o, lse: None)
 
 
 def _lane() -> Lane:

@@ -10,6 +10,7 @@ import torch
 
 from trainer_client.integrations.frameworks import UnsupportedSetting
 from trainer_client.integrations.graphs import outside_graphs
+from trainer_client.integrations.torchtitan.attention import is_validation
 from trainer_client.step.lane import in_nano_batch, require_step
 from trainer_client.step.ping_pong import Call, run_in_turns
 
@@ -79,11 +80,14 @@ class InTurns:
 
     @outside_graphs
     def run(self, tokens: torch.Tensor, **kwargs: Any) -> Output:
-        """The model's output for ``tokens`` ``[B, L]``.
+        """The model's output for ``tokens`` ``[B, L]``; of validation, which nobody has planned, at
+        once.
 
         Raises:
             UnsupportedSetting: the model has inputs that cannot be cut.
         """
+        if is_validation():
+            return self._forward(tokens, **kwargs)
         first = self.microbatch * self._n_lanes
         if self._n_lanes == 1:
             with in_nano_batch(first):

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from typing import Any
 
+import torch
+from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 from torchtitan.models.common.attention import (
     BaseAttention,
     FlexAttention,
@@ -15,6 +18,9 @@ from torchtitan.models.common.attention import (
 from trainer_client.integrations.torchtitan.attention import UNBOUNDED, window_of
 
 _BACKENDS = (FlexAttention, ScaledDotProductAttention)
+
+_MICROBATCHES = "arg_mbs"
+"""What torchtitan calls ``step`` of a schedule with."""
 
 
 def problems(config: Any, override: str) -> Iterator[str]:
@@ -41,12 +47,19 @@ def problems(config: Any, override: str) -> Iterator[str]:
             f"{config.parallelism.context_parallel_degree}: core attention is spread over the "
             "ranks already; set it to 1 and give these ranks to data parallelism"
         )
-    if config.validator.enable:
-        yield (
-            "validator.enable is True: validation runs the model outside of planned steps; set "
-            "--validator.no-enable, and evaluate checkpoints apart"
-        )
+    yield from pipeline_problems(config.parallelism.pipeline_parallel_degree)
     yield from _attention_problems(config, override)
+
+
+def pipeline_problems(degree: int) -> Iterator[str]:
+    """Why this torch cannot run torchtitan's pipelines of ``degree`` stages."""
+    takes = inspect.signature(PipelineScheduleSingle.step).parameters
+    if degree > 1 and _MICROBATCHES not in takes:
+        yield (
+            f"parallelism.pipeline_parallel_degree is {degree}: torchtitan hands its schedules "
+            f"lists of microbatches ({_MICROBATCHES}), which those of torch {torch.__version__} do "
+            "not take; run: pip install 'torch>=2.14'"
+        )
 
 
 def _attention_problems(config: Any, override: str) -> Iterator[str]:
