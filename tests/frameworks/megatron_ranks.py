@@ -29,6 +29,7 @@ from megatron.core.models.gpt import GPTModel  # noqa: E402
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec  # noqa: E402
 from megatron.core.packed_seq_params import PackedSeqParams  # noqa: E402
 from megatron.core.pipeline_parallel import get_forward_backward_func  # noqa: E402
+from megatron.core.tensor_parallel.random import initialize_rng_tracker  # noqa: E402
 
 from examples.megatron.train_gpt import (  # noqa: E402
     Parallelism,
@@ -238,6 +239,9 @@ def main(folder: str, control_plane: str, rank: str) -> None:
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/rendezvous", rank=int(rank), world_size=RANKS
     )
+    # Megatron's own attention takes a generator for dropout, which it makes on GPUs alone; the
+    # tracker of its inference has none.
+    initialize_rng_tracker(inference_rng_tracker=True)
     for case in CASES:
         run(case, control_plane)
         print(f"equal: {case.name}", flush=True)

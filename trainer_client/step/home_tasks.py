@@ -9,6 +9,7 @@ they see, followed by a copy of those beside them.
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -123,6 +124,16 @@ def home_tasks(running: RunningStep, nano_batch: int, kind: LayerKind) -> HomeTa
     if key not in of_step:
         of_step[key] = _derive(running, nano_batch, kind)
     return of_step[key]
+
+
+def tasks_of_documents(bounds: Sequence[int]) -> HomeTasks:
+    """The tasks of rows that are whole documents, which no step has planned.
+
+    Args:
+        bounds: ``[documents + 1]``: document d is rows ``[bounds[d], bounds[d + 1])``.
+    """
+    tasks = [_Task(*rows, *rows) for rows in itertools.pairwise(bounds)]
+    return HomeTasks(_batch(tasks), _batch([]), (), ())
 
 
 _of_steps: WeakKeyDictionary[RunningStep, dict[tuple[int, LayerKind], HomeTasks]] = (

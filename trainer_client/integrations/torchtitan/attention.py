@@ -7,13 +7,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torchtitan.config import derive, override
 from torchtitan.models.common.attention import VarlenAttention
 from torchtitan.protocols.module import Module
 
-from core_attention.kernels.protocol import TaskBatch
 from core_attention.score_rule import ScoreRule
 from trainer_client.errors import SessionError
 from trainer_client.integrations.checkpointing import Checkpoints
@@ -23,6 +21,7 @@ from trainer_client.integrations.graphs import outside_graphs
 from trainer_client.integrations.probe import current_recorder
 from trainer_client.integrations.shape_inference import is_shape_inference
 from trainer_client.step.home import HomeCall, attend_at_home
+from trainer_client.step.home_tasks import tasks_of_documents
 from trainer_client.step.lane import Lane, current_lane, current_step, require_lane
 from trainer_client.step.operation import core_attention_and_lse
 
@@ -134,11 +133,10 @@ def _attend_documents(
             "are unknown; hand the model positions and attention_masks, as torchtitan's Validator "
             "does"
         )
-    bounds = masks.cu_seq_q.cpu().numpy().astype(np.int64)
-    begin, end = bounds[:-1].copy(), bounds[1:].copy()
-    tasks = TaskBatch(q_begin=begin, q_end=end, k_begin=begin, k_end=end, dk_begin=begin)
+    tasks = tasks_of_documents(masks.cu_seq_q.tolist())
     call = HomeCall(tasks=tasks, rule=ScoreRule(window=window), scale=scale)
-    return attend_at_home(q, k, v, len(q), call, keep=lambda o, lse: None)
+    o, lse, _ = attend_at_home(q, k, v, len(q), call, keep=lambda o, lse: None)
+    return o, lse
 
 
 def _lane() -> Lane:
