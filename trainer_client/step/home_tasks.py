@@ -130,9 +130,9 @@ def tasks_of_documents(bounds: Sequence[int]) -> HomeTasks:
     """The tasks of rows that are whole documents, which no step has planned.
 
     Args:
-        bounds: ``[documents + 1]``: document d is rows ``[bounds[d], bounds[d + 1])``.
+        bounds: ``[documents + 1]``: document d is rows ``[bounds[d], bounds[d + 1])``, or none.
     """
-    tasks = [_Task(*rows, *rows) for rows in itertools.pairwise(bounds)]
+    tasks = [_Task(*rows, *rows) for rows in itertools.pairwise(bounds) if rows[0] < rows[1]]
     return HomeTasks(_batch(tasks), _batch([]), (), ())
 
 
