@@ -110,7 +110,7 @@ def test_pipelines_are_refused_where_torch_does_not_take_microbatches(
 def test_validation_outside_of_a_step_is_computed_at_home(window: int | None) -> None:
     size = (-1 if window is None else window - 1, 0)
     layer = served_varlen(VarlenAttention.Config(window_size=size)).build()
-    lengths = [1, 7, 1, 3]
+    lengths = [1, 7, 0, 1, 3]
     q, k = torch.randn(2, 6, 4, 8), torch.randn(2, 6, 2, 8)
     v = torch.randn(2, 6, 2, 16)
     masks = SimpleNamespace(cu_seq_q=torch.tensor([0, *lengths]).cumsum(0).int())
@@ -125,7 +125,8 @@ def test_validation_outside_of_a_step_is_computed_at_home(window: int | None) ->
         )
         with pytest.raises(SessionError, match="without attention_masks outside of a step"):
             layer(q, k, v, attention_masks=None)
-    right, sums = packed_attention(*(t.flatten(0, 1) for t in (q, k, v)), lengths, 0.5, window)
+    q, k, v = (tensor.flatten(0, 1) for tensor in (q, k, v))
+    right, sums = packed_attention(q, k, v, [each for each in lengths if each], 0.5, window)
     # A float32 sum of at most 7 terms.
     torch.testing.assert_close(
         o.flatten(0, 1).double(), right * sums[..., None], rtol=1e-5, atol=1e-6
