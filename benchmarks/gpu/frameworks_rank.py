@@ -18,8 +18,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from benchmarks.gpu.plain_packing import TOLERANCES, seconds_lost
 from distca.train.measurements import StepMeasurements
-from trainer_client.session import Session
+from trainer_client import Session
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,10 +70,6 @@ class Settings:
         return {"tolerance": TOLERANCES[self.attention], **self.session}
 
 
-TOLERANCES = {"served": 0.03, "plain": 1000.0}
-"""Of sessions, by the way; such a large one leaves every document at home."""
-
-
 @dataclass
 class Measured:
     """What one rank saw.
@@ -81,8 +78,7 @@ class Measured:
         seconds: of each step.
         losses: their sums by step: of torchtitan over all tokens' number, of Megatron as they are;
             0 where a rank has none.
-        over: of each step, the seconds of core attention that the busiest rank has beyond the mean,
-            where all stays at home, as forecast; only of planned ways.
+        over: of each step, :func:`benchmarks.gpu.plain_packing.seconds_lost`; of planned ways only.
         peak_bytes: the most memory in use, of the whole run.
     """
 
@@ -93,8 +89,7 @@ class Measured:
 
     def note_plan(self, session: Session, step: int) -> None:
         seen = StepMeasurements.from_proto(session.fetch_step(step))
-        home = seen.home_seconds * session.options.n_layers
-        self.over.append(float((home.max(axis=1) - home.mean(axis=1)).sum()))
+        self.over.append(seconds_lost(seen, session.options.n_layers))
 
     @contextmanager
     def step(self) -> Iterator[list[float]]:

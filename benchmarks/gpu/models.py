@@ -33,6 +33,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from benchmarks.gpu.end_to_end import start_control_plane
+from benchmarks.gpu.plain_packing import TOLERANCES, seconds_lost
 from benchmarks.gpu.training.batches import draw_batch
 from benchmarks.gpu.training.methods import BARRIER_SECONDS, await_address
 from benchmarks.gpu.training.rank_processes import joined, let_go, spawned
@@ -72,8 +73,6 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 """Published shapes with fewer layers, each with its own order of kinds; and one for CPUs."""
 
-WAYS = {"plain": 1000.0, "served": 0.03}
-"""Their tolerances."""
 WARM_UPS = 2
 
 
@@ -161,7 +160,7 @@ def run_way(run: Run, way: str, rank: int, device: str, address: str) -> dict[st
         job=f"{run.model}-{way}",
         rank=rank,
         n_ranks=run.ranks,
-        tolerance=WAYS[way],
+        tolerance=TOLERANCES[way],
         data_host="127.0.0.1",
         one_host=True,
         kept_forward_ticks=3,
@@ -211,8 +210,7 @@ def run_way(run: Run, way: str, rank: int, device: str, address: str) -> dict[st
                 found["seconds"].append(time.perf_counter() - begin)
                 found["losses"].append(float(loss.detach()))
                 seen = StepMeasurements.from_proto(session.fetch_step(step))
-                home = seen.home_seconds * options.n_layers
-                found["over"].append(float((home.max(axis=1) - home.mean(axis=1)).sum()))
+                found["over"].append(seconds_lost(seen, options.n_layers))
                 found["imbalance"].append([seen.home_imbalance, seen.planned_imbalance])
     found["gib"] = torch.cuda.max_memory_allocated() / 2**30 if on_gpu else 0.0
     return found
@@ -226,7 +224,7 @@ def run_rank(rank: int, run: Run) -> None:
     folder = Path(run.control_plane).parent
     with joined(rank, run.ranks, on_gpu=on_gpu, rendezvous=folder / "rendezvous") as device:
         address = await_address(Path(run.control_plane))
-        for way in WAYS:
+        for way in TOLERANCES:
             found = run_way(run, way, rank, str(device), address)
             (folder / f"{way}-{rank}.json").write_text(json.dumps(found))
             let_go(device)
@@ -239,7 +237,7 @@ def measure(run: Run, supervisor: Supervisor, folder: Path) -> dict[str, list[di
             pass
     return {
         way: [json.loads((folder / f"{way}-{i}.json").read_text()) for i in range(run.ranks)]
-        for way in WAYS
+        for way in TOLERANCES
     }
 
 
