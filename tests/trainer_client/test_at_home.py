@@ -23,6 +23,7 @@ from tests.trainer_client.test_transformers import (
 from trainer_client import PingPong, SessionError, at_home
 from trainer_client.integrations import at_home as at_home_module
 from trainer_client.integrations import plain_attention
+from trainer_client.integrations.transformers import UnsupportedArgument
 from trainer_client.integrations.whole_rows import turns_inside
 from trainer_client.step.manifests import split_documents
 
@@ -142,6 +143,16 @@ def test_softcaps_and_sinks_are_kept(name: str, monkeypatch: pytest.MonkeyPatch)
     for begin, end in ((0, 5), (5, 6), (6, 36)):
         alone = local(input_ids=packed["input_ids"][:, begin:end]).logits
         torch.testing.assert_close(found[:, begin:end], alone, **TOLERANCE)
+
+
+@torch.no_grad()
+def test_what_no_mask_tells_is_refused() -> None:
+    model: Any = make_model(transformers.Gemma2Config(**SIZES), "distca")
+    with pytest.raises(UnsupportedArgument, match="cumulative"):
+        model(input_ids=ids_of(1, 5), cumulative=True)
+    model.model.layers[0].self_attn.is_causal = False
+    with pytest.raises(UnsupportedArgument, match="attention that is not causal"):
+        model(input_ids=ids_of(1, 5))
 
 
 @pytest.mark.parametrize("name", CAPPED)

@@ -75,11 +75,11 @@ class HomeMask:
     """
 
     asked: dict[str, Any]
-    known: dict[int, tuple[torch.Tensor, list[int] | None, HomeMask | torch.Tensor]] = field(
+    known: dict[int, tuple[torch.Tensor, list[int] | None, torch.Tensor | None]] = field(
         default_factory=dict
     )
     """Positions, by their ``id``, since layers hand over the same tensor; the documents' lengths
-    if nothing but documents hides keys; and the mask if not."""
+    if nothing but documents hides keys; and what takes the place of :attr:`tensor`, or None."""
     _made: list[torch.Tensor | None] = field(default_factory=list)
 
     @property

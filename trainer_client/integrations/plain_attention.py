@@ -55,7 +55,7 @@ def attend_plainly(
     def shown(begin: int, end: int) -> torch.Tensor:
         if mask is MaskKind.FULL:
             return torch.ones(end - begin, n_rows, dtype=torch.bool, device=query.device)
-        return ~_hidden(begin, end, n_rows, kind, query.device)
+        return _shown(begin, end, n_rows, kind, query.device)
 
     return attend_by_scores(query, key, value, shown, scale=scale, softcap=softcap, sinks=sinks)
 
@@ -115,18 +115,18 @@ def attend_by_scores(
 
 def causal_rows(device: torch.device, n_keys: int) -> Callable[[int, int], torch.Tensor]:
     """What queries of one document see, for :func:`attend_by_scores`."""
-    return lambda begin, end: ~_hidden(begin, end, n_keys, FULL, device)
+    return lambda begin, end: _shown(begin, end, n_keys, FULL, device)
 
 
-def _hidden(
+def _shown(
     begin: int, end: int, n_keys: int, kind: LayerKind, device: torch.device
 ) -> torch.Tensor:
-    """bool ``[end - begin, n_keys]``, true where a query does not see a key."""
+    """bool ``[end - begin, n_keys]``, true where a query sees a key."""
     row = torch.arange(begin, end, device=device)[:, None]
     key = torch.arange(n_keys, device=device)[None, :]
-    hidden = key > row
+    shown = key <= row
     if kind.window is not None:
-        hidden |= key <= row - kind.window
+        shown &= key > row - kind.window
     if kind.chunk is not None:
-        hidden |= key // kind.chunk != row // kind.chunk
-    return hidden
+        shown &= key // kind.chunk == row // kind.chunk
+    return shown

@@ -181,29 +181,30 @@ def _at_home(
         elif isinstance(mask, HomeMask):
             if id(positions) not in mask.known:
                 mask.known[id(positions)] = positions, *_documents_at_home(mask, positions)
-            _, lengths, mask = mask.known[id(positions)]
+            _, lengths, apart = mask.known[id(positions)]
+            mask = mask if apart is None else apart
     return attend(module, query, key, value, mask, scaling, dropout, lengths)
 
 
 def _documents_at_home(
     mask: HomeMask, positions: torch.Tensor
-) -> tuple[list[int] | None, HomeMask | torch.Tensor]:
+) -> tuple[list[int] | None, torch.Tensor | None]:
     """The documents' lengths, if ``mask`` hides later keys and other documents and nothing else;
-    or None. Then the mask, which hides other documents, whether the model asked for it or not:
-    gpt-oss tells only of the window."""
+    or None. Then, if there are several, what ``mask`` shows within documents, whether the model
+    asked for that or not: gpt-oss tells only of the window."""
     lengths = document_lengths(positions) if positions.numel() == mask.asked["q_length"] else None
     if lengths is None or mask.pads:
-        return None, mask
+        return None, None
     if mask.follows_documents:
         function = mask.asked.get("mask_function")
         begins = [0, *itertools.accumulate(lengths[:-1])]
         documents = Documents("at home", [(b, 0, n) for b, n in zip(begins, lengths, strict=True)])
         if function is None or shows(documents, function, FULL, positions.device):
-            return lengths, mask
+            return lengths, None
     if len(lengths) == 1:
-        return None, mask
+        return None, None
     if mask.tensor is None:
-        return lengths, mask
+        return lengths, None
     document = torch.repeat_interleave(torch.tensor(lengths)).to(mask.tensor.device)
     return None, mask.tensor & (document[:, None] == document)
 
