@@ -71,11 +71,9 @@ class ServedAttention(VarlenAttention):
         dtype: torch.dtype = v.dtype
         scale = arguments.get("scale") or q.shape[-1] ** -0.5
         masks = arguments.get("attention_masks")
-        planned = current_recorder.get() is None and not is_shape_inference(
-            Checkpoints().recomputed
-        )
-        at_home = planned and is_validation()
-        if planned and not at_home:
+        probed = current_recorder.get() is not None or is_shape_inference(Checkpoints().recomputed)
+        at_home = not probed and is_validation()
+        if not (probed or at_home):
             lane = _lane()
             if masks is not None:
                 documents_of(lane).check({"cu_seq_lens_q": masks.cu_seq_q})
