@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
@@ -58,6 +58,8 @@ logger = logging.getLogger(__name__)
 
 NO_MEMORY = (BufferPoolExhausted, DriverError, MemoryError, torch.OutOfMemoryError)
 """What a buffer pool raises when it has no room, or the device gives it none."""
+
+EdgeAccept: TypeAlias = Callable[[int, Sequence[int], Connection], Sequence[int]]
 
 LANE_DEADLINE_SECONDS = default_seconds("lane_deadline_seconds")
 """A posted receive waits for as long as its trainer computes, evaluates or saves. When the trainer
@@ -122,6 +124,9 @@ class TickServer:
         on_exchange: called when a rank's part of a tick is over, on the thread that ended it.
         on_accepted: called with each connection and the name of the rank behind it.
         on_rank_lost: called with job and rank of a connection that was reset.
+        on_edge_keys: called with each connection for edge keys: the rank behind it, tags that it
+            has received, and the connection; gives the tags received here. None: such connections
+            are refused.
     """
 
     def __init__(
@@ -139,6 +144,7 @@ class TickServer:
         on_exchange: Callable[[ExchangeTimes], None] = lambda times: None,
         on_accepted: Callable[[Connection, str], None] = lambda connection, name: None,
         on_rank_lost: Callable[[str, int], None] = lambda job_id, rank: None,
+        on_edge_keys: EdgeAccept | None = None,
     ) -> None:
         self.server_id = server_id
         self._executor = executor
@@ -152,6 +158,7 @@ class TickServer:
         self._on_accepted = on_accepted
         self._on_rank_lost = on_rank_lost
         self._on_waited = on_waited
+        self._on_edge_keys = on_edge_keys
         self._lock = threading.Lock()
         self._machine: ServerMachine[_Peer, ServedStep] = ServerMachine(server_id, pool.limit_bytes)
         self._jobs: dict[str, JobDescription] = {}
@@ -267,6 +274,8 @@ class TickServer:
             known = self._jobs.get(job_id)
         job = check_proof(message, claim, self.server_id, known)
         check_hello(message, self.server_id, job)
+        if message.edge_keys:
+            return self._admit_edge_keys(message, connection)
         peer = _Peer(job, rank, connection)
         connected = events.RankConnected(job_id, peer, rank, message.first_step, message.epoch)
         with self._lock:
@@ -280,10 +289,25 @@ class TickServer:
         connection.add_closed_callback(lambda error: self._gone(peer, error))
         self._carry_out(due)
         logger.info("job %s: rank %d connected (%s)", job_id, rank, connection.peer)
+        return self._welcome()
+
+    def _admit_edge_keys(self, message: data_plane_pb2.Hello, connection: Connection) -> bytes:
+        """Hands the connection of a rank that has proven itself to the rank of this process."""
+        if self._on_edge_keys is None or message.rank == self._local_rank:
+            raise HelloRefused(
+                HelloRefusal.SERVER,
+                f"rank {message.rank} has edge keys for {self.server_id!r}, which is the server of "
+                "no other rank's process; edge keys are exchanged between ranks",
+            )
+        self._on_accepted(connection, f"{message.job_id}.rank-{message.rank}")
+        return self._welcome(self._on_edge_keys(message.rank, message.received_tags, connection))
+
+    def _welcome(self, received_tags: Sequence[int] = ()) -> bytes:
         welcome = data_plane_pb2.Welcome(
             server_id=self.server_id,
             device=str(self._executor.device),
             kernel=self._executor.kernel.name,
+            received_tags=received_tags,
         )
         return bytes(welcome.SerializeToString())
 

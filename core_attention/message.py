@@ -17,7 +17,7 @@ dtype. In a job with checksums, 32 bytes follow the last section (``core_attenti
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from core_attention.ca_task import Phase
 from core_attention.routing import PairRoute
@@ -30,6 +30,7 @@ _REQUEST = {
     Phase.FORWARD: ("q", "k", "v"),
     Phase.BACKWARD: ("q", "k", "v", "do", "lse", "delta"),
 }
+_EDGE = {Phase.FORWARD: ("k", "v"), Phase.BACKWARD: ("dk", "dv")}
 _REPLY = {Phase.FORWARD: ("o", "lse"), Phase.BACKWARD: ("dq", "dk", "dv")}
 
 
@@ -85,6 +86,23 @@ def reply_layout(
 ) -> MessageLayout:
     """What ``route.server`` sends back; empty for a rank that gave only K/V in a forward tick."""
     return _layout(_REPLY[phase], route.n_q_rows, route.n_kv_rows, shape, checksums)
+
+
+def edge_layout(
+    n_rows: int, shape: AttentionShape, phase: Phase, *, checksums: bool = False
+) -> MessageLayout:
+    """What two ranks exchange of ``n_rows`` edge keys of a layer that is computed at home: k and v,
+    backward dk and dv, float32, which their owner adds to its own.
+
+    Args:
+        n_rows: of keys.
+        shape: of the layer.
+        phase: forward or backward.
+        checksums: as in the job.
+    """
+    if phase is Phase.BACKWARD:
+        shape = replace(shape, dtype="float32")
+    return _layout(_EDGE[phase], 0, n_rows, shape, checksums)
 
 
 def _layout(

@@ -42,6 +42,7 @@ from trainer_client.options import Placement, SessionOptions
 from trainer_client.step.first_step import collective_store, meet
 from trainer_client.step.in_place import InPlaceServer
 from trainer_client.step.lane import current_step
+from trainer_client.step.neighbours import Neighbours
 from trainer_client.step.planned_step import PlannedStep
 from trainer_client.step.rank_steps import RankSteps
 from trainer_client.step.running_step import RunningStep
@@ -135,6 +136,14 @@ class Session:
             self._transport.close()
             self._liveness.close()
             raise
+        self._neighbours = Neighbours(
+            options,
+            self._link,
+            self._transport,
+            self._pool,
+            self._liveness,
+            self._name_peer,
+        )
         self._steps = RankSteps(
             options,
             self._link,
@@ -144,6 +153,7 @@ class Session:
             self._examiner,
             self._liveness,
             self._metrics,
+            self._neighbours,
         )
 
     def _make_server(self) -> InPlaceServer:
@@ -162,6 +172,9 @@ class Session:
             on_call=self._kernel_called,
             on_accepted=self._name_peer,
             on_step_finished=self._report_server,
+            on_edge_keys=lambda rank, received, connection: self._neighbours.accept(
+                rank, received, connection
+            ),
         )
 
     @classmethod
@@ -304,6 +317,7 @@ class Session:
         self._steps.close()
         why = f"the session failed: {error}" if error else "the session is closed"
         self._servers.close_all(why, finished=not error)
+        self._neighbours.close(why, finished=not error)
         self._in_place.close()
         self._transport.close()
         self._liveness.close()
@@ -411,6 +425,7 @@ class Session:
     def _end(self, running: RunningStep, plan_wait_seconds: float, why: str) -> None:
         """Closes a step whose block has ended, with the error ``why`` if that is not empty."""
         self._running = None
+        self._neighbours.forget(self._steps.is_finished)
         self._steps.end(running, why or running.given_up or running.unfinished)
         waits = self._waits_of(running)
         seconds = time.perf_counter() - running.began_seconds

@@ -83,6 +83,7 @@ POLICIES: Mapping[str, MethodPolicy] = MappingProxyType(
         "/distca.v1.Jobs/ReportProgress": _of_trainers(),
         "/distca.v1.Jobs/DescribeJob": _READ_JOB,
         "/distca.v1.Jobs/GetStep": _READ_JOB,
+        "/distca.v1.Jobs/LocateRanks": _of_trainers(),
         "/distca.v1.DataNetwork/DescribeNetwork": _MEMBERS,
         "/distca.v1.DataNetwork/JoinNetwork": MethodPolicy(
             roles=frozenset({Role.SERVER, Role.TRAINER}), registers=True

@@ -429,3 +429,29 @@ class RankMeasurement(_message.Message):
     wait_seconds: float
     tokens: int
     def __init__(self, rank: _Optional[int] = ..., step_seconds: _Optional[float] = ..., wait_seconds: _Optional[float] = ..., tokens: _Optional[int] = ...) -> None: ...
+
+class LocateRanksRequest(_message.Message):
+    __slots__ = ("job_id", "rank_lease_id", "ranks")
+    JOB_ID_FIELD_NUMBER: _ClassVar[int]
+    RANK_LEASE_ID_FIELD_NUMBER: _ClassVar[int]
+    RANKS_FIELD_NUMBER: _ClassVar[int]
+    job_id: str
+    rank_lease_id: str
+    ranks: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, job_id: _Optional[str] = ..., rank_lease_id: _Optional[str] = ..., ranks: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class LocateRanksResponse(_message.Message):
+    __slots__ = ("ranks",)
+    RANKS_FIELD_NUMBER: _ClassVar[int]
+    ranks: _containers.RepeatedCompositeFieldContainer[LocatedRank]
+    def __init__(self, ranks: _Optional[_Iterable[_Union[LocatedRank, _Mapping]]] = ...) -> None: ...
+
+class LocatedRank(_message.Message):
+    __slots__ = ("rank", "server_id", "data_address")
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    SERVER_ID_FIELD_NUMBER: _ClassVar[int]
+    DATA_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    rank: int
+    server_id: str
+    data_address: str
+    def __init__(self, rank: _Optional[int] = ..., server_id: _Optional[str] = ..., data_address: _Optional[str] = ...) -> None: ...

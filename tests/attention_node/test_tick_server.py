@@ -540,3 +540,18 @@ def test_jobs_share_memory_only_one_after_the_other(harness: Harness) -> None:
     assert add_to("second") == 2 * alone
     harness.server.close_job("first", "finished")
     assert add_to("third") == 2 * alone
+
+
+def test_edge_keys_for_an_attention_node_are_refused(harness: Harness) -> None:
+    """They are exchanged between ranks, and the server is in the process of none."""
+    hello = data_plane_pb2.Hello(
+        version=PROTOCOL_VERSION,
+        job_id=JOB.job_id,
+        rank=1,
+        server_id="server-0",
+        edge_keys=True,
+    )
+    claim = FakeClaim(hello.SerializeToString(), rank_token(JOB.verification_key, 1))
+    with pytest.raises(HelloRefused, match="edge keys are exchanged between ranks") as refused:
+        harness.server.accept(claim, FakeConnection())
+    assert refused.value.reason is HelloRefusal.SERVER

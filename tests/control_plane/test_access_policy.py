@@ -49,6 +49,7 @@ MAY_CALL = {
         "Jobs/ReportProgress",
         "Jobs/DescribeJob",
         "Jobs/GetStep",
+        "Jobs/LocateRanks",
     }
     | DATA_NETWORK,
     Role.SERVER: {

@@ -344,6 +344,8 @@ def template(method: str, served: Members, rng: random.Random) -> Any:
         case "ReportProgress":
             for step in range(rng.randrange(3)):
                 request.steps.add(step=step, complete_ticks=[rng.randrange(9), rng.randrange(9)])
+        case "LocateRanks":
+            request.ranks.extend(rng.choice((0, 1, 7, 2**32 - 1)) for _ in range(rng.randrange(4)))
         case "Heartbeat":
             request.load.queued_tasks = 1
     return request

@@ -163,6 +163,24 @@ def test_several_servers_die_at_once(
     newcomer.terminate()
 
 
+@pytest.mark.parametrize("phase", [Phase.FORWARD, Phase.BACKWARD])
+@pytest.mark.parametrize("manifests", [spanning(3), cut(3)], ids=["spanning", "cut"])
+def test_windows_over_ranks_survive_a_killed_server(
+    servers: Cluster,
+    monkeypatch: pytest.MonkeyPatch,
+    manifests: list[RankManifest],
+    phase: Phase,
+) -> None:
+    """Ranks wait for each other's keys while some of them recover."""
+    layers = [Layer(window=40), Layer(), Layer(window=40), Layer(), Layer(chunk=50)]
+    with Team(servers, 3, NODE_SHAPE, layers=layers, placement="pool") as team:
+        team.check(manifests)
+        kill_at(monkeypatch, nodes_of(servers)[:1], rank=1, layer=1, phase=phase, step=1)
+        assert max(recoveries(team.check(manifests, seed=1))) >= 1
+        monkeypatch.undo()
+        team.check(manifests, seed=2)
+
+
 CAPPED = replace(NODE_SHAPE, softcap=1.5)
 FULL = replace(NODE_SHAPE, mask=MaskKind.FULL)
 WITH_SINKS = [Layer(), Layer(sinks=True), Layer(sinks=True)]

@@ -128,6 +128,14 @@ class RankContact(Contact):
         response: jobs_pb2.GetStepResponse = self.call(self._jobs.GetStep, request)
         return response
 
+    def locate(self, rank: int) -> jobs_pb2.LocatedRank | None:
+        """Where another rank of the job listens; None while it has not joined, or is away."""
+        request = jobs_pb2.LocateRanksRequest(
+            job_id=self.job_id, rank_lease_id=self.lease_id, ranks=[rank]
+        )
+        response: jobs_pb2.LocateRanksResponse = self.call(self._jobs.LocateRanks, request)
+        return response.ranks[0] if response.ranks else None
+
     def describe_job(self) -> jobs_pb2.DescribeJobResponse:
         """The job's state."""
         request = jobs_pb2.DescribeJobRequest(job_id=self.job_id)

@@ -14,7 +14,9 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 
+from data_plane.transport import Address
 from distca.contract import rpc
+from distca.contract.addresses import split_address
 from distca.contract.codec import first_tick_from_bytes, plan_from_proto
 from distca.contract.lifeline import Lifeline
 from distca.contract.outbox import Outbox
@@ -179,6 +181,19 @@ class ControlLink:
             distca.contract.rpc.RpcError: the control plane is away, or fails.
         """
         return self._lifeline.present().fetch_step(step)
+
+    def locate(self, rank: int) -> tuple[str, Address] | None:
+        """The in-place server of another rank of the job, and where it listens; None while the rank
+        has not joined, or is away.
+
+        Raises:
+            distca.contract.rpc.RpcError: the control plane is away, or fails.
+        """
+        located = self._lifeline.present().locate(rank)
+        if located is None:
+            return None
+        address = Address(*split_address("data_address", located.data_address))
+        return located.server_id, address
 
     def who_is_late(self, step: int) -> str:
         """Why a step has no plan yet, in words."""

@@ -18,8 +18,9 @@ from core_attention.score_rule import ScoreRule
 from core_attention.shape import AttentionShape
 from core_attention.tensor_checks import check_qkv
 from trainer_client.integrations.graphs import outside_graphs
+from trainer_client.step.edge_keys import EdgeCall
 from trainer_client.step.handed_over import HandedOver
-from trainer_client.step.home_tasks import HomeTasks
+from trainer_client.step.home_tasks import HomeTasks, KeyRun
 from trainer_client.step.replies import Tensors
 
 Keep = Callable[[torch.Tensor, torch.Tensor], None]
@@ -36,6 +37,7 @@ class HomeCall:
         scale: multiplies q.k before the softmax.
         taken_over: the keys that nano-batch 1 takes over from nano-batch 0, if it does.
         handed_over: the keys that nano-batch 1 takes over from this one, if it does.
+        edges: exchanges keys with other ranks, if the nano-batch does.
     """
 
     tasks: HomeTasks
@@ -43,6 +45,7 @@ class HomeCall:
     scale: float
     taken_over: HandedOver | None = None
     handed_over: HandedOver | None = None
+    edges: EdgeCall | None = None
 
 
 def attend_at_home(
@@ -108,7 +111,9 @@ class _AtHome(torch.autograd.Function):
         o = v.new_empty((len(q), q.shape[1], v.shape[2]))
         lse = q.new_empty((len(q), q.shape[1]), dtype=torch.float32)
         kernel, lock = home_kernel(q.device)
-        for keys, tasks in _by_keys(call, k, v):
+        if call.edges is not None:
+            call.edges.give(k, v, shape_of(q, k, v))
+        for keys, tasks in _by_keys(call, q, k, v):
             with lock:
                 part = ForwardPart(q, keys["k"], keys["v"], o, lse, tasks)
                 kernel.forward([part], call.scale, call.rule)
@@ -130,7 +135,9 @@ class _AtHome(torch.autograd.Function):
         dq = torch.empty_like(q)
         gradients = _zero_gradients(k, v)
         kernel, lock = home_kernel(q.device)
-        for keys, tasks in _by_keys(call, k, v):
+        if call.edges is not None:
+            call.edges.begin_backward()
+        for keys, tasks in _by_keys(call, q, k, v):
             of_keys = gradients if keys["k"] is k else _zero_gradients(keys["k"], keys["v"])
             with lock:
                 part = BackwardPart(
@@ -147,7 +154,9 @@ class _AtHome(torch.autograd.Function):
                 )
                 kernel.backward([part], call.scale, call.rule)
             if of_keys is not gradients:
-                _take_in(call, of_keys, gradients)
+                _take_in(call, of_keys, gradients, shape_of(q, k, v))
+        if call.edges is not None:
+            call.edges.add_answers(gradients, shape_of(q, k, v))
         if call.handed_over is not None:
             call.handed_over.add_to(gradients)
         # Nano-batch 0's operation, which has given the link, runs after this one.
@@ -157,45 +166,75 @@ class _AtHome(torch.autograd.Function):
 
 
 def _by_keys(
-    call: HomeCall, k: torch.Tensor, v: torch.Tensor
+    call: HomeCall, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
 ) -> Iterator[tuple[Tensors, TaskBatch]]:
-    """The tasks that there are, with their keys and values: the nano-batch's own, or edge keys."""
+    """The tasks that there are, with their keys and values: the nano-batch's own, or edge keys,
+    which may have to be waited for."""
     if len(call.tasks.tasks):
         yield {"k": k, "v": v}, call.tasks.tasks
     if len(call.tasks.edge_tasks):
-        handed = call.taken_over.rows if call.taken_over is not None else {}
-        edge = {name: _edge_rows(call, rows, handed.get(name)) for name, rows in _named(k, v)}
-        yield edge, call.tasks.edge_tasks
+        if call.edges is not None and not call.edges.rows:
+            call.edges.take(shape_of(q, k, v))
+        yield (
+            {name: _edge_rows(call, name, rows) for name, rows in _named(k, v)},
+            (call.tasks.edge_tasks),
+        )
 
 
-def _edge_rows(call: HomeCall, own: torch.Tensor, handed: torch.Tensor | None) -> torch.Tensor:
-    """A copy of the edge keys, or of their values."""
-    pieces, at = [], 0
-    for row, length, is_handed_over in call.tasks.edge_keys:
-        if is_handed_over:
-            assert handed is not None, "keys that nano-batch 0 hands over were not taken over"
-            pieces.append(handed[at : at + length])
-            at += length
-        else:
-            pieces.append(own[row : row + length])
-    return torch.cat(pieces)
+def _edge_rows(call: HomeCall, name: str, own: torch.Tensor) -> torch.Tensor:
+    """A copy of the edge keys (``name`` is k), or of their values (v)."""
+    handed = [call.taken_over.rows[name]] if call.taken_over is not None else []
+    taken = [rows[name] for rows in call.edges.rows] if call.edges is not None else []
+    sources = [_Cursor(rows) for rows in (*taken, *handed)]
+    return torch.cat(
+        [
+            own[run.row : run.row + run.length]
+            if (source := _source(run)) is None
+            else sources[source].take(run.length)
+            for run in call.tasks.edge_keys
+        ]
+    )
 
 
-def _take_in(call: HomeCall, of_edge: Tensors, gradients: Tensors) -> None:
+def _take_in(call: HomeCall, of_edge: Tensors, gradients: Tensors, shape: AttentionShape) -> None:
     """Adds what was found for edge keys to ``gradients`` of the nano-batch's own, and answers
-    nano-batch 0 with the rest."""
+    nano-batch 0 and other ranks with the rest."""
+    n_taken = len(call.tasks.taken)
+    answers: list[dict[str, list[torch.Tensor]]] = [
+        {name: [] for name in of_edge} for _ in range(n_taken + 1)
+    ]
     at = 0
-    answers: dict[str, list[torch.Tensor]] = {name: [] for name in of_edge}
-    for row, length, is_handed_over in call.tasks.edge_keys:
+    for run in call.tasks.edge_keys:
+        source = _source(run)
         for name, rows in of_edge.items():
-            found = rows[at : at + length]
-            if is_handed_over:
-                answers[name].append(found)
+            found = rows[at : at + run.length]
+            if source is None:
+                gradients[name][run.row : run.row + run.length] += found
             else:
-                gradients[name][row : row + length] += found
-        at += length
+                answers[source][name].append(found)
+        at += run.length
+    joined = [{name: torch.cat(rows) for name, rows in each.items() if rows} for each in answers]
+    if call.edges is not None:
+        call.edges.answer(joined[:n_taken], shape)
     if call.taken_over is not None:
-        call.taken_over.answer({name: torch.cat(rows) for name, rows in answers.items()})
+        call.taken_over.answer(joined[-1])
+
+
+def _source(run: KeyRun) -> int | None:
+    """None for the nano-batch's own keys, else in which message, or -1 for those of nano-batch 0
+    that are handed over."""
+    return run.taken if run.taken >= 0 or run.is_handed_over else None
+
+
+class _Cursor:
+    """Rows that are taken one run after another."""
+
+    def __init__(self, rows: torch.Tensor) -> None:
+        self._rows, self._at = rows, 0
+
+    def take(self, length: int) -> torch.Tensor:
+        begin, self._at = self._at, self._at + length
+        return self._rows[begin : self._at]
 
 
 def _named(k: torch.Tensor, v: torch.Tensor) -> tuple[tuple[str, torch.Tensor], ...]:

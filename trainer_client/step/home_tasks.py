@@ -1,10 +1,10 @@
 """What a layer of a window or of chunks computes at home: tasks over a rank's own rows.
 
-Such layers are not worth serving, since their work grows with the tokens alone. They need no rows
-of other ranks either, unless a document is cut between ranks inside a window or a chunk: that is
-refused by name. Where the rows before a cut are the rank's own, in nano-batch 0 or elsewhere in the
-nano-batch, the first queries behind the cut have *edge keys*: a copy of the keys before it that
-they see, followed by a copy of those beside them.
+Such layers are not worth serving, since their work grows with the tokens alone. Where a document
+is cut inside a window or a chunk, the first queries behind the cut have *edge keys*: a copy of the
+keys before it that they see, followed by a copy of those beside them. The keys before it may be the
+rank's own, elsewhere in the nano-batch or in nano-batch 0, or another rank's, which gives them: see
+:mod:`trainer_client.step.edge_keys`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import numpy as np
 
 from core_attention.arrays import Int64Array
 from core_attention.kernels.protocol import TaskBatch
-from trainer_client.errors import SessionError
+from trainer_client.step.edge_keys import GivenKeys, TakenKeys
 from trainer_client.step.running_step import RunningStep
 
 
@@ -81,17 +81,20 @@ FULL = LayerKind()
 
 
 class KeyRun(NamedTuple):
-    """Neighbouring rows of keys of this rank.
+    """Neighbouring rows of keys.
 
     Attributes:
-        row: the first one's packed row.
+        row: the first one's packed row; of another rank's, -1.
         length: rows.
-        is_handed_over: whether they are rows of nano-batch 0, which nano-batch 1 needs.
+        is_handed_over: whether they are this rank's rows of nano-batch 0, which nano-batch 1 needs.
+        taken: in which of the messages from other ranks they are, one run after another; -1 in
+            none.
     """
 
     row: int
     length: int
     is_handed_over: bool
+    taken: int = -1
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,21 +107,22 @@ class HomeTasks:
         edge_keys: what the edge keys are copies of, in order.
         handed_over: (first packed row, rows) of nano-batch 0 of what it hands over to nano-batch 1,
             in the order of the edge keys there; the same in both nano-batches.
+        given: what other ranks need of the nano-batch's keys.
+        taken: what it needs of theirs.
+        given_before: what queries of other ranks in nano-batch 1 need of the keys of nano-batch 0.
     """
 
     tasks: TaskBatch
     edge_tasks: TaskBatch
     edge_keys: tuple[KeyRun, ...]
     handed_over: tuple[tuple[int, int], ...]
+    given: tuple[GivenKeys, ...] = ()
+    taken: tuple[TakenKeys, ...] = ()
+    given_before: tuple[GivenKeys, ...] = ()
 
 
 def home_tasks(running: RunningStep, nano_batch: int, kind: LayerKind) -> HomeTasks:
-    """The tasks of one nano-batch under ``kind``; the same object in every layer of a step.
-
-    Raises:
-        SessionError: a document that has rows here is cut between ranks where a query needs keys
-            before the cut; every rank with rows of it raises that.
-    """
+    """The tasks of one nano-batch under ``kind``; the same object in every layer of a step."""
     of_step = _of_steps.setdefault(running, {})
     key = (nano_batch, kind)
     if key not in of_step:
@@ -144,30 +148,86 @@ _of_steps: WeakKeyDictionary[RunningStep, dict[tuple[int, LayerKind], HomeTasks]
 def _derive(running: RunningStep, nano_batch: int, kind: LayerKind) -> HomeTasks:
     tasks: list[_Task] = []
     edge_tasks: list[_Task] = []
-    edge_keys: list[KeyRun] = []
-    n_edge_keys = 0
+    edges = _Edges(nano_batch)
     for document in _documents(running, nano_batch):
         for piece in document.pieces:
             n_edge = 0
             first = kind.first_key(piece.offset)
             if first < piece.offset:
                 n_edge = min(kind.first_beyond(piece.offset) - piece.offset, piece.length)
-                before = document.keys(piece.rank, first, piece.offset)
-                if before is None:
-                    raise _refusal(running, nano_batch, document, piece, kind)
+                before = document.keys(first, piece.offset)
                 if piece.rank == running.rank:
-                    n_keys = piece.offset - first + n_edge
-                    edge_keys += [*before, KeyRun(piece.row, n_edge, False)]
-                    edge_tasks.append(
-                        _Task(piece.row, piece.row + n_edge, n_edge_keys, n_edge_keys + n_keys)
-                    )
-                    n_edge_keys += n_keys
+                    begin = edges.n_keys
+                    edges.need(running.rank, before, KeyRun(piece.row, n_edge, False))
+                    edge_tasks.append(_Task(piece.row, piece.row + n_edge, begin, edges.n_keys))
+                else:
+                    edges.give(running.rank, before, piece.rank)
             if piece.rank == running.rank:
                 tasks += _tasks(piece, n_edge, kind)
-    handed_over = tuple((run.row, run.length) for run in edge_keys if run.is_handed_over)
+    handed_over = tuple((run.row, run.length) for run in edges.keys if run.is_handed_over)
+    given, given_before = edges.given(is_carried=False), edges.given(is_carried=True)
     if nano_batch == 0 and running.carried:
-        handed_over = home_tasks(running, 1, kind).handed_over
-    return HomeTasks(_batch(tasks), _batch(edge_tasks), tuple(edge_keys), handed_over)
+        later = home_tasks(running, 1, kind)
+        handed_over = later.handed_over
+        given += later.given_before
+    return HomeTasks(
+        _batch(tasks),
+        _batch(edge_tasks),
+        tuple(edges.keys),
+        handed_over,
+        given,
+        edges.taken,
+        given_before,
+    )
+
+
+class _Edges:
+    """The edge keys of a nano-batch, and the messages that they are in. Two ranks put runs into a
+    message in one order: by document, then by the place of the queries and of the keys in it."""
+
+    def __init__(self, nano_batch: int) -> None:
+        self._nano_batch = nano_batch
+        self.keys: list[KeyRun] = []
+        self.n_keys = 0
+        self._given: dict[tuple[int, bool], list[tuple[int, int]]] = {}
+        self._taken: dict[tuple[int, bool], int] = {}
+
+    def need(self, rank: int, before: Sequence[_Piece], beside: KeyRun) -> None:
+        """Queries of ``rank``, this one, need the keys ``before`` and ``beside`` them."""
+        for piece in before:
+            if piece.rank == rank:
+                self._add(KeyRun(piece.row, piece.length, piece.is_carried))
+                continue
+            sender = piece.rank, piece.is_carried
+            self._taken[sender] = self._taken.get(sender, 0) + piece.length
+            self._add(KeyRun(-1, piece.length, False, list(self._taken).index(sender)))
+        self._add(beside)
+
+    def give(self, rank: int, before: Sequence[_Piece], to: int) -> None:
+        """Queries of the rank ``to`` need those of the keys ``before`` them that ``rank`` has."""
+        for piece in before:
+            if piece.rank == rank:
+                self._given.setdefault((to, piece.is_carried), []).append((piece.row, piece.length))
+
+    def given(self, *, is_carried: bool) -> tuple[GivenKeys, ...]:
+        """What others need of this rank."""
+        return tuple(
+            GivenKeys(rank, self._nano_batch, carried, tuple(runs))
+            for (rank, carried), runs in self._given.items()
+            if carried is is_carried
+        )
+
+    @property
+    def taken(self) -> tuple[TakenKeys, ...]:
+        """What this rank needs of others."""
+        return tuple(
+            TakenKeys(rank, self._nano_batch, carried, n_rows)
+            for (rank, carried), n_rows in self._taken.items()
+        )
+
+    def _add(self, run: KeyRun) -> None:
+        self.keys.append(run)
+        self.n_keys += run.length
 
 
 class _Task(NamedTuple):
@@ -204,8 +264,8 @@ class _Piece(NamedTuple):
         length: rows.
         rank: who has them.
         row: the first one's packed row there.
-        is_carried: whether they are keys of nano-batch 0, and the row is one of nano-batch 0, known
-            of this rank alone.
+        is_carried: whether they are keys of nano-batch 0, and the row is one of nano-batch 0: -1
+            where it is another rank's, which is not known here.
     """
 
     offset: int
@@ -229,16 +289,15 @@ class _Document:
     pieces: Sequence[_Piece]
     carried: Sequence[_Piece]
 
-    def keys(self, rank: int, begin: int, end: int) -> list[KeyRun] | None:
-        """Where ``rank`` has the keys at ``[begin, end)``; None if it does not have them all."""
-        runs = []
+    def keys(self, begin: int, end: int) -> list[_Piece]:
+        """Who has the keys at ``[begin, end)``, and where, by position."""
+        found = []
         for piece in (*self.carried, *self.pieces):
             low, high = max(begin, piece.offset), min(end, piece.offset + piece.length)
             if low < high:
-                if piece.rank != rank:
-                    return None
-                runs.append(KeyRun(piece.row + low - piece.offset, high - low, piece.is_carried))
-        return runs
+                row = piece.row if piece.row < 0 else piece.row + low - piece.offset
+                found.append(piece._replace(offset=low, length=high - low, row=row))
+        return sorted(found)
 
 
 def _documents(running: RunningStep, nano_batch: int) -> Iterator[_Document]:
@@ -288,16 +347,3 @@ def _joined(segments: Sequence[_Piece]) -> list[_Piece]:
         else:
             pieces.append(piece)
     return pieces
-
-
-def _refusal(
-    running: RunningStep, nano_batch: int, document: _Document, piece: _Piece, kind: LayerKind
-) -> SessionError:
-    reach = f"a window of {kind.window}" if kind.window else f"chunks of {kind.chunk}"
-    return SessionError(
-        f"step {running.step} nano-batch {nano_batch}: a layer with {reach} tokens needs keys of "
-        f"document {document.document_id} from another rank, which this release does not fetch: "
-        f"rank {piece.rank} has its tokens {piece.offset} to {piece.offset + piece.length} here, "
-        f"whose first needs those from {kind.first_key(piece.offset)} on. Keep documents whole on "
-        "a rank" + (f", or cut them at multiples of {kind.chunk} tokens" if kind.chunk else "")
-    )

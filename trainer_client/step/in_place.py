@@ -12,7 +12,7 @@ from attention_node.load_meter import LoadMeter
 from attention_node.metrics import NodeMetrics
 from attention_node.rehearsal import rehearse
 from attention_node.served_job import StepBusy
-from attention_node.tick_server import TickServer
+from attention_node.tick_server import EdgeAccept, TickServer
 from core_attention.cost_model import CostProfile
 from core_attention.kernels.select import select_kernel
 from core_attention.profiling import device_name, load_or_measure
@@ -41,6 +41,7 @@ class InPlaceServer:
         on_call: called after each kernel call.
         on_accepted: called with each connection and the name of the rank behind it.
         on_step_finished: called with each finished step's busy seconds.
+        on_edge_keys: called with each connection of another rank for edge keys.
 
     Attributes:
         profile: its measured kernel cost; None if it stands by.
@@ -65,6 +66,7 @@ class InPlaceServer:
         on_call: Callable[[KernelCall], None],
         on_accepted: Callable[[Connection, str], None],
         on_step_finished: Callable[[StepBusy], None],
+        on_edge_keys: EdgeAccept,
     ) -> None:
         kernel = select_kernel(device)
         kernel.check(shape, shape.rule)
@@ -97,6 +99,7 @@ class InPlaceServer:
             on_refused=metrics.session_refused,
             on_message_refused=metrics.stale_message,
             on_accepted=on_accepted,
+            on_edge_keys=on_edge_keys,
         )
         metrics.watch(self._executor, lambda: self.ticks.open_ticks)
 

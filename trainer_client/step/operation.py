@@ -27,6 +27,7 @@ from trainer_client.integrations.probe import current_recorder
 from trainer_client.integrations.shape_inference import is_shape_inference, of_the_right_shape
 from trainer_client.integrations.tensor_parallel import check_local
 from trainer_client.step.attention_call import AttentionCall
+from trainer_client.step.edge_keys import EdgeCall
 from trainer_client.step.handed_over import HandedOver
 from trainer_client.step.home import HomeCall, attend_at_home, output_gradients
 from trainer_client.step.home_tasks import LayerKind, home_tasks
@@ -77,9 +78,9 @@ def core_attention(
     Raises:
         TensorError: a shape, dtype, device or stride is wrong, or a tensor is a DTensor.
         ValueError: window or chunk is not 1 or more, or no kernel runs the layer here.
-        SessionError: no step is running, the call is one that the job does not have, or a document
-            is cut between ranks inside a window or a chunk.
-        CoreAttentionFailed: a server failed, or a deadline passed.
+        SessionError: no step is running, or the call is one that the job does not have.
+        CoreAttentionFailed: a server failed, or a deadline passed; in a layer with a window or
+            chunks, of keys that another rank has.
     """
     o, lse = core_attention_and_lse(
         q, k, v, window=window, chunk=chunk, softcap=softcap, scale=scale
@@ -189,7 +190,12 @@ def _at_home(
         rule=ScoreRule(window=kind.window, softcap=softcap),
         scale=job.scale if scale is None else scale,
     )
-    name, link = running.home_call(nano_batch), None
+    number, link = running.home_call(nano_batch), None
+    name = f"layer {number} of those at home"
+    if tasks.given or tasks.taken:
+        call.edges = EdgeCall(
+            running.neighbours, running.step, number, tasks.given, tasks.taken, job.checksums
+        )
     if nano_batch == 1 and tasks.handed_over:
         needs_backward = _needs_backward(q, k, v)
         call.taken_over, link = running.take_over(name, needs_backward=needs_backward)

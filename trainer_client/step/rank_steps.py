@@ -84,6 +84,7 @@ from trainer_client.machine.rank import RankMachine
 from trainer_client.metrics import TrainerMetrics
 from trainer_client.options import SessionOptions
 from trainer_client.step.exchanges import Exchange, PlanInForce, Routes
+from trainer_client.step.neighbours import Neighbours
 from trainer_client.step.planned_step import HandedInStep, PlannedStep
 from trainer_client.step.replies import Awaited, ExchangeFailed, Exchanger
 from trainer_client.step.running_step import RunningStep
@@ -119,6 +120,7 @@ class RankSteps:
         examiner: looks at other processes' replies.
         liveness: finds servers that are stopped or cut off while they owe something.
         metrics: receives what happens.
+        neighbours: the ranks that edge keys are exchanged with.
 
     Attributes:
         lock: guards the machine, and the lanes of running steps.
@@ -134,6 +136,7 @@ class RankSteps:
         examiner: Examiner,
         liveness: LivenessMonitor,
         metrics: TrainerMetrics,
+        neighbours: Neighbours,
     ) -> None:
         self._options = options
         self._link = link
@@ -143,6 +146,7 @@ class RankSteps:
         self._examiner = examiner
         self._liveness = liveness
         self._metrics = metrics
+        self._neighbours = neighbours
         self._device = torch.device(options.device)
         self._machine: RankMachine[HandedInStep, PlannedStep, LossCause] = RankMachine(
             options.n_layers,
@@ -218,6 +222,7 @@ class RankSteps:
             device=self._device,
             forward_only=planned.forward_only,
             ticks=self,
+            neighbours=self._neighbours,
         )
         begun = StepBegun(step, running.lane_outlines, planned.forward_only)
         with self.lock:

@@ -23,6 +23,7 @@ from trainer_client.errors import CoreAttentionFailed, SessionError
 from trainer_client.machine.events import LaneOutline
 from trainer_client.machine.lane import LaneMachine
 from trainer_client.metrics import OWN_PROCESS, ServedTasks
+from trainer_client.step.edge_keys import EdgeExchange
 from trainer_client.step.exchanges import PlanInForce
 from trainer_client.step.handed_over import HandedOver
 from trainer_client.step.replies import Tensors
@@ -55,6 +56,7 @@ class RunningStep:
         device: of the model's tensors.
         forward_only: whether there is no backward pass.
         ticks: sends ticks and waits for them.
+        neighbours: exchanges edge keys with other ranks.
 
     Attributes:
         lanes: the state of its nano-batches, once it has begun.
@@ -74,6 +76,7 @@ class RunningStep:
         device: torch.device,
         forward_only: bool,
         ticks: Ticks,
+        neighbours: EdgeExchange,
     ) -> None:
         self.plan = plan
         self.job = job
@@ -96,6 +99,7 @@ class RunningStep:
         self.closed = False
         self.given_up = ""
         self._ticks = ticks
+        self.neighbours = neighbours
         manifest = plan.manifest
         self._n_rows = tuple(
             int(manifest.tokens_per_rank(nano_batch)[rank])
@@ -169,11 +173,11 @@ class RunningStep:
         with self._ticks.lock:
             return self.lanes[nano_batch].calls.forward(needs_backward)
 
-    def home_call(self, nano_batch: int) -> str:
-        """Counts a nano-batch's calls that are computed at home; returns the call's name."""
+    def home_call(self, nano_batch: int) -> int:
+        """Counts a nano-batch's calls that are computed at home; returns the call's number."""
         call = self._home_calls[nano_batch]
         self._home_calls[nano_batch] += 1
-        return f"layer {call} of those at home"
+        return call
 
     def hand_over(self, call: str, handed: HandedOver, link: torch.Tensor) -> HandedOver:
         """Nano-batch 0 has come through a call and hands keys over to nano-batch 1.

@@ -1,0 +1,194 @@
+"""Edge keys that other ranks have: what one call of a layer at home gives, takes and answers.
+
+Forward, a rank gives the keys and values that queries of other ranks need and takes those that its
+own need. Backward, it answers each message of keys with their gradients, in float32, and adds the
+answers to its own messages to what it has found for these keys itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+import torch
+
+from core_attention.ca_task import Phase
+from core_attention.message import MessageLayout, edge_layout
+from core_attention.shape import AttentionShape
+from core_attention.tick import Tick
+from trainer_client.errors import SessionError
+
+Tensors = Mapping[str, torch.Tensor]
+
+
+class GivenKeys(NamedTuple):
+    """Keys of this rank that queries of another one need, in layers of one kind.
+
+    Attributes:
+        rank: the other one.
+        nano_batch: of the queries.
+        is_carried: whether the keys are of nano-batch 0, and the queries of nano-batch 1.
+        runs: (first packed row, rows) in the keys' nano-batch.
+    """
+
+    rank: int
+    nano_batch: int
+    is_carried: bool
+    runs: tuple[tuple[int, int], ...]
+
+    @property
+    def n_rows(self) -> int:
+        return sum(length for _, length in self.runs)
+
+
+class TakenKeys(NamedTuple):
+    """Keys of another rank that queries of this one need.
+
+    Attributes:
+        rank: the other one.
+        nano_batch: of the queries.
+        is_carried: as of :class:`GivenKeys`.
+        n_rows: how many.
+    """
+
+    rank: int
+    nano_batch: int
+    is_carried: bool
+    n_rows: int
+
+
+@dataclass(frozen=True)
+class EdgeMessage:
+    """What a message between two ranks is.
+
+    Attributes:
+        rank: the other one.
+        tick: which call of layers at home (in the place of a layer), which nano-batch's queries,
+            and whether it is keys (forward) or their gradients.
+        is_carried: as of :class:`GivenKeys`.
+    """
+
+    rank: int
+    tick: Tick
+    is_carried: bool
+
+    @property
+    def tag(self) -> int:
+        """On connections that carry no ticks. A tick has two tags, and a call two messages of keys
+        at most from one rank to another."""
+        return self.tick.tag(reply=self.is_carried)
+
+    def __str__(self) -> str:
+        what = "keys" if self.tick.phase is Phase.FORWARD else "gradients of keys"
+        return (
+            f"step {self.tick.step} nano-batch {self.tick.nano_batch}: {what} from rank "
+            f"{self.rank}, of layer {self.tick.layer} of those at home"
+        )
+
+
+class EdgeExchange(Protocol):
+    """What exchanges messages; see :class:`trainer_client.step.neighbours.Neighbours`."""
+
+    def send(self, message: EdgeMessage, layout: MessageLayout, tensors: Tensors) -> None: ...
+
+    def take(self, message: EdgeMessage, layout: MessageLayout) -> Tensors: ...
+
+    def let_go(self, message: EdgeMessage) -> None: ...
+
+
+@dataclass(eq=False)
+class EdgeCall:
+    """One call of a nano-batch.
+
+    Attributes:
+        exchange: exchanges messages.
+        step: of the call.
+        call: its number among those at home.
+        given, taken: keys that others need, and those of others.
+        checksums: as in the job.
+        rows: of each of ``taken``, k and v, once they are here.
+    """
+
+    exchange: EdgeExchange
+    step: int
+    call: int
+    given: Sequence[GivenKeys]
+    taken: Sequence[TakenKeys]
+    checksums: bool
+    rows: Sequence[Tensors] = field(default=())
+    _is_over: bool = False
+
+    def give(self, k: torch.Tensor, v: torch.Tensor, shape: AttentionShape) -> None:
+        """Sends what others need; returns at once.
+
+        Args:
+            k: ``[rows, num_heads_kv, head_dim]`` of the nano-batch, by packed row.
+            v: ``[rows, num_heads_kv, head_dim_v]``, likewise.
+            shape: of the layer.
+        """
+        for keys in self.given:
+            rows = {
+                name: torch.cat([tensor[begin : begin + length] for begin, length in keys.runs])
+                for name, tensor in (("k", k), ("v", v))
+            }
+            message = self._message(keys, Phase.FORWARD)
+            self.exchange.send(message, self._layout(keys, shape, Phase.FORWARD), rows)
+
+    def take(self, shape: AttentionShape) -> None:
+        """Waits for the keys of others. Raises as :meth:`Neighbours.take`."""
+        self.rows = [
+            self.exchange.take(
+                self._message(keys, Phase.FORWARD), self._layout(keys, shape, Phase.FORWARD)
+            )
+            for keys in self.taken
+        ]
+
+    def answer(self, gradients: Sequence[Tensors], shape: AttentionShape) -> None:
+        """Sends the gradients of the keys of others; returns at once.
+
+        Args:
+            gradients: of each of ``taken``, float32 dk and dv.
+            shape: of the layer.
+        """
+        for keys, found in zip(self.taken, gradients, strict=True):
+            message = self._message(keys, Phase.BACKWARD)
+            self.exchange.send(message, self._layout(keys, shape, Phase.BACKWARD), found)
+        self.rows = ()
+
+    def add_answers(self, gradients: Tensors, shape: AttentionShape) -> None:
+        """Waits for what others have found for this rank's keys, and adds it to float32 dk and dv,
+        by packed row. Raises as :meth:`Neighbours.take`."""
+        for keys in self.given:
+            found = self.exchange.take(
+                self._message(keys, Phase.BACKWARD), self._layout(keys, shape, Phase.BACKWARD)
+            )
+            self.exchange.let_go(self._message(keys, Phase.FORWARD))
+            at = 0
+            for begin, length in keys.runs:
+                for name, rows in gradients.items():
+                    rows[begin : begin + length] += found[name][at : at + length]
+                at += length
+
+    def begin_backward(self) -> None:
+        """A backward pass has come to the call.
+
+        Raises:
+            SessionError: one was run before.
+        """
+        if self._is_over:
+            raise SessionError(
+                f"step {self.step}: a backward pass came to layer {self.call} of those at home "
+                "twice, which has keys of other ranks: core attention is differentiable once; run "
+                "backward once, without retain_graph"
+            )
+        self._is_over = True
+
+    def _message(self, keys: GivenKeys | TakenKeys, phase: Phase) -> EdgeMessage:
+        tick = Tick(self.step, self.call, keys.nano_batch, phase)
+        return EdgeMessage(keys.rank, tick, keys.is_carried)
+
+    def _layout(
+        self, keys: GivenKeys | TakenKeys, shape: AttentionShape, phase: Phase
+    ) -> MessageLayout:
+        return edge_layout(keys.n_rows, shape, phase, checksums=self.checksums)
