@@ -765,5 +765,5 @@ def test_ranks_of_a_job_are_located_for_each_other(client: Client) -> None:
     address = server_description("located.rank-1").data_address
     assert locate(1) == {1: ("located.rank-1", address)}
     assert locate() == {}
-    with pytest.raises(rpc.RpcError, match="rank 2 was asked for; .* has 2 ranks"):
+    with pytest.raises(rpc.RpcError, match=r"rank 2 was asked for; .* has 2 ranks"):
         locate(2)

@@ -7,6 +7,8 @@ import re
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,9 +19,10 @@ from hypothesis import strategies as st
 
 import trainer_client.integrations.transformers  # noqa: F401 - registers the implementation
 from core_attention.manifest import RankManifest, Segment
-from tests.cluster import Cluster
+from tests.cluster import Cluster, keep_profile
 from tests.cut_manifests import in_halves
-from tests.team import Layer, Team
+from tests.team import Layer, Team, compare
+from tests.trainer_client.rank_process import run_ranks
 from tests.trainer_client.test_cut_documents import rank_manifests
 from tests.trainer_client.test_parity import PLACEMENTS, make_shape
 from trainer_client import Session, SessionError, SessionOptions, core_attention, in_nano_batch
@@ -313,3 +316,52 @@ def test_models_train_with_documents_over_ranks(pool_of_four: Cluster, name: str
         # float32 sums in another order: 1e-6 of the largest element in practice.
         scale = expected.abs().max().clamp(min=1e-3)
         torch.testing.assert_close(sum(found) / scale, expected / scale, atol=1e-4, rtol=0)
+
+
+DEVICES = [f"cuda:{number}" for number in range(min(torch.cuda.device_count(), 2))] or ["cpu"]
+
+
+@pytest.mark.parametrize(
+    "device",
+    [
+        "cpu",
+        pytest.param(
+            "cuda",
+            marks=[
+                pytest.mark.gpu,
+                pytest.mark.timeout(400),
+                pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+            ],
+        ),
+    ],
+)
+def test_ranks_in_processes_of_their_own_match_the_reference(
+    pool_of_four: Cluster, tmp_path: Path, device: str
+) -> None:
+    """On one GPU or two, with streams and cuda_ipc between them."""
+    shape = make_shape(8, 2, "bfloat16") if device == "cuda" else make_shape()
+    if device == "cuda":
+        shape = replace(shape, head_dim=64, head_dim_v=64)
+    devices = ["cpu"] * 2 if device == "cpu" else (DEVICES * 2)[:2]
+    for each in devices:
+        keep_profile(pool_of_four.folder, shape, each)
+    layers = [Layer(window=40, sinks=True), Layer(), Layer(window=1000), Layer(chunk=31)]
+    steps = [
+        in_halves(2, 601),
+        in_halves(2, 40, 3, 120, 2, 1, 3000, 7),
+        in_halves(2, *[1, 2, 3, 1, 5] * 20, 64, *[2, 1] * 30),
+    ]
+    options = {
+        "control_plane": pool_of_four.address,
+        "job": f"processes-{device}",
+        "n_layers": 1,
+        "shape": shape,
+        "data_host": "127.0.0.1",
+        "one_host": True,
+        "profile_dir": pool_of_four.folder,
+        "probe_bytes": 0,
+    }
+    found = run_ranks(tmp_path, options, layers, steps, devices, timeout_seconds=300.0)
+    for manifests, rows in zip(steps, found, strict=True):
+        for number, layer in enumerate(layers):
+            compare(manifests, rows, number, layer, shape, shape.default_softmax_scale)
