@@ -137,15 +137,13 @@ class Session:
             self._liveness.close()
             raise
         self._neighbours = Neighbours(
-            options,
-            self._link,
-            self._transport,
-            self._pool,
-            self._liveness,
-            self._name_peer,
+            options, self._link, self._transport, self._pool, self._liveness, self._name_peer
         )
-        self._steps = RankSteps(
-            options,
+        self._steps = self._make_steps()
+
+    def _make_steps(self) -> RankSteps:
+        return RankSteps(
+            self.options,
             self._link,
             self._servers,
             self._in_place.ticks,

@@ -1,6 +1,7 @@
 """Models of transformers with windows, sinks and experts: served beside plain packing, in one run.
 
     python -m benchmarks.gpu.models --ranks 2 --json out.json
+    python -m benchmarks.gpu.models --model llama-3-8b --frozen 0,4       # lowest layers frozen
     python -m benchmarks.gpu.models --device cpu --model tiny-gpt-oss --tokens 512 --steps 2
 
 The shapes are gpt-oss-20b's and Gemma-3-12B's with fewer layers, from random weights. A rank has
@@ -11,6 +12,8 @@ drawn; one that crosses the end of a nano-batch is cut there, for both ways. Wei
 *plain* is a session of its own whose tolerance lets everything stay at home, so that both ways run
 the same code: windows at home, full layers by the rank's own server. *Headroom* is how much faster
 plain packing would be if core attention of full layers were spread evenly, as plans forecast it.
+With *frozen* layers, the embedding and the lowest layers have no gradients, as under adapters in
+the upper layers alone; *saved* is what that saves of a step.
 """
 
 from __future__ import annotations
@@ -57,6 +60,15 @@ MODELS: dict[str, dict[str, Any]] = {
         "head_dim": 256,
         "sliding_window": 1024,
     },
+    "llama-3-8b": {
+        "model_type": "llama",
+        "num_hidden_layers": 8,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "vocab_size": 128256,
+    },
     "tiny-gpt-oss": {
         "model_type": "gpt_oss",
         "num_hidden_layers": 2,
@@ -78,7 +90,8 @@ WARM_UPS = 2
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """What every rank must know; ``tokens`` are of a nano-batch, ``control_plane`` is a file."""
+    """What every rank must know; ``tokens`` are of a nano-batch, ``control_plane`` is a file,
+    ``frozen`` is how many of the lowest layers are."""
 
     model: str
     ranks: int
@@ -87,6 +100,7 @@ class Run:
     device: str
     distribution: str
     control_plane: str
+    frozen: int = 0
 
 
 class WithLoss(nn.Module):
@@ -157,7 +171,7 @@ def run_way(run: Run, way: str, rank: int, device: str, address: str) -> dict[st
     options = SessionOptions.for_model(
         model,
         control_plane=address,
-        job=f"{run.model}-{way}",
+        job=f"{run.model}-{run.frozen}-{way}",
         rank=rank,
         n_ranks=run.ranks,
         tolerance=TOLERANCES[way],
@@ -169,6 +183,9 @@ def run_way(run: Run, way: str, rank: int, device: str, address: str) -> dict[st
     model.gradient_checkpointing_enable({"use_reentrant": False})
     model.train()
     layers = list(model.model.layers)
+    if run.frozen:
+        for part in (model.model.embed_tokens, *layers[: run.frozen]):
+            part.requires_grad_(False)
     barriers = HostBarriers(BARRIER_SECONDS) if on_gpu else None
     sharded = ShardedModel(
         Interleaved(WithLoss(model)),
@@ -177,7 +194,9 @@ def run_way(run: Run, way: str, rank: int, device: str, address: str) -> dict[st
         compute_dtype=dtype,
         barriers=barriers,
     )
-    optimizer = torch.optim.SGD(sharded.module.parameters(), lr=1e-3)
+    optimizer = torch.optim.SGD(
+        [each for each in sharded.module.parameters() if each.requires_grad], lr=1e-3
+    )
     found: dict[str, Any] = {"seconds": [], "losses": [], "over": [], "imbalance": []}
     drawn = [
         halves(
@@ -241,12 +260,28 @@ def measure(run: Run, supervisor: Supervisor, folder: Path) -> dict[str, list[di
     }
 
 
+def seconds_of(ranks: list[dict[str, Any]]) -> list[float]:
+    """Of each step, by the slowest rank."""
+    return [max(step) for step in zip(*(r["seconds"] for r in ranks), strict=True)]
+
+
+def lines_saved(means: dict[int, dict[str, float]]) -> list[str]:
+    """What frozen layers save.
+
+    Args:
+        means: seconds of a step, by frozen layers and way.
+    """
+    return [
+        f"{n_frozen} frozen, {way}: saves {means[0][way] - seconds:.3f} s of {means[0][way]:.3f}"
+        for n_frozen, of_ways in means.items()
+        if n_frozen and 0 in means
+        for way, seconds in of_ways.items()
+    ]
+
+
 def rows_of(run: Run, found: dict[str, list[dict[str, Any]]]) -> list[list[str]]:
     """Of the table."""
-    seconds = {
-        way: [max(step) for step in zip(*(r["seconds"] for r in ranks), strict=True)]
-        for way, ranks in found.items()
-    }
+    seconds = {way: seconds_of(ranks) for way, ranks in found.items()}
     plain = np.array(seconds["plain"])
     rooms = plain / (plain - np.array(found["plain"][0]["over"]))
     rows = []
@@ -256,7 +291,7 @@ def rows_of(run: Run, found: dict[str, list[dict[str, Any]]]) -> list[list[str]]
         home, planned = np.mean([r["imbalance"] for r in ranks], axis=(0, 1))
         rows.append(
             [
-                run.model,
+                run.model + (f", {run.frozen} frozen" if run.frozen else ""),
                 way,
                 " ".join(f"{s:.2f}" for s in mine),
                 f"{2 * run.tokens * run.ranks * len(mine) / mine.sum():,.0f}",
@@ -278,6 +313,7 @@ def main(
     steps: Annotated[int, typer.Option(min=1, help="After two to warm up.")] = 3,
     device: Annotated[str, typer.Option(help="cuda or cpu.")] = "cuda",
     distribution: Annotated[str, typer.Option(help="Of document lengths.")] = "pretrain",
+    frozen: Annotated[str, typer.Option(help="Lowest layers; commas between.")] = "0",
     json_file: Annotated[Path | None, typer.Option("--json", help="Where figures go.")] = None,
 ) -> None:
     """Trains served and with plain packing; on two H100s about two minutes a model."""
@@ -286,30 +322,39 @@ def main(
         "imbalance at home / planned", "peak GiB", "losses",
     )  # fmt: skip
     figures: dict[str, Any] = {}
+    saved: list[str] = []
     for name in model.split(","):
         if name not in MODELS:
             raise typer.BadParameter(
                 f"{name!r} is none of {', '.join(MODELS)}", param_hint="--model"
             )
-        with tempfile.TemporaryDirectory() as place, Supervisor() as supervisor:
-            folder = Path(place)
-            start_control_plane(supervisor, folder)
-            run = Run(
-                model=name,
-                ranks=ranks,
-                tokens=tokens,
-                steps=steps,
-                device=device,
-                distribution=distribution,
-                control_plane=str(folder / "control-plane.address"),
-            )
-            found = measure(run, supervisor, folder)
-        figures[name] = {"run": asdict(run), "ways": found}
-        for row in rows_of(run, found):
-            table.add_row(*row)
-        if json_file is not None:
-            json_file.write_text(json.dumps(figures))
-    Console(width=200).print(table)
+        means: dict[int, dict[str, float]] = {}
+        for n_frozen in map(int, frozen.split(",")):
+            with tempfile.TemporaryDirectory() as place, Supervisor() as supervisor:
+                folder = Path(place)
+                start_control_plane(supervisor, folder)
+                run = Run(
+                    model=name,
+                    ranks=ranks,
+                    tokens=tokens,
+                    steps=steps,
+                    device=device,
+                    distribution=distribution,
+                    control_plane=str(folder / "control-plane.address"),
+                    frozen=n_frozen,
+                )
+                found = measure(run, supervisor, folder)
+            figures[name + f", {n_frozen} frozen" * bool(n_frozen)] = {"run": asdict(run), "ways": found}
+            means[n_frozen] = {way: float(np.mean(seconds_of(each))) for way, each in found.items()}
+            for row in rows_of(run, found):
+                table.add_row(*row)
+            if json_file is not None:
+                json_file.write_text(json.dumps(figures))
+        saved += [f"{name}, {line}" for line in lines_saved(means)]
+    console = Console(width=200)
+    console.print(table)
+    for line in saved:
+        console.print(line)
 
 
 if __name__ == "__main__":

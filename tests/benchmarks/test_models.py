@@ -38,9 +38,12 @@ def test_both_ways_train_to_the_same_losses(tmp_path: Path) -> None:
         steps=2,
         device="cpu",
         distribution="pretrain",
+        frozen="0,1",
         json_file=out,
     )
-    ways = json.loads(out.read_text())["tiny-gpt-oss"]["ways"]
+    figures = json.loads(out.read_text())
+    assert list(figures) == ["tiny-gpt-oss", "tiny-gpt-oss, 1 frozen"]
+    ways = figures["tiny-gpt-oss"]["ways"]
     plain, served = (
         np.sum([rank["losses"] for rank in ways[way]], axis=0) for way in ("plain", "served")
     )
