@@ -344,7 +344,10 @@ def main(
                     frozen=n_frozen,
                 )
                 found = measure(run, supervisor, folder)
-            figures[name + f", {n_frozen} frozen" * bool(n_frozen)] = {"run": asdict(run), "ways": found}
+            figures[name + f", {n_frozen} frozen" * bool(n_frozen)] = {
+                "run": asdict(run),
+                "ways": found,
+            }
             means[n_frozen] = {way: float(np.mean(seconds_of(each))) for way, each in found.items()}
             for row in rows_of(run, found):
                 table.add_row(*row)
