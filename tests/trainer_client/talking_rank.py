@@ -27,6 +27,7 @@ from trainer_client.integrity.examiner import Examiner
 from trainer_client.link.control_link import ControlLink
 from trainer_client.metrics import TrainerMetrics
 from trainer_client.options import SessionOptions
+from trainer_client.step.neighbours import Neighbours
 from trainer_client.step.planned_step import PlannedStep
 from trainer_client.step.rank_steps import RankSteps
 from trainer_client.step.servers import ServerLinks
@@ -128,6 +129,7 @@ class _Steps(RankSteps):
             Mock(spec=Examiner),
             Mock(spec=LivenessMonitor),
             metrics,
+            Mock(spec=Neighbours),
         )
         self._received = rank.received
 
