@@ -444,6 +444,7 @@ class Session:
             recoveries=running.recoveries,
             replayed_ticks=running.replayed_ticks,
             recovery_seconds=running.recovery_seconds,
+            edge_wait_seconds=running.edge_wait_seconds,
         )
         now = time.monotonic()
         tracing.record(

@@ -2,6 +2,7 @@
 
     python -m benchmarks.gpu.models --ranks 2 --json out.json
     python -m benchmarks.gpu.models --model llama-3-8b --frozen 0,4       # lowest layers frozen
+    python -m benchmarks.gpu.models --model gemma-3-12b --tokens 32768 --over-ranks
     python -m benchmarks.gpu.models --device cpu --model tiny-gpt-oss --tokens 512 --steps 2
 
 The shapes are gpt-oss-20b's and Gemma-3-12B's with fewer layers, from random weights. A rank has
@@ -12,6 +13,8 @@ drawn; one that crosses the end of a nano-batch is cut there, for both ways. Wei
 *plain* is a session of its own whose tolerance lets everything stay at home, so that both ways run
 the same code: windows at home, full layers by the rank's own server. *Headroom* is how much faster
 plain packing would be if core attention of full layers were spread evenly, as plans forecast it.
+``--over-ranks`` has documents of up to the tokens of a step, which go on over nano-batches and
+ranks, inside windows as well; *edge waits* are what a rank's thread waited for keys of others.
 With *frozen* layers, the embedding and the lowest layers have no gradients, as under adapters in
 the upper layers alone; *saved* is what that saves of a step.
 """
@@ -21,6 +24,7 @@ from __future__ import annotations
 import json
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -40,7 +44,7 @@ from benchmarks.gpu.plain_packing import TOLERANCES, seconds_lost
 from benchmarks.gpu.training.batches import draw_batch
 from benchmarks.gpu.training.methods import BARRIER_SECONDS, await_address
 from benchmarks.gpu.training.rank_processes import joined, let_go, spawned
-from core_attention.manifest import RankManifest
+from core_attention.manifest import RankManifest, Segment
 from distca.data.batch import IGNORED_LABEL
 from distca.local.supervisor import Supervisor
 from distca.train.loss import chunked_loss
@@ -101,6 +105,12 @@ class Run:
     distribution: str
     control_plane: str
     frozen: int = 0
+    over_ranks: bool = False
+
+    @property
+    def ways(self) -> list[str]:
+        """No rank can hold a document of several at home."""
+        return ["served"] if self.over_ranks else list(TOLERANCES)
 
 
 class WithLoss(nn.Module):
@@ -148,15 +158,51 @@ def halves(lengths: np.ndarray[Any, Any], tokens: int) -> list[list[int]]:
     return [cut[ends <= tokens].tolist(), cut[ends > tokens].tolist()]
 
 
-def tensors(lengths: list[int], vocabulary: int, seed: int, device: str) -> dict[str, torch.Tensor]:
+def over_ranks(lengths: Sequence[int], ranks: int, tokens: int) -> list[RankManifest]:
+    """Documents one after another over nano-batch 0 of all ranks, ``tokens`` each, and then over
+    nano-batch 1; cut wherever a nano-batch ends."""
+    held: list[tuple[list[Segment], list[Segment]]] = [([], []) for _ in range(ranks)]
+    begin = 0
+    for document, length in enumerate(lengths):
+        at = begin
+        while at < begin + length:
+            place = at // tokens
+            end = min((place + 1) * tokens, begin + length)
+            nano_batch, rank = divmod(place, ranks)
+            held[rank][nano_batch].append(Segment(document, length, at - begin, end - at))
+            at = end
+        begin += length
+    return [RankManifest(0, rank, nano_batches) for rank, nano_batches in enumerate(held)]
+
+
+def manifests_of(run: Run, seed: int) -> list[RankManifest]:
+    """Of all ranks, for the documents of ``seed``."""
+    if run.over_ranks:
+        whole = draw_batch(seed, 1, 2 * run.tokens * run.ranks, run.distribution)
+        return over_ranks(whole.lengths.tolist(), run.ranks, run.tokens)
+    batch = draw_batch(seed, run.ranks, 2 * run.tokens, run.distribution)
+    return [
+        RankManifest.from_lengths(0, rank, halves(batch.ranks[rank], run.tokens))
+        for rank in range(run.ranks)
+    ]
+
+
+def tensors(
+    segments: Sequence[Segment], vocabulary: int, seed: int, device: str
+) -> dict[str, torch.Tensor]:
     """Random tokens of one nano-batch; no document predicts the next one."""
-    generator = torch.Generator().manual_seed(seed)
-    ids = torch.randint(8, vocabulary, (sum(lengths),), generator=generator)
-    labels = ids.roll(-1)
-    labels[np.cumsum(lengths) - 1] = IGNORED_LABEL
-    positions = torch.cat([torch.arange(length) for length in lengths])
+    ids, labels, positions = [], [], []
+    for segment in segments:
+        generator = torch.Generator().manual_seed(seed << 48 ^ segment.document_id)
+        document = torch.randint(8, vocabulary, (segment.document_length,), generator=generator)
+        following = document.roll(-1)
+        following[-1] = IGNORED_LABEL
+        begin, end = segment.offset, segment.offset + segment.length
+        ids.append(document[begin:end])
+        labels.append(following[begin:end])
+        positions.append(torch.arange(begin, end))
     named = {"input_ids": ids, "position_ids": positions, "labels": labels}
-    return {name: rows[None].to(device) for name, rows in named.items()}
+    return {name: torch.cat(rows)[None].to(device) for name, rows in named.items()}
 
 
 def run_way(run: Run, way: str, rank: int, device: str, address: str) -> dict[str, Any]:
@@ -197,26 +243,23 @@ def run_way(run: Run, way: str, rank: int, device: str, address: str) -> dict[st
     optimizer = torch.optim.SGD(
         [each for each in sharded.module.parameters() if each.requires_grad], lr=1e-3
     )
-    found: dict[str, Any] = {"seconds": [], "losses": [], "over": [], "imbalance": []}
-    drawn = [
-        halves(
-            draw_batch(seed, run.ranks, 2 * run.tokens, run.distribution).ranks[rank], run.tokens
-        )
-        for seed in [*range(WARM_UPS), *range(run.steps)]
-    ]
+    found: dict[str, Any] = {
+        name: [] for name in ("seconds", "losses", "over", "imbalance", "edge_waits")
+    }
+    drawn = [manifests_of(run, seed)[rank] for seed in [*range(WARM_UPS), *range(run.steps)]]
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
     with Session.open(options) as session:
-        for step, lengths in enumerate(drawn):
-            session.submit(RankManifest.from_lengths(step, rank, lengths))
-        for step, lengths in enumerate(drawn):
+        for step, manifest in enumerate(drawn):
+            session.submit(RankManifest(step, rank, manifest.nano_batches))
+        for step, manifest in enumerate(drawn):
             nano_batches = [
-                tensors(mine, config.vocab_size, 10 * step + 2 * rank + half, device)
-                for half, mine in enumerate(lengths)
+                tensors(segments, config.vocab_size, step, device)
+                for segments in manifest.nano_batches
             ]
             dist.barrier()
             begin = time.perf_counter()
-            with session.step(step):
+            with session.step(step) as running:
                 if step == 0:
                     dist.barrier()  # All are connected before a collective runs on a GPU.
                 loss = sharded.module(nano_batches) / (2 * run.tokens * run.ranks)
@@ -228,6 +271,8 @@ def run_way(run: Run, way: str, rank: int, device: str, address: str) -> dict[st
             if step >= WARM_UPS:
                 found["seconds"].append(time.perf_counter() - begin)
                 found["losses"].append(float(loss.detach()))
+                assert running.report is not None
+                found["edge_waits"].append(running.report.edge_wait_seconds)
                 seen = StepMeasurements.from_proto(session.fetch_step(step))
                 found["over"].append(seconds_lost(seen, options.n_layers))
                 found["imbalance"].append([seen.home_imbalance, seen.planned_imbalance])
@@ -243,7 +288,7 @@ def run_rank(rank: int, run: Run) -> None:
     folder = Path(run.control_plane).parent
     with joined(rank, run.ranks, on_gpu=on_gpu, rendezvous=folder / "rendezvous") as device:
         address = await_address(Path(run.control_plane))
-        for way in TOLERANCES:
+        for way in run.ways:
             found = run_way(run, way, rank, str(device), address)
             (folder / f"{way}-{rank}.json").write_text(json.dumps(found))
             let_go(device)
@@ -256,7 +301,7 @@ def measure(run: Run, supervisor: Supervisor, folder: Path) -> dict[str, list[di
             pass
     return {
         way: [json.loads((folder / f"{way}-{i}.json").read_text()) for i in range(run.ranks)]
-        for way in TOLERANCES
+        for way in run.ways
     }
 
 
@@ -282,12 +327,14 @@ def lines_saved(means: dict[int, dict[str, float]]) -> list[str]:
 def rows_of(run: Run, found: dict[str, list[dict[str, Any]]]) -> list[list[str]]:
     """Of the table."""
     seconds = {way: seconds_of(ranks) for way, ranks in found.items()}
-    plain = np.array(seconds["plain"])
-    rooms = plain / (plain - np.array(found["plain"][0]["over"]))
     rows = []
     for way, ranks in found.items():
         losses = [sum(step) for step in zip(*(r["losses"] for r in ranks), strict=True)]
-        mine = np.array(seconds[way])
+        mine, against = np.array(seconds[way]), ""
+        if "plain" in found:
+            plain = np.array(seconds["plain"])
+            rooms = plain / (plain - np.array(found["plain"][0]["over"]))
+            against = f"{np.mean(plain / mine):.3f}x of {np.mean(rooms):.3f}x"
         home, planned = np.mean([r["imbalance"] for r in ranks], axis=(0, 1))
         rows.append(
             [
@@ -295,10 +342,11 @@ def rows_of(run: Run, found: dict[str, list[dict[str, Any]]]) -> list[list[str]]
                 way,
                 " ".join(f"{s:.2f}" for s in mine),
                 f"{2 * run.tokens * run.ranks * len(mine) / mine.sum():,.0f}",
-                f"{np.mean(plain / mine):.3f}x of {np.mean(rooms):.3f}x",
+                against,
                 f"{home:.2f} / {planned:.2f}",
                 f"{max(r['gib'] for r in ranks):.1f}",
                 " ".join(f"{loss:.5f}" for loss in losses),
+                f"{np.max([r['edge_waits'] for r in ranks]):.3f}",
             ]
         )
     return rows
@@ -314,12 +362,15 @@ def main(
     device: Annotated[str, typer.Option(help="cuda or cpu.")] = "cuda",
     distribution: Annotated[str, typer.Option(help="Of document lengths.")] = "pretrain",
     frozen: Annotated[str, typer.Option(help="Lowest layers; commas between.")] = "0",
+    spanning: Annotated[
+        bool, typer.Option("--over-ranks", help="Documents of up to a step's tokens.")
+    ] = False,
     json_file: Annotated[Path | None, typer.Option("--json", help="Where figures go.")] = None,
 ) -> None:
     """Trains served and with plain packing; on two H100s about two minutes a model."""
     table = Table(
         "model", "way", "s a step", "tokens/s", "over plain, of headroom",
-        "imbalance at home / planned", "peak GiB", "losses",
+        "imbalance at home / planned", "peak GiB", "losses", "edge waits, s",
     )  # fmt: skip
     figures: dict[str, Any] = {}
     saved: list[str] = []
@@ -342,6 +393,7 @@ def main(
                     distribution=distribution,
                     control_plane=str(folder / "control-plane.address"),
                     frozen=n_frozen,
+                    over_ranks=spanning,
                 )
                 found = measure(run, supervisor, folder)
             figures[name + f", {n_frozen} frozen" * bool(n_frozen)] = {

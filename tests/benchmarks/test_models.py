@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from benchmarks.gpu import models
+from core_attention.manifest import Segment
 from distca.data.batch import IGNORED_LABEL
 
 
@@ -17,14 +18,32 @@ def test_documents_are_cut_where_a_nano_batch_ends() -> None:
     assert models.halves(np.array([8, 8]), 8) == [[8], [8]]
 
 
+def test_documents_go_on_over_nano_batches_and_ranks() -> None:
+    held = [manifest.nano_batches for manifest in models.over_ranks([5, 2, 9], 2, 4)]
+    assert held == [
+        (
+            (Segment(0, 5, 0, 4),),
+            (Segment(2, 9, 1, 4),),
+        ),
+        (
+            (Segment(0, 5, 4, 1), Segment(1, 2, 0, 2), Segment(2, 9, 0, 1)),
+            (Segment(2, 9, 5, 4),),
+        ),
+    ]
+
+
 def test_no_document_predicts_the_next_one() -> None:
-    batch = models.tensors([3, 1, 2], 99, seed=0, device="cpu")
+    segments = [Segment(0, 3, 0, 3), Segment(1, 1, 0, 1), Segment(2, 4, 0, 2)]
+    batch = models.tensors(segments, 99, seed=0, device="cpu")
     ids, labels = batch["input_ids"][0], batch["labels"][0]
     assert batch["position_ids"][0].tolist() == [0, 1, 2, 0, 0, 1]
     predicts = [0, 1, 4]
     assert labels[predicts].tolist() == ids[[1, 2, 5]].tolist()
-    others = [row for row in range(len(ids)) if row not in predicts]
-    assert set(labels[others].tolist()) == {IGNORED_LABEL}
+    assert labels[[2, 3]].tolist() == [IGNORED_LABEL] * 2
+    rest = models.tensors([Segment(2, 4, 2, 2)], 99, seed=0, device="cpu")
+    assert rest["position_ids"][0].tolist() == [2, 3]
+    assert labels[5] == rest["input_ids"][0, 0], "its document goes on elsewhere"
+    assert rest["labels"][0, 1] == IGNORED_LABEL
 
 
 @pytest.mark.training
@@ -52,3 +71,23 @@ def test_both_ways_train_to_the_same_losses(tmp_path: Path) -> None:
     # What plain packing leaves at home is what the plan moves.
     home, planned = np.mean([rank["imbalance"] for rank in ways["served"]], axis=(0, 1))
     assert planned <= home
+
+
+@pytest.mark.training
+@pytest.mark.timeout(300)
+def test_documents_over_ranks_train(tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    models.main(
+        model="tiny-gpt-oss",
+        ranks=2,
+        tokens=128,
+        steps=1,
+        device="cpu",
+        distribution="one-document",
+        spanning=True,
+        json_file=out,
+    )
+    (ranks,) = json.loads(out.read_text())["tiny-gpt-oss"]["ways"].values()
+    assert all(rank["edge_waits"][0] > 0.0 for rank in ranks)
+    # Random tokens of 512: ln 512 is 6.24.
+    assert sum(rank["losses"][0] for rank in ranks) == pytest.approx(6.24, abs=0.1)

@@ -185,6 +185,20 @@ def test_connections_that_break_are_opened_anew(
     assert any(cuts)
 
 
+def test_waits_for_edge_keys_are_in_the_report(pool_of_four: Cluster) -> None:
+    with Team(pool_of_four, 2, make_shape(), layers=[Layer(window=8), Layer()]) as team:
+        over_ranks = team.check(in_halves(2, 100)).running
+        apart = team.check(in_halves(2, 25, 25, 25, 25)).running
+    waits = [running.report.edge_wait_seconds for running in over_ranks if running.report]
+    assert len(waits) == 2
+    assert all(0.0 < seconds < 20.0 for seconds in waits)
+    named = [event.detail for event in over_ranks[0].trace if event.name == "edge keys"]
+    assert (
+        "step 0 nano-batch 0: gradients of keys from rank 1, of layer 0 of those at home" in named
+    )
+    assert [running.report.edge_wait_seconds for running in apart if running.report] == [0.0, 0.0]
+
+
 def test_messages_are_kept_until_every_rank_has_finished_the_step(pool_of_four: Cluster) -> None:
     with Team(pool_of_four, 3, make_shape(), layers=LAYERS) as team:
         for _ in range(4):

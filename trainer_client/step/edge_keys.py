@@ -7,7 +7,8 @@ answers to its own messages to what it has found for these keys itself.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -107,6 +108,7 @@ class EdgeCall:
         call: its number among those at home.
         given, taken: keys that others need, and those of others.
         checksums: as in the job.
+        waited: told of each message that was waited for, from when to when.
         rows: of each of ``taken``, k and v, once they are here.
     """
 
@@ -116,6 +118,7 @@ class EdgeCall:
     given: Sequence[GivenKeys]
     taken: Sequence[TakenKeys]
     checksums: bool
+    waited: Callable[[EdgeMessage, float, float], None]
     rows: Sequence[Tensors] = field(default=())
     _is_over: bool = False
 
@@ -137,12 +140,7 @@ class EdgeCall:
 
     def take(self, shape: AttentionShape) -> None:
         """Waits for the keys of others. Raises as :meth:`Neighbours.take`."""
-        self.rows = [
-            self.exchange.take(
-                self._message(keys, Phase.FORWARD), self._layout(keys, shape, Phase.FORWARD)
-            )
-            for keys in self.taken
-        ]
+        self.rows = [self._take(keys, shape, Phase.FORWARD) for keys in self.taken]
 
     def answer(self, gradients: Sequence[Tensors], shape: AttentionShape) -> None:
         """Sends the gradients of the keys of others; returns at once.
@@ -160,9 +158,7 @@ class EdgeCall:
         """Waits for what others have found for this rank's keys, and adds it to float32 dk and dv,
         by packed row. Raises as :meth:`Neighbours.take`."""
         for keys in self.given:
-            found = self.exchange.take(
-                self._message(keys, Phase.BACKWARD), self._layout(keys, shape, Phase.BACKWARD)
-            )
+            found = self._take(keys, shape, Phase.BACKWARD)
             self.exchange.let_go(self._message(keys, Phase.FORWARD))
             at = 0
             for begin, length in keys.runs:
@@ -183,6 +179,12 @@ class EdgeCall:
                 "backward once, without retain_graph"
             )
         self._is_over = True
+
+    def _take(self, keys: GivenKeys | TakenKeys, shape: AttentionShape, phase: Phase) -> Tensors:
+        message, begin = self._message(keys, phase), time.perf_counter()
+        rows = self.exchange.take(message, self._layout(keys, shape, phase))
+        self.waited(message, begin, time.perf_counter())
+        return rows
 
     def _message(self, keys: GivenKeys | TakenKeys, phase: Phase) -> EdgeMessage:
         tick = Tick(self.step, self.call, keys.nano_batch, phase)

@@ -194,7 +194,13 @@ def _at_home(
     name = f"layer {number} of those at home"
     if tasks.given or tasks.taken:
         call.edges = EdgeCall(
-            running.neighbours, running.step, number, tasks.given, tasks.taken, job.checksums
+            running.neighbours,
+            running.step,
+            number,
+            tasks.given,
+            tasks.taken,
+            job.checksums,
+            running.edge_waited,
         )
     if nano_batch == 1 and tasks.handed_over:
         needs_backward = _needs_backward(q, k, v)

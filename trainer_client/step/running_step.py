@@ -23,7 +23,7 @@ from trainer_client.errors import CoreAttentionFailed, SessionError
 from trainer_client.machine.events import LaneOutline
 from trainer_client.machine.lane import LaneMachine
 from trainer_client.metrics import OWN_PROCESS, ServedTasks
-from trainer_client.step.edge_keys import EdgeExchange
+from trainer_client.step.edge_keys import EdgeExchange, EdgeMessage
 from trainer_client.step.exchanges import PlanInForce
 from trainer_client.step.handed_over import HandedOver
 from trainer_client.step.replies import Tensors
@@ -93,6 +93,7 @@ class RunningStep:
         self.waits: list[TickWait] = []
         self.device_waits: list[DeviceWait] = []
         self.wait_seconds = self.send_seconds = self.recovery_seconds = 0.0
+        self.edge_wait_seconds = 0.0
         self.sent_bytes = self.received_bytes = 0
         self.recoveries = self.replayed_ticks = 0
         self.began_seconds = time.perf_counter()
@@ -178,6 +179,12 @@ class RunningStep:
         call = self._home_calls[nano_batch]
         self._home_calls[nano_batch] += 1
         return call
+
+    def edge_waited(self, message: EdgeMessage, begin: float, end: float) -> None:
+        """The rank's thread was blocked on ``message`` from ``begin`` to ``end``, on
+        ``time.perf_counter``'s clock."""
+        self.edge_wait_seconds += end - begin
+        self.record(f"nano-batch {message.tick.nano_batch}", "edge keys", begin, end, str(message))
 
     def hand_over(self, call: str, handed: HandedOver, link: torch.Tensor) -> HandedOver:
         """Nano-batch 0 has come through a call and hands keys over to nano-batch 1.
