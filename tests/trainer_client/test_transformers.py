@@ -520,6 +520,28 @@ def batches_with_seq_idx(*, right: bool) -> list[dict[str, torch.Tensor]]:
     return batches
 
 
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_nano_batches_without_rows_give_gradients_of_zeros(
+    session: Session, checkpointed: bool
+) -> None:
+    """For collectives of data parallelism, which wait for gradients of every rank."""
+    model = make_model(CONFIGS["Llama"], "distca")
+    if checkpointed:
+        cast("Any", model).gradient_checkpointing_enable()
+        model.train()
+    (full,) = make_batches(lengths=([5, 20],))
+    empty = {name: rows[:, :0] for name, rows in full.items()}
+    with session.step(submit(session, ([], [5, 20]))):
+        without, other = PingPong(model)([empty, full])
+        assert without.logits.shape == (1, 0, 64)
+        assert float(without.loss.detach()) == 0.0
+        loss = without.loss + without.logits.sum()
+        gradients = torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)
+        other.loss.backward()
+    assert not any(gradient.any() for gradient in gradients)
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
 def test_seq_idx_is_accepted(session: Session) -> None:
     model = make_model(CONFIGS["Llama"], "distca")
     with session.step(submit(session)):

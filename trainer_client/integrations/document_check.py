@@ -348,6 +348,11 @@ def _arguments(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     return {**dict(zip(names, args, strict=False)), **kwargs}
 
 
+def is_served_model(module: nn.Module) -> bool:
+    """Whether ``module`` is or holds a model of transformers that asks for served attention."""
+    return next(_outermost(module), None) is not None
+
+
 def _outermost(model: nn.Module) -> Iterator[PreTrainedModel]:
     if isinstance(model, PreTrainedModel) and _asks_for_us(model):
         yield model

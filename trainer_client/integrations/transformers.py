@@ -34,6 +34,7 @@ from trainer_client.integrations.document_check import (
     current_check,
     has_attention_interface,
     hook_before_forward,
+    is_served_model,
     no_interface,
 )
 from trainer_client.integrations.documents import CHECKED, Documents
@@ -58,6 +59,7 @@ from trainer_client.step.home_tasks import FULL
 from trainer_client.step.lane import Lane, require_lane
 from trainer_client.step.operation import core_attention
 from trainer_client.step.sinks import with_sinks
+from trainer_client.step.without_rows import needs_rows
 
 __all__ = [
     "IMPLEMENTATION",
@@ -125,7 +127,7 @@ def distca_attention(
     Raises:
         UnsupportedArgument: an argument is not supported, or has an unsupported value.
         ValueError: position_ids or cu_seq_lens do not match the manifest.
-        SessionError: no step is running, or a document is cut between ranks inside a window.
+        SessionError: no step is running.
     """
     checkpoints = Checkpoints()
     if is_shape_inference(checkpoints.recomputed):
@@ -402,6 +404,7 @@ def _is_language_model(model: PreTrainedModel) -> bool:
     return model.main_input_name == "input_ids" and model.config.get_text_config() is model.config
 
 
+needs_rows.append(is_served_model)
 AttentionInterface.register(IMPLEMENTATION, distca_attention)
 AttentionMaskInterface.register(IMPLEMENTATION, outside_graphs(distca_mask))
 _watch_models()

@@ -21,6 +21,7 @@ from trainer_client.step.lane import Lane, check_nano_batch, current_lane, requi
 from trainer_client.step.lane_random import RandomState, lane_states
 from trainer_client.step.running_step import RunningStep
 from trainer_client.step.thread_state import ThreadState
+from trainer_client.step.without_rows import is_without_rows, run_without_rows
 
 Call = tuple[tuple[Any, ...], Mapping[str, Any]]
 """Arguments, and those with names."""
@@ -44,7 +45,8 @@ class PingPong(nn.Module):
 
     @outside_graphs
     def forward(self, nano_batches: Sequence[Mapping[str, Any]]) -> list[Any]:
-        """The module's outputs, one per nano-batch.
+        """The module's outputs, one per nano-batch. Those of a nano-batch without rows have none,
+        and give the weights gradients of zeros, so that data-parallel collectives run.
 
         Raises:
             SessionError: no step is running, it has another number of nano-batches, or the module
@@ -79,13 +81,19 @@ class PingPong(nn.Module):
         token = current_lane.set(lane)
         random[index].restore()
         try:
-            output = self.module(**batch)
+            output = _run(self.module, (), batch)
             running.lane_returned(index)
             return output
         finally:
             random[index] = RandomState.capture()
             random[0].restore()
             current_lane.reset(token)
+
+
+def _run(forward: Callable[..., Any], arguments: Sequence[Any], named: Mapping[str, Any]) -> Any:
+    if not arguments and is_without_rows(forward, named):
+        return run_without_rows(forward, named)
+    return forward(*arguments, **named)
 
 
 def run_in_turns(
@@ -172,7 +180,7 @@ class _Turns:
         def play() -> None:
             self._random[index].restore()
             try:
-                self._outputs[index] = self._forward(*arguments, **named)
+                self._outputs[index] = _run(self._forward, arguments, named)
             finally:
                 self._random[index] = RandomState.capture()
             if self._is_last:
