@@ -9,7 +9,6 @@ import torch
 
 from core_attention.ca_task import MaskKind
 from core_attention.errors import TensorError
-from core_attention.manifest import RankManifest, Segment
 from tests.cluster import Cluster
 from tests.team import Layer, Team
 from tests.trainer_client.test_parity import CASES, lengths, make_shape, spanning
@@ -97,21 +96,6 @@ def test_bidirectional_documents_match_the_reference(
         for case in ("odd lengths", "hundreds of tiny documents", "one document over all ranks"):
             team.check(CASES[case])
         team.check(lengths(([1500, 300], [700]), ([80, 40], [60, 2, 1])))
-
-
-@pytest.mark.parametrize("layer", [Layer(window=64), Layer(chunk=64)])
-def test_a_document_that_is_cut_inside_a_window_is_refused_by_name(
-    pool_of_four: Cluster, layer: Layer
-) -> None:
-    manifests = [
-        RankManifest(0, 0, ((Segment(7, 200, 0, 100),),)),
-        RankManifest(0, 1, ((Segment(7, 200, 100, 100),),)),
-    ]
-    with (
-        Team(pool_of_four, 2, make_shape(), layers=[layer, Layer()], n_nano_batches=1) as team,
-        pytest.raises(SessionError, match="64 tokens needs keys of document 7 from another"),
-    ):
-        team.run(manifests)
 
 
 def test_a_layer_that_servers_compute_otherwise_is_refused(pool_of_four: Cluster) -> None:
