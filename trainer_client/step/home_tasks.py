@@ -9,10 +9,12 @@ rank's own, elsewhere in the nano-batch or in nano-batch 0, or another rank's, w
 
 from __future__ import annotations
 
+import bisect
 import itertools
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -291,13 +293,20 @@ class _Document:
 
     def keys(self, begin: int, end: int) -> list[_Piece]:
         """Who has the keys at ``[begin, end)``, and where, by position."""
-        found = []
-        for piece in (*self.carried, *self.pieces):
+        pieces, found = self._by_position, []
+        at = bisect.bisect_right(pieces, begin, key=lambda piece: piece.offset) - 1
+        while at < len(pieces) and pieces[at].offset < end:
+            piece = pieces[at]
             low, high = max(begin, piece.offset), min(end, piece.offset + piece.length)
-            if low < high:
-                row = piece.row if piece.row < 0 else piece.row + low - piece.offset
-                found.append(piece._replace(offset=low, length=high - low, row=row))
-        return sorted(found)
+            row = piece.row if piece.row < 0 else piece.row + low - piece.offset
+            found.append(piece._replace(offset=low, length=high - low, row=row))
+            at += 1
+        return found
+
+    @cached_property
+    def _by_position(self) -> list[_Piece]:
+        """A document over a thousand ranks has as many pieces, and each needs those before it."""
+        return sorted((*self.carried, *self.pieces))
 
 
 def _documents(running: RunningStep, nano_batch: int) -> Iterator[_Document]:
