@@ -188,9 +188,9 @@ def test_ranks_learn_what_the_pool_uses_before_they_open_a_job(
 
 
 def test_a_transport_is_a_name(client: Client) -> None:
-    with pytest.raises(rpc.RpcError, match="transport is 'u c x'"):
+    with pytest.raises(rpc.InvalidRequest, match="transport is 'u c x'"):
         client.register("s0", transport="u c x")
-    with pytest.raises(rpc.RpcError, match="transport is 'u c x'"):
+    with pytest.raises(rpc.InvalidRequest, match="transport is 'u c x'"):
         client.open(0, job_spec(transport="u c x"))
 
 
@@ -242,7 +242,7 @@ def test_in_place_servers_come_by_rank_and_get_their_plans_with_their_ranks(
         ("train.rank-0", 0),
         ("train.rank-1", 1),
     ]
-    with pytest.raises(rpc.RpcError, match="WatchRank"):
+    with pytest.raises(rpc.InvalidRequest, match="WatchRank"):
         client.watch_server(first).next()
     # The in-place server's load and measurements go under its rank's lease.
     client.heartbeat(first)
@@ -460,14 +460,14 @@ def test_every_planner_is_prepared_and_serves_a_job(planner: str) -> None:
 )
 def test_register_server_refuses(client: Client, changes: dict[str, Any], match: str) -> None:
     request = membership_pb2.RegisterServerRequest(server=server_description("s0", **changes))
-    with pytest.raises(rpc.RpcError, match=match):
+    with pytest.raises(rpc.InvalidRequest, match=match):
         client.membership.RegisterServer(request)
 
 
 def test_register_server_refuses_a_profile_with_holes(client: Client) -> None:
     server = server_description("s0")
     server.profiles[0].forward_seconds[2] = 0.0
-    with pytest.raises(rpc.RpcError, match=r"server 's0': CostProfile: forward_seconds"):
+    with pytest.raises(rpc.InvalidRequest, match=r"server 's0': CostProfile: forward_seconds"):
         client.membership.RegisterServer(membership_pb2.RegisterServerRequest(server=server))
 
 
@@ -497,19 +497,19 @@ def test_register_server_refuses_the_id_of_a_live_one(client: Client) -> None:
 )
 def test_open_job_refuses(client: Client, changes: dict[str, Any], match: str) -> None:
     request = jobs_pb2.OpenJobRequest(spec=job_spec(**changes), rank=0, host="h")
-    with pytest.raises(rpc.RpcError, match=match):
+    with pytest.raises(rpc.InvalidRequest, match=match):
         client.jobs.OpenJob(request)
 
 
 def test_open_job_refuses_wrong_rank_host_and_in_place_server(client: Client) -> None:
-    with pytest.raises(rpc.RpcError, match="rank is 2; job train has ranks 0 to 1"):
+    with pytest.raises(rpc.InvalidRequest, match="rank is 2; job train has ranks 0 to 1"):
         client.open(2)
-    with pytest.raises(rpc.RpcError, match="host is empty"):
+    with pytest.raises(rpc.InvalidRequest, match="host is empty"):
         client.jobs.OpenJob(jobs_pb2.OpenJobRequest(spec=job_spec(), rank=0))
     in_place = job_spec(placement=jobs_pb2.PLACEMENT_IN_PLACE)
-    with pytest.raises(rpc.RpcError, match="in_place_server is missing"):
+    with pytest.raises(rpc.InvalidRequest, match="in_place_server is missing"):
         client.jobs.OpenJob(jobs_pb2.OpenJobRequest(spec=in_place, rank=0, host="h"))
-    with pytest.raises(rpc.RpcError, match=r"server train\.rank-0 has no cost profile"):
+    with pytest.raises(rpc.InvalidRequest, match=r"server train\.rank-0 has no cost profile"):
         client.jobs.OpenJob(
             jobs_pb2.OpenJobRequest(
                 spec=in_place,
@@ -531,11 +531,11 @@ def test_open_job_refuses_another_spec_and_a_rank_that_has_joined(client: Client
 
 @pytest.mark.parametrize("seconds", [-1.0, float("nan"), float("inf")])
 def test_no_time_to_have_waited_is_refused(client: Client, seconds: float) -> None:
-    with pytest.raises(rpc.RpcError, match=f"waited_seconds is {seconds}"):
+    with pytest.raises(rpc.InvalidRequest, match=f"waited_seconds is {seconds}"):
         client.jobs.OpenJob(
             jobs_pb2.OpenJobRequest(spec=job_spec(), rank=0, host="h", waited_seconds=seconds)
         )
-    with pytest.raises(rpc.RpcError, match=f"waited_seconds is {seconds}"):
+    with pytest.raises(rpc.InvalidRequest, match=f"waited_seconds is {seconds}"):
         client.membership.RegisterServer(
             membership_pb2.RegisterServerRequest(
                 server=server_description("s0"), waited_seconds=seconds
@@ -607,12 +607,12 @@ def test_unknown_lease_is_named_in_every_call(client: Client) -> None:
 
 def test_submit_manifest_refuses_what_is_malformed_or_not_the_ranks(client: Client) -> None:
     job_id, leases = open_pair(client)
-    with pytest.raises(rpc.RpcError, match="of rank 1 came with the lease of rank 0"):
+    with pytest.raises(rpc.InvalidRequest, match="of rank 1 came with the lease of rank 0"):
         client.submit(job_id, leases[0], rank_manifest(0, 1))
-    with pytest.raises(rpc.RpcError, match="has 1 nano-batches"):
+    with pytest.raises(rpc.InvalidRequest, match="has 1 nano-batches"):
         client.submit(job_id, leases[0], RankManifest.from_lengths(0, 0, [[5]]))
     malformed = plan_pb2.RankManifest(n_nano_batches=2, nano_batch=b"123")
-    with pytest.raises(rpc.RpcError, match="nano_batch has 3 bytes"):
+    with pytest.raises(rpc.InvalidRequest, match="nano_batch has 3 bytes"):
         client.jobs.SubmitManifest(
             jobs_pb2.SubmitManifestRequest(
                 job_id=job_id, rank_lease_id=leases[0], manifest=malformed
@@ -620,13 +620,13 @@ def test_submit_manifest_refuses_what_is_malformed_or_not_the_ranks(client: Clie
         )
     client.submit(job_id, leases[0], rank_manifest(0, 0))
     client.submit(job_id, leases[0], rank_manifest(0, 0))
-    with pytest.raises(rpc.RpcError, match="another manifest for step 0"):
+    with pytest.raises(rpc.InvalidRequest, match="another manifest for step 0"):
         client.submit(job_id, leases[0], rank_manifest(0, 0), forward_only=True)
 
 
 def test_heartbeat_refuses_an_impossible_load(client: Client) -> None:
     lease = client.register("s0")
-    with pytest.raises(rpc.RpcError, match=r"busy_ratio is 1\.5"):
+    with pytest.raises(rpc.InvalidRequest, match=r"busy_ratio is 1\.5"):
         client.membership.Heartbeat(
             membership_pb2.HeartbeatRequest(
                 lease_id=lease, load=membership_pb2.ServerLoad(busy_ratio=1.5)
@@ -641,18 +641,18 @@ def test_report_step_refuses_foreign_and_empty_measurements(client: Client) -> N
     watcher.next("job_opened")
     submit_pair(client, job_id, leases, 0)
     watcher.next("step_planned")
-    with pytest.raises(rpc.RpcError, match="rank 1 came with the lease of rank 0"):
+    with pytest.raises(rpc.InvalidRequest, match="rank 1 came with the lease of rank 0"):
         client.report_rank(job_id, leases[0], 0, 1)
-    with pytest.raises(rpc.RpcError, match="'s9' came with the lease of server s0"):
+    with pytest.raises(rpc.InvalidRequest, match="'s9' came with the lease of server s0"):
         client.report_server(job_id, server_lease, 0, "s9")
-    with pytest.raises(rpc.RpcError, match="measurement is missing"):
+    with pytest.raises(rpc.InvalidRequest, match="measurement is missing"):
         client.jobs.ReportStep(
             jobs_pb2.ReportStepRequest(job_id=job_id, step=0, lease_id=leases[0])
         )
     with pytest.raises(rpc.UnknownStep, match="now: 0 to 0"):
         client.report_rank(job_id, leases[0], 5, 0)
     short = jobs_pb2.ServerMeasurement(server_id="s0", forward_busy_seconds=[1.0])
-    with pytest.raises(rpc.RpcError, match="the job has 2 nano-batches"):
+    with pytest.raises(rpc.InvalidRequest, match="the job has 2 nano-batches"):
         client.jobs.ReportStep(
             jobs_pb2.ReportStepRequest(job_id=job_id, step=0, lease_id=server_lease, server=short)
         )
@@ -765,5 +765,5 @@ def test_ranks_of_a_job_are_located_for_each_other(client: Client) -> None:
     address = server_description("located.rank-1").data_address
     assert locate(1) == {1: ("located.rank-1", address)}
     assert locate() == {}
-    with pytest.raises(rpc.RpcError, match=r"rank 2 was asked for; .* has 2 ranks"):
+    with pytest.raises(rpc.InvalidRequest, match=r"rank 2 was asked for; .* has 2 ranks"):
         locate(2)
