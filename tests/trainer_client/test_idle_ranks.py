@@ -1,4 +1,5 @@
-"""A rank without rows in a step, under DistributedDataParallel: its collectives run as ever."""
+"""A rank without rows in a step, under DistributedDataParallel and FSDP2: its collectives run as
+ever."""
 
 from __future__ import annotations
 

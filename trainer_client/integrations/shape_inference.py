@@ -1,4 +1,5 @@
-"""Runs of a model on garbage by which PyTorch's pipelining finds shapes: nothing is served."""
+"""Runs of a model on garbage, in which nothing is served: PyTorch's pipelining finds shapes by
+them, and nano-batches without rows have no others."""
 
 from __future__ import annotations
 
@@ -37,21 +38,28 @@ _current: ContextVar[ShapeInference | None] = ContextVar("distca_shape_inference
 
 
 def is_shape_inference(recomputed: Region | None) -> bool:
-    """Whether the caller runs for its shapes: in no nano-batch, nor ``recomputed`` for one."""
+    """Whether the caller runs for its shapes: in no nano-batch or one without rows, nor
+    ``recomputed`` for another."""
     if recomputed:
         return recomputed.caller is _SHAPES
+    if (lane := current_lane.get()) is not None:
+        return lane.without_rows
     inference = _current.get()
-    return inference is not None and not inference.is_over and current_lane.get() is None
+    return inference is not None and not inference.is_over
 
 
 def of_the_right_shape(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, checkpoints: Checkpoints
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, checkpoints: Checkpoints, *, served: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Zeros of the shapes and dtypes of core attention's o and lse, through which q, k and v get
-    gradients, zeros as well; again in a checkpoint that is recomputed."""
+    gradients, zeros as well; again in a checkpoint that is recomputed. A lane gives way in layers
+    that are ``served``, as it does with rows."""
     if region := checkpoints.recomputed:
         o, lse = Recomputed.apply(q, k, v, *region.take())  # type: ignore[no-untyped-call]
     else:
+        lane = current_lane.get()
+        if served and lane is not None:
+            lane.give_way()
         o, lse = _Shapes.apply(q, k, v, checkpoints.keep)  # type: ignore[no-untyped-call]
     return o, lse
 

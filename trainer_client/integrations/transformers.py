@@ -132,7 +132,9 @@ def distca_attention(
     checkpoints = Checkpoints()
     if is_shape_inference(checkpoints.recomputed):
         q, k, v = (tensor.transpose(1, 2) for tensor in (query, key, value))
-        o, lse = of_the_right_shape(q, k, v, checkpoints)
+        kind = attention_mask.kind if isinstance(attention_mask, LayerMask) else FULL
+        served = kind.is_full or serves_windows(module)
+        o, lse = of_the_right_shape(q, k, v, checkpoints, served=served)
         return (o if s_aux is None else with_sinks(o, lse, s_aux)), None
     if current_check.get() is None and is_at_home():
         attend = functools.partial(attend_at_home, softcap=softcap or 0.0, sinks=s_aux)

@@ -112,7 +112,7 @@ def core_attention_and_lse(
         return o, o.new_zeros(o.shape[:2], dtype=torch.float32)
     checkpoints = Checkpoints()
     if is_shape_inference(checkpoints.recomputed):
-        return of_the_right_shape(q, k, v, checkpoints)
+        return of_the_right_shape(q, k, v, checkpoints, served=kind.is_full)
     if kind.is_full:
         return _served(q, k, v, softcap, scale, checkpoints)
     return _at_home(q, k, v, kind, softcap, scale, checkpoints)

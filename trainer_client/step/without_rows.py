@@ -3,19 +3,20 @@
 Under data parallelism a rank without rows must still take part in collectives of the model's
 weights, forward and backward. Models of transformers cannot be run on empty tensors. So they are
 run on a few rows of zeros whose core attention is zeros, and whose outputs are dropped: no gradient
-comes of them but zeros.
+comes of them but zeros. They give way to other nano-batches where rows would, so that collectives
+come in the same order on all ranks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
-from trainer_client.integrations.shape_inference import ShapeInference
 from trainer_client.step.lane import current_lane
 
 _ROWS = 2
@@ -45,12 +46,13 @@ def run_without_rows(module: Callable[..., Any], batch: Mapping[str, Any]) -> An
     rows_at = _rows_at(batch)
     assert rows_at is not None
     given = {name: _filled(value) for name, value in batch.items()}
-    lane = current_lane.set(None)
+    lane = current_lane.get()
+    assert lane is not None
+    token = current_lane.set(replace(lane, without_rows=True))
     try:
-        with ShapeInference().may_run():
-            output = module(**given)
+        output = module(**given)
     finally:
-        current_lane.reset(lane)
+        current_lane.reset(token)
     return tree_map(lambda leaf: _emptied(leaf, rows_at), output)
 
 
