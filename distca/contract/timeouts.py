@@ -120,8 +120,8 @@ TIMEOUTS = (
         name="tick_timeout_seconds",
         seconds=120.0,
         who="rank",
-        what="a tick's reply, whatever the reason",
-        then="the server counts as lost: recovery",
+        what="a tick's reply, whatever the reason; or keys of a window that another rank has",
+        then="the server counts as lost: recovery; without the keys the step fails",
         option="train --tick-timeout-seconds",
     ),
     Timeout(
