@@ -60,6 +60,7 @@ NO_MEMORY = (BufferPoolExhausted, DriverError, MemoryError, torch.OutOfMemoryErr
 """What a buffer pool raises when it has no room, or the device gives it none."""
 
 EdgeAccept: TypeAlias = Callable[[int, Sequence[int], Connection], Sequence[int]]
+"""Takes a rank, tags that it has received, and its connection; gives the tags received here."""
 
 LANE_DEADLINE_SECONDS = default_seconds("lane_deadline_seconds")
 """A posted receive waits for as long as its trainer computes, evaluates or saves. When the trainer

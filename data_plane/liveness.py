@@ -14,7 +14,7 @@ import threading
 import time
 from dataclasses import dataclass
 
-from data_plane.transport import Connection
+from data_plane.transport import Connection, Transfer
 
 logger = logging.getLogger(__name__)
 
@@ -76,6 +76,11 @@ class LivenessMonitor:
                 self._watched[id(connection)] = _Watched(connection, 1, time.monotonic())
             else:
                 watched.waits += 1
+
+    def watch_until_end(self, connection: Connection, transfer: Transfer) -> None:
+        """The peer owes the end of ``transfer``, which is one of ``connection``'s, from now on."""
+        self.watch(connection)
+        transfer.add_done_callback(lambda _: self.unwatch(connection))
 
     def unwatch(self, connection: Connection) -> None:
         """One of the things came, or is not awaited any more.

@@ -125,6 +125,9 @@ class Session:
             quiet_seconds=options.ping_quiet_seconds,
             ping_timeout_seconds=options.ping_timeout_seconds,
         )
+        self._neighbours = Neighbours(
+            options, self._link, self._transport, self._pool, self._liveness, self._name_peer
+        )
         self._running: RunningStep | None = None
         self._handed_in: set[int] = set()
         self._last_step = -1
@@ -136,9 +139,6 @@ class Session:
             self._transport.close()
             self._liveness.close()
             raise
-        self._neighbours = Neighbours(
-            options, self._link, self._transport, self._pool, self._liveness, self._name_peer
-        )
         self._steps = self._make_steps()
 
     def _make_steps(self) -> RankSteps:
@@ -170,9 +170,7 @@ class Session:
             on_call=self._kernel_called,
             on_accepted=self._name_peer,
             on_step_finished=self._report_server,
-            on_edge_keys=lambda rank, received, connection: self._neighbours.accept(
-                rank, received, connection
-            ),
+            on_edge_keys=self._neighbours.accept,
         )
 
     @classmethod

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 import trainer_client.integrations.transformers  # noqa: F401 - registers the implementation
 from core_attention.manifest import RankManifest, Segment
+from core_attention.tick import step_of_tag
 from tests.cluster import Cluster, keep_profile
 from tests.cut_manifests import in_halves
 from tests.team import Layer, Team, compare
@@ -204,7 +205,7 @@ def test_messages_are_kept_until_every_rank_has_finished_the_step(pool_of_four: 
         for _ in range(4):
             team.check(THREE_RANKS["one document"])
         kept = {
-            tag >> 22
+            step_of_tag(tag)
             for session in team.sessions
             for neighbour in neighbours_of(session)._neighbours.values()
             for tag in (*neighbour.kept, *neighbour.received)
@@ -332,9 +333,6 @@ def test_models_train_with_documents_over_ranks(pool_of_four: Cluster, name: str
         torch.testing.assert_close(sum(found) / scale, expected / scale, atol=1e-4, rtol=0)
 
 
-DEVICES = [f"cuda:{number}" for number in range(min(torch.cuda.device_count(), 2))] or ["cpu"]
-
-
 @pytest.mark.parametrize(
     "device",
     [
@@ -353,10 +351,10 @@ def test_ranks_in_processes_of_their_own_match_the_reference(
     pool_of_four: Cluster, tmp_path: Path, device: str
 ) -> None:
     """On one GPU or two, with streams and cuda_ipc between them."""
-    shape = make_shape(8, 2, "bfloat16") if device == "cuda" else make_shape()
+    shape, devices = make_shape(), ["cpu"] * 2
     if device == "cuda":
-        shape = replace(shape, head_dim=64, head_dim_v=64)
-    devices = ["cpu"] * 2 if device == "cpu" else (DEVICES * 2)[:2]
+        shape = replace(make_shape(8, 2, "bfloat16"), head_dim=64, head_dim_v=64)
+        devices = [f"cuda:{rank % torch.cuda.device_count()}" for rank in range(2)]
     for each in devices:
         keep_profile(pool_of_four.folder, shape, each)
     layers = [Layer(window=40, sinks=True), Layer(), Layer(window=1000), Layer(chunk=31)]

@@ -8,7 +8,7 @@ answers to its own messages to what it has found for these keys itself.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -19,8 +19,7 @@ from core_attention.message import MessageLayout, edge_layout
 from core_attention.shape import AttentionShape
 from core_attention.tick import Tick
 from trainer_client.errors import SessionError
-
-Tensors = Mapping[str, torch.Tensor]
+from trainer_client.step.replies import Tensors
 
 
 class GivenKeys(NamedTuple):
@@ -107,6 +106,7 @@ class EdgeCall:
         step: of the call.
         call: its number among those at home.
         given, taken: keys that others need, and those of others.
+        shape: of the layer.
         checksums: as in the job.
         waited: told of each message that was waited for, from when to when.
         rows: of each of ``taken``, k and v, once they are here.
@@ -117,48 +117,45 @@ class EdgeCall:
     call: int
     given: Sequence[GivenKeys]
     taken: Sequence[TakenKeys]
+    shape: AttentionShape
     checksums: bool
     waited: Callable[[EdgeMessage, float, float], None]
     rows: Sequence[Tensors] = field(default=())
     _is_over: bool = False
 
-    def give(self, k: torch.Tensor, v: torch.Tensor, shape: AttentionShape) -> None:
+    def give(self, k: torch.Tensor, v: torch.Tensor) -> None:
         """Sends what others need; returns at once.
 
         Args:
             k: ``[rows, num_heads_kv, head_dim]`` of the nano-batch, by packed row.
             v: ``[rows, num_heads_kv, head_dim_v]``, likewise.
-            shape: of the layer.
         """
         for keys in self.given:
             rows = {
                 name: torch.cat([tensor[begin : begin + length] for begin, length in keys.runs])
                 for name, tensor in (("k", k), ("v", v))
             }
-            message = self._message(keys, Phase.FORWARD)
-            self.exchange.send(message, self._layout(keys, shape, Phase.FORWARD), rows)
+            self._send(keys, Phase.FORWARD, rows)
 
-    def take(self, shape: AttentionShape) -> None:
+    def take(self) -> None:
         """Waits for the keys of others. Raises as :meth:`Neighbours.take`."""
-        self.rows = [self._take(keys, shape, Phase.FORWARD) for keys in self.taken]
+        self.rows = [self._take(keys, Phase.FORWARD) for keys in self.taken]
 
-    def answer(self, gradients: Sequence[Tensors], shape: AttentionShape) -> None:
+    def answer(self, gradients: Sequence[Tensors]) -> None:
         """Sends the gradients of the keys of others; returns at once.
 
         Args:
             gradients: of each of ``taken``, float32 dk and dv.
-            shape: of the layer.
         """
         for keys, found in zip(self.taken, gradients, strict=True):
-            message = self._message(keys, Phase.BACKWARD)
-            self.exchange.send(message, self._layout(keys, shape, Phase.BACKWARD), found)
+            self._send(keys, Phase.BACKWARD, found)
         self.rows = ()
 
-    def add_answers(self, gradients: Tensors, shape: AttentionShape) -> None:
+    def add_answers(self, gradients: Tensors) -> None:
         """Waits for what others have found for this rank's keys, and adds it to float32 dk and dv,
         by packed row. Raises as :meth:`Neighbours.take`."""
         for keys in self.given:
-            found = self._take(keys, shape, Phase.BACKWARD)
+            found = self._take(keys, Phase.BACKWARD)
             self.exchange.let_go(self._message(keys, Phase.FORWARD))
             at = 0
             for begin, length in keys.runs:
@@ -180,9 +177,12 @@ class EdgeCall:
             )
         self._is_over = True
 
-    def _take(self, keys: GivenKeys | TakenKeys, shape: AttentionShape, phase: Phase) -> Tensors:
+    def _send(self, keys: GivenKeys | TakenKeys, phase: Phase, rows: Tensors) -> None:
+        self.exchange.send(self._message(keys, phase), self._layout(keys, phase), rows)
+
+    def _take(self, keys: GivenKeys | TakenKeys, phase: Phase) -> Tensors:
         message, begin = self._message(keys, phase), time.perf_counter()
-        rows = self.exchange.take(message, self._layout(keys, shape, phase))
+        rows = self.exchange.take(message, self._layout(keys, phase))
         self.waited(message, begin, time.perf_counter())
         return rows
 
@@ -190,7 +190,5 @@ class EdgeCall:
         tick = Tick(self.step, self.call, keys.nano_batch, phase)
         return EdgeMessage(keys.rank, tick, keys.is_carried)
 
-    def _layout(
-        self, keys: GivenKeys | TakenKeys, shape: AttentionShape, phase: Phase
-    ) -> MessageLayout:
-        return edge_layout(keys.n_rows, shape, phase, checksums=self.checksums)
+    def _layout(self, keys: GivenKeys | TakenKeys, phase: Phase) -> MessageLayout:
+        return edge_layout(keys.n_rows, self.shape, phase, checksums=self.checksums)

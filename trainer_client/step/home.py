@@ -112,8 +112,8 @@ class _AtHome(torch.autograd.Function):
         lse = q.new_empty((len(q), q.shape[1]), dtype=torch.float32)
         kernel, lock = home_kernel(q.device)
         if call.edges is not None:
-            call.edges.give(k, v, shape_of(q, k, v))
-        for keys, tasks in _by_keys(call, q, k, v):
+            call.edges.give(k, v)
+        for keys, tasks in _by_keys(call, k, v):
             with lock:
                 part = ForwardPart(q, keys["k"], keys["v"], o, lse, tasks)
                 kernel.forward([part], call.scale, call.rule)
@@ -137,7 +137,7 @@ class _AtHome(torch.autograd.Function):
         kernel, lock = home_kernel(q.device)
         if call.edges is not None:
             call.edges.begin_backward()
-        for keys, tasks in _by_keys(call, q, k, v):
+        for keys, tasks in _by_keys(call, k, v):
             of_keys = gradients if keys["k"] is k else _zero_gradients(keys["k"], keys["v"])
             with lock:
                 part = BackwardPart(
@@ -154,9 +154,9 @@ class _AtHome(torch.autograd.Function):
                 )
                 kernel.backward([part], call.scale, call.rule)
             if of_keys is not gradients:
-                _take_in(call, of_keys, gradients, shape_of(q, k, v))
+                _take_in(call, of_keys, gradients)
         if call.edges is not None:
-            call.edges.add_answers(gradients, shape_of(q, k, v))
+            call.edges.add_answers(gradients)
         if call.handed_over is not None:
             call.handed_over.add_to(gradients)
         # Nano-batch 0's operation, which has given the link, runs after this one.
@@ -166,7 +166,7 @@ class _AtHome(torch.autograd.Function):
 
 
 def _by_keys(
-    call: HomeCall, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    call: HomeCall, k: torch.Tensor, v: torch.Tensor
 ) -> Iterator[tuple[Tensors, TaskBatch]]:
     """The tasks that there are, with their keys and values: the nano-batch's own, or edge keys,
     which may have to be waited for."""
@@ -174,11 +174,9 @@ def _by_keys(
         yield {"k": k, "v": v}, call.tasks.tasks
     if len(call.tasks.edge_tasks):
         if call.edges is not None and not call.edges.rows:
-            call.edges.take(shape_of(q, k, v))
-        yield (
-            {name: _edge_rows(call, name, rows) for name, rows in _named(k, v)},
-            (call.tasks.edge_tasks),
-        )
+            call.edges.take()
+        edge = {name: _edge_rows(call, name, rows) for name, rows in _named(k, v)}
+        yield edge, call.tasks.edge_tasks
 
 
 def _edge_rows(call: HomeCall, name: str, own: torch.Tensor) -> torch.Tensor:
@@ -196,7 +194,7 @@ def _edge_rows(call: HomeCall, name: str, own: torch.Tensor) -> torch.Tensor:
     )
 
 
-def _take_in(call: HomeCall, of_edge: Tensors, gradients: Tensors, shape: AttentionShape) -> None:
+def _take_in(call: HomeCall, of_edge: Tensors, gradients: Tensors) -> None:
     """Adds what was found for edge keys to ``gradients`` of the nano-batch's own, and answers
     nano-batch 0 and other ranks with the rest."""
     n_taken = len(call.tasks.taken)
@@ -215,7 +213,7 @@ def _take_in(call: HomeCall, of_edge: Tensors, gradients: Tensors, shape: Attent
         at += run.length
     joined = [{name: torch.cat(rows) for name, rows in each.items() if rows} for each in answers]
     if call.edges is not None:
-        call.edges.answer(joined[:n_taken], shape)
+        call.edges.answer(joined[:n_taken])
     if call.taken_over is not None:
         call.taken_over.answer(joined[-1])
 

@@ -44,7 +44,8 @@ from distca.contract import rpc
 from distca.v1 import data_plane_pb2
 from trainer_client.errors import CoreAttentionFailed, SessionClosed
 from trainer_client.options import SessionOptions
-from trainer_client.step.edge_keys import EdgeMessage, Tensors
+from trainer_client.step.edge_keys import EdgeMessage
+from trainer_client.step.replies import Tensors
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +56,8 @@ _CHECK_SECONDS = 0.25
 _SEAL_CHECK_SECONDS = 0.0002
 _MOST_CONNECTING = 8
 _MOST_TAGS = 4096
-"""That a hello or an answer to it names; it has an end."""
+"""That a hello or its answer names, the newest, since both have a limit in bytes. A message that is
+sent again for want of that waits for nobody, and is dropped."""
 
 
 class Job(Protocol):
@@ -272,8 +274,7 @@ class Neighbours:
 
     def _await(self, connection: Connection, transfer: Transfer) -> None:
         """Raises TransportError, or SessionClosed."""
-        self._liveness.watch(connection)
-        transfer.add_done_callback(lambda _: self._liveness.unwatch(connection))
+        self._liveness.watch_until_end(connection, transfer)
         while transfer.state is TransferState.PENDING:
             try:
                 transfer.wait(_CHECK_SECONDS)
@@ -402,8 +403,7 @@ class Neighbours:
     def _late(self, message: EdgeMessage) -> CoreAttentionFailed:
         fault = self._of(message.rank).fault
         return CoreAttentionFailed(
-            f"{message} did not come within tick_timeout_seconds "
-            f"{self._deadline_seconds:g}"
+            f"{message} did not come within tick_timeout_seconds {self._deadline_seconds:g}"
             + (f"; last: {fault}" if fault else "; the rank has not come to the layer")
             + f". Ranks connect to each other for them: data_host of rank {message.rank} must be "
             "an address that this machine reaches"

@@ -29,7 +29,7 @@ from trainer_client.integrations.tensor_parallel import check_local
 from trainer_client.step.attention_call import AttentionCall
 from trainer_client.step.edge_keys import EdgeCall
 from trainer_client.step.handed_over import HandedOver
-from trainer_client.step.home import HomeCall, attend_at_home, output_gradients
+from trainer_client.step.home import HomeCall, attend_at_home, output_gradients, shape_of
 from trainer_client.step.home_tasks import LayerKind, home_tasks
 from trainer_client.step.lane import require_lane
 from trainer_client.step.sinks import with_sinks
@@ -194,13 +194,14 @@ def _at_home(
     name = f"layer {number} of those at home"
     if tasks.given or tasks.taken:
         call.edges = EdgeCall(
-            running.neighbours,
-            running.step,
-            number,
-            tasks.given,
-            tasks.taken,
-            job.checksums,
-            running.edge_waited,
+            exchange=running.neighbours,
+            step=running.step,
+            call=number,
+            given=tasks.given,
+            taken=tasks.taken,
+            shape=shape_of(q, k, v),
+            checksums=job.checksums,
+            waited=running.edge_waited,
         )
     if nano_batch == 1 and tasks.handed_over:
         needs_backward = _needs_backward(q, k, v)

@@ -23,7 +23,6 @@ from core_attention.tick import Tick
 from data_plane.buffer_pool import BufferPool, PooledBuffer
 from data_plane.liveness import LivenessMonitor
 from data_plane.transport import (
-    Connection,
     Transfer,
     TransferState,
     TransferTimeout,
@@ -184,14 +183,14 @@ class Exchanger:
                 transfer = None
                 if exchange.reply.nbytes:
                     transfer = connection.offer(tick.tag(reply=True), reply, self.deadline_seconds)
-                    self._watch(connection, transfer)
+                    self.liveness.watch_until_end(connection, transfer)
                 sent = connection.put(
                     tick.tag(reply=False),
                     request,
                     self.deadline_seconds,
                     ready=packed,
                 )
-                self._watch(connection, sent)
+                self.liveness.watch_until_end(connection, sent)
             except TransportError as error:
                 reply.release()
                 raise _transport_failed(exchange.server_id, error) from error
@@ -199,11 +198,6 @@ class Exchanger:
             # The kernel that packs it has only been launched.
             request.release_when(packed)
         return _RemoteAwaited(exchange, tick, inputs, reply, sent, transfer, self.examiner)
-
-    def _watch(self, connection: Connection, transfer: Transfer) -> None:
-        """The server owes the end of ``transfer`` from now on."""
-        self.liveness.watch(connection)
-        transfer.add_done_callback(lambda _: self.liveness.unwatch(connection))
 
 
 class _RemoteAwaited:
