@@ -41,11 +41,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from benchmarks.gpu.end_to_end import start_control_plane
 from benchmarks.gpu.plain_packing import TOLERANCES, seconds_lost
-from benchmarks.gpu.training.batches import draw_batch
+from benchmarks.gpu.training.batches import draw_batch, over_ranks, tokens_of
 from benchmarks.gpu.training.methods import BARRIER_SECONDS, await_address
 from benchmarks.gpu.training.rank_processes import joined, let_go, spawned
 from core_attention.manifest import RankManifest, Segment
-from distca.data.batch import IGNORED_LABEL
 from distca.local.supervisor import Supervisor
 from distca.train.loss import chunked_loss
 from distca.train.measurements import StepMeasurements
@@ -108,6 +107,11 @@ class Run:
     over_ranks: bool = False
 
     @property
+    def name(self) -> str:
+        """Of the model as it is trained."""
+        return self.model + (f", {self.frozen} frozen" if self.frozen else "")
+
+    @property
     def ways(self) -> list[str]:
         """No rank can hold a document of several at home."""
         return ["served"] if self.over_ranks else list(TOLERANCES)
@@ -158,28 +162,11 @@ def halves(lengths: np.ndarray[Any, Any], tokens: int) -> list[list[int]]:
     return [cut[ends <= tokens].tolist(), cut[ends > tokens].tolist()]
 
 
-def over_ranks(lengths: Sequence[int], ranks: int, tokens: int) -> list[RankManifest]:
-    """Documents one after another over nano-batch 0 of all ranks, ``tokens`` each, and then over
-    nano-batch 1; cut wherever a nano-batch ends."""
-    held: list[tuple[list[Segment], list[Segment]]] = [([], []) for _ in range(ranks)]
-    begin = 0
-    for document, length in enumerate(lengths):
-        at = begin
-        while at < begin + length:
-            place = at // tokens
-            end = min((place + 1) * tokens, begin + length)
-            nano_batch, rank = divmod(place, ranks)
-            held[rank][nano_batch].append(Segment(document, length, at - begin, end - at))
-            at = end
-        begin += length
-    return [RankManifest(0, rank, nano_batches) for rank, nano_batches in enumerate(held)]
-
-
 def manifests_of(run: Run, seed: int) -> list[RankManifest]:
     """Of all ranks, for the documents of ``seed``."""
     if run.over_ranks:
         whole = draw_batch(seed, 1, 2 * run.tokens * run.ranks, run.distribution)
-        return over_ranks(whole.lengths.tolist(), run.ranks, run.tokens)
+        return over_ranks(whole, run.ranks)
     batch = draw_batch(seed, run.ranks, 2 * run.tokens, run.distribution)
     return [
         RankManifest.from_lengths(0, rank, halves(batch.ranks[rank], run.tokens))
@@ -190,19 +177,9 @@ def manifests_of(run: Run, seed: int) -> list[RankManifest]:
 def tensors(
     segments: Sequence[Segment], vocabulary: int, seed: int, device: str
 ) -> dict[str, torch.Tensor]:
-    """Random tokens of one nano-batch; no document predicts the next one."""
-    ids, labels, positions = [], [], []
-    for segment in segments:
-        generator = torch.Generator().manual_seed(seed << 48 ^ segment.document_id)
-        document = torch.randint(8, vocabulary, (segment.document_length,), generator=generator)
-        following = document.roll(-1)
-        following[-1] = IGNORED_LABEL
-        begin, end = segment.offset, segment.offset + segment.length
-        ids.append(document[begin:end])
-        labels.append(following[begin:end])
-        positions.append(torch.arange(begin, end))
-    named = {"input_ids": ids, "position_ids": positions, "labels": labels}
-    return {name: torch.cat(rows)[None].to(device) for name, rows in named.items()}
+    """Random tokens of one nano-batch, without the lowest ids, which mean something to models; no
+    document predicts the next one."""
+    return asdict(tokens_of(seed, segments, vocabulary, torch.device(device), lowest=8))
 
 
 def run_way(run: Run, way: str, rank: int, device: str, address: str) -> dict[str, Any]:
@@ -338,7 +315,7 @@ def rows_of(run: Run, found: dict[str, list[dict[str, Any]]]) -> list[list[str]]
         home, planned = np.mean([r["imbalance"] for r in ranks], axis=(0, 1))
         rows.append(
             [
-                run.model + (f", {run.frozen} frozen" if run.frozen else ""),
+                run.name,
                 way,
                 " ".join(f"{s:.2f}" for s in mine),
                 f"{2 * run.tokens * run.ranks * len(mine) / mine.sum():,.0f}",
@@ -396,7 +373,7 @@ def main(
                     over_ranks=spanning,
                 )
                 found = measure(run, supervisor, folder)
-            figures[name + f", {n_frozen} frozen" * bool(n_frozen)] = {
+            figures[run.name] = {
                 "run": asdict(run),
                 "ways": found,
             }

@@ -77,7 +77,9 @@ def test_zigzag_of_one_document_is_the_layout_of_pytorchs_load_balancer(
     balancer = _HeadTailLoadBalancer(RANKS * TOKENS, RANKS, torch.device("cpu"))
     order = balancer._generate_indices().reshape(RANKS, TOKENS)
     for rank, manifest in enumerate(batches.zigzag(one_document)):
-        found = batches.tokens_of(one_document, manifest.nano_batches[0], 97, torch.device("cpu"))
+        found = batches.tokens_of(
+            one_document.seed, manifest.nano_batches[0], 97, torch.device("cpu")
+        )
         assert torch.equal(found.position_ids[0], order[rank])
 
 
@@ -169,7 +171,7 @@ def test_tokens_are_the_same_wherever_they_lie(batch: Batch) -> None:
     for layout in (batches.packed, batches.zigzag):
         rows: Counter[tuple[int, int, int]] = Counter()
         for manifest in layout(batch):
-            found = batches.tokens_of(batch, manifest.nano_batches[0], 97, torch.device("cpu"))
+            found = batches.tokens_of(batch.seed, manifest.nano_batches[0], 97, torch.device("cpu"))
             columns = (found.input_ids[0], found.position_ids[0], found.labels[0])
             rows.update(zip(*(column.tolist() for column in columns), strict=True))
         seen.append(rows)

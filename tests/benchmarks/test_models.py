@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from benchmarks.gpu import models
+from benchmarks.gpu.training.batches import Batch, over_ranks
 from core_attention.manifest import Segment
 from distca.data.batch import IGNORED_LABEL
 
@@ -19,7 +20,8 @@ def test_documents_are_cut_where_a_nano_batch_ends() -> None:
 
 
 def test_documents_go_on_over_nano_batches_and_ranks() -> None:
-    held = [manifest.nano_batches for manifest in models.over_ranks([5, 2, 9], 2, 4)]
+    batch = Batch(0, (np.array([5, 2, 9]),))
+    held = [manifest.nano_batches for manifest in over_ranks(batch, 2)]
     assert held == [
         (
             (Segment(0, 5, 0, 4),),

@@ -5,8 +5,9 @@ All ways train on the same documents with the same tokens, so their losses must 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 
 import numpy as np
 import torch
@@ -168,19 +169,25 @@ def in_pairs(batch: Batch, step: int) -> list[RankManifest]:
     held: list[list[tuple[Segment, ...]]] = [[] for _ in range(n_ranks)]
     for nano in (chosen, set(range(n_ranks)) - chosen):
         streams = [segments for rank, segments in enumerate(_whole(batch.ranks)) if rank in nano]
-        laid: list[list[Segment]] = [[] for _ in range(n_ranks)]
-        row = 0
-        for document in (segment for stream in streams for segment in stream):
-            offset = 0
-            while offset < document.length:
-                rank, at = divmod(row, rows)
-                taken = min(document.length - offset, rows - at)
-                laid[rank].append(replace(document, offset=offset, length=taken))
-                offset += taken
-                row += taken
-        for rank, segments in enumerate(laid):
-            held[rank].append(tuple(segments))
+        for rank, segments in enumerate(_laid(chain.from_iterable(streams), n_ranks, rows)):
+            held[rank].append(segments)
     return [RankManifest(step, rank, tuple(nanos)) for rank, nanos in enumerate(held)]
+
+
+def over_ranks(batch: Batch, n_ranks: int) -> list[RankManifest]:
+    """Documents one after another over nano-batch 0 of ``n_ranks`` ranks, and then over nano-batch
+    1, all of one size; cut wherever a nano-batch ends.
+
+    Args:
+        batch: whose documents fill the ranks, whatever their share in it.
+        n_ranks: ranks to fill; twice as many divide the batch's tokens.
+    """
+    rows = int(batch.lengths.sum()) // (2 * n_ranks)
+    laid = _laid(chain.from_iterable(_whole(batch.ranks)), 2 * n_ranks, rows)
+    return [
+        RankManifest(0, rank, nano_batches)
+        for rank, nano_batches in enumerate(zip(laid[:n_ranks], laid[n_ranks:], strict=True))
+    ]
 
 
 def planned(
@@ -215,16 +222,22 @@ def planned(
 
 
 def tokens_of(
-    batch: Batch, segments: Sequence[Segment], vocabulary: int, device: torch.device
+    seed: int,
+    segments: Sequence[Segment],
+    vocabulary: int,
+    device: torch.device,
+    *,
+    lowest: int = 0,
 ) -> TokenBatch:
-    """Random tokens of the rows of ``segments``, the same in every layout.
+    """Random tokens of the rows of ``segments``, from ``lowest`` to below ``vocabulary``; the same
+    in every layout.
 
     A document that repacking has cut keeps its tokens, and its first piece its last label.
     """
     ids, positions, labels = [], [], []
     for segment in segments:
-        generator = np.random.default_rng((batch.seed, segment.document_id))
-        document = generator.integers(0, vocabulary, segment.document_length + 1)
+        generator = np.random.default_rng((seed, segment.document_id))
+        document = generator.integers(lowest, vocabulary, segment.document_length + 1)
         document[-1] = IGNORED_LABEL
         begin, end = segment.offset, segment.offset + segment.length
         ids.append(document[begin:end])
@@ -232,6 +245,21 @@ def tokens_of(
         positions.append(np.arange(begin, end))
     columns = (np.concatenate(column)[None].astype(np.int64) for column in (ids, positions, labels))
     return TokenBatch(*(torch.from_numpy(column).to(device) for column in columns))
+
+
+def _laid(documents: Iterable[Segment], n_places: int, rows: int) -> list[tuple[Segment, ...]]:
+    """Documents one after another over places of ``rows`` rows each, cut where a place ends."""
+    laid: list[list[Segment]] = [[] for _ in range(n_places)]
+    row = 0
+    for document in documents:
+        offset = 0
+        while offset < document.length:
+            place, at = divmod(row, rows)
+            taken = min(document.length - offset, rows - at)
+            laid[place].append(replace(document, offset=offset, length=taken))
+            offset += taken
+            row += taken
+    return [tuple(segments) for segments in laid]
 
 
 def _whole(ranks: Sequence[Int64Array]) -> list[tuple[Segment, ...]]:

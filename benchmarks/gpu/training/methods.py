@@ -400,7 +400,7 @@ def _stack(
 
 def _tensors(settings: RankSettings, batch: Batch, mine: RankManifest) -> list[Any]:
     return [
-        batches.tokens_of(batch, segments, settings.model.vocabulary, settings.device)
+        batches.tokens_of(batch.seed, segments, settings.model.vocabulary, settings.device)
         for segments in mine.nano_batches
     ]
 

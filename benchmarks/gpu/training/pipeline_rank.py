@@ -460,7 +460,7 @@ class PipelineWay:
         rows = [[document for half in held for document in half] for held in halves]
         made = [
             batches.tokens_of(
-                batch,
+                batch.seed,
                 [Segment(d, int(lengths[d]), 0, int(lengths[d])) for d in held],
                 settings.model.vocabulary,
                 settings.device,
