@@ -148,9 +148,9 @@ def shows(
     it see, and neither the next row nor the key before that first one. Rows are asked for by
     indices on ``device``, where the tensors of the mask are.
 
-    Where no document is longer than the window or chunk, only the row itself and the next are
-    asked: chunks are counted from the first row where transformers does not see that documents are
-    packed.
+    Transformers counts chunks by positions, or from the first row if it does not see that documents
+    are packed; the manifest says from where they are counted. So where no document is longer than
+    the chunk, only the row itself and the next are asked, as with windows.
     """
     segments = torch.tensor(documents.segments, dtype=torch.int64, device=device)
     begin, _, length = segments.reshape(-1, 3).unbind(1)
@@ -168,7 +168,10 @@ def shows(
     if kind.window is not None:
         first = torch.maximum(start, rows - kind.window + 1)
     if kind.chunk is not None:
-        first = torch.maximum(start, rows - documents.positions.to(device) % kind.chunk)
+        positions = documents.positions
+        is_packed = bool((positions.diff() != 1).any())
+        counted = positions.to(device) if is_packed else rows
+        first = torch.maximum(start, rows - counted % kind.chunk)
     hidden = first > start
     right = right & sees(rows, first).all() & ~sees(rows[hidden], first[hidden] - 1).any()
     # One question to the device, which the mask may be on.
