@@ -101,8 +101,12 @@ class Measured:
         _wait()
         self.seconds.append(time.perf_counter() - begin)
         self.losses.append(sum(losses))
+        self.note_peak()
+
+    def note_peak(self) -> None:
+        """Before anyone resets PyTorch's count, as torchtitan does when it logs a step."""
         if torch.cuda.is_available():
-            self.peak_bytes = torch.cuda.max_memory_allocated()
+            self.peak_bytes = max(self.peak_bytes, torch.cuda.max_memory_allocated())
 
 
 def torchtitan(settings: Settings) -> Measured:
@@ -156,6 +160,7 @@ def torchtitan(settings: Settings) -> Measured:
 
             def noted(found: list[torch.Tensor] = found, **arguments: Any) -> torch.Tensor:
                 found.append(run(**arguments).detach())
+                measured.note_peak()
                 return found[-1]
 
             trainer.forward_backward_step = noted

@@ -3,15 +3,17 @@
     python -m benchmarks.gpu.models --ranks 2 --json out.json
     python -m benchmarks.gpu.models --model llama-3-8b --frozen 0,4       # lowest layers frozen
     python -m benchmarks.gpu.models --model gemma-3-12b --tokens 32768 --over-ranks
+    python -m benchmarks.gpu.models --model gpt-oss-20b --layers 2        # documents of up to 128K
     python -m benchmarks.gpu.models --device cpu --model tiny-gpt-oss --tokens 512 --steps 2
 
 The shapes are gpt-oss-20b's and Gemma-3-12B's with fewer layers, from random weights. A rank has
-two nano-batches of ``--tokens`` tokens, packed with whole documents in the order in which they are
-drawn; one that crosses the end of a nano-batch is cut there, for both ways. Weights are sharded
-(FSDP2), layers recomputed, logits made in chunks.
+two nano-batches of ``--tokens`` tokens, packed with documents of up to the tokens of both in the
+order in which they are drawn; one that crosses from the first to the second is in both. Weights
+are sharded (FSDP2), layers recomputed, logits made in chunks.
 
 *plain* is a session of its own whose tolerance lets everything stay at home, so that both ways run
-the same code: windows at home, full layers by the rank's own server. *Headroom* is how much faster
+the same code: windows at home, full layers by the rank's own server. Each runs twice, plain
+first and last, since what runs later in a process is faster. *Headroom* is how much faster
 plain packing would be if core attention of full layers were spread evenly, as plans forecast it.
 ``--over-ranks`` has documents of up to the tokens of a step, which go on over nano-batches and
 ranks, inside windows as well; *edge waits* are what a rank's thread waited for keys of others.
@@ -41,7 +43,12 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from benchmarks.gpu.end_to_end import start_control_plane
 from benchmarks.gpu.plain_packing import TOLERANCES, seconds_lost
-from benchmarks.gpu.training.batches import draw_batch, over_ranks, tokens_of
+from benchmarks.gpu.training.batches import (
+    draw_batch,
+    over_ranks,
+    packed_in_halves,
+    tokens_of,
+)
 from benchmarks.gpu.training.methods import BARRIER_SECONDS, await_address
 from benchmarks.gpu.training.rank_processes import joined, let_go, spawned
 from core_attention.manifest import RankManifest, Segment
@@ -94,7 +101,7 @@ WARM_UPS = 2
 @dataclass(frozen=True, kw_only=True)
 class Run:
     """What every rank must know; ``tokens`` are of a nano-batch, ``control_plane`` is a file,
-    ``frozen`` is how many of the lowest layers are."""
+    ``layers`` is 0 for those of MODELS, ``frozen`` is how many of the lowest layers are."""
 
     model: str
     ranks: int
@@ -103,6 +110,7 @@ class Run:
     device: str
     distribution: str
     control_plane: str
+    layers: int = 0
     frozen: int = 0
     over_ranks: bool = False
 
@@ -112,9 +120,10 @@ class Run:
         return self.model + (f", {self.frozen} frozen" if self.frozen else "")
 
     @property
-    def ways(self) -> list[str]:
-        """No rank can hold a document of several at home."""
-        return ["served"] if self.over_ranks else list(TOLERANCES)
+    def turns(self) -> list[str]:
+        """Ways, in the order in which they run; no rank can hold a document of several at home."""
+        ways = ["served"] if self.over_ranks else list(TOLERANCES)
+        return [*ways, *reversed(ways)] if len(ways) > 1 else ways
 
 
 class WithLoss(nn.Module):
@@ -148,18 +157,11 @@ class Interleaved(nn.Module):
         return torch.stack(losses).sum()
 
 
-def config_of(name: str) -> PretrainedConfig:
-    """Of one of MODELS."""
-    fields = dict(MODELS[name])
+def config_of(run: Run) -> PretrainedConfig:
+    """Of the model, with its layers."""
+    fields = dict(MODELS[run.model])
+    fields["num_hidden_layers"] = run.layers or fields["num_hidden_layers"]
     return AutoConfig.for_model(fields.pop("model_type"), use_cache=False, **fields)
-
-
-def halves(lengths: np.ndarray[Any, Any], tokens: int) -> list[list[int]]:
-    """Documents of two nano-batches of ``tokens``; one that crosses the border is cut there."""
-    end = np.cumsum(lengths)
-    ends = np.union1d(end, [tokens, 2 * tokens])
-    cut = np.diff(np.concatenate([[0], ends]))
-    return [cut[ends <= tokens].tolist(), cut[ends > tokens].tolist()]
 
 
 def manifests_of(run: Run, seed: int) -> list[RankManifest]:
@@ -167,11 +169,7 @@ def manifests_of(run: Run, seed: int) -> list[RankManifest]:
     if run.over_ranks:
         whole = draw_batch(seed, 1, 2 * run.tokens * run.ranks, run.distribution)
         return over_ranks(whole, run.ranks)
-    batch = draw_batch(seed, run.ranks, 2 * run.tokens, run.distribution)
-    return [
-        RankManifest.from_lengths(0, rank, halves(batch.ranks[rank], run.tokens))
-        for rank in range(run.ranks)
-    ]
+    return packed_in_halves(draw_batch(seed, run.ranks, 2 * run.tokens, run.distribution))
 
 
 def tensors(
@@ -182,10 +180,11 @@ def tensors(
     return asdict(tokens_of(seed, segments, vocabulary, torch.device(device), lowest=8))
 
 
-def run_way(run: Run, way: str, rank: int, device: str, address: str) -> dict[str, Any]:
-    """Trains for ``run.steps`` after the warm-ups; what a rank saw."""
+def run_turn(run: Run, turn: int, rank: int, device: str, address: str) -> dict[str, Any]:
+    """Trains one way for ``run.steps`` after the warm-ups; what a rank saw."""
+    way = run.turns[turn]
     torch.manual_seed(0)
-    config = config_of(run.model)
+    config = config_of(run)
     on_gpu = device != "cpu"
     dtype = torch.bfloat16 if on_gpu else torch.float32
     with torch.device(device):
@@ -194,7 +193,7 @@ def run_way(run: Run, way: str, rank: int, device: str, address: str) -> dict[st
     options = SessionOptions.for_model(
         model,
         control_plane=address,
-        job=f"{run.model}-{run.frozen}-{way}",
+        job=f"{run.model}-{run.frozen}-{turn}-{way}",
         rank=rank,
         n_ranks=run.ranks,
         tolerance=TOLERANCES[way],
@@ -265,21 +264,35 @@ def run_rank(rank: int, run: Run) -> None:
     folder = Path(run.control_plane).parent
     with joined(rank, run.ranks, on_gpu=on_gpu, rendezvous=folder / "rendezvous") as device:
         address = await_address(Path(run.control_plane))
-        for way in run.ways:
-            found = run_way(run, way, rank, str(device), address)
-            (folder / f"{way}-{rank}.json").write_text(json.dumps(found))
+        for turn in range(len(run.turns)):
+            found = run_turn(run, turn, rank, str(device), address)
+            (folder / f"{turn}-{rank}.json").write_text(json.dumps(found))
             let_go(device)
 
 
 def measure(run: Run, supervisor: Supervisor, folder: Path) -> dict[str, list[dict[str, Any]]]:
-    """What the ranks saw, by way."""
+    """What the ranks saw, by way; the steps of its turns one after another."""
     with spawned(run_rank, (run,), run.ranks) as ranks:
         while not ranks.join():
             pass
-    return {
-        way: [json.loads((folder / f"{way}-{i}.json").read_text()) for i in range(run.ranks)]
-        for way in run.ways
-    }
+    found: dict[str, list[dict[str, Any]]] = {}
+    for turn, way in enumerate(run.turns):
+        of_turn = [
+            json.loads((folder / f"{turn}-{rank}.json").read_text()) for rank in range(run.ranks)
+        ]
+        before = found.get(way)
+        found[way] = (
+            of_turn
+            if before is None
+            else [joined_turns(*both) for both in zip(before, of_turn, strict=True)]
+        )
+    return found
+
+
+def joined_turns(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
+    """What a rank saw in two turns of one way."""
+    steps = {name: seen + after[name] for name, seen in before.items() if name != "gib"}
+    return {**steps, "gib": max(before["gib"], after["gib"])}
 
 
 def seconds_of(ranks: list[dict[str, Any]]) -> list[float]:
@@ -338,13 +351,14 @@ def main(
     steps: Annotated[int, typer.Option(min=1, help="After two to warm up.")] = 3,
     device: Annotated[str, typer.Option(help="cuda or cpu.")] = "cuda",
     distribution: Annotated[str, typer.Option(help="Of document lengths.")] = "pretrain",
+    layers: Annotated[int, typer.Option(min=0, help="Of the model; 0: as it is set here.")] = 0,
     frozen: Annotated[str, typer.Option(help="Lowest layers; commas between.")] = "0",
     spanning: Annotated[
         bool, typer.Option("--over-ranks", help="Documents of up to a step's tokens.")
     ] = False,
     json_file: Annotated[Path | None, typer.Option("--json", help="Where figures go.")] = None,
 ) -> None:
-    """Trains served and with plain packing; on two H100s about two minutes a model."""
+    """Trains served and with plain packing; on two H100s about four minutes a model."""
     table = Table(
         "model", "way", "s a step", "tokens/s", "over plain, of headroom",
         "imbalance at home / planned", "peak GiB", "losses", "edge waits, s",
@@ -369,6 +383,7 @@ def main(
                     device=device,
                     distribution=distribution,
                     control_plane=str(folder / "control-plane.address"),
+                    layers=layers,
                     frozen=n_frozen,
                     over_ranks=spanning,
                 )

@@ -9,14 +9,21 @@ import numpy as np
 import pytest
 
 from benchmarks.gpu import models
-from benchmarks.gpu.training.batches import Batch, over_ranks
+from benchmarks.gpu.training.batches import Batch, over_ranks, packed_in_halves
 from core_attention.manifest import Segment
 from distca.data.batch import IGNORED_LABEL
 
 
-def test_documents_are_cut_where_a_nano_batch_ends() -> None:
-    assert models.halves(np.array([5, 2, 9]), 8) == [[5, 2, 1], [8]]
-    assert models.halves(np.array([8, 8]), 8) == [[8], [8]]
+def test_documents_go_on_in_the_nano_batch_after() -> None:
+    batch = Batch(0, (np.array([5, 2, 9]), np.array([8, 8])))
+    held = [manifest.nano_batches for manifest in packed_in_halves(batch)]
+    assert held == [
+        (
+            (Segment(0, 5, 0, 5), Segment(1, 2, 0, 2), Segment(2, 9, 0, 1)),
+            (Segment(2, 9, 1, 8),),
+        ),
+        ((Segment(3, 8, 0, 8),), (Segment(4, 8, 0, 8),)),
+    ]
 
 
 def test_documents_go_on_over_nano_batches_and_ranks() -> None:
