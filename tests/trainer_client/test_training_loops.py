@@ -28,7 +28,6 @@ from tests.trainer_client.test_transformers import (
     open_session,
 )
 from trainer_client import PingPong, Session, SessionError, labels_per_rank, submit_ahead
-from trainer_client.integrations.transformers import UnsupportedArgument
 from trainer_client.integrations.whole_rows import turns_inside
 from trainer_client.step.manifests import manifest_of_row
 
@@ -90,7 +89,9 @@ def test_rows_split_in_their_middle(pool_of_four: Cluster) -> None:
         train_with_accelerate(session)
 
 
-@pytest.mark.parametrize(("name", "locally"), [("Gemma3", "sdpa"), ("gpt-oss", "eager")])
+@pytest.mark.parametrize(
+    ("name", "locally"), [("Gemma3", "sdpa"), ("gpt-oss", "eager"), ("Llama4", "sdpa")]
+)
 def test_windows_in_rows_split_in_their_middle(
     pool_of_four: Cluster, name: str, locally: str
 ) -> None:
@@ -106,21 +107,6 @@ def test_windows_in_rows_split_in_their_middle(
             for document in documents_in(batch):
                 document_losses(local(**document, use_cache=False).logits, document).backward()
             compare_gradients(model, local)
-
-
-def test_chunks_that_a_model_counts_from_the_middle_are_refused(pool_of_four: Cluster) -> None:
-    with open_session(
-        pool_of_four, "training-loops-cut-chunks", cut_documents=True, n_layers=1
-    ) as session:
-        model, _ = pair_of(MIXED["Llama4"])
-        (batch,) = make_batches(lengths=([200],))
-        session.submit(manifest_of_row(0, 0, batch, 2, cut_documents=True))
-        with (
-            pytest.raises(UnsupportedArgument, match="chunks of 32 within documents"),
-            turns_inside(model),
-            session.step(0),
-        ):
-            model(**batch)
 
 
 def train_with_accelerate(session: Session) -> None:
