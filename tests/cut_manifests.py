@@ -1,6 +1,8 @@
-"""Steps whose documents begin in nano-batch 0 and go on in nano-batch 1."""
+"""Steps whose documents go on over ranks: and over nano-batches, or each within one."""
 
 from __future__ import annotations
+
+from collections.abc import Iterable
 
 from core_attention.manifest import RankManifest, Segment
 
@@ -8,17 +10,34 @@ from core_attention.manifest import RankManifest, Segment
 def in_halves(n_ranks: int, *lengths: int) -> list[RankManifest]:
     """Documents one after another, over nano-batch 0 of all ranks and then over nano-batch 1, as
     even as can be."""
-    total = sum(lengths)
-    n_places = 2 * n_ranks
+    places = _spread(enumerate(lengths), 2 * n_ranks)
+    return _manifests(places[:n_ranks], places[n_ranks:])
+
+
+def within_nano_batches(n_ranks: int, *lengths: int) -> list[RankManifest]:
+    """Every second document over nano-batch 1 of all ranks, the others over nano-batch 0."""
+    documents = list(enumerate(lengths))
+    return _manifests(_spread(documents[::2], n_ranks), _spread(documents[1::2], n_ranks))
+
+
+def _spread(documents: Iterable[tuple[int, int]], n_places: int) -> list[list[Segment]]:
+    """Documents, ids and lengths, one after another over places, as even as can be."""
+    documents = list(documents)
+    total = sum(length for _, length in documents)
     bounds = [total * place // n_places for place in range(n_places + 1)]
-    held: list[list[list[Segment]]] = [[[], []] for _ in range(n_ranks)]
+    places: list[list[Segment]] = [[] for _ in range(n_places)]
     begin = 0
-    for document, length in enumerate(lengths):
-        for place in range(n_places):
+    for document, length in documents:
+        for place, segments in enumerate(places):
             low, high = max(begin, bounds[place]), min(begin + length, bounds[place + 1])
             if low < high:
-                nano_batch, rank = divmod(place, n_ranks)
-                segment = Segment(document, length, low - begin, high - low)
-                held[rank][nano_batch].append(segment)
+                segments.append(Segment(document, length, low - begin, high - low))
         begin += length
-    return [RankManifest(0, rank, nano_batches) for rank, nano_batches in enumerate(held)]
+    return places
+
+
+def _manifests(*nano_batches: list[list[Segment]]) -> list[RankManifest]:
+    """Of nano-batches, by rank."""
+    return [
+        RankManifest(0, rank, held) for rank, held in enumerate(zip(*nano_batches, strict=True))
+    ]

@@ -23,6 +23,7 @@ import numpy as np
 import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.models.auto import configuration_auto
 
 from core_attention.ca_task import MaskKind
 from core_attention.manifest import Manifest, RankManifest
@@ -310,6 +311,13 @@ def documented() -> dict[str, Outcome]:
                 outcomes.update(dict.fromkeys(names.split(", "), outcome))
                 break
     return outcomes
+
+
+def served_families() -> list[str]:
+    """Those of the page whose packed documents are served and that the installed release has."""
+    kinds = (SERVED, BIDIRECTIONAL, FULL_LAYERS, WINDOWS)
+    known = configuration_auto.CONFIG_MAPPING
+    return sorted(name for name, o in documented().items() if o.kind in kinds and name in known)
 
 
 def main() -> None:

@@ -4,7 +4,7 @@ each document alone."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -13,31 +13,18 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig
 from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.models.auto import configuration_auto
 
 from core_attention.ca_task import MaskKind
 from core_attention.manifest import RankManifest, Segment
 from tests.cluster import Cluster, keep_profile
-from tests.trainer_client.model_sweep import (
-    BIDIRECTIONAL,
-    FULL_LAYERS,
-    SERVED,
-    WINDOWS,
-    documented,
-    make_model,
-)
+from tests.cut_manifests import in_halves, within_nano_batches
+from tests.trainer_client.model_sweep import WINDOWS, documented, make_model, served_families
 from tests.trainer_client.test_model_families import SLOW
 from tests.trainer_client.tiny_models import VOCABULARY, tiny_config
 from trainer_client import PingPong, Session, SessionOptions
 
 pytestmark = [pytest.mark.training, pytest.mark.timeout(400)]
 
-FAMILIES = sorted(
-    family
-    for family, outcome in documented().items()
-    if outcome.kind in (SERVED, BIDIRECTIONAL, FULL_LAYERS, WINDOWS)
-    and family in configuration_auto.CONFIG_MAPPING
-)
 N_RANKS = 2
 STEPS: tuple[tuple[int, ...], ...] = (
     # Windows of tiny models have six keys: lengths 1, W - 1, W and W + 1, and others.
@@ -51,43 +38,13 @@ STEPS: tuple[tuple[int, ...], ...] = (
 SETTINGS = (("pool", True), ("in-place", False))
 """By turns of families: placement, and whether with checkpoints and ping-pong."""
 
-Nanos = list[list[Segment]]
-
-
-def laid(lengths: tuple[int, ...], *, keeps_nano_batch: bool) -> list[Nanos]:
-    """Documents one after another over nano-batch 0 of all ranks, and then over nano-batch 1; or
-    every second one over nano-batch 1 of all ranks, if each must keep to its nano-batch."""
-    numbers = range(len(lengths))
-    if not keeps_nano_batch:
-        places = cut(list(numbers), lengths, 2 * N_RANKS)
-    else:
-        places = cut(list(numbers[::2]), lengths, N_RANKS) + cut(
-            list(numbers[1::2]), lengths, N_RANKS
-        )
-    return [[places[rank], places[N_RANKS + rank]] for rank in range(N_RANKS)]
-
-
-def cut(numbers: list[int], lengths: tuple[int, ...], n_places: int) -> list[list[Segment]]:
-    """Documents one after another over places of one size."""
-    places: list[list[Segment]] = [[] for _ in range(n_places)]
-    rows = -(-sum(lengths[number] for number in numbers) // n_places)
-    row = 0
-    for number in numbers:
-        offset = 0
-        while offset < lengths[number]:
-            place, at = divmod(row, rows)
-            taken = min(lengths[number] - offset, rows - at)
-            places[place].append(Segment(number, lengths[number], offset, taken))
-            offset, row = offset + taken, row + taken
-    return places
-
 
 def drawn(lengths: tuple[int, ...]) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(len(lengths))
     return [torch.randint(8, VOCABULARY, (n,), generator=generator) for n in lengths]
 
 
-def batch_of(segments: list[Segment], documents: list[torch.Tensor]) -> dict[str, Any]:
+def batch_of(segments: Sequence[Segment], documents: list[torch.Tensor]) -> dict[str, Any]:
     """Arguments of the model; without rows if there are no ``segments``."""
     ids, positions = [torch.zeros(0, dtype=torch.int64)], [torch.zeros(0, dtype=torch.int64)]
     for segment in segments:
@@ -137,13 +94,13 @@ def train(
     )
     keep_profile(cluster.folder, options.shape)
     ping_pong = PingPong(model, interleave=in_turns)
+    # Queries of bidirectional documents need keys of later nano-batches.
+    lay = within_nano_batches if options.shape.mask is MaskKind.FULL else in_halves
     with Session.open(options) as session:
         for step, lengths in enumerate(STEPS):
-            # Queries of bidirectional documents need keys of later nano-batches.
-            keeps = options.shape.mask is MaskKind.FULL
-            nanos = laid(lengths, keeps_nano_batch=keeps)[rank]
-            batches = [batch_of(nano, drawn(lengths)) for nano in nanos]
-            session.submit(RankManifest(step, rank, tuple(map(tuple, nanos))))
+            nano_batches = lay(N_RANKS, *lengths)[rank].nano_batches
+            batches = [batch_of(segments, drawn(lengths)) for segments in nano_batches]
+            session.submit(RankManifest(step, rank, nano_batches))
             model.zero_grad()
             with session.step(step):
                 losses = [loss_of(output.logits) for output in ping_pong(batches)]
@@ -175,7 +132,7 @@ def config_of(family: str) -> PretrainedConfig:
     ("family", "placement", "checkpointed"),
     [
         (family, *SETTINGS[number % len(SETTINGS)])
-        for number, family in enumerate(sorted(set(FAMILIES) - SLOW))
+        for number, family in enumerate(sorted(set(served_families()) - SLOW))
     ],
 )
 def test_gradients_of_both_ranks_are_those_of_the_documents(

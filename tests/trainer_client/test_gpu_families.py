@@ -9,12 +9,8 @@ import pytest
 import torch
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.models.auto import configuration_auto
 
 from tests.trainer_client.model_sweep import (
-    BIDIRECTIONAL,
-    FULL_LAYERS,
-    SERVED,
     WINDOWS,
     documented,
     loss_of,
@@ -22,6 +18,7 @@ from tests.trainer_client.model_sweep import (
     planned_step,
     run_alone,
     run_packed,
+    served_families,
 )
 from tests.trainer_client.test_model_families import INSTALLED, TRIED
 from tests.trainer_client.tiny_models import tiny_config
@@ -37,12 +34,6 @@ LENGTHS = [9, 1, 14, 5, 6, 7, 100]
 """Windows of tiny models have six keys."""
 DEVICE = torch.device("cuda", 0)
 
-FAMILIES = sorted(
-    family
-    for family, outcome in documented().items()
-    if outcome.kind in (SERVED, BIDIRECTIONAL, FULL_LAYERS, WINDOWS)
-    and family in configuration_auto.CONFIG_MAPPING
-)
 LATENT: dict[str, Any] = {
     "qk_nope_head_dim": 128,
     "qk_rope_head_dim": 64,
@@ -72,7 +63,7 @@ def gradient_error(model: nn.Module, exact: nn.Module) -> float:
     return float((mine - others).norm() / others.norm())
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", served_families())
 def test_a_family_is_as_near_to_float32_as_its_own_attention(family: str) -> None:
     """bfloat16 rounds activations of both by 2^-9, in another order; what a family makes of that
     is the measure. Where it chooses experts, a rounding may choose another one for one side alone:
