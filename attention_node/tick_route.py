@@ -22,6 +22,7 @@ import torch
 from attention_node.machine.outline import TickOutline
 from core_attention.arrays import BoolArray, Int64Array, exclusive_cumsum, frozen, runs_to_rows
 from core_attention.ca_task import Phase, TaskTable, qk_pairs
+from core_attention.host_copies import on_device
 from core_attention.kernels.protocol import TaskBatch
 from core_attention.plan import Plan
 from core_attention.routing import PairRoute, derive_routes
@@ -117,8 +118,8 @@ class TickRoute:
             source = np.array([copy.source_row for copy in copies], dtype=np.int64)
             target = np.array([copy.target_row for copy in copies], dtype=np.int64)
             rows = self._assembly_rows[rank, device] = (
-                torch.from_numpy(runs_to_rows(source, length)).to(device),
-                torch.from_numpy(runs_to_rows(target, length)).to(device),
+                on_device(torch.from_numpy(runs_to_rows(source, length)), device),
+                on_device(torch.from_numpy(runs_to_rows(target, length)), device),
             )
         return rows
 

@@ -15,6 +15,7 @@ import torch
 import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
 
+from core_attention.host_copies import on_device
 from core_attention.message import MessageLayout
 from core_attention.message_rows import LibraryMessageRows, Tensors, section_rows
 from core_attention.shape import DTYPE_BYTES
@@ -151,18 +152,11 @@ def _table(
         first = n_q_rows if of_keys else 0
         entries.append([n_kv_rows if of_keys else n_q_rows, width, first, int(adds)])
     return RowTable(
-        entries=_upload(torch.tensor(entries, dtype=torch.int64), rows.device),
+        entries=on_device(torch.tensor(entries, dtype=torch.int64), rows.device),
         rows=rows,
         max_rows=max((entry[0] for entry in entries), default=0),
         aligned=all(width % ALIGNED_WORDS == 0 for width in widths),
     )
-
-
-def _upload(table: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Without waiting for what the device does."""
-    if device.type != "cuda":
-        return table
-    return table.pin_memory().to(device, non_blocking=True)
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:

@@ -22,6 +22,7 @@ import torch
 
 from core_attention.arrays import Int64Array, exclusive_cumsum, runs_to_rows
 from core_attention.ca_task import Phase
+from core_attention.host_copies import on_device
 from core_attention.kernels.protocol import TaskBatch
 
 MAX_TASKS = 256
@@ -245,7 +246,7 @@ class _Upload:
 
     def rows(self, rows: Int64Array) -> torch.Tensor:
         """``rows`` as int64, which indexing wants."""
-        return self._copy(torch.from_numpy(rows))
+        return on_device(torch.from_numpy(rows), self._device)
 
     def ints(self, columns: Sequence[Int64Array]) -> list[torch.Tensor]:
         """``columns`` as int32, in one copy, each aligned to ALIGNMENT_INTS."""
@@ -253,14 +254,8 @@ class _Upload:
         host = torch.zeros(sum(sizes), dtype=torch.int32)
         for part, column in zip(host.split(sizes), columns, strict=True):
             part[: len(column)] = torch.from_numpy(column)
-        device = self._copy(host).split(sizes)
+        device = on_device(host, self._device).split(sizes)
         return [part[: len(column)] for part, column in zip(device, columns, strict=True)]
-
-    def _copy(self, host: torch.Tensor) -> torch.Tensor:
-        if self._device.type == "cuda":
-            # Pinned memory is what makes the copy asynchronous.
-            return host.pin_memory().to(self._device, non_blocking=True)
-        return host.to(self._device)
 
 
 def gradient_blocks(

@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -80,6 +80,7 @@ class PlannedStep:
         self.lengths = list(lengths)
         self.carried = ()
         self.calls = 0
+        self.checks: list[Callable[[], None]] = []
 
     def segments(self, nano_batch: int) -> list[tuple[int, int, int]]:
         assert nano_batch == 0
@@ -91,6 +92,9 @@ class PlannedStep:
 
     def home_call(self, nano_batch: int) -> str:
         return "a layer at home"
+
+    def check_at_end(self, check: Callable[[], None]) -> None:
+        self.checks.append(check)
 
 
 def _serve(
@@ -119,6 +123,8 @@ def served_here(step: PlannedStep) -> Iterator[None]:
     try:
         with mock.patch.object(operation, "_served", _serve):
             yield
+        for check in step.checks:
+            check()
     finally:
         current_lane.reset(token)
 
@@ -275,6 +281,7 @@ CAUSES = {
     "different shapes": "full layers of different shapes",
     "calls no attention": "no attention",
     "ALiBi": "ALiBi biases, by attention of its own",
+    "under torch.no_grad": "calls without gradients above those that train",
     "computes attention by itself": "no attention that is looked up by name",
     "attention_mask=tensor": "a mask of its own",
     "is of type": "its config and its masks differ",

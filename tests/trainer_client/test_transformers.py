@@ -12,11 +12,13 @@ import torch
 import transformers
 from torch import nn
 
+from core_attention.host_copies import HostCopy
 from core_attention.manifest import RankManifest
 from core_attention.shape import AttentionShape
 from tests.cluster import Cluster, keep_profile
 from tests.trainer_client.tiny_models import TINY_LLAMA
 from trainer_client import PingPong, Placement, Session, SessionError, SessionOptions
+from trainer_client.integrations import documents
 from trainer_client.integrations.transformers import UnsupportedArgument
 
 SIZES: dict[str, Any] = {**TINY_LLAMA, "max_position_embeddings": 512}
@@ -251,6 +253,34 @@ def test_other_documents_than_planned_are_refused(session: Session) -> None:
     batches[0]["position_ids"] = torch.arange(131)[None]
     with pytest.raises(ValueError, match="at row 40"), session.step(submit(session)):
         PingPong(model)(batches)
+
+
+@pytest.mark.parametrize("arrives", ["in the second layer", "at the end"])
+def test_other_documents_are_refused_once_their_positions_have_come_from_the_device(
+    session: Session, monkeypatch: pytest.MonkeyPatch, arrives: str
+) -> None:
+    looks = 0
+
+    class OnItsWay(HostCopy):
+        @property
+        def is_done(self) -> bool:
+            nonlocal looks
+            looks += 1
+            return arrives == "in the second layer" and looks > 2
+
+    monkeypatch.setattr(documents, "HostCopy", OnItsWay)
+    model, batches = make_model(CONFIGS["Llama"], "distca"), make_batches()
+    batches[0]["position_ids"] = torch.arange(131)[None]
+
+    def train() -> None:
+        with session.step(submit(session)):
+            losses = [output.loss for output in PingPong(model)(batches)]
+            assert arrives == "at the end"
+            torch.stack(losses).sum().backward()
+
+    with pytest.raises(ValueError, match="at row 40"):
+        train()
+    assert looks > 2
 
 
 def test_a_batch_of_several_rows_is_refused(session: Session) -> None:

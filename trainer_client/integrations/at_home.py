@@ -24,6 +24,7 @@ from torch import nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from core_attention.host_copies import on_host
 from trainer_client.integrations.checkpointing import Checkpoints
 from trainer_client.integrations.documents_at_home import attend_documents
 from trainer_client.integrations.plain_attention import attend_by_scores, causal_rows
@@ -188,7 +189,7 @@ def _scored(
 def document_lengths(position_ids: torch.Tensor) -> list[int] | None:
     """Of documents packed in one row ``[1, rows]``, by positions that restart at 0 and count up;
     None if positions tell otherwise."""
-    ids = position_ids.flatten().cpu()
+    ids = on_host(position_ids.flatten())
     if not ids.numel() or int(ids[0]) != 0:
         return None
     steps = ids.diff()

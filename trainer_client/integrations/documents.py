@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
@@ -11,6 +12,7 @@ import numpy as np
 import torch
 
 from core_attention.arrays import runs_to_rows
+from core_attention.host_copies import HostCopy
 from trainer_client.step.lane import Lane
 from trainer_client.step.running_step import RunningStep
 
@@ -34,7 +36,8 @@ class Documents:
         self.segments = tuple(segments)
         self.told: set[str] = set()
         # Layers hand over the same tensors. Kept, so that an id stays its tensor's own.
-        self._right: dict[int, torch.Tensor] = {}
+        self._seen: dict[int, torch.Tensor] = {}
+        self._copies: deque[tuple[str, HostCopy]] = deque()
 
     @property
     def lengths(self) -> list[int]:
@@ -58,30 +61,60 @@ class Documents:
         return torch.from_numpy(runs_to_rows(held[:, 1], held[:, 2]))
 
     def check(self, arguments: Mapping[str, Any]) -> None:
-        """Compares those of ``arguments`` that tell of documents.
+        """Compares those of ``arguments`` that tell of documents, once they are on the host: the
+        thread does not wait for its GPU. What is not there yet is compared in a later call, at the
+        latest in :meth:`check_all`.
 
         Raises:
-            ValueError: one of them tells of others.
+            ValueError: one of them, or of the calls before, tells of others.
         """
-        checks = (self._position_ids, self._cu_seq_lens, self._cu_seq_lens, self._seq_idx)
-        for name, check in zip(CHECKED, checks, strict=True):
+        for name in CHECKED:
             tensor = arguments.get(name)
             if tensor is None:
                 continue
-            if id(tensor) not in self._right:
-                check(name, tensor)
-                self._right[id(tensor)] = tensor
+            if id(tensor) not in self._seen:
+                self._check_shape(name, tensor)
+                self._copies.append((name, HostCopy(tensor.flatten())))
+                self._seen[id(tensor)] = tensor
             self.told.add(name)
+        while self._copies and self._copies[0][1].is_done:
+            self._compare_next()
 
-    def _position_ids(self, name: str, ids: torch.Tensor) -> None:
-        expected = self.positions
-        if ids.dim() > 2 or ids.numel() != expected.numel():
+    def check_all(self) -> None:
+        """Compares what has not been compared yet.
+
+        Raises:
+            ValueError: as :meth:`check`.
+        """
+        while self._copies:
+            self._compare_next()
+
+    def _compare_next(self) -> None:
+        name, copy = self._copies.popleft()
+        compare = {"position_ids": self._position_ids, "seq_idx": self._seq_idx}
+        try:
+            compare.get(name, self._cu_seq_lens)(name, copy.wait())
+        except ValueError:
+            # Whoever catches it and hands over the same again gets it again.
+            self._seen.clear()
+            self._copies.clear()
+            raise
+
+    def _check_shape(self, name: str, tensor: torch.Tensor) -> None:
+        n_rows = sum(self.lengths)
+        if name == "position_ids" and (tensor.dim() > 2 or tensor.numel() != n_rows):
             raise ValueError(
-                f"{self.where}: {name} have shape {tuple(ids.shape)}, the manifest "
-                f"{expected.numel()} rows; pack the documents of a nano-batch into one row and "
+                f"{self.where}: {name} have shape {tuple(tensor.shape)}, the manifest "
+                f"{n_rows} rows; pack the documents of a nano-batch into one row and "
                 "give [1, rows] (3-D ids are not supported)"
             )
-        found = ids.flatten().cpu()
+        if name == "seq_idx" and tensor.numel() != n_rows:
+            raise ValueError(
+                f"{self.where}: {name} has shape {tuple(tensor.shape)}, the manifest {n_rows} rows"
+            )
+
+    def _position_ids(self, name: str, found: torch.Tensor) -> None:
+        expected = self.positions
         wrong = (found != expected).nonzero()
         if wrong.numel():
             at = int(wrong[0])
@@ -91,7 +124,7 @@ class Documents:
             )
 
     def _cu_seq_lens(self, name: str, cumulative: torch.Tensor) -> None:
-        found = cumulative.flatten().diff().tolist()
+        found = cumulative.diff().tolist()
         if found != self.lengths:
             raise ValueError(
                 f"{self.where}: {name} tell of lengths {found[:8]}..., the manifest of "
@@ -99,13 +132,8 @@ class Documents:
             )
 
     def _seq_idx(self, name: str, index: torch.Tensor) -> None:
-        n_rows = sum(self.lengths)
-        if index.numel() != n_rows:
-            raise ValueError(
-                f"{self.where}: {name} has shape {tuple(index.shape)}, the manifest {n_rows} rows"
-            )
-        begins = (index.flatten().diff() != 0).nonzero().flatten() + 1
-        found = [0, *begins.tolist()] if n_rows else []
+        begins = (index.diff() != 0).nonzero().flatten() + 1
+        found = [0, *begins.tolist()] if len(index) else []
         expected = [row for row, _, _ in self.segments]
         if found != expected:
             raise ValueError(
@@ -118,10 +146,11 @@ def documents_of(lane: Lane) -> Documents:
     """The documents of a lane; the same object for the whole of its step."""
     of_step = _of_steps.setdefault(lane.running, {})
     if lane.nano_batch not in of_step:
-        of_step[lane.nano_batch] = Documents(
+        documents = of_step[lane.nano_batch] = Documents(
             f"step {lane.running.step} nano-batch {lane.nano_batch}",
             lane.running.segments(lane.nano_batch),
         )
+        lane.running.check_at_end(documents.check_all)
     return of_step[lane.nano_batch]
 
 

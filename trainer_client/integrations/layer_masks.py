@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from core_attention.ca_task import MaskKind
+from core_attention.host_copies import on_device
 from trainer_client.integrations.at_home import HomeMask, is_at_home
 from trainer_client.integrations.checkpointing import Checkpoints
 from trainer_client.integrations.document_check import current_check
@@ -128,7 +129,7 @@ def _shows_all(
 ) -> bool:
     """Whether each row sees the first and the last row of its segment: then the mask is
     bidirectional. What it shows of other documents does not matter."""
-    segments = torch.tensor(documents.segments, dtype=torch.int64, device=device)
+    segments = on_device(torch.tensor(documents.segments, dtype=torch.int64), device)
     begin, _, length = segments.reshape(-1, 3).unbind(1)
     first, last = (row.repeat_interleave(length) for row in (begin, begin + length - 1))
     rows = torch.arange(len(first), device=device)
@@ -152,7 +153,7 @@ def shows(
     are packed; the manifest says from where they are counted. So where no document is longer than
     the chunk, only the row itself and the next are asked, as with windows.
     """
-    segments = torch.tensor(documents.segments, dtype=torch.int64, device=device)
+    segments = on_device(torch.tensor(documents.segments, dtype=torch.int64), device)
     begin, _, length = segments.reshape(-1, 3).unbind(1)
     start = begin.repeat_interleave(length)
     rows = torch.arange(len(start), device=device)

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
+from core_attention.host_copies import on_device
 from trainer_client.integrations.at_home import (
     HomeMask,
     attend_at_home,
@@ -209,7 +210,7 @@ def _documents_at_home(
         return None, None
     if mask.tensor is None:
         return lengths, None
-    document = torch.repeat_interleave(torch.tensor(lengths)).to(mask.tensor.device)
+    document = on_device(torch.repeat_interleave(torch.tensor(lengths)), mask.tensor.device)
     return None, mask.tensor & (document[:, None] == document)
 
 

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from core_attention.arrays import Int64Array, runs_to_rows
+from core_attention.host_copies import on_device
 from core_attention.plan import Plan
 from core_attention.routing import PairRoute
 from core_attention.tick import Tick
@@ -43,7 +44,7 @@ class Answer:
         rows_of = dict.fromkeys(self.inputs, queries)
         rows_of["k"] = rows_of["v"] = np.concatenate([queries, carried])
         return {
-            name: tensor[torch.from_numpy(rows_of[name]).to(tensor.device)]
+            name: tensor[on_device(torch.from_numpy(rows_of[name]), tensor.device)]
             for name, tensor in self.inputs.items()
         }
 

@@ -25,6 +25,7 @@ import torch
 
 from core_attention.arrays import Int64Array
 from core_attention.ca_task import Phase
+from core_attention.host_copies import on_device, on_host
 from core_attention.score_rule import PLAIN, ScoreRule
 from core_attention.tick import Tick
 from distca.contract.timeouts import default_seconds
@@ -318,7 +319,7 @@ def _queries(answer: Answer, rows: Int64Array) -> dict[str, torch.Tensor]:
 
 def _rows(tensor: torch.Tensor, rows: Int64Array) -> torch.Tensor:
     """A copy of some rows, on the host."""
-    return tensor.detach()[torch.from_numpy(rows).to(tensor.device)].cpu()
+    return on_host(tensor.detach()[on_device(torch.from_numpy(rows), tensor.device)])
 
 
 def _some(random: np.random.Generator, begin: int, end: int) -> Int64Array:

@@ -11,6 +11,7 @@ import torch
 from attention_node.served_job import JobDescription
 from core_attention.arrays import Int64Array
 from core_attention.ca_task import Phase
+from core_attention.host_copies import on_device
 from core_attention.message import MessageLayout, reply_layout, request_layout
 from core_attention.message_rows import MessageRows, message_rows
 from core_attention.plan import Plan
@@ -155,11 +156,7 @@ class Routes:
         )
 
     def _upload(self, rows: Int64Array) -> torch.Tensor:
-        """``rows`` on the device, without waiting for what it does."""
-        host = torch.from_numpy(rows)
-        if self._device.type != "cuda":
-            return host.to(self._device)
-        return host.pin_memory().to(self._device, non_blocking=True)
+        return on_device(torch.from_numpy(rows), self._device)
 
 
 class PlanInForce:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from core_attention.errors import ManifestError
+from core_attention.host_copies import on_host
 from core_attention.manifest import RankManifest, Segment
 
 
@@ -46,7 +47,7 @@ def manifest_from_cu_seqlens(
             found when the step is planned.)
     """
     lengths = []
-    for cumulative in nano_batches:
+    for cumulative in map(on_host, nano_batches):
         if cumulative.dim() != 1 or cumulative.numel() < 1 or int(cumulative[0]) != 0:
             raise ManifestError(
                 f"cu_seq_lens must be one-dimensional and begin with 0, got shape "
@@ -76,7 +77,7 @@ def manifest_of_row(
     if batch.get("position_ids") is not None:
         lengths = _lengths(batch["position_ids"])
     elif batch.get("cu_seq_lens_q") is not None:
-        lengths = batch["cu_seq_lens_q"].diff().tolist()
+        lengths = on_host(batch["cu_seq_lens_q"]).diff().tolist()
     elif is_padded(batch):
         lengths = _padded_lengths(batch["attention_mask"])
     else:
@@ -111,9 +112,9 @@ def is_padded(batch: Mapping[str, Any]) -> bool:
 
 
 def _padded_lengths(mask: torch.Tensor) -> list[int]:
-    seen = mask.bool()
+    seen = on_host(mask).bool()
     lengths = seen.sum(1)
-    of_right = torch.arange(mask.shape[1], device=mask.device) < lengths[:, None]
+    of_right = torch.arange(mask.shape[1]) < lengths[:, None]
     if not torch.equal(seen, of_right) or not bool(lengths.all()):
         row = int(((seen != of_right).any(1) | (lengths == 0)).nonzero()[0])
         raise ManifestError(
@@ -166,6 +167,7 @@ def _lengths(position_ids: torch.Tensor) -> list[int]:
             f"position ids have shape {tuple(position_ids.shape)}; give [rows] or [1, rows]: pack "
             "documents into one row (3-D multimodal ids are not supported)"
         )
+    position_ids = on_host(position_ids)
     starts = (position_ids == 0).nonzero().flatten()
     if position_ids.numel() and (not starts.numel() or int(starts[0]) != 0):
         raise ManifestError(
@@ -174,9 +176,9 @@ def _lengths(position_ids: torch.Tensor) -> list[int]:
         )
     ends = torch.cat([starts[1:], starts.new_tensor([position_ids.numel()])])
     lengths = ends - starts
-    expected = torch.arange(position_ids.numel()) - starts.cpu().repeat_interleave(lengths.cpu())
-    if not torch.equal(position_ids.cpu(), expected):
-        at = int((position_ids.cpu() != expected).nonzero()[0])
+    expected = torch.arange(position_ids.numel()) - starts.repeat_interleave(lengths)
+    if not torch.equal(position_ids, expected):
+        at = int((position_ids != expected).nonzero()[0])
         raise ManifestError(
             f"position ids jump to {int(position_ids[at])} at row {at}, where {int(expected[at])} "
             "comes next; they count up by one from 0 in every document"

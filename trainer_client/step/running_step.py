@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from typing import Protocol
@@ -89,6 +89,7 @@ class RunningStep:
         self.trace: list[TraceEvent] = []
         self.report: StepReport | None = None
         self._handed_over: dict[str, tuple[HandedOver, torch.Tensor]] = {}
+        self._checks: list[Callable[[], None]] = []
         self._home_calls = [0] * job.n_nano_batches
         self.waits: list[TickWait] = []
         self.device_waits: list[DeviceWait] = []
@@ -246,13 +247,20 @@ class RunningStep:
         is not finite. Ranks that still need this one's rows for it get an error with ``reason``."""
         self.given_up = reason
 
+    def check_at_end(self, check: Callable[[], None]) -> None:
+        """Has ``check`` called when the step's block has ended without an error."""
+        self._checks.append(check)
+
     def check_ended(self) -> None:
         """The step's block has ended without an error.
 
         Raises:
+            ValueError: tensors on a GPU told of other documents than the manifest.
             SessionError: ticks that servers expect of this rank are missing, and nobody gave the
                 step up; names how many calls were made.
         """
+        for check in self._checks:
+            check()
         if self.complete or self.given_up:
             return
         if not self.called:

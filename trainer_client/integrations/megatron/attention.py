@@ -10,6 +10,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 
+from core_attention.host_copies import on_host
 from core_attention.shape import AttentionShape
 from trainer_client.errors import SessionError
 from trainer_client.integrations.documents import Documents, documents_of
@@ -148,7 +149,7 @@ class ServedCoreAttention(MegatronModule):
             lengths = [len(query)] * query.shape[1]
         else:
             check_packed(packed)
-            lengths = packed.cu_seqlens_q.diff().tolist()
+            lengths = on_host(packed.cu_seqlens_q).diff().tolist()
 
         def attend(*rows: torch.Tensor) -> torch.Tensor:
             q, k, v = (tensor.transpose(0, 1) for tensor in rows)

@@ -15,6 +15,7 @@ from megatron.core import parallel_state
 from torch import nn
 
 from core_attention.errors import ManifestError
+from core_attention.host_copies import on_host
 from trainer_client.errors import SessionError
 from trainer_client.integrations.frameworks import UnsupportedSetting
 from trainer_client.integrations.megatron.attention import ServedCoreAttention
@@ -190,10 +191,9 @@ class ServedSteps:
 def _bounds(step: int, microbatch: Microbatch) -> torch.Tensor:
     """``[documents + 1]`` from 0 up."""
     if (bounds := microbatch.get("cu_seqlens")) is not None:
-        return torch.as_tensor(bounds).flatten().cpu()
+        return on_host(torch.as_tensor(bounds).flatten())
     if (packed := microbatch.get("packed_seq_params")) is not None:
-        own: torch.Tensor = packed.cu_seqlens_q
-        return own.flatten().cpu()
+        return on_host(packed.cu_seqlens_q.flatten())
     raise ManifestError(
         f"a microbatch of step {step} holds {sorted(microbatch)}; it must have packed_seq_params "
         "(thd), or cu_seqlens, on every stage: in Megatron's own loop, by --sft or "

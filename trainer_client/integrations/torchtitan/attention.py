@@ -12,6 +12,7 @@ from torchtitan.config import derive, override
 from torchtitan.models.common.attention import VarlenAttention
 from torchtitan.protocols.module import Module
 
+from core_attention.host_copies import on_host
 from core_attention.score_rule import ScoreRule
 from trainer_client.errors import SessionError
 from trainer_client.integrations.checkpointing import Checkpoints
@@ -131,7 +132,7 @@ def _attend_documents(
             "are unknown; hand the model positions and attention_masks, as torchtitan's Validator "
             "does"
         )
-    tasks = tasks_of_documents(masks.cu_seq_q.tolist())
+    tasks = tasks_of_documents(on_host(masks.cu_seq_q).tolist())
     call = HomeCall(tasks=tasks, rule=ScoreRule(window=window), scale=scale)
     o, lse, _ = attend_at_home(q, k, v, len(q), call, keep=lambda o, lse: None)
     return o, lse

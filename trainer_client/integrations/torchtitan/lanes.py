@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from core_attention.host_copies import on_host
 from trainer_client.integrations.frameworks import UnsupportedSetting
 from trainer_client.integrations.graphs import outside_graphs
 from trainer_client.integrations.torchtitan.attention import is_validation
@@ -44,7 +45,7 @@ def cut(positions: torch.Tensor, n_lanes: int, multiple: int) -> list[Cut]:
     rows = positions.numel()
     if n_lanes == 1:
         return [Cut(0, rows)]
-    begins = (positions.flatten() == 0).nonzero().flatten().tolist()
+    begins = (on_host(positions.flatten()) == 0).nonzero().flatten().tolist()
     middle = min([begin for begin in begins if begin] or [rows], key=lambda at: abs(2 * at - rows))
     return [
         Cut(begin, end, -(end - begin) % multiple or (0 if end > begin else multiple))
