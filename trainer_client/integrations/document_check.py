@@ -161,6 +161,8 @@ class Check:
     documents: Documents
     modules: list[nn.Module] = field(default_factory=list)
     calls: list[ModelCall] = field(default_factory=list)
+    trained: list[bool] = field(default_factory=list)
+    """By call, whether gradients are kept."""
 
     def attend(
         self,
@@ -195,6 +197,7 @@ class Check:
                 )
         scale = query.shape[3] ** -0.5 if layer.scaling is None else layer.scaling
         self.modules.append(module)
+        self.trained.append(torch.is_grad_enabled())
         self.calls.append(
             ModelCall(
                 type(module).__name__,
@@ -405,11 +408,26 @@ class _Checker:
                 break
         for module in modules:
             module.training = self._training
-        # So that what attention is asked for in training only is refused too.
-        calls = self._forward(self._draw(0))[1].calls
-        found = DocumentCheck(tuple(calls), _POSITIONS if fault else self._names, fault)
+        # So that what attention is asked for in training only is refused too. Weights that other
+        # ranks have a part of would be gathered for a backward pass that does not come.
+        with torch.set_grad_enabled(not _is_sharded(self._model)):
+            check = self._forward(self._draw(0))[1]
+        self._require_trained_to_the_top(check)
+        found = DocumentCheck(tuple(check.calls), _POSITIONS if fault else self._names, fault)
         _of_attention.update((module, found) for module in modules)
         return found
+
+    def _require_trained_to_the_top(self, check: Check) -> None:
+        if not any(check.trained):
+            return
+        lowest = check.trained.index(True)
+        if False in check.trained[lowest:]:
+            skipped = check.trained.index(False, lowest)
+            raise UnsupportedModel(
+                f"{self._name} runs call {skipped} of core attention under torch.no_grad, after "
+                f"call {lowest}, which trains; servers expect a backward pass of every call above "
+                "the lowest that trains"
+            )
 
     def _modules(self) -> list[nn.Module]:
         """Those that call attention."""
