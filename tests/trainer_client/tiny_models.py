@@ -71,6 +71,8 @@ _FIXES: dict[str, dict[str, Any]] = {
     "deepseek_v2": {"num_experts_per_tok": 2},
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
     "gemma3n_text": {"num_kv_shared_layers": 0},
+    "gemma4_text": {"global_head_dim": 32},
+    "gemma4_unified_text": {"global_head_dim": 32},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
     "hunyuan_v1_dense": {"head_dim": 16},
     "hunyuan_v1_moe": {"head_dim": 16},
@@ -125,7 +127,7 @@ def _shrunk(default: dict[str, Any], model_type: str, wider: int) -> dict[str, A
             fields[name] = (kinds * 2)[:n_layers]
             fields["num_hidden_layers"] = n_layers
     fixes = {
-        name: value * wider if name == "head_dim" else value
+        name: value * wider if name in ("head_dim", "global_head_dim") else value
         for name, value in _FIXES.get(model_type, {}).items()
     }
     return {**fields, **fixes}
