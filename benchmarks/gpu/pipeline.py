@@ -23,6 +23,7 @@ cannot run, fails or stalls is named and left out; the others go on. What is mea
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import json
 import tempfile
@@ -58,6 +59,8 @@ from distca.local.supervisor import Supervisor
 from distca.train.device import prefer_many_queues
 
 _POLL_SECONDS = 0.5
+_STUCK_SECONDS = 45.0
+"""A step that takes longer has the stacks of its threads printed; the first one also compiles."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -238,10 +241,15 @@ def run_step(
     """One step, timed from when all ranks are ready until all are done."""
     gc.collect()
     settle(settings.device)
-    began = time.perf_counter()
-    norm = running.run(step)
-    settle(settings.device)
-    seconds = time.perf_counter() - began
+    # Also where a thread that holds Python's lock waits for the device, and no other one can tell.
+    faulthandler.dump_traceback_later(_STUCK_SECONDS)
+    try:
+        began = time.perf_counter()
+        norm = running.run(step)
+        settle(settings.device)
+        seconds = time.perf_counter() - began
+    finally:
+        faulthandler.cancel_dump_traceback_later()
     ranks = gathered({**asdict(running.finish(norm)), "memory": _memory(running, settings.device)})
     tokens = len(layout) * batch.tokens_per_rank
     return {

@@ -675,6 +675,8 @@ def test_parts_of_a_packed_row_are_as_long_as_what_was_submitted() -> None:
         assert first["ids"][0].tolist() == [[0, 1]]
         assert args[0].tolist() == named["ids"][0].tolist() == [[2, 3, 4, 5]]
         assert args[1] == 7
+        # Of its own row, or what was compiled for one is compiled again.
+        assert named["ids"][0].stride() == torch.zeros(1, 4).stride()
         assert torch.equal(cut.joined([row[:, :2], row[:, 2:]]), row)
         with pytest.raises(SessionError, match=r"shape \[1, 5\]; .* 6 tokens: give \[1, 6, ...\]"):
             cut.calls((torch.zeros(1, 5),), {})

@@ -65,7 +65,7 @@ class Cut:
         """``value`` with one part of each tensor."""
         if isinstance(value, torch.Tensor):
             self._check(value, name)
-            return value[part] if self.dimension == 0 else value[:, part]
+            return value[part] if self.dimension == 0 else part_of_row(value, part)
         if isinstance(value, dict):
             return {key: self._part(each, part, str(key)) for key, each in value.items()}
         if isinstance(value, tuple | list):
@@ -89,6 +89,12 @@ class Cut:
             f"{name} of a microbatch has shape {list(value.shape)}; the nano-batches that were "
             f"submitted for it have {self.size} tokens: give [1, {self.size}, ...]"
         )
+
+
+def part_of_row(row: torch.Tensor, part: slice) -> torch.Tensor:
+    """``row[:, part]`` of a packed row ``[1, tokens, ...]``, with the strides of a row of its own:
+    code that was compiled for one is not compiled again for the other."""
+    return row[:, part].squeeze(0).unsqueeze(0)
 
 
 def cut_of(

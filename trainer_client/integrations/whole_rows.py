@@ -31,6 +31,7 @@ from trainer_client.integrations.document_check import (
 from trainer_client.integrations.documents import CHECKED, documents_of
 from trainer_client.integrations.graphs import outside_graphs
 from trainer_client.integrations.host_barriers import HostBarriers
+from trainer_client.integrations.microbatch_rows import part_of_row
 from trainer_client.integrations.padded_rows import PaddedRows
 from trainer_client.step.lane import current_lane, current_step, require_lane
 from trainer_client.step.ping_pong import run_in_turns
@@ -206,7 +207,7 @@ class _WholeRows:
         if not isinstance(value, torch.Tensor):
             return value
         if value.dim() >= 2 and value.shape[:2] == (1, total):
-            return value[:, rows]
+            return part_of_row(value, rows)
         if value.dim() == 0:
             return value
         raise SessionError(
