@@ -57,16 +57,25 @@ def test_gradients_of_both_ranks_are_those_of_the_documents(
     weights = keep_weights(local, tmp_path)
     run = run_on(pool_of_four, config, weights, family, placement, checkpointed=checkpointed)
     found = train_ranks(ranks, run)
+    exact = make_model(config, "eager").double()
+    # PyTorch's grouped products of experts know no float64.
+    exact.set_experts_implementation("eager")
+    exact.load_state_dict(local.state_dict())
     for step, lengths in enumerate(STEPS):
-        right = gradients_alone(local, lengths)
+        right, own = gradients_alone(exact, lengths), gradients_alone(local, lengths)
         largest = max(float(np.abs(each).max()) for each in right.values())
         for name, _ in local.named_parameters():
             mine = [found[rank][step][name] for rank in range(N_RANKS) if name in found[rank][step]]
             if name not in right:
                 assert not any(each.any() for each in mine), (lengths, name)
                 continue
-            # float32 through two layers; sums that cancel are compared with a thousandth of the
-            # largest gradient.
+            # Sums that cancel are compared with a thousandth of the largest gradient.
             scale = max(float(np.abs(right[name]).max()), 1e-3 * largest)
-            error = float(np.abs(sum(mine) - right[name]).max()) / scale
-            assert error < 1e-3, f"{lengths[:8]}: {name} differs by {error:.1e}"
+            error, theirs = (
+                float(np.abs(each - right[name]).max()) / scale for each in (sum(mine), own[name])
+            )
+            # float32 through two layers; where a family makes more of its roundings, it does so
+            # with its own attention as well, in another order.
+            assert error < max(1e-4, 5.0 * theirs), (
+                f"{lengths[:8]}: {name} differs by {error:.1e}, with its own attention {theirs:.1e}"
+            )
