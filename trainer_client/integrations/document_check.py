@@ -34,6 +34,7 @@ from trainer_client.integrations.documents import CHECKED, Documents, documents_
 from trainer_client.integrations.graphs import outside_graphs
 from trainer_client.integrations.plain_attention import attend_plainly
 from trainer_client.integrations.shape_inference import is_shape_inference
+from trainer_client.integrations.uncompiled import uncompiled
 from trainer_client.integrations.untouched import untouched
 from trainer_client.step.home_tasks import FULL, LayerKind
 from trainer_client.step.lane import current_lane, current_step, require_lane
@@ -603,7 +604,7 @@ def _undisturbed(model: nn.Module) -> Iterator[None]:
     """Puts ``model`` into evaluation for the block; leaves it, autocast's cache and random number
     generators as they were. Nothing compiled runs, and nothing is compiled."""
     modes = [(module, module.training) for module in model.modules()]
-    with untouched(model), _noise_for_zeros(model), torch.compiler.set_stance("force_eager"):
+    with untouched(model), _noise_for_zeros(model), uncompiled():
         model.eval()
         try:
             yield

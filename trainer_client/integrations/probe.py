@@ -10,7 +10,7 @@ import inspect
 import math
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, fields
 from typing import Any
@@ -35,6 +35,7 @@ from trainer_client.integrations.tensor_parallel import (
     mesh_of,
     named_failures,
 )
+from trainer_client.integrations.uncompiled import uncompiled
 from trainer_client.integrations.untouched import untouched
 from trainer_client.step.home_tasks import FULL, LayerKind
 from trainer_client.step.ping_pong import PingPong
@@ -260,7 +261,7 @@ def probe_model(model: nn.Module, inputs: Mapping[str, Any] | None = None) -> Se
     recorder = Recorder(model)
     with named_failures(model):
         _check_documents(model)
-        with untouched(model), _uncompiled(), recorder.recording():
+        with untouched(model), uncompiled(), recorder.recording():
             model(**moved)
     return ServedAttention(n_layers=len(recorder.calls), kind=recorder.kind())
 
@@ -324,15 +325,6 @@ def _default_inputs(model: nn.Module) -> dict[str, Any]:
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         return inputs
     return {name: value for name, value in inputs.items() if name in parameters}
-
-
-def _uncompiled() -> AbstractContextManager[object]:
-    """Runs what was compiled as it was written. Dynamo is slow to import, so it is left alone if
-    nothing else has imported it: then nothing is compiled."""
-    if "torch._dynamo" not in sys.modules:
-        return nullcontext()
-    stance: AbstractContextManager[object] = torch.compiler.set_stance("force_eager")
-    return stance
 
 
 def _as_under_autocast(tensor: torch.Tensor) -> torch.Tensor:
