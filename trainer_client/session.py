@@ -251,6 +251,8 @@ class Session:
         Raises:
             SessionError: it is not after the last step begun, or the block ended before the step
                 was complete; see :meth:`RunningStep.check_ended`.
+            ValueError: what a model of transformers was given tells of other documents than the
+                manifest, and was on a GPU until now.
             PlanNotReady: its plan did not come before ``plan_timeout_seconds``; it may be run
                 again, unless the message says that it has no plan.
             SessionClosed: the job ended; also in the place of another RuntimeError, such as that of

@@ -172,6 +172,20 @@ def gradients_of(model: nn.Module) -> Gradients:
     }
 
 
+def distance(mine: Gradients, exact: Gradients) -> float:
+    """Norm of the difference of all gradients that both have, relative to that of ``exact``."""
+    shared = mine.keys() & exact.keys()
+    assert shared
+    off, whole = (
+        sum(float(np.square(each, dtype=np.float64).sum()) for each in rows)
+        for rows in (
+            [mine[name] - exact[name] for name in shared],
+            [exact[name] for name in shared],
+        )
+    )
+    return float(np.sqrt(off / whole))
+
+
 def gradients_alone(local: PreTrainedModel, lengths: Sequence[int]) -> Gradients:
     """With transformers' own attention, each document in a row of its own."""
     local.zero_grad()

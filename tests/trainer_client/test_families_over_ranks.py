@@ -76,6 +76,6 @@ def test_gradients_of_both_ranks_are_those_of_the_documents(
             )
             # float32 through two layers; where a family makes more of its roundings, it does so
             # with its own attention as well, in another order.
-            assert error < max(1e-4, 5.0 * theirs), (
+            assert error < min(1e-3, max(1e-4, 5.0 * theirs)), (
                 f"{lengths[:8]}: {name} differs by {error:.1e}, with its own attention {theirs:.1e}"
             )

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from tests.trainer_client.family_runs import distance, gradients_of
 from tests.trainer_client.model_sweep import (
     WINDOWS,
     documented,
@@ -70,20 +70,6 @@ def skip_elsewhere(family: str) -> None:
         pytest.skip("its own eager attention is not causal where no mask is given")
 
 
-def gradient_error(model: nn.Module, exact: nn.Module) -> float:
-    """Norm of the difference of all gradients, relative to that of all of ``exact``."""
-    pairs = [
-        (mine.grad.double(), other.grad.double())
-        for mine, other in zip(model.parameters(), exact.parameters(), strict=True)
-        if mine.grad is not None and other.grad is not None
-    ]
-    assert pairs
-    mine, others = (
-        torch.cat([rows.flatten() for rows in column]) for column in zip(*pairs, strict=True)
-    )
-    return float((mine - others).norm() / others.norm())
-
-
 @pytest.mark.parametrize("family", served_families())
 def test_a_family_is_as_near_to_float32_as_its_own_attention(family: str) -> None:
     """bfloat16 rounds activations of both by 2^-9, in another order; what a family makes of that
@@ -115,7 +101,7 @@ def test_a_family_is_as_near_to_float32_as_its_own_attention(family: str) -> Non
     for loss in losses:
         loss.backward()
     assert step.calls > 0
-    ours, theirs = gradient_error(model, exact), gradient_error(own, exact)
+    ours, theirs = (distance(gradients_of(each), gradients_of(exact)) for each in (model, own))
     assert ours <= 5.0 * theirs + 1e-3, f"{ours:.2e}, with its own attention {theirs:.2e}"
     mine, others, right = (float(loss.detach()) for loss in losses)
     assert abs(mine - right) <= 5.0 * abs(others - right) + 1e-3 * abs(right)

@@ -18,7 +18,7 @@ from tests.cluster import Cluster, cluster
 from tests.trainer_client.family_runs import (
     N_RANKS,
     STEPS,
-    Gradients,
+    distance,
     gradients_alone,
     keep_weights,
     run_on,
@@ -63,12 +63,6 @@ def ranks() -> Iterator[list[Executor]]:
             stack.enter_context(ProcessPoolExecutor(1, mp_context=get_context("spawn")))
             for _ in range(N_RANKS)
         ]
-
-
-def distance(mine: Gradients, exact: Gradients) -> float:
-    """Norm of the difference of all gradients, relative to that of all of ``exact``."""
-    off = sum(float(np.square(mine[name] - right).sum()) for name, right in exact.items())
-    return float(np.sqrt(off / sum(float(np.square(right).sum()) for right in exact.values())))
 
 
 @pytest.mark.parametrize(

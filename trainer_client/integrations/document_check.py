@@ -28,6 +28,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PretrainedConfig, PreTrainedModel
 
 from core_attention.ca_task import MaskKind
+from core_attention.host_copies import on_host
 from trainer_client.integrations.at_home import is_at_home
 from trainer_client.integrations.checkpointing import Checkpoints
 from trainer_client.integrations.documents import CHECKED, Documents, documents_of
@@ -499,7 +500,7 @@ class _Checker:
                 f"{self._name} gives outputs of shape {tuple(output.shape)} for {n_rows} tokens; "
                 "it must give [1, tokens, ...]"
             )
-        return list(output[0].double().cpu().split(LENGTHS)), check
+        return list(on_host(output[0].double()).split(LENGTHS)), check
 
     def _call(self, ids: torch.Tensor, check: Check) -> torch.Tensor:
         told = {n: v for n, v in _everything(check.documents).items() if n in self._names}
