@@ -26,6 +26,25 @@ def one_f_one_b(n_stages: int, n_microbatches: int) -> Schedule:
     return from_orders("1f1b", orders)
 
 
+def split_one_f_one_b(n_stages: int, n_microbatches: int) -> Schedule:
+    """1F1B whose backwards are in two parts, one right after the other: the stage below begins when
+    the gradients of inputs are there, and those of weights are computed meanwhile (arXiv
+    2401.10241). The first stage, which nobody waits for, has whole backwards."""
+    _check_sizes("1f1b-split", n_stages, n_microbatches)
+    whole = one_f_one_b(n_stages, n_microbatches)
+    orders = []
+    for stage in range(n_stages):
+        order: list[Action] = []
+        for action in whole.order(stage):
+            if action.kind is Kind.BACKWARD and stage:
+                parts = (Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
+                order += [action._replace(kind=kind) for kind in parts]
+            else:
+                order.append(action)
+        orders.append(order)
+    return from_orders("1f1b-split", orders)
+
+
 def gpipe(n_stages: int, n_microbatches: int) -> Schedule:
     """All forwards, then all backwards (arXiv 1811.06965): m microbatches are in flight."""
     _check_sizes("gpipe", n_stages, n_microbatches)
@@ -144,6 +163,7 @@ def _check_sizes(name: str, n_stages: int, n_microbatches: int) -> None:
 
 SCHEDULES: Mapping[str, Order] = {
     "1f1b": one_f_one_b,
+    "1f1b-split": split_one_f_one_b,
     "same-phase": same_phase,
     "interleaved": interleaved,
     "zero-bubble": zero_bubble,

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     )
     from trainer_client.integrations.at_home import at_home
     from trainer_client.integrations.checkpointing import checkpoint
+    from trainer_client.integrations.deferred_weights import defer_weights
     from trainer_client.integrations.feed import submit_ahead
     from trainer_client.integrations.fsdp import prepare_fsdp
     from trainer_client.integrations.host_barriers import HostBarriers
@@ -48,6 +49,7 @@ _MODULES = {
     "at_home": "trainer_client.integrations.at_home",
     "checkpoint": "trainer_client.integrations.checkpointing",
     "core_attention": "trainer_client.step.operation",
+    "defer_weights": "trainer_client.integrations.deferred_weights",
     "in_nano_batch": "trainer_client.step.lane",
     "labels_per_rank": "trainer_client.integrations.loss_weight",
     "measure_stages": "trainer_client.integrations.stage_seconds",
@@ -74,6 +76,7 @@ __all__ = [
     "at_home",
     "checkpoint",
     "core_attention",
+    "defer_weights",
     "in_nano_batch",
     "labels_per_rank",
     "measure_stages",

@@ -76,8 +76,7 @@ def pipeline_layout(
 
     Raises:
         SettingsError: there is no such schedule, the file cannot be read or holds no valid order,
-            or one of other sizes, a stage has no layer, or layers would be recomputed by both parts
-            of their backward.
+            or one of other sizes, or a stage has no layer.
     """
     if training.pipeline_stages == 1:
         return None
@@ -89,19 +88,12 @@ def pipeline_layout(
             f"distca train places them in turn, on {list(expected)}: write the schedule so"
         )
     layers = _layers(training, schedule.n_stages, n_layers)
-    layout = PipelineLayout(
+    return PipelineLayout(
         schedule=schedule,
         layers=layers,
         n_replicas=n_replicas,
         tensor_parallel=training.tensor_parallel,
     )
-    if training.activation_checkpointing and layout.has_backwards_in_parts:
-        raise SettingsError(
-            f"--activation-checkpointing with schedule {schedule.name}: its backwards are in two "
-            "parts, each of which would recompute the layers; leave the option out, or choose a "
-            "schedule such as 1f1b"
-        )
-    return layout
 
 
 def _schedule(training: TrainingSettings) -> Schedule:

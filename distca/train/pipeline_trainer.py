@@ -37,7 +37,8 @@ from distca.train.sharding import by_mesh, clip_gradients, squared_norm, whole
 from distca.train.stages import StageModule
 from distca.train.tensor_parallel import TensorParallel
 from distca.train.trainer import StepResult
-from trainer_client import Pipeline, Session, measure_stages, prepare_fsdp
+from trainer_client import Pipeline, Session, defer_weights, measure_stages, prepare_fsdp
+from trainer_client.integrations.deferred_weights import DeferredWeights
 
 
 class PipelineStages:
@@ -55,6 +56,8 @@ class PipelineStages:
         width: of hidden states.
 
     Attributes:
+        deferred: by stage, what computes gradients of weights apart, where the schedule has
+            backwards in two parts.
         pipelining: what the session needs to know.
     """
 
@@ -75,7 +78,10 @@ class PipelineStages:
         self.replicas, self.group = replica_mesh(mesh, settings), mesh[STAGE].get_group()
         self.replica_group = mesh[REPLICA].get_group()
         self.tied_group = self._make_tied_groups(parallelism, rank)
-        for module in modules.values():
+        self.deferred: dict[int, DeferredWeights] = {}
+        for stage, module in modules.items():
+            if layout.has_backwards_in_parts:
+                self.deferred[stage] = defer_weights(module)
             if settings.compile_layers:
                 compile_layers(module.layers)
             if settings.activation_checkpointing:
@@ -136,13 +142,18 @@ class PipelineTrainer:
         self, stages: PipelineStages, session: Session, compute_dtype: torch.dtype
     ) -> None:
         self._stages, self._session, self._settings = stages, session, stages.settings
-        self._connected = False
+        self._connected = self._replicas_are_plain = False
         self._scale = 1.0
         layout, modules = stages.layout, stages.modules
         wrapped = {stage: self._wrap(module, compute_dtype) for stage, module in modules.items()}
         self._pipeline_stages = [
             PipelineStage(
-                module, stage, layout.schedule.n_stages, stages.device, group=stages.group
+                module,
+                stage,
+                layout.schedule.n_stages,
+                stages.device,
+                group=stages.group,
+                dw_builder=stages.deferred.get(stage),
             )
             for stage, module in wrapped.items()
         ]
@@ -199,6 +210,8 @@ class PipelineTrainer:
             )
         for shared in self._stages.tensor_parallel:
             shared.share_gradients()
+        if self._replicas_are_plain:
+            self._average_gradients()
         self._share_tied_gradients()
         assert running.report is not None
         own = sum(float(loss.detach()) for loss in losses) / n_replicas
@@ -285,17 +298,15 @@ class PipelineTrainer:
         if self._settings.sharding is Sharding.FSDP or self._stages.tensor_parallel:
             policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
             for layer in module.layers:
-                fully_shard(
-                    layer,
-                    mesh=self._stages.replicas,
-                    mp_policy=policy,
-                    # The first part of a backward looks for the weights that were used.
-                    reshard_after_forward=not self._stages.layout.has_backwards_in_parts,
-                )
+                fully_shard(layer, mesh=self._stages.replicas, mp_policy=policy)
             fully_shard(module, mesh=self._stages.replicas, mp_policy=policy)
             prepare_fsdp(module)
             return module
         if self._stages.layout.n_replicas == 1:
+            return module
+        if self._stages.deferred:
+            # DistributedDataParallel would reduce gradients before those of weights are there.
+            self._replicas_are_plain = True
             return module
         return DistributedDataParallel(module, process_group=self._stages.replica_group)
 
@@ -315,6 +326,14 @@ class PipelineTrainer:
     def _tied_weight(self) -> nn.Parameter | None:
         found = [m.tied_weight for m in self._stages.modules.values() if m.tied_weight is not None]
         return found[0] if found and self._stages.tied_group is not None else None
+
+    def _average_gradients(self) -> None:
+        """Over the replicas, as DistributedDataParallel does."""
+        for parameter in self._modules.parameters():
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            dist.all_reduce(parameter.grad, group=self._stages.replica_group)
+            parameter.grad /= self._stages.layout.n_replicas
 
     def _share_tied_gradients(self) -> None:
         """Embedding and head are one weight: each gets the sum of both gradients."""

@@ -115,7 +115,7 @@ def run_trainer(run: TrainerRun, console: Console) -> bool:
     layout = pipeline_layout(run.training, parallelism.n_replicas, config.num_hidden_layers)
     check_plan(config, run.training.tensor_parallel)
     device = choose_device(run.service.device, run.ranks.local_rank)
-    run = replace(run, training=chosen(run.training, run.model, device, layout))
+    run = replace(run, training=chosen(run.training, run.model, device))
     timeout = run.service.collective_timeout_seconds
     prepare_process(device)
     with ExitStack() as stack:
@@ -160,11 +160,10 @@ def chosen(
     training: TrainingSettings,
     model: ModelSettings,
     device: torch.device,
-    layout: PipelineLayout | None = None,
 ) -> TrainingSettings:
     """``training`` with what the user left open: the learning rate follows the model; weights are
     spread and layers recomputed where memory is dear, and ranks meet where collectives run on the
-    device. Layers whose backward is in two parts are not recomputed: each part would do it."""
+    device."""
     on_gpu = device.type == "cuda"
     sharding, checkpointing = training.sharding, training.activation_checkpointing
     barriers = training.host_barriers
@@ -179,11 +178,7 @@ def chosen(
         training,
         learning_rate=training.learning_rate or model.default_learning_rate,
         sharding=sharding or (Sharding.FSDP if on_gpu else Sharding.REPLICATED),
-        activation_checkpointing=(
-            on_gpu and not (layout and layout.has_backwards_in_parts)
-            if checkpointing is None
-            else checkpointing
-        ),
+        activation_checkpointing=on_gpu if checkpointing is None else checkpointing,
         host_barriers=on_gpu if barriers is None else barriers,
     )
 
@@ -245,7 +240,6 @@ class _Parts:
                 whole,
                 layout.layers_of(stage),
                 run.training.loss_chunk_tokens,
-                backward_in_parts=layout.has_backwards_in_parts,
             )
         return PipelineStages(
             layout,

@@ -116,6 +116,10 @@ def test_ways_that_cannot_run_are_named() -> None:
     with pytest.raises(CannotRun, match=r"not recomputed and keep about \d+ GiB .* has 140"):
         require_runnable(way_of("zero-bubble"), 4, 4, model, TOKENS, 140 * 2**30)
     require_runnable(way_of("zero-bubble"), 4, 4, model, 16 * 1024, 140 * 2**30)
+    # Four microbatches between both parts of their backward, of 34 GiB each; one of them.
+    with pytest.raises(CannotRun, match=r"keep for the second one about 136 GiB \(4 microb"):
+        require_runnable(way_of("even@zero-bubble"), 4, 4, model, TOKENS, 135 * 2**30)
+    require_runnable(way_of("even@1f1b-split"), 4, 4, model, TOKENS, 40 * 2**30)
 
 
 def test_ways_that_disagree_are_named() -> None:
@@ -198,7 +202,7 @@ def command(out: Path, *options: str) -> list[str]:
 
 WAYS = (
     "drawn", "even", "interleaved", "zero-bubble", "even-pool", "idle-aware",
-    "idle-aware@zero-bubble",
+    "idle-aware@zero-bubble", "idle-aware@1f1b-split",
 )  # fmt: skip
 
 

@@ -65,13 +65,9 @@ def test_a_schedule_may_come_from_a_file(tmp_path: Path) -> None:
     [
         ({"n_ranks": 3}, "--pipeline-stages is 2 and there are 3 ranks"),
         ({"n_layers": 1}, "the model has 1 layers for 2 stages"),
-        ({"schedule": "1f2b"}, "--schedule is '1f2b'; valid are 1f1b, same-phase"),
+        ({"schedule": "1f2b"}, "--schedule is '1f2b'; valid are 1f1b, 1f1b-split, same-phase"),
         ({"schedule": "/nowhere.csv"}, "--schedule /nowhere.csv cannot be read"),
         ({"schedule": "interleaved", "microbatches": 1}, "must be a multiple of the ranks"),
-        (
-            {"schedule": "zero-bubble", "activation_checkpointing": True},
-            "--activation-checkpointing with schedule zero-bubble: its backwards are in two parts",
-        ),
         ({"stage_layers": "3,x"}, "--stage-layers is '3,x'"),
         ({"stage_layers": "5,0"}, "--stage-layers is '5,0'"),
         ({"stage_layers": "3,1,1"}, "gives 5 layers to 3 stages; .* 5 layers, .* 2 stages"),

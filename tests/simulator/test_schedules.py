@@ -212,7 +212,7 @@ def test_schedules_are_compared_on_the_same_documents() -> None:
 def test_schedules_that_cannot_run_are_left_out_with_their_reason() -> None:
     of = setup(4, n_stages=4, n_microbatches=6)
     orders, left_out = fitting_orders(of)
-    assert sorted(orders) == ["1f1b", "same-phase", "zero-bubble"]
+    assert sorted(orders) == ["1f1b", "1f1b-split", "same-phase", "zero-bubble"]
     assert left_out == [
         "schedule interleaved: 6 microbatches over 4 ranks; they must be a multiple of the ranks"
     ]

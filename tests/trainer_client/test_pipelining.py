@@ -50,6 +50,7 @@ from trainer_client import (
     SessionError,
     SessionOptions,
     checkpoint,
+    defer_weights,
     measure_stages,
     prepare_fsdp,
     schedule_of,
@@ -155,6 +156,7 @@ class Case:
         layers: of each stage; N_LAYERS_A_CHUNK each if empty.
         is_packed: whether a microbatch's nano-batches are parts of one row, of unequal lengths.
         meets_on_host: whether stages tell each other what they send, as on GPUs.
+        defers: whether linear layers put off their weights' gradients.
     """
 
     name: str
@@ -172,6 +174,7 @@ class Case:
     layers: tuple[int, ...] = ()
     is_packed: bool = False
     meets_on_host: bool = False
+    defers: bool = False
 
     @property
     def n_replicas(self) -> int:
@@ -200,15 +203,17 @@ class Case:
         return max(of_rank)
 
 
-def zero_bubble(stage: PipelineStage, n_microbatches: int, **options: Any) -> Any:
+def by_csv(name: str, stage: PipelineStage, n_microbatches: int, **options: Any) -> Any:
     """PyTorch's runtime with our order, which it reads as CSV."""
     schedule = _PipelineScheduleRuntime([stage], n_microbatches, **options)
     with tempfile.NamedTemporaryFile("w", suffix=".csv") as file:
-        file.write(write_csv(SCHEDULES["zero-bubble"](stage.num_stages, n_microbatches)))
+        file.write(write_csv(SCHEDULES[name](stage.num_stages, n_microbatches)))
         file.flush()
         schedule._load_csv(file.name)
     return schedule
 
+
+zero_bubble, split = partial(by_csv, "zero-bubble"), partial(by_csv, "1f1b-split")
 
 CASES = (
     Case("four stages", Schedule1F1B, 4, 6),
@@ -288,6 +293,38 @@ CASES = (
         meets_on_host=True,
     ),
     Case(
+        "weights later, checkpointed",
+        split,
+        4,
+        5,
+        n_rows=2,
+        is_planned=True,
+        checkpointed=True,
+        layers=(2, 3, 2, 1),
+        meets_on_host=True,
+        defers=True,
+    ),
+    Case(
+        "weights later, zero-bubble, one packed row, two replicas",
+        zero_bubble,
+        2,
+        4,
+        n_rows=2,
+        is_planned=True,
+        checkpointed=True,
+        is_packed=True,
+        defers=True,
+    ),
+    Case(
+        "weights later, two stages a rank",
+        ScheduleInterleavedZeroBubble,
+        2,
+        4,
+        n_chunks=2,
+        checkpointed=True,
+        defers=True,
+    ),
+    Case(
         "idle-aware, two stages a rank",
         ScheduleInterleavedZeroBubble,
         2,
@@ -312,6 +349,17 @@ SHARED_CASES = (
         )
         for how in ("ddp", "fsdp")
         for n_rows in (1, 2)
+    ),
+    Case(
+        "replicas, fsdp, weights later",
+        split,
+        2,
+        4,
+        n_rows=2,
+        is_planned=True,
+        replicated="fsdp",
+        checkpointed=True,
+        defers=True,
     ),
     # No forward comes between the backwards.
     Case(
@@ -498,7 +546,14 @@ def run_case(
             DistributedDataParallel(part, process_group=replicas.get_group()) for part in parts
         ]
     stages = [
-        PipelineStage(part, index, case.n_stages, torch.device("cpu"), group=groups[replica])
+        PipelineStage(
+            part,
+            index,
+            case.n_stages,
+            torch.device("cpu"),
+            group=groups[replica],
+            dw_builder=defer_weights(part) if case.defers else None,
+        )
         for index, part in zip(own, modules, strict=True)
     ]
     given = stages if case.n_chunks > 1 else stages[0]

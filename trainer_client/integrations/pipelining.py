@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Any
 
@@ -21,12 +21,13 @@ from torch.nn.parallel import DistributedDataParallel
 from core_attention.schedule import Kind, Schedule, is_action, read_csv
 from core_attention.schedule_orders import Order, gpipe, one_f_one_b
 from trainer_client.errors import SessionError
+from trainer_client.integrations.deferred_weights import DeferredWeights
 from trainer_client.integrations.fsdp import check_backward_in_parts, require_prepared
 from trainer_client.integrations.graphs import outside_graphs
-from trainer_client.integrations.host_signals import HostSignals
 from trainer_client.integrations.microbatch_rows import cut_of
 from trainer_client.integrations.schedule_check import ScheduleCheck
 from trainer_client.integrations.shape_inference import ShapeInference
+from trainer_client.integrations.stage_messages import StageMessages
 from trainer_client.session import Session
 from trainer_client.step.lane import current_step, in_nano_batch, require_step
 from trainer_client.step.ping_pong import run_in_turns
@@ -62,7 +63,7 @@ class Pipeline:
             ``forward_one_chunk`` is replaced on the objects, and ``forward`` of their modules
             where a microbatch has several nano-batches.
         meet_on_host: whether stages tell each other on the host what they are about to send, see
-            :mod:`trainer_client.integrations.host_signals`; None: on GPUs. Then all ranks of
+            :mod:`trainer_client.integrations.stage_messages`; None: on GPUs. Then all ranks of
             ``torch.distributed`` make their ``Pipeline`` together.
 
     Raises:
@@ -103,20 +104,26 @@ class Pipeline:
             self._check = ScheduleCheck(schedule, pipeline_rank)
             if any(a.kind is Kind.BACKWARD_INPUT for a in schedule.order(pipeline_rank)):
                 for stage in stages:
-                    check_backward_in_parts(stage.submod)
+                    if not isinstance(getattr(stage, "dw_builder", None), DeferredWeights):
+                        check_backward_in_parts(stage.submod)
+        device = torch.device(options.device)
         if meet_on_host is None:
-            meet_on_host = torch.device(options.device).type != "cpu"
-        self._signals: HostSignals | None = None
-        self._is_connected = False
+            meet_on_host = device.type != "cpu"
+        self._messages: StageMessages | None = None
         if meet_on_host:
-            self._signals = HostSignals(options.collective_timeout_seconds, stages[0].num_stages)
+            self._messages = StageMessages(
+                options.collective_timeout_seconds,
+                stages,
+                options.n_nano_batches // n_rows,
+                device,
+            )
         for stage in stages:
             is_last = stage is stages[-1]
-            if self._signals is not None:
-                self._signals.watch(stage)
             stage.forward_one_chunk = self._in_its_lane(
                 stage.forward_one_chunk, n_rows, is_last=is_last
             )
+            if isinstance(getattr(stage, "dw_builder", None), DeferredWeights):
+                stage.dw_builder.watch(stage)
             if self._check is not None:
                 self._check.watch(stage)
             if n_rows > 1:
@@ -132,13 +139,13 @@ class Pipeline:
         self._inference.is_over = False
         if self._check is not None:
             self._check.begin_step()
-        if self._signals is not None:
-            self._signals.begin_step()
-        with self._session.step(step) as running, self._inference.may_run(), self._unsynced:
-            if self._signals is not None and not self._is_connected:
-                # No receive may keep a device while ranks still connect to servers.
-                self._signals.meet()
-                self._is_connected = True
+        messages = nullcontext() if self._messages is None else self._messages.step()
+        with (
+            self._session.step(step) as running,
+            messages,
+            self._inference.may_run(),
+            self._unsynced,
+        ):
             for module in self._replicated:
                 # Else DDP awaits gradients of the run on garbage, and takes the first microbatch's.
                 self._unsynced.enter_context(module.no_sync())

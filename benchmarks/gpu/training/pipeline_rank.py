@@ -49,7 +49,15 @@ from distca.train.measurements import StepMeasurements
 from distca.train.ranks import sum_over_ranks
 from distca.train.sharding import clip_gradients, squared_norm
 from distca.train.stages import StageModule
-from trainer_client import Pipeline, Pipelining, Session, SessionOptions, measure_stages
+from trainer_client import (
+    Pipeline,
+    Pipelining,
+    Session,
+    SessionOptions,
+    defer_weights,
+    measure_stages,
+)
+from trainer_client.integrations.deferred_weights import DeferredWeights
 from trainer_client.integrations.shape_inference import ShapeInference
 from trainer_client.integrations.stage_seconds import StageSeconds
 from trainer_client.integrations.transformers import IMPLEMENTATION, check_documents
@@ -95,6 +103,7 @@ class Built:
         modules: by stage, those of this rank.
         optimizer: of them. Its learning rate is 0, so that all ways see the same weights in all
             steps; it does its work nevertheless.
+        deferred: by stage, what computes gradients of weights apart; empty where nothing does.
         seconds: of a token in each stage beside core attention.
         rehearsed: numbers of tokens that the stages have run on.
     """
@@ -102,6 +111,7 @@ class Built:
     layers: tuple[int, ...]
     modules: dict[int, StageModule]
     optimizer: torch.optim.AdamW
+    deferred: dict[int, DeferredWeights]
     seconds: StageSeconds
     rehearsed: set[int]
 
@@ -115,12 +125,12 @@ class Stages:
 
     def __init__(self, settings: RankSettings) -> None:
         self._settings = settings
-        self._key: tuple[int, bool] | None = None
+        self._key: tuple[int, bool, bool] | None = None
         self._built: Built | None = None
 
     def of(self, way: Way) -> Built:
         """The stages of ``way``. All ranks call it."""
-        key = way.n_chunks, way.has_backwards_in_parts
+        key = way.n_chunks, way.has_backwards_of_torch, way.defers_weights
         if self._built is None or self._key != key:
             self._built = None
             gc.collect()
@@ -134,9 +144,12 @@ class Stages:
         n_ranks, n_stages = settings.n_ranks, settings.n_ranks * way.n_chunks
         layers = stage_layers(settings.model.layers, n_stages)
         modules = {
-            stage: self._module(layers, stage, in_parts=way.has_backwards_in_parts)
+            stage: self._module(layers, stage, in_parts=way.has_backwards_of_torch)
             for stage in range(settings.rank, n_stages, n_ranks)
         }
+        deferred = {}
+        if way.defers_weights:
+            deferred = {stage: defer_weights(module) for stage, module in modules.items()}
         tokens = settings.tokens_per_rank
         runs = {
             stage: (PackedStage(module), partial(self._run_alone, module, stage, tokens))
@@ -149,6 +162,7 @@ class Stages:
             layers=layers,
             modules=modules,
             optimizer=optimizer,
+            deferred=deferred,
             seconds=seconds,
             rehearsed={tokens},
         )
@@ -282,16 +296,25 @@ class PipelineWay:
                 IMPLEMENTATION if way.served else attention.IMPLEMENTATION
             )
         self._stages = [
-            PipelineStage(PackedStage(module), stage, len(self._built.layers), settings.device)
+            PipelineStage(
+                PackedStage(module),
+                stage,
+                len(self._built.layers),
+                settings.device,
+                dw_builder=self._built.deferred.get(stage),
+            )
             for stage, module in self._built.modules.items()
         ]
         self._schedule = self._make_schedule()
-        self._session = self._open(name) if way.served else None
-        self._pipeline = Pipeline(self._session, *self._stages) if self._session else None
         for stage in self._stages:
             if not way.served:
                 _choose_before(stage, self._choose)
+                if deferred := self._built.deferred.get(stage.stage_index):
+                    deferred.watch(stage)
+            # Before what else waits around an action: it is no part of it.
             self._clock.watch(stage)
+        self._session = self._open(name) if way.served else None
+        self._pipeline = Pipeline(self._session, *self._stages) if self._session else None
         sizes: set[int] = set()
         for step, (batch, layout) in enumerate(drawn):
             sizes |= self._prepare(step, batch, layout)

@@ -8,7 +8,7 @@ from benchmarks.gpu.training.batches import Batch, CannotRun
 from benchmarks.gpu.training.microbatches import Layout, as_drawn, evenly
 from benchmarks.gpu.training.stack import ModelShape
 from core_attention.errors import ScheduleError
-from core_attention.schedule import Schedule
+from core_attention.schedule import Kind, Schedule
 from core_attention.schedule_orders import SCHEDULES
 
 HOME, EVEN, IDLE_AWARE = "home", "even", "idle-aware"
@@ -48,9 +48,14 @@ class Way:
         return _CHUNKS if self.schedule in (*TORCH_SCHEDULES, "interleaved") else 1
 
     @property
-    def has_backwards_in_parts(self) -> bool:
-        """Whether gradients of weights are computed apart; then layers cannot be recomputed."""
-        return self.schedule in (TORCH_ZERO_BUBBLE, "zero-bubble")
+    def has_backwards_of_torch(self) -> bool:
+        """Whether PyTorch computes gradients of weights apart; then layers cannot be recomputed."""
+        return self.schedule == TORCH_ZERO_BUBBLE
+
+    @property
+    def defers_weights(self) -> bool:
+        """Whether linear layers put off gradients of weights."""
+        return self.schedule in ("1f1b-split", "zero-bubble")
 
     @property
     def served(self) -> bool:
@@ -142,17 +147,36 @@ def require_runnable(
         table = way.table(n_ranks, n_microbatches)
     except ScheduleError as error:
         raise CannotRun(f"{way.name}: {error}") from error
-    if way.has_backwards_in_parts and memory_bytes is not None:
+    if memory_bytes is None:
+        return
+    layers = max(stage_layers(model.layers, n_ranks))
+    if way.has_backwards_of_torch:
         # One microbatch of each stage in flight at least, as many as ranks at most.
-        in_flight = table.peak_in_flight if table is not None else min(n_ranks, n_microbatches)
-        layers = max(stage_layers(model.layers, n_ranks))
-        needed = in_flight * layers * tokens * _kept_bytes(model)
-        if needed > memory_bytes:
-            raise CannotRun(
-                f"{way.name} has backwards in two parts, so its layers are not recomputed and keep "
-                f"about {needed / 2**30:.0f} GiB ({in_flight:g} microbatches, {layers} layers of a "
-                f"rank); the device has {memory_bytes / 2**30:.0f}: give fewer --tokens"
-            )
+        held = min(n_ranks, n_microbatches)
+        needed = held * layers * tokens * _kept_bytes(model)
+        why = "are not recomputed and keep"
+    elif way.defers_weights and table is not None:
+        held = max(_deferred(table, rank) for rank in range(n_ranks))
+        needed = held * layers * tokens * _deferred_bytes(model)
+        why = "keep for the second one"
+    else:
+        return
+    if needed > memory_bytes:
+        raise CannotRun(
+            f"{way.name} has backwards in two parts, so its layers {why} about "
+            f"{needed / 2**30:.0f} GiB ({held} microbatches, {layers} layers of a rank); the "
+            f"device has {memory_bytes / 2**30:.0f}: give fewer --tokens"
+        )
+
+
+def _deferred(table: Schedule, rank: int) -> int:
+    """The most microbatches that are between both parts of their backward."""
+    held = most = 0
+    for action in table.order(rank):
+        held += action.kind is Kind.BACKWARD_INPUT
+        held -= action.kind is Kind.BACKWARD_WEIGHT
+        most = max(most, held)
+    return most
 
 
 def in_flight(table: Schedule) -> list[float]:
@@ -170,3 +194,12 @@ def _kept_bytes(model: ModelShape) -> int:
     the matrices and of the sums; q, k, v and o; and three tensors of the feed-forward part."""
     heads = model.hidden // model.heads * 2 * (model.heads + model.kv_heads)
     return 2 * (6 * model.hidden + heads + 3 * model.feed_forward)
+
+
+def _deferred_bytes(model: ModelShape) -> int:
+    """What one token keeps in a layer between both parts of its backward, in 2 bytes each: inputs
+    of the matrices, and gradients of their outputs."""
+    width = model.hidden // model.heads
+    heads, kv_heads = width * model.heads, width * model.kv_heads
+    inputs = 2 * model.hidden + heads + model.feed_forward
+    return 2 * (inputs + heads + 2 * kv_heads + 2 * model.hidden + 2 * model.feed_forward)
