@@ -154,8 +154,8 @@ class TrainingSettings:
     schedule: Annotated[
         str,
         typer.Option(
-            help="Order of a pipeline: 1f1b, same-phase, interleaved or zero-bubble, or a CSV file "
-            "as torch.distributed.pipelining reads it (distca schedule writes some)."
+            help="Order of a pipeline: 1f1b, 1f1b-split, same-phase, interleaved, zero-bubble, or "
+            "a CSV file as torch.distributed.pipelining reads it (distca schedule writes some)."
         ),
     ] = "1f1b"
     stage_layers: Annotated[

@@ -120,11 +120,14 @@ def gains(name: str, p: int, m: int, seed: int) -> tuple[float, float]:
     ("name", "p", "m", "least"),
     [
         ("1f1b", 4, 4, 1.30),
+        ("1f1b-split", 4, 4, 1.43),
         ("same-phase", 4, 4, 1.34),
         ("zero-bubble", 4, 4, 1.50),
         ("1f1b", 4, 8, 1.09),
+        ("1f1b-split", 4, 8, 1.16),
         ("zero-bubble", 4, 8, 1.22),
         ("1f1b", 2, 4, 1.08),
+        ("1f1b-split", 2, 4, 1.11),
         ("zero-bubble", 2, 4, 1.14),
     ],
 )
