@@ -21,8 +21,9 @@ class Pipelining:
         layers: ``[n_stages]`` calls of core attention in one forward of each stage; 1 or more.
         forward_seconds: ``[n_stages]`` seconds that one token takes through each stage beside core
             attention, forward.
-        backward_seconds: the same, backward, recomputation included. A backward in two parts takes
-            half of it in each.
+        backward_seconds: the same, backward, recomputation included. Of a backward in two parts,
+            gradients of weights take as long as the forward, but half of the backward at most:
+            they are as many products of the same sizes.
 
     Raises:
         ScheduleError: sizes do not fit the schedule or each other, or a value is out of range; the
@@ -135,9 +136,14 @@ class Pipelining:
 
     def seconds(self, stage: int, kind: Kind) -> float:
         """Seconds of one token in an action of ``stage`` beside core attention."""
-        if kind is Kind.FORWARD:
-            return self.forward_seconds[stage]
-        return self.backward_seconds[stage] / (1 if kind is Kind.BACKWARD else 2)
+        forward, backward = self.forward_seconds[stage], self.backward_seconds[stage]
+        weights = min(forward, backward / 2)
+        return {
+            Kind.FORWARD: forward,
+            Kind.BACKWARD: backward,
+            Kind.BACKWARD_INPUT: backward - weights,
+            Kind.BACKWARD_WEIGHT: weights,
+        }[kind]
 
     @cached_property
     def kind_slots(self) -> dict[Kind, int]:

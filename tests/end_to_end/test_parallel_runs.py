@@ -67,15 +67,22 @@ def test_stages_of_shares_go_on_without_shares(start_run: StartRun) -> None:
     assert record.steps[-1].loss < record.steps[0].loss
 
 
-@pytest.mark.parametrize("sharding", ["replicated", "fsdp"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--trainers=4", "--sharding=replicated"),
+        ("--trainers=4", "--sharding=fsdp"),
+        # Two stages of two shares each, twice.
+        ("--trainers=8", SHARES),
+    ],
+    ids=["replicated", "fsdp", "shares"],
+)
 def test_replicas_share_gradients_of_weights_that_come_later(
-    start_run: StartRun, sharding: str
+    start_run: StartRun, options: tuple[str, ...]
 ) -> None:
     """Backwards in two parts, of layers that are recomputed."""
-    options = ("--schedule=1f1b-split", "--activation-checkpointing", f"--sharding={sharding}")
-    run = start_run(
-        "run", "--mode=in-place", "--verify", *STAGES, "--trainers=4", "--steps=2", *options
-    )
+    schedule = ("--schedule=1f1b-split", "--activation-checkpointing", "--steps=2")
+    run = start_run("run", "--mode=in-place", "--verify", *STAGES, *schedule, *options)
     assert run.wait(RUN_SECONDS).exit_code == 0
     verification = run.record().verification
     assert verification is not None

@@ -264,8 +264,6 @@ class StageMessages:
         left."""
         group, posting = self._group(kind, peer, self._rank)
         try:
-            if self._on_gpu:
-                torch.cuda.set_device(self._device)
             with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
                 while left:
                     told = torch.zeros(2, dtype=torch.int64)
