@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -127,6 +128,44 @@ def test_layers_under_autocast_compute_theirs_at_once(
         stage.outputs = {0: other(inputs[0])}
     stage.backward_one_chunk(0, full_backward=False)
     assert {"wide.weight", "last.weight"} <= with_gradient(other)
+
+
+def test_weights_that_somebody_else_watches_are_left_alone() -> None:
+    """Their gradients come at once, through whatever is to see them."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(5)))
+    seen: list[str] = []
+
+    def doubled(gradient: torch.Tensor) -> torch.Tensor:
+        seen.append("hook")
+        return 2 * gradient
+
+    def prepared(model: nn.Sequential) -> nn.Sequential:
+        layers: list[Any] = list(model)
+        layers[0].weight.register_hook(doubled)
+        layers[1].weight.register_post_accumulate_grad_hook(lambda _: seen.append("accumulated"))
+        with warnings.catch_warnings(action="ignore"):
+            nn.utils.weight_norm(layers[2])
+        forward = layers[3].forward
+        layers[3].forward = lambda x: 3 * forward(x)
+        return model
+
+    other = prepared(copy.deepcopy(plain))
+    plain = prepared(plain)
+    deferred = defer_weights(other)
+    stage = Stage(other, deferred)
+    deferred.watch(stage)
+    x = torch.randn(7, 4)
+    plain(x).square().sum().backward()
+    assert sorted(seen) == ["accumulated", "hook"]
+    stage.outputs = {0: other(x)}
+    stage.backward_one_chunk(0, full_backward=False)
+    assert sorted(seen) == ["accumulated", "accumulated", "hook", "hook"]
+    missing = {name for name, p in other.named_parameters() if p.grad is None}
+    assert missing == {"4.weight"}
+    stage.later[0]()
+    for (name, found), wanted in zip(other.named_parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(found.grad, wanted.grad, rtol=1e-6, atol=1e-6, msg=name)
 
 
 def test_without_gradients_it_is_the_same_layer(

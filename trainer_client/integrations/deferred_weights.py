@@ -88,9 +88,10 @@ def defer_weights(module: nn.Module) -> DeferredWeights:
 
         stage = PipelineStage(module, ..., dw_builder=defer_weights(module))
 
-    ``forward`` of each ``torch.nn.Linear`` is replaced on the object; subclasses and layers of
-    other kinds are left alone, as are layers under autocast and weights that are DTensors (of
-    tensor parallelism): their gradients are computed in the first part. Layers may be recomputed,
+    ``forward`` of each ``torch.nn.Linear`` is replaced on the object, unless somebody else has done
+    so. Subclasses and layers of other kinds are left alone, as are layers under autocast and
+    weights that are DTensors (of tensor parallelism), have hooks, or are computed from others
+    (``weight_norm``): their gradients are computed in the first part. Layers may be recomputed,
     compiled (what is around a linear layer, then) and sharded by FSDP2. Between both parts, a
     linear layer keeps its input and its output's gradient.
 
@@ -104,7 +105,7 @@ def defer_weights(module: nn.Module) -> DeferredWeights:
     _refuse_replicated(module)
     deferred = DeferredWeights()
     for part in module.modules():
-        if type(part) is nn.Linear:
+        if type(part) is nn.Linear and "forward" not in vars(part):
             forward: Any = outside_graphs(partial(_linear, part, deferred))
             part.forward = forward  # type: ignore[method-assign]
     return deferred
@@ -122,13 +123,19 @@ def _refuse_replicated(module: nn.Module) -> None:
 
 def _linear(layer: nn.Linear, deferred: DeferredWeights, x: torch.Tensor) -> torch.Tensor:
     weight, bias = layer.weight, layer.bias
-    is_plain = not (isinstance(weight, DTensor) or isinstance(x, DTensor))
-    if not (is_plain and torch.is_grad_enabled() and weight.requires_grad):
+    if not torch.is_grad_enabled() or isinstance(x, DTensor) or not _may_wait(weight):
         return nn.functional.linear(x, weight, bias)
     if torch.is_autocast_enabled(x.device.type):
         return nn.functional.linear(x, weight, bias)
     y: torch.Tensor = _Linear.apply(x, weight, bias, deferred)  # type: ignore[no-untyped-call]
     return y
+
+
+def _may_wait(weight: torch.Tensor) -> bool:
+    """Whether all that becomes of the gradient of ``weight`` is that it is in ``.grad``."""
+    if isinstance(weight, DTensor) or not (weight.requires_grad and weight.is_leaf):
+        return False
+    return not (weight._backward_hooks or getattr(weight, "_post_accumulate_grad_hooks", None))
 
 
 class _Linear(torch.autograd.Function):
