@@ -28,6 +28,8 @@ from distca.simulator.setup import Setup
 K = 1024
 METHOD = Method(planner=balanced.plan, options=PlanningOptions())
 NAMES = tuple(SCHEDULES)
+POOLED = "same-phase", "1f1b", "1f1b-split", "zero-bubble"
+"""Of those, the ones of a stage a rank."""
 
 ENDLESS_BYTES_PER_SECOND = 1e18
 EQUAL_DOCUMENT = 8 * K
@@ -66,7 +68,7 @@ def formula_rows(profile: CostProfile) -> list[Sequence[str]]:
             lengths = _equal_documents(setup)
             unit = balanced_seconds(setup, lengths)
             gains = [unit / balanced_seconds(setup, lengths, SCHEDULES["zero-bubble"])]
-            for name in ("same-phase", "1f1b", "zero-bubble"):
+            for name in POOLED:
                 for idle_aware in (False, True):
                     method = replace(METHOD, schedule=SCHEDULES[name], idle_aware=idle_aware)
                     gains.append(unit / disaggregated_step(setup, lengths, method).seconds)
@@ -159,8 +161,7 @@ def main() -> None:
     parser.add_argument("--dry-run", action="store_true", help="print, and leave docs/ as it is")
     arguments = parser.parse_args()
     profile = shipped_profile()
-    ours = ("same-phase", "1f1b", "zero-bubble")
-    pooled = [f"{name}, {spread}" for name in ours for spread in (EVEN, IDLE_AWARE)]
+    pooled = [f"{name}, {spread}" for name in POOLED for spread in (EVEN, IDLE_AWARE)]
     parts = {
         "schedule formula": table(
             ("p, m", "a / l", "zero-bubble without CAD", *pooled), formula_rows(profile)

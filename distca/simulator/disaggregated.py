@@ -303,25 +303,24 @@ def _slot_works(
     servers: Sequence[PlanningServer],
     method: Method,
 ) -> list[SlotWork]:
-    """What runs in ``slot``, nano-batch by nano-batch, while a forward runs one layer: plans of
-    both phases, one after the other, backward first, whose pieces are the larger ones; the second
-    fills up what the first left."""
+    """What runs in ``slot``, nano-batch by nano-batch, while a forward runs one layer: plans of all
+    kinds of actions, one after the other, backwards first, whose pieces are the larger ones; each
+    fills up what the ones before left."""
     nano_batches = range(method.n_nano_batches)
     linear = _linear_seconds(setup, slot, n_slots, manifests, method.n_nano_batches)
     options = planning_options(setup, method)
     shape = setup.model.attention_shape
     size = setup.cluster.n_ranks + sum(s.server.in_place_rank is None for s in servers)
     works = [linear_work(linear[k], size) for k in nano_batches]
-    for phase in (Phase.BACKWARD, Phase.FORWARD):
-        active = {
-            rank: action
+    for kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.FORWARD):
+        phase = kind.attention_phase
+        held = [
+            (rank, action.microbatch)
             for rank, action in enumerate(slot)
-            if action is not None and action.kind.attention_phase is phase
-        }
-        if not active:
+            if action is not None and action.kind is kind
+        ]
+        if phase is None or not held:
             continue
-        (kind,) = {action.kind for action in active.values()}
-        held = [(rank, action.microbatch) for rank, action in active.items()]
         manifest = slot_manifest(manifests, held, len(slot), setup.n_pipelines)
         # Plans are made for a whole layer, which takes this phase n_slots forward layers.
         whole = n_slots[kind]
