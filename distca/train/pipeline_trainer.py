@@ -330,6 +330,8 @@ class PipelineTrainer:
     def _average_gradients(self) -> None:
         """Over the replicas, as DistributedDataParallel does."""
         for parameter in self._modules.parameters():
+            if not parameter.requires_grad:
+                continue
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
             dist.all_reduce(parameter.grad, group=self._stages.replica_group)
