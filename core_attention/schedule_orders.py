@@ -114,19 +114,29 @@ def interleaved(n_ranks: int, n_microbatches: int, n_chunks: int = 2) -> Schedul
     return from_orders("interleaved", orders)
 
 
-def zero_bubble(n_stages: int, n_microbatches: int) -> Schedule:
+def zero_bubble(n_stages: int, n_microbatches: int, max_deferred: int | None = None) -> Schedule:
     """Backward passes in two parts, the weights' filling the bubbles, at the memory of 1F1B's
     first stage (ZB-H1, arXiv 2401.10241).
 
     A stage runs a forward while fewer than ``p - s`` microbatches wait for gradients of inputs and
-    fewer than p for those of weights, else gradients of inputs, else of weights.
+    fewer than p for those of weights, else gradients of inputs, else of weights. With as many as
+    ``max_deferred`` microbatches, 1 or more, between both parts of their backward, which takes
+    memory of its own where layers are recomputed, gradients of weights go first.
     """
     _check_sizes("zero-bubble", n_stages, n_microbatches)
+    if max_deferred is None:
+        max_deferred = n_microbatches
+    if max_deferred < 1:
+        raise ScheduleError(
+            f"schedule zero-bubble: max_deferred is {max_deferred}; it must be 1 or more"
+        )
     done: set[Action] = set()
     begun = {kind: [0] * n_stages for kind in Kind}
     slots: list[Slot] = []
     while begun[Kind.BACKWARD_WEIGHT] != [n_microbatches] * n_stages:
-        slot = tuple(_choose(s, n_stages, n_microbatches, begun, done) for s in range(n_stages))
+        slot = tuple(
+            _choose(s, n_stages, n_microbatches, max_deferred, begun, done) for s in range(n_stages)
+        )
         for action in slot:
             if action is not None:
                 begun[action.kind][action.stage] += 1
@@ -139,6 +149,7 @@ def _choose(
     stage: int,
     n_stages: int,
     n_microbatches: int,
+    max_deferred: int,
     begun: Mapping[Kind, list[int]],
     done: set[Action],
 ) -> Action | None:
@@ -146,6 +157,8 @@ def _choose(
     f, i, w = (
         begun[kind][stage] for kind in (Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
     )
+    if i - w >= max_deferred:
+        return Action(stage, Kind.BACKWARD_WEIGHT, w)
     arrived = stage == 0 or Action(stage - 1, Kind.FORWARD, f) in done
     if f < n_microbatches and arrived and f - i < n_stages - stage and f - w < n_stages:
         return Action(stage, Kind.FORWARD, f)

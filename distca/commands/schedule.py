@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, ClassVar
 
 import typer
 
-from core_attention.schedule_orders import SCHEDULES
+from core_attention.schedule_orders import SCHEDULES, Order, zero_bubble
 from distca.options import options_from
 
 
@@ -21,6 +22,13 @@ class ScheduleSettings:
     name: Annotated[str, typer.Option(help=f"One of {', '.join(SCHEDULES)}.")] = "zero-bubble"
     ranks: Annotated[int, typer.Option(help="Ranks of a pipeline.")] = 4
     microbatches: Annotated[int, typer.Option(help="Microbatches of a step.")] = 8
+    max_deferred: Annotated[
+        int | None,
+        typer.Option(
+            help="Of the zero-bubble order: microbatches between both parts of their backward on "
+            "a rank, at most; default: any number."
+        ),
+    ] = None
     output: Annotated[
         Path | None, typer.Option(help="Write it to this file instead of the terminal.")
     ] = None
@@ -39,8 +47,15 @@ def schedule(settings: ScheduleSettings) -> None:
 
     if settings.name not in SCHEDULES:
         raise typer.BadParameter(f"--name is {settings.name!r}; valid are {', '.join(SCHEDULES)}")
+    order: Order = SCHEDULES[settings.name]
+    if settings.max_deferred is not None:
+        if settings.name != "zero-bubble":
+            raise typer.BadParameter(
+                f"--max-deferred goes with --name zero-bubble, not {settings.name}; leave it out"
+            )
+        order = partial(zero_bubble, max_deferred=settings.max_deferred)
     with wrong_input_ends():
-        made = SCHEDULES[settings.name](settings.ranks, settings.microbatches)
+        made = order(settings.ranks, settings.microbatches)
         if settings.output is None:
             typer.echo(write_csv(made), nl=False)
         else:

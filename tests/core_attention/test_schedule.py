@@ -66,6 +66,25 @@ def test_zero_bubble_keeps_the_memory_of_the_first_stage_of_1f1b(
         assert len(schedule.slots) == 3 * n_microbatches + n_stages - 1
 
 
+@given(*SIZES, st.integers(1, 6))
+def test_zero_bubble_keeps_to_what_may_be_deferred(
+    n_stages: int, n_microbatches: int, most: int
+) -> None:
+    schedule = zero_bubble(n_stages, n_microbatches, most)
+    free = zero_bubble(n_stages, n_microbatches)
+    assert schedule.peak_in_flight <= free.peak_in_flight
+    held = 0
+    for rank in range(n_stages):
+        deferred = 0
+        for action in schedule.order(rank):
+            deferred += action.kind is Kind.BACKWARD_INPUT
+            deferred -= action.kind is Kind.BACKWARD_WEIGHT
+            held = max(held, deferred)
+    assert held <= most
+    if most >= n_microbatches:
+        assert schedule == free
+
+
 def test_interleaved_is_megatrons_order() -> None:
     schedule = interleaved(2, 4)
     first, second = ([str(action) for action in schedule.order(rank)] for rank in range(2))

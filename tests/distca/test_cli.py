@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from core_attention.schedule import read_csv
-from core_attention.schedule_orders import SCHEDULES
+from core_attention.schedule_orders import SCHEDULES, zero_bubble
 
 COMMANDS = (
     "control-plane",
@@ -143,11 +143,15 @@ def test_schedules_are_written_as_they_are_read(tmp_path: Path) -> None:
     path = tmp_path / "order.csv"
     assert distca("schedule", "--ranks=3", "--microbatches=5", f"--output={path}").stdout == ""
     assert path.read_text() == shown.stdout
+    few = distca("schedule", "--ranks=3", "--microbatches=5", "--max-deferred=1")
+    assert read_csv("zero-bubble", few.stdout) == zero_bubble(3, 5, 1) != zero_bubble(3, 5)
 
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
+        (["--max-deferred=0"], "max_deferred is 0; it must be 1 or more"),
+        (["--name=1f1b", "--max-deferred=1"], "goes with --name zero-bubble, not 1f1b"),
         (["--name=gantt"], "--name is 'gantt'; valid are 1f1b"),
         (["--ranks=0"], "n_stages is 0"),
         (["--name=interleaved", "--microbatches=5"], "they must be a multiple of the ranks"),
