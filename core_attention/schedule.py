@@ -150,6 +150,21 @@ class Schedule:
                 held -= 1
         return most / n_own
 
+    def deferred(self, rank: int) -> int:
+        """The most microbatches of ``rank``, over its stages, that are between both parts of their
+        backward at a time."""
+        held = most = 0
+        for action in self.order(rank):
+            held += action.kind is Kind.BACKWARD_INPUT
+            held -= action.kind is Kind.BACKWARD_WEIGHT
+            most = max(most, held)
+        return most
+
+    @cached_property
+    def has_backwards_in_parts(self) -> bool:
+        """Whether gradients of inputs and of weights are separate actions somewhere."""
+        return any(action.kind is Kind.BACKWARD_INPUT for action in self._actions)
+
     @cached_property
     def peak_in_flight(self) -> float:
         """The most of all ranks."""

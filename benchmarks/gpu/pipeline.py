@@ -15,10 +15,10 @@ Every way runs the same documents, the same model and the same optimiser, in one
 
     python -m benchmarks.gpu.pipeline --stages 4 --json out.json
 
-Layers are recomputed but for core attention, except under zero-bubble orders. The optimiser's
-learning rate is 0, so that all ways see the same weights and their losses must agree. A way that
-cannot run, fails or stalls is named and left out; the others go on. What is measured is written to
-``--json`` after every step.
+Layers are recomputed but for core attention, except under PyTorch's zero-bubble order. The
+optimiser's learning rate is 0, so that all ways see the same weights and their losses must agree. A
+way that cannot run, fails or stalls is named and left out; the others go on. What is measured is
+written to ``--json`` after every step.
 """
 
 from __future__ import annotations

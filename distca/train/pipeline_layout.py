@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from core_attention.errors import ScheduleError
-from core_attention.schedule import Kind, Schedule, read_csv, write_csv
+from core_attention.schedule import Schedule, read_csv, write_csv
 from core_attention.schedule_orders import SCHEDULES
 from distca.errors import SettingsError
 from distca.train.settings import TrainingSettings
@@ -48,15 +48,6 @@ class PipelineLayout:
         """The layers of a stage."""
         begin = sum(self.layers[:stage])
         return range(begin, begin + self.layers[stage])
-
-    @property
-    def has_backwards_in_parts(self) -> bool:
-        """Whether gradients of inputs and of weights are separate actions."""
-        return any(
-            action.kind is Kind.BACKWARD_INPUT
-            for rank in range(self.n_ranks)
-            for action in self.schedule.order(rank)
-        )
 
     @property
     def identity(self) -> dict[str, object]:

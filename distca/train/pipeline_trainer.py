@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import tempfile
 from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -19,12 +18,10 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from core_attention.pipelining import Pipelining
-from core_attention.schedule import write_csv
 from distca.data.batch import TokenBatch
 from distca.data.packing import PackedStep
 from distca.errors import DivergenceError
@@ -39,6 +36,7 @@ from distca.train.tensor_parallel import TensorParallel
 from distca.train.trainer import StepResult
 from trainer_client import Pipeline, Session, defer_weights, measure_stages, prepare_fsdp
 from trainer_client.integrations.deferred_weights import DeferredWeights
+from trainer_client.integrations.pipelining import runtime_of
 
 
 class PipelineStages:
@@ -80,7 +78,7 @@ class PipelineStages:
         self.tied_group = self._make_tied_groups(parallelism, rank)
         self.deferred: dict[int, DeferredWeights] = {}
         for stage, module in modules.items():
-            if layout.has_backwards_in_parts:
+            if layout.schedule.has_backwards_in_parts:
                 self.deferred[stage] = defer_weights(module)
             if settings.compile_layers:
                 compile_layers(module.layers)
@@ -142,7 +140,7 @@ class PipelineTrainer:
         self, stages: PipelineStages, session: Session, compute_dtype: torch.dtype
     ) -> None:
         self._stages, self._session, self._settings = stages, session, stages.settings
-        self._connected = self._replicas_are_plain = False
+        self._connected = False
         self._scale = 1.0
         layout, modules = stages.layout, stages.modules
         wrapped = {stage: self._wrap(module, compute_dtype) for stage, module in modules.items()}
@@ -210,7 +208,7 @@ class PipelineTrainer:
             )
         for shared in self._stages.tensor_parallel:
             shared.share_gradients()
-        if self._replicas_are_plain:
+        if self._averages_gradients:
             self._average_gradients()
         self._share_tied_gradients()
         assert running.report is not None
@@ -292,36 +290,39 @@ class PipelineTrainer:
         )
         return state
 
+    @property
+    def _is_sharded(self) -> bool:
+        """Whether FSDP2 has the replicas: DistributedDataParallel knows no weights that are spread
+        over other ranks."""
+        return self._settings.sharding is Sharding.FSDP or bool(self._stages.tensor_parallel)
+
+    @property
+    def _averages_gradients(self) -> bool:
+        """Whether gradients are shared after the step: DistributedDataParallel would reduce them
+        before those of weights are there."""
+        has_replicas = self._stages.layout.n_replicas > 1
+        return bool(self._stages.deferred) and has_replicas and not self._is_sharded
+
     def _wrap(self, module: StageModule, compute_dtype: torch.dtype) -> nn.Module:
         """The module with replicas that share its gradients."""
-        # DistributedDataParallel knows no weights that are spread over other ranks.
-        if self._settings.sharding is Sharding.FSDP or self._stages.tensor_parallel:
+        if self._is_sharded:
             policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
             for layer in module.layers:
                 fully_shard(layer, mesh=self._stages.replicas, mp_policy=policy)
             fully_shard(module, mesh=self._stages.replicas, mp_policy=policy)
             prepare_fsdp(module)
             return module
-        if self._stages.layout.n_replicas == 1:
-            return module
-        if self._stages.deferred:
-            # DistributedDataParallel would reduce gradients before those of weights are there.
-            self._replicas_are_plain = True
+        if self._stages.layout.n_replicas == 1 or self._averages_gradients:
             return module
         return DistributedDataParallel(module, process_group=self._stages.replica_group)
 
     def _make_schedule(self) -> Any:
-        schedule = _PipelineScheduleRuntime(
-            list(self._pipeline_stages),
-            self._settings.microbatches,
+        return runtime_of(
+            self._stages.layout.schedule,
+            self._pipeline_stages,
             loss_fn=lambda losses, labels: losses.sum() * self._scale,
             scale_grads=False,
         )
-        with tempfile.NamedTemporaryFile("w", suffix=".csv") as file:
-            file.write(write_csv(self._stages.layout.schedule))
-            file.flush()
-            schedule._load_csv(file.name)
-        return schedule
 
     def _tied_weight(self) -> nn.Parameter | None:
         found = [m.tied_weight for m in self._stages.modules.values() if m.tied_weight is not None]
@@ -330,22 +331,15 @@ class PipelineTrainer:
     def _average_gradients(self) -> None:
         """Over the replicas, as DistributedDataParallel does."""
         for parameter in self._modules.parameters():
-            if not parameter.requires_grad:
-                continue
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            dist.all_reduce(parameter.grad, group=self._stages.replica_group)
-            parameter.grad /= self._stages.layout.n_replicas
+            if parameter.requires_grad:
+                total = _sum_gradient(parameter, self._stages.replica_group)
+                total /= self._stages.layout.n_replicas
 
     def _share_tied_gradients(self) -> None:
         """Embedding and head are one weight: each gets the sum of both gradients."""
         weight = self._tied_weight()
-        if weight is None:
-            return
-        if weight.grad is None:
-            weight.grad = torch.zeros_like(weight)
-        gradient = weight.grad.to_local() if isinstance(weight.grad, DTensor) else weight.grad
-        dist.all_reduce(gradient, group=self._stages.tied_group)
+        if weight is not None:
+            _sum_gradient(weight, self._stages.tied_group)
 
     def _own_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Those that count here: a tied weight counts on the first stage."""
@@ -367,6 +361,16 @@ class PipelineTrainer:
         every: list[Any] = [None] * self._stages.layout.n_ranks
         dist.all_gather_object(every, own, self._stages.group)
         return {name: tensor for each in every for name, tensor in each.items()}
+
+
+def _sum_gradient(parameter: nn.Parameter, group: Any) -> torch.Tensor:
+    """Sums a gradient over ``group``, zeros where there is none; returns this rank's part of it."""
+    if parameter.grad is None:
+        parameter.grad = torch.zeros_like(parameter)
+    grad = parameter.grad
+    own: torch.Tensor = grad.to_local() if isinstance(grad, DTensor) else grad
+    dist.all_reduce(own, group=group)
+    return own
 
 
 _WHOLE = StateDictOptions(full_state_dict=True)

@@ -30,7 +30,7 @@ class StageModule(nn.Module):
         model: the whole model; it is cut in place.
         layers: those of the stage.
         chunk_rows: rows whose logits exist together, where the head is a plain matrix.
-        backward_in_parts: the schedule has backwards in two parts.
+        backward_in_parts: PyTorch divides the stage's backwards in two parts, by itself.
 
     Raises:
         ModelConfigError: the model cannot be cut: run in stages, it gives other hidden states.

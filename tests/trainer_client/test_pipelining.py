@@ -10,7 +10,6 @@ import copy
 import itertools
 import os
 import signal
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -31,14 +30,12 @@ from torch.distributed.pipelining import (
     ScheduleInterleaved1F1B,
     ScheduleInterleavedZeroBubble,
 )
-from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.spawn import spawn
 from torch.nn.parallel import DistributedDataParallel
 
 from core_attention.errors import ScheduleError
 from core_attention.manifest import RankManifest, Segment
-from core_attention.schedule import write_csv
 from core_attention.schedule_orders import SCHEDULES
 from core_attention.shape import AttentionShape
 from tests.cluster import Cluster, cluster, keep_profile
@@ -58,7 +55,7 @@ from trainer_client import (
 )
 from trainer_client import core_attention as served
 from trainer_client.integrations.microbatch_rows import cut_of
-from trainer_client.integrations.pipelining import _microbatch, _run_rows_in_turns
+from trainer_client.integrations.pipelining import _microbatch, _run_rows_in_turns, runtime_of
 from trainer_client.integrations.schedule_check import ScheduleCheck
 from trainer_client.step.lane import current_step, in_nano_batch
 
@@ -203,17 +200,12 @@ class Case:
         return max(of_rank)
 
 
-def by_csv(name: str, stage: PipelineStage, n_microbatches: int, **options: Any) -> Any:
-    """PyTorch's runtime with our order, which it reads as CSV."""
-    schedule = _PipelineScheduleRuntime([stage], n_microbatches, **options)
-    with tempfile.NamedTemporaryFile("w", suffix=".csv") as file:
-        file.write(write_csv(SCHEDULES[name](stage.num_stages, n_microbatches)))
-        file.flush()
-        schedule._load_csv(file.name)
-    return schedule
+def ordered(name: str, stage: PipelineStage, n_microbatches: int, **options: Any) -> Any:
+    """PyTorch's runtime with our order."""
+    return runtime_of(SCHEDULES[name](stage.num_stages, n_microbatches), [stage], **options)
 
 
-zero_bubble, split = partial(by_csv, "zero-bubble"), partial(by_csv, "1f1b-split")
+zero_bubble, split = partial(ordered, "zero-bubble"), partial(ordered, "1f1b-split")
 
 CASES = (
     Case("four stages", Schedule1F1B, 4, 6),

@@ -209,7 +209,8 @@ def outside_of_steps(rank: int) -> None:
     n_threads = threading.active_count()
     stage.forward_one_chunk(0)
     assert threading.active_count() == n_threads
-    assert not messages._inboxes
+    assert not messages._arriving
+    assert not messages._listeners
 
 
 def test_messages_of_two_ranks(tmp_path: Path) -> None:

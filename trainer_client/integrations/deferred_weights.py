@@ -123,9 +123,9 @@ def _refuse_replicated(module: nn.Module) -> None:
 
 def _linear(layer: nn.Linear, deferred: DeferredWeights, x: torch.Tensor) -> torch.Tensor:
     weight, bias = layer.weight, layer.bias
-    if not torch.is_grad_enabled() or isinstance(x, DTensor) or not _may_wait(weight):
-        return nn.functional.linear(x, weight, bias)
-    if torch.is_autocast_enabled(x.device.type):
+    is_cast = torch.is_autocast_enabled(x.device.type)
+    is_special = is_cast or isinstance(x, DTensor) or not _may_wait(weight)
+    if is_special or not torch.is_grad_enabled():
         return nn.functional.linear(x, weight, bias)
     y: torch.Tensor = _Linear.apply(x, weight, bias, deferred)  # type: ignore[no-untyped-call]
     return y

@@ -10,15 +10,17 @@ Their attention is spread over all ranks, so ranks whose stage idles serve the o
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
+from tempfile import NamedTemporaryFile
 from typing import Any
 
 import torch
+from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 from torch.nn.parallel import DistributedDataParallel
 
-from core_attention.schedule import Kind, Schedule, is_action, read_csv
+from core_attention.schedule import Kind, Schedule, is_action, read_csv, write_csv
 from core_attention.schedule_orders import Order, gpipe, one_f_one_b
 from trainer_client.errors import SessionError
 from trainer_client.integrations.deferred_weights import DeferredWeights
@@ -199,6 +201,24 @@ def schedule_of(schedule: Any) -> Schedule:
         n_microbatches = sum("B" in text for text in texts[0])
         return _SINGLE[name](len(texts), n_microbatches)
     return read_csv(name, "\n".join(map(",".join, texts)))
+
+
+def runtime_of(schedule: Schedule, stages: Sequence[Any], **options: Any) -> Any:
+    """What of ``torch.distributed.pipelining`` runs ``schedule``: the reverse of
+    :func:`schedule_of`.
+
+    Args:
+        schedule: all of the pipeline.
+        stages: of this rank, those of lower layers first.
+        options: of PyTorch's schedules, such as ``loss_fn``.
+    """
+    runtime = _PipelineScheduleRuntime(list(stages), schedule.n_microbatches, **options)
+    # Files are all that it reads orders from.
+    with NamedTemporaryFile("w", suffix=".csv") as file:
+        file.write(write_csv(schedule))
+        file.flush()
+        runtime._load_csv(file.name)
+    return runtime
 
 
 def _run_rows_in_turns(module: torch.nn.Module, n_rows: int, *, is_last: bool) -> None:

@@ -17,7 +17,6 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -44,21 +43,6 @@ class _Message(NamedTuple):
     microbatch: int
 
 
-@dataclass
-class _Inbox:
-    """Messages of a step that come from one rank, in its order.
-
-    Attributes:
-        expected: what is received by each message: PyTorch's operations, not posted yet.
-        arriving: the works of each that no action has waited for, once they are posted.
-        listener: the thread that posts them.
-    """
-
-    expected: dict[_Message, list[Any]] = field(default_factory=dict)
-    arriving: dict[_Message, Future[list[Any]]] = field(default_factory=dict)
-    listener: threading.Thread | None = None
-
-
 class StageMessages:
     """The messages of a rank's stages. To be made by all ranks of ``torch.distributed`` together.
 
@@ -80,8 +64,7 @@ class StageMessages:
     ) -> None:
         self._timeout_seconds, self._n_microbatches = timeout_seconds, n_microbatches
         self._device = device
-        self._stages = {stage.stage_index: stage for stage in stages}
-        self._first = stages[0]
+        self._indices, self._first = [stage.stage_index for stage in stages], stages[0]
         self._rank = dist.get_rank()
         self._barriers = HostBarriers(timeout_seconds)
         self._signals = dist.new_group(backend="gloo", timeout=_LISTENING)
@@ -97,7 +80,9 @@ class StageMessages:
         self._on_gpu = device.type == "cuda"
         self._stream = torch.cuda.Stream(device) if self._on_gpu else None
         self._is_connected = self._in_step = self._is_open = False
-        self._inboxes: defaultdict[tuple[int, int], _Inbox] = defaultdict(_Inbox)
+        # What no action has waited for yet; the works of each, once they are posted.
+        self._arriving: dict[_Message, Future[list[Any]]] = {}
+        self._listeners: list[threading.Thread] = []
         self._told: list[tuple[Any, torch.Tensor]] = []
         self._sending: dict[tuple[int, int], deque[list[Any]]] = defaultdict(deque)
         self._receives: dict[tuple[int, int], Callable[[int], list[Any]]] = {}
@@ -112,7 +97,8 @@ class StageMessages:
             work.wait()
         self._told.clear()
         self._sending.clear()
-        self._inboxes.clear()
+        self._arriving.clear()
+        self._listeners.clear()
         self._is_open, self._in_step = False, True
         try:
             if not self._is_connected:
@@ -129,9 +115,8 @@ class StageMessages:
             _wait(work for works in sent for work in works)
 
     def _check_all_ran(self) -> None:
-        left = [message for inbox in self._inboxes.values() for message in inbox.arriving]
-        if left:
-            kind, stage, microbatch = min(left)
+        if self._arriving:
+            kind, stage, microbatch = min(self._arriving)
             what = "backward" if kind == _BACKWARD else "forward"
             raise SessionError(
                 f"the step ended before the {what} pass of stage {stage} for microbatch "
@@ -142,18 +127,15 @@ class StageMessages:
         """Tells the ranks that listen, and waits for those that this one listens to: a thread that
         still listens when the interpreter ends would abort the process."""
         told = torch.tensor([_GIVEN_UP, 0])
-        for index in self._stages:
+        for index in self._indices:
             for kind, receiver in ((_FORWARD, index + 1), (_BACKWARD, index - 1)):
-                if 0 <= receiver < self._first.num_stages:
-                    peer = self._rank_of(receiver)
-                    if peer != self._rank:
-                        # Who has ended hears nothing.
-                        with suppress(RuntimeError):
-                            self._told.append((self._signals.send([told], peer, kind), told))
+                if (peer := self._peer(receiver)) is not None:
+                    # Who has ended hears nothing.
+                    with suppress(RuntimeError):
+                        self._told.append((self._signals.send([told], peer, kind), told))
         deadline = time.monotonic() + _PARTING_SECONDS
-        for inbox in self._inboxes.values():
-            if inbox.listener is not None:
-                inbox.listener.join(max(deadline - time.monotonic(), 0.0))
+        for listener in self._listeners:
+            listener.join(max(deadline - time.monotonic(), 0.0))
 
     def _connect(self) -> None:
         """All ranks meet, and neighbours exchange a first message of each kind: that connects them,
@@ -234,34 +216,44 @@ class StageMessages:
         if self._is_open:
             return
         self._is_open = True
-        for index in self._stages:
+        expected: dict[tuple[int, int], dict[_Message, list[Any]]] = defaultdict(dict)
+        for index in self._indices:
             for kind, sender in ((_FORWARD, index - 1), (_BACKWARD, index + 1)):
-                if not 0 <= sender < self._first.num_stages:
-                    continue
-                if (peer := self._rank_of(sender)) == self._rank:
+                if (peer := self._peer(sender)) is None:
                     continue
                 for microbatch in range(self._n_microbatches):
                     if operations := self._receives[kind, index](microbatch):
                         message = _Message(kind, index, microbatch)
-                        self._inboxes[kind, peer].expected[message] = operations
-                        self._inboxes[kind, peer].arriving[message] = Future()
+                        expected[kind, peer][message] = operations
+                        self._arriving[message] = Future()
         if self._stream is not None:
             # What used the buffers in the step before is over by then.
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        for (kind, peer), inbox in self._inboxes.items():
-            inbox.listener = threading.Thread(
+        for (kind, peer), messages in expected.items():
+            futures = {message: self._arriving[message] for message in messages}
+            listener = threading.Thread(
                 target=self._receive,
-                args=(kind, peer, inbox, dict(inbox.arriving)),
+                args=(kind, peer, messages, futures),
                 name=f"distca-stage-messages-{peer}",
                 daemon=True,
             )
-            inbox.listener.start()
+            self._listeners.append(listener)
+            listener.start()
 
     def _receive(
-        self, kind: int, peer: int, inbox: _Inbox, left: dict[_Message, Future[list[Any]]]
+        self,
+        kind: int,
+        peer: int,
+        expected: dict[_Message, list[Any]],
+        left: dict[_Message, Future[list[Any]]],
     ) -> None:
-        """Posts the receives of a step's messages from ``peer`` as they come, until none is
-        left."""
+        """Posts the receives of a step's messages from ``peer`` as they come, in its order, until
+        none is left.
+
+        Args:
+            expected: PyTorch's operations of each message, not posted yet.
+            left: what is to get the works of each.
+        """
         group, posting = self._group(kind, peer, self._rank)
         try:
             with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
@@ -275,7 +267,7 @@ class StageMessages:
                     with posting:
                         posted = [
                             dist.irecv(operation.tensor, operation.peer, group)
-                            for operation in inbox.expected[message]
+                            for operation in expected[message]
                         ]
                     left.pop(message).set_result(posted)
         except Exception as error:
@@ -283,16 +275,13 @@ class StageMessages:
                 future.set_exception(error)
 
     def _await(self, message: _Message) -> None:
-        sender = message.stage + (1 if message.kind == _BACKWARD else -1)
-        if not 0 <= sender < self._first.num_stages:
-            return
-        peer = self._rank_of(sender)
-        inbox = self._inboxes.get((message.kind, peer))
-        if inbox is None or message not in inbox.arriving:
+        arriving = self._arriving.pop(message, None)
+        if arriving is None:
             return
         try:
-            _wait(inbox.arriving.pop(message).result(self._timeout_seconds))
+            _wait(arriving.result(self._timeout_seconds))
         except (RuntimeError, TimeoutError) as error:
+            peer = self._peer(message.stage + (1 if message.kind == _BACKWARD else -1))
             raise SessionError(
                 f"rank {peer} of the pipeline has not sent what stage {message.stage} needs for "
                 f"microbatch {message.microbatch} within {self._timeout_seconds:.0f} s, or has "
@@ -316,6 +305,13 @@ class StageMessages:
     ) -> tuple[dist.ProcessGroup, threading.Lock]:
         is_upward = sender < receiver
         return self._groups[kind][is_upward], self._posting[kind][is_upward]
+
+    def _peer(self, stage: int) -> int | None:
+        """The rank of a neighbouring stage; None if there is none, or it is this rank's."""
+        if not 0 <= stage < self._first.num_stages:
+            return None
+        rank = self._rank_of(stage)
+        return None if rank == self._rank else rank
 
     def _rank_of(self, stage: int) -> int:
         group: Any = self._first.group or dist.group.WORLD

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
-from tempfile import NamedTemporaryFile
 from typing import Any
 
 import numpy as np
@@ -18,7 +17,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
-from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 from transformers import AutoModelForCausalLM
 
 from benchmarks.gpu.training import attention, batches
@@ -41,7 +39,6 @@ from benchmarks.gpu.training.stopwatch import Stopwatch
 from core_attention.kernels.select import select_kernel
 from core_attention.manifest import RankManifest, Segment
 from core_attention.plan import SlotForecast
-from core_attention.schedule import write_csv
 from distca.contract.rpc import UnknownStep
 from distca.train.layers import checkpoint_layers, compile_layers
 from distca.train.loss import DEFAULT_CHUNK_ROWS
@@ -58,6 +55,7 @@ from trainer_client import (
     measure_stages,
 )
 from trainer_client.integrations.deferred_weights import DeferredWeights
+from trainer_client.integrations.pipelining import runtime_of
 from trainer_client.integrations.shape_inference import ShapeInference
 from trainer_client.integrations.stage_seconds import StageSeconds
 from trainer_client.integrations.transformers import IMPLEMENTATION, check_documents
@@ -452,13 +450,8 @@ class PipelineWay:
                     f"{self._way.name}: torch {torch.__version__} has no {TORCH_SCHEDULES[name]}"
                 )
             return kind(stages, self._n, **options)
-        schedule = _PipelineScheduleRuntime(stages, self._n, **options)
         assert self._table is not None
-        with NamedTemporaryFile("w", suffix=".csv") as file:
-            file.write(write_csv(self._table))
-            file.flush()
-            schedule._load_csv(file.name)
-        return schedule
+        return runtime_of(self._table, stages, **options)
 
     def _wait_for_plans(self, session: Session) -> None:
         """Until the last step is planned: a job plans ahead of use, and a control plane that has

@@ -8,7 +8,7 @@ from benchmarks.gpu.training.batches import Batch, CannotRun
 from benchmarks.gpu.training.microbatches import Layout, as_drawn, evenly
 from benchmarks.gpu.training.stack import ModelShape
 from core_attention.errors import ScheduleError
-from core_attention.schedule import Kind, Schedule
+from core_attention.schedule import Schedule
 from core_attention.schedule_orders import SCHEDULES
 
 HOME, EVEN, IDLE_AWARE = "home", "even", "idle-aware"
@@ -55,7 +55,9 @@ class Way:
     @property
     def defers_weights(self) -> bool:
         """Whether linear layers put off gradients of weights."""
-        return self.schedule in ("1f1b-split", "zero-bubble")
+        # Whatever its sizes.
+        own = SCHEDULES.get(self.schedule)
+        return own is not None and own(2, 2).has_backwards_in_parts
 
     @property
     def served(self) -> bool:
@@ -156,7 +158,7 @@ def require_runnable(
         needed = held * layers * tokens * _kept_bytes(model)
         why = "are not recomputed and keep"
     elif way.defers_weights and table is not None:
-        held = max(_deferred(table, rank) for rank in range(n_ranks))
+        held = max(map(table.deferred, range(n_ranks)))
         needed = held * layers * tokens * _deferred_bytes(model)
         why = "keep for the second one"
     else:
@@ -167,16 +169,6 @@ def require_runnable(
             f"{needed / 2**30:.0f} GiB ({held} microbatches, {layers} layers of a rank); the "
             f"device has {memory_bytes / 2**30:.0f}: give fewer --tokens"
         )
-
-
-def _deferred(table: Schedule, rank: int) -> int:
-    """The most microbatches that are between both parts of their backward."""
-    held = most = 0
-    for action in table.order(rank):
-        held += action.kind is Kind.BACKWARD_INPUT
-        held -= action.kind is Kind.BACKWARD_WEIGHT
-        most = max(most, held)
-    return most
 
 
 def in_flight(table: Schedule) -> list[float]:
