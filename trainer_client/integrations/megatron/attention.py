@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
+from torch import nn
 
 from core_attention.host_copies import on_host
 from core_attention.shape import AttentionShape
@@ -22,6 +24,10 @@ from trainer_client.step.lane import current_step, require_lane
 from trainer_client.step.operation import core_attention
 
 _CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal)
+
+_KEPT = ("input_layernorm_checkpoint", "qkv_up_checkpoint")
+"""What a layer or its attention sets on itself before core attention, and uses after it: of
+``recompute_modules`` layernorm and mla_up_proj."""
 
 
 class ServedCoreAttention(MegatronModule):
@@ -41,6 +47,7 @@ class ServedCoreAttention(MegatronModule):
     Attributes:
         shape: heads of this rank, head dims and dtype.
         softmax_scale: what multiplies q.k.
+        around: the modules that this one is part of, if halves of a microbatch take turns.
 
     Raises:
         UnsupportedSetting: the layer is of a kind that is not served.
@@ -61,6 +68,7 @@ class ServedCoreAttention(MegatronModule):
         **_: Any,
     ) -> None:
         super().__init__(config=config)
+        self.around: tuple[nn.Module, ...] = ()
         dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         refuse(
             (
@@ -125,7 +133,8 @@ class ServedCoreAttention(MegatronModule):
         documents = documents_of(require_lane())
         if packed_seq_params is not None:
             check_packed(packed_seq_params, documents)
-            return core_attention(query.contiguous(), key.contiguous(), value.contiguous())
+            with self._layers_kept():
+                return core_attention(query.contiguous(), key.contiguous(), value.contiguous())
         length, n_documents = query.shape[:2]
         if documents.lengths != [length] * n_documents:
             raise ValueError(
@@ -133,7 +142,22 @@ class ServedCoreAttention(MegatronModule):
                 f"tokens without packed_seq_params, the manifest tells of lengths "
                 f"{documents.lengths[:8]}...; hand packed_seq_params to the model on every stage"
             )
-        return _unpacked(core_attention, query, key, value)
+        with self._layers_kept():
+            return _unpacked(core_attention, query, key, value)
+
+    @contextmanager
+    def _layers_kept(self) -> Iterator[None]:
+        """After the block, in which the other half of the microbatch has its turn, the modules
+        around have what they had before it."""
+        kept = [
+            (module, name, vars(module)[name])
+            for module in self.around
+            for name in _KEPT
+            if name in vars(module)
+        ]
+        yield
+        for module, name, value in kept:
+            setattr(module, name, value)
 
     def _at_home(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, packed: Any

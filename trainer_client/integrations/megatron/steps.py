@@ -6,7 +6,7 @@ import functools
 import logging
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -16,9 +16,14 @@ from torch import nn
 
 from core_attention.errors import ManifestError
 from core_attention.host_copies import on_host
+from core_attention.manifest import RankManifest
 from trainer_client.errors import SessionError
 from trainer_client.integrations.frameworks import UnsupportedSetting
+from trainer_client.integrations.megatron import one_lane
 from trainer_client.integrations.megatron.attention import ServedCoreAttention
+from trainer_client.integrations.megatron.halves import Half
+from trainer_client.integrations.megatron.lanes import CutMicrobatch, InTurns
+from trainer_client.integrations.megatron.one_lane import unwrapped
 from trainer_client.options import SessionOptions
 from trainer_client.session import Session
 from trainer_client.step.lane import current_step, in_nano_batch, require_step
@@ -37,20 +42,29 @@ ForwardStep = Callable[..., Any]
 class ServedSteps:
     """Numbers the steps and microbatches of one rank.
 
-    A microbatch is a nano-batch of the job: Megatron's schedules run each as a whole, in an order
-    of their own, so that its rank waits while the rows of one travel.
+    With ping-pong a microbatch is two nano-batches of the job, its halves, which take turns inside
+    the model; without, it is one, and its rank waits while the rows travel. Megatron's schedules
+    run each microbatch as a whole, in an order of their own.
     Every process is a rank of the job, and has its share of the heads under tensor parallelism.
 
     Args:
-        session: of this rank, with ``n_nano_batches`` as the microbatches of a step.
-        n_chunks: model chunks of this rank: 1, or more with virtual pipeline stages.
+        session: of this rank, with ``n_nano_batches`` as the microbatches of a step, or with
+            ping-pong twice as many.
+        chunks: of the model on this rank: one, or more with virtual pipeline stages.
+        ping_pong: whether the halves of a microbatch take turns.
     """
 
-    def __init__(self, session: Session, *, n_chunks: int = 1) -> None:
+    def __init__(
+        self, session: Session, chunks: Sequence[nn.Module], *, ping_pong: bool = True
+    ) -> None:
         self.session = session
-        self._n_chunks = n_chunks
+        self._n_chunks = len(chunks)
         self._started: Counter[int] = Counter()
-        self._returned: Counter[int] = Counter()
+        self._chunks_begun: Counter[int] = Counter()
+        models: list[Any] = [unwrapped(chunk) for chunk in chunks] if ping_pong else []
+        self._turns = {id(model): InTurns(model) for model in models}
+        self._planned: dict[int, list[list[Half]]] = {}
+        self._running: list[list[Half]] = []
 
     @classmethod
     def open(
@@ -60,6 +74,7 @@ class ServedSteps:
         n_microbatches: int,
         control_plane: str,
         job: str = "megatron",
+        ping_pong: bool | None = None,
         **options: Any,
     ) -> ServedSteps:
         """Joins the job, on all ranks together, after Megatron's parallel state and model are made.
@@ -69,10 +84,13 @@ class ServedSteps:
             n_microbatches: of a step.
             control_plane: ``host:port``.
             job: its name.
+            ping_pong: whether the two halves of each microbatch take turns, so that one computes
+                while the other's rows travel; None: if the model's settings allow it.
             options: further :class:`trainer_client.SessionOptions`.
 
         Raises:
-            UnsupportedSetting: the ranks have different numbers of served layers.
+            UnsupportedSetting: the ranks have different numbers of served layers, or ping-pong is
+                asked for and cannot work.
             SessionError: the model has none, or they differ.
         """
         chunks = [model] if isinstance(model, nn.Module) else list(model)
@@ -88,9 +106,7 @@ class ServedSteps:
         dp = parallel_state.get_data_parallel_world_size()
         stage = parallel_state.get_pipeline_model_parallel_rank()
         first = (stage * dp + parallel_state.get_data_parallel_rank()) * tp
-        logger.info(
-            "a microbatch is one lane, without ping-pong: Megatron's schedules run it whole"
-        )
+        takes_turns = _takes_turns(chunks, ping_pong)
         session = Session.open(
             SessionOptions(
                 control_plane=control_plane,
@@ -99,14 +115,14 @@ class ServedSteps:
                 n_ranks=dp * parallel_state.get_pipeline_model_parallel_world_size() * tp,
                 tensor_parallel_ranks=range(first, first + tp) if tp > 1 else (),
                 n_layers=len(layers),
-                n_nano_batches=n_microbatches,
+                n_nano_batches=n_microbatches * (2 if takes_turns else 1),
                 shape=layers[0].shape,
                 softmax_scale=layers[0].softmax_scale,
                 device=str(device),
                 **options,
             )
         )
-        return cls(session, n_chunks=len(chunks))
+        return cls(session, chunks, ping_pong=takes_turns)
 
     def ahead(
         self,
@@ -136,12 +152,21 @@ class ServedSteps:
         for microbatches in loader:
             step = self.session.next_step
             bounds = [_bounds(step, each) for each in microbatches]
-            manifest = manifest_from_cu_seqlens(step, self.session.options.rank, bounds)
-            self.session.submit(manifest, forward_only=forward_only)
+            self.session.submit(self._manifest(step, bounds), forward_only=forward_only)
             submitted.append((step, microbatches))
             if len(submitted) > steps_ahead:
                 yield submitted.popleft()
         yield from submitted
+
+    def _manifest(self, step: int, bounds: Sequence[torch.Tensor]) -> RankManifest:
+        manifest = manifest_from_cu_seqlens(step, self.session.options.rank, bounds)
+        if not self._turns:
+            return manifest
+        chunk = next(iter(self._turns.values()))
+        halves = [chunk.cut(each.tolist()) for each in bounds]
+        self._planned[step] = halves
+        lanes = [half.cu_seqlens for microbatch in halves for half in microbatch]
+        return manifest_from_cu_seqlens(step, self.session.options.rank, lanes)
 
     @contextmanager
     def step(self, number: int) -> Iterator[RunningStep]:
@@ -151,7 +176,8 @@ class ServedSteps:
             SessionError: a microbatch was not run to its end, or a layer not reached.
         """
         self._started.clear()
-        self._returned.clear()
+        self._chunks_begun.clear()
+        self._running = self._planned.pop(number, [])
         with self.session.step(number) as running:
             yield running
 
@@ -168,14 +194,38 @@ class ServedSteps:
                 return forward_step(data_iterator, model, *args, **kwargs)
             microbatch = self._started[id(model)]
             self._started[id(model)] += 1
+            self._chunks_begun[microbatch] += 1
+            is_last = self._chunks_begun[microbatch] == self._n_chunks
+            if self._turns:
+                with self._halves_in_turns(model, microbatch, is_last=is_last):
+                    return forward_step(data_iterator, model, *args, **kwargs)
             with in_nano_batch(microbatch):
                 output = forward_step(data_iterator, model, *args, **kwargs)
-            self._returned[microbatch] += 1
-            if self._returned[microbatch] == self._n_chunks:
+            if is_last:
                 require_step().lane_returned(microbatch)
             return output
 
         return in_its_lane
+
+    def _halves_in_turns(
+        self, model: nn.Module, microbatch: int, *, is_last: bool
+    ) -> AbstractContextManager[None]:
+        """Around a forward step of one chunk."""
+        turns = self._turns.get(id(unwrapped(model)))
+        if turns is None:
+            raise SessionError(
+                f"a forward step was given {type(unwrapped(model)).__name__}, which is none of the "
+                "model chunks that ServedSteps.open was given; give it all of them"
+            )
+        if microbatch >= len(self._running):
+            raise SessionError(
+                f"microbatch {microbatch} of step {require_step().step} was run, and "
+                f"{len(self._running)} were planned; run those that ServedSteps.ahead yields"
+            )
+        first, second = self._running[microbatch]
+        # Without rows the second half is no call: other ranks do not await it.
+        halves = [first, second] if second.n_rows or second.padding else [first]
+        return turns.running(CutMicrobatch(halves, 2 * microbatch, is_last))
 
     def close(self, error: str = "") -> None:
         """As :meth:`trainer_client.Session.close`."""
@@ -186,6 +236,32 @@ class ServedSteps:
 
     def __exit__(self, *error: Any) -> None:
         self.session.__exit__(*error)
+
+
+def _takes_turns(chunks: Sequence[nn.Module], asked: bool | None) -> bool:
+    """Whether the halves of a microbatch take turns.
+
+    Raises:
+        UnsupportedSetting: it is asked for, and cannot be.
+    """
+    found = [] if asked is False else list(one_lane.reasons(chunks))
+    if asked and found:
+        raise UnsupportedSetting(
+            "the two halves of a microbatch cannot take turns: "
+            + "; ".join(found)
+            + ". Change that, or open the steps with ping_pong=False"
+        )
+    if found:
+        logger.warning(
+            "a microbatch is one nano-batch, without ping-pong, so that its rank waits while its "
+            "rows travel: %s",
+            "; ".join(found),
+        )
+    elif asked is False:
+        logger.info("a microbatch is one nano-batch, without ping-pong")
+    else:
+        logger.info("a microbatch is two nano-batches, which take turns")
+    return asked is not False and not found
 
 
 def _bounds(step: int, microbatch: Microbatch) -> torch.Tensor:

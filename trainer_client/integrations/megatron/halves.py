@@ -1,0 +1,168 @@
+"""A microbatch cut into two nano-batches, its halves: at the begin of a document, near the middle.
+
+Megatron's rotary embeddings count from 0 in each document of ``cu_seqlens``, so no document is cut.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from trainer_client.integrations.frameworks import UnsupportedSetting
+
+_BOUNDS = ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded")
+_LONGEST = ("max_seqlen_q", "max_seqlen_kv")
+_AS_THEY_ARE = ("qkv_format", "local_cp_size", "cp_group", "pad_between_seqs")
+_OF_HALVES = (*_BOUNDS, *_LONGEST, "total_tokens", "seq_idx", "tokens_per_sample")
+"""Fields of ``PackedSeqParams``; of some, not every version has them."""
+
+
+@dataclass(frozen=True)
+class Half:
+    """Whole documents of a microbatch, and a document of padding after them whose outputs are
+    dropped.
+
+    Attributes:
+        first, last: its documents, ``[first, last)``.
+        bounds: ``[documents + 1]`` their cumulative lengths in the microbatch.
+        padding: tokens of the padding; 0 if there is none.
+    """
+
+    first: int
+    last: int
+    bounds: tuple[int, ...]
+    padding: int = 0
+
+    @property
+    def n_rows(self) -> int:
+        """Without padding."""
+        return self.bounds[-1] - self.bounds[0]
+
+    @property
+    def cu_seqlens(self) -> torch.Tensor:
+        """``[documents + 1]``, of the padding too, for a manifest."""
+        bounds = [bound - self.bounds[0] for bound in self.bounds]
+        return torch.tensor(bounds + [bounds[-1] + self.padding] * bool(self.padding))
+
+    @property
+    def longest(self) -> int:
+        """Tokens of its longest document."""
+        ends = zip(self.bounds, self.bounds[1:], strict=False)
+        return max([self.padding, *(end - begin for begin, end in ends)])
+
+
+def cut(bounds: Sequence[int], *, multiple: int, may_be_empty: bool) -> list[Half]:
+    """The halves of a microbatch: as equally many rows as whole documents allow.
+
+    Args:
+        bounds: ``[documents + 1]`` cumulative lengths, from 0 up.
+        multiple: what the rows of a half must be divided by, without rest (sequence parallelism);
+            padding sees to it.
+        may_be_empty: whether the second half of a microbatch of one document may have no rows. If
+            not, it has ``multiple`` tokens of padding, for collectives in which other ranks await
+            this one.
+    """
+    bounds = tuple(bounds)
+    n_documents, rows = len(bounds) - 1, bounds[-1]
+    at = min(range(1, n_documents + 1), key=lambda end: abs(2 * bounds[end] - rows), default=0)
+    halves = []
+    for first, last in ((0, at), (at, n_documents)):
+        own = bounds[first : last + 1]
+        padding = -(own[-1] - own[0]) % multiple
+        if first == last and not may_be_empty:
+            padding = multiple
+        halves.append(Half(first, last, own, padding))
+    return halves
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where tensors of a microbatch have its rows.
+
+    Attributes:
+        packed: documents are packed into one row; else each has a row of its own, of one length.
+    """
+
+    packed: bool
+
+    def of_tokens(self, tensor: torch.Tensor, half: Half) -> torch.Tensor:
+        """A half of token ids, positions, labels or masks ``[..., b, s]``; padding is 0."""
+        if self.packed:
+            return _narrowed(tensor, tensor.dim() - 1, half)
+        if half.first == half.last:
+            return tensor.new_zeros((*tensor.shape[:-2], 1, half.padding))
+        return tensor.narrow(-2, half.first, half.last - half.first)
+
+    def of_hidden(self, tensor: torch.Tensor, half: Half) -> torch.Tensor:
+        """A half of hidden states ``[s, b, h]``, which a pipeline hands on; padding is 0."""
+        if self.packed:
+            return _narrowed(tensor, 0, half)
+        if half.first == half.last:
+            return tensor.new_zeros((half.padding, 1, tensor.shape[2]))
+        return tensor.narrow(1, half.first, half.last - half.first)
+
+    def joined(
+        self, outputs: Sequence[torch.Tensor], halves: Sequence[Half], *, hidden: bool
+    ) -> torch.Tensor:
+        """The output of a microbatch, without padding; no view of another tensor, since Megatron
+        frees what it has sent.
+
+        Args:
+            outputs: of the halves.
+            halves: likewise.
+            hidden: whether these are ``[s, b, h]``, or losses or logits ``[b, s, ...]``.
+        """
+        dim = int(self.packed != hidden)
+        first, *others = [
+            output.narrow(dim, 0, half.n_rows if self.packed else half.last - half.first)
+            for output, half in zip(outputs, halves, strict=True)
+        ]
+        # A half without rows stays part of the output, so that its backward pass is run.
+        empty = first.narrow(dim, 0, 0).shape
+        return torch.cat([first, *(o if o.numel() else o.reshape(empty) for o in others)], dim)
+
+
+def _narrowed(tensor: torch.Tensor, dim: int, half: Half) -> torch.Tensor:
+    own = tensor.narrow(dim, half.bounds[0], half.n_rows)
+    if not half.padding:
+        return own
+    shape = [*own.shape]
+    shape[dim] = half.padding
+    return torch.cat([own, own.new_zeros(shape)], dim)
+
+
+def packed_of(packed: Any, half: Half) -> Any:
+    """Megatron's ``PackedSeqParams`` of a half, found without waiting for a GPU.
+
+    Raises:
+        UnsupportedSetting: a field is given that says nothing of halves.
+    """
+    given = {name for name, value in vars(packed).items() if value is not None}
+    if others := sorted(given - {*_OF_HALVES, *_AS_THEY_ARE}):
+        raise UnsupportedSetting(
+            f"packed_seq_params have {', '.join(others)}, of which it is not known how to cut it "
+            "into the halves of a microbatch; leave it out, or open the steps with ping_pong=False"
+        )
+    # Not made anew: what its __post_init__ does waits for the GPU.
+    own = copy.copy(packed)
+    total = half.n_rows + half.padding
+    for name in given & set(_BOUNDS):
+        bounds = getattr(packed, name).flatten()
+        inner = bounds[half.first : half.last + 1] - bounds[half.first]
+        setattr(own, name, torch.cat([inner, inner[-1:] + half.padding][: 1 + bool(half.padding)]))
+    for name in given & set(_LONGEST):
+        setattr(own, name, half.longest)
+    if "total_tokens" in given:
+        own.total_tokens = total
+    if "seq_idx" in given:
+        index = packed.seq_idx.narrow(-1, half.bounds[0], half.n_rows) - half.first
+        padding = index.new_full((*index.shape[:-1], half.padding), half.last - half.first)
+        own.seq_idx = torch.cat([index, padding], -1)
+    if "tokens_per_sample" in given:
+        # Halves do not hold whole samples.
+        own.tokens_per_sample = None
+    return own
