@@ -6,7 +6,9 @@ they are; nothing that computes is touched, but for the dtype of experts.
 
 from __future__ import annotations
 
+import copy
 import types
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -73,14 +75,39 @@ class CudaIsCpu(TorchFunctionMode):
 
 
 def megatron_on_cpu() -> None:
-    """Megatron-core makes its buffers on ``torch.cuda.current_device()``, or "cuda"."""
+    """Megatron-core makes its buffers on ``torch.cuda.current_device()``, or "cuda"; it keeps a
+    GPU's random numbers for what it recomputes, and experts have a stream of their own."""
     untyped: Any = torch.cuda
     untyped.current_device = lambda: torch.device("cpu")
     untyped.synchronize = lambda *_: None
+    untyped.random.get_rng_state = lambda device=None: torch.zeros(16, dtype=torch.uint8)
+    stream: Any = types.SimpleNamespace(
+        record_event=lambda: types.SimpleNamespace(synchronize=lambda: None)
+    )
+    untyped.Stream = untyped.current_stream = lambda *_, **__: stream
+    untyped.stream = lambda _: nullcontext()
     mode: Any = CudaIsCpu()
     mode.__enter__()
+    from megatron.core.tensor_parallel import random
     from megatron.core.transformer.moe import moe_utils
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
     if not hasattr(moe_utils, "te_general_gemm"):
         # 0.16.1 asks whether it is None, and defines it with TransformerEngine alone.
         moe_utils.te_general_gemm = None
+    # What recomputes norms asks TransformerEngine for its state, which is not there.
+    random.FP8GlobalStateManager = types.SimpleNamespace(is_fp8_enabled=lambda: False)
+    random.activation_recompute_forward = random.fp8_autocast = lambda **_: nullcontext()
+    make = WrappedTorchNorm.__new__
+
+    def make_for_parts(cls: Any, config: Any, *args: Any, **named: Any) -> Any:
+        """It knows no sequence parallelism, of which what is computed is the same."""
+        whole = copy.copy(config)
+        whole.sequence_parallel = False
+        norm = make(cls, whole, *args, **named)
+        for parameter in norm.parameters():
+            parameter.sequence_parallel = config.sequence_parallel
+        return norm
+
+    norms: Any = WrappedTorchNorm
+    norms.__new__ = make_for_parts

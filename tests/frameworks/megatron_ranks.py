@@ -1,14 +1,15 @@
 """A rank of Megatron-core on a CPU, twice for each case: with float64 attention, and served.
 
-python -m tests.frameworks.megatron_ranks FOLDER CONTROL_PLANE RANK
+python -m tests.frameworks.megatron_ranks FOLDER CONTROL_PLANE GROUP RANK
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -45,8 +46,9 @@ from trainer_client.integrations.megatron import (  # noqa: E402
     ServedSteps,
     serve,
 )
+from trainer_client.step.running_step import RunningStep  # noqa: E402
 
-RANKS, STEPS, MICROBATCHES, TOKENS = 2, 2, 4, 96
+STEPS, MICROBATCHES, TOKENS = 2, 4, 96
 FOLDER = Path()
 
 
@@ -75,41 +77,111 @@ class Case:
     Attributes:
         name: of the job.
         shape: of the model.
-        parallelism: of the two ranks.
+        parallelism: of the ranks.
+        experts_apart: ranks that share experts.
         pattern: layers of a hybrid stack; none: a GPT.
+        settings: further ones of the model's configuration.
+        chosen: whether the documents are those of ``DOCUMENTS``; else they are random.
+        ping_pong: whether halves of microbatches take turns.
         own: whether the served run is compared with Megatron's own attention, which cannot run
             packed documents: it has as many rows of full length. Else with float64 attention.
+        packed: whether the documents of the served run are packed.
+        like: settings of another served run, with which this one is compared instead.
     """
 
     name: str
     shape: Shape = field(default_factory=Shape)
     parallelism: Parallelism = field(default_factory=Parallelism)
+    experts_apart: int = 1
     pattern: str = ""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    chosen: bool = False
+    ping_pong: bool = True
     own: bool = False
+    packed: bool = True
+    like: Mapping[str, Any] | None = None
 
 
-CASES = (
-    Case("dp"),
-    Case("moe", Shape(layers=2, experts=4)),
-    Case("tp", parallelism=Parallelism(tp=2)),
-    Case("tp-one-key-head", Shape(layers=2, heads_kv=1), Parallelism(tp=2)),
-    Case("pp", parallelism=Parallelism(pp=2)),
-    Case("pp-virtual", parallelism=Parallelism(pp=2, chunks=2)),
-    Case("own-attention", Shape(layers=2), own=True),
-    Case("hybrid", Shape(layers=4), pattern="*-M*"),
-    Case("hybrid-moe", Shape(layers=4, experts=4), pattern="*EM*"),
-    Case("hybrid-pp", Shape(layers=6), Parallelism(pp=2), pattern="M*--M*"),
-)
+RECOMPUTE = {"recompute_granularity": "selective", "recompute_modules": ["layernorm", "mlp"]}
+SEQUENCE_PARALLEL = {"sequence_parallel": True}
+ALL_TO_ALL = {"moe_token_dispatcher_type": "alltoall"}
+DROPOUT = {"hidden_dropout": 0.2}
+SMALL, EXPERTS = Shape(layers=2), Shape(layers=2, experts=4)
+TP, PP, VIRTUAL = Parallelism(tp=2), Parallelism(pp=2), Parallelism(pp=2, chunks=2)
+
+GROUPS = {
+    "dense": (
+        2,
+        (
+            Case("dp"),
+            Case("one-lane", ping_pong=False),
+            Case("documents", SMALL, chosen=True),
+            Case("recompute", settings=RECOMPUTE),
+            Case("dropout", SMALL, settings=DROPOUT, like=DROPOUT | RECOMPUTE),
+            Case("own-attention", SMALL, own=True),
+            Case("own-attention-rows", SMALL, own=True, packed=False),
+        ),
+    ),
+    "tensor parallelism": (
+        2,
+        (
+            Case("tp", parallelism=TP),
+            Case("tp-one-key-head", Shape(layers=2, heads_kv=1), TP),
+            Case("tp-documents", SMALL, TP, chosen=True),
+            Case("sequence-parallel", SMALL, TP, settings=SEQUENCE_PARALLEL),
+            Case("sequence-documents", SMALL, TP, settings=SEQUENCE_PARALLEL, chosen=True),
+        ),
+    ),
+    "pipelines": (
+        2,
+        (
+            Case("pp", parallelism=PP),
+            Case("pp-one-lane", parallelism=PP, ping_pong=False),
+            Case("pp-documents", parallelism=PP, chosen=True, settings=RECOMPUTE),
+            Case("pp-virtual", parallelism=VIRTUAL),
+        ),
+    ),
+    "experts and hybrid stacks": (
+        2,
+        (
+            Case("moe", EXPERTS),
+            Case("experts-apart", EXPERTS, experts_apart=2, settings=ALL_TO_ALL, chosen=True),
+            Case("hybrid", pattern="*-M*"),
+            Case("hybrid-moe", Shape(layers=4, experts=4), pattern="*EM*"),
+            Case("hybrid-pp", Shape(layers=6), PP, pattern="M*--M*", chosen=True),
+        ),
+    ),
+    "both": (
+        4,
+        (
+            Case(
+                "sequence-pipeline",
+                parallelism=Parallelism(tp=2, pp=2),
+                settings=SEQUENCE_PARALLEL,
+                chosen=True,
+            ),
+        ),
+    ),
+}
+"""Ranks, and what they run."""
 
 OWN_LENGTH = 24
 """Of each document where Megatron's own attention runs."""
 
+DOCUMENTS = ((TOKENS,), (1,) * TOKENS, (1, TOKENS - 1), (7, 33, 1, 55))
+"""Lengths in the microbatches of a replica; others have them in another order."""
 
-def train(case: Case, spec: Any, control_plane: str = "") -> list[dict[str, torch.Tensor]]:
+
+def train(
+    case: Case, spec: Any, control_plane: str = "", job: str = ""
+) -> list[dict[str, torch.Tensor]]:
     """The loss and all gradients of each step; served if there is a control plane."""
     torch.manual_seed(5)
     config = transformer_config(case.shape, case.parallelism)
     config.finalize_model_grads_func = finalize_model_grads
+    config.expert_model_parallel_size = case.experts_apart
+    for name, value in case.settings.items():
+        setattr(config, name, value)
     make = partial(hybrid_model, case.pattern) if case.pattern else GPTModel
     model = build(config, spec, TOKENS, make)
     loader = random_documents(
@@ -120,19 +192,23 @@ def train(case: Case, spec: Any, control_plane: str = "") -> list[dict[str, torc
         torch.device("cpu"),
     )
     if case.own:
-        loader = of_equal_length(loader, packed=bool(control_plane))
+        loader = of_equal_length(loader, in_one_row=bool(control_plane) and case.packed)
+    if case.chosen:
+        loader = of_chosen_lengths(loader, parallel_state.get_data_parallel_rank())
     steps: ServedSteps | None = None
     numbered: Sequence[Any] | Any = enumerate(loader)
     if control_plane:
-        steps = open_steps(case, model, control_plane)
+        steps = open_steps(case, job, model, control_plane)
         numbered = steps.ahead(loader)
     results = []
     for step, microbatches in numbered:
         for chunk in model:
             chunk.zero_grad_buffer()
         function = steps.numbered(forward_step) if steps else forward_step
-        with steps.step(step) if steps else nullcontext():
+        with steps.step(step) if steps else nullcontext() as running:
             losses = schedule(function, model, microbatches, forward_only=False)
+        if running is not None:
+            assert_turns(running, ping_pong=case.ping_pong)
         found = {name: each.main_grad.double().clone() for name, each in named(model)}
         # Validation, outside of a step.
         with torch.no_grad():
@@ -146,26 +222,62 @@ def train(case: Case, spec: Any, control_plane: str = "") -> list[dict[str, torc
     return results
 
 
-def of_equal_length(
-    loader: Iterator[list[dict[str, Any]]], *, packed: bool
+def assert_turns(running: RunningStep, *, ping_pong: bool) -> None:
+    """In every layer, forward and backward, both halves of a microbatch have sent their rows before
+    either waits; a half that is alone waits for its own."""
+    together, alone = ["send", "send", "wait", "wait"], ["send", "wait"]
+    n_lanes, seen = 2 if ping_pong else 1, defaultdict(list)
+    for event in running.trace:
+        if event.name in together:
+            microbatch = int(event.lane.removeprefix("nano-batch ")) // n_lanes
+            seen[microbatch, event.detail].append(event.name)
+    assert len(seen) == 2 * MICROBATCHES * running.job.n_layers
+    assert all(order in (together, alone) for order in seen.values()), seen
+    assert (together in seen.values()) == ping_pong, seen
+
+
+def of_chosen_lengths(
+    loader: Iterator[list[dict[str, Any]]], replica: int
 ) -> Iterator[list[dict[str, Any]]]:
-    """The same tokens in documents of equal length: packed, or each in a row of its own."""
-    bounds = torch.arange(0, TOKENS + 1, OWN_LENGTH).int()
-    documents = PackedSeqParams(
+    """The same tokens in the documents of ``DOCUMENTS``."""
+    for microbatches in loader:
+        yield [
+            batch
+            | {
+                "position_ids": torch.cat([torch.arange(length) for length in lengths])[None],
+                "packed_seq_params": packed(lengths),
+            }
+            for batch, lengths in zip(
+                microbatches, DOCUMENTS[replica:] + DOCUMENTS[:replica], strict=True
+            )
+        ]
+
+
+def packed(lengths: Sequence[int]) -> PackedSeqParams:
+    bounds = torch.tensor([0, *lengths]).cumsum(0).int()
+    return PackedSeqParams(
         qkv_format="thd",
         cu_seqlens_q=bounds,
         cu_seqlens_kv=bounds,
-        max_seqlen_q=OWN_LENGTH,
-        max_seqlen_kv=OWN_LENGTH,
+        max_seqlen_q=max(lengths),
+        max_seqlen_kv=max(lengths),
     )
-    shape = (1, TOKENS) if packed else (-1, OWN_LENGTH)
+
+
+def of_equal_length(
+    loader: Iterator[list[dict[str, Any]]], *, in_one_row: bool
+) -> Iterator[list[dict[str, Any]]]:
+    """The same tokens in documents of equal length: packed, or each in a row of its own."""
+    documents = packed([OWN_LENGTH] * (TOKENS // OWN_LENGTH))
+    shape = (1, TOKENS) if in_one_row else (-1, OWN_LENGTH)
     for microbatches in loader:
         yield [
             {
                 "tokens": batch["tokens"].reshape(shape),
                 "labels": batch["labels"].reshape(shape),
-                "position_ids": torch.arange(TOKENS)[None] % OWN_LENGTH,
-                "packed_seq_params": documents if packed else None,
+                "position_ids": torch.arange(TOKENS).view(shape) % OWN_LENGTH,
+                "packed_seq_params": documents if in_one_row else None,
+                "cu_seqlens": documents.cu_seqlens_q,
             }
             for batch in microbatches
         ]
@@ -195,14 +307,15 @@ def named(model: Sequence[Any]) -> list[tuple[str, Any]]:
     ]
 
 
-def open_steps(case: Case, model: Any, control_plane: str) -> ServedSteps:
+def open_steps(case: Case, job: str, model: Any, control_plane: str) -> ServedSteps:
     layer = next(each for each in model[0].modules() if isinstance(each, ServedCoreAttention))
     keep_profile(FOLDER, layer.shape)
     return ServedSteps.open(
         model,
         n_microbatches=MICROBATCHES,
         control_plane=control_plane,
-        job=case.name,
+        job=job,
+        ping_pong=case.ping_pong,
         one_host=True,
         data_host="127.0.0.1",
         profile_dir=FOLDER,
@@ -214,35 +327,43 @@ def open_steps(case: Case, model: Any, control_plane: str) -> ServedSteps:
 
 def run(case: Case, control_plane: str) -> None:
     parallel_state.initialize_model_parallel(
-        case.parallelism.tp, case.parallelism.pp, case.parallelism.virtual
+        case.parallelism.tp,
+        case.parallelism.pp,
+        case.parallelism.virtual,
+        expert_model_parallel_size=case.experts_apart,
     )
     experts = case.shape.experts
     spec = get_gpt_layer_local_spec(normalization="RMSNorm", num_experts=experts)
     if case.pattern:
         spec = hybrid_spec(experts)
     served = serve(spec)
-    found = train(case, served, control_plane)
-    if not case.own:
-        layer = served.submodules.attention_layer if case.pattern else served
-        layer.submodules.self_attention.submodules.core_attention = ReferenceAttention
-        spec = served
-    expected = train(case, spec)
+    found = train(case, served, control_plane, case.name)
+    if case.like is not None:
+        other = replace(case, settings=case.like)
+        expected = train(other, served, control_plane, f"{case.name}-other")
+    else:
+        if not case.own:
+            layer = served.submodules.attention_layer if case.pattern else served
+            layer.submodules.self_attention.submodules.core_attention = ReferenceAttention
+            spec = served
+        expected = train(case, spec)
     for step, (own, right) in enumerate(zip(found, expected, strict=True)):
         assert_same(own, right, case.name, step)
     parallel_state.destroy_model_parallel()
 
 
-def main(folder: str, control_plane: str, rank: str) -> None:
+def main(folder: str, control_plane: str, group: str, rank: str) -> None:
     global FOLDER
     FOLDER = Path(folder)
     torch.set_num_threads(1)
+    n_ranks, cases = GROUPS[group]
     dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/rendezvous", rank=int(rank), world_size=RANKS
+        "gloo", init_method=f"file://{folder}/rendezvous", rank=int(rank), world_size=n_ranks
     )
     # Megatron's own attention takes a generator for dropout, which it makes on GPUs alone; the
     # tracker of its inference has none.
     initialize_rng_tracker(inference_rng_tracker=True)
-    for case in CASES:
+    for case in cases:
         run(case, control_plane)
         print(f"equal: {case.name}", flush=True)
     dist.destroy_process_group()

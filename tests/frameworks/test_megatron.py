@@ -12,7 +12,21 @@ from tests.frameworks.ranks import run_ranks
 pytestmark = [pytest.mark.frameworks, pytest.mark.timeout(600)]
 
 
-def test_loss_and_gradients_are_those_of_plain_attention(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("group", "n_ranks", "n_cases"),
+    [
+        ("dense", 2, 7),
+        ("tensor parallelism", 2, 5),
+        ("pipelines", 2, 4),
+        ("experts and hybrid stacks", 2, 5),
+        ("both", 4, 1),
+    ],
+)
+def test_loss_and_gradients_are_those_of_plain_attention(
+    group: str, n_ranks: int, n_cases: int, tmp_path: Path
+) -> None:
     with cluster(tmp_path, 0) as control_plane:
-        printed = run_ranks("tests.frameworks.megatron_ranks", 2, tmp_path, control_plane.address)
-    assert all(text.count("equal: ") == 10 for text in printed), printed
+        printed = run_ranks(
+            "tests.frameworks.megatron_ranks", n_ranks, tmp_path, control_plane.address, group
+        )
+    assert all(text.count("equal: ") == n_cases for text in printed), printed
