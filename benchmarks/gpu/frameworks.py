@@ -7,8 +7,9 @@ With two GPUs data parallelism; with four, also two pipeline stages, and tensor 
 each with two replicas. All ways of one layout run the same random documents. torchtitan's pipelines
 need torch 2.14 or newer, Megatron's own packed attention (``transformer-engine``) that package.
 
-*served* is balanced, *plain* runs the same code and leaves all core attention at home. *Headroom*
-is how much faster plain packing would be if core attention were spread evenly, as forecast.
+*served* is balanced, *served-one-lane* likewise, without ping-pong; *plain* runs the same code and
+leaves all core attention at home. *Headroom* is how much faster plain packing would be if core
+attention were spread evenly, as forecast.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from rich.table import Table
 
 from benchmarks.gpu.frameworks_rank import Settings
 
-WAYS = {"torchtitan": "plain,served,varlen", "megatron": "plain,served"}
+WAYS = {"torchtitan": "plain,served,varlen", "megatron": "plain,served,served-one-lane"}
 LAYOUTS = {2: [(1, 1)], 4: [(1, 1), (2, 1), (1, 2)]}
 """Pipeline stages and tensor-parallel ranks, by the number of GPUs."""
 

@@ -22,6 +22,8 @@ from benchmarks.gpu.plain_packing import TOLERANCES, seconds_lost
 from distca.train.measurements import StepMeasurements
 from trainer_client import Session
 
+_ONE_LANE = "-one-lane"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
@@ -29,9 +31,9 @@ class Settings:
 
     Attributes:
         framework: torchtitan or megatron.
-        attention: served; plain: served by a plan that leaves all of it at home; or one of the
-            framework's: varlen, flex and flex_flash of torchtitan, transformer-engine of
-            Megatron-core.
+        attention: served; served-one-lane: without ping-pong; plain: served by a plan that leaves
+            all of it at home, of Megatron-core without ping-pong; or one of the framework's:
+            varlen, flex and flex_flash of torchtitan, transformer-engine of Megatron-core.
         control_plane: its address, for served and plain.
         job: its name, for served and plain.
         pp, tp: pipeline stages and tensor-parallel ranks; the other ranks are data-parallel.
@@ -63,11 +65,20 @@ class Settings:
     @property
     def is_planned(self) -> bool:
         """Whether a session's plans say where core attention runs."""
-        return self.attention in TOLERANCES
+        return self._way in TOLERANCES
+
+    @property
+    def is_one_lane(self) -> bool:
+        """Whether it is to be without ping-pong."""
+        return self._way != self.attention
 
     @property
     def session_options(self) -> dict[str, Any]:
-        return {"tolerance": TOLERANCES[self.attention], **self.session}
+        return {"tolerance": TOLERANCES[self._way], **self.session}
+
+    @property
+    def _way(self) -> str:
+        return self.attention.removesuffix(_ONE_LANE)
 
 
 @dataclass
@@ -135,7 +146,11 @@ def torchtitan(settings: Settings) -> Measured:
     session: Session | None = None
     if settings.is_planned:
         config = served(
-            config, control_plane=settings.control_plane, job=settings.job, one_host=True
+            config,
+            control_plane=settings.control_plane,
+            job=settings.job,
+            one_host=True,
+            ping_pong=not settings.is_one_lane,
         )
 
         class Trainer(ServedTrainer):
@@ -222,6 +237,7 @@ def megatron(settings: Settings) -> Measured:
             n_microbatches=settings.microbatches,
             control_plane=settings.control_plane,
             job=settings.job,
+            ping_pong=settings.attention == "served",
             one_host=True,
             **settings.session_options,
         )

@@ -197,6 +197,7 @@ def main() -> None:
     parser.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks")
     parser.add_argument("--pp", type=int, default=1, help="ranks of a pipeline")
     parser.add_argument("--chunks", type=int, default=1, help="of the model on a rank (virtual)")
+    parser.add_argument("--no-ping-pong", action="store_true", help="run microbatches whole")
     chosen = parser.parse_args()
     on_gpu = torch.cuda.is_available()
     if on_gpu:
@@ -230,6 +231,7 @@ def main() -> None:
         n_microbatches=chosen.microbatches,
         control_plane=chosen.control_plane,
         placement=chosen.placement,
+        ping_pong=False if chosen.no_ping_pong else None,
         one_host=True,
     ) as steps:
         for step, microbatches in steps.ahead(loader):

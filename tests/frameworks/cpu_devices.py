@@ -89,12 +89,16 @@ def megatron_on_cpu() -> None:
     mode: Any = CudaIsCpu()
     mode.__enter__()
     from megatron.core.tensor_parallel import random
-    from megatron.core.transformer.moe import moe_utils
+    from megatron.core.transformer.moe import moe_utils, token_dispatcher
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
     if not hasattr(moe_utils, "te_general_gemm"):
         # 0.16.1 asks whether it is None, and defines it with TransformerEngine alone.
         moe_utils.te_general_gemm = None
+    # Counts of tokens become arrays when they are moved from a GPU.
+    token_dispatcher.maybe_move_tensor_to_cpu = lambda tensor, as_numpy=False, **_: (
+        tensor.numpy() if as_numpy else tensor
+    )
     # What recomputes norms asks TransformerEngine for its state, which is not there.
     random.FP8GlobalStateManager = types.SimpleNamespace(is_fp8_enabled=lambda: False)
     random.activation_recompute_forward = random.fp8_autocast = lambda **_: nullcontext()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +14,9 @@ from tests.frameworks.cpu_devices import megatron_on_cpu
 megatron_on_cpu()
 
 from megatron.core.extensions.transformer_engine import TEDotProductAttention  # noqa: E402
+from megatron.core.models.common.language_module.language_module import (  # noqa: E402
+    LanguageModule,
+)
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec  # noqa: E402
 from megatron.core.models.mamba.mamba_layer_specs import mamba_stack_spec  # noqa: E402
 from megatron.core.packed_seq_params import PackedSeqParams  # noqa: E402
@@ -33,7 +37,13 @@ from trainer_client.integrations.documents import Documents  # noqa: E402
 from trainer_client.integrations.frameworks import UnsupportedSetting  # noqa: E402
 from trainer_client.integrations.megatron import ServedCoreAttention, serve  # noqa: E402
 from trainer_client.integrations.megatron.attention import check_packed  # noqa: E402
-from trainer_client.integrations.megatron.steps import _bounds, _check_layers  # noqa: E402
+from trainer_client.integrations.megatron.halves import Half, cut, packed_of  # noqa: E402
+from trainer_client.integrations.megatron.lanes import CutMicrobatch, InTurns  # noqa: E402
+from trainer_client.integrations.megatron.steps import (  # noqa: E402
+    _bounds,
+    _check_layers,
+    _takes_turns,
+)
 
 pytestmark = pytest.mark.frameworks
 
@@ -192,3 +202,146 @@ def test_microbatches_and_models_that_say_too_little_are_refused() -> None:
         _bounds(7, {"tokens": torch.zeros(4)})
     with pytest.raises(SessionError, match="no layer of the model is served"):
         _check_layers([])
+
+
+@pytest.mark.parametrize(
+    ("lengths", "multiple", "may_be_empty", "expected"),
+    [
+        ([3, 5, 4], 1, True, [([0, 3, 8], 0), ([0, 4], 0)]),
+        ([3, 5, 4], 4, True, [([0, 3, 8], 0), ([0, 4], 0)]),
+        ([3, 2, 7], 4, True, [([0, 3, 5, 8], 3), ([0, 7, 8], 1)]),
+        ([1, 11], 1, True, [([0, 1], 0), ([0, 11], 0)]),
+        ([12], 1, True, [([0, 12], 0), ([0], 0)]),
+        ([12], 1, False, [([0, 12], 0), ([0, 1], 1)]),
+        ([12], 2, False, [([0, 12], 0), ([0, 2], 2)]),
+        ([1] * 5, 1, True, [([0, 1, 2], 0), ([0, 1, 2, 3], 0)]),
+    ],
+)
+def test_a_microbatch_is_cut_at_the_document_nearest_its_middle(
+    lengths: list[int], multiple: int, may_be_empty: bool, expected: list[Any]
+) -> None:
+    bounds = torch.tensor([0, *lengths]).cumsum(0)
+    halves = cut(bounds.tolist(), multiple=multiple, may_be_empty=may_be_empty)
+    assert [(half.cu_seqlens.tolist(), half.padding) for half in halves] == expected
+    given = {"qkv_format": "thd", "cu_seqlens_q": bounds, "cu_seqlens_kv": bounds}
+    packed = PackedSeqParams(**given, max_seqlen_q=max(lengths), max_seqlen_kv=max(lengths))
+    for half in halves:
+        own = packed_of(packed, half)
+        assert torch.equal(own.cu_seqlens_q, half.cu_seqlens)
+        assert torch.equal(own.cu_seqlens_kv, half.cu_seqlens)
+        assert own.max_seqlen_q == max([0, *half.cu_seqlens.diff().tolist()])
+    assert packed.cu_seqlens_q is bounds
+
+
+def test_what_newer_versions_tell_of_documents_is_cut_too() -> None:
+    index = torch.tensor([[0, 0, 0, 1, 1, 2, 2]], dtype=torch.int32)
+    packed = SimpleNamespace(
+        cu_seqlens_q=torch.tensor([0, 3, 5, 7]), total_tokens=7, seq_idx=index, tokens_per_sample=7
+    )
+    own = packed_of(packed, Half(first=1, last=3, bounds=(3, 5, 7), padding=2))
+    assert (own.total_tokens, own.tokens_per_sample) == (6, None)
+    assert own.seq_idx.tolist() == [[0, 0, 1, 1, 2, 2]]
+    assert packed.total_tokens == 7
+    with pytest.raises(UnsupportedSetting, match=r"have of_tomorrow,.*ping_pong=False"):
+        packed_of(SimpleNamespace(of_tomorrow=1), Half(0, 1, (0, 3)))
+
+
+class Language(LanguageModule):
+    """Has what lanes see of a model of Megatron-core."""
+
+    def __init__(self, **changes: Any) -> None:
+        torch.nn.Module.__init__(self)
+        self.config = transformer_config(Shape(experts=changes.pop("experts", None)), Parallelism())
+        for name, value in changes.items():
+            setattr(self.config, name, value)
+        self.pre_process = True
+
+    def set_input_tensor(self, _: Any) -> None: ...
+
+    def forward(self, input_ids: Any, attention_mask: Any = None, **named: Any) -> Any:
+        raise AssertionError("it is refused before it is run")
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"fp8": "hybrid"}, "fp8 is hybrid: its state is one for the whole process"),
+        ({"tp_comm_overlap": True}, "tp_comm_overlap is True: its buffers"),
+        ({"mtp_num_layers": 1}, "mtp_num_layers is 1: its losses"),
+        (
+            {"experts": 4, "moe_aux_loss_coeff": 0.01, "calculate_per_token_loss": False},
+            "moe_aux_loss_coeff is 0.01 .*count twice.*calculate_per_token_loss to True",
+        ),
+        (
+            {
+                "experts": 4,
+                "moe_aux_loss_coeff": [0.01],
+                "moe_router_load_balancing_type": ["global_aux_loss"],
+            },
+            "moe_router_load_balancing_type has global_aux_loss",
+        ),
+        (
+            {
+                "experts": 4,
+                "expert_model_parallel_size": 2,
+                "moe_token_dispatcher_type": "allgather",
+            },
+            "expert_model_parallel_size is 2 and moe_token_dispatcher_type 'allgather'.*'alltoall'",
+        ),
+        (
+            {
+                "experts": 4,
+                "expert_model_parallel_size": 2,
+                "moe_token_dispatcher_type": "alltoall",
+                "moe_pad_expert_input_to_capacity": True,
+            },
+            "expert_model_parallel_size is 2 and moe_pad_expert_input_to_capacity True",
+        ),
+    ],
+)
+def test_halves_take_turns_where_they_can(
+    changes: dict[str, Any], said: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = Language(**changes)
+    with pytest.raises(UnsupportedSetting, match=rf"cannot take turns: {said}.*ping_pong=False"):
+        _takes_turns([model], True)
+    assert not _takes_turns([model], False)
+    assert not caplog.records
+    assert not _takes_turns([model], None)
+    assert re.search(rf"without ping-pong, .*{said}", caplog.text)
+    assert _takes_turns([Language()], None)
+    assert _takes_turns([Language(experts=4, moe_aux_loss_coeff=0.01)], True)
+
+
+def test_a_model_of_another_kind_does_not_take_turns() -> None:
+    assert not _takes_turns([torch.nn.Linear(1, 1)], None)
+    with pytest.raises(UnsupportedSetting, match="a model chunk is Linear: "):
+        _takes_turns([torch.nn.Linear(1, 1)], True)
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "said"),
+    [
+        ({"input_ids": torch.zeros(1, 8)}, ValueError, r"input_ids .* \(1, 8\), .* 12 packed rows"),
+        (
+            {"input_ids": torch.zeros(1, 12), "packed_seq_params": None},
+            ValueError,
+            "1 rows of tokens without packed_seq_params, .* 2 documents",
+        ),
+        (
+            {"input_ids": torch.zeros(1, 12), "images": torch.zeros(1, 12)},
+            UnsupportedSetting,
+            "called with images, which cannot be cut.*ping_pong=False",
+        ),
+    ],
+)
+def test_what_cannot_be_cut_is_refused_by_name(
+    given: dict[str, Any], error: type[Exception], said: str
+) -> None:
+    model = Language()
+    turns = InTurns(model)
+    bounds = torch.tensor([0, 5, 12])
+    packed = PackedSeqParams(qkv_format="thd", cu_seqlens_q=bounds, cu_seqlens_kv=bounds)
+    microbatch = CutMicrobatch(turns.cut(bounds.tolist()), first=0, is_last=True)
+    with turns.running(microbatch), pytest.raises(error, match=said):
+        model.forward(**{"packed_seq_params": packed, **given})
