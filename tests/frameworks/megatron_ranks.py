@@ -25,6 +25,7 @@ from tests.frameworks.reference import packed_attention
 megatron_on_cpu()
 
 from megatron.core import parallel_state  # noqa: E402
+from megatron.core.distributed import DistributedDataParallelConfig  # noqa: E402
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads  # noqa: E402
 from megatron.core.models.gpt import GPTModel  # noqa: E402
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec  # noqa: E402
@@ -32,6 +33,7 @@ from megatron.core.packed_seq_params import PackedSeqParams  # noqa: E402
 from megatron.core.pipeline_parallel import get_forward_backward_func  # noqa: E402
 from megatron.core.tensor_parallel.random import initialize_rng_tracker  # noqa: E402
 
+from examples.megatron import train_gpt  # noqa: E402
 from examples.megatron.train_gpt import (  # noqa: E402
     Parallelism,
     Shape,
@@ -83,6 +85,7 @@ class Case:
         settings: further ones of the model's configuration.
         chosen: whether the documents are those of ``DOCUMENTS``; else they are random.
         ping_pong: whether halves of microbatches take turns.
+        overlap: whether gradients are summed while the last microbatch's backward pass runs.
         own: whether the served run is compared with Megatron's own attention, which cannot run
             packed documents: it has as many rows of full length. Else with float64 attention.
         packed: whether the documents of the served run are packed.
@@ -97,6 +100,7 @@ class Case:
     settings: Mapping[str, Any] = field(default_factory=dict)
     chosen: bool = False
     ping_pong: bool = True
+    overlap: bool = False
     own: bool = False
     packed: bool = True
     like: Mapping[str, Any] | None = None
@@ -116,6 +120,7 @@ GROUPS = {
             Case("dp"),
             Case("one-lane", ping_pong=False),
             Case("documents", SMALL, chosen=True),
+            Case("overlap", SMALL, chosen=True, overlap=True),
             Case("recompute", settings=RECOMPUTE),
             Case("dropout", SMALL, settings=DROPOUT, like=DROPOUT | RECOMPUTE),
             Case("own-attention", SMALL, own=True),
@@ -184,6 +189,8 @@ def train(
         setattr(config, name, value)
     make = partial(hybrid_model, case.pattern) if case.pattern else GPTModel
     model = build(config, spec, TOKENS, make)
+    if case.overlap:
+        config.no_sync_func = model[0].no_sync
     loader = random_documents(
         STEPS,
         MICROBATCHES,
@@ -217,6 +224,10 @@ def train(
             if each:
                 found[name] = torch.stack([one["loss"] for one in each]).sum().double()
         results.append(found)
+    with torch.no_grad():
+        evaluated = evaluate(steps, function, model, microbatches)
+    if evaluated:
+        found["evaluation"] = torch.stack([one["loss"] for one in evaluated]).sum().double()
     if steps is not None:
         steps.close()
     return results
@@ -307,6 +318,24 @@ def named(model: Sequence[Any]) -> list[tuple[str, Any]]:
     ]
 
 
+def ddp_config(*, overlap: bool, **settings: Any) -> DistributedDataParallelConfig:
+    """The example's, with gradients summed during the backward pass or after it."""
+    return DistributedDataParallelConfig(**settings | {"overlap_grad_reduce": overlap})
+
+
+def evaluate(
+    steps: ServedSteps | None, function: Any, model: Sequence[Any], microbatches: Sequence[Any]
+) -> Any:
+    """A step without a backward pass; planned if there are servers."""
+    if steps is None:
+        return schedule(function, model, microbatches, forward_only=True)
+    losses = []
+    for step, planned in steps.ahead([microbatches], forward_only=True):
+        with steps.step(step):
+            losses += schedule(function, model, planned, forward_only=True)
+    return losses
+
+
 def open_steps(case: Case, job: str, model: Any, control_plane: str) -> ServedSteps:
     layer = next(each for each in model[0].modules() if isinstance(each, ServedCoreAttention))
     keep_profile(FOLDER, layer.shape)
@@ -364,6 +393,7 @@ def main(folder: str, control_plane: str, group: str, rank: str) -> None:
     # tracker of its inference has none.
     initialize_rng_tracker(inference_rng_tracker=True)
     for case in cases:
+        train_gpt.DistributedDataParallelConfig = partial(ddp_config, overlap=case.overlap)
         run(case, control_plane)
         print(f"equal: {case.name}", flush=True)
     dist.destroy_process_group()
