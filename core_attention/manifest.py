@@ -4,9 +4,10 @@ A *document* is one training text: attention is causal inside it and never cross
 is a contiguous piece of a document that lives on one rank in one nano-batch. A *manifest* lists,
 for one step, the segments of every rank and nano-batch in packed order.
 
-A document may go on from nano-batch 0 to nano-batch 1. Each part is then a document of its
-nano-batch: the first is ``[0, cut)``, and in the second the queries are ``[cut, length)``, while
-the keys before them are *carried*: the ranks that hold them in nano-batch 0 hand them in again.
+Nano-batches that are even in number come in pairs: 0 and 1, 2 and 3, and so on. A document may go
+on from the first of a pair to the second. Each part is then a document of its nano-batch: the first
+is ``[0, cut)``, and in the second the queries are ``[cut, length)``, while the keys before them are
+*carried*: the ranks that hold them in the first nano-batch hand them in again.
 """
 
 from __future__ import annotations
@@ -182,7 +183,7 @@ class Manifest:
     Attributes:
         step: the training step.
         n_ranks: ranks of the job.
-        n_nano_batches: nano-batches of every rank (2 with ping-pong, else 1).
+        n_nano_batches: nano-batches of every rank.
         document_id, document_length, document_nano_batch: ``[n_documents]``. The parts of a
             document that is cut between nano-batches share its id; the first one's length is the
             cut.
@@ -285,8 +286,8 @@ class Manifest:
         Raises:
             ManifestError: a rank is missing, twice or out of range; ranks disagree on the step,
                 the number of nano-batches, or a document's length; a document is cut between
-                nano-batches, and there are not two of them, or a rank that holds its keys has no
-                rows in the second; or an invariant of the class does not hold.
+                nano-batches that are no pair, or a rank that holds its keys has no rows in the
+                second; or an invariant of the class does not hold.
         """
         by_rank = _one_per_rank(rank_manifests, n_ranks)
         nano, ids, document_length, offset, length = (
@@ -314,13 +315,13 @@ class Manifest:
         n_nano_batches, length_of = by_rank[0].n_nano_batches, document_length[first]
         runs = _Runs(document, offset, length, rank, row)
         carried = {}
-        if n_nano_batches == 2:
-            parts = _parts_of_cut_documents(ids[first], nano[first])
-            if len(parts):
-                own_rows = np.bincount(rank[nano == 1], length[nano == 1], n_ranks)
-                carried = _carry(runs, parts, own_rows.astype(np.int64), ids[first])
-                last = np.searchsorted(document, parts[:, 0], side="right") - 1
-                length_of[parts[:, 0]] = offset[last] + length[last]
+        parts = _parts_of_cut_documents(ids[first], nano[first], n_nano_batches)
+        if len(parts):
+            own_rows = np.zeros((n_nano_batches, n_ranks), dtype=np.int64)
+            np.add.at(own_rows, (nano, rank), length)
+            carried = _carry(runs, parts, own_rows, ids[first], nano[first])
+            last = np.searchsorted(document, parts[:, 0], side="right") - 1
+            length_of[parts[:, 0]] = offset[last] + length[last]
         return cls(
             step=by_rank[0].step,
             n_ranks=n_ranks,
@@ -388,20 +389,23 @@ class Manifest:
     def _check_ids(self) -> None:
         """Only the parts of a document that is cut between nano-batches share an id."""
         first, second = self._parts
-        wrong = self.document_begin[second] == 0
+        nano = self.document_nano_batch
+        before = _before(nano[second], self.n_nano_batches)
+        wrong = (self.document_begin[second] == 0) | (before != nano[first])
         if wrong.any():
             document = self.document_id[first[np.flatnonzero(wrong)[0]]]
             nanos = self.document_nano_batch[self.document_id == document]
             raise ManifestError(
                 f"document {document} appears in nano-batches {nanos.tolist()}; ids are unique in "
                 "a step, but for a document that begins in nano-batch 0 and goes on in nano-batch "
-                "1, where there are two"
+                "1, or in 2 and 3, and so on, where nano-batches are even in number"
             )
 
     def _check_carried(self) -> None:
         """What a document carries over, an earlier nano-batch has; a slice may not hold that."""
         first, second = self._parts
-        wrong = (self.document_begin > 0) & (self.whole | (self.document_nano_batch == 0))
+        has_none_before = _before(self.document_nano_batch, self.n_nano_batches) < 0
+        wrong = (self.document_begin > 0) & (self.whole | has_none_before)
         wrong[second] = self.document_length[first] != self.document_begin[second]
         if wrong.any():
             at = int(np.flatnonzero(wrong)[0])
@@ -509,45 +513,58 @@ _CARRIED_COLUMNS = tuple(f"carried_{name}" for name in _Runs._fields)
 _COLUMNS = _DOCUMENT_COLUMNS + _SEGMENT_COLUMNS + _CARRIED_COLUMNS
 
 
-def _parts_of_cut_documents(ids: Int64Array, nano_batch: Int64Array) -> Int64Array:
-    """``[n, 2]`` indices of the documents of nano-batches 0 and 1 that share an id."""
-    n_first = int(np.searchsorted(nano_batch, 1))
-    _, first, second = np.intersect1d(
-        ids[:n_first], ids[n_first:], assume_unique=True, return_indices=True
-    )
-    return np.stack([first, n_first + second], axis=1).astype(np.int64)
+def _before(nano_batch: Int64Array, n_nano_batches: int) -> Int64Array:
+    """The nano-batch before each, of its pair; -1 for the first of a pair and those of no pair."""
+    is_second = (nano_batch % 2 == 1) & (n_nano_batches % 2 == 0)
+    return np.where(is_second, nano_batch - 1, -1)
+
+
+def _parts_of_cut_documents(
+    ids: Int64Array, nano_batch: Int64Array, n_nano_batches: int
+) -> Int64Array:
+    """``[n, 2]`` indices of the documents of two nano-batches of a pair that share an id."""
+    # Documents are sorted by nano-batch.
+    order = np.argsort(ids, kind="stable")
+    ids, nano_batch = ids[order], nano_batch[order]
+    before = _before(nano_batch[1:], n_nano_batches)
+    same = (ids[1:] == ids[:-1]) & (before == nano_batch[:-1])
+    parts = np.stack([order[:-1][same], order[1:][same]], axis=1)
+    return parts[np.argsort(parts[:, 0])]
 
 
 def _carry(
-    runs: _Runs, parts: Int64Array, own_rows: Int64Array, ids: Int64Array
+    runs: _Runs, parts: Int64Array, own_rows: Int64Array, ids: Int64Array, nano_batch: Int64Array
 ) -> dict[str, Int64Array]:
     """The columns of carried keys.
 
     Args:
         runs: all segments.
         parts: ``[n, 2]`` documents: of each pair, the second carries the keys of the first.
-        own_rows: ``[n_ranks]`` rows of each rank's nano-batch 1.
-        ids: ``[n_documents]``.
+        own_rows: ``[n_nano_batches, n_ranks]`` rows of each nano-batch.
+        ids, nano_batch: ``[n_documents]``.
 
     Raises:
-        ManifestError: a rank that holds such keys has no rows in nano-batch 1.
+        ManifestError: a rank that holds such keys has no rows in the nano-batch of the second.
     """
     second_part = np.full(len(ids), -1, dtype=np.int64)
     second_part[parts[:, 0]] = parts[:, 1]
     chosen = np.flatnonzero(second_part[runs.document] >= 0)
     document, rank = second_part[runs.document[chosen]], runs.rank[chosen]
-    idle = own_rows[rank] == 0
+    nano = nano_batch[document]
+    idle = own_rows[nano, rank] == 0
     if idle.any():
         at = int(np.flatnonzero(idle)[0])
+        where = f"nano-batch {nano[at]}"
         raise ManifestError(
-            f"document {ids[document[at]]} goes on in nano-batch 1, which needs its keys of rank "
-            f"{rank[at]}, and rank {rank[at]} has no rows in nano-batch 1: it would take part in "
+            f"document {ids[document[at]]} goes on in {where}, which needs its keys of rank "
+            f"{rank[at]}, and rank {rank[at]} has no rows in {where}: it would take part in "
             "no tick there; give it some, or keep the document in one nano-batch"
         )
-    # By document and position within each rank, after the rank's own rows.
-    order = np.lexsort((runs.offset[chosen], document, rank))
+    # By document and position within each rank's nano-batch, after the rank's own rows.
+    order = np.lexsort((runs.offset[chosen], document, nano, rank))
     row = np.empty(len(chosen), dtype=np.int64)
-    row[order] = _rows((rank[order],), runs.length[chosen][order]) + own_rows[rank[order]]
+    row[order] = _rows((rank[order], nano[order]), runs.length[chosen][order])
+    row += own_rows[nano, rank]
     order = np.lexsort((runs.offset[chosen], document))
     columns = _Runs(document, runs.offset[chosen], runs.length[chosen], rank, row)
     return {f"carried_{name}": column[order] for name, column in columns._asdict().items()}

@@ -1,7 +1,7 @@
 """Hypothesis strategies: random manifests, and random valid plans for them.
 
 They cover what hand-written cases leave out: documents that span ranks or visit a rank twice, or
-that are cut between two nano-batches at any place,
+that are cut between the two nano-batches of a pair at any place,
 ranks with nothing in a nano-batch, documents of one token, tasks cut anywhere, servers without
 tasks, forward and backward cut differently.
 """
@@ -25,9 +25,9 @@ def rank_manifests(
     draw: st.DrawFn, max_ranks: int = 4, max_documents: int = 6, *, cuts: bool = True
 ) -> list[RankManifest]:
     """What every rank of one step sends; merging them is valid. ``cuts``: documents may begin in
-    nano-batch 0 and go on in nano-batch 1."""
+    the first nano-batch of a pair and go on in the second."""
     n_ranks = draw(st.integers(1, max_ranks))
-    n_nano_batches = draw(st.integers(1, 2))
+    n_nano_batches = draw(st.integers(1, 4))
     packed: list[list[list[Segment]]] = [
         [[] for _ in range(n_nano_batches)] for _ in range(n_ranks)
     ]
@@ -38,12 +38,15 @@ def rank_manifests(
     for document_id, length in zip(ids, lengths, strict=True):
         nano_batch = draw(st.integers(0, n_nano_batches - 1))
         pieces = _pieces(draw, 0, length)
-        n_first = draw(st.integers(0, len(pieces) - 1)) if nano_batch == 1 and cuts else 0
+        is_second = nano_batch % 2 == 1 and n_nano_batches % 2 == 0
+        n_first = draw(st.integers(0, len(pieces) - 1)) if is_second and cuts else 0
         for place, (begin, end) in enumerate(pieces):
             rank = draw(st.integers(0, n_ranks - 1))
             segment = Segment(document_id, length, begin, end - begin)
-            packed[rank][0 if place < n_first else nano_batch].append(segment)
-    _fill_second_nano_batches(packed)
+            packed[rank][nano_batch - (place < n_first)].append(segment)
+    if n_nano_batches % 2 == 0:
+        for second in range(1, n_nano_batches, 2):
+            _fill_second_nano_batches(packed, second)
     return [
         RankManifest(
             step=3,
@@ -54,17 +57,14 @@ def rank_manifests(
     ]
 
 
-def _fill_second_nano_batches(packed: list[list[list[Segment]]]) -> None:
+def _fill_second_nano_batches(packed: list[list[list[Segment]]], second: int) -> None:
     """Gives a document of one token to ranks that carry keys into a nano-batch without rows."""
-    cut = {
-        s.document_id
-        for nano_batches in packed
-        for s in (nano_batches[1] if len(nano_batches) == 2 else [])
-    }
+    cut = {s.document_id for nano_batches in packed for s in nano_batches[second]}
     for rank, nano_batches in enumerate(packed):
-        carries = any(s.document_id in cut for s in nano_batches[0])
-        if carries and len(nano_batches) == 2 and not nano_batches[1]:
-            nano_batches[1].append(Segment(2**50 + rank, 1, 0, 1))
+        carries = any(s.document_id in cut for s in nano_batches[second - 1])
+        if carries and not nano_batches[second]:
+            only = Segment(2**50 + 2**20 * second + rank, 1, 0, 1)
+            nano_batches[second].append(only)
 
 
 @st.composite

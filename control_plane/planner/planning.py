@@ -143,10 +143,10 @@ def refuse_cut_documents(manifest: Manifest, why: str) -> None:
     """
     if manifest.n_carried:
         document = int(manifest.carried_document[0])
+        nano_batch = int(manifest.document_nano_batch[document])
         raise PlanError(
-            f"document {manifest.document_id[document]} begins in nano-batch 0 and goes on in "
-            f"nano-batch {manifest.document_nano_batch[document]}, and {why}: keep every document "
-            "in one nano-batch"
+            f"document {manifest.document_id[document]} begins in nano-batch {nano_batch - 1} and "
+            f"goes on in nano-batch {nano_batch}, and {why}: keep every document in one nano-batch"
         )
 
 

@@ -114,6 +114,24 @@ def rank_zero(*segments: Segment, step: int = 5, rank: int = 0) -> RankManifest:
             r"document 3 appears in nano-batches \[0, 1\]",
         ),
         (
+            [RankManifest(5, 0, ((), (Segment(3, 2, 0, 1),), (Segment(3, 2, 1, 1),), ()))],
+            1,
+            r"document 3 appears in nano-batches \[1, 2\]",
+        ),
+        (
+            [RankManifest(5, 0, ((Segment(3, 2, 0, 1),), (), (), (Segment(3, 2, 1, 1),)))],
+            1,
+            r"document 3 appears in nano-batches \[0, 3\]",
+        ),
+        (
+            [
+                RankManifest(5, 0, ((), (), (Segment(3, 2, 0, 1),), ())),
+                RankManifest(5, 1, ((), (), (), (Segment(3, 2, 1, 1),))),
+            ],
+            2,
+            "document 3 goes on in nano-batch 3, .* rank 0 has no rows in nano-batch 3",
+        ),
+        (
             [RankManifest(5, 0, ((Segment(3, 2, 1, 1),), (Segment(3, 2, 0, 1),)))],
             1,
             "document 3: the segment at offset 1 .* nano-batch 0. leaves a gap",
@@ -259,12 +277,54 @@ def test_a_document_cut_between_nano_batches_carries_its_keys_over() -> None:
         assert set(held.document[held.rank == rank].tolist()) >= {1, 2}
 
 
+def test_every_pair_of_nano_batches_cuts_documents_of_its_own() -> None:
+    """Document 7 is in nano-batches 0 and 1, document 8 in 2 and 3, both of two ranks."""
+    ranks = [
+        RankManifest(
+            0,
+            0,
+            (
+                (Segment(7, 9, 0, 3),),
+                (Segment(7, 9, 5, 2), Segment(9, 1, 0, 1)),
+                (Segment(8, 6, 0, 1),),
+                (Segment(8, 6, 4, 2),),
+            ),
+        ),
+        RankManifest(
+            0,
+            1,
+            (
+                (Segment(7, 9, 3, 2),),
+                (Segment(7, 9, 7, 2),),
+                (Segment(8, 6, 1, 3),),
+                (Segment(10, 4, 0, 4),),
+            ),
+        ),
+    ]
+    manifest = Manifest.merge(ranks, 2)
+    assert manifest.document_id.tolist() == [7, 7, 9, 8, 8, 10]
+    assert manifest.document_length.tolist() == [5, 9, 1, 4, 6, 4]
+    assert manifest.document_begin.tolist() == [0, 5, 0, 0, 4, 0]
+    assert manifest.n_texts == 4
+    assert manifest.carried_document.tolist() == [1, 1, 4, 4]
+    assert manifest.carried_offset.tolist() == [0, 3, 0, 1]
+    assert manifest.carried_length.tolist() == [3, 2, 1, 3]
+    assert manifest.carried_rank.tolist() == [0, 1, 0, 1]
+    assert manifest.carried_row.tolist() == [3, 2, 2, 4]
+    for changes, nanos in (
+        ({"n_nano_batches": 5}, "document 7 appears in nano-batches .0, 1."),
+        ({"document_nano_batch": [0, 1, 1, 3, 4, 5]}, "document 8 appears in nano-batches .3, 4."),
+    ):
+        with pytest.raises(ManifestError, match=nanos):
+            replace(manifest, **{"n_nano_batches": 6, **changes})
+
+
 @given(manifests())
 def test_carried_keys_are_those_of_the_first_part(manifest: Manifest) -> None:
     for document in np.flatnonzero(manifest.document_begin).tolist():
         (first,) = np.flatnonzero(
             (manifest.document_id == manifest.document_id[document])
-            & (manifest.document_nano_batch == 0)
+            & (manifest.document_nano_batch == manifest.document_nano_batch[document] - 1)
         )
         mine, its = manifest.carried_document == document, manifest.segment_document == first
         for name in ("offset", "length", "rank"):

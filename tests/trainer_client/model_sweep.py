@@ -78,7 +78,6 @@ class PlannedStep:
         manifest = Manifest.merge([RankManifest.from_lengths(0, 0, (lengths,))], 1)
         self.plan = SimpleNamespace(manifest=manifest)
         self.lengths = list(lengths)
-        self.carried = ()
         self.calls = 0
         self.checks: list[Callable[[], None]] = []
 
@@ -89,6 +88,9 @@ class PlannedStep:
 
     def n_rows(self, nano_batch: int) -> int:
         return sum(self.lengths)
+
+    def carried(self, nano_batch: int) -> tuple[tuple[int, int], ...]:
+        return ()
 
     def home_call(self, nano_batch: int) -> str:
         return "a layer at home"

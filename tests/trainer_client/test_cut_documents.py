@@ -100,6 +100,47 @@ def test_the_products_own_planners_match_the_reference(
         team.check(in_halves(2, 300, 1500, 700, 20))
 
 
+def in_pairs(*steps: list[RankManifest]) -> list[RankManifest]:
+    """One step of as many pairs of nano-batches as there are ``steps`` of two, on the same ranks;
+    with ids that all of them have, of other documents."""
+    return [
+        RankManifest(
+            0,
+            rank,
+            [
+                [
+                    replace(segment, document_id=segment.document_id + 1000 * pair)
+                    for segment in nano
+                ]
+                for pair, step in enumerate(steps)
+                for nano in step[rank].nano_batches
+            ],
+        )
+        for rank in range(len(steps[0]))
+    ]
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize("checkpointed", [True, False])
+def test_every_pair_of_nano_batches_matches_the_reference(
+    pool_of_four: Cluster, placement: str, checkpointed: bool
+) -> None:
+    """As steps of gradient accumulation have them; with layers at home that exchange edge keys."""
+    layers = [Layer(window=16, sinks=True), Layer(), Layer(chunk=16), Layer()]
+    with Team(
+        pool_of_four,
+        2,
+        make_shape(),
+        layers=layers,
+        n_nano_batches=6,
+        placement=placement,
+        checkpointed=checkpointed,
+    ) as team:
+        for between in ("each rank cuts one of its own", "cut after its first token"):
+            team.check(in_pairs(in_halves(2, 301), TWO_RANKS[between], in_halves(2, 9, 120, 1)))
+        team.check(in_pairs(in_halves(2, 4), *[TWO_RANKS["many cut documents, in any order"]] * 2))
+
+
 @pytest.mark.parametrize("interleave", [True, False])
 @pytest.mark.parametrize("checkpointed", [True, False])
 def test_checkpoints_and_turns_match_the_reference(

@@ -25,10 +25,10 @@ class AttentionCall:
         running: the step.
         layer: index of the call in the nano-batch's forward.
         nano_batch: which nano-batch.
-        taken_over: the keys that it carries over from nano-batch 0.
+        taken_over: the keys that it carries over from the nano-batch before.
 
     Attributes:
-        handed_over: the keys that nano-batch 1 carries over from this one, if it does.
+        handed_over: the keys that the next nano-batch carries over from this one, if it does.
     """
 
     def __init__(
@@ -84,12 +84,12 @@ class AttentionCall:
         """Waits for dq, dk and dv, in the dtype of q.
 
         dk and dv come from several servers: they are summed in float32, in the plan's order of
-        servers, then nano-batch 1's share of keys that it carries over is added, and they are
-        rounded once.
+        servers, then the next nano-batch's share of keys that it carries over is added, and they
+        are rounded once.
 
         Raises:
             CoreAttentionFailed, SessionClosed: as :meth:`collect_forward`.
-            SessionError: nano-batch 1's share is not there.
+            SessionError: the next nano-batch's share is not there.
         """
         outputs, gradients = self._collect(Phase.BACKWARD)
         dq = outputs["dq"]

@@ -28,7 +28,7 @@ class GivenKeys(NamedTuple):
     Attributes:
         rank: the other one.
         nano_batch: of the queries.
-        is_carried: whether the keys are of nano-batch 0, and the queries of nano-batch 1.
+        is_carried: whether the keys are of the nano-batch before that of the queries.
         runs: (first packed row, rows) in the keys' nano-batch.
     """
 

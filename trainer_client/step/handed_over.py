@@ -1,10 +1,10 @@
-"""Keys that nano-batch 0 hands over to nano-batch 1, layer by layer, and their gradients back.
+"""Keys that a nano-batch hands over to the next one, layer by layer, and their gradients back.
 
-A document may begin in nano-batch 0 and go on in nano-batch 1, whose queries then need the keys and
-values that nano-batch 0 has computed in the same layer. They are sent again, with nano-batch 1's
-own. In the backward pass nano-batch 1 comes first in every layer: what it finds for these keys is
-added to what nano-batch 0 finds, in float32, and rounded once. Autograd sees to the order by a
-*link*, an empty tensor that nano-batch 0's operation gives and nano-batch 1's takes.
+A document may begin in the first nano-batch of a pair and go on in the second, whose queries then
+need the keys and values that the first has computed in the same layer. They are sent again, with
+the second's own. In the backward pass the second comes first in every layer: what it finds for
+these keys is added to what the first finds, in float32, and rounded once. Autograd sees to the
+order by a *link*, an empty tensor that the first one's operation gives and the second's takes.
 """
 
 from __future__ import annotations
@@ -16,43 +16,41 @@ import torch
 from trainer_client.errors import SessionError
 from trainer_client.step.replies import Tensors
 
-_APART = (
-    "nano-batch 0 and nano-batch 1 share a document, and the backward pass of nano-batch 0 came to "
-    "a layer before that of nano-batch 1: add up the losses of both, and run backward once"
-)
-
-_ONCE = (
-    "nano-batch 0 and nano-batch 1 share a document, and a backward pass came to a layer twice: "
-    "core attention is differentiable once; run backward once, without retain_graph"
-)
-
 
 class HandedOver:
     """The keys of one layer.
 
     Args:
-        k: ``[rows, heads_kv, head_dim]`` of nano-batch 0, by packed row.
+        k: ``[rows, heads_kv, head_dim]`` of the first nano-batch, by packed row.
         v: ``[rows, heads_kv, head_dim_v]``, likewise.
-        runs: (first packed row, rows) of what nano-batch 1 carries over, in its order.
+        nano_batch: the first nano-batch.
+        runs: (first packed row, rows) of what the second carries over, in its order.
     """
 
-    def __init__(self, k: torch.Tensor, v: torch.Tensor, runs: Sequence[tuple[int, int]]) -> None:
+    def __init__(
+        self,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        nano_batch: int,
+        runs: Sequence[tuple[int, int]],
+    ) -> None:
+        self._first, self._second = f"nano-batch {nano_batch}", f"nano-batch {nano_batch + 1}"
         self._runs = runs
         self._rows: Tensors = {name: _take(rows.detach(), runs) for name, rows in _named(k, v)}
         self._gradients: Tensors = {}
         self._is_answered, self._is_over = True, False
 
     def take(self, *, answers: bool) -> None:
-        """Nano-batch 1 has come to the layer.
+        """The second nano-batch has come to the layer.
 
         Args:
             answers: and will have gradients for the keys.
 
         Raises:
-            SessionError: nano-batch 0's backward pass has come to it before.
+            SessionError: the first one's backward pass has come to it before.
         """
         if self._is_over:
-            raise SessionError(_APART)
+            raise self._came_apart()
         self._is_answered = not answers
 
     @property
@@ -60,33 +58,47 @@ class HandedOver:
         """k and v of the keys that are carried over.
 
         Raises:
-            SessionError: nano-batch 1's backward pass was run before.
+            SessionError: the second nano-batch's backward pass was run before.
         """
         if not self._rows:
-            raise SessionError(_ONCE)
+            raise self._came_twice()
         return self._rows
 
     def answer(self, gradients: Tensors) -> None:
-        """Nano-batch 1's float32 dk and dv for these keys, in their order."""
+        """The second nano-batch's float32 dk and dv for these keys, in their order."""
         self._rows, self._gradients, self._is_answered = {}, gradients, True
 
     def add_to(self, gradients: Tensors) -> None:
-        """Adds them to nano-batch 0's float32 dk and dv, by packed row.
+        """Adds them to the first nano-batch's float32 dk and dv, by packed row.
 
         Raises:
-            SessionError: nano-batch 1's backward pass has not come to this layer, or this was done
-                before.
+            SessionError: the second one's backward pass has not come to this layer, or this was
+                done before.
         """
         if self._is_over:
-            raise SessionError(_ONCE)
+            raise self._came_twice()
         if not self._is_answered:
-            raise SessionError(_APART)
+            raise self._came_apart()
         at = 0
         for begin, length in self._runs if self._gradients else ():
             for name, rows in gradients.items():
                 rows[begin : begin + length] += self._gradients[name][at : at + length]
             at += length
         self._rows, self._gradients, self._is_over = {}, {}, True
+
+    def _came_apart(self) -> SessionError:
+        return SessionError(
+            f"{self._first} and {self._second} share a document, and the backward pass of "
+            f"{self._first} came to a layer before that of {self._second}: add up the losses of "
+            "both, and run backward once"
+        )
+
+    def _came_twice(self) -> SessionError:
+        return SessionError(
+            f"{self._first} and {self._second} share a document, and a backward pass came to a "
+            "layer twice: core attention is differentiable once; run backward once, without "
+            "retain_graph"
+        )
 
 
 def _named(k: torch.Tensor, v: torch.Tensor) -> tuple[tuple[str, torch.Tensor], ...]:

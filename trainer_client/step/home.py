@@ -35,8 +35,8 @@ class HomeCall:
         tasks: which rows.
         rule: window and softcap.
         scale: multiplies q.k before the softmax.
-        taken_over: the keys that nano-batch 1 takes over from nano-batch 0, if it does.
-        handed_over: the keys that nano-batch 1 takes over from this one, if it does.
+        taken_over: the keys that are taken over from the nano-batch before, if any are.
+        handed_over: the keys that the next nano-batch takes over from this one, if it does.
         edges: exchanges keys with other ranks, if the nano-batch does.
     """
 
@@ -159,7 +159,7 @@ class _AtHome(torch.autograd.Function):
             call.edges.add_answers(gradients)
         if call.handed_over is not None:
             call.handed_over.add_to(gradients)
-        # Nano-batch 0's operation, which has given the link, runs after this one.
+        # The operation that has given the link, of the nano-batch before, runs after this one.
         link = dq.new_empty(0, dtype=torch.float32) if ctx.has_link else None
         dk, dv = gradients["dk"].to(k.dtype), gradients["dv"].to(v.dtype)
         return dq, dk, dv, link, None, None
@@ -195,8 +195,8 @@ def _edge_rows(call: HomeCall, name: str, own: torch.Tensor) -> torch.Tensor:
 
 
 def _take_in(call: HomeCall, of_edge: Tensors, gradients: Tensors) -> None:
-    """Adds what was found for edge keys to ``gradients`` of the nano-batch's own, and answers
-    nano-batch 0 and other ranks with the rest."""
+    """Adds what was found for edge keys to ``gradients`` of the nano-batch's own, and answers the
+    nano-batch before and other ranks with the rest."""
     n_taken = len(call.tasks.taken)
     answers: list[dict[str, list[torch.Tensor]]] = [
         {name: [] for name in of_edge} for _ in range(n_taken + 1)
@@ -219,8 +219,8 @@ def _take_in(call: HomeCall, of_edge: Tensors, gradients: Tensors) -> None:
 
 
 def _source(run: KeyRun) -> int | None:
-    """None for the nano-batch's own keys, else in which message, or -1 for those of nano-batch 0
-    that are handed over."""
+    """None for the nano-batch's own keys, else in which message, or -1 for those that the
+    nano-batch before hands over."""
     return run.taken if run.taken >= 0 or run.is_handed_over else None
 
 

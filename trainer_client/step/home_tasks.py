@@ -3,8 +3,8 @@
 Such layers are not worth serving, since their work grows with the tokens alone. Where a document
 is cut inside a window or a chunk, the first queries behind the cut have *edge keys*: a copy of the
 keys before it that they see, followed by a copy of those beside them. The keys before it may be the
-rank's own, elsewhere in the nano-batch or in nano-batch 0, or another rank's, which gives them: see
-:mod:`trainer_client.step.edge_keys`.
+rank's own, elsewhere in the nano-batch or in the one before, or another rank's, which gives them:
+see :mod:`trainer_client.step.edge_keys`.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class KeyRun(NamedTuple):
     Attributes:
         row: the first one's packed row; of another rank's, -1.
         length: rows.
-        is_handed_over: whether they are this rank's rows of nano-batch 0, which nano-batch 1 needs.
+        is_handed_over: whether they are this rank's rows of the nano-batch before.
         taken: in which of the messages from other ranks they are, one run after another; -1 in
             none.
     """
@@ -107,11 +107,12 @@ class HomeTasks:
         tasks: those whose keys lie together among the nano-batch's own.
         edge_tasks: those behind a cut, whose keys are edge keys.
         edge_keys: what the edge keys are copies of, in order.
-        handed_over: (first packed row, rows) of nano-batch 0 of what it hands over to nano-batch 1,
-            in the order of the edge keys there; the same in both nano-batches.
+        handed_over: (first packed row, rows) in the first nano-batch of a pair of what it hands
+            over to the second, in the order of the edge keys there; the same in both.
         given: what other ranks need of the nano-batch's keys.
         taken: what it needs of theirs.
-        given_before: what queries of other ranks in nano-batch 1 need of the keys of nano-batch 0.
+        given_before: what queries of other ranks in the nano-batch need of the keys of the one
+            before.
     """
 
     tasks: TaskBatch
@@ -168,8 +169,8 @@ def _derive(running: RunningStep, nano_batch: int, kind: LayerKind) -> HomeTasks
                 tasks += _tasks(piece, n_edge, kind)
     handed_over = tuple((run.row, run.length) for run in edges.keys if run.is_handed_over)
     given, given_before = edges.given(is_carried=False), edges.given(is_carried=True)
-    if nano_batch == 0 and running.carried:
-        later = home_tasks(running, 1, kind)
+    if running.carried(nano_batch + 1):
+        later = home_tasks(running, nano_batch + 1, kind)
         handed_over = later.handed_over
         given += later.given_before
     return HomeTasks(
@@ -266,7 +267,7 @@ class _Piece(NamedTuple):
         length: rows.
         rank: who has them.
         row: the first one's packed row there.
-        is_carried: whether they are keys of nano-batch 0, and the row is one of nano-batch 0: -1
+        is_carried: whether they are keys of the nano-batch before, and the row is one there: -1
             where it is another rank's, which is not known here.
     """
 
@@ -284,7 +285,7 @@ class _Document:
     Attributes:
         document_id: its id.
         pieces: its rows in the nano-batch, by position.
-        carried: its rows in nano-batch 0, for one that goes on in nano-batch 1.
+        carried: its rows in the nano-batch before, for one that goes on in this one.
     """
 
     document_id: int
@@ -314,10 +315,11 @@ def _documents(running: RunningStep, nano_batch: int) -> Iterator[_Document]:
     manifest = running.plan.manifest
     held = manifest.held
     mine = np.unique(held.document[held.rank == running.rank])
-    carried = np.flatnonzero(manifest.carried_rank == running.rank)
+    of_this = manifest.document_nano_batch[manifest.carried_document] == nano_batch
+    carried = np.flatnonzero(of_this & (manifest.carried_rank == running.rank))
     carried = carried[np.argsort(manifest.carried_row[carried])]
-    row_in_first = np.full(manifest.n_carried, -1, dtype=np.int64)
-    row_in_first[carried] = [row for row, _ in running.carried]
+    row_before = np.full(manifest.n_carried, -1, dtype=np.int64)
+    row_before[carried] = [row for row, _ in running.carried(nano_batch)]
     segments = _pieces(
         manifest.segment_offset,
         manifest.segment_length,
@@ -328,7 +330,7 @@ def _documents(running: RunningStep, nano_batch: int) -> Iterator[_Document]:
     carried_pieces = [
         piece._replace(is_carried=True)
         for piece in _pieces(
-            manifest.carried_offset, manifest.carried_length, manifest.carried_rank, row_in_first
+            manifest.carried_offset, manifest.carried_length, manifest.carried_rank, row_before
         )
     ]
     first_carried = manifest.first_carried.tolist()

@@ -140,13 +140,14 @@ def _served(
     needs_backward = _needs_backward(q, k, v)
     layer = running.forward_call(nano_batch, needs_backward=needs_backward)
     taken, link = None, None
-    if nano_batch == 1 and running.carried:
-        taken, link = running.take_over(f"layer {layer}", needs_backward=needs_backward)
+    name = f"layer {layer}"
+    if running.carried(nano_batch):
+        taken, link = running.take_over(nano_batch, name, needs_backward=needs_backward)
     call = AttentionCall(running, layer, nano_batch, taken)
     token, link = _Send.apply(q, k, v, link, call)  # type: ignore[no-untyped-call]
-    if nano_batch == 0 and running.carried:
-        handed = HandedOver(k, v, running.carried)
-        call.handed_over = running.hand_over(f"layer {layer}", handed, link)
+    if runs := running.carried(nano_batch + 1):
+        handed = HandedOver(k, v, nano_batch, runs)
+        call.handed_over = running.hand_over(nano_batch, name, handed, link)
     lane.give_way()
     detached = (tensor.detach() for tensor in (q, k, v))
     keep = functools.partial(checkpoints.keep, lane)
@@ -203,14 +204,14 @@ def _at_home(
             checksums=job.checksums,
             waited=running.edge_waited,
         )
-    if nano_batch == 1 and tasks.handed_over:
+    if running.carried(nano_batch) and tasks.handed_over:
         needs_backward = _needs_backward(q, k, v)
-        call.taken_over, link = running.take_over(name, needs_backward=needs_backward)
+        call.taken_over, link = running.take_over(nano_batch, name, needs_backward=needs_backward)
     n_rows, keep = running.n_rows(nano_batch), functools.partial(checkpoints.keep, lane)
     o, lse, link = attend_at_home(q, k, v, n_rows, call, keep, link)
-    if nano_batch == 0 and tasks.handed_over:
-        handed = HandedOver(k, v, tasks.handed_over)
-        call.handed_over = running.hand_over(name, handed, link)
+    if running.carried(nano_batch + 1) and tasks.handed_over:
+        handed = HandedOver(k, v, nano_batch, tasks.handed_over)
+        call.handed_over = running.hand_over(nano_batch, name, handed, link)
     return o, lse
 
 
@@ -233,7 +234,7 @@ class _Send(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *_: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         dq, dk, dv = ctx.call.collect_backward()
-        # Nano-batch 0's operation, which has given the link, runs after this one.
+        # The operation that has given the link, of the nano-batch before, runs after this one.
         link = dq.new_empty(0, dtype=torch.float32) if ctx.has_link else None
         return dq, dk, dv, link, None
 

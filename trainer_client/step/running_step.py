@@ -88,7 +88,7 @@ class RunningStep:
         self.in_force: PlanInForce | None = None
         self.trace: list[TraceEvent] = []
         self.report: StepReport | None = None
-        self._handed_over: dict[str, tuple[HandedOver, torch.Tensor]] = {}
+        self._handed_over: dict[tuple[int, str], tuple[HandedOver, torch.Tensor]] = {}
         self._checks: list[Callable[[], None]] = []
         self._home_calls = [0] * job.n_nano_batches
         self.waits: list[TickWait] = []
@@ -134,33 +134,40 @@ class RunningStep:
             )
         )
 
+    def carried(self, nano_batch: int) -> tuple[tuple[int, int], ...]:
+        """(first packed row, rows) in the nano-batch before of each run of keys that ``nano_batch``
+        carries over, in the order in which they lie behind its own rows. Empty if it does not, or
+        if there is no such nano-batch."""
+        return self._carried.get(nano_batch, ())
+
     @cached_property
-    def carried(self) -> tuple[tuple[int, int], ...]:
-        """(first packed row, rows) in nano-batch 0 of each run of keys that nano-batch 1 carries
-        over, in the order in which they lie behind its own rows."""
+    def _carried(self) -> dict[int, tuple[tuple[int, int], ...]]:
         manifest = self.plan.manifest
         mine = np.flatnonzero(manifest.carried_rank == self.rank)
+        if not len(mine):
+            return {}
         mine = mine[np.argsort(manifest.carried_row[mine])]
-        first = manifest.document_nano_batch[manifest.segment_document] == 0
-        first &= manifest.segment_rank == self.rank
+        held = manifest.segment_rank == self.rank
         place = {
-            (int(manifest.document_id[document]), offset): row
-            for document, offset, row in zip(
-                manifest.segment_document[first].tolist(),
-                manifest.segment_offset[first].tolist(),
-                manifest.segment_row[first].tolist(),
+            (document_id, offset): row
+            for document_id, offset, row in zip(
+                manifest.document_id[manifest.segment_document[held]].tolist(),
+                manifest.segment_offset[held].tolist(),
+                manifest.segment_row[held].tolist(),
                 strict=True,
             )
         }
-        return tuple(
-            (place[int(manifest.document_id[document]), offset], length)
-            for document, offset, length in zip(
-                manifest.carried_document[mine].tolist(),
-                manifest.carried_offset[mine].tolist(),
-                manifest.carried_length[mine].tolist(),
-                strict=True,
-            )
-        )
+        document = manifest.carried_document[mine]
+        found: dict[int, list[tuple[int, int]]] = {}
+        for nano_batch, document_id, offset, length in zip(
+            manifest.document_nano_batch[document].tolist(),
+            manifest.document_id[document].tolist(),
+            manifest.carried_offset[mine].tolist(),
+            manifest.carried_length[mine].tolist(),
+            strict=True,
+        ):
+            found.setdefault(nano_batch, []).append((place[document_id, offset], length))
+        return {nano_batch: tuple(runs) for nano_batch, runs in found.items()}
 
     def n_rows(self, nano_batch: int) -> int:
         """Packed rows of this rank's nano-batch."""
@@ -187,10 +194,13 @@ class RunningStep:
         self.edge_wait_seconds += end - begin
         self.record(f"nano-batch {message.tick.nano_batch}", "edge keys", begin, end, str(message))
 
-    def hand_over(self, call: str, handed: HandedOver, link: torch.Tensor) -> HandedOver:
-        """Nano-batch 0 has come through a call and hands keys over to nano-batch 1.
+    def hand_over(
+        self, nano_batch: int, call: str, handed: HandedOver, link: torch.Tensor
+    ) -> HandedOver:
+        """A nano-batch has come through a call and hands keys over to the next one.
 
         Args:
+            nano_batch: which one hands them over.
             call: its name, the same in both nano-batches.
             handed: the keys.
             link: see :mod:`trainer_client.step.handed_over`.
@@ -198,20 +208,24 @@ class RunningStep:
         Returns:
             ``handed``.
         """
-        self._handed_over[call] = handed, link
+        self._handed_over[nano_batch, call] = handed, link
         return handed
 
-    def take_over(self, call: str, *, needs_backward: bool) -> tuple[HandedOver, torch.Tensor]:
-        """Nano-batch 1 has come to a call: what it takes over, and nano-batch 0's link.
+    def take_over(
+        self, nano_batch: int, call: str, *, needs_backward: bool
+    ) -> tuple[HandedOver, torch.Tensor]:
+        """A nano-batch has come to a call: what it takes over from the one before, and its link.
 
         Raises:
-            SessionError: nano-batch 0 has not come to the call, or its backward pass has.
+            SessionError: that one has not come to the call, or its backward pass has.
         """
-        found = self._handed_over.pop(call, None)
+        before = nano_batch - 1
+        found = self._handed_over.pop((before, call), None)
         if found is None:
             raise SessionError(
-                f"step {self.step}: nano-batch 1 has come to {call} before nano-batch 0, where a "
-                "document begins that goes on in nano-batch 1; run nano-batches in order"
+                f"step {self.step}: nano-batch {nano_batch} has come to {call} before nano-batch "
+                f"{before}, where a document begins that goes on in nano-batch {nano_batch}; run "
+                "nano-batches in order"
             )
         handed, link = found
         handed.take(answers=needs_backward and link.requires_grad)
@@ -333,7 +347,7 @@ class RunningStep:
             tick: which exchange.
             inputs: q, k, v, and for backward also do, lse, delta, by packed row.
             outputs: o and lse, or dq, by packed row, to be written.
-            carried: k and v of the keys that are carried over from nano-batch 0.
+            carried: k and v of the keys that are carried over from the nano-batch before.
 
         Raises:
             CoreAttentionFailed: the step is over, or this process's own server has failed.

@@ -20,7 +20,8 @@ class SentTick:
         tick: which exchange.
         inputs: what is sent, by packed row; of a complete forward tick k and v only; None once
             nobody can ask for it again.
-        carried: k and v of the keys that are carried over from nano-batch 0; empty without any.
+        carried: k and v of the keys that are carried over from the nano-batch before; empty without
+            any.
         outputs: o and lse, or dq, by packed row; once handed out, their shapes only ("meta").
         gradients: dk and dv, by packed row, float32: from completion until they are handed out.
         written: on a GPU, the event after which the inputs are complete.
