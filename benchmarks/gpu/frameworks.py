@@ -7,9 +7,10 @@ With two GPUs data parallelism; with four, also two pipeline stages, and tensor 
 each with two replicas. All ways of one layout run the same random documents. torchtitan's pipelines
 need torch 2.14 or newer, Megatron's own packed attention (``transformer-engine``) that package.
 
-*served* is balanced, *served-one-lane* likewise, without ping-pong; *plain* runs the same code and
-leaves all core attention at home. *Headroom* is how much faster plain packing would be if core
-attention were spread evenly, as forecast.
+*served* is balanced, *served-one-lane* likewise, without ping-pong; *served-at-documents* cuts
+torchtitan's batches in two at the begin of a document; *plain* runs the same code and leaves all
+core attention at home. *Headroom* is how much faster plain packing would be if core attention were
+spread evenly, as forecast.
 """
 
 from __future__ import annotations
@@ -33,7 +34,10 @@ from rich.table import Table
 
 from benchmarks.gpu.frameworks_rank import Settings
 
-WAYS = {"torchtitan": "plain,served,varlen", "megatron": "plain,served,served-one-lane"}
+WAYS = {
+    "torchtitan": "plain,served,served-at-documents,varlen",
+    "megatron": "plain,served,served-one-lane",
+}
 LAYOUTS = {2: [(1, 1)], 4: [(1, 1), (2, 1), (1, 2)]}
 """Pipeline stages and tensor-parallel ranks, by the number of GPUs."""
 
@@ -60,20 +64,29 @@ def main() -> None:
         + ", and the framework's others",
     )
     parser.add_argument("--gpus", type=int, choices=sorted(LAYOUTS), default=2)
+    parser.add_argument(
+        "--layouts", help="pipeline stages x tensor-parallel ranks, with commas between, as 1x1,2x1"
+    )
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=131072, help="of a rank's microbatch")
+    parser.add_argument(
+        "--microbatches", type=int, default=4, help="of a step, of Megatron-core and in pipelines"
+    )
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--tiny", action="store_true", help="a small model, for a try on CPUs")
     chosen = parser.parse_args()
     if chosen.steps <= WARM_UP_STEPS:
         parser.error(f"--steps is {chosen.steps}; it must be more than {WARM_UP_STEPS}")
+    layouts = LAYOUTS[chosen.gpus]
+    if chosen.layouts:
+        layouts = [_layout(parser, text, chosen.gpus) for text in chosen.layouts.split(",")]
     table = Table(
         "framework", "layout", "attention", "s a step", "tokens/s", "over plain, of headroom",
         "peak GiB", "losses",
     )  # fmt: skip
     with _control_plane() as address:
         for framework in chosen.framework.split(","):
-            for pp, tp in LAYOUTS[chosen.gpus]:
+            for pp, tp in layouts:
                 plain: Found | None = None
                 for way in (chosen.attention or WAYS[framework]).split(","):
                     settings = Settings(
@@ -85,6 +98,7 @@ def main() -> None:
                         tp=tp,
                         layers=chosen.layers,
                         tokens=chosen.tokens,
+                        microbatches=chosen.microbatches,
                         steps=chosen.steps,
                         **(TINY if chosen.tiny else {}),
                     )
@@ -92,8 +106,24 @@ def main() -> None:
                     if way == "plain":
                         plain = found
                     cells = ["failed", "", "", "", ""] if found is None else found.cells(plain)
-                    table.add_row(framework, f"PP {pp} TP {tp}", way, *cells)
+                    row = (framework, f"PP {pp} TP {tp}", way, *cells)
+                    # A way takes minutes: what is found is not lost with those that follow.
+                    print(" | ".join(row), flush=True)
+                    table.add_row(*row)
     Console(width=200).print(table)
+
+
+def _layout(parser: argparse.ArgumentParser, text: str, gpus: int) -> tuple[int, int]:
+    """Pipeline stages and tensor-parallel ranks, of ``1x2``."""
+    pp, _, tp = text.partition("x")
+    if not (
+        pp.isdecimal() and tp.isdecimal() and int(pp) * int(tp) and not gpus % (int(pp) * int(tp))
+    ):
+        parser.error(
+            f"--layouts has {text!r}; it must be stages x tensor-parallel ranks, as 2x1, whose "
+            f"product divides the {gpus} GPUs"
+        )
+    return int(pp), int(tp)
 
 
 @dataclass(frozen=True, kw_only=True)

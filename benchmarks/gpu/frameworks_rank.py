@@ -22,7 +22,10 @@ from benchmarks.gpu.plain_packing import TOLERANCES, seconds_lost
 from distca.train.measurements import StepMeasurements
 from trainer_client import Session
 
-_ONE_LANE = "-one-lane"
+_TORCH = tuple(map(int, torch.__version__.split(".")[:2]))
+
+_ONE_LANE, _AT_DOCUMENTS = "-one-lane", "-at-documents"
+"""Ends of the names of ways without ping-pong, and of those that cut no document."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,11 +34,12 @@ class Settings:
 
     Attributes:
         framework: torchtitan or megatron.
-        attention: served; served-one-lane: without ping-pong; plain: served by a plan that leaves
-            all of it at home, of Megatron-core without ping-pong; or one of the framework's:
-            varlen, flex and flex_flash of torchtitan, transformer-engine of Megatron-core.
-        control_plane: its address, for served and plain.
-        job: its name, for served and plain.
+        attention: served; served-one-lane: without ping-pong; served-at-documents, of torchtitan,
+            whose halves of a batch have whole documents; plain: served by a plan that leaves all of
+            it at home, of Megatron-core without ping-pong; or one of the framework's: varlen, flex
+            and flex_flash of torchtitan, transformer-engine of Megatron-core.
+        control_plane: its address, where a session is opened.
+        job: its name, likewise.
         pp, tp: pipeline stages and tensor-parallel ranks; the other ranks are data-parallel.
         layers, tokens, steps, microbatches: of the model, of a microbatch, in all, and of a step of
             a pipeline.
@@ -65,20 +69,26 @@ class Settings:
     @property
     def is_planned(self) -> bool:
         """Whether a session's plans say where core attention runs."""
-        return self._way in TOLERANCES
+        return self._tolerance is not None
 
     @property
     def is_one_lane(self) -> bool:
         """Whether it is to be without ping-pong."""
-        return self._way != self.attention
+        return self.attention.endswith(_ONE_LANE)
+
+    @property
+    def cuts_documents(self) -> bool:
+        """Whether torchtitan's batches are cut inside documents too."""
+        return not self.attention.endswith(_AT_DOCUMENTS)
 
     @property
     def session_options(self) -> dict[str, Any]:
-        return {"tolerance": TOLERANCES[self._way], **self.session}
+        return {"tolerance": self._tolerance, **self.session}
 
     @property
-    def _way(self) -> str:
-        return self.attention.removesuffix(_ONE_LANE)
+    def _tolerance(self) -> float | None:
+        way = self.attention.removesuffix(_ONE_LANE).removesuffix(_AT_DOCUMENTS)
+        return TOLERANCES.get(way)
 
 
 @dataclass
@@ -141,8 +151,8 @@ def torchtitan(settings: Settings) -> Measured:
     config.debug.seed = 1
     if settings.pp > 1:
         config.training.local_batch_size = settings.microbatches
-    if not torch.cuda.is_available():
-        config.parallelism.spmd_backend = "partial_dtensor"
+    if not torch.cuda.is_available() or _TORCH < (2, 14):
+        config.parallelism.spmd_backend = "partial_dtensor"  # The other one needs that torch.
     session: Session | None = None
     if settings.is_planned:
         config = served(
@@ -151,6 +161,7 @@ def torchtitan(settings: Settings) -> Measured:
             job=settings.job,
             one_host=True,
             ping_pong=not settings.is_one_lane,
+            cut_documents=settings.cuts_documents,
         )
 
         class Trainer(ServedTrainer):

@@ -5,13 +5,17 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import count
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 
+from core_attention.manifest import Manifest, RankManifest
 from tests.frameworks.cpu_devices import torchtitan_on_cpu
 
 torchtitan_on_cpu()
@@ -30,7 +34,12 @@ from trainer_client.integrations.torchtitan import (  # noqa: E402
     served,
     served_varlen,
 )
-from trainer_client.integrations.torchtitan.lanes import Cut, cut, padded  # noqa: E402
+from trainer_client.integrations.torchtitan.cutting import (  # noqa: E402
+    Cut,
+    Cutting,
+    padded,
+    why_documents_stay_whole,
+)
 from trainer_client.integrations.torchtitan.read_ahead import ReadAhead  # noqa: E402
 from trainer_client.integrations.torchtitan.refusals import pipeline_problems  # noqa: E402
 
@@ -175,7 +184,78 @@ POSITIONS = torch.tensor([[0, 1, 2, 0, 1, 0, 0, 1], [0, 1, 2, 3, 4, 5, 6, 7]])
 def test_batches_are_cut_at_a_documents_begin_near_the_middle(
     positions: torch.Tensor, n_lanes: int, multiple: int, cuts: list[Cut]
 ) -> None:
-    assert cut(positions, n_lanes, multiple) == cuts
+    assert Cutting(n_lanes, multiple, inside_documents=False).of(positions) == cuts
+
+
+@pytest.mark.parametrize(
+    ("rows", "multiple", "cuts"),
+    [
+        (1, 1, [Cut(0, 1), Cut(1, 1, 1)]),
+        (2, 1, [Cut(0, 1), Cut(1, 2)]),
+        (7, 1, [Cut(0, 4), Cut(4, 7)]),
+        (8, 4, [Cut(0, 4), Cut(4, 8)]),
+        (10, 2, [Cut(0, 6), Cut(6, 10)]),
+        (20, 8, [Cut(0, 16), Cut(16, 20, 4)]),
+        # Shorter than what two halves need: the other is padding.
+        (4, 4, [Cut(0, 4), Cut(4, 4, 4)]),
+        (3, 4, [Cut(0, 3, 1), Cut(3, 3, 4)]),
+    ],
+)
+def test_batches_are_cut_in_the_middle(rows: int, multiple: int, cuts: list[Cut]) -> None:
+    assert Cutting(2, multiple, inside_documents=True).of(torch.arange(rows)[None]) == cuts
+
+
+@given(
+    lengths=st.lists(st.integers(1, 40), min_size=1, max_size=12),
+    multiple=st.integers(1, 4),
+    inside=st.booleans(),
+    n_lanes=st.integers(1, 2),
+)
+def test_segments_are_the_rows_of_every_half(
+    lengths: list[int], multiple: int, inside: bool, n_lanes: int
+) -> None:
+    positions = torch.cat([torch.arange(length) for length in lengths])[None]
+    cutting = Cutting(n_lanes, multiple, inside)
+    halves = cutting.segments(positions, count(50))
+    cuts = cutting.of(positions)
+    if n_lanes == 2:
+        sizes = [each.end - each.begin for each in cuts]
+        assert all(
+            (size + each.padding) % multiple == 0 for size, each in zip(sizes, cuts, strict=True)
+        )
+        assert all(segments for segments in halves)
+        if inside:
+            assert 0 <= sizes[0] - sizes[1] <= max(2 * multiple - 1, 1)
+            if sum(lengths) % (2 * multiple) == 0:
+                assert sizes[0] == sizes[1]
+                assert not any(each.padding for each in cuts)
+    for segments, each in zip(halves, cuts, strict=True):
+        rows = padded(positions, each, count=True)[0].tolist()
+        assert rows == [s.offset + row for s in segments for row in range(s.length)]
+    manifest = Manifest.merge([RankManifest(0, 0, halves)], 1)
+    assert manifest.n_texts == len(lengths) + sum(each.padding > 0 for each in cuts)
+    assert inside or not manifest.n_carried
+
+
+def test_models_whose_rows_look_at_their_neighbours_keep_documents_whole() -> None:
+    def decoder(**more: Any) -> Any:
+        model = torch.nn.Module()
+        block = torch.nn.Module()
+        block.attention = torch.nn.ModuleList([served_varlen(VarlenAttention.Config()).build()])
+        model.layers = torch.nn.ModuleDict({"0": block, **more.pop("layers", {})})
+        for name, module in more.items():
+            setattr(model, name, module)
+        return model
+
+    linear, conv = torch.nn.Linear(2, 2), torch.nn.Conv1d(2, 2, 3)
+    assert why_documents_stay_whole(decoder()) is None
+    assert why_documents_stay_whole(decoder(mtp_layers=None)) is None
+    for model, said in (
+        (decoder(mtp_layers=torch.nn.ModuleList([linear])), "multi-token prediction"),
+        (decoder(layers={"3": linear}), "layers 3 mix tokens by other means than VarlenAttention"),
+        (decoder(short=conv), "short is a convolution"),
+    ):
+        assert said in str(why_documents_stay_whole(model))
 
 
 def test_padding_is_a_document_of_its_own() -> None:

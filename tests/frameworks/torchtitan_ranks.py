@@ -1,6 +1,6 @@
 """A rank of torchtitan on a CPU, twice for each case: with float64 attention, and served.
 
-python -m tests.frameworks.torchtitan_ranks FOLDER CONTROL_PLANE RANK
+python -m tests.frameworks.torchtitan_ranks FOLDER CONTROL_PLANE GROUP RANK
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from core_attention.manifest import RankManifest
 from core_attention.shape import parse_shape
 from tests.cluster import keep_profile
 from tests.frameworks.comparison import assert_same
@@ -54,11 +55,14 @@ class Case:
         loss: of the model; None is cross entropy.
         seq_len: tokens of a row.
         median: of the documents' lengths.
-        rows: of a batch; the sequence is cut at a document's begin in any case.
+        rows: of a batch.
         tp: tensor-parallel ranks; the others are data-parallel.
         accumulate: batches of a step.
         checkpointing: of activations.
         ping_pong: whether halves take turns.
+        cut_documents: the setting.
+        cuts: whether documents are cut by that.
+        placement: of servers.
         pp: pipeline stages, of which each microbatch is a row of the batch.
         validated: whether torchtitan's validator runs after each step.
     """
@@ -73,28 +77,98 @@ class Case:
     accumulate: int = 1
     checkpointing: Any = None
     ping_pong: bool = True
+    cut_documents: bool = True
+    cuts: bool = True
+    placement: str = "in-place"
     pp: int = 1
     validated: bool = True
 
 
-CASES = (
-    Case("llama3-full-ac", rows=2, checkpointing=FullAC),
+ONE_DOCUMENT = 10**9
+"""A median that makes every row of a batch a document."""
+
+MODELS = (
+    # A document begins in the middle of two rows.
+    Case("llama3-full-ac", rows=2, cuts=False, checkpointing=FullAC),
     Case("qwen3-selective-ac", model=qwen3, accumulate=2, checkpointing=SelectiveAC),
-    Case("llama3-one-lane", ping_pong=False),
+    Case("llama3-one-lane", ping_pong=False, cuts=False),
     Case("llama3-tp", tp=2),
     # Its window is 128 tokens; documents are shorter and longer.
     Case("gpt-oss-full-ac", model=gpt_oss, seq_len=384, median=100, checkpointing=FullAC),
-    Case("gpt-oss-tp", model=gpt_oss, seq_len=384, median=100, tp=2, ping_pong=False),
-    # One dense layer, one with experts, and one that predicts a second token.
+    Case("gpt-oss-tp", model=gpt_oss, seq_len=384, median=100, tp=2, ping_pong=False, cuts=False),
+    # One dense layer, one with experts, and one that predicts a second token: at a cut inside a
+    # document it would lack that token.
     # torchtitan's validator gives its loss no positions.
     Case(
         "deepseek-v3",
         model=partial(deepseek_v3, num_mtp_layers=1),
         loss=MTPLoss,
+        cuts=False,
         validated=False,
     ),
-    Case("llama3-pp", rows=4, pp=2),
+    Case("llama3-pp", rows=4, pp=2, cuts=False),
 )
+
+HALVES = (
+    # Of 49 and 48 rows.
+    Case("one-document-full-ac", seq_len=97, median=ONE_DOCUMENT, checkpointing=FullAC),
+    Case(
+        "one-document-pool",
+        median=ONE_DOCUMENT,
+        accumulate=2,
+        checkpointing=SelectiveAC,
+        placement="pool",
+        validated=False,
+    ),
+    Case("mixed-accumulate", rows=3, seq_len=43, accumulate=3, placement="mixed", validated=False),
+    # Of three rows and two.
+    Case("of-three-rows-and-two", seq_len=5, median=ONE_DOCUMENT, validated=False),
+    Case("many-tiny", median=1, accumulate=2, validated=False),
+    # Of 50 and 48 rows: two ranks share them.
+    Case("one-document-tp", seq_len=98, median=ONE_DOCUMENT, tp=2, checkpointing=FullAC),
+    Case("cut-at-documents", accumulate=2, cut_documents=False, cuts=False, validated=False),
+)
+
+HALVES_OF_MODELS = (
+    # Windows of 128 tokens reach over the cut, and in the second case over all that is before it.
+    Case(
+        "gpt-oss-one-document",
+        model=gpt_oss,
+        seq_len=300,
+        median=ONE_DOCUMENT,
+        accumulate=2,
+        checkpointing=SelectiveAC,
+        validated=False,
+    ),
+    Case(
+        "gpt-oss-short-tp",
+        model=gpt_oss,
+        seq_len=98,
+        median=ONE_DOCUMENT,
+        tp=2,
+        checkpointing=FullAC,
+        validated=False,
+    ),
+    Case(
+        "deepseek-v3-one-document",
+        model=deepseek_v3,
+        seq_len=97,
+        median=ONE_DOCUMENT,
+        checkpointing=FullAC,
+        validated=False,
+    ),
+    # A half of padding.
+    Case(
+        "multi-token-prediction-one-document",
+        model=partial(deepseek_v3, num_mtp_layers=1),
+        loss=MTPLoss,
+        median=ONE_DOCUMENT,
+        cuts=False,
+        validated=False,
+    ),
+)
+
+GROUPS = {"models": MODELS, "halves": HALVES, "halves-of-models": HALVES_OF_MODELS}
 
 SHAPES = ("16:16:16", "8:8:16", "16:8:128", "64:8:64", "32:4:64", "16:16:192/128")
 
@@ -103,6 +177,34 @@ class Rank(ServedTrainer):
     """Of a job of tests, which measures nothing."""
 
     folder: Path
+
+    def has_cut_documents(self) -> bool:
+        """Whether any document of what was submitted begins in one half and goes on in the other;
+        halves have equally many rows then."""
+        cut = False
+        for manifest in self.submitted:
+            rows = [manifest.tokens(lane) for lane in range(manifest.n_nano_batches)]
+            begun = [any(s.offset for s in segments) for segments in manifest.nano_batches]
+            assert not any(begun[::2])
+            if any(begun):
+                most = self._cutting.multiple
+                assert all(
+                    0 <= first - second <= most
+                    for first, second in zip(rows[::2], rows[1::2], strict=True)
+                ), rows
+                cut = True
+        return cut
+
+    def _wire(self) -> None:
+        self.submitted: list[RankManifest] = []
+        submit = self._session.submit
+
+        def submitted(manifest: RankManifest) -> None:
+            self.submitted.append(manifest)
+            submit(manifest)
+
+        self._session.submit = submitted  # type: ignore[method-assign]
+        super()._wire()
 
     def more_session_options(self) -> dict[str, Any]:
         return {
@@ -187,17 +289,20 @@ def run(case: Case, control_plane: str) -> None:
         control_plane=control_plane,
         job=case.name,
         ping_pong=case.ping_pong,
+        cut_documents=case.cut_documents,
+        placement=case.placement,
         one_host=True,
     )
     trainer = Rank(config=replace(config))
     try:
         for step, (found, right) in enumerate(zip(train(trainer), expected, strict=True)):
             assert_same(found, right, case.name, step)
+        assert trainer.has_cut_documents() is case.cuts, case.name
     finally:
         trainer.close()
 
 
-def main(folder: str, control_plane: str, rank: str) -> None:
+def main(folder: str, control_plane: str, group: str, rank: str) -> None:
     os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=str(RANKS))
     torch.set_num_threads(1)
     float32_experts()
@@ -207,7 +312,7 @@ def main(folder: str, control_plane: str, rank: str) -> None:
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/rendezvous", rank=int(rank), world_size=RANKS
     )
-    for case in CASES:
+    for case in GROUPS[group]:
         if case.pp > 1 and not PIPELINES:
             continue
         run(case, control_plane)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import count
 from typing import Any
 
 import torch
@@ -28,7 +29,9 @@ def manifest_from_position_ids(
     Raises:
         ManifestError: ids are 3-D or batched, do not begin at 0, or do not count up by one.
     """
-    return RankManifest.from_lengths(step, rank, [_lengths(ids) for ids in nano_batches])
+    return RankManifest.from_lengths(
+        step, rank, [lengths_of_documents(ids) for ids in nano_batches]
+    )
 
 
 def manifest_from_cu_seqlens(
@@ -75,7 +78,7 @@ def manifest_of_row(
         ManifestError: it holds none of them, or they do not tell documents apart.
     """
     if batch.get("position_ids") is not None:
-        lengths = _lengths(batch["position_ids"])
+        lengths = lengths_of_documents(batch["position_ids"])
     elif batch.get("cu_seq_lens_q") is not None:
         lengths = on_host(batch["cu_seq_lens_q"]).diff().tolist()
     elif is_padded(batch):
@@ -92,7 +95,9 @@ def manifest_of_row(
             "attention_mask [batch, tokens], padded on the right"
         )
     if cut_documents:
-        return _halves(step, rank, lengths)
+        n_rows = sum(lengths)
+        halves = split_row(lengths, [-(-n_rows // 2), n_rows], count(rank << 32))
+        return RankManifest(step, rank, halves)
     return RankManifest.from_lengths(step, rank, split_documents(lengths, n_parts))
 
 
@@ -125,18 +130,27 @@ def _padded_lengths(mask: torch.Tensor) -> list[int]:
     return of_rows
 
 
-def _halves(step: int, rank: int, lengths: Sequence[int]) -> RankManifest:
-    """One packed row, split in its middle; the document that lies there is cut."""
-    middle, begin = -(-sum(lengths) // 2), 0
-    halves: list[list[Segment]] = [[], []]
-    for document, length in enumerate(lengths, rank << 32):
-        cut = min(max(middle - begin, 0), length)
-        if cut > 0:
-            halves[0].append(Segment(document, length, 0, cut))
-        if cut < length:
-            halves[1].append(Segment(document, length, cut, length - cut))
+def split_row(
+    lengths: Sequence[int], ends: Sequence[int], ids: Iterator[int]
+) -> list[list[Segment]]:
+    """Documents of one packed row in order, as segments of neighbouring ranges of its rows; those
+    that reach over the end of a range are cut there.
+
+    Args:
+        lengths: tokens of each document.
+        ends: of the ranges, ascending; the last one is all rows.
+        ids: of documents; one is taken for each.
+    """
+    parts: list[list[Segment]] = [[] for _ in ends]
+    begin = 0
+    for length in lengths:
+        document = next(ids)
+        for part, low, high in zip(parts, (0, *ends), ends, strict=False):
+            cut_begin, cut_end = max(begin, low), min(begin + length, high)
+            if cut_begin < cut_end:
+                part.append(Segment(document, length, cut_begin - begin, cut_end - cut_begin))
         begin += length
-    return RankManifest(step, rank, halves)
+    return parts
 
 
 def split_documents(lengths: Sequence[int], n_parts: int) -> list[list[int]]:
@@ -159,7 +173,15 @@ def split_documents(lengths: Sequence[int], n_parts: int) -> list[list[int]]:
     return parts + [[] for _ in range(n_parts - len(parts))]
 
 
-def _lengths(position_ids: torch.Tensor) -> list[int]:
+def lengths_of_documents(position_ids: torch.Tensor) -> list[int]:
+    """Tokens of each document.
+
+    Args:
+        position_ids: ``[rows]`` or ``[1, rows]`` integers that restart at 0 for each document.
+
+    Raises:
+        ManifestError: as :func:`manifest_from_position_ids`.
+    """
     if position_ids.dim() == 2 and position_ids.shape[0] == 1:
         position_ids = position_ids[0]
     if position_ids.dim() != 1:

@@ -19,8 +19,14 @@ class DistcaSettings:
 
     ping_pong: bool = True
     """
-    Cut each batch at a document's begin into two halves that take turns, so that one computes while
-    the other's rows travel. With pipeline parallelism a microbatch stays whole.
+    Cut each batch into two halves that take turns, so that one computes while the other's rows
+    travel. With pipeline parallelism a microbatch stays whole.
+    """
+
+    cut_documents: bool = True
+    """
+    Cut in the middle, whatever document lies there, so that halves are equal; otherwise at the
+    begin of a document near the middle.
     """
 
     steps_ahead: int = 3

@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, fields
+from itertools import count
 from typing import Any
 
 import torch
@@ -20,14 +21,14 @@ from trainer_client.integrations.host_barriers import HostBarriers
 from trainer_client.integrations.pipelining import Pipeline
 from trainer_client.integrations.probe import Recorder, ServedAttention
 from trainer_client.integrations.torchtitan.attention import ServedAttention as ServedLayer
-from trainer_client.integrations.torchtitan.lanes import InTurns, cut, padded
+from trainer_client.integrations.torchtitan.cutting import Cutting, why_documents_stay_whole
+from trainer_client.integrations.torchtitan.lanes import InTurns
 from trainer_client.integrations.torchtitan.read_ahead import Batch, ReadAhead
 from trainer_client.integrations.torchtitan.refusals import problems
 from trainer_client.integrations.torchtitan.settings import DistcaSettings
 from trainer_client.integrations.untouched import untouched
 from trainer_client.options import SessionOptions
 from trainer_client.session import Session
-from trainer_client.step.manifests import manifest_from_position_ids
 
 logger = logging.getLogger(__name__)
 
@@ -55,12 +56,7 @@ class ServedTrainer(Trainer):
         self._steps: deque[int] = deque()
         self._pipeline: Pipeline | None = None
         self._turns: list[InTurns] = []
-        dims, settings = self.parallel_dims, config.distca
-        self._n_lanes = 2 if settings.ping_pong and not dims.pp_enabled else 1
-        sequence_parallel = config.parallelism.enable_sequence_parallel
-        self._multiple = dims.tp if sequence_parallel else 1
-        if settings.ping_pong and dims.pp_enabled:
-            logger.info("pipeline parallelism: a microbatch is one lane, without ping-pong")
+        self._cutting = self._how_to_cut()
         found = self._probe()
         self._session = Session.open(self._session_options(found))
         self._wire()
@@ -111,9 +107,7 @@ class ServedTrainer(Trainer):
         if dims.pp_enabled:
             self._pipeline = Pipeline(self._session, *_stages_of(self.pp_schedule))
         else:
-            self._turns = [
-                InTurns(part, self._n_lanes, self._multiple) for part in self.model_parts
-            ]
+            self._turns = [InTurns(part, self._cutting) for part in self.model_parts]
         self._dataloader.plan_by(
             self._submit,
             batches_of_step=self._batches_of_step,
@@ -126,20 +120,38 @@ class ServedTrainer(Trainer):
         batches: int = self.gradient_accumulation_steps * self.num_pipeline_parallel_microbatches
         return batches
 
+    def _how_to_cut(self) -> Cutting:
+        dims, settings = self.parallel_dims, self.config.distca
+        n_lanes = 2 if settings.ping_pong and not dims.pp_enabled else 1
+        if settings.ping_pong and dims.pp_enabled:
+            logger.info("pipeline parallelism: a microbatch is one lane, without ping-pong")
+        inside_documents = settings.cut_documents and n_lanes == 2
+        for part in self.model_parts if inside_documents else ():
+            if why := why_documents_stay_whole(part):
+                logger.info(
+                    "a batch is cut in two at the begin of a document, not inside one: %s of the "
+                    "model: %s",
+                    type(part).__name__,
+                    why,
+                )
+                inside_documents = False
+        sequence_parallel = self.config.parallelism.enable_sequence_parallel
+        return Cutting(n_lanes, dims.tp if sequence_parallel else 1, inside_documents)
+
     def _submit(self, batches: list[Batch]) -> None:
-        rows = [
-            padded(inputs["positions"], part, count=True)[0]
+        step, rank = self._session.next_step, self._session.options.rank
+        ids = count(rank << 32)
+        nano_batches = [
+            segments
             for inputs, _ in batches
-            for part in cut(inputs["positions"], self._n_lanes, self._multiple)
+            for segments in self._cutting.segments(inputs["positions"], ids)
         ]
-        step = self._session.next_step
-        manifest: RankManifest = manifest_from_position_ids(step, self._session.options.rank, rows)
-        self._session.submit(manifest)
+        self._session.submit(RankManifest(step, rank, nano_batches))
         self._steps.append(step)
 
     def _probe(self) -> ServedAttention:
         """What core attention the model calls, by a forward of a few tokens on all ranks."""
-        tokens = torch.arange(4 * self._multiple, device=self.device).repeat(2)[None]
+        tokens = torch.arange(4 * self._cutting.multiple, device=self.device).repeat(2)[None]
         calls, kinds = 0, []
         for part in self.model_parts:
             reached = [each for each in part.modules() if isinstance(each, ServedLayer)]
@@ -173,7 +185,7 @@ class ServedTrainer(Trainer):
         share, n_shares = 0, 1
         if dims.tp_enabled:
             share, n_shares = dims.get_mesh("tp").get_local_rank(), dims.tp
-        n_lanes = self._batches_of_step * self._n_lanes
+        n_lanes = self._batches_of_step * self._cutting.n_lanes
         if dims.pp_enabled and self.gradient_accumulation_steps > 1:
             raise UnsupportedSetting(
                 f"gradient accumulation of {self.gradient_accumulation_steps} steps with pipeline "
