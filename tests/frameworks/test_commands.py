@@ -65,15 +65,21 @@ def test_the_examples_run_as_the_documentation_says(framework: str, tmp_path: Pa
     assert len(losses) >= 2, printed[-3000:]
 
 
-@pytest.mark.parametrize("framework", ["torchtitan", "megatron"])
-def test_the_benchmark_runs_tiny(framework: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("framework", "ways"),
+    [
+        ("torchtitan", ("plain", "served", "served-at-documents")),
+        ("megatron", ("plain", "served")),
+    ],
+)
+def test_the_benchmark_runs_tiny(framework: str, ways: tuple[str, ...], tmp_path: Path) -> None:
     command = [sys.executable, "-m", "benchmarks.gpu.frameworks", "--tiny", "--layers", "1"]
-    command += ["--framework", framework, "--attention", "plain,served"]
+    command += ["--framework", framework, "--attention", ",".join(ways)]
     printed = run_on_cpu([*command, "--tokens", "64", "--steps", "4"], framework, tmp_path)
     rows = [line for line in printed.splitlines() if line.startswith(f"│ {framework}")]
-    assert len(rows) == 2, printed[-3000:]
+    assert len(rows) == len(ways), printed[-3000:]
     losses_by_way = []
-    for row, expected in zip(rows, ("plain", "served"), strict=True):
+    for row, expected in zip(rows, ways, strict=True):
         _, layout, way, seconds, tokens, against, peak, losses = row.strip("│").split("│")
         assert (layout.split(), way.strip()) == (["PP", "1", "TP", "1"], expected)
         assert float(seconds.split()[0]) > 0
@@ -84,4 +90,5 @@ def test_the_benchmark_runs_tiny(framework: str, tmp_path: Path) -> None:
         assert float(peak) == 0
         losses_by_way.append([float(loss) for loss in losses.split()])
     # Sums of tasks in another order; six digits are printed.
-    assert losses_by_way[0] == pytest.approx(losses_by_way[1], rel=1e-4)
+    for losses_of_way in losses_by_way[1:]:
+        assert losses_by_way[0] == pytest.approx(losses_of_way, rel=1e-4)

@@ -199,9 +199,9 @@ class Rank(ServedTrainer):
         self.submitted: list[RankManifest] = []
         submit = self._session.submit
 
-        def submitted(manifest: RankManifest) -> None:
+        def submitted(manifest: RankManifest, *, forward_only: bool = False) -> None:
             self.submitted.append(manifest)
-            submit(manifest)
+            submit(manifest, forward_only=forward_only)
 
         self._session.submit = submitted  # type: ignore[method-assign]
         super()._wire()

@@ -129,8 +129,7 @@ class ServedTrainer(Trainer):
         for part in self.model_parts if inside_documents else ():
             if why := why_documents_stay_whole(part):
                 logger.info(
-                    "a batch is cut in two at the begin of a document, not inside one: %s of the "
-                    "model: %s",
+                    "batches are cut in two at the begin of a document, not inside one: %s: %s",
                     type(part).__name__,
                     why,
                 )
