@@ -72,6 +72,12 @@ def main() -> None:
     parser.add_argument(
         "--microbatches", type=int, default=4, help="of a step, of Megatron-core and in pipelines"
     )
+    parser.add_argument(
+        "--vocabulary",
+        type=int,
+        help="of torchtitan's model; with torch before 2.13 its loss has all logits at once, which "
+        "a smaller vocabulary leaves room for",
+    )
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--tiny", action="store_true", help="a small model, for a try on CPUs")
     chosen = parser.parse_args()
@@ -100,6 +106,7 @@ def main() -> None:
                         tokens=chosen.tokens,
                         microbatches=chosen.microbatches,
                         steps=chosen.steps,
+                        vocabulary=chosen.vocabulary,
                         **(TINY if chosen.tiny else {}),
                     )
                     found = _run(settings, chosen.gpus)

@@ -43,7 +43,7 @@ class Settings:
         pp, tp: pipeline stages and tensor-parallel ranks; the other ranks are data-parallel.
         layers, tokens, steps, microbatches: of the model, of a microbatch, in all, and of a step of
             a pipeline.
-        flavor: of torchtitan's Llama 3.
+        flavor, vocabulary: of torchtitan's Llama 3; None is the flavor's vocabulary.
         hidden, heads, heads_kv, ffn, dtype: of Megatron's model.
         session: further options of the session.
     """
@@ -59,6 +59,7 @@ class Settings:
     steps: int = 20
     microbatches: int = 4
     flavor: str = "8B"
+    vocabulary: int | None = None
     hidden: int = 4096
     heads: int = 32
     heads_kv: int = 8
@@ -139,9 +140,15 @@ def torchtitan(settings: Settings) -> Measured:
 
     own = "varlen" if settings.is_planned else settings.attention
     config = plain(
-        settings.flavor, seq_len=settings.tokens, n_layers=settings.layers, attn_backend=own
+        settings.flavor,
+        seq_len=settings.tokens,
+        n_layers=settings.layers,
+        attn_backend=own,
+        vocabulary=settings.vocabulary,
     )
-    config.loss = ChunkedLossWrapper.Config(loss_fn=config.loss)
+    # Before that torch FSDP2 frees the head's weights between the chunks' backward passes.
+    if _TORCH >= (2, 13):
+        config.loss = ChunkedLossWrapper.Config(loss_fn=config.loss)
     config.training.steps = settings.steps
     config.training.mixed_precision_param = settings.dtype
     config.parallelism.tensor_parallel_degree = settings.tp

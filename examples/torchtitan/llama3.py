@@ -32,7 +32,12 @@ def llama3_8b() -> Any:
 
 
 def plain(
-    flavor: str, *, seq_len: int, n_layers: int | None = None, attn_backend: str = "varlen"
+    flavor: str,
+    *,
+    seq_len: int,
+    n_layers: int | None = None,
+    attn_backend: str = "varlen",
+    vocabulary: int | None = None,
 ) -> Any:
     """torchtitan's own configuration, without DistCA.
 
@@ -41,9 +46,14 @@ def plain(
         seq_len: tokens of a batch.
         n_layers: the model's first ones alone; None is all.
         attn_backend: of torchtitan; "varlen" is the one that can be served.
+        vocabulary: another size of it than the flavor's.
     """
     spec = model_registry(flavor, attn_backend=attn_backend)
     spec.model.layers = spec.model.layers[:n_layers]
+    if vocabulary is not None:
+        spec.model.vocab_size = vocabulary
+        spec.model.tok_embeddings.num_embeddings = vocabulary
+        spec.model.lm_head.out_features = vocabulary
     return Trainer.Config(
         model_spec=spec,
         loss=CrossEntropyLoss.Config(global_vocab_size=spec.model.vocab_size),
