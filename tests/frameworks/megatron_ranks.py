@@ -110,6 +110,7 @@ RECOMPUTE = {"recompute_granularity": "selective", "recompute_modules": ["layern
 SEQUENCE_PARALLEL = {"sequence_parallel": True}
 ALL_TO_ALL = {"moe_token_dispatcher_type": "alltoall"}
 DROPOUT = {"hidden_dropout": 0.2}
+FREED = {"deallocate_pipeline_outputs": True}
 SMALL, EXPERTS = Shape(layers=2), Shape(layers=2, experts=4)
 TP, PP, VIRTUAL = Parallelism(tp=2), Parallelism(pp=2), Parallelism(pp=2, chunks=2)
 
@@ -142,7 +143,7 @@ GROUPS = {
         (
             Case("pp", parallelism=PP),
             Case("pp-one-lane", parallelism=PP, ping_pong=False),
-            Case("pp-documents", parallelism=PP, chosen=True, settings=RECOMPUTE),
+            Case("pp-documents", parallelism=PP, chosen=True, settings=RECOMPUTE | FREED),
             Case("pp-virtual", parallelism=VIRTUAL),
         ),
     ),
@@ -162,7 +163,7 @@ GROUPS = {
             Case(
                 "sequence-pipeline",
                 parallelism=Parallelism(tp=2, pp=2),
-                settings=SEQUENCE_PARALLEL,
+                settings=SEQUENCE_PARALLEL | FREED,
                 chosen=True,
             ),
         ),
@@ -392,8 +393,9 @@ def main(folder: str, control_plane: str, group: str, rank: str) -> None:
     # Megatron's own attention takes a generator for dropout, which it makes on GPUs alone; the
     # tracker of its inference has none.
     initialize_rng_tracker(inference_rng_tracker=True)
+    example: Any = train_gpt
     for case in cases:
-        train_gpt.DistributedDataParallelConfig = partial(ddp_config, overlap=case.overlap)
+        example.DistributedDataParallelConfig = partial(ddp_config, overlap=case.overlap)
         run(case, control_plane)
         print(f"equal: {case.name}", flush=True)
     dist.destroy_process_group()

@@ -345,3 +345,13 @@ def test_what_cannot_be_cut_is_refused_by_name(
     microbatch = CutMicrobatch(turns.cut(bounds.tolist()), first=0, is_last=True)
     with turns.running(microbatch), pytest.raises(error, match=said):
         model.forward(**{"packed_seq_params": packed, **given})
+
+
+def test_a_model_is_left_as_it_was() -> None:
+    model = Language()
+    for _ in range(2):
+        before = model.forward
+        turns = InTurns(model)
+        assert model.forward != before
+        turns.undo()
+        assert model.forward == before

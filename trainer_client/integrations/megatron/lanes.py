@@ -62,6 +62,10 @@ class InTurns:
         model.set_input_tensor = self._take_input
         _tell_what_is_around(model)
 
+    def undo(self) -> None:
+        """Gives the model its own methods back."""
+        self._model.forward, self._model.set_input_tensor = self._forward, self._set_input
+
     def cut(self, bounds: Sequence[int]) -> list[Half]:
         """The halves of a microbatch, the same in all chunks; see
         :func:`trainer_client.integrations.megatron.halves.cut`."""

@@ -9,6 +9,7 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.transformer.module import Float16Module
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 _KEPT_FOR_ALL = "its state is one for the whole process, and halves would take each other's"
 
@@ -59,6 +60,8 @@ def _of_wrappers(chunk: nn.Module) -> Iterator[str]:
             f"a model chunk is {type(model).__name__}: it is known how to cut what GPTModel, "
             "MambaModel and HybridModel take, in DistributedDataParallel and Float16Module or not"
         )
+    if any(isinstance(module, FSDPModule) for module in model.modules()):
+        yield "FSDP2 shards the model: the half that leaves a layer first frees the other's weights"
 
 
 def _of_experts(config: Any) -> Iterator[str]:

@@ -228,14 +228,20 @@ class ServedSteps:
         return turns.running(CutMicrobatch(halves, 2 * microbatch, is_last))
 
     def close(self, error: str = "") -> None:
-        """As :meth:`trainer_client.Session.close`."""
+        """As :meth:`trainer_client.Session.close`; the model is as it was before."""
+        self._leave_model()
         self.session.close(error)
 
     def __enter__(self) -> ServedSteps:
         return self
 
     def __exit__(self, *error: Any) -> None:
+        self._leave_model()
         self.session.__exit__(*error)
+
+    def _leave_model(self) -> None:
+        for turns in self._turns.values():
+            turns.undo()
 
 
 def _takes_turns(chunks: Sequence[nn.Module], asked: bool | None) -> bool:
