@@ -7,7 +7,7 @@ import logging
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -19,7 +19,7 @@ from core_attention.host_copies import on_host
 from core_attention.manifest import RankManifest
 from trainer_client.errors import SessionError
 from trainer_client.integrations.frameworks import UnsupportedSetting
-from trainer_client.integrations.megatron import one_lane
+from trainer_client.integrations.megatron import host_bounds, one_lane
 from trainer_client.integrations.megatron.attention import ServedCoreAttention
 from trainer_client.integrations.megatron.halves import Half
 from trainer_client.integrations.megatron.lanes import CutMicrobatch, InTurns
@@ -37,6 +37,18 @@ Microbatch = Mapping[str, Any]
 
 ForwardStep = Callable[..., Any]
 """Megatron's ``forward_step_func``: of a data iterator and a model."""
+
+
+class _Planned(NamedTuple):
+    """A microbatch of a step that was submitted.
+
+    Attributes:
+        bounds: ``[documents + 1]`` cumulative lengths.
+        halves: with ping-pong; else none.
+    """
+
+    bounds: Sequence[int]
+    halves: Sequence[Half]
 
 
 class ServedSteps:
@@ -63,8 +75,14 @@ class ServedSteps:
         self._chunks_begun: Counter[int] = Counter()
         models: list[Any] = [unwrapped(chunk) for chunk in chunks] if ping_pong else []
         self._turns = {id(model): InTurns(model) for model in models}
-        self._planned: dict[int, list[list[Half]]] = {}
-        self._running: list[list[Half]] = []
+        self._planned: dict[int, list[_Planned]] = {}
+        self._running: list[_Planned] = []
+        self._now: tuple[str, _Planned] | None = None
+        self._hooks = [
+            model.register_forward_pre_hook(self._bounds_to_host, with_kwargs=True)
+            for model in map(unwrapped, chunks)
+            if host_bounds.are_read_on_host(model)
+        ]
 
     @classmethod
     def open(
@@ -160,12 +178,14 @@ class ServedSteps:
 
     def _manifest(self, step: int, bounds: Sequence[torch.Tensor]) -> RankManifest:
         manifest = manifest_from_cu_seqlens(step, self.session.options.rank, bounds)
-        if not self._turns:
+        chunk = next(iter(self._turns.values()), None)
+        planned = [
+            _Planned(each.tolist(), chunk.cut(each.tolist()) if chunk else []) for each in bounds
+        ]
+        self._planned[step] = planned
+        if chunk is None:
             return manifest
-        chunk = next(iter(self._turns.values()))
-        halves = [chunk.cut(each.tolist()) for each in bounds]
-        self._planned[step] = halves
-        lanes = [half.cu_seqlens for microbatch in halves for half in microbatch]
+        lanes = [half.cu_seqlens for microbatch in planned for half in microbatch.halves]
         return manifest_from_cu_seqlens(step, self.session.options.rank, lanes)
 
     @contextmanager
@@ -196,16 +216,49 @@ class ServedSteps:
             self._started[id(model)] += 1
             self._chunks_begun[microbatch] += 1
             is_last = self._chunks_begun[microbatch] == self._n_chunks
-            if self._turns:
-                with self._halves_in_turns(model, microbatch, is_last=is_last):
-                    return forward_step(data_iterator, model, *args, **kwargs)
-            with in_nano_batch(microbatch):
-                output = forward_step(data_iterator, model, *args, **kwargs)
-            if is_last:
-                require_step().lane_returned(microbatch)
-            return output
+            with self._in_microbatch(microbatch):
+                if self._turns:
+                    with self._halves_in_turns(model, microbatch, is_last=is_last):
+                        return forward_step(data_iterator, model, *args, **kwargs)
+                with in_nano_batch(microbatch):
+                    output = forward_step(data_iterator, model, *args, **kwargs)
+                if is_last:
+                    require_step().lane_returned(microbatch)
+                return output
 
         return in_its_lane
+
+    @contextmanager
+    def _in_microbatch(self, microbatch: int) -> Iterator[None]:
+        """Around a forward step, whose microbatch is known by that.
+
+        Raises:
+            SessionError: its halves are to take turns, and :meth:`ahead` did not yield it.
+        """
+        step = require_step().step
+        if microbatch < len(self._running):
+            self._now = f"step {step} microbatch {microbatch}", self._running[microbatch]
+        elif self._turns:
+            raise SessionError(
+                f"microbatch {microbatch} of step {step} was run, and {len(self._running)} were "
+                "planned; run those that ServedSteps.ahead yields"
+            )
+        try:
+            yield
+        finally:
+            self._now = None
+
+    def _bounds_to_host(
+        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Before a chunk's forward: see :mod:`.host_bounds`."""
+        packed = kwargs.get("packed_seq_params")
+        if packed is None or self._now is None:
+            return None
+        where, planned = self._now
+        check_later = require_step().check_at_end
+        own = host_bounds.on_host(packed, planned.bounds, where, check_later)
+        return args, kwargs | {"packed_seq_params": own}
 
     def _halves_in_turns(
         self, model: nn.Module, microbatch: int, *, is_last: bool
@@ -217,12 +270,7 @@ class ServedSteps:
                 f"a forward step was given {type(unwrapped(model)).__name__}, which is none of the "
                 "model chunks that ServedSteps.open was given; give it all of them"
             )
-        if microbatch >= len(self._running):
-            raise SessionError(
-                f"microbatch {microbatch} of step {require_step().step} was run, and "
-                f"{len(self._running)} were planned; run those that ServedSteps.ahead yields"
-            )
-        first, second = self._running[microbatch]
+        first, second = self._running[microbatch].halves
         # Without rows the second half is no call: other ranks do not await it.
         halves = [first, second] if second.n_rows or second.padding else [first]
         return turns.running(CutMicrobatch(halves, 2 * microbatch, is_last))
@@ -240,6 +288,8 @@ class ServedSteps:
         self.session.__exit__(*error)
 
     def _leave_model(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
         for turns in self._turns.values():
             turns.undo()
 
