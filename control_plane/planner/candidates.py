@@ -209,18 +209,20 @@ def find_best(
     enough = math.sqrt(room_pairs) * rules.ideal / links.far
     enough *= (1.0 + variant.spread) * AS_GOOD
     for k in range(donors.counts[N_DONORS]):
+        weight = donors.far[k]
+        if variant.spread == 0.0 and donors.bound[k] <= best.value * weight:
+            continue
         donor = donors.server[k]
         if best.value >= enough * donors.urgency[donor]:
             # The others are no more urgent.
             break
-        weight = donors.far[donor]
         if variant.spread > 0.0:
             weight = links.far / (donors.urgency[donor] * factor(variant, donor, receiver))
-        if donors.bound[donor] <= best.value * weight or donors.visited[donor] == visit:
+        if donors.bound[k] <= best.value * weight or donors.visited[donor] == visit:
             continue
         best, most = _best_of(market, rules, donor, room_pairs, full, weight, best, n_failed, 0)
         if n_failed == 0:
-            donors.bound[donor] = most
+            donors.bound[k] = most
     return best
 
 

@@ -31,8 +31,10 @@ def compiled(function: F) -> F:
     cache folder that this process may only read, as in a container image, serves as well, through a
     temporary copy. Without any writable folder a temporary one is used, and the next process
     compiles anew; see :func:`temporary_cache`.
+
+    While it runs, other threads do, too.
     """
-    return _compiled(function, {})
+    return _compiled(function, {"nogil": True})
 
 
 def compiled_inner(function: F) -> F:
@@ -53,6 +55,14 @@ def compiled_leaf(function: F) -> F:
         return _compiled(function, options | {"_nrt": False})
     except KeyError:  # a numba that has no such option
         return _compiled(function, options)
+
+
+def compiled_into(function: F) -> F:
+    """The same for a large function that one or two compiled ones call: it becomes a part of each,
+    as machine code of a function of its own would hold that of all it calls once more, and to make
+    that takes ten seconds."""
+    options = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True, "inline": "always"}
+    return _compiled(function, options)
 
 
 class NotInCacheError(LookupError):

@@ -31,9 +31,11 @@ class Donors(NamedTuple):
             what it had to give at first; 0 for those who were no donors yet. Wide rooms go to those
             who need many: in narrow ones they would repeat their many keys most often, and the
             busiest rank is one of them. Others lose little in narrow rooms.
-        far: ``[n_servers]`` what a byte of a donor's chunks costs between hosts, over its urgency.
-        bound: ``[n_servers]`` most pairs per byte that a donor can still give: rooms and needs
-            only shrink, so what was found once bounds what will be found later.
+        far: ``[n_servers]`` what a byte of the chunks of each of ``server`` costs between hosts,
+            over its urgency.
+        bound: ``[n_servers]`` most pairs per byte that each of ``server`` can still give: rooms and
+            needs only shrink, so what was found once bounds what will be found later. All are
+            passed by in every search, so they lie in its order.
         visited: ``[n_servers]`` the last search that looked at a server.
         host_first, of_host: the servers of each host: ``of_host[host_first[h]:host_first[h + 1]]``.
         first: ``[2]`` of the first donors: the most query-key pairs that one had to give, and how
@@ -104,7 +106,6 @@ def gather_donors(
         if load[server] > cap[server] + slack and fleet.rank[server] >= 0:
             need = (load[server] - cap[server]) / pair_rate[server]
             donors.need[server] = need
-            donors.bound[server] = math.sqrt(need) * rules.ideal
             donors.server[n] = server
             n += 1
             most = max(most, need)
@@ -118,7 +119,6 @@ def gather_donors(
         if donors.urgency[server] == 0.0:
             share = min(donors.need[server] / donors.first[MOST], 1.0)
             donors.urgency[server] = 1.0 + donors.first[STRENGTH] * share * share
-            donors.far[server] = links.far / donors.urgency[server]
         at = k
         while at > 0 and donors.urgency[donors.server[at - 1]] < donors.urgency[server]:
             donors.server[at] = donors.server[at - 1]
@@ -126,6 +126,10 @@ def gather_donors(
         donors.server[at] = server
     if every > 1:
         n = _sample(donors, n, every)
+    for k in range(n):
+        server = donors.server[k]
+        donors.far[k] = links.far / donors.urgency[server]
+        donors.bound[k] = math.sqrt(donors.need[server]) * rules.ideal
     donors.counts[N_DONORS] = n
 
 
@@ -149,14 +153,14 @@ def has_given(donors: Donors, rules: CutRules, server: int, need: float) -> None
     """Notes what a donor that gave a chunk should still give; 0 or less: it is none any more."""
     need = max(need, 0.0)
     donors.need[server] = need
-    donors.bound[server] = min(donors.bound[server], math.sqrt(need) * rules.ideal)
+    at = 0
+    while donors.server[at] != server:
+        at += 1
+    donors.bound[at] = min(donors.bound[at], math.sqrt(need) * rules.ideal)
     if need > 0.0:
         return
     last = donors.counts[N_DONORS] - 1
     donors.counts[N_DONORS] = last
-    at = 0
-    while donors.server[at] != server:
-        at += 1
-    while at < last:
-        donors.server[at] = donors.server[at + 1]
-        at += 1
+    for k in range(at, last):
+        donors.server[k] = donors.server[k + 1]
+        donors.far[k], donors.bound[k] = donors.far[k + 1], donors.bound[k + 1]

@@ -148,6 +148,22 @@ class Places(NamedTuple):
     carried: Carried
 
 
+class AtHome(NamedTuple):
+    """What segments take at home in one phase; see ``Survey``.
+
+    Attributes:
+        bounds: ``[n_nano_batches + 1]``.
+        seconds, end, whole: ``[n_segments]``.
+        divided: whether any is not its whole document.
+    """
+
+    bounds: Int64Array
+    seconds: Float64Array
+    end: Int64Array
+    whole: BoolArray
+    divided: bool
+
+
 class TaskSums(NamedTuple):
     """What tasks cost the servers.
 
@@ -165,18 +181,6 @@ class TaskSums(NamedTuple):
         rows = np.zeros((n_nano_batches, 4, n_servers), dtype=np.int64)
         return cls(np.zeros((n_nano_batches, n_servers)), rows)
 
-    def add(self, nano_batches: Int64Array, others: TaskSums) -> None:
-        """Adds others, which are of ``nano_batches``, distinct ones."""
-        self.seconds[nano_batches] += others.seconds
-        self.rows[nano_batches] += others.rows
-
-    def in_share_of_layers(self, share: float) -> TaskSums:
-        """What they cost in the mean of all layers, if they run in ``share`` of them; rows that are
-        held count in full."""
-        rows = self.rows.copy()
-        rows[:, (Q_MOVED, KV_MOVED)] = np.rint(rows[:, (Q_MOVED, KV_MOVED)] * share)
-        return TaskSums(self.seconds * share, rows)
-
 
 def sum_tasks(
     tasks: TaskTable, places: Places, found: Survey, fleet: Fleet, phase: int
@@ -191,19 +195,8 @@ def sum_tasks(
         phase: index of it.
     """
     sums = TaskSums.none(len(found.bounds) - 1, len(fleet.rank))
-    are_valid = _add_tasks(
-        *_task_columns(tasks),
-        places.first_segment,
-        places.document,
-        places.offset,
-        places.length,
-        places.rank,
-        places.carried,
-        fleet,
-        phase,
-        found,
-        *sums,
-    )
+    at_home = AtHome(found.bounds, found.seconds[phase], found.end, found.whole, found.divided)
+    are_valid = add_tasks(*_task_columns(tasks), places, at_home, fleet, phase, *sums)
     return sums if are_valid else None
 
 
@@ -280,20 +273,15 @@ Q_ROWS, KV_ROWS, Q_MOVED, KV_MOVED = 0, 1, 2, 3
 
 
 @compiled
-def _add_tasks(
+def add_tasks(
     document: Int64Array,
     q_begin: Int64Array,
     q_end: Int64Array,
     server: Int64Array,
-    first_segment: Int64Array,
-    segment_document: Int64Array,
-    segment_offset: Int64Array,
-    segment_length: Int64Array,
-    segment_rank: Int64Array,
-    carried: Carried,
+    places: Places,
+    at_home: AtHome,
     fleet: Fleet,
     phase: int,
-    found: Survey,
     seconds: Float64Array,
     rows: Int64Array,
 ) -> bool:
@@ -303,21 +291,21 @@ def _add_tasks(
     others = np.empty(len(document), dtype=np.int64)
     task = 0
     for nano in range(len(seconds)):
-        its = slice(found.bounds[nano], found.bounds[nano + 1])
+        its = slice(at_home.bounds[nano], at_home.bounds[nano + 1])
         task, n_others = _add_unmoved(
             task,
             document,
             q_begin,
             q_end,
             server,
-            segment_document[its],
-            segment_offset[its],
-            segment_rank[its],
+            places.document[its],
+            places.offset[its],
+            places.rank[its],
             fleet,
-            found.whole[its],
-            found.end[its],
-            found.divided,
-            found.seconds[phase, its],
+            at_home.whole[its],
+            at_home.end[its],
+            at_home.divided,
+            at_home.seconds[its],
             seconds[nano],
             rows[nano],
             others,
@@ -330,11 +318,11 @@ def _add_tasks(
             q_begin,
             q_end,
             server,
-            first_segment,
-            segment_offset,
-            segment_length,
-            segment_rank,
-            carried,
+            places.first_segment,
+            places.offset,
+            places.length,
+            places.rank,
+            places.carried,
             fleet,
             phase,
             last_document,

@@ -165,29 +165,28 @@ def find_level(
         The level in seconds, base included and never below the largest base, which the slot takes
         whatever is planned; infinity if nobody can take the homeless work.
     """
-    pairs_per_second = 0.0
-    for s in np.flatnonzero(receives):
-        pairs_per_second += 1.0 / pair_rate[s]
-    others = np.flatnonzero(~receives & (load > 0.0))
-    most_base = base.max() if len(base) else 0.0
-    if pairs_per_second > 0.0 and len(others) == 0 and most_base == 0.0:
+    per_second = np.zeros(len(base))
+    pairs_per_second, n_others = _fill_per_second(pair_rate, receives, load, per_second)
+    most_base = _largest(base)
+    if pairs_per_second > 0.0 and n_others == 0 and most_base == 0.0:
         return pairs / pairs_per_second
-    low, high = 0.0, load.max() if len(load) else 0.0
+    low, high = 0.0, _largest(load)
     if pairs_per_second > 0.0:
         high = max(high, pairs / pairs_per_second)
     elif homeless_pairs > 0.0:
         return np.inf
     high += most_base
-    takers = np.flatnonzero(receives)
-    if len(others) == 0:
-        return max(_level_of_takers(base, pairs, pair_rate, takers, high), most_base)
+    if n_others == 0:
+        return max(_level_of_takers(base, pairs, pair_rate, per_second, high), most_base)
+    others = np.flatnonzero(~receives & (load > 0.0))
     for _ in range(BISECTIONS):
         middle = 0.5 * (low + high)
         capacity = middle * pairs_per_second
         if most_base > 0.0:
             capacity = 0.0
-            for s in takers:
-                capacity += max(middle - base[s], 0.0) / pair_rate[s]
+            for s in range(len(base)):
+                if receives[s]:
+                    capacity += max(middle - base[s], 0.0) / pair_rate[s]
         for s in others:
             capacity += min(load[s], max(middle - base[s], 0.0)) / pair_rate[s]
         if capacity < pairs:
@@ -198,22 +197,60 @@ def find_level(
 
 
 @compiled_leaf
+def _fill_per_second(
+    pair_rate: Float64Array, receives: BoolArray, load: Float64Array, per_second: Float64Array
+) -> tuple[float, int]:
+    """Writes the pairs per second of those who receive, and leaves the others' at 0; returns their
+    sum, and how many others have work."""
+    total, n_others = 0.0, 0
+    for s in range(len(receives)):
+        if receives[s]:
+            per_second[s] = 1.0 / pair_rate[s]
+            total += per_second[s]
+        else:
+            n_others += load[s] > 0.0
+    return total, n_others
+
+
+@compiled_leaf
+def _largest(values: Float64Array) -> float:
+    """Of numbers that are 0 or more; 0 if there are none."""
+    largest = 0.0
+    for value in values:
+        largest = max(largest, value)
+    return largest
+
+
+@compiled_leaf
+def _smallest(values: Float64Array) -> float:
+    """Of numbers; infinite if there are none."""
+    smallest = math.inf
+    for value in values:
+        smallest = min(smallest, value)
+    return smallest
+
+
+@compiled_leaf
 def _level_of_takers(
     base: Float64Array,
     pairs: float,
     pair_rate: Float64Array,
-    takers: Int64Array,
+    per_second: Float64Array,
     high: float,
 ) -> float:
-    """When ``takers`` have done ``pairs``, at most ``high``. What they can do until a time is
-    convex in it, so Newton's steps come down to the level and never fall below."""
+    """When those who receive have done ``pairs``, at most ``high``. What they can do until a time
+    is convex in it, so Newton's steps come down to the level and never fall below.
+
+    Args:
+        per_second: of ``_fill_per_second``.
+    """
     level = high
     for _ in range(BISECTIONS):
         capacity = pairs_per_second = 0.0
-        for s in takers:
-            if level > base[s]:
+        for s in range(len(base)):
+            if level > base[s] and per_second[s] > 0.0:
                 capacity += (level - base[s]) / pair_rate[s]
-                pairs_per_second += 1.0 / pair_rate[s]
+                pairs_per_second += per_second[s]
         if capacity <= pairs * (1.0 + CONVERGED):
             break
         level -= (capacity - pairs) / pairs_per_second
@@ -225,7 +262,7 @@ def expected_growth(work: Work, fleet: Fleet, rules: CutRules) -> float:
     """By which factor all work grows (or shrinks) when what lies above the level runs in chunks of
     the cheapest shape, each as large as the level, cut out of each server's longest document."""
     grown = work.pairs
-    room = work.level - work.base.min()
+    room = work.level - _smallest(work.base)
     for s in range(len(work.load)):
         own_room = work.level - work.base[s]
         if work.load[s] <= own_room:

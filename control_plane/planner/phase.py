@@ -18,7 +18,7 @@ from control_plane.planner.board import (
 from control_plane.planner.candidates import Variant
 from control_plane.planner.carving import carve_surplus
 from control_plane.planner.chunk import CutRules, with_alignment
-from control_plane.planner.compiled import compiled, compiled_inner, compiled_leaf
+from control_plane.planner.compiled import compiled, compiled_inner, compiled_into, compiled_leaf
 from control_plane.planner.costs import pace_seconds
 from control_plane.planner.exports import export_surplus
 from control_plane.planner.fleet import Fleet, pace_of
@@ -164,7 +164,11 @@ def plan_phase(
         if swapped.busiest < carved.busiest:
             carved_board, carved = swapped_board, swapped
     if carved.busiest < outcome.busiest:
+        # Where it gave up at this very level, a search would give up again.
+        gave_up = np.isinf(outcome.raised) and carved.scale == outcome.scale
         board, outcome = carved_board, carved
+        if gave_up:
+            return collect_cuts(board, segments, fleet), outcome
         # From the beginning within the cap that can be kept, chunks may do with fewer bytes.
         way = Way(1, MOST_MISSED, False, False)
         opening = _opening(setting, work, carved.scale, way.swaps)
@@ -175,7 +179,7 @@ def plan_phase(
     return collect_cuts(board, segments, fleet), outcome
 
 
-@compiled_inner
+@compiled_into
 def _search(
     setting: Setting, work: Work, scale: float, n_variants: int, may_sample: bool
 ) -> tuple[Board, Outcome]:
@@ -251,7 +255,7 @@ def _is_sand(setting: Setting, work: Work, scale: float) -> bool:
     return gives
 
 
-@compiled_inner
+@compiled_into
 def _carve(setting: Setting, work: Work, scale: float, way: Way) -> tuple[Board, Outcome]:
     """A plan by carving, at the least level that is found for it.
 

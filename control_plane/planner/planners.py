@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 
 import numpy as np
@@ -11,8 +12,11 @@ from control_plane.planner.compiled import NotInCacheError, only_from_cache
 from control_plane.planner.planning import Planner, PlanningOptions, PlanningServer
 from core_attention.arrays import int64_column
 from core_attention.cost_model import CostProfile
+from core_attention.errors import PlanError
 from core_attention.manifest import Manifest, RankManifest
+from core_attention.pipelining import Pipelining
 from core_attention.plan import PlanServer
+from core_attention.schedule_orders import SCHEDULES
 from core_attention.shape import AttentionShape
 
 PLANNERS: Mapping[str, Planner] = {"balanced": balanced.plan, "greedy": greedy.plan}
@@ -34,7 +38,7 @@ def prepare(planner: Planner) -> None:
     compiled: without a cache on disk that takes tens of seconds, which no rank should wait for.
 
     The step has what compiled code may depend on: in-place servers and a pool server, unequal
-    load, and both phases.
+    load, and both phases. It is planned as one of pipelines, too, if ``planner`` knows them.
     """
     shape = AttentionShape(
         num_heads=1, num_heads_kv=1, head_dim=64, head_dim_v=64, dtype="bfloat16"
@@ -57,4 +61,14 @@ def prepare(planner: Planner) -> None:
         )
         for index, in_place_rank in enumerate((None, 0, 1))
     ]
-    planner(Manifest.merge(manifests, 2), servers, shape, PlanningOptions())
+    manifest = Manifest.merge(manifests, 2)
+    planner(manifest, servers, shape, PlanningOptions())
+    pipelining = Pipelining(
+        schedule=SCHEDULES["1f1b"](2, 1),
+        pipeline_ranks=[0, 1],
+        layers=[1, 1],
+        forward_seconds=[1e-6, 1e-6],
+        backward_seconds=[2e-6, 2e-6],
+    )
+    with contextlib.suppress(PlanError):
+        planner(manifest, servers, shape, PlanningOptions(pipelining=pipelining))

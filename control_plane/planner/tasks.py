@@ -103,19 +103,31 @@ def write_tasks(
     server: Int64Array,
 ) -> None:
     """Writes the tasks, sorted by (document, q_begin), to four columns of ``cuts.n_tasks``."""
+    _write(cuts, segments, fleet, document, q_begin, q_end, server)
+
+
+@compiled_leaf
+def _write(
+    cuts: Cuts,
+    segments: Segments,
+    fleet: Fleet,
+    document: Int64Array,
+    q_begin: Int64Array,
+    q_end: Int64Array,
+    server: Int64Array,
+) -> None:
     pieces, n_segments = cuts.pieces, len(segments.begin)
     n = i = k = 0
     while i < n_segments:
         cut = pieces[k, SEGMENT] if k < len(pieces) else n_segments
-        whole, there = slice(i, cut), slice(n, n + cut - i)
         if segments.divided:
-            _copy(segments.document[whole], document[there])
-            _copy(segments.begin[whole], q_begin[there])
+            _copy(segments.document, i, document, n, cut - i)
+            _copy(segments.begin, i, q_begin, n, cut - i)
         else:
-            _count_from(segments.document[0] + i, document[there])
-            q_begin[there] = 0
-        _copy(segments.end[whole], q_end[there])
-        _copy_servers(cuts.moved_to[whole], fleet, segments.rank[whole], server[there])
+            _count_from(segments.document[i], document, n, cut - i)
+            _clear(q_begin, n, cut - i)
+        _copy(segments.end, i, q_end, n, cut - i)
+        _copy_servers(cuts.moved_to, fleet, segments.rank, i, server, n, cut - i)
         n += cut - i
         while k < len(pieces) and pieces[k, SEGMENT] == cut:
             document[n], server[n] = segments.document[cut], pieces[k, SERVER]
@@ -125,24 +137,65 @@ def write_tasks(
         i = cut + 1
 
 
-@compiled_leaf
-def _copy(source: Int64Array, target: Int64Array) -> None:
-    for i in range(len(source)):
-        target[i] = source[i]
+@compiled
+def write_tasks_of_pieces(
+    cuts: Cuts,
+    segments: Segments,
+    fleet: Fleet,
+    document: Int64Array,
+    q_begin: Int64Array,
+    q_end: Int64Array,
+    server: Int64Array,
+) -> None:
+    """The same for pieces of which only those of one segment are in order, one after another."""
+    n = len(cuts.pieces)
+    order = sorted_by(np.arange(n), np.ascontiguousarray(cuts.pieces[:, SEGMENT]))
+    pieces = np.empty((n, 4), dtype=np.int64)
+    _copy_rows(cuts.pieces, order, pieces)
+    in_order = Cuts(pieces, cuts.moved_to, cuts.n_tasks)
+    write_tasks(in_order, segments, fleet, document, q_begin, q_end, server)
 
 
 @compiled_leaf
-def _count_from(first: int, target: Int64Array) -> None:
-    for i in range(len(target)):
-        target[i] = first + i
+def _copy_rows(source: Int64Array, order: Int64Array, target: Int64Array) -> None:
+    for k in range(len(order)):
+        for column in range(target.shape[1]):
+            target[k, column] = source[order[k], column]
 
 
 @compiled_leaf
-def _copy_servers(moved_to: Int64Array, fleet: Fleet, rank: Int64Array, target: Int64Array) -> None:
+def _copy(source: Int64Array, at: int, target: Int64Array, to: int, count: int) -> None:
+    for k in range(count):
+        target[to + k] = source[at + k]
+
+
+@compiled_leaf
+def _clear(target: Int64Array, to: int, count: int) -> None:
+    for k in range(count):
+        target[to + k] = 0
+
+
+@compiled_leaf
+def _count_from(first: int, target: Int64Array, to: int, count: int) -> None:
+    for k in range(count):
+        target[to + k] = first + k
+
+
+@compiled_leaf
+def _copy_servers(
+    moved_to: Int64Array,
+    fleet: Fleet,
+    rank: Int64Array,
+    at: int,
+    target: Int64Array,
+    to: int,
+    count: int,
+) -> None:
     """Writes who runs segments that were not cut: where they moved whole (``moved_to``, which is
     empty where no segment is homeless), else the servers of their ranks."""
-    for i in range(len(rank)):
-        target[i] = fleet.server_of_rank[rank[i]]
-    for i in range(len(moved_to)):
-        if moved_to[i] >= 0:
-            target[i] = moved_to[i]
+    for k in range(count):
+        target[to + k] = fleet.server_of_rank[rank[at + k]]
+    if len(moved_to) > 0:
+        for k in range(count):
+            if moved_to[at + k] >= 0:
+                target[to + k] = moved_to[at + k]

@@ -65,7 +65,7 @@ def test_who_needs_many_receivers_comes_first_and_counts_more() -> None:
     assert listed(donors) == [1, 3, 0]
     assert donors.urgency[1] == pytest.approx(4.0)
     assert donors.urgency[0] == pytest.approx(1.0 + 3.0 * (10 / 50) ** 2)
-    assert donors.far[1] == pytest.approx(LINKS.far / 4.0)
+    assert donors.far[0] == pytest.approx(LINKS.far / 4.0)
 
 
 def test_nobody_is_urgent_where_few_receivers_are_needed() -> None:
@@ -78,7 +78,7 @@ def test_a_donor_leaves_when_it_has_given_all_and_the_order_stays() -> None:
     assert listed(donors) == [0, 2, 1]
     give(donors, RULES, 2, 5.0)
     assert listed(donors) == [0, 2, 1]
-    assert donors.bound[2] == pytest.approx(np.sqrt(5.0) * RULES.ideal)
+    assert donors.bound[1] == pytest.approx(np.sqrt(5.0) * RULES.ideal)
     give(donors, RULES, 0, -1.0)
     assert listed(donors) == [2, 1]
     assert donors.need[0] == 0.0
