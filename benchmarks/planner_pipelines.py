@@ -5,8 +5,9 @@
 
 Pretrain-like documents of at most half a microbatch of 128K tokens, each microbatch in two
 nano-batches; H200 profile, two layers a stage, whose linear part is as measured. Milliseconds are
-of one core, and of the clock, for the whole plan with its slots, from a manifest that is merged.
-The best run tells what planning takes where nothing else runs, the median what it took here.
+of all cores together, and of the clock, for the whole plan with its slots, from a manifest that is
+merged. The best run tells what planning takes where nothing else runs, the median what it took
+here.
 """
 
 from __future__ import annotations

@@ -184,9 +184,9 @@ def find_level(
         capacity = middle * pairs_per_second
         if most_base > 0.0:
             capacity = 0.0
-            for s in range(len(base)):
-                if receives[s]:
-                    capacity += max(middle - base[s], 0.0) / pair_rate[s]
+            for taker in range(len(base)):
+                if receives[taker]:
+                    capacity += max(middle - base[taker], 0.0) / pair_rate[taker]
         for s in others:
             capacity += min(load[s], max(middle - base[s], 0.0)) / pair_rate[s]
         if capacity < pairs:
@@ -207,8 +207,8 @@ def _fill_per_second(
         if receives[s]:
             per_second[s] = 1.0 / pair_rate[s]
             total += per_second[s]
-        else:
-            n_others += load[s] > 0.0
+        elif load[s] > 0.0:
+            n_others += 1
     return total, n_others
 
 

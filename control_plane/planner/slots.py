@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from typing import NamedTuple, Protocol, TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from control_plane.planner import explain
 from control_plane.planner.board import Segments
@@ -40,7 +41,7 @@ from control_plane.planner.turns import (
     plan_in_turns,
     step_of,
 )
-from core_attention.arrays import Array, Int64Array, frozen
+from core_attention.arrays import Int64Array, frozen
 from core_attention.ca_task import MaskKind, Phase, TaskTable
 from core_attention.errors import PlanError
 from core_attention.manifest import Manifest
@@ -185,7 +186,9 @@ def _check_documents(manifest: Manifest, table: Timetable, n_halves: int) -> Non
         )
 
 
-Given, Made = TypeVar("Given"), TypeVar("Made")
+Given = TypeVar("Given")
+Made = TypeVar("Made")
+Number = TypeVar("Number", np.int64, np.float64)
 
 
 class _Run(Protocol):
@@ -291,7 +294,7 @@ def _tasks(
     return TaskTable(*map(frozen, columns))
 
 
-def _by_nano_batch(of_halves: Sequence[Array]) -> Array:
+def _by_nano_batch(of_halves: Sequence[NDArray[Number]]) -> NDArray[Number]:
     """``[n_nano_batches, ...]`` from ``[n_microbatches, ...]`` of each half."""
     stacked = np.stack(of_halves, axis=1)
     return stacked.reshape(-1, *stacked.shape[2:])

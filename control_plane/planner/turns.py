@@ -102,10 +102,19 @@ class Desk(NamedTuple):
 
 def make_desk(room: int) -> Desk:
     """For units of at most ``room`` segments; memory that none needs is never touched."""
-    columns = [np.empty(room + 1, dtype=np.int64) for _ in range(6)]
-    seconds = np.empty(room), np.empty(room)
-    views = (frozen(column.view()) for column in columns)
-    return Desk(*columns, np.empty(room, dtype=np.bool_), *seconds, *views)
+    document, begin, end, length, rank, first = np.empty((6, room + 1), dtype=np.int64)
+    return Desk(
+        document,
+        begin,
+        end,
+        length,
+        rank,
+        first,
+        np.empty(room, dtype=np.bool_),
+        np.empty(room),
+        np.empty(room),
+        *(frozen(column.view()) for column in (document, begin, end, length, rank, first)),
+    )
 
 
 class Bounds(NamedTuple):
@@ -181,8 +190,22 @@ def empty_sheet(table: Timetable, n_servers: int, moved_to: Int64Array) -> Sheet
 
 def outcome_of(row: list[float]) -> Outcome:
     """From a row of ``Sheet.outcomes``."""
-    *seconds_and_bytes, n_chunks, segment, end, server = row
-    return Outcome(*seconds_and_bytes, int(n_chunks), int(segment), int(end), int(server))
+    level, scale, ratio, raised, excess, busiest, spent_bytes, cost, *counts = row
+    n_chunks, segment, end, server = map(int, counts)
+    return Outcome(
+        level,
+        scale,
+        ratio,
+        raised,
+        excess,
+        busiest,
+        spent_bytes,
+        cost,
+        n_chunks,
+        segment,
+        end,
+        server,
+    )
 
 
 class Queue(NamedTuple):
