@@ -20,6 +20,7 @@ from megatron.core.models.common.language_module.language_module import (  # noq
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec  # noqa: E402
 from megatron.core.models.mamba.mamba_layer_specs import mamba_stack_spec  # noqa: E402
 from megatron.core.packed_seq_params import PackedSeqParams  # noqa: E402
+from megatron.core.ssm.mamba_block import MambaStack  # noqa: E402
 from megatron.core.transformer.dot_product_attention import DotProductAttention  # noqa: E402
 from megatron.core.transformer.enums import AttnMaskType  # noqa: E402
 from megatron.core.transformer.experimental_attention_variant.dsa import (  # noqa: E402
@@ -35,7 +36,11 @@ from tests.frameworks.reference import packed_attention  # noqa: E402
 from trainer_client.errors import SessionError  # noqa: E402
 from trainer_client.integrations.documents import Documents  # noqa: E402
 from trainer_client.integrations.frameworks import UnsupportedSetting  # noqa: E402
-from trainer_client.integrations.megatron import ServedCoreAttention, serve  # noqa: E402
+from trainer_client.integrations.megatron import (  # noqa: E402
+    ServedCoreAttention,
+    host_bounds,
+    serve,
+)
 from trainer_client.integrations.megatron.attention import check_packed  # noqa: E402
 from trainer_client.integrations.megatron.halves import Half, cut, packed_of  # noqa: E402
 from trainer_client.integrations.megatron.lanes import CutMicrobatch, InTurns  # noqa: E402
@@ -355,3 +360,40 @@ def test_a_model_is_left_as_it_was() -> None:
         assert model.forward != before
         turns.undo()
         assert model.forward == before
+
+
+def test_bounds_of_documents_are_found_on_the_host() -> None:
+    bounds = torch.tensor([0, 5, 12], dtype=torch.int32)
+    packed = PackedSeqParams(
+        qkv_format="thd", cu_seqlens_q=bounds, cu_seqlens_kv=bounds, cu_seqlens_q_padded=bounds
+    )
+    later: list[Any] = []
+    own = host_bounds.on_host(packed, [0, 5, 12], "step 3 microbatch 1", later.append)
+    assert own is not packed
+    assert own.cu_seqlens_q is own.cu_seqlens_kv is own.cu_seqlens_q_padded is not bounds
+    assert torch.equal(own.cu_seqlens_q, bounds)
+    assert own.cu_seqlens_kv_padded is None
+    assert packed.cu_seqlens_q is bounds
+    assert not later
+    with pytest.raises(ValueError, match=r"step 3 microbatch 1: .*\[5, 7\].* planned has \[4, 8\]"):
+        host_bounds.on_host(packed, [0, 4, 12], "step 3 microbatch 1", later.append)
+
+
+def test_bounds_stay_on_the_gpu_where_they_are_needed() -> None:
+    def model(core: torch.nn.Module, rotates: str = "rope", **changes: Any) -> Any:
+        made: Any = Language(**changes)
+        made.layer = torch.nn.Module()
+        made.layer.core_attention = core
+        made.position_embedding_type = rotates
+        return made
+
+    served = layer()
+    assert host_bounds.are_read_on_host(model(served))
+    assert not host_bounds.are_read_on_host(model(torch.nn.Identity()))
+    assert not host_bounds.are_read_on_host(model(served, apply_rope_fusion=True))
+    assert not host_bounds.are_read_on_host(model(served, rotates="none"))
+    assert not host_bounds.are_read_on_host(torch.nn.Linear(1, 1))
+    hybrid = model(served)
+    hybrid.stack = MambaStack.__new__(MambaStack)
+    torch.nn.Module.__init__(hybrid.stack)
+    assert not host_bounds.are_read_on_host(hybrid)
