@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
+import greenlet
 import pytest
 import torch
 
@@ -21,6 +24,7 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec  #
 from megatron.core.models.mamba.mamba_layer_specs import mamba_stack_spec  # noqa: E402
 from megatron.core.packed_seq_params import PackedSeqParams  # noqa: E402
 from megatron.core.ssm.mamba_block import MambaStack  # noqa: E402
+from megatron.core.tensor_parallel import random as megatron_random  # noqa: E402
 from megatron.core.transformer.dot_product_attention import DotProductAttention  # noqa: E402
 from megatron.core.transformer.enums import AttnMaskType  # noqa: E402
 from megatron.core.transformer.experimental_attention_variant.dsa import (  # noqa: E402
@@ -33,17 +37,25 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from core_attention.errors import ManifestError  # noqa: E402
 from examples.megatron.train_gpt import Parallelism, Shape, transformer_config  # noqa: E402
 from tests.frameworks.reference import packed_attention  # noqa: E402
-from trainer_client.errors import SessionError  # noqa: E402
+from trainer_client.errors import PlanNotReady, SessionError  # noqa: E402
 from trainer_client.integrations.documents import Documents  # noqa: E402
 from trainer_client.integrations.frameworks import UnsupportedSetting  # noqa: E402
 from trainer_client.integrations.megatron import (  # noqa: E402
     ServedCoreAttention,
+    ServedSteps,
     host_bounds,
+    rng_fork,
     serve,
 )
 from trainer_client.integrations.megatron.attention import check_packed  # noqa: E402
-from trainer_client.integrations.megatron.halves import Half, cut, packed_of  # noqa: E402
+from trainer_client.integrations.megatron.halves import (  # noqa: E402
+    Half,
+    Layout,
+    cut,
+    packed_of,
+)
 from trainer_client.integrations.megatron.lanes import CutMicrobatch, InTurns  # noqa: E402
+from trainer_client.integrations.megatron.one_lane import has_experts_apart  # noqa: E402
 from trainer_client.integrations.megatron.steps import (  # noqa: E402
     _bounds,
     _check_layers,
@@ -291,7 +303,24 @@ class Language(LanguageModule):
                 "expert_model_parallel_size": 2,
                 "moe_token_dispatcher_type": "allgather",
             },
-            "expert_model_parallel_size is 2 and moe_token_dispatcher_type 'allgather'.*'alltoall'",
+            "expert_model_parallel_size is 2, .*moe_token_dispatcher_type 'allgather'.*'alltoall'",
+        ),
+        (
+            {
+                "experts": 4,
+                "expert_tensor_parallel_size": 2,
+                "moe_token_dispatcher_type": "allgather",
+            },
+            ".*parallel_size 2, and moe_token_dispatcher_type 'allgather'.*'alltoall'",
+        ),
+        (
+            {
+                "experts": 4,
+                "expert_model_parallel_size": 2,
+                "moe_token_dispatcher_type": "flex",
+                "moe_flex_dispatcher_backend": "hybridep",
+            },
+            ".*moe_flex_dispatcher_backend 'hybridep'.*'deepep'",
         ),
         (
             {
@@ -300,7 +329,7 @@ class Language(LanguageModule):
                 "moe_token_dispatcher_type": "alltoall",
                 "moe_pad_expert_input_to_capacity": True,
             },
-            "expert_model_parallel_size is 2 and moe_pad_expert_input_to_capacity True",
+            "expert_model_parallel_size is 2, .*moe_pad_expert_input_to_capacity True",
         ),
     ],
 )
@@ -316,6 +345,117 @@ def test_halves_take_turns_where_they_can(
     assert re.search(rf"without ping-pong, .*{said}", caplog.text)
     assert _takes_turns([Language()], None)
     assert _takes_turns([Language(experts=4, moe_aux_loss_coeff=0.01)], True)
+
+
+def test_more_microbatches_than_can_be_cut_do_not_take_turns() -> None:
+    assert _takes_turns([Language()], None, 128)
+    assert not _takes_turns([Language()], None, 129)
+    with pytest.raises(
+        UnsupportedSetting, match=r"n_microbatches is 192, .* at most 128 can be cut"
+    ):
+        _takes_turns([Language()], True, 192)
+
+
+def test_experts_of_other_documents_are_awaited_in_both_halves() -> None:
+    for changes, is_apart in (
+        ({}, False),
+        ({"expert_model_parallel_size": 2}, True),
+        ({"expert_tensor_parallel_size": 2}, True),
+        ({"expert_tensor_parallel_size": 2, "tensor_model_parallel_size": 2}, False),
+    ):
+        model = Language(experts=4, **changes)
+        assert has_experts_apart(model.config) is is_apart
+        halves = InTurns(model).cut([0, 12])
+        assert (halves[1].padding > 0) is is_apart
+
+
+def test_padding_of_hidden_states_is_shared_like_their_rows() -> None:
+    half = Half(first=1, last=1, bounds=(96,), padding=2)
+    hidden, mask = torch.ones(48, 1, 8), torch.zeros(1, 96, dtype=torch.bool)
+    assert Layout(packed=False, shards=2).of_hidden(hidden, half).shape == (1, 1, 8)
+    assert Layout(packed=False).of_tokens(mask, half, fill=1).tolist() == [[True, True]]
+    half = Half(first=0, last=1, bounds=(0, 3), padding=1)
+    its = Layout(packed=True).of_tokens(mask, half, fill=1)
+    assert its.tolist() == [[False, False, False, True]]
+
+
+class Plans:
+    """A session whose plans are not ready at first."""
+
+    def __init__(self, n_nano_batches: int, *, late: int = 0) -> None:
+        self.options = SimpleNamespace(n_nano_batches=n_nano_batches, rank=0)
+        self.submitted: list[Any] = []
+        self._late = late
+
+    @property
+    def next_step(self) -> int:
+        return len(self.submitted)
+
+    def submit(self, manifest: Any, *, forward_only: bool) -> None:
+        self.submitted.append(manifest)
+
+    @contextmanager
+    def step(self, number: int) -> Iterator[int]:
+        if self._late:
+            self._late -= 1
+            raise PlanNotReady(f"the plan of step {number} is not ready")
+        yield number
+
+
+def test_a_step_whose_plan_is_late_is_run_again() -> None:
+    plans: Any = Plans(2, late=1)
+    steps = ServedSteps(plans, [Language()])
+    batches = [[{"cu_seqlens": torch.tensor([0, 5, 12])}]] * 3
+    assert [number for number, _ in steps.ahead(batches)] == [0, 1, 2]
+    with pytest.raises(PlanNotReady), steps.step(1):
+        pass
+    with steps.step(1):
+        assert [half.n_rows for half in steps._running[0].halves] == [5, 7]
+    assert list(steps._planned) == [2]
+
+
+def test_a_step_of_other_microbatches_is_told_after_those_before_it() -> None:
+    plans: Any = Plans(4)
+    steps = ServedSteps(plans, [Language()])
+    microbatch = {"cu_seqlens": torch.tensor([0, 5, 12])}
+    seen = []
+    with pytest.raises(ValueError, match=r"step 2 has 1 microbatches, .* n_microbatches=2; fill"):
+        seen += [number for number, _ in steps.ahead([[microbatch] * n for n in (2, 2, 1)])]
+    assert [manifest.n_nano_batches for manifest in plans.submitted] == [4, 4]
+
+
+def test_halves_leave_the_fork_of_random_states(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a transformer block with sequence parallelism runs them; of Megatron's own tracker."""
+    device = torch.Generator().manual_seed(5)
+    monkeypatch.setattr(megatron_random, "_get_cuda_rng_state", lambda **_: device.get_state())
+    monkeypatch.setattr(
+        megatron_random, "_set_cuda_rng_state", lambda state, **_: device.set_state(state)
+    )
+    tracker = megatron_random.CudaRNGStatesTracker()
+    tracker.states_["model-parallel-rng"] = torch.Generator().manual_seed(77).get_state()
+    monkeypatch.setattr(megatron_random, "get_cuda_rng_tracker", lambda: tracker)
+    drawn: list[list[float]] = [[], []]
+    own = [torch.Generator().manual_seed(lane).get_state() for lane in range(2)]
+
+    def block(lane: int) -> None:
+        with tracker.fork():
+            for _ in range(3):
+                drawn[lane].append(float(torch.rand((), generator=device)))
+                with rng_fork.left():
+                    own[lane] = device.get_state()
+                    greenlet.getcurrent().parent.switch()
+                    device.set_state(own[lane])
+                drawn[lane].append(float(torch.rand((), generator=device)))
+
+    lanes = [greenlet.greenlet(block) for _ in range(2)]
+    for _ in range(4):
+        for lane, each in enumerate(lanes):
+            if not each.dead:
+                each.switch(lane)
+    expected = torch.Generator().manual_seed(77)
+    stream = [float(torch.rand((), generator=expected)) for _ in range(12)]
+    assert sorted(drawn[0] + drawn[1]) == sorted(stream)
+    assert tracker._current_state_name == "default-rng"
 
 
 def test_a_model_of_another_kind_does_not_take_turns() -> None:
@@ -375,8 +515,12 @@ def test_bounds_of_documents_are_found_on_the_host() -> None:
     assert own.cu_seqlens_kv_padded is None
     assert packed.cu_seqlens_q is bounds
     assert not later
-    with pytest.raises(ValueError, match=r"step 3 microbatch 1: .*\[5, 7\].* planned has \[4, 8\]"):
+    said = r"step 3 microbatch 1: cu_seqlens_q tells of lengths \[5, 7\].* planned has \[4, 8\]"
+    with pytest.raises(ValueError, match=said):
         host_bounds.on_host(packed, [0, 4, 12], "step 3 microbatch 1", later.append)
+    packed.cu_seqlens_kv = torch.tensor([0, 4, 12])
+    with pytest.raises(ValueError, match=r"cu_seqlens_kv tells of lengths \[4, 8\]"):
+        host_bounds.on_host(packed, [0, 5, 12], "step 3 microbatch 1", later.append)
 
 
 def test_bounds_stay_on_the_gpu_where_they_are_needed() -> None:

@@ -19,6 +19,7 @@ from trainer_client.integrations.documents import Documents, documents_of
 from trainer_client.integrations.documents_at_home import attend_documents
 from trainer_client.integrations.frameworks import UnsupportedSetting, refuse
 from trainer_client.integrations.graphs import outside_graphs
+from trainer_client.integrations.megatron import rng_fork
 from trainer_client.integrations.megatron.refusals import layer_problems, problems
 from trainer_client.step.lane import current_step, require_lane
 from trainer_client.step.operation import core_attention
@@ -147,15 +148,19 @@ class ServedCoreAttention(MegatronModule):
 
     @contextmanager
     def _layers_kept(self) -> Iterator[None]:
-        """After the block, in which the other half of the microbatch has its turn, the modules
-        around have what they had before it."""
+        """After the block, in which the other half of the microbatch may have its turn, the modules
+        around have what they had before it, and so has Megatron's tracker of random states."""
         kept = [
             (module, name, vars(module)[name])
             for module in self.around
             for name in _KEPT
             if name in vars(module)
         ]
-        yield
+        if not self.around:
+            yield
+            return
+        with rng_fork.left():
+            yield
         for module, name, value in kept:
             setattr(module, name, value)
 
@@ -212,7 +217,8 @@ def check_packed(packed: Any, documents: Documents | None = None) -> None:
         )
     for name in ("cu_seqlens_q_padded", "cu_seqlens_kv_padded"):
         bounds, true = getattr(packed, name), getattr(packed, name.removesuffix("_padded"))
-        if bounds is not None and not torch.equal(bounds, true):
+        # The same object needs no comparison, for which the thread would wait for the GPU.
+        if bounds is not None and bounds is not true and not torch.equal(bounds, true):
             raise UnsupportedSetting(
                 f"packed_seq_params.{name} differ from those without padding; pack documents "
                 "without padding between them, which no kernel of DistCA needs"

@@ -85,16 +85,19 @@ class Layout:
 
     Attributes:
         packed: documents are packed into one row; else each has a row of its own, of one length.
+        shards: ranks that share the rows of hidden states (sequence parallelism), where these are
+            not gathered: of documents with rows of their own.
     """
 
     packed: bool
+    shards: int = 1
 
-    def of_tokens(self, tensor: torch.Tensor, half: Half) -> torch.Tensor:
-        """A half of token ids, positions, labels or masks ``[..., b, s]``; padding is 0."""
+    def of_tokens(self, tensor: torch.Tensor, half: Half, fill: int = 0) -> torch.Tensor:
+        """A half of token ids, positions, labels or masks ``[..., b, s]``; padding is ``fill``."""
         if self.packed:
-            return _narrowed(tensor, tensor.dim() - 1, half)
+            return _narrowed(tensor, tensor.dim() - 1, half, fill)
         if half.first == half.last:
-            return tensor.new_zeros((*tensor.shape[:-2], 1, half.padding))
+            return tensor.new_full((*tensor.shape[:-2], 1, half.padding), fill)
         return tensor.narrow(-2, half.first, half.last - half.first)
 
     def of_hidden(self, tensor: torch.Tensor, half: Half) -> torch.Tensor:
@@ -102,7 +105,7 @@ class Layout:
         if self.packed:
             return _narrowed(tensor, 0, half)
         if half.first == half.last:
-            return tensor.new_zeros((half.padding, 1, tensor.shape[2]))
+            return tensor.new_zeros((half.padding // self.shards, 1, tensor.shape[2]))
         return tensor.narrow(1, half.first, half.last - half.first)
 
     def joined(
@@ -126,13 +129,13 @@ class Layout:
         return torch.cat([first, *(o if o.numel() else o.reshape(empty) for o in others)], dim)
 
 
-def _narrowed(tensor: torch.Tensor, dim: int, half: Half) -> torch.Tensor:
+def _narrowed(tensor: torch.Tensor, dim: int, half: Half, fill: int = 0) -> torch.Tensor:
     own = tensor.narrow(dim, half.bounds[0], half.n_rows)
     if not half.padding:
         return own
     shape = [*own.shape]
     shape[dim] = half.padding
-    return torch.cat([own, own.new_zeros(shape)], dim)
+    return torch.cat([own, own.new_full(shape, fill)], dim)
 
 
 def packed_of(packed: Any, half: Half) -> Any:
@@ -150,10 +153,15 @@ def packed_of(packed: Any, half: Half) -> Any:
     # Not made anew: what its __post_init__ does waits for the GPU.
     own = copy.copy(packed)
     total = half.n_rows + half.padding
+    of_half: dict[int, torch.Tensor] = {}
     for name in given & set(_BOUNDS):
-        bounds = getattr(packed, name).flatten()
-        inner = bounds[half.first : half.last + 1] - bounds[half.first]
-        setattr(own, name, torch.cat([inner, inner[-1:] + half.padding][: 1 + bool(half.padding)]))
+        bounds = getattr(packed, name)
+        # What is one tensor stays one: so it is seen to be equal.
+        if id(bounds) not in of_half:
+            inner = bounds.flatten()[half.first : half.last + 1] - bounds.flatten()[half.first]
+            parts = [inner, inner[-1:] + half.padding][: 1 + bool(half.padding)]
+            of_half[id(bounds)] = torch.cat(parts)
+        setattr(own, name, of_half[id(bounds)])
     for name in given & set(_LONGEST):
         setattr(own, name, half.longest)
     if "total_tokens" in given:

@@ -10,6 +10,7 @@ bounds are known on the host, since the step was planned by them.
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -57,25 +58,32 @@ def on_host(
         UnsupportedSetting: as :func:`check_packed`.
         ValueError: ``packed`` has other documents than were planned.
     """
-    check_packed(packed)
     planned = torch.tensor(bounds, dtype=torch.int32)
-    given = HostCopy(packed.cu_seqlens_q.flatten())
-
-    def compare() -> None:
-        found = given.wait()
-        if found.tolist() != planned.tolist():
-            raise ValueError(
-                f"{where}: cu_seqlens_q tells of lengths {found.diff().tolist()[:8]}..., and what "
-                f"was planned has {planned.diff().tolist()[:8]}...; run the microbatches that "
-                "ServedSteps.ahead yields, in their order"
-            )
-
-    if given.is_done:
-        compare()
-    else:
-        check_later(compare)
-    own = copy.copy(packed)
+    own, seen = copy.copy(packed), set()
     for name in _BOUNDS:
-        if getattr(own, name) is not None:
-            setattr(own, name, planned)
+        given = getattr(packed, name)
+        if given is None:
+            continue
+        setattr(own, name, planned)
+        if id(given) in seen:
+            continue
+        seen.add(id(given))
+        compare = functools.partial(
+            _compare, HostCopy(given.flatten()), planned, f"{where}: {name}"
+        )
+        if given.is_cuda:
+            check_later(compare)
+        else:
+            compare()
+    check_packed(own)
     return own
+
+
+def _compare(given: HostCopy, planned: torch.Tensor, where: str) -> None:
+    found = given.wait()
+    if found.tolist() != planned.tolist():
+        raise ValueError(
+            f"{where} tells of lengths {found.diff().tolist()[:8]}..., and what was planned has "
+            f"{planned.diff().tolist()[:8]}...; run the microbatches that ServedSteps.ahead "
+            "yields, in their order, packed without padding between documents"
+        )

@@ -20,6 +20,7 @@ from trainer_client.integrations.frameworks import UnsupportedSetting
 from trainer_client.integrations.graphs import outside_graphs
 from trainer_client.integrations.megatron.attention import ServedCoreAttention
 from trainer_client.integrations.megatron.halves import Half, Layout, cut, packed_of
+from trainer_client.integrations.megatron.one_lane import has_experts_apart
 from trainer_client.step.ping_pong import Call, run_in_turns
 
 _TOKENS = ("input_ids", "position_ids", "labels", "loss_mask", "padding_mask")
@@ -69,13 +70,18 @@ class InTurns:
     def cut(self, bounds: Sequence[int]) -> list[Half]:
         """The halves of a microbatch, the same in all chunks; see
         :func:`trainer_client.integrations.megatron.halves.cut`."""
-        config = self._model.config
         return cut(
             bounds,
-            multiple=config.tensor_model_parallel_size if config.sequence_parallel else 1,
+            multiple=self._shards,
             # Experts send tokens to those of other ranks, and await theirs.
-            may_be_empty=config.expert_model_parallel_size == 1,
+            may_be_empty=not has_experts_apart(self._model.config),
         )
+
+    @property
+    def _shards(self) -> int:
+        """Ranks that share the rows of hidden states."""
+        config = self._model.config
+        return config.tensor_model_parallel_size if config.sequence_parallel else 1
 
     @contextmanager
     def running(self, microbatch: CutMicrobatch) -> Iterator[None]:
@@ -103,7 +109,8 @@ class InTurns:
         if microbatch is None:
             return self._forward(*args, **kwargs)
         named = self._named(args, kwargs)
-        halves, layout = microbatch.halves, Layout(named.get("packed_seq_params") is not None)
+        halves = microbatch.halves
+        layout = Layout(named.get("packed_seq_params") is not None, self._shards)
         calls = self._calls(named, halves, layout)
         outputs = run_in_turns(self._run_half, calls, microbatch.first, is_last=microbatch.is_last)
         return self._joined(outputs, halves, layout)
@@ -211,7 +218,7 @@ def _part(name: str, value: Any, half: Half, layout: Layout) -> Any:
     if value is None or isinstance(value, bool | int | float | str | Enum):
         return value
     if name in _TOKENS:
-        return layout.of_tokens(value, half)
+        return layout.of_tokens(value, half, fill=int(name == "padding_mask"))
     if name == "packed_seq_params":
         return packed_of(value, half)
     if name == "attention_mask":

@@ -11,6 +11,8 @@ from megatron.core.transformer.module import Float16Module
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from trainer_client.integrations.megatron import rng_fork
+
 _KEPT_FOR_ALL = "its state is one for the whole process, and halves would take each other's"
 
 _SWITCHES = {
@@ -47,8 +49,29 @@ def reasons(chunks: Sequence[nn.Module]) -> Iterator[str]:
     for name, why in _SWITCHES.items():
         if value := getattr(config, name, None):
             yield f"{name} is {value}: {why}"
+    if _draws_in_blocks(config) and not rng_fork.can_be_left():
+        yield (
+            "sequence_parallel is True, with dropout and a tracker of random states other than "
+            "Megatron's (use_te_rng_tracker): both halves would draw the same numbers"
+        )
     if getattr(config, "num_moe_experts", None):
         yield from _of_experts(config)
+
+
+def _draws_in_blocks(config: Any) -> bool:
+    """Whether random numbers are drawn in the fork around all layers."""
+    return bool(
+        config is not None
+        and config.sequence_parallel
+        and (config.hidden_dropout or config.moe_input_jitter_eps)
+    )
+
+
+def has_experts_apart(config: Any) -> bool:
+    """Whether experts, or parts of one, are on ranks that hold other documents."""
+    tensor_parallel = config.tensor_model_parallel_size
+    sharing = config.expert_tensor_parallel_size or tensor_parallel
+    return bool(config.expert_model_parallel_size > 1 or sharing > tensor_parallel)
 
 
 def _of_wrappers(chunk: nn.Module) -> Iterator[str]:
@@ -80,9 +103,19 @@ def _of_experts(config: Any) -> Iterator[str]:
             "moe_router_load_balancing_type has global_aux_loss: it sums over replicas, which may "
             "have one half or two"
         )
-    if config.expert_model_parallel_size == 1:
+    if not has_experts_apart(config):
         return
-    apart = f"expert_model_parallel_size is {config.expert_model_parallel_size}"
+    apart = (
+        f"expert_model_parallel_size is {config.expert_model_parallel_size}, "
+        f"expert_tensor_parallel_size {config.expert_tensor_parallel_size},"
+    )
+    backend = getattr(config, "moe_flex_dispatcher_backend", "deepep")
+    if config.moe_token_dispatcher_type == "flex" and backend != "deepep":
+        yield (
+            f"{apart} and moe_flex_dispatcher_backend {backend!r}, whose buffers have the size of "
+            "the first half, and which wants equally many tokens on all ranks; set it to 'deepep', "
+            "or moe_token_dispatcher_type to 'alltoall'"
+        )
     if config.moe_token_dispatcher_type == "allgather":
         yield (
             f"{apart} and moe_token_dispatcher_type 'allgather', which wants equally many tokens "

@@ -17,6 +17,7 @@ from torch import nn
 from core_attention.errors import ManifestError
 from core_attention.host_copies import on_host
 from core_attention.manifest import RankManifest
+from core_attention.tick import MAX_NANO_BATCHES
 from trainer_client.errors import SessionError
 from trainer_client.integrations.frameworks import UnsupportedSetting
 from trainer_client.integrations.megatron import host_bounds, one_lane
@@ -124,7 +125,7 @@ class ServedSteps:
         dp = parallel_state.get_data_parallel_world_size()
         stage = parallel_state.get_pipeline_model_parallel_rank()
         first = (stage * dp + parallel_state.get_data_parallel_rank()) * tp
-        takes_turns = _takes_turns(chunks, ping_pong)
+        takes_turns = _takes_turns(chunks, ping_pong, n_microbatches)
         session = Session.open(
             SessionOptions(
                 control_plane=control_plane,
@@ -167,8 +168,16 @@ class ServedSteps:
         if steps_ahead < 0:
             raise ValueError(f"steps_ahead is {steps_ahead}; it must be 0 or more")
         submitted: deque[tuple[int, Sequence[Microbatch]]] = deque()
+        expected = self.session.options.n_nano_batches // (2 if self._turns else 1)
         for microbatches in loader:
             step = self.session.next_step
+            if len(microbatches) != expected:
+                # Those before it are whole.
+                yield from submitted
+                raise ValueError(
+                    f"step {step} has {len(microbatches)} microbatches, and ServedSteps.open was "
+                    f"given n_microbatches={expected}; fill it up, or leave it out (drop_last)"
+                )
             bounds = [_bounds(step, each) for each in microbatches]
             self.session.submit(self._manifest(step, bounds), forward_only=forward_only)
             submitted.append((step, microbatches))
@@ -197,8 +206,10 @@ class ServedSteps:
         """
         self._started.clear()
         self._chunks_begun.clear()
-        self._running = self._planned.pop(number, [])
         with self.session.step(number) as running:
+            # A step whose plan was not ready may be run again; one that was passed over is not.
+            self._running = self._planned.get(number, [])
+            self._planned = {at: step for at, step in self._planned.items() if at > number}
             yield running
 
     def numbered(self, forward_step: ForwardStep) -> ForwardStep:
@@ -294,13 +305,18 @@ class ServedSteps:
             turns.undo()
 
 
-def _takes_turns(chunks: Sequence[nn.Module], asked: bool | None) -> bool:
+def _takes_turns(chunks: Sequence[nn.Module], asked: bool | None, n_microbatches: int = 1) -> bool:
     """Whether the halves of a microbatch take turns.
 
     Raises:
         UnsupportedSetting: it is asked for, and cannot be.
     """
     found = [] if asked is False else list(one_lane.reasons(chunks))
+    if asked is not False and 2 * n_microbatches > MAX_NANO_BATCHES:
+        found.append(
+            f"n_microbatches is {n_microbatches}, and each is two nano-batches of the "
+            f"{MAX_NANO_BATCHES} that a step may have: at most {MAX_NANO_BATCHES // 2} can be cut"
+        )
     if asked and found:
         raise UnsupportedSetting(
             "the two halves of a microbatch cannot take turns: "
