@@ -2,7 +2,7 @@
 #
 #   make demo     train with core attention on attention nodes, then in place, both verified
 #   make test     all tests but those of whole models, chart, images and faults
-#   make test-training  whole models, pipelines and loops of libraries; 8 minutes
+#   make test-training  whole models and jobs, pipelines and loops of libraries; 18 minutes
 #   make test-faults  whole jobs under faults and attacks, in a short form; 8 minutes
 #   make lint     formatting, linter, types, floors
 #   make format   formats the code and repairs what the linter can

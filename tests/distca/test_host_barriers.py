@@ -18,6 +18,8 @@ from distca.train.sharding import ShardedModel
 from trainer_client import HostBarriers
 from trainer_client.integrations import host_barriers
 
+pytestmark = pytest.mark.training
+
 RANKS, LATE_SECONDS, TIMEOUT_SECONDS = 2, 1.0, 30.0
 
 

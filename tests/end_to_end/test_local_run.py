@@ -116,6 +116,7 @@ SHARDED = (
 compared with local attention's."""
 
 
+@pytest.mark.training
 @pytest.mark.parametrize(
     ("dtype", "cut"),
     [("bfloat16", ()), ("bfloat16", ("--cut-documents",)), ("float32", ("--cut-documents",))],
@@ -131,6 +132,7 @@ def test_sharded_and_recomputed_layers_train_as_whole_ones_do(
     assert (verification.steps, verification.passed) == (3, True)
 
 
+@pytest.mark.training
 def test_sharded_run_goes_on_from_its_checkpoint(
     start_run: StartRun, undisturbed: Finished
 ) -> None:
@@ -147,6 +149,7 @@ def test_sharded_run_goes_on_from_its_checkpoint(
     assert losses == pytest.approx(undisturbed.losses[:4], rel=1e-5)
 
 
+@pytest.mark.training
 def test_stages_of_a_pipeline_train_as_one_process_does(start_run: StartRun) -> None:
     """The zero-bubble order with unequal stages; embedding and head are one weight."""
     options = (
@@ -167,6 +170,7 @@ def test_stages_of_a_pipeline_train_as_one_process_does(start_run: StartRun) -> 
     assert (verification.steps, verification.passed) == (1, True)
 
 
+@pytest.mark.training
 @pytest.mark.parametrize(
     ("victim", "name"),
     [
@@ -189,6 +193,7 @@ def test_killed_process_ends_the_run_and_is_named(
     assert all_gone(processes)
 
 
+@pytest.mark.training
 def test_interrupted_and_resumed_run_gives_the_losses_of_an_undisturbed_one(
     start_run: StartRun, undisturbed: Finished
 ) -> None:

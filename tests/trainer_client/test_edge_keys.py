@@ -333,6 +333,7 @@ def test_models_train_with_documents_over_ranks(pool_of_four: Cluster, name: str
         torch.testing.assert_close(sum(found) / scale, expected / scale, atol=1e-4, rtol=0)
 
 
+@pytest.mark.training
 @pytest.mark.parametrize(
     "device",
     [

@@ -17,6 +17,8 @@ from tests.team import Team
 from tests.trainer_client.test_wrong_models import N_LAYERS, ROWS, SHAPE, Model, team_of
 from trainer_client import PingPong, Session
 
+pytestmark = pytest.mark.training
+
 PLACEMENTS = ["pool", "in-place", "mixed"]
 SOON_SECONDS = 10.0
 

@@ -21,6 +21,8 @@ from trainer_client import PingPong, Placement, Session, SessionError, SessionOp
 from trainer_client.integrations import documents
 from trainer_client.integrations.transformers import UnsupportedArgument
 
+pytestmark = pytest.mark.training
+
 SIZES: dict[str, Any] = {**TINY_LLAMA, "max_position_embeddings": 512}
 SHAPE = AttentionShape(num_heads=4, num_heads_kv=2, head_dim=16, head_dim_v=16, dtype="float32")
 LENGTHS = ([40, 1, 90], [77, 2, 5])

@@ -20,6 +20,8 @@ from tests.cluster import Cluster
 from tests.team import Team
 from trainer_client import PingPong, Session, SessionError, core_attention
 
+pytestmark = pytest.mark.training
+
 SHAPE = AttentionShape(num_heads=4, num_heads_kv=2, head_dim=16, head_dim_v=16, dtype="float32")
 ROWS = 24
 N_LAYERS = 3
