@@ -2,7 +2,7 @@
 #
 #   make demo     train with core attention on attention nodes, then in place, both verified
 #   make test     all tests but those of whole models, chart, images and faults
-#   make test-training  whole models and jobs, pipelines and loops of libraries; 18 minutes
+#   make test-training  whole models and jobs, pipelines and loops of libraries; 25 minutes
 #   make test-faults  whole jobs under faults and attacks, in a short form; 8 minutes
 #   make lint     formatting, linter, types, floors
 #   make format   formats the code and repairs what the linter can
@@ -24,7 +24,7 @@
 #   make release-check  refuses a tag that is not this version's: TAG=v0.1.0
 #   make check-wheels  looks for wheels of all pinned packages: ARCHITECTURE=aarch64
 #   make test-nixl    tests of the nixl transport, in a process of their own; installs its library
-#   make test-frameworks  tests of torchtitan and Megatron-core, from their wheels; 4 minutes
+#   make test-frameworks  tests of torchtitan and Megatron-core, from their wheels; 9 minutes
 #   make test-gpu     tests that need a GPU, on a machine with one (Hopper or newer, CUDA 13)
 #   make chaos    every fault in every way, a million malformed inputs, the larger models; two hours
 #   make soak     an hour (MINUTES=60) of joins, drains and kills; draws docs/img/soak.png
