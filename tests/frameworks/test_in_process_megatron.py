@@ -338,13 +338,13 @@ def test_halves_take_turns_where_they_can(
 ) -> None:
     model = Language(**changes)
     with pytest.raises(UnsupportedSetting, match=rf"cannot take turns: {said}.*ping_pong=False"):
-        _takes_turns([model], True)
-    assert not _takes_turns([model], False)
+        _takes_turns([model], True, 1)
+    assert not _takes_turns([model], False, 1)
     assert not caplog.records
-    assert not _takes_turns([model], None)
+    assert not _takes_turns([model], None, 1)
     assert re.search(rf"without ping-pong, .*{said}", caplog.text)
-    assert _takes_turns([Language()], None)
-    assert _takes_turns([Language(experts=4, moe_aux_loss_coeff=0.01)], True)
+    assert _takes_turns([Language()], None, 1)
+    assert _takes_turns([Language(experts=4, moe_aux_loss_coeff=0.01)], True, 1)
 
 
 def test_more_microbatches_than_can_be_cut_do_not_take_turns() -> None:
@@ -459,9 +459,9 @@ def test_halves_leave_the_fork_of_random_states(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_model_of_another_kind_does_not_take_turns() -> None:
-    assert not _takes_turns([torch.nn.Linear(1, 1)], None)
+    assert not _takes_turns([torch.nn.Linear(1, 1)], None, 1)
     with pytest.raises(UnsupportedSetting, match="a model chunk is Linear: "):
-        _takes_turns([torch.nn.Linear(1, 1)], True)
+        _takes_turns([torch.nn.Linear(1, 1)], True, 1)
 
 
 @pytest.mark.parametrize(

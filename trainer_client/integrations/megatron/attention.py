@@ -150,15 +150,15 @@ class ServedCoreAttention(MegatronModule):
     def _layers_kept(self) -> Iterator[None]:
         """After the block, in which the other half of the microbatch may have its turn, the modules
         around have what they had before it, and so has Megatron's tracker of random states."""
+        if not self.around:
+            yield
+            return
         kept = [
             (module, name, vars(module)[name])
             for module in self.around
             for name in _KEPT
             if name in vars(module)
         ]
-        if not self.around:
-            yield
-            return
         with rng_fork.left():
             yield
         for module, name, value in kept:

@@ -6,13 +6,15 @@ Megatron's rotary embeddings count from 0 in each document of ``cu_seqlens``, so
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
 
 from trainer_client.integrations.frameworks import UnsupportedSetting
+from trainer_client.step.manifests import split_documents
 
 _BOUNDS = ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded")
 _LONGEST = ("max_seqlen_q", "max_seqlen_kv")
@@ -51,8 +53,7 @@ class Half:
     @property
     def longest(self) -> int:
         """Tokens of its longest document."""
-        ends = zip(self.bounds, self.bounds[1:], strict=False)
-        return max([self.padding, *(end - begin for begin, end in ends)])
+        return max([self.padding, *(end - begin for begin, end in pairwise(self.bounds))])
 
 
 def cut(bounds: Sequence[int], *, multiple: int, may_be_empty: bool) -> list[Half]:
@@ -67,10 +68,10 @@ def cut(bounds: Sequence[int], *, multiple: int, may_be_empty: bool) -> list[Hal
             this one.
     """
     bounds = tuple(bounds)
-    n_documents, rows = len(bounds) - 1, bounds[-1]
-    at = min(range(1, n_documents + 1), key=lambda end: abs(2 * bounds[end] - rows), default=0)
+    lengths = [end - begin for begin, end in pairwise(bounds)]
+    at = len(split_documents(lengths, 2)[0])
     halves = []
-    for first, last in ((0, at), (at, n_documents)):
+    for first, last in ((0, at), (at, len(lengths))):
         own = bounds[first : last + 1]
         padding = -(own[-1] - own[0]) % multiple
         if first == last and not may_be_empty:
@@ -138,6 +139,25 @@ def _narrowed(tensor: torch.Tensor, dim: int, half: Half, fill: int = 0) -> torc
     return torch.cat([own, own.new_full(shape, fill)], dim)
 
 
+def with_bounds(packed: Any, of: Callable[[str, torch.Tensor], torch.Tensor]) -> Any:
+    """A copy of Megatron's ``PackedSeqParams`` with other bounds of documents. It is not made anew:
+    what its ``__post_init__`` does waits for the GPU.
+
+    Args:
+        packed: what is copied.
+        of: of the name and the value of a field, what to put there. It is called once for each
+            object: what is one tensor stays one, and so is seen to be equal.
+    """
+    own = copy.copy(packed)
+    found: dict[int, torch.Tensor] = {}
+    for name in _BOUNDS:
+        if (given := getattr(packed, name, None)) is not None:
+            if id(given) not in found:
+                found[id(given)] = of(name, given)
+            setattr(own, name, found[id(given)])
+    return own
+
+
 def packed_of(packed: Any, half: Half) -> Any:
     """Megatron's ``PackedSeqParams`` of a half, found without waiting for a GPU.
 
@@ -150,22 +170,16 @@ def packed_of(packed: Any, half: Half) -> Any:
             f"packed_seq_params have {', '.join(others)}, of which it is not known how to cut it "
             "into the halves of a microbatch; leave it out, or open the steps with ping_pong=False"
         )
-    # Not made anew: what its __post_init__ does waits for the GPU.
-    own = copy.copy(packed)
-    total = half.n_rows + half.padding
-    of_half: dict[int, torch.Tensor] = {}
-    for name in given & set(_BOUNDS):
-        bounds = getattr(packed, name)
-        # What is one tensor stays one: so it is seen to be equal.
-        if id(bounds) not in of_half:
-            inner = bounds.flatten()[half.first : half.last + 1] - bounds.flatten()[half.first]
-            parts = [inner, inner[-1:] + half.padding][: 1 + bool(half.padding)]
-            of_half[id(bounds)] = torch.cat(parts)
-        setattr(own, name, of_half[id(bounds)])
+
+    def of_half(_: str, bounds: torch.Tensor) -> torch.Tensor:
+        inner = bounds.flatten()[half.first : half.last + 1] - bounds.flatten()[half.first]
+        return torch.cat([inner, inner[-1:] + half.padding][: 1 + bool(half.padding)])
+
+    own = with_bounds(packed, of_half)
     for name in given & set(_LONGEST):
         setattr(own, name, half.longest)
     if "total_tokens" in given:
-        own.total_tokens = total
+        own.total_tokens = half.n_rows + half.padding
     if "seq_idx" in given:
         index = packed.seq_idx.narrow(-1, half.bounds[0], half.n_rows) - half.first
         padding = index.new_full((*index.shape[:-1], half.padding), half.last - half.first)

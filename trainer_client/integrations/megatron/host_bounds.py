@@ -9,7 +9,6 @@ bounds are known on the host, since the step was planned by them.
 
 from __future__ import annotations
 
-import copy
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -19,8 +18,7 @@ from torch import nn
 
 from core_attention.host_copies import HostCopy
 from trainer_client.integrations.megatron.attention import ServedCoreAttention, check_packed
-
-_BOUNDS = ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded")
+from trainer_client.integrations.megatron.halves import with_bounds
 
 
 def are_read_on_host(model: nn.Module) -> bool:
@@ -59,22 +57,17 @@ def on_host(
         ValueError: ``packed`` has other documents than were planned.
     """
     planned = torch.tensor(bounds, dtype=torch.int32)
-    own, seen = copy.copy(packed), set()
-    for name in _BOUNDS:
-        given = getattr(packed, name)
-        if given is None:
-            continue
-        setattr(own, name, planned)
-        if id(given) in seen:
-            continue
-        seen.add(id(given))
-        compare = functools.partial(
-            _compare, HostCopy(given.flatten()), planned, f"{where}: {name}"
-        )
+
+    def compared(name: str, given: torch.Tensor) -> torch.Tensor:
+        copy = HostCopy(given.flatten())
+        compare = functools.partial(_compare, copy, planned, f"{where}: {name}")
         if given.is_cuda:
             check_later(compare)
         else:
             compare()
+        return planned
+
+    own = with_bounds(packed, compared)
     check_packed(own)
     return own
 

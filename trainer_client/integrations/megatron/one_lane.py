@@ -11,6 +11,7 @@ from megatron.core.transformer.module import Float16Module
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from core_attention.tick import MAX_NANO_BATCHES
 from trainer_client.integrations.megatron import rng_fork
 
 _KEPT_FOR_ALL = "its state is one for the whole process, and halves would take each other's"
@@ -37,11 +38,12 @@ def unwrapped(model: nn.Module) -> nn.Module:
     return model
 
 
-def reasons(chunks: Sequence[nn.Module]) -> Iterator[str]:
+def reasons(chunks: Sequence[nn.Module], n_microbatches: int) -> Iterator[str]:
     """Why the halves of a microbatch of this model cannot take turns; the same on all ranks.
 
     Args:
         chunks: of the model on this rank, wrapped or not.
+        n_microbatches: of a step.
     """
     for chunk in chunks:
         yield from _of_wrappers(chunk)
@@ -56,6 +58,11 @@ def reasons(chunks: Sequence[nn.Module]) -> Iterator[str]:
         )
     if getattr(config, "num_moe_experts", None):
         yield from _of_experts(config)
+    if 2 * n_microbatches > MAX_NANO_BATCHES:
+        yield (
+            f"n_microbatches is {n_microbatches}, and each is two nano-batches of the "
+            f"{MAX_NANO_BATCHES} that a step may have: at most {MAX_NANO_BATCHES // 2} can be cut"
+        )
 
 
 def _draws_in_blocks(config: Any) -> bool:

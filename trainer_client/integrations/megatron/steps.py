@@ -17,7 +17,6 @@ from torch import nn
 from core_attention.errors import ManifestError
 from core_attention.host_copies import on_host
 from core_attention.manifest import RankManifest
-from core_attention.tick import MAX_NANO_BATCHES
 from trainer_client.errors import SessionError
 from trainer_client.integrations.frameworks import UnsupportedSetting
 from trainer_client.integrations.megatron import host_bounds, one_lane
@@ -186,10 +185,12 @@ class ServedSteps:
         yield from submitted
 
     def _manifest(self, step: int, bounds: Sequence[torch.Tensor]) -> RankManifest:
+        # Made in any case: it tells of bounds that are none.
         manifest = manifest_from_cu_seqlens(step, self.session.options.rank, bounds)
         chunk = next(iter(self._turns.values()), None)
         planned = [
-            _Planned(each.tolist(), chunk.cut(each.tolist()) if chunk else []) for each in bounds
+            _Planned(its, chunk.cut(its) if chunk else [])
+            for its in (each.tolist() for each in bounds)
         ]
         self._planned[step] = planned
         if chunk is None:
@@ -305,18 +306,13 @@ class ServedSteps:
             turns.undo()
 
 
-def _takes_turns(chunks: Sequence[nn.Module], asked: bool | None, n_microbatches: int = 1) -> bool:
+def _takes_turns(chunks: Sequence[nn.Module], asked: bool | None, n_microbatches: int) -> bool:
     """Whether the halves of a microbatch take turns.
 
     Raises:
         UnsupportedSetting: it is asked for, and cannot be.
     """
-    found = [] if asked is False else list(one_lane.reasons(chunks))
-    if asked is not False and 2 * n_microbatches > MAX_NANO_BATCHES:
-        found.append(
-            f"n_microbatches is {n_microbatches}, and each is two nano-batches of the "
-            f"{MAX_NANO_BATCHES} that a step may have: at most {MAX_NANO_BATCHES // 2} can be cut"
-        )
+    found = [] if asked is False else list(one_lane.reasons(chunks, n_microbatches))
     if asked and found:
         raise UnsupportedSetting(
             "the two halves of a microbatch cannot take turns: "

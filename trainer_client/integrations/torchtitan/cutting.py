@@ -9,10 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from core_attention.host_copies import on_host
 from core_attention.manifest import Segment
 from trainer_client.integrations.torchtitan.attention import ServedAttention
-from trainer_client.step.manifests import lengths_of_documents, split_row
+from trainer_client.step.manifests import lengths_of_documents, split_documents, split_row
 
 
 @dataclass(frozen=True)
@@ -57,7 +56,8 @@ class Cutting:
         if self.inside_documents:
             middle = min(-(-rows // (2 * self.multiple)) * self.multiple, rows)
         else:
-            middle = _begin_near_the_middle(positions)
+            lengths = lengths_of_documents(positions.flatten())
+            middle = sum(split_documents(lengths, 2)[0])
         return [
             Cut(begin, end, -(end - begin) % self.multiple or (0 if end > begin else self.multiple))
             for begin, end in ((0, middle), (middle, rows))
@@ -107,14 +107,3 @@ def why_documents_stay_whole(model: Any) -> str | None:
         if isinstance(module, nn.Conv1d):
             return f"{name} is a convolution over tokens"
     return None
-
-
-def _begin_near_the_middle(positions: torch.Tensor) -> int:
-    """The row at which a document begins, not the first, that is nearest to the middle; all rows if
-    there is one document."""
-    rows = positions.numel()
-    begins = (on_host(positions.flatten()) == 0).nonzero().flatten().tolist()
-    middle: int = min(
-        [begin for begin in begins if begin] or [rows], key=lambda at: abs(2 * at - rows)
-    )
-    return middle
