@@ -280,11 +280,11 @@ def _queue_up(step: Step, table: Timetable) -> Queue:
     """By counting: unit, then microbatch, then place in the manifest."""
     n_microbatches, n_units = table.unit_of.shape[2], len(table.phase)
     bounds = np.zeros(n_units * n_microbatches + 2, dtype=np.int64)
-    _count(step, table, bounds[2:])
+    _enqueue(step, table, bounds[2:], np.empty(0, dtype=np.int64))
     bounds = np.cumsum(bounds)
     segment = np.empty(bounds[len(bounds) - 1], dtype=np.int64)
     # Where each begins becomes where it ends, which is where the next one begins.
-    _fill(step, table, bounds[1:], segment)
+    _enqueue(step, table, bounds[1:], segment)
     most = 0
     for unit in range(n_units):
         low, high = bounds[unit * n_microbatches], bounds[(unit + 1) * n_microbatches]
@@ -293,29 +293,18 @@ def _queue_up(step: Step, table: Timetable) -> Queue:
 
 
 @compiled_leaf
-def _count(step: Step, table: Timetable, counts: Int64Array) -> None:
-    """Counts the segments of each unit and microbatch."""
-    n_microbatches = table.unit_of.shape[2]
-    for microbatch in range(n_microbatches):
-        nano_batch = microbatch * step.n_halves + step.half
-        for i in range(step.bounds[nano_batch], step.bounds[nano_batch + 1]):
-            place = table.pipeline_rank[step.rank[i]]
-            for phase in range(2):
-                unit = table.unit_of[phase, place, microbatch]
-                counts[unit * n_microbatches + microbatch] += 1
-
-
-@compiled_leaf
-def _fill(step: Step, table: Timetable, begin: Int64Array, segment: Int64Array) -> None:
-    """Writes the segments of each unit and microbatch, from ``begin`` on, which moves along."""
-    n_microbatches = table.unit_of.shape[2]
+def _enqueue(step: Step, table: Timetable, begin: Int64Array, segment: Int64Array) -> None:
+    """Writes the segments of each unit and microbatch, from ``begin`` on, which moves along; where
+    ``segment`` is empty they are counted only."""
+    n_microbatches, writes = table.unit_of.shape[2], len(segment) > 0
     for microbatch in range(n_microbatches):
         nano_batch = microbatch * step.n_halves + step.half
         for i in range(step.bounds[nano_batch], step.bounds[nano_batch + 1]):
             place = table.pipeline_rank[step.rank[i]]
             for phase in range(2):
                 at = table.unit_of[phase, place, microbatch] * n_microbatches + microbatch
-                segment[begin[at]] = i
+                if writes:
+                    segment[begin[at]] = i
                 begin[at] += 1
 
 
