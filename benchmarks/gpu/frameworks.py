@@ -10,7 +10,7 @@ need torch 2.14 or newer, Megatron's own packed attention (``transformer-engine`
 *served* is balanced, *served-one-lane* likewise, without ping-pong; *served-at-documents* cuts
 torchtitan's batches in two at the begin of a document; *plain* runs the same code and leaves all
 core attention at home. *Headroom* is how much faster plain packing would be if core attention were
-spread evenly, as forecast.
+spread evenly, as forecast; pipelines have a formula of their own, see ``benchmarks.gpu.pipeline``.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ class Found:
     Attributes:
         seconds: of each step, by the slowest rank.
         over: of each step, what plain packing loses to imbalance, in seconds; as
-            :class:`benchmarks.gpu.frameworks_rank.Measured` has it.
+            :class:`benchmarks.gpu.frameworks_rank.Measured` has it; empty in pipelines.
         tokens: of a step.
         losses: of all steps, the warm-up as well.
         peak_bytes: of the rank with most.
@@ -158,8 +158,10 @@ class Found:
         against = ""
         if plain is not None:
             gains = [p / own for p, own in zip(plain.seconds, self.seconds, strict=True)]
-            rooms = [p / (p - over) for p, over in zip(plain.seconds, plain.over, strict=True)]
-            against = f"{statistics.mean(gains):.3f}x of {statistics.mean(rooms):.3f}x"
+            against = f"{statistics.mean(gains):.3f}x"
+            if plain.over:
+                rooms = [p / (p - over) for p, over in zip(plain.seconds, plain.over, strict=True)]
+                against += f" of {statistics.mean(rooms):.3f}x"
         shown = (self.losses[0], self.losses[len(self.losses) // 2], self.losses[-1])
         return [
             f"{mean:.2f} (" + " ".join(f"{each:.2f}" for each in self.seconds) + ")",

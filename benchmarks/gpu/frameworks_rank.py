@@ -100,7 +100,8 @@ class Measured:
         seconds: of each step.
         losses: their sums by step: of torchtitan over all tokens' number, of Megatron as they are;
             0 where a rank has none.
-        over: of each step, :func:`benchmarks.gpu.plain_packing.seconds_lost`; of planned ways only.
+        over: of each step, :func:`benchmarks.gpu.plain_packing.seconds_lost`; of planned ways
+            without pipelines only.
         peak_bytes: the most memory in use, of the whole run.
     """
 
@@ -109,9 +110,10 @@ class Measured:
     over: list[float] = field(default_factory=list)
     peak_bytes: int = 0
 
-    def note_plan(self, session: Session, step: int) -> None:
+    def note_plan(self, session: Session, step: int, *, wait_in_layers: bool) -> None:
         seen = StepMeasurements.from_proto(session.fetch_step(step))
-        self.over.append(seconds_lost(seen, session.options.n_layers))
+        lost = seconds_lost(seen, session.options.n_layers, wait_in_layers=wait_in_layers)
+        self.over.append(lost)
 
     @contextmanager
     def step(self) -> Iterator[list[float]]:
@@ -200,8 +202,8 @@ def torchtitan(settings: Settings) -> Measured:
             trainer.train_step(batches)
             if settings.pp == 1 or trainer.pp_has_last_stage:
                 losses += [float(loss) for loss in found]
-        if session is not None:
-            measured.note_plan(session, step)
+        if session is not None and settings.pp == 1:
+            measured.note_plan(session, step, wait_in_layers=True)  # FSDP2 gathers weights.
     trainer.close()
     return measured
 
@@ -278,8 +280,9 @@ def megatron(settings: Settings) -> Measured:
                 )
             optimizer.step()
             losses += [float(each["loss"]) for each in found or ()]
-        if steps is not None:
-            measured.note_plan(steps.session, step)
+        if steps is not None and settings.pp == 1:
+            # Replicas reduce gradients after the last microbatch.
+            measured.note_plan(steps.session, step, wait_in_layers=False)
     if steps is not None:
         steps.close()
     return measured

@@ -250,7 +250,7 @@ def run_turn(run: Run, turn: int, rank: int, device: str, address: str) -> dict[
                 assert running.report is not None
                 found["edge_waits"].append(running.report.edge_wait_seconds)
                 seen = StepMeasurements.from_proto(session.fetch_step(step))
-                found["over"].append(seconds_lost(seen, options.n_layers))
+                found["over"].append(seconds_lost(seen, options.n_layers, wait_in_layers=True))
                 found["imbalance"].append([seen.home_imbalance, seen.planned_imbalance])
     found["gib"] = torch.cuda.max_memory_allocated() / 2**30 if on_gpu else 0.0
     return found
