@@ -17,6 +17,8 @@ import torch
 import torch.distributed as dist
 
 from core_attention.manifest import RankManifest
+from core_attention.schedule import write_csv
+from core_attention.schedule_orders import SCHEDULES
 from core_attention.shape import parse_shape
 from tests.cluster import keep_profile
 from tests.frameworks.comparison import assert_same
@@ -37,10 +39,6 @@ from torchtitan.models.qwen3 import model_registry as qwen3  # noqa: E402
 from examples.torchtitan.llama3 import plain  # noqa: E402
 from examples.torchtitan.random_documents import RandomDocuments  # noqa: E402
 from trainer_client.integrations.torchtitan import ServedTrainer, served  # noqa: E402
-from trainer_client.integrations.torchtitan.refusals import pipeline_problems  # noqa: E402
-
-PIPELINES = not list(pipeline_problems(2))
-"""Whether this torch can run torchtitan's pipelines."""
 
 REFERENCE = "tests.frameworks.torchtitan_reference.reference_varlen"
 
@@ -63,7 +61,8 @@ class Case:
         cut_documents: the setting.
         cuts: whether documents are cut by that.
         placement: of servers.
-        pp: pipeline stages, of which each microbatch is a row of the batch.
+        pp: ranks of a pipeline, of which each microbatch is a row of the batch.
+        order: of ``distca schedule``, which torchtitan reads from a file; empty: its own 1F1B.
         validated: whether torchtitan's validator runs after each step.
     """
 
@@ -81,6 +80,7 @@ class Case:
     cuts: bool = True
     placement: str = "in-place"
     pp: int = 1
+    order: str = ""
     validated: bool = True
 
 
@@ -106,7 +106,6 @@ MODELS = (
         cuts=False,
         validated=False,
     ),
-    Case("llama3-pp", rows=4, pp=2, cuts=False),
 )
 
 HALVES = (
@@ -168,7 +167,27 @@ HALVES_OF_MODELS = (
     ),
 )
 
-GROUPS = {"models": MODELS, "halves": HALVES, "halves-of-models": HALVES_OF_MODELS}
+PIPELINES = (
+    Case("llama3-pp", rows=4, pp=2, cuts=False),
+    Case("llama3-pp-zero-bubble", rows=4, pp=2, cuts=False, order="zero-bubble", validated=False),
+    Case("llama3-pp-split", rows=5, pp=2, cuts=False, order="1f1b-split", validated=False),
+    Case(
+        "llama3-pp-interleaved",
+        rows=4,
+        pp=2,
+        cuts=False,
+        order="interleaved",
+        checkpointing=FullAC,
+        validated=False,
+    ),
+)
+
+GROUPS = {
+    "models": MODELS,
+    "halves": HALVES,
+    "halves-of-models": HALVES_OF_MODELS,
+    "pipelines": PIPELINES,
+}
 
 SHAPES = ("16:16:16", "8:8:16", "16:8:128", "64:8:64", "32:4:64", "16:16:192/128")
 
@@ -216,10 +235,11 @@ class Rank(ServedTrainer):
         }
 
 
-def configuration(case: Case) -> Any:
+def configuration(case: Case, folder: Path) -> Any:
     config = plain("debugmodel", seq_len=case.seq_len)
     spec = case.model("debugmodel", attn_backend="varlen")
-    spec.model.layers = spec.model.layers[:2]
+    interleaved = case.order == "interleaved"
+    spec.model.layers = spec.model.layers[: 4 if interleaved else 2]
     config.model_spec = spec
     for _, experts, *_ in spec.model.traverse(GptOssGroupedExperts.Config):
         experts.hidden_dim = 64
@@ -239,6 +259,12 @@ def configuration(case: Case) -> Any:
     config.parallelism.pipeline_parallel_degree = case.pp
     config.parallelism.pipeline_parallel_first_stage_less_layers = 0
     config.parallelism.pipeline_parallel_last_stage_less_layers = 0
+    if interleaved:
+        config.parallelism.pipeline_parallel_schedule = "Interleaved1F1B"
+    if case.order:
+        order = folder / f"{case.name}-{os.environ['RANK']}.csv"
+        order.write_text(write_csv(SCHEDULES[case.order](case.pp, case.rows)))
+        config.parallelism.pipeline_parallel_schedule_csv = str(order)
     config.validator.enable = case.validated
     config.validator.steps = 2
     config.validator.dataloader = replace(config.dataloader, seed=1)
@@ -279,13 +305,13 @@ def train(trainer: Any) -> Iterator[dict[str, torch.Tensor]]:
 
 
 def run(case: Case, control_plane: str) -> None:
-    reference = configuration(case)
+    reference = configuration(case, Rank.folder)
     reference.override.imports = [REFERENCE]
     plain_trainer = reference.build()
     expected = list(train(plain_trainer))
     plain_trainer.close()
     config = served(
-        configuration(case),
+        configuration(case, Rank.folder),
         control_plane=control_plane,
         job=case.name,
         ping_pong=case.ping_pong,
@@ -313,8 +339,6 @@ def main(folder: str, control_plane: str, group: str, rank: str) -> None:
         "gloo", init_method=f"file://{folder}/rendezvous", rank=int(rank), world_size=RANKS
     )
     for case in GROUPS[group]:
-        if case.pp > 1 and not PIPELINES:
-            continue
         run(case, control_plane)
         print(f"equal: {case.name}", flush=True)
     dist.destroy_process_group()
