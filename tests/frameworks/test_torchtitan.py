@@ -17,17 +17,22 @@ pytestmark = [pytest.mark.frameworks, pytest.mark.timeout(600)]
 TAKES_MICROBATCHES = "arg_mbs" in inspect.signature(PipelineScheduleSingle.step).parameters
 """Whether torchtitan's pipelines run with this torch: from 2.14 on."""
 
-PIPELINES = [("pipelines", 0, 4)] if TAKES_MICROBATCHES else []
+PIPELINES = [("pipelines", 0, 2, 4), ("pipelines-of-replicas", 0, 4, 1)]
 
 
 @pytest.mark.parametrize(
-    ("group", "n_nodes", "n_cases"),
-    [("models", 0, 7), ("halves", 1, 7), ("halves-of-models", 0, 4), *PIPELINES],
+    ("group", "n_nodes", "n_ranks", "n_cases"),
+    [
+        ("models", 0, 2, 7),
+        ("halves", 1, 2, 7),
+        ("halves-of-models", 0, 2, 4),
+        *(PIPELINES if TAKES_MICROBATCHES else []),
+    ],
 )
 def test_loss_and_gradients_are_those_of_plain_attention(
-    tmp_path: Path, group: str, n_nodes: int, n_cases: int
+    tmp_path: Path, group: str, n_nodes: int, n_ranks: int, n_cases: int
 ) -> None:
     with cluster(tmp_path, n_nodes) as running:
         ranks = "tests.frameworks.torchtitan_ranks"
-        printed = run_ranks(ranks, 2, tmp_path, running.address, group)
+        printed = run_ranks(ranks, n_ranks, tmp_path, running.address, group, str(n_ranks))
     assert all(text.count("equal: ") == n_cases for text in printed), printed

@@ -1,6 +1,6 @@
 """A rank of torchtitan on a CPU, twice for each case: with float64 attention, and served.
 
-python -m tests.frameworks.torchtitan_ranks FOLDER CONTROL_PLANE GROUP RANK
+python -m tests.frameworks.torchtitan_ranks FOLDER CONTROL_PLANE GROUP RANKS RANK
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tests.cluster import keep_profile
 from tests.frameworks.comparison import assert_same
 from tests.frameworks.cpu_devices import float32_experts, torchtitan_on_cpu
 
-RANKS, STEPS = 2, 3
+STEPS = 3
 
 torchtitan_on_cpu()
 
@@ -169,7 +169,15 @@ HALVES_OF_MODELS = (
 
 PIPELINES = (
     Case("llama3-pp", rows=4, pp=2, cuts=False),
-    Case("llama3-pp-zero-bubble", rows=4, pp=2, cuts=False, order="zero-bubble", validated=False),
+    Case(
+        "llama3-pp-zero-bubble",
+        rows=4,
+        pp=2,
+        cuts=False,
+        order="zero-bubble",
+        checkpointing=FullAC,
+        validated=False,
+    ),
     Case("llama3-pp-split", rows=5, pp=2, cuts=False, order="1f1b-split", validated=False),
     Case(
         "llama3-pp-interleaved",
@@ -182,11 +190,23 @@ PIPELINES = (
     ),
 )
 
+PIPELINES_OF_REPLICAS = (
+    Case(
+        "llama3-pp-fsdp-zero-bubble",
+        rows=4,
+        pp=2,
+        cuts=False,
+        order="zero-bubble",
+        checkpointing=FullAC,
+    ),
+)
+
 GROUPS = {
     "models": MODELS,
     "halves": HALVES,
     "halves-of-models": HALVES_OF_MODELS,
     "pipelines": PIPELINES,
+    "pipelines-of-replicas": PIPELINES_OF_REPLICAS,
 }
 
 SHAPES = ("16:16:16", "8:8:16", "16:8:128", "64:8:64", "32:4:64", "16:16:192/128")
@@ -213,6 +233,10 @@ class Rank(ServedTrainer):
                 ), rows
                 cut = True
         return cut
+
+    def knows_the_order(self) -> bool:
+        """Whether plans give idle stages more."""
+        return self._session.options.pipelining is not None
 
     def _wire(self) -> None:
         self.submitted: list[RankManifest] = []
@@ -248,7 +272,7 @@ def configuration(case: Case, folder: Path) -> Any:
     config.loss.global_vocab_size = spec.model.vocab_size
     config.dataloader = RandomDocuments.Config(vocabulary=spec.model.vocab_size, median=case.median)
     config.training.local_batch_size = case.rows
-    replicas = RANKS // case.tp // case.pp
+    replicas = int(os.environ["WORLD_SIZE"]) // case.tp // case.pp
     config.training.global_batch_size = case.rows * case.accumulate * replicas
     config.training.steps = STEPS
     config.training.mixed_precision_param = "float32"
@@ -262,7 +286,8 @@ def configuration(case: Case, folder: Path) -> Any:
     if interleaved:
         config.parallelism.pipeline_parallel_schedule = "Interleaved1F1B"
     if case.order:
-        order = folder / f"{case.name}-{os.environ['RANK']}.csv"
+        order = folder / os.environ["RANK"] / f"{case.name}.csv"
+        order.parent.mkdir(exist_ok=True)
         order.write_text(write_csv(SCHEDULES[case.order](case.pp, case.rows)))
         config.parallelism.pipeline_parallel_schedule_csv = str(order)
     config.validator.enable = case.validated
@@ -306,6 +331,8 @@ def train(trainer: Any) -> Iterator[dict[str, torch.Tensor]]:
 
 def run(case: Case, control_plane: str) -> None:
     reference = configuration(case, Rank.folder)
+    # In an order of PyTorch's: its backwards in two parts lose gradients of recomputed layers.
+    reference.parallelism.pipeline_parallel_schedule_csv = None
     reference.override.imports = [REFERENCE]
     plain_trainer = reference.build()
     expected = list(train(plain_trainer))
@@ -324,19 +351,20 @@ def run(case: Case, control_plane: str) -> None:
         for step, (found, right) in enumerate(zip(train(trainer), expected, strict=True)):
             assert_same(found, right, case.name, step)
         assert trainer.has_cut_documents() is case.cuts, case.name
+        assert trainer.knows_the_order() is (case.pp > 1), case.name
     finally:
         trainer.close()
 
 
-def main(folder: str, control_plane: str, group: str, rank: str) -> None:
-    os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=str(RANKS))
+def main(folder: str, control_plane: str, group: str, n_ranks: str, rank: str) -> None:
+    os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=n_ranks)
     torch.set_num_threads(1)
     float32_experts()
     Rank.folder = Path(folder)
     for shape in SHAPES:
         keep_profile(Rank.folder, parse_shape(f"{shape}:float32"))
     dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/rendezvous", rank=int(rank), world_size=RANKS
+        "gloo", init_method=f"file://{folder}/rendezvous", rank=int(rank), world_size=int(n_ranks)
     )
     for case in GROUPS[group]:
         run(case, control_plane)

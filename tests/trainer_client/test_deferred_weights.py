@@ -21,7 +21,14 @@ pytestmark = pytest.mark.training
 
 
 class Special(nn.Linear):
-    """A subclass may compute anything."""
+    """It may compute anything."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x)
+
+
+class Named(nn.Linear):
+    """A subclass that computes what ``nn.Linear`` does, as torchtitan's."""
 
 
 class Mixed(nn.Module):
@@ -30,7 +37,7 @@ class Mixed(nn.Module):
         self.norm, self.wide = nn.LayerNorm(6), nn.Linear(6, 10)
         self.frozen, self.narrow = nn.Linear(10, 10, bias=False), Special(10, 3)
         self.frozen.requires_grad_(requires_grad=False)
-        self.last = nn.Linear(3, 2, bias=False)
+        self.last = Named(3, 2, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = self.last(self.narrow(self.frozen(torch.relu(self.wide(self.norm(x))))))

@@ -89,11 +89,11 @@ def defer_weights(module: nn.Module) -> DeferredWeights:
         stage = PipelineStage(module, ..., dw_builder=defer_weights(module))
 
     ``forward`` of each ``torch.nn.Linear`` is replaced on the object, unless somebody else has done
-    so. Subclasses and layers of other kinds are left alone, as are layers under autocast and
-    weights that are DTensors (of tensor parallelism), have hooks, or are computed from others
-    (``weight_norm``): their gradients are computed in the first part. Layers may be recomputed,
-    compiled (what is around a linear layer, then) and sharded by FSDP2. Between both parts, a
-    linear layer keeps its input and its output's gradient.
+    so. Subclasses with a ``forward`` of their own and layers of other kinds are left alone, as are
+    layers under autocast and weights that are DTensors (of tensor parallelism), have hooks, or are
+    computed from others (``weight_norm``): their gradients are computed in the first part. Layers
+    may be recomputed, compiled (what is around a linear layer, then) and sharded by FSDP2. Between
+    both parts, a linear layer keeps its input and its output's gradient.
 
     Args:
         module: of the stage.
@@ -105,7 +105,9 @@ def defer_weights(module: nn.Module) -> DeferredWeights:
     _refuse_replicated(module)
     deferred = DeferredWeights()
     for part in module.modules():
-        if type(part) is nn.Linear and "forward" not in vars(part):
+        if not isinstance(part, nn.Linear) or "forward" in vars(part):
+            continue
+        if type(part).forward is nn.Linear.forward:
             forward: Any = outside_graphs(partial(_linear, part, deferred))
             part.forward = forward  # type: ignore[method-assign]
     return deferred

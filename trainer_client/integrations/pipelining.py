@@ -31,7 +31,7 @@ from trainer_client.integrations.schedule_check import ScheduleCheck
 from trainer_client.integrations.shape_inference import ShapeInference
 from trainer_client.integrations.stage_messages import StageMessages
 from trainer_client.session import Session
-from trainer_client.step.lane import current_step, in_nano_batch, require_step
+from trainer_client.step.lane import in_nano_batch, is_unplanned_evaluation, require_step
 from trainer_client.step.ping_pong import run_in_turns
 from trainer_client.step.running_step import RunningStep
 
@@ -161,8 +161,7 @@ class Pipeline:
 
         @functools.wraps(forward)
         def forward_one_chunk(fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-            if current_step.get() is None and not torch.is_grad_enabled():
-                # Validation that nobody has planned.
+            if is_unplanned_evaluation():
                 return forward(fwd_chunk_id, *args, **kwargs)
             self._inference.is_over = True
             self._unsynced.close()

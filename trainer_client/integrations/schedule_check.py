@@ -2,7 +2,8 @@
 
 Servers expect the ticks of a rank in the order of its schedule, and post receives for the next
 actions only. A rank that runs another order would wait for a receive that comes too late, so the
-first action that is out of order is an error, here and at once.
+first action that is out of order is an error, here and at once. An evaluation that nobody has
+planned sends nothing, and may run in any order outside of a step.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 
 from core_attention.schedule import Action, Kind, Schedule
 from trainer_client.errors import SessionError
+from trainer_client.step.lane import is_unplanned_evaluation
 
 
 class ScheduleCheck:
@@ -62,7 +64,8 @@ class ScheduleCheck:
     ) -> Callable[..., Any]:
         @functools.wraps(method)
         def checked(chunk: int, *args: Any, **kwargs: Any) -> Any:
-            self.runs(Action(stage, kind_of(*args, **kwargs), chunk))
+            if not is_unplanned_evaluation():
+                self.runs(Action(stage, kind_of(*args, **kwargs), chunk))
             return method(chunk, *args, **kwargs)
 
         return checked

@@ -7,6 +7,8 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 
+import torch
+
 from trainer_client.errors import SessionError
 from trainer_client.integrations.checkpointing import Checkpoints
 from trainer_client.step.running_step import RunningStep
@@ -34,6 +36,12 @@ class Lane:
 
 current_step: ContextVar[RunningStep | None] = ContextVar("distca_step", default=None)
 current_lane: ContextVar[Lane | None] = ContextVar("distca_lane", default=None)
+
+
+def is_unplanned_evaluation() -> bool:
+    """Whether the caller runs without gradients and outside of a step: core attention is computed
+    at home then."""
+    return current_step.get() is None and not torch.is_grad_enabled()
 
 
 def require_step() -> RunningStep:

@@ -23,7 +23,13 @@ from trainer_client.integrations.probe import current_recorder
 from trainer_client.integrations.shape_inference import is_shape_inference
 from trainer_client.step.home import HomeCall, attend_at_home
 from trainer_client.step.home_tasks import tasks_of_documents
-from trainer_client.step.lane import Lane, current_lane, current_step, require_lane
+from trainer_client.step.lane import (
+    Lane,
+    current_lane,
+    current_step,
+    is_unplanned_evaluation,
+    require_lane,
+)
 from trainer_client.step.operation import core_attention_and_lse
 
 _SIGNATURE = inspect.signature(VarlenAttention.forward)
@@ -110,8 +116,7 @@ def is_validation() -> bool:
     """Whether the caller runs a model that nobody has planned: without gradients, outside of a
     step."""
     return (
-        not torch.is_grad_enabled()
-        and current_step.get() is None
+        is_unplanned_evaluation()
         and current_lane.get() is None
         and Checkpoints().recomputed is None
     )

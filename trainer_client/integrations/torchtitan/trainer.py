@@ -6,7 +6,7 @@ import logging
 from collections import deque
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from itertools import count
 from typing import Any
 
@@ -14,6 +14,7 @@ import torch
 from torchtitan.trainer import Trainer
 
 from core_attention.manifest import RankManifest
+from core_attention.pipelining import Pipelining
 from trainer_client.errors import SessionError
 from trainer_client.integrations.frameworks import UnsupportedSetting, refuse
 from trainer_client.integrations.fsdp import prepare_fsdp
@@ -23,6 +24,7 @@ from trainer_client.integrations.probe import Recorder, ServedAttention
 from trainer_client.integrations.torchtitan.attention import ServedAttention as ServedLayer
 from trainer_client.integrations.torchtitan.cutting import Cutting, why_documents_stay_whole
 from trainer_client.integrations.torchtitan.lanes import InTurns
+from trainer_client.integrations.torchtitan.pipelines import Stages, order_of, pipelining_of
 from trainer_client.integrations.torchtitan.read_ahead import Batch, ReadAhead
 from trainer_client.integrations.torchtitan.refusals import problems
 from trainer_client.integrations.torchtitan.settings import DistcaSettings
@@ -57,6 +59,7 @@ class ServedTrainer(Trainer):
         self._pipeline: Pipeline | None = None
         self._turns: list[InTurns] = []
         self._cutting = self._how_to_cut()
+        self._layers_of_parts: list[int] = []
         found = self._probe()
         self._session = Session.open(self._session_options(found))
         self._wire()
@@ -151,7 +154,7 @@ class ServedTrainer(Trainer):
     def _probe(self) -> ServedAttention:
         """What core attention the model calls, by a forward of a few tokens on all ranks."""
         tokens = torch.arange(4 * self._cutting.multiple, device=self.device).repeat(2)[None]
-        calls, kinds = 0, []
+        kinds = []
         for part in self.model_parts:
             reached = [each for each in part.modules() if isinstance(each, ServedLayer)]
             recorder = Recorder(part)
@@ -170,11 +173,34 @@ class ServedTrainer(Trainer):
                     f"reaches {found}: {[place for place, _ in recorder.calls]} and "
                     f"{recorder.home_calls} with windows; every layer must be run once"
                 )
-            calls += len(recorder.calls)
+            self._layers_of_parts.append(len(recorder.calls))
             kinds.append(recorder.kind())
         if any(kind != kinds[0] for kind in kinds):
             raise SessionError(f"the stages of this rank differ in core attention: {kinds}")
-        return ServedAttention(n_layers=calls, kind=kinds[0])
+        return ServedAttention(n_layers=sum(self._layers_of_parts), kind=kinds[0])
+
+    def _pipelining(self, ranks_of_stage: int) -> Pipelining | None:
+        """Of pipelines whose order is known; None: attention is spread evenly over all ranks."""
+        csv = self.config.parallelism.pipeline_parallel_schedule_csv
+        order = order_of(self.pp_schedule, csv, self._batches_of_step)
+        if order is None:
+            return None
+        all_stages = _stages_of(self.pp_schedule)
+        layers = [
+            calls
+            for stage in all_stages
+            for part, calls in zip(self.model_parts, self._layers_of_parts, strict=True)
+            if part is stage.submod
+        ]
+        stages = Stages(
+            all=all_stages,
+            layers=layers,
+            ranks_of_stage=ranks_of_stage,
+            width=self.model_config.dim,
+            dtype=getattr(torch, self.config.training.mixed_precision_param),
+            device=self.device,
+        )
+        return pipelining_of(order, stages, self.config.training.seq_len, self.train_context)
 
     def _session_options(self, found: ServedAttention) -> SessionOptions:
         dims, settings = self.parallel_dims, self.config.distca
@@ -192,10 +218,15 @@ class ServedTrainer(Trainer):
                 "runs the whole global batch"
             )
         first = (stage * batch_degree + batch_rank) * n_shares
+        pipelining = self._pipelining(batch_degree * n_shares) if dims.pp_enabled else None
+        known = {} if pipelining is None else {"pipelining": pipelining}
+        if pipelining is not None:
+            found = replace(found, n_layers=pipelining.max_layers)
         return SessionOptions(
             **found.complete(
                 {
                     **settings.session_options(),
+                    **known,
                     "job": settings.job,
                     "rank": first + share,
                     "n_ranks": batch_degree * dims.pp * n_shares,
