@@ -31,9 +31,9 @@ from control_plane.planner.board import (
     remove_free,
     resident_end,
 )
-from control_plane.planner.chunk import CutRules, begin_for_seconds
+from control_plane.planner.chunk import CutRules, begin_for_seconds, with_shortest_chunks
 from control_plane.planner.compiled import BoolArray, compiled_inner, compiled_leaf
-from control_plane.planner.costs import Pace, pace_seconds
+from control_plane.planner.costs import Pace, causal_pairs, pace_seconds
 from control_plane.planner.fit import latest_end
 from control_plane.planner.fleet import Fleet
 from control_plane.planner.level import Work
@@ -65,10 +65,15 @@ class Carving(NamedTuple):
         rooms: who can take something, by query-key pairs.
         donors: who is above the cap, by where the document ends that it gives next.
         next_part: ``[n_servers]`` of donors, that document's free part.
+        over_before: ``[n_servers]`` of donors, seconds above the cap when it last began with its
+            longest document.
         passed: ``[MOST_PASSED]`` receivers in whose rooms a piece did not fit.
         sums: ``[4]`` seconds that are left above caps, that donors are rid of, that receivers have
             got instead, and by which caps would have to rise before anything more fits.
-        swaps: whether a server may get a piece for which it must give away documents of its own.
+        received: ``[n_servers]`` seconds of pieces of other homes that each has.
+        waste: share by which a piece that fits into a room may run slower than one as long as the
+            receiver's cap; where it is slower, the receiver gets the long one and gives away
+            documents of its own. Infinite: nobody must.
     """
 
     board: Board
@@ -85,13 +90,36 @@ class Carving(NamedTuple):
     rooms: Rooms
     donors: Rooms
     next_part: Int64Array
+    over_before: Float64Array
     passed: Int64Array
     sums: Float64Array
-    swaps: bool
+    received: Float64Array
+    waste: float
 
 
 LEFT, RELIEVED, ADDED, NEEDED = 0, 1, 2, 3
 """Of ``Carving.sums``."""
+
+
+class Gift(NamedTuple):
+    """A free part of which a donor gives some.
+
+    Attributes:
+        part: of the board's free parts.
+        low, high: its queries, ``[low, high)``.
+        seconds: of all of it on the donor.
+        surplus: seconds that the donor is above its cap.
+        whole: it is a whole segment, which may move whatever its length.
+        is_short: so short that it is not cut.
+    """
+
+    part: int
+    low: int
+    high: int
+    seconds: float
+    surplus: float
+    whole: bool
+    is_short: bool
 
 
 @compiled_inner
@@ -105,12 +133,12 @@ def carve_surplus(
     cap: Float64Array,
     work: Work,
     home_seconds: Float64Array,
-    swaps: bool,
+    waste: float,
 ) -> float:
     """Moves what is above ``cap`` as far as there is room.
 
     Args:
-        swaps: whether a server may get a piece for which it must give away documents of its own.
+        waste: of :class:`Carving`.
 
     Returns:
         By how many seconds the cap would have to rise, about, so that all fits: 0 if it does,
@@ -132,11 +160,13 @@ def carve_surplus(
         no_rooms(n),
         no_rooms(n),
         np.full(n, -1, dtype=np.int64),
+        np.zeros(n),
         np.empty(MOST_PASSED, dtype=np.int64),
         np.array([0.0, 0.0, 0.0, math.inf]),
-        swaps,
+        np.maximum(board.load - work.load, 0.0),
+        waste,
     )
-    _carve(carving, rules)
+    _carve(carving, with_shortest_chunks(rules) if math.isfinite(waste) else rules)
     left, relieved = carving.sums[LEFT], carving.sums[RELIEVED]
     growth = carving.sums[ADDED] / relieved if relieved > 0.0 else 1.0
     rise: float = left * growth / max(work.receives.sum(), 1)
@@ -154,8 +184,7 @@ def _carve(carving: Carving, rules: CutRules) -> None:
         _offer(carving, server)
         rank = carving.fleet.rank[server]
         if rank >= 0 and load[server] > cap[server] + slack and board.first_free[rank] >= 0:
-            carving.next_part[server] = board.first_free[rank]
-            push_room(donors, server, float(free[board.first_free[rank], END]))
+            _begin_with_longest(carving, server)
     while donors.size[0] > 0:
         if board.used[CHUNKS] >= len(board.chunks):
             carving.sums[LEFT] = math.inf
@@ -163,12 +192,34 @@ def _carve(carving: Carving, rules: CutRules) -> None:
         donor = pop_room(donors)
         after = _give(carving, rules, donor)
         over = load[donor] - cap[donor]
-        if over <= slack or after < 0 or carving.rooms.size[0] == 0:
-            carving.sums[LEFT] += over if over > slack else 0.0
-            _offer(carving, donor)
-        else:
+        if over > slack and after >= 0 and carving.rooms.size[0] > 0:
             carving.next_part[donor] = after
             push_room(donors, donor, float(free[after, END]))
+        elif over > slack and carving.rooms.size[0] > 0 and _may_begin_again(carving, donor):
+            _begin_with_longest(carving, donor)
+        else:
+            # Half of a short document may stay, see _give.
+            carving.sums[LEFT] += over if over > slack + 0.5 * carving.short_seconds else 0.0
+            _offer(carving, donor)
+
+
+@compiled_leaf
+def _begin_with_longest(carving: Carving, donor: int) -> None:
+    """Lets a donor give its longest document next."""
+    board = carving.board
+    first = board.first_free[carving.fleet.rank[donor]]
+    carving.next_part[donor] = first
+    carving.over_before[donor] = board.load[donor] - carving.cap[donor]
+    push_room(carving.donors, donor, float(board.free[first, END]))
+
+
+@compiled_leaf
+def _may_begin_again(carving: Carving, donor: int) -> bool:
+    """Whether a donor has something left that it passed over, and gave anything since it last
+    began with its longest document."""
+    over = carving.board.load[donor] - carving.cap[donor]
+    has_any = carving.board.first_free[carving.fleet.rank[donor]] >= 0
+    return bool(has_any and over < carving.over_before[donor] - carving.slack)
 
 
 @compiled_leaf
@@ -178,97 +229,170 @@ def _give(carving: Carving, rules: CutRules, donor: int) -> int:
     board, fleet, segments = carving.board, carving.fleet, carving.segments
     part = carving.next_part[donor]
     segment, low, high = board.free[part, SEGMENT], board.free[part, BEGIN], board.free[part, END]
-    after = board.free[part, NEXT]
     gives = Pace(fleet.tables, fleet.profile[donor], rules.phase, fleet.speed[donor])
-    whole = segments.whole[segment] and low == 0 and high == segments.end[segment]
+    whole = low == segments.begin[segment] and high == segments.end[segment]
     seconds = carving.home_seconds[segment] if whole else pace_seconds(gives, low, high)
     is_short = whole and seconds < carving.short_seconds
     surplus = board.load[donor] - carving.cap[donor]
-    begin, n_passed = high, 0
+    gift = Gift(part, low, high, seconds, surplus, whole, is_short)
+    after, n_free = board.free[part, NEXT], board.used[FREE]
+    if not whole and high - low < rules.shortest_tokens:
+        # What a cut has left says nothing about the documents after it.
+        return int(after)
     # Of a short document more than half must be surplus.
-    while carving.rooms.size[0] > 0 and not (is_short and seconds > 2.0 * surplus):
-        receiver = carving.rooms.server[0]
-        begin = _begin_for(carving, rules, gives, receiver, part, seconds, surplus, whole, is_short)
-        if begin < high:
-            _move(carving, rules, gives, receiver, part, begin, seconds)
-            if begin > low and (after < 0 or begin >= board.free[after, END]):
-                after = board.used[FREE] - 1
-            if not is_short or carving.cap[receiver] - board.load[receiver] <= carving.slack:
-                # Of short documents it takes more until one does not fit.
-                pop_room(carving.rooms)
-                _offer(carving, receiver)
-            break
-        if n_passed == MOST_PASSED:
-            break
-        carving.passed[n_passed] = pop_room(carving.rooms)
-        n_passed += 1
-    for k in range(n_passed):
-        _offer(carving, carving.passed[k])
-    if begin == high:
-        if not is_short and carving.rooms.size[0] > 0 and _swap(carving, rules, gives, part):
-            rest = board.used[FREE] - 1
-            return int(
-                rest if after < 0 or board.free[rest, END] >= board.free[after, END] else after
-            )
+    has_given = not (is_short and seconds > 2.0 * surplus) and (
+        _give_end(carving, rules, gives, gift)
+        or (not is_short and _give_unfit(carving, rules, gives, gift, donor))
+    )
+    if has_given:
+        rest = board.used[FREE] - 1
+        if rest >= n_free and (after < 0 or board.free[rest, END] >= board.free[after, END]):
+            after = rest
+    else:
         while after >= 0 and board.free[after, END] > NEXT_SIZE * high:
             after = board.free[after, NEXT]
     return int(after)
 
 
 @compiled_leaf
-def _swap(carving: Carving, rules: CutRules, gives: Pace, part: int) -> bool:
-    """Gives the shortest piece at the end of ``part`` to the server with the widest room, although
-    it does not fit: documents of the server's own must go then. False if it may not, or has none;
-    ``Carving.sums`` gets to know what was missing."""
-    board, fleet, free = carving.board, carving.fleet, carving.board.free
-    low, high, receiver = free[part, BEGIN], free[part, END], carving.rooms.server[0]
+def _give_end(carving: Carving, rules: CutRules, gives: Pace, gift: Gift) -> bool:
+    """Gives the end of a part, or all of it, to one of the servers with the most room; False if it
+    fits into none, or would run too slowly there."""
+    board, rooms = carving.board, carving.rooms
+    begin, n_passed = gift.high, 0
+    while rooms.size[0] > 0:
+        receiver = rooms.server[0]
+        begin = _begin_for(carving, rules, gives, receiver, gift)
+        if begin < gift.high:
+            if not gift.is_short and _is_wasteful(carving, rules, gives, gift, receiver, begin):
+                begin = gift.high
+                break
+            _move(carving, rules, gives, receiver, gift, begin, gift.high)
+            if not gift.is_short or carving.cap[receiver] - board.load[receiver] <= carving.slack:
+                # Of short documents it takes more until one does not fit.
+                pop_room(rooms)
+                _offer(carving, receiver)
+            break
+        if n_passed == MOST_PASSED:
+            break
+        carving.passed[n_passed] = pop_room(rooms)
+        n_passed += 1
+    for k in range(n_passed):
+        _offer(carving, carving.passed[k])
+    return bool(begin < gift.high)
+
+
+@compiled_leaf
+def _give_unfit(carving: Carving, rules: CutRules, gives: Pace, gift: Gift, donor: int) -> bool:
+    """Gives some of a part whose end fits into no room; False if that is not possible."""
+    # Who has itself got a piece gives what disturbs others least.
+    has_received = carving.received[donor] > 0.0
+    for beginning in range(2):
+        if carving.rooms.size[0] == 0:
+            return False
+        if (beginning == 0) == has_received:
+            if _give_beginning(carving, rules, gives, gift):
+                return True
+        elif _give_long_end(carving, rules, gives, gift):
+            return True
+    return False
+
+
+@compiled_leaf
+def _is_wasteful(
+    carving: Carving, rules: CutRules, gives: Pace, gift: Gift, receiver: int, begin: int
+) -> bool:
+    """Whether the piece from ``begin`` on, which fits into the room of ``receiver``, runs much
+    slower than the one that it could take if it gave away its own documents."""
+    fleet = carving.fleet
+    home = carving.segments.rank[carving.board.free[gift.part, SEGMENT]]
+    if carving.received[fleet.server_of_rank[home]] > 0.0:
+        # It has got such a piece, for which it makes room.
+        return False
+    if begin == gift.low or not _may_make_room(carving, receiver):
+        return False
     takes = Pace(fleet.tables, fleet.profile[receiver], rules.phase, fleet.speed[receiver])
-    q = rules.shortest_tokens
-    if high - low < 2 * q:
-        q = high - low
-    seconds = pace_seconds(takes, high - q, high)
-    missing = seconds - (carving.cap[receiver] - board.load[receiver])
-    rank = fleet.rank[receiver]
-    if not carving.swaps or rank < 0 or board.first_free[rank] < 0 or q == high - low:
+    most = carving.cap[receiver] - carving.received[receiver]
+    long = _begin_of_piece(rules, gives, takes, gift, most)
+    slow = pace_seconds(takes, begin, gift.high) / causal_pairs(begin, gift.high)
+    fast = pace_seconds(takes, long, gift.high) / causal_pairs(long, gift.high)
+    return bool(long < begin and slow > (1.0 + carving.waste) * fast)
+
+
+@compiled_leaf
+def _may_make_room(carving: Carving, receiver: int) -> bool:
+    """Whether ``receiver`` has documents of its own that it may give away for a piece of another
+    home."""
+    rank = carving.fleet.rank[receiver]
+    is_asked = math.isfinite(carving.waste) and rank >= 0
+    return bool(is_asked and carving.board.first_free[rank] >= 0)
+
+
+@compiled_leaf
+def _give_long_end(carving: Carving, rules: CutRules, gives: Pace, gift: Gift) -> bool:
+    """Gives the end of a part to the server with the widest room, as much as fits there without
+    the server's own documents, some of which must go then. False if it may not, or nothing fits;
+    ``Carving.sums`` gets to know what was missing."""
+    board, fleet, receiver = carving.board, carving.fleet, carving.rooms.server[0]
+    takes = Pace(fleet.tables, fleet.profile[receiver], rules.phase, fleet.speed[receiver])
+    most = carving.cap[receiver] - board.load[receiver]
+    begin = gift.high
+    if _may_make_room(carving, receiver):
+        most = carving.cap[receiver] - carving.received[receiver]
+        begin = _begin_of_piece(rules, gives, takes, gift, most)
+    if begin == gift.high:
+        shortest = max(gift.high - rules.shortest_tokens, gift.low)
+        missing = pace_seconds(takes, shortest, gift.high) - most
         carving.sums[NEEDED] = min(carving.sums[NEEDED], max(missing, 0.0))
         return False
-    if seconds > carving.cap[receiver]:
-        carving.sums[NEEDED] = min(carving.sums[NEEDED], seconds - carving.cap[receiver])
-        return False
     pop_room(carving.rooms)
-    _move(carving, rules, gives, receiver, part, high - q, pace_seconds(gives, low, high))
+    _move(carving, rules, gives, receiver, gift, begin, gift.high)
     if board.load[receiver] > carving.cap[receiver] + carving.slack:
-        carving.next_part[receiver] = board.first_free[rank]
-        push_room(carving.donors, receiver, float(free[board.first_free[rank], END]))
+        _begin_with_longest(carving, receiver)
+    else:
+        _offer(carving, receiver)
     return True
 
 
 @compiled_leaf
-def _begin_for(
-    carving: Carving,
-    rules: CutRules,
-    gives: Pace,
-    receiver: int,
-    part: int,
-    seconds: float,
-    surplus: float,
-    whole: bool,
-    is_short: bool,
-) -> int:
-    """Where what ``receiver`` takes of ``part``, which takes the donor ``seconds``, begins; its end
-    if it takes nothing."""
+def _give_beginning(carving: Carving, rules: CutRules, gives: Pace, gift: Gift) -> bool:
+    """Gives the beginning of a part to the server with the widest room, where the end fits into no
+    room: queries with few keys take little, however few they are."""
+    if math.isinf(carving.waste):
+        return False
+    fleet, receiver = carving.fleet, carving.rooms.server[0]
+    takes = Pace(fleet.tables, fleet.profile[receiver], rules.phase, fleet.speed[receiver])
+    room = carving.cap[receiver] - carving.board.load[receiver]
+    end = latest_end(takes, gift.low, gift.high, room, rules.alignment)
+    if gift.seconds > gift.surplus:
+        keep = gift.seconds - gift.surplus
+        end = min(end, begin_for_seconds(gives, gift.low, gift.high, keep, rules.alignment))
+    end = min(end, gift.high - rules.shortest_tokens)
+    if end - gift.low < rules.shortest_tokens:
+        return False
+    relief = gift.seconds - pace_seconds(gives, end, gift.high)
+    if relief < 0.5 * pace_seconds(gives, gift.low, end):
+        return False
+    pop_room(carving.rooms)
+    _move(carving, rules, gives, receiver, gift, gift.low, end)
+    _offer(carving, receiver)
+    return True
+
+
+@compiled_leaf
+def _begin_for(carving: Carving, rules: CutRules, gives: Pace, receiver: int, gift: Gift) -> int:
+    """Where what ``receiver`` takes of a part begins; its end if it takes nothing."""
     board, fleet, segments = carving.board, carving.fleet, carving.segments
-    segment = board.free[part, SEGMENT]
-    low, high = int(board.free[part, BEGIN]), int(board.free[part, END])
+    segment, low, high = board.free[gift.part, SEGMENT], gift.low, gift.high
     takes = Pace(fleet.tables, fleet.profile[receiver], rules.phase, fleet.speed[receiver])
     room = carving.cap[receiver] - board.load[receiver]
-    if is_short:
-        taken = seconds * gives.speed / takes.speed
+    if gift.is_short:
+        taken = gift.seconds * gives.speed / takes.speed
         if takes.profile != gives.profile:
             taken = pace_seconds(takes, low, high)
         begin = low if taken <= room else high
     else:
-        begin = _begin_of_piece(rules, gives, takes, low, high, seconds, surplus, room, whole)
+        begin = _begin_of_piece(rules, gives, takes, gift, room)
     if begin < high and carving.limits.active:
         resident = resident_end(board, fleet, segments.document[segment], receiver)
         if not affordable(
@@ -280,27 +404,26 @@ def _begin_for(
 
 @compiled_leaf
 def _move(
-    carving: Carving,
-    rules: CutRules,
-    gives: Pace,
-    receiver: int,
-    part: int,
-    begin: int,
-    seconds: float,
+    carving: Carving, rules: CutRules, gives: Pace, receiver: int, gift: Gift, begin: int, end: int
 ) -> None:
-    """Gives the part from ``begin`` on to ``receiver``."""
+    """Gives ``[begin, end)`` of a part to ``receiver``."""
     board, fleet, segments = carving.board, carving.fleet, carving.segments
-    segment, low, high = board.free[part, SEGMENT], board.free[part, BEGIN], board.free[part, END]
+    segment = board.free[gift.part, SEGMENT]
     rank = segments.rank[segment]
-    relief, before = seconds - pace_seconds(gives, low, begin), board.load[receiver]
-    remove_free(board, rank, part)
-    board.load[fleet.server_of_rank[rank]] -= relief
-    if begin > low:
-        add_free(board, rank, segment, low, begin)
+    before = board.load[receiver]
+    left = pace_seconds(gives, gift.low, begin) + pace_seconds(gives, end, gift.high)
+    remove_free(board, rank, gift.part)
+    board.load[fleet.server_of_rank[rank]] -= gift.seconds - left
+    if begin > gift.low:
+        add_free(board, rank, segment, gift.low, begin)
+    if end < gift.high:
+        add_free(board, rank, segment, end, gift.high)
     link = link_cost(carving.links, rank, receiver)
-    add_chunk(board, segments, fleet, rules, carving.limits, segment, begin, high, receiver, link)
-    carving.sums[RELIEVED] += relief
-    carving.sums[ADDED] += board.load[receiver] - before
+    add_chunk(board, segments, fleet, rules, carving.limits, segment, begin, end, receiver, link)
+    added = board.load[receiver] - before
+    carving.received[receiver] += added
+    carving.sums[RELIEVED] += gift.seconds - left
+    carving.sums[ADDED] += added
 
 
 @compiled_leaf
@@ -312,34 +435,20 @@ def _offer(carving: Carving, server: int) -> None:
 
 
 @compiled_leaf
-def _begin_of_piece(
-    rules: CutRules,
-    donor: Pace,
-    receiver: Pace,
-    low: int,
-    high: int,
-    seconds: float,
-    surplus: float,
-    room: float,
-    whole: bool,
-) -> int:
-    """Where the piece of ``[low, high)`` that ends at ``high`` begins: it fills the room or takes
-    the surplus, whichever is less; ``high`` if none fits.
-
-    Args:
-        seconds: of ``[low, high)`` on the donor.
-        whole: ``[low, high)`` is a whole document, which may move whatever its length.
-    """
+def _begin_of_piece(rules: CutRules, donor: Pace, receiver: Pace, gift: Gift, room: float) -> int:
+    """Where the piece at the end of a part begins: it fills the room or takes the surplus,
+    whichever is less; the part's end if none fits."""
+    low, high, seconds = gift.low, gift.high, gift.seconds
     shortest = rules.shortest_tokens
     earliest = begin_for_seconds(receiver, low, high, room, rules.alignment)
     if high - low < 2 * shortest:
-        fits = earliest == low and (whole or high - low >= shortest)
+        fits = earliest == low and (gift.whole or high - low >= shortest)
         return low if fits else high
     if high - earliest < shortest:
         return high
     begin = earliest
-    if seconds > surplus:
-        wanted = latest_end(donor, low, high, seconds - surplus, rules.alignment)
+    if seconds > gift.surplus:
+        wanted = latest_end(donor, low, high, seconds - gift.surplus, rules.alignment)
         begin = max(earliest, min(wanted, high - shortest))
     if 0 < begin - low < rules.min_rest_tokens:
         # A short rest takes nearly as long as a longer one.

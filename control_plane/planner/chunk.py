@@ -25,7 +25,7 @@ ALIGNMENT_SHARE = 0.005
 very long documents on many servers, 128 queries are too much work to balance with."""
 
 SHORTEST_TOKENS = 64
-"""No chunk is shorter, whatever the cap would need: its seconds hardly fall any more."""
+"""Chunks are shorter only where carving finds no other way: their seconds hardly fall any more."""
 MOST_ESTIMATES = 4
 """How often a cut is estimated from the rate of the piece that the last estimate gave."""
 NEAR_ENOUGH = 0.25
@@ -44,7 +44,7 @@ class CutRules(NamedTuple):
         min_tokens: shortest chunk, but for whole documents.
         min_rest_tokens: shortest piece that a cut may leave behind; and the shortest chunk where
             there is no other way to keep the cap.
-        shortest_tokens: shortest piece of all, where the cap would otherwise rise by more than
+        shortest_tokens: shortest piece, where the cap would otherwise rise by more than
             1%: kernels are slow on it, which its seconds say, but one server above the rest
             holds up all of them.
         alignment: cuts lie at multiples of it.
@@ -126,6 +126,26 @@ def with_shorter_chunks(rules: CutRules) -> CutRules:
         chunk,
         rest,
         rules.shortest_tokens,
+        rules.alignment,
+        rules.finest_alignment,
+    )
+
+
+@compiled_leaf
+def with_shortest_chunks(rules: CutRules) -> CutRules:
+    """The rules with rests as short as cuts may be close to each other, and chunks of any length:
+    those at the end of a document that is no multiple of the alignment may be shorter."""
+    rest = min(rules.shortest_tokens, rules.finest_alignment)
+    return CutRules(
+        rules.phase,
+        rules.q_bytes,
+        rules.kv_bytes,
+        rules.kappa,
+        rules.peak,
+        rules.ideal,
+        1,
+        rest,
+        1,
         rules.alignment,
         rules.finest_alignment,
     )

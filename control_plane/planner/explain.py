@@ -75,11 +75,11 @@ def worst_verdict(verdicts: Sequence[PlanVerdict]) -> PlanVerdict:
 def _shortest_seconds(
     servers: Sequence[PlanningServer], rules: CutRules, end: int, phase: Phase
 ) -> float:
-    """What the shortest piece at the end of a document of ``end`` tokens takes on the server that
-    does it first."""
-    q = min(end, rules.shortest_tokens)
+    """What the last queries of a document of ``end`` tokens take at least on the server that does
+    them first, however few they are."""
+    q = np.arange(1, min(end, SHORTEST_TOKENS) + 1)
     kinds = {(server.profile, server.speed) for server in servers if server.speed > 0}
-    seconds = [float(profile.seconds(q, end, phase)) / speed for profile, speed in kinds]
+    seconds = [float(profile.seconds(q, end, phase).min()) / speed for profile, speed in kinds]
     return min(seconds, default=math.inf)
 
 
@@ -123,8 +123,8 @@ def _why_stopped(outcomes: Sequence[Outcome], options: PlanningOptions, judged: 
         return f"{above} {options.tolerance:g}; plans may be {PROMISE:g} off"
     words = {
         PlanVerdict.INDIVISIBLE: (
-            "no plan can keep it: the shortest piece at the end of the longest document takes "
-            f"longer, and pieces of long documents have {SHORTEST_TOKENS} tokens or more"
+            "no plan can keep it: the last queries of the longest document take longer on every "
+            "server, however few of them run together"
         ),
         PlanVerdict.LIMITED: "within the memory and byte limits that are set, no better was found",
         PlanVerdict.MISSED: (

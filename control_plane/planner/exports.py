@@ -72,6 +72,12 @@ def may_shorten(rules: CutRules, raised: float, first_cap: float) -> bool:
     )
 
 
+@compiled_leaf
+def most_chunks_of(n_servers: int) -> int:
+    """After how many chunks a search is given up where documents can be carved instead."""
+    return MOST_CHUNKS * n_servers + 64
+
+
 @compiled_inner
 def export_surplus(
     board: Board,
@@ -102,7 +108,7 @@ def export_surplus(
     most_raised = min(4.0 * board.load.max(), give_up * cap.max())
     most_chunks = len(board.chunks)
     if math.isfinite(give_up):
-        most_chunks = min(most_chunks, board.used[CHUNKS] + MOST_CHUNKS * len(cap) + 64)
+        most_chunks = min(most_chunks, board.used[CHUNKS] + most_chunks_of(len(cap)))
     return _move_surplus(
         market, rules, no_rooms(len(cap)), cap.max(), most_raised, most_chunks, every
     )

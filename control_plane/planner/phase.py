@@ -20,7 +20,7 @@ from control_plane.planner.carving import carve_surplus
 from control_plane.planner.chunk import CutRules, with_alignment
 from control_plane.planner.compiled import compiled, compiled_inner, compiled_into, compiled_leaf
 from control_plane.planner.costs import pace_seconds
-from control_plane.planner.exports import export_surplus
+from control_plane.planner.exports import export_surplus, most_chunks_of
 from control_plane.planner.fleet import Fleet, pace_of
 from control_plane.planner.level import Work, expected_growth, level_of_growth, weigh
 from control_plane.planner.links import Links
@@ -58,6 +58,9 @@ GIVE_UP = 0.1
 SAND_SHARE = 1.0 / 32.0
 """Where no donor has a document that takes more of the cap than this, documents are carved at once:
 whole ones fill any room, and a search for each would take long."""
+WASTES = (0.5, 0.05)
+"""Shares by which carved pieces may run slower before servers must give away documents of their own
+for longer ones: tried one after the other where the tolerance is missed."""
 CARVINGS = 8
 """Levels at which documents are carved, to find the least."""
 CARVED_DRIFT = 2e-3
@@ -119,13 +122,14 @@ class Way(NamedTuple):
             would give.
         give_up: share of the cap by which it may rise.
         carves: by carving, not by a search for chunks.
-        swaps: then whether a server may get a piece for which documents of its own must go.
+        waste: of carving: finite if a server may get a piece for which documents of its own must
+            go.
     """
 
     every: int
     give_up: float
     carves: bool
-    swaps: bool
+    waste: float
 
 
 @compiled
@@ -151,18 +155,28 @@ def plan_phase(
     setting = Setting(segments, home, fleet, rules, limits, links, tolerance)
     work = weigh(segments, home, fleet, rules.phase)
     scale = expected_ratio if expected_ratio > 0.0 else expected_growth(work, fleet, rules)
-    if _is_sand(setting, work, scale):
-        board, outcome = _carve(setting, work, scale, Way(1, 0.0, True, False))
-        if _miss(outcome) <= MOST_MISSED * outcome.level:
+    is_hopeless = _needs_too_many(setting, work, scale)
+    if is_hopeless or _is_sand(setting, work, scale):
+        board, outcome = _carve(setting, work, scale, Way(1, 0.0, True, np.inf))
+        if _keeps(outcome):
             return collect_cuts(board, segments, fleet), outcome
-    board, outcome = _search(setting, work, scale, n_variants, expected_ratio == 0.0)
-    if _is_stuck(outcome) or _miss(outcome) <= MOST_MISSED * outcome.level:
-        return collect_cuts(board, segments, fleet), outcome
-    carved_board, carved = _carve(setting, work, outcome.work_ratio, Way(1, 0.0, True, False))
-    if _miss(carved) > MOST_MISSED * carved.level and not limits.active:
-        swapped_board, swapped = _carve(setting, work, carved.work_ratio, Way(1, 0.0, True, True))
-        if swapped.busiest < carved.busiest:
-            carved_board, carved = swapped_board, swapped
+    if is_hopeless:
+        carved_board, carved = board, outcome
+    else:
+        board, outcome = _search(setting, work, scale, n_variants, expected_ratio == 0.0)
+        if _is_stuck(outcome) or _keeps(outcome):
+            return collect_cuts(board, segments, fleet), outcome
+        way = Way(1, 0.0, True, np.inf)
+        carved_board, carved = _carve(setting, work, outcome.work_ratio, way)
+    for waste in WASTES:
+        if _keeps(carved) or limits.active:
+            break
+        way = Way(1, 0.0, True, waste)
+        other_board, other = _carve(setting, work, carved.work_ratio, way)
+        if other.busiest < carved.busiest:
+            carved_board, carved = other_board, other
+    if is_hopeless:
+        return collect_cuts(carved_board, segments, fleet), carved
     if carved.busiest < outcome.busiest:
         # Where it gave up at this very level, a search would give up again.
         gave_up = np.isinf(outcome.raised) and carved.scale == outcome.scale
@@ -170,8 +184,8 @@ def plan_phase(
         if gave_up:
             return collect_cuts(board, segments, fleet), outcome
         # From the beginning within the cap that can be kept, chunks may do with fewer bytes.
-        way = Way(1, MOST_MISSED, False, False)
-        opening = _opening(setting, work, carved.scale, way.swaps)
+        way = Way(1, MOST_MISSED, False, np.inf)
+        opening = _opening(setting, work, carved.scale, way)
         plain = Variant(0, 0.0, 0, URGENCIES[0])
         again_board, again = _attempt(setting, work, opening, carved.scale, plain, way)
         if _better(again, carved):
@@ -194,12 +208,12 @@ def _search(
     plain = Variant(0, 0.0, n_shifts, URGENCIES[0])
     give_up = np.inf if setting.limits.active else GIVE_UP
     lowest = scale * (1.0 - LARGEST_CORRECTION)
-    way = Way(1, give_up, False, False)
-    opening = _opening(setting, work, lowest, way.swaps)
+    way = Way(1, give_up, False, np.inf)
+    opening = _opening(setting, work, lowest, way)
     is_large = len(fleet.rank) >= 4 * SAMPLED_SERVERS
     if is_large and may_sample and len(work.homeless) == 0:
         every = len(fleet.rank) // SAMPLED_SERVERS
-        scale = _attempt(setting, work, opening, scale, plain, Way(every, give_up, False, False))[
+        scale = _attempt(setting, work, opening, scale, plain, Way(every, give_up, False, np.inf))[
             1
         ].work_ratio
     largest_drift = SMALL_FLEET_DRIFT if n_variants > 1 else LARGEST_DRIFT
@@ -207,7 +221,7 @@ def _search(
     while True:
         if scale < lowest:
             lowest = scale * (1.0 - LARGEST_CORRECTION)
-            opening = _opening(setting, work, lowest, way.swaps)
+            opening = _opening(setting, work, lowest, way)
         board, outcome = _attempt(setting, work, opening, scale, plain, way)
         # Pieces run at other rates than whole documents, so cutting changes the mean load.
         drift = abs(outcome.work_ratio / scale - 1.0)
@@ -255,31 +269,55 @@ def _is_sand(setting: Setting, work: Work, scale: float) -> bool:
     return gives
 
 
+@compiled_inner
+def _needs_too_many(setting: Setting, work: Work, scale: float) -> bool:
+    """Whether those who must give have more pieces to give than a search may take: a piece takes no
+    more than the longest document, or than a receiver has room for."""
+    fleet, n = setting.fleet, len(work.load)
+    if setting.limits.active or len(work.homeless) > 0:
+        return False
+    level = level_of_growth(work, fleet, scale)
+    most_speed = fleet.speed.max()
+    n_pieces = 0.0
+    for server in range(n):
+        cap = level * (1.0 + setting.tolerance) - work.base[server]
+        if fleet.rank[server] < 0 or work.load[server] <= cap:
+            continue
+        pace = pace_of(fleet, server, setting.rules.phase)
+        longest = pace_seconds(pace, 0, int(work.longest[server]))
+        room = level * (1.0 + setting.tolerance) * most_speed / pace.speed
+        n_pieces += (work.load[server] - cap) / min(longest, room)
+    return n_pieces > most_chunks_of(n)
+
+
 @compiled_into
 def _carve(setting: Setting, work: Work, scale: float, way: Way) -> tuple[Board, Outcome]:
     """A plan by carving, at the least level that is found for it.
 
     Args:
         scale: of the level, estimated.
-        way: with swaps or without.
+        way: how.
     """
     plain = Variant(0, 0.0, 0, URGENCIES[0])
+    scale = max(scale, _least_scale(setting, work))
     lowest = scale * (1.0 - LARGEST_CORRECTION)
-    opening = _opening(setting, work, lowest, way.swaps)
+    opening = _opening(setting, work, lowest, way)
     board, outcome = _attempt(setting, work, opening, scale, plain, way)
-    too_low, enough = 0.0, np.inf
+    too_low, enough, rise = 0.0, np.inf, 0.5
     best_board, best = board, outcome
     for _ in range(CARVINGS - 1):
         if _is_stuck(outcome):
             break
         if outcome.raised > 0.0:
             too_low = max(too_low, outcome.scale)
-            scale = outcome.scale * (1.0 + CARVED_DRIFT + outcome.raised / outcome.level)
+            rise *= 2.0
+            scale = outcome.scale * (1.0 + rise * (CARVED_DRIFT + outcome.raised / outcome.level))
             bounded = scale >= enough
         else:
             enough = min(enough, outcome.scale)
             scale = outcome.work_ratio
             bounded = scale <= too_low
+            rise = 0.5
             if abs(scale / outcome.scale - 1.0) < CARVED_DRIFT:
                 break
         if bounded:
@@ -288,21 +326,41 @@ def _carve(setting: Setting, work: Work, scale: float, way: Way) -> tuple[Board,
             scale = 0.5 * (too_low + enough)
         if scale < lowest:
             lowest = scale * (1.0 - LARGEST_CORRECTION)
-            opening = _opening(setting, work, lowest, way.swaps)
+            opening = _opening(setting, work, lowest, way)
         board, outcome = _attempt(setting, work, opening, scale, plain, way)
-        if _better(outcome, best):
+        if _better(outcome, best) if _keeps(best) else _ends_earlier(outcome, best):
             best_board, best = board, outcome
     return best_board, best
 
 
 @compiled_inner
-def _opening(setting: Setting, work: Work, scale: float, everyone: bool) -> Opening:
-    """The opening for levels of ``scale`` and higher; ``everyone``: whoever they are, all may come
-    to give."""
+def _least_scale(setting: Setting, work: Work) -> float:
+    """The scale at which the last queries of every document that must be divided can run somewhere;
+    0 where base loads make levels no multiples of it."""
+    fleet, rules = setting.fleet, setting.rules
+    if fleet.is_based or work.level == 0.0:
+        return 0.0
+    end = 0.0
+    for server in range(len(work.load)):
+        if work.load[server] > work.level * (1.0 + setting.tolerance):
+            end = max(end, work.longest[server])
+    least = np.inf
+    for server in range(len(work.load)):
+        if fleet.speed[server] > 0.0:
+            pace = pace_of(fleet, server, rules.phase)
+            shortest = min(int(end), rules.finest_alignment)
+            least = min(least, pace_seconds(pace, int(end) - shortest, int(end)))
+    return float(least / (work.level * (1.0 + setting.tolerance)))
+
+
+@compiled_inner
+def _opening(setting: Setting, work: Work, scale: float, way: Way) -> Opening:
+    """The opening for levels of ``scale`` and higher."""
     segments, _, fleet, _, limits, _, tolerance = setting
     lowest_cap = level_of_growth(work, fleet, scale) * (1.0 + tolerance)
     n_ranks = len(fleet.server_of_rank)
-    return prepare_opening(segments, n_ranks, fleet, work, lowest_cap, everyone or limits.active)
+    everyone = limits.active or np.isfinite(way.waste)
+    return prepare_opening(segments, n_ranks, fleet, work, lowest_cap, everyone)
 
 
 @compiled_leaf
@@ -325,6 +383,19 @@ def _better(ours: Outcome, theirs: Outcome) -> bool:
     if our_miss > their_miss + margin:
         return False
     return our_miss < their_miss - margin or ours.spent_cost < theirs.spent_cost
+
+
+@compiled_leaf
+def _ends_earlier(ours: Outcome, theirs: Outcome) -> bool:
+    """Whether a plan's busiest server is less busy. Where pieces run slowly, the level itself
+    rises, and the plan nearest to its own level may be the one that ends last."""
+    return ours.busiest < theirs.busiest
+
+
+@compiled_leaf
+def _keeps(outcome: Outcome) -> bool:
+    """Whether a plan keeps the tolerance well enough."""
+    return _miss(outcome) <= MOST_MISSED * outcome.level
 
 
 @compiled_leaf
@@ -369,7 +440,7 @@ def _attempt(
     before, over = work_of(board.load, work), _over(board.load, cap, fleet)
     if stuck < 0 and stuck_server < 0 and way.carves:
         rise = carve_surplus(
-            board, segments, fleet, rules, limits, links, cap, work, home.seconds, way.swaps
+            board, segments, fleet, rules, limits, links, cap, work, home.seconds, way.waste
         )
         raised = cap.max() - first_cap + rise
     elif stuck < 0 and stuck_server < 0:

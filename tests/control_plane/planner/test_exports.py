@@ -34,8 +34,8 @@ def test_nobody_within_the_tolerance_gives_or_takes() -> None:
 
 
 def test_the_cap_rises_where_pieces_cannot_be_small_enough() -> None:
-    """Each document is shorter than the shortest piece of all and there are fewer than servers."""
-    plan = plan_of(manifest_of([[60, 60, 60], [60], [60], [60]]), in_place(4, profile=PROFILE))
+    """Each document is shorter than cuts are apart."""
+    plan = plan_of(manifest_of([[15, 15, 15], [15], [15], [15]]), in_place(4, profile=PROFILE))
     assert plan.forward_forecast is not None
     assert plan.forward_forecast.predicted_imbalance == pytest.approx(4 / 3)
     assert "the tolerance is missed" in plan.reason
