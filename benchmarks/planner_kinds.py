@@ -207,7 +207,9 @@ def dominated(kind: Kind) -> list[str]:
         moved = [int((f.bytes_in + f.bytes_out).sum()) for f in forecasts if f is not None]
         for i, mine in enumerate(LADDER):
             for j, other in enumerate(LADDER):
-                gains = 1 - seconds[j] / seconds[i], 1 - moved[j] / moved[i] if moved[i] else 0.0
+                # Nothing undercuts a plan that moves nothing in bytes.
+                fewer = 1 - moved[j] / moved[i] if moved[i] else -float(moved[j])
+                gains = 1 - seconds[j] / seconds[i], fewer
                 if min(gains) >= 0 and max(gains) > NOTICEABLE and i != j:
                     found.append(
                         f"{kind.name}: {phase} at {mine:g} by {other:g}: {seconds[i]:.6f} s "

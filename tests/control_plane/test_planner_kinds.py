@@ -8,7 +8,15 @@ import numpy as np
 import pytest
 
 from benchmarks.makespan_bound import MakespanBound
-from benchmarks.planner_kinds import PROMISE, Kind, draw_kind, misses_of, plan_of
+from benchmarks.planner_kinds import (
+    LADDER,
+    PROMISE,
+    Kind,
+    dominated,
+    draw_kind,
+    misses_of,
+    plan_of,
+)
 from control_plane.planner import balanced
 from control_plane.planner.planning import PlanningOptions, PlanningServer
 from core_attention.ca_task import Phase
@@ -148,6 +156,13 @@ def test_limits_are_named_where_they_were_set() -> None:
     assert ("within the memory and byte limits" in plan.reason) is (
         plan.verdict is PlanVerdict.LIMITED
     )
+
+
+def test_a_plan_that_moves_nothing_is_not_undercut_by_one_that_moves_something() -> None:
+    lengths = [16 * K] * 3 + [18 * K]
+    kind = kind_of(stream_manifest(lengths, 2, span=False))
+    assert plan_of(kind, LADDER[-1]).verdict is PlanVerdict.KEPT
+    assert not [line for line in dominated(kind) if f"at {LADDER[-1]:g} by" in line]
 
 
 class TestBound:
