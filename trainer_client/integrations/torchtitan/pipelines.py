@@ -36,12 +36,14 @@ class Stages:
         layers: ``[stages]`` served layers of each.
         ranks_of_stage: ranks of the job that have the same stages: those of pipeline rank 0 come
             first, then those of 1.
+        multiple: what the rows of an input must be divided by, without rest.
         width: of hidden states, which are of ``dtype``.
     """
 
     all: Sequence[Any]
     layers: Sequence[int]
     ranks_of_stage: int
+    multiple: int
     width: int
     dtype: torch.dtype
     device: torch.device
@@ -94,7 +96,7 @@ def pipelining_of(
     if order.has_backwards_in_parts:
         for stage in stages.all:
             stage.dw_builder = defer_weights(stage.submod)
-    tokens = min(n_tokens, _MEASURED_TOKENS)
+    tokens = min(n_tokens, _MEASURED_TOKENS // stages.multiple * stages.multiple)
     runs = {
         stage.stage_index: (stage.submod, _alone(stage.submod, stages, tokens))
         for stage in stages.all

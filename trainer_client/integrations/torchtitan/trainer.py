@@ -196,6 +196,7 @@ class ServedTrainer(Trainer):
             all=all_stages,
             layers=layers,
             ranks_of_stage=ranks_of_stage,
+            multiple=self._cutting.multiple,
             width=self.model_config.dim,
             dtype=getattr(torch, self.config.training.mixed_precision_param),
             device=self.device,
@@ -219,14 +220,13 @@ class ServedTrainer(Trainer):
             )
         first = (stage * batch_degree + batch_rank) * n_shares
         pipelining = self._pipelining(batch_degree * n_shares) if dims.pp_enabled else None
-        known = {} if pipelining is None else {"pipelining": pipelining}
         if pipelining is not None:
             found = replace(found, n_layers=pipelining.max_layers)
         return SessionOptions(
             **found.complete(
                 {
                     **settings.session_options(),
-                    **known,
+                    "pipelining": pipelining,
                     "job": settings.job,
                     "rank": first + share,
                     "n_ranks": batch_degree * dims.pp * n_shares,
