@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import signal
 import subprocess
-import sys
 import time
 import urllib.request
 from collections.abc import Iterator
@@ -23,6 +21,8 @@ from core_attention.cost_model import CostProfile
 from core_attention.kernels.select import select_kernel
 from core_attention.profiling import device_name, profile_file_name
 from core_attention.shape import AttentionShape, format_shape
+from tests import preloaded
+from tests.preloaded import PreloadedProcess
 
 NODE_SHAPE = AttentionShape(
     num_heads=4, num_heads_kv=2, head_dim=16, head_dim_v=16, dtype="float32"
@@ -31,8 +31,6 @@ NODE_SHAPE = AttentionShape(
 START_SECONDS = 200.0
 """The first control plane on a machine compiles its planner, and importing torch in several
 processes at once takes many seconds on two busy cores."""
-
-ROOT = Path(__file__).resolve().parent.parent
 
 _NODE = """
 {prelude}
@@ -64,7 +62,7 @@ class Process:
     """A child process, its addresses and its log."""
 
     name: str
-    popen: subprocess.Popen[bytes]
+    popen: subprocess.Popen[bytes] | PreloadedProcess
     log: Path
     addresses: dict[str, str] = field(default_factory=dict)
 
@@ -193,15 +191,7 @@ class Cluster:
         address_file = self.folder / f"{name}.json"
         address_file.unlink(missing_ok=True)
         log = self.folder / f"{name}.log"
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        with log.open("wb") as output:
-            popen = subprocess.Popen(
-                [sys.executable, "-c", code.format(address_file=str(address_file), **values)],
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                env=environment,
-                cwd=ROOT,
-            )
+        popen = preloaded.start(code.format(address_file=str(address_file), **values), log=log)
         process = Process(name, popen, log)
         self.processes.append(process)
         return process

@@ -13,7 +13,6 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from distca.errors import SettingsError
 from distca.process import tracing
 from distca.v1 import membership_pb2
-from tests.cluster import ROOT
 from tests.collector import collecting
 from tests.control_plane.service_harness import (
     client_of,
@@ -21,6 +20,7 @@ from tests.control_plane.service_harness import (
     rank_manifest,
     running,
 )
+from tests.preloaded import ROOT
 
 
 @pytest.fixture(scope="module")

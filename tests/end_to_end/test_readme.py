@@ -17,7 +17,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from core_attention.shape import AttentionShape
-from tests.cluster import ROOT, Cluster, cluster, keep_profile
+from tests.cluster import Cluster, cluster, keep_profile
+from tests.preloaded import ROOT
 
 pytestmark = pytest.mark.training
 

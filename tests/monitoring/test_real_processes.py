@@ -19,9 +19,10 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from core_attention.shape import AttentionShape
 from distca.process.monitoring import PAIRS_PATH
-from tests.cluster import ROOT, cluster, keep_profile
+from tests.cluster import cluster, keep_profile
 from tests.end_to_end.local_run import TINY
 from tests.monitoring.table import Row, documented_metrics
+from tests.preloaded import ROOT
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 

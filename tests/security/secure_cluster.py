@@ -10,7 +10,8 @@ import time
 from pathlib import Path
 
 from distca.contract.identity import Role
-from tests.cluster import NODE_SHAPE, ROOT, START_SECONDS, Process, keep_profile
+from tests.cluster import NODE_SHAPE, START_SECONDS, Process, keep_profile
+from tests.preloaded import ROOT
 from tests.security.pki import Files, Mounted, Pki
 
 CHECK_SECONDS = 0.5

@@ -15,7 +15,8 @@ from core_attention.shape import format_shape
 from distca.contract.identity import Role
 from distca.wireguard.state import MemberState
 from tests.chaos.hosts import Network, why_no_namespaces
-from tests.cluster import NODE_SHAPE, ROOT, START_SECONDS, Process, keep_profile
+from tests.cluster import NODE_SHAPE, START_SECONDS, Process, keep_profile
+from tests.preloaded import ROOT
 from tests.security.pki import Files, Pki
 
 NETWORK = "10.98.0.0/24"

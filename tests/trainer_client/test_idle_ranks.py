@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster import NODE_SHAPE, ROOT, Cluster, keep_profile
+from tests.cluster import NODE_SHAPE, Cluster, keep_profile
+from tests.preloaded import ROOT
 
 pytestmark = pytest.mark.training
 

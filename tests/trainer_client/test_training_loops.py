@@ -15,7 +15,8 @@ import torch
 
 import trainer_client
 from core_attention.manifest import RankManifest
-from tests.cluster import ROOT, Cluster
+from tests.cluster import Cluster
+from tests.preloaded import ROOT
 from tests.trainer_client.test_at_home import compare_gradients, pair, pair_of
 from tests.trainer_client.test_transformers import (
     CONFIGS,
