@@ -2,8 +2,8 @@
 
 A process that imports torch, UCX and gRPC and loads the planners' machine code takes four seconds
 of a core before it does anything. One process does that here, and what tests start are its forks.
-Each runs its program as ``python -c`` would: with a ``__main__``, arguments, environment and output
-of its own, and an ordinary end of the interpreter.
+Each runs its program as ``python -c`` would: with a ``__main__``, arguments, environment, output
+and exit code of its own.
 """
 
 from __future__ import annotations
@@ -20,21 +20,31 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
+import traceback
 import types
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 ROOT = Path(__file__).resolve().parent.parent
+
+DISTCA = "from distca.cli import main; main()"
+"""The command ``distca``, as a program."""
 
 PRELOADED = (
     "attention_node.server",
     "control_plane.server",
     "core_attention.kernels.cpu",
     "data_plane.ucxx.transport",
+    "distca.cli",
     "grpc.aio",
     "tests.random_planner",
+    "typer._adapters",
+    "typer.rich_utils",
+    "rich.markdown",
 )
 """What forks find imported. No module may start a thread or ask for a GPU: a fork has neither."""
 
@@ -100,11 +110,43 @@ def start(
         environment: its variables; those of this process if None. What a library reads when it is
             loaded has been read before, with those of this process.
     """
+    with log.open("wb") as output:
+        return _fork(program, arguments, environment, output.fileno(), output.fileno())
+
+
+def run(
+    program: str,
+    *arguments: str,
+    environment: Mapping[str, str] | None = None,
+    timeout: float,
+) -> subprocess.CompletedProcess[str]:
+    """Runs ``program`` as :func:`start` does, to its end, which must come within ``timeout``
+    seconds."""
+    with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as errors:
+        process = _fork(program, arguments, environment, output.fileno(), errors.fileno())
+        try:
+            code = process.wait(timeout)
+        finally:
+            process.kill()
+        said = []
+        for file in (output, errors):
+            file.seek(0)
+            said.append(file.read())
+    return subprocess.CompletedProcess(["-c", *arguments], code, *said)
+
+
+def _fork(
+    program: str,
+    arguments: Sequence[str],
+    environment: Mapping[str, str] | None,
+    output: int,
+    errors: int,
+) -> PreloadedProcess:
     values = dict(os.environ if environment is None else environment)
     request = json.dumps({"program": program, "arguments": arguments, "environment": values})
     ours, theirs = socket.socketpair()
-    with log.open("wb") as output, theirs:
-        return _server().fork(request.encode(), output.fileno(), ours, theirs)
+    with theirs:
+        return _server().fork(request.encode(), (output, errors, theirs.fileno()), ours)
 
 
 class _Server:
@@ -118,26 +160,35 @@ class _Server:
                 [sys.executable, "-m", __name__, str(theirs.fileno())],
                 pass_fds=(theirs.fileno(),),
                 cwd=ROOT,
-                # A fork with one thread has no others to lose.
-                env={**os.environ, "OMP_NUM_THREADS": "1"},
+                env=_server_environment(),
             )
         self._requests.settimeout(_FORK_SECONDS)
         atexit.register(self.end)
 
     def fork(
-        self, request: bytes, output: int, ours: socket.socket, theirs: socket.socket
+        self, request: bytes, descriptors: Sequence[int], status: socket.socket
     ) -> PreloadedProcess:
+        """A fork with these ``descriptors``: of its output, its errors and the other end of
+        ``status``."""
         with self._lock:
-            socket.send_fds(self._requests, [request], [output, theirs.fileno()])
+            socket.send_fds(self._requests, [request], descriptors)
             answer = self._requests.recv(_MESSAGE_BYTES)
         if not answer:
             raise RuntimeError(f"the process that forks has ended: {self._popen.wait()}")
-        return PreloadedProcess(int(answer), ours)
+        return PreloadedProcess(int(answer), status)
 
     def end(self) -> None:
         """Its forks run on."""
         self._requests.close()
         self._popen.wait()
+
+
+def _server_environment() -> dict[str, str]:
+    """One thread, since a fork loses all others; and without what typer decides by, when it is
+    loaded, whether help has colours."""
+    colours = ("FORCE_COLOR", "PY_COLORS", "GITHUB_ACTIONS", "TERMINAL_WIDTH")
+    kept = {name: value for name, value in os.environ.items() if name not in colours}
+    return {**kept, "OMP_NUM_THREADS": "1"}
 
 
 @functools.cache
@@ -151,6 +202,7 @@ class _Program:
     arguments: Sequence[str]
     environment: Mapping[str, str]
     output: int
+    errors: int
 
 
 def _serve(requests: socket.socket) -> _Program | None:
@@ -169,10 +221,10 @@ def _serve(requests: socket.socket) -> _Program | None:
             _report_ended(statuses)
         if requests not in readable:
             continue
-        message, descriptors, _, _ = socket.recv_fds(requests, _MESSAGE_BYTES, 2)
+        message, descriptors, _, _ = socket.recv_fds(requests, _MESSAGE_BYTES, 3)
         if not message:
             return None
-        output, status = descriptors
+        output, errors, status = descriptors
         pid = os.fork()
         if pid == 0:
             signal.set_wakeup_fd(-1)
@@ -180,8 +232,9 @@ def _serve(requests: socket.socket) -> _Program | None:
             signal.signal(signal.SIGINT, interrupted)
             for each in (requests, woken, wake, socket.socket(fileno=status), *statuses.values()):
                 each.close()
-            return _Program(**json.loads(message), output=output)
+            return _Program(**json.loads(message), output=output, errors=errors)
         os.close(output)
+        os.close(errors)
         statuses[pid] = socket.socket(fileno=status)
         requests.send(str(pid).encode())
 
@@ -196,15 +249,38 @@ def _report_ended(statuses: dict[int, socket.socket]) -> None:
             reader.send(code.to_bytes(_STATUS_BYTES, signed=True))
 
 
-def _run(program: _Program) -> None:
-    for descriptor in (1, 2):
-        os.dup2(program.output, descriptor)
-    os.close(program.output)
+def _run(program: _Program) -> NoReturn:
+    for descriptor, standard in ((program.output, 1), (program.errors, 2)):
+        os.dup2(descriptor, standard)
+        os.close(descriptor)
     os.environ.clear()
     os.environ.update(program.environment)
     sys.argv = ["-c", *program.arguments]
     main = sys.modules["__main__"] = types.ModuleType("__main__")
-    exec(compile(program.program, "<string>", "exec"), main.__dict__)
+    code = 0
+    try:
+        exec(compile(program.program, "<string>", "exec"), main.__dict__)
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+        if isinstance(end.code, str):
+            print(end.code, file=sys.stderr)
+    except BaseException as error:
+        traceback.print_exc()
+        code = -signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
+    _end(code)
+
+
+def _end(code: int) -> NoReturn:
+    """Ends the interpreter but for the last of it, to take apart all modules: half a second of a
+    core, for memory that is not the fork's own."""
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if code == -signal.SIGINT:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
+    os._exit(code)
 
 
 def _preload() -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.preloaded import ROOT, start
+from tests.preloaded import ROOT, run, start
 
 SECONDS = 60.0
 
@@ -35,6 +35,13 @@ def test_exit_codes_are_those_of_a_process(tmp_path: Path) -> None:
     assert start("1 / 0", log=log).wait(SECONDS) == 1
     assert log.read_text().startswith("Traceback")
     assert "ZeroDivisionError" in log.read_text()
+
+
+def test_a_program_is_run_to_its_end() -> None:
+    ended = run("import sys; print('é'); sys.exit(sys.argv[1])", "mistake", timeout=SECONDS)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (1, "é\n", "mistake\n")
+    with pytest.raises(subprocess.TimeoutExpired):
+        run("import time; time.sleep(60)", timeout=0.05)
 
 
 def test_signals_reach_it(tmp_path: Path) -> None:

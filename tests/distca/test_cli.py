@@ -12,6 +12,7 @@ import pytest
 
 from core_attention.schedule import read_csv
 from core_attention.schedule_orders import SCHEDULES, zero_bubble
+from tests import preloaded
 
 COMMANDS = (
     "control-plane",
@@ -31,17 +32,13 @@ COMMANDS = (
 
 def distca(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
     """Runs the real command in a process of its own, on a terminal of a fixed width."""
-    return subprocess.run(
-        [sys.executable, "-c", "from distca.cli import main; main()", *arguments],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        env={"PATH": "/usr/bin:/bin", "COLUMNS": "120", "HOME": "/nonexistent", **environ},
-    )
+    environment = {"PATH": "/usr/bin:/bin", "COLUMNS": "120", "HOME": "/nonexistent", **environ}
+    return preloaded.run(preloaded.DISTCA, *arguments, environment=environment, timeout=60)
 
 
 def test_help_lists_every_command_and_loads_nothing_heavy() -> None:
-    shown = distca("--help")
+    command = [sys.executable, "-c", preloaded.DISTCA, "--help"]
+    shown = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert shown.returncode == 0
     assert all(f" {command} " in shown.stdout for command in COMMANDS)
     code = (

@@ -29,6 +29,7 @@ from distca.doctor.measurement import ChildFailed, child_responder, measure, tra
 from distca.doctor.responder import HELLO, ResponderSettings, responding
 from distca.doctor.settings import DoctorSettings
 from distca.doctor.surroundings import Surroundings
+from tests import preloaded
 from tests.cluster import cluster
 from tests.control_plane.service_harness import client_of, running
 
@@ -39,7 +40,7 @@ LIFETIME = timedelta(days=30)
 
 
 def doctor(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
-    """Runs the real command in a process of its own."""
+    """Runs the real command in a process of its own, where it alone loads UCX."""
     return subprocess.run(
         [sys.executable, "-m", "distca", "doctor", *arguments],
         capture_output=True,
@@ -47,6 +48,14 @@ def doctor(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
         timeout=100,
         cwd=ROOT,
         env={"PATH": "/usr/bin:/bin", "HOME": "/nonexistent", "OMP_NUM_THREADS": "1", **environ},
+    )
+
+
+def preloaded_doctor(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """Runs what has nothing to do with UCX."""
+    environment = {"PATH": "/usr/bin:/bin", "HOME": "/nonexistent"}
+    return preloaded.run(
+        preloaded.DISTCA, "doctor", *arguments, environment=environment, timeout=100
     )
 
 
@@ -407,8 +416,8 @@ def test_every_device_that_is_named_is_checked() -> None:
 
 def test_strict_fails_for_warnings() -> None:
     only_dns = [*skipping("dns"), "--data-host=127.0.0.1"]
-    assert doctor(*only_dns).returncode == 0
-    assert doctor(*only_dns, "--strict").returncode == 1
+    assert preloaded_doctor(*only_dns).returncode == 0
+    assert preloaded_doctor(*only_dns, "--strict").returncode == 1
 
 
 @pytest.mark.parametrize(
@@ -423,7 +432,7 @@ def test_strict_fails_for_warnings() -> None:
     ],
 )
 def test_wrong_usage_is_named(argument: str, message: str) -> None:
-    checked = doctor(argument)
+    checked = preloaded_doctor(argument)
     assert checked.returncode == 2
     assert message in " ".join(checked.stderr.replace("│", " ").split())
 

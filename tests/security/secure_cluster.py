@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 from distca.contract.identity import Role
+from tests import preloaded
 from tests.cluster import NODE_SHAPE, START_SECONDS, Process, keep_profile
-from tests.preloaded import ROOT
+from tests.preloaded import DISTCA
 from tests.security.pki import Files, Mounted, Pki
 
 CHECK_SECONDS = 0.5
@@ -80,14 +80,7 @@ class SecureCluster:
 
     def run(self, files: Files | None, *arguments: str) -> subprocess.CompletedProcess[str]:
         """A command to its end, with certificates or without."""
-        return subprocess.run(
-            _command(*arguments),
-            env=_environment(files),
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-            timeout=60,
-        )
+        return preloaded.run(DISTCA, *arguments, environment=_environment(files), timeout=60)
 
     def close(self) -> None:
         """Ends the processes, the node first."""
@@ -106,14 +99,14 @@ class SecureCluster:
 
     def _start(self, name: str, files: Files, *arguments: str) -> Process:
         address_file, log = self.folder / f"{name}.json", self.folder / f"{name}.log"
-        with log.open("wb") as output:
-            popen = subprocess.Popen(
-                _command("--log-level=info", *arguments, f"--address-file={address_file}"),
-                env=_environment(files),
-                cwd=ROOT,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-            )
+        popen = preloaded.start(
+            DISTCA,
+            "--log-level=info",
+            *arguments,
+            f"--address-file={address_file}",
+            log=log,
+            environment=_environment(files),
+        )
         process = Process(name, popen, log)
         self.processes.append(process)
         deadline = time.monotonic() + START_SECONDS
@@ -123,10 +116,6 @@ class SecureCluster:
             time.sleep(0.05)
         process.addresses = json.loads(address_file.read_text())
         return process
-
-
-def _command(*arguments: str) -> list[str]:
-    return [sys.executable, "-c", "from distca.cli import main; main()", *arguments]
 
 
 def _environment(files: Files | None) -> dict[str, str]:
