@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.multiprocessing.spawn import spawn
 
 from benchmarks.gpu.training import batches
 from benchmarks.gpu.training.batches import draw_batch
 from benchmarks.gpu.training.ring import RingAttention
 from benchmarks.gpu.training.stopwatch import Stopwatch
+from tests.forkserver import run_forked
 
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 8
 TOKENS_PER_RANK = 12
@@ -124,4 +124,4 @@ def run_rank(rank: int, n_ranks: int, folder: Path) -> None:
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize("n_ranks", [1, 3])
 def test_the_rings_rows_are_those_of_the_whole_document(n_ranks: int, tmp_path: Path) -> None:
-    spawn(run_rank, (n_ranks, tmp_path), nprocs=n_ranks)
+    run_forked(run_rank, (n_ranks, tmp_path), n_ranks)

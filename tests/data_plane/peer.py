@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import multiprocessing
 import os
 import signal
 import time
@@ -21,15 +20,15 @@ import psutil
 from data_plane.buffer_pool import BufferPool
 from data_plane.transport import Address, Connection
 from tests.data_plane.secret import proven
+from tests.forkserver import forkserver
 
 FILL = 7
 """Value of every byte that a peer puts."""
 
-_START_SECONDS = 30.0
+_START_SECONDS = 100.0
+"""The first one waits for the libraries, on a busy machine."""
 _LIFETIME_SECONDS = 120.0
 _STOP_SECONDS = 5.0
-
-_SERVER = multiprocessing.get_context("forkserver")
 
 
 class PeerProcess:
@@ -40,13 +39,9 @@ class PeerProcess:
     """
 
     def __init__(self, factory: str) -> None:
-        # One process imports torch and the transport; the peers are its forks, so they start in no
-        # time. Only the first call counts. (The factory's own module asks for CUDA devices, after
-        # which a fork cannot use them.)
-        library = "nixl" if ".nixl." in factory else "ucxx"
-        _SERVER.set_forkserver_preload([__name__, f"data_plane.{library}.transport"])
-        self._pipe, theirs = _SERVER.Pipe()
-        self._process = _SERVER.Process(target=serve, args=(factory, theirs), daemon=True)
+        context = forkserver("nixl" if ".nixl." in factory else "ucxx")
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=serve, args=(factory, theirs), daemon=True)
         self._process.start()
         theirs.close()
         if not self._pipe.poll(_START_SECONDS):

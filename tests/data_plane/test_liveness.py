@@ -3,7 +3,6 @@ blamed: with fakes for the timing, and with real processes over UCX."""
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 import sys
@@ -30,6 +29,7 @@ from data_plane.ucxx.settings import UcxxSettings
 from data_plane.ucxx.transport import UcxxTransport
 from tests.data_plane.conformance import eventually
 from tests.data_plane.secret import SECRET, proven
+from tests.forkserver import forkserver
 
 QUIET_SECONDS = 0.2
 PING_SECONDS = 0.5
@@ -227,7 +227,7 @@ def serve_while_computing(pipe: Pipe) -> None:
 
 @pytest.fixture
 def busy_peer() -> Iterator[tuple[int, Address]]:
-    context = multiprocessing.get_context("spawn")
+    context = forkserver()
     ours, theirs = context.Pipe()
     process = context.Process(target=serve_while_computing, args=(theirs,), daemon=True)
     process.start()

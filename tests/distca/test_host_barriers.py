@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.multiprocessing.spawn import spawn
 from torch.nn.parallel import DistributedDataParallel
 
 from distca.train.sharding import ShardedModel
+from tests.forkserver import run_forked
 from trainer_client import HostBarriers
 from trainer_client.integrations import host_barriers
 
@@ -112,8 +112,8 @@ def a_rank_that_stays_away(rank: int, kind: str) -> None:
 @pytest.mark.parametrize("kind", ["sharded", "replicated"])
 @pytest.mark.parametrize("body", [equal_gradients, nothing_is_launched_early])
 def test_ranks_meet_before_collectives(tmp_path: Path, kind: str, body: Any) -> None:
-    spawn(run_rank, (str(tmp_path), kind, body), nprocs=RANKS)
+    run_forked(run_rank, (str(tmp_path), kind, body), RANKS)
 
 
 def test_a_barrier_has_a_deadline(tmp_path: Path) -> None:
-    spawn(run_rank, (str(tmp_path), "", a_rank_that_stays_away), nprocs=RANKS)
+    run_forked(run_rank, (str(tmp_path), "", a_rank_that_stays_away), RANKS)

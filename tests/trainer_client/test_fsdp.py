@@ -19,11 +19,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from torch.multiprocessing.spawn import spawn
 
 from core_attention.manifest import RankManifest
 from core_attention.shape import AttentionShape
 from tests.cluster import Cluster, keep_profile
+from tests.forkserver import run_forked
 from trainer_client import (
     HostBarriers,
     PingPong,
@@ -392,4 +392,4 @@ def run_rank(rank: int, folder: str, address: str) -> None:
 def test_sharded_models_take_turns(tmp_path: Path, pool_of_four: Cluster) -> None:
     for shape in (SHAPE, HALF):
         keep_profile(tmp_path, shape)
-    spawn(run_rank, (str(tmp_path), pool_of_four.address), nprocs=RANKS)
+    run_forked(run_rank, (str(tmp_path), pool_of_four.address), RANKS)

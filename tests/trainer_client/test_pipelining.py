@@ -31,7 +31,6 @@ from torch.distributed.pipelining import (
     ScheduleInterleavedZeroBubble,
 )
 from torch.distributed.tensor import DTensor
-from torch.multiprocessing.spawn import spawn
 from torch.nn.parallel import DistributedDataParallel
 
 from core_attention.errors import ScheduleError
@@ -39,6 +38,7 @@ from core_attention.manifest import RankManifest, Segment
 from core_attention.schedule_orders import SCHEDULES
 from core_attention.shape import AttentionShape
 from tests.cluster import Cluster, cluster, keep_profile
+from tests.forkserver import run_forked
 from trainer_client import (
     Pipeline,
     Pipelining,
@@ -634,7 +634,7 @@ def run_rank(rank: int, folder: str, address: str) -> None:
 @pytest.mark.timeout(240)
 def test_pipelines_train_as_one_process_does(tmp_path: Path, pool_of_four: Cluster) -> None:
     keep_profile(tmp_path, SHAPE)
-    spawn(run_rank, (str(tmp_path), pool_of_four.address), nprocs=RANKS)
+    run_forked(run_rank, (str(tmp_path), pool_of_four.address), RANKS)
 
 
 def run_rank_of_replicas(rank: int, folder: str, address: str) -> None:
@@ -653,7 +653,7 @@ def run_rank_of_replicas(rank: int, folder: str, address: str) -> None:
 def test_replicas_of_stages_share_their_gradients(tmp_path: Path, pool_of_four: Cluster) -> None:
     """By DistributedDataParallel and by FSDP2, which must see a microbatch's rows as one."""
     keep_profile(tmp_path, SHAPE)
-    spawn(run_rank_of_replicas, (str(tmp_path), pool_of_four.address), nprocs=RANKS)
+    run_forked(run_rank_of_replicas, (str(tmp_path), pool_of_four.address), RANKS)
 
 
 def run_rank_while_servers_die(
@@ -677,7 +677,7 @@ def test_servers_that_die_cost_no_step_of_a_pipeline(tmp_path: Path, case: Case)
         nodes = [process for process in running.processes if process is not running.control_plane]
         victims = [node.popen.pid for node in nodes]
         arguments = (str(tmp_path), running.address, victims, case)
-        spawn(run_rank_while_servers_die, arguments, nprocs=RANKS)
+        run_forked(run_rank_while_servers_die, arguments, RANKS)
 
 
 class NoStage:

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.multiprocessing.spawn import spawn
 
+from tests.forkserver import run_forked
 from trainer_client import SessionError
 from trainer_client.integrations.stage_messages import StageMessages
 
@@ -214,4 +214,4 @@ def outside_of_steps(rank: int) -> None:
 
 
 def test_messages_of_two_ranks(tmp_path: Path) -> None:
-    spawn(in_rank, (str(tmp_path),), nprocs=2)
+    run_forked(in_rank, (str(tmp_path),), 2)

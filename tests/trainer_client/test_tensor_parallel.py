@@ -26,7 +26,6 @@ from torch.distributed.tensor.parallel import (
     RowwiseParallel,
     parallelize_module,
 )
-from torch.multiprocessing.spawn import spawn
 from transformers.distributed.configuration_utils import DistributedConfig
 
 import trainer_client.integrations.transformers
@@ -34,6 +33,7 @@ from core_attention.errors import TensorError
 from core_attention.manifest import RankManifest, Segment
 from core_attention.shape import AttentionShape
 from tests.cluster import Cluster, cluster, keep_profile
+from tests.forkserver import run_forked
 from tests.trainer_client.tiny_models import TINY_LLAMA
 from trainer_client import (
     PingPong,
@@ -298,7 +298,7 @@ def test_tensor_parallel_replicas_train_as_one_process_does(
 ) -> None:
     keep_profile(tmp_path, LOCAL)
     save_model(tmp_path / "model")
-    spawn(run_ranks, (str(tmp_path), pool_of_four.address), nprocs=RANKS)
+    run_forked(run_ranks, (str(tmp_path), pool_of_four.address), RANKS)
 
 
 LATE_SECONDS = 0.5
@@ -353,7 +353,7 @@ def test_turns_do_not_depend_on_whose_replies_come_first(tmp_path: Path) -> None
     save_model(tmp_path / "model")
     with cluster(tmp_path, 0, node_shape=LOCAL) as servers:
         servers.start_node("late", prelude=_LATE_ROWS)
-        spawn(run_ranks_with_late_replies, (str(tmp_path), servers.address), nprocs=TP)
+        run_forked(run_ranks_with_late_replies, (str(tmp_path), servers.address), TP)
 
 
 def run_ranks_that_are_wrong(rank: int, folder: str, address: str) -> None:
@@ -392,7 +392,7 @@ def test_ranks_that_do_not_fit_are_told_by_name(tmp_path: Path, pool_of_four: Cl
     save_model(tmp_path / "one-key-head", num_key_value_heads=1)
     three = {"num_attention_heads": 3, "num_key_value_heads": 3}
     save_model(tmp_path / "three-heads", hidden_size=48, **three)
-    spawn(run_ranks_that_are_wrong, (str(tmp_path), pool_of_four.address), nprocs=TP)
+    run_forked(run_ranks_that_are_wrong, (str(tmp_path), pool_of_four.address), TP)
 
 
 @pytest.fixture
@@ -456,7 +456,7 @@ def test_a_server_that_dies_costs_no_step(tmp_path: Path) -> None:
     with cluster(tmp_path, 2, node_shape=LOCAL) as servers:
         victim = servers.processes[1].popen.pid
         arguments = (str(tmp_path), servers.address, victim)
-        spawn(run_ranks_while_a_server_dies, arguments, nprocs=TP)
+        run_forked(run_ranks_while_a_server_dies, arguments, TP)
 
 
 def run_rank_that_loses_another(rank: int, folder: str, address: str) -> None:
