@@ -158,6 +158,7 @@ class _Server:
         with theirs:
             self._popen = subprocess.Popen(
                 [sys.executable, "-m", __name__, str(theirs.fileno())],
+                stdin=subprocess.DEVNULL,
                 pass_fds=(theirs.fileno(),),
                 cwd=ROOT,
                 env=_server_environment(),
