@@ -213,7 +213,7 @@ def _serve(requests: socket.socket) -> _Program | None:
     signal.set_wakeup_fd(wake.fileno(), warn_on_full_buffer=False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     # Ctrl-C reaches everybody; the tests end this process.
-    interrupted = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     statuses: dict[int, socket.socket] = {}
     while True:
         readable, _, _ = select.select([requests, woken], [], [])
@@ -230,7 +230,8 @@ def _serve(requests: socket.socket) -> _Program | None:
         if pid == 0:
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            signal.signal(signal.SIGINT, interrupted)
+            # Also where a shell has begun the tests in the background, and had it ignored.
+            signal.signal(signal.SIGINT, signal.default_int_handler)
             for each in (requests, woken, wake, socket.socket(fileno=status), *statuses.values()):
                 each.close()
             return _Program(**json.loads(message), output=output, errors=errors)
