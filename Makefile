@@ -92,11 +92,12 @@ planners: $(INSTALLED)
 	@$(BIN)/python -c 'from control_plane.planner.planners import PLANNERS, prepare; \
 	  [prepare(planner) for planner in PLANNERS.values()]'
 
-# Two processes, each with whole modules, since starting a module's servers takes longer than its tests.
+# Each process runs whole modules, which share servers. There are three of them for two cores: a fifth
+# of the time tests wait, for leases, deadlines and other processes.
 # Up to three tests that fail beside others run once more, alone: see tools/run_tests.py.
 test: planners
 	@$(BIN)/python -m tools.run_tests --again 3 -- \
-	  --ignore=tests/helm -m "not faults and not training" --numprocesses=2 --dist=loadscope $(PYTEST)
+	  --ignore=tests/helm -m "not faults and not training" --numprocesses=3 --dist=loadscope $(PYTEST)
 
 test-training: $(INSTALLED)
 	@$(BIN)/python -m tools.run_tests --again 3 -- -m training --numprocesses=2 --dist=loadscope $(PYTEST)
