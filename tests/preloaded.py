@@ -29,6 +29,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
+from data_plane.nixl.agent import NIXL_PACKAGES
+
 ROOT = Path(__file__).resolve().parent.parent
 
 DISTCA = "from distca.cli import main; main()"
@@ -38,7 +40,6 @@ PRELOADED = (
     "attention_node.server",
     "control_plane.server",
     "core_attention.kernels.cpu",
-    "data_plane.ucxx.transport",
     "distca.cli",
     "grpc.aio",
     "tests.random_planner",
@@ -47,6 +48,8 @@ PRELOADED = (
     "rich.markdown",
 )
 """What forks find imported. No module may start a thread or ask for a GPU: a fork has neither."""
+
+_UCXX = "data_plane.ucxx.transport"
 
 _FORK_SECONDS = 200.0
 """Until the first fork, which waits for the libraries, on a busy machine."""
@@ -157,7 +160,7 @@ class _Server:
         self._lock = threading.Lock()
         with theirs:
             self._popen = subprocess.Popen(
-                [sys.executable, "-m", __name__, str(theirs.fileno())],
+                [sys.executable, "-m", __name__, str(theirs.fileno()), *preloaded_modules()],
                 stdin=subprocess.DEVNULL,
                 pass_fds=(theirs.fileno(),),
                 cwd=ROOT,
@@ -182,6 +185,12 @@ class _Server:
         """Its forks run on."""
         self._requests.close()
         self._popen.wait()
+
+
+def preloaded_modules() -> tuple[str, ...]:
+    """With ucxx, but in tests of nixl: each brings a UCX, and two of them in one process crash."""
+    has_nixl = not sys.modules.keys().isdisjoint(NIXL_PACKAGES)
+    return PRELOADED if has_nixl else (*PRELOADED, _UCXX)
 
 
 def _server_environment() -> dict[str, str]:
@@ -285,8 +294,8 @@ def _end(code: int) -> NoReturn:
     os._exit(code)
 
 
-def _preload() -> None:
-    for name in PRELOADED:
+def _preload(modules: Sequence[str]) -> None:
+    for name in modules:
         importlib.import_module(name)
     planners = importlib.import_module("control_plane.planner.planners")
     for planner in planners.PLANNERS.values():
@@ -297,7 +306,7 @@ def _preload() -> None:
 
 
 def _main() -> None:
-    _preload()
+    _preload(sys.argv[2:])
     program = _serve(socket.socket(fileno=int(sys.argv[1])))
     if program is not None:
         _run(program)

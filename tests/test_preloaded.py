@@ -5,12 +5,15 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
-from tests.preloaded import ROOT, run, start
+from data_plane.nixl.agent import NIXL_PACKAGES
+from tests.preloaded import ROOT, preloaded_modules, run, start
 
 SECONDS = 60.0
 
@@ -63,6 +66,13 @@ def test_signals_reach_it(tmp_path: Path) -> None:
     interrupted.send_signal(signal.SIGINT)
     # As Python ends after an uncaught KeyboardInterrupt.
     assert interrupted.wait(SECONDS) == -signal.SIGINT
+
+
+def test_tests_of_nixl_have_no_other_ucx(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, NIXL_PACKAGES[0], ModuleType(NIXL_PACKAGES[0]))
+    load = f"import {', '.join(preloaded_modules())}, sys; print('ucxx' in sys.modules)"
+    loaded = subprocess.run([sys.executable, "-c", load], capture_output=True, text=True)
+    assert loaded.stdout == "False\n", loaded.stderr
 
 
 def test_a_fork_begins_with_one_thread_no_file_and_no_gpu(tmp_path: Path) -> None:
