@@ -111,6 +111,8 @@ SEQUENCE_PARALLEL = {"sequence_parallel": True}
 ALL_TO_ALL = {"moe_token_dispatcher_type": "alltoall"}
 DROPOUT = {"hidden_dropout": 0.2}
 FREED = {"deallocate_pipeline_outputs": True}
+UNEQUAL = {"num_layers_in_first_pipeline_stage": 1}
+BALANCED = {"moe_aux_loss_coeff": 0.01}
 SMALL, EXPERTS = Shape(layers=2), Shape(layers=2, experts=4)
 TP, PP, VIRTUAL = Parallelism(tp=2), Parallelism(pp=2), Parallelism(pp=2, chunks=2)
 
@@ -145,6 +147,8 @@ GROUPS = {
             Case("pp-one-lane", parallelism=PP, ping_pong=False),
             Case("pp-documents", parallelism=PP, chosen=True, settings=RECOMPUTE | FREED),
             Case("pp-virtual", parallelism=VIRTUAL),
+            Case("pp-unequal", Shape(layers=3), PP, settings=UNEQUAL, chosen=True),
+            Case("pp-moe", EXPERTS, PP, settings=BALANCED, ping_pong=False),
         ),
     ),
     "experts and hybrid stacks": (
@@ -216,7 +220,8 @@ def train(
         with steps.step(step) if steps else nullcontext() as running:
             losses = schedule(function, model, microbatches, forward_only=False)
         if running is not None:
-            assert_turns(running, ping_pong=case.ping_pong)
+            layers = sum(len(served_layers(chunk)) for chunk in model)
+            assert_turns(running, layers, ping_pong=case.ping_pong)
         found = {name: each.main_grad.double().clone() for name, each in named(model)}
         # Validation, outside of a step.
         with torch.no_grad():
@@ -234,7 +239,11 @@ def train(
     return results
 
 
-def assert_turns(running: RunningStep, *, ping_pong: bool) -> None:
+def served_layers(chunk: Any) -> list[ServedCoreAttention]:
+    return [each for each in chunk.modules() if isinstance(each, ServedCoreAttention)]
+
+
+def assert_turns(running: RunningStep, layers: int, *, ping_pong: bool) -> None:
     """In every layer, forward and backward, both halves of a microbatch have sent their rows before
     either waits; a half that is alone waits for its own."""
     together, alone = ["send", "send", "wait", "wait"], ["send", "wait"]
@@ -243,7 +252,7 @@ def assert_turns(running: RunningStep, *, ping_pong: bool) -> None:
         if event.name in together:
             microbatch = int(event.lane.removeprefix("nano-batch ")) // n_lanes
             seen[microbatch, event.detail].append(event.name)
-    assert len(seen) == 2 * MICROBATCHES * running.job.n_layers
+    assert len(seen) == 2 * MICROBATCHES * layers
     assert all(order in (together, alone) for order in seen.values()), seen
     assert (together in seen.values()) == ping_pong, seen
 
@@ -338,9 +347,9 @@ def evaluate(
 
 
 def open_steps(case: Case, job: str, model: Any, control_plane: str) -> ServedSteps:
-    layer = next(each for each in model[0].modules() if isinstance(each, ServedCoreAttention))
-    keep_profile(FOLDER, layer.shape)
-    return ServedSteps.open(
+    keep_profile(FOLDER, served_layers(model[0])[0].shape)
+    before = state_of(model)
+    steps = ServedSteps.open(
         model,
         n_microbatches=MICROBATCHES,
         control_plane=control_plane,
@@ -353,6 +362,24 @@ def open_steps(case: Case, job: str, model: Any, control_plane: str) -> ServedSt
         plan_timeout_seconds=60.0,
         tick_timeout_seconds=60.0,
     )
+    # Stages of pipelines have been run for their time.
+    for name, value in state_of(model).items():
+        assert torch.equal(value, before[name]), name
+    knows_the_order = case.parallelism.pp > 1 and case.parallelism.chunks == 1
+    assert (steps.session.options.pipelining is not None) is knows_the_order
+    return steps
+
+
+def state_of(model: Any) -> dict[str, torch.Tensor]:
+    """Gradients, buffers and random numbers to come."""
+    found = {"random": torch.get_rng_state()}
+    for name, parameter in named(model):
+        assert parameter.grad is None, name
+        found[f"gradient of {name}"] = parameter.main_grad.clone()
+    for index, chunk in enumerate(model):
+        for name, buffer in chunk.module.named_buffers():
+            found[f"buffer {name} of {index}"] = buffer.clone()
+    return found
 
 
 def run(case: Case, control_plane: str) -> None:

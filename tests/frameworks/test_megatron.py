@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.frameworks, pytest.mark.timeout(600)]
     [
         ("dense", 2, 8),
         ("tensor parallelism", 2, 5),
-        ("pipelines", 2, 4),
+        ("pipelines", 2, 6),
         ("experts and hybrid stacks", 2, 5),
         ("both", 4, 1),
     ],

@@ -68,6 +68,23 @@ def measure_stages(
     return StageSeconds(tuple(forward), tuple(backward))
 
 
+def layers_of_stages(
+    own: Mapping[int, int], n_stages: int, group: dist.ProcessGroup | None = None
+) -> list[int]:
+    """``[n_stages]`` served layers of each stage, for
+    :class:`~core_attention.pipelining.Pipelining`, which refuses stages with none.
+
+    Args:
+        own: by index, those of this rank's stages.
+        n_stages: of the model.
+        group: as of :func:`measure_stages`; called on all its ranks.
+    """
+    everybody: list[Mapping[int, int]] = [{} for _ in range(dist.get_world_size(group))]
+    dist.all_gather_object(everybody, own, group)
+    known = {index: layers for each in everybody for index, layers in each.items()}
+    return [known.get(index, 0) for index in range(n_stages)]
+
+
 def _time(stage: Stage, n_tokens: int) -> tuple[float, float]:
     """Seconds of one token, forward and backward: the least of some runs."""
     module, run = stage

@@ -15,12 +15,14 @@ from torch import nn
 from core_attention.host_copies import on_host
 from core_attention.shape import AttentionShape
 from trainer_client.errors import SessionError
+from trainer_client.integrations.checkpointing import Checkpoints
 from trainer_client.integrations.documents import Documents, documents_of
 from trainer_client.integrations.documents_at_home import attend_documents
 from trainer_client.integrations.frameworks import UnsupportedSetting, refuse
 from trainer_client.integrations.graphs import outside_graphs
 from trainer_client.integrations.megatron import rng_fork
 from trainer_client.integrations.megatron.refusals import layer_problems, problems
+from trainer_client.integrations.shape_inference import is_shape_inference
 from trainer_client.step.lane import current_step, require_lane
 from trainer_client.step.operation import core_attention
 
@@ -129,6 +131,10 @@ class ServedCoreAttention(MegatronModule):
             raise UnsupportedSetting("attention_bias is given; served core attention has none")
         if attn_mask_type is not None and attn_mask_type not in _CAUSAL:
             raise UnsupportedSetting(f"a layer's mask is {attn_mask_type}; causal alone is served")
+        if is_shape_inference(Checkpoints().recomputed):
+            if packed_seq_params is None:
+                return _unpacked(core_attention, query, key, value)
+            return core_attention(query.contiguous(), key.contiguous(), value.contiguous())
         if current_step.get() is None and not torch._C._current_graph_task_id() >= 0:
             return self._at_home(query, key, value, packed_seq_params)
         documents = documents_of(require_lane())

@@ -24,6 +24,7 @@ from trainer_client.integrations.megatron.attention import ServedCoreAttention
 from trainer_client.integrations.megatron.halves import Half
 from trainer_client.integrations.megatron.lanes import CutMicrobatch, InTurns
 from trainer_client.integrations.megatron.one_lane import unwrapped
+from trainer_client.integrations.megatron.pipelines import pipelining_of
 from trainer_client.options import SessionOptions
 from trainer_client.session import Session
 from trainer_client.step.lane import current_step, in_nano_batch, require_step
@@ -118,13 +119,16 @@ class ServedSteps:
             for module in chunk.modules()
             if isinstance(module, ServedCoreAttention)
         ]
-        _check_layers(layers)
+        counts = _check_layers(layers)
         device = next(parameter.device for chunk in chunks for parameter in chunk.parameters())
         tp = parallel_state.get_tensor_model_parallel_world_size()
         dp = parallel_state.get_data_parallel_world_size()
         stage = parallel_state.get_pipeline_model_parallel_rank()
         first = (stage * dp + parallel_state.get_data_parallel_rank()) * tp
         takes_turns = _takes_turns(chunks, ping_pong, n_microbatches)
+        pipelining = pipelining_of(chunks, n_microbatches)
+        if pipelining is None:
+            _check_equal(counts)
         session = Session.open(
             SessionOptions(
                 control_plane=control_plane,
@@ -132,7 +136,8 @@ class ServedSteps:
                 rank=first + parallel_state.get_tensor_model_parallel_rank(),
                 n_ranks=dp * parallel_state.get_pipeline_model_parallel_world_size() * tp,
                 tensor_parallel_ranks=range(first, first + tp) if tp > 1 else (),
-                n_layers=len(layers),
+                n_layers=pipelining.max_layers if pipelining else len(layers),
+                pipelining=pipelining,
                 n_nano_batches=n_microbatches * (2 if takes_turns else 1),
                 shape=layers[0].shape,
                 softmax_scale=layers[0].softmax_scale,
@@ -345,18 +350,28 @@ def _bounds(step: int, microbatch: Microbatch) -> torch.Tensor:
     )
 
 
-def _check_layers(layers: Sequence[ServedCoreAttention]) -> None:
-    """Checks that there are layers, of one kind, and equally many on all ranks."""
+def _check_layers(layers: Sequence[ServedCoreAttention]) -> list[int]:
+    """Checks that every rank has layers, of one kind; returns how many each has."""
     # Ranks without layers come too, so that none waits for them.
-    counts: list[Any] = [len(layers)]
+    counts = [len(layers)]
     if dist.is_initialized():
-        counts = [None] * dist.get_world_size()
+        counts = [0] * dist.get_world_size()
         dist.all_gather_object(counts, len(layers))
     if not any(counts):
         raise SessionError(
             "no layer of the model is served; build it of serve(spec) "
             "(trainer_client.integrations.megatron), on every stage"
         )
+    if not all(counts):
+        _check_equal(counts)
+    kinds = {(layer.shape, layer.softmax_scale) for layer in layers}
+    if len(kinds) > 1:
+        raise SessionError(f"all layers of a job have one shape and scale; these differ: {kinds}")
+    return counts
+
+
+def _check_equal(counts: Sequence[int]) -> None:
+    """Checks that ranks have equally many served layers, ``counts``."""
     if len(set(counts)) > 1:
         raise UnsupportedSetting(
             f"ranks have {counts} served layers; every rank must have equally many: set "
@@ -365,6 +380,3 @@ def _check_layers(layers: Sequence[ServedCoreAttention]) -> None:
             "hybrid model, give every stage's part of the pattern equally many attention layers; "
             "build all stages of serve(spec)"
         )
-    kinds = {(layer.shape, layer.softmax_scale) for layer in layers}
-    if len(kinds) > 1:
-        raise SessionError(f"all layers of a job have one shape and scale; these differ: {kinds}")

@@ -4,13 +4,12 @@ take beside core attention."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from core_attention.pipelining import Pipelining
 from core_attention.schedule import Schedule, read_csv
@@ -18,7 +17,7 @@ from trainer_client.errors import SessionError
 from trainer_client.integrations.deferred_weights import defer_weights
 from trainer_client.integrations.frameworks import UnsupportedSetting
 from trainer_client.integrations.pipelining import schedule_of
-from trainer_client.integrations.stage_seconds import measure_stages
+from trainer_client.integrations.stage_seconds import layers_of_stages, measure_stages
 from trainer_client.integrations.untouched import untouched
 
 logger = logging.getLogger(__name__)
@@ -108,7 +107,13 @@ def pipelining_of(
         pipeline_ranks=[
             rank // stages.ranks_of_stage for rank in range(order.n_ranks * stages.ranks_of_stage)
         ],
-        layers=_of_all_stages(stages, order.n_stages),
+        layers=layers_of_stages(
+            {
+                stage.stage_index: layers
+                for stage, layers in zip(stages.all, stages.layers, strict=True)
+            },
+            order.n_stages,
+        ),
         **seconds._asdict(),
     )
 
@@ -136,12 +141,3 @@ def _alone(part: Any, stages: Stages, n_tokens: int) -> Callable[[], torch.Tenso
         return output
 
     return run
-
-
-def _of_all_stages(stages: Stages, n_stages: int) -> list[int]:
-    own = {stage.stage_index: n for stage, n in zip(stages.all, stages.layers, strict=True)}
-    everybody: list[Mapping[int, int]] = [{} for _ in range(dist.get_world_size())]
-    dist.all_gather_object(everybody, own)
-    known = {index: n for each in everybody for index, n in each.items()}
-    # A stage that nobody has is refused by Pipelining, as one without layers.
-    return [known.get(index, 0) for index in range(n_stages)]
