@@ -58,6 +58,7 @@ from trainer_client.integrations.megatron.lanes import CutMicrobatch, InTurns  #
 from trainer_client.integrations.megatron.one_lane import has_experts_apart  # noqa: E402
 from trainer_client.integrations.megatron.steps import (  # noqa: E402
     _bounds,
+    _check_equal,
     _check_layers,
     _takes_turns,
 )
@@ -201,7 +202,8 @@ def test_validation_outside_of_a_step_is_computed_at_home(lengths: list[int]) ->
 def test_ranks_with_unequal_layers_are_refused(
     layers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One without any comes to the exchange, too, in which others await it."""
+    """Those without a pipeline whose order is known. One without any layer comes to the exchange,
+    too, in which others await it."""
 
     def gather(counts: list[Any], own: int) -> None:
         counts[:] = [own, own + 1]
@@ -211,7 +213,7 @@ def test_ranks_with_unequal_layers_are_refused(
     monkeypatch.setattr("torch.distributed.all_gather_object", gather)
     said = rf"ranks have \[{layers}, {layers + 1}\] served layers.*num_layers.*pattern"
     with pytest.raises(UnsupportedSetting, match=said):
-        _check_layers([layer() for _ in range(layers)])
+        _check_equal(_check_layers([layer() for _ in range(layers)]))
 
 
 def test_microbatches_and_models_that_say_too_little_are_refused() -> None:
