@@ -16,6 +16,9 @@ from trainer_client.integrations.shape_inference import ShapeInference
 
 _RUNS = 3
 
+MEASURED_TOKENS = 8192
+"""What keeps a GPU busy; a whole microbatch would have all its logits at once."""
+
 Stage = tuple[nn.Module, Callable[[], torch.Tensor]]
 """A stage's module, and a call of it on an input of its own: token ids, or hidden states that
 require gradients."""

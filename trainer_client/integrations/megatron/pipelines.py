@@ -20,13 +20,14 @@ from core_attention.pipelining import Pipelining
 from core_attention.schedule_orders import one_f_one_b
 from trainer_client.integrations.megatron.attention import ServedCoreAttention
 from trainer_client.integrations.megatron.one_lane import reasons, unwrapped
-from trainer_client.integrations.stage_seconds import layers_of_stages, measure_stages
+from trainer_client.integrations.stage_seconds import (
+    MEASURED_TOKENS,
+    layers_of_stages,
+    measure_stages,
+)
 from trainer_client.integrations.untouched import untouched
 
 logger = logging.getLogger(__name__)
-
-_MEASURED_TOKENS = 8192
-"""What keeps a GPU busy; a whole microbatch would have all its logits at once."""
 
 
 def pipelining_of(chunks: Sequence[nn.Module], n_microbatches: int) -> Pipelining | None:
@@ -51,7 +52,7 @@ def pipelining_of(chunks: Sequence[nn.Module], n_microbatches: int) -> Pipelinin
         return None
     stage = parallel_state.get_pipeline_model_parallel_rank()
     tensor_parallel = parallel_state.get_tensor_model_parallel_world_size()
-    tokens = _MEASURED_TOKENS // tensor_parallel * tensor_parallel
+    tokens = MEASURED_TOKENS // tensor_parallel * tensor_parallel
     (chunk,) = chunks
     with _no_trace(chunk):
         model = unwrapped(chunk)

@@ -17,13 +17,14 @@ from trainer_client.errors import SessionError
 from trainer_client.integrations.deferred_weights import defer_weights
 from trainer_client.integrations.frameworks import UnsupportedSetting
 from trainer_client.integrations.pipelining import schedule_of
-from trainer_client.integrations.stage_seconds import layers_of_stages, measure_stages
+from trainer_client.integrations.stage_seconds import (
+    MEASURED_TOKENS,
+    layers_of_stages,
+    measure_stages,
+)
 from trainer_client.integrations.untouched import untouched
 
 logger = logging.getLogger(__name__)
-
-_MEASURED_TOKENS = 8192
-"""What keeps a GPU busy; a whole microbatch would have all its logits at once."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,7 +96,7 @@ def pipelining_of(
     if order.has_backwards_in_parts:
         for stage in stages.all:
             stage.dw_builder = defer_weights(stage.submod)
-    tokens = min(n_tokens, _MEASURED_TOKENS // stages.multiple * stages.multiple)
+    tokens = min(n_tokens, MEASURED_TOKENS // stages.multiple * stages.multiple)
     runs = {
         stage.stage_index: (stage.submod, _alone(stage.submod, stages, tokens))
         for stage in stages.all
