@@ -11,7 +11,8 @@ Every way runs the same documents, the same model and the same optimiser, in one
   they come.
 
 ``NAME@SCHEDULE`` is a way under another schedule, such as ``idle-aware@same-phase`` or
-``even@zero-bubble``.
+``even@zero-bubble``; ``zero-bubble:N`` has at most N microbatches between both parts of their
+backward. ``even`` under a way's own schedule has the memory that the schedule needs by itself.
 
     python -m benchmarks.gpu.pipeline --stages 4 --json out.json
 
@@ -204,7 +205,7 @@ def run_case(
     began = time.perf_counter()
     try:
         require_runnable(way, plan.stages, case.n_microbatches, plan.model, plan.tokens, memory)
-        name = f"{case.way}-{case.n_microbatches}-{attempt}".replace("@", "-")
+        name = f"{case.way}-{case.n_microbatches}-{attempt}".replace("@", "-").replace(":", "-")
         running = PipelineWay(way, name, settings, stages, case.n_microbatches, drawn)
     except CannotRun as error:
         found |= {"state": "left out", "why": str(error)}
@@ -446,7 +447,7 @@ def main(
         str,
         typer.Option(
             help=f"With commas: {', '.join(NAMES)}; also with a schedule behind, such as "
-            f"idle-aware@zero-bubble ({', '.join(SCHEDULES)})."
+            f"idle-aware@zero-bubble ({', '.join(SCHEDULES)}, zero-bubble:N)."
         ),
     ] = ",".join(DEFAULT),
     layers: Annotated[int, typer.Option(help="Of the Llama-3-8B shape.")] = 8,

@@ -100,7 +100,11 @@ def test_formulas() -> None:
 def test_ways_are_named_and_may_have_another_schedule() -> None:
     assert way_of("idle-aware").schedule == "1f1b"
     assert way_of("idle-aware@zero-bubble").schedule == "zero-bubble"
-    for name in ("idle", "idle-aware@", "idle-aware@gpipe"):
+    table = way_of("idle-aware@zero-bubble:1").table(4, 8)
+    assert table is not None
+    assert max(map(table.deferred, range(4))) == 1
+    wrong = ("zero-bubble:0", "zero-bubble:", "1f1b:1", "gpipe")
+    for name in ("idle", "idle-aware@", *(f"idle-aware@{order}" for order in wrong)):
         with pytest.raises(ValueError, match=f"way is '{name}'; valid are drawn, even, "):
             way_of(name)
 

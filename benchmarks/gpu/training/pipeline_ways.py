@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 from benchmarks.gpu.training.batches import Batch, CannotRun
 from benchmarks.gpu.training.microbatches import Layout, as_drawn, evenly
 from benchmarks.gpu.training.stack import ModelShape
 from core_attention.errors import ScheduleError
 from core_attention.schedule import Schedule
-from core_attention.schedule_orders import SCHEDULES
+from core_attention.schedule_orders import SCHEDULES, Order, zero_bubble
 
 HOME, EVEN, IDLE_AWARE = "home", "even", "idle-aware"
 """Who computes core attention: each stage its own, all ranks equally, or idle ranks more of it."""
@@ -33,7 +34,7 @@ class Way:
     Attributes:
         name: of it.
         layout: of documents in microbatches, one of LAYOUTS.
-        schedule: one of ``SCHEDULES`` or TORCH_SCHEDULES.
+        schedule: one of ``SCHEDULES`` or TORCH_SCHEDULES, or ``zero-bubble:N``, see ``order_of``.
         attention: HOME, EVEN or IDLE_AWARE.
     """
 
@@ -55,9 +56,10 @@ class Way:
     @property
     def defers_weights(self) -> bool:
         """Whether linear layers put off gradients of weights."""
+        if self.schedule in TORCH_SCHEDULES:
+            return False
         # Whatever its sizes.
-        own = SCHEDULES.get(self.schedule)
-        return own is not None and own(2, 2).has_backwards_in_parts
+        return order_of(self.schedule)(2, 2).has_backwards_in_parts
 
     @property
     def served(self) -> bool:
@@ -69,7 +71,20 @@ class Way:
         if self.schedule == TORCH_ZERO_BUBBLE:
             return None
         name = "interleaved" if self.schedule == TORCH_INTERLEAVED else self.schedule
-        return SCHEDULES[name](n_ranks, n_microbatches)
+        return order_of(name)(n_ranks, n_microbatches)
+
+
+def order_of(name: str) -> Order:
+    """The order called ``name``: one of ``SCHEDULES``, or ``zero-bubble:N`` with at most N
+    microbatches between both parts of their backward, as ``distca schedule --max-deferred N``."""
+    _, _, most = name.partition(":")
+    return partial(zero_bubble, max_deferred=int(most)) if most else SCHEDULES[name]
+
+
+def _is_order(name: str) -> bool:
+    base, _, most = name.partition(":")
+    limited = base == "zero-bubble" and most.isdecimal() and int(most) > 0
+    return limited or name in SCHEDULES
 
 
 _NAMED = {
@@ -90,16 +105,17 @@ DEFAULT = ("drawn", "even", "interleaved", "zero-bubble", "even-pool", "idle-awa
 
 def way_of(name: str) -> Way:
     """The way called ``name``: one of NAMES, or with another schedule, such as
-    ``idle-aware@zero-bubble``.
+    ``idle-aware@zero-bubble`` or ``idle-aware@zero-bubble:1``.
 
     Raises:
         ValueError: there is none; says which there are.
     """
     base, _, schedule = name.partition("@")
-    if base not in _NAMED or (schedule and schedule not in SCHEDULES) or name.endswith("@"):
+    valid = base in _NAMED and not name.endswith("@")
+    if not valid or (schedule and not _is_order(schedule)):
         raise ValueError(
             f"way is {name!r}; valid are {', '.join(NAMES)}, each also with one of "
-            f"{', '.join('@' + order for order in SCHEDULES)} behind"
+            f"{', '.join('@' + order for order in SCHEDULES)} or @zero-bubble:N behind, N from 1"
         )
     found = _NAMED[base]
     return Way(
