@@ -314,9 +314,12 @@ def _is_wasteful(
     takes = Pace(fleet.tables, fleet.profile[receiver], rules.phase, fleet.speed[receiver])
     most = carving.cap[receiver] - carving.received[receiver]
     long = _begin_of_piece(rules, gives, takes, gift, most)
+    if long >= begin:
+        # Nothing at all may fit there, which has no rate.
+        return False
     slow = pace_seconds(takes, begin, gift.high) / causal_pairs(begin, gift.high)
     fast = pace_seconds(takes, long, gift.high) / causal_pairs(long, gift.high)
-    return bool(long < begin and slow > (1.0 + carving.waste) * fast)
+    return bool(slow > (1.0 + carving.waste) * fast)
 
 
 @compiled_leaf

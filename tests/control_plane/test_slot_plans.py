@@ -14,6 +14,7 @@ from control_plane.planner import balanced
 from control_plane.planner.planning import PlanningOptions, PlanningServer
 from core_attention.arrays import Float64Array
 from core_attention.ca_task import Phase
+from core_attention.cost_model import CostProfile
 from core_attention.errors import PlanError, ScheduleError
 from core_attention.manifest import Manifest, RankManifest, Segment
 from core_attention.pipelining import Pipelining
@@ -231,3 +232,36 @@ def test_what_does_not_fit_the_pipelines_is_named() -> None:
 def test_pipelines_that_are_none(change: dict[str, object], match: str) -> None:
     with pytest.raises(ScheduleError, match=match):
         replace(pipelining("1f1b", 2, 2), **change)  # type: ignore[arg-type]
+
+
+def uneven_profile(rng: np.random.Generator) -> CostProfile:
+    """Of a kernel of a small model, whose short tasks take as long as their launches, more or
+    less."""
+    grid = np.array([1, 16, 32, 64, 128, 256, 512, 1024, 2**20])
+    q, kv = grid[:, None], np.maximum(grid[None, :], grid[:, None])
+    pairs = (kv * (kv + 1) - (kv - q) * (kv - q + 1)) // 2
+    launch = 1e-4 * 10 ** rng.uniform(-2, 1)
+    forward, backward = (
+        (share * launch + pairs * 1e-9 * share) * 10 ** rng.uniform(-0.5, 0.5, pairs.shape)
+        for share in (1.0, 2.5)
+    )
+    return replace(
+        PROFILE,
+        q_tokens=grid,
+        kv_tokens=grid,
+        forward_seconds=forward,
+        backward_seconds=backward,
+    )
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_small_steps_on_servers_of_uneven_rates(seed: int) -> None:
+    """Some have no room for any piece on top of what they compute themselves."""
+    rng = np.random.default_rng(seed)
+    n_halves, n_stages = int(rng.integers(1, 3)), int(rng.integers(2, 5))
+    pipes = pipelining("1f1b", n_stages, 2 * n_stages - 1, 3, 10 ** rng.uniform(-3, 0))
+    manifest = drawn(pipes, int(rng.choice([64, 257, 1000])), seed, n_halves)
+    servers = [
+        replace(server, profile=uneven_profile(rng)) for server in in_place(manifest.n_ranks)
+    ]
+    planned(manifest, servers, pipes)
