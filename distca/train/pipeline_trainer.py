@@ -34,7 +34,14 @@ from distca.train.sharding import by_mesh, clip_gradients, squared_norm, whole
 from distca.train.stages import StageModule
 from distca.train.tensor_parallel import TensorParallel
 from distca.train.trainer import StepResult
-from trainer_client import Pipeline, Session, defer_weights, measure_stages, prepare_fsdp
+from trainer_client import (
+    HostBarriers,
+    Pipeline,
+    Session,
+    defer_weights,
+    measure_stages,
+    prepare_fsdp,
+)
 from trainer_client.integrations.deferred_weights import DeferredWeights
 from trainer_client.integrations.pipelining import runtime_of
 
@@ -134,12 +141,19 @@ class PipelineTrainer:
         stages: of this rank.
         session: this rank's membership in the job.
         compute_dtype: of sharded models' activations; others compute in their weights' dtype.
+        barriers: met before each collective of the replicas; None: collectives are launched as soon
+            as they can.
     """
 
     def __init__(
-        self, stages: PipelineStages, session: Session, compute_dtype: torch.dtype
+        self,
+        stages: PipelineStages,
+        session: Session,
+        compute_dtype: torch.dtype,
+        barriers: HostBarriers | None = None,
     ) -> None:
         self._stages, self._session, self._settings = stages, session, stages.settings
+        self._barriers = barriers
         self._connected = False
         self._scale = 1.0
         layout, modules = stages.layout, stages.modules
@@ -310,11 +324,14 @@ class PipelineTrainer:
             for layer in module.layers:
                 fully_shard(layer, mesh=self._stages.replicas, mp_policy=policy)
             fully_shard(module, mesh=self._stages.replicas, mp_policy=policy)
-            prepare_fsdp(module)
+            prepare_fsdp(module, barriers=self._barriers)
             return module
         if self._stages.layout.n_replicas == 1 or self._averages_gradients:
             return module
-        return DistributedDataParallel(module, process_group=self._stages.replica_group)
+        replicated = DistributedDataParallel(module, process_group=self._stages.replica_group)
+        if self._barriers is not None:
+            self._barriers.guard_replicated(replicated)
+        return replicated
 
     def _make_schedule(self) -> Any:
         return runtime_of(

@@ -167,13 +167,6 @@ def chosen(
     on_gpu = device.type == "cuda"
     sharding, checkpointing = training.sharding, training.activation_checkpointing
     barriers = training.host_barriers
-    if training.pipeline_stages > 1:
-        if barriers:
-            raise SettingsError(
-                "--host-barriers has all ranks meet before each collective, and ranks of a "
-                "pipeline have different ones: leave it out with --pipeline-stages"
-            )
-        barriers = False
     return replace(
         training,
         learning_rate=training.learning_rate or model.default_learning_rate,
@@ -257,11 +250,11 @@ class _Parts:
         """What trains the model, or this rank's stages of it."""
         run = self._run
         dtype = getattr(torch, run.model.dtype)
-        if stages is not None:
-            return PipelineTrainer(stages, session, dtype)
         barriers = None
         if run.training.host_barriers:
             barriers = HostBarriers(run.service.collective_timeout_seconds)
+        if stages is not None:
+            return PipelineTrainer(stages, session, dtype, barriers)
         return Trainer(
             self._model,
             session,

@@ -194,8 +194,8 @@ class TrainingSettings:
     host_barriers: Annotated[
         bool | None,
         typer.Option(
-            help="Launch collectives only once all ranks have come to them, so that none can keep "
-            "a server from answering; default: on CUDA devices."
+            help="Launch collectives only once all their ranks have come to them, so that none can "
+            "keep a server from answering; default: on CUDA devices."
         ),
     ] = None
     compile_layers: Annotated[

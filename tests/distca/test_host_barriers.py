@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 from distca.train.sharding import ShardedModel
@@ -107,6 +107,84 @@ def a_rank_that_stays_away(rank: int, kind: str) -> None:
             barriers.meet()
     else:
         time.sleep(3.0)
+
+
+GROUPS = ((0, 2, 3), (1, 4))
+"""Of a job of five: three ranks, and two, are replicas of the stages of a pipeline."""
+
+
+def run_rank_of_groups(rank: int, folder: str, body: Any) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=5
+    )
+    made = [dist.new_group(list(ranks)) for ranks in GROUPS]
+    at = 0 if rank in GROUPS[0] else 1
+    body(rank, GROUPS[at], made[at])
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def groups_do_not_wait_for_each_other(rank: int, ranks: tuple[int, ...], group: Any) -> None:
+    """One group meets many times while the other has not begun; nobody leaves before all come."""
+    barriers = HostBarriers(TIMEOUT_SECONDS)
+    if ranks is GROUPS[1]:
+        # Until all of the other group have met: they need nobody of this one.
+        dist.barrier()
+    for late in (*ranks, *ranks):
+        if rank == late:
+            time.sleep(0.2)
+        came = time.monotonic()
+        barriers.meet(group)
+        left = time.monotonic()
+        times: list[Any] = [None] * len(ranks)
+        dist.all_gather_object(times, (came, left), group)
+        assert min(left for _, left in times) >= max(came for came, _ in times)
+    if ranks is GROUPS[0]:
+        dist.barrier()
+
+
+def stages_have_their_own_replicas(rank: int, ranks: tuple[int, ...], group: Any) -> None:
+    """Replicas of one stage, sharded or not, while those of the other wait for what it sends."""
+    barriers = HostBarriers(TIMEOUT_SECONDS)
+    whole, layers = model()
+    mesh = DeviceMesh.from_group(group, "cpu")
+    sharded = ShardedModel(
+        whole, layers, mesh=mesh, compute_dtype=torch.float32, barriers=barriers
+    ).module
+    replicated = DistributedDataParallel(model()[0], process_group=group)
+    barriers.guard_replicated(replicated)
+    if ranks is GROUPS[1]:
+        dist.barrier()
+    for module in (sharded, replicated):
+        plain = model()[0]
+        batches = [torch.full((4, 8), float(one + 1)) for one in ranks]
+        torch.stack([plain(batch).pow(2).mean() for batch in batches]).mean().backward()
+        for ours, theirs in zip(gradients(module), plain.parameters(), strict=True):
+            torch.testing.assert_close(ours, theirs.grad)
+    if ranks is GROUPS[0]:
+        dist.barrier()
+
+
+def a_rank_of_a_group_that_stays_away(rank: int, ranks: tuple[int, ...], group: Any) -> None:
+    barriers = HostBarriers(1.0)
+    if rank == ranks[-1]:
+        time.sleep(3.0)
+    else:
+        with pytest.raises(RuntimeError):
+            barriers.meet(group)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        groups_do_not_wait_for_each_other,
+        stages_have_their_own_replicas,
+        a_rank_of_a_group_that_stays_away,
+    ],
+)
+def test_ranks_of_a_group_meet(tmp_path: Path, body: Any) -> None:
+    run_forked(run_rank_of_groups, (str(tmp_path), body), 5)
 
 
 @pytest.mark.parametrize("kind", ["sharded", "replicated"])

@@ -35,7 +35,8 @@ QWEN3 = {
         ("--mode=in-place", SHARES, "--model-config={qwen3}"),
         ("--mode=pool", SHARES, "--sharding=fsdp", "--activation-checkpointing"),
         # Replicas by DDP, documents over both, a pool beside the ranks' own servers.
-        ("--mode=mixed", "--nodes=1", *STAGES),
+        # Ranks meet before collectives, those of one stage.
+        ("--mode=mixed", "--nodes=1", "--host-barriers", *STAGES),
     ],
     ids=["shares", "shares-fsdp-pool", "stages-ddp-mixed"],
 )
@@ -71,7 +72,7 @@ def test_stages_of_shares_go_on_without_shares(start_run: StartRun) -> None:
     "options",
     [
         ("--trainers=4", "--sharding=replicated"),
-        ("--trainers=4", "--sharding=fsdp"),
+        ("--trainers=4", "--sharding=fsdp", "--host-barriers"),
         # Two stages of two shares each, twice.
         ("--trainers=8", SHARES),
     ],

@@ -217,6 +217,11 @@ class Rank(ServedTrainer):
 
     folder: Path
 
+    @property
+    def _meets_on_host(self) -> bool:
+        """As on GPUs."""
+        return True
+
     def has_cut_documents(self) -> bool:
         """Whether any document of what was submitted begins in one half and goes on in the other;
         halves have equally many rows then."""

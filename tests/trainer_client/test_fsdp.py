@@ -246,9 +246,9 @@ class Counting(HostBarriers):
 
     count = 0
 
-    def meet(self) -> None:
+    def meet(self, group: dist.ProcessGroup | None = None) -> None:
         self.count += 1
-        super().meet()
+        super().meet(group)
 
 
 def weights_are_gathered_and_reduced_once(session: Session, rank: int) -> None:

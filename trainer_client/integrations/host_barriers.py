@@ -1,4 +1,4 @@
-"""Collectives that are launched only once all ranks have come to them.
+"""Collectives that are launched only once all their ranks have come to them.
 
 A collective's kernel occupies a GPU until the last rank has launched its own. Meanwhile CUDA does
 not load kernels on that GPU, nor free memory (``benchmarks.gpu.blocking_calls``). If the rank that
@@ -9,6 +9,7 @@ that runs is one that all ranks are about to launch, whatever servers do.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -25,10 +26,11 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 
 class HostBarriers:
-    """Has all ranks meet before the collectives of a wrapped model.
+    """Has the ranks of a collective of a wrapped model meet before it.
 
-    To be made by all ranks together. They launch collectives in one order anyway, or NCCL would
-    hang, and so come to the barriers in one order.
+    To be made by all ranks together. Those of one group launch its collectives in one order anyway,
+    or NCCL would hang, and so come to its barriers in one order. Ranks of other groups, such as the
+    other stages of a pipeline, are not waited for.
 
     Args:
         timeout_seconds: how long a rank waits for the others before it gives up.
@@ -38,21 +40,44 @@ class HostBarriers:
     """
 
     def __init__(self, timeout_seconds: float) -> None:
+        self._timeout = timedelta(seconds=timeout_seconds)
         # A group of its own: over gloo, a barrier takes log2(ranks) rounds.
-        self.group: dist.ProcessGroup = dist.new_group(
-            backend="gloo", timeout=timedelta(seconds=timeout_seconds)
-        )
+        self.group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=self._timeout)
 
-    def meet(self) -> None:
-        """Returns when all ranks have come.
+    def meet(self, group: dist.ProcessGroup | None = None) -> None:
+        """Returns when all ranks of ``group`` have come; None: all ranks.
 
         Raises:
             RuntimeError: a rank has not come in time, or has ended.
         """
+        ranks = dist.get_process_group_ranks(group or self.group)
+        if len(ranks) < dist.get_world_size():
+            self._meet_some(ranks)
+            return
         # dist.barrier would go by the default group's device, a GPU.
         options = dist.BarrierOptions()
         options.device = torch.device("cpu")
         self.group.barrier(options).wait()
+
+    def _meet_some(self, ranks: list[int]) -> None:
+        """A dissemination barrier: after k rounds each has heard, through others, of 2^k ranks.
+
+        In messages, since a group of these ranks on the host could only be made by all ranks.
+        """
+        me, n = ranks.index(dist.get_rank()), len(ranks)
+        # Barriers of two groups that share ranks may run at a time.
+        tag = zlib.crc32(repr(ranks).encode()) >> 1
+        distance = 1
+        while distance < n:
+            told, heard = torch.zeros(1, dtype=torch.uint8), torch.empty(1, dtype=torch.uint8)
+            works = [
+                dist.isend(told, ranks[(me + distance) % n], group=self.group, tag=tag),
+                dist.irecv(heard, ranks[me - distance], group=self.group, tag=tag),
+            ]
+            for work in works:
+                assert work is not None
+                work.wait(self._timeout)
+            distance *= 2
 
     def guard_sharded(self, module: FSDPModule) -> None:
         """Before what ``module``, but not its submodules, gathers and reduces."""
@@ -62,11 +87,15 @@ class HostBarriers:
     def guard_replicated(self, module: DistributedDataParallel) -> None:
         """Before every sum of gradients of ``module``."""
         # A lambda, since DDP refuses hooks whose annotations are strings.
-        module.register_comm_hook(None, lambda _, bucket: self._meet_and_reduce(bucket))
+        module.register_comm_hook(
+            module.process_group, lambda group, bucket: self._meet_and_reduce(group, bucket)
+        )
 
-    def _meet_and_reduce(self, bucket: Any) -> torch.futures.Future[torch.Tensor]:
-        self.meet()
-        return allreduce_hook(None, bucket)  # type: ignore[arg-type]  # None: the default group
+    def _meet_and_reduce(
+        self, group: dist.ProcessGroup, bucket: Any
+    ) -> torch.futures.Future[torch.Tensor]:
+        self.meet(group)
+        return allreduce_hook(group, bucket)
 
 
 class _Allocating:
@@ -89,7 +118,7 @@ class _AllGather(_Allocating):
         group: dist.ProcessGroup,
         async_op: bool = False,
     ) -> Any:
-        self._barriers.meet()
+        self._barriers.meet(group)
         return _all_gather(output_tensor, input_tensor, group=group, async_op=async_op)
 
 
@@ -102,5 +131,5 @@ class _ReduceScatter(_Allocating):
         op: Any,
         async_op: bool = False,
     ) -> Any:
-        self._barriers.meet()
+        self._barriers.meet(group)
         return _reduce_scatter(output_tensor, input_tensor, op=op, group=group, async_op=async_op)

@@ -42,7 +42,7 @@ class DistcaSettings:
     """All ranks and servers are on this machine, so shared memory may be used."""
 
     host_barriers: bool = True
-    """On GPUs, FSDP2's collectives start only once all ranks have come to them."""
+    """On GPUs, FSDP2's collectives start only once all their ranks have come to them."""
 
     def __post_init__(self) -> None:
         if self.steps_ahead < 0:

@@ -103,7 +103,7 @@ class ServedTrainer(Trainer):
         """Has the model run in lanes, and the data loader submit manifests."""
         config, dims = self.config, self.parallel_dims
         barriers = None
-        if self.device.type == "cuda" and config.distca.host_barriers:
+        if self._meets_on_host:
             barriers = HostBarriers(self._session.options.collective_timeout_seconds)
         for part in self.model_parts:
             prepare_fsdp(part, barriers=barriers)
@@ -117,6 +117,11 @@ class ServedTrainer(Trainer):
             ahead=config.distca.steps_ahead,
             most=config.training.steps,
         )
+
+    @property
+    def _meets_on_host(self) -> bool:
+        wanted: bool = self.config.distca.host_barriers
+        return wanted and self.device.type == "cuda"
 
     @property
     def _batches_of_step(self) -> int:
