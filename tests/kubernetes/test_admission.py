@@ -136,7 +136,9 @@ def test_nodes_are_put_where_gpus_are(machines: Machines, api: Api, gpu_machine:
     wait_until("two pods have GPUs", lambda: places() == ["", gpu_machine, gpu_machine], 60.0)
 
     def told() -> bool:
-        conditions = [each for pod in api.items(pods) for each in pod["status"]["conditions"]]
+        # The scheduler has not yet come to a pod without conditions.
+        found = [pod["status"].get("conditions", []) for pod in api.items(pods)]
+        conditions = [each for of_pod in found for each in of_pod]
         return any("Insufficient nvidia.com/gpu" in each.get("message", "") for each in conditions)
 
     wait_until("the third is told why it waits", told, 60.0)
