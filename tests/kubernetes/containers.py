@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -202,19 +203,24 @@ def _sandbox(files: PodFiles, image: Image, manifest: dict[str, object], write: 
         source = files.volumes[mount["name"]]
         option = "--ro-bind" if mount.get("readOnly") else "--bind"
         mounts.append((option, str(source / mount.get("subPath", "")), mount["mountPath"]))
-    binds = [part for mount in mounts for part in mount]
+    # What lies within another's folder is put there after it: a checkout below /tmp, which the pod
+    # has a volume for.
+    mounts.sort(key=lambda mount: mount[2])
+    binds = [part for mount in mounts for part in (*_parents(mount[2]), *mount)]
     links = [
         part
         for name in ("bin", "sbin", "lib", "lib64")
         for part in ("--symlink", f"usr/{name}", f"/{name}")
     ]
+    # By its path: it is started with the container's PATH, which need not lead to this machine's.
+    bubblewrap = shutil.which("bwrap")
+    assert bubblewrap is not None
     return [
-        "bwrap",
+        bubblewrap,
         "--unshare-pid",
         "--as-pid-1",
         "--die-with-parent",
         *devices,
-        *_parents(target for _, _, target in mounts),
         *binds,
         *links,
         "--remount-ro",
@@ -227,9 +233,8 @@ def _sandbox(files: PodFiles, image: Image, manifest: dict[str, object], write: 
     ]
 
 
-def _parents(targets: object) -> list[str]:
-    """Folders above mount points, open to the container's user."""
-    assert hasattr(targets, "__iter__")
-    found = {parent for target in targets for parent in Path(target).parents}
-    made = sorted(str(path) for path in found if str(path) not in ("/", "/dev", "/usr"))
+def _parents(target: str) -> list[str]:
+    """Folders above a mount point, open to the container's user."""
+    above = [str(path) for path in reversed(Path(target).parents)]
+    made = [path for path in above if path not in ("/", "/dev", "/usr")]
     return [part for path in made for part in ("--perms", "0755", "--dir", path)]
