@@ -46,5 +46,9 @@ def test_it_follows_the_version_before(release: Release, machines: Machines) -> 
     assert release.api.get(secret)["data"]["secret"] == token
     release.test()
     # A control plane of before made it, so it is no part of the release: docs/deploy_kubernetes.md.
+    # While one runs it would make another.
+    lease = f"/apis/coordination.k8s.io/v1 leases {release.namespace} distca-control-plane"
+    release.uninstall(objects | {lease})
+    release.lease()
     release.api.delete(release.lease_path)
-    release.uninstall(objects)
+    assert all_objects(release.api) <= objects
