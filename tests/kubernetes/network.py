@@ -21,6 +21,10 @@ KUBERNETES_ADDRESS = "10.96.0.1"
 
 _CLONE_NEWNET = 0x40000000
 _BRIDGE = "pods"
+_BRIDGE_MAC = "02:00:0a:f4:00:01"
+"""Of the bridge itself: otherwise it takes the lowest of its ports', which changes as pods come and
+go, and pods that know the old one reach no Service for seconds."""
+
 _NAMESPACES = ("net", "ipc", "uts", "mount")
 _START_SECONDS = 10.0
 
@@ -55,7 +59,7 @@ def own_network() -> Iterator[None]:
     try:
         _check(_libc.unshare(_CLONE_NEWNET), "a network namespace")
         run("ip", "link", "set", "lo", "up")
-        run("ip", "link", "add", _BRIDGE, "type", "bridge")
+        run("ip", "link", "add", _BRIDGE, "address", _BRIDGE_MAC, "type", "bridge")
         run("ip", "address", "add", f"{MACHINE_ADDRESS}/16", "dev", _BRIDGE)
         run("ip", "link", "set", _BRIDGE, "up")
         yield
