@@ -226,14 +226,15 @@ sbom: $(INSTALLED)
 	  echo "$$list: $$reference"; \
 	done
 
-# Without a key: cosign asks the identity provider of whoever runs it, a workflow's or a browser's.
+# Without a key, cosign asks the identity provider of whoever runs it, a workflow's or a browser's.
+# SIGN_OPTIONS may name one: --key=cosign.key.
 sign: $(INSTALLED)
 	@references=$$($(BIN)/python -m tools.release references --folder "$(RELEASE)") || exit 1; \
 	for reference in $$references; do \
-	  $(COSIGN) sign --yes --recursive $$reference || exit 1; \
+	  $(COSIGN) sign --yes --recursive $(SIGN_OPTIONS) $$reference || exit 1; \
 	  list=$(RELEASE)/$${reference##*@sha256:}.cdx; \
-	  test ! -e $$list || $(COSIGN) attest --yes --type cyclonedx --predicate $$list $$reference \
-	    || exit 1; \
+	  test ! -e $$list || $(COSIGN) attest --yes $(SIGN_OPTIONS) --type cyclonedx \
+	    --predicate $$list $$reference || exit 1; \
 	done
 
 # The trainer's image holds all that the node's does. IMAGE chooses another one than that of images or
