@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from control_plane.planner import balanced
 from control_plane.planner.planning import PlanningOptions, PlanningServer
 from core_attention.arrays import Float64Array
-from core_attention.ca_task import Phase
+from core_attention.ca_task import Phase, causal_qk_pairs
 from core_attention.cost_model import CostProfile
 from core_attention.errors import PlanError, ScheduleError
 from core_attention.manifest import Manifest, RankManifest, Segment
@@ -239,7 +239,7 @@ def uneven_profile(rng: np.random.Generator) -> CostProfile:
     less."""
     grid = np.array([1, 16, 32, 64, 128, 256, 512, 1024, 2**20])
     q, kv = grid[:, None], np.maximum(grid[None, :], grid[:, None])
-    pairs = (kv * (kv + 1) - (kv - q) * (kv - q + 1)) // 2
+    pairs = causal_qk_pairs(kv - q, kv)
     launch = 1e-4 * 10 ** rng.uniform(-2, 1)
     forward, backward = (
         (share * launch + pairs * 1e-9 * share) * 10 ** rng.uniform(-0.5, 0.5, pairs.shape)

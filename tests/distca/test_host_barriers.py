@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -55,14 +57,20 @@ def gradients(module: nn.Module) -> list[torch.Tensor]:
     return found
 
 
-def run_rank(rank: int, folder: str, kind: str, body: Any) -> None:
+@contextmanager
+def process_group(rank: int, folder: str, n_ranks: int) -> Iterator[None]:
     torch.set_num_threads(1)
     dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=RANKS
+        "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=n_ranks
     )
-    body(rank, kind)
+    yield
     dist.barrier()
     dist.destroy_process_group()
+
+
+def run_rank(rank: int, folder: str, kind: str, body: Any) -> None:
+    with process_group(rank, folder, RANKS):
+        body(rank, kind)
 
 
 def equal_gradients(rank: int, kind: str) -> None:
@@ -114,34 +122,35 @@ GROUPS = ((0, 2, 3), (1, 4))
 
 
 def run_rank_of_groups(rank: int, folder: str, body: Any) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=5
-    )
-    made = [dist.new_group(list(ranks)) for ranks in GROUPS]
-    at = 0 if rank in GROUPS[0] else 1
-    body(rank, GROUPS[at], made[at])
-    dist.barrier()
-    dist.destroy_process_group()
+    with process_group(rank, folder, sum(map(len, GROUPS))):
+        made = [dist.new_group(list(ranks)) for ranks in GROUPS]
+        at = 0 if rank in GROUPS[0] else 1
+        body(rank, GROUPS[at], made[at])
+
+
+@contextmanager
+def one_group_after_the_other(ranks: tuple[int, ...]) -> Iterator[None]:
+    """The second group begins the block when the first has ended it: that needs nobody of it."""
+    if ranks is GROUPS[1]:
+        dist.barrier()
+    yield
+    if ranks is GROUPS[0]:
+        dist.barrier()
 
 
 def groups_do_not_wait_for_each_other(rank: int, ranks: tuple[int, ...], group: Any) -> None:
     """One group meets many times while the other has not begun; nobody leaves before all come."""
     barriers = HostBarriers(TIMEOUT_SECONDS)
-    if ranks is GROUPS[1]:
-        # Until all of the other group have met: they need nobody of this one.
-        dist.barrier()
-    for late in (*ranks, *ranks):
-        if rank == late:
-            time.sleep(0.2)
-        came = time.monotonic()
-        barriers.meet(group)
-        left = time.monotonic()
-        times: list[Any] = [None] * len(ranks)
-        dist.all_gather_object(times, (came, left), group)
-        assert min(left for _, left in times) >= max(came for came, _ in times)
-    if ranks is GROUPS[0]:
-        dist.barrier()
+    with one_group_after_the_other(ranks):
+        for late in (*ranks, *ranks):
+            if rank == late:
+                time.sleep(0.2)
+            came = time.monotonic()
+            barriers.meet(group)
+            left = time.monotonic()
+            times: list[Any] = [None] * len(ranks)
+            dist.all_gather_object(times, (came, left), group)
+            assert min(left for _, left in times) >= max(came for came, _ in times)
 
 
 def stages_have_their_own_replicas(rank: int, ranks: tuple[int, ...], group: Any) -> None:
@@ -154,16 +163,13 @@ def stages_have_their_own_replicas(rank: int, ranks: tuple[int, ...], group: Any
     ).module
     replicated = DistributedDataParallel(model()[0], process_group=group)
     barriers.guard_replicated(replicated)
-    if ranks is GROUPS[1]:
-        dist.barrier()
-    for module in (sharded, replicated):
-        plain = model()[0]
-        batches = [torch.full((4, 8), float(one + 1)) for one in ranks]
-        torch.stack([plain(batch).pow(2).mean() for batch in batches]).mean().backward()
-        for ours, theirs in zip(gradients(module), plain.parameters(), strict=True):
-            torch.testing.assert_close(ours, theirs.grad)
-    if ranks is GROUPS[0]:
-        dist.barrier()
+    with one_group_after_the_other(ranks):
+        for module in (sharded, replicated):
+            plain = model()[0]
+            batches = [torch.full((4, 8), float(one + 1)) for one in ranks]
+            torch.stack([plain(batch).pow(2).mean() for batch in batches]).mean().backward()
+            for ours, theirs in zip(gradients(module), plain.parameters(), strict=True):
+                torch.testing.assert_close(ours, theirs.grad)
 
 
 def a_rank_of_a_group_that_stays_away(rank: int, ranks: tuple[int, ...], group: Any) -> None:

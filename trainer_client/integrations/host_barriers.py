@@ -62,7 +62,8 @@ class HostBarriers:
     def _meet_some(self, ranks: list[int]) -> None:
         """A dissemination barrier: after k rounds each has heard, through others, of 2^k ranks.
 
-        In messages, since a group of these ranks on the host could only be made by all ranks.
+        In messages, since ``new_group`` on some ranks alone names the group by how many groups a
+        rank has, which need not be the same.
         """
         me, n = ranks.index(dist.get_rank()), len(ranks)
         # Barriers of two groups that share ranks may run at a time.

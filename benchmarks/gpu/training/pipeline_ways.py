@@ -56,10 +56,9 @@ class Way:
     @property
     def defers_weights(self) -> bool:
         """Whether linear layers put off gradients of weights."""
-        if self.schedule in TORCH_SCHEDULES:
-            return False
         # Whatever its sizes.
-        return order_of(self.schedule)(2, 2).has_backwards_in_parts
+        own = order_of(self.schedule)
+        return own is not None and own(2, 2).has_backwards_in_parts
 
     @property
     def served(self) -> bool:
@@ -71,20 +70,19 @@ class Way:
         if self.schedule == TORCH_ZERO_BUBBLE:
             return None
         name = "interleaved" if self.schedule == TORCH_INTERLEAVED else self.schedule
-        return order_of(name)(n_ranks, n_microbatches)
+        order = order_of(name)
+        assert order is not None
+        return order(n_ranks, n_microbatches)
 
 
-def order_of(name: str) -> Order:
+def order_of(name: str) -> Order | None:
     """The order called ``name``: one of ``SCHEDULES``, or ``zero-bubble:N`` with at most N
-    microbatches between both parts of their backward, as ``distca schedule --max-deferred N``."""
-    _, _, most = name.partition(":")
-    return partial(zero_bubble, max_deferred=int(most)) if most else SCHEDULES[name]
-
-
-def _is_order(name: str) -> bool:
+    microbatches between both parts of their backward, as ``distca schedule --max-deferred N``; None
+    if there is none."""
     base, _, most = name.partition(":")
-    limited = base == "zero-bubble" and most.isdecimal() and int(most) > 0
-    return limited or name in SCHEDULES
+    if base == "zero-bubble" and most.isdecimal() and int(most) > 0:
+        return partial(zero_bubble, max_deferred=int(most))
+    return SCHEDULES.get(name)
 
 
 _NAMED = {
@@ -111,8 +109,8 @@ def way_of(name: str) -> Way:
         ValueError: there is none; says which there are.
     """
     base, _, schedule = name.partition("@")
-    valid = base in _NAMED and not name.endswith("@")
-    if not valid or (schedule and not _is_order(schedule)):
+    known = not schedule or order_of(schedule) is not None
+    if base not in _NAMED or not known or name.endswith("@"):
         raise ValueError(
             f"way is {name!r}; valid are {', '.join(NAMES)}, each also with one of "
             f"{', '.join('@' + order for order in SCHEDULES)} or @zero-bubble:N behind, N from 1"
