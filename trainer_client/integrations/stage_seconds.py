@@ -13,6 +13,7 @@ from torch import nn
 
 from core_attention.errors import ScheduleError
 from trainer_client.integrations.shape_inference import ShapeInference
+from trainer_client.integrations.untouched import state_kept
 
 _RUNS = 3
 
@@ -43,7 +44,7 @@ def measure_stages(
 
     Call it before the session is opened, on every rank of ``group``, as the model is trained: on
     its device, with its activation checkpoints, but before its weights are sharded. Gradients of
-    parameters are left as they were.
+    parameters, buffers and random number generators are left as they were.
 
     Args:
         stages: by index, those of this rank.
@@ -95,7 +96,7 @@ def _time(stage: Stage, n_tokens: int) -> tuple[float, float]:
     found = []
     try:
         for _ in range(1 + _RUNS):
-            with ShapeInference().may_run():
+            with ShapeInference().may_run(), state_kept(module):
                 begin = _now()
                 output = run()
                 middle = _now()

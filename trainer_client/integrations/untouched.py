@@ -13,22 +13,33 @@ from torch import nn
 def untouched(model: nn.Module) -> Iterator[None]:
     """Whatever the block runs, without gradients: the model's buffers, autocast's cache and the
     random number generators stay as they are."""
-    kept = [_Buffers(module) for module in model.modules()]
-    devices = {
-        tensor.device.index or 0
-        for tensor in (*model.parameters(), *model.buffers())
-        if tensor.device.type == "cuda"
-    }
     caches = torch.is_autocast_cache_enabled()
-    with torch.random.fork_rng(sorted(devices), device_type="cuda"), torch.no_grad():
+    with state_kept(model), torch.no_grad():
         # Weights that are cast here have no graph; kept, they would get no gradients later.
         torch.set_autocast_cache_enabled(False)
         try:
             yield
         finally:
             torch.set_autocast_cache_enabled(caches)
-            for buffers in kept:
-                buffers.restore()
+
+
+@contextmanager
+def state_kept(model: nn.Module) -> Iterator[None]:
+    """The same with gradients, whose backward is in the block too: layers that are recomputed there
+    write their buffers once more."""
+    kept = [_Buffers(module) for module in model.modules()]
+    devices = {
+        tensor.device.index or 0
+        for tensor in (*model.parameters(), *model.buffers())
+        if tensor.device.type == "cuda"
+    }
+    with torch.random.fork_rng(sorted(devices), device_type="cuda"):
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for buffers in kept:
+                    buffers.restore()
 
 
 class _Buffers:

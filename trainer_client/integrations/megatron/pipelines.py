@@ -25,7 +25,6 @@ from trainer_client.integrations.stage_seconds import (
     layers_of_stages,
     measure_stages,
 )
-from trainer_client.integrations.untouched import untouched
 
 logger = logging.getLogger(__name__)
 
@@ -118,8 +117,8 @@ def _alone(model: Any, n_tokens: int) -> Callable[[], torch.Tensor]:
 
 @contextmanager
 def _no_trace(chunk: nn.Module) -> Iterator[None]:
-    """What the block runs forward and backward leaves no gradients, nothing in buffers or in
-    Megatron's logs of experts, and random states as they were; nothing is reduced."""
+    """What the block runs forward and backward leaves no gradients, nothing in Megatron's logs of
+    experts, and its random states as they were; nothing is reduced."""
     tracker, scaler = megatron_random.get_cuda_rng_tracker(), moe_utils.MoEAuxLossAutoScaler
     states = {
         name: state.clone_state() if isinstance(state, torch.Generator) else state
@@ -130,8 +129,6 @@ def _no_trace(chunk: nn.Module) -> Iterator[None]:
     with ExitStack() as stack:
         if isinstance(chunk, DistributedDataParallel):
             stack.enter_context(chunk.no_sync())
-        stack.enter_context(untouched(model))
-        stack.enter_context(torch.enable_grad())
         try:
             yield
         finally:
