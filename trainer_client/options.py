@@ -66,7 +66,8 @@ class SessionOptions(RankTimeouts, PlanRequest, IntegritySettings, ClientTls):
         placement: pool servers, the ranks' own in-place servers, or both.
         softmax_scale: multiplies q.k before the softmax; None is 1 / sqrt(head_dim).
         device: where the model's tensors are, for example ``"cpu"`` or ``"cuda:0"``.
-        data_host: address of this machine that other ranks reach; used by in-place servers.
+        data_host: address of this machine that other ranks reach. With ``placement`` pool on
+            several hosts a loopback address stands for the one towards the control plane.
         data_port: port of the in-place server; 0 takes any free one.
         transport: ``"ucxx"`` or ``"nixl"``, the same on every rank and server; ``"auto"`` takes
             that of the pool's servers, or what suits this machine.

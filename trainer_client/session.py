@@ -105,11 +105,12 @@ class Session:
         )
         self._data_metrics.watch_pool("messages", self._pool)
         self._endpoint: MetricsEndpoint | None = None
+        self._data_host = data_host_of(options, control_plane)
         self._transport = open_transport(
             transport_of(options, control_plane),
             device=options.device,
             one_host=options.one_host,
-            data_host=data_host_of(options, control_plane),
+            data_host=self._data_host,
             metrics=self._data_metrics,
         )
         self._servers = ServerLinks(
@@ -368,7 +369,7 @@ class Session:
             tensor_parallel_ranks=options.tensor_parallel_ranks,
         )
         address = self._transport.listen(
-            options.data_host, options.data_port, self._in_place.ticks.accept
+            self._data_host, options.data_port, self._in_place.ticks.accept
         )
         profile = self._in_place.profile
         request.in_place_server.CopyFrom(

@@ -340,7 +340,12 @@ class ServiceSettings(RankTimeouts):
         ),
     ] = DeviceName.AUTO
     data_host: Annotated[
-        str, typer.Option(help="Address of this machine for UCX traffic of an in-place server.")
+        str,
+        typer.Option(
+            help="Address of this machine at which other ranks reach it. Of ranks that use the "
+            "pool alone on several hosts, loopback stands for the address towards the control "
+            "plane.",
+        ),
     ] = "127.0.0.1"
     data_interface: Annotated[
         str,

@@ -12,11 +12,14 @@ from trainer_client.options import Placement, SessionOptions
 
 
 def data_host_of(options: SessionOptions, control_plane: rpc.RpcSettings) -> str:
-    """The address whose network interface UCX is to use: ``data_host``, with one exception.
+    """The address that the rank listens at, whose network interface UCX is to use: ``data_host``,
+    with one exception.
 
-    Nobody calls a rank without an in-place server, so its ``data_host`` may be the loopback address
-    that is the default of ``distca train``. The servers' addresses are not known before the first
-    plan; they are taken to lie the same way as the control plane.
+    While there are pool servers nobody calls the ranks, so their ``data_host`` may be the loopback
+    address that is the default of ``distca train``. They do call each other where documents span
+    them and the pool has no server left, and so listen where they can be reached. The servers'
+    addresses are not known before the first plan; they are taken to lie the same way as the control
+    plane.
 
     Args:
         options: of the rank's session.
