@@ -38,6 +38,7 @@ from trainer_client.integrations.torchtitan.cutting import (  # noqa: E402
     Cut,
     Cutting,
     padded,
+    padded_positions,
     why_documents_stay_whole,
 )
 from trainer_client.integrations.torchtitan.read_ahead import ReadAhead  # noqa: E402
@@ -230,7 +231,7 @@ def test_segments_are_the_rows_of_every_half(
                 assert sizes[0] == sizes[1]
                 assert not any(each.padding for each in cuts)
     for segments, each in zip(halves, cuts, strict=True):
-        rows = padded(positions, each, count=True)[0].tolist()
+        rows = padded_positions(positions, each)[0].tolist()
         assert rows == [s.offset + row for s in segments for row in range(s.length)]
     manifest = Manifest.merge([RankManifest(0, 0, halves)], 1)
     assert manifest.n_texts == len(lengths) + sum(each.padding > 0 for each in cuts)
@@ -260,8 +261,10 @@ def test_models_whose_rows_look_at_their_neighbours_keep_documents_whole() -> No
 
 def test_padding_is_a_document_of_its_own() -> None:
     part = Cut(3, 5, 2)
-    assert padded(POSITIONS, part, count=True).tolist() == [[0, 1, 0, 1]]
-    assert padded(torch.arange(5, 21).view(2, 8), part, count=False).tolist() == [[8, 9, 0, 0]]
+    assert padded_positions(POSITIONS, part).tolist() == [[0, 1, 0, 1]]
+    assert padded(torch.arange(5, 21).view(2, 8), part).tolist() == [[8, 9, 0, 0]]
+    hidden = padded(torch.arange(32.0).view(2, 8, 2), part)
+    assert hidden.tolist() == [[[6.0, 7.0], [8.0, 9.0], [0.0, 0.0], [0.0, 0.0]]]
 
 
 def loader() -> RandomDocuments:

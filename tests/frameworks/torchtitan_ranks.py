@@ -50,6 +50,7 @@ class Case:
     Attributes:
         name: of the job.
         model: a registry's function.
+        layers: of the model.
         loss: of the model; None is cross entropy.
         seq_len: tokens of a row.
         median: of the documents' lengths.
@@ -68,6 +69,7 @@ class Case:
 
     name: str
     model: Callable[..., Any] = llama3
+    layers: int = 2
     loss: Any = None
     seq_len: int = 96
     median: int = 11
@@ -82,6 +84,12 @@ class Case:
     pp: int = 1
     order: str = ""
     validated: bool = True
+
+    @property
+    def n_lanes(self) -> int:
+        """Nano-batches of a batch; one in pipelines of tensor-parallel ranks or with experts."""
+        is_whole = self.pp > 1 and (self.tp > 1 or self.model is not llama3)
+        return 2 if self.ping_pong and not is_whole else 1
 
 
 ONE_DOCUMENT = 10**9
@@ -181,10 +189,43 @@ PIPELINES = (
     Case("llama3-pp-split", rows=5, pp=2, cuts=False, order="1f1b-split", validated=False),
     Case(
         "llama3-pp-interleaved",
+        layers=4,
         rows=4,
         pp=2,
         cuts=False,
         order="interleaved",
+        checkpointing=FullAC,
+        validated=False,
+    ),
+    Case("llama3-pp-one-lane", rows=4, pp=2, cuts=False, ping_pong=False, validated=False),
+    # The second half of each microbatch is padding alone.
+    Case(
+        "llama3-pp-one-document",
+        rows=4,
+        pp=2,
+        median=ONE_DOCUMENT,
+        cuts=False,
+        order="1f1b-split",
+        checkpointing=FullAC,
+    ),
+    # In each stage one layer with a window of 128 tokens.
+    Case(
+        "gpt-oss-pp",
+        model=gpt_oss,
+        layers=4,
+        seq_len=384,
+        median=100,
+        rows=4,
+        pp=2,
+        cuts=False,
+        checkpointing=FullAC,
+    ),
+    Case(
+        "deepseek-v3-pp",
+        model=deepseek_v3,
+        rows=4,
+        pp=2,
+        cuts=False,
         checkpointing=FullAC,
         validated=False,
     ),
@@ -199,6 +240,7 @@ PIPELINES_OF_REPLICAS = (
         order="zero-bubble",
         checkpointing=FullAC,
     ),
+    Case("llama3-pp-tp", rows=4, pp=2, tp=2, cuts=False, validated=False),
 )
 
 GROUPS = {
@@ -268,7 +310,7 @@ def configuration(case: Case, folder: Path) -> Any:
     config = plain("debugmodel", seq_len=case.seq_len)
     spec = case.model("debugmodel", attn_backend="varlen")
     interleaved = case.order == "interleaved"
-    spec.model.layers = spec.model.layers[: 4 if interleaved else 2]
+    spec.model.layers = spec.model.layers[: case.layers]
     config.model_spec = spec
     for _, experts, *_ in spec.model.traverse(GptOssGroupedExperts.Config):
         experts.hidden_dim = 64
@@ -357,6 +399,9 @@ def run(case: Case, control_plane: str) -> None:
             assert_same(found, right, case.name, step)
         assert trainer.has_cut_documents() is case.cuts, case.name
         assert trainer.knows_the_order() is (case.pp > 1), case.name
+        (n_lanes,) = {manifest.n_nano_batches for manifest in trainer.submitted}
+        batches = case.rows if case.pp > 1 else case.accumulate
+        assert n_lanes == case.n_lanes * batches, case.name
     finally:
         trainer.close()
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
 from tempfile import NamedTemporaryFile
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
@@ -32,7 +32,7 @@ from trainer_client.integrations.shape_inference import ShapeInference
 from trainer_client.integrations.stage_messages import StageMessages
 from trainer_client.session import Session
 from trainer_client.step.lane import in_nano_batch, is_unplanned_evaluation, require_step
-from trainer_client.step.ping_pong import run_in_turns
+from trainer_client.step.ping_pong import Call, run_in_turns
 from trainer_client.step.running_step import RunningStep
 
 _IN_ITS_LANE = "_distca_in_its_lane"
@@ -42,6 +42,24 @@ _SINGLE: Mapping[str, Order] = {"Schedule1F1B": one_f_one_b, "ScheduleGPipe": gp
 """Schedules of one stage a rank."""
 
 _microbatch: ContextVar[int | None] = ContextVar("distca_microbatch", default=None)
+
+
+class CutMicrobatch(Protocol):
+    """A microbatch of a stage, cut into its nano-batches."""
+
+    @property
+    def first(self) -> int:
+        """How many nano-batches without rows come before those that run."""
+
+    def calls(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Call]:
+        """The arguments of each nano-batch that runs, of those of the microbatch."""
+
+    def joined(self, outputs: list[Any]) -> Any:
+        """Their outputs as one."""
+
+
+Cutter = Callable[[Any, tuple[Any, ...], Mapping[str, Any]], CutMicrobatch]
+"""Cuts what a stage's module, given first, is called with."""
 
 
 class Pipeline:
@@ -67,6 +85,7 @@ class Pipeline:
         meet_on_host: whether stages tell each other on the host what they are about to send, see
             :mod:`trainer_client.integrations.stage_messages`; None: on GPUs. Then all ranks of
             ``torch.distributed`` make their ``Pipeline`` together.
+        cut_by: how a microbatch with several nano-batches is cut into them; None: as above.
 
     Raises:
         SessionError: no stages were given, or one has no ``forward_one_chunk``, or is in another
@@ -75,7 +94,13 @@ class Pipeline:
             :func:`trainer_client.integrations.fsdp.check_backward_in_parts`.
     """
 
-    def __init__(self, session: Session, *stages: Any, meet_on_host: bool | None = None) -> None:
+    def __init__(
+        self,
+        session: Session,
+        *stages: Any,
+        meet_on_host: bool | None = None,
+        cut_by: Cutter | None = None,
+    ) -> None:
         if not stages:
             raise SessionError("no stages were given; a pipeline has one or more on every rank")
         self._session = session
@@ -129,7 +154,7 @@ class Pipeline:
             if self._check is not None:
                 self._check.watch(stage)
             if n_rows > 1:
-                _run_rows_in_turns(stage.submod, n_rows, is_last=is_last)
+                _run_rows_in_turns(stage.submod, n_rows, cut_by, is_last=is_last)
 
     @contextmanager
     def step(self, step: int) -> Iterator[RunningStep]:
@@ -220,7 +245,9 @@ def runtime_of(schedule: Schedule, stages: Sequence[Any], **options: Any) -> Any
     return runtime
 
 
-def _run_rows_in_turns(module: torch.nn.Module, n_rows: int, *, is_last: bool) -> None:
+def _run_rows_in_turns(
+    module: torch.nn.Module, n_rows: int, cut_by: Cutter | None, *, is_last: bool
+) -> None:
     """Has ``module`` run the nano-batches of a microbatch one by one, in turns.
 
     ``forward`` is replaced on the object: hooks of whoever wraps or shards it stay around it.
@@ -235,7 +262,11 @@ def _run_rows_in_turns(module: torch.nn.Module, n_rows: int, *, is_last: bool) -
         microbatch = _microbatch.get()
         if microbatch is None:
             return forward(*args, **kwargs)
-        cut = cut_of(args, kwargs, microbatch, n_rows)
+        cut: CutMicrobatch
+        if cut_by is None:
+            cut = cut_of(args, kwargs, microbatch, n_rows)
+        else:
+            cut = cut_by(module, args, kwargs)
         first = microbatch * n_rows + cut.first
         return cut.joined(run_in_turns(forward, cut.calls(args, kwargs), first, is_last=is_last))
 

@@ -81,11 +81,17 @@ class Cutting:
         return halves
 
 
-def padded(tensor: torch.Tensor, part: Cut, *, count: bool) -> torch.Tensor:
-    """A nano-batch ``[1, rows + padding]`` of ``tensor`` ``[B, L]``; padding is 0, or counts up."""
-    flat = tensor.flatten()[part.begin : part.end]
-    tail = torch.arange(part.padding, device=flat.device, dtype=flat.dtype)
-    return torch.cat([flat, tail if count else torch.zeros_like(tail)])[None]
+def padded(tensor: torch.Tensor, part: Cut) -> torch.Tensor:
+    """A nano-batch ``[1, rows + padding, ...]`` of ``tensor`` ``[B, L, ...]``; padding is 0."""
+    rows = tensor.flatten(0, 1)[part.begin : part.end]
+    return torch.cat([rows, rows.new_zeros(part.padding, *rows.shape[1:])])[None]
+
+
+def padded_positions(positions: torch.Tensor, part: Cut) -> torch.Tensor:
+    """The same of positions, which count up in the padding: it is a document."""
+    own = padded(positions, part)
+    own[:, part.end - part.begin :] = torch.arange(part.padding, device=own.device)
+    return own
 
 
 def why_documents_stay_whole(model: Any) -> str | None:

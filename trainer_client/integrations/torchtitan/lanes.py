@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,12 +10,67 @@ import torch
 from trainer_client.integrations.frameworks import UnsupportedSetting
 from trainer_client.integrations.graphs import outside_graphs
 from trainer_client.integrations.torchtitan.attention import is_validation
-from trainer_client.integrations.torchtitan.cutting import Cut, Cutting, padded
+from trainer_client.integrations.torchtitan.cutting import Cut, Cutting, padded, padded_positions
 from trainer_client.step.lane import in_nano_batch, require_step
 from trainer_client.step.ping_pong import Call, run_in_turns
 
 Output = Any
 """Of a decoder: a tensor ``[B, L, ...]``, or a list of them with multi-token prediction."""
+
+
+class CutBatch:
+    """The nano-batches of one call of a decoder.
+
+    Args:
+        model: a decoder of torchtitan, or a stage of one.
+        cutting: how a batch is cut.
+        named: what its ``forward`` is called with by name: ``positions`` ``[B, L]`` and
+            ``attention_masks``.
+
+    Raises:
+        UnsupportedSetting: there are inputs that cannot be cut.
+    """
+
+    first = 0
+    """Every nano-batch has rows."""
+
+    def __init__(self, model: Any, cutting: Cutting, named: Mapping[str, Any]) -> None:
+        if others := sorted(set(named) - {"positions", "attention_masks"}):
+            raise UnsupportedSetting(
+                f"the model is called with {', '.join(others)}, which cannot be cut into the two "
+                "halves of a batch; set --distca.no-ping_pong"
+            )
+        self._model = model
+        self._positions: torch.Tensor = named["positions"]
+        self._cuts = cutting.of(self._positions)
+
+    def calls(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Call]:
+        """The arguments for each nano-batch, of those of the batch.
+
+        Args:
+            args: tokens ``[B, L]`` or a stage's hidden states ``[B, L, D]``.
+            kwargs: as given.
+        """
+        (inputs,) = args
+        return [self._call(inputs, each) for each in self._cuts]
+
+    def joined(self, outputs: Sequence[Output]) -> Output:
+        """``[B, L, ...]`` without padding; a list of them if the model's outputs are lists."""
+        if not all(isinstance(output, torch.Tensor) for output in outputs):
+            return [self.joined(each) for each in zip(*outputs, strict=True)]
+        rows = [
+            output[:, : each.end - each.begin]
+            for output, each in zip(outputs, self._cuts, strict=True)
+        ]
+        whole = torch.cat(rows, dim=1)
+        return whole.reshape(*self._positions.shape, *whole.shape[2:])
+
+    def _call(self, inputs: torch.Tensor, part: Cut) -> Call:
+        own = padded_positions(self._positions, part)
+        # torchtitan finds documents by their zeros, and the first may have begun in the other half.
+        begun = torch.cat([torch.zeros_like(own[:, :1]), own[:, 1:]], dim=1)
+        masks = self._model.get_attention_masks(positions=begun)
+        return (padded(inputs, part),), {"positions": own, "attention_masks": masks}
 
 
 class InTurns:
@@ -52,30 +107,6 @@ class InTurns:
                 output = self._forward(tokens, **kwargs)
             require_step().lane_returned(first)
             return output
-        if others := sorted(set(kwargs) - {"positions", "attention_masks"}):
-            raise UnsupportedSetting(
-                f"the model is called with {', '.join(others)}, which cannot be cut into the two "
-                "halves of a batch; set --distca.no-ping_pong"
-            )
-        positions = kwargs["positions"]
-        cuts = self._cutting.of(positions)
-        calls = [self._call(tokens, positions, each) for each in cuts]
-        outputs = run_in_turns(self._forward, calls, first, is_last=True)
-        return _joined(outputs, cuts, tokens.shape)
-
-    def _call(self, tokens: torch.Tensor, positions: torch.Tensor, part: Cut) -> Call:
-        own = padded(positions, part, count=True)
-        # torchtitan finds documents by their zeros, and the first may have begun in the other half.
-        begun = torch.cat([torch.zeros_like(own[:, :1]), own[:, 1:]], dim=1)
-        masks = self._model.get_attention_masks(positions=begun)
-        named = {"positions": own, "attention_masks": masks}
-        return (padded(tokens, part, count=False),), named
-
-
-def _joined(outputs: Sequence[Output], cuts: Sequence[Cut], shape: Sequence[int]) -> Output:
-    """``[B, L, ...]`` without padding; a list of them if the model's outputs are lists."""
-    if not all(isinstance(output, torch.Tensor) for output in outputs):
-        return [_joined(each, cuts, shape) for each in zip(*outputs, strict=True)]
-    rows = [output[:, : each.end - each.begin] for output, each in zip(outputs, cuts, strict=True)]
-    whole = torch.cat(rows, dim=1)
-    return whole.reshape(*shape, *whole.shape[2:])
+        batch = CutBatch(self._model, self._cutting, kwargs)
+        calls = batch.calls((tokens,), kwargs)
+        return batch.joined(run_in_turns(self._forward, calls, first, is_last=True))

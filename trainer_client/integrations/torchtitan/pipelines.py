@@ -22,7 +22,6 @@ from trainer_client.integrations.stage_seconds import (
     layers_of_stages,
     measure_stages,
 )
-from trainer_client.integrations.untouched import untouched
 
 logger = logging.getLogger(__name__)
 
@@ -37,15 +36,14 @@ class Stages:
         ranks_of_stage: ranks of the job that have the same stages: those of pipeline rank 0 come
             first, then those of 1.
         multiple: what the rows of an input must be divided by, without rest.
-        width: of hidden states, which are of ``dtype``.
+        hidden: gives hidden states for as many tokens, as stages pass them on.
     """
 
     all: Sequence[Any]
     layers: Sequence[int]
     ranks_of_stage: int
     multiple: int
-    width: int
-    dtype: torch.dtype
+    hidden: Callable[[int], torch.Tensor]
     device: torch.device
 
 
@@ -120,23 +118,19 @@ def pipelining_of(
 
 
 def _alone(part: Any, stages: Stages, n_tokens: int) -> Callable[[], torch.Tensor]:
-    """A forward of a stage, its head among it, that leaves its buffers as they are."""
+    """A forward of a stage, its head among it."""
     positions = torch.arange(n_tokens, device=stages.device)[None]
 
     def run() -> torch.Tensor:
         inputs = torch.zeros_like(positions)
         if part.tok_embeddings is None:
-            shape = (1, n_tokens, stages.width)
-            inputs = torch.zeros(
-                shape, device=stages.device, dtype=stages.dtype, requires_grad=True
-            )
+            inputs = stages.hidden(n_tokens).requires_grad_()
         skips_head = getattr(part, "_skip_lm_head", False)
         masks = part.get_attention_masks(positions=positions)
         try:
             # A loss in chunks runs the head itself: it belongs to the stage's time all the same.
             part._skip_lm_head = False
-            with untouched(part), torch.enable_grad():
-                output: torch.Tensor = part(inputs, positions=positions, attention_masks=masks)
+            output: torch.Tensor = part(inputs, positions=positions, attention_masks=masks)
         finally:
             part._skip_lm_head = skips_head
         return output

@@ -11,10 +11,13 @@ from itertools import count
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torchtitan.models.common.moe import MoE
 from torchtitan.trainer import Trainer
 
 from core_attention.manifest import RankManifest
 from core_attention.pipelining import Pipelining
+from core_attention.schedule import Schedule
 from trainer_client.errors import SessionError
 from trainer_client.integrations.frameworks import UnsupportedSetting, refuse
 from trainer_client.integrations.fsdp import prepare_fsdp
@@ -23,7 +26,7 @@ from trainer_client.integrations.pipelining import Pipeline
 from trainer_client.integrations.probe import Recorder, ServedAttention
 from trainer_client.integrations.torchtitan.attention import ServedAttention as ServedLayer
 from trainer_client.integrations.torchtitan.cutting import Cutting, why_documents_stay_whole
-from trainer_client.integrations.torchtitan.lanes import InTurns
+from trainer_client.integrations.torchtitan.lanes import CutBatch, InTurns
 from trainer_client.integrations.torchtitan.pipelines import Stages, order_of, pipelining_of
 from trainer_client.integrations.torchtitan.read_ahead import Batch, ReadAhead
 from trainer_client.integrations.torchtitan.refusals import problems
@@ -58,6 +61,7 @@ class ServedTrainer(Trainer):
         self._steps: deque[int] = deque()
         self._pipeline: Pipeline | None = None
         self._turns: list[InTurns] = []
+        self._order = self._order_of_pipelines()
         self._cutting = self._how_to_cut()
         self._layers_of_parts: list[int] = []
         found = self._probe()
@@ -108,7 +112,11 @@ class ServedTrainer(Trainer):
         for part in self.model_parts:
             prepare_fsdp(part, barriers=barriers)
         if dims.pp_enabled:
-            self._pipeline = Pipeline(self._session, *_stages_of(self.pp_schedule))
+            self._pipeline = Pipeline(
+                self._session,
+                *_stages_of(self.pp_schedule),
+                cut_by=lambda stage, _, named: CutBatch(stage, self._cutting, named),
+            )
         else:
             self._turns = [InTurns(part, self._cutting) for part in self.model_parts]
         self._dataloader.plan_by(
@@ -130,10 +138,12 @@ class ServedTrainer(Trainer):
 
     def _how_to_cut(self) -> Cutting:
         dims, settings = self.parallel_dims, self.config.distca
-        n_lanes = 2 if settings.ping_pong and not dims.pp_enabled else 1
-        if settings.ping_pong and dims.pp_enabled:
-            logger.info("pipeline parallelism: a microbatch is one lane, without ping-pong")
-        inside_documents = settings.cut_documents and n_lanes == 2
+        n_lanes = 2 if settings.ping_pong else 1
+        if n_lanes == 2 and dims.pp_enabled and (why := self._why_microbatches_stay_whole()):
+            logger.info("a microbatch of the pipeline is one lane, without ping-pong: %s", why)
+            n_lanes = 1
+        # Plans of pipelines let no document go over from one nano-batch to the next.
+        inside_documents = settings.cut_documents and n_lanes == 2 and not dims.pp_enabled
         for part in self.model_parts if inside_documents else ():
             if why := why_documents_stay_whole(part):
                 logger.info(
@@ -144,6 +154,18 @@ class ServedTrainer(Trainer):
                 inside_documents = False
         sequence_parallel = self.config.parallelism.enable_sequence_parallel
         return Cutting(n_lanes, dims.tp if sequence_parallel else 1, inside_documents)
+
+    def _why_microbatches_stay_whole(self) -> str | None:
+        """Why those of a pipeline cannot be cut, in words, the same on all ranks; None if they
+        can."""
+        if self._order is None:
+            return "the order of its schedule is unknown"
+        if self.parallel_dims.tp_enabled:
+            return "tensor-parallel ranks pass on parts of it"
+        if any(self.config.model_spec.model.traverse(MoE.Config)):
+            # The second half of one long document is padding.
+            return "experts would count tokens of padding"
+        return None
 
     def _submit(self, batches: list[Batch]) -> None:
         step, rank = self._session.next_step, self._session.options.rank
@@ -165,9 +187,7 @@ class ServedTrainer(Trainer):
             recorder = Recorder(part)
             inputs = tokens
             if part.tok_embeddings is None:
-                shape = (*tokens.shape, self.model_config.dim)
-                dtype = getattr(torch, self.config.training.mixed_precision_param)
-                inputs = torch.zeros(shape, device=self.device, dtype=dtype)
+                inputs = self._hidden(tokens.numel())
             masks = part.get_attention_masks(positions=tokens)
             with self.train_context(), untouched(part), recorder.recording():
                 part(inputs, positions=tokens, attention_masks=masks)
@@ -184,12 +204,35 @@ class ServedTrainer(Trainer):
             raise SessionError(f"the stages of this rank differ in core attention: {kinds}")
         return ServedAttention(n_layers=sum(self._layers_of_parts), kind=kinds[0])
 
-    def _pipelining(self, ranks_of_stage: int) -> Pipelining | None:
-        """Of pipelines whose order is known; None: attention is spread evenly over all ranks."""
-        csv = self.config.parallelism.pipeline_parallel_schedule_csv
-        order = order_of(self.pp_schedule, csv, self._batches_of_step)
-        if order is None:
+    def _hidden(self, n_tokens: int) -> torch.Tensor:
+        """Hidden states ``[1, n_tokens, D]`` of zeros, as a stage passes them on: this rank's part
+        of the sequence, and where tensors know of the other parts, as one that does."""
+        dims, parallelism = self.parallel_dims, self.config.parallelism
+        in_parts = dims.tp_enabled and parallelism.enable_sequence_parallel
+        own = torch.zeros(
+            (1, n_tokens // (dims.tp if in_parts else 1), self.model_config.dim),
+            device=self.device,
+            dtype=getattr(torch, self.config.training.mixed_precision_param),
+        )
+        if not dims.tp_enabled or parallelism.spmd_backend == "spmd_types":
+            return own
+        placement = Shard(1) if in_parts else Replicate()
+        return DTensor.from_local(own, dims.get_mesh("tp"), [placement])
+
+    def _order_of_pipelines(self) -> Schedule | None:
+        """None without pipelines, and if their order is not known."""
+        if not self.parallel_dims.pp_enabled:
             return None
+        if self.gradient_accumulation_steps > 1:
+            raise UnsupportedSetting(
+                f"gradient accumulation of {self.gradient_accumulation_steps} steps with pipeline "
+                "parallelism is not served; set --training.local_batch_size so that one schedule "
+                "runs the whole global batch"
+            )
+        csv = self.config.parallelism.pipeline_parallel_schedule_csv
+        return order_of(self.pp_schedule, csv, self._batches_of_step)
+
+    def _pipelining(self, order: Schedule, ranks_of_stage: int) -> Pipelining:
         all_stages = _stages_of(self.pp_schedule)
         layers = [
             calls
@@ -202,8 +245,7 @@ class ServedTrainer(Trainer):
             layers=layers,
             ranks_of_stage=ranks_of_stage,
             multiple=self._cutting.multiple,
-            width=self.model_config.dim,
-            dtype=getattr(torch, self.config.training.mixed_precision_param),
+            hidden=self._hidden,
             device=self.device,
         )
         return pipelining_of(order, stages, self.config.training.seq_len, self.train_context)
@@ -217,15 +259,10 @@ class ServedTrainer(Trainer):
         if dims.tp_enabled:
             share, n_shares = dims.get_mesh("tp").get_local_rank(), dims.tp
         n_lanes = self._batches_of_step * self._cutting.n_lanes
-        if dims.pp_enabled and self.gradient_accumulation_steps > 1:
-            raise UnsupportedSetting(
-                f"gradient accumulation of {self.gradient_accumulation_steps} steps with pipeline "
-                "parallelism is not served; set --training.local_batch_size so that one schedule "
-                "runs the whole global batch"
-            )
         first = (stage * batch_degree + batch_rank) * n_shares
-        pipelining = self._pipelining(batch_degree * n_shares) if dims.pp_enabled else None
-        if pipelining is not None:
+        pipelining = None
+        if self._order is not None:
+            pipelining = self._pipelining(self._order, batch_degree * n_shares)
             found = replace(found, n_layers=pipelining.max_layers)
         return SessionOptions(
             **found.complete(
