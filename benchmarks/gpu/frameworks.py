@@ -140,7 +140,7 @@ class Found:
     Attributes:
         seconds: of each step, by the slowest rank.
         over: of each step, what plain packing loses to imbalance, in seconds; as
-            :class:`benchmarks.gpu.frameworks_rank.Measured` has it; empty in pipelines.
+            :class:`benchmarks.gpu.frameworks_rank.Measured` has it; empty if unknown.
         tokens: of a step.
         losses: of all steps, the warm-up as well.
         peak_bytes: of the rank with most.

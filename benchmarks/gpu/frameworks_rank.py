@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.gpu.plain_packing import TOLERANCES, seconds_lost
+from benchmarks.gpu.plain_packing import TOLERANCES, pipeline_seconds_lost, seconds_lost
 from distca.train.measurements import StepMeasurements
 from trainer_client import Session
 
@@ -100,8 +100,9 @@ class Measured:
         seconds: of each step.
         losses: their sums by step: of torchtitan over all tokens' number, of Megatron as they are;
             0 where a rank has none.
-        over: of each step, :func:`benchmarks.gpu.plain_packing.seconds_lost`; of planned ways
-            without pipelines only.
+        over: of each step, :func:`benchmarks.gpu.plain_packing.seconds_lost`, or
+            :func:`benchmarks.gpu.plain_packing.pipeline_seconds_lost`; of planned ways only, and
+            not of pipelines whose order is unknown.
         peak_bytes: the most memory in use, of the whole run.
     """
 
@@ -110,9 +111,17 @@ class Measured:
     over: list[float] = field(default_factory=list)
     peak_bytes: int = 0
 
-    def note_plan(self, session: Session, step: int, *, wait_in_layers: bool) -> None:
+    def note_plan(
+        self, session: Session, step: int, settings: Settings, *, wait_in_layers: bool
+    ) -> None:
+        pipelining = session.options.pipelining
+        if settings.pp > 1 and pipelining is None:
+            return
         seen = StepMeasurements.from_proto(session.fetch_step(step))
-        lost = seconds_lost(seen, session.options.n_layers, wait_in_layers=wait_in_layers)
+        if pipelining is None:
+            lost = seconds_lost(seen, session.options.n_layers, wait_in_layers=wait_in_layers)
+        else:
+            lost = pipeline_seconds_lost(seen, pipelining, settings.tokens)
         self.over.append(lost)
 
     @contextmanager
@@ -202,8 +211,9 @@ def torchtitan(settings: Settings) -> Measured:
             trainer.train_step(batches)
             if settings.pp == 1 or trainer.pp_has_last_stage:
                 losses += [float(loss) for loss in found]
-        if session is not None and settings.pp == 1:
-            measured.note_plan(session, step, wait_in_layers=True)  # FSDP2 gathers weights.
+        if session is not None:
+            # FSDP2 gathers weights.
+            measured.note_plan(session, step, settings, wait_in_layers=True)
     trainer.close()
     return measured
 
@@ -280,9 +290,9 @@ def megatron(settings: Settings) -> Measured:
                 )
             optimizer.step()
             losses += [float(each["loss"]) for each in found or ()]
-        if steps is not None and settings.pp == 1:
+        if steps is not None:
             # Replicas reduce gradients after the last microbatch.
-            measured.note_plan(steps.session, step, wait_in_layers=False)
+            measured.note_plan(steps.session, step, settings, wait_in_layers=False)
     if steps is not None:
         steps.close()
     return measured

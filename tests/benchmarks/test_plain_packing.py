@@ -1,9 +1,13 @@
 """What plain packing loses to imbalance: between waits, a rank's ticks make up for one another."""
 
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 
-from benchmarks.gpu.plain_packing import seconds_lost
+from benchmarks.gpu.plain_packing import pipeline_seconds_lost, seconds_lost
+from core_attention.pipelining import Pipelining
+from core_attention.schedule_orders import one_f_one_b
 from distca.train.measurements import StepMeasurements
 
 
@@ -35,8 +39,40 @@ def test_phases_make_up_for_one_another_only_without_waits_between(
     assert seconds_lost(measured(home), 1, wait_in_layers=wait_in_layers) == pytest.approx(lost)
 
 
-def measured(home: list[list[int]]) -> StepMeasurements:
-    """Of two ranks, by tick: two nano-batches of the forward pass, then two of the backward."""
+@pytest.mark.parametrize("n_lanes", [1, 2])
+def test_pipelines_wait_for_the_slowest(n_lanes: int) -> None:
+    """Two of two stages, whose two microbatches take (2 + 2 - 1) times forward and backward."""
+    pipelining = Pipelining(
+        schedule=one_f_one_b(2, 2),
+        pipeline_ranks=(0, 0, 1, 1),
+        layers=(3, 3),
+        forward_seconds=(0.1, 0.1),
+        backward_seconds=(0.2, 0.2),
+    )
+    home = [[1, 3, 1, 3]] * 2 * n_lanes + [[2, 6, 2, 6]] * 2 * n_lanes
+    slowest = 3 * (10 * 0.1 + 3 * 3 * n_lanes + 10 * 0.2 + 3 * 6 * n_lanes)
+    even = 3 * (10 * 0.1 + 3 * 2 * n_lanes + 10 * 0.2 + 3 * 4 * n_lanes)
+    lost = pipeline_seconds_lost(measured(home), pipelining, 10)
+    assert lost == pytest.approx(slowest - even)
+
+
+def test_microbatches_that_differ_cost_a_pipeline_time() -> None:
+    """Of one alone: forward 1 and 3, backward 1 and 3, beside core attention as good as nothing."""
+    pipelining = Pipelining(
+        schedule=one_f_one_b(2, 2),
+        pipeline_ranks=(0, 1),
+        layers=(1, 1),
+        forward_seconds=(1e-12, 1e-12),
+        backward_seconds=(1e-12, 1e-12),
+    )
+    home = [[1, 1], [3, 3], [1, 1], [3, 3]]
+    # The last stage computes forward 0 from 1 to 2, backward 0, forward 1 from 4 to 7, and backward
+    # 1 until 10, which the first one has until 13. Evenly it takes three times 2 + 2.
+    assert pipeline_seconds_lost(measured(home), pipelining, 1) == pytest.approx(13 - 12)
+
+
+def measured(home: Sequence[Sequence[int]]) -> StepMeasurements:
+    """By tick: the nano-batches of the forward pass, then those of the backward."""
     seconds = np.array(home, dtype=float)
     return StepMeasurements(
         plan=None,  # type: ignore[arg-type]  # Not looked at.

@@ -12,7 +12,7 @@ from distca.contract.addresses import split_address
 from distca.v1 import jobs_pb2
 from tests.cluster import Cluster
 from tests.team import Team
-from trainer_client import SessionOptions
+from trainer_client import Placement, SessionOptions
 from trainer_client.link.control_link import ControlLink
 from trainer_client.link.data_host import data_host_of
 
@@ -42,7 +42,7 @@ def test_ranks_on_a_pool_take_the_address_towards_the_control_plane(
         n_ranks=1,
         n_layers=1,
         shape=SHAPE,
-        placement=placement,
+        placement=Placement(placement),
         data_host=given,
         one_host=one_host,
     )

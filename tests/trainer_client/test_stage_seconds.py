@@ -13,6 +13,8 @@ from trainer_client import measure_stages
 class Counting(nn.Module):
     """Counts its tokens as layers of experts do, and drops some of what it computes."""
 
+    tokens_seen: torch.Tensor
+
     def __init__(self, *, is_recomputed: bool) -> None:
         super().__init__()
         self.linear = nn.Linear(4, 4)
