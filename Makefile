@@ -15,6 +15,7 @@
 #   make push     pushes them to a registry: REGISTRY=registry.example.com/ml, VARIANT as for images
 #   make deploy-test  images and Compose on a Docker engine, its own one as root if none runs; 15 minutes
 #   make deploy-test-cuda  images for GPUs, built for real (20 GB) and looked into; 15 minutes
+#   make alerts-test  alerts that fire and end in a real Prometheus on a Docker engine, as root; 20 minutes
 #   make cluster-test  the chart on a Kubernetes API server; DISTCA_KUBERNETES_BIN=folder of its programs; 5 minutes
 #   make publish  builds images for several platforms and pushes them, with SBOM and provenance
 #   make push-chart  pushes the chart, as an OCI artifact
@@ -56,7 +57,7 @@ DEMO_EXTRAS ?= trainer,node,ucxx-cu13
 # step costs as much as the step.
 DEMO := --verify --verify-every 4 --steps 12 --span-ranks --min-backward-tokens 128 --overwrite
 
-.PHONY: help demo planners test test-training test-nixl test-frameworks test-gpu lint format stubs chart chart-tools chart-readme metrics-page configuration-page images push image-names constraints deploy-test deploy-test-cuda cluster-test chaos soak install clean
+.PHONY: help demo planners test test-training test-nixl test-frameworks test-gpu lint format stubs chart chart-tools chart-readme metrics-page configuration-page images push image-names constraints deploy-test deploy-test-cuda alerts-test cluster-test chaos soak install clean
 .DEFAULT_GOAL := help
 
 # The command must know BuildKit: Docker 23 or newer, or 20.10 with DOCKER_BUILDKIT=1.
@@ -259,10 +260,14 @@ constraints:
 	@mv docker/constraints.new docker/constraints.txt
 
 deploy-test: $(INSTALLED)
-	@DOCKER=$(DOCKER) $(BIN)/python -m pytest tests/deploy -m "docker and not cuda_images" --durations=10 $(PYTEST)
+	@DOCKER=$(DOCKER) $(BIN)/python -m pytest tests/deploy -m "docker and not cuda_images and not alerts" --durations=10 $(PYTEST)
 
 deploy-test-cuda: $(INSTALLED)
 	@DOCKER=$(DOCKER) $(BIN)/python -m pytest tests/deploy -m "docker and cuda_images" --durations=10 $(PYTEST)
+
+# Cutting one container off another needs root.
+alerts-test: $(INSTALLED)
+	@DOCKER=$(DOCKER) $(BIN)/python -m pytest tests/deploy -m "docker and alerts" --durations=10 $(PYTEST)
 
 # Networks and namespaces of pods need root.
 cluster-test: chart-tools
