@@ -58,8 +58,8 @@ class CutMicrobatch(Protocol):
         """Their outputs as one."""
 
 
-Cutter = Callable[[Any, tuple[Any, ...], Mapping[str, Any]], CutMicrobatch]
-"""Cuts what a stage's module, given first, is called with."""
+Cutter = Callable[[Any, tuple[Any, ...], Mapping[str, Any], int], CutMicrobatch]
+"""Cuts what a stage's module, given first, is called with for the microbatch of that number."""
 
 
 class Pipeline:
@@ -266,7 +266,7 @@ def _run_rows_in_turns(
         if cut_by is None:
             cut = cut_of(args, kwargs, microbatch, n_rows)
         else:
-            cut = cut_by(module, args, kwargs)
+            cut = cut_by(module, args, kwargs, microbatch)
         first = microbatch * n_rows + cut.first
         return cut.joined(run_in_turns(forward, cut.calls(args, kwargs), first, is_last=is_last))
 

@@ -10,7 +10,7 @@ import torch
 from trainer_client.integrations.frameworks import UnsupportedSetting
 from trainer_client.integrations.graphs import outside_graphs
 from trainer_client.integrations.torchtitan.attention import is_validation
-from trainer_client.integrations.torchtitan.cutting import Cut, Cutting, padded, padded_positions
+from trainer_client.integrations.torchtitan.cutting import Cut, padded, padded_positions
 from trainer_client.step.lane import in_nano_batch, require_step
 from trainer_client.step.ping_pong import Call, run_in_turns
 
@@ -23,7 +23,7 @@ class CutBatch:
 
     Args:
         model: a decoder of torchtitan, or a stage of one.
-        cutting: how a batch is cut.
+        cuts: where the batch is cut.
         named: what its ``forward`` is called with by name: ``positions`` ``[B, L]`` and
             ``attention_masks``.
 
@@ -34,15 +34,14 @@ class CutBatch:
     first = 0
     """Every nano-batch has rows."""
 
-    def __init__(self, model: Any, cutting: Cutting, named: Mapping[str, Any]) -> None:
+    def __init__(self, model: Any, cuts: Sequence[Cut], named: Mapping[str, Any]) -> None:
         if others := sorted(set(named) - {"positions", "attention_masks"}):
             raise UnsupportedSetting(
                 f"the model is called with {', '.join(others)}, which cannot be cut into the two "
                 "halves of a batch; set --distca.no-ping_pong"
             )
-        self._model = model
+        self._model, self._cuts = model, cuts
         self._positions: torch.Tensor = named["positions"]
-        self._cuts = cutting.of(self._positions)
 
     def calls(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Call]:
         """The arguments for each nano-batch, of those of the batch.
@@ -79,14 +78,15 @@ class InTurns:
     Args:
         model: a decoder of torchtitan; its ``forward`` is replaced on the object, so that what
             wraps or shards it stays around it.
-        cutting: how a batch is cut.
+        cuts_of: where a batch of the running step is cut, by its number; nowhere if it has one
+            nano-batch.
 
     Attributes:
         microbatch: the number of the batch in its step.
     """
 
-    def __init__(self, model: Any, cutting: Cutting) -> None:
-        self._model, self._cutting = model, cutting
+    def __init__(self, model: Any, cuts_of: Callable[[int], Sequence[Cut]]) -> None:
+        self._model, self._cuts_of = model, cuts_of
         self._forward: Callable[..., Output] = model.forward
         self.microbatch = 0
         model.forward = self.run
@@ -101,12 +101,14 @@ class InTurns:
         """
         if is_validation():
             return self._forward(tokens, **kwargs)
-        first = self.microbatch * self._cutting.n_lanes
-        if self._cutting.n_lanes == 1:
+        # Known on the host since it was submitted: tensors on a GPU would have to be waited for.
+        cuts = self._cuts_of(self.microbatch)
+        first = self.microbatch * len(cuts)
+        if len(cuts) == 1:
             with in_nano_batch(first):
                 output = self._forward(tokens, **kwargs)
             require_step().lane_returned(first)
             return output
-        batch = CutBatch(self._model, self._cutting, kwargs)
+        batch = CutBatch(self._model, cuts, kwargs)
         calls = batch.calls((tokens,), kwargs)
         return batch.joined(run_in_turns(self._forward, calls, first, is_last=True))

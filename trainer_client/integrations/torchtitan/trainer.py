@@ -25,7 +25,7 @@ from trainer_client.integrations.host_barriers import HostBarriers
 from trainer_client.integrations.pipelining import Pipeline
 from trainer_client.integrations.probe import Recorder, ServedAttention
 from trainer_client.integrations.torchtitan.attention import ServedAttention as ServedLayer
-from trainer_client.integrations.torchtitan.cutting import Cutting, why_documents_stay_whole
+from trainer_client.integrations.torchtitan.cutting import Cut, Cutting, why_documents_stay_whole
 from trainer_client.integrations.torchtitan.lanes import CutBatch, InTurns
 from trainer_client.integrations.torchtitan.pipelines import Stages, order_of, pipelining_of
 from trainer_client.integrations.torchtitan.read_ahead import Batch, ReadAhead
@@ -39,6 +39,14 @@ logger = logging.getLogger(__name__)
 
 OVERRIDE = "trainer_client.integrations.torchtitan.attention.served_varlen"
 """For ``--override.imports``."""
+
+
+@dataclass(frozen=True)
+class _Submitted:
+    """A step whose manifest was submitted, and where each of its batches is cut."""
+
+    step: int
+    cuts: list[list[Cut]]
 
 
 class ServedTrainer(Trainer):
@@ -58,7 +66,8 @@ class ServedTrainer(Trainer):
     def __init__(self, config: Config) -> None:
         refuse(problems(config, OVERRIDE), "torchtitan")
         super().__init__(config)
-        self._steps: deque[int] = deque()
+        self._steps: deque[_Submitted] = deque()
+        self._running: _Submitted | None = None
         self._pipeline: Pipeline | None = None
         self._turns: list[InTurns] = []
         self._order = self._order_of_pipelines()
@@ -100,8 +109,23 @@ class ServedTrainer(Trainer):
         if not self._dataloader.is_step_planned():
             # torchtitan finds out itself that the data has ended.
             return nullcontext()
-        step = self._steps.popleft()
-        return (self._pipeline or self._session).step(step)
+        self._running = self._steps.popleft()
+        return (self._pipeline or self._session).step(self._running.step)
+
+    def _cuts_of(self, microbatch: int) -> list[Cut]:
+        """Where a batch of the running step is cut.
+
+        Raises:
+            SessionError: no step is running, or it has no such batch.
+        """
+        running = self._running
+        if running is None or microbatch >= len(running.cuts):
+            raise SessionError(
+                f"batch {microbatch} of a step is trained on, and "
+                f"{0 if running is None else len(running.cuts)} were submitted for it; call "
+                "forward_backward_step within train_step, once for each batch"
+            )
+        return running.cuts[microbatch]
 
     def _wire(self) -> None:
         """Has the model run in lanes, and the data loader submit manifests."""
@@ -115,10 +139,12 @@ class ServedTrainer(Trainer):
             self._pipeline = Pipeline(
                 self._session,
                 *_stages_of(self.pp_schedule),
-                cut_by=lambda stage, _, named: CutBatch(stage, self._cutting, named),
+                cut_by=lambda stage, _, named, microbatch: CutBatch(
+                    stage, self._cuts_of(microbatch), named
+                ),
             )
         else:
-            self._turns = [InTurns(part, self._cutting) for part in self.model_parts]
+            self._turns = [InTurns(part, self._cuts_of) for part in self.model_parts]
         self._dataloader.plan_by(
             self._submit,
             batches_of_step=self._batches_of_step,
@@ -176,7 +202,8 @@ class ServedTrainer(Trainer):
             for segments in self._cutting.segments(inputs["positions"], ids)
         ]
         self._session.submit(RankManifest(step, rank, nano_batches))
-        self._steps.append(step)
+        cuts = [self._cutting.of(inputs["positions"]) for inputs, _ in batches]
+        self._steps.append(_Submitted(step, cuts))
 
     def _probe(self) -> ServedAttention:
         """What core attention the model calls, by a forward of a few tokens on all ranks."""
