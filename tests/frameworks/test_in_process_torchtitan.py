@@ -41,6 +41,7 @@ from trainer_client.integrations.torchtitan.cutting import (  # noqa: E402
     padded_positions,
     why_documents_stay_whole,
 )
+from trainer_client.integrations.torchtitan.lanes import CutBatch, PlannedBatch  # noqa: E402
 from trainer_client.integrations.torchtitan.read_ahead import ReadAhead  # noqa: E402
 from trainer_client.integrations.torchtitan.refusals import pipeline_problems  # noqa: E402
 
@@ -265,6 +266,21 @@ def test_padding_is_a_document_of_its_own() -> None:
     assert padded(torch.arange(5, 21).view(2, 8), part).tolist() == [[8, 9, 0, 0]]
     hidden = padded(torch.arange(32.0).view(2, 8, 2), part)
     assert hidden.tolist() == [[[6.0, 7.0], [8.0, 9.0], [0.0, 0.0], [0.0, 0.0]]]
+
+
+def test_positions_that_were_not_submitted_end_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    checks: list[Callable[[], None]] = []
+    step = SimpleNamespace(check_at_end=checks.append)
+    monkeypatch.setattr("trainer_client.integrations.torchtitan.lanes.require_step", lambda: step)
+    planned = PlannedBatch(POSITIONS, Cutting(2, 1, inside_documents=False).of(POSITIONS))
+    other = POSITIONS.clone()
+    other[0, 3] = 7
+    for positions in (POSITIONS, other):
+        CutBatch(None, planned, {"positions": positions, "attention_masks": None})
+    as_submitted, changed = checks
+    as_submitted()
+    with pytest.raises(ValueError, match=f"say 7 at row 3 .* {int(POSITIONS[0, 3])} was submitted"):
+        changed()
 
 
 def loader() -> RandomDocuments:

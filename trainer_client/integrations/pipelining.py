@@ -154,7 +154,7 @@ class Pipeline:
             if self._check is not None:
                 self._check.watch(stage)
             if n_rows > 1:
-                _run_rows_in_turns(stage.submod, n_rows, cut_by, is_last=is_last)
+                _run_rows_in_turns(stage.submod, n_rows, is_last=is_last, cut_by=cut_by)
 
     @contextmanager
     def step(self, step: int) -> Iterator[RunningStep]:
@@ -246,7 +246,7 @@ def runtime_of(schedule: Schedule, stages: Sequence[Any], **options: Any) -> Any
 
 
 def _run_rows_in_turns(
-    module: torch.nn.Module, n_rows: int, cut_by: Cutter | None, *, is_last: bool
+    module: torch.nn.Module, n_rows: int, *, is_last: bool, cut_by: Cutter | None = None
 ) -> None:
     """Has ``module`` run the nano-batches of a microbatch one by one, in turns.
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from core_attention.host_copies import HostCopy
 from trainer_client.integrations.frameworks import UnsupportedSetting
 from trainer_client.integrations.graphs import outside_graphs
 from trainer_client.integrations.torchtitan.attention import is_validation
@@ -18,12 +20,42 @@ Output = Any
 """Of a decoder: a tensor ``[B, L, ...]``, or a list of them with multi-token prediction."""
 
 
+@dataclass(frozen=True)
+class PlannedBatch:
+    """What is known of a batch on the host since it was submitted.
+
+    Attributes:
+        positions: ``[B, L]``, 0 where a document begins.
+        cuts: its nano-batches.
+    """
+
+    positions: torch.Tensor
+    cuts: Sequence[Cut]
+
+    def check_later(self, positions: torch.Tensor) -> None:
+        """Has the running step end with a ValueError unless ``positions``, which the model is given
+        for the batch, are those that were submitted. Nobody waits for a GPU."""
+        copy = HostCopy(positions)
+
+        def compare() -> None:
+            wrong = (copy.wait().flatten() != self.positions.flatten()).nonzero()
+            if wrong.numel():
+                at = int(wrong[0])
+                raise ValueError(
+                    f"positions of the model say {int(copy.wait().flatten()[at])} at row {at} of a "
+                    f"batch, and {int(self.positions.flatten()[at])} was submitted; train on what "
+                    "the data loader gave, as it is"
+                )
+
+        require_step().check_at_end(compare)
+
+
 class CutBatch:
     """The nano-batches of one call of a decoder.
 
     Args:
         model: a decoder of torchtitan, or a stage of one.
-        cuts: where the batch is cut.
+        planned: what was submitted of the batch.
         named: what its ``forward`` is called with by name: ``positions`` ``[B, L]`` and
             ``attention_masks``.
 
@@ -34,14 +66,15 @@ class CutBatch:
     first = 0
     """Every nano-batch has rows."""
 
-    def __init__(self, model: Any, cuts: Sequence[Cut], named: Mapping[str, Any]) -> None:
+    def __init__(self, model: Any, planned: PlannedBatch, named: Mapping[str, Any]) -> None:
         if others := sorted(set(named) - {"positions", "attention_masks"}):
             raise UnsupportedSetting(
                 f"the model is called with {', '.join(others)}, which cannot be cut into the two "
                 "halves of a batch; set --distca.no-ping_pong"
             )
-        self._model, self._cuts = model, cuts
+        self._model, self._planned, self._cuts = model, planned, planned.cuts
         self._positions: torch.Tensor = named["positions"]
+        planned.check_later(self._positions)
 
     def calls(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Call]:
         """The arguments for each nano-batch, of those of the batch.
@@ -65,10 +98,12 @@ class CutBatch:
         return whole.reshape(*self._positions.shape, *whole.shape[2:])
 
     def _call(self, inputs: torch.Tensor, part: Cut) -> Call:
-        own = padded_positions(self._positions, part)
         # torchtitan finds documents by their zeros, and the first may have begun in the other half.
-        begun = torch.cat([torch.zeros_like(own[:, :1]), own[:, 1:]], dim=1)
+        # For those of a GPU the thread would wait, and keep others from launching their kernels.
+        begun = padded_positions(self._planned.positions, part)
+        begun[:, :1] = 0
         masks = self._model.get_attention_masks(positions=begun)
+        own = padded_positions(self._positions, part)
         return (padded(inputs, part),), {"positions": own, "attention_masks": masks}
 
 
@@ -78,15 +113,14 @@ class InTurns:
     Args:
         model: a decoder of torchtitan; its ``forward`` is replaced on the object, so that what
             wraps or shards it stays around it.
-        cuts_of: where a batch of the running step is cut, by its number; nowhere if it has one
-            nano-batch.
+        planned: what was submitted of a batch of the running step, by its number.
 
     Attributes:
         microbatch: the number of the batch in its step.
     """
 
-    def __init__(self, model: Any, cuts_of: Callable[[int], Sequence[Cut]]) -> None:
-        self._model, self._cuts_of = model, cuts_of
+    def __init__(self, model: Any, planned: Callable[[int], PlannedBatch]) -> None:
+        self._model, self._planned = model, planned
         self._forward: Callable[..., Output] = model.forward
         self.microbatch = 0
         model.forward = self.run
@@ -101,14 +135,13 @@ class InTurns:
         """
         if is_validation():
             return self._forward(tokens, **kwargs)
-        # Known on the host since it was submitted: tensors on a GPU would have to be waited for.
-        cuts = self._cuts_of(self.microbatch)
-        first = self.microbatch * len(cuts)
-        if len(cuts) == 1:
+        planned = self._planned(self.microbatch)
+        first = self.microbatch * len(planned.cuts)
+        if len(planned.cuts) == 1:
             with in_nano_batch(first):
                 output = self._forward(tokens, **kwargs)
             require_step().lane_returned(first)
             return output
-        batch = CutBatch(self._model, cuts, kwargs)
+        batch = CutBatch(self._model, planned, kwargs)
         calls = batch.calls((tokens,), kwargs)
         return batch.joined(run_in_turns(self._forward, calls, first, is_last=True))

@@ -25,8 +25,8 @@ from trainer_client.integrations.host_barriers import HostBarriers
 from trainer_client.integrations.pipelining import Pipeline
 from trainer_client.integrations.probe import Recorder, ServedAttention
 from trainer_client.integrations.torchtitan.attention import ServedAttention as ServedLayer
-from trainer_client.integrations.torchtitan.cutting import Cut, Cutting, why_documents_stay_whole
-from trainer_client.integrations.torchtitan.lanes import CutBatch, InTurns
+from trainer_client.integrations.torchtitan.cutting import Cutting, why_documents_stay_whole
+from trainer_client.integrations.torchtitan.lanes import CutBatch, InTurns, PlannedBatch
 from trainer_client.integrations.torchtitan.pipelines import Stages, order_of, pipelining_of
 from trainer_client.integrations.torchtitan.read_ahead import Batch, ReadAhead
 from trainer_client.integrations.torchtitan.refusals import problems
@@ -43,10 +43,10 @@ OVERRIDE = "trainer_client.integrations.torchtitan.attention.served_varlen"
 
 @dataclass(frozen=True)
 class _Submitted:
-    """A step whose manifest was submitted, and where each of its batches is cut."""
+    """A step whose manifest was submitted."""
 
     step: int
-    cuts: list[list[Cut]]
+    batches: list[PlannedBatch]
 
 
 class ServedTrainer(Trainer):
@@ -112,20 +112,19 @@ class ServedTrainer(Trainer):
         self._running = self._steps.popleft()
         return (self._pipeline or self._session).step(self._running.step)
 
-    def _cuts_of(self, microbatch: int) -> list[Cut]:
-        """Where a batch of the running step is cut.
+    def _planned(self, microbatch: int) -> PlannedBatch:
+        """A batch of the running step.
 
         Raises:
             SessionError: no step is running, or it has no such batch.
         """
-        running = self._running
-        if running is None or microbatch >= len(running.cuts):
+        batches = [] if self._running is None else self._running.batches
+        if microbatch >= len(batches):
             raise SessionError(
-                f"batch {microbatch} of a step is trained on, and "
-                f"{0 if running is None else len(running.cuts)} were submitted for it; call "
-                "forward_backward_step within train_step, once for each batch"
+                f"batch {microbatch} of a step is trained on, and {len(batches)} were submitted "
+                "for it; call forward_backward_step within train_step, once for each batch"
             )
-        return running.cuts[microbatch]
+        return batches[microbatch]
 
     def _wire(self) -> None:
         """Has the model run in lanes, and the data loader submit manifests."""
@@ -140,11 +139,11 @@ class ServedTrainer(Trainer):
                 self._session,
                 *_stages_of(self.pp_schedule),
                 cut_by=lambda stage, _, named, microbatch: CutBatch(
-                    stage, self._cuts_of(microbatch), named
+                    stage, self._planned(microbatch), named
                 ),
             )
         else:
-            self._turns = [InTurns(part, self._cuts_of) for part in self.model_parts]
+            self._turns = [InTurns(part, self._planned) for part in self.model_parts]
         self._dataloader.plan_by(
             self._submit,
             batches_of_step=self._batches_of_step,
@@ -202,8 +201,9 @@ class ServedTrainer(Trainer):
             for segments in self._cutting.segments(inputs["positions"], ids)
         ]
         self._session.submit(RankManifest(step, rank, nano_batches))
-        cuts = [self._cutting.of(inputs["positions"]) for inputs, _ in batches]
-        self._steps.append(_Submitted(step, cuts))
+        positions = [inputs["positions"] for inputs, _ in batches]
+        planned = [PlannedBatch(each, self._cutting.of(each)) for each in positions]
+        self._steps.append(_Submitted(step, planned))
 
     def _probe(self) -> ServedAttention:
         """What core attention the model calls, by a forward of a few tokens on all ranks."""
