@@ -95,13 +95,14 @@ def _time(stage: Stage, n_tokens: int) -> tuple[float, float]:
     gradients = [parameter.grad for parameter in module.parameters()]
     found = []
     try:
-        for _ in range(1 + _RUNS):
-            with ShapeInference().may_run(), state_kept(module):
-                begin = _now()
-                output = run()
-                middle = _now()
-                output.backward(torch.zeros_like(output))
-                found.append((middle - begin, _now() - middle))
+        with state_kept(module):
+            for _ in range(1 + _RUNS):
+                with ShapeInference().may_run():
+                    begin = _now()
+                    output = run()
+                    middle = _now()
+                    output.backward(torch.zeros_like(output))
+                    found.append((middle - begin, _now() - middle))
     finally:
         for parameter, gradient in zip(module.parameters(), gradients, strict=True):
             parameter.grad = gradient
