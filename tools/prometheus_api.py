@@ -35,6 +35,15 @@ class Prometheus:
         """Rules as it evaluates them, each with ``health`` and ``lastError``."""
         return list(self._get("rules")["groups"])
 
+    def firing_alerts(self) -> set[str]:
+        """Names of the alerts that fire now."""
+        return {
+            rule["name"]
+            for group in self.rule_groups()
+            for rule in group["rules"]
+            if rule["type"] == "alerting" and rule["state"] == "firing"
+        }
+
     def query_range(
         self, expression: str, begin: float, end: float, step_seconds: float
     ) -> list[dict[str, Any]]:

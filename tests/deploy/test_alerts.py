@@ -59,30 +59,26 @@ class Job:
     project: ComposeProject
     prometheus: Prometheus
 
-    def firing(self) -> set[str]:
-        """Names of the alerts that fire now."""
-        return {
-            rule["name"]
-            for group in self.prometheus.rule_groups()
-            for rule in group["rules"]
-            if rule["type"] == "alerting" and rule["state"] == "firing"
-        }
-
     def wait_until_fires(self, alert: str, within: float = FIRES_WITHIN) -> None:
         begun = time.monotonic()
-        wait_until(lambda: alert in self.firing(), within, alert, self._explain)
+        wait_until(lambda: alert in self.prometheus.firing_alerts(), within, alert, self._explain)
         print(f"{alert} fires after {time.monotonic() - begun:.0f} s")
 
     def wait_until_ended(self, alert: str, within: float = ENDS_WITHIN) -> None:
         begun = time.monotonic()
-        wait_until(lambda: alert not in self.firing(), within, f"end of {alert}", self._explain)
+        wait_until(
+            lambda: alert not in self.prometheus.firing_alerts(),
+            within,
+            f"end of {alert}",
+            self._explain,
+        )
         print(f"{alert} has ended after {time.monotonic() - begun:.0f} s")
 
     def wait_for_more_steps(self) -> None:
         self.project.wait_for_step(self.project.steps_done() + 3)
 
     def _explain(self) -> str:
-        return f"{self.firing()}\n{self.project.tails()}"
+        return f"{self.prometheus.firing_alerts()}\n{self.project.tails()}"
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +92,7 @@ def job(docker: Docker, checkout: Path, compose_environ: dict[str, str]) -> Iter
         started = Job(project, prometheus)
         project.wait_for_step(3)
         wait_until(lambda: _all_up(prometheus), 60, "scrape of every target", project.tails)
-        assert started.firing() == set()
+        assert prometheus.firing_alerts() == set()
         yield started
 
 
@@ -158,7 +154,7 @@ def test_a_tolerance_that_is_not_kept_and_a_job_that_has_finished(
         assert project.wait_for_trainers() == [0, 0], project.tails()
         ended = time.monotonic()
         of_balance = {"DistcaPlansAboveTolerance", "DistcaImbalanceAboveTolerance"}
-        while (firing := job.firing()) or time.monotonic() < ended + AFTER_A_JOB:
+        while (firing := job.prometheus.firing_alerts()) or time.monotonic() < ended + AFTER_A_JOB:
             assert firing <= of_balance, "a job that has finished is no fault"
             assert time.monotonic() < ended + FORGOTTEN_WITHIN, firing
             time.sleep(1.0)
