@@ -42,13 +42,7 @@ def test_phases_make_up_for_one_another_only_without_waits_between(
 @pytest.mark.parametrize("n_lanes", [1, 2])
 def test_pipelines_wait_for_the_slowest(n_lanes: int) -> None:
     """Two of two stages, whose two microbatches take (2 + 2 - 1) times forward and backward."""
-    pipelining = Pipelining(
-        schedule=one_f_one_b(2, 2),
-        pipeline_ranks=(0, 0, 1, 1),
-        layers=(3, 3),
-        forward_seconds=(0.1, 0.1),
-        backward_seconds=(0.2, 0.2),
-    )
+    pipelining = two_stages(n_pipelines=2, layers=3, forward_seconds=0.1)
     home = [[1, 3, 1, 3]] * 2 * n_lanes + [[2, 6, 2, 6]] * 2 * n_lanes
     slowest = 3 * (10 * 0.1 + 3 * 3 * n_lanes + 10 * 0.2 + 3 * 6 * n_lanes)
     even = 3 * (10 * 0.1 + 3 * 2 * n_lanes + 10 * 0.2 + 3 * 4 * n_lanes)
@@ -58,17 +52,22 @@ def test_pipelines_wait_for_the_slowest(n_lanes: int) -> None:
 
 def test_microbatches_that_differ_cost_a_pipeline_time() -> None:
     """Of one alone: forward 1 and 3, backward 1 and 3, beside core attention as good as nothing."""
-    pipelining = Pipelining(
-        schedule=one_f_one_b(2, 2),
-        pipeline_ranks=(0, 1),
-        layers=(1, 1),
-        forward_seconds=(1e-12, 1e-12),
-        backward_seconds=(1e-12, 1e-12),
-    )
+    pipelining = two_stages(n_pipelines=1, layers=1, forward_seconds=1e-12)
     home = [[1, 1], [3, 3], [1, 1], [3, 3]]
     # The last stage computes forward 0 from 1 to 2, backward 0, forward 1 from 4 to 7, and backward
     # 1 until 10, which the first one has until 13. Evenly it takes three times 2 + 2.
     assert pipeline_seconds_lost(measured(home), pipelining, 1) == pytest.approx(13 - 12)
+
+
+def two_stages(*, n_pipelines: int, layers: int, forward_seconds: float) -> Pipelining:
+    """In 1F1B order, with two microbatches; a backward takes twice the forward."""
+    return Pipelining(
+        schedule=one_f_one_b(2, 2),
+        pipeline_ranks=[stage for stage in (0, 1) for _ in range(n_pipelines)],
+        layers=(layers,) * 2,
+        forward_seconds=(forward_seconds,) * 2,
+        backward_seconds=(2 * forward_seconds,) * 2,
+    )
 
 
 def measured(home: Sequence[Sequence[int]]) -> StepMeasurements:
