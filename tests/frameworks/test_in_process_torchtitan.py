@@ -39,6 +39,7 @@ from trainer_client.integrations.torchtitan.cutting import (  # noqa: E402
     Cutting,
     padded,
     padded_positions,
+    segments_of,
     why_documents_stay_whole,
 )
 from trainer_client.integrations.torchtitan.lanes import CutBatch, PlannedBatch  # noqa: E402
@@ -218,8 +219,8 @@ def test_segments_are_the_rows_of_every_half(
 ) -> None:
     positions = torch.cat([torch.arange(length) for length in lengths])[None]
     cutting = Cutting(n_lanes, multiple, inside)
-    halves = cutting.segments(positions, count(50))
     cuts = cutting.of(positions)
+    halves = segments_of(positions, cuts, count(50))
     if n_lanes == 2:
         sizes = [each.end - each.begin for each in cuts]
         assert all(
@@ -268,19 +269,39 @@ def test_padding_is_a_document_of_its_own() -> None:
     assert hidden.tolist() == [[[6.0, 7.0], [8.0, 9.0], [0.0, 0.0], [0.0, 0.0]]]
 
 
-def test_positions_that_were_not_submitted_end_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    checks: list[Callable[[], None]] = []
-    step = SimpleNamespace(check_at_end=checks.append)
-    monkeypatch.setattr("trainer_client.integrations.torchtitan.lanes.require_step", lambda: step)
-    planned = PlannedBatch(POSITIONS, Cutting(2, 1, inside_documents=False).of(POSITIONS))
-    other = POSITIONS.clone()
-    other[0, 3] = 7
-    for positions in (POSITIONS, other):
-        CutBatch(None, planned, {"positions": positions, "attention_masks": None})
-    as_submitted, changed = checks
-    as_submitted()
-    with pytest.raises(ValueError, match=f"say 7 at row 3 .* {int(POSITIONS[0, 3])} was submitted"):
-        changed()
+class Running:
+    """A step with one nano-batch of three documents."""
+
+    step = 4
+
+    def segments(self, nano_batch: int) -> list[tuple[int, int, int]]:
+        return {1: [(0, 0, 3), (3, 0, 2), (5, 0, 1)]}[nano_batch]
+
+    def check_at_end(self, check: Callable[[], None]) -> None:
+        check()
+
+
+def test_positions_that_were_not_submitted_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    running = Running()
+    monkeypatch.setattr(
+        "trainer_client.integrations.torchtitan.lanes.require_step", lambda: running
+    )
+    submitted = POSITIONS[:1, :6]
+    batch = CutBatch(
+        SimpleNamespace(get_attention_masks=lambda positions: positions),
+        PlannedBatch(submitted, [Cut(0, 6)], first=1),
+    )
+    changed = submitted.clone()
+    changed[0, 3] = 7
+    (((tokens,), named),) = batch.calls((submitted,), {"positions": submitted})
+    assert tokens.equal(submitted)
+    assert named["positions"].equal(submitted)
+    with pytest.raises(
+        ValueError, match="step 4 nano-batch 1: position_ids say 7 at row 3, the manifest 0"
+    ):
+        batch.calls((submitted,), {"positions": changed})
+    with pytest.raises(ValueError, match=r"position_ids have shape \(1, 5\), the manifest 6 rows"):
+        batch.calls((submitted,), {"positions": submitted[:, :5]})
 
 
 def loader() -> RandomDocuments:

@@ -44,7 +44,7 @@ _SINGLE: Mapping[str, Order] = {"Schedule1F1B": one_f_one_b, "ScheduleGPipe": gp
 _microbatch: ContextVar[int | None] = ContextVar("distca_microbatch", default=None)
 
 
-class CutMicrobatch(Protocol):
+class MicrobatchCut(Protocol):
     """A microbatch of a stage, cut into its nano-batches."""
 
     @property
@@ -58,8 +58,8 @@ class CutMicrobatch(Protocol):
         """Their outputs as one."""
 
 
-Cutter = Callable[[Any, tuple[Any, ...], Mapping[str, Any], int], CutMicrobatch]
-"""Cuts what a stage's module, given first, is called with for the microbatch of that number."""
+Cutter = Callable[[Any, int], MicrobatchCut]
+"""Says how a stage's module runs the microbatch of that number."""
 
 
 class Pipeline:
@@ -262,11 +262,11 @@ def _run_rows_in_turns(
         microbatch = _microbatch.get()
         if microbatch is None:
             return forward(*args, **kwargs)
-        cut: CutMicrobatch
+        cut: MicrobatchCut
         if cut_by is None:
             cut = cut_of(args, kwargs, microbatch, n_rows)
         else:
-            cut = cut_by(module, args, kwargs, microbatch)
+            cut = cut_by(module, microbatch)
         first = microbatch * n_rows + cut.first
         return cut.joined(run_in_turns(forward, cut.calls(args, kwargs), first, is_last=is_last))
 

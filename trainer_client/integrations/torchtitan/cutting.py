@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,22 +63,25 @@ class Cutting:
             for begin, end in ((0, middle), (middle, rows))
         ]
 
-    def segments(self, positions: torch.Tensor, ids: Iterator[int]) -> list[list[Segment]]:
-        """What each nano-batch of a batch holds, for the manifest.
 
-        Args:
-            positions: as of :meth:`of`.
-            ids: of documents; one is taken for each.
+def segments_of(
+    positions: torch.Tensor, cuts: Sequence[Cut], ids: Iterator[int]
+) -> list[list[Segment]]:
+    """What each nano-batch of a batch holds, for the manifest.
 
-        Raises:
-            ManifestError: positions do not begin at 0, or do not count up by one.
-        """
-        cuts, lengths = self.of(positions), lengths_of_documents(positions.flatten())
-        halves = split_row(lengths, [each.end for each in cuts], ids)
-        for segments, each in zip(halves, cuts, strict=True):
-            if each.padding:
-                segments.append(Segment(next(ids), each.padding, 0, each.padding))
-        return halves
+    Args:
+        positions: as of :meth:`Cutting.of`, which gave ``cuts``.
+        ids: of documents; one is taken for each.
+
+    Raises:
+        ManifestError: positions do not begin at 0, or do not count up by one.
+    """
+    lengths = lengths_of_documents(positions.flatten())
+    halves = split_row(lengths, [each.end for each in cuts], ids)
+    for segments, each in zip(halves, cuts, strict=True):
+        if each.padding:
+            segments.append(Segment(next(ids), each.padding, 0, each.padding))
+    return halves
 
 
 def padded(tensor: torch.Tensor, part: Cut) -> torch.Tensor:

@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
-from core_attention.host_copies import HostCopy
+from trainer_client.integrations.documents import documents_of
 from trainer_client.integrations.frameworks import UnsupportedSetting
 from trainer_client.integrations.graphs import outside_graphs
 from trainer_client.integrations.torchtitan.attention import is_validation
 from trainer_client.integrations.torchtitan.cutting import Cut, padded, padded_positions
-from trainer_client.step.lane import in_nano_batch, require_step
+from trainer_client.step.lane import Lane, in_nano_batch, require_step
 from trainer_client.step.ping_pong import Call, run_in_turns
 
 Output = Any
@@ -27,64 +27,50 @@ class PlannedBatch:
     Attributes:
         positions: ``[B, L]``, 0 where a document begins.
         cuts: its nano-batches.
+        first: the first of them in its step.
     """
 
     positions: torch.Tensor
     cuts: Sequence[Cut]
-
-    def check_later(self, positions: torch.Tensor) -> None:
-        """Has the running step end with a ValueError unless ``positions``, which the model is given
-        for the batch, are those that were submitted. Nobody waits for a GPU."""
-        copy = HostCopy(positions)
-
-        def compare() -> None:
-            wrong = (copy.wait().flatten() != self.positions.flatten()).nonzero()
-            if wrong.numel():
-                at = int(wrong[0])
-                raise ValueError(
-                    f"positions of the model say {int(copy.wait().flatten()[at])} at row {at} of a "
-                    f"batch, and {int(self.positions.flatten()[at])} was submitted; train on what "
-                    "the data loader gave, as it is"
-                )
-
-        require_step().check_at_end(compare)
+    first: int
 
 
 class CutBatch:
-    """The nano-batches of one call of a decoder.
+    """A batch of a decoder that is run in its nano-batches.
 
     Args:
         model: a decoder of torchtitan, or a stage of one.
         planned: what was submitted of the batch.
-        named: what its ``forward`` is called with by name: ``positions`` ``[B, L]`` and
-            ``attention_masks``.
-
-    Raises:
-        UnsupportedSetting: there are inputs that cannot be cut.
     """
 
     first = 0
     """Every nano-batch has rows."""
 
-    def __init__(self, model: Any, planned: PlannedBatch, named: Mapping[str, Any]) -> None:
-        if others := sorted(set(named) - {"positions", "attention_masks"}):
-            raise UnsupportedSetting(
-                f"the model is called with {', '.join(others)}, which cannot be cut into the two "
-                "halves of a batch; set --distca.no-ping_pong"
-            )
+    def __init__(self, model: Any, planned: PlannedBatch) -> None:
         self._model, self._planned, self._cuts = model, planned, planned.cuts
-        self._positions: torch.Tensor = named["positions"]
-        planned.check_later(self._positions)
 
     def calls(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Call]:
         """The arguments for each nano-batch, of those of the batch.
 
         Args:
             args: tokens ``[B, L]`` or a stage's hidden states ``[B, L, D]``.
-            kwargs: as given.
+            kwargs: ``positions`` ``[B, L]`` and ``attention_masks``.
+
+        Raises:
+            UnsupportedSetting: there are inputs that cannot be cut.
+            ValueError: the positions are not those that were submitted; of tensors on a GPU a later
+                call or the end of the step says so.
         """
+        if others := sorted(set(kwargs) - {"positions", "attention_masks"}):
+            raise UnsupportedSetting(
+                f"the model is called with {', '.join(others)}, which cannot be cut into the two "
+                "halves of a batch; set --distca.no-ping_pong"
+            )
         (inputs,) = args
-        return [self._call(inputs, each) for each in self._cuts]
+        return [
+            self._call(inputs, kwargs["positions"], nano_batch, part)
+            for nano_batch, part in enumerate(self._cuts, self._planned.first)
+        ]
 
     def joined(self, outputs: Sequence[Output]) -> Output:
         """``[B, L, ...]`` without padding; a list of them if the model's outputs are lists."""
@@ -95,15 +81,18 @@ class CutBatch:
             for output, each in zip(outputs, self._cuts, strict=True)
         ]
         whole = torch.cat(rows, dim=1)
-        return whole.reshape(*self._positions.shape, *whole.shape[2:])
+        return whole.reshape(*self._planned.positions.shape, *whole.shape[2:])
 
-    def _call(self, inputs: torch.Tensor, part: Cut) -> Call:
+    def _call(
+        self, inputs: torch.Tensor, positions: torch.Tensor, nano_batch: int, part: Cut
+    ) -> Call:
+        own = padded_positions(positions, part)
+        documents_of(Lane(require_step(), nano_batch)).check({"position_ids": own})
         # torchtitan finds documents by their zeros, and the first may have begun in the other half.
         # For those of a GPU the thread would wait, and keep others from launching their kernels.
         begun = padded_positions(self._planned.positions, part)
         begun[:, :1] = 0
         masks = self._model.get_attention_masks(positions=begun)
-        own = padded_positions(self._positions, part)
         return (padded(inputs, part),), {"positions": own, "attention_masks": masks}
 
 
@@ -131,17 +120,16 @@ class InTurns:
         once.
 
         Raises:
-            UnsupportedSetting: the model has inputs that cannot be cut.
+            UnsupportedSetting, ValueError: as :meth:`CutBatch.calls`.
         """
         if is_validation():
             return self._forward(tokens, **kwargs)
         planned = self._planned(self.microbatch)
-        first = self.microbatch * len(planned.cuts)
         if len(planned.cuts) == 1:
-            with in_nano_batch(first):
+            with in_nano_batch(planned.first):
                 output = self._forward(tokens, **kwargs)
-            require_step().lane_returned(first)
+            require_step().lane_returned(planned.first)
             return output
-        batch = CutBatch(self._model, planned, kwargs)
+        batch = CutBatch(self._model, planned)
         calls = batch.calls((tokens,), kwargs)
-        return batch.joined(run_in_turns(self._forward, calls, first, is_last=True))
+        return batch.joined(run_in_turns(self._forward, calls, planned.first, is_last=True))

@@ -15,7 +15,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torchtitan.models.common.moe import MoE
 from torchtitan.trainer import Trainer
 
-from core_attention.manifest import RankManifest
+from core_attention.host_copies import on_host
+from core_attention.manifest import RankManifest, Segment
 from core_attention.pipelining import Pipelining
 from core_attention.schedule import Schedule
 from trainer_client.errors import SessionError
@@ -25,7 +26,11 @@ from trainer_client.integrations.host_barriers import HostBarriers
 from trainer_client.integrations.pipelining import Pipeline
 from trainer_client.integrations.probe import Recorder, ServedAttention
 from trainer_client.integrations.torchtitan.attention import ServedAttention as ServedLayer
-from trainer_client.integrations.torchtitan.cutting import Cutting, why_documents_stay_whole
+from trainer_client.integrations.torchtitan.cutting import (
+    Cutting,
+    segments_of,
+    why_documents_stay_whole,
+)
 from trainer_client.integrations.torchtitan.lanes import CutBatch, InTurns, PlannedBatch
 from trainer_client.integrations.torchtitan.pipelines import Stages, order_of, pipelining_of
 from trainer_client.integrations.torchtitan.read_ahead import Batch, ReadAhead
@@ -138,9 +143,7 @@ class ServedTrainer(Trainer):
             self._pipeline = Pipeline(
                 self._session,
                 *_stages_of(self.pp_schedule),
-                cut_by=lambda stage, _, named, microbatch: CutBatch(
-                    stage, self._planned(microbatch), named
-                ),
+                cut_by=lambda stage, microbatch: CutBatch(stage, self._planned(microbatch)),
             )
         else:
             self._turns = [InTurns(part, self._planned) for part in self.model_parts]
@@ -195,14 +198,14 @@ class ServedTrainer(Trainer):
     def _submit(self, batches: list[Batch]) -> None:
         step, rank = self._session.next_step, self._session.options.rank
         ids = count(rank << 32)
-        nano_batches = [
-            segments
-            for inputs, _ in batches
-            for segments in self._cutting.segments(inputs["positions"], ids)
-        ]
+        planned: list[PlannedBatch] = []
+        nano_batches: list[list[Segment]] = []
+        for inputs, _ in batches:
+            positions = on_host(inputs["positions"])
+            cuts = self._cutting.of(positions)
+            planned.append(PlannedBatch(positions, cuts, first=len(nano_batches)))
+            nano_batches += segments_of(positions, cuts, ids)
         self._session.submit(RankManifest(step, rank, nano_batches))
-        positions = [inputs["positions"] for inputs, _ in batches]
-        planned = [PlannedBatch(each, self._cutting.of(each)) for each in positions]
         self._steps.append(_Submitted(step, planned))
 
     def _probe(self) -> ServedAttention:
