@@ -96,7 +96,8 @@ class SlotForecast:
 
     Attributes:
         home_seconds: ``[n_halves, n_slots, n_ranks]`` busy seconds if nothing moved.
-        base_seconds: ``[n_halves, n_slots, n_servers]`` seconds beside core attention.
+        base_seconds: ``[n_halves, n_slots, n_servers]`` seconds beside core attention; halves are
+            equal parts of their microbatch.
         seconds: ``[n_halves, n_slots, n_servers]`` busy seconds under the plan, both together.
     """
 

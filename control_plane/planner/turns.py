@@ -320,12 +320,17 @@ def _lay_whole_documents(desk: Desk, most: int) -> None:
 def _compute_beside(
     step: Step, table: Timetable, fleet: Fleet, tokens: Float64Array, sheet: Sheet
 ) -> None:
-    """What all compute beside attention in each slot. ``tokens``: ``[n_microbatches, n_ranks]``
-    zeros."""
+    """What all compute beside attention in each slot: an equal part of it in every half, however
+    the documents lie in them. A rank runs the halves of a microbatch in turns, so it is busy for
+    their sum, and attention that made up for few tokens in one half would be too much in the other.
+
+    Args:
+        tokens: ``[n_microbatches, n_ranks]`` zeros.
+    """
     for microbatch in range(len(tokens)):
-        nano_batch = microbatch * step.n_halves + step.half
-        for i in range(step.bounds[nano_batch], step.bounds[nano_batch + 1]):
-            tokens[microbatch, step.rank[i]] += step.length[i]
+        first = microbatch * step.n_halves
+        for i in range(step.bounds[first], step.bounds[first + step.n_halves]):
+            tokens[microbatch, step.rank[i]] += step.length[i] / step.n_halves
     for slot in range(len(table.microbatch)):
         for rank in range(len(table.pipeline_rank)):
             place = table.pipeline_rank[rank]

@@ -18,7 +18,7 @@ from core_attention.cost_model import CostProfile
 from core_attention.errors import PlanError, ScheduleError
 from core_attention.manifest import Manifest, RankManifest, Segment
 from core_attention.pipelining import Pipelining
-from core_attention.plan import Plan, SlotForecast
+from core_attention.plan import Plan, SlotForecast, level_seconds
 from core_attention.schedule_orders import SCHEDULES
 from tests.control_plane.planning_cases import PROFILE, SHAPE, in_place, pool
 
@@ -43,20 +43,36 @@ def pipelining(
     )
 
 
-def drawn(pipes: Pipelining, tokens: int, seed: int, n_halves: int = 1) -> Manifest:
-    """Microbatches of whole documents of drawn lengths, the same on all ranks of a pipeline."""
+def drawn(
+    pipes: Pipelining, tokens: int, seed: int, n_halves: int = 1, *, evenly: bool = True
+) -> Manifest:
+    """Microbatches of whole documents of drawn lengths, the same on all ranks of a pipeline.
+
+    Args:
+        tokens: of each nano-batch.
+        evenly: otherwise only the two nano-batches of a microbatch together have ``2 * tokens``:
+            it is cut in two between any documents.
+    """
     rng = np.random.default_rng(seed)
-    n_nano = pipes.schedule.n_microbatches * n_halves
-    of_pipeline = []
-    for _ in range(pipes.n_pipelines):
-        packed = []
-        for _ in range(n_nano):
-            lengths, left = [], tokens
-            while left:
-                lengths.append(min(left, int(rng.lognormal(8.5, 1.5)) + 1))
-                left -= lengths[-1]
-            packed.append(lengths)
-        of_pipeline.append(packed)
+
+    def documents(tokens: int) -> list[int]:
+        lengths, left = [], tokens
+        while left:
+            lengths.append(min(left, int(rng.lognormal(8.5, 1.5)) + 1))
+            left -= lengths[-1]
+        return lengths
+
+    def microbatch() -> list[list[int]]:
+        if evenly:
+            return [documents(tokens) for _ in range(n_halves)]
+        lengths = documents(2 * tokens)
+        cut = int(rng.integers(len(lengths))) if len(lengths) > 1 else 1
+        return [lengths[:cut], lengths[cut:]]
+
+    of_pipeline = [
+        [half for _ in range(pipes.schedule.n_microbatches) for half in microbatch()]
+        for _ in range(pipes.n_pipelines)
+    ]
     seen = [0] * pipes.schedule.n_ranks
     manifests = []
     for rank, place in enumerate(pipes.pipeline_ranks):
@@ -144,6 +160,20 @@ def test_where_actions_take_one_slot_each_slot_is_at_its_level(
     # the first has spread up to its own tolerance.
     assert slots.imbalance.max() <= 1 + TOLERANCE + 0.04
     assert slots.home_imbalance > 1.2 > slots.step_imbalance
+
+
+@pytest.mark.parametrize("name", ["1f1b", "same-phase", "zero-bubble"])
+@pytest.mark.parametrize("seed", range(5))
+def test_halves_of_unequal_tokens_are_even_together(name: str, seed: int) -> None:
+    """A rank runs both in turns, so what counts is their sum."""
+    pipes = pipelining(name, 2, 4, 2, share=3.0)
+    manifest = drawn(pipes, 16 * K, seed, 2, evenly=False)
+    assert len({int(manifest.tokens_per_rank(k)[0]) for k in range(8)}) > 4
+    _, slots = planned(manifest, in_place(4), pipes)
+    busy, base = slots.seconds.sum(axis=0), slots.base_seconds.sum(axis=0)
+    level = level_seconds(base, (busy - base).sum(axis=1))
+    # 0.02 for slots next to a change of who idles.
+    assert busy.max(axis=1).sum() <= (1 + TOLERANCE + 0.02) * level.sum()
 
 
 def test_idle_ranks_take_more_in_1f1b() -> None:
