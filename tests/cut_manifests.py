@@ -20,6 +20,12 @@ def within_nano_batches(n_ranks: int, *lengths: int) -> list[RankManifest]:
     return _manifests(_spread(documents[::2], n_ranks), _spread(documents[1::2], n_ranks))
 
 
+def cut_in_two(lengths: Iterable[int], first_id: int) -> list[list[Segment]]:
+    """The segments of two nano-batches of one rank, documents one after another, as even as can
+    be; ids count on from ``first_id``."""
+    return _spread(enumerate(lengths, first_id), 2)
+
+
 def _spread(documents: Iterable[tuple[int, int]], n_places: int) -> list[list[Segment]]:
     """Documents, ids and lengths, one after another over places, as even as can be."""
     documents = list(documents)

@@ -152,7 +152,11 @@ class SessionOptions(RankTimeouts, PlanRequest, IntegritySettings, ClientTls):
     def _check_cut_documents(self) -> None:
         refusals = (
             (self.n_nano_batches != 2, f"n_nano_batches is {self.n_nano_batches}, and two are cut"),
-            (self.pipelining is not None, "nano-batches of pipelines run apart"),
+            (
+                self.pipelining is not None,
+                "the rows of a pipeline's microbatches lie as they are submitted: give a document "
+                "that is cut segments in both nano-batches of its microbatch",
+            ),
             (
                 self.shape.mask is not MaskKind.CAUSAL,
                 f"under the mask {self.shape.mask.name} queries need keys of both nano-batches",

@@ -104,7 +104,7 @@ def forecast_fleet(
         manifest.first_segment,
         manifest.segment_document,
         *_segment_columns(manifest),
-        _carried_of(manifest),
+        carried_of(manifest),
     )
     sums = sum_tasks(tasks, segments, found, fleet, phase_index)
     if sums is None:
@@ -239,7 +239,7 @@ def pair_bytes(
         manifest.first_segment,
         manifest.segment_document,
         *_segment_columns(manifest),
-        _carried_of(manifest),
+        carried_of(manifest),
         manifest.document_nano_batch,
         fleet,
         nano_batch,
@@ -254,7 +254,8 @@ def _segment_columns(manifest: Manifest) -> tuple[Int64Array, Int64Array, Int64A
     return manifest.segment_offset, manifest.segment_length, manifest.segment_rank
 
 
-def _carried_of(manifest: Manifest) -> Carried:
+def carried_of(manifest: Manifest) -> Carried:
+    """The columns of ``manifest``."""
     if not manifest.n_carried:
         return no_carried()
     return Carried(manifest.first_carried, manifest.carried_length, manifest.carried_rank)

@@ -36,6 +36,7 @@ from control_plane.planner.turns import (
     Sheet,
     Step,
     empty_sheet,
+    is_divided,
     make_desk,
     outcome_of,
     plan_in_turns,
@@ -67,7 +68,7 @@ def plan_slots(
     assert pipelining is not None
     n_halves = _check_options(manifest, servers, options, pipelining)
     table = timetable(pipelining)
-    if manifest.n_segments > manifest.n_documents:
+    if is_divided(manifest):
         _check_documents(manifest, table, n_halves)
     fleet = build_fleet(servers, manifest.n_ranks)
     bounds = Bounds(
@@ -148,7 +149,6 @@ def _check_options(
             f"max_process_bytes is {options.max_process_bytes}; plans of pipelines know no such "
             "limit: leave it out"
         )
-    refuse_cut_documents(manifest, "the nano-batches of pipelines run apart")
     based = [server for server in servers if server.base_seconds != NO_BASE]
     if based:
         raise PlanError(
@@ -168,17 +168,20 @@ def _check_options(
 def _check_documents(manifest: Manifest, table: Timetable, n_halves: int) -> None:
     """
     Raises:
-        PlanError: a document lies on ranks that do not run it in the same slots.
+        PlanError: a document lies in two microbatches, or on ranks that do not run it in the same
+            slots.
     """
-    of_document = manifest.segment_document
-    microbatch = manifest.document_nano_batch[of_document] // n_halves
+    if n_halves % 2:
+        refuse_cut_documents(manifest, "they are of two microbatches, which run apart")
+    held = manifest.held
+    microbatch = manifest.document_nano_batch[held.document] // n_halves
     for unit_of in table.unit_of:
-        unit = unit_of[table.pipeline_rank[manifest.segment_rank], microbatch]
-        elsewhere = unit != unit[manifest.first_segment[of_document]]
+        unit = unit_of[table.pipeline_rank[held.rank], microbatch]
+        elsewhere = unit != unit[manifest.first_segment[held.document]]
         if not elsewhere.any():
             continue
-        document = int(of_document[np.flatnonzero(elsewhere)[0]])
-        ranks = manifest.segment_rank[of_document == document]
+        document = int(held.document[np.flatnonzero(elsewhere)[0]])
+        ranks = held.rank[held.document == document]
         raise PlanError(
             f"document {manifest.document_id[document]} lies on ranks {ranks.tolist()}, which have "
             f"the places {table.pipeline_rank[ranks].tolist()} in their pipelines: a document may "
@@ -228,7 +231,7 @@ def _plan_half(
 ) -> _Half:
     sheet = empty_sheet(table, len(fleet.rank), moved_to)
     forward, backward, *stuck = plan_in_turns(
-        step, table, fleet, bounds, make_desk(len(step.document)), sheet
+        step, table, fleet, bounds, make_desk(len(step.document), len(step.carried.rank)), sheet
     )
     return _Half(sheet, (forward, backward), *stuck)
 
@@ -273,7 +276,7 @@ def _tasks(
     halves: Sequence[_Half], manifest: Manifest, fleet: Fleet, moved_to: Int64Array, phase: int
 ) -> TaskTable:
     """All tasks of a phase."""
-    divided = manifest.n_segments > manifest.n_documents
+    divided = is_divided(manifest)
     end, whole = manifest.segment_length, np.ones(manifest.n_segments, dtype=np.bool_)
     if divided:
         end = frozen(manifest.segment_offset + manifest.segment_length)

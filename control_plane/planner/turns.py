@@ -22,6 +22,7 @@ from control_plane.planner.forecast import (
     Carried,
     Places,
     add_tasks,
+    carried_of,
 )
 from control_plane.planner.links import Links
 from control_plane.planner.phase import Outcome, plan_phase
@@ -39,6 +40,7 @@ class Step(NamedTuple):
         bounds: ``[n_nano_batches + 1]`` first segment of every nano-batch, then their number.
         document, begin, length, rank: ``[n_segments]``.
         document_length: ``[n_documents]``.
+        carried: keys that documents carry over from the first half to the second.
         divided: whether any segment is not its whole document.
         half, n_halves: which of the nano-batches of each microbatch are planned.
     """
@@ -49,6 +51,7 @@ class Step(NamedTuple):
     length: Int64Array
     rank: Int64Array
     document_length: Int64Array
+    carried: Carried
     divided: bool
     half: int
     n_halves: int
@@ -64,10 +67,16 @@ def step_of(manifest: Manifest, half: int, n_halves: int) -> Step:
         manifest.segment_length,
         manifest.segment_rank,
         manifest.document_length,
-        manifest.n_segments > manifest.n_documents,
+        carried_of(manifest),
+        is_divided(manifest),
         half,
         n_halves,
     )
+
+
+def is_divided(manifest: Manifest) -> bool:
+    """Whether any segment is not its whole document."""
+    return manifest.n_segments > manifest.n_documents or manifest.n_carried > 0
 
 
 class Desk(NamedTuple):
@@ -79,8 +88,11 @@ class Desk(NamedTuple):
         document: counted from the unit's first.
         begin, end, length, rank, whole: of the segments.
         first: first segment of each document, then their number.
+        first_carried, carried_length, carried_rank: runs of keys that documents carry over, as in
+            :class:`~control_plane.planner.forecast.Carried`.
         forward, backward: seconds at home.
-        read_document, read_begin, read_end, read_length, read_rank, read_first: the same memory.
+        read_document, read_begin, read_end, read_length, read_rank, read_first,
+        read_first_carried, read_carried_length, read_carried_rank: the same memory.
     """
 
     document: Int64Array
@@ -89,6 +101,9 @@ class Desk(NamedTuple):
     length: Int64Array
     rank: Int64Array
     first: Int64Array
+    first_carried: Int64Array
+    carried_length: Int64Array
+    carried_rank: Int64Array
     whole: BoolArray
     forward: Float64Array
     backward: Float64Array
@@ -98,22 +113,25 @@ class Desk(NamedTuple):
     read_length: Int64Array
     read_rank: Int64Array
     read_first: Int64Array
+    read_first_carried: Int64Array
+    read_carried_length: Int64Array
+    read_carried_rank: Int64Array
 
 
-def make_desk(room: int) -> Desk:
-    """For units of at most ``room`` segments; memory that none needs is never touched."""
-    document, begin, end, length, rank, first = np.empty((6, room + 1), dtype=np.int64)
+def make_desk(room: int, room_carried: int) -> Desk:
+    """For units of at most ``room`` segments and ``room_carried`` runs of carried keys; memory that
+    none needs is never touched."""
+    document, begin, end, length, rank, first, first_carried = np.empty(
+        (7, room + 1), dtype=np.int64
+    )
+    carried_length, carried_rank = np.empty((2, room_carried), dtype=np.int64)
+    own = (document, begin, end, length, rank, first, first_carried, carried_length, carried_rank)
     return Desk(
-        document,
-        begin,
-        end,
-        length,
-        rank,
-        first,
+        *own,
         np.empty(room, dtype=np.bool_),
         np.empty(room),
         np.empty(room),
-        *(frozen(column.view()) for column in (document, begin, end, length, rank, first)),
+        *(frozen(column.view()) for column in own),
     )
 
 
@@ -266,7 +284,8 @@ def plan_in_turns(
         if outcome.stuck_segment >= 0 or outcome.stuck_server >= 0:
             return forward, backward, unit, its[max(outcome.stuck_segment, 0)]
         ratio[phase] = outcome.work_ratio
-        _enter(table, unit, runs, segments, home, desk, based, cuts, sheet)
+        carried = _carried_by(step, its, desk)
+        _enter(table, unit, runs, segments, carried, home, desk, based, cuts, sheet)
         if phase == BACKWARD:
             backward = _keep(cuts, its, backward, sheet.counts[phase], sheet.moved_to[phase])
         else:
@@ -396,6 +415,39 @@ def _write_divided(step: Step, its: Int64Array, desk: Desk) -> int:
 
 
 @compiled_into
+def _carried_by(step: Step, its: Int64Array, desk: Desk) -> Carried:
+    """The keys that the documents of ``its`` carry over, on the desk."""
+    if len(step.carried.first) == 0:
+        none = desk.read_first[:0]
+        return Carried(none, none, none)
+    n_documents, n = _write_carried(step, its, desk)
+    return Carried(
+        desk.read_first_carried[: n_documents + 1],
+        desk.read_carried_length[:n],
+        desk.read_carried_rank[:n],
+    )
+
+
+@compiled_leaf
+def _write_carried(step: Step, its: Int64Array, desk: Desk) -> tuple[int, int]:
+    """Returns how many documents there are, and runs of keys."""
+    n_documents, n, last = 0, 0, -1
+    for k in range(len(its)):
+        document = step.document[its[k]]
+        if document == last:
+            continue
+        desk.first_carried[n_documents] = n
+        n_documents += 1
+        last = document
+        for j in range(step.carried.first[document], step.carried.first[document + 1]):
+            desk.carried_length[n] = step.carried.length[j]
+            desk.carried_rank[n] = step.carried.rank[j]
+            n += 1
+    desk.first_carried[n_documents] = n
+    return n_documents, n
+
+
+@compiled_into
 def _beside(table: Timetable, unit: int, fleet: Fleet, sheet: Sheet) -> Fleet:
     """The servers with what they compute in one layer of ``unit`` besides it, and the rows that
     they can hold of it."""
@@ -459,6 +511,7 @@ def _enter(
     unit: int,
     runs: Int64Array,
     segments: Segments,
+    carried: Carried,
     home: HomeWork,
     desk: Desk,
     fleet: Fleet,
@@ -475,14 +528,13 @@ def _enter(
     tasks = np.empty((4, cuts.n_tasks), dtype=np.int64)
     document, q_begin, q_end, server = tasks[0], tasks[1], tasks[2], tasks[3]
     write_tasks(cuts, segments, fleet, document, q_begin, q_end, server)
-    none = desk.read_first[:0]
     places = Places(
         segments.first_of_document,
         segments.document,
         segments.begin,
         desk.read_length[: len(segments.end)] if segments.divided else segments.end,
         segments.rank,
-        Carried(none, none, none),
+        carried,
     )
     at_home = AtHome(bounds, home.seconds, segments.end, segments.whole, segments.divided)
     seconds = np.zeros((len(microbatches), len(fleet.rank)))

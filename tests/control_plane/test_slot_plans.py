@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from control_plane.planner import balanced
+from control_plane.planner.forecast import forecast
 from control_plane.planner.planning import PlanningOptions, PlanningServer
 from core_attention.arrays import Float64Array
 from core_attention.ca_task import Phase, causal_qk_pairs
@@ -21,6 +22,7 @@ from core_attention.pipelining import Pipelining
 from core_attention.plan import Plan, SlotForecast, level_seconds
 from core_attention.schedule_orders import SCHEDULES
 from tests.control_plane.planning_cases import PROFILE, SHAPE, in_place, pool
+from tests.cut_manifests import cut_in_two
 
 TOLERANCE = 0.03
 K = 1024
@@ -79,6 +81,19 @@ def drawn(
         manifests.append(RankManifest.from_lengths(0, rank, of_pipeline[seen[place]]))
         seen[place] += 1
     return Manifest.merge(manifests, len(manifests))
+
+
+def cut_manifest(manifest: Manifest, n_microbatches: int) -> Manifest:
+    """``manifest`` of one nano-batch a microbatch, each cut in its middle, inside a document."""
+    documents, cut = manifest.segment_document, []
+    for rank in range(manifest.n_ranks):
+        nano_batches: list[list[Segment]] = []
+        for i in range(n_microbatches):
+            its = (manifest.segment_rank == rank) & (manifest.document_nano_batch[documents] == i)
+            lengths = manifest.segment_length[its].tolist()
+            nano_batches += cut_in_two(lengths, first_id=(rank * n_microbatches + i) << 32)
+        cut.append(RankManifest(0, rank, nano_batches))
+    return Manifest.merge(cut, manifest.n_ranks)
 
 
 def planned(
@@ -142,10 +157,10 @@ def test_the_plan_says_what_each_server_does_in_each_slot(
     assert not slots.base_seconds[:, :, manifest.n_ranks :].any()
     assert plan.forward_forecast is not None
     assert plan.backward_forecast is not None
-    for phase, forecast in zip(Phase, (plan.forward_forecast, plan.backward_forecast), strict=True):
+    for phase, told in zip(Phase, (plan.forward_forecast, plan.backward_forecast), strict=True):
         tasks = plan.tasks(phase)
         took = PROFILE.seconds(tasks.q_end - tasks.q_begin, tasks.q_end, phase)
-        assert forecast.seconds.sum() == pytest.approx(took.sum(), rel=1e-6)
+        assert told.seconds.sum() == pytest.approx(took.sum(), rel=1e-6)
 
 
 @pytest.mark.parametrize("name", ["same-phase", "zero-bubble"])
@@ -174,6 +189,53 @@ def test_halves_of_unequal_tokens_are_even_together(name: str, seed: int) -> Non
     level = level_seconds(base, (busy - base).sum(axis=1))
     # 0.02 for slots next to a change of who idles.
     assert busy.max(axis=1).sum() <= (1 + TOLERANCE + 0.02) * level.sum()
+
+
+@pytest.mark.parametrize("name", sorted(SCHEDULES))
+@pytest.mark.parametrize(("n_pipelines", "n_pool"), [(1, 0), (2, 1)])
+def test_documents_are_cut_between_the_halves_of_a_microbatch(
+    name: str, n_pipelines: int, n_pool: int
+) -> None:
+    pipes = pipelining(name, 2, 4, n_pipelines)
+    manifest = cut_manifest(drawn(pipes, 32 * K, 3), 4)
+    assert manifest.n_carried == manifest.n_ranks * 4
+    servers = [*in_place(manifest.n_ranks), *pool(n_pool)]
+    plan, slots = planned(manifest, servers, pipes)
+    by_hand = attention_by_hand(plan, pipes, 2)
+    np.testing.assert_allclose(slots.seconds - slots.base_seconds, by_hand, atol=1e-9)
+    assert slots.step_imbalance < slots.home_imbalance
+    # All stages have equally many layers, so a layer's forecast is that of any job.
+    for phase in Phase:
+        expected = forecast(manifest, plan.tasks(phase), servers, SHAPE, phase)
+        got = plan.forecast(phase)
+        assert got is not None
+        for field in ("q_rows", "kv_rows", "bytes_in", "bytes_out"):
+            np.testing.assert_array_equal(getattr(got, field), getattr(expected, field))
+        np.testing.assert_allclose(got.seconds, expected.seconds)
+
+
+def test_a_document_that_is_cut_lies_in_one_microbatch() -> None:
+    pipes = pipelining("1f1b", 2, 2)
+    cut = [
+        RankManifest(0, rank, [[Segment(rank, 2 * K, 0, K)], [Segment(rank, 2 * K, K, K)]])
+        for rank in range(2)
+    ]
+    refused("document 0 .* they are of two microbatches", Manifest.merge(cut, 2), pipes)
+    # The rank that holds its keys runs the microbatch in other slots.
+    cut = [
+        RankManifest(
+            0,
+            rank,
+            [
+                [Segment(7, 2 * K, 0, K)] if rank == 0 else [Segment(8, K, 0, K)],
+                [Segment(7, 2 * K, K, K)] if rank == 1 else [Segment(9, K, 0, K)],
+                [Segment(10 + rank, K, 0, K)],
+                [Segment(20 + rank, K, 0, K)],
+            ],
+        )
+        for rank in range(2)
+    ]
+    refused(r"document 7 lies on ranks \[1, 0\]", Manifest.merge(cut, 2), pipes)
 
 
 def test_idle_ranks_take_more_in_1f1b() -> None:
@@ -236,11 +298,6 @@ def test_what_does_not_fit_the_pipelines_is_named() -> None:
         for rank in range(2)
     ]
     refused(r"document 0 lies on ranks \[0, 1\]", Manifest.merge(spanning, 2), pipes)
-    cut = [
-        RankManifest(0, rank, [[Segment(rank, 2 * K, 0, K)], [Segment(rank, 2 * K, K, K)]])
-        for rank in range(2)
-    ]
-    refused("document 0 .* the nano-batches of pipelines run apart", Manifest.merge(cut, 2), pipes)
     based = [replace(server, base_seconds=(1.0, 1.0)) for server in in_place(2)]
     with pytest.raises(PlanError, match="server rank-0: base_seconds"):
         balanced.plan(manifest, based, SHAPE, PlanningOptions(pipelining=pipes))

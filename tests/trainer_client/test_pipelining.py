@@ -38,6 +38,7 @@ from core_attention.manifest import RankManifest, Segment
 from core_attention.schedule_orders import SCHEDULES
 from core_attention.shape import AttentionShape
 from tests.cluster import Cluster, cluster, keep_profile
+from tests.cut_manifests import cut_in_two
 from tests.forkserver import run_forked
 from trainer_client import (
     Pipeline,
@@ -152,6 +153,7 @@ class Case:
         replicated: by what replicas share gradients: nothing, ``"ddp"`` or ``"fsdp"``.
         layers: of each stage; N_LAYERS_A_CHUNK each if empty.
         is_packed: whether a microbatch's nano-batches are parts of one row, of unequal lengths.
+        is_cut: whether that row is cut in its middle, inside documents.
         meets_on_host: whether stages tell each other what they send, as on GPUs.
         defers: whether linear layers put off their weights' gradients.
     """
@@ -170,6 +172,7 @@ class Case:
     replicated: str = ""
     layers: tuple[int, ...] = ()
     is_packed: bool = False
+    is_cut: bool = False
     meets_on_host: bool = False
     defers: bool = False
 
@@ -272,6 +275,42 @@ CASES = (
         n_rows=2,
         is_planned=True,
         is_packed=True,
+    ),
+    Case(
+        "documents cut in two",
+        Schedule1F1B,
+        4,
+        5,
+        n_rows=2,
+        is_planned=True,
+        checkpointed=True,
+        is_packed=True,
+        is_cut=True,
+        layers=(2, 3, 2, 1),
+        meets_on_host=True,
+    ),
+    Case(
+        "documents cut in two, weights later, two replicas, pool",
+        split,
+        2,
+        4,
+        n_rows=2,
+        is_planned=True,
+        is_packed=True,
+        is_cut=True,
+        placement=Placement.MIXED,
+        defers=True,
+    ),
+    Case(
+        "documents cut in two, two stages a rank",
+        ScheduleInterleavedZeroBubble,
+        2,
+        4,
+        n_chunks=2,
+        n_rows=2,
+        is_planned=True,
+        is_packed=True,
+        is_cut=True,
     ),
     Case(
         "unequal stages, documents over replicas, pool",
@@ -387,6 +426,9 @@ DYING_IN_TURNS = replace(
     layers=(3, 2, 2, 1),
     meets_on_host=True,
 )
+DYING_CUT = replace(
+    DYING_IN_TURNS, name="servers die, documents cut in two", is_packed=True, is_cut=True
+)
 
 
 def documents(case: Case, step: int) -> list[list[list[int]]]:
@@ -395,6 +437,12 @@ def documents(case: Case, step: int) -> list[list[list[int]]]:
     found = []
     for _ in range(case.n_replicas):
         microbatches: list[list[int]] = []
+        if case.is_cut:
+            for i in range(case.n_microbatches):
+                lengths = [[ROWS], [3, ROWS - 4, 1], [7, 5, 2, ROWS - 14]][(step + i) % 3]
+                microbatches += [lengths, []]
+            found.append(microbatches)
+            continue
         if case.is_packed:
             for i in range(case.n_microbatches):
                 # A document that is alone leaves nothing for the second nano-batch.
@@ -416,6 +464,17 @@ def submitted(case: Case, session: Session) -> Iterator[tuple[int, torch.Tensor]
     """Steps whose manifests were handed in, and the positions of all their microbatches. Rank
     ``replica * p + r`` runs stage r; what spans replicas is one document of the same stage's."""
     replica, at = divmod(session.options.rank, case.n_pipeline_ranks)
+    if case.is_cut:
+        for step in range(STEPS):
+            rows = [lengths for lengths in documents(case, step)[replica] if lengths]
+            halves = [
+                half
+                for i, lengths in enumerate(rows, session.options.rank << 32)
+                for half in cut_in_two(lengths, first_id=i << 8)
+            ]
+            session.submit(RankManifest(step, session.options.rank, halves))
+            yield step, torch.cat([positions_of(lengths) for lengths in rows])
+        return
     if not case.spans:
         loader = [
             [{"position_ids": positions_of(lengths)} for lengths in documents(case, step)[replica]]
@@ -669,7 +728,7 @@ def run_rank_while_servers_die(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", [DYING, DYING_IN_TURNS], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [DYING, DYING_IN_TURNS, DYING_CUT], ids=lambda case: case.name)
 def test_servers_that_die_cost_no_step_of_a_pipeline(tmp_path: Path, case: Case) -> None:
     """In warm-up, steady state and drain, the last of them too: losses and gradients stay."""
     keep_profile(tmp_path, SHAPE)
