@@ -35,7 +35,7 @@ def plan_step_homes(packed: PackedStep, options: PlanningOptions) -> PackedStep:
         A step whose documents may span ranks.
     """
     shape = packed.shape
-    together = shape.n_nano_batches if shape.cut_documents else 1
+    together = 2 if shape.cut_documents else 1
     documents: list[PackedDocument] = []
     for first in range(0, shape.n_nano_batches, together):
         chosen = [d for d in packed.documents if first <= d.nano_batch < first + together]

@@ -5,9 +5,9 @@ takes the next ``n_nano_batches * n_ranks * nano_batch_tokens`` of them, so any 
 without those before it, and all ranks agree on the documents of all ranks.
 
 A *slot* is what must not cut a document: the rows of one rank in one nano-batch; with
-``span_ranks`` those of all ranks, and with ``cut_documents`` those of both nano-batches, the first
-one's first. A document that reaches a slot's end is cut
-there; the rest continues in the next slot as a document of its own, with positions from 0.
+``span_ranks`` those of all ranks, and with ``cut_documents`` those of both nano-batches of a pair,
+the first one's first. A document that reaches a slot's end is cut there; the rest continues in the
+next slot as a document of its own, with positions from 0.
 """
 
 from __future__ import annotations
@@ -33,12 +33,11 @@ class BatchShape:
         n_nano_batches: nano-batches of every rank.
         nano_batch_tokens: rows of one nano-batch on one rank.
         span_ranks: whether a document may continue on the next rank.
-        cut_documents: whether a document may begin in nano-batch 0 and go on in nano-batch 1, of
-            two.
+        cut_documents: whether a document may begin in the first nano-batch of each pair and go on
+            in the second: in 0 and 1, 2 and 3, ...
 
     Raises:
-        ValueError: a number is too small, or documents may be cut and there are not two
-            nano-batches.
+        ValueError: a number is too small, or documents may be cut and nano-batches are no pairs.
     """
 
     n_ranks: int
@@ -49,11 +48,10 @@ class BatchShape:
 
     def __post_init__(self) -> None:
         check_least(self, n_ranks=1, n_nano_batches=1, nano_batch_tokens=2)
-        if self.cut_documents and self.n_nano_batches != 2:
+        if self.cut_documents and self.n_nano_batches % 2:
             raise ValueError(
                 f"cut_documents: a document can be cut between two nano-batches, and there are "
-                f"{self.n_nano_batches}; set nano_batches to 2 and microbatches to 1, or leave "
-                "cut_documents out"
+                f"{self.n_nano_batches}; set nano_batches to 2, or leave cut_documents out"
             )
 
     @property
@@ -194,7 +192,8 @@ class Packer:
         while offset < length:
             place, rank_row = divmod(row + offset, per_rank)
             if shape.cut_documents and not shape.span_ranks:
-                nano_batch, rank = place, slot
+                pair, rank = divmod(slot, shape.n_ranks)
+                nano_batch = 2 * pair + place
             else:
                 first = slot * (shape.slot_tokens // per_rank)
                 nano_batch, rank = divmod(first + place, shape.n_ranks)

@@ -132,7 +132,6 @@ def build_method(settings: PlannerSettings, setup: Setup) -> Method:
 def _check_cut_documents(settings: PlannerSettings, setup: Setup) -> None:
     refusals = (
         (settings.nano_batches != 2, f"nano_batches is {settings.nano_batches}, and two are cut"),
-        (setup.n_stages > 1, f"nano-batches of pipelines ({setup.n_stages} stages) run apart"),
         (settings.byte_budget is not None, "a byte_budget does not count the keys of both parts"),
     )
     for holds, why in refusals:

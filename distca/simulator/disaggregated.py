@@ -416,6 +416,9 @@ def slot_manifest(
     n_documents = np.array([manifest.n_documents for _, manifest in held])
     first = np.cumsum(n_documents) - n_documents
     nano_batch = np.concatenate([m.document_nano_batch for _, m in held])
+    # The parts of a document that is cut between nano-batches share an id.
+    n_ids = 1 + max(int(m.document_id.max()) for _, m in held)
+    ids = np.concatenate([m.document_id + at * n_ids for at, (_, m) in enumerate(held)])
     # Documents are sorted by (nano-batch, id): microbatches are interleaved by a stable sort.
     order = np.argsort(nano_batch, kind="stable")
     place = np.empty_like(order)
@@ -429,11 +432,20 @@ def slot_manifest(
         np.concatenate([getattr(m, name) for _, m in held])[segments]
         for name in ("segment_offset", "segment_length", "segment_row")
     )
+    carried_document = np.concatenate(
+        [place[m.carried_document + at] for (_, m), at in zip(held, first, strict=True)]
+    )
+    carried = np.argsort(carried_document, kind="stable")
+    carried_home = np.concatenate([m.carried_rank + rank * n_pipelines for rank, m in held])
+    carried_offset, carried_length, carried_row = (
+        np.concatenate([getattr(m, name) for _, m in held])[carried]
+        for name in ("carried_offset", "carried_length", "carried_row")
+    )
     return Manifest(
         step=held[0][1].step,
         n_ranks=n_pipeline_ranks * n_pipelines,
         n_nano_batches=held[0][1].n_nano_batches,
-        document_id=np.arange(len(order)),
+        document_id=ids[order],
         document_length=np.concatenate([m.document_length for _, m in held])[order],
         document_nano_batch=nano_batch[order],
         segment_document=document[segments],
@@ -441,4 +453,9 @@ def slot_manifest(
         segment_length=length,
         segment_rank=home[segments],
         segment_row=row,
+        carried_document=carried_document[carried],
+        carried_offset=carried_offset,
+        carried_length=carried_length,
+        carried_rank=carried_home[carried],
+        carried_row=carried_row,
     )

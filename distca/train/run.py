@@ -286,14 +286,15 @@ def _batch_shape(run: TrainerRun, n_ranks: int) -> BatchShape:
     """Sizes of a step's batch.
 
     Raises:
-        SettingsError: documents may be cut between nano-batches, and there are not two that can.
+        SettingsError: documents may be cut between nano-batches, and those of a rank or microbatch
+            are not two.
     """
     training = run.training
-    if run.data.cut_documents and (training.pipeline_stages > 1 or training.nano_batches != 2):
+    if run.data.cut_documents and training.nano_batches != 2:
         raise SettingsError(
             "--cut-documents lets a document begin in the first of two nano-batches and go on in "
-            f"the second; with --nano-batches {training.nano_batches} and --pipeline-stages "
-            f"{training.pipeline_stages} leave it out, or give --nano-batches 2 without pipelines"
+            f"the second; with --nano-batches {training.nano_batches} leave it out, or give "
+            "--nano-batches 2"
         )
     return BatchShape(
         n_ranks=n_ranks,

@@ -26,7 +26,7 @@ SHAPES = st.builds(
 ) | st.builds(
     BatchShape,
     n_ranks=st.integers(1, 4),
-    n_nano_batches=st.just(2),
+    n_nano_batches=st.sampled_from([2, 4]),
     nano_batch_tokens=st.integers(2, 64),
     span_ranks=st.booleans(),
     cut_documents=st.just(True),
@@ -140,8 +140,17 @@ def test_a_document_over_both_nano_batches_is_one_document_when_it_may_be_cut() 
         (1, 0, 200, 100),
         (1, 1, 300, 100),
     )
-    with pytest.raises(ValueError, match=r"cut_documents: .* there are 1; set nano_batches to 2"):
-        replace(shape, n_nano_batches=1)
+    # Of two microbatches, each has a pair of its own.
+    pieces = pack(corpus, replace(shape, n_nano_batches=4), 0, None).documents
+    assert [piece.segments for piece in pieces] == [
+        ((2 * pair, rank, 0, 100), (2 * pair + 1, rank, 100, 100))
+        for pair in range(2)
+        for rank in range(2)
+    ]
+    for n_nano_batches in (1, 3):
+        refusal = rf"cut_documents: .* there are {n_nano_batches}; set nano_batches to 2"
+        with pytest.raises(ValueError, match=refusal):
+            replace(shape, n_nano_batches=n_nano_batches)
 
 
 def test_order_depends_on_seed_and_epoch() -> None:

@@ -150,11 +150,14 @@ def test_sharded_run_goes_on_from_its_checkpoint(
 
 
 @pytest.mark.training
-def test_stages_of_a_pipeline_train_as_one_process_does(start_run: StartRun) -> None:
+@pytest.mark.parametrize("cut", [(), ("--cut-documents",)], ids=["whole", "cut"])
+def test_stages_of_a_pipeline_train_as_one_process_does(
+    start_run: StartRun, cut: tuple[str, ...]
+) -> None:
     """The zero-bubble order with unequal stages; embedding and head are one weight."""
     options = (
         "--pipeline-stages=2", "--microbatches=2", "--schedule=zero-bubble", "--layers=3",
-        "--stage-layers=2,1",
+        "--stage-layers=2,1", *cut,
     )  # fmt: skip
     whole = ("--mode=in-place", "--verify", *options)
     run = start_run("run", *whole, "--steps=2")
