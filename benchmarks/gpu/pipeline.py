@@ -78,6 +78,7 @@ class Plan:
         warm_ups: steps before them, on the first ones.
         ways: names, see ``pipeline_ways``.
         distribution: of document lengths.
+        cuts_documents: whether a document may lie in both nano-batches of a microbatch.
         tolerance: eps of DistCA's plans.
         device: ``"cuda"`` or ``"cpu"``.
         compiled: whether parts of the layers are compiled.
@@ -95,6 +96,7 @@ class Plan:
     warm_ups: int
     ways: tuple[str, ...]
     distribution: str
+    cuts_documents: bool
     tolerance: float
     device: str
     compiled: bool
@@ -335,7 +337,7 @@ def run_rank(
             tokens_per_rank=plan.tokens,
             longest_document=plan.longest,
             n_nano_batches=N_HALVES,
-            cuts_documents=False,
+            cuts_documents=plan.cuts_documents,
             tolerance=plan.tolerance,
             compiled=plan.compiled,
             learning_rate=0.0,
@@ -456,9 +458,13 @@ def main(
         int | None,
         typer.Option(
             help="Longer documents are cut to it; default: the tokens of a microbatch. Documents "
-            "of more than half of them leave DistCA's two nano-batches unequal."
+            "of more than half of them leave DistCA's two nano-batches unequal, unless they may be "
+            "cut."
         ),
     ] = None,
+    cut_documents: Annotated[
+        bool, typer.Option(help="Let a document lie in both of DistCA's two nano-batches.")
+    ] = False,
     lengths: Annotated[str, typer.Option(help="pretrain or prolong.")] = "pretrain",
     vocabulary: Annotated[
         int, typer.Option(help="Of the output head, on the last stage: small, so stages are equal.")
@@ -515,6 +521,7 @@ def main(
             warm_ups=warm_ups,
             ways=tuple(ways.split(",")),
             distribution=lengths,
+            cuts_documents=cut_documents,
             tolerance=eps,
             device=device,
             compiled=compiled,

@@ -27,6 +27,7 @@ from benchmarks.gpu.training.pipeline_forecast import (
 from benchmarks.gpu.training.pipeline_pictures import SERVED, draw_pipelines
 from benchmarks.gpu.training.pipeline_ways import NAMES, require_runnable, way_of
 from benchmarks.gpu.training.stack import ModelShape
+from core_attention.manifest import Manifest, RankManifest, Segment
 
 pytestmark = pytest.mark.training
 
@@ -83,6 +84,24 @@ def test_halves_have_nearly_equal_tokens_unless_a_document_is_longer() -> None:
         largest = max(int(lengths[list(half)].sum()) for half in halves)
         assert largest <= 1.02 * max(TOKENS / 2, int(lengths[list(held)].max()))
     assert microbatches.in_halves([3], np.array([1, 1, 1, 9])) == ((3,), ())
+
+
+def test_halves_that_cut_documents_have_equal_tokens_and_nearly_equal_pairs() -> None:
+    for seed in range(5):
+        batch = draw_microbatches(seed, 4, TOKENS, "pretrain", TOKENS)
+        for held in microbatches.evenly(batch):
+            halves = microbatches.cut_in_halves(held, batch.lengths)
+            assert [sum(s.length for s in half) for half in halves] == [TOKENS // 2] * 2
+            manifest = Manifest.merge([RankManifest(0, 0, halves)], 1)
+            assert manifest.n_documents == len(held) + (manifest.n_carried > 0)
+            pairs = [sum(s.length * (2 * s.offset + s.length) for s in half) for half in halves]
+            longest = int(batch.lengths[list(held)].max())
+            # One of L > T / sqrt(2) begins at the first row, which has T / 2 of its queries.
+            most = max(1 - (TOKENS / 2 / longest) ** 2, 0.5)
+            # 0.08 for the other documents, which are divided by their tokens only.
+            assert max(pairs) <= (most + 0.08) * sum(pairs)
+    (first, second) = microbatches.cut_in_halves([3], np.array([1, 1, 1, 8]))
+    assert (first, second) == ((Segment(3, 8, 0, 4),), (Segment(3, 8, 4, 4),))
 
 
 def test_formulas() -> None:
@@ -239,6 +258,21 @@ def test_all_ways_give_the_same_loss_and_gradients(tmp_path: Path) -> None:
     )  # fmt: skip
     assert shown.stdout in done.stdout
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_documents_that_are_cut_give_the_same_loss_and_gradients(tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    options = (
+        "--ways=even,idle-aware,idle-aware@1f1b-split", "--microbatches=2", "--batches=2",
+        "--cut-documents", "--verify",
+    )  # fmt: skip
+    done = subprocess.run(
+        command(out, *options), cwd=ROOT, capture_output=True, text=True, timeout=380, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert json.loads(out.read_text())["plan"]["cuts_documents"] is True
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ All ways train on the same documents, each whole in one microbatch of a fixed nu
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from functools import lru_cache
 
@@ -13,6 +14,7 @@ import numpy as np
 
 from benchmarks.gpu.training.batches import Batch
 from core_attention.arrays import Int64Array
+from core_attention.manifest import Segment
 from distca.simulator.lengths import sample_lengths
 from distca.simulator.packing import take_steps
 
@@ -111,6 +113,45 @@ def in_halves(held: Sequence[int], lengths: Int64Array) -> tuple[tuple[int, ...]
         for sign in (1.0, -1.0)
     )
     return (first, second) if first else (second, first)
+
+
+def cut_in_halves(
+    held: Sequence[int], lengths: Int64Array
+) -> tuple[tuple[Segment, ...], tuple[Segment, ...]]:
+    """The documents of a microbatch as two nano-batches of equal tokens, of which the first may end
+    inside a document that goes on in the second; query-key pairs are as even as simple ways of
+    laying them out make them."""
+    longest = max(held, key=lambda document: int(lengths[document]))
+    # Its queries up to L / sqrt(2) have half of its pairs: so many of its tokens are to come first.
+    room = float(lengths[list(held)].sum()) / 2 - float(lengths[longest]) / math.sqrt(2)
+    before: list[int] = []
+    for document in sorted(held, key=lambda document: -int(lengths[document])):
+        if document != longest and lengths[document] <= room:
+            before.append(document)
+            room -= float(lengths[document])
+    around = [*before, longest, *(d for d in held if d != longest and d not in before)]
+    rows = (around, list(itertools.chain(*in_halves(held, lengths))))
+    return min((_cut_in_middle(row, lengths) for row in rows), key=_most_pairs)
+
+
+def _cut_in_middle(
+    row: Sequence[int], lengths: Int64Array
+) -> tuple[tuple[Segment, ...], tuple[Segment, ...]]:
+    middle, begin = int(lengths[list(row)].sum()) // 2, 0
+    halves: tuple[list[Segment], list[Segment]] = ([], [])
+    for document in row:
+        length = int(lengths[document])
+        cut = min(max(middle - begin, 0), length)
+        if cut:
+            halves[0].append(Segment(document, length, 0, cut))
+        if cut < length:
+            halves[1].append(Segment(document, length, cut, length - cut))
+        begin += length
+    return tuple(halves[0]), tuple(halves[1])
+
+
+def _most_pairs(halves: Sequence[Sequence[Segment]]) -> int:
+    return max(sum(s.length * (2 * s.offset + s.length) for s in half) for half in halves)
 
 
 def _filled(batch: Batch, generator: np.random.Generator | None) -> Layout | None:

@@ -8,7 +8,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -27,7 +27,7 @@ from benchmarks.gpu.training.methods import (
     pool_bytes,
     predicted_tokens,
 )
-from benchmarks.gpu.training.microbatches import Layout, in_halves
+from benchmarks.gpu.training.microbatches import Layout, cut_in_halves, in_halves
 from benchmarks.gpu.training.pipeline_ways import (
     EVEN,
     TORCH_SCHEDULES,
@@ -36,6 +36,7 @@ from benchmarks.gpu.training.pipeline_ways import (
     stage_layers,
 )
 from benchmarks.gpu.training.stopwatch import Stopwatch
+from core_attention.arrays import Int64Array
 from core_attention.kernels.select import select_kernel
 from core_attention.manifest import RankManifest, Segment
 from core_attention.plan import SlotForecast
@@ -472,15 +473,10 @@ class PipelineWay:
         nano-batches."""
         settings = self._settings
         lengths = batch.lengths
-        halves = [in_halves(held, lengths) if self._way.served else (held,) for held in layout]
-        rows = [[document for half in held for document in half] for held in halves]
+        halves = [self._halves(held, lengths) for held in layout]
+        rows = [[segment for half in held for segment in half] for held in halves]
         made = [
-            batches.tokens_of(
-                batch.seed,
-                [Segment(d, int(lengths[d]), 0, int(lengths[d])) for d in held],
-                settings.model.vocabulary,
-                settings.device,
-            )
+            batches.tokens_of(batch.seed, held, settings.model.vocabulary, settings.device)
             for held in rows
         ]
         columns = {
@@ -489,15 +485,21 @@ class PipelineWay:
         }
         self._steps.append(StepInput(**columns, predicted=predicted_tokens(batch)))
         if self._session is not None:
-            nano = [[int(lengths[d]) for d in half] for held in halves for half in held]
-            self._session.submit(RankManifest.from_lengths(step, settings.rank, nano))
-            return {sum(half) for half in nano if half}
+            # A document's copies on the other stages have other ids.
+            first_id = settings.rank << 32
+            nano = [
+                [replace(segment, document_id=first_id + segment.document_id) for segment in half]
+                for held in halves
+                for half in held
+            ]
+            self._session.submit(RankManifest(step, settings.rank, nano))
+            return {sum(segment.length for segment in half) for half in nano if half}
         self._runners.append(
             [
                 attention.WholeDocuments(
                     self._kernel,
                     RankManifest.from_lengths(
-                        step, settings.rank, [[int(lengths[d]) for d in held]]
+                        step, settings.rank, [[segment.length for segment in held]]
                     ),
                     settings.device,
                     self._watch,
@@ -506,6 +508,13 @@ class PipelineWay:
             ]
         )
         return set()
+
+    def _halves(self, held: Sequence[int], lengths: Int64Array) -> Sequence[Sequence[Segment]]:
+        """The nano-batches of a microbatch."""
+        if self._way.served and self._settings.cuts_documents:
+            return cut_in_halves(held, lengths)
+        halves = in_halves(held, lengths) if self._way.served else (held,)
+        return [[Segment(d, int(lengths[d]), 0, int(lengths[d])) for d in half] for half in halves]
 
     def _choose(self, microbatch: int) -> None:
         attention.use(self._runners[self._last][microbatch])
