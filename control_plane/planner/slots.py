@@ -28,6 +28,7 @@ from control_plane.planner.planning import (
     PlanningServer,
     refuse_cut_documents,
 )
+from control_plane.planner.survey import is_divided
 from control_plane.planner.tasks import Cuts, write_tasks_of_pieces
 from control_plane.planner.timetable import Timetable, timetable
 from control_plane.planner.turns import (
@@ -36,7 +37,6 @@ from control_plane.planner.turns import (
     Sheet,
     Step,
     empty_sheet,
-    is_divided,
     make_desk,
     outcome_of,
     plan_in_turns,

@@ -94,11 +94,16 @@ class Columns(NamedTuple):
     backward: Float64Array
 
 
+def is_divided(manifest: Manifest) -> bool:
+    """Whether any segment is not its whole document."""
+    return manifest.n_segments > manifest.n_documents or manifest.n_carried > 0
+
+
 def survey(manifest: Manifest, fleet: Fleet) -> Survey:
     """Looks at every segment of ``manifest``."""
     n, n_nano, n_ranks = manifest.n_segments, manifest.n_nano_batches, manifest.n_ranks
     whole, end = np.ones(n, dtype=np.bool_), manifest.segment_length
-    divided = n > manifest.n_documents or manifest.n_carried > 0
+    divided = is_divided(manifest)
     if divided:
         whole = manifest.segment_length == manifest.document_length[manifest.segment_document]
         end = frozen(manifest.segment_offset + manifest.segment_length)

@@ -26,7 +26,7 @@ from control_plane.planner.forecast import (
 )
 from control_plane.planner.links import Links
 from control_plane.planner.phase import Outcome, plan_phase
-from control_plane.planner.survey import Columns, HomeWork, look
+from control_plane.planner.survey import Columns, HomeWork, is_divided, look
 from control_plane.planner.tasks import Cuts, write_tasks
 from control_plane.planner.timetable import Timetable
 from core_attention.arrays import Float64Array, Int64Array, frozen
@@ -72,11 +72,6 @@ def step_of(manifest: Manifest, half: int, n_halves: int) -> Step:
         half,
         n_halves,
     )
-
-
-def is_divided(manifest: Manifest) -> bool:
-    """Whether any segment is not its whole document."""
-    return manifest.n_segments > manifest.n_documents or manifest.n_carried > 0
 
 
 class Desk(NamedTuple):

@@ -38,7 +38,7 @@ from core_attention.manifest import RankManifest, Segment
 from core_attention.schedule_orders import SCHEDULES
 from core_attention.shape import AttentionShape
 from tests.cluster import Cluster, cluster, keep_profile
-from tests.cut_manifests import cut_in_two
+from tests.cut_manifests import cut_in_two, in_halves
 from tests.forkserver import run_forked
 from trainer_client import (
     Pipeline,
@@ -313,6 +313,18 @@ CASES = (
         is_cut=True,
     ),
     Case(
+        "documents cut in two, over replicas",
+        Schedule1F1B,
+        2,
+        3,
+        n_rows=2,
+        spans=True,
+        is_planned=True,
+        is_packed=True,
+        is_cut=True,
+        layers=(1, 2),
+    ),
+    Case(
         "unequal stages, documents over replicas, pool",
         Schedule1F1B,
         2,
@@ -464,6 +476,18 @@ def submitted(case: Case, session: Session) -> Iterator[tuple[int, torch.Tensor]
     """Steps whose manifests were handed in, and the positions of all their microbatches. Rank
     ``replica * p + r`` runs stage r; what spans replicas is one document of the same stage's."""
     replica, at = divmod(session.options.rank, case.n_pipeline_ranks)
+    if case.is_cut and case.spans:
+        half, both = ROWS // 2, in_halves(case.n_replicas, ROWS * case.n_replicas)[replica]
+        row = [torch.arange(half) + (i * case.n_replicas + replica) * half for i in range(2)]
+        for step in range(STEPS):
+            nano_batches = [
+                [replace(segment, document_id=at * case.n_microbatches + i) for segment in segments]
+                for i in range(case.n_microbatches)
+                for segments in both.nano_batches
+            ]
+            session.submit(RankManifest(step, session.options.rank, nano_batches))
+            yield step, torch.cat(row).expand(case.n_microbatches, ROWS)
+        return
     if case.is_cut:
         for step in range(STEPS):
             rows = [lengths for lengths in documents(case, step)[replica] if lengths]
@@ -511,7 +535,11 @@ def reference(case: Case, model: Part, step: int) -> tuple[float, Part]:
     total = torch.zeros(())
     all_ids = [ids_of(case, step, replica) for replica in range(case.n_replicas)]
     for i in range(case.n_microbatches * case.microbatch_shape[0]):
-        if case.is_packed:
+        if case.spans and case.is_cut:
+            halves = [ids[i].split(ROWS // 2) for ids in all_ids]
+            rows = [torch.cat(of_all) for of_all in zip(*halves, strict=True)]
+            batches = [(torch.cat(rows), [ROWS * case.n_replicas])]
+        elif case.is_packed:
             lengths = documents(case, step)
             batches = [
                 (ids[i], lengths[replica][2 * i] + lengths[replica][2 * i + 1])
