@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,9 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from core_attention.manifest import RankManifest
 from tests.cluster import Cluster, keep_profile
+from tests.cut_manifests import cut_in_two
 from trainer_client import (
     Pipeline,
     Pipelining,
@@ -30,6 +33,8 @@ pytestmark = pytest.mark.training
 
 MICROBATCHES, ROWS, TOKENS, VOCABULARY = 3, 2, 40, 50
 LENGTHS: Sequence[Sequence[int]] = ((40,), (7, 33), (1, 38, 1), (20, 20), (39, 1), (3, 30, 7))
+CUT: Sequence[Sequence[int]] = ((80,), (7, 70, 3), (38, 42))
+"""By microbatch, whose rows are cut in the middle."""
 
 
 class LogitsOf(nn.Module):
@@ -65,15 +70,16 @@ class LayersOf(nn.Module):
         return logits
 
 
-def model_with(attention: str) -> Any:
+def model_with(attention: str, kind: str = "llama", **sizes: Any) -> Any:
     config = AutoConfig.for_model(
-        "llama",
+        kind,
         hidden_size=32,
         intermediate_size=64,
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
         vocab_size=VOCABULARY,
+        **sizes,
     )
     torch.manual_seed(0)
     models: Any = AutoModelForCausalLM
@@ -133,8 +139,80 @@ def test_a_transformers_model_trains_as_a_stage(
         for step, _ in submit_ahead(session, [rows]):
             with pipeline.step(step):
                 schedule.step(ids, target=ids, losses=losses, position_ids=positions)
+    check(model, expected, losses, ids, LENGTHS)
+
+
+WINDOWED: dict[str, Any] = {
+    "kind": "qwen2",
+    "use_sliding_window": True,
+    "sliding_window": 8,
+    "max_window_layers": 1,
+}
+"""The second layer has a window, and is computed at home."""
+
+
+@pytest.mark.parametrize("model_fields", [{}, WINDOWED], ids=["llama", "a window"])
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_documents_lie_in_both_rows_of_a_microbatch(
+    tmp_path: Path,
+    pool_of_four: Cluster,
+    alone: None,
+    checkpointed: bool,
+    model_fields: dict[str, Any],
+) -> None:
+    model = model_with(IMPLEMENTATION, **model_fields)
+    expected = model_with("eager", **model_fields)
+    if checkpointed:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    module = LogitsOf(model)
+    stage = PipelineStage(module, 0, 1, torch.device("cpu"))
+    schedule = Schedule1F1B(stage, MICROBATCHES, loss_fn=loss_of, scale_grads=False)
+    positions = torch.cat([torch.arange(n) for row in CUT for n in row]).view(-1, TOKENS)
+    ids = torch.randint(VOCABULARY, positions.shape)
+    options: dict[str, Any] = {
+        "control_plane": pool_of_four.address,
+        "job": f"cut-{model.config.model_type}-{checkpointed}",
+        "rank": 0,
+        "n_ranks": 1,
+        "n_nano_batches": MICROBATCHES * ROWS,
+        "data_host": "127.0.0.1",
+        "one_host": True,
+        "profile_dir": tmp_path,
+        "probe_bytes": 0,
+    }
+    chosen = SessionOptions.for_model(model, **options)
+    assert chosen.n_layers == (1 if model_fields else 2)
+    chosen = replace(
+        chosen,
+        pipelining=Pipelining(
+            schedule=schedule_of(schedule),
+            pipeline_ranks=[0],
+            layers=[chosen.n_layers],
+            forward_seconds=[1e-6],
+            backward_seconds=[2e-6],
+        ),
+    )
+    keep_profile(tmp_path, chosen.shape)
+    losses: list[torch.Tensor] = []
+    with Session.open(chosen) as session:
+        pipeline = Pipeline(session, stage)
+        halves = [half for i, row in enumerate(CUT) for half in cut_in_two(row, first_id=8 * i)]
+        session.submit(RankManifest(0, 0, halves))
+        with pipeline.step(0):
+            schedule.step(ids, target=ids, losses=losses, position_ids=positions)
+    check(model, expected, losses, ids.view(MICROBATCHES, -1), CUT)
+
+
+def check(
+    model: Any,
+    expected: Any,
+    losses: Sequence[torch.Tensor],
+    ids: torch.Tensor,
+    lengths_of_rows: Sequence[Sequence[int]],
+) -> None:
+    """Compares with one document after another."""
     total = torch.zeros(())
-    for row, lengths in zip(ids, LENGTHS, strict=True):
+    for row, lengths in zip(ids, lengths_of_rows, strict=True):
         for document in row.split(list(lengths)):
             logits = expected(input_ids=document[None], use_cache=False).logits
             total = total + loss_of(logits, document[None])
