@@ -183,13 +183,15 @@ def what_is_short(
     if outcome.stuck_server >= 0:
         server = servers[outcome.stuck_server]
         rank = server.server.in_place_rank
-        needed = _home_rows(manifest, rank)
+        needed, capacity = _home_rows(manifest, rank), server.capacity_rows or 0
+        short = f"{needed - capacity} rows short"
+        if needed <= capacity:
+            short = "it holds too many rows of what runs in the same slots of the pipelines"
         return (
             f"server {server.server.server_id}: the tasks of its own rank {rank} need up to "
-            f"{needed} q plus k/v rows, its capacity_rows is {server.capacity_rows}: "
-            f"{needed - (server.capacity_rows or 0)} rows short, and no other server can take "
-            f"enough of them{_byte_limit(options)}. Raise capacity_rows, add servers, or pack "
-            "fewer tokens"
+            f"{needed} q plus k/v rows, its capacity_rows is {server.capacity_rows}: {short}, and "
+            f"no other server can take enough of them{_byte_limit(options)}. Raise capacity_rows, "
+            "add servers, or pack fewer tokens"
         )
     segment = first_segment + outcome.stuck_segment
     document = int(manifest.segment_document[segment])

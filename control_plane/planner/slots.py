@@ -168,11 +168,12 @@ def _check_options(
 def _check_documents(manifest: Manifest, table: Timetable, n_halves: int) -> None:
     """
     Raises:
-        PlanError: a document lies in two microbatches, or on ranks that do not run it in the same
-            slots.
+        PlanError: a document is cut where microbatches have no pairs of nano-batches, or lies on
+            ranks that do not run it in the same slots.
     """
     if n_halves % 2:
-        refuse_cut_documents(manifest, "they are of two microbatches, which run apart")
+        why = f"microbatches of {n_halves} nano-batches have no pairs of them to be cut between"
+        refuse_cut_documents(manifest, why)
     held = manifest.held
     microbatch = manifest.document_nano_batch[held.document] // n_halves
     for unit_of in table.unit_of:

@@ -29,7 +29,7 @@ class DataSettings:
         int | None,
         typer.Option(
             help="Longer documents are cut into pieces of at most this many tokens. "
-            "Default: what one nano-batch can hold."
+            "Default: what one nano-batch can hold, or two with --cut-documents."
         ),
     ] = None
     span_ranks: Annotated[

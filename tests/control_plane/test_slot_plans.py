@@ -220,7 +220,9 @@ def test_a_document_that_is_cut_lies_in_one_microbatch() -> None:
         RankManifest(0, rank, [[Segment(rank, 2 * K, 0, K)], [Segment(rank, 2 * K, K, K)]])
         for rank in range(2)
     ]
-    refused("document 0 .* they are of two microbatches", Manifest.merge(cut, 2), pipes)
+    refused(
+        "document 0 .* microbatches of 1 nano-batches have no pairs", Manifest.merge(cut, 2), pipes
+    )
     # The rank that holds its keys runs the microbatch in other slots.
     cut = [
         RankManifest(
@@ -278,6 +280,13 @@ def test_memory_is_counted_by_slot() -> None:
     assert len(plan.servers) == 2
     with pytest.raises(PlanError, match="capacity_rows is 16384"):
         planned(manifest, in_place(2, capacity_rows=16 * K), pipes)
+    # A rank's own tasks would fit, but for those that were planned for the same slots before.
+    manifest = Manifest.merge(
+        [RankManifest.from_lengths(0, rank, [[16 * K]] * 4) for rank in range(2)], 2
+    )
+    pipes = pipelining("1f1b", 2, 4)
+    with pytest.raises(PlanError, match=r"40000: it holds too many rows of what runs in the same"):
+        planned(manifest, in_place(2, capacity_rows=40000), pipes)
 
 
 def refused(match: str, manifest: Manifest, pipes: Pipelining, **changes: object) -> None:
