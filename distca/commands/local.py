@@ -16,6 +16,7 @@ from distca.train.settings import (
     ModelSettings,
     PlanSettings,
     TrainingSettings,
+    check_together,
 )
 
 
@@ -40,7 +41,8 @@ def local(
     from distca.report.outcome import show_outcome
 
     console = Console()
-    # The trainers open it themselves; here only so that a mistake is told at once.
+    # The trainers check all of it themselves; here only so that a mistake is told at once.
+    check_together(data, training, plan.homes, local.mode)
     open_corpus(data.data, data.text_field)
     run = LocalRun(
         local=local,

@@ -64,11 +64,11 @@ from distca.train.ranks import RankEnvironment, check_agreement, process_group, 
 from distca.train.settings import (
     Homes,
     ModelSettings,
-    PlacementName,
     PlanSettings,
     ServiceSettings,
     Sharding,
     TrainingSettings,
+    check_together,
 )
 from distca.train.stages import StageModule
 from distca.train.tensor_parallel import TensorParallel, check_plan
@@ -105,6 +105,7 @@ def run_trainer(run: TrainerRun, console: Console) -> bool:
         DistcaError, SessionError, distca.contract.rpc.RpcError: what went wrong, in words.
     """
     began = datetime.now().isoformat(timespec="seconds")
+    check_together(run.data, run.training, run.plan.homes, run.service.placement)
     parallelism = Parallelism.of(run.training, run.ranks.n_ranks)
     feed = Feed(
         run.data,
@@ -283,19 +284,8 @@ def _write_report(record: RunRecord, folder: RunFolder) -> None:
 
 
 def _batch_shape(run: TrainerRun, n_ranks: int) -> BatchShape:
-    """Sizes of a step's batch.
-
-    Raises:
-        SettingsError: documents may be cut between nano-batches, and those of a rank or microbatch
-            are not two.
-    """
+    """Sizes of a step's batch."""
     training = run.training
-    if run.data.cut_documents and training.nano_batches != 2:
-        raise SettingsError(
-            "--cut-documents lets a document begin in the first of two nano-batches and go on in "
-            f"the second; with --nano-batches {training.nano_batches} leave it out, or give "
-            "--nano-batches 2"
-        )
     return BatchShape(
         n_ranks=n_ranks,
         n_nano_batches=training.step_nano_batches,
@@ -306,23 +296,9 @@ def _batch_shape(run: TrainerRun, n_ranks: int) -> BatchShape:
 
 
 def _planned_homes(run: TrainerRun) -> PlanningOptions | None:
-    """Options of planned homes, or None if documents stay where packing puts them.
-
-    Raises:
-        SettingsError: homes are planned and the ranks have no servers of their own.
-    """
+    """Options of planned homes, or None if documents stay where packing puts them."""
     if run.plan.homes is Homes.PACKED:
         return None
-    if run.training.pipeline_stages > 1:
-        raise SettingsError(
-            "--homes planned lays documents out for ranks without pipelines; with "
-            "--pipeline-stages choose --homes packed"
-        )
-    if run.service.placement is PlacementName.POOL:
-        raise SettingsError(
-            "--homes planned is for ranks that run core attention themselves; with placement pool "
-            "all rows travel anyway: choose in-place or mixed, or --homes packed"
-        )
     return planning_options(
         tolerance=run.plan.tolerance,
         min_forward_tokens=run.plan.min_forward_tokens,

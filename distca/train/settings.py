@@ -18,6 +18,8 @@ from data_plane.transports import TransportName
 from distca.contract.checks import check_least, check_port, check_positive, check_seconds
 from distca.contract.settings import PlanRequest, RankTimeouts
 from distca.contract.timeouts import check_order, known_timeouts
+from distca.data.settings import DataSettings
+from distca.errors import SettingsError
 
 _TRAINING = "Training"
 
@@ -419,4 +421,34 @@ class ServiceSettings(RankTimeouts):
             + self.recovery_timeout_seconds
             + self.control_plane_timeout_seconds
             + 30.0
+        )
+
+
+def check_together(
+    data: DataSettings, training: TrainingSettings, homes: Homes, placement: PlacementName
+) -> None:
+    """Checks settings that do not all go with one another.
+
+    Raises:
+        SettingsError: documents may be cut between nano-batches, and those of a rank or microbatch
+            are not two; or homes are planned, and the ranks form pipelines or have no servers of
+            their own.
+    """
+    if data.cut_documents and training.nano_batches != 2:
+        raise SettingsError(
+            "--cut-documents lets a document begin in the first of two nano-batches and go on in "
+            f"the second; with --nano-batches {training.nano_batches} leave it out, or give "
+            "--nano-batches 2"
+        )
+    if homes is Homes.PACKED:
+        return
+    if training.pipeline_stages > 1:
+        raise SettingsError(
+            "--homes planned lays documents out for ranks without pipelines; with "
+            "--pipeline-stages choose --homes packed"
+        )
+    if placement is PlacementName.POOL:
+        raise SettingsError(
+            "--homes planned is for ranks that run core attention themselves; with placement pool "
+            "all rows travel anyway: choose in-place or mixed, or --homes packed"
         )
