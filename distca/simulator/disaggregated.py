@@ -423,24 +423,10 @@ def slot_manifest(
     order = np.argsort(nano_batch, kind="stable")
     place = np.empty_like(order)
     place[order] = np.arange(len(order))
-    document = np.concatenate(
-        [place[m.segment_document + at] for (_, m), at in zip(held, first, strict=True)]
-    )
-    segments = np.argsort(document, kind="stable")
-    home = np.concatenate([m.segment_rank + rank * n_pipelines for rank, m in held])
-    offset, length, row = (
-        np.concatenate([getattr(m, name) for _, m in held])[segments]
-        for name in ("segment_offset", "segment_length", "segment_row")
-    )
-    carried_document = np.concatenate(
-        [place[m.carried_document + at] for (_, m), at in zip(held, first, strict=True)]
-    )
-    carried = np.argsort(carried_document, kind="stable")
-    carried_home = np.concatenate([m.carried_rank + rank * n_pipelines for rank, m in held])
-    carried_offset, carried_length, carried_row = (
-        np.concatenate([getattr(m, name) for _, m in held])[carried]
-        for name in ("carried_offset", "carried_length", "carried_row")
-    )
+    at_homes = [
+        (manifest, place[begin:], rank * n_pipelines)
+        for (rank, manifest), begin in zip(held, first, strict=True)
+    ]
     return Manifest(
         step=held[0][1].step,
         n_ranks=n_pipeline_ranks * n_pipelines,
@@ -448,14 +434,29 @@ def slot_manifest(
         document_id=ids[order],
         document_length=np.concatenate([m.document_length for _, m in held])[order],
         document_nano_batch=nano_batch[order],
-        segment_document=document[segments],
-        segment_offset=offset,
-        segment_length=length,
-        segment_rank=home[segments],
-        segment_row=row,
-        carried_document=carried_document[carried],
-        carried_offset=carried_offset,
-        carried_length=carried_length,
-        carried_rank=carried_home[carried],
-        carried_row=carried_row,
+        whole=True,
+        **_rows_of("segment", at_homes),
+        **_rows_of("carried", at_homes),
     )
+
+
+def _rows_of(kind: str, held: Sequence[tuple[Manifest, Int64Array, int]]) -> dict[str, Int64Array]:
+    """The columns of all ``"segment"`` or ``"carried"`` rows, in the order of their documents.
+
+    Args:
+        held: manifests, the new places of their documents, and the rank that their first one is.
+    """
+
+    def column(name: str) -> list[Int64Array]:
+        return [getattr(manifest, f"{kind}_{name}") for manifest, _, _ in held]
+
+    places, first_ranks = [place for _, place, _ in held], [rank for _, _, rank in held]
+    joined = {name: np.concatenate(column(name)) for name in ("offset", "length", "row")}
+    joined["document"] = np.concatenate(
+        [place[its] for place, its in zip(places, column("document"), strict=True)]
+    )
+    joined["rank"] = np.concatenate(
+        [rank + its for rank, its in zip(first_ranks, column("rank"), strict=True)]
+    )
+    order = np.argsort(joined["document"], kind="stable")
+    return {f"{kind}_{name}": values[order] for name, values in joined.items()}

@@ -17,6 +17,7 @@ from core_attention.arrays import Int64Array
 from core_attention.manifest import Segment
 from distca.simulator.lengths import sample_lengths
 from distca.simulator.packing import take_steps
+from trainer_client.step.manifests import split_row
 
 Layout = tuple[tuple[int, ...], ...]
 """By microbatch, the documents that it holds, in the order of its rows."""
@@ -121,9 +122,10 @@ def cut_in_halves(
     """The documents of a microbatch as two nano-batches of equal tokens, of which the first may end
     inside a document that goes on in the second; query-key pairs are as even as simple ways of
     laying them out make them."""
+    tokens = int(lengths[list(held)].sum())
     longest = max(held, key=lambda document: int(lengths[document]))
     # Its queries up to L / sqrt(2) have half of its pairs: so many of its tokens are to come first.
-    room = float(lengths[list(held)].sum()) / 2 - float(lengths[longest]) / math.sqrt(2)
+    room = tokens / 2 - float(lengths[longest]) / math.sqrt(2)
     before: list[int] = []
     for document in sorted(held, key=lambda document: -int(lengths[document])):
         if document != longest and lengths[document] <= room:
@@ -131,23 +133,11 @@ def cut_in_halves(
             room -= float(lengths[document])
     around = [*before, longest, *(d for d in held if d != longest and d not in before)]
     rows = (around, list(itertools.chain(*in_halves(held, lengths))))
-    return min((_cut_in_middle(row, lengths) for row in rows), key=_most_pairs)
-
-
-def _cut_in_middle(
-    row: Sequence[int], lengths: Int64Array
-) -> tuple[tuple[Segment, ...], tuple[Segment, ...]]:
-    middle, begin = int(lengths[list(row)].sum()) // 2, 0
-    halves: tuple[list[Segment], list[Segment]] = ([], [])
-    for document in row:
-        length = int(lengths[document])
-        cut = min(max(middle - begin, 0), length)
-        if cut:
-            halves[0].append(Segment(document, length, 0, cut))
-        if cut < length:
-            halves[1].append(Segment(document, length, cut, length - cut))
-        begin += length
-    return tuple(halves[0]), tuple(halves[1])
+    cut = (
+        split_row([int(lengths[d]) for d in row], [tokens // 2, tokens], iter(row)) for row in rows
+    )
+    first, second = min(cut, key=_most_pairs)
+    return tuple(first), tuple(second)
 
 
 def _most_pairs(halves: Sequence[Sequence[Segment]]) -> int:
