@@ -37,7 +37,7 @@ from core_attention.kernels.select import select_kernel
 from core_attention.profiling import load_or_measure
 from core_attention.shape import AttentionShape
 from core_attention.whole_file import write_whole
-from data_plane.buffer_pool import BufferPool, device_allocator
+from data_plane.buffer_pool import BufferPool
 from data_plane.metrics import DataPlaneMetrics
 from data_plane.owner_thread import SWITCH_INTERVAL_SECONDS
 from data_plane.transport import Address
@@ -128,10 +128,7 @@ class AttentionNode:
         self._metrics = NodeMetrics(registry, settings.server_id)
         data_metrics = self._data_metrics = DataPlaneMetrics(registry, pairs)
         self._meter = LoadMeter(lambda: data_metrics.moved_bytes)
-        limit_bytes = settings.buffer_limit_bytes or None
-        self._pool = BufferPool(
-            device_allocator(device, limited=limit_bytes is not None), limit_bytes=limit_bytes
-        )
+        self._pool = BufferPool.on_device(device, settings.buffer_limit_bytes or None)
         data_metrics.watch_pool("messages", self._pool)
         self._executor = Executor(kernel, device, on_call=self._kernel_called)
         self._ticks = TickServer(

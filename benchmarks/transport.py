@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.table import Table
 from ucxx._lib import libucxx
 
-from data_plane.buffer_pool import BufferPool, PooledBuffer, device_allocator
+from data_plane.buffer_pool import BufferPool, PooledBuffer
 from data_plane.transport import Address, Claim, Connection
 from data_plane.ucxx.connection import as_ucxx_array
 from data_plane.ucxx.settings import UcxxSettings
@@ -128,7 +128,7 @@ class Tick:
 def serve(pipe: Pipe, settings: UcxxSettings) -> None:
     """The receiving process: obeys (library, message_bytes, messages, rounds)."""
     raw, transport = RawSide(settings), UcxxTransport(settings)
-    pool = BufferPool(device_allocator(settings.device))
+    pool = BufferPool.on_device(settings.device)
     accepted: list[Connection] = []
 
     def accept(claim: Claim, connection: Connection) -> bytes:
@@ -203,7 +203,7 @@ def measure(
         connection, _ = transport.connect(
             Address("127.0.0.1", port), b"", WAIT_SECONDS, secret=_SECRET
         )
-        pool = BufferPool(device_allocator(settings.device))
+        pool = BufferPool.on_device(settings.device)
         results = []
         for message_bytes in sizes:
             tick = Tick(pool, message_bytes, messages)

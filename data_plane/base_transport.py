@@ -11,7 +11,7 @@ import threading
 from typing import TYPE_CHECKING, ClassVar, Final, Generic, TypeVar
 
 from data_plane.base_connection import BaseConnection
-from data_plane.buffer_pool import BufferPool, device_allocator
+from data_plane.buffer_pool import BufferPool
 from data_plane.handshake import HandshakeFailure
 from data_plane.owner_thread import OwnerThread
 from data_plane.probe_endpoint import ProbeEndpoint
@@ -60,7 +60,7 @@ class BaseTransport(Generic[ConnectionT, WorkerT]):
         self._worker = worker
         self._metrics = metrics
         self._max_probe_bytes = settings.max_probe_bytes
-        self._probe_pool = BufferPool(device_allocator(settings.device))
+        self._probe_pool = BufferPool.on_device(settings.device)
         self._connections: dict[int, ConnectionT] = {}
         self._probes: dict[int, ProbeEndpoint] = {}
         self._closed = False

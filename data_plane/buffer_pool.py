@@ -1,33 +1,36 @@
 """Reusable, reference-counted byte buffers, so that a steady state allocates nothing.
 
 Registering memory with a network and, on a GPU, allocating it at all cost far more than moving one
-message. The pool hands out blocks by size class and takes them back when their last reference is
-gone; a transport holds a reference for as long as the network can touch a block.
+message. The pool cuts buffers from slabs that it keeps, and takes them back when their last
+reference is gone; a transport holds a reference for as long as the network can touch a buffer.
 """
 
 from __future__ import annotations
 
-import bisect
 import threading
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
 from data_plane import device_memory
-from data_plane.slab_allocator import SlabAllocator
+from data_plane.arena import Arena, Place
 
 if TYPE_CHECKING:
     from data_plane.transport import BufferAllocator
 
-ALIGNMENT_BYTES = 256
+ALIGNMENT_BYTES: Final = 256
 """Start of every buffer: what CUDA's vector loads and the kernels' tiles ask for."""
 
-MOST_WASTE = 2
-"""An idle block of up to so many times the size is taken before a new one is made: message sizes
-change a little with every plan, and must not cost an allocation each time."""
+DEVICE_SLAB_BYTES: Final = 64 * 2**20
+"""Of a slab on a device, unless a buffer is larger: few calls reach the driver, and a process that
+is sent a buffer for the first time has nearly always mapped its slab before."""
+
+_FRAGMENTED: Final = 8
+"""Of what is reserved, one part in so many comes on top, since free memory lies in pieces. In
+recorded steps of pipelines, whose messages differ most, a tenth was enough."""
 
 
 class BufferPoolExhausted(RuntimeError):
@@ -59,29 +62,19 @@ def host_allocator(nbytes: int) -> torch.Tensor:
     return torch.empty(nbytes, dtype=torch.uint8)
 
 
-def _closed_allocator(nbytes: int) -> torch.Tensor:
-    raise BufferPoolExhausted(
+def _closed(nbytes: int) -> BufferPoolExhausted:
+    return BufferPoolExhausted(
         f"no buffer of {nbytes} bytes: the pool is closed; its session or node has ended"
     )
 
 
-def device_allocator(device: str | torch.device, *, limited: bool = False) -> BufferAllocator:
+def device_allocator(device: str | torch.device) -> BufferAllocator:
     """Returns an allocator of memory on ``device``, for example ``"cuda:0"``, that other processes
-    can be given.
-
-    Args:
-        device: where.
-        limited: for a pool with a limit, which gives blocks back; otherwise they are cut from
-            slabs.
-    """
+    can be given."""
     target = torch.device(device)
     if target.type != "cuda":
         return lambda nbytes: torch.empty(nbytes, dtype=torch.uint8, device=target)
-
-    def allocate(nbytes: int) -> torch.Tensor:
-        return device_memory.allocate(nbytes, target)
-
-    return allocate if limited else SlabAllocator(allocate)
+    return lambda nbytes: device_memory.allocate(nbytes, target)
 
 
 def size_class_bytes(nbytes: int) -> int:
@@ -100,14 +93,14 @@ def size_class_bytes(nbytes: int) -> int:
 
 
 class PooledBuffer:
-    """A block of a pool, cut to ``nbytes``; starts with one reference. Thread-safe."""
+    """``nbytes`` of a pool's memory; starts with one reference. Thread-safe."""
 
-    __slots__ = ("_block", "_pool", "_references", "_tensor", "nbytes")
+    __slots__ = ("_place", "_pool", "_references", "_tensor", "nbytes")
 
-    def __init__(self, pool: BufferPool, block: torch.Tensor, nbytes: int) -> None:
+    def __init__(self, pool: BufferPool, place: Place, nbytes: int) -> None:
         self._pool = pool
-        self._block: torch.Tensor | None = block
-        self._tensor: torch.Tensor | None = block[:nbytes]
+        self._place: Place | None = place
+        self._tensor: torch.Tensor | None = place.slab.memory[place.begin : place.begin + nbytes]
         self._references = 1
         self.nbytes = nbytes
 
@@ -126,16 +119,16 @@ class PooledBuffer:
         return self._tensor
 
     @property
-    def block(self) -> torch.Tensor:
-        """The whole block behind it: what a network registers, once, and uses again for every
-        buffer that the block is cut to. It lives for as long as the pool keeps it.
+    def slab(self) -> torch.Tensor:
+        """What it was cut from, 1-D uint8: what a network registers, once, and uses again for every
+        buffer that is cut from it. It lives for as long as the pool keeps it.
 
         Raises:
             BufferReleased: the last reference has gone.
         """
-        if self._block is None:
-            raise BufferReleased(f"buffer of {self.nbytes} bytes: its block has gone back")
-        return self._block
+        if self._place is None:
+            raise BufferReleased(f"buffer of {self.nbytes} bytes: its memory has gone back")
+        return self._place.slab.memory
 
     def retain(self) -> PooledBuffer:
         """Adds a reference and returns the buffer.
@@ -162,10 +155,10 @@ class PooledBuffer:
                     "somebody else may hold its memory already"
                 )
             self._references -= 1
-            if self._references > 0 or self._block is None:
+            if self._references > 0 or self._place is None:
                 return
-            self._pool._take_back(self._block)
-            self._block = self._tensor = None
+            self._pool._take_back(self._place)
+            self._place = self._tensor = None
         self._pool._tell_freed()
 
     def release_when(self, ready: Callable[[], bool] | None) -> None:
@@ -179,33 +172,46 @@ class PooledBuffer:
 
 
 class BufferPool:
-    """Hands out buffers of any size from blocks by size class. Thread-safe.
+    """Hands out buffers of any size. Thread-safe.
+
+    Without a limit buffers are cut from slabs, and lie side by side. With one, each has a slab of
+    its own, of its size class, that goes back to make room for others: so a buffer is there as long
+    as the limit leaves its class.
 
     Args:
-        allocator: makes the blocks; called outside the pool's lock.
-        limit_bytes: most memory the pool may hold, idle blocks included; None for no limit.
+        allocator: makes slabs; called outside the pool's lock.
+        limit_bytes: most memory the pool may hold, idle memory included; None for no limit.
+        slab_bytes: the least that is asked of the allocator, without a limit.
     """
 
     def __init__(
-        self, allocator: BufferAllocator = host_allocator, limit_bytes: int | None = None
+        self,
+        allocator: BufferAllocator = host_allocator,
+        limit_bytes: int | None = None,
+        *,
+        slab_bytes: int = 0,
     ) -> None:
         if limit_bytes is not None and limit_bytes < 0:
             raise ValueError(f"limit_bytes is {limit_bytes}; give 0 or more, or None for no limit")
         self._allocator = allocator
         self._closed = False
-        # Whoever set a limit counts on what a buffer takes: not more than its class.
-        self._most_waste = MOST_WASTE if limit_bytes is None else 1
         self._limit_bytes = limit_bytes
+        self._slab_bytes = slab_bytes
         self._lock = threading.Lock()
-        self._idle: defaultdict[int, list[torch.Tensor]] = defaultdict(list)
-        # All blocks, idle or in use, by size class.
-        self._made: Counter[int] = Counter()
+        self._arena = Arena()
         self._reserved: dict[Hashable, dict[Hashable, list[int]]] = {}
         self._in_use_bytes = 0
-        self._idle_bytes = 0
+        # Of slabs that the allocator is making.
+        self._coming_bytes = 0
         self._allocations = 0
         self._on_free: Callable[[], None] | None = None
         self._leaving: list[tuple[Callable[[], bool], PooledBuffer]] = []
+
+    @classmethod
+    def on_device(cls, device: str | torch.device, limit_bytes: int | None = None) -> BufferPool:
+        """A pool of memory on ``device``, as :func:`device_allocator` makes it."""
+        slab_bytes = DEVICE_SLAB_BYTES if torch.device(device).type == "cuda" else 0
+        return cls(device_allocator(device), limit_bytes, slab_bytes=slab_bytes)
 
     def on_free(self, callback: Callable[[], None]) -> None:
         """Has ``callback`` called whenever a buffer has come back, on the thread that released it;
@@ -224,23 +230,31 @@ class BufferPool:
             BufferPoolExhausted: it does not fit under ``limit_bytes``, or the pool is closed.
             ValueError: ``nbytes`` is negative.
         """
-        block_bytes = size_class_bytes(nbytes)
+        held_bytes = self._held_for(nbytes)
         self._release_those_ready()
         with self._lock:
-            block = self._take_idle(block_bytes)
-            if block is not None:
-                self._idle_bytes -= block.numel()
-                self._in_use_bytes += block.numel()
-                return PooledBuffer(self, block, nbytes)
-            self._make_room(block_bytes, nbytes)
-            self._count_new(block_bytes)
-        return PooledBuffer(self, self._allocate(block_bytes), nbytes)
+            if self._closed:
+                raise _closed(nbytes)
+            place = self._take(held_bytes)
+            if place is None:
+                self._make_room(held_bytes, nbytes)
+                slab_bytes = max(held_bytes, self._least_slab_bytes)
+                self._coming_bytes += slab_bytes
+        if place is None:
+            slab = self._make_slab(slab_bytes)
+            with self._lock:
+                self._keep(slab)
+                # At once: nobody else can have it.
+                place = self._take(held_bytes)
+        if place is None:
+            raise _closed(nbytes)
+        return PooledBuffer(self, place, nbytes)
 
     def reserve(self, holder: Hashable, situations: Mapping[Any, Iterable[int]]) -> None:
-        """Makes the blocks now that ``holder`` will need soon, so that :meth:`acquire` finds them
-        there. Takes the place of what it reserved before; blocks that exist count, whoever uses
-        them at the moment. Does nothing where it would not fit under ``limit_bytes``, or on a
-        closed pool.
+        """Makes the memory now that ``holder`` will need soon, so that :meth:`acquire` finds it
+        there. Takes the place of what it reserved before; memory that exists counts, whoever uses
+        it at the moment. Does nothing where it would not fit under ``limit_bytes``, or on a closed
+        pool.
 
         Args:
             holder: any name. What several of them reserve for one situation is held together.
@@ -249,32 +263,37 @@ class BufferPool:
 
         Raises:
             ValueError: a size is negative.
-            torch.OutOfMemoryError, MemoryError: the device has no room; blocks made so far stay.
+            torch.OutOfMemoryError, MemoryError: the device has no room; what was made so far stays.
         """
-        wanted = {name: [*map(size_class_bytes, sizes)] for name, sizes in situations.items()}
+        wanted = {name: [*map(self._held_for, sizes)] for name, sizes in situations.items()}
         with self._lock:
             if self._closed:
                 return
             self._reserved[holder] = wanted
-            missing = self._missing()
-            held_bytes = self._held_bytes() + sum(missing)
-            if self._limit_bytes is not None and held_bytes > self._limit_bytes:
+            together: defaultdict[Hashable, list[int]] = defaultdict(list)
+            for of_holder in self._reserved.values():
+                for name, sizes in of_holder.items():
+                    together[name] += sizes
+            missing = self._missing(together.values())
+            total_bytes = sum(missing)
+            if (
+                self._limit_bytes is not None
+                and self._total_bytes() + total_bytes > self._limit_bytes
+            ):
                 return
-            for block_bytes in missing:
-                self._count_new(block_bytes)
-        for number, block_bytes in enumerate(missing):
+            self._coming_bytes += total_bytes
+        for number, slab_bytes in enumerate(missing):
             try:
-                block = self._allocate(block_bytes)
+                slab = self._make_slab(slab_bytes)
             except BaseException:
                 with self._lock:
-                    for never_made in missing[number + 1 :]:
-                        self._forget_new(never_made)
+                    self._coming_bytes -= sum(missing[number + 1 :])
                 raise
             with self._lock:
-                self._take_back(block)
+                self._keep(slab)
 
     def forget(self, holder: Hashable) -> None:
-        """Drops what ``holder`` has reserved; the blocks stay. Idempotent."""
+        """Drops what ``holder`` has reserved; the memory stays. Idempotent."""
         with self._lock:
             self._reserved.pop(holder, None)
 
@@ -284,22 +303,18 @@ class BufferPool:
         with self._lock:
             return PoolStats(
                 in_use_bytes=self._in_use_bytes,
-                idle_bytes=self._idle_bytes,
+                idle_bytes=self._arena.free_bytes,
                 allocations=self._allocations,
             )
 
     def close(self) -> None:
-        """Gives all memory back: idle blocks now, those in use as they are released. Hands out no
-        more. Idempotent."""
+        """Gives all memory back: what is idle now, slabs in use as the last of their buffers is
+        released. Hands out no more. Idempotent."""
         self._release_those_ready()
         with self._lock:
-            # With it goes what is left of slabs.
-            self._allocator = _closed_allocator
             self._closed = True
             self._reserved.clear()
-            self._made.clear()
-            self._idle.clear()
-            self._idle_bytes = 0
+            self._arena = Arena()
 
     def _release_later(self, buffer: PooledBuffer, ready: Callable[[], bool]) -> None:
         with self._lock:
@@ -316,96 +331,84 @@ class BufferPool:
             with self._lock:
                 self._leaving += waiting
 
-    def _count_new(self, block_bytes: int) -> None:
-        """A block is about to be made, for use. Needs the lock."""
-        self._in_use_bytes += block_bytes
-        self._made[block_bytes] += 1
-        self._allocations += 1
+    @property
+    def _least_slab_bytes(self) -> int:
+        return self._slab_bytes if self._limit_bytes is None else 0
 
-    def _forget_new(self, block_bytes: int) -> None:
-        """A block that was counted could not be made. Needs the lock."""
-        self._in_use_bytes -= block_bytes
-        self._made[block_bytes] -= 1
+    def _held_for(self, nbytes: int) -> int:
+        """What a buffer of ``nbytes`` takes."""
+        if self._limit_bytes is not None or nbytes < 0:
+            return size_class_bytes(nbytes)
+        return max(-(-nbytes // ALIGNMENT_BYTES), 1) * ALIGNMENT_BYTES
 
-    def _missing(self) -> list[int]:
-        """Size classes of the blocks to make for what is reserved, largest first. Needs the
-        lock."""
-        blocks = sorted(self._made.elements())
-        missing: list[int] = []
-        situations: defaultdict[Hashable, list[int]] = defaultdict(list)
-        for wanted in self._reserved.values():
-            for name, sizes in wanted.items():
-                situations[name] += sizes
-        # The largest first: its blocks may do for the others.
-        for together in sorted(situations.values(), key=sum, reverse=True):
-            free = sorted([*blocks, *missing])
-            for block_bytes in sorted(together, reverse=True):
-                place = bisect.bisect_left(free, block_bytes)
-                if place < len(free) and free[place] <= self._most_waste * block_bytes:
-                    del free[place]
-                else:
-                    missing.append(block_bytes)
-        return sorted(missing, reverse=True)
+    def _take(self, held_bytes: int) -> Place | None:
+        """Free memory that will do. Needs the lock."""
+        place = self._arena.take(held_bytes, is_exact=self._limit_bytes is not None)
+        if place is not None:
+            self._in_use_bytes += held_bytes
+        return place
 
-    def _allocate(self, block_bytes: int) -> torch.Tensor:
-        """Makes a block that was counted, or takes the count back."""
+    def _take_back(self, place: Place) -> None:
+        """Makes memory idle. Needs the lock."""
+        self._in_use_bytes -= place.nbytes
+        if not self._closed:
+            self._arena.give_back(place)
+
+    def _missing(self, situations: Iterable[list[int]]) -> list[int]:
+        """Sizes of the slabs to make for what is held in each of ``situations``. Needs the lock."""
+        if self._limit_bytes is not None:
+            most: Counter[int] = Counter()
+            for sizes in situations:
+                most |= Counter(sizes)
+            return [*(most - Counter(self._arena.slab_sizes)).elements()]
+        most_bytes = max(map(sum, situations), default=0)
+        missing = most_bytes + most_bytes // _FRAGMENTED - self._total_bytes()
+        return [max(missing, self._slab_bytes)] if missing > 0 else []
+
+    def _make_slab(self, slab_bytes: int) -> torch.Tensor:
+        """Makes a slab that was counted as coming, or takes the count back."""
         try:
-            return self._aligned(block_bytes)
+            return self._aligned(slab_bytes)
         except BaseException:
             with self._lock:
-                self._forget_new(block_bytes)
+                self._coming_bytes -= slab_bytes
             raise
 
-    def _aligned(self, block_bytes: int) -> torch.Tensor:
-        memory = self._allocator(block_bytes + ALIGNMENT_BYTES)
+    def _keep(self, slab: torch.Tensor) -> None:
+        """A slab that was coming is there. Needs the lock."""
+        self._coming_bytes -= slab.numel()
+        if not self._closed:
+            self._allocations += 1
+            self._arena.add(slab)
+
+    def _aligned(self, slab_bytes: int) -> torch.Tensor:
+        memory = self._allocator(slab_bytes + ALIGNMENT_BYTES)
         if memory.dtype != torch.uint8 or memory.dim() != 1 or not memory.is_contiguous():
             raise ValueError(
                 f"allocator returned {memory.dtype} of shape {tuple(memory.shape)}; a pool needs "
                 "contiguous 1-D uint8"
             )
         offset = -memory.data_ptr() % ALIGNMENT_BYTES
-        return memory[offset : offset + block_bytes]
+        return memory[offset : offset + slab_bytes]
 
-    def _take_idle(self, block_bytes: int) -> torch.Tensor | None:
-        """An idle block that will do. Needs the lock."""
-        if self._idle[block_bytes]:
-            return self._idle[block_bytes].pop()
-        most = self._most_waste * block_bytes
-        larger = (c for c, blocks in self._idle.items() if blocks and block_bytes < c <= most)
-        chosen = min(larger, default=0)
-        return self._idle[chosen].pop() if chosen else None
-
-    def _make_room(self, block_bytes: int, nbytes: int) -> None:
-        """Frees idle blocks, largest first, until a new one fits. Needs the lock."""
+    def _make_room(self, held_bytes: int, nbytes: int) -> None:
+        """Gives idle slabs back, largest first, until a new one fits. Needs the lock."""
         if self._limit_bytes is None:
             return
-        for idle_class in sorted(self._idle, reverse=True):
-            blocks = self._idle[idle_class]
-            while blocks and self._held_bytes() + block_bytes > self._limit_bytes:
-                blocks.pop()
-                self._made[idle_class] -= 1
-                self._idle_bytes -= idle_class
-        if self._held_bytes() + block_bytes > self._limit_bytes:
-            raise BufferPoolExhausted(
-                f"no room for a buffer of {nbytes} bytes (block of {block_bytes}): "
-                f"{self._in_use_bytes} bytes in use, limit_bytes={self._limit_bytes}; release "
-                "buffers earlier or raise the limit"
-            )
+        while self._total_bytes() + held_bytes > self._limit_bytes:
+            if not self._arena.drop_largest():
+                raise BufferPoolExhausted(
+                    f"no room for a buffer of {nbytes} bytes (block of {held_bytes}): "
+                    f"{self._in_use_bytes} bytes in use, limit_bytes={self._limit_bytes}; release "
+                    "buffers earlier or raise the limit"
+                )
 
     def _tell_freed(self) -> None:
         if self._on_free is not None:
             self._on_free()
 
-    def _held_bytes(self) -> int:
-        return self._in_use_bytes + self._idle_bytes
-
-    def _take_back(self, block: torch.Tensor) -> None:
-        """Makes a block idle. Needs the lock."""
-        block_bytes = block.numel()
-        self._in_use_bytes -= block_bytes
-        if not self._closed:
-            self._idle[block_bytes].append(block)
-            self._idle_bytes += block_bytes
+    def _total_bytes(self) -> int:
+        return self._arena.total_bytes + self._coming_bytes
 
 
 def _released(buffer: PooledBuffer, ready: Callable[[], bool]) -> bool:

@@ -18,7 +18,7 @@ from attention_node.metrics import NodeMetrics
 from attention_node.served_job import StepBusy
 from core_attention.manifest import RankManifest
 from core_attention.plan import PlanServer
-from data_plane.buffer_pool import BufferPool, device_allocator
+from data_plane.buffer_pool import BufferPool
 from data_plane.liveness import LivenessMonitor
 from data_plane.metrics import DataPlaneMetrics
 from data_plane.transport import Connection
@@ -91,7 +91,7 @@ class Session:
             held_timeout_seconds=options.held_timeout_seconds,
             in_place_load=lambda: self._in_place.load(),
         )
-        self._pool = BufferPool(device_allocator(self._device))
+        self._pool = BufferPool.on_device(self._device)
         self._metrics = TrainerMetrics(
             self.metrics_registry,
             options.job,

@@ -43,7 +43,7 @@ from core_attention.message import MessageLayout, reply_layout, request_layout
 from core_attention.message_rows import MessageRows, message_rows
 from core_attention.routing import PairRoute
 from core_attention.shape import AttentionShape
-from data_plane.buffer_pool import BufferPool, PooledBuffer, device_allocator
+from data_plane.buffer_pool import BufferPool, PooledBuffer
 from data_plane.owner_thread import SWITCH_INTERVAL_SECONDS
 
 MIB = 2**20
@@ -422,7 +422,7 @@ def run_rank(rank: int, plan: Plan, counters: Any, store: str, results: Any) -> 
         rank=rank,
         n_ranks=plan.gpus,
         starter=Starter(counters, rank),
-        pool=BufferPool(device_allocator(f"cuda:{rank}")),
+        pool=BufferPool.on_device(f"cuda:{rank}"),
         rounds=plan.rounds,
     )
     sides = {name: SIDES[name](rank, plan.gpus) for name in plan.libraries}

@@ -270,9 +270,9 @@ class RawNixlSide:
         dist.barrier(group=host_group())
 
     def _register(self, buffer: PooledBuffer) -> None:
-        if buffer.block.data_ptr() not in self._registered:
-            self._registered.add(buffer.block.data_ptr())
-            self._agent.register_memory([buffer.block])
+        if buffer.slab.data_ptr() not in self._registered:
+            self._registered.add(buffer.slab.data_ptr())
+            self._agent.register_memory([buffer.slab])
 
     def _progress_until(self, condition: Callable[[], bool]) -> None:
         deadline = time.monotonic() + WAIT_SECONDS

@@ -3,7 +3,7 @@
 Memory is registered once, when a buffer of it is first offered or put, and again only if its pool
 has let go of it. Peers are sent the registration's metadata and keep it for good: nixl has no way
 to take it back, and refuses or, worse, mixes up other metadata for the same addresses. So when
-memory that a peer may know comes back as another block, a new agent takes over, under a new name.
+memory that a peer may know comes back as another slab, a new agent takes over, under a new name.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def nixl_errors(library: Any) -> tuple[type[Exception], ...]:
 
 @dataclass(frozen=True, eq=False)
 class Region:
-    """A registered block.
+    """A registered slab.
 
     Attributes:
         agent: with which it is registered.
@@ -122,30 +122,28 @@ class NixlAgent:
         self._remote_names: dict[bytes, str] = {}
         self._retired: list[tuple[int, int]] = []
 
-    def register(self, block: torch.Tensor) -> Region:
-        """Registers a block, 1-D uint8."""
-        begin, nbytes = block.data_ptr(), block.numel()
+    def register(self, slab: torch.Tensor) -> Region:
+        """Registers a slab, 1-D uint8."""
+        begin, nbytes = slab.data_ptr(), slab.numel()
         handle = self._agent.register_memory(
-            [(begin, nbytes, block.device.index or 0, "")], _memory_kind(block.is_cuda), [_BACKEND]
+            [(begin, nbytes, slab.device.index or 0, "")], _memory_kind(slab.is_cuda), [_BACKEND]
         )
         metadata = self._agent.get_partial_agent_metadata(handle, True, [_BACKEND])
         logger.debug("registered %d bytes", nbytes)
-        return Region(
-            self, begin, begin + nbytes, metadata, handle, storage=block.untyped_storage()
-        )
+        return Region(self, begin, begin + nbytes, metadata, handle, storage=slab.untyped_storage())
 
     def retire(self, region: Region) -> None:
-        """Deregisters a block that its pool has let go of."""
+        """Deregisters a slab that its pool has let go of."""
         self._retired.append((region.begin, region.end))
         try:
             self._agent.deregister_memory(region.handle, [_BACKEND])
         except self.errors as error:
             logger.warning("nixl did not deregister %d bytes: %s", region.end - region.begin, error)
 
-    def knows_otherwise(self, block: torch.Tensor) -> bool:
-        """Whether peers may have metadata of other blocks for some of its addresses."""
-        begin = block.data_ptr()
-        end = begin + block.numel()
+    def knows_otherwise(self, slab: torch.Tensor) -> bool:
+        """Whether peers may have metadata of other slabs for some of its addresses."""
+        begin = slab.data_ptr()
+        end = begin + slab.numel()
         return any(first < end and begin < last for first, last in self._retired)
 
     def write(
@@ -219,7 +217,7 @@ class NixlWrite:
 
 
 class NixlMemory:
-    """Registers blocks with the agent in force. For the owner thread.
+    """Registers slabs with the agent in force. For the owner thread.
 
     Args:
         settings: of the agents.
@@ -239,24 +237,24 @@ class NixlMemory:
         """What the library raises."""
         return self._agent.errors
 
-    def region(self, block: torch.Tensor) -> Region:
-        """The registration of ``block``, made now if there is none.
+    def region(self, slab: torch.Tensor) -> Region:
+        """The registration of ``slab``, made now if there is none.
 
         Raises:
             Exception: one of ``errors``.
         """
-        key, address = id(block), block.data_ptr()
+        key, address = id(slab), slab.data_ptr()
         registered = self._registered.get(key)
-        # Another block may have the id of one that died a moment ago.
+        # Another slab may have the id of one that died a moment ago.
         if registered is not None and registered.region.begin == address:
             if registered.region.agent is self._agent:
                 return registered.region
-            registered.region = self._register(block)
+            registered.region = self._register(slab)
             return registered.region
-        registered = self._registered[key] = _Registered(self._register(block))
-        # The block dies when its pool lets go of it, on whatever thread.
+        registered = self._registered[key] = _Registered(self._register(slab))
+        # The slab dies when its pool lets go of it, on whatever thread.
         died = partial(self._run_soon, partial(self._forget, key, registered))
-        weakref.finalize(block, died).atexit = False
+        weakref.finalize(slab, died).atexit = False
         return registered.region
 
     def tell_ports(self, on_ports: Callable[[frozenset[int]], None]) -> None:
@@ -272,13 +270,13 @@ class NixlMemory:
         """See ``NixlAgent.forget_dead``."""
         self._agent.forget_dead(metadata)
 
-    def _register(self, block: torch.Tensor) -> Region:
-        if self._agent.knows_otherwise(block):
+    def _register(self, slab: torch.Tensor) -> Region:
+        if self._agent.knows_otherwise(slab):
             logger.info("memory was given back and comes again: a new nixl agent takes over")
             self._agent = NixlAgent(self._settings)
             self._ports |= self._agent.ports
             self._on_ports(self._ports)
-        return self._agent.register(block)
+        return self._agent.register(slab)
 
     def _forget(self, key: int, registered: _Registered) -> None:
         if self._registered.get(key) is registered:
@@ -288,7 +286,7 @@ class NixlMemory:
 
 @dataclass(eq=False)
 class _Registered:
-    """A block's registration with the agent that was in force when it was last used."""
+    """A slab's registration with the agent that was in force when it was last used."""
 
     region: Region
 

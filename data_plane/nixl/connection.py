@@ -150,7 +150,7 @@ class NixlConnection(BaseConnection):
         )
 
     def _region_of(self, transfer: PostedTransfer) -> Region:
-        return self.worker.memory.region(transfer.buffer.block)
+        return self.worker.memory.region(transfer.buffer.slab)
 
     def _send_region(self, region: Region) -> None:
         if region not in self._sent_regions:

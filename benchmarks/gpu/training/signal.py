@@ -18,7 +18,7 @@ import torch
 
 from attention_node.cuda_order import launched_work
 from core_attention.message_rows import MessageRows, Tensors, message_rows
-from data_plane.buffer_pool import BufferPool, PooledBuffer, device_allocator
+from data_plane.buffer_pool import BufferPool, PooledBuffer
 from data_plane.transport import Transfer
 from data_plane.ucxx.connection import UcxxConnection
 from trainer_client.step import exchanges
@@ -48,7 +48,7 @@ class _PlausibleRows:
 def one_byte_messages(device: torch.device) -> Iterator[None]:
     """In this process, connections send and receive one byte of every message. All processes of a
     job must do so, from before its first step on."""
-    pool = BufferPool(device_allocator(device))
+    pool = BufferPool.on_device(device)
     made_up: dict[int, int] = {}
     stream = torch.cuda.Stream(device) if device.type == "cuda" else None
     offer, put = UcxxConnection.offer, UcxxConnection.put
