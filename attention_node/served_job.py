@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
 
-from attention_node.held_in_turn import held_in_turn
+from attention_node.held_by_slot import held_by_slot
 from attention_node.machine.outline import StepOutline, TickOutline
 from attention_node.machine.tick import TickMachine
 from attention_node.open_tick import OpenTick
@@ -244,13 +245,12 @@ class ServedStep:
             for part in route.parts:
                 kernel.prepare(part.tasks, phase)
 
-    def held_bytes(self) -> dict[Phase, list[int]]:
+    def held_bytes(self) -> Mapping[Any, list[int]]:
         """By phase, the sizes in bytes of all messages that are held at a time: of each rank and
-        nano-batch those of a tick, or of two where the rank may be a tick ahead. In pipelines, of
-        each rank those of two actions, whatever their phases."""
+        nano-batch those of a tick, or of two where the rank may be a tick ahead. In pipelines by
+        slot, of each rank those of its action there."""
         if self.job.order is not None:
-            sizes = held_in_turn(self.job.order, self.outline, self._sizes)
-            return dict.fromkeys(Phase, sizes)
+            return held_by_slot(self.job.order, self.outline, self._sizes)
         held: dict[Phase, list[int]] = {phase: [] for phase in Phase}
         for ticks in self.outline.lanes.values():
             for phase in Phase:

@@ -37,16 +37,25 @@ class TickOrder:
         rows: nano-batches of a microbatch.
         pipeline_ranks: ``[n_ranks]`` each rank's place in its pipeline.
         turns: ``[n_pipeline_ranks]`` the turn of each (microbatch, phase, layer of the job).
+        turn_slots: ``[n_pipeline_ranks]`` by action of what it runs, its slots of the schedule.
     """
 
     rows: int
     pipeline_ranks: tuple[int, ...]
     turns: tuple[dict[_Place, Turn], ...]
+    turn_slots: tuple[tuple[tuple[int, ...], ...], ...]
 
     def turn(self, rank: int, tick: Tick) -> Turn:
         """When ``rank`` comes to ``tick``, one of its own."""
         turns = self.turns[self.pipeline_ranks[rank]]
         return turns[tick.nano_batch // self.rows, tick.phase, tick.layer]
+
+    def slots(self, rank: int, tick: Tick) -> tuple[int, ...]:
+        """The slots of the schedule in which ``rank`` comes to ``tick``, one of its own, as far as
+        the schedule can tell."""
+        earliest, latest = self.turn(rank, tick)
+        slots = self.turn_slots[self.pipeline_ranks[rank]]
+        return slots[earliest] if earliest == latest else slots[earliest] + slots[latest]
 
     def row(self, tick: Tick) -> int:
         """Which of its microbatch's nano-batches a tick is of."""
@@ -65,7 +74,14 @@ def tick_order(pipelining: Pipelining, n_nano_batches: int) -> TickOrder:
         n_nano_batches // schedule.n_microbatches,
         tuple(pipelining.pipeline_ranks),
         tuple(_turns(pipelining, rank) for rank in range(schedule.n_ranks)),
+        tuple(_turn_slots(pipelining, rank) for rank in range(schedule.n_ranks)),
     )
+
+
+def _turn_slots(pipelining: Pipelining, pipeline_rank: int) -> tuple[tuple[int, ...], ...]:
+    runs = [slot[pipeline_rank] for slot in pipelining.slots]
+    order = pipelining.schedule.order(pipeline_rank)
+    return tuple(tuple(at for at, run in enumerate(runs) if run == action) for action in order)
 
 
 def _turns(pipelining: Pipelining, pipeline_rank: int) -> dict[_Place, Turn]:

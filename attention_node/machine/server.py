@@ -485,7 +485,7 @@ class ServerMachine(Generic[Peer, Work]):
         if rank is None:
             return []
         out: Instructions[Peer, Work] = []
-        last = rank.turns.last_to_post
+        last = rank.turns.now
         for lane in rank.lanes:
             while (entry := lane.next_to_post(last)) is not None:
                 memory_lane = rank.job.memory_lane(rank.rank, entry.tick)

@@ -7,22 +7,24 @@ from bisect import bisect_left, insort
 Place = tuple[int, int]
 """A step, and an action in what the rank runs of it."""
 
-ACTIONS_AHEAD = 2
-"""Receives are posted for the action that a rank is in, and for the next one, so that its first
-rows find memory. One row of messages each: it grows neither with microbatches nor with stages."""
-
 
 class Turns:
-    """Counts the ticks that a rank has not been answered, by action. Each action may have some."""
+    """Counts the ticks that a rank has not been answered, by action. Each action may have some.
+
+    Receives are posted for the action that a rank is in. Those of the next one are posted with its
+    last reply: the rank needs that before it goes on, and computes before it sends again. So memory
+    for messages grows neither with microbatches nor with stages.
+    """
 
     def __init__(self) -> None:
         self._left: dict[Place, int] = {}
         self._places: list[Place] = []
 
     @property
-    def last_to_post(self) -> Place | None:
-        """The last action for which receives may be posted; None if no tick is left."""
-        return self._places[:ACTIONS_AHEAD][-1] if self._places else None
+    def now(self) -> Place | None:
+        """The first action that is not over, behind which the rank cannot be; None if no tick is
+        left."""
+        return self._places[0] if self._places else None
 
     def expect(self, place: Place) -> None:
         """One more tick is to come."""

@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 
 from attention_node.machine import events
 from attention_node.machine.outline import StepOutline, TickOutline
-from attention_node.machine.turns import ACTIONS_AHEAD
 from core_attention.ca_task import Phase
 from core_attention.pipelining import Pipelining
 from core_attention.schedule import Action, Kind
@@ -216,7 +215,7 @@ class ServingModel:
         if self.setting.order is not None:
             for peer in server.connected:
                 posted = [tick for of, tick in server.posted if of == peer]
-                if len(posted) > ACTIONS_AHEAD + self._spare_receives(peer[0]):
+                if len(posted) > 1 + self._spare_receives(peer[0]):
                     raise ModelViolation(f"{len(posted)} receives of rank {peer[0]} are posted")
         if self.is_finished(world):
             if server.sources or server.machine.n_open_ticks:

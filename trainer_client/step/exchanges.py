@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from itertools import chain
+from typing import Any
 
 import torch
 
@@ -87,31 +88,34 @@ class Routes:
         self._device = device
         self._derived: dict[_RouteKey, tuple[ServerRows, ...]] = {}
 
-    def derive_ahead(self, phases: Iterable[Phase]) -> dict[Phase, list[int]]:
+    def derive_ahead(self, phases: Iterable[Phase]) -> Mapping[Any, list[int]]:
         """Derives what the first ticks of ``phases`` need, so that they do not wait for it.
 
         Returns:
-            By phase, the sizes in bytes of all messages of a tick of each nano-batch that are held
-            at a time: of all nano-batches, or of pipelines those of a microbatch.
+            By phase, the sizes in bytes of all messages of a tick of each nano-batch; in pipelines
+            by slot of the schedule, those of the action there.
         """
-        order, n_nano_batches = self._job.order, self._job.n_nano_batches
-        at_a_time = n_nano_batches if order is None else order.rows
-        message_bytes: dict[Phase, list[int]] = {}
+        order = self._job.order
+        by_phase: defaultdict[Phase, list[int]] = defaultdict(list)
+        by_slot: defaultdict[int, list[int]] = defaultdict(list)
         for phase in phases:
-            sizes = [self._sizes(phase, nano_batch) for nano_batch in range(n_nano_batches)]
-            groups = [
-                [*chain(*sizes[begin : begin + at_a_time])]
-                for begin in range(0, n_nano_batches, at_a_time)
-            ]
-            message_bytes[phase] = max(groups, key=sum)
-        return message_bytes
+            for nano_batch in range(self._job.n_nano_batches):
+                first = self._first_tick(phase, nano_batch)
+                sizes = self._sizes(first)
+                by_phase[phase] += sizes
+                for slot in order.slots(self._rank, first) if order is not None else ():
+                    by_slot[slot] += sizes
+        return by_phase if order is None else by_slot
 
-    def _sizes(self, phase: Phase, nano_batch: int) -> list[int]:
-        """Of the messages of this rank's first tick of a phase."""
+    def _first_tick(self, phase: Phase, nano_batch: int) -> Tick:
         pipelining, n_layers = self._job.pipelining, self._job.n_layers
         own = n_layers if pipelining is None else pipelining.layers_of(self._rank)
         layer = n_layers - own if phase is Phase.FORWARD else n_layers - 1
-        _, servers = self.of(Tick(self.plan.manifest.step, layer, nano_batch, phase))
+        return Tick(self.plan.manifest.step, layer, nano_batch, phase)
+
+    def _sizes(self, tick: Tick) -> list[int]:
+        """Of the messages of a tick of this rank."""
+        _, servers = self.of(tick)
         return [
             size
             for rows in servers
