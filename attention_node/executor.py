@@ -231,6 +231,8 @@ class Executor:
                 # The device has failed, and so will the kernel, which ends the tick.
                 logger.exception("inputs of %s cannot be waited for", waiting.tick.tick)
             self._enqueue(waiting)
+            # Its tensors may be the last of their rank for long.
+            del waiting
 
     def _enqueue(self, come: _Arrival) -> None:
         arrived = time.perf_counter()

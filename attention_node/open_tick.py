@@ -53,6 +53,9 @@ class Source:
 class OpenTick:
     """The tensors of a tick, and the instructions of its machine carried out.
 
+    A rank's tensors are let go with its reply, and sums with the last reply that takes from them.
+    In pipelines the ranks of a tick come to it slots apart: theirs would pile up on the device.
+
     Attributes:
         machine: which sources have arrived, which parts are ready or done, which replies are due.
         route: what belongs to it.
@@ -73,6 +76,7 @@ class OpenTick:
     busy_seconds: float = 0.0
     kernel_seconds: float = 0.0
     _sources: dict[int, Source] = field(default_factory=dict)
+    _answered: set[int] = field(default_factory=set)
     _assembled: dict[str, torch.Tensor] = field(default_factory=dict)
     _gradients: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
 
@@ -98,7 +102,7 @@ class OpenTick:
             source.fail(self.failure or TickGivenUp(f"{self.tick} is over on this server"))
             source.release()
             return []
-        if rank in self._sources:
+        if rank in self._sources or rank in self._answered:
             # Over another connection, since a tag is taken once on each. The first one counts.
             source.fail(TickGivenUp(f"{self.tick}: rank {rank} has sent it before"))
             source.release()
@@ -150,6 +154,9 @@ class OpenTick:
     def part_done(self, index: int) -> None:
         """Notes that a part has run, and sends the replies that waited for it."""
         self._reply(self.machine.part_done(index))
+        undone = (self.route.parts[other] for other in self.machine.undone)
+        if self._assembled and all(part.k_source != ASSEMBLED for part in undone):
+            self._assembled.clear()
 
     def give_up(self, error: BaseException) -> None:
         """Ends the tick without results: every source that has arrived and got no reply is told."""
@@ -209,9 +216,19 @@ class OpenTick:
                 _sum_rows(terms, source.outputs[name])
         source.reply()
         self.machine.replied(rank)
+        self._answered.add(rank)
+        del self._sources[rank]
+        self._let_go_of_gradients(rank)
         # Keys that other ranks' tasks read were copied together when they came; its own tasks have
         # run, and dK and dV are sums of tensors of this tick.
         source.release()
+
+    def _let_go_of_gradients(self, rank: int) -> None:
+        """Of parts from which ``rank`` took the last rows."""
+        wanted = {part for other in self.machine.unreplied for part, _ in self.route.dk_sums[other]}
+        for part, _ in self.route.dk_sums[rank]:
+            if part not in wanted:
+                self._gradients.pop(part, None)
 
     def _close(self) -> None:
         self.machine.close()

@@ -5,6 +5,8 @@ From its first rows on a tick belongs to one thread, the executor's, which need 
 
 from __future__ import annotations
 
+from collections.abc import Set
+
 from attention_node.machine.outline import TickOutline
 from core_attention.tick import Tick
 
@@ -32,6 +34,11 @@ class TickMachine:
         self._outline = outline
         self._awaiting = set(range(len(outline.needs)))
         self._undone = set(self._awaiting)
+
+    @property
+    def undone(self) -> Set[int]:
+        """The parts that have not run."""
+        return self._undone
 
     @property
     def is_complete(self) -> bool:

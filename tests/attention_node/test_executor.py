@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, cast
@@ -162,6 +163,34 @@ def test_inputs_whose_stream_failed_do_not_end_the_thread_that_waits(
         event.reached.set()
     ticks = [submit(executor, 5, written=event)[0] for event in (failed, fine)]
     wait_for(lambda: all(tick.closed for tick in ticks))
+
+
+@pytest.mark.parametrize("is_written", [False, True])
+def test_a_thread_that_waits_holds_no_tensors(
+    executor: Executor, kernel: GatedKernel, is_written: bool
+) -> None:
+    """The next rank of a tick may come a slot of a pipeline later, and until then nothing else."""
+    kernel.gate.set()
+    manifests = [RankManifest.from_lengths(0, rank, [[5]]) for rank in range(2)]
+    plan = make_plan(manifests, TaskTable(*np.array([[0, 1], [0, 0], [5, 5], [0, 0]])))
+    route = derive_tick_route(plan, 0, 0, Phase.BACKWARD, None)
+    ranks, _ = make_documents(plan.manifest)
+    tick = open_tick(route, Phase.BACKWARD, lambda tick: None)
+    source = make_source(route, 0, ranks[0], Phase.BACKWARD, local=False)
+    event = StreamEvent()
+    event.reached.set()
+    inputs = {name: rows.clone() for name, rows in source.inputs.items()}
+    tensors = [weakref.ref(rows) for rows in inputs.values()]
+    source = replace(
+        source,
+        inputs=inputs,
+        release=lambda: None,
+        written=cast(Any, event) if is_written else None,
+    )
+    executor.arrive(tick, 0, source)
+    del inputs, source
+    wait_for(lambda: bool(ranks[0].replies) and all(ref() is None for ref in tensors))
+    assert not tick.closed
 
 
 def test_phases_do_not_share_a_call(

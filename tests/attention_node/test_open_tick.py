@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import replace
 from itertools import permutations
 
@@ -11,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attention_node.open_tick import OpenTick
+from attention_node.open_tick import OpenTick, Source
 from attention_node.tick_route import ASSEMBLED, TickRoute, derive_tick_route
 from core_attention.ca_task import Phase, TaskTable
 from core_attention.kernels.cpu import CpuKernel
@@ -160,6 +161,59 @@ def test_a_rank_whose_reply_fails_is_told_and_keeps_no_inputs() -> None:
     tick.give_up(raised.value)
     assert ranks[0].failures == [raised.value]
     assert ranks[0].released == 1
+
+
+def watched(source: Source) -> tuple[Source, list[weakref.ref[torch.Tensor]]]:
+    """The same source with tensors that nobody else holds; answers are dropped."""
+    inputs = {name: rows.clone() for name, rows in source.inputs.items()}
+    outputs = {name: rows.clone() for name, rows in source.outputs.items()}
+    watched = [weakref.ref(rows) for rows in (*inputs.values(), *outputs.values())]
+    mine = replace(source, inputs=inputs, outputs=outputs, reply=lambda: None, release=lambda: None)
+    return mine, watched
+
+
+@pytest.mark.parametrize("phase", list(Phase))
+def test_a_rank_is_let_go_with_its_reply(phase: Phase) -> None:
+    """In pipelines the other ranks of the tick are slots behind."""
+    manifests = [RankManifest.from_lengths(0, rank, [[7, 3]]) for rank in range(2)]
+    tasks = TaskTable(*np.array([[0, 1, 2, 3], [0] * 4, [7, 3, 7, 3], [0] * 4]))
+    plan = make_plan(manifests, tasks, local_rank=0)
+    route = derive_tick_route(plan, 0, 0, phase, 0)
+    ranks, _ = make_documents(plan.manifest)
+    tick = open_tick(route, phase, lambda tick: None)
+    source, tensors = watched(make_source(route, 0, ranks[0], phase, local=True))
+    ready = tick.arrive(0, source)
+    del source
+    assert all(ref() is not None for ref in tensors)
+    run_parts(tick, ready, phase)
+    assert not tick.closed
+    assert all(ref() is None for ref in tensors)
+    assert not tick._gradients
+    again = make_source(route, 0, ranks[0], phase, local=True)
+    assert tick.arrive(0, again) == []
+    assert "has sent it before" in str(ranks[0].failures[0])
+    later = make_source(route, 1, ranks[1], phase, local=False)
+    run_parts(tick, tick.arrive(1, later), phase)
+    assert tick.closed
+    assert len(ranks[1].replies) == 1
+
+
+def test_sums_are_let_go_with_the_last_reply_that_takes_from_them() -> None:
+    """Document 1 begins on rank 0, and tasks of ranks 1 and 2 read its keys there."""
+    plan = make_plan(SPANNING, SPANNING_TASKS)
+    route = derive_tick_route(plan, 0, 0, Phase.BACKWARD, None)
+    ranks, _ = make_documents(plan.manifest)
+    tick = open_tick(route, Phase.BACKWARD, lambda tick: None)
+    held: list[set[int]] = []
+    for rank in range(3):
+        source = make_source(route, rank, ranks[rank], Phase.BACKWARD, local=False)
+        ready = tick.arrive(
+            rank, replace(source, release=lambda: held.append(set(tick._gradients)))
+        )
+        run_parts(tick, ready, Phase.BACKWARD)
+    takers = [{part for part, _ in route.dk_sums[rank]} for rank in range(3)]
+    assert held == [takers[1] | takers[2], takers[2], set()]
+    assert takers[2] < takers[0], "a part is taken from by several ranks"
 
 
 def test_giving_up_tells_those_who_have_sent() -> None:
