@@ -1,22 +1,72 @@
-"""What becomes of a reply's memory once its rows are taken in."""
+"""When the receive of a reply is posted, and what becomes of its memory."""
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from data_plane.buffer_pool import BufferPool
-from data_plane.transport import TransferState
+from core_attention.ca_task import Phase
+from core_attention.tick import Tick
+from data_plane.buffer_pool import BufferPool, BufferPoolExhausted, PooledBuffer
+from data_plane.transport import PeerLost, TransferState
+from distca.contract.server_loss import LossCause
 from trainer_client.step import replies
+
+NBYTES = 1000
+
+
+class FakeTransfer:
+    """A request or an offer that the test ends."""
+
+    def __init__(self, buffer: PooledBuffer | None = None) -> None:
+        self.state = TransferState.PENDING
+        self.error: PeerLost | None = None
+        self.ended_at: float | None = None
+        self.buffer = buffer.retain() if buffer is not None else None
+        self._callbacks: list[Callable[[Any], None]] = []
+
+    def add_done_callback(self, callback: Callable[[Any], None]) -> None:
+        self._callbacks.append(callback)
+
+    def end(self, error: PeerLost | None = None) -> None:
+        if self.buffer is not None:
+            self.buffer.release()
+        self.error, self.ended_at = error, time.monotonic()
+        self.state = TransferState.FAILED if error else TransferState.DONE
+        for callback in self._callbacks:
+            callback(self)
+
+    def wait(self, timeout_seconds: float) -> None:
+        if self.error is not None:
+            raise self.error
+
+
+class FakeConnection:
+    """Keeps offers."""
+
+    def __init__(self) -> None:
+        self.offers: list[FakeTransfer] = []
+        self.seconds: list[float] = []
+
+    def offer(self, tag: int, buffer: PooledBuffer, deadline_seconds: float) -> FakeTransfer:
+        self.offers.append(FakeTransfer(buffer))
+        self.seconds.append(deadline_seconds)
+        return self.offers[-1]
 
 
 class Rows:
     """Unpacks nothing, as a kernel that is launched and has not run."""
 
+    def __init__(self) -> None:
+        self.unpacked = 0
+
     def unpack(self, message: Any, outputs: Any, gradients: Any) -> None:
-        assert message.numel() == 1000
+        assert message.numel() == NBYTES
+        self.unpacked += 1
 
 
 class Event:
@@ -28,14 +78,117 @@ class Event:
         return self.done
 
 
-def take_in(pool: BufferPool) -> None:
-    exchange: Any = SimpleNamespace(rows=Rows())
-    tick: Any = None
-    examiner: Any = None
-    request: Any = None
-    buffer = pool.acquire(1000)
-    awaited = replies._RemoteAwaited(exchange, tick, {}, buffer, request, None, examiner)
-    awaited.take_in({}, {})
+class Waiting:
+    """A reply that is awaited, of a request that has not gone yet."""
+
+    def __init__(self, nbytes: int = NBYTES, pool: BufferPool | None = None) -> None:
+        self.pool = pool or BufferPool()
+        self.connection, self.request, self.rows = FakeConnection(), FakeTransfer(), Rows()
+        exchanger: Any = SimpleNamespace(
+            pool=self.pool,
+            deadline_seconds=30.0,
+            liveness=SimpleNamespace(watch_until_end=lambda connection, transfer: None),
+            examiner=SimpleNamespace(fault=lambda *args: None),
+        )
+        exchange: Any = SimpleNamespace(
+            server_id="node-0",
+            connection=self.connection,
+            reply=SimpleNamespace(nbytes=nbytes),
+            rows=self.rows,
+        )
+        request: Any = self.request
+        self.reply = replies._RemoteAwaited(
+            exchanger, exchange, Tick(0, 0, 0, Phase.FORWARD), {}, request
+        )
+        self.request.add_done_callback(self.reply.request_ended)
+
+    @property
+    def in_use_bytes(self) -> int:
+        return self.pool.stats().in_use_bytes
+
+
+def lost() -> PeerLost:
+    return PeerLost("it died", transport="ucxx", peer="node-0")
+
+
+def test_a_reply_has_no_memory_before_its_request_has_gone() -> None:
+    waiting = Waiting()
+    assert not waiting.reply.arrived()
+    assert (waiting.in_use_bytes, waiting.connection.offers) == (0, [])
+    waiting.reply.wait(0.001)
+    waiting.request.end()
+    assert (waiting.in_use_bytes, len(waiting.connection.offers)) == (1024, 1)
+    assert 29.0 < waiting.connection.seconds[0] <= 30.0, "one deadline for both"
+    assert not waiting.reply.arrived()
+    waiting.connection.offers[0].end()
+    assert waiting.reply.arrived()
+    waiting.reply.examine()
+    waiting.reply.take_in({}, {})
+    assert (waiting.rows.unpacked, waiting.in_use_bytes) == (1, 0)
+
+
+def test_a_reply_that_is_let_go_early_is_received_all_the_same() -> None:
+    """Its server waits until somebody takes it."""
+    waiting = Waiting()
+    waiting.reply.let_go()
+    waiting.request.end()
+    assert waiting.in_use_bytes == 1024
+    waiting.connection.offers[0].end()
+    assert waiting.in_use_bytes == 0
+
+
+def test_a_request_that_fails_has_no_reply() -> None:
+    waiting = Waiting()
+    waiting.request.end(lost())
+    with pytest.raises(replies.ExchangeFailed, match=r"node-0.*it died") as raised:
+        waiting.reply.arrived()
+    assert raised.value.cause is LossCause.TRANSPORT_ERROR
+    waiting.reply.wait(0.001)
+    assert (waiting.in_use_bytes, waiting.connection.offers) == (0, [])
+
+
+def test_a_reply_that_fails_is_told_and_gives_its_memory_back() -> None:
+    waiting = Waiting()
+    waiting.request.end()
+    waiting.connection.offers[0].end(lost())
+    waiting.reply.wait(0.001)
+    with pytest.raises(replies.ExchangeFailed, match="it died"):
+        waiting.reply.arrived()
+    waiting.reply.let_go()
+    assert waiting.in_use_bytes == 0
+
+
+def test_a_reply_that_cannot_be_posted_is_told_to_who_waits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    waiting = Waiting()
+
+    def refuse(tag: int, buffer: PooledBuffer, deadline_seconds: float) -> FakeTransfer:
+        raise lost()
+
+    monkeypatch.setattr(waiting.connection, "offer", refuse)
+    waiting.request.end()
+    with pytest.raises(replies.ExchangeFailed, match="it died"):
+        waiting.reply.arrived()
+    assert waiting.in_use_bytes == 0
+
+
+def test_a_reply_without_memory_is_told_to_who_waits() -> None:
+    waiting = Waiting(pool=BufferPool(limit_bytes=512))
+    waiting.request.end()
+    waiting.reply.wait(0.001)
+    with pytest.raises(BufferPoolExhausted, match="limit_bytes=512"):
+        waiting.reply.arrived()
+
+
+def test_nothing_is_posted_where_no_rows_come_back() -> None:
+    """A rank that gives only keys, forward."""
+    waiting = Waiting(nbytes=0)
+    assert waiting.reply.arrived()
+    waiting.request.end()
+    waiting.reply.examine()
+    waiting.reply.take_in({}, {})
+    assert (waiting.rows.unpacked, waiting.connection.offers, waiting.in_use_bytes) == (0, [], 0)
 
 
 def test_memory_of_a_reply_is_kept_until_the_device_has_read_it(
@@ -44,35 +197,28 @@ def test_memory_of_a_reply_is_kept_until_the_device_has_read_it(
     """The in-place server, which takes from the same pool, would receive into it."""
     event = Event()
     monkeypatch.setattr(replies, "launched_work", lambda device: event.query)
-    pool = BufferPool()
-    take_in(pool)
-    assert pool.stats().in_use_bytes == 1024
+    waiting = Waiting()
+    waiting.request.end()
+    waiting.connection.offers[0].end()
+    waiting.reply.take_in({}, {})
+    assert waiting.in_use_bytes == 1024
     event.done = True
-    assert pool.stats().in_use_bytes == 0
-
-
-def test_a_cpu_has_read_it_at_once() -> None:
-    pool = BufferPool()
-    take_in(pool)
-    assert pool.stats().in_use_bytes == 0
-
-
-class EndingTransfer:
-    """Another thread ends it between any two looks at it."""
-
-    error = None
-
-    def __init__(self) -> None:
-        self._states = iter((TransferState.PENDING, TransferState.DONE))
-
-    @property
-    def state(self) -> TransferState:
-        return next(self._states)
+    assert waiting.in_use_bytes == 0
 
 
 def test_reply_that_arrives_during_a_look_loses_no_server() -> None:
-    ending, nothing = EndingTransfer(), SimpleNamespace(server_id="node-0")
-    transfer: Any = ending
-    unused: Any = nothing
-    awaited = replies._RemoteAwaited(unused, unused, {}, unused, unused, transfer, unused)
-    assert [awaited.arrived(), awaited.arrived()] == [False, True]
+    """Another thread ends it between any two looks at it."""
+    waiting = Waiting()
+    waiting.request.end()
+    states = iter((TransferState.PENDING, TransferState.DONE))
+
+    class Ending:
+        error = None
+
+        @property
+        def state(self) -> TransferState:
+            return next(states)
+
+    ending: Any = Ending()
+    waiting.reply._transfer = ending
+    assert [waiting.reply.arrived(), waiting.reply.arrived()] == [False, True]

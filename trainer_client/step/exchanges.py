@@ -92,8 +92,8 @@ class Routes:
         """Derives what the first ticks of ``phases`` need, so that they do not wait for it.
 
         Returns:
-            By phase, the sizes in bytes of all messages of a tick of each nano-batch; in pipelines
-            by slot of the schedule, those of the action there.
+            By phase, the sizes in bytes of what is held at a time of a tick of each nano-batch; in
+            pipelines by slot of the schedule, of the action there.
         """
         order = self._job.order
         by_phase: defaultdict[Phase, list[int]] = defaultdict(list)
@@ -114,13 +114,13 @@ class Routes:
         return Tick(self.plan.manifest.step, layer, nano_batch, phase)
 
     def _sizes(self, tick: Tick) -> list[int]:
-        """Of the messages of a tick of this rank."""
+        """Of the messages of a tick of this rank that are held at a time: a reply is received when
+        its request has gone."""
         _, servers = self.of(tick)
         return [
-            size
+            max(rows.request.nbytes, rows.reply.nbytes)
             for rows in servers
             if rows.server_id != self._own_server_id
-            for size in (rows.request.nbytes, rows.reply.nbytes)
         ]
 
     def of(self, tick: Tick) -> tuple[_RouteKey, tuple[ServerRows, ...]]:

@@ -6,6 +6,8 @@ or can be replayed as if nothing had come.
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
@@ -178,48 +180,50 @@ class Exchanger:
                 connection.sending_key,
             )
             packed = launched_work(self.device)
-            reply = self.pool.acquire(exchange.reply.nbytes)
-            try:
-                transfer = None
-                if exchange.reply.nbytes:
-                    transfer = connection.offer(tick.tag(reply=True), reply, self.deadline_seconds)
-                    self.liveness.watch_until_end(connection, transfer)
-                sent = connection.put(
-                    tick.tag(reply=False),
-                    request,
-                    self.deadline_seconds,
-                    ready=packed,
-                )
-                self.liveness.watch_until_end(connection, sent)
-            except TransportError as error:
-                reply.release()
-                raise _transport_failed(exchange.server_id, error) from error
+            sent = connection.put(
+                tick.tag(reply=False),
+                request,
+                self.deadline_seconds,
+                ready=packed,
+            )
+        except TransportError as error:
+            raise _transport_failed(exchange.server_id, error) from error
         finally:
             # The kernel that packs it has only been launched.
             request.release_when(packed)
-        return _RemoteAwaited(exchange, tick, inputs, reply, sent, transfer, self.examiner)
+        self.liveness.watch_until_end(connection, sent)
+        awaited = _RemoteAwaited(self, exchange, tick, inputs, sent)
+        sent.add_done_callback(awaited.request_ended)
+        return awaited
 
 
 class _RemoteAwaited:
-    """A reply of another process."""
+    """A reply of another process.
+
+    Its receive is posted when the request has gone: no server answers before, and the request's
+    memory may do for the reply.
+    """
 
     def __init__(
         self,
+        exchanger: Exchanger,
         exchange: Exchange,
         tick: Tick,
         inputs: Tensors,
-        buffer: PooledBuffer,
         request: Transfer,
-        transfer: Transfer | None,
-        examiner: Examiner,
     ) -> None:
+        self._exchanger = exchanger
         self._exchange = exchange
         self._tick = tick
         self._inputs = inputs
-        self._buffer: PooledBuffer | None = buffer
         self._request = request
-        self._transfer = transfer
-        self._examiner = examiner
+        self._until = time.monotonic() + exchanger.deadline_seconds
+        self._lock = threading.Lock()
+        self._is_wanted = True
+        self._posted = threading.Event()
+        self._buffer: PooledBuffer | None = None
+        self._transfer: Transfer | None = None
+        self._failure: BaseException | None = None
 
     @property
     def exchange(self) -> Exchange:
@@ -234,47 +238,91 @@ class _RemoteAwaited:
     def ended_at(self) -> float:
         return (self._transfer.ended_at if self._transfer else None) or 0.0
 
+    def request_ended(self, request: Transfer) -> None:
+        """The request has gone, or will not: posts the receive of the reply. On any thread."""
+        if request.state is TransferState.DONE:
+            try:
+                self._post()
+            except Exception as error:
+                # Whoever waits for the reply is told.
+                self._failure = error
+        self._posted.set()
+
+    def _post(self) -> None:
+        connection, nbytes = self._exchange.connection, self._exchange.reply.nbytes
+        if not nbytes:
+            return
+        assert connection is not None
+        with self._lock:
+            buffer = self._exchanger.pool.acquire(nbytes)
+            left_seconds = max(self._until - time.monotonic(), 0.0)
+            try:
+                transfer = connection.offer(self._tick.tag(reply=True), buffer, left_seconds)
+            except TransportError:
+                buffer.release()
+                raise
+            self._transfer = transfer
+            if self._is_wanted:
+                self._buffer = buffer
+            else:
+                # It comes all the same, and its server waits for it to be taken.
+                buffer.release()
+        self._exchanger.liveness.watch_until_end(connection, transfer)
+
     def arrived(self) -> bool:
-        transfer = self._transfer
-        if transfer is None:
+        if not self._exchange.reply.nbytes:
             return True
+        if not self._posted.is_set():
+            return False
+        if isinstance(self._failure, TransportError):
+            raise _transport_failed(self.exchange.server_id, self._failure) from self._failure
+        if self._failure is not None:
+            raise self._failure
+        transfer = self._transfer or self._request
         # Read once: another thread may end the transfer at any moment.
         state = transfer.state
-        if state is TransferState.DONE:
-            return True
         if state is TransferState.PENDING:
             return False
+        if state is TransferState.DONE and transfer is self._transfer:
+            return True
         cause = transfer.error or f"the transfer ended as {state}"
         raise _transport_failed(self.exchange.server_id, cause) from transfer.error
 
     def examine(self) -> None:
-        if self._transfer is None:
+        if not self._exchange.reply.nbytes:
             return
         assert self._buffer is not None
-        fault = self._examiner.fault(self.exchange, self._tick, self._inputs, self._buffer.tensor)
+        examiner = self._exchanger.examiner
+        fault = examiner.fault(self.exchange, self._tick, self._inputs, self._buffer.tensor)
         if fault is not None:
             raise ExchangeFailed(self.exchange.server_id, LossCause.CORRUPT_RESULT, fault)
 
     def wait(self, timeout_seconds: float) -> None:
-        if self._transfer is None:
+        if not self._exchange.reply.nbytes:
+            return
+        until = time.monotonic() + timeout_seconds
+        if not self._posted.wait(timeout_seconds) or self._transfer is None:
             return
         try:
-            self._transfer.wait(timeout_seconds)
+            self._transfer.wait(max(until - time.monotonic(), 0.0))
         except TransportError:
             return
 
     def take_in(self, outputs: Tensors, gradients: Tensors) -> None:
-        buffer, self._buffer = self._buffer, None
-        assert buffer is not None
-        self.exchange.rows.unpack(buffer.tensor, outputs, gradients)
-        # The kernel waits for what the trainer has launched before. Meanwhile the in-place server,
-        # which takes from the same pool, must not receive into the memory.
-        buffer.release_when(launched_work(buffer.tensor.device))
+        if self._exchange.reply.nbytes:
+            buffer, self._buffer = self._buffer, None
+            assert buffer is not None
+            self.exchange.rows.unpack(buffer.tensor, outputs, gradients)
+            # The kernel waits for what the trainer has launched before. Meanwhile the in-place
+            # server, which takes from the same pool, must not receive into the memory.
+            buffer.release_when(launched_work(buffer.tensor.device))
         self.let_go()
 
     def let_go(self) -> None:
-        buffer, self._buffer = self._buffer, None
-        self._inputs = {}
+        with self._lock:
+            self._is_wanted = False
+            buffer, self._buffer = self._buffer, None
+            self._inputs = {}
         if buffer is not None:
             buffer.release()
 
