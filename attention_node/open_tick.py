@@ -6,7 +6,7 @@ An open tick belongs to the executor's thread: nothing here is locked.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -210,23 +210,26 @@ class OpenTick:
     def _reply_to(self, rank: int) -> None:
         source = self._sources[rank]
         if self.tick.phase is Phase.BACKWARD:
-            sums = self.route.dk_sums[rank]
-            for which, name in enumerate(("dk", "dv")):
-                terms = [(self._gradients[part][which], copy) for part, copy in sums]
-                _sum_rows(terms, source.outputs[name])
+            self._sum_gradients(rank, source)
+        # Its tensors are let go before the rank goes on, which may need the room. Keys that other
+        # ranks' tasks read were copied together when they came; its own tasks have run, and dK and
+        # dV are sums of tensors of this tick.
+        source = self._sources[rank] = replace(source, inputs={}, outputs={})
         source.reply()
         self.machine.replied(rank)
         self._answered.add(rank)
         del self._sources[rank]
-        self._let_go_of_gradients(rank)
-        # Keys that other ranks' tasks read were copied together when they came; its own tasks have
-        # run, and dK and dV are sums of tensors of this tick.
         source.release()
 
-    def _let_go_of_gradients(self, rank: int) -> None:
-        """Of parts from which ``rank`` took the last rows."""
-        wanted = {part for other in self.machine.unreplied for part, _ in self.route.dk_sums[other]}
-        for part, _ in self.route.dk_sums[rank]:
+    def _sum_gradients(self, rank: int, source: Source) -> None:
+        """Writes dK and dV of ``rank``, and lets go of parts from which nobody else takes rows."""
+        sums = self.route.dk_sums[rank]
+        for which, name in enumerate(("dk", "dv")):
+            terms = [(self._gradients[part][which], copy) for part, copy in sums]
+            _sum_rows(terms, source.outputs[name])
+        others = self.machine.unreplied - {rank}
+        wanted = {part for other in others for part, _ in self.route.dk_sums[other]}
+        for part, _ in sums:
             if part not in wanted:
                 self._gradients.pop(part, None)
 
