@@ -9,10 +9,12 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from multiprocessing import get_context
-from multiprocessing.context import ForkServerContext
+from multiprocessing.context import ForkServerContext, SpawnContext
 from typing import Any
 
 from torch.multiprocessing.spawn import start_processes
+
+from tests.preloaded import has_gpu
 
 _PRELOADED = (
     "tests.team",
@@ -25,12 +27,15 @@ _PRELOADED = (
 
 
 @functools.cache
-def forkserver(library: str = "ucxx") -> ForkServerContext:
-    """The context whose processes are forks.
+def forkserver(library: str = "ucxx") -> ForkServerContext | SpawnContext:
+    """The context whose processes are forks; on a machine with a GPU they are new, as libraries may
+    ask for CUDA when they are imported.
 
     Args:
         library: of the data plane, which the server imports; the first call decides.
     """
+    if has_gpu():
+        return get_context("spawn")
     context = get_context("forkserver")
     context.set_forkserver_preload([f"data_plane.{library}.transport", *_PRELOADED])
     return context
@@ -39,5 +44,5 @@ def forkserver(library: str = "ucxx") -> ForkServerContext:
 def run_forked(function: Callable[..., None], arguments: tuple[Any, ...], n_ranks: int) -> None:
     """Calls ``function(rank, *arguments)`` in a process for each rank, and waits for all of them.
     Raises what :func:`torch.multiprocessing.spawn` does."""
-    forkserver()
-    start_processes(function, arguments, n_ranks, start_method="forkserver")
+    method = forkserver().get_start_method()
+    start_processes(function, arguments, n_ranks, start_method=method)

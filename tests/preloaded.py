@@ -43,11 +43,13 @@ PRELOADED = (
     "distca.cli",
     "grpc.aio",
     "tests.random_planner",
-    "typer._adapters",
     "typer.rich_utils",
     "rich.markdown",
 )
 """What forks find imported. No module may start a thread or ask for a GPU: a fork has neither."""
+
+_NEWER = ("typer._adapters",)
+"""What some versions of the libraries do not have."""
 
 _UCXX = "data_plane.ucxx.transport"
 
@@ -56,6 +58,11 @@ _FORK_SECONDS = 200.0
 
 _MESSAGE_BYTES = 1 << 17
 _STATUS_BYTES = 4
+
+
+def has_gpu() -> bool:
+    """Whether this machine has an NVIDIA GPU; asked without CUDA."""
+    return any(Path("/dev").glob("nvidia[0-9]*"))
 
 
 class PreloadedProcess:
@@ -295,8 +302,14 @@ def _end(code: int) -> NoReturn:
 
 
 def _preload(modules: Sequence[str]) -> None:
+    if has_gpu():
+        # Whatever asks for CUDA when it is imported, as libraries may, leaves none to a fork.
+        return
     for name in modules:
         importlib.import_module(name)
+    for name in _NEWER:
+        with contextlib.suppress(ModuleNotFoundError):
+            importlib.import_module(name)
     planners = importlib.import_module("control_plane.planner.planners")
     for planner in planners.PLANNERS.values():
         planners.load(planner)
