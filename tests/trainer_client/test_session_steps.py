@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import re
 import time
+import weakref
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -28,9 +29,11 @@ from trainer_client import (
     Session,
     SessionClosed,
     SessionError,
+    checkpoint,
     core_attention,
     in_nano_batch,
 )
+from trainer_client.step.ping_pong import Call, run_in_turns
 
 SHAPE = AttentionShape(num_heads=4, num_heads_kv=2, head_dim=16, head_dim_v=16, dtype="float32")
 ROWS = 30
@@ -259,6 +262,28 @@ def test_a_steps_tensors_go_with_their_last_reference(
             assert not found
         finally:
             gc.enable()
+
+
+def test_outputs_of_lanes_go_with_their_last_reference(pool_of_four: Cluster) -> None:
+    """A pipeline joins those of a microbatch and keeps the whole until its backward pass."""
+
+    def layer(*rows: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = checkpoint(core_attention, *rows)
+        return 2.0 * out
+
+    with Team(pool_of_four, 1, SHAPE, placement="in-place", n_nano_batches=2) as team:
+        (session,) = team.sessions
+        submit(session, 0)
+        rows = [random_rows() for _ in range(2)]
+        calls: list[Call] = [(tuple(each), {}) for each in rows]
+        with session.step(0):
+            outputs = run_in_turns(layer, calls, 0, is_last=True)
+            halves = [weakref.ref(output) for output in outputs]
+            joined = torch.cat(outputs)
+            del outputs
+            assert [half() for half in halves] == [None, None]
+            joined.sum().backward()
+        assert all(q.grad is not None for q, *_ in rows)
 
 
 causal: Any = partial(nn.functional.scaled_dot_product_attention, is_causal=True, enable_gqa=True)

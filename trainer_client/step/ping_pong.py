@@ -158,7 +158,9 @@ class _Turns:
                     state.restore()
                     if player.dead:
                         del playing[index]
-            return self._outputs
+            # Lanes lead back here, and autograd keeps those until the backward pass.
+            outputs, self._outputs = self._outputs, []
+            return outputs
         finally:
             # After an error in one lane the others must not stay suspended with their tensors.
             for player in self._players:
