@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable
 
 from attention_node.served_job import MessagePair
-from data_plane.buffer_pool import BufferPool, PooledBuffer
+from data_plane.buffer_pool import BufferPool, BufferPoolExhausted, PooledBuffer
 
 
 class MessageMemory:
@@ -40,9 +40,16 @@ class MessageMemory:
         with self._lock:
             if not self.has_room(messages):
                 return None
-            request = self._pool.acquire(messages.request.nbytes)
+            try:
+                request = self._pool.acquire(messages.request.nbytes)
+            except BufferPoolExhausted:
+                # A plan has set memory aside since.
+                return None
             try:
                 return request, self._pool.acquire(messages.reply.nbytes)
+            except BufferPoolExhausted:
+                request.release()
+                return None
             except BaseException:
                 request.release()
                 raise

@@ -32,6 +32,9 @@ _FRAGMENTED: Final = 8
 """Of what is reserved, one part in so many comes on top, since free memory lies in pieces. In
 recorded steps of pipelines, whose messages differ most, a tenth was enough."""
 
+_LARGE_BYTES: Final = 2**20
+"""From this size on a slab for one buffer has room to spare."""
+
 
 class BufferPoolExhausted(RuntimeError):
     """The pool's limit leaves no room for a buffer, or the pool is closed; the message carries the
@@ -47,7 +50,7 @@ class PoolStats:
     """Memory of a pool at one moment.
 
     Attributes:
-        in_use_bytes: memory behind buffers that somebody holds.
+        in_use_bytes: memory behind buffers that somebody holds, and slabs that are being made.
         idle_bytes: memory that waits to be used again.
         allocations: calls of the allocator so far; constant in a steady state.
     """
@@ -238,7 +241,7 @@ class BufferPool:
             place = self._take(held_bytes)
             if place is None:
                 self._make_room(held_bytes, nbytes)
-                slab_bytes = max(held_bytes, self._least_slab_bytes)
+                slab_bytes = self._slab_for(held_bytes)
                 self._coming_bytes += slab_bytes
         if place is None:
             slab = self._make_slab(slab_bytes)
@@ -291,6 +294,9 @@ class BufferPool:
                 raise
             with self._lock:
                 self._keep(slab)
+        if missing:
+            # Whoever found no room meanwhile may have it now.
+            self._tell_freed()
 
     def forget(self, holder: Hashable) -> None:
         """Drops what ``holder`` has reserved; the memory stays. Idempotent."""
@@ -302,7 +308,7 @@ class BufferPool:
         self._release_those_ready()
         with self._lock:
             return PoolStats(
-                in_use_bytes=self._in_use_bytes,
+                in_use_bytes=self._in_use_bytes + self._coming_bytes,
                 idle_bytes=self._arena.free_bytes,
                 allocations=self._allocations,
             )
@@ -331,9 +337,12 @@ class BufferPool:
             with self._lock:
                 self._leaving += waiting
 
-    @property
-    def _least_slab_bytes(self) -> int:
-        return self._slab_bytes if self._limit_bytes is None else 0
+    def _slab_for(self, held_bytes: int) -> int:
+        """What is asked of the allocator for a buffer that finds no room. Sizes may grow a little
+        with every step, and slabs do not go back: so large ones have room to spare."""
+        if self._limit_bytes is not None or held_bytes < _LARGE_BYTES:
+            return max(held_bytes, self._slab_bytes if self._limit_bytes is None else 0)
+        return max(size_class_bytes(held_bytes), self._slab_bytes)
 
     def _held_for(self, nbytes: int) -> int:
         """What a buffer of ``nbytes`` takes."""
@@ -361,9 +370,11 @@ class BufferPool:
             for sizes in situations:
                 most |= Counter(sizes)
             return [*(most - Counter(self._arena.slab_sizes)).elements()]
-        most_bytes = max(map(sum, situations), default=0)
+        together = max(situations, key=sum, default=[])
+        most_bytes = sum(together)
         missing = most_bytes + most_bytes // _FRAGMENTED - self._total_bytes()
-        return [max(missing, self._slab_bytes)] if missing > 0 else []
+        # In less than the largest buffer it would not lie.
+        return [max(missing, self._slab_for(max(together)))] if missing > 0 else []
 
     def _make_slab(self, slab_bytes: int) -> torch.Tensor:
         """Makes a slab that was counted as coming, or takes the count back."""

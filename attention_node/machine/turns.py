@@ -12,8 +12,9 @@ class Turns:
     """Counts the ticks that a rank has not been answered, by action. Each action may have some.
 
     Receives are posted for the action that a rank is in. Those of the next one are posted with its
-    last reply: the rank needs that before it goes on, and computes before it sends again. So memory
-    for messages grows neither with microbatches nor with stages.
+    last reply: a rank that is owed rows needs that before it goes on, and computes before it sends
+    again; one that gives only keys may have to wait. So memory for messages grows neither with
+    microbatches nor with stages.
     """
 
     def __init__(self) -> None:

@@ -127,6 +127,14 @@ def test_a_reply_has_no_memory_before_its_request_has_gone() -> None:
     assert (waiting.rows.unpacked, waiting.in_use_bytes) == (1, 0)
 
 
+def test_a_request_that_took_all_of_its_time_leaves_some_for_the_reply() -> None:
+    """A process that was stopped for a while hears of it late."""
+    waiting = Waiting()
+    waiting.reply._until = time.monotonic() - 5.0
+    waiting.request.end()
+    assert waiting.connection.seconds == [1.0]
+
+
 def test_a_reply_that_is_let_go_early_is_received_all_the_same() -> None:
     """Its server waits until somebody takes it."""
     waiting = Waiting()

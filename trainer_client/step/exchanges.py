@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -103,9 +103,20 @@ class Routes:
                 first = self._first_tick(phase, nano_batch)
                 sizes = self._sizes(first)
                 by_phase[phase] += sizes
-                for slot in order.slots(self._rank, first) if order is not None else ():
+                for slot in self._slots(first):
                     by_slot[slot] += sizes
         return by_phase if order is None else by_slot
+
+    def _slots(self, first: Tick) -> set[int]:
+        """Of all stages of this rank, in which it comes to the ticks of the lane and phase of
+        ``first``; none without pipelines."""
+        pipelining, order = self._job.pipelining, self._job.order
+        if pipelining is None or order is None:
+            return set()
+        n_layers = self._job.n_layers
+        layers = range(n_layers - pipelining.layers_of(self._rank), n_layers)
+        ticks = (replace(first, layer=layer) for layer in layers)
+        return {slot for tick in ticks for slot in order.slots(self._rank, tick)}
 
     def _first_tick(self, phase: Phase, nano_batch: int) -> Tick:
         pipelining, n_layers = self._job.pipelining, self._job.n_layers

@@ -36,6 +36,10 @@ from trainer_client.step.exchanges import Exchange
 
 Tensors = Mapping[str, torch.Tensor]
 
+_LEAST_SECONDS = 1.0
+"""For a reply whose request took all of the time: a process that was stopped for a while hears of
+its end late."""
+
 
 class ExchangeFailed(Exception):
     """A server cannot give a reply.
@@ -255,10 +259,10 @@ class _RemoteAwaited:
         assert connection is not None
         with self._lock:
             buffer = self._exchanger.pool.acquire(nbytes)
-            left_seconds = max(self._until - time.monotonic(), 0.0)
+            left_seconds = max(self._until - time.monotonic(), _LEAST_SECONDS)
             try:
                 transfer = connection.offer(self._tick.tag(reply=True), buffer, left_seconds)
-            except TransportError:
+            except BaseException:
                 buffer.release()
                 raise
             self._transfer = transfer
