@@ -25,8 +25,8 @@ class MessageMemory:
 
     def has_room(self, messages: MessagePair) -> bool:
         """Whether there is memory for ``messages`` now."""
-        limit = self._pool.limit_bytes
-        return limit is None or limit - self._pool.stats().in_use_bytes >= messages.pool_bytes
+        room_bytes = self._pool.room_bytes
+        return room_bytes is None or room_bytes >= messages.pool_bytes
 
     def take(self, messages: MessagePair) -> tuple[PooledBuffer, PooledBuffer | None] | None:
         """The request's buffer, and the reply's if memory is limited (else it is taken when it is
@@ -42,14 +42,11 @@ class MessageMemory:
                 return None
             try:
                 request = self._pool.acquire(messages.request.nbytes)
+                try:
+                    return request, self._pool.acquire(messages.reply.nbytes)
+                except BaseException:
+                    request.release()
+                    raise
             except BufferPoolExhausted:
                 # A plan has set memory aside since.
                 return None
-            try:
-                return request, self._pool.acquire(messages.reply.nbytes)
-            except BufferPoolExhausted:
-                request.release()
-                return None
-            except BaseException:
-                request.release()
-                raise

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import bisect
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -65,7 +64,7 @@ class Arena:
         return self._total_bytes
 
     @property
-    def slab_sizes(self) -> Mapping[int, int]:
+    def slab_sizes(self) -> Counter[int]:
         """How many slabs there are of each size."""
         return self._slab_sizes
 

@@ -199,7 +199,7 @@ class BufferPool:
         self._allocator = allocator
         self._closed = False
         self._limit_bytes = limit_bytes
-        self._slab_bytes = slab_bytes
+        self._slab_bytes = slab_bytes if limit_bytes is None else 0
         self._lock = threading.Lock()
         self._arena = Arena()
         self._reserved: dict[Hashable, dict[Hashable, list[int]]] = {}
@@ -225,6 +225,13 @@ class BufferPool:
     def limit_bytes(self) -> int | None:
         """Most memory the pool may hold; None for no limit."""
         return self._limit_bytes
+
+    @property
+    def room_bytes(self) -> int | None:
+        """What buffers may take now, in size classes; None for no limit, 0 once it is closed."""
+        if self._limit_bytes is None:
+            return None
+        return 0 if self._closed else self._limit_bytes - self.stats().in_use_bytes
 
     def acquire(self, nbytes: int) -> PooledBuffer:
         """Returns a buffer of ``nbytes`` (0 is fine), uninitialised, with one reference.
@@ -340,9 +347,8 @@ class BufferPool:
     def _slab_for(self, held_bytes: int) -> int:
         """What is asked of the allocator for a buffer that finds no room. Sizes may grow a little
         with every step, and slabs do not go back: so large ones have room to spare."""
-        if self._limit_bytes is not None or held_bytes < _LARGE_BYTES:
-            return max(held_bytes, self._slab_bytes if self._limit_bytes is None else 0)
-        return max(size_class_bytes(held_bytes), self._slab_bytes)
+        room_bytes = size_class_bytes(held_bytes) if held_bytes >= _LARGE_BYTES else held_bytes
+        return max(room_bytes, self._slab_bytes)
 
     def _held_for(self, nbytes: int) -> int:
         """What a buffer of ``nbytes`` takes."""
@@ -369,7 +375,7 @@ class BufferPool:
             most: Counter[int] = Counter()
             for sizes in situations:
                 most |= Counter(sizes)
-            return [*(most - Counter(self._arena.slab_sizes)).elements()]
+            return [*(most - self._arena.slab_sizes).elements()]
         together = max(situations, key=sum, default=[])
         most_bytes = sum(together)
         missing = most_bytes + most_bytes // _FRAGMENTED - self._total_bytes()

@@ -29,6 +29,15 @@ def test_both_are_taken_or_none() -> None:
     assert pool.stats().in_use_bytes == 6144
 
 
+def test_a_closed_pool_has_no_room() -> None:
+    """Whoever is refused asks again for as long as there is."""
+    pool = BufferPool(limit_bytes=8192)
+    memory = MessageMemory(pool, lambda: None)
+    pool.close()
+    assert not memory.has_room(messages(256, 256))
+    assert memory.take(messages(256, 256)) is None
+
+
 @pytest.mark.parametrize(("request_bytes", "reply_bytes"), [(4096, 256), (256, 4096)])
 def test_memory_that_was_set_aside_meanwhile_is_no_room(
     monkeypatch: pytest.MonkeyPatch, request_bytes: int, reply_bytes: int

@@ -110,19 +110,22 @@ class Routes:
     def _slots(self, first: Tick) -> set[int]:
         """Of all stages of this rank, in which it comes to the ticks of the lane and phase of
         ``first``; none without pipelines."""
-        pipelining, order = self._job.pipelining, self._job.order
-        if pipelining is None or order is None:
+        order = self._job.order
+        if order is None:
             return set()
-        n_layers = self._job.n_layers
-        layers = range(n_layers - pipelining.layers_of(self._rank), n_layers)
-        ticks = (replace(first, layer=layer) for layer in layers)
+        ticks = (replace(first, layer=layer) for layer in self._layers)
         return {slot for tick in ticks for slot in order.slots(self._rank, tick)}
 
     def _first_tick(self, phase: Phase, nano_batch: int) -> Tick:
+        layer = self._layers[0 if phase is Phase.FORWARD else -1]
+        return Tick(self.plan.manifest.step, layer, nano_batch, phase)
+
+    @property
+    def _layers(self) -> range:
+        """Of the job's layers, those that this rank has."""
         pipelining, n_layers = self._job.pipelining, self._job.n_layers
         own = n_layers if pipelining is None else pipelining.layers_of(self._rank)
-        layer = n_layers - own if phase is Phase.FORWARD else n_layers - 1
-        return Tick(self.plan.manifest.step, layer, nano_batch, phase)
+        return range(n_layers - own, n_layers)
 
     def _sizes(self, tick: Tick) -> list[int]:
         """Of the messages of a tick of this rank that are held at a time: a reply is received when

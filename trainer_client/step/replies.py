@@ -244,11 +244,12 @@ class _RemoteAwaited:
 
     def request_ended(self, request: Transfer) -> None:
         """The request has gone, or will not: posts the receive of the reply. On any thread."""
-        if request.state is TransferState.DONE:
+        # Whoever waits for the reply is told why there is none.
+        self._failure = request.error
+        if self._failure is None:
             try:
                 self._post()
             except Exception as error:
-                # Whoever waits for the reply is told.
                 self._failure = error
         self._posted.set()
 
@@ -282,13 +283,14 @@ class _RemoteAwaited:
             raise _transport_failed(self.exchange.server_id, self._failure) from self._failure
         if self._failure is not None:
             raise self._failure
-        transfer = self._transfer or self._request
+        transfer = self._transfer
+        assert transfer is not None
         # Read once: another thread may end the transfer at any moment.
         state = transfer.state
+        if state is TransferState.DONE:
+            return True
         if state is TransferState.PENDING:
             return False
-        if state is TransferState.DONE and transfer is self._transfer:
-            return True
         cause = transfer.error or f"the transfer ended as {state}"
         raise _transport_failed(self.exchange.server_id, cause) from transfer.error
 
