@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.frameworks, pytest.mark.timeout(600)]
 TAKES_MICROBATCHES = "arg_mbs" in inspect.signature(PipelineScheduleSingle.step).parameters
 """Whether torchtitan's pipelines run with this torch: from 2.14 on."""
 
-PIPELINES = [("pipelines", 0, 2, 8), ("pipelines-of-replicas", 0, 4, 2)]
+PIPELINES = [("pipelines", 0, 2, 12), ("pipelines-of-replicas", 0, 4, 2)]
 
 
 @pytest.mark.parametrize(

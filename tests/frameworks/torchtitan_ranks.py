@@ -65,6 +65,7 @@ class Case:
         pp: ranks of a pipeline, of which each microbatch is a row of the batch.
         order: of ``distca schedule``, which torchtitan reads from a file; empty: its own 1F1B.
         validated: whether torchtitan's validator runs after each step.
+        mixes: whether the last stage has a module that looks at neighbouring tokens.
     """
 
     name: str
@@ -84,11 +85,14 @@ class Case:
     pp: int = 1
     order: str = ""
     validated: bool = True
+    mixes: bool = False
 
     @property
     def n_lanes(self) -> int:
-        """Nano-batches of a batch; one in pipelines of tensor-parallel ranks or with experts."""
-        is_whole = self.pp > 1 and (self.tp > 1 or self.model is not llama3)
+        """Nano-batches of a batch; one in pipelines of tensor-parallel ranks, and of models with
+        experts whose documents are not cut."""
+        has_experts = self.model is not llama3
+        is_whole = self.pp > 1 and (self.tp > 1 or (has_experts and not self.cut_documents))
         return 2 if self.ping_pong and not is_whole else 1
 
 
@@ -176,39 +180,52 @@ HALVES_OF_MODELS = (
 )
 
 PIPELINES = (
-    Case("llama3-pp", rows=4, pp=2, cuts=False),
+    Case("llama3-pp", rows=4, pp=2),
     Case(
         "llama3-pp-zero-bubble",
         rows=4,
         pp=2,
-        cuts=False,
         order="zero-bubble",
         checkpointing=FullAC,
         validated=False,
     ),
-    Case("llama3-pp-split", rows=5, pp=2, cuts=False, order="1f1b-split", validated=False),
+    Case("llama3-pp-split", rows=5, pp=2, order="1f1b-split", validated=False),
     Case(
         "llama3-pp-interleaved",
         layers=4,
         rows=4,
         pp=2,
-        cuts=False,
         order="interleaved",
         checkpointing=FullAC,
         validated=False,
     ),
     Case("llama3-pp-one-lane", rows=4, pp=2, cuts=False, ping_pong=False, validated=False),
-    # The second half of each microbatch is padding alone.
+    # Of 49 and 48 rows.
     Case(
         "llama3-pp-one-document",
+        seq_len=97,
         rows=4,
         pp=2,
         median=ONE_DOCUMENT,
-        cuts=False,
         order="1f1b-split",
         checkpointing=FullAC,
     ),
-    # In each stage one layer with a window of 128 tokens.
+    Case("llama3-pp-cut-at-documents", rows=4, pp=2, cut_documents=False, cuts=False),
+    # The second half of each microbatch is padding alone.
+    Case(
+        "llama3-pp-whole-document",
+        rows=4,
+        pp=2,
+        median=ONE_DOCUMENT,
+        cut_documents=False,
+        cuts=False,
+        order="1f1b-split",
+        checkpointing=FullAC,
+        validated=False,
+    ),
+    # What the last stage cannot, the first one does not.
+    Case("llama3-pp-convolution", rows=4, pp=2, cuts=False, validated=False, mixes=True),
+    # In each stage one layer with a window of 128 tokens, which reaches over the cut.
     Case(
         "gpt-oss-pp",
         model=gpt_oss,
@@ -217,7 +234,6 @@ PIPELINES = (
         median=100,
         rows=4,
         pp=2,
-        cuts=False,
         checkpointing=FullAC,
     ),
     Case(
@@ -225,8 +241,16 @@ PIPELINES = (
         model=deepseek_v3,
         rows=4,
         pp=2,
-        cuts=False,
         checkpointing=FullAC,
+        validated=False,
+    ),
+    Case(
+        "deepseek-v3-pp-cut-at-documents",
+        model=deepseek_v3,
+        rows=4,
+        pp=2,
+        cut_documents=False,
+        cuts=False,
         validated=False,
     ),
 )
@@ -236,7 +260,6 @@ PIPELINES_OF_REPLICAS = (
         "llama3-pp-fsdp-zero-bubble",
         rows=4,
         pp=2,
-        cuts=False,
         order="zero-bubble",
         checkpointing=FullAC,
     ),
@@ -258,6 +281,15 @@ class Rank(ServedTrainer):
     """Of a job of tests, which measures nothing."""
 
     folder: Path
+    mixes: bool
+
+    def _why_documents_stay_whole(self) -> str | None:
+        if self.mixes and self.pp_has_last_stage:
+            convolution = torch.nn.Conv1d(1, 1, 1, bias=False)
+            # Without parameters, it has no gradients to compare.
+            del convolution.weight
+            self.model_parts[-1].convolution = convolution
+        return super()._why_documents_stay_whole()
 
     @property
     def _meets_on_host(self) -> bool:
@@ -393,6 +425,7 @@ def run(case: Case, control_plane: str) -> None:
         placement=case.placement,
         one_host=True,
     )
+    Rank.mixes = case.mixes
     trainer = Rank(config=replace(config))
     try:
         for step, (found, right) in enumerate(zip(train(trainer), expected, strict=True)):

@@ -20,14 +20,14 @@ class DistcaSettings:
     ping_pong: bool = True
     """
     Cut each batch into two halves that take turns, so that one computes while the other's rows
-    travel. In a pipeline a microbatch stays whole with tensor parallelism, in models with experts,
-    or if the order of its schedule is unknown.
+    travel. In a pipeline a microbatch stays whole with tensor parallelism, if the order of its
+    schedule is unknown, and in models with experts where no document is cut.
     """
 
     cut_documents: bool = True
     """
-    Cut in the middle, whatever document lies there, so that halves are equal; otherwise, and in
-    pipelines, at the begin of a document near the middle.
+    Cut in the middle, whatever document lies there, so that halves are equal; otherwise at the
+    begin of a document near the middle.
     """
 
     steps_ahead: int = 3

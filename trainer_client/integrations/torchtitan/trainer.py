@@ -7,10 +7,11 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, fields, replace
-from itertools import count
+from itertools import chain, count
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torchtitan.models.common.moe import MoE
 from torchtitan.trainer import Trainer
@@ -167,30 +168,44 @@ class ServedTrainer(Trainer):
     def _how_to_cut(self) -> Cutting:
         dims, settings = self.parallel_dims, self.config.distca
         n_lanes = 2 if settings.ping_pong else 1
-        if n_lanes == 2 and dims.pp_enabled and (why := self._why_microbatches_stay_whole()):
-            logger.info("a microbatch of the pipeline is one lane, without ping-pong: %s", why)
-            n_lanes = 1
-        # Plans of pipelines let no document go over from one nano-batch to the next.
-        inside_documents = settings.cut_documents and n_lanes == 2 and not dims.pp_enabled
-        for part in self.model_parts if inside_documents else ():
-            if why := why_documents_stay_whole(part):
-                logger.info(
-                    "batches are cut in two at the begin of a document, not inside one: %s: %s",
-                    type(part).__name__,
-                    why,
-                )
-                inside_documents = False
+        inside_documents = settings.cut_documents and n_lanes == 2
+        if inside_documents and (why := self._why_documents_stay_whole()):
+            logger.info(
+                "batches are cut in two at the begin of a document, not inside one: %s", why
+            )
+            inside_documents = False
+        if n_lanes == 2 and dims.pp_enabled:
+            why = self._why_microbatches_stay_whole(inside_documents=inside_documents)
+            if why:
+                logger.info("a microbatch of the pipeline is one lane, without ping-pong: %s", why)
+                n_lanes, inside_documents = 1, False
         sequence_parallel = self.config.parallelism.enable_sequence_parallel
         return Cutting(n_lanes, dims.tp if sequence_parallel else 1, inside_documents)
 
-    def _why_microbatches_stay_whole(self) -> str | None:
+    def _why_documents_stay_whole(self) -> str | None:
+        """Why the model cannot run the halves of a document, in words, the same on all ranks, which
+        call it together; None if it can."""
+        found = [
+            f"{type(part).__name__}: {why}"
+            for part in self.model_parts
+            if (why := why_documents_stay_whole(part))
+        ]
+        if not self.parallel_dims.pp_enabled:
+            return found[0] if found else None
+        # All stages run the same halves, and what stops one may not be in the others.
+        of_all: list[list[str]] = [[] for _ in range(dist.get_world_size())]
+        dist.all_gather_object(of_all, found)
+        return next(chain.from_iterable(of_all), None)
+
+    def _why_microbatches_stay_whole(self, *, inside_documents: bool) -> str | None:
         """Why those of a pipeline cannot be cut, in words, the same on all ranks; None if they
         can."""
         if self._order is None:
             return "the order of its schedule is unknown"
         if self.parallel_dims.tp_enabled:
             return "tensor-parallel ranks pass on parts of it"
-        if any(self.config.model_spec.model.traverse(MoE.Config)):
+        has_experts = any(self.config.model_spec.model.traverse(MoE.Config))
+        if has_experts and not inside_documents:
             # The second half of one long document is padding.
             return "experts would count tokens of padding"
         return None
