@@ -73,6 +73,9 @@ def main() -> None:
         "--microbatches", type=int, default=4, help="of a step, of Megatron-core and in pipelines"
     )
     parser.add_argument(
+        "--median", type=int, help="of documents' lengths; a sixteenth of a microbatch by default"
+    )
+    parser.add_argument(
         "--vocabulary",
         type=int,
         help="of torchtitan's model; with torch before 2.13 its loss has all logits at once, which "
@@ -105,6 +108,7 @@ def main() -> None:
                         layers=chosen.layers,
                         tokens=chosen.tokens,
                         microbatches=chosen.microbatches,
+                        median=chosen.median,
                         steps=chosen.steps,
                         vocabulary=chosen.vocabulary,
                         **(TINY if chosen.tiny else {}),

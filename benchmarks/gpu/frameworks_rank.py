@@ -34,8 +34,8 @@ class Settings:
 
     Attributes:
         framework: torchtitan or megatron.
-        attention: served; served-one-lane: without ping-pong; served-at-documents, of torchtitan,
-            whose halves of a batch have whole documents; plain: served by a plan that leaves all of
+        attention: served; served-one-lane: without ping-pong; served-at-documents, whose halves of
+            a batch or microbatch have whole documents; plain: served by a plan that leaves all of
             it at home, of Megatron-core without ping-pong; or one of the framework's: varlen, flex
             and flex_flash of torchtitan, transformer-engine of Megatron-core.
         control_plane: its address, where a session is opened.
@@ -43,6 +43,7 @@ class Settings:
         pp, tp: pipeline stages and tensor-parallel ranks; the other ranks are data-parallel.
         layers, tokens, steps, microbatches: of the model, of a microbatch, in all, and of a step of
             a pipeline.
+        median: of the documents' lengths; None is a sixteenth of a microbatch.
         flavor, vocabulary: of torchtitan's Llama 3; None is the flavor's vocabulary.
         hidden, heads, heads_kv, ffn, dtype: of Megatron's model.
         session: further options of the session.
@@ -58,6 +59,7 @@ class Settings:
     tokens: int = 131072
     steps: int = 20
     microbatches: int = 4
+    median: int | None = None
     flavor: str = "8B"
     vocabulary: int | None = None
     hidden: int = 4096
@@ -79,7 +81,7 @@ class Settings:
 
     @property
     def cuts_documents(self) -> bool:
-        """Whether torchtitan's batches are cut inside documents too."""
+        """Whether batches and microbatches are cut inside documents too."""
         return not self.attention.endswith(_AT_DOCUMENTS)
 
     @property
@@ -161,6 +163,8 @@ def torchtitan(settings: Settings) -> Measured:
     if _TORCH >= (2, 13):
         config.loss = ChunkedLossWrapper.Config(loss_fn=config.loss)
     config.training.steps = settings.steps
+    if settings.median:
+        config.dataloader.median = settings.median
     config.training.mixed_precision_param = settings.dtype
     config.parallelism.tensor_parallel_degree = settings.tp
     config.parallelism.pipeline_parallel_degree = settings.pp
@@ -257,7 +261,12 @@ def megatron(settings: Settings) -> Measured:
     )
     replica = parallel_state.get_data_parallel_rank()
     loader = example.random_documents(
-        settings.steps, settings.microbatches, settings.tokens, replica, device
+        settings.steps,
+        settings.microbatches,
+        settings.tokens,
+        replica,
+        device,
+        median=settings.median,
     )
     steps: ServedSteps | None = None
     numbered: Any = enumerate(loader)
@@ -267,7 +276,8 @@ def megatron(settings: Settings) -> Measured:
             n_microbatches=settings.microbatches,
             control_plane=settings.control_plane,
             job=settings.job,
-            ping_pong=settings.attention == "served",
+            ping_pong=settings.attention != "plain" and not settings.is_one_lane,
+            cut_documents=None if settings.cuts_documents else False,
             one_host=True,
             **settings.session_options,
         )

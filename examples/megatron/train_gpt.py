@@ -137,18 +137,31 @@ def _chunk(
 
 
 def random_documents(
-    steps: int, microbatches: int, tokens: int, replica: int, device: torch.device
+    steps: int,
+    microbatches: int,
+    tokens: int,
+    replica: int,
+    device: torch.device,
+    *,
+    median: float | None = None,
 ) -> Iterator[list[dict[str, Any]]]:
-    """Microbatches of packed documents with log-normal lengths, for each step."""
+    """Microbatches of packed documents with log-normal lengths, for each step.
+
+    Args:
+        median: of the lengths; None is a sixteenth of a microbatch.
+    """
+    median = median or tokens / 16
     for step in range(steps):
         generator = torch.Generator().manual_seed(1009 * step + replica)
-        yield [_microbatch(tokens, generator, device) for _ in range(microbatches)]
+        yield [_microbatch(tokens, median, generator, device) for _ in range(microbatches)]
 
 
-def _microbatch(tokens: int, generator: torch.Generator, device: torch.device) -> dict[str, Any]:
+def _microbatch(
+    tokens: int, median: float, generator: torch.Generator, device: torch.device
+) -> dict[str, Any]:
     lengths: list[int] = []
     while (left := tokens - sum(lengths)) > 0:
-        drawn = tokens / 16 * torch.empty(()).normal_(0, 1.3, generator=generator).exp()
+        drawn = median * torch.empty(()).normal_(0, 1.3, generator=generator).exp()
         lengths.append(min(left, max(1, int(drawn))))
     bounds = torch.tensor([0, *lengths]).cumsum(0).int().to(device)
     ids = torch.randint(VOCABULARY, (1, tokens + 1), generator=generator).to(device)

@@ -9,7 +9,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,12 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec  #
 from megatron.core.packed_seq_params import PackedSeqParams  # noqa: E402
 from megatron.core.pipeline_parallel import get_forward_backward_func  # noqa: E402
 from megatron.core.tensor_parallel.random import initialize_rng_tracker  # noqa: E402
+from megatron.core.transformer import (  # noqa: E402
+    MLATransformerConfig,
+    multi_latent_attention,
+)
 
+from core_attention.manifest import RankManifest  # noqa: E402
 from examples.megatron import train_gpt  # noqa: E402
 from examples.megatron.train_gpt import (  # noqa: E402
     Parallelism,
@@ -90,6 +95,10 @@ class Case:
             packed documents: it has as many rows of full length. Else with float64 attention.
         packed: whether the documents of the served run are packed.
         like: settings of another served run, with which this one is compared instead.
+        cut_documents: the setting.
+        cuts: whether documents lie in both halves by that.
+        latent: whether attention is multi-head latent, whose layers have rotary embeddings of their
+            own.
     """
 
     name: str
@@ -104,6 +113,9 @@ class Case:
     own: bool = False
     packed: bool = True
     like: Mapping[str, Any] | None = None
+    cut_documents: bool | None = None
+    cuts: bool = True
+    latent: bool = False
 
 
 RECOMPUTE = {"recompute_granularity": "selective", "recompute_modules": ["layernorm", "mlp"]}
@@ -112,6 +124,18 @@ ALL_TO_ALL = {"moe_token_dispatcher_type": "alltoall"}
 DROPOUT = {"hidden_dropout": 0.2}
 FREED = {"deallocate_pipeline_outputs": True}
 UNEQUAL = {"num_layers_in_first_pipeline_stage": 1}
+# Its layers ask whether they are of a kind that TransformerEngine brings, which is not there.
+multi_latent_attention.TELinear = torch.nn.Identity
+
+LATENT = {
+    "multi_latent_attention": True,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_head_dim": 16,
+    "qk_pos_emb_head_dim": 8,
+    "v_head_dim": 8,
+    "rope_type": "yarn",
+}
 BALANCED = {"moe_aux_loss_coeff": 0.01}
 SMALL, EXPERTS = Shape(layers=2), Shape(layers=2, experts=4)
 TP, PP, VIRTUAL = Parallelism(tp=2), Parallelism(pp=2), Parallelism(pp=2, chunks=2)
@@ -121,13 +145,17 @@ GROUPS = {
         2,
         (
             Case("dp"),
-            Case("one-lane", ping_pong=False),
+            Case("one-lane", ping_pong=False, cuts=False),
             Case("documents", SMALL, chosen=True),
+            Case("whole-documents", SMALL, chosen=True, cut_documents=False, cuts=False),
+            Case("asked-for", SMALL, chosen=True, cut_documents=True),
+            Case("latent", SMALL, chosen=True, latent=True),
             Case("overlap", SMALL, chosen=True, overlap=True),
             Case("recompute", settings=RECOMPUTE),
             Case("dropout", SMALL, settings=DROPOUT, like=DROPOUT | RECOMPUTE),
-            Case("own-attention", SMALL, own=True),
-            Case("own-attention-rows", SMALL, own=True, packed=False),
+            # In documents of a quarter each.
+            Case("own-attention", SMALL, own=True, cuts=False),
+            Case("own-attention-rows", SMALL, own=True, packed=False, cuts=False),
         ),
     ),
     "tensor parallelism": (
@@ -144,11 +172,11 @@ GROUPS = {
         2,
         (
             Case("pp", parallelism=PP),
-            Case("pp-one-lane", parallelism=PP, ping_pong=False),
+            Case("pp-one-lane", parallelism=PP, ping_pong=False, cuts=False),
             Case("pp-documents", parallelism=PP, chosen=True, settings=RECOMPUTE | FREED),
             Case("pp-virtual", parallelism=VIRTUAL),
             Case("pp-unequal", Shape(layers=3), PP, settings=UNEQUAL, chosen=True),
-            Case("pp-moe", EXPERTS, PP, settings=BALANCED, ping_pong=False),
+            Case("pp-moe", EXPERTS, PP, settings=BALANCED, ping_pong=False, cuts=False),
         ),
     ),
     "experts and hybrid stacks": (
@@ -156,9 +184,9 @@ GROUPS = {
         (
             Case("moe", EXPERTS),
             Case("experts-apart", EXPERTS, experts_apart=2, settings=ALL_TO_ALL, chosen=True),
-            Case("hybrid", pattern="*-M*"),
-            Case("hybrid-moe", Shape(layers=4, experts=4), pattern="*EM*"),
-            Case("hybrid-pp", Shape(layers=6), PP, pattern="M*--M*", chosen=True),
+            Case("hybrid", pattern="*-M*", cuts=False),
+            Case("hybrid-moe", Shape(layers=4, experts=4), pattern="*EM*", cuts=False),
+            Case("hybrid-pp", Shape(layers=6), PP, pattern="M*--M*", chosen=True, cuts=False),
         ),
     ),
     "both": (
@@ -187,7 +215,10 @@ def train(
 ) -> list[dict[str, torch.Tensor]]:
     """The loss and all gradients of each step; served if there is a control plane."""
     torch.manual_seed(5)
-    config = transformer_config(case.shape, case.parallelism)
+    config: Any = transformer_config(case.shape, case.parallelism)
+    if case.latent:
+        given = {each.name: getattr(config, each.name) for each in fields(config) if each.init}
+        config = MLATransformerConfig(**given | LATENT)
     config.finalize_model_grads_func = finalize_model_grads
     config.expert_model_parallel_size = case.experts_apart
     for name, value in case.settings.items():
@@ -211,6 +242,7 @@ def train(
     numbered: Sequence[Any] | Any = enumerate(loader)
     if control_plane:
         steps = open_steps(case, job, model, control_plane)
+        submitted = watched(steps)
         numbered = steps.ahead(loader)
     results = []
     for step, microbatches in numbered:
@@ -236,7 +268,28 @@ def train(
         found["evaluation"] = torch.stack([one["loss"] for one in evaluated]).sum().double()
     if steps is not None:
         steps.close()
+        assert any(map(has_cut_documents, submitted)) is case.cuts, case.name
     return results
+
+
+def watched(steps: ServedSteps) -> list[RankManifest]:
+    """What it submits from now on."""
+    submitted: list[RankManifest] = []
+    submit = steps.session.submit
+
+    def also(manifest: RankManifest, *, forward_only: bool = False) -> None:
+        submitted.append(manifest)
+        submit(manifest, forward_only=forward_only)
+
+    steps.session.submit = also  # type: ignore[method-assign]
+    return submitted
+
+
+def has_cut_documents(manifest: RankManifest) -> bool:
+    """Whether any document begins in one half and goes on in the other."""
+    begun = [any(s.offset for s in segments) for segments in manifest.nano_batches]
+    assert not any(begun[::2])
+    return any(begun)
 
 
 def served_layers(chunk: Any) -> list[ServedCoreAttention]:
@@ -355,6 +408,7 @@ def open_steps(case: Case, job: str, model: Any, control_plane: str) -> ServedSt
         control_plane=control_plane,
         job=job,
         ping_pong=case.ping_pong,
+        cut_documents=case.cut_documents,
         one_host=True,
         data_host="127.0.0.1",
         profile_dir=FOLDER,
@@ -390,7 +444,9 @@ def run(case: Case, control_plane: str) -> None:
         expert_model_parallel_size=case.experts_apart,
     )
     experts = case.shape.experts
-    spec = get_gpt_layer_local_spec(normalization="RMSNorm", num_experts=experts)
+    spec = get_gpt_layer_local_spec(
+        normalization="RMSNorm", num_experts=experts, multi_latent_attention=case.latent
+    )
     if case.pattern:
         spec = hybrid_spec(experts)
     served = serve(spec)

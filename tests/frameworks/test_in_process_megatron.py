@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import count
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +17,11 @@ from tests.frameworks.cpu_devices import megatron_on_cpu
 
 megatron_on_cpu()
 
+from megatron.core import parallel_state  # noqa: E402
 from megatron.core.extensions.transformer_engine import TEDotProductAttention  # noqa: E402
+from megatron.core.models.common.embeddings.rotary_pos_embedding import (  # noqa: E402
+    RotaryEmbedding,
+)
 from megatron.core.models.common.language_module.language_module import (  # noqa: E402
     LanguageModule,
 )
@@ -44,6 +49,7 @@ from trainer_client.integrations.megatron import (  # noqa: E402
     ServedCoreAttention,
     ServedSteps,
     host_bounds,
+    inside_documents,
     rng_fork,
     serve,
 )
@@ -53,6 +59,10 @@ from trainer_client.integrations.megatron.halves import (  # noqa: E402
     Layout,
     cut,
     packed_of,
+    segments_of,
+)
+from trainer_client.integrations.megatron.inside_documents import (  # noqa: E402
+    why_documents_stay_whole,
 )
 from trainer_client.integrations.megatron.lanes import CutMicrobatch, InTurns  # noqa: E402
 from trainer_client.integrations.megatron.one_lane import has_experts_apart  # noqa: E402
@@ -60,6 +70,7 @@ from trainer_client.integrations.megatron.steps import (  # noqa: E402
     _bounds,
     _check_equal,
     _check_layers,
+    _cuts_documents,
     _takes_turns,
 )
 
@@ -223,6 +234,12 @@ def test_microbatches_and_models_that_say_too_little_are_refused() -> None:
         _check_layers([])
 
 
+def its_bounds(half: Half) -> torch.Tensor:
+    """Of its own rows, those of the padding too."""
+    bounds = [bound - half.bounds[0] for bound in half.bounds]
+    return torch.tensor(bounds + [bounds[-1] + half.padding] * bool(half.padding))
+
+
 @pytest.mark.parametrize(
     ("lengths", "multiple", "may_be_empty", "expected"),
     [
@@ -240,16 +257,58 @@ def test_a_microbatch_is_cut_at_the_document_nearest_its_middle(
     lengths: list[int], multiple: int, may_be_empty: bool, expected: list[Any]
 ) -> None:
     bounds = torch.tensor([0, *lengths]).cumsum(0)
-    halves = cut(bounds.tolist(), multiple=multiple, may_be_empty=may_be_empty)
-    assert [(half.cu_seqlens.tolist(), half.padding) for half in halves] == expected
+    halves = cut(
+        bounds.tolist(), multiple=multiple, may_be_empty=may_be_empty, inside_documents=False
+    )
+    assert [(its_bounds(half).tolist(), half.padding) for half in halves] == expected
     given = {"qkv_format": "thd", "cu_seqlens_q": bounds, "cu_seqlens_kv": bounds}
     packed = PackedSeqParams(**given, max_seqlen_q=max(lengths), max_seqlen_kv=max(lengths))
     for half in halves:
         own = packed_of(packed, half)
-        assert torch.equal(own.cu_seqlens_q, half.cu_seqlens)
-        assert torch.equal(own.cu_seqlens_kv, half.cu_seqlens)
-        assert own.max_seqlen_q == max([0, *half.cu_seqlens.diff().tolist()])
+        assert torch.equal(own.cu_seqlens_q, its_bounds(half))
+        assert torch.equal(own.cu_seqlens_kv, its_bounds(half))
+        assert own.max_seqlen_q == max([0, *its_bounds(half).diff().tolist()])
     assert packed.cu_seqlens_q is bounds
+
+
+@pytest.mark.parametrize(
+    ("lengths", "multiple", "expected"),
+    [
+        # (document, its length, offset, rows) of each segment in both halves.
+        ([12], 1, [[(0, 12, 0, 6)], [(0, 12, 6, 6)]]),
+        ([7], 1, [[(0, 7, 0, 4)], [(0, 7, 4, 3)]]),
+        ([3, 5, 4], 1, [[(0, 3, 0, 3), (1, 5, 0, 3)], [(1, 5, 3, 2), (2, 4, 0, 4)]]),
+        ([3, 3, 6], 1, [[(0, 3, 0, 3), (1, 3, 0, 3)], [(2, 6, 0, 6)]]),
+        ([1] * 4, 1, [[(0, 1, 0, 1), (1, 1, 0, 1)], [(2, 1, 0, 1), (3, 1, 0, 1)]]),
+        ([1], 1, [[(0, 1, 0, 1)], [(1, 1, 0, 1)]]),
+        # Of 8 rows and 5, with 3 of padding.
+        ([10, 3], 4, [[(0, 10, 0, 8)], [(0, 10, 8, 2), (1, 3, 0, 3), (2, 3, 0, 3)]]),
+        # Of 3 rows with one of padding, and of padding alone.
+        ([3], 4, [[(0, 3, 0, 3), (1, 1, 0, 1)], [(2, 4, 0, 4)]]),
+    ],
+)
+def test_a_microbatch_is_cut_in_its_middle(
+    lengths: list[int], multiple: int, expected: list[Any]
+) -> None:
+    bounds = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    halves = cut(bounds.tolist(), multiple=multiple, may_be_empty=False, inside_documents=True)
+    segments = segments_of(bounds.tolist(), halves, count())
+    assert [
+        [(s.document_id, s.document_length, s.offset, s.length) for s in of_half]
+        for of_half in segments
+    ] == expected
+    packed = PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=bounds,
+        cu_seqlens_kv=bounds,
+        max_seqlen_q=max(lengths),
+        max_seqlen_kv=max(lengths),
+    )
+    for half, its in zip(halves, segments, strict=True):
+        own = packed_of(packed, half)
+        assert own.cu_seqlens_q.diff().tolist() == [s.length for s in its]
+        # Of tables of rotary embeddings.
+        assert own.max_seqlen_q == max(s.offset + s.length for s in its)
 
 
 def test_what_newer_versions_tell_of_documents_is_cut_too() -> None:
@@ -367,7 +426,7 @@ def test_experts_of_other_documents_are_awaited_in_both_halves() -> None:
     ):
         model = Language(experts=4, **changes)
         assert has_experts_apart(model.config) is is_apart
-        halves = InTurns(model).cut([0, 12])
+        halves = InTurns(model, inside_documents=False).cut([0, 12], inside_documents=False)
         assert (halves[1].padding > 0) is is_apart
 
 
@@ -486,22 +545,115 @@ def test_what_cannot_be_cut_is_refused_by_name(
     given: dict[str, Any], error: type[Exception], said: str
 ) -> None:
     model = Language()
-    turns = InTurns(model)
+    turns = InTurns(model, inside_documents=False)
     bounds = torch.tensor([0, 5, 12])
     packed = PackedSeqParams(qkv_format="thd", cu_seqlens_q=bounds, cu_seqlens_kv=bounds)
-    microbatch = CutMicrobatch(turns.cut(bounds.tolist()), first=0, is_last=True)
+    microbatch = CutMicrobatch(
+        turns.cut(bounds.tolist(), inside_documents=False), first=0, is_last=True
+    )
     with turns.running(microbatch), pytest.raises(error, match=said):
         model.forward(**{"packed_seq_params": packed, **given})
 
 
+def test_a_document_without_packed_rows_is_not_cut() -> None:
+    model = Language()
+    turns = InTurns(model, inside_documents=True)
+    microbatch = CutMicrobatch(turns.cut([0, 12], inside_documents=True), first=0, is_last=True)
+    with (
+        turns.running(microbatch),
+        pytest.raises(UnsupportedSetting, match=r"without packed_seq_params.*cut_documents=False"),
+    ):
+        model.forward(torch.zeros(1, 12))
+
+
 def test_a_model_is_left_as_it_was() -> None:
     model = Language()
+    model.rotates = RotaryEmbedding(16, 1.0, use_cpu_initialization=True)
     for _ in range(2):
         before = model.forward
-        turns = InTurns(model)
+        turns = InTurns(model, inside_documents=True)
         assert model.forward != before
+        assert model.rotates._forward_hooks
         turns.undo()
         assert model.forward == before
+        assert not model.rotates._forward_hooks
+
+
+@pytest.mark.parametrize(
+    ("given", "asked", "inside"),
+    [
+        ({"packed_seq_params": True}, None, True),
+        ({"packed_seq_params": True}, False, False),
+        # Each document may have a row of its own.
+        ({"packed_seq_params": None}, None, False),
+        ({}, None, False),
+        ({}, True, True),
+    ],
+)
+def test_only_packed_rows_are_cut_inside_documents(
+    given: dict[str, Any], asked: bool | None, inside: bool
+) -> None:
+    plans: Any = Plans(2)
+    steps = ServedSteps(plans, [Language()], cut_documents=asked)
+    batch = {name: value and packed_rows([9, 3]) for name, value in given.items()}
+    list(steps.ahead([[{"cu_seqlens": torch.tensor([0, 9, 12]), **batch}]]))
+    (manifest,) = plans.submitted
+    rows = [manifest.tokens(lane) for lane in range(2)]
+    assert rows == ([6, 6] if inside else [9, 3])
+
+
+def packed_rows(lengths: list[int]) -> PackedSeqParams:
+    bounds = torch.tensor([0, *lengths]).cumsum(0)
+    return PackedSeqParams(qkv_format="thd", cu_seqlens_q=bounds, cu_seqlens_kv=bounds)
+
+
+ALONE = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
+"""A group of context parallelism."""
+
+
+def test_models_in_which_more_than_attention_sees_neighbours_are_cut_at_documents(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(parallel_state, "get_context_parallel_group", lambda **_: ALONE)
+
+    def why(core: torch.nn.Module, *others: Any, rotates: str = "rope", **changes: Any) -> str:
+        made: Any = Language(**changes)
+        made.layer = torch.nn.ModuleList([torch.nn.Module(), *others])
+        made.layer[0].core_attention = core
+        made.position_embedding_type = rotates
+        return "; ".join(why_documents_stay_whole([made]))
+
+    served, stack = layer(), MambaStack.__new__(MambaStack)
+    torch.nn.Module.__init__(stack)
+    assert not why(served)
+    assert not why(served, rotates="none")
+    assert not why(served, multi_latent_attention=True)
+    assert "Module is not served" in why(torch.nn.Identity())
+    assert "apply_rope_fusion is True" in why(served, apply_rope_fusion=True)
+    assert "multi-token prediction" in why(served, mtp_num_layers=1)
+    assert "position embeddings are 'mrope'" in why(served, rotates="mrope")
+    assert "MambaStack mixes tokens" in why(served, stack)
+    assert "Conv1d is a convolution" in why(served, torch.nn.Conv1d(1, 1, 1))
+    assert "embeddings are None" in "; ".join(why_documents_stay_whole([torch.nn.Linear(1, 1)]))
+    # A version that reads every document from 0 on.
+    monkeypatch.setattr(
+        inside_documents,
+        "apply_rotary_pos_emb",
+        lambda rows, table, config, cu_seqlens=None, cp_group=None: (
+            rows + table[: len(rows)].roll(1, 0) if cu_seqlens is None else rows
+        ),
+    )
+    assert "reads rotary embeddings from 0 on" in why(served)
+
+
+def test_cut_documents_that_a_model_cannot_run_are_refused_if_asked_for() -> None:
+    models = [torch.nn.Linear(1, 1)]
+    assert _cuts_documents(models, None, takes_turns=True) is False
+    assert _cuts_documents(models, None, takes_turns=False) is False
+    with pytest.raises(UnsupportedSetting, match=r"inside documents: its position embeddings"):
+        _cuts_documents(models, True, takes_turns=True)
+    with pytest.raises(UnsupportedSetting, match="halves of a microbatch do not take turns"):
+        _cuts_documents(models, True, takes_turns=False)
 
 
 def test_bounds_of_documents_are_found_on_the_host() -> None:

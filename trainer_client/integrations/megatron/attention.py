@@ -85,9 +85,12 @@ class ServedCoreAttention(MegatronModule):
             pg_collection = ProcessGroupCollection.use_mpu_process_groups(required_pgs=["tp"])
         tp = pg_collection.tp.size()
         head_dim = k_channels or config.kv_channels
+        # With multi-head latent attention every head has keys of its own, whatever the groups.
+        is_latent = getattr(config, "multi_latent_attention", False)
+        heads_kv = config.num_attention_heads if is_latent else config.num_query_groups
         self.shape = AttentionShape(
             num_heads=config.num_attention_heads // tp,
-            num_heads_kv=config.num_query_groups // tp,
+            num_heads_kv=heads_kv // tp,
             head_dim=head_dim,
             head_dim_v=v_channels or head_dim,
             dtype=str(config.params_dtype).removeprefix("torch."),

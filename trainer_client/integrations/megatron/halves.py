@@ -1,18 +1,17 @@
-"""A microbatch cut into two nano-batches, its halves: at the begin of a document, near the middle.
-
-Megatron's rotary embeddings count from 0 in each document of ``cu_seqlens``, so no document is cut.
-"""
+"""A microbatch cut into two nano-batches, its halves: in its middle, or where a document begins."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
 import torch
 
+from core_attention.manifest import Segment
 from trainer_client.integrations.frameworks import UnsupportedSetting
 from trainer_client.step.manifests import split_documents
 
@@ -25,18 +24,20 @@ _OF_HALVES = (*_BOUNDS, *_LONGEST, "total_tokens", "seq_idx", "tokens_per_sample
 
 @dataclass(frozen=True)
 class Half:
-    """Whole documents of a microbatch, and a document of padding after them whose outputs are
+    """Neighbouring rows of a microbatch, and a document of padding after them whose outputs are
     dropped.
 
     Attributes:
-        first, last: its documents, ``[first, last)``.
-        bounds: ``[documents + 1]`` their cumulative lengths in the microbatch.
+        first, last: the documents that it has rows of, ``[first, last)``.
+        bounds: ``[documents + 1]`` where its rows of each begin in the microbatch, then their end.
+        begun: tokens of its first document that lie in the half before.
         padding: tokens of the padding; 0 if there is none.
     """
 
     first: int
     last: int
     bounds: tuple[int, ...]
+    begun: int = 0
     padding: int = 0
 
     @property
@@ -45,39 +46,74 @@ class Half:
         return self.bounds[-1] - self.bounds[0]
 
     @property
-    def cu_seqlens(self) -> torch.Tensor:
-        """``[documents + 1]``, of the padding too, for a manifest."""
-        bounds = [bound - self.bounds[0] for bound in self.bounds]
-        return torch.tensor(bounds + [bounds[-1] + self.padding] * bool(self.padding))
-
-    @property
     def longest(self) -> int:
-        """Tokens of its longest document."""
-        return max([self.padding, *(end - begin for begin, end in pairwise(self.bounds))])
+        """Tokens of its longest document up to the end of this half."""
+        lengths = [end - begin for begin, end in pairwise(self.bounds)]
+        if lengths:
+            lengths[0] += self.begun
+        return max([self.padding, *lengths])
 
 
-def cut(bounds: Sequence[int], *, multiple: int, may_be_empty: bool) -> list[Half]:
-    """The halves of a microbatch: as equally many rows as whole documents allow.
+def cut(
+    bounds: Sequence[int], *, multiple: int, may_be_empty: bool, inside_documents: bool
+) -> list[Half]:
+    """The halves of a microbatch: of equally many rows, up to ``multiple``; if documents stay
+    whole, as equal as these allow.
 
     Args:
         bounds: ``[documents + 1]`` cumulative lengths, from 0 up.
         multiple: what the rows of a half must be divided by, without rest (sequence parallelism);
             padding sees to it.
-        may_be_empty: whether the second half of a microbatch of one document may have no rows. If
-            not, it has ``multiple`` tokens of padding, for collectives in which other ranks await
-            this one.
+        may_be_empty: whether the second half of a microbatch that cannot be divided may have no
+            rows. If not, it has ``multiple`` tokens of padding, for collectives in which other
+            ranks await this one.
+        inside_documents: whether a document may begin in the first half and go on in the second.
     """
     bounds = tuple(bounds)
-    lengths = [end - begin for begin, end in pairwise(bounds)]
-    at = len(split_documents(lengths, 2)[0])
+    n_rows = bounds[-1]
+    if inside_documents:
+        middle = min(-(-n_rows // (2 * multiple)) * multiple, n_rows)
+    else:
+        lengths = [end - begin for begin, end in pairwise(bounds)]
+        middle = sum(split_documents(lengths, 2)[0])
+    at = bisect_left(bounds, middle)
+    # Of the document that goes on in the second half, if one does.
+    begun = middle - bounds[at - 1] if bounds[at] > middle else 0
+    own = (
+        Half(0, at, (*bounds[:at], middle)),
+        Half(at - (begun > 0), len(bounds) - 1, (middle, *bounds[at + (begun == 0) :]), begun),
+    )
     halves = []
-    for first, last in ((0, at), (at, len(lengths))):
-        own = bounds[first : last + 1]
-        padding = -(own[-1] - own[0]) % multiple
-        if first == last and not may_be_empty:
+    for half in own:
+        padding = -half.n_rows % multiple
+        if not half.n_rows and not may_be_empty:
             padding = multiple
-        halves.append(Half(first, last, own, padding))
+        halves.append(replace(half, padding=padding))
     return halves
+
+
+def segments_of(
+    bounds: Sequence[int], halves: Sequence[Half], ids: Iterator[int]
+) -> list[list[Segment]]:
+    """What each half of a microbatch holds, for a manifest.
+
+    Args:
+        bounds: as of :func:`cut`, which gave ``halves``.
+        ids: of documents; one is taken for each.
+    """
+    lengths = [end - begin for begin, end in pairwise(bounds)]
+    id_of = [next(ids) for _ in lengths]
+    found = []
+    for half in halves:
+        held = list(enumerate(pairwise(half.bounds), half.first)) if half.n_rows else []
+        segments = [
+            Segment(id_of[i], lengths[i], half.begun if i == half.first else 0, end - begin)
+            for i, (begin, end) in held
+        ]
+        if half.padding:
+            segments.append(Segment(next(ids), half.padding, 0, half.padding))
+        found.append(segments)
+    return found
 
 
 @dataclass(frozen=True)
@@ -172,7 +208,8 @@ def packed_of(packed: Any, half: Half) -> Any:
         )
 
     def of_half(_: str, bounds: torch.Tensor) -> torch.Tensor:
-        inner = bounds.flatten()[half.first : half.last + 1] - bounds.flatten()[half.first]
+        begin, end = half.bounds[0], half.bounds[-1]
+        inner = bounds.flatten()[half.first : half.last + 1].clamp(begin, end) - begin
         return torch.cat([inner, inner[-1:] + half.padding][: 1 + bool(half.padding)])
 
     own = with_bounds(packed, of_half)

@@ -20,6 +20,7 @@ from trainer_client.integrations.frameworks import UnsupportedSetting
 from trainer_client.integrations.graphs import outside_graphs
 from trainer_client.integrations.megatron.attention import ServedCoreAttention
 from trainer_client.integrations.megatron.halves import Half, Layout, cut, packed_of
+from trainer_client.integrations.megatron.inside_documents import give_rows_their_positions
 from trainer_client.integrations.megatron.one_lane import has_experts_apart
 from trainer_client.step.ping_pong import Call, run_in_turns
 
@@ -50,9 +51,10 @@ class InTurns:
 
     Args:
         model: ``GPTModel``, ``MambaModel`` or ``HybridModel``.
+        inside_documents: whether it may be given the halves of a document.
     """
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, *, inside_documents: bool) -> None:
         self._model = model
         self._forward: Callable[..., Any] = model.forward
         self._signature = inspect.signature(model.forward)
@@ -61,18 +63,22 @@ class InTurns:
         self._microbatch: CutMicrobatch | None = None
         model.forward = self._run
         model.set_input_tensor = self._take_input
+        self._hooks = give_rows_their_positions(model) if inside_documents else []
         _tell_what_is_around(model)
 
     def undo(self) -> None:
         """Gives the model its own methods back."""
+        for hook in self._hooks:
+            hook.remove()
         self._model.forward, self._model.set_input_tensor = self._forward, self._set_input
 
-    def cut(self, bounds: Sequence[int]) -> list[Half]:
+    def cut(self, bounds: Sequence[int], *, inside_documents: bool) -> list[Half]:
         """The halves of a microbatch, the same in all chunks; see
         :func:`trainer_client.integrations.megatron.halves.cut`."""
         return cut(
             bounds,
             multiple=self._shards,
+            inside_documents=inside_documents,
             # Experts send tokens to those of other ranks, and await theirs.
             may_be_empty=not has_experts_apart(self._model.config),
         )
@@ -130,6 +136,12 @@ class InTurns:
         self, named: Mapping[str, Any], halves: Sequence[Half], layout: Layout
     ) -> list[Call]:
         """The arguments of :meth:`_run_half` for each half."""
+        if not layout.packed and any(half.begun for half in halves):
+            raise UnsupportedSetting(
+                "a microbatch was planned as packed rows and cut inside a document, and the model "
+                "is called without packed_seq_params; hand them to it on every stage, or open the "
+                "steps with cut_documents=False"
+            )
         hidden = None
         if not self._model.pre_process:
             hidden = self._whole(self._input, layout)

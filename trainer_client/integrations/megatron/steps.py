@@ -7,6 +7,7 @@ import logging
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from itertools import count
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +22,8 @@ from trainer_client.errors import SessionError
 from trainer_client.integrations.frameworks import UnsupportedSetting
 from trainer_client.integrations.megatron import host_bounds, one_lane
 from trainer_client.integrations.megatron.attention import ServedCoreAttention
-from trainer_client.integrations.megatron.halves import Half
+from trainer_client.integrations.megatron.halves import Half, segments_of
+from trainer_client.integrations.megatron.inside_documents import why_documents_stay_whole
 from trainer_client.integrations.megatron.lanes import CutMicrobatch, InTurns
 from trainer_client.integrations.megatron.one_lane import unwrapped
 from trainer_client.integrations.megatron.pipelines import pipelining_of
@@ -65,17 +67,27 @@ class ServedSteps:
             ping-pong twice as many.
         chunks: of the model on this rank: one, or more with virtual pipeline stages.
         ping_pong: whether the halves of a microbatch take turns.
+        cut_documents: as of :meth:`open`, by which the model can run what it asks for.
     """
 
     def __init__(
-        self, session: Session, chunks: Sequence[nn.Module], *, ping_pong: bool = True
+        self,
+        session: Session,
+        chunks: Sequence[nn.Module],
+        *,
+        ping_pong: bool = True,
+        cut_documents: bool | None = False,
     ) -> None:
         self.session = session
         self._n_chunks = len(chunks)
         self._started: Counter[int] = Counter()
         self._chunks_begun: Counter[int] = Counter()
         models: list[Any] = [unwrapped(chunk) for chunk in chunks] if ping_pong else []
-        self._turns = {id(model): InTurns(model) for model in models}
+        self._cut_documents = cut_documents
+        inside_documents = cut_documents is not False
+        self._turns = {
+            id(model): InTurns(model, inside_documents=inside_documents) for model in models
+        }
         self._planned: dict[int, list[_Planned]] = {}
         self._running: list[_Planned] = []
         self._now: tuple[str, _Planned] | None = None
@@ -94,6 +106,7 @@ class ServedSteps:
         control_plane: str,
         job: str = "megatron",
         ping_pong: bool | None = None,
+        cut_documents: bool | None = None,
         **options: Any,
     ) -> ServedSteps:
         """Joins the job, on all ranks together, after Megatron's parallel state and model are made.
@@ -105,11 +118,15 @@ class ServedSteps:
             job: its name.
             ping_pong: whether the two halves of each microbatch take turns, so that one computes
                 while the other's rows travel; None: if the model's settings allow it.
+            cut_documents: whether halves are cut in the middle, whatever document lies there; else
+                at the begin of a document near it. None: where the model allows it, and a
+                microbatch has ``packed_seq_params``; True: of those with ``cu_seqlens`` alone too,
+                whose rows must be packed then.
             options: further :class:`trainer_client.SessionOptions`.
 
         Raises:
-            UnsupportedSetting: the ranks have different numbers of served layers, or ping-pong is
-                asked for and cannot work.
+            UnsupportedSetting: the ranks have different numbers of served layers, or ping-pong or
+                cut documents are asked for and cannot work.
             SessionError: the model has none, or they differ.
         """
         chunks = [model] if isinstance(model, nn.Module) else list(model)
@@ -126,6 +143,7 @@ class ServedSteps:
         stage = parallel_state.get_pipeline_model_parallel_rank()
         first = (stage * dp + parallel_state.get_data_parallel_rank()) * tp
         takes_turns = _takes_turns(chunks, ping_pong, n_microbatches)
+        cuts = _cuts_documents(chunks, cut_documents, takes_turns=takes_turns)
         pipelining = pipelining_of(chunks, n_microbatches)
         if pipelining is None:
             _check_equal(counts)
@@ -145,7 +163,7 @@ class ServedSteps:
                 **options,
             )
         )
-        return cls(session, chunks, ping_pong=takes_turns)
+        return cls(session, chunks, ping_pong=takes_turns, cut_documents=cuts)
 
     def ahead(
         self,
@@ -182,26 +200,35 @@ class ServedSteps:
                     f"step {step} has {len(microbatches)} microbatches, and ServedSteps.open was "
                     f"given n_microbatches={expected}; fill it up, or leave it out (drop_last)"
                 )
-            bounds = [_bounds(step, each) for each in microbatches]
-            self.session.submit(self._manifest(step, bounds), forward_only=forward_only)
+            self.session.submit(self._manifest(step, microbatches), forward_only=forward_only)
             submitted.append((step, microbatches))
             if len(submitted) > steps_ahead:
                 yield submitted.popleft()
         yield from submitted
 
-    def _manifest(self, step: int, bounds: Sequence[torch.Tensor]) -> RankManifest:
+    def _manifest(self, step: int, microbatches: Sequence[Microbatch]) -> RankManifest:
+        rank, bounds = self.session.options.rank, [_bounds(step, each) for each in microbatches]
         # Made in any case: it tells of bounds that are none.
-        manifest = manifest_from_cu_seqlens(step, self.session.options.rank, bounds)
+        manifest = manifest_from_cu_seqlens(step, rank, bounds)
         chunk = next(iter(self._turns.values()), None)
-        planned = [
-            _Planned(its, chunk.cut(its) if chunk else [])
-            for its in (each.tolist() for each in bounds)
-        ]
+        planned = []
+        for its, microbatch in zip((each.tolist() for each in bounds), microbatches, strict=True):
+            halves = []
+            if chunk is not None:
+                halves = chunk.cut(its, inside_documents=self._is_cut_inside(microbatch))
+            planned.append(_Planned(its, halves))
         self._planned[step] = planned
         if chunk is None:
             return manifest
-        lanes = [half.cu_seqlens for microbatch in planned for half in microbatch.halves]
-        return manifest_from_cu_seqlens(step, self.session.options.rank, lanes)
+        ids = count(rank << 32)
+        lanes = [lane for each in planned for lane in segments_of(each.bounds, each.halves, ids)]
+        return RankManifest(step, rank, lanes)
+
+    def _is_cut_inside(self, microbatch: Microbatch) -> bool:
+        """Whether a document of it may lie in both halves."""
+        if self._cut_documents is None:
+            return microbatch.get("packed_seq_params") is not None
+        return self._cut_documents
 
     @contextmanager
     def step(self, number: int) -> Iterator[RunningStep]:
@@ -335,6 +362,35 @@ def _takes_turns(chunks: Sequence[nn.Module], asked: bool | None, n_microbatches
     else:
         logger.info("a microbatch is two nano-batches, which take turns")
     return asked is not False and not found
+
+
+def _cuts_documents(
+    chunks: Sequence[nn.Module], asked: bool | None, *, takes_turns: bool
+) -> bool | None:
+    """``asked``, or False if the model cannot run the halves of a document. All ranks call it
+    together.
+
+    Raises:
+        UnsupportedSetting: it is asked for, and cannot be.
+    """
+    if not takes_turns:
+        found = ["the halves of a microbatch do not take turns"]
+    elif asked is False:
+        return False
+    else:
+        found = why_documents_stay_whole([unwrapped(chunk) for chunk in chunks])
+    if asked and found:
+        raise UnsupportedSetting(
+            "microbatches cannot be cut inside documents: "
+            + "; ".join(found)
+            + ". Change that, or open the steps without cut_documents=True"
+        )
+    if found and takes_turns:
+        logger.info(
+            "microbatches are cut in two at the begin of a document, not inside one: %s",
+            "; ".join(found),
+        )
+    return False if found else asked
 
 
 def _bounds(step: int, microbatch: Microbatch) -> torch.Tensor:
