@@ -21,7 +21,8 @@ def write_whole(
     """Puts ``content`` at ``path``, whole or not at all; of several writers the last one counts.
 
     Args:
-        path: in a folder that exists.
+        path: in a folder that exists. What a symbolic link leads to is written, and the link
+            stays; a device or pipe is written to piece by piece.
         content: text is written as UTF-8; a callable writes it itself, to the file that it is
             given.
         mode: permissions, which hold from the start; None: what the process's umask leaves.
@@ -31,6 +32,11 @@ def write_whole(
         OSError: it cannot be written. Then, and if ``content`` raises, what was there before is
             untouched.
     """
+    path = path.resolve() if path.is_symlink() else path
+    if _is_special(path):
+        with path.open("wb") as file:
+            _write(file, content)
+        return
     partial = _partial(path)
     try:
         with open(
@@ -38,10 +44,7 @@ def write_whole(
         ) as file:
             if mode is not None:
                 os.fchmod(file.fileno(), mode)
-            if callable(content):
-                content(file)
-            else:
-                file.write(content.encode() if isinstance(content, str) else content)
+            _write(file, content)
             if durable:
                 file.flush()
                 os.fsync(file.fileno())
@@ -52,6 +55,13 @@ def write_whole(
         raise
     if durable:
         sync_folder(path.parent)
+
+
+def _write(file: BinaryIO, content: str | bytes | Callable[[BinaryIO], object]) -> None:
+    if callable(content):
+        content(file)
+    else:
+        file.write(content.encode() if isinstance(content, str) else content)
 
 
 def check_can_write_all(*paths: Path | None) -> None:
@@ -69,6 +79,11 @@ def check_can_write(path: Path) -> None:
     """
     if path.is_dir():
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    path = path.resolve() if path.is_symlink() else path
+    if _is_special(path):
+        if not os.access(path, os.W_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return
     partial = _partial(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -88,6 +103,11 @@ def sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def _is_special(path: Path) -> bool:
+    """Whether it is there and neither a file nor a folder, and so must not be replaced by one."""
+    return path.exists() and not path.is_file() and not path.is_dir()
 
 
 def _partial(path: Path) -> Path:

@@ -22,6 +22,11 @@ from typing import Any
 
 PREFIX = "DISTCA"
 
+_OF_A_FLEET = tuple(
+    f"{PREFIX}_{name}" for name in ("STATE_DIR", "TOKEN_SECRET", "DATA_NETWORK", "LEADER_", "TLS_")
+)
+"""How variables begin that name the state, secrets and certificates of a fleet."""
+
 _NOT_FROM_A_FILE = {"--help", "--version", "--config", "--install-completion", "--show-completion"}
 """Options that say what to do once, or where the file is."""
 
@@ -72,12 +77,13 @@ def options_of(command: Any, path: tuple[str, ...] = ()) -> Iterator[ConfigOptio
 
 def without_commands(environ: Mapping[str, str], *commands: str) -> dict[str, str]:
     """``environ`` for processes that run ``commands`` and whose options are all on their command
-    lines: without the file, and without the variables of these commands alone."""
-    prefixes = tuple(f"{PREFIX}_{name}_".replace("-", "_").upper() for name in commands)
+    lines: without the file, the variables of these commands alone, and those that say which fleet a
+    service belongs to."""
+    own = tuple(f"{PREFIX}_{name}_".replace("-", "_").upper() for name in commands)
     return {
         name: value
         for name, value in environ.items()
-        if name != f"{PREFIX}_CONFIG" and not name.startswith(prefixes)
+        if name != f"{PREFIX}_CONFIG" and not name.startswith((*own, *_OF_A_FLEET))
     }
 
 

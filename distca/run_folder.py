@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import fcntl
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from distca.errors import RunFolderError
 
-_MARK = "steps.jsonl"
 _CHECKPOINTS = "step-????????.pt"
 
 
@@ -32,7 +34,7 @@ class RunFolder:
 
     @property
     def step_log(self) -> Path:
-        return self.root / _MARK
+        return self.root / "steps.jsonl"
 
     @property
     def record(self) -> Path:
@@ -64,6 +66,33 @@ class RunFolder:
         except OSError as error:
             raise RunFolderError(f"{self.root} cannot be used: {error.strerror}") from error
 
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """In the block no other process of this machine runs in this folder.
+
+        Raises:
+            RunFolderError: one does, or the folder that this one lies in cannot be made.
+        """
+        lock = self.root.with_name(f".{self.name}.lock")
+        try:
+            lock.parent.mkdir(parents=True, exist_ok=True)
+            file = lock.open("w")
+        except OSError as error:
+            raise RunFolderError(f"{self.root} cannot be used: {error.strerror}") from error
+        with file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise RunFolderError(
+                    f"{self.root} is in use by a run that has not ended; choose another name, or "
+                    "wait for its end"
+                ) from None
+            try:
+                yield
+            finally:
+                # While it is held: else it might be another run's.
+                lock.unlink(missing_ok=True)
+
     def prepare(self, *, resume: bool, overwrite: bool) -> None:
         """Makes the folder ready for a run.
 
@@ -86,10 +115,35 @@ class RunFolder:
                     f"{self.root} holds a run already: choose another name, go on with it by "
                     "--resume, or give --overwrite"
                 )
-            if occupied and not (self.logs.is_dir() or self.step_log.exists()):
-                raise RunFolderError(f"{self.root} holds no run, so it is not overwritten")
             if occupied:
+                self._check_is_a_run()
                 shutil.rmtree(self.root)
         except OSError as error:
             raise RunFolderError(f"{self.root} cannot be used: {error.strerror}") from error
         self.open()
+
+    def _check_is_a_run(self) -> None:
+        """
+        Raises:
+            RunFolderError: the folder has something that no run leaves there.
+        """
+        own = (
+            self.checkpoints,
+            self.logs,
+            self.step_log,
+            self.record,
+            self.report,
+            self.figures,
+        )
+        # A file that was being written when its process was killed has a longer name.
+        others = sorted(
+            path.name
+            for path in self.root.iterdir()
+            if path not in own
+            and not (path.suffix == ".partial" and path.name.startswith(tuple(p.name for p in own)))
+        )
+        if others:
+            raise RunFolderError(
+                f"{self.root} holds no run, so it is not overwritten: no run leaves {others[0]!r} "
+                "there; choose another name, or move what is there away"
+            )

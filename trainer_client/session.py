@@ -33,6 +33,7 @@ from distca.process.certificates import watch_certificates
 from distca.process.monitoring import MetricsEndpoint, process_registry
 from distca.v1 import data_plane_pb2, jobs_pb2, membership_pb2
 from trainer_client.errors import SessionError
+from trainer_client.integrations.checkpointing import forget_step
 from trainer_client.integrity.examiner import Examiner
 from trainer_client.link.control_link import ControlLink
 from trainer_client.link.data_host import data_host_of
@@ -132,6 +133,7 @@ class Session:
         self._running: RunningStep | None = None
         self._handed_in: set[int] = set()
         self._last_step = -1
+        self._entered: int | None = None
         self._met = False
         self._closed = False
         try:
@@ -250,8 +252,8 @@ class Session:
         Steps run in increasing order; one that was submitted may be left out.
 
         Raises:
-            SessionError: it is not after the last step begun, or the block ended before the step
-                was complete; see :meth:`RunningStep.check_ended`.
+            SessionError: it is not after the last step begun, or inside another one, or the block
+                ended before the step was complete; see :meth:`RunningStep.check_ended`.
             ValueError: what a model of transformers was given tells of other documents than the
                 manifest, and was on a GPU until now.
             PlanNotReady: its plan did not come before ``plan_timeout_seconds``; it may be run
@@ -264,12 +266,19 @@ class Session:
                 f"step {step} comes after step {self._last_step}; steps run once each, in "
                 "increasing order"
             )
+        if self._entered is not None:
+            raise SessionError(
+                f"step {step} is begun inside step {self._entered}; servers and other ranks "
+                "would wait for the end of that one. Evaluate after it, or under torch.no_grad "
+                "outside of any step, which is computed at home"
+            )
         began = time.perf_counter()
         planned = self._steps.wait_plan(step, self.options.plan_timeout_seconds)
         plan_wait_seconds = time.perf_counter() - began
         self._metrics.plan_waited_for(plan_wait_seconds)
         running = self._begin(planned)
         token = current_step.set(running)
+        self._entered = step
         why = ""
         try:
             yield running
@@ -281,6 +290,7 @@ class Session:
             raise
         finally:
             current_step.reset(token)
+            self._entered = None
             self._end(running, plan_wait_seconds, why)
         running.check_ended()
 
@@ -424,6 +434,7 @@ class Session:
     def _end(self, running: RunningStep, plan_wait_seconds: float, why: str) -> None:
         """Closes a step whose block has ended, with the error ``why`` if that is not empty."""
         self._running = None
+        forget_step(running)
         self._neighbours.forget(self._steps.is_finished)
         self._steps.end(running, why or running.given_up or running.unfinished)
         waits = self._waits_of(running)

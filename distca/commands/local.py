@@ -55,10 +55,11 @@ def local(
     )
     folder = local.run_folder(datetime.now())
     goes_on = training.resume_or_start and folder.newest_checkpoint() is not None
-    folder.prepare(resume=training.resume or goes_on, overwrite=local.overwrite)
-    try:
-        finished = launch(run, folder, console)
-    finally:
-        show_outcome(folder, console)
+    with folder.held():
+        folder.prepare(resume=training.resume or goes_on, overwrite=local.overwrite)
+        try:
+            finished = launch(run, folder, console)
+        finally:
+            show_outcome(folder, console)
     if not finished:
         raise typer.Exit(INTERRUPTED_EXIT_CODE)

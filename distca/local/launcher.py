@@ -199,7 +199,8 @@ class _Follower:
     ) -> None:
         self._supervisor = supervisor
         self._trainers = trainers
-        self._tail = StepTail(folder.step_log)
+        # Of a run that is resumed, what it has done is there already.
+        self._tail = StepTail(folder.step_log, from_end=True)
         self._display = TrainingDisplay(console, f"training ({run.local.mode})", run.training.steps)
         self._console = console
 

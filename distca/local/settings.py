@@ -48,10 +48,10 @@ class LocalSettings:
         check_least(self, trainers=1, nodes=0, threads=1)
         if self.mode is PlacementName.POOL and self.nodes < 1:
             raise ValueError("nodes is 0; pool mode needs 1 or more, or choose --mode in-place")
-        if self.name and not re.fullmatch(r"[A-Za-z0-9._-]{1,64}", self.name):
+        if self.name and not re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,63}", self.name):
             raise ValueError(
                 f"name is {self.name!r}; valid are 1 to 64 characters of A-Z, a-z, 0-9, '.', '_' "
-                "and '-'"
+                "and '-', not beginning with '.'"
             )
 
     @property

@@ -421,7 +421,8 @@ class _Loop:
             if self._leads:
                 self._observer.finish()
         self._save(done)
-        return done == self._run.training.steps
+        # A run that is resumed may have gone further than it is asked to.
+        return done >= self._run.training.steps
 
     def record(self, began: str, *, finished: bool) -> RunRecord:
         """What is known of the run; complete on rank 0 only."""

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import BinaryIO
 
 import pytest
 
-from core_attention.whole_file import write_whole
+from core_attention.whole_file import check_can_write, write_whole
 
 
 def test_content_and_permissions(tmp_path: Path) -> None:
@@ -83,3 +84,20 @@ def test_readers_never_see_a_part(tmp_path: Path) -> None:
         done.set()
         for writer in writers:
             writer.join(10)
+
+
+def test_links_and_pipes_stay_what_they_are(tmp_path: Path) -> None:
+    target, link, pipe = (tmp_path / name for name in ("target", "link", "pipe"))
+    target.write_text("former")
+    link.symlink_to("target")
+    check_can_write(link)
+    write_whole(link, "new", durable=True)
+    assert (link.is_symlink(), target.read_text()) == (True, "new")
+    os.mkfifo(pipe)
+    check_can_write(pipe)
+    with ThreadPoolExecutor(1) as pool:
+        reading = pool.submit(pipe.read_text)
+        write_whole(pipe, "whole", mode=0o600, durable=True)
+        assert reading.result(timeout=30) == "whole"
+    assert pipe.is_fifo()
+    assert sorted(os.listdir(tmp_path)) == ["link", "pipe", "target"]

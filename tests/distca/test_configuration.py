@@ -138,6 +138,10 @@ def test_a_local_run_keeps_the_variables_of_other_commands_from_its_processes() 
     environ = {
         "DISTCA_CONFIG": "f",
         "DISTCA_TRAIN_STEPS": "1",
+        "DISTCA_STATE_DIR": "of a fleet",
+        "DISTCA_TLS_KEY": "k",
+        "DISTCA_LEADER_LEASE": "l",
+        "DISTCA_TOKEN_SECRET": "s",
         "DISTCA_METRICS_PORT": "2",
         "PATH": "p",
     }

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from distca.errors import RunFolderError
+from distca.local.settings import LocalSettings
 from distca.run_folder import RunFolder
 
 
@@ -42,6 +43,33 @@ def test_folder_that_holds_no_run_is_not_removed(tmp_path: Path) -> None:
     with pytest.raises(RunFolderError, match="holds no run, so it is not overwritten"):
         RunFolder(tmp_path).prepare(resume=False, overwrite=True)
     assert (tmp_path / "thesis.tex").exists()
+
+
+def test_folder_with_something_beside_a_run_is_not_removed(tmp_path: Path) -> None:
+    folder = earlier_run(tmp_path)
+    (folder.root / "run.json.17.18.partial").touch()
+    (folder.root / "thesis.tex").touch()
+    with pytest.raises(RunFolderError, match=r"no run leaves 'thesis\.tex' there"):
+        folder.prepare(resume=False, overwrite=True)
+    assert folder.newest_checkpoint() is not None
+    (folder.root / "thesis.tex").unlink()
+    folder.prepare(resume=False, overwrite=True)
+    assert list(folder.root.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", [".", "..", ".hidden", "a/b", "a b"])
+def test_names_stay_in_the_folder_of_runs(name: str) -> None:
+    with pytest.raises(ValueError, match="not beginning with"):
+        LocalSettings(name=name)
+
+
+def test_one_run_at_a_time_has_a_folder(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "runs" / "first")
+    with folder.held(), pytest.raises(RunFolderError, match="in use by a run that has not ended"):
+        folder.held().__enter__()
+    with folder.held(), RunFolder(tmp_path / "runs" / "second").held():
+        pass
+    assert list((tmp_path / "runs").iterdir()) == []
 
 
 def test_resuming_keeps_checkpoints_and_drops_the_old_report(tmp_path: Path) -> None:

@@ -93,6 +93,38 @@ def test_backward_of_a_forward_only_step_is_refused_at_once(
             core_attention(*random_rows()).sum().backward()
 
 
+@pytest.mark.parametrize("placement", ["pool", "in-place", "mixed"])
+def test_a_step_may_run_in_inference_mode(pool_of_four: Cluster, placement: str) -> None:
+    with one_lane(pool_of_four, placement) as team:
+        session, rows = team.sessions[0], random_rows()
+        submit(session, 0, forward_only=True)
+        submit(session, 1)
+        with torch.inference_mode(), session.step(0):
+            found = core_attention(*(each.detach() for each in rows))
+        with session.step(1):
+            trained = core_attention(*rows)
+            trained.sum().backward()
+        # Documents may be cut elsewhere in the other step's plan, and float32 sums differ by that.
+        torch.testing.assert_close(found, trained.detach(), rtol=1e-5, atol=1e-6)
+
+
+def test_a_step_inside_another_is_refused_at_once(pool_of_four: Cluster) -> None:
+    with one_lane(pool_of_four, "in-place") as team:
+        session = team.sessions[0]
+        submit(session, 0)
+        submit(session, 1, forward_only=True)
+        with session.step(0):
+            o = core_attention(*random_rows())
+            with (
+                pytest.raises(SessionError, match=r"step 1 is begun inside step 0.*no_grad"),
+                session.step(1),
+            ):
+                pass
+            o.sum().backward()
+        with session.step(1):
+            core_attention(*random_rows())
+
+
 class FailingLane(nn.Module):
     """Calls core attention twice; raises between, if told to."""
 
@@ -101,6 +133,48 @@ class FailingLane(nn.Module):
         if fail:
             raise KeyError("this lane")
         return first + core_attention(*random_rows())
+
+
+class FailsInCheckpoint(nn.Module):
+    """Lanes give way inside a checkpoint; one raises there, if told to."""
+
+    def forward(self, fail: bool) -> torch.Tensor:
+        def part(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            o = core_attention(q, k, v) * 1.0
+            if fail:
+                raise torch.OutOfMemoryError("this lane")
+            return o
+
+        o: torch.Tensor = checkpoint(part, *random_rows())
+        return o
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_an_error_in_a_checkpoint_is_told_and_the_next_step_runs(
+    pool_of_four: Cluster, failing: int
+) -> None:
+    with Team(pool_of_four, 1, SHAPE, placement="pool") as team:
+        session, model = team.sessions[0], PingPong(FailsInCheckpoint())
+        for step, fail in enumerate((True, False, True, False)):
+            submit(session, step)
+            batches = [{"fail": fail and lane == failing} for lane in range(2)]
+            if fail:
+                with pytest.raises(torch.OutOfMemoryError, match="this lane"), session.step(step):
+                    model(batches)
+            else:
+                with session.step(step):
+                    torch.stack([o.sum() for o in model(batches)]).sum().backward()
+
+
+def test_a_checkpoint_around_lanes_that_take_turns_is_refused(pool_of_four: Cluster) -> None:
+    with Team(pool_of_four, 1, SHAPE, placement="pool") as team:
+        session, model = team.sessions[0], PingPong(FailsInCheckpoint())
+        submit(session, 0)
+        with (
+            pytest.raises(SessionError, match="checkpoint layers of the model, not PingPong"),
+            session.step(0),
+        ):
+            checkpoint(model, [{"fail": False}] * 2)
 
 
 @pytest.mark.parametrize("placement", ["pool", "mixed"])

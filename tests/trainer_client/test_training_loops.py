@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import inspect
+import pickle
 import re
 from collections.abc import Iterator
 from dataclasses import replace
@@ -138,7 +140,7 @@ def test_lightning_as_documented(session: Session, tmp_path: Any) -> None:
     with turns_inside(model):
         lightning.Trainer(
             accelerator="cpu",
-            max_epochs=1,
+            max_epochs=2,
             logger=False,
             enable_checkpointing=False,
             enable_progress_bar=False,
@@ -146,8 +148,27 @@ def test_lightning_as_documented(session: Session, tmp_path: Any) -> None:
             default_root_dir=tmp_path,
             callbacks=[names["Served"](session)],
         ).fit(names["Language"](model, session, counted()))
-    trained(local, rows())
+    trained(local, 2 * rows())
     compare_weights(model, local)
+
+
+def test_copies_of_a_model_have_weights_of_their_own() -> None:
+    """Averages of weights, and models kept for comparison: in the block and after it."""
+    model, local = pair()
+    (row,) = make_batches(lengths=([5, 9],))
+    with torch.no_grad():
+        expected = local(**row).logits
+        with turns_inside(model):
+            signature = inspect.signature(model.model.forward)
+            assert next(iter(signature.parameters)) == "input_ids"
+            copies = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
+            for parameter in model.parameters():
+                parameter.zero_()
+            within = [each(**row).logits for each in copies]
+        after = [each(**row).logits for each in copies]
+    for found in within + after:
+        torch.testing.assert_close(found, expected)
+    assert "forward" not in vars(model.model)
 
 
 def test_accumulation_within_a_step(session: Session) -> None:

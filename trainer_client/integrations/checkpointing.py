@@ -14,9 +14,12 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
+from traceback import walk_tb
+from types import GeneratorType
 from typing import Any
 
 import torch
+import torch.utils.checkpoint as torch_checkpoints
 from torch.utils.checkpoint import _CheckpointFrame
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
@@ -59,6 +62,10 @@ class Region:
         _, result = self._next()
         self._kept.popleft()
         return result
+
+    def forget(self, running: Any) -> None:
+        """Drops what lanes of the step ``running`` got: nothing of it is recomputed any more."""
+        self._kept = deque(each for each in self._kept if each[0].running is not running)
 
     def _next(self) -> tuple[Any, Result]:
         if not self._kept:
@@ -125,6 +132,31 @@ class Checkpoints:
 def recomputes() -> bool:
     """Whether the caller is in the recomputation of a checkpoint."""
     return any(recomputed for _, recomputed in _frames())
+
+
+def forget_step(running: Any) -> None:
+    """Drops what checkpoints have kept of a step that has ended. Where it has failed, what they
+    kept leads to its lanes, these to what autograd has saved, and that back to the checkpoints."""
+    for region in list(_regions.values()):
+        region.forget(running)
+
+
+def end_checkpoints(error: BaseException) -> None:
+    """Leaves the checkpoints that ``error`` has come out of, while the thread's hooks are theirs.
+
+    PyTorch leaves a checkpoint whose function has raised when the traceback is forgotten, and takes
+    away the innermost hooks that the thread has by then.
+    """
+    for frame, _ in reversed(list(walk_tb(error.__traceback__))):
+        if frame.f_code.co_filename == torch_checkpoints.__file__:
+            for value in frame.f_locals.values():
+                if isinstance(value, GeneratorType) and not value.gi_running:
+                    value.close()
+
+
+def in_checkpoint() -> bool:
+    """Whether the caller is in a checkpointed part, in its forward pass or its recomputation."""
+    return next(_frames(), None) is not None
 
 
 def _frames() -> Iterator[tuple[_CheckpointFrame, bool]]:

@@ -13,6 +13,7 @@ import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from types import MethodType
 from typing import Any
 
 import torch
@@ -126,19 +127,29 @@ class _WholeRows:
         forward: Callable[..., Any],
         barriers: HostBarriers | None,
     ) -> None:
+        self._decoder = decoder
         self._barriers = barriers
         self._name = type(decoder).__name__
         self._forward = forward
         self._parameters = inspect.signature(forward).parameters
 
     def bind(self) -> Callable[..., Any]:
-        """A function that looks like the forward it stands for."""
+        """A method that looks like the forward it stands for. That of a copy of the decoder, which
+        an average of weights is or a model kept for comparison, runs the copy as it was before."""
+        decoder, own = self._decoder, self._forward
 
-        @functools.wraps(self._forward)
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            return self.call(*args, **kwargs)
+        @functools.wraps(own)
+        def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if module is decoder:
+                return self.call(*args, **kwargs)
+            if isinstance(own, MethodType):
+                return own.__func__(module, *args, **kwargs)
+            return type(module).forward(module, *args, **kwargs)
 
-        return outside_graphs(forward)
+        bound: Any = outside_graphs(forward)
+        first = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+        bound.__signature__ = inspect.Signature([first, *self._parameters.values()])
+        return MethodType(bound, decoder)
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
         """The decoder's outputs for all rows.

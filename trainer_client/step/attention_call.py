@@ -55,10 +55,12 @@ class AttentionCall:
             CoreAttentionFailed: the step is over.
         """
         shape, n_rows = self._running.job.shape, q.shape[0]
-        outputs = {
-            "o": q.new_empty((n_rows, shape.num_heads, shape.head_dim_v)),
-            "lse": q.new_empty((n_rows, shape.num_heads), dtype=torch.float32),
-        }
+        # Other threads write to them, which may not be done to tensors of inference mode.
+        with torch.inference_mode(False):
+            outputs = {
+                "o": q.new_empty((n_rows, shape.num_heads, shape.head_dim_v)),
+                "lse": q.new_empty((n_rows, shape.num_heads), dtype=torch.float32),
+            }
         self._send(Phase.FORWARD, {"q": q, "k": k, "v": v}, outputs)
 
     def collect_forward(self) -> tuple[torch.Tensor, torch.Tensor]:

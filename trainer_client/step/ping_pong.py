@@ -1,7 +1,9 @@
 """Ping-pong: the nano-batches of a step take turns; one computes while the other's data move.
 
-Works for any module without changing its code: every nano-batch's forward runs in a greenlet of
-its own, and core attention switches to the next one after sending (paper, section 4.1).
+Works without changing a module's code: every nano-batch's forward runs in a greenlet of its own,
+and core attention switches to the next one after sending (paper, section 4.1). So one forward pass
+is interrupted by another at every layer: what a module leaves on itself for a later part of its own
+pass may be the other's by then.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import greenlet
 from torch import nn
 
 from trainer_client.errors import SessionError
+from trainer_client.integrations.checkpointing import end_checkpoints, in_checkpoint
 from trainer_client.integrations.fsdp import require_prepared
 from trainer_client.integrations.graphs import outside_graphs
 from trainer_client.step.lane import Lane, check_nano_batch, current_lane, require_step
@@ -141,6 +144,17 @@ class _Turns:
         self._players = [self._player(index, call) for index, call in enumerate(calls)]
 
     def run(self) -> list[Any]:
+        """The outputs.
+
+        Raises:
+            SessionError: an activation checkpoint is around several lanes.
+        """
+        if len(self._players) > 1 and in_checkpoint():
+            raise SessionError(
+                "an activation checkpoint is around the nano-batches that take turns: it would run "
+                "them again one after the other, and their core attention is kept in another "
+                "order; checkpoint layers of the model, not PingPong or the whole model"
+            )
         state = ThreadState()
         try:
             playing = dict(enumerate(self._players))
@@ -161,6 +175,9 @@ class _Turns:
             # Lanes lead back here, and autograd keeps those until the backward pass.
             outputs, self._outputs = self._outputs, []
             return outputs
+        except BaseException as error:
+            end_checkpoints(error)
+            raise
         finally:
             # After an error in one lane the others must not stay suspended with their tensors.
             for player in self._players:
@@ -195,6 +212,10 @@ class _Turns:
     def _give_way(self, index: int) -> None:
         state = ThreadState()
         self._random[index] = RandomState.capture()
-        self._referee.switch()
-        state.restore()
-        self._random[index].restore()
+        try:
+            self._referee.switch()
+        finally:
+            # A lane that is ended here, since another has failed, leaves what it is in: activation
+            # checkpoints take hooks away that must be there.
+            state.restore()
+            self._random[index].restore()
