@@ -60,7 +60,7 @@ class Action(NamedTuple):
 Slot = tuple[Action | None, ...]
 """What each rank runs, None where it idles."""
 
-_ACTION = re.compile(r"(\d+)([FBIW])(\d+)")
+_ACTION = re.compile(r"(\d{1,18})([FBIW])(\d{1,18})")
 
 
 @dataclass(frozen=True)
@@ -72,9 +72,9 @@ class Schedule:
         slots: in the order of time.
 
     Raises:
-        ScheduleError: a slot has another number of ranks than the first, a stage is on two ranks
-            or on none, something runs twice or never, or before what it needs; the message names
-            the action.
+        ScheduleError: a slot has another number of ranks than the first, a rank runs nothing, a
+            stage is on two ranks or on none, something runs twice or never, or before what it
+            needs; the message names the action or the rank.
     """
 
     name: str
@@ -88,6 +88,12 @@ class Schedule:
                 raise ScheduleError(
                     f"schedule {self.name}: slot {at} has {len(slot)} ranks, the first slot has "
                     f"{self.n_ranks}"
+                )
+        for rank in range(self.n_ranks):
+            if not self.order(rank):
+                raise ScheduleError(
+                    f"schedule {self.name}: rank {rank} (line {rank + 1} of a CSV file) runs "
+                    "nothing; give it a stage, or leave it out"
                 )
         self._check_numbers()
         self._check_each_runs_once()
@@ -301,17 +307,23 @@ def _in_slots(
 
 def read_csv(name: str, text: str) -> Schedule:
     """The schedule of a CSV file as ``torch.distributed.pipelining`` runs it: a line a rank, with
-    cells like ``2F0`` in the order of time, empty where the rank idles.
+    cells like ``2F0`` in the order of time, empty where the rank idles. A byte-order mark before
+    them is left out.
 
     Columns are slots if no action is in a column before what it needs; else each line is an order.
 
     Raises:
-        ScheduleError: a cell is no action, or the schedule is not valid.
+        ScheduleError: the text is no CSV, a cell is no action, or the schedule is not valid.
     """
-    rows = [
-        [_parse(name, rank, cell.strip()) for cell in row]
-        for rank, row in enumerate(row for row in csv.reader(io.StringIO(text)) if row)
-    ]
+    reader = csv.reader(io.StringIO(text.removeprefix("\ufeff")))
+    try:
+        lines = [row for row in reader if row]
+    except csv.Error as error:
+        raise ScheduleError(
+            f"schedule {name}: line {reader.line_num} is no CSV ({error}); a line has cells such "
+            "as 2F0, with commas between"
+        ) from error
+    rows = [[_parse(name, rank, cell.strip()) for cell in row] for rank, row in enumerate(lines)]
     if not rows:
         raise ScheduleError(f"schedule {name} is empty; it needs a line of actions for each rank")
     width = max(len(row) for row in rows)
@@ -343,7 +355,7 @@ def _parse(name: str, rank: int, cell: str) -> Action | None:
     match = _ACTION.fullmatch(cell)
     if match is None:
         raise ScheduleError(
-            f"schedule {name}: rank {rank} has {cell!r}; an action is a stage, one of "
+            f"schedule {name}: rank {rank} has {cell[:40]!r}; an action is a stage, one of "
             f"{', '.join(Kind)} and a microbatch, such as 2F0"
         )
     return Action(int(match[1]), Kind(match[2]), int(match[3]))

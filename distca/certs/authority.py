@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 
 from cryptography import x509
+from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import (
@@ -77,15 +78,23 @@ class Authority:
         """
         try:
             certificate = x509.load_pem_x509_certificate(pem.certificate)
-            key = load_pem_private_key(pem.key, password=None)
             constraints = certificate.extensions.get_extension_for_class(x509.BasicConstraints)
-        except (ValueError, TypeError, x509.ExtensionNotFound) as error:
+        except (ValueError, x509.ExtensionNotFound) as error:
             raise UnusableAuthorityError(f"no certificate authority in PEM: {error}") from error
+        try:
+            key = load_pem_private_key(pem.key, password=None)
+        except (ValueError, TypeError, UnsupportedAlgorithm) as error:
+            raise UnusableAuthorityError(f"no private key in PEM: {error}") from error
         if not constraints.value.ca or not isinstance(key, ec.EllipticCurvePrivateKey):
             raise UnusableAuthorityError("it is no certificate authority with an EC key")
         if key.public_key() != certificate.public_key():
             raise UnusableAuthorityError("the private key is another certificate's")
         return cls(certificate, key)
+
+    @property
+    def ends(self) -> datetime:
+        """Until when its certificate is good, UTC."""
+        return self._certificate.not_valid_after_utc
 
     @property
     def pem(self) -> Signed:

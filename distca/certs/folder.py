@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 from core_attention.whole_file import write_whole
-from distca.certs.authority import Authority, Signed
+from distca.certs.authority import Authority, Signed, UnusableAuthorityError
 from distca.contract.identity import Identity
 from distca.errors import DistcaError
 
@@ -15,6 +15,10 @@ AUTHORITY = "ca"
 
 class FileExistsAlreadyError(DistcaError):
     """A certificate or key is there already, and nothing said to replace it."""
+
+
+class ShortAuthorityError(DistcaError):
+    """A certificate was to be good for longer than its authority."""
 
 
 class CertificateFolder:
@@ -33,17 +37,40 @@ class CertificateFolder:
         self._force = force
         path.mkdir(parents=True, exist_ok=True, mode=0o700)
 
-    def authority(self, lifetime: timedelta) -> Authority:
+    def authority(self, lifetime: timedelta, signs_for: timedelta = timedelta(0)) -> Authority:
         """The folder's authority, which is never replaced; a new one if there is none.
+
+        Args:
+            lifetime: of a new one.
+            signs_for: how long the certificates that it is to sign are good.
 
         Raises:
             OSError: a file cannot be read or written, or one of its two is missing.
-            UnusableAuthorityError: what is there is no authority.
+            UnusableAuthorityError: what is there is no authority; the message names the files.
+            ShortAuthorityError: it ends before what it is to sign; nothing was written.
         """
         certificate, key = self._files(AUTHORITY)
         if certificate.exists() or key.exists():
             found = Signed(certificate=certificate.read_bytes(), key=key.read_bytes())
-            return Authority.load(found)
+            try:
+                authority = Authority.load(found)
+            except UnusableAuthorityError as error:
+                raise UnusableAuthorityError(
+                    f"{certificate} and {key}: {error}; put back what was there, or give another "
+                    "folder"
+                ) from error
+            if datetime.now(UTC) + signs_for > authority.ends:
+                raise ShortAuthorityError(
+                    f"the authority {certificate} ends {authority.ends:%Y-%m-%d %H:%M} UTC, before "
+                    f"certificates of {signs_for.days} days; give fewer --days, or another folder, "
+                    "where a new authority is made"
+                )
+            return authority
+        if signs_for > lifetime:
+            raise ShortAuthorityError(
+                f"the new authority would be good for {lifetime.days} days, its certificates for "
+                f"{signs_for.days}; give fewer --days or more --authority-days"
+            )
         made = Authority.make(lifetime)
         self._write(AUTHORITY, made.pem)
         return made

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from distca.certs.description import CertificateDescription
 
 DEFAULT_NAME = "default"
+MOST_DAYS = 36500
 
 app = typer.Typer(
     no_args_is_help=True, help="Make certificates for development; show what is in one."
@@ -56,6 +57,9 @@ class MakeOptions:
 
     def __post_init__(self) -> None:
         check_least(self, days=1, authority_days=1)
+        for name in ("days", "authority_days"):
+            if getattr(self, name) > MOST_DAYS:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be 1 to {MOST_DAYS}")
 
 
 @app.command("make")
@@ -81,14 +85,13 @@ def make(options: MakeOptions) -> None:
     stems = [default_stem(identity, DEFAULT_NAME) for identity in identities]
     folder = CertificateFolder(options.folder, force=options.force)
     folder.check_free(stems)
-    authority = folder.authority(timedelta(days=options.authority_days))
+    lifetime = timedelta(days=options.days)
+    authority = folder.authority(timedelta(days=options.authority_days), lifetime)
     hosts = ["localhost", "127.0.0.1", "::1", socket.gethostname(), *options.host]
     console = Console(soft_wrap=True)
     for identity, stem in zip(identities, stems, strict=True):
         names = hosts if identity.role in (Role.CONTROL_PLANE, Role.SERVER) else []
-        signed = authority.issue(
-            identity, lifetime=timedelta(days=options.days), names=dict.fromkeys(names)
-        )
+        signed = authority.issue(identity, lifetime=lifetime, names=dict.fromkeys(names))
         path = folder.add(stem, signed)
         console.print(plain(f"{path}  {identity.uri}"), highlight=False, markup=False)
 

@@ -54,8 +54,7 @@ def plan(
         build_setup,
         check_homes,
         describe_layout,
-        nano_batch_note,
-        row_note,
+        preview_notes,
         unused_remedies,
     )
     from distca.preview.display import print_sections, print_verdict
@@ -81,10 +80,8 @@ def plan(
     )
     console = Console()
     console.print(plain(title), highlight=False, markup=False)
-    if estimated:
-        console.print(f"Lengths are estimated: {lengths.bytes_per_token:g} UTF-8 bytes a token.")
     console.print()
-    notes = nano_batch_note(planner, setup.tokens_per_rank), row_note(setup)
+    notes = preview_notes(planner, setup, lengths if estimated else None)
     sections = plan_sections(planned, *notes)
     may_plan_homes = fleet.placement is not Placement.POOL
     verdict = judge_batches(planned, unused_remedies(planner, may_plan_homes))

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import typer
 
@@ -17,6 +18,11 @@ from distca.preview.settings import (
     PlannerSettings,
 )
 from distca.process.interrupt import ending_at_once
+
+if TYPE_CHECKING:
+    from distca.simulator.comparison import Comparison
+    from distca.simulator.schedules import ScheduleComparison
+    from distca.simulator.verdict import Verdict
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,21 +87,21 @@ def simulate(
         build_method,
         build_orders,
         build_setup,
-        nano_batch_note,
+        check_pipeline_options,
         parse_counts,
-        row_note,
-        unused_remedies,
+        preview_notes,
     )
     from distca.preview.display import print_sections, print_verdict
     from distca.preview.errors import wrong_input_ends
     from distca.preview.sections import schedule_section, simulation_sections
     from distca.process.plain_text import plain
-    from distca.simulator.comparison import compare, judge_comparisons
-    from distca.simulator.schedules import compare_schedules, judge_schedules
+    from distca.simulator.comparison import compare
+    from distca.simulator.schedules import compare_schedules
 
     comparisons, schedules = [], []
     check_can_write_all(output.png, output.html)
     with wrong_input_ends():
+        check_pipeline_options(job.stages, job.schedules, job.in_flight)
         for n_gpus in parse_counts("gpus", job.gpus):
             setup = build_setup(
                 model,
@@ -105,7 +111,7 @@ def simulate(
                 job.microbatches,
                 job.gradient_sync_ms / 1e3,
             )
-            batches, _ = build_batches(lengths, setup.step_tokens, setup.tokens_per_rank)
+            batches, estimated = build_batches(lengths, setup.step_tokens, setup.tokens_per_rank)
             method = build_method(planner, setup)
             comparisons.append(compare(setup, batches, {"CAD": method}))
             if job.stages > 1:
@@ -120,12 +126,10 @@ def simulate(
     console = Console()
     console.print(plain(title), highlight=False, markup=False)
     console.print()
-    notes = nano_batch_note(planner, setup.tokens_per_rank), row_note(setup)
+    notes = preview_notes(planner, setup, lengths if estimated else None)
     sections = [*simulation_sections(comparisons, *notes), *map(schedule_section, schedules)]
     print_sections(console, sections)
-    verdicts = [judge_schedules(compared) for compared in schedules]
-    if not schedules:
-        verdicts = [judge_comparisons(comparisons, "CAD", unused_remedies(planner))]
+    verdicts = _verdicts(comparisons, schedules, planner)
     for verdict in verdicts:
         print_verdict(console, verdict)
     if output.png is None and output.html is None:
@@ -137,3 +141,19 @@ def simulate(
         figure = draw_comparisons(comparisons, title)
         texts = " ".join(verdict.text for verdict in verdicts)
         save_drawings(figure, output.png, output.html, title, texts, sections)
+
+
+def _verdicts(
+    comparisons: Sequence[Comparison],
+    schedules: Sequence[ScheduleComparison],
+    planner: PlannerSettings,
+) -> list[Verdict]:
+    """One on all numbers of GPUs, or with pipelines one on each."""
+    from distca.preview.building import unused_remedies
+    from distca.simulator.comparison import judge_comparisons
+    from distca.simulator.schedules import judge_schedules
+
+    remedies = unused_remedies(planner)
+    if schedules:
+        return [judge_schedules(compared, remedies) for compared in schedules]
+    return [judge_comparisons(comparisons, "CAD", remedies)]

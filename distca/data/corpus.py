@@ -100,11 +100,13 @@ class MemoryCorpus:
 
     Args:
         source: where they come from, for people.
-        texts: the documents; empty ones are left out.
+        texts: the documents; empty ones are left out. A lone surrogate, which scraped JSON may
+            hold and UTF-8 does not have, is three bytes, as in
+            :func:`distca.simulator.length_files.read_lengths`.
     """
 
     def __init__(self, source: str, texts: Sequence[str]) -> None:
-        encoded = [text.encode() for text in texts]
+        encoded = [text.encode(errors="surrogatepass") for text in texts]
         kept = [(index, data) for index, data in enumerate(encoded) if data]
         if not kept:
             raise DataError(f"{source}: all {len(texts)} documents are empty")

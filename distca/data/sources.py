@@ -95,7 +95,7 @@ def _looks_like_text(path: Path) -> bool:
 def _jsonl_texts(path: Path, field: str) -> Sequence[str]:
     texts = []
     try:
-        with path.open(encoding="utf-8") as lines:
+        with path.open(encoding="utf-8-sig") as lines:
             for number, line in enumerate(lines, start=1):
                 if line.strip():
                     texts.append(_json_text(f"{path}:{number}", line, field))
@@ -111,6 +111,9 @@ def _json_text(where: str, line: str, field: str) -> str:
         record = json.loads(line)
     except json.JSONDecodeError as error:
         raise DataError(f"{where}: this is no JSON: {error}") from error
+    except (ValueError, RecursionError) as error:
+        # A number of thousands of digits, or lists in lists without end.
+        raise DataError(f"{where}: JSON that cannot be read: {error}; leave it out") from error
     if not isinstance(record, dict) or field not in record:
         found = sorted(record) if isinstance(record, dict) else type(record).__name__
         raise DataError(f"{where}: no field {field!r}, only {found}; choose one with --text-field")

@@ -13,6 +13,8 @@ from control_plane.planner.planners import PLANNERS
 from control_plane.planner.planning import Planner, PlanningOptions
 from core_attention.arrays import Int64Array
 from core_attention.cost_model import CostProfile
+from core_attention.errors import ScheduleError
+from core_attention.manifest import MAX_DOCUMENT_TOKENS
 from core_attention.schedule import Schedule, read_csv
 from core_attention.schedule_orders import SCHEDULES, Order
 from distca.preview.settings import (
@@ -160,7 +162,18 @@ def describe_layout(
     )
 
 
-def nano_batch_note(planner: PlannerSettings, tokens_per_rank: int) -> str:
+def preview_notes(
+    planner: PlannerSettings, setup: Setup, estimated: LengthsSettings | None
+) -> list[str]:
+    """What to know of all batches; ``estimated`` says how their lengths were, if they were."""
+    notes = [_nano_batch_note(planner, setup.tokens_per_rank), _row_note(setup)]
+    if estimated is not None:
+        each = f"{estimated.bytes_per_token:g} UTF-8 bytes a token"
+        notes.insert(0, f"Lengths are estimated: {each}.")
+    return notes
+
+
+def _nano_batch_note(planner: PlannerSettings, tokens_per_rank: int) -> str:
     """What the number of nano-batches means for the documents."""
     if planner.nano_batches == 1:
         return (
@@ -177,7 +190,7 @@ def nano_batch_note(planner: PlannerSettings, tokens_per_rank: int) -> str:
     )
 
 
-def row_note(setup: Setup) -> str:
+def _row_note(setup: Setup) -> str:
     """The bytes of a token that is moved."""
     shape = setup.model.attention_shape
     return (
@@ -207,8 +220,8 @@ def build_orders(text: str, setup: Setup) -> tuple[dict[str, Order], list[str]]:
     """The schedules that the user asked for, and why some of "all" are left out.
 
     Raises:
-        InputError: a name is unknown, or a file cannot be read or is for other stages or
-            microbatches.
+        InputError: a name is unknown, two schedules have the same, or a file cannot be read or is
+            for other stages or microbatches.
         ScheduleError: a schedule is not valid, or does not fit.
     """
     if text.strip() == "all":
@@ -218,8 +231,24 @@ def build_orders(text: str, setup: Setup) -> tuple[dict[str, Order], list[str]]:
         order = SCHEDULES[part] if part in SCHEDULES else _order_of_file(part)
         schedule = order(setup.n_stages, setup.n_microbatches)
         stage_layers(setup, schedule)
+        if schedule.name in orders:
+            raise InputError(
+                f"schedules: {part} is called {schedule.name}, and so is another one; name each "
+                "schedule once, and rename files that are called alike or like a schedule of "
+                "ours"
+            )
         orders[schedule.name] = order
     return orders, []
+
+
+def check_pipeline_options(n_stages: int, schedules: str, in_flight: float | None) -> None:
+    """Raises :class:`InputError` if pipelines are asked for, and there is one stage."""
+    for name, value, default in (("schedules", schedules, "all"), ("in_flight", in_flight, None)):
+        if n_stages == 1 and value != default:
+            raise InputError(
+                f"{name} is {value}, and stages is 1; it is for pipelines: give 2 stages or more, "
+                f"or leave {name} out"
+            )
 
 
 def _order_of_file(name: str) -> Order:
@@ -230,7 +259,9 @@ def _order_of_file(name: str) -> Order:
             "that end in .csv"
         )
     try:
-        schedule = read_csv(path.stem, path.read_text())
+        schedule = read_csv(path.stem, path.read_text(encoding="utf-8"))
+    except ScheduleError as error:
+        raise ScheduleError(f"schedules: {name}: {error}") from error
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"schedules: {name} cannot be read: {error}") from error
 
@@ -270,18 +301,24 @@ def build_batches(
 
     Raises:
         InputError: neither or both of a file and a distribution are given, the distribution is
-            unknown, the file is bad, or it holds too few tokens.
+            unknown or has no use for an option, the file is bad, or it holds too few tokens.
     """
     require_count("batches", settings.batches)
     require_count("seed", settings.seed, at_least=0)
     max_length = settings.max_length if settings.max_length is not None else default_max_length
     require_count("max_length", max_length)
+    if max_length > MAX_DOCUMENT_TOKENS:
+        raise InputError(
+            f"max_length (by default tokens_per_rank) is {max_length}; a document has 1 to "
+            f"{MAX_DOCUMENT_TOKENS} tokens: give a smaller one"
+        )
     if (settings.lengths is None) == (settings.distribution is None):
         raise InputError(
             "give either --lengths, a file, or --distribution, prolong or pretrain"
             + (", not both" if settings.lengths is not None else "")
         )
     if settings.distribution is not None:
+        _check_no_file_options(settings)
         return _drawn(settings, settings.distribution, step_tokens, max_length), False
     assert settings.lengths is not None
     found = read_lengths(settings.lengths, settings.field, settings.bytes_per_token)
@@ -290,6 +327,16 @@ def build_batches(
         lengths = np.random.default_rng(settings.seed).permutation(lengths)
     lengths = split_long(lengths, max_length)
     return take_steps(lengths, settings.batches, step_tokens), found.estimated
+
+
+def _check_no_file_options(settings: LengthsSettings) -> None:
+    used = ("field", settings.field, None), ("shuffle", settings.shuffle, True)
+    for name, value, default in used:
+        if value != default:
+            raise InputError(
+                f"{name} is {value}, and lengths are drawn from distribution "
+                f"{settings.distribution}; it is for a file: leave it out, or give --lengths"
+            )
 
 
 def _drawn(

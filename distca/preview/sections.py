@@ -61,8 +61,8 @@ def _batch_table(batches: Sequence[PlannedBatch]) -> tuple[Sequence[str], list[S
     values: dict[str, Callable[[PlannedBatch], str]] = {
         "documents": lambda b: str(b.plan.manifest.n_texts),
         "heaviest document / mean rank": lambda b: f"{b.heaviest_document_share:.2f}",
-        "imbalance, plain packing": lambda b: f"{b.home_imbalance:.2f}",
-        "imbalance, planned (worst tick)": lambda b: f"{b.planned_imbalance:.3f}",
+        "imbalance of the step, plain packing": lambda b: f"{b.home_imbalance:.2f}",
+        "imbalance of the worst tick, planned": lambda b: f"{b.planned_imbalance:.3f}",
         "tolerance": lambda b: str(b.plan.verdict or "unknown"),
         "GB moved a layer": lambda b: f"{b.moved_bytes.sum() / _GIGA:.2f}",
         "balanced step": lambda b: f"{b.balanced_seconds:.3f} s",

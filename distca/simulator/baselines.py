@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -62,7 +63,12 @@ def repacked(
     setup: Setup, lengths: Int64Array, token_slack: float, order: Order = one_f_one_b
 ) -> StepTime:
     """Whole documents arranged so that bins take equal time, with up to ``token_slack * T``
-    tokens on a rank."""
+    tokens on a rank; as they come, or with T tokens, where that is faster."""
+    arranged = [_repacked(setup, lengths, slack, order) for slack in _slacks(token_slack)]
+    return _fastest([*arranged, plain_packing(setup, lengths, order)])
+
+
+def _repacked(setup: Setup, lengths: Int64Array, token_slack: float, order: Order) -> StepTime:
     n_bins = setup.n_pipelines * setup.n_microbatches
     bins = repack_whole(
         lengths,
@@ -79,7 +85,8 @@ def repacked_context_parallel(
     setup: Setup, lengths: Int64Array, token_slack: float, group_size: int, *, hidden_gather: bool
 ) -> StepTime:
     """Groups of ``group_size`` ranks share every document; whole documents are re-packed over the
-    groups.
+    groups, with fewer tokens than ``token_slack`` allows where that is faster. Groups of 1 are
+    :func:`repacked`.
 
     Args:
         setup: what is simulated.
@@ -94,6 +101,19 @@ def repacked_context_parallel(
             f"context-parallel groups of {group_size} ranks do not divide the "
             f"{setup.n_pipelines} pipelines"
         )
+    if group_size == 1:
+        return repacked(setup, lengths, token_slack)
+    return _fastest(
+        [
+            _grouped(setup, lengths, slack, group_size, hidden_gather=hidden_gather)
+            for slack in _slacks(token_slack)
+        ]
+    )
+
+
+def _grouped(
+    setup: Setup, lengths: Int64Array, token_slack: float, group_size: int, *, hidden_gather: bool
+) -> StepTime:
     n_groups = setup.n_pipelines // group_size
     forward, backward = (
         sharded_seconds(setup.rank_profile, lengths, group_size, phase) for phase in Phase
@@ -126,6 +146,10 @@ def best_context_parallel(
         for c in sizes
         if setup.n_pipelines % c == 0
     ]
+    return _fastest(candidates)
+
+
+def _fastest(candidates: Sequence[StepTime]) -> StepTime:
     return min(candidates, key=lambda candidate: candidate.seconds)
 
 
@@ -195,6 +219,11 @@ def _deal(seconds: Float64Array, n_groups: int, n_microbatches: int, *, sort: bo
 
 def _linear_seconds_per_token(setup: Setup) -> float:
     return sum(setup.linear_seconds_per_token(phase) for phase in Phase)
+
+
+def _slacks(token_slack: float) -> list[float]:
+    """The slack and none, so that more of it is never slower."""
+    return [token_slack] if token_slack == 1 else [1.0, token_slack]
 
 
 def _cap_tokens(tokens: int, slack: float) -> int:

@@ -33,6 +33,8 @@ from distca.simulator.traffic import (
     server_endpoints,
 )
 
+_MOST_BYTES = 2.0**62
+
 Packer = Callable[[Int64Array, int, int, int], Manifest]
 """``(lengths, n_ranks, tokens_per_rank, n_nano_batches) -> Manifest``: plain or planned homes."""
 
@@ -376,7 +378,8 @@ def planning_options(setup: Setup, method: Method) -> PlanningOptions:
     if method.byte_budget is not None:
         rows = setup.tokens_per_rank / method.n_nano_batches
         window_seconds = rows * setup.linear_seconds_per_token(Phase.FORWARD)
-        limit = int(method.byte_budget * network * window_seconds)
+        # What int64 cannot count, no rank sends.
+        limit = int(min(method.byte_budget * network * window_seconds, _MOST_BYTES))
     return replace(
         method.options,
         network_bytes_per_second=network,

@@ -1,14 +1,17 @@
 """Document lengths from what a user has: a text file, JSONL, Parquet or a tokenized data set.
 
-Where a file holds texts and no lengths, tokens are estimated from their UTF-8 bytes.
+Where a file holds texts and no lengths, tokens are estimated from their UTF-8 bytes. A
+byte-order mark before a text is left out.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import reprlib
 import struct
-from collections.abc import Callable, Iterable
+import zipfile
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,11 +20,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from core_attention.arrays import Int64Array
-from distca.simulator.errors import InputError, require_positive
+from core_attention.manifest import MAX_DOCUMENT_TOKENS
+from distca.simulator.errors import InputError
 from distca.simulator.packing import checked_lengths
 
 LENGTH_FIELDS = ("length", "n_tokens", "num_tokens", "token_count", "input_ids", "tokens", "text")
 """Fields and columns looked for when none is named, in this order."""
+
+LEAST_BYTES_PER_TOKEN = 0.01
+"""Far below what any tokenizer has; lengths that are estimated with it are still int64."""
 
 _MEGATRON_MAGIC = b"MMIDIDX\x00\x00"
 _MEGATRON_HEADER = struct.Struct("<QBQQ")
@@ -56,13 +63,19 @@ def read_lengths(path: Path, field: str | None = None, bytes_per_token: float = 
     Args:
         path: the file.
         field: JSONL field or Parquet column; None is the first of :data:`LENGTH_FIELDS` there.
-        bytes_per_token: by which UTF-8 bytes of texts are divided.
+        bytes_per_token: by which UTF-8 bytes of texts are divided, at least
+            :data:`LEAST_BYTES_PER_TOKEN`. A lone surrogate counts as three bytes, as in
+            :class:`distca.data.corpus.MemoryCorpus`.
 
     Raises:
-        InputError: the file is missing, empty or malformed, a field is missing, or a length is not
-            positive.
+        InputError: the file is missing, empty or malformed, a field is missing or named for a file
+            without fields, or a length is not positive.
     """
-    require_positive("bytes_per_token", bytes_per_token)
+    if not (math.isfinite(bytes_per_token) and bytes_per_token >= LEAST_BYTES_PER_TOKEN):
+        raise InputError(
+            f"bytes_per_token is {bytes_per_token}; it must be a finite number of "
+            f"{LEAST_BYTES_PER_TOKEN} or more"
+        )
     if not path.is_file():
         raise InputError(f"lengths file {path} does not exist, or is no file")
     readers: dict[str, Callable[[], FileLengths]] = {
@@ -71,6 +84,11 @@ def read_lengths(path: Path, field: str | None = None, bytes_per_token: float = 
         ".npy": lambda: FileLengths(_numpy_lengths(path), False),
         ".idx": lambda: FileLengths(_megatron_lengths(path), False),
     }
+    if field is not None and path.suffix.lower() not in (".jsonl", ".parquet"):
+        raise InputError(
+            f"field is {field!r}, and lengths file {path} has none; only .jsonl and .parquet have: "
+            "leave field out, or give such a file"
+        )
     read = readers.get(path.suffix.lower(), lambda: FileLengths(_text_lengths(path), False))
     try:
         found = read()
@@ -82,7 +100,7 @@ def read_lengths(path: Path, field: str | None = None, bytes_per_token: float = 
 def _text_lengths(path: Path) -> Int64Array:
     lengths = []
     try:
-        lines = path.read_text().splitlines()
+        lines = path.read_text(encoding="utf-8-sig").splitlines()
     except UnicodeDecodeError as error:
         raise InputError(
             f"lengths file {path} is no text ({error.reason}); valid are text with one number a "
@@ -92,28 +110,54 @@ def _text_lengths(path: Path) -> Int64Array:
         if not line.strip():
             continue
         try:
-            lengths.append(int(line))
+            length = int(line)
         except ValueError:
             raise InputError(
                 f"{path}, line {number}: {line.strip()[:40]!r} is no integer; a text file has one "
                 "length a line"
             ) from None
+        lengths.append(_not_beyond(length, f"{path}, line {number}"))
     return np.array(lengths, dtype=np.int64)
 
 
-def _jsonl_values(path: Path, field: str | None) -> Iterable[Any]:
-    with path.open(encoding="utf-8") as lines:
+def _not_beyond(length: int, where: str) -> int:
+    """``length``, which int64 holds; whether it is positive is checked for the whole file."""
+    if abs(length) > MAX_DOCUMENT_TOKENS:
+        raise InputError(
+            f"{where}: length {reprlib.repr(length)} is out of range; a document has 1 to "
+            f"{MAX_DOCUMENT_TOKENS} tokens"
+        )
+    return length
+
+
+def _jsonl_values(path: Path, field: str | None) -> Iterator[tuple[str, Any]]:
+    """The values of ``field``, each with its place for messages."""
+    with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             if not line.strip():
                 continue
-            try:
-                row = json.loads(line)
-            except json.JSONDecodeError as error:
-                raise InputError(f"{path}, line {number}: no JSON: {error.msg}") from error
-            if not isinstance(row, dict):
-                raise InputError(f"{path}, line {number}: a JSON object is expected, not {row!r}")
-            field = _choose_field(field, row.keys(), f"{path}, line {number}", "field")
-            yield row[field]
+            where = f"{path}, line {number}"
+            row = _json_object(line, where)
+            field = _choose_field(field, row.keys(), where, "field")
+            yield f"{where}, field {field!r}", row[field]
+
+
+def _json_object(line: bytes, where: str) -> dict[str, Any]:
+    try:
+        row = json.loads(line.decode("utf-8-sig"))
+    except UnicodeDecodeError as error:
+        raise InputError(
+            f"{where}: no UTF-8 ({error.reason} at byte {error.start}); save the file as UTF-8"
+        ) from error
+    except json.JSONDecodeError as error:
+        raise InputError(f"{where}: no JSON: {error.msg}") from error
+    except ValueError as error:  # a number of thousands of digits
+        raise InputError(f"{where}: JSON that cannot be read: {error}") from error
+    except RecursionError as error:
+        raise InputError(f"{where}: JSON that is nested too deeply; leave that line out") from error
+    if not isinstance(row, dict):
+        raise InputError(f"{where}: a JSON object is expected, not {reprlib.repr(row)}")
+    return row
 
 
 def _from_parquet(path: Path, field: str | None, bytes_per_token: float) -> FileLengths:
@@ -147,16 +191,22 @@ def _from_parquet(path: Path, field: str | None, bytes_per_token: float) -> File
 
 def _numpy_lengths(path: Path) -> Int64Array:
     try:
-        values: NDArray[Any] = np.load(path, mmap_mode="r", allow_pickle=False)
-    except (ValueError, EOFError) as error:
+        values: Any = np.load(path, mmap_mode="r", allow_pickle=False)
+    except (ValueError, EOFError, zipfile.BadZipFile) as error:
         raise InputError(f"lengths file {path} is no numpy array: {error}") from error
+    if isinstance(values, np.lib.npyio.NpzFile):
+        values.close()
+        raise InputError(
+            f"lengths file {path} is an archive of arrays (.npz); save the one with the lengths by "
+            "numpy.save"
+        )
     if values.ndim != 1 or not np.issubdtype(values.dtype, np.integer):
         raise InputError(
             f"{path} holds an array of shape {values.shape} and dtype {values.dtype}; a "
             "one-dimensional array of integers is expected"
         )
-    values = values.astype(np.int64)
-    return np.diff(values) if values.size > 1 and values[0] == 0 else values
+    whole: Int64Array = values.astype(np.int64)
+    return np.diff(whole) if whole.size > 1 and whole[0] == 0 else whole
 
 
 def _megatron_lengths(path: Path) -> Int64Array:
@@ -171,6 +221,12 @@ def _megatron_lengths(path: Path) -> Int64Array:
         raise InputError(f"{path} ends early: {n_sequences} sequences, {n_bounds} bounds announced")
     sequences = np.frombuffer(data, "<i4", n_sequences, start).astype(np.int64)
     bounds = np.frombuffer(data, "<i8", n_bounds, bounds_at)
+    bad = np.flatnonzero((bounds < 0) | (bounds > n_sequences))
+    if bad.size:
+        raise InputError(
+            f"{path}: bound number {bad[0] + 1} is {bounds[bad[0]]}; with {n_sequences} sequences "
+            f"it must be 0 to {n_sequences}: write the index again"
+        )
     return np.asarray(np.diff(np.append(0, np.cumsum(sequences))[bounds]), dtype=np.int64)
 
 
@@ -184,27 +240,29 @@ def _choose_field(field: str | None, names: Iterable[str], where: str, what: str
     raise InputError(f"{where}: {missing}; there are {', '.join(names)}: name one with --field")
 
 
-def _from_values(values: Iterable[Any], bytes_per_token: float) -> FileLengths:
-    """Numbers, lists of token ids or texts."""
+def _from_values(values: Iterable[tuple[str, Any]], bytes_per_token: float) -> FileLengths:
+    """Places for messages, with numbers, lists of token ids or texts."""
     lengths: list[int] = []
     estimated = False
-    for number, value in enumerate(values, start=1):
+    for where, value in values:
         match value:
-            case bool():
-                raise InputError(f"document {number}: {value} is no length")
-            case int():
-                lengths.append(value)
+            case int() if not isinstance(value, bool):
+                lengths.append(_not_beyond(value, where))
             case list():
                 lengths.append(len(value))
             case str():
                 estimated = True
-                lengths.append(max(1, math.ceil(len(value.encode()) / bytes_per_token)))
+                lengths.append(max(1, math.ceil(_utf8_bytes(value) / bytes_per_token)))
             case _:
                 raise InputError(
-                    f"document {number}: {value!r} is no length; valid are integers, lists of "
-                    "token ids and texts"
+                    f"{where}: {reprlib.repr(value)} is no length; valid are integers, lists "
+                    "of token ids and texts"
                 )
     return FileLengths(np.array(lengths, dtype=np.int64), estimated)
+
+
+def _utf8_bytes(text: str) -> int:
+    return len(text.encode(errors="surrogatepass"))
 
 
 def _estimate(nbytes: NDArray[Any], bytes_per_token: float) -> Int64Array:

@@ -23,6 +23,9 @@ LENGTHS_AT_QUANTILES = {
 UPSAMPLED_FROM_TOKENS = 64 * 1024
 """Documents of this length and more are drawn twice as often as the table says."""
 
+_MOST_TOKENS = 2**63 - 1
+"""Of int64."""
+
 
 def sample_lengths(name: str, total_tokens: int, max_length: int, seed: int) -> Int64Array:
     """Lengths of documents that hold ``total_tokens`` together, in random order.
@@ -34,13 +37,13 @@ def sample_lengths(name: str, total_tokens: int, max_length: int, seed: int) -> 
         seed: of the generator; the same arguments give the same lengths.
 
     Raises:
-        ValueError: the name is unknown, or a number is below 1.
+        ValueError: the name is unknown, or a number is below 1 or beyond int64.
     """
     if name not in LENGTHS_AT_QUANTILES:
         raise ValueError(f"name is {name!r}; valid are {sorted(LENGTHS_AT_QUANTILES)}")
     for field, value in (("total_tokens", total_tokens), ("max_length", max_length)):
-        if value < 1:
-            raise ValueError(f"{field} is {value}; it must be 1 or more")
+        if not 1 <= value <= _MOST_TOKENS:
+            raise ValueError(f"{field} is {value}; it must be 1 to {_MOST_TOKENS}")
     generator = np.random.default_rng(seed)
     log_lengths = np.log(LENGTHS_AT_QUANTILES[name])
     drawn: list[Int64Array] = []

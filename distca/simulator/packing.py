@@ -75,7 +75,11 @@ def as_trained(
 
     Methods are compared on these, or disaggregation would be spared the attention across its cuts.
     Arguments as of :func:`pack_in_order`, but of any number of steps or microbatches.
+
+    Raises:
+        InputError: a nano-batch would not get whole tokens.
     """
+    _check_rows(tokens_per_rank, n_nano_batches)
     return np.concatenate(_cut_every(lengths, n_ranks * (tokens_per_rank // n_nano_batches)))
 
 
@@ -180,17 +184,21 @@ def check_tokens(
 ) -> None:
     """Raises :class:`InputError` unless the documents fill the ranks and nano-batches exactly."""
     require_count("n_ranks", n_ranks)
-    require_count("tokens_per_rank", tokens_per_rank)
-    require_count("n_nano_batches", n_nano_batches)
-    if tokens_per_rank % n_nano_batches:
-        raise InputError(
-            f"tokens_per_rank {tokens_per_rank} is not a multiple of n_nano_batches "
-            f"{n_nano_batches}"
-        )
+    _check_rows(tokens_per_rank, n_nano_batches)
     if int(lengths.sum()) != n_ranks * tokens_per_rank:
         raise InputError(
             f"the documents hold {int(lengths.sum())} tokens; {n_ranks} ranks of "
             f"{tokens_per_rank} take {n_ranks * tokens_per_rank}"
+        )
+
+
+def _check_rows(tokens_per_rank: int, n_nano_batches: int) -> None:
+    require_count("tokens_per_rank", tokens_per_rank)
+    require_count("n_nano_batches", n_nano_batches)
+    if tokens_per_rank % n_nano_batches:
+        raise InputError(
+            f"tokens_per_rank {tokens_per_rank} is not a multiple of nano_batches "
+            f"{n_nano_batches}; give a multiple, {n_nano_batches} or more, or nano_batches 1"
         )
 
 

@@ -14,6 +14,9 @@ from distca.simulator.errors import InputError
 from distca.simulator.packing import pack_in_order
 from distca.simulator.profile import document_seconds
 
+CAP_STEPS = 20
+"""A cap above the even share is tried in steps of one over so many."""
+
 
 @dataclass(frozen=True, eq=False)
 class Bins:
@@ -27,6 +30,11 @@ class Bins:
     tokens: Float64Array
     forward_seconds: Float64Array
     backward_seconds: Float64Array
+
+    def most_seconds(self, linear_seconds_per_token: float) -> float:
+        """Of the fullest bin, with its linear layers."""
+        linear = self.tokens * linear_seconds_per_token
+        return float(np.max(linear + self.forward_seconds + self.backward_seconds))
 
 
 def bins_in_order(
@@ -56,7 +64,9 @@ def repack(
     least work that has room for it (longest processing time first).
 
     A document that fits nowhere is cut over the bins with the least work; its pieces take seconds
-    in proportion to their tokens, as if they kept their context for free.
+    in proportion to their tokens, as if they kept their context for free. That balances better than
+    a looser cap under which nothing is cut, so the best of all caps from the even share to
+    ``cap_tokens`` counts: the one that leaves the least work in the fullest bin.
 
     Args:
         lengths: ``[n_documents]`` tokens.
@@ -71,6 +81,30 @@ def repack(
     total = int(lengths.sum())
     if total > n_bins * cap_tokens:
         raise InputError(f"{n_bins} bins of {cap_tokens} tokens cannot hold {total} tokens")
+    candidates = (
+        _repack_under(
+            lengths, forward_seconds, backward_seconds, linear_seconds_per_token, n_bins, cap
+        )
+        for cap in _caps(-(-total // n_bins), cap_tokens)
+    )
+    return min(candidates, key=lambda bins: bins.most_seconds(linear_seconds_per_token))
+
+
+def _caps(even_tokens: int, cap_tokens: int) -> list[int]:
+    """From the even share on, up to the cap and with it, the tightest first."""
+    between = range(even_tokens, cap_tokens, max(1, even_tokens // CAP_STEPS))
+    return [*between, cap_tokens]
+
+
+def _repack_under(
+    lengths: Int64Array,
+    forward_seconds: Float64Array,
+    backward_seconds: Float64Array,
+    linear_seconds_per_token: float,
+    n_bins: int,
+    cap_tokens: int,
+) -> Bins:
+    """:func:`repack` under one cap."""
     work = forward_seconds + backward_seconds + linear_seconds_per_token * lengths
     bins = _OpenBins(n_bins, cap_tokens)
     sums = np.zeros((2, n_bins))

@@ -19,7 +19,14 @@ from distca.simulator.disaggregated import (
 from distca.simulator.errors import InputError
 from distca.simulator.packing import as_trained
 from distca.simulator.setup import Setup, stage_layers
-from distca.simulator.verdict import EXPOSED_TOO_MUCH, WORTH_MENTIONING, Kind, Verdict
+from distca.simulator.verdict import (
+    EXPOSED_TOO_MUCH,
+    WORTH_MENTIONING,
+    Kind,
+    Remedy,
+    Verdict,
+    shorter_wait,
+)
 
 EVEN, IDLE_AWARE = "even", "idle-aware"
 
@@ -141,9 +148,21 @@ def _times(
     )
 
 
-def judge_schedules(comparison: ScheduleComparison) -> Verdict:
-    """Which schedule to run, and what disaggregation gains over the strongest one without it; both
-    within the limit on microbatches in flight."""
+def judge_schedules(
+    comparison: ScheduleComparison, remedies: Sequence[Remedy] = tuple(Remedy)
+) -> Verdict:
+    """Which schedule to run on that many GPUs, and what disaggregation gains over the strongest one
+    without it; both within the limit on microbatches in flight.
+
+    Args:
+        comparison: what is judged.
+        remedies: those that are not in use yet.
+    """
+    verdict = _judge(comparison, remedies)
+    return replace(verdict, text=f"On {comparison.n_gpus} GPUs: {verdict.text}")
+
+
+def _judge(comparison: ScheduleComparison, remedies: Sequence[Remedy]) -> Verdict:
     limit = comparison.in_flight_limit
     fits = [times for times in comparison.times if times.in_flight <= limit]
     if not fits:
@@ -171,7 +190,16 @@ def judge_schedules(comparison: ScheduleComparison) -> Verdict:
         f"come and {comparison.balanced_1f1b_seconds / best.seconds:.2f}x that of 1F1B with "
         "perfectly equal microbatches."
     )
+    waits = best.exposed_seconds / best.seconds
+    links = f"{waits:.0%} of the step waits for links. {shorter_wait(remedies)}"
     if gain < WORTH_MENTIONING:
+        could_gain = packings[rival] / _unexposed_seconds(fits) >= WORTH_MENTIONING
+        if could_gain and waits > WORTH_MENTIONING - 1:
+            return Verdict(
+                Kind.LINKS_TOO_SLOW,
+                f"The links hold CAD back with these pipelines: at best {against} {links} With "
+                f"these links, run {rival}.",
+            )
         text = f"Nothing to gain from CAD with these pipelines: at best {against}"
         return Verdict(Kind.NOTHING_TO_GAIN, f"{text} Run {rival}.")
     run = (
@@ -185,12 +213,8 @@ def judge_schedules(comparison: ScheduleComparison) -> Verdict:
             f" With room for {faster.in_flight:g}, {faster.name} with {other_spread} plans would "
             f"be {best.seconds / other.seconds:.2f}x faster."
         )
-    if best.exposed_seconds / best.seconds > EXPOSED_TOO_MUCH:
-        run += (
-            f" {best.exposed_seconds / best.seconds:.0%} of the step waits for links: a byte "
-            "budget (--byte-budget 1.5), a larger tolerance or faster links reduce that."
-        )
-        return Verdict(Kind.LINKS_TOO_SLOW, run)
+    if waits > EXPOSED_TOO_MUCH:
+        return Verdict(Kind.LINKS_TOO_SLOW, f"{run} {links}")
     return Verdict(Kind.GAIN, run)
 
 
@@ -198,3 +222,9 @@ def _fastest(times: Sequence[ScheduleTimes]) -> tuple[ScheduleTimes, str]:
     """The fastest schedule with disaggregation, and how its attention is spread."""
     choices = [(own, spread) for own in times for spread in own.pooled]
     return min(choices, key=lambda choice: choice[0].pooled[choice[1]].seconds)
+
+
+def _unexposed_seconds(times: Sequence[ScheduleTimes]) -> float:
+    """The fastest step with disaggregation if nothing waited for communication."""
+    steps = [step for own in times for step in own.pooled.values()]
+    return min(step.seconds - step.exposed_seconds for step in steps)

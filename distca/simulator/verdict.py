@@ -82,6 +82,16 @@ class Evidence:
             if name.endswith("_seconds"):
                 require_positive(name, value)
 
+    @property
+    def whole_seconds(self) -> float:
+        """Whole documents, as they come or re-packed, whichever is faster."""
+        return min(self.plain_seconds, self.repacked_seconds)
+
+    @property
+    def unexposed_seconds(self) -> float:
+        """Under the plan, without waiting for communication."""
+        return self.disaggregated_seconds * (1 - self.exposed_share)
+
 
 @dataclass(frozen=True)
 class Verdict:
@@ -106,32 +116,47 @@ def judge(evidence: Evidence) -> Verdict:
 
 
 def kind_of(evidence: Evidence) -> Kind:
-    """What the verdict on ``evidence`` amounts to."""
+    """What the verdict on ``evidence`` amounts to: by speeds alone. There is nothing to gain where
+    nothing that was compared, not even without waiting for communication, is faster than whole
+    documents."""
     if evidence.n_servers == 1:
         return Kind.ONE_SERVER
-    if evidence.plain_seconds / evidence.disaggregated_seconds < SLOWER_THAN:
-        return Kind.SLOWER
-    if evidence.heaviest_document_share <= 1:
+    fastest = min(
+        evidence.unexposed_seconds,
+        evidence.context_parallel_seconds,
+        evidence.hidden_gather_seconds,
+    )
+    if evidence.whole_seconds / fastest < WORTH_MENTIONING:
         return Kind.NOTHING_TO_GAIN
+    if _is_slower(evidence):
+        return Kind.SLOWER
     if evidence.exposed_share > EXPOSED_TOO_MUCH:
         return Kind.LINKS_TOO_SLOW
-    alternative = min(evidence.plain_seconds, evidence.repacked_seconds)
-    if alternative / evidence.disaggregated_seconds < WORTH_MENTIONING:
+    if evidence.whole_seconds / evidence.disaggregated_seconds < WORTH_MENTIONING:
         return Kind.LITTLE_TO_GAIN
     return Kind.GAIN
+
+
+def _is_slower(evidence: Evidence) -> bool:
+    return evidence.plain_seconds / evidence.disaggregated_seconds < SLOWER_THAN
 
 
 def _network(evidence: Evidence) -> str:
     """From which network on it pays."""
     here = evidence.network_bytes_per_second
-    if here is None:
-        return ""
-    if evidence.pays_from_bytes_per_second is None:
+    if _pays_nowhere(evidence):
         return " With these plans it pays on no network, however fast."
+    if here is None or evidence.pays_from_bytes_per_second is None:
+        return ""
     return (
         f" With these plans it pays from {evidence.pays_from_bytes_per_second / _GIGA:.3g} GB/s of "
         f"network a GPU (here {here / _GIGA:.3g})."
     )
+
+
+def _pays_nowhere(evidence: Evidence) -> bool:
+    known = evidence.network_bytes_per_second is not None
+    return known and evidence.pays_from_bytes_per_second is None
 
 
 def _one_server(evidence: Evidence) -> str:
@@ -149,8 +174,15 @@ def _slower(evidence: Evidence) -> str:
         f"and attention is {evidence.attention_share:.0%} of a balanced step."
     )
     if evidence.exposed_share > WORTH_MENTIONING - 1:
-        text += f" {shorter_wait(evidence.remedies)}"
+        text += _shorter_wait(evidence)
     return text
+
+
+def _shorter_wait(evidence: Evidence) -> str:
+    """What to try, without faster links where the plans pay on no network."""
+    useless = {Remedy.FASTER_LINKS} if _pays_nowhere(evidence) else set()
+    useful = [remedy for remedy in evidence.remedies if remedy not in useless]
+    return f" {shorter_wait(useful)}" if useful else ""
 
 
 def shorter_wait(remedies: Sequence[Remedy]) -> str:
@@ -159,13 +191,33 @@ def shorter_wait(remedies: Sequence[Remedy]) -> str:
 
 
 def _nothing_to_gain(evidence: Evidence) -> str:
-    return (
-        "You will gain nothing from CAD here, because no document outweighs a mean rank: the "
-        f"heaviest has {evidence.heaviest_document_share:.0%} of a mean rank's attention. "
-        "Arranging whole documents so that ranks get equal work does as well: "
-        f"{_times(evidence.plain_seconds, evidence.repacked_seconds)} of plain packing's speed, "
-        "without moving anything between ranks."
-    )
+    if evidence.heaviest_document_share <= 1:
+        why = (
+            "no document outweighs a mean rank: the heaviest has "
+            f"{evidence.heaviest_document_share:.0%} of a mean rank's attention"
+        )
+    else:
+        why = (
+            "even without waiting for communication it would run at "
+            f"{_times(evidence.whole_seconds, evidence.unexposed_seconds)} the speed of whole "
+            f"documents; attention is {evidence.attention_share:.0%} of a balanced step"
+        )
+    text = f"You will gain nothing from CAD here, because {why}."
+    if evidence.repacked_seconds < evidence.plain_seconds:
+        text += (
+            " Arranging whole documents so that ranks get equal work does as well: "
+            f"{_times(evidence.plain_seconds, evidence.repacked_seconds)} of plain packing's "
+            "speed, without moving anything between ranks."
+        )
+    else:
+        text += " Plain packing does as well, without moving anything between ranks."
+    if _is_slower(evidence):
+        text += (
+            " CAD is slower: "
+            f"{_times(evidence.plain_seconds, evidence.disaggregated_seconds)} the speed of plain "
+            "packing."
+        )
+    return text
 
 
 def _little_to_gain(evidence: Evidence) -> str:
@@ -181,8 +233,7 @@ def _little_to_gain(evidence: Evidence) -> str:
 def _links_too_slow(evidence: Evidence) -> str:
     return (
         f"The links hold CAD back here: {evidence.exposed_share:.0%} of the step is spent waiting "
-        f"for communication, and it runs at {_comparison(evidence)} "
-        f"{shorter_wait(evidence.remedies)}"
+        f"for communication, and it runs at {_comparison(evidence)}{_shorter_wait(evidence)}"
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -11,6 +12,9 @@ import torch
 import torch.distributed as dist
 
 from distca.errors import RanksDisagreeError
+
+_RENDEZVOUS = re.compile(r"env://.*|tcp://[^/]+:\d{1,5}([/?].*)?|file://.+")
+"""Ways to meet that torch.distributed has."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +36,11 @@ class RankEnvironment:
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.n_ranks:
             raise ValueError(f"rank {self.rank} is not one of {self.n_ranks} ranks")
+        if not _RENDEZVOUS.fullmatch(self.init_method):
+            raise ValueError(
+                f"rendezvous is {self.init_method!r}; valid are env:// under torchrun, "
+                "tcp://HOST:PORT of rank 0, and file:///PATH that all ranks share"
+            )
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str], init_method: str) -> RankEnvironment:
@@ -39,7 +48,7 @@ class RankEnvironment:
         and, for ``env://``, where rank 0 is.
 
         Raises:
-            ValueError: one of them is missing or no integer.
+            ValueError: one of them is missing or no integer, or there is no such ``init_method``.
         """
         if init_method == "env://" and not environ.get("MASTER_ADDR"):
             raise ValueError(

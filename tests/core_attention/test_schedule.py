@@ -128,11 +128,18 @@ def test_a_file_of_orders_without_slots_is_given_slots() -> None:
         (["0F0,,,0B0", ",0F1,0B1"], "0F1 is on rank 1, other actions of stage 0 are on rank 0"),
         (["0B0,0F0"], "0B0 wait for one another and can never start"),
         (["0F0,0B0,0F1,0B1", "1F1,1B1,1F0,1B0"], "0B0, 1F1 wait for one another"),
+        (["0F0,1F0,1B0,0B0", ",,,"], r"rank 1 \(line 2 of a CSV file\) runs nothing; give it a"),
+        (["0F0,0B0", "x" * 131073], r"mine: line 2 is no CSV \(field larger than field limit"),
+        (["9" * 5000 + "F0"], "rank 0 has '9{40}'; an action is a stage"),
     ],
 )
 def test_bad_files_are_named(rows: list[str], message: str) -> None:
     with pytest.raises(ScheduleError, match=message):
         parse(*rows)
+
+
+def test_a_byte_order_mark_is_left_out() -> None:
+    assert parse("\ufeff0F0,0B0") == parse("0F0,0B0")
 
 
 def test_bad_slots_are_named() -> None:

@@ -13,7 +13,11 @@ from cryptography.x509.verification import PolicyBuilder, Store
 
 from distca.certs.authority import Authority, Signed, UnusableAuthorityError
 from distca.certs.description import NotACertificateError, describe_file
-from distca.certs.folder import CertificateFolder, FileExistsAlreadyError
+from distca.certs.folder import (
+    CertificateFolder,
+    FileExistsAlreadyError,
+    ShortAuthorityError,
+)
 from distca.contract.identity import Identity, Role
 from tests.distca.test_cli import distca
 
@@ -57,6 +61,7 @@ def test_what_cannot_sign_is_refused(authority: Authority) -> None:
     trainer = authority.issue(Identity(role=Role.TRAINER, name="a"), lifetime=DAY)
     for wrong, why in (
         (Signed(certificate=b"x", key=b"y"), "no certificate authority in PEM"),
+        (Signed(certificate=authority.pem.certificate, key=b"y"), "no private key in PEM"),
         (trainer, "no certificate authority with an EC key"),
         (Signed(certificate=authority.pem.certificate, key=other.pem.key), "another certificate's"),
     ):
@@ -94,6 +99,25 @@ def test_half_an_authority_is_never_overwritten(tmp_path: Path) -> None:
         folder.authority(DAY)
 
 
+def test_a_broken_authority_is_named_by_its_files(tmp_path: Path) -> None:
+    folder = CertificateFolder(tmp_path)
+    folder.authority(DAY)
+    (tmp_path / "ca.key").write_text("broken")
+    with pytest.raises(UnusableAuthorityError, match=f"{tmp_path}/ca.key: no private key in PEM"):
+        folder.authority(DAY)
+
+
+def test_no_certificate_outlives_its_authority(tmp_path: Path) -> None:
+    folder = CertificateFolder(tmp_path)
+    with pytest.raises(ShortAuthorityError, match="good for 3 days, its certificates for 4"):
+        folder.authority(3 * DAY, 4 * DAY)
+    assert not list(tmp_path.iterdir())
+    folder.authority(3 * DAY, 3 * DAY)
+    folder.authority(3 * DAY, 2 * DAY)
+    with pytest.raises(ShortAuthorityError, match=f"{tmp_path}/ca.crt ends .* of 4 days; give"):
+        folder.authority(9 * DAY, 4 * DAY)
+
+
 def test_the_command_makes_one_for_each_role_and_shows_them(tmp_path: Path) -> None:
     made = distca("certs", "make", str(tmp_path / "c"), "--days=3", "--host=cp.example")
     assert made.returncode == 0, made.stderr
@@ -121,6 +145,7 @@ def test_the_command_refuses_what_it_should(tmp_path: Path) -> None:
         (["--role=king"], "'king' is not a valid Role"),
         (["--name=a/b"], "name is 'a/b'"),
         (["--days=0"], "days is 0"),
+        (["--days=99999999"], "days is 99999999; it must be 1 to 36500"),
     ):
         refused = distca("certs", "make", str(tmp_path / "other"), *wrong)
         assert refused.returncode == 2

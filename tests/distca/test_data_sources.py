@@ -62,6 +62,12 @@ def test_fingerprint_differs_when_a_length_differs(tmp_path: Path) -> None:
     assert fingerprint(open_corpus(tmp_path, "text")) != before
 
 
+def test_a_byte_order_mark_is_no_text(tmp_path: Path) -> None:
+    path = tmp_path / "data.jsonl"
+    path.write_text('{"text": "eins"}', encoding="utf-8-sig")
+    assert list(open_corpus(path, "text").lengths) == [4]
+
+
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
@@ -69,6 +75,8 @@ def test_fingerprint_differs_when_a_length_differs(tmp_path: Path) -> None:
         ("data.csv", b"a,b\n", "ends in '.csv'"),
         ("data.jsonl", b"", "holds no line"),
         ("data.jsonl", b"{]\n", "data.jsonl:1: this is no JSON"),
+        ("data.jsonl", b'{"text": %s}' % (b"9" * 5000), "data.jsonl:1: JSON that cannot be read"),
+        ("data.jsonl", b"[" * 100_000, "data.jsonl:1: JSON that cannot be read"),
         (
             "data.jsonl",
             b'{"text": "a"}\n{"body": "b"}\n',

@@ -50,6 +50,8 @@ def test_a_skewed_batch_is_planned_and_judged(tmp_path: Path) -> None:
     assert "Why the planner (balanced) stopped" in output
     assert "What bounds batch 0" in output
     assert "rank-0" in output
+    assert "imbalance of the step, plain packing" in output
+    assert "imbalance of the worst tick, planned" in output
 
 
 def test_the_verdict_says_from_which_network_on_latent_attention_pays(tmp_path: Path) -> None:
@@ -147,6 +149,11 @@ def test_documents_may_be_cut_between_nano_batches(tmp_path: Path, homes: str) -
     assert "in both nano-batches" in output
 
 
+def test_an_endless_byte_budget_is_none() -> None:
+    arguments = ("--distribution", "prolong", *SMALL)
+    assert run(*arguments, "--byte-budget", "1e300") == run(*arguments, "--byte-budget", "1e6")
+
+
 def test_homes_can_be_planned() -> None:
     arguments = ("--distribution", "prolong", *SMALL)
     assert run(*arguments, "--homes", "planned") != run(*arguments)
@@ -159,8 +166,10 @@ def test_homes_can_be_planned() -> None:
 def test_texts_say_that_lengths_are_estimated(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text("\n".join(json.dumps({"text": "x" * 4096}) for _ in range(128)))
-    output = run("--lengths", str(path), *SMALL)
+    page = tmp_path / "a.html"
+    output = run("--lengths", str(path), *SMALL, "--html", str(page))
     assert "Lengths are estimated: 4 UTF-8 bytes a token" in output
+    assert "Lengths are estimated: 4 UTF-8 bytes a token" in page.read_text()
 
 
 def test_model_numbers_can_be_changed() -> None:
@@ -177,6 +186,11 @@ def test_model_numbers_can_be_changed() -> None:
     ("arguments", "message"),
     [
         ((), "give either --lengths, a file, or --distribution"),
+        (
+            ("--distribution", "prolong", "--field", "n"),
+            "field is n, and lengths are drawn from distribution prolong",
+        ),
+        (("--distribution", "prolong", "--no-shuffle"), "shuffle is False, and lengths are drawn"),
         (("--distribution", "zipf"), "InputError: distribution: name is 'zipf'; valid are"),
         (("--lengths", "none.txt"), "none.txt does not exist"),
         (("--distribution", "prolong", "--lengths", "none.txt"), "not both"),
@@ -189,6 +203,11 @@ def test_model_numbers_can_be_changed() -> None:
         (("--distribution", "prolong", "--tokens-per-rank", "0"), "tokens_per_rank is 0"),
         (("--distribution", "prolong", "--batches", "0"), "batches is 0"),
         (("--distribution", "prolong", "--max-length", "-5"), "max_length is -5"),
+        (("--distribution", "prolong", "--max-length", str(10**23)), "is 1" + "0" * 23),
+        (
+            ("--distribution", "prolong", "--nano-batches", "2", "--tokens-per-rank", "1"),
+            "tokens_per_rank 1 is not a multiple of nano_batches 2",
+        ),
         (("--distribution", "prolong", "--seed", "-1"), "seed is -1"),
         (("--distribution", "prolong", "--nano-batches", "3"), "nano_batches is 3"),
         (("--distribution", "prolong", "--planner", "best"), "planner is 'best'; valid are"),

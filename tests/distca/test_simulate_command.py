@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -76,6 +77,18 @@ def test_schedules_are_compared_with_a_verdict_and_explained(tmp_path: Path) -> 
     assert "zero-bubble" in page.read_text()
 
 
+def test_each_verdict_of_pipelines_names_its_size_and_remedies_not_in_use(tmp_path: Path) -> None:
+    page = tmp_path / "a.html"
+    pipeline = (*PIPELINE[:-4], "--gpus", "16,32", "--stages", "2", "--microbatches", "2")
+    slow = ("--bandwidth-gbps", "8", "--host-bandwidth-gbps", "8", "--byte-budget", "8")
+    output = run(*pipeline, *slow, "--tolerance", "0.1", "--html", str(page))
+    for size in ("On 16 GPUs: ", "On 32 GPUs: "):
+        assert size in output
+        assert size in page.read_text()
+    assert "first: planned homes (--homes planned), faster links." in output.replace("│ ", "")
+    assert "--byte-budget 1.5" not in output
+
+
 def test_one_s_own_schedule_is_compared(tmp_path: Path) -> None:
     path = tmp_path / "gpipe.csv"
     path.write_text("0F0,0F1,,,0B0,0B1\n,1F0,1F1,1B0,1B1,\n")
@@ -85,6 +98,32 @@ def test_one_s_own_schedule_is_compared(tmp_path: Path) -> None:
     path.write_text("0F0,0B0\n1F0,1B0\n")
     refusal = refused(*PIPELINE, "--microbatches", "2", "--schedules", str(path))
     assert "is for 2 ranks and 1 microbatches; stages is 2, microbatches is 2" in refusal
+
+
+def test_schedules_of_one_name_are_refused(tmp_path: Path) -> None:
+    paths = [tmp_path / folder / "s.csv" for folder in "ab"] + [tmp_path / "1f1b.csv"]
+    for path in paths:
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("0F0,,,0B0\n,1F0,1B0,\n")
+    refusal = refused(*PIPELINE, "--schedules", f"{paths[0]},{paths[1]}")
+    assert f"{paths[1]} is called s, and so is another one" in refusal
+    refusal = refused(*PIPELINE, "--schedules", f"1f1b,{paths[2]}")
+    assert f"{paths[2]} is called 1f1b, and so is another one" in refusal
+
+
+def test_a_bad_schedule_is_named_by_its_file(tmp_path: Path) -> None:
+    path = tmp_path / "c.csv"
+    path.write_text("0F0,1F0,1B0,0B0\n,,,\n")
+    refusal = refused(*PIPELINE, "--schedules", str(path))
+    assert f"{path}: schedule c: rank 1 (line 2 of a CSV file) runs nothing" in refusal
+
+
+def test_texts_say_that_lengths_are_estimated(tmp_path: Path) -> None:
+    path, page = tmp_path / "a.jsonl", tmp_path / "a.html"
+    path.write_text("\n".join(json.dumps({"text": "x" * 4096}) for _ in range(128)))
+    output = run("--lengths", str(path), *SMALL, "--html", str(page))
+    assert "Lengths are estimated: 4 UTF-8 bytes a token" in output
+    assert "Lengths are estimated: 4 UTF-8 bytes a token" in page.read_text()
 
 
 def test_figures_and_page_are_written(tmp_path: Path) -> None:
@@ -109,6 +148,8 @@ def test_figures_and_page_are_written(tmp_path: Path) -> None:
         (("--stages", "2", "--schedules", "gpipe"), "'gpipe' is unknown; valid are all, 1f1b"),
         (("--stages", "2", "--schedules", "no.csv"), "no.csv cannot be read"),
         (("--stages", "2", "--in-flight", "0"), "in_flight is 0"),
+        (("--in-flight", "-7"), "in_flight is -7.0, and stages is 1; it is for pipelines"),
+        (("--schedules", "nonsense"), "schedules is nonsense, and stages is 1; it is for"),
         (("--stages", "2", "--schedules", "interleaved"), "1 microbatches over 2 ranks"),
     ],
 )

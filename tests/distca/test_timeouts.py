@@ -24,6 +24,7 @@ from distca.contract.timeouts import (
     known_timeouts,
     timeout,
 )
+from distca.train.settings import ServiceSettings
 
 ROOT = Path(__file__).resolve().parents[2]
 DEFAULTS = {each.name: each.seconds for each in TIMEOUTS}
@@ -153,6 +154,12 @@ def test_what_is_not_known_is_not_checked() -> None:
     check_order({"lease_seconds": 1e6})
     with pytest.raises(KeyError, match="no_such_seconds"):
         check_order({"no_such_seconds": 1.0})
+
+
+@pytest.mark.parametrize("seconds", [1e300, 365 * 86400 + 1])
+def test_no_wait_lasts_longer_than_a_year(seconds: float) -> None:
+    with pytest.raises(ValueError, match=r"start_timeout_seconds is .*; it must be 31536000"):
+        ServiceSettings(control_plane="h:1", run_dir=Path("run"), start_timeout_seconds=seconds)
 
 
 def test_settings_hand_over_what_they_hold() -> None:

@@ -263,6 +263,12 @@ def test_bad_rank_environment_is_named(environ: dict[str, str], message: str) ->
         RankEnvironment.from_environ(environ, "env://")
 
 
+@pytest.mark.parametrize("rendezvous", ["bogus://x", "nonsense", "tcp://h", "tcp://h:x", "file://"])
+def test_an_unknown_rendezvous_is_named(rendezvous: str) -> None:
+    with pytest.raises(ValueError, match=f"rendezvous is '{rendezvous}'; valid are env://"):
+        RankEnvironment.from_environ({"RANK": "0", "WORLD_SIZE": "1"}, rendezvous)
+
+
 def test_ranks_that_meet_in_a_file_need_no_address() -> None:
     environ = {"RANK": "1", "WORLD_SIZE": "2"}
     ranks = RankEnvironment.from_environ(environ, "file:///tmp/x")

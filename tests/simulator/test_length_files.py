@@ -11,6 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from distca.data.sources import open_corpus
 from distca.simulator.errors import InputError
 from distca.simulator.length_files import read_lengths
 
@@ -31,6 +32,21 @@ def test_jsonl_takes_numbers_token_lists_and_texts(tmp_path: Path) -> None:
     path.write_text(json.dumps({"text": "é" * 5}) + "\n")
     found = read_lengths(path, bytes_per_token=4)
     assert (found.lengths.tolist(), found.estimated) == ([3], True)
+
+
+def test_a_lone_surrogate_is_as_long_as_training_has_it(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "\\ud800abc"}\n')
+    corpus = open_corpus(path, "text")
+    assert corpus.tokens(0, 0, 6).tobytes() == b"\xed\xa0\x80abc"
+    assert read_lengths(path, bytes_per_token=1).lengths.tolist() == corpus.lengths.tolist() == [6]
+
+
+@pytest.mark.parametrize(("name", "content"), [("a.txt", "12\n"), ("a.jsonl", '{"length": 12}\n')])
+def test_a_byte_order_mark_is_left_out(tmp_path: Path, name: str, content: str) -> None:
+    path = tmp_path / name
+    path.write_text(content, encoding="utf-8-sig")
+    assert read_lengths(path).lengths.tolist() == [12]
 
 
 @pytest.mark.parametrize(
@@ -58,17 +74,28 @@ def test_numpy_holds_lengths_or_bounds(tmp_path: Path) -> None:
     assert read_lengths(path).lengths.tolist() == [5, 3]
 
 
-def test_megatron_documents_are_sums_of_their_sequences(tmp_path: Path) -> None:
-    path = tmp_path / "a.idx"
-    sequences, bounds = [4, 6, 5], [0, 2, 3]
+def write_megatron_index(path: Path, sequences: list[int], bounds: list[int]) -> None:
     path.write_bytes(
         b"MMIDIDX\x00\x00"
         + struct.pack("<QBQQ", 1, 8, len(sequences), len(bounds))
         + np.array(sequences, "<i4").tobytes()
-        + np.zeros(3, "<i8").tobytes()
+        + np.zeros(len(sequences), "<i8").tobytes()
         + np.array(bounds, "<i8").tobytes()
     )
+
+
+def test_megatron_documents_are_sums_of_their_sequences(tmp_path: Path) -> None:
+    path = tmp_path / "a.idx"
+    write_megatron_index(path, [4, 6, 5], [0, 2, 3])
     assert read_lengths(path).lengths.tolist() == [10, 5]
+
+
+@pytest.mark.parametrize("bound", [-1, 4])
+def test_a_megatron_bound_beyond_the_sequences_is_named(tmp_path: Path, bound: int) -> None:
+    path = tmp_path / "a.idx"
+    write_megatron_index(path, [4, 6, 5], [0, bound, 3])
+    with pytest.raises(InputError, match=f"a.idx: bound number 2 is {bound};.* must be 0 to 3"):
+        read_lengths(path)
 
 
 @pytest.mark.parametrize(
@@ -81,8 +108,15 @@ def test_megatron_documents_are_sums_of_their_sequences(tmp_path: Path) -> None:
         ("a.jsonl", b"{", "line 1: no JSON"),
         ("a.jsonl", b"[1]\n", "line 1: a JSON object is expected"),
         ("a.jsonl", b'{"n": 1}\n', "none of length, n_tokens.*there are n"),
-        ("a.jsonl", b'{"length": null}\n', "document 1: None is no length"),
-        ("a.jsonl", b'{"length": 2.5}\n', "document 1: 2.5 is no length"),
+        ("a.jsonl", b'\n{"length": null}\n', "a.jsonl, line 2, field 'length': None is no length"),
+        ("a.jsonl", b'{"length": 2.5}\n', "line 1, field 'length': 2.5 is no length"),
+        ("a.jsonl", b'{"length": true}\n', "line 1, field 'length': True is no length"),
+        ("a.jsonl", b'{"n": 1, "text": "a"}\n{"text": "\xe9"}\n', "a.jsonl, line 2: no UTF-8"),
+        ("a.jsonl", b'{"length": %d}\n' % 10**23, "line 1, field 'length': length 1000.* out of"),
+        ("a.jsonl", b'{"length": %s}\n' % (b"9" * 5000), "line 1: JSON that cannot be read"),
+        ("a.jsonl", b'{"a": %s}\n' % (b"[" * 10**5), "line 1: JSON that is nested too deeply"),
+        ("a.txt", b"%d\n" % 10**23, "a.txt, line 1: length 1000.* out of range"),
+        ("a.npy", b"PK\x03\x04", "is no numpy array"),
         ("a.parquet", b"PAR?", "is no Parquet file"),
         ("a.npy", b"no", "is no numpy array"),
         ("a.idx", b"no", "is no index of a Megatron-LM data set"),
@@ -108,6 +142,29 @@ def test_a_missing_file_and_a_missing_column_are_named(tmp_path: Path) -> None:
     pq.write_table(pa.table({"length": pa.array([1, None])}), path)
     with pytest.raises(InputError, match="1 documents have no value"):
         read_lengths(path)
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.npy", "a.idx"])
+def test_a_field_of_a_file_without_fields_is_refused(tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+    path.write_text("12")
+    with pytest.raises(InputError, match=f"field is 'n', and lengths file {path} has none"):
+        read_lengths(path, "n")
+
+
+def test_an_archive_of_arrays_is_named(tmp_path: Path) -> None:
+    np.savez(tmp_path / "a.npz", lengths=np.array([3]))
+    path = (tmp_path / "a.npz").rename(tmp_path / "a.npy")
+    with pytest.raises(InputError, match="is an archive of arrays"):
+        read_lengths(path)
+
+
+@pytest.mark.parametrize("bytes_per_token", [1e-300, 0.0, float("nan")])
+def test_a_token_has_some_bytes(tmp_path: Path, bytes_per_token: float) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "abc"}\n')
+    with pytest.raises(InputError, match=f"bytes_per_token is {bytes_per_token}; it must be"):
+        read_lengths(path, bytes_per_token=bytes_per_token)
 
 
 def test_an_array_of_the_wrong_kind_is_named(tmp_path: Path) -> None:

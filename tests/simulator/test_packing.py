@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from core_attention.manifest import Manifest
 from distca.simulator.errors import InputError
 from distca.simulator.packing import (
+    as_trained,
     checked_lengths,
     pack_and_cut,
     pack_in_order,
@@ -57,6 +58,8 @@ def test_tokens_must_match() -> None:
         pack_in_order(np.array([10]), 2, 8, 1)
     with pytest.raises(InputError, match="tokens_per_rank 9 is not a multiple"):
         pack_in_order(np.array([18]), 2, 9, 2)
+    with pytest.raises(InputError, match="tokens_per_rank 1 is not a multiple of nano_batches 2"):
+        as_trained(np.array([2]), 2, 1, 2)
 
 
 def test_steps_take_documents_in_order_and_cut_the_last_one() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -30,7 +31,7 @@ from distca.simulator.schedules import (
     judge_schedules,
 )
 from distca.simulator.setup import Setup
-from distca.simulator.verdict import Kind
+from distca.simulator.verdict import Kind, Remedy
 from tests.simulator.cases import SMALL_MODEL, K, documents, h200, setup
 
 ENDLESS = {
@@ -154,7 +155,9 @@ def times(name: str, in_flight: float, alone: float, pooled: float, waits: float
     )
 
 
-def judged(*rows: ScheduleTimes, limit: float = 4) -> tuple[Kind, str]:
+def judged(
+    *rows: ScheduleTimes, limit: float = 4, remedies: Sequence[Remedy] = tuple(Remedy)
+) -> tuple[Kind, str]:
     verdict = judge_schedules(
         ScheduleComparison(
             n_gpus=8,
@@ -162,7 +165,8 @@ def judged(*rows: ScheduleTimes, limit: float = 4) -> tuple[Kind, str]:
             balanced_1f1b_seconds=9.0,
             plain_1f1b_seconds=13.0,
             in_flight_limit=limit,
-        )
+        ),
+        remedies,
     )
     return verdict.kind, verdict.text
 
@@ -170,7 +174,7 @@ def judged(*rows: ScheduleTimes, limit: float = 4) -> tuple[Kind, str]:
 def test_the_verdict_names_what_to_run_and_what_it_is_measured_against() -> None:
     kind, text = judged(times("1f1b", 4, 10.0, 8.0, 0.1), times("same-phase", 7, 11.0, 7.0, 0.1))
     assert kind is Kind.GAIN
-    assert text.startswith("Run schedule 1f1b with idle-aware plans: 1.25x")
+    assert text.startswith("On 8 GPUs: Run schedule 1f1b with idle-aware plans: 1.25x")
     assert "(1f1b, re-packed), 1.62x that of 1F1B with documents as they come and 1.12x" in text
     assert "4 microbatches in flight of 4 allowed" in text
     assert "With room for 7, same-phase with idle-aware plans would be 1.14x faster" in text
@@ -180,7 +184,7 @@ def test_a_rival_that_fits_counts_and_one_that_does_not_is_left_out() -> None:
     rival = times("zero-bubble", 4, 8.05, 9.0, 0.1)
     kind, text = judged(times("1f1b", 4, 10.0, 8.0, 0.1), rival)
     assert kind is Kind.NOTHING_TO_GAIN
-    assert text.startswith("Nothing to gain from CAD with these pipelines: at best 1.01x")
+    assert "GPUs: Nothing to gain from CAD with these pipelines: at best 1.01x" in text
     assert text.endswith("Run zero-bubble, re-packed.")
     assert judged(times("1f1b", 4, 10.0, 8.0, 0.1), replace(rival, in_flight=5))[0] is Kind.GAIN
 
@@ -189,6 +193,24 @@ def test_links_that_are_waited_for_are_said() -> None:
     kind, text = judged(times("1f1b", 4, 10.0, 8.0, 1.0))
     assert kind is Kind.LINKS_TOO_SLOW
     assert "12% of the step waits for links" in text
+    assert "first: planned homes (--homes planned), a byte budget" in text
+    in_use = judged(times("1f1b", 4, 10.0, 8.0, 1.0), remedies=[Remedy.FASTER_LINKS])
+    assert in_use[1].endswith("What shortens the wait, most useful first: faster links.")
+
+
+def test_links_are_named_where_they_are_why_nothing_is_gained() -> None:
+    kind, text = judged(times("1f1b", 4, 10.0, 10.1, 1.57))
+    assert kind is Kind.LINKS_TOO_SLOW
+    assert "The links hold CAD back with these pipelines: at best 0.99x" in text
+    assert "16% of the step waits for links. What shortens the wait" in text
+    assert text.endswith("With these links, run 1f1b, re-packed.")
+    assert judged(times("1f1b", 4, 10.0, 10.3, 0.6))[0] is Kind.LINKS_TOO_SLOW
+
+
+def test_links_are_not_named_where_nothing_is_gained_without_waiting_for_them() -> None:
+    kind, text = judged(times("1f1b", 4, 10.0, 11.5, 1.6))
+    assert kind is Kind.NOTHING_TO_GAIN
+    assert "links" not in text
 
 
 def test_no_schedule_that_fits_is_said() -> None:

@@ -49,6 +49,63 @@ def test_nothing_to_gain_where_no_document_outweighs_a_mean_rank() -> None:
     assert "40% of a mean rank's attention" in verdict.text
 
 
+def test_speeds_decide_not_the_heaviest_document() -> None:
+    """Light documents that cannot be arranged evenly: ten on two ranks."""
+    verdict = judge(
+        replace(
+            GAIN,
+            heaviest_document_share=0.99,
+            plain_seconds=1.125,
+            repacked_seconds=1.119,
+            context_parallel_seconds=1.04,
+            hidden_gather_seconds=1.001,
+            disaggregated_seconds=1.019,
+        )
+    )
+    assert verdict.kind is Kind.GAIN
+    assert "1.10x the speed of plain packing" in verdict.text
+
+
+def test_nothing_to_gain_is_said_of_a_heavy_document_too() -> None:
+    verdict = judge(replace(GAIN, repacked_seconds=1.02))
+    assert verdict.kind is Kind.NOTHING_TO_GAIN
+    assert "no document outweighs" not in verdict.text
+    assert "would run at 1.01x the speed of whole documents" in verdict.text
+
+
+def test_where_the_plans_alone_gain_nothing_a_slower_step_has_no_remedies() -> None:
+    """Two ranks of 4096 tokens: perfectly balanced attention would gain 0.7%."""
+    verdict = judge(
+        replace(
+            GAIN,
+            heaviest_document_share=0.79,
+            exposed_share=0.021,
+            plain_seconds=1.007,
+            repacked_seconds=1.007,
+            context_parallel_seconds=1.007,
+            hidden_gather_seconds=1.005,
+            disaggregated_seconds=1.024,
+        )
+    )
+    assert verdict.kind is Kind.NOTHING_TO_GAIN
+    assert verdict.text.endswith(
+        "Plain packing does as well, without moving anything between ranks. CAD is slower: 0.98x "
+        "the speed of plain packing."
+    )
+
+
+@pytest.mark.parametrize("seconds", [2.45, 5.0])
+def test_faster_links_are_not_advised_where_no_network_pays(seconds: float) -> None:
+    never = replace(
+        GAIN, exposed_share=0.4, disaggregated_seconds=seconds, network_bytes_per_second=50e9
+    )
+    text = judge(never).text
+    assert "faster links" not in text
+    assert "--homes planned" in text
+    alone = judge(replace(never, remedies=(Remedy.FASTER_LINKS,)))
+    assert "What shortens the wait" not in alone.text
+
+
 def test_one_server_has_nothing_to_balance() -> None:
     verdict = judge(replace(GAIN, n_servers=1))
     assert verdict.kind is Kind.ONE_SERVER
@@ -56,7 +113,15 @@ def test_one_server_has_nothing_to_balance() -> None:
 
 
 def test_little_to_gain_where_attention_hardly_counts() -> None:
-    verdict = judge(replace(GAIN, plain_seconds=1.03, repacked_seconds=1.025, attention_share=0.02))
+    verdict = judge(
+        replace(
+            GAIN,
+            plain_seconds=1.03,
+            repacked_seconds=1.025,
+            hidden_gather_seconds=1.0,
+            attention_share=0.02,
+        )
+    )
     assert verdict.kind is Kind.LITTLE_TO_GAIN
     assert "Attention is 2% of a balanced step" in verdict.text
 
