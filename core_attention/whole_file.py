@@ -32,11 +32,11 @@ def write_whole(
         OSError: it cannot be written. Then, and if ``content`` raises, what was there before is
             untouched.
     """
-    path = path.resolve() if path.is_symlink() else path
     if _is_special(path):
         with path.open("wb") as file:
             _write(file, content)
         return
+    path = _target(path)
     partial = _partial(path)
     try:
         with open(
@@ -79,11 +79,11 @@ def check_can_write(path: Path) -> None:
     """
     if path.is_dir():
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
-    path = path.resolve() if path.is_symlink() else path
     if _is_special(path):
         if not os.access(path, os.W_OK):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
         return
+    path = _target(path)
     partial = _partial(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -106,8 +106,19 @@ def sync_folder(folder: Path) -> None:
 
 
 def _is_special(path: Path) -> bool:
-    """Whether it is there and neither a file nor a folder, and so must not be replaced by one."""
+    """Whether it is, or leads to, neither a file nor a folder, and so must not be replaced; links
+    such as /dev/stdout lead to what has no name."""
     return path.exists() and not path.is_file() and not path.is_dir()
+
+
+def _target(path: Path) -> Path:
+    """What a symbolic link leads to, else ``path``."""
+    if not path.is_symlink():
+        return path
+    try:
+        return path.resolve()
+    except RuntimeError as error:  # of Python before 3.13
+        raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path)) from error
 
 
 def _partial(path: Path) -> Path:

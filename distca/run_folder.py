@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import fcntl
+import logging
+import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 from distca.errors import RunFolderError
+
+logger = logging.getLogger(__name__)
 
 _CHECKPOINTS = "step-????????.pt"
 
@@ -68,29 +73,29 @@ class RunFolder:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """In the block no other process of this machine runs in this folder.
+        """In the block no other ``distca local`` of this machine runs in this folder, where the
+        file system knows locks.
 
         Raises:
             RunFolderError: one does, or the folder that this one lies in cannot be made.
         """
         lock = self.root.with_name(f".{self.name}.lock")
-        try:
-            lock.parent.mkdir(parents=True, exist_ok=True)
-            file = lock.open("w")
-        except OSError as error:
-            raise RunFolderError(f"{self.root} cannot be used: {error.strerror}") from error
-        with file:
+        with ExitStack() as stack:
             try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                lock.parent.mkdir(parents=True, exist_ok=True)
+                file = stack.enter_context(lock.open("w"))
+                while not _locked(file, lock):
+                    file = stack.enter_context(lock.open("w"))
             except BlockingIOError:
                 raise RunFolderError(
                     f"{self.root} is in use by a run that has not ended; choose another name, or "
                     "wait for its end"
                 ) from None
+            except OSError as error:
+                raise RunFolderError(f"{self.root} cannot be used: {error.strerror}") from error
             try:
                 yield
             finally:
-                # While it is held: else it might be another run's.
                 lock.unlink(missing_ok=True)
 
     def prepare(self, *, resume: bool, overwrite: bool) -> None:
@@ -147,3 +152,20 @@ class RunFolder:
                 f"{self.root} holds no run, so it is not overwritten: no run leaves {others[0]!r} "
                 "there; choose another name, or move what is there away"
             )
+
+
+def _locked(file: IO[str], path: Path) -> bool:
+    """Locks ``file``, and says whether it is still the one at ``path``: whoever had the lock before
+    may have removed it.
+
+    Raises:
+        BlockingIOError: another process has the lock.
+    """
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise
+    except OSError as error:
+        logger.warning("%s cannot be locked: %s", path, error.strerror)
+        return True
+    return path.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat())

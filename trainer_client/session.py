@@ -261,16 +261,16 @@ class Session:
             SessionClosed: the job ended; also in the place of another RuntimeError, such as that of
                 a collective, if a rank's process is gone.
         """
-        if step <= self._last_step:
-            raise SessionError(
-                f"step {step} comes after step {self._last_step}; steps run once each, in "
-                "increasing order"
-            )
         if self._entered is not None:
             raise SessionError(
                 f"step {step} is begun inside step {self._entered}; servers and other ranks "
                 "would wait for the end of that one. Evaluate after it, or under torch.no_grad "
                 "outside of any step, which is computed at home"
+            )
+        if step <= self._last_step:
+            raise SessionError(
+                f"step {step} comes after step {self._last_step}; steps run once each, in "
+                "increasing order"
             )
         began = time.perf_counter()
         planned = self._steps.wait_plan(step, self.options.plan_timeout_seconds)
@@ -434,9 +434,9 @@ class Session:
     def _end(self, running: RunningStep, plan_wait_seconds: float, why: str) -> None:
         """Closes a step whose block has ended, with the error ``why`` if that is not empty."""
         self._running = None
-        forget_step(running)
         self._neighbours.forget(self._steps.is_finished)
         self._steps.end(running, why or running.given_up or running.unfinished)
+        forget_step(running)
         waits = self._waits_of(running)
         seconds = time.perf_counter() - running.began_seconds
         exposed_seconds: float | None = running.wait_seconds

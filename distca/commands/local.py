@@ -54,8 +54,8 @@ def local(
         environ=os.environ,
     )
     folder = local.run_folder(datetime.now())
-    goes_on = training.resume_or_start and folder.newest_checkpoint() is not None
     with folder.held():
+        goes_on = training.resume_or_start and folder.newest_checkpoint() is not None
         folder.prepare(resume=training.resume or goes_on, overwrite=local.overwrite)
         try:
             finished = launch(run, folder, console)

@@ -100,4 +100,16 @@ def test_links_and_pipes_stay_what_they_are(tmp_path: Path) -> None:
         write_whole(pipe, "whole", mode=0o600, durable=True)
         assert reading.result(timeout=30) == "whole"
     assert pipe.is_fifo()
+    # As /dev/stdout is, whose target has no name.
+    reader, writer = os.pipe()
+    check_can_write(Path(f"/proc/self/fd/{writer}"))
+    write_whole(Path(f"/proc/self/fd/{writer}"), "whole")
+    assert os.read(reader, 5) == b"whole"
+    os.close(reader)
+    os.close(writer)
+    loop = tmp_path / "loop"
+    loop.symlink_to("loop")
+    with pytest.raises(OSError, match="loop"):
+        write_whole(loop, "text")
+    loop.unlink()
     assert sorted(os.listdir(tmp_path)) == ["link", "pipe", "target"]

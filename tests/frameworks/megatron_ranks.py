@@ -48,6 +48,7 @@ from examples.megatron.train_gpt import (  # noqa: E402
     transformer_config,
 )
 from tests.frameworks.megatron_hybrid import hybrid_model, hybrid_spec  # noqa: E402
+from trainer_client.integrations.checkpointing import checkpoint  # noqa: E402
 from trainer_client.integrations.megatron import (  # noqa: E402
     ServedCoreAttention,
     ServedSteps,
@@ -99,6 +100,7 @@ class Case:
         cuts: whether documents lie in both halves by that.
         latent: whether attention is multi-head latent, whose layers have rotary embeddings of their
             own.
+        checkpointed: whether layers are recomputed, by a checkpoint around each.
     """
 
     name: str
@@ -116,6 +118,7 @@ class Case:
     cut_documents: bool | None = None
     cuts: bool = True
     latent: bool = False
+    checkpointed: bool = False
 
 
 RECOMPUTE = {"recompute_granularity": "selective", "recompute_modules": ["layernorm", "mlp"]}
@@ -150,6 +153,7 @@ GROUPS = {
             Case("whole-documents", SMALL, chosen=True, cut_documents=False, cuts=False),
             Case("asked-for", SMALL, chosen=True, cut_documents=True),
             Case("latent", SMALL, chosen=True, latent=True),
+            Case("latent-checkpoints", SMALL, chosen=True, latent=True, checkpointed=True),
             Case("overlap", SMALL, chosen=True, overlap=True),
             Case("recompute", settings=RECOMPUTE),
             Case("dropout", SMALL, settings=DROPOUT, like=DROPOUT | RECOMPUTE),
@@ -225,6 +229,8 @@ def train(
         setattr(config, name, value)
     make = partial(hybrid_model, case.pattern) if case.pattern else GPTModel
     model = build(config, spec, TOKENS, make)
+    for layer in model[0].module.decoder.layers if case.checkpointed else ():
+        layer.forward = partial(checkpoint, layer.forward)
     if case.overlap:
         config.no_sync_func = model[0].no_sync
     loader = random_documents(

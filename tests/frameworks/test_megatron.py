@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.frameworks, pytest.mark.timeout(600)]
 @pytest.mark.parametrize(
     ("group", "n_ranks", "n_cases"),
     [
-        ("dense", 2, 11),
+        ("dense", 2, 12),
         ("tensor parallelism", 2, 5),
         ("pipelines", 2, 6),
         ("experts and hybrid stacks", 2, 5),

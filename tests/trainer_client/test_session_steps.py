@@ -33,6 +33,7 @@ from trainer_client import (
     core_attention,
     in_nano_batch,
 )
+from trainer_client.integrations.checkpointing import Checkpoints
 from trainer_client.step.ping_pong import Call, run_in_turns
 
 SHAPE = AttentionShape(num_heads=4, num_heads_kv=2, head_dim=16, head_dim_v=16, dtype="float32")
@@ -164,6 +165,22 @@ def test_an_error_in_a_checkpoint_is_told_and_the_next_step_runs(
             else:
                 with session.step(step):
                     torch.stack([o.sum() for o in model(batches)]).sum().backward()
+
+
+def test_a_step_ends_beside_a_graph_that_was_made_at_home(pool_of_four: Cluster) -> None:
+    """Its checkpoints are no lane's, and are recomputed after it."""
+
+    def at_home(rows: torch.Tensor) -> torch.Tensor:
+        Checkpoints().keep(object(), rows.detach(), rows.detach())
+        return rows * 2.0
+
+    with one_lane(pool_of_four, "pool") as team:
+        session, (q, _, _) = team.sessions[0], random_rows()
+        kept = checkpoint(at_home, q)
+        submit(session, 0)
+        run(session, 0)
+        kept.sum().backward()
+        assert torch.equal(q.grad, torch.full_like(q, 2.0))
 
 
 def test_a_checkpoint_around_lanes_that_take_turns_is_refused(pool_of_four: Cluster) -> None:

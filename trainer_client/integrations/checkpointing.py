@@ -45,6 +45,11 @@ class Region:
         self._kept.append((caller, (o.detach(), lse)))
 
     @property
+    def is_over(self) -> bool:
+        """Whether all results were taken."""
+        return not self._kept
+
+    @property
     def caller(self) -> Any:
         """Who made the call that is recomputed next.
 
@@ -65,7 +70,10 @@ class Region:
 
     def forget(self, running: Any) -> None:
         """Drops what lanes of the step ``running`` got: nothing of it is recomputed any more."""
-        self._kept = deque(each for each in self._kept if each[0].running is not running)
+        # What is computed at home, or without rows, is no lane's.
+        self._kept = deque(
+            each for each in self._kept if getattr(each[0], "running", None) is not running
+        )
 
     def _next(self) -> tuple[Any, Result]:
         if not self._kept:
@@ -127,6 +135,16 @@ class Checkpoints:
         """Keeps a result for the recomputations that there will be; see :meth:`Region.keep`."""
         for region in self._forward:
             region.keep(caller, o, lse)
+
+
+def recomputed_caller() -> Any:
+    """Who, such as a lane, made the next call of core attention that the caller's recomputation of
+    a checkpoint comes to; None outside of one, or if there is none."""
+    for frame, recomputed in _frames():
+        if recomputed:
+            region = _regions.get(frame)
+            return None if region is None or region.is_over else region.caller
+    return None
 
 
 def recomputes() -> bool:

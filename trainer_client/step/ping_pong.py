@@ -122,7 +122,11 @@ def run_in_turns(
 
 
 class _Turns:
-    """One greenlet per nano-batch; this one hands out the turns, round robin."""
+    """One greenlet per nano-batch; this one hands out the turns, round robin.
+
+    Raises:
+        SessionError: an activation checkpoint is around several of them.
+    """
 
     def __init__(
         self,
@@ -134,6 +138,12 @@ class _Turns:
         first: int = 0,
         is_last: bool = True,
     ) -> None:
+        if len(calls) > 1 and in_checkpoint():
+            raise SessionError(
+                "an activation checkpoint is around the nano-batches that take turns: it would run "
+                "them again one after the other, and their core attention is kept in another "
+                "order; checkpoint layers of the model, not PingPong or the whole model"
+            )
         self._forward = forward
         self._running = running
         self._random = random
@@ -144,17 +154,6 @@ class _Turns:
         self._players = [self._player(index, call) for index, call in enumerate(calls)]
 
     def run(self) -> list[Any]:
-        """The outputs.
-
-        Raises:
-            SessionError: an activation checkpoint is around several lanes.
-        """
-        if len(self._players) > 1 and in_checkpoint():
-            raise SessionError(
-                "an activation checkpoint is around the nano-batches that take turns: it would run "
-                "them again one after the other, and their core attention is kept in another "
-                "order; checkpoint layers of the model, not PingPong or the whole model"
-            )
         state = ThreadState()
         try:
             playing = dict(enumerate(self._players))

@@ -31,11 +31,18 @@ def are_read_on_host(model: nn.Module) -> bool:
     config = getattr(model, "config", None)
     if config is None or config.apply_rope_fusion or config.mtp_num_layers:
         return False
-    return getattr(model, "position_embedding_type", None) in ("rope", "yarn") and not any(
+    return rotates(model) and not any(
         type(module).__module__.startswith("megatron.core.ssm")
         or not isinstance(getattr(module, "core_attention", None), ServedCoreAttention | None)
         for module in model.modules()
     )
+
+
+def rotates(model: nn.Module) -> bool:
+    """Whether a model chunk has rotary embeddings: of its own, or in its layers of multi-head
+    latent attention, whatever its own positions are."""
+    is_latent = getattr(getattr(model, "config", None), "multi_latent_attention", False)
+    return is_latent or getattr(model, "position_embedding_type", None) in ("rope", "yarn")
 
 
 def on_host(

@@ -19,14 +19,14 @@ from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEm
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from trainer_client.integrations.checkpointing import recomputed_caller
 from trainer_client.integrations.documents import documents_of
+from trainer_client.integrations.megatron import host_bounds
 from trainer_client.integrations.megatron.attention import ServedCoreAttention
-from trainer_client.step.lane import current_lane
+from trainer_client.step.lane import Lane, current_lane
 
 _POSITIONS = ("rope", "yarn", "learned_absolute", "none")
 """Kinds of position embeddings whose positions are the rows' own."""
-
-_ROTARY = ("rope", "yarn")
 
 
 def why_documents_stay_whole(chunks: Sequence[nn.Module]) -> list[str]:
@@ -52,11 +52,11 @@ def _reasons(model: nn.Module) -> Iterator[str]:
     kind = getattr(model, "position_embedding_type", None)
     if kind not in _POSITIONS:
         yield f"its position embeddings are {kind!r}"
-    if config is None or getattr(config, "mtp_num_layers", None):
+    if getattr(config, "mtp_num_layers", None):
         yield "its layers of multi-token prediction look at the tokens that follow"
-    if config is not None and config.apply_rope_fusion:
+    if getattr(config, "apply_rope_fusion", False):
         yield "apply_rope_fusion is True: fused rotary embeddings count from 0 in each half"
-    elif config is not None and kind in _ROTARY and not _reads_tables_by_row(config):
+    elif config is not None and host_bounds.rotates(model) and not _reads_tables_by_row(config):
         yield "this megatron-core reads rotary embeddings from 0 on in each half"
     for module in model.modules():
         name = type(module).__name__
@@ -91,8 +91,9 @@ def give_rows_their_positions(model: nn.Module) -> list[RemovableHandle]:
 def _of_rows(_: nn.Module, __: Any, table: Any) -> Any:
     """The table row by row: ``[rows, 1, 1, dim]`` of ``[longest, 1, 1, dim]``, or of a tuple with
     it; None, by which it stays, where all documents begin in this nano-batch."""
-    lane = current_lane.get()
-    if lane is None:
+    # Layers with embeddings of their own ask for them when they are recomputed, too.
+    lane = recomputed_caller() or current_lane.get()
+    if not isinstance(lane, Lane):
         return None
     segments = documents_of(lane).segments
     if not any(offset for _, offset, _ in segments):
