@@ -162,8 +162,8 @@ def forget_step(running: Any) -> None:
 def end_checkpoints(error: BaseException) -> None:
     """Leaves the checkpoints that ``error`` has come out of, while the thread's hooks are theirs.
 
-    PyTorch leaves a checkpoint whose function has raised when the traceback is forgotten, and takes
-    away the innermost hooks that the thread has by then.
+    A PyTorch that does not hand the error to the checkpoint's contexts, as 2.13 does, leaves them
+    when the traceback is forgotten, and takes away the innermost hooks that the thread has by then.
     """
     for frame, _ in reversed(list(walk_tb(error.__traceback__))):
         if frame.f_code.co_filename == torch_checkpoints.__file__:

@@ -5,6 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from importlib.metadata import PackageNotFoundError, version
+from itertools import chain
+
+import torch.distributed as dist
 
 from trainer_client.errors import SessionError
 
@@ -64,3 +67,13 @@ def _numbers(text: str) -> tuple[int, ...]:
     """The release of a version: 0.19.2rc1 is 0.19.2."""
     release = re.match(r"\d+(\.\d+)*", text)
     return tuple(map(int, release[0].split("."))) if release else ()
+
+
+def of_all_ranks(reasons: Iterable[str]) -> list[str]:
+    """The reasons of this rank and all others, each once; all ranks call it together."""
+    found = list(reasons)
+    of_each = [found]
+    if dist.is_initialized():
+        of_each = [[] for _ in range(dist.get_world_size())]
+        dist.all_gather_object(of_each, found)
+    return list(dict.fromkeys(chain.from_iterable(of_each)))

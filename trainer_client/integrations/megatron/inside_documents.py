@@ -12,7 +12,6 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.models.common.embeddings.rope_utils import apply_rotary_pos_emb
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
@@ -21,6 +20,7 @@ from torch.utils.hooks import RemovableHandle
 
 from trainer_client.integrations.checkpointing import recomputed_caller
 from trainer_client.integrations.documents import documents_of
+from trainer_client.integrations.frameworks import of_all_ranks
 from trainer_client.integrations.megatron import host_bounds
 from trainer_client.integrations.megatron.attention import ServedCoreAttention
 from trainer_client.step.lane import Lane, current_lane
@@ -39,12 +39,7 @@ def why_documents_stay_whole(chunks: Sequence[nn.Module]) -> list[str]:
     Args:
         chunks: of the model on this rank, without Megatron's wrappers.
     """
-    found = list(dict.fromkeys(why for chunk in chunks for why in _reasons(chunk)))
-    if not dist.is_initialized():
-        return found
-    of_all: list[list[str]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(of_all, found)
-    return list(dict.fromkeys(why for of_rank in of_all for why in of_rank))
+    return of_all_ranks(why for chunk in chunks for why in _reasons(chunk))
 
 
 def _reasons(model: nn.Module) -> Iterator[str]:

@@ -7,11 +7,10 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, fields, replace
-from itertools import chain, count
+from itertools import count
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torchtitan.models.common.moe import MoE
 from torchtitan.trainer import Trainer
@@ -21,7 +20,7 @@ from core_attention.manifest import RankManifest, Segment
 from core_attention.pipelining import Pipelining
 from core_attention.schedule import Schedule
 from trainer_client.errors import SessionError
-from trainer_client.integrations.frameworks import UnsupportedSetting, refuse
+from trainer_client.integrations.frameworks import UnsupportedSetting, of_all_ranks, refuse
 from trainer_client.integrations.fsdp import prepare_fsdp
 from trainer_client.integrations.host_barriers import HostBarriers
 from trainer_client.integrations.pipelining import Pipeline
@@ -190,12 +189,10 @@ class ServedTrainer(Trainer):
             for part in self.model_parts
             if (why := why_documents_stay_whole(part))
         ]
-        if not self.parallel_dims.pp_enabled:
-            return found[0] if found else None
-        # All stages run the same halves, and what stops one may not be in the others.
-        of_all: list[list[str]] = [[] for _ in range(dist.get_world_size())]
-        dist.all_gather_object(of_all, found)
-        return next(chain.from_iterable(of_all), None)
+        if self.parallel_dims.pp_enabled:
+            # All stages run the same halves, and what stops one may not be in the others.
+            found = of_all_ranks(found)
+        return found[0] if found else None
 
     def _why_microbatches_stay_whole(self, *, inside_documents: bool) -> str | None:
         """Why those of a pipeline cannot be cut, in words, the same on all ranks; None if they
