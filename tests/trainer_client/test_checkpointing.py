@@ -265,6 +265,29 @@ def test_results_come_back_in_order_and_only_once() -> None:
         region.take()
 
 
+def test_output_that_is_changed_in_place_is_named(session: Session) -> None:
+    """The recomputation would change it once more, and gradients would be wrong without a word."""
+    model: Any = make_model(copy.deepcopy(CONFIGS["Llama"]), "distca").train()
+    CHECKPOINTED["transformers' own"](model)
+    for layer in model.model.layers:
+        layer.self_attn.o_proj.register_forward_pre_hook(lambda _, rows: (rows[0].mul_(0.5),))
+    with (
+        pytest.raises(SessionError, match=r"changed in place.*write o = o \* gate"),
+        session.step(submit(session)),
+    ):
+        sum(output.loss for output in PingPong(model)(make_batches())).backward()
+
+
+def test_results_that_are_changed_in_place_are_not_handed_out() -> None:
+    for changed in range(2):
+        region = Region()
+        result = torch.zeros(1), torch.zeros(1)
+        region.keep(None, *result)
+        result[changed].add_(1.0)
+        with pytest.raises(SessionError, match="changed in place"):
+            region.take()
+
+
 def test_outside_of_a_checkpoint_nothing_is_kept() -> None:
     checkpoints = Checkpoints()
     checkpoints.keep(None, torch.zeros(1), torch.zeros(1))

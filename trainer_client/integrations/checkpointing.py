@@ -34,15 +34,38 @@ _HOOK_DEPTH = 3
 """PyTorch wraps the hook of a recomputation, so that it is not compiled."""
 
 
+class _Kept:
+    """What core attention gave, as long as nobody writes to it: the model has the same memory."""
+
+    def __init__(self, caller: Any, o: torch.Tensor, lse: torch.Tensor) -> None:
+        self.caller = caller
+        self._result = o.detach(), lse.detach()
+        self._versions = [tensor._version for tensor in self._result]
+
+    @property
+    def result(self) -> Result:
+        """
+        Raises:
+            SessionError: it was written to.
+        """
+        if [tensor._version for tensor in self._result] != self._versions:
+            raise SessionError(
+                "the output of core attention was changed in place in an activation checkpoint, or "
+                "after it; it is kept for the recomputation, which would change it once more: "
+                "write o = o * gate instead of o *= gate"
+            )
+        return self._result
+
+
 class Region:
     """One checkpointed call: what core attention gave in it."""
 
     def __init__(self) -> None:
-        self._kept: deque[tuple[Any, Result]] = deque()
+        self._kept: deque[_Kept] = deque()
 
     def keep(self, caller: Any, o: torch.Tensor, lse: torch.Tensor) -> None:
         """Keeps what ``caller``, a lane, got for the recomputation."""
-        self._kept.append((caller, (o.detach(), lse)))
+        self._kept.append(_Kept(caller, o, lse))
 
     @property
     def is_over(self) -> bool:
@@ -56,15 +79,16 @@ class Region:
         Raises:
             SessionError: as :meth:`take`.
         """
-        return self._next()[0]
+        return self._next().caller
 
     def take(self) -> Result:
         """The oldest result that was not taken yet.
 
         Raises:
-            SessionError: the recomputation calls core attention more often than the forward pass.
+            SessionError: the recomputation calls core attention more often than the forward pass,
+                or what it gave was changed in place.
         """
-        _, result = self._next()
+        result = self._next().result
         self._kept.popleft()
         return result
 
@@ -72,10 +96,10 @@ class Region:
         """Drops what lanes of the step ``running`` got: nothing of it is recomputed any more."""
         # What is computed at home, or without rows, is no lane's.
         self._kept = deque(
-            each for each in self._kept if getattr(each[0], "running", None) is not running
+            each for each in self._kept if getattr(each.caller, "running", None) is not running
         )
 
-    def _next(self) -> tuple[Any, Result]:
+    def _next(self) -> _Kept:
         if not self._kept:
             raise SessionError(
                 "a checkpointed part of the model calls core attention more often when it is "

@@ -2,17 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import nn
 
+_OF_MODULES = frozenset(nn.Module().__dict__) - {"training"}
+"""Attributes that every module has: parameters, buffers, hooks and children."""
+
+
+def _write_list(held: list[Any], items: list[Any]) -> None:
+    held[:] = items
+
+
+def _write_others(held: Any, items: Any) -> None:
+    held.clear()
+    (held.extend if isinstance(held, deque) else held.update)(items)
+
+
+_WRITES: dict[type, Callable[[Any, Any], None]] = {
+    list: _write_list,
+    **dict.fromkeys((dict, set, OrderedDict, defaultdict, Counter, deque), _write_others),
+}
+"""How containers get their items back."""
+
 
 @contextmanager
 def untouched(model: nn.Module) -> Iterator[None]:
-    """Whatever the block runs, without gradients: the model's buffers, autocast's cache and the
-    random number generators stay as they are."""
+    """Whatever the block runs, without gradients: the model's buffers and what modules keep on
+    themselves, autocast's cache and the random number generators stay as they are."""
     caches = torch.is_autocast_cache_enabled()
     with state_kept(model), torch.no_grad():
         # Weights that are cast here have no graph; kept, they would get no gradients later.
@@ -27,7 +48,7 @@ def untouched(model: nn.Module) -> Iterator[None]:
 def state_kept(model: nn.Module) -> Iterator[None]:
     """The same with gradients, whose backward is in the block too: layers that are recomputed there
     write their buffers once more."""
-    kept = [_Buffers(module) for module in model.modules()]
+    kept = [made(module) for module in model.modules() for made in (_Buffers, _Attributes)]
     devices = {
         tensor.device.index or 0
         for tensor in (*model.parameters(), *model.buffers())
@@ -38,8 +59,8 @@ def state_kept(model: nn.Module) -> Iterator[None]:
             yield
         finally:
             with torch.no_grad():
-                for buffers in kept:
-                    buffers.restore()
+                for each in kept:
+                    each.restore()
 
 
 class _Buffers:
@@ -61,3 +82,30 @@ class _Buffers:
             # A graph of the caller's that saved the buffer must find it unwritten.
             if buffer._version != version:
                 buffer.copy_(values)
+
+
+class _Attributes:
+    """What a module keeps on itself, to be put back: losses that hooks collect, counters, caches.
+    Of containers the items too, but not what these are made of."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._class = type(module)
+        self._values = {
+            name: value for name, value in module.__dict__.items() if name not in _OF_MODULES
+        }
+        self._items = [
+            (value, value.copy()) for value in self._values.values() if type(value) in _WRITES
+        ]
+
+    def restore(self) -> None:
+        # A lazy module has become another one, with the attributes of that.
+        if type(self._module) is not self._class:
+            return
+        held = self._module.__dict__
+        for name in [name for name in held if name not in _OF_MODULES]:
+            if name not in self._values:
+                del held[name]
+        held.update(self._values)
+        for container, items in self._items:
+            _WRITES[type(container)](container, items)

@@ -39,7 +39,11 @@ class Examiner:
         device = torch.device(options.device)
         self._metrics = metrics
         self._lost = lost
-        self._checker = ResultChecker(device) if options.checks_results else None
+        self._checker = (
+            ResultChecker(device, scale=options.scale, rule=options.shape.rule)
+            if options.checks_results
+            else None
+        )
         self._auditor = (
             Auditor(
                 options.audit_rate,

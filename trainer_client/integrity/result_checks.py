@@ -1,8 +1,9 @@
 """NaN and Inf in a server's result: found as it arrives, and laid at the right door.
 
-A result that is not finite although everything that went into it was, is the server's fault: the
-tick runs again elsewhere, and the step never sees it. If the model itself produced the NaN, the
-result is passed on as it is, with a warning: a trainer may know what to do about it.
+A result that is not finite although everything that went into it was, and that is finite when it is
+computed at home, is the server's fault: the tick runs again elsewhere, and the step never sees it.
+If the model itself produced the NaN, or gradients so large that they overflow, the result is passed
+on as it is, with a warning: a trainer may know what to do about it.
 
 The check is one sum per tensor: a sum is finite only if every term is. Only where it is not are the
 rows looked at. float16 gradients are not checked, since loss scaling makes them overflow on
@@ -17,9 +18,14 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from core_attention.arrays import exclusive_cumsum, frozen, runs_to_rows
 from core_attention.ca_task import Phase
+from core_attention.host_copies import on_device
+from core_attention.kernels.protocol import BackwardPart, ForwardPart, TaskBatch
+from core_attention.score_rule import PLAIN, ScoreRule
 from core_attention.tick import Tick
 from trainer_client.integrity.answer import Answer, Tensors
+from trainer_client.step.home_kernel import home_kernel, shape_of
 
 logger = logging.getLogger(__name__)
 
@@ -47,9 +53,12 @@ class ResultChecker:
     Args:
         device: of the model's tensors; on a GPU the check runs on a stream of its own, so that it
             does not wait for the model's kernels.
+        scale: multiplies q.k before the softmax.
+        rule: mask and softcap.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, *, scale: float, rule: ScoreRule = PLAIN) -> None:
+        self._scale, self._rule = scale, rule
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._blamed: set[tuple[Tick, int]] = set()
         self._warned_step = -1
@@ -57,8 +66,9 @@ class ResultChecker:
     def fault(self, answer: Answer) -> str | None:
         """What is wrong with ``answer`` by the server's fault, in words; None if nothing is.
 
-        Where other ranks' rows went into the result it cannot be told whose fault it is. Then the
-        server is blamed once: if another one computes the same, the rows were at fault.
+        Rows of this rank alone tell whose fault it is: they are computed at home once more. Where
+        other ranks' rows went into the result it cannot be told. Then the server is blamed once: if
+        another one computes the same, the rows were at fault.
         """
         if answer.tick.phase is Phase.BACKWARD and answer.results["dq"].dtype == torch.float16:
             return None
@@ -67,8 +77,12 @@ class ResultChecker:
             if bad is None:
                 return None
             model = not _all_finite(answer.inputs_of(bad.document))
-        again = (answer.tick, bad.document) in self._blamed
-        if model or (again and answer.spans_ranks(bad.document)):
+            if not model and not answer.spans_ranks(bad.document):
+                again = False
+                model = not _all_finite(_at_home(answer, bad.document, self._scale, self._rule))
+            else:
+                again = (answer.tick, bad.document) in self._blamed
+        if model or again:
             self._warn(answer.tick, bad)
             return None
         self._remember(answer.tick, bad.document)
@@ -123,3 +137,42 @@ def _describe(answer: Answer, name: str, row: int) -> BadRow:
 def _all_finite(tensors: Tensors) -> bool:
     sums = [tensor.sum().to(torch.float32) for tensor in tensors.values()]
     return bool(torch.isfinite(torch.stack(sums)).all())
+
+
+def _at_home(answer: Answer, document: int, scale: float, rule: ScoreRule) -> Tensors:
+    """What the server was to compute of a document that lies on this rank alone, by the process's
+    own kernel. Gradients may overflow although all that they are made of is finite; the tasks are
+    the server's, as another sum of parts may overflow elsewhere."""
+    tasks, route, inputs = answer.plan.tasks(answer.tick.phase), answer.route, answer.inputs
+    its = np.flatnonzero(tasks.document[route.task] == document)
+    length, task = route.q_length[its], route.task[its]
+    k_end = tasks.k_end(answer.plan.manifest)[task]
+    key_rows = answer.key_rows(document, int(k_end.max(initial=0)))
+    assert key_rows is not None
+    device = inputs["q"].device
+    queries = on_device(torch.from_numpy(runs_to_rows(route.q_row[its], length)), device)
+    keys = on_device(torch.from_numpy(key_rows), device)
+    rows = {
+        name: tensor[keys if name in ("k", "v") else queries] for name, tensor in inputs.items()
+    }
+    begin, zeros = exclusive_cumsum(length), np.zeros(len(its), dtype=np.int64)
+    batch = TaskBatch(
+        frozen(begin), frozen(begin + length), frozen(zeros), frozen(k_end), frozen(zeros)
+    )
+    kernel, lock = home_kernel(device)
+    kernel.check(shape_of(rows["q"], rows["k"], rows["v"]), rule)
+    of_rows = (rows["q"], rows["k"], rows["v"])
+    with lock:
+        if answer.tick.phase is Phase.FORWARD:
+            o = rows["v"].new_empty((len(queries), rows["q"].shape[1], rows["v"].shape[2]))
+            lse = o.new_empty(o.shape[:2], dtype=torch.float32)
+            kernel.forward([ForwardPart(*of_rows, o, lse, batch)], scale, rule)
+            found = {"o": o, "lse": lse}
+        else:
+            dq = torch.empty_like(rows["q"])
+            dk, dv = (torch.zeros_like(rows[name], dtype=torch.float32) for name in ("k", "v"))
+            of_outputs = (rows["do"], rows["lse"], rows["delta"])
+            part = BackwardPart(*of_rows, *of_outputs, dq, dk, dv, batch)
+            kernel.backward([part], scale, rule)
+            found = {"dq": dq, "dk": dk, "dv": dv}
+    return {name: tensor.to(answer.results[name].dtype) for name, tensor in found.items()}

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -11,15 +9,14 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from core_attention.kernels.protocol import BackwardPart, ForwardPart, Kernel, TaskBatch
+from core_attention.kernels.protocol import BackwardPart, ForwardPart, TaskBatch
 from core_attention.kernels.row_dots import row_dots
-from core_attention.kernels.select import select_kernel
 from core_attention.score_rule import ScoreRule
-from core_attention.shape import AttentionShape
 from core_attention.tensor_checks import check_qkv
 from trainer_client.integrations.graphs import outside_graphs
 from trainer_client.step.edge_keys import EdgeCall
 from trainer_client.step.handed_over import HandedOver
+from trainer_client.step.home_kernel import home_kernel, shape_of
 from trainer_client.step.home_tasks import HomeTasks, KeyRun
 from trainer_client.step.replies import Tensors
 
@@ -78,23 +75,6 @@ def attend_at_home(
     kernel.check(shape, call.rule)
     o, lse, link = _AtHome.apply(q, k, v, link, call, keep)  # type: ignore[no-untyped-call]
     return o, lse, link
-
-
-def shape_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> AttentionShape:
-    """The shape of rows ``[rows, heads, head_dim]``."""
-    return AttentionShape(
-        num_heads=q.shape[1],
-        num_heads_kv=k.shape[1],
-        head_dim=q.shape[2],
-        head_dim_v=v.shape[2],
-        dtype=str(q.dtype).removeprefix("torch."),
-    )
-
-
-@functools.cache
-def home_kernel(device: torch.device) -> tuple[Kernel, threading.Lock]:
-    """The process's own kernel on ``device``, and what a thread holds while it calls it."""
-    return select_kernel(device), threading.Lock()
 
 
 class _AtHome(torch.autograd.Function):

@@ -29,7 +29,8 @@ from trainer_client.integrations.tensor_parallel import check_local
 from trainer_client.step.attention_call import AttentionCall
 from trainer_client.step.edge_keys import EdgeCall
 from trainer_client.step.handed_over import HandedOver
-from trainer_client.step.home import HomeCall, attend_at_home, output_gradients, shape_of
+from trainer_client.step.home import HomeCall, attend_at_home, output_gradients
+from trainer_client.step.home_kernel import shape_of
 from trainer_client.step.home_tasks import LayerKind, home_tasks
 from trainer_client.step.lane import require_lane
 from trainer_client.step.sinks import with_sinks

@@ -1,0 +1,92 @@
+"""Forwards of probes and checks leave a model as it was."""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict, defaultdict, deque
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from trainer_client.integrations.untouched import untouched
+
+
+class _Keeps(nn.Module):
+    """Leaves on itself what models do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+        self.losses: Any = None
+        self.calls = 0
+        self.last = torch.zeros(3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.linear(x)
+        self.calls += 1
+        self.last = y
+        self.made_in_the_pass = y
+        losses = self.losses
+        if isinstance(losses, list | deque):
+            losses.append(y)
+        elif isinstance(losses, set):
+            losses.add("new")
+        elif losses is not None:
+            losses["new"] = 1
+        return y
+
+
+@pytest.mark.parametrize(
+    "container",
+    [
+        ["old"],
+        {"old": 1},
+        {"old"},
+        OrderedDict(old=1),
+        defaultdict(int, old=1),
+        Counter(old=1),
+        deque(["old"], maxlen=1),
+    ],
+    ids=lambda container: type(container).__name__,
+)
+def test_what_modules_keep_on_themselves_is_put_back(container: Any) -> None:
+    model = nn.Sequential(_Keeps(), _Keeps())
+    for layer in model:
+        layer.losses = container
+    kept = dict(model[0].__dict__)
+    before = container.copy()
+    with untouched(model):
+        model.eval()
+        model(torch.ones(2, 3))
+        assert container != before
+    for layer in model:
+        assert layer.losses is container
+        assert layer.calls == 0
+        assert layer.training
+        assert not hasattr(layer, "made_in_the_pass")
+    assert container == before
+    assert list(kept) == list(model[0].__dict__)
+    assert all(value is model[0].__dict__[name] for name, value in kept.items())
+
+
+def test_hooks_that_collect_outputs_leave_none() -> None:
+    model: Any = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    model.aux = []
+    for layer in model:
+        layer.register_forward_hook(lambda _, inputs, output: model.aux.append(output.mean()))
+    with untouched(model):
+        model(torch.ones(2, 3))
+        assert len(model.aux) == 2
+    assert model.aux == []
+    model(torch.ones(2, 3))
+    assert len(model.aux) == 2
+
+
+def test_a_lazy_module_stays_what_it_has_become() -> None:
+    model = nn.Sequential(nn.LazyLinear(4))
+    with untouched(model):
+        model(torch.ones(2, 3))
+    assert type(model[0]) is nn.Linear
+    assert model[0].in_features == 3
+    assert model(torch.ones(2, 3)).shape == (2, 4)
