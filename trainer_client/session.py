@@ -214,6 +214,10 @@ class Session:
         """The number after the last step begun or submitted; 0 at first."""
         return max(self._handed_in | {self._last_step}) + 1
 
+    def is_past(self, step: int) -> bool:
+        """Whether ``step``, or a later one, has begun: then it cannot begin any more."""
+        return step <= self._last_step
+
     def submit(self, manifest: RankManifest, *, forward_only: bool = False) -> None:
         """Hands in what this rank holds in a coming step; returns at once.
 
@@ -270,7 +274,8 @@ class Session:
         if step <= self._last_step:
             raise SessionError(
                 f"step {step} comes after step {self._last_step}; steps run once each, in "
-                "increasing order"
+                "increasing order: if it has not run, submit its documents again, as step "
+                f"{self.next_step}"
             )
         began = time.perf_counter()
         planned = self._steps.wait_plan(step, self.options.plan_timeout_seconds)

@@ -31,6 +31,9 @@ class Recording:
     def submit(self, manifest: RankManifest, *, forward_only: bool) -> None:
         self.submitted.append(manifest)
 
+    def is_past(self, step: int) -> bool:
+        return False
+
 
 def steps(n: int) -> Iterator[list[dict[str, torch.Tensor]]]:
     for step in range(n):
@@ -119,3 +122,41 @@ def test_a_session_runs_one_loader_after_another(pool_of_four: Cluster) -> None:
             assert running.complete
             ran.append(step)
     assert ran == [0, 1, 3, 4]
+
+
+def test_a_loader_runs_amid_another(pool_of_four: Cluster) -> None:
+    """Evaluation between two training steps: those submitted ahead of it are submitted anew."""
+    options = SessionOptions(
+        control_plane=pool_of_four.address,
+        job="feed-amid",
+        rank=0,
+        n_ranks=1,
+        n_layers=1,
+        shape=NODE_SHAPE,
+        data_host="127.0.0.1",
+        one_host=True,
+        profile_dir=pool_of_four.folder,
+        probe_bytes=0,
+    )
+    model = PingPong(Attention())
+    trained, evaluated = [], []
+    with Session.open(options) as session:
+        for step, nano_batches in submit_ahead(session, steps(6), ahead=2):
+            with session.step(step):
+                sum(o.sum() for o in model(nano_batches)).backward()
+            trained.append((step, nano_batches[0]["position_ids"].numel()))
+            if len(trained) in (2, 3, 5):
+                for number, batch in submit_ahead(session, steps(2), ahead=1, forward_only=True):
+                    with session.step(number) as running, torch.no_grad():
+                        model(batch)
+                    assert running.complete
+                    evaluated.append(number)
+    numbers, rows = zip(*trained, strict=True)
+    assert rows == (1, 2, 3, 4, 5, 6)
+    assert len(evaluated) == 6
+    ran = sorted([*numbers, *evaluated])
+    assert len(set(ran)) == 12
+    assert list(numbers) == sorted(numbers)
+    # Each evaluation lies between the training steps that it was run between.
+    for index, before in ((0, 1), (2, 2), (4, 4)):
+        assert numbers[before] < evaluated[index] < evaluated[index + 1] < numbers[before + 1]

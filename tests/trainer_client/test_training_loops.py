@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 import pickle
 import re
@@ -14,6 +15,7 @@ import accelerate
 import lightning
 import pytest
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import trainer_client
 from core_attention.manifest import RankManifest
@@ -31,6 +33,7 @@ from tests.trainer_client.test_transformers import (
     open_session,
 )
 from trainer_client import PingPong, Session, SessionError, labels_per_rank, submit_ahead
+from trainer_client.integrations.transformers import UnsupportedModel
 from trainer_client.integrations.whole_rows import turns_inside
 from trainer_client.step.manifests import manifest_of_row
 
@@ -255,6 +258,55 @@ def test_a_served_reference_model(pool_of_four: Cluster) -> None:
     for batch in batches:
         Both(local, references[1])(**batch).backward()
     compare_gradients(policy, local)
+
+
+def test_several_models_in_one_module_are_not_split_inside() -> None:
+    model, other = (make_model(copy.deepcopy(CONFIGS["Llama"]), "distca") for _ in range(2))
+    both = torch.nn.ModuleList([model, other])
+    with (
+        pytest.raises(UnsupportedModel, match=r"ModuleList holds several models.*PingPong"),
+        turns_inside(both),
+    ):
+        pass
+
+
+class _InBlocks(torch.nn.Module):
+    """Each layer attends within a choice of PyTorch's backends, as layers of a team's own do."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+        for layer, backend in zip(
+            model.model.layers, (SDPBackend.MATH, SDPBackend.FLASH_ATTENTION), strict=True
+        ):
+            layer.forward = functools.partial(self._within, backend, layer.forward)
+
+    def _within(self, backend: SDPBackend, forward: Any, *args: Any, **kwargs: Any) -> Any:
+        with sdpa_kernel([backend], set_priority=True):
+            result = forward(*args, **kwargs)
+            assert torch.nn.attention._cur_sdpa_kernel_backends() == [backend]
+        return result
+
+    def forward(self, **batch: Any) -> Any:
+        return self.model(**batch).loss
+
+
+def test_a_choice_of_backends_is_a_lanes_own(session: Session) -> None:
+    """Both nano-batches are in such a block when they take turns; nothing of it stays."""
+    model, local = pair()
+    batches = make_batches()
+
+    def choice() -> tuple[Any, ...]:
+        backends = torch.nn.attention._cur_sdpa_kernel_backends(with_priority=True)
+        return tuple(backends), tuple(torch._C._get_sdp_priority_order())
+
+    before = choice()
+    with session.step(submit(session)):
+        sum(PingPong(_InBlocks(model))(batches)).backward()
+    assert choice() == before
+    for batch in batches:
+        local(**batch).loss.backward()
+    compare_gradients(model, local)
 
 
 def test_labels_per_rank() -> None:

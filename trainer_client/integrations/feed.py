@@ -27,7 +27,9 @@ def submit_ahead(
     """The steps of ``loader``, each submitted while earlier ones run, so that its plan is ready.
 
     Steps are numbered on from the last one submitted, so a session may run several loaders one
-    after another. All ranks must give loaders of equal length.
+    after another, or one amid another, such as an evaluation between two training steps: those of
+    the outer one that are submitted already are submitted anew after it. All ranks must give
+    loaders of equal length.
 
     Args:
         session: of this rank.
@@ -51,13 +53,27 @@ def submit_ahead(
     if ahead < 0:
         raise ValueError(f"ahead is {ahead}; it must be 0 or more")
     submitted: deque[tuple[int, Batch]] = deque()
+
+    def submit(batches: Iterable[Batch]) -> None:
+        for batch in batches:
+            step = session.next_step
+            session.submit(manifest_of_step(session, step, batch), forward_only=forward_only)
+            submitted.append((step, batch))
+
+    def submit_what_was_passed_over() -> None:
+        if submitted and session.is_past(submitted[0][0]):
+            passed = [batch for _, batch in submitted]
+            submitted.clear()
+            submit(passed)
+
     for nano_batches in loader:
-        step = session.next_step
-        session.submit(manifest_of_step(session, step, nano_batches), forward_only=forward_only)
-        submitted.append((step, nano_batches))
+        submit_what_was_passed_over()
+        submit([nano_batches])
         if len(submitted) > ahead:
             yield submitted.popleft()
-    yield from submitted
+    while submitted:
+        submit_what_was_passed_over()
+        yield submitted.popleft()
 
 
 def manifest_of_step(

@@ -1,8 +1,8 @@
 """What core attention a model calls, found by one forward in which none is served.
 
 During the probe :func:`trainer_client.core_attention` notes what it is given and returns zeros. The
-model is left as it was: no gradients, and random number generators, buffers and what modules keep on
-themselves stay as they are.
+model is left as it was: no gradients, and random number generators, buffers and what modules keep
+on themselves stay as they are.
 """
 
 from __future__ import annotations

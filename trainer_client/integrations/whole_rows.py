@@ -92,6 +92,16 @@ def decoder_of(model: nn.Module) -> PreTrainedModel:
         if isinstance(module, PreTrainedModel) and all(_holds(module, each) for each in callers)
     ]
     if not holders:
+        several = any(
+            isinstance(module, PreTrainedModel) and any(_holds(module, each) for each in callers)
+            for module in model.modules()
+        )
+        if several:
+            raise UnsupportedModel(
+                f"{type(model).__name__} holds several models of transformers that call core "
+                "attention, and a row is split inside one: give the others "
+                "attn_implementation='sdpa', or call PingPong with the nano-batches of all"
+            )
         raise UnsupportedModel(
             f"{type(model).__name__} holds no model of transformers that calls core attention; "
             "load it with attn_implementation='distca' after 'import "

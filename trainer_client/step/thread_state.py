@@ -1,7 +1,8 @@
-"""PyTorch's settings that belong to a thread, where several lanes take turns on one thread.
+"""PyTorch's settings that blocks change, where several lanes take turns on one thread.
 
-A lane that gives way inside ``torch.no_grad``, ``torch.autocast``, a stream, a mode or an
-activation checkpoint (whose hooks take what autograd saves) must not change the other lane's.
+A lane that gives way inside ``torch.no_grad``, ``torch.autocast``, ``sdpa_kernel``, a stream, a
+mode or an activation checkpoint (whose hooks take what autograd saves) must not change the other
+lane's, nor what is set after both.
 Random numbers are a lane's own too: see :mod:`trainer_client.step.lane_random`.
 ``torch.inference_mode`` cannot be changed from outside its block: enter it around all lanes, not
 inside one.
@@ -35,6 +36,7 @@ class ThreadState:
         self._stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
         self._hooks = saved_tensor_hooks()
         self._modes = [stack.modes() for stack in _MODE_STACKS]
+        self._sdpa = _sdpa_choice()
 
     def restore(self) -> None:
         """Sets the calling thread to it."""
@@ -50,6 +52,26 @@ class ThreadState:
         _put_hooks(self._hooks)
         for stack, modes in zip(_MODE_STACKS, self._modes, strict=True):
             stack.replace(modes)
+        if self._sdpa != _sdpa_choice():
+            _choose_sdpa(*self._sdpa)
+
+
+def _sdpa_choice() -> tuple[list[bool], list[int]]:
+    """Which backends PyTorch's own attention may use, and the order in which it takes them."""
+    return [enabled() for enabled, _ in _SDPA], torch._C._get_sdp_priority_order()
+
+
+def _choose_sdpa(enabled: list[bool], order: list[int]) -> None:
+    for (_, enable), its in zip(_SDPA, enabled, strict=True):
+        enable(its)
+    torch._C._set_sdp_priority_order(order)
+
+
+_SDPA = tuple(
+    (getattr(torch._C, f"_get_{name}_sdp_enabled"), getattr(torch._C, f"_set_sdp_use_{name}"))
+    for name in ("cudnn", "flash", "mem_efficient", "math", "overrideable")
+)
+"""By backend, what tells whether it may be used, and what sets that."""
 
 
 class _ModeStack:
