@@ -15,6 +15,7 @@ from tests.trainer_client.answers import (
     one_document_over_two_ranks,
     two_documents_at_home,
 )
+from trainer_client.integrity import result_checks
 from trainer_client.integrity.answer import Answer
 from trainer_client.integrity.result_checks import ResultChecker, first_bad_row
 
@@ -131,3 +132,14 @@ def test_gradients_that_overflow_are_no_servers_fault(
     # Of the other document, whose gradients do not overflow, nothing is excused.
     other = damaged(answer_of(two_documents_at_home(), Phase.BACKWARD), "dk", 4, torch.inf)
     assert checker.fault(other) is not None
+
+
+def test_server_is_blamed_once_where_no_kernel_can_tell(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none(device: torch.device) -> None:
+        raise ValueError(f"no kernel on {device}")
+
+    monkeypatch.setattr(result_checks, "home_kernel", none)
+    answer = damaged(answer_of(two_documents_at_home(), Phase.FORWARD), "o", 0)
+    checker = ResultChecker(CPU, scale=SHAPE.default_softmax_scale)
+    assert checker.fault(answer) is not None
+    assert checker.fault(answer) is None

@@ -67,8 +67,8 @@ class ResultChecker:
         """What is wrong with ``answer`` by the server's fault, in words; None if nothing is.
 
         Rows of this rank alone tell whose fault it is: they are computed at home once more. Where
-        other ranks' rows went into the result it cannot be told. Then the server is blamed once: if
-        another one computes the same, the rows were at fault.
+        other ranks' rows went into the result, or no kernel runs here, it cannot be told. Then the
+        server is blamed once: if another one computes the same, the rows were at fault.
         """
         if answer.tick.phase is Phase.BACKWARD and answer.results["dq"].dtype == torch.float16:
             return None
@@ -76,17 +76,27 @@ class ResultChecker:
             bad = None if _all_finite(answer.results) else first_bad_row(answer)
             if bad is None:
                 return None
-            model = not _all_finite(answer.inputs_of(bad.document))
-            if not model and not answer.spans_ranks(bad.document):
-                again = False
-                model = not _all_finite(_at_home(answer, bad.document, self._scale, self._rule))
+            if not _all_finite(answer.inputs_of(bad.document)):
+                acquitted = True
+            elif (found := self._at_home(answer, bad.document)) is not None:
+                acquitted = not _all_finite(found)
             else:
-                again = (answer.tick, bad.document) in self._blamed
-        if model or again:
+                acquitted = (answer.tick, bad.document) in self._blamed
+        if acquitted:
             self._warn(answer.tick, bad)
             return None
         self._remember(answer.tick, bad.document)
         return f"{bad.name} is not finite in {bad.where}, though what was sent is"
+
+    def _at_home(self, answer: Answer, document: int) -> Tensors | None:
+        """What the server was to compute of ``document``; None if that cannot be found out here."""
+        if answer.spans_ranks(document):
+            return None
+        try:
+            return _compute(answer, document, self._scale, self._rule)
+        except ValueError as error:
+            logger.debug("%s: no kernel computes it here: %s", answer.tick, error)
+            return None
 
     def _remember(self, tick: Tick, document: int) -> None:
         self._blamed = {entry for entry in self._blamed if entry[0].step == tick.step}
@@ -139,10 +149,14 @@ def _all_finite(tensors: Tensors) -> bool:
     return bool(torch.isfinite(torch.stack(sums)).all())
 
 
-def _at_home(answer: Answer, document: int, scale: float, rule: ScoreRule) -> Tensors:
+def _compute(answer: Answer, document: int, scale: float, rule: ScoreRule) -> Tensors:
     """What the server was to compute of a document that lies on this rank alone, by the process's
     own kernel. Gradients may overflow although all that they are made of is finite; the tasks are
-    the server's, as another sum of parts may overflow elsewhere."""
+    the server's, as another sum of parts may overflow elsewhere.
+
+    Raises:
+        ValueError: no kernel runs this here.
+    """
     tasks, route, inputs = answer.plan.tasks(answer.tick.phase), answer.route, answer.inputs
     its = np.flatnonzero(tasks.document[route.task] == document)
     length, task = route.q_length[its], route.task[its]
