@@ -309,6 +309,22 @@ def test_a_choice_of_backends_is_a_lanes_own(session: Session) -> None:
     compare_gradients(model, local)
 
 
+@pytest.mark.parametrize("interleave", [True, False])
+def test_state_that_nano_batches_mix_is_named(
+    session: Session, interleave: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A hook keeps the last output, which is the other nano-batch's by the time it is read."""
+    model, _ = pair()
+    for layer in model.model.layers:
+        layer.mlp.register_forward_hook(lambda mlp, _, output: setattr(mlp, "last", output))
+    for _ in range(2):
+        with session.step(submit(session)):
+            sum(o.loss for o in PingPong(model, interleave=interleave)(make_batches())).backward()
+    named = [each.message for each in caplog.records if "on its modules" in each.message]
+    assert len(named) == (1 if interleave else 0)
+    assert all("keeps model.layers.0.mlp.last" in message for message in named)
+
+
 def test_labels_per_rank() -> None:
     batches = [{"labels": torch.tensor([[3, -100, 5, 6]])}, {"labels": torch.tensor([[-100]])}]
     assert labels_per_rank(batches).item() == 2

@@ -268,6 +268,7 @@ def _run_rows_in_turns(
         else:
             cut = cut_by(module, microbatch)
         first = microbatch * n_rows + cut.first
-        return cut.joined(run_in_turns(forward, cut.calls(args, kwargs), first, is_last=is_last))
+        calls = cut.calls(args, kwargs)
+        return cut.joined(run_in_turns(forward, calls, first, is_last=is_last, model=module))
 
     module.forward = in_turns

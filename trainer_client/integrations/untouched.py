@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-_OF_MODULES = frozenset(nn.Module().__dict__) - {"training"}
+OF_MODULES = frozenset(nn.Module().__dict__) - {"training"}
 """Attributes that every module has: parameters, buffers, hooks and children."""
 
 
@@ -92,7 +92,7 @@ class _Attributes:
         self._module = module
         self._class = type(module)
         self._values = {
-            name: value for name, value in module.__dict__.items() if name not in _OF_MODULES
+            name: value for name, value in module.__dict__.items() if name not in OF_MODULES
         }
         self._items = [
             (value, value.copy()) for value in self._values.values() if type(value) in _WRITES
@@ -103,7 +103,7 @@ class _Attributes:
         if type(self._module) is not self._class:
             return
         held = self._module.__dict__
-        for name in [name for name in held if name not in _OF_MODULES]:
+        for name in [name for name in held if name not in OF_MODULES]:
             if name not in self._values:
                 del held[name]
         held.update(self._values)

@@ -181,7 +181,7 @@ class _WholeRows:
         n_rows = n_rows[: sum(1 for rows in n_rows if rows)] or [0]
         self._check_rows(running, named, sum(n_rows))
         calls = [((), part) for part in self._split(running, named, n_rows)]
-        outputs = run_in_turns(self._run_part, calls, 0, is_last=True)
+        outputs = run_in_turns(self._run_part, calls, 0, is_last=True, model=self._decoder)
         if self._barriers is not None:
             self._barriers.meet()
         joined = self._joined(outputs, n_rows)

@@ -22,6 +22,7 @@ from trainer_client.integrations.fsdp import require_prepared
 from trainer_client.integrations.graphs import outside_graphs
 from trainer_client.step.lane import Lane, check_nano_batch, current_lane, require_step
 from trainer_client.step.lane_random import RandomState, lane_states
+from trainer_client.step.mixed_state import watch
 from trainer_client.step.running_step import RunningStep
 from trainer_client.step.thread_state import ThreadState
 from trainer_client.step.without_rows import is_without_rows, run_without_rows
@@ -71,7 +72,7 @@ class PingPong(nn.Module):
             require_prepared(self.module)
             self._checked = True
         calls = [((), batch) for batch in nano_batches]
-        return _Turns(self.module, running, calls, random).run()
+        return _Turns(self.module, running, calls, random, model=self.module).run()
 
     def _run_alone(
         self,
@@ -100,7 +101,12 @@ def _run(forward: Callable[..., Any], arguments: Sequence[Any], named: Mapping[s
 
 
 def run_in_turns(
-    forward: Callable[..., Any], calls: Sequence[Call], first: int, *, is_last: bool
+    forward: Callable[..., Any],
+    calls: Sequence[Call],
+    first: int,
+    *,
+    is_last: bool,
+    model: nn.Module | None = None,
 ) -> list[Any]:
     """The outputs of ``forward`` for consecutive nano-batches of the running step, interleaved at
     the attention points.
@@ -110,6 +116,8 @@ def run_in_turns(
         calls: its arguments for each nano-batch.
         first: the first one's nano-batch.
         is_last: whether their forward passes are complete by that.
+        model: what keeps state during them, see :mod:`trainer_client.step.mixed_state`; None: is
+            not looked at.
 
     Raises:
         SessionError: no step is running, or it has no such nano-batches.
@@ -117,7 +125,7 @@ def run_in_turns(
     running = require_step()
     check_nano_batch(running, first + len(calls) - 1)
     random = lane_states(len(calls))
-    turns = _Turns(forward, running, calls, random, first=first, is_last=is_last)
+    turns = _Turns(forward, running, calls, random, first=first, is_last=is_last, model=model)
     return turns.run()
 
 
@@ -137,6 +145,7 @@ class _Turns:
         *,
         first: int = 0,
         is_last: bool = True,
+        model: nn.Module | None = None,
     ) -> None:
         if len(calls) > 1 and in_checkpoint():
             raise SessionError(
@@ -149,12 +158,14 @@ class _Turns:
         self._random = random
         self._first = first
         self._is_last = is_last
+        self._model = model
         self._outputs: list[Any] = [None] * len(calls)
         self._referee = greenlet.getcurrent()
         self._players = [self._player(index, call) for index, call in enumerate(calls)]
 
     def run(self) -> list[Any]:
         state = ThreadState()
+        mixed = watch(self._model, len(self._players))
         try:
             playing = dict(enumerate(self._players))
             while playing:
@@ -169,8 +180,12 @@ class _Turns:
                         "forward",
                     )
                     state.restore()
+                    if mixed is not None:
+                        mixed.turn_ended(index, is_over=player.dead)
                     if player.dead:
                         del playing[index]
+            if mixed is not None:
+                mixed.warn()
             # Lanes lead back here, and autograd keeps those until the backward pass.
             outputs, self._outputs = self._outputs, []
             return outputs

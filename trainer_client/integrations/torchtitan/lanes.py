@@ -132,4 +132,5 @@ class InTurns:
             return output
         batch = CutBatch(self._model, planned)
         calls = batch.calls((tokens,), kwargs)
-        return batch.joined(run_in_turns(self._forward, calls, planned.first, is_last=True))
+        outputs = run_in_turns(self._forward, calls, planned.first, is_last=True, model=self._model)
+        return batch.joined(outputs)

@@ -1,0 +1,143 @@
+"""State that modules keep on themselves is named where nano-batches mix it, and only there."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from trainer_client.step import mixed_state
+from trainer_client.step.mixed_state import MixedState
+
+
+class _Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.last: Any = None
+        self.is_off = False
+        self.calls = 0
+
+
+class _Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = _Layer()
+        self.losses: list[torch.Tensor] = []
+        self.settled = False
+
+
+Pass = Callable[[_Model], Iterator[None]]
+"""The pass of one nano-batch; it gives way where it yields."""
+
+
+def begins_a_list_anew(model: _Model) -> Iterator[None]:
+    model.losses = []
+    yield
+    model.losses.append(torch.ones(1))
+    yield
+
+
+def empties_the_list(model: _Model) -> Iterator[None]:
+    model.losses.append(torch.ones(1))
+    yield
+    model.losses.clear()
+    yield
+
+
+def keeps_the_last_output(model: _Model) -> Iterator[None]:
+    for _ in range(2):
+        model.layer.last = torch.ones(1)
+        yield
+
+
+@contextmanager
+def off(layer: _Layer) -> Iterator[None]:
+    layer.is_off = True
+    try:
+        yield
+    finally:
+        layer.is_off = False
+
+
+def switches_a_layer_off(model: _Model) -> Iterator[None]:
+    with off(model.layer):
+        yield
+    yield
+
+
+def fills_a_list(model: _Model) -> Iterator[None]:
+    """What the training loop reads when all passes are over."""
+    for _ in range(2):
+        model.losses.append(torch.ones(1))
+        yield
+
+
+def counts_and_settles(model: _Model) -> Iterator[None]:
+    for _ in range(2):
+        model.layer.calls += 1
+        model.settled = True
+        yield
+
+
+def keeps_within_a_turn(model: _Model) -> Iterator[None]:
+    """What is read before the pass gives way is nobody else's."""
+    with off(model.layer):
+        pass
+    yield
+    yield
+
+
+def run(model: _Model, its: Pass, n: int = 2) -> MixedState:
+    mixed = MixedState(model, n)
+    playing = {i: its(model) for i in range(n)}
+    while playing:
+        for i, each in list(playing.items()):
+            is_over = next(each, "over") == "over"
+            mixed.turn_ended(i, is_over=is_over)
+            if is_over:
+                del playing[i]
+    return mixed
+
+
+@pytest.mark.parametrize(
+    ("its", "named"),
+    [
+        (begins_a_list_anew, ["losses"]),
+        (empties_the_list, ["losses"]),
+        (keeps_the_last_output, ["layer.last"]),
+        (switches_a_layer_off, ["layer.is_off"]),
+        (fills_a_list, []),
+        (counts_and_settles, []),
+        (keeps_within_a_turn, []),
+    ],
+)
+def test_what_is_mixed_is_named(its: Pass, named: list[str]) -> None:
+    assert run(_Model(), its).found() == named
+
+
+@pytest.mark.parametrize("its", [begins_a_list_anew, keeps_the_last_output, empties_the_list])
+def test_one_nano_batch_mixes_nothing(its: Pass) -> None:
+    assert run(_Model(), its, n=1).found() == []
+
+
+def test_the_warning_says_what_to_do(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        run(_Model(), fills_a_list).warn()
+        assert not caplog.records
+        run(_Model(), keeps_the_last_output).warn()
+    (record,) = caplog.records
+    assert "_Model keeps layer.last on its modules" in record.message
+    assert "interleave=False" in record.message
+
+
+def test_a_model_is_watched_once() -> None:
+    model = _Model()
+    assert mixed_state.watch(model, 2) is not None
+    assert mixed_state.watch(model, 2) is None
+    assert mixed_state.watch(_Model(), 2) is not None
+    assert mixed_state.watch(None, 2) is None
