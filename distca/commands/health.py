@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -54,10 +56,24 @@ def health(options: HealthOptions, tls: ClientTls) -> None:
             call_seconds=options.timeout_seconds,
             **values_of(ClientTls, tls),
         )
-    with rpc.open_channel(settings) as channel:
+    with _about_any_process(), rpc.open_channel(settings) as channel:
         rpc.wait_until_ready(channel, settings)
         answer = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
     status = health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status)
     typer.echo(f"{options.address}: {status}")
     if not options.alive and answer.status != health_pb2.HealthCheckResponse.SERVING:
         raise typer.Exit(NOT_SERVING_EXIT_CODE)
+
+
+@contextmanager
+def _about_any_process() -> Iterator[None]:
+    """In the block, an error about a control plane that is away becomes one about a process."""
+    from distca.contract.rpc_errors import ControlPlaneUnavailable, ProcessUnavailable
+
+    try:
+        yield
+    except ControlPlaneUnavailable as error:
+        if type(error) is not ControlPlaneUnavailable:
+            # It says more than that.
+            raise
+        raise ProcessUnavailable(error.method, error.address, error.details) from error

@@ -35,6 +35,15 @@ class ControlPlaneUnavailable(RpcError):
     advice = "is the control plane running there, and do address and TLS files match? Try again"
 
 
+class ProcessUnavailable(ControlPlaneUnavailable):
+    """The same of any process that answers for its health."""
+
+    advice = (
+        "does a process listen there, do the TLS files match, and is its certificate for this host "
+        "or for --tls-server-name? Try again"
+    )
+
+
 class DeadlineExceeded(RpcError):
     """The control plane did not answer in time."""
 

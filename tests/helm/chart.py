@@ -48,15 +48,18 @@ def helm(*arguments: str, version: str = "old") -> subprocess.CompletedProcess[s
 
 
 @functools.cache
-def rendered_text(value_set: str = "", *settings: str, version: str = "old") -> str:
+def rendered_text(
+    value_set: str = "", *settings: str, version: str = "old", release: str = RELEASE
+) -> str:
     """All manifests of a release as YAML, NOTES.txt not included.
 
     Args:
         value_set: name of a file in the chart's ``ci`` folder; empty for the defaults.
         settings: as for helm's ``--set``.
         version: of :data:`VERSIONS`.
+        release: its name.
     """
-    arguments = ["template", RELEASE, str(CHART), f"--namespace={NAMESPACE}"]
+    arguments = ["template", release, str(CHART), f"--namespace={NAMESPACE}"]
     if value_set:
         arguments.append(f"--values={CHART / 'ci' / value_set}")
     arguments += [f"--set={setting}" for setting in settings]
@@ -65,17 +68,19 @@ def rendered_text(value_set: str = "", *settings: str, version: str = "old") -> 
     return done.stdout
 
 
-def rendered(value_set: str = "", *settings: str, version: str = "old") -> list[Manifest]:
+def rendered(
+    value_set: str = "", *settings: str, version: str = "old", release: str = RELEASE
+) -> list[Manifest]:
     """The manifests of a release; see :func:`rendered_text`."""
-    text = rendered_text(value_set, *settings, version=version)
+    text = rendered_text(value_set, *settings, version=version, release=release)
     documents = yaml.load_all(text, yaml.CSafeLoader)
     return [document for document in documents if document]
 
 
-def refusal(*settings: str, version: str = "old") -> str:
+def refusal(*settings: str, version: str = "old", release: str = RELEASE) -> str:
     """What helm says when it refuses values."""
     done = helm(
-        "template", RELEASE, str(CHART), *(f"--set={each}" for each in settings), version=version
+        "template", release, str(CHART), *(f"--set={each}" for each in settings), version=version
     )
     assert done.returncode != 0, f"helm accepts {settings}"
     return done.stderr

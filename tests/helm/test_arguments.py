@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 from attention_node.settings import NodeSettings
 from control_plane.settings import ControlPlaneSettings
 from distca.cli import app
+from distca.configuration import options_of
 from distca.train.run import TrainerRun
 from tests.helm.chart import (
     CHART,
@@ -25,7 +26,8 @@ from tests.helm.chart import (
     rendered,
 )
 
-COMMANDS: dict[str, Any] = vars(typer.main.get_command(app))["commands"]
+ROOT_COMMAND = typer.main.get_command(app)
+COMMANDS: dict[str, Any] = vars(ROOT_COMMAND)["commands"]
 
 NOT_IN_THE_CHART = {
     "control-plane": {
@@ -47,7 +49,7 @@ NOT_IN_THE_CHART = {
     "attention-node": {
         "--address-file",
         "--several-hosts",
-        # Processes check the name of the service; only probes go to localhost.
+        # Processes check the name of the service; `distca health` alone asks for localhost.
         "--tls-server-name",
         "--tls-check-seconds",
     },
@@ -108,8 +110,12 @@ def test_every_distca_variable_is_one_that_a_command_reads() -> None:
     for where, each, _ in command_lines():
         used = {name for name in environment(each) if name.startswith("DISTCA_")}
         own = each["args"][2] if each["command"] == ["torchrun"] else each["args"][0]
-        commands = [COMMANDS["health"], COMMANDS[own]]
-        known = {parameter.envvar for command in commands for parameter in command.params}
+        known = {
+            name
+            for option in options_of(ROOT_COMMAND)
+            if option.command in (("health",), (own,))
+            for name in (*option.variables, option.variable)
+        }
         assert used <= known | {"DISTCA_LOG_LEVEL"}, where
 
 

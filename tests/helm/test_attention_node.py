@@ -90,6 +90,18 @@ def test_an_upgrade_replaces_as_many_pods_as_asked_for(kind: str, field: str) ->
     assert only(own, kind, "attention-node")["spec"][field] == {"type": "OnDelete"}
 
 
+def test_a_daemon_set_has_no_budget_that_its_rollout_would_have_to_keep_to() -> None:
+    settings = [
+        "attentionNode.kind=DaemonSet",
+        "attentionNode.rollout.maxUnavailable=30%",
+        "attentionNode.podDisruptionBudget.maxUnavailable=20%",
+    ]
+    manifests = rendered("", *settings)
+    assert "PodDisruptionBudget" not in kinds(manifests)
+    update = only(manifests, "DaemonSet")["spec"]["updateStrategy"]
+    assert update["rollingUpdate"]["maxUnavailable"] == "30%"
+
+
 def test_a_pool_may_be_a_deployment_that_scales() -> None:
     manifests = rendered("rolling-update-values.yaml")
     workload = only(manifests, "Deployment", "attention-node")
@@ -215,13 +227,18 @@ def test_every_variable_in_an_argument_is_defined() -> None:
 
 
 def test_the_doctor_sees_the_same_devices_volumes_and_variables_as_the_server() -> None:
-    for value_set in ("", "rdma-values.yaml", "mtls-own-authority-values.yaml"):
+    asked = {"DISTCA_HEALTH_ADDRESS"}
+    for value_set, of_health in (
+        ("", asked),
+        ("rdma-values.yaml", asked),
+        ("mtls-own-authority-values.yaml", {*asked, "DISTCA_HEALTH_TLS_SERVER_NAME"}),
+    ):
         spec = pod(value_set)
         doctor, server = container(spec, "doctor"), container(spec, "server-0")
         for same in ("image", "resources", "volumeMounts", "securityContext"):
             assert doctor[same] == server[same]
         differing = set(environment(server)) ^ set(environment(doctor))
-        assert differing == {"DISTCA_HEALTH_ADDRESS"}
+        assert differing == of_health
     assert "--rdma" in container(pod("rdma-values.yaml"), "doctor")["args"]
 
 
@@ -255,6 +272,9 @@ def test_distca_health_in_the_container_finds_the_health_port_and_the_certificat
     server = container(pod("mtls-own-authority-values.yaml"), "server-0")
     assert environment(server)["DISTCA_HEALTH_ADDRESS"] == "$(POD_IP):7711"
     assert environment(server)["DISTCA_TLS_KEY"] == "/etc/distca/tls/tls.key"
+    # Of health alone: to the control plane the node goes by the name of its Service.
+    assert environment(server)["DISTCA_HEALTH_TLS_SERVER_NAME"] == "localhost"
+    assert "DISTCA_TLS_SERVER_NAME" not in environment(server)
 
 
 def test_autoscaling_owns_the_number_of_pods() -> None:

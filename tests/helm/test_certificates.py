@@ -46,7 +46,7 @@ def test_pods_mount_the_secret_that_cert_manager_writes_for_their_role() -> None
     assert mounted == {
         "Deployment rel-distca-control-plane": "rel-distca-control-plane-tls",
         "StatefulSet rel-distca-attention-node": "rel-distca-attention-node-tls",
-        "JobSet rel-distca-example": "rel-distca-trainer-tls",
+        f"JobSet {only(manifests, 'JobSet')['metadata']['name']}": "rel-distca-trainer-tls",
         "Pod rel-distca-test": "rel-distca-operator-tls",
     }
     assert set(mounted.values()) <= written

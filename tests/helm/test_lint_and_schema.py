@@ -67,7 +67,10 @@ def test_rendered_text_has_no_blank_lines_and_no_nulls() -> None:
         ("rdma.resourceName=/dev/infiniband", "rdma.resourceName"),
         ("rdma.addressType=ethernet", "rdma.addressType"),
         ("ucx.tcpPortRange=7800", "ucx.tcpPortRange"),
+        ("ucx.tcpPortRange=0-99", "ucx.tcpPortRange"),
+        ("ucx.tcpPortRange=07800-07899", "ucx.tcpPortRange"),
         ("ucx.env.PATH=x", "ucx.env"),
+        ("autoscaling.minReplicas=0", "autoscaling.minReplicas"),
         ("autoscaling.kind=VPA", "autoscaling.kind"),
         ("tls.mode=on", "tls.mode"),
         ("tls.certManager.duration=a while", "tls.certManager.duration"),
@@ -106,6 +109,22 @@ def test_the_schema_refuses_and_names_the_value(setting: str, path: str) -> None
             ["attentionNode.hostNetwork=true", "networkPolicy.enabled=false"],
             "two pods on one machine would want the same ports",
         ),
+        *(
+            (
+                ["attentionNode.hostNetwork=true", "networkPolicy.enabled=false", *several],
+                "two pods on one machine would want the same ports",
+            )
+            for several in (
+                ["attentionNode.kind=Deployment"],
+                ["attentionNode.replicas=1", "autoscaling.enabled=true"],
+                [
+                    "attentionNode.kind=LeaderWorkerSet",
+                    "attentionNode.replicas=1",
+                    "attentionNode.leaderWorkerSet.size=2",
+                    "attentionNode.updateStrategy.type=RollingUpdate",
+                ],
+            )
+        ),
         (["attentionNode.stuckSeconds=10"], "must be left out before it gives up"),
         (["attentionNode.rollout.maxUnavailable=2"], "raise the budget, or lower the former"),
         (
@@ -114,7 +133,7 @@ def test_the_schema_refuses_and_names_the_value(setting: str, path: str) -> None
         ),
         (
             [
-                "attentionNode.kind=DaemonSet",
+                "attentionNode.replicas=10",
                 "attentionNode.rollout.maxUnavailable=30%",
                 "attentionNode.podDisruptionBudget.maxUnavailable=20%",
             ],

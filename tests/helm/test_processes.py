@@ -6,14 +6,18 @@ from __future__ import annotations
 import json
 import signal
 from collections.abc import Iterator
+from concurrent import futures
 from datetime import timedelta
 from pathlib import Path
 
+import grpc
 import pytest
+from grpc_health.v1 import health_pb2_grpc
 
 from distca.certs.authority import Authority, Signed
 from distca.contract.identity import Identity, Role
-from tests.helm.chart import Manifest, container, pod_specs, rendered
+from distca.process.health_service import HealthCheck
+from tests.helm.chart import Manifest, container, environment, pod_specs, rendered
 from tests.helm.pods import Machine, free_port
 
 START_SECONDS = 240.0
@@ -50,6 +54,13 @@ class Release:
             *settings,
         )
 
+    @property
+    def meeting_host(self) -> str:
+        """The name by which pods of the example job find the first."""
+        host = environment(container(self.pod("JobSet"), "node"))["PET_MASTER_ADDR"]
+        assert isinstance(host, str)
+        return host
+
     def pod(self, kind: str) -> Manifest:
         """The pod spec of the workload of ``kind``."""
         (spec,) = (s for owner, s in pod_specs(self.manifests) if owner.startswith(f"{kind} "))
@@ -67,7 +78,7 @@ def machine_for(folder: Path, release: Release, role: str) -> Machine:
         folder,
         {
             f"{control_plane}{release.address.rpartition(':')[2]}": release.address,
-            "rel-distca-example-node-0-0.rel-distca-example": "127.0.0.1",
+            release.meeting_host: "127.0.0.1",
             "/var/lib/distca": str(folder / "home"),
             "/runs/": f"{folder / 'runs'}/",
             "/etc/distca/token": str(folder / "token"),
@@ -103,6 +114,37 @@ def machines(tmp_path: Path) -> Iterator[list[Machine]]:
     yield used
     for machine in reversed(used):
         machine.close()
+
+
+def test_distca_health_in_a_nodes_container_accepts_its_certificate(
+    tmp_path: Path, machines: list[Machine]
+) -> None:
+    """Which is for localhost, while the health port is at the pod's address alone."""
+    release = Release("tls.mode=certManager")
+    make_certificates(tmp_path, release)
+    node = container(release.pod("StatefulSet"), "server-0")
+    machine = machine_for(tmp_path, release, "attention-node")
+    machines.append(machine)
+    machine.replaced |= {"127.0.0.1:": "127.0.0.2:"}
+    port = environment(node)["DISTCA_HEALTH_ADDRESS"].rpartition(":")[2]
+
+    files = tmp_path / "tls" / "attention-node"
+    pair = ((files / "tls.key").read_bytes(), (files / "tls.crt").read_bytes())
+    credentials = grpc.ssl_server_credentials(
+        [pair], root_certificates=(files / "ca.crt").read_bytes(), require_client_auth=True
+    )
+    servicer = HealthCheck()
+    servicer.serves = True
+    server = grpc.server(futures.ThreadPoolExecutor(max_workers=2))
+    health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
+    server.add_secure_port(f"127.0.0.2:{port}", credentials)
+    server.start()
+    try:
+        asks = {**node, "command": ["distca"], "args": ["health"]}
+        told = machine.run(asks, pod="attention-node-0", timeout_seconds=START_SECONDS)
+    finally:
+        server.stop(None).wait(5)
+    assert told == f"127.0.0.2:{port}: SERVING\n"
 
 
 @pytest.mark.slow

@@ -103,6 +103,10 @@ OTHER: dict[str, Any] = {
     "attentionNode.image.digest": f"sha256:{'1' * 64}",
     "exampleJob.image.digest": f"sha256:{'1' * 64}",
     "controlPlane.replicas": 5,
+    # Those next to them are taken.
+    "controlPlane.service.port": 7750,
+    "attentionNode.ports.data": 7610,
+    "attentionNode.ports.health": 7611,
     "attentionNode.rollout.maxUnavailable": 2,
     "controlPlane.service.type": "NodePort",
     "attentionNode.kind": "DaemonSet",
@@ -319,3 +323,49 @@ def test_rows_carry_path_comment_default_and_section() -> None:
 def test_a_readme_without_marks_is_refused() -> None:
     with pytest.raises(ValueError, match="must contain the lines"):
         with_table("# Nothing", "rows")
+
+
+def test_large_numbers_are_written_in_digits() -> None:
+    """A number in a file is a float to helm, which writes a million as 1e+06: no integer."""
+    million = 1_000_000
+    counted = merged(
+        {
+            "controlPlane": {
+                "replicas": million,
+                "leaderElection": {"enabled": True},
+                "planningThreads": million,
+                "terminationGracePeriodSeconds": million,
+                "podDisruptionBudget": {"minAvailable": 999_999},
+            },
+            "attentionNode": {
+                "replicas": 2 * million,
+                "rollout": {"maxUnavailable": million},
+                "podDisruptionBudget": {"maxUnavailable": million},
+            },
+            "exampleJob": {
+                "enabled": True,
+                "nodes": million,
+                "restarts": million,
+                "runVolume": {"hostPath": {"path": "/runs"}},
+            },
+        }
+    )
+    scaling = {"minReplicas": million, "maxReplicas": 2 * million, "target": million}
+    for extra in (
+        {},
+        {"exampleJob": {"kind": "TrainJob"}},
+        {"attentionNode": {"kind": "Deployment"}},
+        {"attentionNode": {"kind": "LeaderWorkerSet", "leaderWorkerSet": {"size": 1}}},
+        {"autoscaling": {**scaling, "enabled": True}},
+        {
+            "autoscaling": {
+                **scaling,
+                "enabled": True,
+                "kind": "KEDA",
+                "keda": {"pollingSeconds": million},
+            }
+        },
+    ):
+        text = render(merged(counted, extra))
+        assert "1000000" in text
+        assert "e+0" not in text

@@ -45,6 +45,12 @@ class Training:
         jobset = self._rendered(n_steps)
         (replicated,) = jobset["spec"]["replicatedJobs"]
         spec = replicated["template"]["spec"]
+        (folder,) = [
+            argument
+            for argument in spec["template"]["spec"]["containers"][0]["args"]
+            if argument.startswith("--run-dir=")
+        ]
+        self._run = folder.rpartition("/")[2]
         example = jobset["metadata"]["name"]
         spec["template"]["spec"]["subdomain"] = example
         selector = {"job-name": f"{example}-{replicated['name']}-0"}
@@ -94,7 +100,7 @@ class Training:
         Raises:
             AssertionError: a step is missing.
         """
-        path = RunFolder(self._run_folder() / self._service).step_log
+        path = RunFolder(self._run_folder() / self._run).step_log
         if not path.exists():
             return ()
         records = StepLog(path).read()

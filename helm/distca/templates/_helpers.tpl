@@ -4,7 +4,7 @@
 {{- default .Chart.Name .Values.nameOverride | trunc 40 | trimSuffix "-" }}
 {{- end }}
 
-{{/* At most 40 characters, so that "-control-plane-metrics" and pod hashes still fit into 63. */}}
+{{/* At most 40 characters, so that the names of Services, made from it, fit into 63. */}}
 {{- define "distca.fullname" -}}
 {{- if .Values.fullnameOverride }}
 {{- .Values.fullnameOverride | trunc 40 | trimSuffix "-" }}
@@ -16,9 +16,53 @@
 {{- end }}
 
 {{- define "distca.controlPlane.name" -}}{{ include "distca.fullname" . }}-control-plane{{- end }}
-{{- define "distca.attentionNode.name" -}}{{ include "distca.fullname" . }}-attention-node{{- end }}
 {{- define "distca.jobs.name" -}}{{ include "distca.fullname" . }}-jobs{{- end }}
-{{- define "distca.exampleJob.name" -}}{{ include "distca.fullname" . }}-example{{- end }}
+
+{{/* A name of the release with an ending; its front is cut if it has more characters than fit, with a
+     digest instead of what is lost, so that releases stay apart. Arguments: root, ending, fit, most
+     (characters of a cut name). */}}
+{{- define "distca.fittingName" -}}
+{{- $fullname := include "distca.fullname" .root }}
+{{- $name := printf "%s%s" $fullname .ending }}
+{{- if gt (len $name) (int .fit) }}
+{{- $front := trunc (sub (int .most) (add (len .ending) 9) | int) $fullname | trimSuffix "-" }}
+{{- $name = printf "%s-%s%s" $front (sha256sum $fullname | trunc 8) .ending }}
+{{- end }}
+{{- $name }}
+{{- end }}
+
+{{/* Pods of a StatefulSet carry its name and a hash of 10 characters in one label, of 63 characters at
+     most. A LeaderWorkerSet has another StatefulSet for the workers of each group, called by its index;
+     a name that is cut has room for a million groups. */}}
+{{- define "distca.attentionNode.name" -}}
+{{- $fit := 63 }}
+{{- $most := 63 }}
+{{- with .Values.attentionNode }}
+{{- if eq .kind "StatefulSet" }}
+{{- $fit = 52 }}
+{{- $most = 52 }}
+{{- else if eq .kind "LeaderWorkerSet" }}
+{{- $fit = ternary 50 52 (gt (int .leaderWorkerSet.size) 1) }}
+{{- $most = 45 }}
+{{- end }}
+{{- end }}
+{{- include "distca.fittingName" (dict "root" . "ending" "-attention-node" "fit" $fit "most" $most) }}
+{{- end }}
+
+{{/* Characters that the name of a JobSet may have, those of its pods being NAME-node-0-INDEX-HASH. */}}
+{{- define "distca.exampleJob.fit" -}}
+{{ sub 49 (sub (int .Values.exampleJob.nodes) 1 | toString | len) }}
+{{- end }}
+
+{{/* Of the TrainJob, its runtime and the JobSet that Kubeflow Trainer makes of them. */}}
+{{- define "distca.exampleJob.trainJobName" -}}
+{{- $fit := include "distca.exampleJob.fit" . }}
+{{- include "distca.fittingName" (dict "root" . "ending" "-example" "fit" $fit "most" $fit) }}
+{{- end }}
+
+{{/* The job's name for the control plane, and the folder of its checkpoints; an upgrade that makes
+     another JobSet goes on in it. */}}
+{{- define "distca.exampleJob.run" -}}{{ include "distca.fullname" . }}-example{{- end }}
 
 {{- define "distca.controlPlane.serviceAccount" -}}
 {{- with .Values.controlPlane.serviceAccount }}
@@ -48,7 +92,7 @@
 {{/* Pods that one of the pool's replicas stands for: those of a group, or one. */}}
 {{- define "distca.attentionNode.podsPerReplica" -}}
 {{- with .Values.attentionNode }}
-{{- if eq .kind "LeaderWorkerSet" }}{{ .leaderWorkerSet.size }}{{ else }}1{{ end }}
+{{- if eq .kind "LeaderWorkerSet" }}{{ int64 .leaderWorkerSet.size }}{{ else }}1{{ end }}
 {{- end }}
 {{- end }}
 
@@ -67,13 +111,51 @@
 {{/* How many of some pods a number or a percentage stands for, rounded up as Kubernetes does for
      budgets. Arguments: amount, pods. */}}
 {{- define "distca.amountOfPods" -}}
-{{- $text := toString .amount }}
+{{- $text := include "distca.intOrPercent" .amount }}
 {{- if hasSuffix "%" $text }}
 {{- $share := mul (trimSuffix "%" $text | int) (int .pods) }}
 {{- div (add $share 99) 100 }}
 {{- else }}
 {{- int $text }}
 {{- end }}
+{{- end }}
+
+{{/* A number or a percentage, as it is written. */}}
+{{- define "distca.intOrPercent" -}}
+{{- if kindIs "string" . }}{{ . }}{{ else }}{{ int64 . }}{{ end }}
+{{- end }}
+
+{{/* Ports */}}
+
+{{/* What is added to the ports of attentionNode.ports for each server of a pod, as a JSON list: 10 more
+     than for the one before, and past UCX's range where that would lead into it. */}}
+{{- define "distca.attentionNode.portOffsets" -}}
+{{- $range := splitList "-" .Values.ucx.tcpPortRange }}
+{{- $first := first $range | int }}
+{{- $last := last $range | int }}
+{{- $ports := values .Values.attentionNode.ports }}
+{{- $offsets := list 0 }}
+{{- $offset := 0 }}
+{{- range untilStep 1 (int .Values.attentionNode.serversPerPod) 1 }}
+{{- $offset = add $offset 10 }}
+{{- /* Past the range for one port may be in it for another. */}}
+{{- range until (len $ports) }}
+{{- range $ports }}
+{{- $port := add . $offset }}
+{{- if and (ge (int $port) $first) (le (int $port) $last) }}
+{{- $offset = add $offset (mul 10 (div (sub (add $last 10) $port) 10)) }}
+{{- end }}
+{{- end }}
+{{- end }}
+{{- $offsets = append $offsets $offset }}
+{{- end }}
+{{- toJson $offsets }}
+{{- end }}
+
+{{/* A port of one of a pod's servers. Arguments: root, name (data, health or metrics), index. */}}
+{{- define "distca.attentionNode.port" -}}
+{{- $offsets := include "distca.attentionNode.portOffsets" .root | fromJsonArray }}
+{{- add (index .root.Values.attentionNode.ports .name) (index $offsets (int .index)) }}
 {{- end }}
 
 {{/* Labels */}}
@@ -85,16 +167,21 @@ app.kubernetes.io/instance: {{ .root.Release.Name }}
 app.kubernetes.io/component: {{ .component }}
 {{- end }}
 
-{{/* Arguments: root, component. */}}
-{{- define "distca.labels" -}}
+{{/* Labels that another version of the chart leaves as they are. Arguments: root, component. */}}
+{{- define "distca.steadyLabels" -}}
 {{ include "distca.selectorLabels" . }}
-app.kubernetes.io/version: {{ .root.Chart.AppVersion | quote }}
 app.kubernetes.io/part-of: distca
 app.kubernetes.io/managed-by: {{ .root.Release.Service }}
-helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace "+" "_" }}
 {{- with .root.Values.commonLabels }}
 {{ toYaml . }}
 {{- end }}
+{{- end }}
+
+{{/* Arguments: root, component. */}}
+{{- define "distca.labels" -}}
+{{ include "distca.steadyLabels" . }}
+app.kubernetes.io/version: {{ .root.Chart.AppVersion | quote }}
+helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace "+" "_" }}
 {{- end }}
 
 {{/* Images. What runs on GPUs has an image of its own, called so by `make images VARIANT=cuda`.
@@ -288,7 +375,7 @@ httpGet:
   port: {{ .port }}
 {{- end }}
 
-{{/* Environment of every process. Arguments: root, role, health (host:port that probes ask). */}}
+{{/* Environment of every process. Arguments: root, role, health (host:port that `distca health` asks). */}}
 {{- define "distca.commonEnv" -}}
 - name: DISTCA_LOG_LEVEL
   value: {{ .root.Values.logLevel }}
@@ -297,6 +384,11 @@ httpGet:
 {{- with .health }}
 - name: DISTCA_HEALTH_ADDRESS
   value: {{ . | quote }}
+{{- if include "distca.tls.enabled" $.root }}
+# The certificate is for localhost, whatever the pod's address.
+- name: DISTCA_HEALTH_TLS_SERVER_NAME
+  value: localhost
+{{- end }}
 {{- end }}
 {{- with include "distca.tls.env" (dict "root" .root "role" .role) }}
 {{ . }}

@@ -20,20 +20,18 @@
 {{- if and .controlPlane.enabled .controlPlane.podDisruptionBudget.enabled (gt (int .controlPlane.replicas) 1) }}
 {{- $stay := include "distca.amountOfPods" (dict "amount" .controlPlane.podDisruptionBudget.minAvailable "pods" .controlPlane.replicas) }}
 {{- if ge (int $stay) (int .controlPlane.replicas) }}
-{{- fail (printf "controlPlane.podDisruptionBudget.minAvailable is %v and controlPlane.replicas %d; all pods would have to stay, and no machine with one could be drained: give at most %d" .controlPlane.podDisruptionBudget.minAvailable (int .controlPlane.replicas) (sub (int .controlPlane.replicas) 1)) }}
+{{- fail (printf "controlPlane.podDisruptionBudget.minAvailable is %v and controlPlane.replicas %d; all pods would have to stay, and no machine with one could be drained: give at most %d" (include "distca.intOrPercent" .controlPlane.podDisruptionBudget.minAvailable) (int .controlPlane.replicas) (sub (int .controlPlane.replicas) 1)) }}
 {{- end }}
 {{- end }}
+{{- include "distca.validateNames" $ }}
 {{- include "distca.validateRollout" $ }}
 {{- include "distca.validateDevices" $ }}
+{{- include "distca.validatePorts" $ }}
 {{- if gt (int .autoscaling.minReplicas) (int .autoscaling.maxReplicas) }}
 {{- fail (printf "autoscaling.minReplicas is %d and autoscaling.maxReplicas %d; the first must not be larger" (int .autoscaling.minReplicas) (int .autoscaling.maxReplicas)) }}
 {{- end }}
 {{- if le (float64 .attentionNode.stuckSeconds) (float64 .controlPlane.stallSeconds) }}
 {{- fail (printf "attentionNode.stuckSeconds is %v and controlPlane.stallSeconds %v; a server must be left out before it gives up" .attentionNode.stuckSeconds .controlPlane.stallSeconds) }}
-{{- end }}
-{{- $ports := splitList "-" .ucx.tcpPortRange }}
-{{- if gt (first $ports | int) (last $ports | int) }}
-{{- fail (printf "ucx.tcpPortRange is %q; it is FIRST-LAST and the first port must not be larger" .ucx.tcpPortRange) }}
 {{- end }}
 {{- if eq .tls.mode "secrets" }}
 {{- range $role, $needed := dict "controlPlane" .controlPlane.enabled "attentionNode" .attentionNode.enabled "trainer" .exampleJob.enabled "operator" .tests.enabled }}
@@ -48,7 +46,7 @@
 {{- if and .networkPolicy.enabled .attentionNode.enabled .attentionNode.hostNetwork (empty .networkPolicy.hostNetworkFrom) }}
 {{- fail "attentionNode.hostNetwork is true and networkPolicy.hostNetworkFrom is empty; nodes would reach neither control plane nor trainers: give the machines' addresses, for example [{ipBlock: {cidr: 10.0.0.0/16}}], or set networkPolicy.enabled to false" }}
 {{- end }}
-{{- if and .attentionNode.hostNetwork (has .attentionNode.kind (list "StatefulSet" "LeaderWorkerSet")) (gt (int .attentionNode.replicas) 1) (empty .attentionNode.affinity) }}
+{{- if and .attentionNode.enabled .attentionNode.hostNetwork (gt (include "distca.attentionNode.mostPods" $ | int) 1) (empty .attentionNode.affinity) }}
 {{- fail (printf "attentionNode.hostNetwork is true for a %s without attentionNode.affinity; two pods on one machine would want the same ports: use a DaemonSet, or a podAntiAffinity" .attentionNode.kind) }}
 {{- end }}
 {{- end }}
@@ -74,25 +72,116 @@
 {{- end }}
 {{- end }}
 
-{{/* An upgrade of the pool keeps to the budget of evictions, and leaves someone to serve. A percentage
-     of a DaemonSet is compared with another one only: how many machines there are is not known. */}}
+{{/* An upgrade of the pool keeps to the budget of evictions, and leaves someone to serve. A DaemonSet has
+     no budget, and how many machines there are is not known. */}}
 {{- define "distca.validateRollout" -}}
 {{- $pods := include "distca.attentionNode.mostPods" . }}
 {{- with .Values.attentionNode }}
-{{- if and .enabled (empty .updateStrategy) }}
-{{- $away := .rollout.maxUnavailable }}
-{{- $budget := .podDisruptionBudget.maxUnavailable }}
-{{- $alike := eq (hasSuffix "%" (toString $away)) (hasSuffix "%" (toString $budget)) }}
-{{- $of := $pods | default 100 }}
+{{- if and .enabled $pods (empty .updateStrategy) }}
+{{- $away := include "distca.intOrPercent" .rollout.maxUnavailable }}
+{{- $budget := include "distca.intOrPercent" .podDisruptionBudget.maxUnavailable }}
 {{- /* A LeaderWorkerSet replaces groups. */}}
 {{- $each := include "distca.attentionNode.podsPerReplica" $ | int }}
-{{- $awayPods := mul $each (include "distca.amountOfPods" (dict "amount" $away "pods" (div $of $each)) | int) }}
-{{- $budgetPods := include "distca.amountOfPods" (dict "amount" $budget "pods" $of) | int }}
-{{- if and .podDisruptionBudget.enabled (or $pods $alike) (gt (int $awayPods) $budgetPods) }}
+{{- $awayPods := mul $each (include "distca.amountOfPods" (dict "amount" $away "pods" (div $pods $each)) | int) }}
+{{- $budgetPods := include "distca.amountOfPods" (dict "amount" $budget "pods" $pods) | int }}
+{{- if and .podDisruptionBudget.enabled (gt (int $awayPods) $budgetPods) }}
 {{- fail (printf "attentionNode.rollout.maxUnavailable is %v and attentionNode.podDisruptionBudget.maxUnavailable %v; an upgrade must not take more pods than the budget lets evictions take: raise the budget, or lower the former" $away $budget) }}
 {{- end }}
-{{- if and $pods (gt (int $pods) 1) (ge (int $awayPods) (int $pods)) }}
+{{- if and (gt (int $pods) 1) (ge (int $awayPods) (int $pods)) }}
 {{- fail (printf "attentionNode.rollout.maxUnavailable is %v of %d pods; an upgrade would take the whole pool at a time: give at most %d" $away (int $pods) (sub (int $pods) 1)) }}
+{{- end }}
+{{- end }}
+{{- end }}
+{{- end }}
+
+{{/* Services and jobs are called after the release. From 1.36 on Kubernetes lets a Service's name begin
+     with a digit; JobSet and Kubeflow Trainer do not. */}}
+{{- define "distca.validateNames" -}}
+{{- $fullname := include "distca.fullname" . }}
+{{- $label := "^[a-z]([-a-z0-9]*[a-z0-9])?$" }}
+{{- $digits := and (semverCompare ">=1.36-0" .Capabilities.KubeVersion.Version) (not .Values.exampleJob.enabled) }}
+{{- if not (regexMatch (ternary "^[a-z0-9]([-a-z0-9]*[a-z0-9])?$" $label $digits) $fullname) }}
+{{- $rule := "with small letters, digits and hyphens alone, and a letter first" }}
+{{- if .Values.fullnameOverride }}
+{{- fail (printf "fullnameOverride is %q; the names of Services and jobs begin with it: give one %s" .Values.fullnameOverride $rule) }}
+{{- else if and .Values.nameOverride (regexMatch $label .Release.Name) }}
+{{- fail (printf "nameOverride is %q; the names of Services and jobs begin with %q: give one %s, or fullnameOverride" .Values.nameOverride $fullname $rule) }}
+{{- else }}
+{{- fail (printf "the release is called %q; the names of Services and jobs begin with it: give fullnameOverride, or another name of the release, %s" .Release.Name $rule) }}
+{{- end }}
+{{- end }}
+{{- with .Values.attentionNode }}
+{{- if and .enabled (eq .kind "LeaderWorkerSet") (gt (int .leaderWorkerSet.size) 1) }}
+{{- $groups := div (include "distca.attentionNode.mostPods" $ | int) (int .leaderWorkerSet.size) }}
+{{- $index := sub (max $groups 1) 1 | toString }}
+{{- $name := include "distca.attentionNode.name" $ }}
+{{- $length := add (len $name) 1 (len $index) 11 }}
+{{- if gt (int $length) 63 }}
+{{- $field := ternary "autoscaling.maxReplicas" "attentionNode.replicas" $.Values.autoscaling.enabled }}
+{{- fail (printf "%s is %d and the LeaderWorkerSet is called %q; labels of the pods of group %s would have %d characters of 63: give a fullnameOverride of %d characters or fewer, which makes all objects anew" $field $groups $name $index $length (sub (len (include "distca.fullname" $)) (sub $length 63))) }}
+{{- end }}
+{{- end }}
+{{- end }}
+{{- end }}
+
+{{/* Ports of one pod must differ, and UCX opens those of its range by itself. */}}
+{{- define "distca.validatePorts" -}}
+{{- $range := splitList "-" .Values.ucx.tcpPortRange }}
+{{- $first := first $range | int }}
+{{- $last := last $range | int }}
+{{- with .Values }}
+{{- if gt $first $last }}
+{{- fail (printf "ucx.tcpPortRange is %q; it is FIRST-LAST and the first port must not be larger" .ucx.tcpPortRange) }}
+{{- end }}
+{{- if gt $last 65535 }}
+{{- fail (printf "ucx.tcpPortRange is %q; ports end at 65535: give a lower range" .ucx.tcpPortRange) }}
+{{- end }}
+{{- if hasKey .ucx.env "UCX_TCP_PORT_RANGE" }}
+{{- fail (printf "ucx.env has UCX_TCP_PORT_RANGE %q and ucx.tcpPortRange is %q, which NetworkPolicies open: give the latter alone" (toString .ucx.env.UCX_TCP_PORT_RANGE) .ucx.tcpPortRange) }}
+{{- end }}
+{{- range $part := list "attentionNode" "exampleJob" }}
+{{- range (index $.Values $part "extraEnv") }}
+{{- if eq (toString .name) "UCX_TCP_PORT_RANGE" }}
+{{- fail (printf "%s.extraEnv has UCX_TCP_PORT_RANGE and ucx.tcpPortRange is %q, which NetworkPolicies open: give the latter alone" $part $.Values.ucx.tcpPortRange) }}
+{{- end }}
+{{- end }}
+{{- end }}
+{{- if and .controlPlane.enabled (eq (int .controlPlane.service.port) (int .controlPlane.metricsPort)) }}
+{{- fail (printf "controlPlane.metricsPort is %d and controlPlane.service.port too; give another port to one of them" (int .controlPlane.metricsPort)) }}
+{{- end }}
+{{- if .attentionNode.enabled }}
+{{- $taken := dict }}
+{{- range $index := until (int .attentionNode.serversPerPod) }}
+{{- range $name := list "data" "health" "metrics" }}
+{{- $given := index $.Values.attentionNode.ports $name | int }}
+{{- $port := include "distca.attentionNode.port" (dict "root" $ "name" $name "index" $index) | int }}
+{{- $what := printf "attentionNode.ports.%s is %d, with which server %d of a pod has port %d" $name $given $index $port }}
+{{- if gt $port 65535 }}
+{{- fail (printf "%s; ports end at 65535: give a lower port, or fewer attentionNode.serversPerPod (%d)" $what (int $.Values.attentionNode.serversPerPod)) }}
+{{- end }}
+{{- if and (ge $port $first) (le $port $last) }}
+{{- fail (printf "%s; ucx.tcpPortRange %s holds it, whose ports UCX opens by itself: give a port outside, or another range" $what $.Values.ucx.tcpPortRange) }}
+{{- end }}
+{{- $other := index $taken (toString $port) }}
+{{- if $other }}
+{{- fail (printf "%s, and %s too; give ports that differ, with several servers by no multiple of 10, as 7710, 7711 and 7712 do" $what $other) }}
+{{- end }}
+{{- $_ := set $taken (toString $port) (printf "with attentionNode.ports.%s server %d" $name $index) }}
+{{- end }}
+{{- end }}
+{{- end }}
+{{- if .exampleJob.enabled }}
+{{- $from := int .exampleJob.metricsPort }}
+{{- $to := sub (add $from (int .exampleJob.ranksPerNode)) 1 | int }}
+{{- $what := printf "exampleJob.metricsPort is %d, with which the %d ranks of a pod have ports up to %d" $from (int .exampleJob.ranksPerNode) $to }}
+{{- if gt $to 65535 }}
+{{- fail (printf "%s; ports end at 65535: give a lower port" $what) }}
+{{- end }}
+{{- if and (le $from $last) (ge $to $first) }}
+{{- fail (printf "%s; ucx.tcpPortRange %s holds one of them, whose ports UCX opens by itself: give a port outside, or another range" $what .ucx.tcpPortRange) }}
+{{- end }}
+{{- if and (le $from 29400) (ge $to 29400) }}
+{{- fail (printf "%s; at 29400 torchrun's pods meet: give another port" $what) }}
 {{- end }}
 {{- end }}
 {{- end }}

@@ -91,7 +91,10 @@ spec:
 {{- $index := .index }}
 {{- $several := gt (int .root.Values.attentionNode.serversPerPod) 1 }}
 {{- with .root.Values.attentionNode }}
-{{- $health := add .ports.health (mul 10 $index) -}}
+{{- $ports := dict }}
+{{- range $name := list "data" "health" "metrics" }}
+{{- $_ := set $ports $name (include "distca.attentionNode.port" (dict "root" $root "name" $name "index" $index)) }}
+{{- end -}}
 - name: server-{{ $index }}
   image: {{ include "distca.image" (dict "root" $root "image" .image "gpus" $.gpus) }}
   imagePullPolicy: {{ $root.Values.image.pullPolicy }}
@@ -108,9 +111,9 @@ spec:
     {{- with $root.Values.dataInterface.name }}
     - --data-interface={{ . }}
     {{- end }}
-    - --data-port={{ add .ports.data (mul 10 $index) }}
-    - --health-port={{ $health }}
-    - --metrics-port={{ add .ports.metrics (mul 10 $index) }}
+    - --data-port={{ $ports.data }}
+    - --health-port={{ $ports.health }}
+    - --metrics-port={{ $ports.metrics }}
     - --transport={{ $root.Values.transport }}
     - --capacity-rows={{ int64 .capacityRows }}
     - --buffer-limit-mib={{ int64 .bufferLimitMib }}
@@ -123,18 +126,18 @@ spec:
     - {{ . | quote }}
     {{- end }}
   env:
-    {{- include "distca.attentionNode.env" (dict "root" $root "health" (printf "$(POD_IP):%d" $health) "gpus" $.gpus) | nindent 4 }}
+    {{- include "distca.attentionNode.env" (dict "root" $root "health" (printf "$(POD_IP):%s" $ports.health) "gpus" $.gpus) | nindent 4 }}
   {{- with .extraEnvFrom }}
   envFrom:
     {{- toYaml . | nindent 4 }}
   {{- end }}
   ports:
     - name: data-{{ $index }}
-      containerPort: {{ add .ports.data (mul 10 $index) }}
+      containerPort: {{ $ports.data }}
     - name: health-{{ $index }}
-      containerPort: {{ $health }}
+      containerPort: {{ $ports.health }}
     - name: metrics-{{ $index }}
-      containerPort: {{ add .ports.metrics (mul 10 $index) }}
+      containerPort: {{ $ports.metrics }}
   {{- /* It lives while it measures; it must serve in time. */}}
   startupProbe:
     {{- include "distca.probe" (dict "path" "/readyz" "port" (printf "metrics-%d" $index)) | nindent 4 }}

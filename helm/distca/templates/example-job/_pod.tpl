@@ -1,10 +1,14 @@
-{{/* A pod of the example job. Arguments: root, env (how torchrun finds the other pods). */}}
+{{/* A pod of the example job. Arguments: root, env (how torchrun finds the other pods), jobSet (name of
+     the JobSet that the pod is of, unless another makes it). */}}
 {{- define "distca.exampleJob.pod" -}}
 {{- $root := .root }}
 {{- with .root.Values.exampleJob -}}
 metadata:
   labels:
-    {{- include "distca.labels" (dict "root" $root "component" "trainer") | nindent 4 }}
+    {{- include "distca.steadyLabels" (dict "root" $root "component" "trainer") | nindent 4 }}
+    {{- with $.jobSet }}
+    {{ include "distca.exampleJob.jobSetLabel" $root }}: {{ . }}
+    {{- end }}
     {{- toYaml $root.Values.networkPolicy.jobPodLabels | nindent 4 }}
   {{- with include "distca.dataPlaneAnnotations" (dict "root" $root "own" .podAnnotations) }}{{ . | nindent 2 }}{{ end }}
 spec:
@@ -28,7 +32,7 @@ spec:
         - distca
         - train
         - --control-plane=$(DISTCA_CONTROL_PLANE)
-        - --run-dir=/runs/{{ include "distca.exampleJob.name" $root }}
+        - --run-dir=/runs/{{ include "distca.exampleJob.run" $root }}
         - --placement={{ .placement }}
         - --data-host=$(POD_IP)
         {{- with $root.Values.dataInterface.name }}
@@ -96,11 +100,33 @@ spec:
   tolerations:
     {{- toYaml . | nindent 4 }}
   {{- end }}
-  {{- with .affinity }}
+  {{- with include "distca.exampleJob.affinity" (dict "root" $root "jobSet" $.jobSet) | fromYaml }}
   affinity:
     {{- toYaml . | nindent 4 }}
   {{- end }}
 {{- end }}
+{{- end }}
+
+{{/* By which pods of one JobSet of the release are told from those of another. */}}
+{{- define "distca.exampleJob.jobSetLabel" -}}distca.dev/job-set{{- end }}
+
+{{/* Where pods go. Those of a JobSet wait until those of the one that it replaces have saved their
+     checkpoint and are gone: two jobs of one name would not go together, nor in one folder. All machines
+     have one value of the topology, so the rule holds for the whole cluster. Arguments: root, jobSet. */}}
+{{- define "distca.exampleJob.affinity" -}}
+{{- $affinity := deepCopy .root.Values.exampleJob.affinity }}
+{{- with .jobSet }}
+{{- $selector := dict
+  "matchLabels" (include "distca.selectorLabels" (dict "root" $.root "component" "trainer") | fromYaml)
+  "matchExpressions" (list (dict "key" (include "distca.exampleJob.jobSetLabel" $.root) "operator" "NotIn" "values" (list .)))
+}}
+{{- $others := dict "topologyKey" "kubernetes.io/os" "labelSelector" $selector }}
+{{- $apart := deepCopy (default dict $affinity.podAntiAffinity) }}
+{{- $required := default list $apart.requiredDuringSchedulingIgnoredDuringExecution }}
+{{- $_ := set $apart "requiredDuringSchedulingIgnoredDuringExecution" (append $required $others) }}
+{{- $_ := set $affinity "podAntiAffinity" $apart }}
+{{- end }}
+{{- toYaml $affinity }}
 {{- end }}
 
 {{/* All pods start again when one has failed, since no rank can train alone. Those that a drain or a
@@ -108,7 +134,7 @@ spec:
 {{- define "distca.exampleJob.failurePolicy" -}}
 {{- if gt (int .Values.exampleJob.restarts) 0 -}}
 failurePolicy:
-  maxRestarts: {{ .Values.exampleJob.restarts }}
+  maxRestarts: {{ int64 .Values.exampleJob.restarts }}
   rules:
     - name: taken-away
       action: RestartJobSetAndIgnoreMaxRestarts
