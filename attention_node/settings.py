@@ -7,6 +7,7 @@ this class; importing this module is cheap.
 from __future__ import annotations
 
 import os
+import re
 import socket
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,6 +23,17 @@ from distca.contract.checks import check_least, check_port, check_seconds
 from distca.contract.settings import PROFILE_DIR, ClientTls
 from distca.contract.timeouts import check_order, default_seconds, known_timeouts
 from distca.options import Read
+
+_DEVICE = re.compile(r"cpu|cuda(:(0|[1-9][0-9]?))?")
+
+
+def check_device(name: str, device: str) -> None:
+    """
+    Raises:
+        ValueError: the field ``name`` is no device that core attention may run on.
+    """
+    if not _DEVICE.fullmatch(device):
+        raise ValueError(f"{name} is {device!r}; give cpu or cuda:INDEX")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,6 +136,7 @@ class NodeSettings(ClientTls):
         super().__post_init__()
         if not self.profile_shapes:
             raise ValueError("profile_shapes is empty; give the shape of at least one model")
+        check_device("device", self.device)
         object.__setattr__(self, "transport", check_transport(self.transport))
         check_seconds(self)
         check_port(self, "data_port", "health_port", "metrics_port")

@@ -129,6 +129,12 @@ def _defaults(
         elif name in options:
             where = f"{path}: {'.'.join((*within, key))}"
             defaults[options[name].parameter.name] = _text(value, where, options[name])
+        elif name in commands:
+            raise ConfigError(
+                f"{path}: key {key!r}{_in_table(within)} is {value!r}, but it names a command, "
+                f"whose options stand in the table [{'.'.join((*within, name))}]; an option of "
+                "that name stands in the table of the command that has it"
+            )
         else:
             raise ConfigError(
                 f"{path}: unknown key {key!r}{_in_table(within)}; "

@@ -106,7 +106,7 @@ class RunFolder:
                 is none to resume, or the folder holds something else or cannot be made.
         """
         if resume:
-            if not self.checkpoints.is_dir():
+            if self.newest_checkpoint() is None:
                 raise RunFolderError(
                     f"{self.root} holds no checkpoint to resume from; leave --resume out, or name "
                     "the run to resume"

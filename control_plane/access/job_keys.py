@@ -108,8 +108,13 @@ def job_keys(secret_file: Path | None, state_dir: Path | None) -> JobKeys:
 def _make_secret(path: Path) -> None:
     """Writes a secret that only this user can read, unless another process does so first."""
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
-    partial.touch(mode=0o600)
-    partial.write_bytes(secrets.token_bytes(MIN_SECRET_BYTES))
-    with contextlib.suppress(FileExistsError):
-        os.link(partial, path)
-    partial.unlink()
+    try:
+        partial.touch(mode=0o600)
+        partial.write_bytes(secrets.token_bytes(MIN_SECRET_BYTES))
+        with contextlib.suppress(FileExistsError):
+            os.link(partial, path)
+    except OSError as error:
+        # A failed write names no file.
+        raise OSError(error.errno, error.strerror, str(path)) from error
+    finally:
+        partial.unlink(missing_ok=True)

@@ -80,7 +80,7 @@ class Recoveries:
                 "job %s: rank %d lost %s in epoch %d", job.job_id, rank, server_id, loss.epoch
             )
             return
-        self._metrics.failure_detected(loss.cause)
+        self._metrics.server_lost(job, server_id, loss.cause)
         member = self._membership.find(server_id)
         if member is not None and member.in_place is None:
             seconds = job.quarantine.add(server_id, now=self._clock())

@@ -107,6 +107,7 @@ class JobMetrics:
     def __init__(self, registry: CollectorRegistry) -> None:
         self._series = JobTable(registry)
         self._ready_at: dict[str, dict[int, float]] = {}
+        self._lost_in: dict[str, dict[str, int]] = {}
 
     def opened(self, spec: JobSpec) -> None:
         """A job was created."""
@@ -133,6 +134,7 @@ class JobMetrics:
     def closed(self, name: str) -> None:
         """A job was closed; its series go."""
         self._ready_at.pop(name, None)
+        self._lost_in.pop(name, None)
         self._series.forget(job_name=name)
 
     def ranks_changed(self, jobs: Iterable[Job]) -> None:
@@ -165,6 +167,13 @@ class JobMetrics:
         self._count_waiting(job)
         for phase in record.phases:
             self._forecast(name, phase, record.plan)
+
+    def note_loss(self, job: Job, server_id: str) -> bool:
+        """Notes that ``job`` has lost ``server_id``; returns whether that is new in its epoch."""
+        lost_in = self._lost_in.setdefault(job.spec.name, {})
+        is_new = lost_in.get(server_id) != job.epoch
+        lost_in[server_id] = job.epoch
+        return is_new
 
     def plan_failed(self, job: Job, step: int) -> None:
         """No plan could be made for a step."""

@@ -46,14 +46,19 @@ class ControlPlaneTable(Table):
     subscribers_dropped_total = counter("Streams ended because their reader fell behind.", _KIND)
     jobs_closed_total = counter("Jobs closed.", Label("outcome", ("finished", "failed")))
     failures_detected_total = counter(
-        "Servers found to have failed, by what showed it.", Label("cause", FAILURE_CAUSES)
+        "Servers found to have failed, by what showed it. One that ranks of a job lose counts "
+        "once, by what the first of them saw; if its lease then runs out, that counts once more.",
+        Label("cause", FAILURE_CAUSES),
     )
     planner_compiled = gauge(
         "1 for a planner that runs compiled, 0 while it runs uncompiled, a hundred times slower.",
         Label("planner"),
     )
     compilations_failed_total = counter("Processes that were to compile a planner and failed.")
-    servers_fenced_total = counter("Servers shut out until they register again.")
+    servers_fenced_total = counter(
+        "Pool servers shut out until they register again: their lease ran out, or they had work "
+        "and finished none."
+    )
 
 
 class Metrics:
@@ -148,10 +153,18 @@ class Metrics:
     def lease_expired(self, kind: str) -> None:
         """The lease of a ``"rank"`` or a ``"server"`` ran out."""
         self._series.lease_expirations_total.labels(kind).inc()
+        if kind == "server":
+            self.server_fenced()
 
     def failure_detected(self, cause: str) -> None:
         """A server was found to have failed, by one of :data:`FAILURE_CAUSES`."""
         self._series.failures_detected_total.labels(cause).inc()
+
+    def server_lost(self, job: Job, server_id: str, cause: str) -> None:
+        """A rank reports that ``job`` has lost a server: a failure, unless another has told of it
+        in the same epoch. The recovery for it begins the next, in which it may be lost anew."""
+        if self._of_jobs.note_loss(job, server_id):
+            self.failure_detected(cause)
 
     def planner_changed(self, name: str, state: PlannerState) -> None:
         """A planner runs in another way than before."""

@@ -37,7 +37,7 @@ class ServerTable(Table):
         Label("device"),
     )
     server_registrations_total = counter(
-        "How often a server of this id has joined since the control plane's start.", _SERVER
+        "How often a pool server of this id has joined since the control plane's start.", _SERVER
     )
     server_busy_seconds_total = counter(
         "Kernel seconds in the steps reported, without waits for other work on the device.",
@@ -101,6 +101,9 @@ class ServerMetrics:
         self._series.server_info.labels(server_id, kind, description.host, description.device).set(
             1
         )
+        if member.in_place is not None:
+            # It comes with each job of its name, however healthy.
+            return
         self._registered[server_id] = self._registered.pop(server_id, 0) + 1
         if len(self._registered) > REMEMBERED_SERVERS:
             self._registered.popitem(last=False)

@@ -10,5 +10,7 @@ from distca.options import options_from
 def attention_node(settings: NodeSettings) -> None:
     """Run an attention node: it joins the pool and serves core attention."""
     from attention_node.server import run
+    from distca.commands.explained import explained
 
-    run(settings)
+    with explained(certificate=settings.certificate_file, control_plane=settings.control_plane):
+        run(settings)

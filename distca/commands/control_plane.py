@@ -10,5 +10,11 @@ from distca.options import options_from
 def control_plane(settings: ControlPlaneSettings) -> None:
     """Run the control plane: servers and trainers register here and receive plans."""
     from control_plane.server import run
+    from distca.commands.explained import explained
 
-    run(settings)
+    with explained(
+        certificate=settings.tls.certificate_file if settings.tls else None,
+        listen_address=settings.listen_address,
+        metrics_address=settings.metrics_address,
+    ):
+        run(settings)

@@ -45,6 +45,7 @@ def profile(options: ProfileOptions) -> None:
     from rich.console import Console
     from rich.progress import Progress
 
+    from attention_node.settings import check_device
     from core_attention.kernels.select import select_kernel
     from core_attention.profiling import (
         FULL_GRID,
@@ -61,10 +62,8 @@ def profile(options: ProfileOptions) -> None:
     console = Console()
     with as_usage_error():
         shape = parse_shape(options.shape)
-        try:
-            device = torch.device(options.device)
-        except RuntimeError as error:
-            raise ValueError(f"device is {options.device!r}; give cpu or cuda:INDEX") from error
+        check_device("device", options.device)
+        device = torch.device(options.device)
         kernel = select_kernel(device)
         kernel.check(shape, shape.rule)
     path = options.output or (

@@ -32,6 +32,7 @@ def top(options: TopOptions, shown: Watch, tls: ClientTls) -> None:
     """
     from rich.console import Console
 
+    from distca.commands.explained import explained
     from distca.commands.usage import as_usage_error
     from distca.contract import rpc
     from distca.top.run import watch
@@ -44,4 +45,5 @@ def top(options: TopOptions, shown: Watch, tls: ClientTls) -> None:
             call_seconds=options.timeout_seconds,
             **values_of(ClientTls, tls),
         )
-    watch(settings, shown, console)
+    with explained(certificate=tls.certificate_file, control_plane=options.control_plane):
+        watch(settings, shown, console)

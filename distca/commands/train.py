@@ -34,6 +34,7 @@ def train(
     """
     from rich.console import Console
 
+    from distca.commands.explained import explained
     from distca.commands.usage import as_usage_error
     from distca.report.outcome import show_outcome
     from distca.run_folder import RunFolder
@@ -57,7 +58,8 @@ def train(
     if ranks.rank == 0:
         folder.open()
     try:
-        finished = run_trainer(run, console)
+        with explained(certificate=tls.certificate_file, control_plane=service.control_plane):
+            finished = run_trainer(run, console)
     finally:
         if ranks.rank == 0:
             show_outcome(folder, console)

@@ -5,6 +5,10 @@ checkpoint, and only a run that ends without having saved its last step fails.
 
 A checkpoint holds weights, optimiser state and the number of steps done. Batches are a function of
 (seed, step) and the learning rate of the step, so nothing else is needed to go on exactly.
+
+The checkpoints of a folder are all of one training, so that the highest number is the last one
+written. A run that begins at the first step sets those that it finds aside: beside them its own, of
+lower numbers, would count as old.
 """
 
 from __future__ import annotations
@@ -26,6 +30,8 @@ logger = logging.getLogger(__name__)
 KEPT_CHECKPOINTS = 2
 _NAME = re.compile(r"step-(\d{8})\.pt")
 _PARTIAL = ".partial"
+_EARLIER = "earlier"
+"""Folder of the last checkpoint of an earlier training, beside the checkpoints."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +90,7 @@ class CheckpointKeeper:
 
 
 def save_checkpoint(folder: Path, checkpoint: Checkpoint) -> Path:
-    """Writes ``checkpoint`` below ``folder``, then removes all but the newest two.
+    """Writes ``checkpoint`` below ``folder``, then removes all before it but the newest.
 
     Raises:
         CheckpointError: it cannot be written, for example because the disk is full; checkpoints
@@ -103,7 +109,9 @@ def save_checkpoint(folder: Path, checkpoint: Checkpoint) -> Path:
             f"checkpoint {path} cannot be written: {_reason(error)}; "
             + (f"the one before is intact: {kept[-1]}" if kept else "there is none before it")
         ) from error
-    for old in list_checkpoints(folder)[:-KEPT_CHECKPOINTS]:
+    # Never the one that was just written, whatever numbers lie beside it.
+    before = [old for old in list_checkpoints(folder) if old < path]
+    for old in before[: -(KEPT_CHECKPOINTS - 1)]:
         old.unlink()
     logger.info("saved checkpoint %s", path)
     return path
@@ -116,6 +124,44 @@ def list_checkpoints(folder: Path) -> list[Path]:
     return sorted(path for path in folder.iterdir() if _NAME.fullmatch(path.name))
 
 
+def set_aside(folder: Path) -> None:
+    """Makes room for a training that begins at the first step: moves the newest checkpoint in
+    ``folder`` to a folder of its own below it, in place of what is there, and removes the others.
+
+    A process that dies on the way leaves either the newest checkpoint where it was or no checkpoint
+    to resume from.
+
+    Raises:
+        CheckpointError: they cannot be moved or removed.
+    """
+    paths = list_checkpoints(folder)
+    if not paths:
+        return
+    *older, newest = paths
+    earlier = folder / _EARLIER
+    try:
+        for path in older:
+            path.unlink()
+        # A file of the folder, not the folder itself: that may be a mount or a link to a larger
+        # disk.
+        earlier.mkdir(exist_ok=True)
+        kept = newest.replace(earlier / newest.name)
+        for path in list_checkpoints(earlier):
+            if path != kept:
+                path.unlink()
+    except OSError as error:
+        raise CheckpointError(
+            f"{folder} holds checkpoints of an earlier run, which cannot be set aside: "
+            f"{error.strerror}; go on with them by --resume, or choose another run folder"
+        ) from error
+    logger.warning(
+        "training begins at the first step in the folder of an earlier run, whose last checkpoint "
+        "is set aside as %s; to go on from that, move it to the folder above in place of those "
+        "there, and give --resume",
+        kept,
+    )
+
+
 def load_newest(folder: Path, identity: dict[str, Any]) -> Checkpoint:
     """The newest checkpoint in ``folder``.
 
@@ -124,7 +170,12 @@ def load_newest(folder: Path, identity: dict[str, Any]) -> Checkpoint:
     """
     paths = list_checkpoints(folder)
     if not paths:
-        raise CheckpointError(f"{folder} holds no checkpoint to resume from")
+        earlier = list_checkpoints(folder / _EARLIER)
+        raise CheckpointError(
+            f"{folder} holds no checkpoint to resume from; "
+            + (f"move {earlier[-1]} there to go on with an earlier run, or " if earlier else "")
+            + "give --resume-or-start in place of --resume to begin at the first step"
+        )
     path = paths[-1]
     try:
         fields = torch.load(path, map_location="cpu", weights_only=True)

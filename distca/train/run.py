@@ -41,6 +41,7 @@ from distca.train.checkpoint import (
     CheckpointKeeper,
     list_checkpoints,
     load_newest,
+    set_aside,
 )
 from distca.train.device import (
     choose_device,
@@ -407,6 +408,8 @@ class _Loop:
         """Runs all steps that are left; returns False when it was stopped before the last."""
         first = self._resume() if self._resumes() else 0
         if self._leads:
+            if not first:
+                set_aside(self._folder.checkpoints)
             self._log.forget_from(first)
         done = self._next_to_submit = first
         keep_what_is_built(self._device)

@@ -5,6 +5,7 @@ Importing this module is cheap: the command line needs it for ``--help``.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -16,6 +17,7 @@ from core_attention.tick import MAX_NANO_BATCHES
 from data_plane.interfaces import rows_host
 from data_plane.transports import TransportName
 from distca.contract.checks import check_least, check_port, check_positive, check_seconds
+from distca.contract.identity import NAME_PATTERN
 from distca.contract.settings import PlanRequest, RankTimeouts
 from distca.contract.timeouts import check_order, known_timeouts
 from distca.data.settings import DataSettings
@@ -360,7 +362,8 @@ class ServiceSettings(RankTimeouts):
         Path,
         typer.Option(
             help="Folder for checkpoints, step log and report, the same on every rank; its name "
-            "is the job's.",
+            "is the job's. Training that begins at the first step sets the last checkpoint of an "
+            "earlier run in it aside.",
             rich_help_panel=_TRAINING,
         ),
     ]
@@ -403,6 +406,12 @@ class ServiceSettings(RankTimeouts):
         check_order(known_timeouts(self))
         check_port(self, "metrics_port")
         rows_host(self.data_host, self.data_interface)
+        if not re.fullmatch(NAME_PATTERN, self.run_dir.name):
+            raise ValueError(
+                f"run_dir is {str(self.run_dir)!r}, whose last part, {self.run_dir.name!r}, names "
+                "the job; give a folder whose name is 1 to 128 characters of A-Z, a-z, 0-9, '.', "
+                "'_' and '-'"
+            )
 
     @property
     def rows_host(self) -> str:

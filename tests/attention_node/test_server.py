@@ -253,6 +253,7 @@ def test_a_second_node_of_the_same_name_is_refused(running: Cluster) -> None:
         ({"drain_seconds": 0.0}, "drain_seconds is 0.0"),
         ({"capacity_rows": -1}, "capacity_rows is -1"),
         ({"profile_shapes": ()}, "profile_shapes is empty"),
+        ({"device": "gpu"}, "device is 'gpu'; give cpu or cuda:INDEX"),
     ],
 )
 def test_settings_out_of_range_are_named(change: dict[str, object], named: str) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from control_plane.access.job_keys import MIN_SECRET_BYTES, JobKeys, WeakSecretError
+from control_plane.access.job_keys import MIN_SECRET_BYTES, JobKeys, WeakSecretError, job_keys
 from control_plane.errors import MissingTokenError, WrongTokenError
 from distca.contract.tokens import KEY_BYTES, rank_token
 
@@ -50,6 +52,23 @@ def test_a_rank_that_comes_back_proves_itself_to_a_new_process() -> None:
         restarted.proved("job-1", owner="team-a", rank=3, token=None)
     with pytest.raises(WrongTokenError, match="without a token secret"):
         JobKeys().proved("job-1", owner="team-a", rank=3, token=token)
+
+
+def test_a_disk_without_room_for_the_secret_is_named_and_left_clean(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "write_bytes", full)
+        with pytest.raises(OSError, match=r"No space left.*token-secret'") as failed:
+            job_keys(None, tmp_path)
+    assert failed.value.filename == str(tmp_path / "token-secret")
+    assert not list(tmp_path.iterdir())
+    keys = job_keys(None, tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["token-secret"]
+    assert job_keys(None, tmp_path).key_for("x") == keys.key_for("x")
 
 
 def test_a_short_secret_is_refused(tmp_path: Path) -> None:

@@ -76,10 +76,12 @@ def test_jobs_whose_unfinished_plans_name_a_silent_server_recover(
     assert recover.lost_server_ids == ["s0"]
     leases["done"][2].next("step_finished")
     assert leases["done"][2].is_quiet()
-    expired = control_plane.metrics.registry.get_sample_value(
+    registry = control_plane.metrics.registry
+    expired = registry.get_sample_value(
         "distca_control_plane_lease_expirations_total", {"kind": "server"}
     )
     assert expired == 1
+    assert registry.get_sample_value("distca_control_plane_servers_fenced_total") == 1
 
 
 def silent_server_is_gone(client: Client, leases: dict[str, tuple[str, str, Watcher]]) -> bool:

@@ -10,7 +10,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from control_plane.server import ControlPlane
-from distca.v1 import membership_pb2
+from distca.v1 import jobs_pb2, membership_pb2
 from tests.control_plane.service_harness import (
     DEADLINE_SECONDS,
     Client,
@@ -144,6 +144,18 @@ def test_a_servers_series_go_when_it_leaves_and_its_registrations_are_remembered
     assert not [key for key in scrape(control_plane) if "s0" in key[1].split(",")]
     client.register("s0")
     assert scrape(control_plane)["server_registrations_total", "s0"] == 2
+
+
+def test_jobs_that_reuse_a_name_do_not_look_like_a_server_that_flaps(
+    control_plane: ControlPlane, client: Client
+) -> None:
+    for _ in range(3):
+        spec = job_spec(n_ranks=1, placement=jobs_pb2.PLACEMENT_IN_PLACE)
+        job_id, lease = client.open(0, spec)
+        figures = scrape(control_plane)
+        assert figures["servers", "in_place,serving"] == 1
+        assert not [key for key in figures if key[0] == "server_registrations_total"]
+        client.close_job(job_id, lease)
 
 
 def test_failures_are_counted(control_plane: ControlPlane, client: Client) -> None:

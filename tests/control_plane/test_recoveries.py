@@ -87,7 +87,7 @@ def test_a_server_lost_under_the_present_plan_is_counted_left_out_and_recovered_
     case.membership.find.return_value.in_place = None
     case.job.quarantine.add.return_value = 10.0
     assert case.lose() == BEGINS
-    case.metrics.failure_detected.assert_called_once_with(LossCause.DEADLINE)
+    case.metrics.server_lost.assert_called_once_with(case.job, "s", LossCause.DEADLINE)
     case.job.quarantine.add.assert_called_once_with("s", now=100.0)
     case.job.recovery.begin(now=101.0)
     assert case.job.recovery.lost == ["s"]
@@ -103,14 +103,14 @@ def test_losses_shortly_after_one_another_are_one_recovery() -> None:
 def test_what_a_rank_saw_in_an_epoch_that_is_over_says_nothing() -> None:
     case = Case()
     assert case.lose(epoch=EPOCH - 1) == []
-    case.metrics.failure_detected.assert_not_called()
+    case.metrics.server_lost.assert_not_called()
 
 
 def test_a_server_that_no_plan_names_is_not_missed() -> None:
     case = Case()
     case.job.names_server.return_value = False
     assert case.lose() == []
-    case.metrics.failure_detected.assert_not_called()
+    case.metrics.server_lost.assert_not_called()
 
 
 def test_an_in_place_server_is_not_left_out() -> None:

@@ -120,6 +120,30 @@ def test_losses_are_counted_by_their_cause(
     assert registry.get_sample_value(name, {"cause": label}) == 1
 
 
+def test_a_loss_that_several_ranks_report_is_one_failure(
+    control_plane: ControlPlane, client: Client
+) -> None:
+    client.watch_server(client.register("s0"))
+    pair = open_pair(client, standby=True)
+    pair.submit(0)
+    epoch = pair.plans()[0].plan.epoch
+
+    def counted() -> float | None:
+        return control_plane.metrics.registry.get_sample_value(
+            "distca_control_plane_failures_detected_total", {"cause": "transport_error"}
+        )
+
+    server = "s0"
+    # The ranks' own servers serve after the first, and one of them is lost again and again.
+    for n_failures in (1, 2, 3):
+        for rank in (0, 1):
+            pair.lose(server, rank, epoch=epoch)
+        assert counted() == n_failures
+        pair.answer(pair.recover().epoch, {0: [0, 0]}, {0: [0, 0]})
+        planned = pair.plans()[0]
+        server, epoch = servers_of(planned)[0], planned.plan.epoch
+
+
 def test_unfinished_steps_are_planned_again_from_where_their_ranks_stand(client: Client) -> None:
     streams = {server: client.watch_server(client.register(server)) for server in ("s0", "s1")}
     pair = open_pair(client)

@@ -6,7 +6,7 @@ import logging
 import os
 import resource
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -20,6 +20,7 @@ from distca.train.checkpoint import (
     list_checkpoints,
     load_newest,
     save_checkpoint,
+    set_aside,
 )
 
 IDENTITY = {"documents": "abc", "ranks": 2}
@@ -95,6 +96,84 @@ def test_what_a_killed_writer_left_is_removed(tmp_path: Path) -> None:
     (tmp_path / "step-00000001.pt.partial").touch()
     path = save_checkpoint(tmp_path, checkpoint(2))
     assert list(tmp_path.iterdir()) == [path]
+
+
+def names(folder: Path) -> list[str]:
+    return [path.name for path in list_checkpoints(folder)]
+
+
+def test_checkpoint_just_written_is_never_removed_for_those_of_higher_numbers(
+    tmp_path: Path,
+) -> None:
+    for steps_done in (25, 30):
+        save_checkpoint(tmp_path, checkpoint(steps_done))
+    for steps_done in (5, 10, 12):
+        assert save_checkpoint(tmp_path, checkpoint(steps_done)).exists()
+    assert names(tmp_path) == [f"step-{n:08d}.pt" for n in (10, 12, 25, 30)]
+
+
+def test_training_that_begins_anew_sets_the_checkpoints_of_an_earlier_one_aside(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    earlier = tmp_path / "earlier"
+    set_aside(tmp_path / "absent")
+    set_aside(tmp_path)
+    assert not list(tmp_path.iterdir())
+    for first, last in ((25, 30), (5, 12)):
+        for steps_done in (first, last):
+            save_checkpoint(tmp_path, checkpoint(steps_done))
+        with caplog.at_level(logging.WARNING):
+            set_aside(tmp_path)
+        assert names(tmp_path) == []
+        assert names(earlier) == [f"step-{last:08d}.pt"]
+        assert f"set aside as {earlier / names(earlier)[0]}" in caplog.text
+    # Nothing is left of the run that began and wrote none: what is aside stays.
+    set_aside(tmp_path)
+    assert load_newest(earlier, IDENTITY).steps_done == 12
+    with pytest.raises(CheckpointError, match=r"move .*earlier/step-00000012\.pt there to go on"):
+        load_newest(tmp_path, IDENTITY)
+    save_checkpoint(tmp_path, checkpoint(2))
+    assert load_newest(tmp_path, IDENTITY).steps_done == 2
+
+
+@pytest.mark.parametrize("n_calls", range(4))
+def test_process_that_dies_while_it_sets_aside_loses_no_newest_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, n_calls: int
+) -> None:
+    earlier = tmp_path / "earlier"
+    earlier.mkdir()
+    save_checkpoint(earlier, checkpoint(40))
+    for steps_done in (25, 30):
+        save_checkpoint(tmp_path, checkpoint(steps_done))
+    calls = 0
+
+    def dying(real: Callable[..., object]) -> Callable[..., object]:
+        def call(*arguments: object, **named: object) -> object:
+            nonlocal calls
+            if calls == n_calls:
+                raise KeyboardInterrupt
+            calls += 1
+            return real(*arguments, **named)
+
+        return call
+
+    with monkeypatch.context() as patched:
+        for name in ("unlink", "mkdir", "replace"):
+            patched.setattr(Path, name, dying(getattr(Path, name)))
+        with pytest.raises(KeyboardInterrupt):
+            set_aside(tmp_path)
+    assert "step-00000030.pt" in (names(tmp_path) or names(earlier))
+    set_aside(tmp_path)
+    assert names(tmp_path) == []
+    assert "step-00000030.pt" in names(earlier)
+
+
+def test_checkpoints_that_cannot_be_set_aside_are_named(tmp_path: Path) -> None:
+    path = save_checkpoint(tmp_path, checkpoint(30))
+    (tmp_path / "earlier").touch()
+    with pytest.raises(CheckpointError, match=r"cannot be set aside: File exists; go on .* or"):
+        set_aside(tmp_path)
+    assert list_checkpoints(tmp_path) == [path]
 
 
 SMALL_DISK_BYTES = 2**20

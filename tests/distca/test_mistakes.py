@@ -61,6 +61,13 @@ CASES: list[tuple[tuple[str, ...], str]] = [
     (("local", "--homes=planned", "--mode=pool"), "choose in-place or mixed, or --homes packed"),
     (("local", "--runs-dir={here}/cut.pem/x"), "cannot be used"),
     ((*NODE, "--device=cuda:7"), "no kernel runs on device 'cuda:7'"),
+    ((*NODE, "--device=foo"), "device is 'foo'; give cpu or cuda:INDEX"),
+    ((*NODE, "--device=cuda:x"), "device is 'cuda:x'; give cpu or cuda:INDEX"),
+    ((*PROFILE, "--device=cuda:300"), "device is 'cuda:300'; give cpu or cuda:INDEX"),
+    (
+        ("train", "--control-plane=127.0.0.1:1", "--run-dir=runs/jöb C"),
+        "run_dir is 'runs/jöb C', whose last part, 'jöb C', names the job; give",
+    ),
     ((*NODE, "--profile-dir={here}/cut.pem/x"), "Not a directory"),
     (("--config={here}/binary.toml", "health"), "is no TOML"),
 ]

@@ -84,6 +84,11 @@ def test_resuming_keeps_checkpoints_and_drops_the_old_report(tmp_path: Path) -> 
 def test_there_must_be_something_to_resume(tmp_path: Path) -> None:
     with pytest.raises(RunFolderError, match="holds no checkpoint to resume from"):
         RunFolder(tmp_path / "absent").prepare(resume=True, overwrite=False)
+    begun = RunFolder(tmp_path / "begun")
+    (begun.checkpoints / "earlier").mkdir(parents=True)
+    (begun.checkpoints / "step-00000005.pt.partial").touch()
+    with pytest.raises(RunFolderError, match="holds no checkpoint to resume from"):
+        begun.prepare(resume=True, overwrite=False)
 
 
 def test_place_where_no_folder_can_be_made_is_named(tmp_path: Path) -> None:
