@@ -58,12 +58,14 @@ def _refused_certificates(path: Path | None) -> list[str]:
 def _unknown_names(addresses: Mapping[str, str | None]) -> Iterator[str]:
     for field, given in addresses.items():
         for address in given.split(",") if given else ():
-            host, _ = split_address(field, address.strip(), any_port=True)
+            host = address.strip()
             try:
+                host, _ = split_address(field, host, any_port=True)
                 socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-            except OSError as error:
+            except (OSError, ValueError) as error:
+                # A label that is empty or too long is a UnicodeError, which is a ValueError.
+                why = getattr(error, "strerror", None) or error
                 yield (
-                    f"{field} is {given!r}, and {host!r} cannot be looked up: "
-                    f"{error.strerror or error}; correct the name, or mend how this machine finds "
-                    "names"
+                    f"{field} is {given!r}, and {host!r} cannot be looked up: {why}; correct the "
+                    "name, or mend how this machine finds names"
                 )

@@ -126,7 +126,8 @@ def list_checkpoints(folder: Path) -> list[Path]:
 
 def set_aside(folder: Path) -> None:
     """Makes room for a training that begins at the first step: moves the newest checkpoint in
-    ``folder`` to a folder of its own below it, in place of what is there, and removes the others.
+    ``folder`` to a folder of its own below it, and removes the others. What lies there goes, but
+    for the one with the most steps: runs that are started again and again do not cost a long one.
 
     A process that dies on the way leaves either the newest checkpoint where it was or no checkpoint
     to resume from.
@@ -146,7 +147,7 @@ def set_aside(folder: Path) -> None:
         # disk.
         earlier.mkdir(exist_ok=True)
         kept = newest.replace(earlier / newest.name)
-        for path in list_checkpoints(earlier):
+        for path in list_checkpoints(earlier)[:-1]:
             if path != kept:
                 path.unlink()
     except OSError as error:
@@ -173,7 +174,11 @@ def load_newest(folder: Path, identity: dict[str, Any]) -> Checkpoint:
         earlier = list_checkpoints(folder / _EARLIER)
         raise CheckpointError(
             f"{folder} holds no checkpoint to resume from; "
-            + (f"move {earlier[-1]} there to go on with an earlier run, or " if earlier else "")
+            + (
+                f"move {' or '.join(map(str, earlier))} there to go on with an earlier run, or "
+                if earlier
+                else ""
+            )
             + "give --resume-or-start in place of --resume to begin at the first step"
         )
     path = paths[-1]

@@ -92,6 +92,18 @@ def test_each_name_that_cannot_be_looked_up_is_told_of_where_the_block_fails(
     assert "and 'nohost.invalid' cannot be looked up: " in record.getMessage()
 
 
+@pytest.mark.parametrize("address", ["cp..svc:7700", f"{'a' * 64}.svc:7700", "cp:port"])
+def test_a_name_that_cannot_be_one_hides_no_error(
+    address: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with (
+        pytest.raises(ConnectionError, match="no answer"),
+        explained(certificate=None, control_plane=address),
+    ):
+        raise ConnectionError("no answer")
+    assert f"control_plane is {address!r}, and " in caplog.text
+
+
 @pytest.mark.parametrize(
     ("field", "arguments"),
     [

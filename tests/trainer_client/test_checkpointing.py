@@ -288,6 +288,14 @@ def test_results_that_are_changed_in_place_are_not_handed_out() -> None:
             region.take()
 
 
+def test_results_of_inference_mode_are_kept() -> None:
+    """Of a frozen tower inside a checkpointed part; such tensors count no writes."""
+    region = Region()
+    with torch.inference_mode():
+        region.keep(None, torch.ones(1), torch.zeros(1))
+    assert region.take() == (torch.ones(1), torch.zeros(1))
+
+
 def test_outside_of_a_checkpoint_nothing_is_kept() -> None:
     checkpoints = Checkpoints()
     checkpoints.keep(None, torch.zeros(1), torch.zeros(1))

@@ -92,8 +92,12 @@ def keeps_within_a_turn(model: _Model) -> Iterator[None]:
     yield
 
 
-def run(model: _Model, its: Pass, n: int = 2) -> MixedState:
-    mixed = MixedState(model, n)
+def never_gives_way(model: _Model) -> Iterator[None]:
+    yield from ()
+
+
+def run(model: _Model, its: Pass, n: int = 2, mixed: MixedState | None = None) -> MixedState:
+    mixed = MixedState(model, n) if mixed is None else mixed
     playing = {i: its(model) for i in range(n)}
     while playing:
         for i, each in list(playing.items()):
@@ -127,17 +131,49 @@ def test_one_nano_batch_mixes_nothing(its: Pass) -> None:
 
 def test_the_warning_says_what_to_do(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
-        run(_Model(), fills_a_list).warn()
+        run(_Model(), fills_a_list).end()
         assert not caplog.records
-        run(_Model(), keeps_the_last_output).warn()
+        run(_Model(), keeps_the_last_output).end()
     (record,) = caplog.records
     assert "_Model keeps layer.last on its modules" in record.message
     assert "interleave=False" in record.message
 
 
+def watched(model: _Model, its: Pass, n: int = 2) -> bool:
+    """Whether the pass is watched, which is run to its end."""
+    mixed = mixed_state.watch(model, n)
+    if mixed is not None:
+        run(model, its, n, mixed).end()
+    return mixed is not None
+
+
 def test_a_model_is_watched_once() -> None:
     model = _Model()
-    assert mixed_state.watch(model, 2) is not None
-    assert mixed_state.watch(model, 2) is None
-    assert mixed_state.watch(_Model(), 2) is not None
+    assert watched(model, fills_a_list)
+    assert not watched(model, fills_a_list)
+    assert watched(_Model(), fills_a_list)
     assert mixed_state.watch(None, 2) is None
+
+
+def test_a_pass_in_which_nothing_can_mix_does_not_count() -> None:
+    """One nano-batch alone, one that has failed, and passes without core attention."""
+    model = _Model()
+    assert not watched(model, fills_a_list, n=1)
+    assert mixed_state.watch(model, 2) is not None
+    assert watched(model, never_gives_way)
+    assert watched(model, fills_a_list)
+    assert not watched(model, fills_a_list)
+
+
+@pytest.mark.parametrize("norm", [nn.utils.weight_norm, nn.utils.spectral_norm])
+@pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated:FutureWarning")
+def test_weights_that_hooks_make_are_nobodys_state(norm: Callable[..., Any]) -> None:
+    model = _Model()
+    linear = model.layer.linear = norm(nn.Linear(3, 3))
+
+    def passes(model: _Model) -> Iterator[None]:
+        for _ in range(2):
+            linear(torch.ones(2, 3))
+            yield
+
+    assert run(model, passes).found() == []

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from core_attention.ca_task import Phase
+from core_attention.kernels.launcher import LauncherError
 from tests.trainer_client.answers import (
     SHAPE,
     answer_of,
@@ -134,9 +135,12 @@ def test_gradients_that_overflow_are_no_servers_fault(
     assert checker.fault(other) is not None
 
 
-def test_server_is_blamed_once_where_no_kernel_can_tell(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("error", [ValueError, LauncherError, torch.OutOfMemoryError])
+def test_server_is_blamed_once_where_no_kernel_can_tell(
+    error: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
     def none(device: torch.device) -> None:
-        raise ValueError(f"no kernel on {device}")
+        raise error(f"no kernel on {device}")
 
     monkeypatch.setattr(result_checks, "home_kernel", none)
     answer = damaged(answer_of(two_documents_at_home(), Phase.FORWARD), "o", 0)

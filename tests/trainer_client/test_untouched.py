@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, defaultdict, deque
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
-from trainer_client.integrations.untouched import untouched
+from trainer_client.integrations.untouched import state_kept, untouched
 
 
 class _Keeps(nn.Module):
@@ -90,3 +93,50 @@ def test_a_lazy_module_stays_what_it_has_become() -> None:
     assert type(model[0]) is nn.Linear
     assert model[0].in_features == 3
     assert model(torch.ones(2, 3)).shape == (2, 4)
+
+
+class _BuildsItself(nn.Module):
+    def __init__(self, made: str) -> None:
+        super().__init__()
+        self.made, self.is_built, self.calls = made, False, 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        if not self.is_built:
+            if self.made == "parameter":
+                self.weight = nn.Parameter(torch.ones(3))
+            elif self.made == "child":
+                self.child = nn.Linear(3, 3)
+            else:
+                self.register_forward_hook(lambda module, inputs, output: output + 1)
+            self.is_built = True
+        return x
+
+
+@pytest.mark.parametrize("made", ["parameter", "child", "hook"])
+def test_a_module_builds_itself_once(made: str) -> None:
+    """Otherwise an optimiser that was made after the probe would hold other weights."""
+    layer = _BuildsItself(made)
+    model = nn.Sequential(layer)
+    with untouched(model):
+        model(torch.ones(2, 3))
+    built = list(layer.parameters())
+    model(torch.ones(2, 3))
+    assert layer.is_built
+    assert all(one is other for one, other in zip(built, layer.parameters(), strict=True))
+    assert len(layer._forward_hooks) == (made == "hook")
+
+
+def test_replicas_with_static_graphs_go_on(tmp_path: Path) -> None:
+    """Their attributes follow what the reducer has counted."""
+    dist.init_process_group("gloo", f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        model = DistributedDataParallel(nn.Linear(3, 3), static_graph=True)
+        with state_kept(model):
+            model(torch.ones(2, 3)).sum().backward()
+        for _ in range(2):
+            model.zero_grad()
+            model(torch.ones(2, 3)).sum().backward()
+        assert model.module.bias.grad.tolist() == [2.0, 2.0, 2.0]
+    finally:
+        dist.destroy_process_group()

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 OF_MODULES = frozenset(nn.Module().__dict__) - {"training"}
 """Attributes that every module has: parameters, buffers, hooks and children."""
@@ -86,11 +87,16 @@ class _Buffers:
 
 class _Attributes:
     """What a module keeps on itself, to be put back: losses that hooks collect, counters, caches.
-    Of containers the items too, but not what these are made of."""
+    Of containers the items too, but not what these are made of.
+
+    Not that of a module that builds itself in its first pass: it would build itself again, beside
+    the parameters, children and hooks that it has. Nor of DistributedDataParallel, whose attributes
+    follow those of an object that goes on.
+    """
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
-        self._class = type(module)
+        self._built = _built(module)
         self._values = {
             name: value for name, value in module.__dict__.items() if name not in OF_MODULES
         }
@@ -99,8 +105,9 @@ class _Attributes:
         ]
 
     def restore(self) -> None:
-        # A lazy module has become another one, with the attributes of that.
-        if type(self._module) is not self._class:
+        if isinstance(self._module, DistributedDataParallel) or _differ(
+            self._built, _built(self._module)
+        ):
             return
         held = self._module.__dict__
         for name in [name for name in held if name not in OF_MODULES]:
@@ -109,3 +116,19 @@ class _Attributes:
         held.update(self._values)
         for container, items in self._items:
             _WRITES[type(container)](container, items)
+
+
+def _built(module: nn.Module) -> dict[tuple[str, Any], Any]:
+    """A module's class, parameters, children and hooks."""
+    return {("", ""): type(module)} | {
+        (name, key): value
+        for name, held in module.__dict__.items()
+        if name in OF_MODULES and name != "_buffers" and isinstance(held, dict)
+        for key, value in held.items()
+    }
+
+
+def _differ(before: dict[Any, Any], after: dict[Any, Any]) -> bool:
+    return before.keys() != after.keys() or any(
+        value is not after[key] for key, value in before.items()
+    )

@@ -21,6 +21,7 @@ import torch
 from core_attention.arrays import exclusive_cumsum, frozen, runs_to_rows
 from core_attention.ca_task import Phase
 from core_attention.host_copies import on_device
+from core_attention.kernels.launcher import LauncherError
 from core_attention.kernels.protocol import BackwardPart, ForwardPart, TaskBatch
 from core_attention.score_rule import PLAIN, ScoreRule
 from core_attention.tick import Tick
@@ -67,8 +68,8 @@ class ResultChecker:
         """What is wrong with ``answer`` by the server's fault, in words; None if nothing is.
 
         Rows of this rank alone tell whose fault it is: they are computed at home once more. Where
-        other ranks' rows went into the result, or no kernel runs here, it cannot be told. Then the
-        server is blamed once: if another one computes the same, the rows were at fault.
+        other ranks' rows went into the result, or it cannot be computed here, nobody can tell. Then
+        the server is blamed once: if another one computes the same, the rows were at fault.
         """
         if answer.tick.phase is Phase.BACKWARD and answer.results["dq"].dtype == torch.float16:
             return None
@@ -94,8 +95,8 @@ class ResultChecker:
             return None
         try:
             return _compute(answer, document, self._scale, self._rule)
-        except ValueError as error:
-            logger.debug("%s: no kernel computes it here: %s", answer.tick, error)
+        except (ValueError, LauncherError, torch.OutOfMemoryError) as error:
+            logger.debug("%s: it cannot be computed here: %s", answer.tick, error)
             return None
 
     def _remember(self, tick: Tick, document: int) -> None:

@@ -1,8 +1,8 @@
 """Finds what modules leave on themselves for a later part of their own pass, where nano-batches
 that take turns mix it: a list that a pass begins anew, the last output, a switch that is set.
 
-Looked at in a model's first pass: after each turn its modules' attributes are compared with those
-after the turn before.
+Looked at in the first pass in which a model's nano-batches take turns: after each turn its modules'
+attributes are compared with those after the turn before.
 """
 
 from __future__ import annotations
@@ -55,8 +55,9 @@ class MixedState:
     """
 
     def __init__(self, model: nn.Module, n: int) -> None:
+        self._model = model
         self._modules = list(model.named_modules())
-        self._model = type(model).__name__
+        self._gave_way: set[int] = set()
         self._running = set(range(n))
         self._before = {place: (value, _n_items(value)) for place, value in self._attributes()}
         self._kept: dict[_Place, _Kept] = {}
@@ -65,6 +66,8 @@ class MixedState:
 
     def turn_ended(self, nano_batch: int, *, is_over: bool) -> None:
         """``nano_batch`` has given way, or its pass is over."""
+        if not is_over:
+            self._gave_way.add(nano_batch)
         for place, value in self._attributes():
             before, n_before = self._before.get(place, (None, 0))
             if isinstance(value, bool):
@@ -95,8 +98,11 @@ class MixedState:
         switched = {at for at in self._switched if after.get(at) is self._before[at][0]}
         return [".".join(filter(None, place)) for place in sorted(self._lost | switched)]
 
-    def warn(self) -> None:
-        """Logs what was found."""
+    def end(self) -> None:
+        """The pass is over: logs what was found, and has the model not watched again if there was
+        anything to see."""
+        if len(self._gave_way) > 1:
+            _looked_at.add(self._model)
         found = self.found()
         if not found:
             return
@@ -106,7 +112,7 @@ class MixedState:
             "turns with it, changes them: what is read later in the pass may be the other's. "
             "Return such values, keep them by nano-batch, or run one nano-batch after the other: "
             "PingPong(module, interleave=False), or n_nano_batches=1",
-            self._model,
+            type(self._model).__name__,
             ", ".join(found[:_MOST_NAMED]),
             more,
         )
@@ -115,8 +121,18 @@ class MixedState:
         """Switches, tensors and containers."""
         for name, module in self._modules:
             for attribute, value in module.__dict__.items():
-                if attribute not in OF_MODULES and isinstance(value, _LOOKED_AT):
+                if (
+                    attribute not in OF_MODULES
+                    and isinstance(value, _LOOKED_AT)
+                    and not _is_derived(module, attribute)
+                ):
                     yield (name, attribute), value
+
+
+def _is_derived(module: nn.Module, attribute: str) -> bool:
+    """Whether a hook makes it of parameters before each forward, as ``weight_norm``,
+    ``spectral_norm`` and ``prune`` of torch.nn.utils do with weights."""
+    return f"{attribute}_orig" in module._parameters or f"{attribute}_v" in module._parameters
 
 
 def _n_items(value: Any) -> int:
@@ -124,9 +140,8 @@ def _n_items(value: Any) -> int:
 
 
 def watch(model: nn.Module | None, n: int) -> MixedState | None:
-    """What watches the pass of ``n`` nano-batches that begins; None if one of ``model`` was watched
-    before."""
-    if model is None or model in _looked_at:
+    """What watches the pass of ``n`` nano-batches that begins; None if there is nothing to see, or
+    one of ``model`` was watched before."""
+    if model is None or n < 2 or model in _looked_at:
         return None
-    _looked_at.add(model)
     return MixedState(model, n)

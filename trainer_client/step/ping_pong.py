@@ -185,7 +185,7 @@ class _Turns:
                     if player.dead:
                         del playing[index]
             if mixed is not None:
-                mixed.warn()
+                mixed.end()
             # Lanes lead back here, and autograd keeps those until the backward pass.
             outputs, self._outputs = self._outputs, []
             return outputs
