@@ -23,6 +23,7 @@ from control_plane.errors import (
 from control_plane.jobs.holders import are_alive, retry_seconds
 from core_attention.cost_model import CostProfile
 from distca.contract.addresses import split_address
+from distca.contract.identity import NAME_PATTERN
 
 REMEMBERED_LEASES = 1024
 """Leases that were taken away of which is known why."""
@@ -35,7 +36,6 @@ MAX_HOST_CHARACTERS = 253
 
 _MAX_DEVICE_CHARACTERS = 128
 _MAX_VERSION_CHARACTERS = 64
-_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 
 
 def checked_id(name: str, value: str) -> str:
@@ -44,7 +44,7 @@ def checked_id(name: str, value: str) -> str:
     Raises:
         InvalidRequestError: it is empty, too long, or has other characters than [A-Za-z0-9._-].
     """
-    if not _ID.fullmatch(value):
+    if not re.fullmatch(NAME_PATTERN, value):
         raise InvalidRequestError(
             f"{name} is {value!r}; it must be 1 to 128 characters of [A-Za-z0-9._-]"
         )

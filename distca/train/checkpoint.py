@@ -31,7 +31,7 @@ KEPT_CHECKPOINTS = 2
 _NAME = re.compile(r"step-(\d{8})\.pt")
 _PARTIAL = ".partial"
 _EARLIER = "earlier"
-"""Folder of the last checkpoint of an earlier training, beside the checkpoints."""
+"""Folder of what :func:`set_aside` moves, beside the checkpoints."""
 
 
 @dataclass(frozen=True)

@@ -93,23 +93,27 @@ class Attention(nn.Module):
         return core_attention(q, k, v)
 
 
-def test_a_session_runs_one_loader_after_another(pool_of_four: Cluster) -> None:
-    """Numbers go on, also where a loop was left early; evaluation has no backward pass."""
-    options = SessionOptions(
-        control_plane=pool_of_four.address,
-        job="feed",
+def options_of(cluster: Cluster, job: str) -> SessionOptions:
+    """Of one rank and one layer."""
+    return SessionOptions(
+        control_plane=cluster.address,
+        job=job,
         rank=0,
         n_ranks=1,
         n_layers=1,
         shape=NODE_SHAPE,
         data_host="127.0.0.1",
         one_host=True,
-        profile_dir=pool_of_four.folder,
+        profile_dir=cluster.folder,
         probe_bytes=0,
     )
+
+
+def test_a_session_runs_one_loader_after_another(pool_of_four: Cluster) -> None:
+    """Numbers go on, also where a loop was left early; evaluation has no backward pass."""
     model = PingPong(Attention())
     ran = []
-    with Session.open(options) as session:
+    with Session.open(options_of(pool_of_four, "feed")) as session:
         for step, nano_batches in submit_ahead(session, steps(4), ahead=1):
             with session.step(step):
                 sum(o.sum() for o in model(nano_batches)).backward()
@@ -126,21 +130,9 @@ def test_a_session_runs_one_loader_after_another(pool_of_four: Cluster) -> None:
 
 def test_a_loader_runs_amid_another(pool_of_four: Cluster) -> None:
     """Evaluation between two training steps: those submitted ahead of it are submitted anew."""
-    options = SessionOptions(
-        control_plane=pool_of_four.address,
-        job="feed-amid",
-        rank=0,
-        n_ranks=1,
-        n_layers=1,
-        shape=NODE_SHAPE,
-        data_host="127.0.0.1",
-        one_host=True,
-        profile_dir=pool_of_four.folder,
-        probe_bytes=0,
-    )
     model = PingPong(Attention())
     trained, evaluated = [], []
-    with Session.open(options) as session:
+    with Session.open(options_of(pool_of_four, "feed-amid")) as session:
         for step, nano_batches in submit_ahead(session, steps(6), ahead=2):
             with session.step(step):
                 sum(o.sum() for o in model(nano_batches)).backward()

@@ -129,6 +129,20 @@ def test_one_nano_batch_mixes_nothing(its: Pass) -> None:
     assert run(_Model(), its, n=1).found() == []
 
 
+def test_nobody_mixes_anything_with_passes_that_are_over() -> None:
+    """Of nano-batches without rows, which call no core attention, for one."""
+    model = _Model()
+    mixed = MixedState(model, 2)
+    mixed.turn_ended(1, is_over=True)
+    its = switches_a_layer_off(model)
+    while True:
+        is_over = next(its, "over") == "over"
+        mixed.turn_ended(0, is_over=is_over)
+        if is_over:
+            break
+    assert mixed.found() == []
+
+
 def test_the_warning_says_what_to_do(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         run(_Model(), fills_a_list).end()

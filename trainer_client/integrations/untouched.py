@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,20 +15,8 @@ OF_MODULES = frozenset(nn.Module().__dict__) - {"training"}
 """Attributes that every module has: parameters, buffers, hooks and children."""
 
 
-def _write_list(held: list[Any], items: list[Any]) -> None:
-    held[:] = items
-
-
-def _write_others(held: Any, items: Any) -> None:
-    held.clear()
-    (held.extend if isinstance(held, deque) else held.update)(items)
-
-
-_WRITES: dict[type, Callable[[Any, Any], None]] = {
-    list: _write_list,
-    **dict.fromkeys((dict, set, OrderedDict, defaultdict, Counter, deque), _write_others),
-}
-"""How containers get their items back."""
+_CONTAINERS = (list, dict, set, OrderedDict, defaultdict, Counter, deque)
+"""Those that get their items back; subclasses may have rules of their own."""
 
 
 @contextmanager
@@ -101,7 +89,7 @@ class _Attributes:
             name: value for name, value in module.__dict__.items() if name not in OF_MODULES
         }
         self._items = [
-            (value, value.copy()) for value in self._values.values() if type(value) in _WRITES
+            (value, value.copy()) for value in self._values.values() if type(value) in _CONTAINERS
         ]
 
     def restore(self) -> None:
@@ -115,7 +103,9 @@ class _Attributes:
                 del held[name]
         held.update(self._values)
         for container, items in self._items:
-            _WRITES[type(container)](container, items)
+            container.clear()
+            is_sequence = isinstance(container, list | deque)
+            (container.extend if is_sequence else container.update)(items)
 
 
 def _built(module: nn.Module) -> dict[tuple[str, Any], Any]:

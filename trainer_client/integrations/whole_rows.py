@@ -86,17 +86,10 @@ def decoder_of(model: nn.Module) -> PreTrainedModel:
         UnsupportedModel: it has a head, so that its outputs cannot be put together.
     """
     callers = attention_modules(model)
-    holders = [
-        module
-        for module in model.modules()
-        if isinstance(module, PreTrainedModel) and all(_holds(module, each) for each in callers)
-    ]
+    models = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
+    holders = [module for module in models if all(_holds(module, each) for each in callers)]
     if not holders:
-        several = any(
-            isinstance(module, PreTrainedModel) and any(_holds(module, each) for each in callers)
-            for module in model.modules()
-        )
-        if several:
+        if any(_holds(module, each) for module in models for each in callers):
             raise UnsupportedModel(
                 f"{type(model).__name__} holds several models of transformers that call core "
                 "attention, and a row is split inside one: give the others "

@@ -66,6 +66,9 @@ class MixedState:
 
     def turn_ended(self, nano_batch: int, *, is_over: bool) -> None:
         """``nano_batch`` has given way, or its pass is over."""
+        if self._running == {nano_batch}:
+            # The others' passes are over: nobody is left to mix anything with.
+            return
         if not is_over:
             self._gave_way.add(nano_batch)
         for place, value in self._attributes():
