@@ -4,12 +4,14 @@ Every server gets a cap, (1 + tolerance) x the level at which all would finish t
 above it is exported down to it, into room below it (see ``control_plane/planner``: ``placement``
 for work without a server at home, ``exports`` for the rest, ``chunk`` for where to cut, ``phase``
 for the order of the steps). Forward and backward are planned apart, on each server's own cost
-profile and speed, and so is every nano-batch. ``docs/planner.md`` explains the algorithm.
+profile and speed, side by side where a step is large; and so is every nano-batch.
+``docs/planner.md`` explains the algorithm.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -25,6 +27,7 @@ from control_plane.planner.planning import (
     PlanningServer,
     refuse_cut_documents,
 )
+from control_plane.planner.side_by_side import threads
 from control_plane.planner.slots import plan_slots
 from control_plane.planner.survey import NanoBatch, nano_batches, survey
 from control_plane.planner.tasks import Cuts, write_tasks
@@ -32,8 +35,12 @@ from core_attention.arrays import frozen
 from core_attention.ca_task import MaskKind, Phase, TaskTable
 from core_attention.errors import PlanError
 from core_attention.manifest import Manifest
-from core_attention.plan import Plan
+from core_attention.plan import PhaseForecast, Plan, PlanVerdict
 from core_attention.shape import AttentionShape
+
+WORTH_A_THREAD = 4096
+"""Segments of a step from which on both phases are planned at the same time: fewer take about as
+long as a thread takes to start."""
 
 
 def plan(
@@ -61,41 +68,44 @@ def plan(
     links = links_of(servers, fleet, options)
     found = survey(manifest, fleet)
     batches = nano_batches(manifest, found)
-    tables, forecasts, reasons, verdicts = {}, {}, [], []
-    for phase in Phase:
+
+    def plan_of(phase: Phase) -> _PhasePlan:
         tasks, outcomes = _plan_tasks(
-            manifest,
-            servers,
-            fleet,
-            links,
-            batches,
-            shape,
-            options,
-            phase,
+            manifest, servers, fleet, links, batches, shape, options, phase
         )
         forecast = forecast_fleet(manifest, tasks, fleet, found, shape, phase)
         explain.check_capacity(servers, fleet, forecast, options, manifest, tasks, shape, phase)
-        tables[phase], forecasts[phase] = tasks, forecast
         longest = [int(batch.home[0].longest.max()) for batch in batches]
         rules = rules_of(shape, phase, options)
-        verdicts.append(explain.verdict(servers, outcomes, longest, options, rules, phase))
-        reasons.append(
-            explain.reason(servers, fleet, forecast, outcomes, options, phase, verdicts[-1])
-        )
+        verdict = explain.verdict(servers, outcomes, longest, options, rules, phase)
+        reason = explain.reason(servers, fleet, forecast, outcomes, options, phase, verdict)
+        return _PhasePlan(tasks, forecast, verdict, reason)
+
+    with threads(2 if manifest.n_segments >= WORTH_A_THREAD else 1) as run:
+        forward, backward = run(plan_of, Phase)
     return Plan(
         manifest=manifest,
         epoch=epoch,
         servers=tuple([server.server for server in servers]),
-        forward=tables[Phase.FORWARD],
-        backward=tables[Phase.BACKWARD],
+        forward=forward.tasks,
+        backward=backward.tasks,
         mask=MaskKind.CAUSAL,
         planner="balanced",
-        reason="; ".join(reasons),
-        verdict=explain.worst_verdict(verdicts),
-        forward_forecast=forecasts[Phase.FORWARD],
-        backward_forecast=forecasts[Phase.BACKWARD],
+        reason=f"{forward.reason}; {backward.reason}",
+        verdict=explain.worst_verdict([forward.verdict, backward.verdict]),
+        forward_forecast=forward.forecast,
+        backward_forecast=backward.forecast,
         tasks_are_valid=True,  # or there were no forecasts
     )
+
+
+class _PhasePlan(NamedTuple):
+    """What a plan says of one phase."""
+
+    tasks: TaskTable
+    forecast: PhaseForecast
+    verdict: PlanVerdict
+    reason: str
 
 
 def _plan_tasks(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import numpy as np
@@ -65,6 +66,9 @@ CARVINGS = 8
 """Levels at which documents are carved, to find the least."""
 CARVED_DRIFT = 2e-3
 """Relative change of the level below which it is found."""
+LEAST_RELIEF = 8e-3
+"""By which share a level must be higher for a search that gave up to be made again: of 1,000 random
+kinds of steps none came to its end that had less."""
 
 
 class Outcome(NamedTuple):
@@ -156,7 +160,11 @@ def plan_phase(
     work = weigh(segments, home, fleet, rules.phase)
     scale = expected_ratio if expected_ratio > 0.0 else expected_growth(work, fleet, rules)
     is_hopeless = _needs_too_many(setting, work, scale)
-    if is_hopeless or _is_sand(setting, work, scale):
+    is_sand = _is_sand(setting, work, scale)
+    if is_sand:
+        # Documents that move whole run as they did.
+        scale = 1.0
+    if is_hopeless or is_sand:
         board, outcome = _carve(setting, work, scale, Way(1, 0.0, True, np.inf))
         if _keeps(outcome):
             return collect_cuts(board, segments, fleet), outcome
@@ -178,10 +186,9 @@ def plan_phase(
     if is_hopeless:
         return collect_cuts(carved_board, segments, fleet), carved
     if carved.busiest < outcome.busiest:
-        # Where it gave up at this very level, a search would give up again.
-        gave_up = np.isinf(outcome.raised) and carved.scale == outcome.scale
+        searches_again = _may_search_again(outcome, carved)
         board, outcome = carved_board, carved
-        if gave_up:
+        if not searches_again:
             return collect_cuts(board, segments, fleet), outcome
         # From the beginning within the cap that can be kept, chunks may do with fewer bytes.
         way = Way(1, MOST_MISSED, False, np.inf)
@@ -204,22 +211,34 @@ def _search(
         may_sample: whether a large fleet may improve it by a sample.
     """
     fleet, tolerance = setting.fleet, setting.tolerance
+    n = len(fleet.rank)
     n_shifts = MOST_SHIFTS if n_variants > 1 else 0
     plain = Variant(0, 0.0, n_shifts, URGENCIES[0])
     give_up = np.inf if setting.limits.active else GIVE_UP
-    lowest = scale * (1.0 - LARGEST_CORRECTION)
     way = Way(1, give_up, False, np.inf)
-    opening = _opening(setting, work, lowest, way)
-    is_large = len(fleet.rank) >= 4 * SAMPLED_SERVERS
-    if is_large and may_sample and len(work.homeless) == 0:
-        every = len(fleet.rank) // SAMPLED_SERVERS
-        scale = _attempt(setting, work, opening, scale, plain, Way(every, give_up, False, np.inf))[
-            1
-        ].work_ratio
+    # Who may come to give is looked up, and that takes long, only once someone has to.
+    lowest = np.inf
+    opening = prepare_opening(
+        setting.segments, len(fleet.server_of_rank), fleet, work, np.inf, False
+    )
+    is_large = n >= 4 * SAMPLED_SERVERS and may_sample and len(work.homeless) == 0
+    if is_large and not _gives(setting, work, scale):
+        scale = 1.0
+    elif is_large:
+        lowest = scale * (1.0 - LARGEST_CORRECTION)
+        opening = _opening(setting, work, lowest, way)
+        every = n // SAMPLED_SERVERS
+        board, outcome = _attempt(
+            setting, work, opening, scale, plain, Way(every, give_up, False, np.inf)
+        )
+        scale = outcome.work_ratio
+        n_chunks = every * board.used[CHUNKS]
+        if np.isfinite(give_up) and outcome.raised == 0.0 and n_chunks > most_chunks_of(n):
+            return board, _given_up(outcome)
     largest_drift = SMALL_FLEET_DRIFT if n_variants > 1 else LARGEST_DRIFT
     corrections = 0
     while True:
-        if scale < lowest:
+        if scale < lowest and _gives(setting, work, scale):
             lowest = scale * (1.0 - LARGEST_CORRECTION)
             opening = _opening(setting, work, lowest, way)
         board, outcome = _attempt(setting, work, opening, scale, plain, way)
@@ -233,7 +252,7 @@ def _search(
         scale = outcome.work_ratio
     highest = level_of_growth(work, fleet, scale) * (1.0 + tolerance)
     donors = _highest(work.load, work.base) > highest and np.isfinite(outcome.raised)
-    donors = donors and outcome.n_chunks <= MOST_VARIED * len(fleet.rank)
+    donors = donors and outcome.n_chunks <= MOST_VARIED * n
     for seed in range(1, n_variants):
         if _is_final(outcome) or not donors:
             break
@@ -247,6 +266,44 @@ def _search(
         if other.stuck_server < 0 and _better(other, outcome):
             board, outcome = other_board, other
     return board, outcome
+
+
+@compiled_inner
+def _gives(setting: Setting, work: Work, scale: float) -> bool:
+    """Whether something may have to move."""
+    if setting.limits.active or len(work.homeless) > 0:
+        return True
+    level = level_of_growth(work, setting.fleet, scale)
+    return _is_anyone_above(level * (1.0 + setting.tolerance), work, setting.fleet)
+
+
+@compiled_leaf
+def _is_anyone_above(cap: float, work: Work, fleet: Fleet) -> bool:
+    """Whether a rank's own work and what its server computes beside it take longer than ``cap``
+    seconds."""
+    for server in range(len(work.load)):
+        if fleet.rank[server] >= 0 and work.load[server] > cap - work.base[server]:
+            return True
+    return False
+
+
+@compiled_leaf
+def _given_up(outcome: Outcome) -> Outcome:
+    """What a search of whose sample this is would come to: it would need too many chunks."""
+    return Outcome(
+        outcome.level,
+        outcome.work_ratio,
+        outcome.work_ratio,
+        math.inf,
+        outcome.excess,
+        outcome.busiest,
+        outcome.spent_bytes,
+        outcome.spent_cost,
+        outcome.n_chunks,
+        outcome.stuck_segment,
+        outcome.stuck_end,
+        outcome.stuck_server,
+    )
 
 
 @compiled_inner
@@ -373,6 +430,14 @@ def _is_final(outcome: Outcome) -> bool:
 def _is_stuck(outcome: Outcome) -> bool:
     """Whether something fits nowhere."""
     return outcome.stuck_segment >= 0 or outcome.stuck_server >= 0
+
+
+@compiled_leaf
+def _may_search_again(searched: Outcome, carved: Outcome) -> bool:
+    """Whether a search may come to its end at the level that carving has found: one that gave up at
+    about this level would give up again."""
+    gave_up = math.isinf(searched.raised)
+    return not gave_up or carved.scale >= searched.scale * (1.0 + LEAST_RELIEF)
 
 
 @compiled_leaf

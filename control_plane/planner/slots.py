@@ -8,10 +8,8 @@ So who idles takes more. The plan of a step is the tasks of all of them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from typing import NamedTuple, Protocol, TypeVar
+from collections.abc import Sequence
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,6 +26,7 @@ from control_plane.planner.planning import (
     PlanningServer,
     refuse_cut_documents,
 )
+from control_plane.planner.side_by_side import threads
 from control_plane.planner.survey import is_divided
 from control_plane.planner.tasks import Cuts, write_tasks_of_pieces
 from control_plane.planner.timetable import Timetable, timetable
@@ -84,7 +83,7 @@ def plan_slots(
     # Of homeless segments, and there are none where every rank has a server that runs.
     at_home = (fleet.server_of_rank >= 0).all() and (fleet.speed > 0.0).all()
     moved_to = np.full((2, 0 if at_home else manifest.n_segments), -1, dtype=np.int64)
-    with _threads(n_halves) as run:
+    with threads(n_halves) as run:
         halves = run(
             lambda half: _plan_half(
                 step_of(manifest, half, n_halves), table, fleet, bounds, moved_to
@@ -190,26 +189,7 @@ def _check_documents(manifest: Manifest, table: Timetable, n_halves: int) -> Non
         )
 
 
-Given = TypeVar("Given")
-Made = TypeVar("Made")
 Number = TypeVar("Number", np.int64, np.float64)
-
-
-class _Run(Protocol):
-    def __call__(
-        self, function: Callable[[Given], Made], arguments: Iterable[Given]
-    ) -> list[Made]: ...
-
-
-@contextmanager
-def _threads(n: int) -> Iterator[_Run]:
-    """What calls a function with several arguments, in ``n`` threads. The caller's own one alone is
-    one: whoever forbids it to compile means all of this."""
-    if n == 1:
-        yield lambda function, arguments: [function(each) for each in arguments]
-        return
-    with ThreadPoolExecutor(n, thread_name_prefix="plan-slots") as pool:
-        yield lambda function, arguments: list(pool.map(function, arguments))
 
 
 class _Half(NamedTuple):

@@ -19,6 +19,7 @@ from core_attention.ca_task import Phase
 from core_attention.errors import PlanError
 from core_attention.manifest import Manifest, RankManifest, Segment
 from core_attention.plan import PhaseForecast, Plan, PlanVerdict
+from distca.contract.codec import plan_to_proto
 from distca.simulator.lengths import sample_lengths
 from tests.control_plane.planning_cases import (
     PROFILE,
@@ -228,6 +229,19 @@ def test_a_hundred_thousand_tiny_documents() -> None:
     manifest = stream_manifest(lengths.tolist(), 16)
     for forecast in forecasts(plan_of(manifest, in_place(16))):
         assert forecast.predicted_imbalance <= 1.05
+
+
+def test_phases_planned_side_by_side_are_those_planned_in_turn(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    manifest = stream_manifest([9_000, *[150] * balanced.WORTH_A_THREAD], 8)
+    servers, options = in_place(8), PlanningOptions(tolerance=0.02)
+    plan = balanced.plan(manifest, servers, SHAPE, options)
+    monkeypatch.setattr(balanced, "WORTH_A_THREAD", manifest.n_segments + 1)
+    in_turn = balanced.plan(manifest, servers, SHAPE, options)
+    assert plan_to_proto(plan, "job") == plan_to_proto(in_turn, "job")
+    assert plan.forward_forecast is not None
+    assert plan.forward_forecast.bytes_in.any()
 
 
 def test_a_server_that_does_not_receive_keeps_only_its_own() -> None:
