@@ -8,6 +8,7 @@ import inspect
 import pickle
 import re
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -15,6 +16,7 @@ import accelerate
 import lightning
 import pytest
 import torch
+import transformers
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import trainer_client
@@ -208,6 +210,39 @@ def test_rows_that_were_not_submitted_are_refused(session: Session) -> None:
         session.step(step),
     ):
         model(**row)
+
+
+@pytest.mark.parametrize("name", ["Llama", "roberta"])
+def test_padded_rows_need_positions_that_begin_at_0(session: Session, name: str) -> None:
+    """Positions that the model would count itself are those that it trains with locally."""
+    model, local = pair() if name == "Llama" else pair_of(begins_behind_the_padding())
+    (row,) = make_batches(lengths=([9],))
+    batch = {"input_ids": row["input_ids"], "attention_mask": torch.ones_like(row["input_ids"])}
+    batch["labels"] = batch["input_ids"]
+    refused = pytest.raises(UnsupportedModel, match="and would count positions by itself")
+    with (
+        refused if name == "roberta" else nullcontext(),
+        turns_inside(model),
+        session.step(submit(session, ([9], []))),
+    ):
+        model(**batch).loss.backward()
+    if name == "Llama":
+        local(**batch).loss.backward()
+        compare_gradients(model, local)
+
+
+def begins_behind_the_padding() -> transformers.PreTrainedConfig:
+    """Of a model whose positions begin behind the padding token's id."""
+    return transformers.RobertaConfig(
+        vocab_size=CONFIGS["Llama"].vocab_size,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+        is_decoder=True,
+    )
 
 
 def test_losses_of_lower_layers(session: Session) -> None:

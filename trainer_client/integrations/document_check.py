@@ -117,11 +117,14 @@ class DocumentCheck:
         needs: arguments that must come with every batch.
         fault: why the model can take rows of one whole document only; empty if it takes packed
             documents.
+        counts_from_zero: whether a document's tokens have positions from 0 up where the model is
+            not told any; those of RoBERTa begin behind the padding token's id.
     """
 
     calls: tuple[ModelCall, ...]
     needs: frozenset[str]
     fault: str
+    counts_from_zero: bool = True
 
     @property
     def serves_windows(self) -> bool:
@@ -408,6 +411,7 @@ class _Checker:
             fault = self._fault(seed)
             if not fault:
                 break
+        counts_from_zero = self._counts_from_zero()
         for module in modules:
             module.training = self._training
         # So that what attention is asked for in training only is refused too. Weights that other
@@ -415,7 +419,12 @@ class _Checker:
         with torch.set_grad_enabled(not _is_sharded(self._model)):
             check = self._forward(self._draw(0))[1]
         self._require_trained_to_the_top(check)
-        found = DocumentCheck(tuple(check.calls), _POSITIONS if fault else self._names, fault)
+        found = DocumentCheck(
+            tuple(check.calls),
+            _POSITIONS if fault else self._names,
+            fault,
+            counts_from_zero,
+        )
         _of_attention.update((module, found) for module in modules)
         return found
 
@@ -474,6 +483,20 @@ class _Checker:
             )
         return ""
 
+    def _counts_from_zero(self) -> bool:
+        """Whether one document alone gives the same with its positions and without any. A model
+        that does not run without them counts none by itself."""
+        ids = self._draw(0)[0][None]
+        try:
+            told, untold = (
+                self._call(ids, Check(Documents("the check of positions", [(0, 0, LENGTHS[0])])), n)
+                for n in (_POSITIONS, frozenset[str]())
+            )
+        except UnsupportedModel:
+            return True
+        tolerance = _TOLERANCES.get(self._dtype(), _TOLERANCES[torch.float32])
+        return _difference(told, untold) <= tolerance * float(told.abs().max())
+
     def _dtype(self) -> torch.dtype:
         """That the forward computes in."""
         kind = self._device.type
@@ -494,7 +517,7 @@ class _Checker:
         begins = [0, LENGTHS[0], LENGTHS[0] + LENGTHS[1]]
         segments = [(row, 0, length) for row, length in zip(begins, LENGTHS, strict=True)]
         check = Check(Documents("the check of documents", segments))
-        output = self._call(torch.cat(documents)[None], check)
+        output = self._call(torch.cat(documents)[None], check, self._names)
         if output.dim() != 3 or output.shape[1] != n_rows:
             raise UnsupportedModel(
                 f"{self._name} gives outputs of shape {tuple(output.shape)} for {n_rows} tokens; "
@@ -502,8 +525,8 @@ class _Checker:
             )
         return list(on_host(output[0].double()).split(LENGTHS)), check
 
-    def _call(self, ids: torch.Tensor, check: Check) -> torch.Tensor:
-        told = {n: v for n, v in _everything(check.documents).items() if n in self._names}
+    def _call(self, ids: torch.Tensor, check: Check, names: frozenset[str]) -> torch.Tensor:
+        told = {n: v for n, v in _everything(check.documents).items() if n in names}
         inside: list[torch.Tensor] = []
         hook = self._model.base_model.register_forward_hook(
             lambda _module, _given, output: inside.append(_main_output(output))

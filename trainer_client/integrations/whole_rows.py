@@ -27,6 +27,7 @@ from trainer_client.integrations.checkpointing import recomputes
 from trainer_client.integrations.document_check import (
     UnsupportedModel,
     attention_modules,
+    check_of,
     takes_whole_rows,
 )
 from trainer_client.integrations.documents import CHECKED, documents_of
@@ -167,6 +168,7 @@ class _WholeRows:
         named = {**dict(zip(self._parameters, args, strict=False)), **kwargs}
         padded = PaddedRows.of(named)
         if padded is not None:
+            self._refuse_own_positions()
             named = padded.packed(named)
         if self._takes("use_cache"):
             named["use_cache"] = False
@@ -188,6 +190,17 @@ class _WholeRows:
     def _takes(self, name: str) -> bool:
         kinds = [parameter.kind for parameter in self._parameters.values()]
         return name in self._parameters or inspect.Parameter.VAR_KEYWORD in kinds
+
+    def _refuse_own_positions(self) -> None:
+        checks = (check_of(module) for module in self._decoder.modules())
+        if not all(check.counts_from_zero for check in checks if check is not None):
+            raise UnsupportedModel(
+                f"{self._name} is called with a padded batch and without position_ids, and would "
+                "count positions by itself, not from 0 up as served documents are counted: its "
+                "position embeddings would be other ones. Train it without DistCA, or, if these "
+                "positions are what you want, pack documents into one row with position_ids that "
+                "restart at 0"
+            )
 
     def _check_rows(self, running: RunningStep, named: Mapping[str, Any], n_rows: int) -> None:
         for name in ("input_ids", "inputs_embeds", "position_ids"):
