@@ -71,6 +71,29 @@ def wait_for_no_buffers(sessions: Sequence[Session]) -> None:
         time.sleep(0.01)
 
 
+@pytest.mark.parametrize("kind", ["served", "window", "sinks"])
+def test_gradients_of_gradients_are_refused(pool_of_four: Cluster, kind: str) -> None:
+    """Of a loss that is linear in the output too, whose gradient there has none."""
+    options: dict[str, dict[str, Any]] = {
+        "served": {},
+        "window": {"window": 8},
+        "sinks": {"sinks": torch.zeros(SHAPE.num_heads)},
+    }
+    with one_lane(pool_of_four, "in-place") as team:
+        session = team.sessions[0]
+        submit(session, 0)
+        rows, others = random_rows(), random_rows()
+        with session.step(0):
+            loss = core_attention(*rows, **options[kind]).sum()
+            if kind == "window":  # is served nothing
+                loss = loss + core_attention(*others).sum()
+            gradient, *_ = torch.autograd.grad(
+                loss, [rows[0], others[0]], create_graph=True, allow_unused=True
+            )
+            with pytest.raises(SessionError, match="gradients of gradients"):
+                gradient.pow(2).sum().backward()
+
+
 @pytest.mark.parametrize("placement", ["pool", "in-place"])
 def test_a_second_backward_is_refused_at_once(pool_of_four: Cluster, placement: str) -> None:
     with one_lane(pool_of_four, placement) as team:

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from core_attention.kernels.protocol import BackwardPart, ForwardPart, TaskBatch
 from core_attention.kernels.row_dots import row_dots
@@ -18,6 +17,7 @@ from trainer_client.step.edge_keys import EdgeCall
 from trainer_client.step.handed_over import HandedOver
 from trainer_client.step.home_kernel import home_kernel, shape_of
 from trainer_client.step.home_tasks import HomeTasks, KeyRun
+from trainer_client.step.once import differentiable_once
 from trainer_client.step.replies import Tensors
 
 Keep = Callable[[torch.Tensor, torch.Tensor], None]
@@ -105,7 +105,7 @@ class _AtHome(torch.autograd.Function):
 
     @staticmethod
     @outside_graphs
-    @once_differentiable
+    @differentiable_once
     def backward(
         ctx: Any, do: torch.Tensor | None, dlse: torch.Tensor | None, _: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, ...]:

@@ -16,7 +16,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from core_attention.score_rule import ScoreRule
 from core_attention.tensor_checks import check_qkv
@@ -33,6 +32,7 @@ from trainer_client.step.home import HomeCall, attend_at_home, output_gradients
 from trainer_client.step.home_kernel import shape_of
 from trainer_client.step.home_tasks import LayerKind, home_tasks
 from trainer_client.step.lane import require_lane
+from trainer_client.step.once import differentiable_once
 from trainer_client.step.sinks import with_sinks
 
 
@@ -232,7 +232,7 @@ class _Send(torch.autograd.Function):
 
     @staticmethod
     @outside_graphs
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, *_: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         dq, dk, dv = ctx.call.collect_backward()
         # The operation that has given the link, of the nano-batch before, runs after this one.
@@ -260,7 +260,7 @@ class _Collect(torch.autograd.Function):
 
     @staticmethod
     @outside_graphs
-    @once_differentiable
+    @differentiable_once
     def backward(
         ctx: Any, do: torch.Tensor | None, dlse: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, ...]:

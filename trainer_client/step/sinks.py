@@ -10,9 +10,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from core_attention.errors import TensorError
+from trainer_client.step.once import differentiable_once
 
 
 def with_sinks(o: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
@@ -45,7 +45,7 @@ class _Sinks(torch.autograd.Function):
         return (o.float() * _gate(lse, sinks)[..., None]).to(o.dtype)
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, d_result: torch.Tensor) -> tuple[torch.Tensor, ...]:
         o, lse, sinks = ctx.saved_tensors
         gate = _gate(lse, sinks)
