@@ -7,6 +7,7 @@ import re
 import time
 import weakref
 from collections.abc import Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -69,6 +70,31 @@ def wait_for_no_buffers(sessions: Sequence[Session]) -> None:
     while any(session._pool.stats().in_use_bytes for session in sessions):
         assert time.monotonic() < deadline, [session._pool.stats() for session in sessions]
         time.sleep(0.01)
+
+
+class _Buffered(nn.Module):
+    """Keeps keys in memory that all of its passes write to."""
+
+    def __init__(self, *, copies: bool) -> None:
+        super().__init__()
+        self.keys = torch.empty(ROWS, SHAPE.num_heads_kv, SHAPE.head_dim)
+        self._copies = copies
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        self.keys.copy_(k.detach())
+        return core_attention(q, self.keys.clone() if self._copies else self.keys, v).sum()
+
+
+@pytest.mark.parametrize("copies", [False, True])
+def test_a_buffer_of_all_nano_batches_is_refused(pool_of_four: Cluster, copies: bool) -> None:
+    """A gradient would be that of the keys which another nano-batch has written."""
+    refused = pytest.raises(SessionError, match="was written to while another nano-batch")
+    with Team(pool_of_four, 1, SHAPE, placement="in-place") as team:
+        session = team.sessions[0]
+        submit(session, 0)
+        batches = [dict(zip("qkv", random_rows(), strict=True)) for _ in range(2)]
+        with nullcontext() if copies else refused, session.step(0):
+            sum(PingPong(_Buffered(copies=copies))(batches)).backward()
 
 
 @pytest.mark.parametrize("kind", ["served", "window", "sinks"])

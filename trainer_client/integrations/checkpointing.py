@@ -40,7 +40,7 @@ class _Kept:
     def __init__(self, caller: Any, o: torch.Tensor, lse: torch.Tensor) -> None:
         self.caller = caller
         self._result = o.detach(), lse.detach()
-        self._versions = [_version(tensor) for tensor in self._result]
+        self._versions = [version_of(tensor) for tensor in self._result]
 
     @property
     def result(self) -> Result:
@@ -48,7 +48,7 @@ class _Kept:
         Raises:
             SessionError: it was written to.
         """
-        if [_version(tensor) for tensor in self._result] != self._versions:
+        if [version_of(tensor) for tensor in self._result] != self._versions:
             raise SessionError(
                 "the output of core attention was changed in place in an activation checkpoint, or "
                 "after it; it is kept for the recomputation, which would change it once more: "
@@ -57,8 +57,9 @@ class _Kept:
         return self._result
 
 
-def _version(tensor: torch.Tensor) -> int | None:
-    """How often it was written to; those of inference mode do not tell, and have no gradients."""
+def version_of(tensor: torch.Tensor) -> int | None:
+    """How often a tensor was written to; those of inference mode do not tell, and have no
+    gradients."""
     return None if tensor.is_inference() else tensor._version
 
 

@@ -20,7 +20,7 @@ import torch
 from core_attention.score_rule import ScoreRule
 from core_attention.tensor_checks import check_qkv
 from trainer_client.errors import SessionError
-from trainer_client.integrations.checkpointing import Checkpoints, Recomputed
+from trainer_client.integrations.checkpointing import Checkpoints, Recomputed, version_of
 from trainer_client.integrations.graphs import outside_graphs
 from trainer_client.integrations.probe import current_recorder
 from trainer_client.integrations.shape_inference import is_shape_inference, of_the_right_shape
@@ -149,7 +149,15 @@ def _served(
     if runs := running.carried(nano_batch + 1):
         handed = HandedOver(k, v, nano_batch, runs)
         call.handed_over = running.hand_over(nano_batch, name, handed, link)
+    versions = [version_of(tensor) for tensor in (q, k, v)]
     lane.give_way()
+    if versions != [version_of(tensor) for tensor in (q, k, v)]:
+        # What autograd saves below it would take for unwritten.
+        raise SessionError(
+            f"q, k or v of nano-batch {nano_batch} in {name} was written to while another "
+            "nano-batch had its turn: a module keeps them in memory of its own, such as a buffer, "
+            "which all passes write to. Give core attention a copy"
+        )
     detached = (tensor.detach() for tensor in (q, k, v))
     keep = functools.partial(checkpoints.keep, lane)
     o, lse = _Collect.apply(token, *detached, call, keep)  # type: ignore[no-untyped-call]
