@@ -7,16 +7,21 @@ import functools
 import inspect
 import pickle
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import accelerate
 import lightning
 import pytest
 import torch
+import torch.distributed as dist
 import transformers
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import trainer_client
@@ -210,6 +215,42 @@ def test_rows_that_were_not_submitted_are_refused(session: Session) -> None:
         session.step(step),
     ):
         model(**row)
+
+
+@pytest.fixture
+def alone_in_a_group(tmp_path: Path) -> Iterator[None]:
+    dist.init_process_group(
+        "gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1
+    )
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def by_fsdp1(layers: nn.ModuleList) -> None:
+    layers[0] = FullyShardedDataParallel(layers[0], device_id=torch.device("cpu"))
+
+
+def by_fsdp2(layers: nn.ModuleList) -> None:
+    fully_shard(layers[0], mesh=init_device_mesh("cpu", (1,)), reshard_after_forward=False)
+
+
+@pytest.mark.usefixtures("alone_in_a_group")
+@pytest.mark.parametrize(
+    ("shard", "named"),
+    [(by_fsdp1, "'layers.0' is FullyShardedDataParallel"), (by_fsdp2, "'layers.0' is sharded by")],
+)
+def test_layers_that_are_not_prepared_for_turns_are_refused(
+    session: Session, shard: Callable[[nn.ModuleList], None], named: str
+) -> None:
+    model, _ = pair()
+    (row,) = make_batches(lengths=([5, 9],))
+    with turns_inside(model):
+        shard(model.model.layers)
+        step = submit(session, ([5], [9]))
+        with pytest.raises(SessionError, match=named), session.step(step):
+            model(**row).loss.backward()
 
 
 @pytest.mark.parametrize("name", ["Llama", "roberta"])

@@ -19,7 +19,7 @@ from weakref import WeakSet
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from trainer_client.errors import SessionError
@@ -76,19 +76,31 @@ def prepare_fsdp(model: nn.Module, *, barriers: HostBarriers | None = None) -> N
         _prepared.add(unit)
 
 
-def require_prepared(model: nn.Module) -> None:
+def require_prepared(model: nn.Module, *, inside: bool = False) -> None:
     """Checks that nano-batches may take turns in ``model``.
 
+    Args:
+        model: what they call.
+        inside: it is called once for all of them, and they take turns in the modules inside it.
+
     Raises:
-        SessionError: a module is sharded by ``fully_shard`` and not prepared.
+        SessionError: a module is sharded by ``fully_shard`` and not prepared, or by FSDP1.
     """
     for name, module in model.named_modules():
+        if inside and module is model:
+            continue
+        if isinstance(module, FullyShardedDataParallel):
+            raise SessionError(
+                f"{name or type(module).__name__!r} is FullyShardedDataParallel (FSDP1), which "
+                "would free its weights when the first of the nano-batches leaves it; use "
+                "fully_shard (FSDP2) and trainer_client.prepare_fsdp(model)"
+            )
         if _is_unit(module) and module not in _prepared:
             raise SessionError(
                 f"{name or type(module).__name__!r} is sharded by fully_shard, which would free "
                 "its weights when the first of the nano-batches leaves it; add the line "
-                "'trainer_client.prepare_fsdp(model)' after fully_shard, or turn ping-pong off "
-                "with PingPong(model, interleave=False)"
+                "'trainer_client.prepare_fsdp(model)' after fully_shard; with PingPong you can "
+                "turn ping-pong off instead: PingPong(model, interleave=False)"
             )
 
 

@@ -31,6 +31,7 @@ from trainer_client.integrations.document_check import (
     takes_whole_rows,
 )
 from trainer_client.integrations.documents import CHECKED, documents_of
+from trainer_client.integrations.fsdp import require_prepared
 from trainer_client.integrations.graphs import outside_graphs
 from trainer_client.integrations.host_barriers import HostBarriers
 from trainer_client.integrations.microbatch_rows import part_of_row
@@ -133,6 +134,7 @@ class _WholeRows:
     ) -> None:
         self._decoder = decoder
         self._barriers = barriers
+        self._checked = False
         self._name = type(decoder).__name__
         self._forward = forward
         self._parameters = inspect.signature(forward).parameters
@@ -159,8 +161,8 @@ class _WholeRows:
         """The decoder's outputs for all rows.
 
         Raises:
-            SessionError: the rows are not those of the step's manifest, or an argument or output
-                cannot be split.
+            SessionError: the rows are not those of the step's manifest, an argument or output
+                cannot be split, or a layer is sharded and not prepared for turns.
         """
         running = current_step.get()
         if running is None or current_lane.get() is not None or is_at_home() or recomputes():
@@ -175,6 +177,9 @@ class _WholeRows:
         n_rows = [running.n_rows(part) for part in range(running.job.n_nano_batches)]
         n_rows = n_rows[: sum(1 for rows in n_rows if rows)] or [0]
         self._check_rows(running, named, sum(n_rows))
+        if len(n_rows) > 1 and not self._checked:
+            require_prepared(self._decoder, inside=True)
+            self._checked = True
         calls = [((), part) for part in self._split(running, named, n_rows)]
         outputs = run_in_turns(self._run_part, calls, 0, is_last=True, model=self._decoder)
         if self._barriers is not None:
