@@ -122,6 +122,19 @@ def test_windows_in_rows_split_in_their_middle(
             compare_gradients(model, local)
 
 
+def test_a_row_of_two_tokens_split_in_its_middle(pool_of_four: Cluster) -> None:
+    """Each half has one row, which does not tell a causal mask from another."""
+    model, local = pair()
+    (row,) = make_batches(lengths=([2],))
+    del row["labels"]
+    with open_session(pool_of_four, "training-loops-two", cut_documents=True) as session:
+        session.submit(manifest_of_row(session.next_step, 0, row, 2, cut_documents=True))
+        with turns_inside(model), session.step(session.next_step - 1):
+            model(**row).logits.square().mean().backward()
+    local(**row).logits.square().mean().backward()
+    compare_gradients(model, local)
+
+
 def train_with_accelerate(session: Session) -> None:
     """A loop that calls the model with whole rows, beside the same one with local attention."""
     model, local = pair()

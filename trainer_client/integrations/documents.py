@@ -49,6 +49,12 @@ class Documents:
         """Whether all rows are one document's, from its first token on (or there are none)."""
         return [offset for _, offset, _ in self.segments] in ([], [0])
 
+    @property
+    def tell_masks_apart(self) -> bool:
+        """Whether any segment has several rows, of which masks can be asked: in one row, also of a
+        longer document, what a causal mask shows is what any other does."""
+        return max(self.lengths, default=0) > 1
+
     @cached_property
     def longest(self) -> int:
         """Keys that the last query of any segment sees: what a window must not be shorter than."""

@@ -71,9 +71,9 @@ def check_causality(module: nn.Module, mask: MaskKind, *, is_causal: bool) -> No
 
 def mask_of(module: nn.Module, asked: LayerMask, documents: Documents) -> MaskKind:
     """The mask of a layer, from that of its call where documents tell masks apart: a probe has
-    none, and in documents of one token all masks are one."""
+    none, and in single rows all masks are one."""
     check = check_of(module)
-    if check is not None and check.calls and documents.longest <= 1:
+    if check is not None and check.calls and not documents.tell_masks_apart:
         return check.calls[0].mask
     return asked.mask
 

@@ -94,7 +94,7 @@ def distca_mask(
     if is_shape_inference(Checkpoints().recomputed):
         return mask
     documents = current_documents()
-    if kind.is_full and documents.longest <= 1:
+    if kind.is_full and not documents.tell_masks_apart:
         return None  # Nothing tells masks apart, nor does it matter.
     # Chunks of Llama 4 are counted from a tensor on the model's device.
     device = torch.device(kwargs.get("device") or "cpu")
