@@ -216,6 +216,26 @@ def test_a_reference_model_in_a_step(pool_of_four: Cluster) -> None:
     compare_gradients(model, local)
 
 
+def test_a_reference_model_in_a_step_of_one_nano_batch(pool_of_four: Cluster) -> None:
+    """The only nano-batch needs not be chosen, but where rows are split inside the model it is."""
+    model, local = pair()
+    reference = make_model(copy.deepcopy(CONFIGS["Llama"]), "distca")
+    torch.nn.init.normal_(reference.lm_head.weight)  # type: ignore[arg-type, union-attr]
+    (whole,) = make_batches(lengths=(LENGTHS[0],))
+    with open_session(pool_of_four, "reference-of-one", n_nano_batches=1) as session:
+        step = submit(session, (LENGTHS[0],))
+        with turns_inside(model), session.step(step):
+            with torch.no_grad():
+                expected = reference(**whole).logits
+                model.generate(whole["input_ids"][:, :5], max_new_tokens=2, use_cache=True)
+                before = model(**whole).logits
+            logits = model(**whole).logits
+            (logits - expected).square().mean().backward()
+    torch.testing.assert_close(logits, before)
+    (local(**whole).logits - expected).square().mean().backward()
+    compare_gradients(model, local)
+
+
 def compare_gradients(model: Any, local: Any) -> None:
     others = dict(local.named_parameters())
     for name, parameter in model.named_parameters():

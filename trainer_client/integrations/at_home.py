@@ -33,6 +33,9 @@ from trainer_client.step.lane import current_lane, current_step
 
 logger = logging.getLogger(__name__)
 
+rows_are_split: ContextVar[bool] = ContextVar("distca_rows_are_split", default=False)
+"""Whether models are called with whole rows, whose nano-batches are chosen further inside."""
+
 _asked_for: ContextVar[bool] = ContextVar("distca_at_home", default=False)
 _said: set[str] = set()
 _HOME = object()
@@ -63,8 +66,11 @@ def is_at_home() -> bool:
     if torch.is_grad_enabled() or current_lane.get() is not None:
         return False
     running = current_step.get()
+    if running is None:
+        return True
     # The only nano-batch of a step needs not be chosen.
-    return running is None or (running.job.n_nano_batches > 1 and not running.forward_only)
+    is_to_choose = running.job.n_nano_batches > 1 or rows_are_split.get()
+    return is_to_choose and not running.forward_only
 
 
 @dataclass

@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 from transformers.utils.generic import ModelOutput
 
 from trainer_client.errors import SessionError
-from trainer_client.integrations.at_home import is_at_home
+from trainer_client.integrations.at_home import is_at_home, rows_are_split
 from trainer_client.integrations.checkpointing import recomputes
 from trainer_client.integrations.document_check import (
     UnsupportedModel,
@@ -70,9 +70,11 @@ def turns_inside(model: nn.Module, *, barriers: HostBarriers | None = None) -> I
     untyped.forward = _WholeRows(decoder, forward, barriers).bind()
     added = [each for each in around if each not in takes_whole_rows]
     takes_whole_rows.update(added)
+    token = rows_are_split.set(True)
     try:
         yield
     finally:
+        rows_are_split.reset(token)
         takes_whole_rows.difference_update(added)
         if had_own:
             untyped.forward = forward
