@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import csv
 import io
+import itertools
 import re
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
@@ -61,6 +63,8 @@ Slot = tuple[Action | None, ...]
 """What each rank runs, None where it idles."""
 
 _ACTION = re.compile(r"(\d{1,18})([FBIW])(\d{1,18})")
+_OVERLAPPED = re.compile(r"\(([^()]*)\)OVERLAP_F_B")
+"""PyTorch's cell for actions that may overlap: its runtime runs them one after the other."""
 
 
 @dataclass(frozen=True)
@@ -307,10 +311,12 @@ def _in_slots(
 
 def read_csv(name: str, text: str) -> Schedule:
     """The schedule of a CSV file as ``torch.distributed.pipelining`` runs it: a line a rank, with
-    cells like ``2F0`` in the order of time, empty where the rank idles. A byte-order mark before
-    them is left out.
+    cells like ``2F0`` in the order of time, empty where the rank idles. A cell like
+    ``(2F1;3B0)OVERLAP_F_B`` holds several, one after the other. A byte-order mark before them is
+    left out.
 
-    Columns are slots if no action is in a column before what it needs; else each line is an order.
+    Columns are slots if no cell holds several, and no action is in a column before what it needs;
+    else each line is an order.
 
     Raises:
         ScheduleError: the text is no CSV, a cell is no action, or the schedule is not valid.
@@ -323,21 +329,21 @@ def read_csv(name: str, text: str) -> Schedule:
             f"schedule {name}: line {reader.line_num} is no CSV ({error}); a line has cells such "
             "as 2F0, with commas between"
         ) from error
-    rows = [[_parse(name, rank, cell.strip()) for cell in row] for rank, row in enumerate(lines)]
-    if not rows:
+    cells = [[_parse(name, rank, cell.strip()) for cell in row] for rank, row in enumerate(lines)]
+    if not cells:
         raise ScheduleError(f"schedule {name} is empty; it needs a line of actions for each rank")
-    width = max(len(row) for row in rows)
-    columns = zip(*(row + [None] * (width - len(row)) for row in rows), strict=True)
-    try:
-        return Schedule(name, tuple(slot for slot in columns if any(slot)))
-    except ScheduleError:
-        return from_orders(name, [[action for action in row if action] for row in rows])
+    if all(len(cell) <= 1 for row in cells for cell in row):
+        columns = itertools.zip_longest(*cells, fillvalue=())
+        slots = (tuple(cell[0] if cell else None for cell in column) for column in columns)
+        with suppress(ScheduleError):
+            return Schedule(name, tuple(slot for slot in slots if any(slot)))
+    return from_orders(name, [list(itertools.chain.from_iterable(row)) for row in cells])
 
 
-def is_action(text: str) -> bool:
-    """Whether ``text`` is an action as CSV files have them: not so waits, or reductions of
+def is_cell_of_actions(text: str) -> bool:
+    """Whether ``text`` holds actions as CSV files have them: not so waits, or reductions of
     gradients."""
-    return _ACTION.fullmatch(text) is not None
+    return any(pattern.fullmatch(text) for pattern in (_ACTION, _OVERLAPPED))
 
 
 def write_csv(schedule: Schedule) -> str:
@@ -349,16 +355,21 @@ def write_csv(schedule: Schedule) -> str:
     return out.getvalue()
 
 
-def _parse(name: str, rank: int, cell: str) -> Action | None:
+def _parse(name: str, rank: int, cell: str) -> tuple[Action, ...]:
+    """The actions of a cell: none where the rank idles."""
     if not cell:
-        return None
-    match = _ACTION.fullmatch(cell)
-    if match is None:
-        raise ScheduleError(
-            f"schedule {name}: rank {rank} has {cell[:40]!r}; an action is a stage, one of "
-            f"{', '.join(Kind)} and a microbatch, such as 2F0"
-        )
-    return Action(int(match[1]), Kind(match[2]), int(match[3]))
+        return ()
+    overlapped = _OVERLAPPED.fullmatch(cell)
+    found = []
+    for text in overlapped[1].split(";") if overlapped else [cell]:
+        match = _ACTION.fullmatch(text.strip())
+        if match is None:
+            raise ScheduleError(
+                f"schedule {name}: rank {rank} has {cell[:40]!r}; an action is a stage, one of "
+                f"{', '.join(Kind)} and a microbatch, such as 2F0"
+            )
+        found.append(Action(int(match[1]), Kind(match[2]), int(match[3])))
+    return tuple(found)
 
 
 def actions(stage: int, kind: Kind, microbatches: Iterable[int]) -> list[Action]:

@@ -115,11 +115,21 @@ def test_a_file_of_orders_without_slots_is_given_slots() -> None:
     ]
 
 
+def test_a_cell_may_hold_actions_that_kernels_may_overlap() -> None:
+    schedule = parse("0F0,(0F1;0B0)OVERLAP_F_B,0B1", "1F0,1B0,(1F1;1B1)OVERLAP_F_B")
+    assert [list(map(str, schedule.order(rank))) for rank in range(2)] == [
+        ["0F0", "0F1", "0B0", "0B1"],
+        ["1F0", "1B0", "1F1", "1B1"],
+    ]
+
+
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
         ([""], "is empty; it needs a line of actions for each rank"),
         (["0F0,0X0"], "rank 0 has '0X0'; an action is a stage, one of F, B, I, W"),
+        (["0F0,(0F1;0X0)OVERLAP_F_B"], r"rank 0 has '\(0F1;0X0\)OVERLAP_F_B'; an action is a"),
+        (["0F0,()OVERLAP_F_B"], r"rank 0 has '\(\)OVERLAP_F_B'; an action is a stage"),
         (["0F0,0B0,0B0"], "runs 0B0 twice"),
         (["0F0"], "runs 0F0 of stage 0 and microbatch 0; it takes F with B, or F with I and W"),
         (["0F0,0I0,0B0,0W0"], "runs 0B0, 0F0, 0I0, 0W0 of stage 0"),

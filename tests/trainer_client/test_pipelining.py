@@ -833,6 +833,8 @@ def test_what_a_schedule_says_it_runs() -> None:
         ["0F0", "0B0"],
         ["1F0", "1B0"],
     ]
+    overlapping = schedule_of(Says("0F0,(0F1;0B0)OVERLAP_F_B,0B1"))
+    assert list(map(str, overlapping.order(0))) == ["0F0", "0F1", "0B0", "0B1"]
     single: Any = type("Schedule1F1B", (Says,), {})
     assert schedule_of(single("0F0,0B0,0F1,0B1,0F2,0B2", "1F1,1F2")).n_microbatches == 3
     with pytest.raises(SessionError, match="object has no pipeline_order"):

@@ -20,7 +20,7 @@ import torch
 from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 from torch.nn.parallel import DistributedDataParallel
 
-from core_attention.schedule import Kind, Schedule, is_action, read_csv, write_csv
+from core_attention.schedule import Kind, Schedule, is_cell_of_actions, read_csv, write_csv
 from core_attention.schedule_orders import Order, gpipe, one_f_one_b
 from trainer_client.errors import SessionError
 from trainer_client.integrations.deferred_weights import DeferredWeights
@@ -219,7 +219,7 @@ def schedule_of(schedule: Any) -> Schedule:
             f"{name} has no pipeline_order that says what it runs; read its order from a CSV file "
             "by core_attention.schedule.read_csv"
         )
-    texts = [list(filter(is_action, map(str, orders[rank]))) for rank in sorted(orders)]
+    texts = [list(filter(is_cell_of_actions, map(str, orders[rank]))) for rank in sorted(orders)]
     if name in _SINGLE:
         # PyTorch runs these by loops of their own, and 2.13's list of 1F1B is not what they run.
         n_microbatches = sum("B" in text for text in texts[0])
