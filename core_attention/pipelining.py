@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import zip_longest
 
 from core_attention.errors import ScheduleError
 from core_attention.schedule import Kind, Schedule, Slot, side_by_side
@@ -97,6 +98,17 @@ class Pipelining:
             f"{schedule.n_microbatches} microbatches, layers {_shortened(self.layers)}"
         )
 
+    def differences(self, other: Pipelining) -> str:
+        """The fields in which ``other`` differs, with both values; empty if there are none."""
+        found = [
+            f"{name} {_shortened(getattr(other, name))} instead of {_shortened(own)}"
+            for name in ("pipeline_ranks", "layers", "forward_seconds", "backward_seconds")
+            if (own := getattr(self, name)) != getattr(other, name)
+        ]
+        if self.schedule != other.schedule:
+            found.insert(0, f"schedule {_first_difference(self.schedule, other.schedule)}")
+        return ", ".join(found)
+
     @property
     def n_pipelines(self) -> int:
         """Replicas of the model."""
@@ -161,6 +173,25 @@ class Pipelining:
         return side_by_side(self.schedule, self.kind_slots)
 
 
-def _shortened(values: Sequence[int], most: int = 16) -> str:
+def _first_difference(own: Schedule, other: Schedule) -> str:
+    """What ``other`` is or runs, instead of ``own``."""
+    sizes = [
+        f"{each.name} of {each.n_stages} stages on {each.n_ranks} ranks and "
+        f"{each.n_microbatches} microbatches"
+        for each in (other, own)
+    ]
+    if sizes[0] != sizes[1]:
+        return " instead of ".join(sizes)
+    for at, slots in enumerate(zip_longest(other.slots, own.slots)):
+        for rank, actions in enumerate(
+            zip(*(slot or (None,) * own.n_ranks for slot in slots), strict=True)
+        ):
+            if actions[0] != actions[1]:
+                first, second = (action or "nothing" for action in actions)
+                return f"{own.name} with {first} instead of {second} in slot {at} of rank {rank}"
+    return own.name
+
+
+def _shortened(values: Sequence[float], most: int = 16) -> str:
     text = ", ".join(map(str, values[:most]))
     return f"[{text}, ...]" if len(values) > most else f"[{text}]"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, fields
 from enum import IntEnum
+from typing import Any
 
 from control_plane.errors import InvalidRequestError
 from control_plane.jobs.membership import checked_id
@@ -98,10 +99,17 @@ class JobSpec:
     def differences(self, other: JobSpec) -> str:
         """The fields in which ``other`` differs, with both values; empty if there are none."""
         return ", ".join(
-            f"{field.name} {getattr(other, field.name)} instead of {getattr(self, field.name)}"
+            _difference(field.name, own, theirs)
             for field in fields(self)
-            if getattr(self, field.name) != getattr(other, field.name)
+            if (own := getattr(self, field.name)) != (theirs := getattr(other, field.name))
         )
+
+
+def _difference(name: str, own: Any, theirs: Any) -> str:
+    if isinstance(own, Pipelining) and isinstance(theirs, Pipelining):
+        # In words, two of them may look the same.
+        return f"{name}: {own.differences(theirs)}"
+    return f"{name} {theirs} instead of {own}"
 
 
 def planning_options(

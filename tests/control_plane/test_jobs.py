@@ -34,7 +34,8 @@ from core_attention.ca_task import Phase
 from core_attention.manifest import Manifest, RankManifest
 from core_attention.pipelining import Pipelining
 from core_attention.plan import PlanServer
-from core_attention.schedule_orders import SCHEDULES
+from core_attention.schedule import Schedule
+from core_attention.schedule_orders import SCHEDULES, gpipe
 from tests.control_plane.service_harness import (
     SHAPE,
     linear_profile,
@@ -386,6 +387,31 @@ def test_options_of_zero_tokens_are_the_defaults() -> None:
 def test_differences_name_each_field_once() -> None:
     assert spec().differences(spec()) == ""
     assert spec().differences(spec(n_ranks=3)) == "n_ranks 3 instead of 2"
+
+
+def test_differences_of_pipelines_are_told_apart() -> None:
+    pipelining = Pipelining(
+        schedule=SCHEDULES["1f1b"](2, 2),
+        pipeline_ranks=[0, 1],
+        layers=[4, 4],
+        forward_seconds=[1e-6, 1e-6],
+        backward_seconds=[2e-6, 2e-6],
+    )
+    own = spec(pipelining=pipelining)
+
+    def differences(**changes: Any) -> str:
+        return own.differences(spec(pipelining=replace(pipelining, **changes)))
+
+    assert differences(forward_seconds=[1e-6, 3e-6]) == (
+        "pipelining: forward_seconds [1e-06, 3e-06] instead of [1e-06, 1e-06]"
+    )
+    assert differences(schedule=SCHEDULES["1f1b"](2, 1)).startswith(
+        "pipelining: schedule 1f1b of 2 stages on 2 ranks and 1 microbatches instead of 1f1b of 2 "
+    )
+    slots = gpipe(2, 2).slots
+    assert differences(schedule=Schedule("1f1b", slots)) == (
+        "pipelining: schedule 1f1b with 1F1 instead of 1B0 in slot 2 of rank 1"
+    )
 
 
 def test_a_servers_speed_follows_what_it_measures(job: Job) -> None:
