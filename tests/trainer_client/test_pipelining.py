@@ -56,7 +56,12 @@ from trainer_client import (
 )
 from trainer_client import core_attention as served
 from trainer_client.integrations.microbatch_rows import cut_of
-from trainer_client.integrations.pipelining import _microbatch, _run_rows_in_turns, runtime_of
+from trainer_client.integrations.pipelining import (
+    _microbatch,
+    _run_rows_in_turns,
+    _with_its_own_errors,
+    runtime_of,
+)
 from trainer_client.integrations.schedule_check import ScheduleCheck
 from trainer_client.step.lane import current_step, in_nano_batch
 
@@ -841,6 +846,26 @@ def test_what_a_schedule_says_it_runs() -> None:
         schedule_of(object())
     with pytest.raises(ScheduleError, match="can never start"):
         schedule_of(Says("0F0,0B0", "1B0,1F0"))
+
+
+def test_errors_of_modules_come_out_of_stages_as_they_are() -> None:
+    """PyTorch puts a RuntimeError in their place."""
+
+    def forward_one_chunk(chunk: int) -> int:
+        try:
+            return [1][chunk]
+        except IndexError as error:
+            if chunk == 1:
+                raise RuntimeError("[Stage 0] failed\n    to run forward") from error
+            raise SessionError("mine") from error
+
+    forward = _with_its_own_errors(forward_one_chunk)
+    assert forward(0) == 1
+    with pytest.raises(IndexError) as caught:
+        forward(1)
+    assert caught.value.__notes__ == ["[Stage 0] failed to run forward"]
+    with pytest.raises(SessionError, match="mine"):
+        forward(2)
 
 
 def test_another_order_than_the_sessions_is_named() -> None:

@@ -145,6 +145,9 @@ class Pipeline:
                 device,
             )
         for stage in stages:
+            for name in ("forward_one_chunk", "backward_one_chunk", "backward_weight_one_chunk"):
+                if method := getattr(stage, name, None):
+                    setattr(stage, name, _with_its_own_errors(method))
             is_last = stage is stages[-1]
             stage.forward_one_chunk = self._in_its_lane(
                 stage.forward_one_chunk, n_rows, is_last=is_last
@@ -162,6 +165,9 @@ class Pipeline:
 
         What runs before its first microbatch is PyTorch finding out shapes (at first, and where
         training and evaluation alternate): core attention gives zeros there, and is not served.
+
+        What a stage's module raises comes out of the block as it is, with a note of PyTorch's that
+        names the stage.
         """
         self._inference.is_over = False
         if self._check is not None:
@@ -204,6 +210,25 @@ class Pipeline:
 
         setattr(forward_one_chunk, _IN_ITS_LANE, True)
         return forward_one_chunk
+
+
+def _with_its_own_errors(method: Callable[..., Any]) -> Callable[..., Any]:
+    """``method`` of a stage, which raises what its module did. PyTorch puts a RuntimeError in its
+    place that tells of shapes alone: whoever catches errors by class would not know them, and other
+    ranks would be told no reason."""
+
+    @functools.wraps(method)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return method(*args, **kwargs)
+        except RuntimeError as error:
+            cause = error.__cause__
+            if type(error) is not RuntimeError or not isinstance(cause, Exception):
+                raise
+            cause.add_note(" ".join(str(error).split()))
+            raise cause from None
+
+    return run
 
 
 def schedule_of(schedule: Any) -> Schedule:
