@@ -66,3 +66,22 @@ def test_backward_out_of_order(came: int) -> None:
     lane = calls(True, True, True)
     with pytest.raises(SessionError, match=f"layer {came} while layer 2 is next .0 of 3"):
         lane.backward(came)
+
+
+def test_too_few_or_too_many_calls_in_a_stage() -> None:
+    lane = calls()
+    lane.stage_begins(1, 2)
+    lane.forward(True)
+    with pytest.raises(SessionError, match="called core attention once, but layers of Pipelining "):
+        lane.returned()
+    lane.forward(True)
+    lane.returned()
+    with pytest.raises(
+        SessionError, match="a 3rd time, but layers of Pipelining has 2 for stage 1"
+    ):
+        lane.forward(True)
+    lane.stage_begins(3, 1)
+    with pytest.raises(SessionError, match="not once, but layers of Pipelining has 1 for stage 3;"):
+        lane.returned()
+    lane.forward(True)
+    lane.returned()

@@ -123,10 +123,12 @@ class Pipeline:
         self._unsynced = ExitStack()
         options = session.options
         n_rows = 1
+        layers: Sequence[int] | None = None
         self._check: ScheduleCheck | None = None
         if options.pipelining is not None:
             schedule = options.pipelining.schedule
             n_rows = options.n_nano_batches // schedule.n_microbatches
+            layers = options.pipelining.layers
             pipeline_rank = options.pipelining.pipeline_ranks[options.rank]
             self._check = ScheduleCheck(schedule, pipeline_rank)
             if any(a.kind is Kind.BACKWARD_INPUT for a in schedule.order(pipeline_rank)):
@@ -149,9 +151,7 @@ class Pipeline:
                 if method := getattr(stage, name, None):
                     setattr(stage, name, _with_its_own_errors(method))
             is_last = stage is stages[-1]
-            stage.forward_one_chunk = self._in_its_lane(
-                stage.forward_one_chunk, n_rows, is_last=is_last
-            )
+            stage.forward_one_chunk = self._in_its_lane(stage, n_rows, layers, is_last=is_last)
             if isinstance(getattr(stage, "dw_builder", None), DeferredWeights):
                 stage.dw_builder.watch(stage)
             if self._check is not None:
@@ -185,10 +185,18 @@ class Pipeline:
             yield running
 
     def _in_its_lane(
-        self, forward: Callable[..., Any], n_rows: int, *, is_last: bool
+        self, stage: Any, n_rows: int, layers: Sequence[int] | None, *, is_last: bool
     ) -> Callable[..., Any]:
         """``forward_one_chunk`` of a stage, which runs each microbatch in its own lane, or has its
-        module do so with each of its rows."""
+        module do so with each of its rows.
+
+        Args:
+            stage: which.
+            n_rows: of each microbatch.
+            layers: calls of core attention in each stage; None: it is not known.
+            is_last: of the stages of this rank.
+        """
+        forward = stage.forward_one_chunk
 
         @functools.wraps(forward)
         def forward_one_chunk(fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
@@ -196,16 +204,24 @@ class Pipeline:
                 return forward(fwd_chunk_id, *args, **kwargs)
             self._inference.is_over = True
             self._unsynced.close()
+            running = require_step()
+            nano_batches = range(fwd_chunk_id * n_rows, (fwd_chunk_id + 1) * n_rows)
+            if layers is not None:
+                for nano_batch in nano_batches:
+                    index = stage.stage_index
+                    running.stage_begins(nano_batch, index, layers[index])
             if n_rows > 1:
                 token = _microbatch.set(fwd_chunk_id)
                 try:
-                    return forward(fwd_chunk_id, *args, **kwargs)
+                    output = forward(fwd_chunk_id, *args, **kwargs)
                 finally:
                     _microbatch.reset(token)
-            with in_nano_batch(fwd_chunk_id):
-                output = forward(fwd_chunk_id, *args, **kwargs)
-            if is_last:
-                require_step().lane_returned(fwd_chunk_id)
+            else:
+                with in_nano_batch(fwd_chunk_id):
+                    output = forward(fwd_chunk_id, *args, **kwargs)
+            if is_last or layers is not None:
+                for nano_batch in nano_batches:
+                    running.lane_returned(nano_batch)
             return output
 
         setattr(forward_one_chunk, _IN_ITS_LANE, True)

@@ -30,6 +30,8 @@ class LaneCalls:
         self.first_layer = first_layer
         self._where = where
         self._forward_only = forward_only
+        self._before_stage, self._end_of_stage = 0, n_layers
+        self._said = f"the job has n_layers={n_layers}; set n_layers to the calls in one forward"
         self._needs_backward: list[bool] = []
         self._next_backward = n_layers - 1
         self._backward_begun = False
@@ -57,6 +59,19 @@ class LaneCalls:
         """Backward calls that will come, as far as forward calls have."""
         return sum(self._needs_backward)
 
+    def stage_begins(self, stage: int, n_layers: int) -> None:
+        """The forward pass of a stage of a pipeline begins, which has ``n_layers`` calls.
+
+        Servers expect them in that action of the schedule: those of another stage of the rank,
+        which may be too many by as much as these are too few, would be waited for in vain.
+        """
+        self._before_stage = self.forward_calls
+        self._end_of_stage = self._before_stage + n_layers
+        self._said = (
+            f"layers of Pipelining has {n_layers} for stage {stage}; set it to the calls in one "
+            "forward of each stage"
+        )
+
     def forward(self, needs_backward: bool) -> int:
         """Counts a forward call; returns its layer, of the job.
 
@@ -65,15 +80,15 @@ class LaneCalls:
                 and v requires them.
 
         Raises:
-            SessionError: there are more than ``n_layers``, or a layer takes part in the backward
-                pass while one above does not.
+            SessionError: there are more than ``n_layers``, or than the stage has that runs, or a
+                layer takes part in the backward pass while one above does not.
         """
         layer = self.forward_calls
-        if layer == self.n_layers:
+        if layer == min(self.n_layers, self._end_of_stage):
+            time = _ordinal(layer + 1 - self._before_stage)
             raise SessionError(
-                f"{self._where} calls core attention a {_ordinal(layer + 1)} time, but the job has "
-                f"n_layers={self.n_layers}; set n_layers to the calls in one forward, and run "
-                "each nano-batch once a step"
+                f"{self._where} calls core attention a {time} time, but {self._said}, and run each "
+                "nano-batch once a step"
             )
         needs_backward = needs_backward and not self._forward_only
         if any(self._needs_backward) and not needs_backward:
@@ -87,15 +102,16 @@ class LaneCalls:
         return self.first_layer + layer
 
     def returned(self) -> None:
-        """The forward pass of the lane is over.
+        """The forward pass of the lane is over, or that of a stage in it.
 
         Raises:
-            SessionError: there were fewer calls than ``n_layers``.
+            SessionError: there were fewer calls than ``n_layers``, or than came with the stage.
         """
-        if self.forward_calls < self.n_layers:
+        if self.forward_calls < self._end_of_stage:
+            made = self.forward_calls - self._before_stage
             raise SessionError(
-                f"{self._where} called core attention {_times(self.forward_calls)}, but the job "
-                f"has n_layers={self.n_layers}; {_FEWER if self.forward_calls else _NONE}"
+                f"{self._where} called core attention {_times(made)}, but "
+                f"{self._said}{_FEWER if made else _NONE}"
             )
 
     def backward(self, layer: int) -> None:
@@ -127,11 +143,8 @@ def _times(number: int) -> str:
     return "not once" if number == 0 else "once" if number == 1 else f"{number} times"
 
 
-_FEWER = (
-    "set n_layers to the calls in one forward (SessionOptions.for_model counts them: of a hybrid "
-    "only some layers compute attention)"
-)
+_FEWER = " (SessionOptions.for_model counts them: of a hybrid only some layers compute attention)"
 _NONE = (
-    "load the model with attn_implementation='distca' (building another model from the same config "
-    "object changes it), or call trainer_client.core_attention"
+    ", or load the model with attn_implementation='distca' (building another model from the same "
+    "config object changes it), or call trainer_client.core_attention"
 )

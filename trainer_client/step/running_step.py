@@ -247,8 +247,13 @@ class RunningStep:
             with self._ticks.lock:
                 self.lanes[nano_batch].calls.backward(layer)
 
+    def stage_begins(self, nano_batch: int, stage: int, n_layers: int) -> None:
+        """The forward pass of a nano-batch comes to a stage with ``n_layers`` calls."""
+        with self._ticks.lock:
+            self.lanes[nano_batch].calls.stage_begins(stage, n_layers)
+
     def lane_returned(self, nano_batch: int) -> None:
-        """The forward pass of a nano-batch is over.
+        """The forward pass of a nano-batch is over, or that of a stage in it.
 
         Raises:
             SessionError: it has rows, and called core attention less often than the job said.
