@@ -1,12 +1,15 @@
-"""Messages between stages: they arrive whatever the receiver does, in any order, or are named."""
+"""Messages between stages: they arrive whatever the receiver does, in any order, or are named; and
+those of another step are named, too."""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +18,9 @@ import torch.distributed as dist
 
 from tests.forkserver import run_forked
 from trainer_client import SessionError
+from trainer_client.integrations.stage_labels import StageLabels
 from trainer_client.integrations.stage_messages import StageMessages
+from trainer_client.step.lane import current_step
 
 pytestmark = pytest.mark.training
 
@@ -80,7 +85,16 @@ def in_rank(rank: int, folder: str) -> None:
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2
     )
-    for case in (any_order, sends_end, two_stages_a_rank, outside_of_steps, never_sent, given_up):
+    for case in (
+        any_order,
+        sends_end,
+        two_stages_a_rank,
+        outside_of_steps,
+        never_sent,
+        given_up,
+        of_another_step,
+        labelled,
+    ):
         case(rank)
         dist.barrier()
     dist.destroy_process_group()
@@ -199,6 +213,75 @@ def given_up(rank: int) -> None:
     # Less than anybody's deadline.
     assert time.monotonic() - began < 15.0
     assert not listening()
+
+
+@contextmanager
+def in_step(number: int) -> Iterator[None]:
+    step: Any = SimpleNamespace(step=number)
+    token = current_step.set(step)
+    try:
+        yield
+    finally:
+        current_step.reset(token)
+
+
+def of_another_step(rank: int) -> None:
+    """One rank has left a step out: its neighbour's tensors are of that one."""
+    stage, messages = of_two(rank)
+    if rank == 0:
+        with in_step(1), pytest.raises(SessionError, match=r"has given up|sent tensors of step 2"):
+            step_of(messages, partial(run, stage, "F", 0), partial(run, stage, "B", 0))
+    else:
+        with (
+            in_step(2),
+            pytest.raises(SessionError, match="rank 0 sent tensors of step 1, and this rank runs"),
+        ):
+            step_of(messages, partial(run, stage, "F", 0))
+    assert not listening()
+
+
+def exchange(stage: Any, kind: str, microbatch: int) -> None:
+    """An action as PyTorch runs it where messages are its own."""
+    which, compute = ("fwd", "forward") if kind == "F" else ("bwd", "backward")
+    for work in batch(getattr(stage, f"get_{which}_recv_ops")(microbatch)):
+        work.wait()
+    getattr(stage, f"{compute}_one_chunk")(microbatch)
+    for work in batch(getattr(stage, f"get_{which}_send_ops")(microbatch)):
+        work.wait()
+
+
+def batch(operations: list[Any]) -> list[Any]:
+    return dist.batch_isend_irecv(operations) if operations else []
+
+
+def labelled(rank: int) -> None:
+    """PyTorch's own messages say of which step and microbatch they are."""
+    stage: Any = Stage(rank, 2, [0, 1])
+    StageLabels((stage,))
+    for number in (None, 0):
+        with in_step(number) if number is not None else nullcontext():
+            for i in range(N_MICROBATCHES):
+                exchange(stage, "F", i)
+            for i in range(N_MICROBATCHES):
+                exchange(stage, "B", i)
+    assert [stage.ran["F" if rank else "B", i] for i in range(3)] == (
+        [0.0, 1.0, 2.0] if rank else [-100.0, -101.0, -102.0]
+    )
+    if rank == 0:
+        with in_step(1):
+            exchange(stage, "F", 0)
+            exchange(stage, "F", 1)
+        exchange(stage, "F", 2)
+        return
+    with (
+        in_step(2),
+        pytest.raises(SessionError, match="rank 0 sent tensors of step 1, and this ra"),
+    ):
+        exchange(stage, "F", 0)
+    with in_step(1), pytest.raises(SessionError, match="this rank runs another part of it"):
+        exchange(stage, "F", 0)
+    with in_step(3), pytest.raises(SessionError, match="of an evaluation outside of steps, and th"):
+        exchange(stage, "F", 2)
 
 
 def outside_of_steps(rank: int) -> None:

@@ -29,6 +29,7 @@ from trainer_client.integrations.graphs import outside_graphs
 from trainer_client.integrations.microbatch_rows import cut_of
 from trainer_client.integrations.schedule_check import ScheduleCheck
 from trainer_client.integrations.shape_inference import ShapeInference
+from trainer_client.integrations.stage_labels import StageLabels
 from trainer_client.integrations.stage_messages import StageMessages
 from trainer_client.session import Session
 from trainer_client.step.lane import in_nano_batch, is_unplanned_evaluation, require_step
@@ -146,6 +147,9 @@ class Pipeline:
                 options.n_nano_batches // n_rows,
                 device,
             )
+        elif options.pipelining is not None and device.type == "cpu":
+            # All ranks of the pipeline are the job's, and have a Pipeline.
+            StageLabels(stages)
         for stage in stages:
             for name in ("forward_one_chunk", "backward_one_chunk", "backward_weight_one_chunk"):
                 if method := getattr(stage, name, None):

@@ -25,6 +25,7 @@ import torch.distributed as dist
 
 from trainer_client.errors import SessionError
 from trainer_client.integrations.host_barriers import HostBarriers
+from trainer_client.integrations.stage_labels import of_another_step, running_step
 
 _FORWARD, _BACKWARD = 0, 1
 _UNSENT = 2
@@ -80,6 +81,7 @@ class StageMessages:
         self._on_gpu = device.type == "cuda"
         self._stream = torch.cuda.Stream(device) if self._on_gpu else None
         self._is_connected = self._in_step = self._is_open = False
+        self._step = running_step()
         # What no action has waited for yet; the works of each, once they are posted.
         self._arriving: dict[_Message, Future[list[Any]]] = {}
         self._listeners: list[threading.Thread] = []
@@ -91,7 +93,7 @@ class StageMessages:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """In the block all stages run one step."""
+        """In the block all stages run one step, that of the session which runs."""
         for work, _ in self._told:
             # Those of the step before, which have arrived.
             work.wait()
@@ -100,6 +102,7 @@ class StageMessages:
         self._arriving.clear()
         self._listeners.clear()
         self._is_open, self._in_step = False, True
+        self._step = running_step()
         try:
             if not self._is_connected:
                 self._connect()
@@ -126,7 +129,7 @@ class StageMessages:
     def _give_up(self) -> None:
         """Tells the ranks that listen, and waits for those that this one listens to: a thread that
         still listens when the interpreter ends would abort the process."""
-        told = torch.tensor([_GIVEN_UP, 0])
+        told = torch.tensor([_GIVEN_UP, 0, self._step])
         for index in self._indices:
             for kind, receiver in ((_FORWARD, index + 1), (_BACKWARD, index - 1)):
                 if (peer := self._peer(receiver)) is not None:
@@ -258,9 +261,11 @@ class StageMessages:
         try:
             with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
                 while left:
-                    told = torch.zeros(2, dtype=torch.int64)
+                    told = torch.zeros(3, dtype=torch.int64)
                     self._signals.recv([told], peer, kind).wait()
-                    stage, microbatch = told.tolist()
+                    stage, microbatch, step = told.tolist()
+                    if step != self._step:
+                        raise RuntimeError(of_another_step(peer, step, self._step))
                     if stage == _GIVEN_UP:
                         raise RuntimeError(f"rank {peer} has given up its step")
                     message = _Message(kind, stage, microbatch)
@@ -290,7 +295,7 @@ class StageMessages:
 
     def _send(self, message: _Message, operations: Sequence[Any]) -> None:
         (peer,) = {operation.peer for operation in operations}
-        told = torch.tensor([message.stage, message.microbatch])
+        told = torch.tensor([message.stage, message.microbatch, self._step])
         # Ranks of the group are those of the job: it is made of all.
         self._told.append((self._signals.send([told], peer, message.kind), told))
         sending = self._sending[message.kind, peer]
