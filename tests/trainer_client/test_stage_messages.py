@@ -206,6 +206,10 @@ def given_up(rank: int) -> None:
     if rank == 0:
         with pytest.raises(ZeroDivisionError):
             step_of(messages, partial(run, stage, "F", 0), lambda: 1 / 0)
+        with pytest.raises(
+            SessionError, match=r"step -1 failed on this rank.*resume it from a chec"
+        ):
+            step_of(messages, partial(run, stage, "F", 0))
     else:
         text = r"microbatch 1 within 30 s, or has ended: rank 0 has given up its step"
         with pytest.raises(SessionError, match=text):

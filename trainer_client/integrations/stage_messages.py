@@ -82,6 +82,7 @@ class StageMessages:
         self._stream = torch.cuda.Stream(device) if self._on_gpu else None
         self._is_connected = self._in_step = self._is_open = False
         self._step = running_step()
+        self._failed_step: int | None = None
         # What no action has waited for yet; the works of each, once they are posted.
         self._arriving: dict[_Message, Future[list[Any]]] = {}
         self._listeners: list[threading.Thread] = []
@@ -93,7 +94,17 @@ class StageMessages:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """In the block all stages run one step, that of the session which runs."""
+        """In the block all stages run one step, that of the session which runs.
+
+        Raises:
+            SessionError: the block of an earlier one ended with an error.
+        """
+        if self._failed_step is not None:
+            # Ranks have sent what nobody received, and a wait for that would have no end.
+            raise SessionError(
+                f"step {self._failed_step} failed on this rank, and its stages do not know what "
+                "their neighbours have sent since; end the job, and resume it from a checkpoint"
+            )
         for work, _ in self._told:
             # Those of the step before, which have arrived.
             work.wait()
@@ -110,6 +121,7 @@ class StageMessages:
             yield
             self._check_all_ran()
         except BaseException:
+            self._failed_step = self._step
             self._give_up()
             raise
         finally:
