@@ -27,7 +27,7 @@ from trainer_client import (
     schedule_of,
     submit_ahead,
 )
-from trainer_client.integrations.transformers import IMPLEMENTATION
+from trainer_client.integrations.transformers import IMPLEMENTATION, check_documents
 
 pytestmark = pytest.mark.training
 
@@ -140,6 +140,18 @@ def test_a_transformers_model_trains_as_a_stage(
             with pipeline.step(step):
                 schedule.step(ids, target=ids, losses=losses, position_ids=positions)
     check(model, expected, losses, ids, LENGTHS)
+
+
+@pytest.mark.parametrize("embeddings", [None, nn.Identity()])
+def test_a_stage_without_embeddings_is_checked(embeddings: nn.Module | None) -> None:
+    model = model_with(IMPLEMENTATION)
+    model.model.embed_tokens = embeddings
+    model.lm_head = None
+    found = check_documents(model.model)
+    assert len(found.calls) == 2
+    assert not found.fault
+    model.model.layers[0].register_forward_hook(lambda _module, _given, out: out + out.roll(1, 1))
+    assert "mixes tokens elsewhere" in check_documents(model.model).fault
 
 
 WINDOWED: dict[str, Any] = {

@@ -534,7 +534,7 @@ class _Checker:
         token = current_check.set(check)
         try:
             output = self._model(
-                input_ids=ids.to(self._device),
+                **self._tokens(ids),
                 use_cache=False,
                 **{
                     name: value.to(self._device) if isinstance(value, torch.Tensor) else value
@@ -554,6 +554,16 @@ class _Checker:
         found = _main_output(output)
         # A head that has one output a row, as of reward models, stands on one that has all.
         return found if found.shape[1:2] == ids.shape[1:] or not inside else inside[-1]
+
+    def _tokens(self, ids: torch.Tensor) -> dict[str, torch.Tensor]:
+        """What tells the model of tokens: vectors, if a stage below embeds them."""
+        if _embeds(self._model):
+            return {"input_ids": ids.to(self._device)}
+        generator = torch.Generator().manual_seed(0)
+        width = self._model.config.get_text_config().hidden_size
+        frequencies = torch.rand(width, generator=generator)
+        vectors = (ids[..., None] * frequencies).sin()
+        return {"inputs_embeds": vectors.to(self._device, self._model.dtype)}
 
 
 def _everything(documents: Documents) -> dict[str, Any]:
@@ -578,6 +588,14 @@ def _main_output(output: Any) -> torch.Tensor:
             return found
     first: torch.Tensor = output[0]
     return first
+
+
+def _embeds(model: PreTrainedModel) -> bool:
+    """Whether the model has embeddings of tokens, as far as can be told."""
+    base: Any = model.base_model
+    # Stages are made of whole models by setting the parts that they do not have to None.
+    embeddings = getattr(base, getattr(base, "_input_embed_layer", "embed_tokens"), base)
+    return embeddings is not None and not isinstance(embeddings, nn.Identity)
 
 
 def _vocabulary(model: PreTrainedModel) -> int:
