@@ -130,7 +130,9 @@ def test_ranks_that_disagree_about_the_schedule_are_told(client: Client) -> None
         backward_seconds=(2e-6, 4e-6),
     )
     spec.pipelining.CopyFrom(pipelining_to_proto(other))
-    with pytest.raises(rpc.FailedPrecondition, match=r"pipelining zero-bubble of 2 stages.*1f1b"):
+    with pytest.raises(
+        rpc.FailedPrecondition, match=r"pipelining: schedule zero-bubble of 2 stages.*1f1b"
+    ):
         client.open(1, spec)
     client.close_job(job, lease, "over")
 
