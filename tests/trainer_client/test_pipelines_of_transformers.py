@@ -22,6 +22,7 @@ from trainer_client import (
     Pipeline,
     Pipelining,
     Session,
+    SessionError,
     SessionOptions,
     measure_stages,
     schedule_of,
@@ -138,6 +139,8 @@ def test_a_transformers_model_trains_as_a_stage(
         rows = [{"position_ids": row[None]} for row in positions]
         for step, _ in submit_ahead(session, [rows]):
             with pipeline.step(step):
+                with pytest.raises(SessionError, match="the model was called directly"):
+                    module(ids[:1], positions[:1])
                 schedule.step(ids, target=ids, losses=losses, position_ids=positions)
     check(model, expected, losses, ids, LENGTHS)
 

@@ -28,11 +28,16 @@ from trainer_client.integrations.fsdp import check_backward_in_parts, require_pr
 from trainer_client.integrations.graphs import outside_graphs
 from trainer_client.integrations.microbatch_rows import cut_of
 from trainer_client.integrations.schedule_check import ScheduleCheck
-from trainer_client.integrations.shape_inference import ShapeInference
+from trainer_client.integrations.shape_inference import for_shapes
 from trainer_client.integrations.stage_labels import StageLabels
 from trainer_client.integrations.stage_messages import StageMessages
 from trainer_client.session import Session
-from trainer_client.step.lane import in_nano_batch, is_unplanned_evaluation, require_step
+from trainer_client.step.lane import (
+    current_step,
+    in_nano_batch,
+    is_unplanned_evaluation,
+    require_step,
+)
 from trainer_client.step.ping_pong import Call, run_in_turns
 from trainer_client.step.running_step import RunningStep
 
@@ -117,7 +122,6 @@ class Pipeline:
                     f"stage {getattr(stage, 'stage_index', '?')} is in a Pipeline already; make "
                     "one for all stages of the rank, and keep it"
                 )
-        self._inference = ShapeInference()
         self._replicated = [
             stage.submod for stage in stages if isinstance(stage.submod, DistributedDataParallel)
         ]
@@ -154,6 +158,9 @@ class Pipeline:
             for name in ("forward_one_chunk", "backward_one_chunk", "backward_weight_one_chunk"):
                 if method := getattr(stage, name, None):
                     setattr(stage, name, _with_its_own_errors(method))
+            for name in ("_prepare_forward_infra", "_prepare_backward_infra"):
+                if method := getattr(stage, name, None):
+                    setattr(stage, name, _on_garbage(method))
             is_last = stage is stages[-1]
             stage.forward_one_chunk = self._in_its_lane(stage, n_rows, layers, is_last=is_last)
             if isinstance(getattr(stage, "dw_builder", None), DeferredWeights):
@@ -167,20 +174,18 @@ class Pipeline:
     def step(self, step: int) -> Iterator[RunningStep]:
         """As :meth:`Session.step`, for one ``schedule.step`` or ``eval``.
 
-        What runs before its first microbatch is PyTorch finding out shapes (at first, and where
-        training and evaluation alternate): core attention gives zeros there, and is not served.
+        Where PyTorch runs stages to find out shapes (at first, and where training and evaluation
+        alternate), core attention gives zeros, and is not served.
 
         What a stage's module raises comes out of the block as it is, with a note of PyTorch's that
         names the stage.
         """
-        self._inference.is_over = False
         if self._check is not None:
             self._check.begin_step()
         messages = nullcontext() if self._messages is None else self._messages.step()
         with (
             self._session.step(step) as running,
             messages,
-            self._inference.may_run(),
             self._unsynced,
         ):
             for module in self._replicated:
@@ -206,7 +211,6 @@ class Pipeline:
         def forward_one_chunk(fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
             if is_unplanned_evaluation():
                 return forward(fwd_chunk_id, *args, **kwargs)
-            self._inference.is_over = True
             self._unsynced.close()
             running = require_step()
             nano_batches = range(fwd_chunk_id * n_rows, (fwd_chunk_id + 1) * n_rows)
@@ -247,6 +251,18 @@ def _with_its_own_errors(method: Callable[..., Any]) -> Callable[..., Any]:
                 raise
             cause.add_note(" ".join(str(error).split()))
             raise cause from None
+
+    return run
+
+
+def _on_garbage(method: Callable[..., Any]) -> Callable[..., Any]:
+    """``method`` of a stage, by which PyTorch finds out shapes: in a step, what it runs is not
+    served."""
+
+    @functools.wraps(method)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with nullcontext() if current_step.get() is None else for_shapes():
+            return method(*args, **kwargs)
 
     return run
 

@@ -16,25 +16,17 @@ from trainer_client.step.lane import current_lane
 _SHAPES = object()
 """Stands for the lane where there is none."""
 
-
-class ShapeInference:
-    """Whether stages may still run for their shapes: until a step's first microbatch."""
-
-    def __init__(self) -> None:
-        self.is_over = False
-
-    @contextmanager
-    def may_run(self) -> Iterator[None]:
-        """In the block, until it is over, a model that runs in no nano-batch runs for its shapes
-        alone."""
-        token = _current.set(self)
-        try:
-            yield
-        finally:
-            _current.reset(token)
+_for_shapes: ContextVar[bool] = ContextVar("distca_for_shapes", default=False)
 
 
-_current: ContextVar[ShapeInference | None] = ContextVar("distca_shape_inference", default=None)
+@contextmanager
+def for_shapes() -> Iterator[None]:
+    """In the block, a model that runs in no nano-batch runs for its shapes alone."""
+    token = _for_shapes.set(True)
+    try:
+        yield
+    finally:
+        _for_shapes.reset(token)
 
 
 def is_shape_inference(recomputed: Region | None) -> bool:
@@ -44,8 +36,7 @@ def is_shape_inference(recomputed: Region | None) -> bool:
         return recomputed.caller is _SHAPES
     if (lane := current_lane.get()) is not None:
         return lane.without_rows
-    inference = _current.get()
-    return inference is not None and not inference.is_over
+    return _for_shapes.get()
 
 
 def of_the_right_shape(

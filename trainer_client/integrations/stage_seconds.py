@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from core_attention.errors import ScheduleError
-from trainer_client.integrations.shape_inference import ShapeInference
+from trainer_client.integrations.shape_inference import for_shapes
 from trainer_client.integrations.untouched import state_kept
 
 _RUNS = 3
@@ -97,7 +97,7 @@ def _time(stage: Stage, n_tokens: int) -> tuple[float, float]:
     try:
         with state_kept(module):
             for _ in range(1 + _RUNS):
-                with ShapeInference().may_run():
+                with for_shapes():
                     begin = _now()
                     output = run()
                     middle = _now()
