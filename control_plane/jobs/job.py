@@ -20,6 +20,7 @@ from control_plane.errors import (
     UnknownStepError,
 )
 from control_plane.jobs.job_spec import JobSpec
+from control_plane.jobs.pipelines import difference_of_stages
 from control_plane.jobs.quarantine import Quarantine
 from control_plane.jobs.rank_leases import Patience, RankLease, RankLeases
 from control_plane.jobs.recovery import Answers, JobRecovery, StepProgress, is_finished
@@ -663,6 +664,10 @@ class Job:
                 "is not; all ranks must agree",
             )
         if difference := self._groups.difference(pending.manifests):
+            return FailedStep(step, difference)
+        if self.spec.pipelining is not None and (
+            difference := difference_of_stages(self.spec.pipelining, pending.manifests)
+        ):
             return FailedStep(step, difference)
         return ReadyStep(
             step=step,

@@ -74,8 +74,8 @@ class TensorParallelGroups:
                 ranks = list(self._of_rank[rank])
                 return (
                     f"ranks {first.rank} and {rank} are of one tensor-parallel group, {ranks}, and "
-                    f"hold different documents: rank {first.rank} {_lengths(first)}, rank {rank} "
-                    f"{_lengths(manifest)}; give all ranks of a group the same batches"
+                    f"hold different documents: rank {first.rank} {shown_lengths(first)}, rank "
+                    f"{rank} {shown_lengths(manifest)}; give all ranks of a group the same batches"
                 )
         return ""
 
@@ -88,7 +88,8 @@ def _hold_the_same(one: RankManifest, other: RankManifest) -> bool:
 _SHOWN = 8
 
 
-def _lengths(manifest: RankManifest) -> str:
+def shown_lengths(manifest: RankManifest) -> str:
+    """What a rank holds, in words, without the end of what is long."""
     lengths: Sequence[int] = [s.length for s in chain.from_iterable(manifest.nano_batches)]
     more = f" and {len(lengths) - _SHOWN} more" if len(lengths) > _SHOWN else ""
     return f"segments of lengths {list(lengths[:_SHOWN])}{more}"

@@ -490,6 +490,38 @@ def test_ranks_of_a_tensor_parallel_group_hold_the_same_documents(tensor_paralle
     assert isinstance(hand_in(1, 3, 3, 5, 5), ReadyStep), "it may be submitted again"
 
 
+def test_ranks_of_a_pipeline_hold_the_same_documents(jobs: Jobs) -> None:
+    """Two replicas of two stages; which ranks are of one replica is not known."""
+    stages = Pipelining(
+        schedule=SCHEDULES["1f1b"](2, 2),
+        pipeline_ranks=(0, 1, 0, 1),
+        layers=(4, 4),
+        forward_seconds=(1e-6, 1e-6),
+        backward_seconds=(2e-6, 2e-6),
+    )
+    job = jobs.create(spec(name="pp", n_ranks=4, pipelining=stages), job_id="pp-1", key=b"t")
+    for rank in range(4):
+        job.join(rank, host="h", lease_id=f"L{rank}", now=0.0)
+
+    def hand_in(step: int, *lengths: int) -> ReadyStep | FailedStep:
+        for rank, length in enumerate(lengths):
+            manifest = RankManifest.from_lengths(step, rank, [[length, 2], [4]])
+            job.submit(f"L{rank}", manifest, forward_only=False, now=0.0)
+        (decided,) = job.take_decided()
+        return decided
+
+    assert isinstance(hand_in(0, 3, 3, 5, 5), ReadyStep)
+    assert isinstance(hand_in(1, 3, 5, 5, 3), ReadyStep)
+    assert isinstance(hand_in(2, 3, 3, 3, 3), ReadyStep)
+    for lengths in ((3, 3, 5, 6), (3, 3, 5, 3)):
+        assert hand_in(3, *lengths) == FailedStep(
+            3,
+            "rank 3, rank 1 of its pipeline, holds other documents than ranks [0, 2], which have "
+            f"the first stages: rank 3 segments of lengths [{lengths[3]}, 2, 4], rank 2 segments "
+            "of lengths [5, 2, 4]; submit the same nano-batches on all ranks of a pipeline",
+        )
+
+
 def test_tokens_that_several_ranks_hold_count_once(jobs: Jobs, tensor_parallel: Job) -> None:
     """Two replicas of two ranks; then of two stages, each of two tensor-parallel ranks."""
     stages = Pipelining(

@@ -28,6 +28,10 @@ COMPILE_SECONDS = 300.0
 """Planners compile on first use: tens of seconds on a loaded machine without numba's cache."""
 
 
+LENGTHS = [[5, 7], [12]]
+"""Of documents, the same in all stages."""
+
+
 def pipelining(name: str = "1f1b", n_microbatches: int = 2) -> Pipelining:
     return Pipelining(
         schedule=SCHEDULES[name](2, n_microbatches),
@@ -143,7 +147,7 @@ def test_a_step_of_pipelines_is_planned_by_slots(client: Client) -> None:
     watcher = client.watch_rank(job, first)
     watcher.next("job_opened")
     for rank, lease in enumerate((first, second)):
-        client.submit(job, lease, rank_manifest(0, rank))
+        client.submit(job, lease, rank_manifest(0, rank, LENGTHS))
     plan = plan_from_proto(watcher.next("step_planned").plan)
     assert "slots of 1f1b of 2 stages on 2 ranks and 2 microbatches" in plan.reason
     client.close_job(job, first, "over")
@@ -156,7 +160,7 @@ def test_the_greedy_planner_says_that_it_knows_no_pipelines(client: Client) -> N
     watcher = client.watch_rank(job, first)
     watcher.next("job_opened")
     for rank, lease in enumerate((first, second)):
-        client.submit(job, lease, rank_manifest(0, rank))
+        client.submit(job, lease, rank_manifest(0, rank, LENGTHS))
     assert "planner 'greedy' does not know pipelines" in watcher.next("step_failed").error
     client.close_job(job, first, "over")
 
