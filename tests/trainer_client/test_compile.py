@@ -12,6 +12,7 @@ import pytest
 import torch
 import transformers
 from torch import nn
+from torch.distributed.pipelining import SplitPoint, pipeline
 
 from core_attention.manifest import RankManifest
 from core_attention.shape import AttentionShape
@@ -231,3 +232,13 @@ def test_a_compiled_model_of_transformers_trains_as_with_local_attention(
     assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
     # float32 through two layers: a few hundred roundings of 6e-8.
     assert_equal_gradients(model, local, 2e-5)
+
+
+def test_a_model_that_is_traced_into_stages_is_refused() -> None:
+    with pytest.raises(RuntimeError) as caught:
+        pipeline(
+            nn.Sequential(Layer(), Layer()),
+            mb_args=(torch.zeros(8, WIDTH),),
+            split_spec={"1": SplitPoint.BEGINNING},
+        )
+    assert "make each stage's module by hand" in str(caught.value.__cause__)

@@ -13,6 +13,8 @@ from typing import ParamSpec, TypeVar
 
 import torch
 
+from trainer_client.errors import SessionError
+
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
@@ -26,3 +28,17 @@ def outside_graphs(function: Callable[_P, _R]) -> Callable[_P, _R]:
         "fullgraph=True",
     )
     return kept_out
+
+
+def refuse_export() -> None:
+    """Checks that the caller is not traced into a graph of the whole model.
+
+    Raises:
+        SessionError: ``torch.export`` runs.
+    """
+    if torch.compiler.is_exporting():
+        raise SessionError(
+            "torch.export calls core attention, which servers compute: no graph can hold it. "
+            "pipeline() of torch.distributed.pipelining traces models so; make each stage's module "
+            "by hand and give it to PipelineStage"
+        )
