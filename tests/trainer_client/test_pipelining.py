@@ -57,6 +57,7 @@ from trainer_client import (
 from trainer_client import core_attention as served
 from trainer_client.integrations.microbatch_rows import cut_of
 from trainer_client.integrations.pipelining import (
+    _check_stages,
     _microbatch,
     _run_rows_in_turns,
     _with_its_own_errors,
@@ -787,6 +788,19 @@ def test_what_is_no_stage_is_refused() -> None:
     Pipeline(session, stage)
     with pytest.raises(SessionError, match="stage 3 is in a Pipeline already"):
         Pipeline(session, stage)
+
+
+def test_stages_of_another_rank_are_refused() -> None:
+    stages = [SimpleNamespace(stage_index=index) for index in (0, 2)]
+    _check_stages(stages, SCHEDULES["interleaved"](2, 2), 0, 4)
+    said = (
+        r"stages \[0, 2\] were given; pipeline_ranks of Pipelining has rank 4 as rank 1 of a "
+        r"pipeline, where schedule interleaved runs stages \[1, 3\]"
+    )
+    with pytest.raises(SessionError, match=said):
+        _check_stages(stages, SCHEDULES["interleaved"](2, 2), 1, 4)
+    with pytest.raises(SessionError, match="give these, lower layers first"):
+        _check_stages(stages[::-1], SCHEDULES["interleaved"](2, 2), 0, 4)
 
 
 def test_a_microbatch_has_as_many_rows_as_nano_batches() -> None:

@@ -94,7 +94,8 @@ class Pipeline:
         cut_by: how a microbatch with several nano-batches is cut into them; None: as above.
 
     Raises:
-        SessionError: no stages were given, or one has no ``forward_one_chunk``, or is in another
+        SessionError: no stages were given, or others than the session's schedule has on this rank,
+            or one has no ``forward_one_chunk``, or is in another
             ``Pipeline``, or its module is sharded by FSDP2 and not prepared, see
             :func:`trainer_client.prepare_fsdp`, or in a way that loses gradients, see
             :func:`trainer_client.integrations.fsdp.check_backward_in_parts`.
@@ -135,6 +136,7 @@ class Pipeline:
             n_rows = options.n_nano_batches // schedule.n_microbatches
             layers = options.pipelining.layers
             pipeline_rank = options.pipelining.pipeline_ranks[options.rank]
+            _check_stages(stages, schedule, pipeline_rank, options.rank)
             self._check = ScheduleCheck(schedule, pipeline_rank)
             if any(a.kind is Kind.BACKWARD_INPUT for a in schedule.order(pipeline_rank)):
                 for stage in stages:
@@ -234,6 +236,17 @@ class Pipeline:
 
         setattr(forward_one_chunk, _IN_ITS_LANE, True)
         return forward_one_chunk
+
+
+def _check_stages(stages: Sequence[Any], schedule: Schedule, pipeline_rank: int, rank: int) -> None:
+    given = [stage.stage_index for stage in stages]
+    own = [stage for stage, at in enumerate(schedule.rank_of_stage) if at == pipeline_rank]
+    if given != own:
+        raise SessionError(
+            f"stages {given} were given; pipeline_ranks of Pipelining has rank {rank} as rank "
+            f"{pipeline_rank} of a pipeline, where schedule {schedule.name} runs stages {own}: "
+            "give these, lower layers first, or change pipeline_ranks"
+        )
 
 
 def _with_its_own_errors(method: Callable[..., Any]) -> Callable[..., Any]:
