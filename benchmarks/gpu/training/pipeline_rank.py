@@ -57,7 +57,7 @@ from trainer_client import (
 )
 from trainer_client.integrations.deferred_weights import DeferredWeights
 from trainer_client.integrations.pipelining import runtime_of
-from trainer_client.integrations.shape_inference import ShapeInference
+from trainer_client.integrations.shape_inference import for_shapes
 from trainer_client.integrations.stage_seconds import StageSeconds
 from trainer_client.integrations.transformers import IMPLEMENTATION, check_documents
 
@@ -176,7 +176,7 @@ class Stages:
         new = sorted(set(sizes) - built.rehearsed)
         for tokens in new[:: max(1, -(-len(new) // _REHEARSED))]:
             for stage, module in built.modules.items():
-                with ShapeInference().may_run():
+                with for_shapes():
                     output = self._run_alone(module, stage, tokens)
                     output.backward(torch.zeros_like(output))
             built.rehearsed.add(tokens)
