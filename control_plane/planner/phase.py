@@ -160,11 +160,9 @@ def plan_phase(
     work = weigh(segments, home, fleet, rules.phase)
     scale = expected_ratio if expected_ratio > 0.0 else expected_growth(work, fleet, rules)
     is_hopeless = _needs_too_many(setting, work, scale)
-    is_sand = _is_sand(setting, work, scale)
-    if is_sand:
-        # Documents that move whole run as they did.
+    if is_hopeless or _is_sand(setting, work, scale):
+        # Most of what moves then moves whole, and runs as it did.
         scale = 1.0
-    if is_hopeless or is_sand:
         board, outcome = _carve(setting, work, scale, Way(1, 0.0, True, np.inf))
         if _keeps(outcome):
             return collect_cuts(board, segments, fleet), outcome
