@@ -870,6 +870,7 @@ def test_errors_of_modules_come_out_of_stages_as_they_are() -> None:
             return [1][chunk]
         except IndexError as error:
             if chunk == 1:
+                error.__cause__ = OSError("why")
                 raise RuntimeError("[Stage 0] failed\n    to run forward") from error
             raise SessionError("mine") from error
 
@@ -878,6 +879,8 @@ def test_errors_of_modules_come_out_of_stages_as_they_are() -> None:
     with pytest.raises(IndexError) as caught:
         forward(1)
     assert caught.value.__notes__ == ["[Stage 0] failed to run forward"]
+    assert str(caught.value.__cause__) == "why"
+    assert caught.value.__context__ is None
     with pytest.raises(SessionError, match="mine"):
         forward(2)
 

@@ -263,7 +263,8 @@ def _with_its_own_errors(method: Callable[..., Any]) -> Callable[..., Any]:
             if type(error) is not RuntimeError or not isinstance(cause, Exception):
                 raise
             cause.add_note(" ".join(str(error).split()))
-            raise cause from None
+        # Out here, so that what caused it stays with it.
+        raise cause
 
     return run
 
