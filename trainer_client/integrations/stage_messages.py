@@ -276,10 +276,11 @@ class StageMessages:
                     told = torch.zeros(3, dtype=torch.int64)
                     self._signals.recv([told], peer, kind).wait()
                     stage, microbatch, step = told.tolist()
+                    if stage == _GIVEN_UP:
+                        # Maybe one that this rank has ended: all had come that it needed.
+                        raise RuntimeError(f"rank {peer} has given up step {step}")
                     if step != self._step:
                         raise RuntimeError(of_another_step(peer, step, self._step))
-                    if stage == _GIVEN_UP:
-                        raise RuntimeError(f"rank {peer} has given up its step")
                     message = _Message(kind, stage, microbatch)
                     with posting:
                         posted = [
