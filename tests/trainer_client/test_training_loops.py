@@ -40,7 +40,7 @@ from tests.trainer_client.test_transformers import (
     open_session,
 )
 from trainer_client import PingPong, Session, SessionError, labels_per_rank, submit_ahead
-from trainer_client.integrations.transformers import UnsupportedModel
+from trainer_client.integrations.transformers import UnsupportedModel, check_documents
 from trainer_client.integrations.whole_rows import turns_inside
 from trainer_client.step.manifests import manifest_of_row
 
@@ -283,6 +283,18 @@ def test_padded_rows_need_positions_that_begin_at_0(session: Session, name: str)
     if name == "Llama":
         local(**batch).loss.backward()
         compare_gradients(model, local)
+
+
+def test_noise_in_outputs_does_not_tell_of_positions() -> None:
+    model, _ = pair()
+    model.model.layers[0].register_forward_hook(
+        lambda _module, _given, output: output + 1e-3 * torch.randn_like(output)
+    )
+    found = check_documents(model)
+    assert found.counts_from_zero
+    assert not found.fault
+    roberta, _ = pair_of(begins_behind_the_padding())
+    assert not check_documents(roberta).counts_from_zero
 
 
 def begins_behind_the_padding() -> transformers.PreTrainedConfig:
