@@ -95,8 +95,8 @@ class Pipeline:
 
     Raises:
         SessionError: no stages were given, or others than the session's schedule has on this rank,
-            or one has no ``forward_one_chunk``, or is in another
-            ``Pipeline``, or its module is sharded by FSDP2 and not prepared, see
+            or one has no ``forward_one_chunk``, or is in another ``Pipeline``, or its module is
+            sharded by FSDP1, or by FSDP2 and not prepared, see
             :func:`trainer_client.prepare_fsdp`, or in a way that loses gradients, see
             :func:`trainer_client.integrations.fsdp.check_backward_in_parts`.
     """

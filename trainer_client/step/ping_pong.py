@@ -54,7 +54,8 @@ class PingPong(nn.Module):
 
         Raises:
             SessionError: no step is running, it has another number of nano-batches, or the module
-                is sharded by FSDP2 and not prepared, see :func:`trainer_client.prepare_fsdp`.
+                is sharded by FSDP1, or by FSDP2 and not prepared, see
+                :func:`trainer_client.prepare_fsdp`.
         """
         running = require_step()
         if len(nano_batches) != running.job.n_nano_batches:
