@@ -56,6 +56,7 @@ class Admission:
         lease_seconds: of ranks.
         clock: seconds that never go back.
         close: closes a job and tells all who know it why.
+        advance: plans the steps of a job that are decided, and tells of those that failed.
         sweep: acts on leases that have run out.
 
     Attributes:
@@ -75,6 +76,7 @@ class Admission:
         lease_seconds: float,
         clock: Callable[[], float],
         close: Callable[[Job, str], None],
+        advance: Callable[[Job], None],
         sweep: Callable[[], None],
     ) -> None:
         self.first_epoch = 0
@@ -92,6 +94,7 @@ class Admission:
         self._lease_seconds = lease_seconds
         self._clock = clock
         self._close = close
+        self._advance = advance
         self._sweep = sweep
 
     def lead(self, generation: int, *, hold_names: bool) -> None:
@@ -153,11 +156,18 @@ class Admission:
             if not waited_seconds:
                 logger.info("job %s: rank %d on %s waits: %s", spec.name, rank, host, error)
             raise
+        except SpecMismatchError as error:
+            self._refuse(self._jobs.named(spec.name), rank, error)
+            raise
         if job is None:
             self._jobs.check_room(spec, owner)
             self._check_transport(spec)
             job = self._create_job(spec, owner, new_id)
-        job.join(rank, host=host, lease_id=lease_id, now=now, group=group)
+        try:
+            job.join(rank, host=host, lease_id=lease_id, now=now, group=group)
+        except SpecMismatchError as error:
+            self._refuse(job, rank, error)
+            raise
         if in_place is not None:
             self._membership.register_in_place(
                 in_place, InPlace(job.job_id, rank), lease_id=lease_id, now=now
@@ -228,6 +238,14 @@ class Admission:
         self._metrics.ranks_changed(self._jobs.open_jobs())
         self._recoveries.rank_came_back(job)
         return job, lease_id
+
+    def _refuse(self, job: Job | None, rank: int, error: SpecMismatchError) -> None:
+        """Those who wait for ``rank`` in ``job`` learn why it does not come."""
+        if job is None:
+            return
+        logger.warning("job %s: rank %d is refused: %s", job.job_id, rank, error)
+        job.refused(rank, str(error))
+        self._advance(job)
 
     def _check_open(self, spec: JobSpec, rank: int, host: str, group: Group) -> None:
         self._planner.planner_of(spec.planner)

@@ -133,6 +133,7 @@ class Coordinator:
             lease_seconds=settings.lease_seconds,
             clock=clock,
             close=self._close,
+            advance=self._advance,
             sweep=self._hear_and_sweep,
         )
 

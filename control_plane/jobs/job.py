@@ -97,6 +97,8 @@ class Job:
         self._last_reported = dict.fromkeys(range(spec.n_ranks), -1)
         # By rank, then step: why.
         self._given_up: dict[int, dict[int, str]] = {}
+        # By rank that has not joined: why it could not.
+        self._refused: dict[int, str] = {}
         self._waits = Waits(spec.n_layers)
         # By rank, if it has told: it hands in no step before this one any more.
         self._next_step: dict[int, int] = {}
@@ -155,6 +157,13 @@ class Job:
         self._groups.check(rank, group)
         self._leases.join(rank, host=host, lease_id=lease_id, now=now)
         self._groups.add(rank, group)
+        self._refused.pop(rank, None)
+
+    def refused(self, rank: int, why: str) -> None:
+        """A rank cannot join with what it has given. Steps wait for ranks that have not joined, so
+        they fail with the reason, until that rank joins."""
+        if rank not in self.known_ranks:
+            self._refused[rank] = why
 
     def come_back(
         self, rank: int, *, host: str, lease_id: str, now: float, group: Group = ()
@@ -653,6 +662,11 @@ class Job:
                 step,
                 f"ranks {passed} have gone on without a manifest for step {step}; all ranks must "
                 "run the same steps",
+            )
+        if self._refused and self._gathers:
+            return FailedStep(
+                step,
+                f"the job lacks ranks, and one was refused: {next(iter(self._refused.values()))}",
             )
         if len(pending.manifests) < self.spec.n_ranks:
             return None

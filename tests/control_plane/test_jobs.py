@@ -555,6 +555,23 @@ def test_ranks_agree_on_their_tensor_parallel_group(jobs: Jobs) -> None:
         job.join(3, host="h", lease_id="L3", now=0.0, group=(2, 3))
 
 
+def test_steps_fail_while_a_refused_rank_is_missing(jobs: Jobs) -> None:
+    job = jobs.create(spec(n_ranks=3), job_id="train-1", key=b"t")
+    for rank in (0, 1):
+        job.join(rank, host="h", lease_id=f"L{rank}", now=0.0)
+    submit(job, 0, 0)
+    job.refused(1, "a second process says that it is rank 1, with 5 layers")
+    assert job.take_decided() == []
+    job.refused(2, "rank 2 has 5 layers")
+    (failed,) = job.take_decided()
+    assert isinstance(failed, FailedStep)
+    assert failed.error.endswith("one was refused: rank 2 has 5 layers")
+    job.join(2, host="h", lease_id="L2", now=0.0)
+    for rank in (0, 1):
+        submit(job, rank, 1)
+    assert job.take_decided() == []
+
+
 @pytest.mark.parametrize("group", [(1, 2), (0, 0), (0, 4)])
 def test_a_group_that_cannot_be_is_refused(group: tuple[int, ...]) -> None:
     check_group(0, (), 4)

@@ -390,6 +390,26 @@ def test_rank_that_leaves_early_fails_the_steps_that_wait_for_it(client: Client)
     assert "ranks [0] left the job" in failed.error
 
 
+def test_who_waits_for_a_rank_that_was_refused_learns_why_at_once(client: Client) -> None:
+    client.register("s0")
+    job_id, lease = client.open(0)
+    watcher = client.watch_rank(job_id, lease)
+    watcher.next("job_opened")
+    client.submit(job_id, lease, rank_manifest(0, 0))
+    with pytest.raises(rpc.FailedPrecondition):
+        client.open(1, job_spec(n_layers=5))
+    failed = watcher.next("step_failed")
+    assert failed.step == 0
+    assert "rank 1 opens job train-" in failed.error
+    assert "n_layers 5 instead of 4" in failed.error
+    # So does who submits later; when the rank has joined, the step is planned.
+    client.submit(job_id, lease, rank_manifest(1, 0))
+    assert watcher.next("step_failed").step == 1
+    _, other = client.open(1)
+    submit_pair(client, job_id, [lease, other], 2)
+    assert plan_from_proto(watcher.next("step_planned").plan).step == 2
+
+
 def test_describe_job_shows_who_is_missing(client: Client) -> None:
     job_id, lease = client.open(1)
     client.submit(job_id, lease, rank_manifest(3, 1))
