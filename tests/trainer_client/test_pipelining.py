@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -837,6 +837,27 @@ def test_parts_of_a_packed_row_are_as_long_as_what_was_submitted() -> None:
             cut.joined([torch.zeros(1), torch.zeros(1)])
     finally:
         current_step.reset(token)
+
+
+class Rows(NamedTuple):
+    """What a stage takes and gives."""
+
+    hidden: torch.Tensor
+    scale: torch.Tensor
+
+
+def test_named_tuples_and_numbers_of_a_microbatch() -> None:
+    given = Rows(torch.arange(6).view(2, 3), torch.tensor(0.5))
+    cut = cut_of((given.scale,), {"rows": given}, 0, 2)
+    (_, first), ((scale,), second) = cut.calls((given.scale,), {"rows": given})
+    assert isinstance(first["rows"], Rows)
+    assert first["rows"].hidden.tolist() == [[0, 1, 2]]
+    assert second["rows"].hidden.tolist() == [[3, 4, 5]]
+    assert scale is second["rows"].scale is given.scale
+    joined = cut.joined([Rows(part["rows"].hidden, torch.ones(1)) for part in (first, second)])
+    assert isinstance(joined, Rows)
+    assert torch.equal(joined.hidden, given.hidden)
+    assert cut.joined([[given.hidden], [given.hidden]])[0].shape == (4, 3)
 
 
 class Says:

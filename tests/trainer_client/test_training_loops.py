@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import accelerate
 import lightning
@@ -40,6 +40,7 @@ from tests.trainer_client.test_transformers import (
     open_session,
 )
 from trainer_client import PingPong, Session, SessionError, labels_per_rank, submit_ahead
+from trainer_client.integrations.padded_rows import PaddedRows
 from trainer_client.integrations.transformers import UnsupportedModel, check_documents
 from trainer_client.integrations.whole_rows import turns_inside
 from trainer_client.step.manifests import manifest_of_row
@@ -424,6 +425,20 @@ def test_state_that_nano_batches_mix_is_named(
     named = [each.message for each in caplog.records if "on its modules" in each.message]
     assert len(named) == (1 if interleave else 0)
     assert all("keeps model.layers.0.mlp.last" in message for message in named)
+
+
+class Outputs(NamedTuple):
+    """What a decoder may give."""
+
+    hidden: torch.Tensor
+    loss: None = None
+
+
+def test_named_tuples_of_padded_rows_stay_what_they_are() -> None:
+    rows = PaddedRows((2, 2), torch.tensor([0, 2, 3]))
+    padded = rows.padded(Outputs(torch.ones(1, 3, 1)))
+    assert isinstance(padded, Outputs)
+    assert padded.hidden.flatten(1).tolist() == [[1, 0], [1, 1]]
 
 
 def test_labels_per_rank() -> None:

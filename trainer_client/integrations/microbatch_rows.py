@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from trainer_client.errors import SessionError
+from trainer_client.integrations.containers import filled
 from trainer_client.step.lane import require_step
 from trainer_client.step.ping_pong import Call
 
@@ -55,23 +56,25 @@ class Cut:
                 )
             return torch.cat(outputs, dim=self.dimension)
         if isinstance(outputs[0], tuple | list):
-            return tuple(map(self.joined, map(list, zip(*outputs, strict=True))))
+            kind = type(outputs[0]) if isinstance(outputs[0], tuple) else tuple
+            return filled(kind, map(self.joined, map(list, zip(*outputs, strict=True))))
         raise SessionError(
             f"a stage gave {type(outputs[0]).__name__}; stages give tensors of shape [rows, ...], "
             "or tuples of them"
         )
 
     def _part(self, value: Any, part: slice, name: str) -> Any:
-        """``value`` with one part of each tensor."""
+        """``value`` with one part of each tensor; a number is the same in all parts."""
         if isinstance(value, torch.Tensor):
+            if value.ndim == 0:
+                return value
             self._check(value, name)
             return value[part] if self.dimension == 0 else part_of_row(value, part)
         if isinstance(value, dict):
             return {key: self._part(each, part, str(key)) for key, each in value.items()}
         if isinstance(value, tuple | list):
-            return type(value)(
-                self._part(each, part, f"{name} {at}") for at, each in enumerate(value)
-            )
+            parts = (self._part(each, part, f"{name} {at}") for at, each in enumerate(value))
+            return filled(type(value), parts)
         return value
 
     def _check(self, value: torch.Tensor, name: str) -> None:
@@ -103,14 +106,15 @@ def cut_of(
     """Where the arguments of a microbatch of the running step are cut.
 
     Args:
-        args, kwargs: of its stage; the first tensor tells which kind they are of.
+        args, kwargs: of its stage; the first tensor that is no number tells which kind they are of.
         microbatch: its number.
         n_nano_batches: of each microbatch.
 
     Raises:
         SessionError: no step is running that says how long the parts of a packed row are.
     """
-    tensor = next(_tensors([*args, *kwargs.values()]), None)
+    tensors = _tensors([*args, *kwargs.values()])
+    tensor = next((each for each in tensors if each.ndim), None)
     if n_nano_batches == 1 or tensor is None or tensor.ndim < 2 or len(tensor) != 1:
         parts = tuple(slice(i, i + 1) for i in range(n_nano_batches))
         return Cut(0, n_nano_batches, parts, 0)

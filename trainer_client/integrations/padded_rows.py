@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from transformers.utils.generic import ModelOutput
 
+from trainer_client.integrations.containers import filled
 from trainer_client.step.manifests import is_padded
 
 
@@ -52,7 +53,7 @@ class PaddedRows:
         if isinstance(output, ModelOutput):
             return type(output)(**{name: self.padded(value) for name, value in output.items()})
         if isinstance(output, tuple | list):
-            return type(output)(self.padded(each) for each in output)
+            return filled(type(output), map(self.padded, output))
         if not isinstance(output, torch.Tensor):
             return output
         n_rows = len(self.rows)

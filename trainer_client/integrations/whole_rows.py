@@ -24,6 +24,7 @@ from transformers.utils.generic import ModelOutput
 from trainer_client.errors import SessionError
 from trainer_client.integrations.at_home import is_at_home, rows_are_split
 from trainer_client.integrations.checkpointing import recomputes
+from trainer_client.integrations.containers import filled
 from trainer_client.integrations.document_check import (
     UnsupportedModel,
     attention_modules,
@@ -262,9 +263,8 @@ class _WholeRows:
                 **{name: self._joined([o[name] for o in outputs], n_rows) for name in names}
             )
         if isinstance(first, tuple | list):
-            return type(first)(
-                self._joined(list(each), n_rows) for each in zip(*outputs, strict=True)
-            )
+            parts = (self._joined(list(each), n_rows) for each in zip(*outputs, strict=True))
+            return filled(type(first), parts)
         if isinstance(first, torch.Tensor):
             shapes = [tuple(output.shape) for output in outputs]
             if all(shape[:2] == (1, n) for shape, n in zip(shapes, n_rows, strict=True)):
