@@ -19,7 +19,8 @@ class Pipelining:
     Attributes:
         schedule: what each rank of a pipeline runs.
         pipeline_ranks: ``[n_ranks]`` each rank's place in its pipeline, a rank of ``schedule``.
-        layers: ``[n_stages]`` calls of core attention in one forward of each stage; 1 or more.
+        layers: ``[n_stages]`` calls of core attention in one forward of each stage that are served;
+            0 of a stage that has none, as where it only embeds or all its layers have a window.
         forward_seconds: ``[n_stages]`` seconds that one token takes through each stage beside core
             attention, forward.
         backward_seconds: the same, backward, recomputation included. Of a backward in two parts,
@@ -49,11 +50,16 @@ class Pipelining:
                     "stages, and each needs one"
                 )
         for stage, layers in enumerate(self.layers):
-            if layers < 1:
+            if layers < 0:
                 raise ScheduleError(
-                    f"layers of stage {stage} is {layers}; a stage has 1 or more calls of core "
-                    "attention: give it a layer, or leave the stage out"
+                    f"layers of stage {stage} is {layers}; a stage has 0 or more calls of core "
+                    "attention that are served"
                 )
+        if not any(self.layers):
+            raise ScheduleError(
+                f"layers is {_shortened(self.layers)}; servers would have nothing to do: one stage "
+                "at least has a call of core attention that is served"
+            )
         for name in ("forward_seconds", "backward_seconds"):
             for stage, seconds in enumerate(getattr(self, name)):
                 if not (math.isfinite(seconds) and seconds > 0):

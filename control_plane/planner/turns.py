@@ -483,7 +483,8 @@ def _add_beside(
                     left = fleet.capacity_rows[server] - sheet.rows[slot, server]
                     rows[server] = max(min(rows[server], left), 0)
     for server in range(len(base)):
-        base[server] /= table.layers[unit]
+        # What has no layers is planned as if it had one; it adds nothing to its slots.
+        base[server] /= max(table.layers[unit], 1)
 
 
 @compiled_into
@@ -577,6 +578,8 @@ def _add_to_layers(
 def _hold_in_slots(table: Timetable, unit: int, rows: Int64Array, sheet: Sheet) -> None:
     """Adds the rows that servers hold of ``unit`` to the slots that it runs in."""
     for span in range(table.first_span[unit], table.first_span[unit + 1]):
+        if table.spans[span, 2] == 0:
+            continue
         for slot in range(table.spans[span, 0], table.spans[span, 1]):
             for k in range(len(rows)):
                 for server in range(rows.shape[2]):

@@ -163,6 +163,23 @@ def test_the_plan_says_what_each_server_does_in_each_slot(
         assert told.seconds.sum() == pytest.approx(took.sum(), rel=1e-6)
 
 
+@pytest.mark.parametrize("name", sorted(SCHEDULES))
+@pytest.mark.parametrize("limited", [False, True])
+def test_a_stage_without_layers_takes_nothing_and_serves_the_others(
+    name: str, limited: bool
+) -> None:
+    pipes = pipelining(name, 2, 4)
+    pipes = replace(pipes, layers=(0, *pipes.layers[1:]))
+    manifest = drawn(pipes, 32 * K, 1, 2)
+    servers = in_place(2)
+    if limited:
+        servers = [replace(server, capacity_rows=128 * K) for server in servers]
+    plan, slots = planned(manifest, servers, pipes)
+    by_hand = attention_by_hand(plan, pipes, 2)
+    np.testing.assert_allclose(slots.seconds - slots.base_seconds, by_hand, atol=1e-9)
+    assert by_hand[:, :, 0].any()
+
+
 @pytest.mark.parametrize("name", ["same-phase", "zero-bubble"])
 @pytest.mark.parametrize("n_halves", [1, 2])
 @pytest.mark.parametrize("seed", range(3))
@@ -316,7 +333,8 @@ def test_what_does_not_fit_the_pipelines_is_named() -> None:
     ("change", "match"),
     [
         ({"layers": (1,)}, "layers has 1 values; schedule 1f1b has 2 stages"),
-        ({"layers": (1, 0)}, "layers of stage 1 is 0"),
+        ({"layers": (1, -1)}, "layers of stage 1 is -1"),
+        ({"layers": (0, 0)}, r"layers is \[0, 0\]; servers would have nothing to do"),
         ({"forward_seconds": (1.0, 0.0)}, "forward_seconds of stage 1 is 0.0"),
         ({"backward_seconds": (float("nan"), 1.0)}, "backward_seconds of stage 0 is nan"),
         ({"pipeline_ranks": (0, 0)}, r"pipeline_ranks is \[0, 0\]; each of the ranks 0 to 1"),

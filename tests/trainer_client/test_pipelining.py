@@ -68,7 +68,7 @@ from trainer_client.step.lane import current_step, in_nano_batch
 
 pytestmark = pytest.mark.training
 
-RANKS, WIDTH, ROWS, VOCABULARY = 4, 32, 24, 16
+RANKS, WIDTH, ROWS, VOCABULARY, WINDOW = 4, 32, 24, 16, 5
 SHAPE = AttentionShape(num_heads=2, num_heads_kv=1, head_dim=16, head_dim_v=16, dtype="float32")
 
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -104,19 +104,24 @@ class Part(nn.Module):
                 {str(i): copy.deepcopy(whole.blocks[str(i)]) for i in numbers}
             )
             self.head = copy.deepcopy(whole.head) if stage == n_stages - 1 else None
-        self.attend: Attend = served
+        self.stage = stage
+        self.attend: Any = served
         self.checkpointed = False
+        self.windowed: frozenset[str] = frozenset()
 
     def forward(
         self, hidden: torch.Tensor, position_ids: torch.Tensor | None = None
     ) -> torch.Tensor:
         if self.embed is not None:
             hidden = self.embed(hidden)
-        for block in self.blocks.values():
+        for name, block in self.blocks.items():
+            attend = self.attend
+            if name in self.windowed:
+                attend = partial(attend, window=WINDOW)
             if self.checkpointed:
-                hidden = checkpoint(block, hidden, self.attend)
+                hidden = checkpoint(block, hidden, attend)
             else:
-                hidden = block(hidden, self.attend)
+                hidden = block(hidden, attend)
         return hidden if self.head is None else self.head(hidden)
 
 
@@ -127,13 +132,22 @@ def loss_of(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
 causal: Any = partial(nn.functional.scaled_dot_product_attention, is_causal=True, enable_gqa=True)
 
 
+def windowed(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int) -> torch.Tensor:
+    """One document, by PyTorch."""
+    mask = torch.ones(q.shape[1], q.shape[1], dtype=torch.bool).tril().triu(1 - window)
+    return nn.functional.scaled_dot_product_attention(q, k, v, mask, enable_gqa=True)
+
+
 def local(lengths: Sequence[int]) -> Attend:
     """Attention within packed documents, by PyTorch."""
 
-    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    def attend(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int | None = None
+    ) -> torch.Tensor:
+        one = causal if window is None else partial(windowed, window=window)
         outputs = []
         for each in zip(*(tensor.split(list(lengths)) for tensor in (q, k, v)), strict=True):
-            o = causal(*(tensor.transpose(0, 1) for tensor in each))
+            o = one(*(tensor.transpose(0, 1) for tensor in each))
             outputs.append(o.transpose(0, 1))
         return torch.cat(outputs)
 
@@ -162,6 +176,7 @@ class Case:
         is_cut: whether that row is cut in its middle, inside documents.
         meets_on_host: whether stages tell each other what they send, as on GPUs.
         defers: whether linear layers put off their weights' gradients.
+        windowed: stages all of whose layers have a window, so that none is served.
     """
 
     name: str
@@ -181,6 +196,7 @@ class Case:
     is_cut: bool = False
     meets_on_host: bool = False
     defers: bool = False
+    windowed: tuple[int, ...] = ()
 
     @property
     def n_replicas(self) -> int:
@@ -200,10 +216,24 @@ class Case:
         return self.layers or (N_LAYERS_A_CHUNK,) * self.n_stages
 
     @property
+    def served_layers(self) -> tuple[int, ...]:
+        """Of each stage."""
+        layers = enumerate(self.layers_of_stages)
+        return tuple(0 if stage in self.windowed else n for stage, n in layers)
+
+    @property
+    def windowed_blocks(self) -> frozenset[str]:
+        """Of the whole model."""
+        begins = list(itertools.accumulate(self.layers_of_stages, initial=0))
+        return frozenset(
+            str(at) for stage in self.windowed for at in range(begins[stage], begins[stage + 1])
+        )
+
+    @property
     def most_layers(self) -> int:
-        """Of a rank."""
+        """Of a rank, that are served."""
         of_rank = [
-            sum(self.layers_of_stages[rank :: self.n_pipeline_ranks])
+            sum(self.served_layers[rank :: self.n_pipeline_ranks])
             for rank in range(self.n_pipeline_ranks)
         ]
         return max(of_rank)
@@ -383,6 +413,47 @@ CASES = (
         is_planned=True,
     ),
 )
+UNSERVED_CASES = (
+    Case(
+        "the first stage embeds",
+        Schedule1F1B,
+        4,
+        4,
+        n_rows=2,
+        is_planned=True,
+        checkpointed=True,
+        layers=(0, 2, 2, 1),
+        meets_on_host=True,
+    ),
+    Case(
+        "two stages a rank, one of which embeds and one has windows, pool",
+        ScheduleInterleaved1F1B,
+        2,
+        4,
+        n_chunks=2,
+        n_rows=2,
+        is_planned=True,
+        layers=(0, 1, 2, 1),
+        windowed=(3,),
+        placement=Placement.POOL,
+    ),
+    Case(
+        "windows alone, weights later, documents cut in two and over replicas",
+        split,
+        2,
+        3,
+        n_rows=2,
+        spans=True,
+        is_planned=True,
+        is_packed=True,
+        is_cut=True,
+        layers=(2, 1),
+        windowed=(0,),
+        defers=True,
+    ),
+)
+"""Stages that have no layer that is served, and ranks of such stages alone."""
+
 SHARED_CASES = (
     *(
         Case(
@@ -589,16 +660,14 @@ def pipelining(case: Case, schedule: Any, parts: Sequence[Part]) -> Pipelining:
         return output
 
     order = schedule_of(schedule)
-    begins = [sum(case.layers_of_stages[:stage]) for stage in range(case.n_stages)]
-    own = {begins.index(int(next(iter(part.blocks)))): part for part in parts}
     seconds = measure_stages(
-        {index: (part, partial(run, part)) for index, part in own.items()}, case.n_stages, ROWS
+        {part.stage: (part, partial(run, part)) for part in parts}, case.n_stages, ROWS
     )
     assert all(parameter.grad is None for part in parts for parameter in part.parameters())
     return Pipelining(
         schedule=order,
         pipeline_ranks=tuple(rank % case.n_pipeline_ranks for rank in range(RANKS)),
-        layers=case.layers_of_stages,
+        layers=case.served_layers,
         **seconds._asdict(),
     )
 
@@ -614,10 +683,11 @@ def run_case(
     replica, at = divmod(rank, case.n_pipeline_ranks)
     torch.manual_seed(0)
     model = Part(None, 0, [sum(case.layers_of_stages)])
+    model.windowed = case.windowed_blocks
     own = [chunk * case.n_pipeline_ranks + at for chunk in range(case.n_chunks)]
     parts = [Part(model, index, case.layers_of_stages) for index in own]
     for part in parts:
-        part.checkpointed = case.checkpointed
+        part.checkpointed, part.windowed = case.checkpointed, case.windowed_blocks
     replicas = None
     if case.replicated:
         mesh = init_device_mesh(
@@ -747,6 +817,27 @@ def test_replicas_of_stages_share_their_gradients(tmp_path: Path, pool_of_four: 
     """By DistributedDataParallel and by FSDP2, which must see a microbatch's rows as one."""
     keep_profile(tmp_path, SHAPE)
     run_forked(run_rank_of_replicas, (str(tmp_path), pool_of_four.address), RANKS)
+
+
+def run_rank_of_unserved_stages(rank: int, folder: str, address: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=RANKS
+    )
+    pairs = [dist.new_group(list(range(first, first + 2))) for first in (0, 2)]
+    everybody = [dist.new_group(list(range(RANKS)))]
+    for case in UNSERVED_CASES:
+        run_case(case, rank, folder, address, everybody if case.n_replicas == 1 else pairs)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_stages_without_served_layers(tmp_path: Path, pool_of_four: Cluster) -> None:
+    """Their ranks serve the others, and have nothing served themselves."""
+    keep_profile(tmp_path, SHAPE)
+    run_forked(run_rank_of_unserved_stages, (str(tmp_path), pool_of_four.address), RANKS)
 
 
 def run_rank_while_servers_die(

@@ -76,7 +76,7 @@ def layers_of_stages(
     own: Mapping[int, int], n_stages: int, group: dist.ProcessGroup | None = None
 ) -> list[int]:
     """``[n_stages]`` served layers of each stage, for
-    :class:`~core_attention.pipelining.Pipelining`, which refuses stages with none.
+    :class:`~core_attention.pipelining.Pipelining`.
 
     Args:
         own: by index, those of this rank's stages.

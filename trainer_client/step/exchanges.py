@@ -96,6 +96,8 @@ class Routes:
             pipelines by slot of the schedule, of the action there.
         """
         order = self._job.order
+        if not self._layers:
+            return {}
         by_phase: defaultdict[Phase, list[int]] = defaultdict(list)
         by_slot: defaultdict[int, list[int]] = defaultdict(list)
         for phase in phases:
