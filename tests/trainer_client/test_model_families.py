@@ -7,6 +7,7 @@ from __future__ import annotations
 import copy
 import pickle
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -195,3 +196,24 @@ def test_copies_of_a_model_are_checked_by_themselves() -> None:
     expected = run_packed(model, step)
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert torch.equal(run_packed(other, step), expected)
+
+
+@pytest.mark.parametrize("dropped", [True, False])
+def test_masked_tokens_that_are_counted_over_the_row(dropped: bool) -> None:
+    config = transformers.EsmConfig(
+        vocab_size=40,
+        mask_token_id=32,
+        pad_token_id=1,
+        hidden_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        intermediate_size=96,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+        position_embedding_type="rotary",
+        token_dropout=dropped,
+    )
+    torch.manual_seed(0)
+    untyped: Any = transformers.EsmForMaskedLM
+    model = untyped._from_config(config, attn_implementation="distca")
+    assert ("token_dropout" in check_documents(model).fault) is dropped

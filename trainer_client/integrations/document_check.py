@@ -459,7 +459,11 @@ class _Checker:
             )
         other = last.clone()
         other[0] = (last[0] - _SPECIAL_TOKENS + 1) % self._n_tokens + _SPECIAL_TOKENS
-        if _difference(self._forward([first, middle, other])[0][2][-1:], outputs[2][-1:]) == 0:
+        if isinstance(masked := getattr(self._model.config, "mask_token_id", None), int):
+            # ESM scales all of a row by how many tokens of it are masked.
+            other[0] = masked
+        beside, _ = self._forward([first, middle, other])
+        if _difference(beside[2][-1:], outputs[2][-1:]) == 0:
             raise UnsupportedModel(
                 f"{self._name} cannot be checked: no token's output depends on the tokens before "
                 "it; load or initialise its weights first"
@@ -474,6 +478,12 @@ class _Checker:
                 f"a document's outputs change by {leak / scale:.0e} with its neighbours in the "
                 "row: the model mixes tokens elsewhere than in the attention that is served "
                 "(recurrent or convolutional layers, attention of its own)"
+            )
+        if (leak := _difference(beside[1], outputs[1])) > tolerance:
+            return (
+                f"a document's outputs change by {leak / scale:.0e} with what its neighbours hold, "
+                "such as masked tokens that are counted over the whole row (ESM's token_dropout; "
+                "token_dropout=False in the model's config turns it off)"
             )
         moved = max(_difference(swapped[2], outputs[0]), _difference(swapped[0], outputs[2]))
         if moved > tolerance:
