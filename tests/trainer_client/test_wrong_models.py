@@ -206,6 +206,11 @@ def without_ping_pong(session: Session, step: int) -> None:
         Model()(inputs(session)[0]["x"]).sum().backward()
 
 
+def transformed(session: Session, step: int) -> None:
+    with session.step(step):
+        torch.func.grad(lambda x: Model()(x).sum())(inputs(session)[0]["x"])
+
+
 def breaks_after_the_forward(session: Session, step: int) -> None:
     with session.step(step):
         PingPong(Model())(inputs(session))
@@ -237,6 +242,7 @@ WRONG: dict[str, tuple[Callable[[Session, int], None], str]] = {
     "backward in another order": (backward_in_another_order, "layer 0 while layer 2 is next"),
     "backward after the step": (backward_after_the_step, "0 of 3 backward"),
     "without PingPong": (without_ping_pong, "wrap it in PingPong"),
+    "a transform": (transformed, "torch.func.*at_home"),
     "an error before the first call": (runs(OneLaneBreaks), "second nano-batch"),
     "an error in the forward pass": (runs(lambda: breaks_at(0)), "after layer 0"),
     "an error after the last call": (runs(lambda: breaks_at(2)), "after layer 2"),

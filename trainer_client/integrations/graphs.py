@@ -31,11 +31,17 @@ def outside_graphs(function: Callable[_P, _R]) -> Callable[_P, _R]:
 
 
 def refuse_export() -> None:
-    """Checks that the caller is not traced into a graph of the whole model.
+    """Checks that the caller is not traced into a graph of the whole model, nor transformed.
 
     Raises:
-        SessionError: ``torch.export`` runs.
+        SessionError: ``torch.export`` or a transform of ``torch.func`` runs.
     """
+    if torch._C._are_functorch_transforms_active():
+        raise SessionError(
+            "core attention is called in a transform of torch.func (grad, vjp, jvp, vmap), which "
+            "cannot see through it: call backward() or torch.autograd.grad on the loss, or compute "
+            "the transform with core attention at home, in trainer_client.at_home()"
+        )
     if torch.compiler.is_exporting():
         raise SessionError(
             "torch.export calls core attention, which servers compute: no graph can hold it. "
