@@ -154,6 +154,44 @@ def test_ranks_that_would_train_apart_are_refused(
         raise AssertionError("never begun")
 
 
+def options_of(cluster: Cluster, job: str) -> dict[str, Any]:
+    keep_profile(cluster.folder, NODE_SHAPE)
+    return {
+        "control_plane": cluster.address,
+        "job": job,
+        "data_host": "127.0.0.1",
+        "one_host": True,
+        "probe_bytes": 0,
+        "profile_dir": cluster.folder,
+    }
+
+
+def test_batches_without_rows_of_the_model_are_refused(
+    tmp_path: Path, pool_of_four: Cluster
+) -> None:
+    """As CPO and ORPO have them, which put chosen and rejected rows together by themselves."""
+
+    def pairs(examples: list[Any]) -> dict[str, torch.Tensor]:
+        ids = torch.full((len(examples), 3), 4)
+        return {"chosen_input_ids": ids, "rejected_input_ids": ids}
+
+    preferring = trainer(tmp_path, pairs, remove_unused_columns=False)
+    refused = pytest.raises(ManifestError, match=r"chosen_input_ids.*at_home")
+    with refused, serve_trainer(preferring, **options_of(pool_of_four, "pairs")):
+        preferring.train()
+
+
+def test_blocks_do_not_nest(tmp_path: Path, pool_of_four: Cluster) -> None:
+    served = trainer(tmp_path)
+    refused = pytest.raises(UnsupportedTrainer, match="already")
+    with serve_trainer(served, **options_of(pool_of_four, "outer")):
+        with refused, serve_trainer(served, **options_of(pool_of_four, "inner")):
+            raise AssertionError("never begun")
+        assert served.train().global_step == 1
+    with serve_trainer(served, **options_of(pool_of_four, "after")):
+        assert served.train().global_step == 1
+
+
 def test_batches_padded_on_the_left_are_refused_before_the_first_step(
     tmp_path: Path, pool_of_four: Cluster
 ) -> None:
@@ -163,17 +201,8 @@ def test_batches_padded_on_the_left_are_refused_before_the_first_step(
         return {"input_ids": ids, "labels": ids, "attention_mask": (ids > 0).long()}
 
     padding = trainer(tmp_path, padded)
-    keep_profile(pool_of_four.folder, NODE_SHAPE)
-    options: dict[str, Any] = {
-        "control_plane": pool_of_four.address,
-        "job": "padded",
-        "data_host": "127.0.0.1",
-        "one_host": True,
-        "probe_bytes": 0,
-        "profile_dir": pool_of_four.folder,
-    }
     refused = pytest.raises(ManifestError, match=r"row [0-9] of attention_mask .* padding before")
-    with refused, serve_trainer(padding, **options):
+    with refused, serve_trainer(padding, **options_of(pool_of_four, "padded")):
         padding.train()
     # As it was before: with attention of its own, any batch will do.
     model: Any = padding.model

@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
+from weakref import WeakSet
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
@@ -65,6 +66,11 @@ def serve_trainer(
     """
     if ahead < 0:
         raise ValueError(f"ahead is {ahead}; it must be 0 or more")
+    if trainer in _served_now:
+        raise UnsupportedTrainer(
+            f"this {type(trainer).__name__} is in a block of serve_trainer already, and each of "
+            "its batches would be a step of two sessions; one block is enough"
+        )
     _check_settings(trainer)
     assert isinstance(trainer.model, nn.Module)
     session_options = _session_options(trainer, options)
@@ -77,10 +83,15 @@ def serve_trainer(
     with ExitStack() as stack:
         session = stack.enter_context(Session.open(session_options))
         stack.enter_context(turns_inside(trainer.model, barriers=barriers))
+        _served_now.add(trainer)
+        stack.callback(_served_now.discard, trainer)
         served = _Served(trainer, session, ahead, barriers)
         stack.enter_context(_replaced(trainer, "get_batch_samples", served.get_batch_samples))
         stack.enter_context(_replaced(trainer, "training_step", served.training_step))
         yield session
+
+
+_served_now: WeakSet[Trainer] = WeakSet()
 
 
 @contextmanager
@@ -147,6 +158,13 @@ class _Served:
                 f"the data loader gives batches of type {type(batch).__name__}; with served core "
                 "attention a batch is one packed row (input_ids, labels and position_ids "
                 f"[1, rows]) or padded on the right. {_MAKE_BATCHES}"
+            )
+        rows = ("input_ids", "inputs_embeds", "position_ids", "cu_seq_lens_q")
+        if all(batch.get(name) is None for name in rows):
+            raise ManifestError(
+                f"the data loader gives batches of {', '.join(map(str, batch))}, without "
+                f"input_ids, so {type(self._trainer).__name__} makes rows of them itself, after "
+                f"their documents were to be planned. {_MAKE_BATCHES}"
             )
         step = self._session.next_step
         self._session.submit(manifest_of_step(self._session, step, batch))
@@ -235,8 +253,8 @@ def _session_options(trainer: Trainer, options: dict[str, Any]) -> SessionOption
 
 
 _MAKE_BATCHES = (
-    "Trainers that make batches of their own (GRPO, RLOO) train with core attention at home: 'with "
-    "trainer_client.at_home(): trainer.train()'"
+    "Trainers that make batches of their own (GRPO, RLOO, CPO, ORPO) train with core attention at "
+    "home: 'with trainer_client.at_home(): trainer.train()'"
 )
 
 _FSDP_1 = (
