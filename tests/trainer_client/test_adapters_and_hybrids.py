@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import peft
 import pytest
 import torch
 import transformers
@@ -17,6 +18,7 @@ from core_attention.manifest import RankManifest
 from tests.cluster import Cluster
 from tests.trainer_client.test_transformers import CONFIGS, LENGTHS, make_batches, make_model
 from trainer_client import PingPong, Placement, Session, SessionError, SessionOptions
+from trainer_client.integrations.whole_rows import turns_inside
 
 SOON_SECONDS = 10.0
 """Far below every deadline; a step takes a fraction of a second."""
@@ -95,6 +97,19 @@ def test_adapters_with_dropout_train_alike_with_and_without_checkpoints(
     for name, gradient in plain.items():
         # The same masks; sums of dK and dV may be in another order, in float32.
         torch.testing.assert_close(recomputed[name], gradient, rtol=1e-3, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize(
+    "name", ["PromptTuningConfig", "PromptEncoderConfig", "PrefixTuningConfig"]
+)
+def test_prompts_before_the_rows_are_refused(name: str) -> None:
+    model: Any = make_model(copy.deepcopy(CONFIGS["Llama"]), "distca")
+    config = getattr(peft, name)(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    prompted: Any = peft.get_peft_model(model, config)
+    with pytest.raises(SessionError, match=f"{name} of peft puts 3 virtual tokens"):
+        SessionOptions.for_model(prompted, control_plane="x:1", job="x", rank=0, n_ranks=1)
+    with pytest.raises(SessionError, match=f"{name} of peft"), turns_inside(prompted):
+        raise AssertionError("never begun")
 
 
 def test_a_hybrid_counts_its_attention_layers(pool_of_four: Cluster) -> None:

@@ -44,6 +44,24 @@ from trainer_client.step.ping_pong import PingPong
 DOCUMENT_TOKENS = 4
 """The default inputs are two documents of so many tokens, packed."""
 
+
+def refuse_prompts(model: nn.Module) -> None:
+    """Checks that no adapter of peft in ``model`` puts tokens or keys before its rows.
+
+    Raises:
+        SessionError: one does.
+    """
+    for module in model.modules():
+        config: Any = getattr(module, "active_peft_config", None)
+        if getattr(config, "is_prompt_learning", False) is True:
+            raise SessionError(
+                f"{type(config).__name__} of peft puts {config.num_virtual_tokens} virtual tokens "
+                "before every row, which no manifest has, and leaves out position_ids: such a "
+                "model cannot be served. Use an adapter inside the layers, such as LoRA, or train "
+                "with core attention at home: 'with trainer_client.at_home():'"
+            )
+
+
 _BY_HAND = "or set n_layers, shape and softmax_scale of SessionOptions yourself"
 
 
@@ -247,10 +265,11 @@ def probe_model(model: nn.Module, inputs: Mapping[str, Any] | None = None) -> Se
 
     Raises:
         SessionError: the model's weights are sharded by FSDP or on the meta device, it does not
-            call core attention, or its calls differ.
+            call core attention, its calls differ, or an adapter adds to its rows.
         ValueError: the model is not one of transformers and ``inputs`` were not given, or it is one
             that cannot be served (``trainer_client.integrations.transformers.UnsupportedModel``).
     """
+    refuse_prompts(model)
     model = _bare(model)
     _check_weights(model)
     given = _default_inputs(model) if inputs is None else inputs

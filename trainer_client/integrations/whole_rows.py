@@ -37,6 +37,7 @@ from trainer_client.integrations.graphs import outside_graphs
 from trainer_client.integrations.host_barriers import HostBarriers
 from trainer_client.integrations.microbatch_rows import part_of_row
 from trainer_client.integrations.padded_rows import PaddedRows
+from trainer_client.integrations.probe import refuse_prompts
 from trainer_client.step.lane import current_lane, current_step, require_lane
 from trainer_client.step.ping_pong import run_in_turns
 from trainer_client.step.running_step import RunningStep
@@ -62,7 +63,9 @@ def turns_inside(model: nn.Module, *, barriers: HostBarriers | None = None) -> I
 
     Raises:
         UnsupportedModel: it cannot be served, or its layers are in no module of their own.
+        SessionError: an adapter adds to its rows.
     """
+    refuse_prompts(model)
     decoder = decoder_of(model)
     around = [m for m in model.modules() if isinstance(m, PreTrainedModel) and _holds(m, decoder)]
     had_own = "forward" in vars(decoder)
