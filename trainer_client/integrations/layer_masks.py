@@ -15,14 +15,14 @@ import torch
 
 from core_attention.ca_task import MaskKind
 from core_attention.host_copies import on_device
-from trainer_client.integrations.at_home import HomeMask, is_at_home
+from trainer_client.integrations.at_home import HomeMask, is_at_home, rows_are_split
 from trainer_client.integrations.checkpointing import Checkpoints
 from trainer_client.integrations.document_check import current_check
-from trainer_client.integrations.documents import Documents, documents_of
+from trainer_client.integrations.documents import Documents, documents_of, documents_of_row
 from trainer_client.integrations.probe import current_recorder
 from trainer_client.integrations.shape_inference import is_shape_inference
 from trainer_client.step.home_tasks import FULL, LayerKind
-from trainer_client.step.lane import require_lane
+from trainer_client.step.lane import current_lane, current_step, require_lane
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,11 @@ def distca_mask(
     if attention_mask is not None and not bool(attention_mask.all()):
         return UnsupportedMask("padding (remove padding and pack documents instead)")
     if kwargs.get("use_vmap"):
-        return UnsupportedMask("a custom mask function")
+        return UnsupportedMask(
+            "a mask function of the model's own, which may show pictures' tokens to each other "
+            "(train a multimodal model's text-only class, such as Gemma3ForCausalLM, if there are "
+            "no pictures)"
+        )
     if q_length != kv_length or q_offset or kv_offset:
         return UnsupportedMask(f"a cache ({q_length} queries, {kv_length} keys)")
     local_size = kwargs.get("local_size")
@@ -94,6 +98,11 @@ def distca_mask(
     if is_shape_inference(Checkpoints().recomputed):
         return mask
     documents = current_documents()
+    if documents.is_of_row and (batch_size, q_length) != (1, sum(documents.lengths)):
+        return UnsupportedMask(
+            f"that of a batch [{batch_size}, {q_length}], where the manifest has one row of "
+            f"{sum(documents.lengths)} tokens"
+        )
     if kind.is_full and not documents.tell_masks_apart:
         return None  # Nothing tells masks apart, nor does it matter.
     # Chunks of Llama 4 are counted from a tensor on the model's device.
@@ -109,9 +118,16 @@ def distca_mask(
 
 
 def current_documents() -> Documents:
-    """Of the check that runs, or else of the lane."""
+    """Of the check that runs, or else of the lane; of the whole row, where the lanes are chosen
+    further inside, as for the masks that a multimodal model makes and hands to its decoder."""
     check = current_check.get()
-    return documents_of(require_lane()) if check is None else check.documents
+    if check is not None:
+        return check.documents
+    running = current_step.get()
+    is_outside = current_lane.get() is None and not Checkpoints().recomputed
+    if running is not None and rows_are_split.get() and is_outside:
+        return documents_of_row(running)
+    return documents_of(require_lane())
 
 
 def _kind(local_size: int | None, config: Any) -> LayerKind:

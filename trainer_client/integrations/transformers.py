@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import logging
 import math
 from collections.abc import Callable
 from typing import Any
@@ -70,6 +71,8 @@ __all__ = [
     "distca_attention",
     "distca_mask",
 ]
+
+logger = logging.getLogger(__name__)
 
 _WITHOUT_EFFECT = (
     # Sizes that follow from the documents, and settings of the model's outputs and its loss.
@@ -242,6 +245,13 @@ def _attend(
         return recorder.call(
             q, k, v, layer.scaling, softcap=layer.softcap, mask=layer.mask, kind=kind
         )[None]
+    if documents.is_of_row:
+        raise UnsupportedModel(
+            f"{type(module).__name__} calls core attention beside the layers among which the row "
+            "is split: what a model computes there, such as a tower of pictures, is not served. "
+            "Give it another implementation when it is loaded, as in attn_implementation="
+            "{'text_config': 'distca', 'vision_config': 'sdpa'}"
+        )
     lane = require_lane()
     _refuse_unproven(module, documents)
     scale = None
@@ -391,6 +401,11 @@ def _watch_models() -> None:
         self: PreTrainedModel, requested_attention: str | None, *args: Any, **kwargs: Any
     ) -> str:
         if requested_attention == IMPLEMENTATION:
+            if _is_tower(self):
+                # Its own default: its rows are of pictures or sounds, which no manifest has.
+                own: str = original(self, None, *args, **kwargs)
+                logger.info("%s computes its attention itself, by %r", type(self).__name__, own)
+                return own
             if _is_language_model(self) and not has_attention_interface(type(self)):
                 raise UnsupportedModel(
                     f"{type(self).__name__} cannot be served: {no_interface(self.config)}"
@@ -406,6 +421,14 @@ def _watch_models() -> None:
 def _is_language_model(model: PreTrainedModel) -> bool:
     """Not a vision or audio tower, nor what holds one: those may compute attention otherwise."""
     return model.main_input_name == "input_ids" and model.config.get_text_config() is model.config
+
+
+def _is_tower(model: PreTrainedModel) -> bool:
+    """Whether the model encodes pictures or sounds and knows no tokens. A tower with the config of
+    the whole model, such as Whisper's encoder, cannot have an implementation of its own."""
+    modalities = model.input_modalities
+    of_text = ({modalities} if isinstance(modalities, str) else set(modalities)) == {"text"}
+    return not of_text and getattr(model.config.get_text_config(), "vocab_size", None) is None
 
 
 needs_rows.append(is_served_model)

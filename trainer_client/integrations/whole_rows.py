@@ -222,6 +222,7 @@ class _WholeRows:
                     f"{running.step}, whose manifest has {n_rows} rows for this rank; call it once "
                     "a step with gradients, with the packed row [1, rows] that was submitted. "
                     "Other forward passes belong under torch.no_grad or in trainer_client.at_home()"
+                    + (_MADE_OUTSIDE if isinstance(named.get("attention_mask"), dict) else "")
                 )
 
     def _split(
@@ -279,6 +280,12 @@ class _WholeRows:
             f"{self._name} gives outputs ({_describe(first)}) of a nano-batch that cannot be put "
             "together by rows; give PingPong the nano-batches in a training loop of your own"
         )
+
+
+_MADE_OUTSIDE = (
+    ". A padded batch is packed inside, but not where the model around makes the masks, as here: "
+    "pack its documents, with position_ids that restart at 0, or train the text-only class"
+)
 
 
 def _describe(value: Any) -> str:
