@@ -83,6 +83,7 @@ _WITHOUT_EFFECT = (
     "output_hidden_states",
     "output_router_logits",
     "num_items_in_batch",
+    "logits_to_keep",
     "return_dict",
 )
 _NEUTRAL: dict[str, Any] = {"output_attentions": False, "dropout": 0.0}
