@@ -10,11 +10,9 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Mapping
 
-from control_plane.jobs.tensor_parallel import shown_lengths
+from control_plane.jobs.held_documents import SHOWN, held_documents, shown_lengths
 from core_attention.manifest import RankManifest
 from core_attention.pipelining import Pipelining
-
-_SHOWN = 8
 
 
 def difference_of_stages(pipelining: Pipelining, manifests: Mapping[int, RankManifest]) -> str:
@@ -28,7 +26,7 @@ def difference_of_stages(pipelining: Pipelining, manifests: Mapping[int, RankMan
     """
     by_place: dict[int, dict[int, bytes]] = defaultdict(dict)
     for rank, manifest in sorted(manifests.items()):
-        by_place[pipelining.pipeline_ranks[rank]][rank] = _documents(manifest)
+        by_place[pipelining.pipeline_ranks[rank]][rank] = held_documents(manifest)
     first = by_place[0]
     for place, held in sorted(by_place.items()):
         left = Counter(first.values())
@@ -38,14 +36,9 @@ def difference_of_stages(pipelining: Pipelining, manifests: Mapping[int, RankMan
                 theirs = shown_lengths(manifests[other])
                 return (
                     f"rank {rank}, rank {place} of its pipeline, holds other documents than ranks "
-                    f"{list(first)[:_SHOWN]}, which have the first stages: rank {rank} "
+                    f"{list(first)[:SHOWN]}, which have the first stages: rank {rank} "
                     f"{shown_lengths(manifests[rank])}, rank {other} {theirs}; submit the same "
                     "nano-batches on all ranks of a pipeline"
                 )
             left[documents] -= 1
     return ""
-
-
-def _documents(manifest: RankManifest) -> bytes:
-    columns = manifest.columns._asdict()
-    return b"".join(column.tobytes() for name, column in columns.items() if name != "document_id")

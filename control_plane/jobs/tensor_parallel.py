@@ -7,12 +7,10 @@ different documents, these would add up what does not belong together, or never 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from itertools import chain
-
-import numpy as np
+from collections.abc import Mapping
 
 from control_plane.errors import InvalidRequestError, SpecMismatchError
+from control_plane.jobs.held_documents import held_documents, shown_lengths
 from core_attention.manifest import RankManifest
 from distca.contract.tensor_parallel import group_fault
 
@@ -70,7 +68,7 @@ class TensorParallelGroups:
         """
         for rank, manifest in manifests.items():
             first = manifests[self._of_rank[rank][0]] if self._of_rank.get(rank) else manifest
-            if first is not manifest and not _hold_the_same(first, manifest):
+            if first is not manifest and held_documents(first) != held_documents(manifest):
                 ranks = list(self._of_rank[rank])
                 return (
                     f"ranks {first.rank} and {rank} are of one tensor-parallel group, {ranks}, and "
@@ -78,18 +76,3 @@ class TensorParallelGroups:
                     f"{rank} {shown_lengths(manifest)}; give all ranks of a group the same batches"
                 )
         return ""
-
-
-def _hold_the_same(one: RankManifest, other: RankManifest) -> bool:
-    pairs = zip(one.columns._asdict().items(), other.columns, strict=True)
-    return all(np.array_equal(a, b) for (name, a), b in pairs if name != "document_id")
-
-
-_SHOWN = 8
-
-
-def shown_lengths(manifest: RankManifest) -> str:
-    """What a rank holds, in words, without the end of what is long."""
-    lengths: Sequence[int] = [s.length for s in chain.from_iterable(manifest.nano_batches)]
-    more = f" and {len(lengths) - _SHOWN} more" if len(lengths) > _SHOWN else ""
-    return f"segments of lengths {list(lengths[:_SHOWN])}{more}"

@@ -780,14 +780,14 @@ def check(
         assert difference < 2e-5, f"{case.name}, step {step}: {name} differs by {difference:.1e}"
 
 
-def run_rank(rank: int, folder: str, address: str) -> None:
+def run_rank(rank: int, folder: str, address: str, cases: Sequence[Case]) -> None:
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=RANKS
     )
     pairs = [dist.new_group(list(range(first, first + 2))) for first in (0, 2)]
     everybody = [dist.new_group(list(range(RANKS)))]
-    for case in CASES:
+    for case in cases:
         run_case(case, rank, folder, address, everybody if case.n_replicas == 1 else pairs)
     dist.barrier()
     dist.destroy_process_group()
@@ -797,39 +797,14 @@ def run_rank(rank: int, folder: str, address: str) -> None:
 @pytest.mark.timeout(240)
 def test_pipelines_train_as_one_process_does(tmp_path: Path, pool_of_four: Cluster) -> None:
     keep_profile(tmp_path, SHAPE)
-    run_forked(run_rank, (str(tmp_path), pool_of_four.address), RANKS)
-
-
-def run_rank_of_replicas(rank: int, folder: str, address: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=RANKS
-    )
-    pairs = [dist.new_group(list(range(first, first + 2))) for first in (0, 2)]
-    for case in SHARED_CASES:
-        run_case(case, rank, folder, address, pairs)
-    dist.barrier()
-    dist.destroy_process_group()
+    run_forked(run_rank, (str(tmp_path), pool_of_four.address, CASES), RANKS)
 
 
 @pytest.mark.slow
 def test_replicas_of_stages_share_their_gradients(tmp_path: Path, pool_of_four: Cluster) -> None:
     """By DistributedDataParallel and by FSDP2, which must see a microbatch's rows as one."""
     keep_profile(tmp_path, SHAPE)
-    run_forked(run_rank_of_replicas, (str(tmp_path), pool_of_four.address), RANKS)
-
-
-def run_rank_of_unserved_stages(rank: int, folder: str, address: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=RANKS
-    )
-    pairs = [dist.new_group(list(range(first, first + 2))) for first in (0, 2)]
-    everybody = [dist.new_group(list(range(RANKS)))]
-    for case in UNSERVED_CASES:
-        run_case(case, rank, folder, address, everybody if case.n_replicas == 1 else pairs)
-    dist.barrier()
-    dist.destroy_process_group()
+    run_forked(run_rank, (str(tmp_path), pool_of_four.address, SHARED_CASES), RANKS)
 
 
 @pytest.mark.slow
@@ -837,7 +812,7 @@ def run_rank_of_unserved_stages(rank: int, folder: str, address: str) -> None:
 def test_stages_without_served_layers(tmp_path: Path, pool_of_four: Cluster) -> None:
     """Their ranks serve the others, and have nothing served themselves."""
     keep_profile(tmp_path, SHAPE)
-    run_forked(run_rank_of_unserved_stages, (str(tmp_path), pool_of_four.address), RANKS)
+    run_forked(run_rank, (str(tmp_path), pool_of_four.address, UNSERVED_CASES), RANKS)
 
 
 def run_rank_while_servers_die(

@@ -30,7 +30,7 @@ def outside_graphs(function: Callable[_P, _R]) -> Callable[_P, _R]:
     return kept_out
 
 
-def refuse_export() -> None:
+def refuse_tracing() -> None:
     """Checks that the caller is not traced into a graph of the whole model, nor transformed.
 
     Raises:

@@ -40,7 +40,7 @@ from trainer_client.integrations.document_check import (
     no_interface,
 )
 from trainer_client.integrations.documents import CHECKED, Documents
-from trainer_client.integrations.graphs import outside_graphs, refuse_export
+from trainer_client.integrations.graphs import outside_graphs, refuse_tracing
 from trainer_client.integrations.layer_kinds import (
     check_causality,
     check_kind,
@@ -134,7 +134,7 @@ def distca_attention(
         ValueError: position_ids or cu_seq_lens do not match the manifest.
         SessionError: no step is running.
     """
-    refuse_export()
+    refuse_tracing()
     checkpoints = Checkpoints()
     if is_shape_inference(checkpoints.recomputed):
         q, k, v = (tensor.transpose(1, 2) for tensor in (query, key, value))

@@ -21,7 +21,7 @@ from core_attention.score_rule import ScoreRule
 from core_attention.tensor_checks import check_qkv
 from trainer_client.errors import SessionError
 from trainer_client.integrations.checkpointing import Checkpoints, Recomputed, version_of
-from trainer_client.integrations.graphs import outside_graphs, refuse_export
+from trainer_client.integrations.graphs import outside_graphs, refuse_tracing
 from trainer_client.integrations.probe import current_recorder
 from trainer_client.integrations.shape_inference import is_shape_inference, of_the_right_shape
 from trainer_client.integrations.tensor_parallel import check_local
@@ -106,7 +106,7 @@ def core_attention_and_lse(
         logarithm of the sum of a query's exponentiated scores. Both are differentiable once, in the
         same step.
     """
-    refuse_export()
+    refuse_tracing()
     check_local(q=q, k=k, v=v)
     kind = LayerKind(window, chunk)
     if (recorder := current_recorder.get()) is not None:
