@@ -205,5 +205,11 @@ def _add_to_keys(out: torch.Tensor, weights: torch.Tensor, rows: torch.Tensor, t
         into.baddbmm_(weights.transpose(1, 2), rows)
         return
     sums = _split(torch.bmm(weights.transpose(1, 2), rows), 0, tile.n_tasks)
+    if tile.own_keys is not None:
+        kept, dk_rows = tile.own_keys
+        added = sums.transpose(1, 2).flatten(0, 1).index_select(0, kept)
+        added += out.index_select(0, dk_rows)[:, tile.kv_heads]
+        out[:, tile.kv_heads].index_copy_(0, dk_rows, added)
+        return
     for begin, length, task_sums in zip(tile.dk_begin, tile.k_lengths, sums, strict=True):
         out[begin : begin + length, tile.kv_heads] += task_sums[:, :length].transpose(0, 1)

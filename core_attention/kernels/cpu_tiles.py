@@ -49,6 +49,8 @@ class Tile:
         is_row: bool ``[B * L]``, false where a row is padding.
         k_lengths: keys of each task; the rest of its M keys are padding.
         dk_begin: first row of dk of each task.
+        own_keys: of several tasks that share no row of dk, which of the B * M keys are no padding,
+            and their rows of dk; None otherwise.
     """
 
     kv_heads: slice
@@ -59,6 +61,7 @@ class Tile:
     is_row: torch.Tensor
     k_lengths: tuple[int, ...]
     dk_begin: tuple[int, ...]
+    own_keys: tuple[torch.Tensor, torch.Tensor] | None = None
 
     @property
     def n_tasks(self) -> int:
@@ -124,7 +127,21 @@ def _padded_tile(
         is_row=torch.from_numpy((row < q_length).reshape(-1)),
         k_lengths=tuple(k_length[:, 0].tolist()),
         dk_begin=tuple(tasks.dk_begin[chosen].tolist()),
+        own_keys=_own_keys(tasks.dk_begin[chosen], k_length[:, 0]),
     )
+
+
+def _own_keys(
+    dk_begin: Int64Array, k_length: Int64Array
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """``Tile.own_keys`` of a padded tile."""
+    in_order = np.argsort(dk_begin)
+    if len(dk_begin) == 1 or (np.diff(dk_begin[in_order]) < k_length[in_order][:-1]).any():
+        return None
+    key = np.arange(k_length.max())
+    is_key = key < k_length[:, None]
+    rows = (dk_begin[:, None] + key)[is_key]
+    return torch.from_numpy(np.flatnonzero(is_key)), torch.from_numpy(rows)
 
 
 def _blocks(
