@@ -17,7 +17,7 @@ import typer
 
 from attention_node.capacity import rows_within
 from core_attention.shape import AttentionShape, parse_shape
-from data_plane.interfaces import rows_host
+from data_plane.interfaces import own_address, rows_host
 from data_plane.transports import TransportName, check_transport
 from distca.contract.checks import check_least, check_port, check_seconds
 from distca.contract.settings import PROFILE_DIR, ClientTls
@@ -66,7 +66,7 @@ class NodeSettings(ClientTls):
     device: Annotated[str, typer.Option(help="cpu or cuda:INDEX.")] = "cpu"
     data_host: Annotated[
         str, typer.Option(help="Address of this machine that trainers reach; default: its own.")
-    ] = field(default_factory=lambda: socket.gethostbyname(socket.gethostname()))
+    ] = field(default_factory=own_address)
     data_interface: Annotated[
         str,
         typer.Option(

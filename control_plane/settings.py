@@ -232,7 +232,8 @@ class ControlPlaneSettings:
         Path | None,
         typer.Option(
             help="Folder for what must outlive the process: a token secret and the number of its "
-            "starts; without it, starts are told apart by the time.",
+            "starts; without it, starts are told apart by the time, and jobs end with the process "
+            "unless --token-secret is given.",
             envvar="DISTCA_STATE_DIR",
         ),
     ] = None

@@ -49,9 +49,12 @@ def write_whole(
                 file.flush()
                 os.fsync(file.fileno())
         partial.replace(path)
-    except BaseException:
+    except BaseException as error:
         with contextlib.suppress(OSError):
             partial.unlink()
+        if isinstance(error, OSError) and error.filename == str(partial):
+            # The file that was asked for, and not the one tried.
+            raise OSError(error.errno, error.strerror, str(path)) from None
         raise
     if durable:
         sync_folder(path.parent)

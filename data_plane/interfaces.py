@@ -42,6 +42,28 @@ def address_of_interface(name: str) -> str:
     raise ValueError(f"data_interface {name!r} {what}; choose one of {others or 'none'}")
 
 
+def own_address(field: str = "data_host") -> str:
+    """Returns the IPv4 address that this machine's name stands for.
+
+    Args:
+        field: of the setting that it is the default of, for the error.
+
+    Raises:
+        ValueError: the name stands for none; says what to do.
+    """
+    name = socket.gethostname()
+    try:
+        return socket.gethostbyname(name)
+    except (OSError, UnicodeError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise ValueError(
+            f"{field} is not given, and this machine's name, {name!r}, has no IPv4 address: {why}. "
+            f"Give --{field.replace('_', '-')} ({field}) an address that `ip address` shows, "
+            f"{_LOOPBACK_ADDRESS} if all processes are on this machine; or add the name to "
+            "/etc/hosts"
+        ) from error
+
+
 def rows_host(data_host: str, data_interface: str) -> str:
     """Returns the address at which rows are exchanged: that of ``data_interface`` where one is
     named, else ``data_host``.

@@ -4,6 +4,7 @@ it needs when it runs, so that ``distca --help`` stays fast."""
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from enum import StrEnum
 from pathlib import Path
@@ -27,7 +28,7 @@ from distca.commands import (
     train,
     wireguard,
 )
-from distca.configuration import ConfigError, name_variables, read_config
+from distca.configuration import ConfigError, misspelt_variables, name_variables, read_config
 from distca.process.interrupt import (
     INTERRUPTED_EXIT_CODE,
     let_sigterm_end_process_1,
@@ -111,6 +112,10 @@ def _configure(
     ] = False,
 ) -> None:
     start_logging(log_level, log_format, context.invoked_subcommand or "")
+    for name, meant in misspelt_variables(context.command, os.environ):
+        logger.warning(
+            "environment variable %s is ignored: no option reads it; did you mean %s?", name, meant
+        )
     if traces_endpoint and context.invoked_subcommand is not None:
         from distca.process import tracing
 

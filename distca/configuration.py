@@ -27,6 +27,10 @@ _OF_A_FLEET = tuple(
 )
 """How variables begin that name the state, secrets and certificates of a fleet."""
 
+_MISSPELT = 0.93
+"""How like the name of an option's variable another one must be, of 1.0, to be taken for it. Those
+that Kubernetes makes of Services, such as DISTCA_ATTENTION_NODE_PORT, reach 0.912."""
+
 _NOT_FROM_A_FILE = {"--help", "--version", "--config", "--install-completion", "--show-completion"}
 """Options that say what to do once, or where the file is."""
 
@@ -95,6 +99,19 @@ def name_variables(command: Any) -> None:
         option.parameter.show_envvar = bool(shared)
         if option.variable not in shared:
             option.parameter.envvar = [*shared, option.variable]
+
+
+def misspelt_variables(command: Any, environ: Mapping[str, str]) -> list[tuple[str, str]]:
+    """Variables of ``environ`` that no option reads, with that of an option which is almost
+    spelt so. :func:`name_variables` comes before."""
+    known = {variable for option in options_of(command) for variable in option.variables}
+    known.add(f"{PREFIX}_CONFIG")
+    return [
+        (name, near)
+        for name in sorted(environ)
+        if name.startswith(f"{PREFIX}_") and name not in known
+        for near in difflib.get_close_matches(name, known, n=1, cutoff=_MISSPELT)
+    ]
 
 
 def read_config(path: Path, command: Any) -> dict[str, Any]:

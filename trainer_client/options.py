@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -15,6 +14,7 @@ from core_attention.ca_task import MaskKind
 from core_attention.pipelining import Pipelining
 from core_attention.shape import AttentionShape
 from core_attention.tick import MAX_LAYERS, MAX_NANO_BATCHES
+from data_plane.interfaces import own_address
 from data_plane.transports import TransportName, check_transport
 from distca.contract.checks import check_least, check_port, check_seconds
 from distca.contract.settings import (
@@ -107,7 +107,7 @@ class SessionOptions(RankTimeouts, PlanRequest, IntegritySettings, ClientTls):
     placement: Placement = Placement.IN_PLACE
     softmax_scale: float | None = None
     device: str = "cpu"
-    data_host: str = field(default_factory=lambda: socket.gethostbyname(socket.gethostname()))
+    data_host: str = field(default_factory=own_address)
     data_port: int = 0
     transport: str = TransportName.AUTO
     one_host: bool = False

@@ -82,9 +82,10 @@ class JobKeys:
             raise MissingTokenError(f"rank {rank} comes back to job {job_id} without its token")
         key = self.key_of(job_id, owner)
         if rank_of_token(key, token) != rank:
+            opened = f", opened by {owner!r}" if owner else ""
             raise WrongTokenError(
-                f"the token that came is not that of rank {rank} of job {job_id}, opened by "
-                f"{owner!r}; without a token secret none outlives the control plane"
+                f"the token that came is not that of rank {rank} of job {job_id}{opened}; without "
+                "a token secret none outlives the control plane"
             )
         return key
 

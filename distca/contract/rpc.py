@@ -41,6 +41,7 @@ from distca.contract.rpc_errors import (
     UnknownJob,
     UnknownServer,
     UnknownStep,
+    WrongToken,
     named_error,
 )
 from distca.contract.settings import DEFAULT_MAX_MESSAGE_BYTES, ClientTls
@@ -74,6 +75,7 @@ __all__ = [
     "UnknownJob",
     "UnknownServer",
     "UnknownStep",
+    "WrongToken",
     "named_error",
     "open_channel",
     "server_options",

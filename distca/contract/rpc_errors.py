@@ -90,6 +90,15 @@ class PermissionDenied(RpcError):
     advice = "use a certificate of the right role; docs/security.md lists what each may do"
 
 
+class WrongToken(PermissionDenied):
+    """The token is another job's, or of a control plane that had another token secret."""
+
+    advice = (
+        "start the job again; for jobs to outlive a restart of the control plane, give it "
+        "--state-dir or --token-secret"
+    )
+
+
 class Unimplemented(RpcError):
     """Who answers speaks gRPC and does not know the method."""
 
@@ -170,6 +179,7 @@ _BY_KIND: dict[str, type[RpcError]] = {
     "lease-expired": LeaseExpired,
     "fenced": Fenced,
     "rate-limited": RateLimited,
+    "wrong-token": WrongToken,
 }
 
 _BY_STATUS: dict[grpc.StatusCode, type[RpcError]] = {

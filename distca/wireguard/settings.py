@@ -5,7 +5,6 @@ Importing this module is cheap: the command line needs it for ``--help``.
 
 from __future__ import annotations
 
-import socket
 from dataclasses import dataclass, field
 from ipaddress import ip_address
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from data_plane.interfaces import own_address
 from distca.contract.addresses import split_address
 from distca.contract.checks import check_seconds
 from distca.contract.settings import ClientTls, values_of
@@ -43,7 +43,7 @@ class MemberSettings(ClientTls):
         typer.Option(
             help="Address of this machine that other members send UDP to; default: its own."
         ),
-    ] = field(default_factory=lambda: socket.gethostbyname(socket.gethostname()))
+    ] = field(default_factory=lambda: own_address("host"))
     port: Annotated[int, typer.Option(help="UDP port that members listen on.")] = 51820
     interface: Annotated[str, typer.Option(help="Name of the interface that is made.")] = "distca0"
     mtu: Annotated[

@@ -52,6 +52,8 @@ def test_a_rank_that_comes_back_proves_itself_to_a_new_process() -> None:
         restarted.proved("job-1", owner="team-a", rank=3, token=None)
     with pytest.raises(WrongTokenError, match="without a token secret"):
         JobKeys().proved("job-1", owner="team-a", rank=3, token=token)
+    with pytest.raises(WrongTokenError, match="of rank 3 of job job-1; without"):
+        JobKeys().proved("job-1", owner="", rank=3, token=token)
 
 
 def test_a_disk_without_room_for_the_secret_is_named_and_left_clean(

@@ -113,3 +113,10 @@ def test_links_and_pipes_stay_what_they_are(tmp_path: Path) -> None:
         write_whole(loop, "text")
     loop.unlink()
     assert sorted(os.listdir(tmp_path)) == ["link", "pipe", "target"]
+
+
+def test_an_error_names_the_file_that_was_asked_for(tmp_path: Path) -> None:
+    path = tmp_path / "none" / "file"
+    with pytest.raises(FileNotFoundError) as caught:
+        write_whole(path, "text")
+    assert caught.value.filename == str(path)

@@ -11,9 +11,11 @@ import pytest
 
 from attention_node.settings import NodeSettings
 from core_attention.shape import parse_shape
-from data_plane.interfaces import address_of_interface
+from data_plane.interfaces import address_of_interface, own_address
 from distca.doctor.settings import DoctorSettings
 from distca.train.settings import ServiceSettings
+from distca.wireguard.settings import MemberSettings
+from trainer_client import SessionOptions
 
 
 @pytest.fixture
@@ -61,3 +63,28 @@ def test_an_interface_without_an_address_is_named_beside_those_that_have_one(
 
 def test_this_machine_has_loopback() -> None:
     assert address_of_interface("lo") == "127.0.0.1"
+
+
+def test_a_machine_whose_name_has_no_address_is_told_which_option_to_give(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def unknown(name: str) -> str:
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    monkeypatch.setattr(socket, "gethostname", lambda: "box")
+    monkeypatch.setattr(socket, "gethostbyname", unknown)
+    shape = parse_shape("8:2:64:float32")
+    said = r"data_host is not given, and this machine's name, 'box', has no IPv4 address: Name or"
+    with pytest.raises(ValueError, match=said):
+        NodeSettings(control_plane="cp:7700", profile_shapes=(shape,))
+    with pytest.raises(ValueError, match=said):
+        SessionOptions(control_plane="cp:7700", job="j", rank=0, n_ranks=1, n_layers=1, shape=shape)
+    with pytest.raises(ValueError, match=r"host is not given.* Give --host \(host\) an address"):
+        MemberSettings(control_plane="cp:7700")
+    given = NodeSettings(control_plane="cp:7700", profile_shapes=(shape,), data_host="127.0.0.1")
+    assert given.data_host == "127.0.0.1"
+
+
+def test_a_machines_own_address_is_that_of_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(socket, "gethostname", lambda: "localhost")
+    assert own_address() == "127.0.0.1"

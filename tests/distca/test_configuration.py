@@ -11,7 +11,13 @@ import pytest
 from control_plane import server
 from control_plane.settings import ControlPlaneSettings
 from distca.cli import command_line
-from distca.configuration import ConfigError, options_of, read_config, without_commands
+from distca.configuration import (
+    ConfigError,
+    misspelt_variables,
+    options_of,
+    read_config,
+    without_commands,
+)
 from tools.configuration_page import PAGE, printed
 
 Start = Callable[..., ControlPlaneSettings | None]
@@ -155,3 +161,27 @@ def test_the_page_is_printed_from_the_commands() -> None:
     assert printed(page) == page, "run `make configuration-page`"
     row = next(line for line in page.splitlines() if line.startswith("| `listen`"))
     assert printed(page.replace(row, "")) == page
+
+
+def test_variables_that_are_almost_those_of_options_are_warned_of(
+    start: Start, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert start("control-plane", DISTCA_CONTROL_PLANE_LEASE_SECOND="4") is not None
+    assert "DISTCA_CONTROL_PLANE_LEASE_SECOND is ignored" in caplog.text
+    assert "did you mean DISTCA_CONTROL_PLANE_LEASE_SECONDS?" in caplog.text
+    caplog.clear()
+    assert start("control-plane", DISTCA_TLS_CERTIFICAT="/cert") is not None
+    assert "did you mean DISTCA_TLS_CERTIFICATE?" in caplog.text
+
+
+def test_variables_of_others_are_not_taken_for_misspelt_ones() -> None:
+    service = {
+        "DISTCA_ATTENTION_NODE_PORT": "tcp://10.0.0.1:7700",
+        "DISTCA_ATTENTION_NODE_SERVICE_HOST": "10.0.0.1",
+        "DISTCA_ATTENTION_NODE_SERVICE_PORT": "7700",
+        "DISTCA_CONTROL_PLANE_PORT": "tcp://10.0.0.1:7700",
+        "DISTCA_CONTROL_PLANE_PORT_7701_TCP_PORT": "7701",
+        "DISTCA_CONTROL_PLANE_SERVICE_PORT_METRICS": "7701",
+    }
+    good = {"DISTCA_CONFIG": "f", "DISTCA_TRAIN_STEPS": "3", "DISTCA_TAG": "1", "PATH": "/"}
+    assert misspelt_variables(command_line(), service | good) == []

@@ -61,6 +61,8 @@ def describe(address: str, **settings: Any) -> Any:
         (grpc.StatusCode.DEADLINE_EXCEEDED, None, rpc.DeadlineExceeded),
         (grpc.StatusCode.CANCELLED, None, rpc.Cancelled),
         (grpc.StatusCode.INTERNAL, None, rpc.RpcError),
+        (grpc.StatusCode.PERMISSION_DENIED, None, rpc.PermissionDenied),
+        (grpc.StatusCode.PERMISSION_DENIED, "wrong-token", rpc.WrongToken),
         (grpc.StatusCode.NOT_FOUND, None, rpc.NotFound),
         (grpc.StatusCode.NOT_FOUND, "other", rpc.NotFound),
         (grpc.StatusCode.NOT_FOUND, "unknown-job", rpc.UnknownJob),

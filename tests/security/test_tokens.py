@@ -268,3 +268,17 @@ def test_a_job_comes_back_to_a_new_control_plane_by_its_own_ranks_tokens_alone(
         assert refused(after, "Jobs/OpenJob", "wrong-token") == 2
         assert refused(after, "Jobs/OpenJob", "missing-token") == 1
         assert come_back(client) == token
+
+
+def test_a_rank_of_a_job_from_before_is_told_what_lets_jobs_outlive_a_restart() -> None:
+    with control_plane_with(None) as before, client_of(before.address) as client:
+        job_id, lease = client.open(0)
+        token = client.tokens.of[lease]
+    request = jobs_pb2.OpenJobRequest(spec=job_spec(), rank=0, host="h")
+    request.resume.job_id = job_id
+    with (
+        control_plane_with(None) as after,
+        client_of(after.address) as client,
+        pytest.raises(rpc.WrongToken, match="give it --state-dir or --token-secret"),
+    ):
+        client.jobs.OpenJob(request, **_with_token(token))
