@@ -19,6 +19,7 @@ from attention_node.capacity import rows_within
 from core_attention.shape import AttentionShape, parse_shape
 from data_plane.interfaces import own_address, rows_host
 from data_plane.transports import TransportName, check_transport
+from distca.contract.addresses import split_addresses
 from distca.contract.checks import check_least, check_port, check_seconds
 from distca.contract.settings import PROFILE_DIR, ClientTls
 from distca.contract.timeouts import check_order, default_seconds, known_timeouts
@@ -134,6 +135,7 @@ class NodeSettings(ClientTls):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        split_addresses("control_plane", self.control_plane)
         if not self.profile_shapes:
             raise ValueError("profile_shapes is empty; give the shape of at least one model")
         check_device("device", self.device)

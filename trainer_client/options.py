@@ -10,13 +10,20 @@ from typing import Any
 
 from torch import nn
 
+from attention_node.settings import check_device
 from core_attention.ca_task import MaskKind
 from core_attention.pipelining import Pipelining
 from core_attention.shape import AttentionShape
 from core_attention.tick import MAX_LAYERS, MAX_NANO_BATCHES
 from data_plane.interfaces import own_address
 from data_plane.transports import TransportName, check_transport
-from distca.contract.checks import check_least, check_port, check_seconds
+from distca.contract.checks import (
+    check_least,
+    check_port,
+    check_range,
+    check_seconds,
+    take_paths,
+)
 from distca.contract.settings import (
     PROFILE_DIR,
     ClientTls,
@@ -131,8 +138,12 @@ class SessionOptions(RankTimeouts, PlanRequest, IntegritySettings, ClientTls):
     def __post_init__(self) -> None:
         for kind in (PlanRequest, IntegritySettings, ClientTls):
             kind.__post_init__(self)
-        object.__setattr__(self, "placement", Placement(self.placement))
+        object.__setattr__(self, "placement", _placement(self.placement))
         object.__setattr__(self, "transport", check_transport(self.transport))
+        # Also a torch.device, which equals no text.
+        object.__setattr__(self, "device", str(self.device))
+        check_device("device", self.device)
+        take_paths(self, "profile_dir")
         self._check_range("n_ranks", 1, 2**16)
         self._check_range("rank", 0, self.n_ranks - 1)
         self._check_range("n_layers", 1, MAX_LAYERS)
@@ -218,6 +229,12 @@ class SessionOptions(RankTimeouts, PlanRequest, IntegritySettings, ClientTls):
             )
 
     def _check_range(self, name: str, low: int, high: int) -> None:
-        value = getattr(self, name)
-        if not low <= value <= high:
-            raise ValueError(f"{name} is {value}; it must be {low} to {high}")
+        check_range(name, getattr(self, name), low, high)
+
+
+def _placement(given: str) -> Placement:
+    try:
+        return Placement(given)
+    except ValueError:
+        valid = ", ".join(repr(each.value) for each in Placement)
+        raise ValueError(f"placement is {given!r}; valid: {valid}") from None

@@ -18,3 +18,18 @@ def split_address(name: str, address: str, *, any_port: bool = False) -> tuple[s
     if not host or not port.isdecimal() or int(port) not in range(0 if any_port else 1, 2**16):
         raise ValueError(f"{name} is {address!r}; it must be host:port, for example localhost:7700")
     return host.removeprefix("[").removesuffix("]"), int(port)
+
+
+def split_addresses(name: str, addresses: str) -> tuple[str, ...]:
+    """Each ``host:port`` of ``addresses``, which have commas between.
+
+    Raises:
+        ValueError: one is something else.
+    """
+    each = tuple(address.strip() for address in addresses.split(","))
+    for address in each:
+        try:
+            split_address(name, address)
+        except ValueError as error:
+            raise ValueError(f"{error}, or several with commas between") from error
+    return each

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from numbers import Integral, Real
+from pathlib import Path
+from typing import Any
 
 MOST_SECONDS = 365 * 24 * 60 * 60
 """Of a setting; libraries' timers overflow somewhere above."""
@@ -18,8 +21,8 @@ def check_least(settings: object, /, **least: float) -> None:
     """
     for name, lowest in least.items():
         value = getattr(settings, name)
-        if value is not None and not (math.isfinite(value) and value >= lowest):
-            raise ValueError(f"{name} is {value}; it must be {lowest} or more")
+        if value is not None and not (_is_finite(value) and value >= lowest):
+            raise ValueError(f"{name} is {value!r}; it must be {lowest} or more")
         _check_most(name, value)
 
 
@@ -32,8 +35,8 @@ def check_positive(settings: object, /, *names: str) -> None:
     """
     for name in names:
         value = getattr(settings, name)
-        if value is not None and not (math.isfinite(value) and value > 0):
-            raise ValueError(f"{name} is {value}; it must be a positive number")
+        if value is not None and not (_is_finite(value) and value > 0):
+            raise ValueError(f"{name} is {value!r}; it must be a positive number")
         _check_most(name, value)
 
 
@@ -45,8 +48,28 @@ def check_port(settings: object, /, *names: str) -> None:
     """
     for name in names:
         value = getattr(settings, name)
-        if value is not None and not 0 <= value < 2**16:
-            raise ValueError(f"{name} is {value}; it must be 0 to 65535")
+        if value is not None:
+            check_range(name, value, 0, 2**16 - 1)
+
+
+def check_range(name: str, value: Any, low: int, high: int) -> None:
+    """``value`` is an integer, also one of numpy, of these bounds.
+
+    Raises:
+        ValueError: it is not, such as a text that an environment variable gave.
+    """
+    if not isinstance(value, Integral):
+        raise ValueError(f"{name} is {value!r}; it must be an integer, {low} to {high}")
+    if not low <= int(value) <= high:
+        raise ValueError(f"{name} is {value}; it must be {low} to {high}")
+
+
+def take_paths(settings: object, /, *names: str) -> None:
+    """Makes each named field that is a text, as people write paths, the path that it declares."""
+    for name in names:
+        value = getattr(settings, name)
+        if isinstance(value, str):
+            object.__setattr__(settings, name, Path(value))
 
 
 def check_seconds(settings: object, /) -> None:
@@ -58,6 +81,10 @@ def check_seconds(settings: object, /) -> None:
     """
     names = (field.name for field in dataclasses.fields(settings))  # type: ignore[arg-type]
     check_positive(settings, *(name for name in names if name.endswith("_seconds")))
+
+
+def _is_finite(value: Any) -> bool:
+    return isinstance(value, Real) and math.isfinite(value)
 
 
 def _check_most(name: str, value: float | None) -> None:

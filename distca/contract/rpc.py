@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import grpc
 
-from distca.contract.addresses import split_address
+from distca.contract.addresses import split_addresses
 from distca.contract.checks import check_least, check_seconds
 from distca.contract.rpc_errors import (
     ERROR_KIND_KEY,
@@ -124,11 +124,7 @@ class RpcSettings(ClientTls):
     certificates: CertificateFiles | None = None
 
     def __post_init__(self) -> None:
-        for address in self.addresses:
-            try:
-                split_address("address", address)
-            except ValueError as error:
-                raise ValueError(f"{error}, or several with commas between") from error
+        split_addresses("address", self.address)
         super().__post_init__()
         check_seconds(self)
         if self.keepalive_seconds < MIN_KEEPALIVE_SECONDS:

@@ -11,7 +11,7 @@ from typing import Annotated, Any, ClassVar
 
 import typer
 
-from distca.contract.checks import check_least
+from distca.contract.checks import check_least, take_paths
 from distca.contract.timeouts import default_seconds
 
 DEFAULT_MAX_MESSAGE_BYTES = 256 * 2**20
@@ -99,6 +99,7 @@ class ClientTls:
     ] = 10.0
 
     def __post_init__(self) -> None:
+        take_paths(self, "ca_file", "certificate_file", "key_file")
         if (self.certificate_file is None) != (self.key_file is None):
             raise ValueError(
                 f"certificate_file is {self.certificate_file} and key_file is {self.key_file}; "

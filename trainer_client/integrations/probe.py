@@ -25,6 +25,7 @@ from torch.nn.modules.module import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
+from attention_node.settings import check_device
 from core_attention.ca_task import MaskKind
 from core_attention.errors import TensorError
 from core_attention.shape import AttentionShape
@@ -363,8 +364,10 @@ def _agree(given: Any, found: Any) -> bool:
     return bool(given == found)
 
 
-def _numbered(device: str) -> str:
+def _numbered(device: str | torch.device) -> str:
     """``device`` with its number: ``"cuda"`` is the current one."""
+    device = str(device)
+    check_device("device", device)
     if torch.device(device).type == "cuda" and torch.device(device).index is None:
         return f"cuda:{torch.cuda.current_device()}"
     return device
