@@ -84,15 +84,16 @@ class _Servers:
             return
         wide = options.max_width >= WIDE_COLUMNS
         table = Table(box=None, padding=(0, 1, 0, 0), header_style="bold dim", expand=True)
-        for name in ("server", *(("host", "device") if wide else ()), "state"):
-            table.add_column(name, no_wrap=True, overflow="ellipsis")
-        table.add_column("busy", width=15 if wide else 4)
-        for name in ("queue", "ticks", "buffers", "GB/s"):
-            table.add_column(name, justify="right", no_wrap=True)
         states = [_state(server) for server in servers]
         taken = max(len(state) for state in states) + (WIDE_TAKEN if wide else NARROW_TAKEN)
         room = max(options.max_width - taken, LEAST_NAME) // (2 if wide else 1)
         ids = short_names([plain(server.server_id) for server in servers], room)
+        table.add_column("server", no_wrap=True, overflow="ellipsis", min_width=_least(ids))
+        for name in (*(("host", "device") if wide else ()), "state"):
+            table.add_column(name, no_wrap=True, overflow="ellipsis")
+        table.add_column("busy", width=15 if wide else 4)
+        for name in ("queue", "ticks", "buffers", "GB/s"):
+            table.add_column(name, justify="right", no_wrap=True)
         hosts = short_names([plain(server.host) for server in servers], room)
         for server, name, host, state in zip(servers, ids, hosts, states, strict=True):
             if server.version != self._snapshot.version:
@@ -108,6 +109,12 @@ class _Servers:
                 _gigabytes(server.moved_bytes_per_second),
             )
         yield table
+
+
+def _least(names: Sequence[str]) -> int:
+    """Columns of ``names`` in very little room: other columns are cut first, since a row without
+    its name says nothing."""
+    return min(max(map(len, names)), LEAST_NAME)
 
 
 def _busy(server: ServerView, *, with_bar: bool) -> RenderableType:
@@ -141,14 +148,15 @@ class _Jobs:
             return
         wide = options.max_width >= WIDE_COLUMNS
         table = Table(box=None, padding=(0, 1, 0, 0), header_style="bold dim", expand=True)
-        for name in ("job", "placement", "ranks", "step"):
+        room = max(options.max_width - JOB_TAKEN, LEAST_NAME)
+        names = short_names([plain(job.name) for job in self._jobs], room)
+        table.add_column("job", no_wrap=True, overflow="ellipsis", min_width=_least(names))
+        for name in ("placement", "ranks", "step"):
             table.add_column(name, no_wrap=True, overflow="ellipsis")
         for name in ("s/step", "waits", "tokens/s", "GB/s"):
             table.add_column(name, justify="right", no_wrap=True)
         if wide:
             table.add_column(IMBALANCE, no_wrap=True, overflow="ellipsis")
-        room = max(options.max_width - JOB_TAKEN, LEAST_NAME)
-        names = short_names([plain(job.name) for job in self._jobs], room)
         for job, name in zip(self._jobs, names, strict=True):
             table.add_row(
                 Text(name),

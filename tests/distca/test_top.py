@@ -84,8 +84,10 @@ JOB = JobView(
 )
 
 
-def shown(*servers: ServerView, jobs: tuple[JobView, ...] = (), away: str = "") -> str:
-    """What the view looks like on a wide terminal, without colours."""
+def shown(
+    *servers: ServerView, jobs: tuple[JobView, ...] = (), away: str = "", width: int = 160
+) -> str:
+    """What the view looks like on a terminal, a wide one if nothing is said, without colours."""
     snapshot = Snapshot(
         address="cp:7700",
         version="0.1.0",
@@ -94,7 +96,7 @@ def shown(*servers: ServerView, jobs: tuple[JobView, ...] = (), away: str = "") 
         servers=servers,
         jobs=jobs,
     )
-    console = Console(file=io.StringIO(), width=160)
+    console = Console(file=io.StringIO(), width=width)
     console.print(render(snapshot, away, 12.0))
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
@@ -138,6 +140,12 @@ def test_a_job_shows_progress_speed_and_balance() -> None:
     for words in ("3/4", "7 done, 9 planned", "5%", "100,000", "1.50", "forward 1.50 1.02 1.30"):
         assert words in text
     assert "backward 1.40 1.01 -" in text
+
+
+def test_names_stay_in_very_little_room() -> None:
+    lines = shown(server_view(job="train", rank=0), jobs=(JOB,), width=40).splitlines()
+    assert any(line.startswith("node-0 ") for line in lines)
+    assert any(line.startswith("train ") and "pool" in line for line in lines)
 
 
 def test_a_job_on_gpus_shows_no_waits() -> None:
