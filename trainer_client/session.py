@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import socket
 import time
 from collections.abc import Iterator, Sequence
@@ -73,6 +74,7 @@ class Session:
 
     def __init__(self, options: SessionOptions) -> None:
         self.options = options
+        self._process = os.getpid()
         self.metrics_registry = process_registry("trainer")
         self.pairs_registry = CollectorRegistry()
         watch_certificates(
@@ -233,7 +235,9 @@ class Session:
             ValueError: the manifest is another rank's, has another number of nano-batches, or is
                 of a step that is not after the last one begun.
             SessionClosed: the job ended.
+            SessionError: this is a fork of the process that opened the session.
         """
+        self._check_process()
         if manifest.rank != self.options.rank:
             raise ValueError(
                 f"the manifest is of rank {manifest.rank}, the session of {self.options.rank}"
@@ -267,6 +271,7 @@ class Session:
             SessionClosed: the job ended; also in the place of another RuntimeError, such as that of
                 a collective, if a rank's process is gone.
         """
+        self._check_process()
         if self._entered is not None:
             raise SessionError(
                 f"step {step} is begun inside step {self._entered}; servers and other ranks "
@@ -310,7 +315,8 @@ class Session:
         return self._link.fetch_step(step)
 
     def close(self, error: str = "") -> None:
-        """Leaves the job and ends the session's threads. Idempotent.
+        """Leaves the job and ends the session's threads. Idempotent; does nothing in a fork of the
+        process that opened it, whose session goes on.
 
         Without an error, the rank first serves the others to the end of the last step that it has
         run itself, and sends them again what they may lose, for at most ``tick_timeout_seconds``.
@@ -318,7 +324,7 @@ class Session:
         Args:
             error: why, for the other ranks' messages; empty when training is done.
         """
-        if self._closed:
+        if self._closed or self._is_fork():
             return
         self._closed = True
         try:
@@ -326,6 +332,19 @@ class Session:
                 self._serve_to_the_end()
         finally:
             self._leave(error)
+
+    def _is_fork(self) -> bool:
+        """Whether this process inherited the session: without its threads, and gRPC's locks as they
+        happened to be."""
+        return os.getpid() != self._process
+
+    def _check_process(self) -> None:
+        if self._is_fork():
+            raise SessionError(
+                f"the session belongs to process {self._process}, and this is its fork "
+                f"{os.getpid()}: its threads and connections stayed there. Use it there, and let "
+                "forks, such as workers of a DataLoader, make batches alone"
+            )
 
     def _leave(self, error: str) -> None:
         self._examiner.close()

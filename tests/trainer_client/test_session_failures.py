@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import socket
 import threading
@@ -274,6 +275,31 @@ def test_a_session_that_cannot_be_made_leaves_no_thread(change: dict[str, Any]) 
         Session.open(SessionOptions(**{**options, "shape": SHAPE, **change}))
     left = {thread.name for thread in set(threading.enumerate()) - before}
     assert "ucxx-owner" not in left
+
+
+def test_a_fork_leaves_the_session_that_it_inherits_alone(pool_of_four: Cluster) -> None:
+    team = Team(pool_of_four, 1, SHAPE, placement="pool")
+    session = team.sessions[0]
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            with pytest.raises(SessionError, match="this is its fork"), session.step(0):
+                pass
+            session.close()
+            code = 0
+        finally:
+            os._exit(code)
+    deadline = time.monotonic() + 20
+    while (ended := os.waitpid(child, os.WNOHANG))[0] == 0 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    if ended[0] == 0:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        raise AssertionError("the fork hangs in close")
+    assert os.waitstatus_to_exitcode(ended[1]) == 0
+    team.run(whole(1))
+    team.close()
 
 
 def test_closing_twice_leaves_no_thread(pool_of_four: Cluster) -> None:
