@@ -250,19 +250,34 @@ def by_fsdp2(layers: nn.ModuleList) -> None:
     fully_shard(layers[0], mesh=init_device_mesh("cpu", (1,)), reshard_after_forward=False)
 
 
+def by_zero_3(layers: nn.ModuleList) -> None:
+    for index, parameter in enumerate(layers[0].parameters()):
+        untyped: Any = parameter
+        untyped.ds_id = index
+
+
 @pytest.mark.usefixtures("alone_in_a_group")
 @pytest.mark.parametrize(
     ("shard", "named"),
-    [(by_fsdp1, "'layers.0' is FullyShardedDataParallel"), (by_fsdp2, "'layers.0' is sharded by")],
+    [
+        (by_fsdp1, "'layers.0' is FullyShardedDataParallel"),
+        (by_fsdp2, "'layers.0' is sharded by"),
+        (by_zero_3, r"'layers.0.self_attn.q_proj.weight' is sharded by DeepSpeed's ZeRO-3"),
+    ],
 )
+@pytest.mark.parametrize("lengths", [([5], [9]), ([5], [])])
 def test_layers_that_are_not_prepared_for_turns_are_refused(
-    session: Session, shard: Callable[[nn.ModuleList], None], named: str
+    session: Session,
+    shard: Callable[[nn.ModuleList], None],
+    named: str,
+    lengths: tuple[list[int], ...],
 ) -> None:
+    """Also by a rank that has one nano-batch where others may have two."""
     model, _ = pair()
-    (row,) = make_batches(lengths=([5, 9],))
+    (row,) = make_batches(lengths=([length for part in lengths for length in part],))
     with turns_inside(model):
         shard(model.model.layers)
-        step = submit(session, ([5], [9]))
+        step = submit(session, lengths)
         with pytest.raises(SessionError, match=named), session.step(step):
             model(**row).loss.backward()
 

@@ -84,8 +84,10 @@ def require_prepared(model: nn.Module, *, inside: bool = False) -> None:
         inside: it is called once for all of them, and they take turns in the modules inside it.
 
     Raises:
-        SessionError: a module is sharded by ``fully_shard`` and not prepared, or by FSDP1.
+        SessionError: a module is sharded by ``fully_shard`` and not prepared, by FSDP1, or by
+            DeepSpeed's ZeRO-3.
     """
+    _refuse_zero_3(model)
     for name, module in model.named_modules():
         if inside and module is model:
             continue
@@ -101,6 +103,17 @@ def require_prepared(model: nn.Module, *, inside: bool = False) -> None:
                 "its weights when the first of the nano-batches leaves it; add the line "
                 "'trainer_client.prepare_fsdp(model)' after fully_shard; with PingPong you can "
                 "turn ping-pong off instead: PingPong(model, interleave=False)"
+            )
+
+
+def _refuse_zero_3(model: nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        if hasattr(parameter, "ds_id"):
+            raise SessionError(
+                f"{name!r} is sharded by DeepSpeed's ZeRO-3, which gathers weights whenever a "
+                "nano-batch comes to them: ranks with unequally many nano-batches would wait for "
+                "each other; use ZeRO-1 or ZeRO-2, fully_shard (FSDP2) and "
+                "trainer_client.prepare_fsdp(model), or open the session with n_nano_batches=1"
             )
 
 

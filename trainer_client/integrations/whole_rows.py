@@ -183,7 +183,8 @@ class _WholeRows:
         n_rows = [running.n_rows(part) for part in range(running.job.n_nano_batches)]
         n_rows = n_rows[: sum(1 for rows in n_rows if rows)] or [0]
         self._check_rows(running, named, sum(n_rows))
-        if len(n_rows) > 1 and not self._checked:
+        # On all ranks, also those with one nano-batch: they would wait for who is refused.
+        if running.job.n_nano_batches > 1 and not self._checked:
             require_prepared(self._decoder, inside=True)
             self._checked = True
         calls = [((), part) for part in self._split(running, named, n_rows)]

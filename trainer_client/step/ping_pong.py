@@ -54,7 +54,7 @@ class PingPong(nn.Module):
 
         Raises:
             SessionError: no step is running, it has another number of nano-batches, or the module
-                is sharded by FSDP1, or by FSDP2 and not prepared, see
+                is sharded by FSDP1 or ZeRO-3, or by FSDP2 and not prepared, see
                 :func:`trainer_client.prepare_fsdp`.
         """
         running = require_step()
