@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import pytest
 import torch
 import transformers
 from torch import nn
+from torch.utils.data import IterableDataset
 
 from core_attention.errors import ManifestError
 from tests.cluster import NODE_SHAPE, Cluster, keep_profile
@@ -151,6 +153,33 @@ def test_ranks_that_would_train_apart_are_refused(
     monkeypatch.setenv("WORLD_SIZE", "2")
     refused = pytest.raises(UnsupportedTrainer, match="use_cpu=True")
     with refused, serve_trainer(alone, control_plane="localhost:1", job="x"):
+        raise AssertionError("never begun")
+
+
+def test_a_model_that_train_would_make_anew_is_refused(tmp_path: Path) -> None:
+    again: Any = trainer(tmp_path)
+    again.model_init = lambda: make_model(CONFIGS["Llama"], "distca")
+    refused = pytest.raises(UnsupportedTrainer, match=r"model_init makes another model")
+    with refused, serve_trainer(again, control_plane="localhost:1", job="x"):
+        raise AssertionError("never begun")
+
+
+class Stream(IterableDataset[dict[str, list[int]]]):
+    """Documents without a length."""
+
+    def __iter__(self) -> Iterator[dict[str, list[int]]]:
+        return iter([{"input_ids": [4, 5]}] * 4)
+
+
+def test_streams_that_accelerate_would_split_over_ranks_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its default is to read them on one rank, where there are several."""
+    streaming = trainer(tmp_path)
+    streaming.train_dataset = Stream()
+    monkeypatch.setattr(type(streaming.args), "world_size", 2)
+    refused = pytest.raises(UnsupportedTrainer, match=r"\(Stream\).*'dispatch_batches': False")
+    with refused, serve_trainer(streaming, control_plane="localhost:1", job="x"):
         raise AssertionError("never begun")
 
 

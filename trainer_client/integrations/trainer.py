@@ -20,6 +20,7 @@ from weakref import WeakSet
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import IterableDataset
 from transformers import Trainer
 
 import trainer_client.integrations.transformers  # noqa: F401  # registers the implementation
@@ -317,11 +318,34 @@ def _check_settings(trainer: Trainer) -> None:
             + ", ".join(f"{name}={size}" for name, size in sizes.items() if size > 1),
         ),
         (
-            bool(args.accelerator_config.split_batches or args.accelerator_config.dispatch_batches),
-            "accelerator_config has split_batches or dispatch_batches, and a packed row cannot be "
-            "split over ranks; set both to False",
+            trainer.model_init is not None,
+            "model_init makes another model when train() begins, after this one was looked at; "
+            "make the model first: Trainer(model_init(), ...)",
         ),
+        *_refusals_of_batches(trainer),
     ]
     for holds, refusal in refusals:
         if holds:
             raise UnsupportedTrainer(f"{type(trainer).__name__}: {refusal}")
+
+
+def _refusals_of_batches(trainer: Trainer) -> list[tuple[bool, str]]:
+    """Whether batches are split over ranks, and what is said of it."""
+    args: Any = trainer.args
+    config = args.accelerator_config
+    return [
+        (
+            bool(config.split_batches or config.dispatch_batches),
+            "accelerator_config has split_batches or dispatch_batches, and a packed row cannot be "
+            "split over ranks; set both to False",
+        ),
+        (
+            config.dispatch_batches is None
+            and args.world_size > 1
+            and isinstance(trainer.train_dataset, IterableDataset),
+            f"train_dataset is iterable ({type(trainer.train_dataset).__name__}), and with "
+            "dispatch_batches=None accelerate splits its batches over ranks, which cannot be done "
+            "with packed rows; set accelerator_config={'dispatch_batches': False}: every rank then "
+            "takes batches of its own",
+        ),
+    ]
