@@ -6,9 +6,11 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
+import accelerate
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 
 from core_attention.errors import ManifestError
 from core_attention.manifest import RankManifest
@@ -35,6 +37,12 @@ class Recording:
         return False
 
 
+class RecordingRows(Recording):
+    """The same, for whole rows."""
+
+    options = SimpleNamespace(rank=0, n_nano_batches=2, cut_documents=False)
+
+
 def steps(n: int) -> Iterator[list[dict[str, torch.Tensor]]]:
     for step in range(n):
         yield [{"position_ids": torch.arange(step + 1)[None]}, {"position_ids": torch.arange(3)}]
@@ -52,6 +60,36 @@ def test_steps_are_submitted_ahead_and_come_in_order(ahead: int) -> None:
     assert session.submitted == [
         RankManifest.from_lengths(step, 0, ([step + 1], [3])) for step in range(5)
     ]
+
+
+def rows_of_accelerate(n: int) -> Any:
+    rows: Any = [{"position_ids": torch.arange(length)[None]} for length in range(2, n + 2)]
+    return accelerate.Accelerator(cpu=True).prepare_data_loader(DataLoader(rows, batch_size=None))
+
+
+@pytest.mark.parametrize("ahead", [0, 2, 9])
+@pytest.mark.parametrize("n", [1, 5])
+def test_the_last_batch_of_accelerate_is_so_when_it_is_trained_on(ahead: int, n: int) -> None:
+    """By that, its accumulation of gradients ends with the loader."""
+    session: Any = RecordingRows()
+    loader, state = rows_of_accelerate(n), accelerate.state.GradientState()
+
+    def epochs() -> Iterator[Any]:
+        for _ in range(2):
+            yield from loader
+
+    for source, n_epochs in ((loader, 1), (epochs(), 2)):
+        said = [state.end_of_dataloader for _ in submit_ahead(session, source, ahead=ahead)]
+        assert said == n_epochs * [*(n - 1) * [False], True]
+        assert not state.in_dataloader
+
+
+def test_a_loop_inside_one_over_a_loader_of_accelerate_is_a_loop_of_its_own() -> None:
+    session: Any = RecordingRows()
+    state = accelerate.state.GradientState()
+    for index, batch in enumerate(rows_of_accelerate(2)):
+        inner = submit_ahead(session, [batch, batch, batch], ahead=1)
+        assert [state.end_of_dataloader for _ in inner] == 3 * [index == 1]
 
 
 def test_documents_may_be_told_by_cumulative_lengths() -> None:

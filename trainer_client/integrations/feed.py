@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
@@ -66,14 +67,69 @@ def submit_ahead(
             submitted.clear()
             submit(passed)
 
-    for nano_batches in loader:
+    source, last = iter(loader), LastBatch()
+    while True:
+        while len(submitted) <= ahead and last.may_fetch:
+            fetched = last.fetch(source)
+            submit_what_was_passed_over()
+            submit(fetched)
         submit_what_was_passed_over()
-        submit([nano_batches])
-        if len(submitted) > ahead:
-            yield submitted.popleft()
-    while submitted:
-        submit_what_was_passed_over()
-        yield submitted.popleft()
+        if not submitted:
+            return
+        given = submitted.popleft()
+        last.hand_out(is_last=not submitted)
+        yield given
+        last.used()
+
+
+class LastBatch:
+    """Batches of a loader that are fetched ahead, and which of them is the last one.
+
+    Loaders of accelerate say that a batch is the last one when they give it: for its gradient
+    accumulation and metrics, it shall be so when it is trained on. Nothing is fetched beyond it
+    before, which would end the loader.
+    """
+
+    def __init__(self) -> None:
+        self._is_over = False
+        self._loader: Any = None
+
+    @property
+    def may_fetch(self) -> bool:
+        """Whether there may be more batches, and the last one of a loader is not ahead."""
+        return not self._is_over and self._loader is None
+
+    def fetch(self, source: Iterator[Batch]) -> list[Batch]:
+        """The next batch; none if there are no more."""
+        before = _loader_at_its_end()
+        try:
+            batch = next(source)
+        except StopIteration:
+            self._is_over = True
+            return []
+        loader = _loader_at_its_end()
+        if loader is not before and loader is not None:
+            self._loader = loader
+            loader.end_of_dataloader = False
+        return [batch]
+
+    def hand_out(self, *, is_last: bool) -> None:
+        """A batch is about to be trained on; ``is_last`` of those that were fetched."""
+        if is_last and self._loader is not None:
+            self._loader.end_of_dataloader = True
+
+    def used(self) -> None:
+        """The batch that was handed out has been trained on."""
+        if self._loader is not None and self._loader.end_of_dataloader:
+            self._loader.end_of_dataloader = False
+            self._loader = None
+
+
+def _loader_at_its_end() -> Any:
+    """The loader of accelerate that is iterated over, if it has given its last batch."""
+    accelerate = sys.modules.get("accelerate.state")
+    loader = None if accelerate is None else accelerate.GradientState().active_dataloader
+    return loader if getattr(loader, "end_of_dataloader", False) else None
 
 
 def manifest_of_step(

@@ -26,7 +26,7 @@ from transformers import Trainer
 import trainer_client.integrations.transformers  # noqa: F401  # registers the implementation
 from core_attention.errors import ManifestError
 from trainer_client.errors import SessionError
-from trainer_client.integrations.feed import manifest_of_step
+from trainer_client.integrations.feed import LastBatch, manifest_of_step
 from trainer_client.integrations.fsdp import prepare_fsdp
 from trainer_client.integrations.host_barriers import HostBarriers
 from trainer_client.integrations.probe import probe_model
@@ -127,9 +127,7 @@ class _Served:
     ) -> Any:
         """The batches of an optimiser's step; later ones are fetched and submitted."""
         if self._batches is None or self._batches.source is not epoch_iterator:
-            self._batches = _BatchesAhead(
-                epoch_iterator, self._submit, self._n_ahead, self._trainer.accelerator
-            )
+            self._batches = _BatchesAhead(epoch_iterator, self._submit, self._n_ahead)
         self._handed_out.clear()
         self._batches.handed_out = self._handed_out
         return original(self._batches, *args, **kwargs)
@@ -191,52 +189,31 @@ class _BatchesAhead:
         source: what is fetched from.
         submit: submits a batch's manifest; returns its step.
         n_ahead: how many are fetched beyond the one that is handed out.
-        accelerator: is told by its loaders which batch is the last one.
 
     Attributes:
         handed_out: gets (step, batch) of every batch that is handed out.
     """
 
-    def __init__(
-        self, source: Iterator[Any], submit: Callable[[Any], int], n_ahead: int, accelerator: Any
-    ) -> None:
+    def __init__(self, source: Iterator[Any], submit: Callable[[Any], int], n_ahead: int) -> None:
         self.source = source
         self.handed_out: list[tuple[int, Any]] = []
         self._submit, self._n_ahead = submit, n_ahead
-        self._state = accelerator.gradient_state
         self._fetched: deque[tuple[int, Any]] = deque()
-        self._loader: Any = None
-        self._ended = False
+        self._last = LastBatch()
 
     def __iter__(self) -> _BatchesAhead:
         return self
 
     def __next__(self) -> Any:
-        while len(self._fetched) <= self._n_ahead and not self._ended:
-            self._fetch()
+        self._last.used()
+        while len(self._fetched) <= self._n_ahead and self._last.may_fetch:
+            self._fetched.extend((self._submit(b), b) for b in self._last.fetch(self.source))
         if not self._fetched:
-            # The source's own end, and what its loader does then.
-            return next(self.source)
+            raise StopIteration
         handed = self._fetched.popleft()
         self.handed_out.append(handed)
-        if self._loader is not None:
-            self._loader.end_of_dataloader = self._ended and not self._fetched
+        self._last.hand_out(is_last=not self._fetched)
         return handed[1]
-
-    def _fetch(self) -> None:
-        batch = next(self.source, _END)
-        if batch is _END:
-            self._ended = True
-            return
-        self._fetched.append((self._submit(batch), batch))
-        # Loaders of accelerate say that a batch is the last one when they give it: for its metrics,
-        # it shall be so when it is trained on. Nothing is fetched beyond it, which would end the
-        # loader.
-        self._loader = self._state.active_dataloader
-        self._ended = bool(getattr(self._loader, "end_of_dataloader", False))
-
-
-_END = object()
 
 
 def _session_options(trainer: Trainer, options: dict[str, Any]) -> SessionOptions:
