@@ -42,6 +42,10 @@ class Placement(StrEnum):
     IN_PLACE = "in-place"
     MIXED = "mixed"
 
+    @classmethod
+    def _missing_(cls, value: object) -> None:
+        raise ValueError(f"placement is {value!r}; it must be one of {', '.join(cls)}")
+
 
 @dataclass(frozen=True, kw_only=True)
 class SessionOptions(RankTimeouts, PlanRequest, IntegritySettings, ClientTls):

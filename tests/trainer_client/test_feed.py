@@ -92,6 +92,20 @@ def test_a_loop_inside_one_over_a_loader_of_accelerate_is_a_loop_of_its_own() ->
         assert [state.end_of_dataloader for _ in inner] == 3 * [index == 1]
 
 
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"position_ids": torch.empty(1, 0, dtype=torch.int64)},
+        {"cu_seq_lens_q": torch.tensor([0])},
+        {"input_ids": torch.empty(0, 4), "attention_mask": torch.empty(0, 4)},
+    ],
+)
+def test_a_whole_row_without_documents_is_refused(row: dict[str, torch.Tensor]) -> None:
+    session: Any = RecordingRows()
+    with pytest.raises(ManifestError, match=r"step 0: the row of rank 0 holds no document"):
+        list(submit_ahead(session, [row]))
+
+
 def test_documents_may_be_told_by_cumulative_lengths() -> None:
     session: Any = Recording()
     batch = {"cu_seq_lens_q": torch.tensor([0, 3, 7])}

@@ -75,7 +75,7 @@ def manifest_of_row(
         cut_documents: whether the row is split in its middle instead, of two nano-batches.
 
     Raises:
-        ManifestError: it holds none of them, or they do not tell documents apart.
+        ManifestError: it holds none of them, no document, or they do not tell documents apart.
     """
     if batch.get("position_ids") is not None:
         lengths = lengths_of_documents(batch["position_ids"])
@@ -93,6 +93,12 @@ def manifest_of_row(
             "data_collator=DataCollatorWithFlattening() in a Trainer of transformers, with "
             "packing=True or padding_free=True in TRL's SFTConfig; or give input_ids and "
             "attention_mask [batch, tokens], padded on the right"
+        )
+    if not lengths:
+        raise ManifestError(
+            f"step {step}: the row of rank {rank} holds no document; where a model is called with "
+            "whole rows, every rank needs a document in each step: leave the step out on all "
+            "ranks, or give PingPong the nano-batches, which may be empty"
         )
     if cut_documents:
         n_rows = sum(lengths)
