@@ -9,7 +9,7 @@ import multiprocessing
 import os
 import signal
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +20,12 @@ import transformers
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
+    PrepareModuleInput,
     RowwiseParallel,
+    SequenceParallel,
     parallelize_module,
 )
 from transformers.distributed.configuration_utils import DistributedConfig
@@ -54,6 +56,7 @@ REPLICAS = RANKS // TP
 CONFIG = TINY_LLAMA
 VOCABULARY: int = CONFIG["vocab_size"]
 LOCAL = AttentionShape(num_heads=2, num_heads_kv=1, head_dim=16, head_dim_v=16, dtype="float32")
+ONE_HEAD = replace(LOCAL, num_heads=1)
 LENGTHS = ([[7, 1, 13], [21]], [[5, 30], [3, 3, 9]])
 """By replica and nano-batch."""
 SPAN = 37
@@ -87,6 +90,33 @@ def by_parallelize_module(path: str, mesh: DeviceMesh) -> Any:
         f"{mlp}.gate_proj": ColwiseParallel(),
         f"{mlp}.up_proj": ColwiseParallel(),
         f"{mlp}.down_proj": RowwiseParallel(),
+    }
+    return parallelize_module(model, mesh["tp"], plan)
+
+
+def by_sequence_parallelism(path: str, mesh: DeviceMesh) -> Any:
+    """Between projections each rank has a share of the rows."""
+    auto: Any = transformers.AutoModelForCausalLM
+    model = auto.from_pretrained(path, attn_implementation="distca")
+    layer, rows, all_rows = "model.layers.*", Shard(1), Replicate()
+    plan: dict[str, Any] = {
+        "model.embed_tokens": RowwiseParallel(input_layouts=all_rows, output_layouts=rows),
+        f"{layer}.input_layernorm": SequenceParallel(use_local_output=True),
+        f"{layer}.post_attention_layernorm": SequenceParallel(use_local_output=True),
+        f"{layer}.self_attn": PrepareModuleInput(
+            input_kwarg_layouts={"hidden_states": rows},
+            desired_input_kwarg_layouts={"hidden_states": all_rows},
+        ),
+        **{f"{layer}.self_attn.{name}_proj": ColwiseParallel() for name in "qkv"},
+        f"{layer}.self_attn.o_proj": RowwiseParallel(output_layouts=rows),
+        f"{layer}.mlp": PrepareModuleInput(
+            input_layouts=(rows,), desired_input_layouts=(all_rows,)
+        ),
+        f"{layer}.mlp.gate_proj": ColwiseParallel(),
+        f"{layer}.mlp.up_proj": ColwiseParallel(),
+        f"{layer}.mlp.down_proj": RowwiseParallel(output_layouts=rows),
+        "model.norm": SequenceParallel(),
+        "lm_head": ColwiseParallel(input_layouts=rows, output_layouts=all_rows),
     }
     return parallelize_module(model, mesh["tp"], plan)
 
@@ -137,12 +167,14 @@ def batch_of(ids: list[torch.Tensor], begins: list[int], ends: list[int]) -> Bat
     pieces = list(zip(ids, begins, ends, strict=True))
     following = [torch.cat([each[1:], torch.tensor([-100])]) for each in ids]
     return {
-        "input_ids": torch.cat([each[b:e] for each, b, e in pieces])[None],
-        "position_ids": torch.cat([torch.arange(b, e) for _, b, e in pieces])[None],
-        "labels": torch.cat([each[b:e] for each, (_, b, e) in zip(following, pieces, strict=True)])[
-            None
-        ],
+        "input_ids": row_of([each[b:e] for each, b, e in pieces]),
+        "position_ids": row_of([torch.arange(b, e) for _, b, e in pieces]),
+        "labels": row_of([each[b:e] for each, (_, b, e) in zip(following, pieces, strict=True)]),
     }
+
+
+def row_of(pieces: list[torch.Tensor]) -> torch.Tensor:
+    return torch.cat([torch.arange(0), *pieces])[None]
 
 
 def steps_of(case: Case, session: Session, replica: int) -> Iterator[tuple[int, list[Batch]]]:
@@ -299,6 +331,42 @@ def test_tensor_parallel_replicas_train_as_one_process_does(
     keep_profile(tmp_path, LOCAL)
     save_model(tmp_path / "model")
     run_forked(run_ranks, (str(tmp_path), pool_of_four.address), RANKS)
+
+
+def run_ranks_with_shares_of_rows(rank: int, folder: str, address: str) -> None:
+    join(rank, RANKS, folder)
+    mesh = init_device_mesh("cpu", (1, RANKS), mesh_dim_names=("dp", "tp"))
+    path = f"{folder}/model"
+    model = by_sequence_parallelism(path, mesh)
+    options = SessionOptions.for_model(model, **job(address, folder, "shares-of-rows"))
+    assert options.shape == ONE_HEAD
+    ping_pong = PingPong(Losses(model))
+    lengths = ([[7, 1, 16], []], [[20], [3, 1]])
+    batches = [
+        [batch_of([ids_of(step, n) for n in nano], [0] * len(nano), nano) for nano in nano_batches]
+        for step, nano_batches in enumerate(lengths)
+    ]
+    with Session.open(options) as session:
+        for step, nano_batches in submit_ahead(session, batches):
+            model.zero_grad()
+            with session.step(step):
+                loss = torch.stack(ping_pong(nano_batches)).sum()
+                loss.backward()
+            expected_loss, expected = reference_of(
+                path, [ids_of(step, n) for nano in lengths[step] for n in nano]
+            )
+            assert float(loss) == pytest.approx(expected_loss, rel=1e-5)
+            compare_gradients(model, expected, 1, f"shares of rows, step {step}")
+    leave()
+
+
+@pytest.mark.slow
+def test_rows_are_shared_by_sequence_parallelism(tmp_path: Path, pool_of_four: Cluster) -> None:
+    """Whatever runs the model gives it a multiple of the ranks' rows: the probe, the check of
+    documents, and where a nano-batch has none."""
+    keep_profile(tmp_path, ONE_HEAD)
+    save_model(tmp_path / "model", num_key_value_heads=4)
+    run_forked(run_ranks_with_shares_of_rows, (str(tmp_path), pool_of_four.address), RANKS)
 
 
 LATE_SECONDS = 0.5

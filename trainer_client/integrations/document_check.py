@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import itertools
 import math
 import sys
 from collections.abc import Callable, Iterator
@@ -35,6 +36,7 @@ from trainer_client.integrations.documents import CHECKED, Documents, documents_
 from trainer_client.integrations.graphs import outside_graphs
 from trainer_client.integrations.plain_attention import attend_plainly
 from trainer_client.integrations.shape_inference import is_shape_inference
+from trainer_client.integrations.tensor_parallel import n_shares
 from trainer_client.integrations.uncompiled import uncompiled
 from trainer_client.integrations.untouched import untouched
 from trainer_client.step.home_tasks import FULL, LayerKind
@@ -43,7 +45,8 @@ from trainer_client.step.lane import current_lane, current_step, require_lane
 IMPLEMENTATION = "distca"
 
 LENGTHS = (5, 4, 5)
-"""Of the check's documents. The first and the last are equally
+"""Of the check's documents, for each tensor-parallel rank: sequence parallelism gives all of them
+equally many rows. The first and the last are equally
 long, so that they can change places: then the same rows are computed, in another order, and what
 differs is hardly even rounding."""
 
@@ -394,6 +397,7 @@ class _Checker:
         self._name = type(model).__name__
         self._device = next(model.parameters()).device
         self._n_tokens = max(_vocabulary(model) - _SPECIAL_TOKENS, 2)
+        self._lengths = [length * n_shares(model) for length in LENGTHS]
 
     def run(self) -> DocumentCheck:
         """Finds the calls, and the fault.
@@ -500,7 +504,7 @@ class _Checker:
         ids = self._draw(0)[0][None]
 
         def output(names: frozenset[str]) -> torch.Tensor:
-            documents = Documents("the check of positions", [(0, 0, LENGTHS[0])])
+            documents = Documents("the check of positions", [(0, 0, self._lengths[0])])
             return self._call(ids, Check(documents), names)
 
         try:
@@ -524,14 +528,14 @@ class _Checker:
         generator = torch.Generator().manual_seed(seed)
         return [
             torch.randint(0, self._n_tokens, (length,), generator=generator) + _SPECIAL_TOKENS
-            for length in LENGTHS
+            for length in self._lengths
         ]
 
     def _forward(self, documents: list[torch.Tensor]) -> tuple[list[torch.Tensor], Check]:
         """Outputs by document, and what was called."""
-        n_rows = sum(LENGTHS)
-        begins = [0, LENGTHS[0], LENGTHS[0] + LENGTHS[1]]
-        segments = [(row, 0, length) for row, length in zip(begins, LENGTHS, strict=True)]
+        n_rows = sum(self._lengths)
+        begins = itertools.accumulate(self._lengths[:-1], initial=0)
+        segments = [(row, 0, length) for row, length in zip(begins, self._lengths, strict=True)]
         check = Check(Documents("the check of documents", segments))
         output = self._call(torch.cat(documents)[None], check, self._names)
         if output.dim() != 3 or output.shape[1] != n_rows:
@@ -539,7 +543,7 @@ class _Checker:
                 f"{self._name} gives outputs of shape {tuple(output.shape)} for {n_rows} tokens; "
                 "it must give [1, tokens, ...]"
             )
-        return list(on_host(output[0].double()).split(LENGTHS)), check
+        return list(on_host(output[0].double()).split(self._lengths)), check
 
     def _call(self, ids: torch.Tensor, check: Check, names: frozenset[str]) -> torch.Tensor:
         told = {n: v for n, v in _everything(check.documents).items() if n in names}

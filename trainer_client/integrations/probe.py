@@ -35,6 +35,7 @@ from trainer_client.integrations.tensor_parallel import (
     check_local,
     is_sharded_by_fsdp,
     mesh_of,
+    n_shares,
     named_failures,
 )
 from trainer_client.integrations.uncompiled import uncompiled
@@ -336,7 +337,8 @@ def _default_inputs(model: nn.Module) -> dict[str, Any]:
             f"{type(model).__name__} is not a model of transformers, so its inputs are unknown; "
             "give SessionOptions.for_model inputs={...}, the keyword arguments of one forward"
         )
-    positions = torch.arange(DOCUMENT_TOKENS).repeat(2)[None]
+    # Sequence parallelism gives all ranks of a group equally many rows.
+    positions = torch.arange(DOCUMENT_TOKENS * n_shares(model)).repeat(2)[None]
     inputs = {
         "input_ids": positions % config.get_text_config().vocab_size,
         "position_ids": positions,

@@ -52,6 +52,16 @@ def mesh_of(model: nn.Module) -> DeviceMesh | None:
     return mesh if mesh.ndim == 1 else mesh[mesh.mesh_dim_names[-1]]  # type: ignore[index]
 
 
+def n_shares(model: nn.Module) -> int:
+    """Tensor-parallel ranks that share the layers of ``model``; 1 where there are none, or where
+    its meshes do not tell."""
+    try:
+        mesh = mesh_of(model)
+    except SessionError:
+        return 1
+    return 1 if mesh is None else mesh.size()
+
+
 def is_sharded_by_fsdp(model: nn.Module) -> bool:
     """Whether ``fully_shard`` was applied to ``model`` or a part of it."""
     return any(isinstance(module, FSDPModule) for module in model.modules())

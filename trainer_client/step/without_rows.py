@@ -17,9 +17,10 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
+from trainer_client.integrations.tensor_parallel import n_shares
 from trainer_client.step.lane import current_lane
 
-_ROWS = 2
+_LEAST_ROWS = 2
 """A loss of next tokens needs two to have one label, and no mean over none."""
 
 needs_rows: list[Callable[[nn.Module], bool]] = []
@@ -45,7 +46,10 @@ def run_without_rows(module: Callable[..., Any], batch: Mapping[str, Any]) -> An
     """
     rows_at = _rows_at(batch)
     assert rows_at is not None
-    given = {name: _filled(value) for name, value in batch.items()}
+    # Sequence parallelism gives all ranks of a group equally many rows.
+    shares = n_shares(module) if isinstance(module, nn.Module) else 1
+    n_rows = max(_LEAST_ROWS, shares)
+    given = {name: _filled(value, n_rows) for name, value in batch.items()}
     lane = current_lane.get()
     assert lane is not None
     token = current_lane.set(replace(lane, without_rows=True))
@@ -53,7 +57,7 @@ def run_without_rows(module: Callable[..., Any], batch: Mapping[str, Any]) -> An
         output = module(**given)
     finally:
         current_lane.reset(token)
-    return tree_map(lambda leaf: _emptied(leaf, rows_at), output)
+    return tree_map(lambda leaf: _emptied(leaf, rows_at, n_rows), output)
 
 
 def _rows_at(batch: Mapping[str, Any]) -> int | None:
@@ -64,15 +68,15 @@ def _rows_at(batch: Mapping[str, Any]) -> int | None:
     return None
 
 
-def _filled(value: Any) -> Any:
+def _filled(value: Any, n_rows: int) -> Any:
     if not (isinstance(value, torch.Tensor) and 0 in value.shape):
         return value
-    return value.new_zeros([size or _ROWS for size in value.shape])
+    return value.new_zeros([size or n_rows for size in value.shape])
 
 
-def _emptied(leaf: Any, rows_at: int) -> Any:
+def _emptied(leaf: Any, rows_at: int, n_rows: int) -> Any:
     if not isinstance(leaf, torch.Tensor):
         return leaf
-    if leaf.dim() > rows_at and leaf.shape[rows_at] == _ROWS:
+    if leaf.dim() > rows_at and leaf.shape[rows_at] == n_rows:
         return leaf.narrow(rows_at, 0, 0)
     return leaf * 0 if leaf.is_floating_point() else leaf
