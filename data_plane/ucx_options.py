@@ -134,5 +134,5 @@ class UcxSettings:
 def check_device(device: str) -> None:
     """Raises ValueError unless ``device`` is ``"cpu"``, ``"cuda"`` or ``"cuda:<index>"``."""
     kind, _, index = device.partition(":")
-    if kind not in ("cpu", "cuda") or (index and not index.isdigit()):
+    if kind not in ("cpu", "cuda") or (index and not index.isdecimal()):
         raise ValueError(f"device is {device!r}; valid: 'cpu', 'cuda', 'cuda:<index>'")

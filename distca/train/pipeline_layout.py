@@ -122,7 +122,7 @@ def _layers(training: TrainingSettings, n_stages: int, n_layers: int) -> tuple[i
         # The last stage has the loss as well.
         return tuple(each + (stage < more) for stage in range(n_stages))
     cells = training.stage_layers.split(",")
-    if not all(cell.strip().isdigit() and int(cell) for cell in cells):
+    if not all(cell.strip().isdecimal() and int(cell) for cell in cells):
         raise SettingsError(
             f"--stage-layers is {training.stage_layers!r}; it takes a number of 1 or more for each "
             "stage, with commas between, such as 3,3,2"

@@ -58,7 +58,7 @@ class RankEnvironment:
         values = {}
         for name, default in (("RANK", ""), ("WORLD_SIZE", ""), ("LOCAL_RANK", "0")):
             text = environ.get(name, default)
-            if not text.isdigit():
+            if not text.isdecimal():
                 raise ValueError(
                     f"environment variable {name} is {text!r}; it must be an integer, as torchrun "
                     "sets it"

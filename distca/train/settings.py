@@ -263,6 +263,11 @@ class TrainingSettings:
                 f"microbatches is {self.microbatches} and stage_layers {self.stage_layers!r}; both "
                 "go with pipeline_stages of 2 or more"
             )
+        if self.pipeline_stages == 1 and self.schedule != type(self).schedule:
+            raise ValueError(
+                f"schedule is {self.schedule!r}, and pipeline_stages 1: a schedule goes with "
+                "pipeline_stages of 2 or more"
+            )
         most = MAX_NANO_BATCHES // self.nano_batches
         if self.microbatches > most:
             raise ValueError(

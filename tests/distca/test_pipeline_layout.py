@@ -70,6 +70,7 @@ def test_a_schedule_may_come_from_a_file(tmp_path: Path) -> None:
         ({"schedule": "interleaved", "microbatches": 1}, "must be a multiple of the ranks"),
         ({"stage_layers": "3,x"}, "--stage-layers is '3,x'"),
         ({"stage_layers": "5,0"}, "--stage-layers is '5,0'"),
+        ({"stage_layers": "3,²"}, "--stage-layers is '3,²'"),
         ({"stage_layers": "3,1,1"}, "gives 5 layers to 3 stages; .* 5 layers, .* 2 stages"),
     ],
 )
@@ -81,6 +82,8 @@ def test_wrong_pipelines_are_named(changes: dict[str, Any], match: str) -> None:
 def test_microbatches_go_with_stages() -> None:
     with pytest.raises(ValueError, match="both go with pipeline_stages of 2 or more"):
         TrainingSettings(microbatches=2)
+    with pytest.raises(ValueError, match="schedule is 'zero-bubble', and pipeline_stages 1"):
+        TrainingSettings(schedule="zero-bubble")
     with pytest.raises(ValueError, match="a step has 128 at most"):
         TrainingSettings(pipeline_stages=2, microbatches=129, tokens_per_rank=129 * 64)
     with pytest.raises(ValueError, match=r"nano_batches \(2\) times microbatches \(3\)"):
