@@ -43,13 +43,18 @@ class Checkpoint:
         identity: names data and model (see ``trainer.identity``); a checkpoint of another
             identity is refused.
         model: state dict of the model.
-        optimizer: state dict of the optimiser.
+        optimizer: state dict of the optimiser, by names of parameters.
     """
 
     steps_done: int
     identity: dict[str, Any]
     model: dict[str, Any]
     optimizer: dict[str, Any]
+
+
+def is_by_number(optimizer: dict[str, Any]) -> bool:
+    """Whether an optimiser's state numbers parameters, as version 0.1 saved it."""
+    return any(isinstance(key, int) for key in optimizer["state"])
 
 
 class CheckpointKeeper:

@@ -24,7 +24,8 @@ from torch.nn.parallel import DistributedDataParallel
 from core_attention.pipelining import Pipelining
 from distca.data.batch import TokenBatch
 from distca.data.packing import PackedStep
-from distca.errors import DivergenceError
+from distca.errors import CheckpointError, DivergenceError
+from distca.train.checkpoint import is_by_number
 from distca.train.layers import checkpoint_layers, compile_layers
 from distca.train.parallelism import REPLICA, STAGE, Parallelism, replica_mesh
 from distca.train.pipeline_layout import PipelineLayout
@@ -284,19 +285,37 @@ class PipelineTrainer:
         return models, {"state": optimizers}
 
     def load_state(self, model: dict[str, Any], optimizer: dict[str, Any]) -> None:
-        """Takes up what :meth:`state` gave the first rank."""
+        """Takes up what :meth:`state` gave the first rank, of this run or of one without stages.
+
+        Raises:
+            CheckpointError: it does not say whose moments it has.
+        """
+        if is_by_number(optimizer):
+            raise CheckpointError(
+                "the checkpoint numbers the parameters whose moments it has, as version 0.1 saved "
+                "them, and stages need their names: go on without --pipeline-stages until the "
+                "next checkpoint"
+            )
         own_model, own = self._own_state()
         names = self._names(own_model)
         set_state_dict(
             self._modules,
             self._optimizer,
-            model_state_dict={name: model[names[name]] for name in own_model},
+            model_state_dict={name: self._kept(model, names[name]) for name in own_model},
             optim_state_dict={
-                "state": {name: optimizer["state"][names[name]] for name in own["state"]},
+                "state": {
+                    name: self._kept(optimizer["state"], names[name]) for name in own["state"]
+                },
                 "param_groups": own["param_groups"],
             },
             options=_WHOLE,
         )
+
+    def _kept(self, state: dict[str, Any], name: str) -> Any:
+        """Of the whole model's parameter ``name``; without stages a tied weight is kept once."""
+        tied = next(iter(self._stages.modules.values())).tied_names
+        names = (name, *(tied if name in tied else ()))
+        return state[next((each for each in names if each in state), name)]
 
     def _own_state(self) -> tuple[dict[str, Any], dict[str, Any]]:
         state: tuple[dict[str, Any], dict[str, Any]] = get_state_dict(

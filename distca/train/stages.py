@@ -32,6 +32,9 @@ class StageModule(nn.Module):
         chunk_rows: rows whose logits exist together, where the head is a plain matrix.
         backward_in_parts: PyTorch divides the stage's backwards in two parts, by itself.
 
+    Attributes:
+        tied_names: what embedding and head are called in the whole model, if they are one weight.
+
     Raises:
         ModelConfigError: the model cannot be cut: run in stages, it gives other hidden states.
     """
@@ -53,6 +56,7 @@ class StageModule(nn.Module):
         self._backward_in_parts = backward_in_parts
         self.is_tied = bool(getattr(model.config, "tie_word_embeddings", False))
         ids = torch.arange(_TRIED_TOKENS, device=model.device)[None]
+        self.tied_names = _embedding_names(model) if self.is_tied else ()
         given, expected = _hidden_states(model, every, layers, ids)
         self.model = model
         self._cut(every[layers.start : layers.stop])
@@ -158,6 +162,14 @@ class StageModule(nn.Module):
                     "out for it"
                 )
             setattr(model.base_model, norm, nn.Identity())
+
+
+def _embedding_names(model: PreTrainedModel) -> tuple[str, ...]:
+    """Of the weights of embedding and head."""
+    untyped: Any = model
+    weights = [untyped.get_input_embeddings().weight, untyped.get_output_embeddings().weight]
+    every = model.named_parameters(remove_duplicate=False)
+    return tuple(name for name, parameter in every if any(parameter is each for each in weights))
 
 
 def _hidden_states(

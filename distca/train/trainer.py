@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 from distca.data.batch import TokenBatch
 from distca.data.packing import PackedStep
 from distca.errors import DivergenceError, ModelConfigError
+from distca.train.checkpoint import is_by_number
 from distca.train.language_model import LanguageModel, has_plain_head
 from distca.train.layers import checkpoint_layers, compile_layers, decoder_layers
 from distca.train.parallelism import Parallelism, replica_mesh
@@ -175,10 +176,10 @@ class Trainer:
             yield name, None if parameter.grad is None else whole(parameter.grad)
 
     def state(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Whole state dicts of model and optimiser, for the first rank to save. All ranks call it;
-        those of a sharded model are gathered, and empty on the others."""
+        """Whole state dicts of model and optimiser, by names, for the first rank to save. All ranks
+        call it; those of a sharded model are gathered, and empty on the others."""
         if not self._is_sharded:
-            return self.model.state_dict(), self._optimizer.state_dict()
+            return self.model.state_dict(), self._by_names(self._optimizer.state_dict())
         gathered: tuple[dict[str, Any], dict[str, Any]] = get_state_dict(
             self.model, self._optimizer, options=_WHOLE
         )
@@ -187,16 +188,8 @@ class Trainer:
     def load_state(self, model: dict[str, Any], optimizer: dict[str, Any]) -> None:
         """Takes up what :meth:`state` gave the first rank, of this run or of one whose weights were
         spread otherwise."""
-        is_by_number = any(isinstance(key, int) for key in optimizer["state"])
-        if is_by_number and not self._is_sharded:
-            self.model.load_state_dict(model)
-            self._optimizer.load_state_dict(optimizer)
-            return
-        if is_by_number:
-            # Of a run whose ranks had all weights: in the order of parameters.
-            names = [name for name, _ in self.model.named_parameters()]
-            by_name = {names[number]: kept for number, kept in optimizer["state"].items()}
-            optimizer = {"state": by_name}
+        if is_by_number(optimizer):
+            optimizer = self._by_names(optimizer)
         _, own = get_state_dict(self.model, self._optimizer)
         set_state_dict(
             self.model,
@@ -206,6 +199,11 @@ class Trainer:
             optim_state_dict={"state": optimizer["state"], "param_groups": own["param_groups"]},
             options=_WHOLE,
         )
+
+    def _by_names(self, optimizer: dict[str, Any]) -> dict[str, Any]:
+        """State of an optimiser that numbers parameters in their order, by their names."""
+        names = [name for name, _ in self.model.named_parameters()]
+        return {"state": {names[number]: kept for number, kept in optimizer["state"].items()}}
 
     def _wait_for_connections(self) -> None:
         """In the first step, until every rank is connected to its servers: see ``HostBarriers`` for

@@ -102,6 +102,7 @@ def test_stages_together_are_the_model() -> None:
         model = build_model(config, attention="distca", dtype="float32", seed=3)
         stage = StageModule(model, layers, chunk_rows=3)
         found |= {stage.whole_name(name) for name, _ in model.named_parameters()}
+        assert stage.tied_names == ("model.embed_tokens.weight", "lm_head.weight")
         with torch.no_grad(), computed_here(model, 8):
             given = stage(given, position_ids=ids, labels=ids.roll(-1, 1))
     logits = expected.logits[0]

@@ -68,6 +68,19 @@ def test_stages_of_shares_go_on_without_shares(start_run: StartRun) -> None:
     assert record.steps[-1].loss < record.steps[0].loss
 
 
+def test_stages_go_on_from_a_run_without_stages(start_run: StartRun) -> None:
+    """Its rank has all weights; a nano-batch of it is one of a microbatch."""
+    whole = ("--trainers=1", "--nano-batches=4", "--layers=3", "--steps=2")
+    run = start_run("run", "--mode=in-place", *whole)
+    assert run.wait(RUN_SECONDS).exit_code == 0
+    options = ("--mode=in-place", "--verify", "--trainers=2", "--steps=3", "--resume")
+    again = start_run("run", *options, *STAGES)
+    assert again.wait(RUN_SECONDS).exit_code == 0
+    record = again.record()
+    assert [step.step for step in record.steps] == [0, 1, 2]
+    assert record.steps[-1].loss < record.steps[0].loss
+
+
 @pytest.mark.parametrize(
     "options",
     [
