@@ -899,6 +899,8 @@ def test_parts_of_a_packed_row_are_as_long_as_what_was_submitted() -> None:
         assert torch.equal(cut.joined([row[:, :2], row[:, 2:]]), row)
         with pytest.raises(SessionError, match=r"shape \[1, 5\]; .* 6 tokens: give \[1, 6, ...\]"):
             cut.calls((torch.zeros(1, 5),), {})
+        with pytest.raises(SessionError, match="stages keep the shapes of the first"):
+            cut.calls((torch.zeros(1, 5),), {})
         with pytest.raises(SessionError, match=r"a tensor of shape \[1\] for a part of a packed"):
             cut.joined([torch.zeros(1), torch.zeros(1)])
     finally:

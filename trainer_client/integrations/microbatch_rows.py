@@ -90,7 +90,8 @@ class Cut:
             )
         raise SessionError(
             f"{name} of a microbatch has shape {list(value.shape)}; the nano-batches that were "
-            f"submitted for it have {self.size} tokens: give [1, {self.size}, ...]"
+            f"submitted for it have {self.size} tokens: give [1, {self.size}, ...], and equally "
+            "many in every step, since PyTorch's stages keep the shapes of the first"
         )
 
 
