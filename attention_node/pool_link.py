@@ -98,6 +98,11 @@ class PoolLink:
         self._lost = False
         self._outbox = Outbox(self._lifeline)
 
+    @property
+    def connected(self) -> bool:
+        """Whether the control plane can be reached, as far as is known."""
+        return self._lifeline.contact is not None
+
     def join(self) -> None:
         """Registers and starts the heartbeat and the watch. If a server of the same name still
         holds a lease and may be gone, such as the process before this one, waits for its end.

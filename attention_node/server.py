@@ -46,6 +46,7 @@ from distca import __version__
 from distca.contract import rpc
 from distca.contract.codec import first_tick_from_bytes, plan_from_proto, profile_to_proto
 from distca.contract.settings import ClientTls, TlsFiles, values_of
+from distca.contract.timeouts import default_seconds
 from distca.contract.tls import server_credentials
 from distca.process.certificates import watch_certificates
 from distca.process.health_service import HealthCheck
@@ -65,6 +66,10 @@ _HEALTH_CALLS = 256
 
 QUIET_SECONDS = 0.5
 """How long a draining node must be idle: a plan made just before may still come."""
+
+UNSERVED_SECONDS = default_seconds("unserved_seconds")
+"""How long a draining node without a control plane waits for a rank, which may be about to connect
+again."""
 
 
 def run(settings: NodeSettings) -> None:
@@ -230,8 +235,11 @@ class AttentionNode:
         self._health.serves = False
         if self._membership is not None:
             self._membership.drain()
-        drained = self._wait_until_idle(time.monotonic() + self._settings.drain_seconds)
-        logger.info("drained" if drained else "drain_seconds passed with steps unfinished")
+        unfinished = self._wait_until_drained(time.monotonic() + self._settings.drain_seconds)
+        if unfinished:
+            logger.warning("leaving with steps unfinished: %s", unfinished)
+        else:
+            logger.info("drained")
 
     def close(self) -> None:
         """Leaves the pool and ends everything. Idempotent."""
@@ -258,16 +266,28 @@ class AttentionNode:
         for job_id in self._announced.forgotten(self._ticks.job_ids, now=time.monotonic()):
             self._ticks.close_job(job_id, "the control plane does not know it any more")
 
-    def _wait_until_idle(self, deadline: float) -> bool:
-        """Waits until nothing has been left to do for a while: a plan may still be under way."""
-        busy_at = time.monotonic()
+    def _wait_until_drained(self, deadline: float) -> str:
+        """Waits until nothing has been left to do for a while, since a plan may still be under way,
+        or nobody has been there to do it for; returns why steps are unfinished, or nothing."""
+        busy_at = served_at = time.monotonic()
         while (now := time.monotonic()) < deadline:
             if not self._ticks.idle:
                 busy_at = now
             elif now - busy_at > QUIET_SECONDS:
-                return True
+                return ""
+            if self._ticks.has_ranks or self._is_member:
+                served_at = now
+            elif now - served_at > UNSERVED_SECONDS:
+                return (
+                    "neither a rank nor the control plane has been there for "
+                    f"{UNSERVED_SECONDS:g} s"
+                )
             time.sleep(0.05)
-        return False
+        return f"drain_seconds, {self._settings.drain_seconds:g}, have passed"
+
+    @property
+    def _is_member(self) -> bool:
+        return self._membership is not None and self._membership.connected
 
     def _measure(self, shape: AttentionShape) -> CostProfile:
         kernel, device = self._kernel, self._device

@@ -184,6 +184,12 @@ class TickServer:
             return self._machine.lost_ranks(time.monotonic())
 
     @property
+    def has_ranks(self) -> bool:
+        """Whether a rank is connected."""
+        with self._lock:
+            return self._machine.has_ranks
+
+    @property
     def idle(self) -> bool:
         """Whether no planned step is unfinished and every reply has left."""
         with self._lock:

@@ -176,6 +176,11 @@ class ServerMachine(Generic[Peer, Work]):
         return sum(len(step.open) for job in self._jobs.values() for step in job.steps.values())
 
     @property
+    def has_ranks(self) -> bool:
+        """Whether a rank is connected."""
+        return bool(self._ranks)
+
+    @property
     def idle(self) -> bool:
         """Whether no planned step is unfinished and every reply has left."""
         return not self._n_leaving and not any(job.steps for job in self._jobs.values())

@@ -371,6 +371,13 @@ TIMEOUTS = (
         option="attention-node --drain-seconds",
     ),
     Timeout(
+        name="unserved_seconds",
+        seconds=3.0,
+        who="server",
+        what="a rank or the control plane, while it drains and has neither",
+        then="it leaves with planned steps unfinished",
+    ),
+    Timeout(
         name="flush_seconds",
         seconds=5.0,
         who="rank, server",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import signal
 import socket
@@ -19,6 +20,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from prometheus_client.parser import text_string_to_metric_families
 
+from attention_node.server import UNSERVED_SECONDS
 from attention_node.settings import NodeSettings
 from core_attention.manifest import RankManifest
 from distca.contract import rpc
@@ -191,6 +193,50 @@ def test_a_node_that_is_told_to_stop_leaves_a_running_job_unharmed(
             run(next(steps))
         assert doomed.popen.returncode == 0
         run(next(steps))
+
+
+MANIFEST = RankManifest.from_lengths(1, 0, [[90, 20], [30, 80]])
+
+
+def alone_with_a_planned_step(alone: Cluster) -> Team:
+    """A rank that has run step 0 and submitted step 1, which is planned; the control plane is
+    killed."""
+    team = Team(alone, 1, NODE_SHAPE, placement="pool")
+    team.run([MANIFEST])
+    team.submit([MANIFEST])
+    deadline = time.monotonic() + EXIT_SECONDS
+    while True:
+        with contextlib.suppress(rpc.UnknownStep):
+            team.sessions[0].fetch_step(1)
+            break
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    alone.control_plane.kill()
+    return team
+
+
+def test_a_node_without_ranks_and_control_plane_does_not_wait_for_planned_steps(
+    tmp_path: Path,
+) -> None:
+    with cluster(tmp_path, 1) as alone:
+        alone_with_a_planned_step(alone).close()
+        node = alone.processes[1]
+        # drain_seconds is 30.
+        assert node.terminate(15.0) == 0
+        assert "neither a rank nor the control plane has been there" in node.log.read_text()
+
+
+def test_a_node_without_control_plane_finishes_the_steps_of_ranks_that_are_connected(
+    tmp_path: Path,
+) -> None:
+    with cluster(tmp_path, 1) as alone, alone_with_a_planned_step(alone) as team:
+        node = alone.processes[1]
+        node.popen.terminate()
+        time.sleep(UNSERVED_SECONDS + 1.0)
+        for future in team.start_submitted([MANIFEST]):
+            future.result(EXIT_SECONDS)
+        assert node.popen.wait(EXIT_SECONDS) == 0
+        assert "unfinished" not in node.log.read_text()
 
 
 def test_an_operators_drain_ends_the_node_with_0(running: Cluster, doomed: Process) -> None:
