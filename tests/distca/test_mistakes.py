@@ -13,6 +13,7 @@ import pytest
 
 from core_attention import profiling
 from distca import cli
+from distca.local.process import LocalProcess
 from distca.shown_errors import EXTRAS, shown_error
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -21,7 +22,11 @@ NODE = ("attention-node", "--control-plane=127.0.0.1:1", "--shape=1:1:8:float32"
 PROFILE = ("profile", "--shape=1:1:8:float32")
 PLANE = ("control-plane", "--listen=127.0.0.1:0", "--metrics-listen=127.0.0.1:0")
 
+STAGES = ("local", "--pipeline-stages=2", "--microbatches=2", "--runs-dir={here}/runs")
+SHARED = ("local", "--tensor-parallel=2", "--runs-dir={here}/runs")
+
 BROKEN = {
+    "cut.csv": b"0F0,0B0\n1F0,1F0",
     "cut.json": b'{"a": [1, 2',
     "cut.pem": b"-----BEGIN CERTIFICATE-----\nMIIB",
     "cut.parquet": b"PAR1abc",
@@ -60,6 +65,15 @@ CASES: list[tuple[tuple[str, ...], str]] = [
     (("local", "--homes=planned", "--pipeline-stages=2"), "without pipelines; with"),
     (("local", "--homes=planned", "--mode=pool"), "choose in-place or mixed, or --homes packed"),
     (("local", "--runs-dir={here}/cut.pem/x"), "cannot be used"),
+    ((*STAGES, "--trainers=3"), "--pipeline-stages is 2 and there are 3 ranks"),
+    ((*STAGES, "--schedule={here}/none.csv"), "none.csv cannot be read"),
+    ((*STAGES, "--schedule={here}/cut.csv"), "--schedule: "),
+    ((*STAGES, "--schedule=1f1c"), "--schedule is '1f1c'; valid are 1f1b"),
+    ((*STAGES, "--layers=1"), "the model has 1 layers for 2 stages"),
+    ((*STAGES, "--stage-layers=3,2"), "--stage-layers gives 5 layers to 2 stages"),
+    ((*SHARED, "--trainers=3"), "--tensor-parallel is 2 and there are 3 ranks"),
+    ((*SHARED, "--heads=4", "--kv-heads=1"), "--tensor-parallel is 2, and num_heads_kv is 1"),
+    ((*SHARED, "--compile-layers"), "--compile-layers with --tensor-parallel 2"),
     ((*NODE, "--device=cuda:7"), "no kernel runs on device 'cuda:7'"),
     ((*NODE, "--device=foo"), "device is 'foo'; give cpu or cuda:INDEX"),
     ((*NODE, "--device=cuda:x"), "device is 'cuda:x'; give cpu or cuda:INDEX"),
@@ -88,7 +102,7 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]
 
 def unwanted(*_: object, **__: object) -> None:
     """Takes minutes, of which a mistake costs none."""
-    raise AssertionError("it measures before it knows where the result goes")
+    raise AssertionError("it measures, or starts processes, before it has looked at all options")
 
 
 @pytest.mark.parametrize(("arguments", "said"), CASES)
@@ -100,6 +114,7 @@ def test_a_mistake_is_one_message(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(profiling, "measure_profile", unwanted)
+    monkeypatch.setattr(LocalProcess, "__init__", unwanted)
     monkeypatch.setattr(sys, "argv", ["distca", *(each.format(**places) for each in arguments)])
     with pytest.raises(SystemExit) as end:
         cli.main()
