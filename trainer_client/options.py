@@ -18,6 +18,8 @@ from core_attention.tick import MAX_LAYERS, MAX_NANO_BATCHES
 from data_plane.interfaces import own_address
 from data_plane.transports import TransportName, check_transport
 from distca.contract.checks import (
+    check_bool,
+    check_host,
     check_least,
     check_port,
     check_range,
@@ -148,6 +150,8 @@ class SessionOptions(RankTimeouts, PlanRequest, IntegritySettings, ClientTls):
         object.__setattr__(self, "device", str(self.device))
         check_device("device", self.device)
         take_paths(self, "profile_dir")
+        check_bool(self, "cut_documents", "one_host")
+        check_host(self, "data_host")
         self._check_range("n_ranks", 1, 2**16)
         self._check_range("rank", 0, self.n_ranks - 1)
         self._check_range("n_layers", 1, MAX_LAYERS)

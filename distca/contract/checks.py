@@ -64,6 +64,43 @@ def check_range(name: str, value: Any, low: int, high: int) -> None:
         raise ValueError(f"{name} is {value}; it must be {low} to {high}")
 
 
+def check_count(name: str, value: Any) -> None:
+    """``value`` is an integer of 0 or more.
+
+    Raises:
+        ValueError: it is not.
+    """
+    if not isinstance(value, Integral) or int(value) < 0:
+        raise ValueError(f"{name} is {value!r}; it must be an integer, 0 or more")
+
+
+def check_bool(settings: object, /, *names: str) -> None:
+    """Each named field is True or False, or what equals one of them, or None.
+
+    Raises:
+        ValueError: one is not, such as a text, which would count as true.
+    """
+    for name in names:
+        value = getattr(settings, name)
+        if value is not None and value not in (True, False):
+            raise ValueError(f"{name} is {value!r}; it must be True or False")
+
+
+def check_host(settings: object, /, *names: str) -> None:
+    """Each named field is a text that may be a host: not an empty one.
+
+    Raises:
+        ValueError: one is not.
+    """
+    for name in names:
+        value = getattr(settings, name)
+        if not isinstance(value, str) or not value.strip():
+            raise ValueError(
+                f"{name} is {value!r}; give a name or IPv4 address of this machine that other "
+                "machines reach, or leave it out"
+            )
+
+
 def take_paths(settings: object, /, *names: str) -> None:
     """Makes each named field that is a text, as people write paths, the path that it declares."""
     for name in names:

@@ -11,7 +11,7 @@ from typing import Annotated, Any, ClassVar
 
 import typer
 
-from distca.contract.checks import check_least, take_paths
+from distca.contract.checks import check_bool, check_least, take_paths
 from distca.contract.timeouts import default_seconds
 
 DEFAULT_MAX_MESSAGE_BYTES = 256 * 2**20
@@ -185,5 +185,6 @@ class IntegritySettings:
     ] = 0.0
 
     def __post_init__(self) -> None:
+        check_bool(self, "checksums", "check_results")
         if not 0 <= self.audit_rate <= 1:
             raise ValueError(f"audit_rate is {self.audit_rate}; it must be a share, 0 to 1")

@@ -136,6 +136,9 @@ def test_batches_without_documents_are_refused_by_name() -> None:
         list(submit_ahead(session, [[{"input_ids": torch.zeros(1, 3)}]]))
     with pytest.raises(ValueError, match="ahead is -1"):
         list(submit_ahead(session, steps(1), ahead=-1))
+    text: Any = "3"
+    with pytest.raises(ValueError, match="ahead is '3'; it must be an integer, 0 or more"):
+        list(submit_ahead(session, steps(1), ahead=text))
 
 
 class Attention(nn.Module):

@@ -47,6 +47,12 @@ def test_paths_devices_and_numbers_may_be_of_kindred_types() -> None:
         ({"tolerance": "0.1"}, r"tolerance is '0.1'; it must be 0 or more"),
         ({"plan_timeout_seconds": "9"}, r"plan_timeout_seconds is '9'; it must be a positive"),
         ({"placement": "poool"}, r"placement is 'poool'; valid: 'pool', 'in-place', 'mixed'"),
+        ({"data_host": ""}, r"data_host is ''; give a name or IPv4 address of this machine"),
+        ({"data_host": None}, r"data_host is None; give a name or IPv4 address of this machine"),
+        ({"one_host": "no"}, r"one_host is 'no'; it must be True or False"),
+        ({"cut_documents": "false"}, r"cut_documents is 'false'; it must be True or False"),
+        ({"checksums": "0"}, r"checksums is '0'; it must be True or False"),
+        ({"check_results": "no"}, r"check_results is 'no'; it must be True or False"),
         ({"device": "cpux"}, r"device is 'cpux'; give cpu or cuda:INDEX"),
     ],
 )

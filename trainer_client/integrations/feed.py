@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 from core_attention.errors import ManifestError
 from core_attention.manifest import RankManifest
+from distca.contract.checks import check_count
 from trainer_client.session import Session
 from trainer_client.step.manifests import (
     manifest_from_cu_seqlens,
@@ -47,12 +48,11 @@ def submit_ahead(
 
     Raises:
         ManifestError: a nano-batch does not say where its documents begin.
-        ValueError: ``ahead`` is negative, or a step has another number of nano-batches than the
-            job.
+        ValueError: ``ahead`` is no integer of 0 or more, or a step has another number of
+            nano-batches than the job.
         SessionClosed: the job ended.
     """
-    if ahead < 0:
-        raise ValueError(f"ahead is {ahead}; it must be 0 or more")
+    check_count("ahead", ahead)
     submitted: deque[tuple[int, Batch]] = deque()
 
     def submit(batches: Iterable[Batch]) -> None:

@@ -25,6 +25,7 @@ from transformers import Trainer
 
 import trainer_client.integrations.transformers  # noqa: F401  # registers the implementation
 from core_attention.errors import ManifestError
+from distca.contract.checks import check_count
 from trainer_client.errors import SessionError
 from trainer_client.integrations.feed import LastBatch, manifest_of_step
 from trainer_client.integrations.fsdp import prepare_fsdp
@@ -65,8 +66,7 @@ def serve_trainer(
         SessionError: the model does not call core attention.
         ValueError: an option is invalid, or the model cannot be served (``UnsupportedModel``).
     """
-    if ahead < 0:
-        raise ValueError(f"ahead is {ahead}; it must be 0 or more")
+    check_count("ahead", ahead)
     if trainer in _served_now:
         raise UnsupportedTrainer(
             f"this {type(trainer).__name__} is in a block of serve_trainer already, and each of "

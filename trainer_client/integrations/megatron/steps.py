@@ -18,6 +18,7 @@ from torch import nn
 from core_attention.errors import ManifestError
 from core_attention.host_copies import on_host
 from core_attention.manifest import RankManifest
+from distca.contract.checks import check_count
 from trainer_client.errors import SessionError
 from trainer_client.integrations.frameworks import UnsupportedSetting
 from trainer_client.integrations.megatron import host_bounds, one_lane
@@ -187,8 +188,7 @@ class ServedSteps:
             ManifestError: a microbatch does not tell of its documents.
             ValueError: a step has another number of microbatches than the job.
         """
-        if steps_ahead < 0:
-            raise ValueError(f"steps_ahead is {steps_ahead}; it must be 0 or more")
+        check_count("steps_ahead", steps_ahead)
         submitted: deque[tuple[int, Sequence[Microbatch]]] = deque()
         expected = self.session.options.n_nano_batches // (2 if self._turns else 1)
         for microbatches in loader:

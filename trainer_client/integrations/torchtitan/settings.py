@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from distca.contract.checks import check_count
+
 
 @dataclass(kw_only=True, slots=True)
 class DistcaSettings:
@@ -46,8 +48,7 @@ class DistcaSettings:
     """On GPUs, FSDP2's collectives start only once all their ranks have come to them."""
 
     def __post_init__(self) -> None:
-        if self.steps_ahead < 0:
-            raise ValueError(f"distca.steps_ahead is {self.steps_ahead}; it must be 0 or more")
+        check_count("distca.steps_ahead", self.steps_ahead)
 
     def session_options(self) -> dict[str, Any]:
         """What goes to :class:`trainer_client.SessionOptions` as it is, but for the job's name."""
