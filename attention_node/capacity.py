@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from core_attention.shape import AttentionShape
@@ -23,9 +24,11 @@ def rows_within(limit_bytes: int, shapes: Sequence[AttentionShape]) -> int:
     row_bytes = max(map(_largest_row_bytes, shapes))
     rows = int(limit_bytes / (LANES * POOL_ROUNDING * row_bytes))
     if rows < 1:
+        least = math.ceil(LANES * POOL_ROUNDING * row_bytes)
         raise ValueError(
             f"buffer_limit_bytes is {limit_bytes}; one row of a tick takes {row_bytes} bytes, and "
-            f"{LANES} lanes need room: give {int(LANES * POOL_ROUNDING * row_bytes)} or more"
+            f"{LANES} lanes need room: give {least} or more (--buffer-limit-mib "
+            f"{math.ceil(least / 2**20)})"
         )
     return rows
 

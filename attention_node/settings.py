@@ -37,6 +37,14 @@ def check_device(name: str, device: str) -> None:
         raise ValueError(f"{name} is {device!r}; give cpu or cuda:INDEX")
 
 
+def _bytes_of_limit(mebibytes: int) -> int:
+    if mebibytes < 0:
+        raise ValueError(
+            f"--buffer-limit-mib is {mebibytes}; it must be 0 or more, and 0 is no limit"
+        )
+    return mebibytes * 2**20
+
+
 @dataclass(frozen=True, kw_only=True)
 class NodeSettings(ClientTls):
     """How an attention node runs.
@@ -104,7 +112,7 @@ class NodeSettings(ClientTls):
         typer.Option(
             "--buffer-limit-mib", help="Memory for messages, in MiB; default: 0, no limit."
         ),
-        Read(int, lambda mebibytes: mebibytes * 2**20),
+        Read(int, _bytes_of_limit),
     ] = 0
     profile_dir: Annotated[
         Path,

@@ -19,6 +19,7 @@ from distca.shown_errors import EXTRAS, shown_error
 ROOT = Path(__file__).resolve().parents[2]
 
 NODE = ("attention-node", "--control-plane=127.0.0.1:1", "--shape=1:1:8:float32")
+WIDE = (*NODE[:2], "--shape=128:1:1024:float32")
 PROFILE = ("profile", "--shape=1:1:8:float32")
 PLANE = ("control-plane", "--listen=127.0.0.1:0", "--metrics-listen=127.0.0.1:0")
 
@@ -74,6 +75,8 @@ CASES: list[tuple[tuple[str, ...], str]] = [
     ((*SHARED, "--trainers=3"), "--tensor-parallel is 2 and there are 3 ranks"),
     ((*SHARED, "--heads=4", "--kv-heads=1"), "--tensor-parallel is 2, and num_heads_kv is 1"),
     ((*SHARED, "--compile-layers"), "--compile-layers with --tensor-parallel 2"),
+    ((*NODE, "--buffer-limit-mib=-1"), "--buffer-limit-mib is -1; it must be 0 or more"),
+    ((*WIDE, "--buffer-limit-mib=1"), "give 3934720 or more (--buffer-limit-mib 4)"),
     ((*NODE, "--device=cuda:7"), "no kernel runs on device 'cuda:7'"),
     ((*NODE, "--device=foo"), "device is 'foo'; give cpu or cuda:INDEX"),
     ((*NODE, "--device=cuda:x"), "device is 'cuda:x'; give cpu or cuda:INDEX"),
