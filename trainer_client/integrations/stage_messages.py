@@ -296,15 +296,19 @@ class StageMessages:
         arriving = self._arriving.pop(message, None)
         if arriving is None:
             return
+        peer = self._peer(message.stage + (1 if message.kind == _BACKWARD else -1))
+        lacking = (
+            f"rank {peer} of the pipeline has not sent what stage {message.stage} needs for "
+            f"microbatch {message.microbatch}"
+        )
         try:
             _wait(arriving.result(self._timeout_seconds))
-        except (RuntimeError, TimeoutError) as error:
-            peer = self._peer(message.stage + (1 if message.kind == _BACKWARD else -1))
+        except TimeoutError as error:
             raise SessionError(
-                f"rank {peer} of the pipeline has not sent what stage {message.stage} needs for "
-                f"microbatch {message.microbatch} within {self._timeout_seconds:.0f} s, or has "
-                f"ended: {error or type(error).__name__}; its log says why"
+                f"{lacking} within {self._timeout_seconds:.0f} s; its log says why"
             ) from error
+        except RuntimeError as error:
+            raise SessionError(f"{lacking}: {error}; its log says why") from error
 
     def _send(self, message: _Message, operations: Sequence[Any]) -> None:
         (peer,) = {operation.peer for operation in operations}
