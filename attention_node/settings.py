@@ -28,6 +28,11 @@ from distca.options import Read
 _DEVICE = re.compile(r"cpu|cuda(:(0|[1-9][0-9]?))?")
 
 
+def device_name(device: object) -> str:
+    """The text of a device; ``"cpu"`` also where the CPU has a number, as accelerate's has."""
+    return "cpu" if str(device) == "cpu:0" else str(device)
+
+
 def check_device(name: str, device: str) -> None:
     """
     Raises:

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from attention_node.settings import check_device
+from attention_node.settings import check_device, device_name
 from core_attention.ca_task import MaskKind
 from core_attention.pipelining import Pipelining
 from core_attention.shape import AttentionShape
@@ -147,7 +147,7 @@ class SessionOptions(RankTimeouts, PlanRequest, IntegritySettings, ClientTls):
         object.__setattr__(self, "placement", _placement(self.placement))
         object.__setattr__(self, "transport", check_transport(self.transport))
         # Also a torch.device, which equals no text.
-        object.__setattr__(self, "device", str(self.device))
+        object.__setattr__(self, "device", device_name(self.device))
         check_device("device", self.device)
         take_paths(self, "profile_dir")
         check_bool(self, "cut_documents", "one_host")

@@ -70,3 +70,10 @@ def test_a_device_that_is_none_is_named_when_the_model_is_looked_at() -> None:
     with pytest.raises(ValueError, match="device is 'cpux'; give cpu or cuda:INDEX"):
         SessionOptions.for_model(llama(), **JOB, device="cpux")
     assert SessionOptions.for_model(llama(), **JOB, device=torch.device("cpu")).device == "cpu"
+
+
+@pytest.mark.parametrize("device", ["cpu:0", torch.device("cpu", 0)])
+def test_the_cpu_has_one_name(device: Any) -> None:
+    # accelerate's name for the CPU of a rank, so that of serve_trainer's options too.
+    assert options(device=device).device == "cpu"
+    assert SessionOptions.for_model(llama(), **JOB, device=device).device == "cpu"

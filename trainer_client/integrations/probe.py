@@ -25,7 +25,7 @@ from torch.nn.modules.module import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
-from attention_node.settings import check_device
+from attention_node.settings import check_device, device_name
 from core_attention.ca_task import MaskKind
 from core_attention.errors import TensorError
 from core_attention.shape import AttentionShape
@@ -368,7 +368,7 @@ def _agree(given: Any, found: Any) -> bool:
 
 def _numbered(device: str | torch.device) -> str:
     """``device`` with its number: ``"cuda"`` is the current one."""
-    device = str(device)
+    device = device_name(device)
     check_device("device", device)
     if torch.device(device).type == "cuda" and torch.device(device).index is None:
         return f"cuda:{torch.cuda.current_device()}"
