@@ -46,7 +46,8 @@ class Placement(StrEnum):
 
     @classmethod
     def _missing_(cls, value: object) -> None:
-        raise ValueError(f"placement is {value!r}; it must be one of {', '.join(cls)}")
+        valid = ", ".join(repr(each.value) for each in cls)
+        raise ValueError(f"placement is {value!r}; valid: {valid}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,7 +145,7 @@ class SessionOptions(RankTimeouts, PlanRequest, IntegritySettings, ClientTls):
     def __post_init__(self) -> None:
         for kind in (PlanRequest, IntegritySettings, ClientTls):
             kind.__post_init__(self)
-        object.__setattr__(self, "placement", _placement(self.placement))
+        object.__setattr__(self, "placement", Placement(self.placement))
         object.__setattr__(self, "transport", check_transport(self.transport))
         # Also a torch.device, which equals no text.
         object.__setattr__(self, "device", device_name(self.device))
@@ -238,11 +239,3 @@ class SessionOptions(RankTimeouts, PlanRequest, IntegritySettings, ClientTls):
 
     def _check_range(self, name: str, low: int, high: int) -> None:
         check_range(name, getattr(self, name), low, high)
-
-
-def _placement(given: str) -> Placement:
-    try:
-        return Placement(given)
-    except ValueError:
-        valid = ", ".join(repr(each.value) for each in Placement)
-        raise ValueError(f"placement is {given!r}; valid: {valid}") from None

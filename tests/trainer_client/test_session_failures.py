@@ -250,7 +250,7 @@ def test_options_out_of_range_are_named() -> None:
         ({"n_layers": 0}, "n_layers is 0"),
         ({"tolerance": -0.1}, "tolerance is -0.1"),
         ({"tick_timeout_seconds": 0.0}, "tick_timeout_seconds is 0.0"),
-        ({"placement": "cloud"}, "placement is 'cloud'; it must be one of pool, in-place, mixed"),
+        ({"placement": "cloud"}, "placement is 'cloud'; valid: 'pool', 'in-place', 'mixed'"),
     ):
         options: dict[str, object] = {
             "control_plane": "localhost:1",
