@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -82,6 +83,28 @@ def test_the_last_batch_of_accelerate_is_so_when_it_is_trained_on(ahead: int, n:
         said = [state.end_of_dataloader for _ in submit_ahead(session, source, ahead=ahead)]
         assert said == n_epochs * [*(n - 1) * [False], True]
         assert not state.in_dataloader
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_a_loader_that_was_left_at_its_last_batch_begins_anew(n: int) -> None:
+    """As epochs of transformers' Trainer are."""
+    session: Any = RecordingRows()
+    loader, state = rows_of_accelerate(n), accelerate.state.GradientState()
+    for _ in range(3):
+        steps_of_epoch = submit_ahead(session, loader, ahead=1)
+        said = [state.end_of_dataloader for _ in itertools.islice(steps_of_epoch, n)]
+        assert said == [*(n - 1) * [False], True]
+
+
+def test_a_look_at_the_loader_beside_its_last_batch_ends_no_later_epoch() -> None:
+    session: Any = RecordingRows()
+    loader = rows_of_accelerate(2)
+    epochs = itertools.chain.from_iterable(loader for _ in range(3))
+    n_steps = 0
+    for _ in submit_ahead(session, epochs, ahead=1):
+        n_steps += 1
+        next(iter(loader))
+    assert n_steps == 6
 
 
 def test_a_loop_inside_one_over_a_loader_of_accelerate_is_a_loop_of_its_own() -> None:

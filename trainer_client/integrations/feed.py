@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from core_attention.errors import ManifestError
@@ -91,7 +92,7 @@ class LastBatch:
     """
 
     def __init__(self) -> None:
-        self._is_over = False
+        self._is_over = self._is_out = False
         self._loader: Any = None
 
     @property
@@ -101,35 +102,54 @@ class LastBatch:
 
     def fetch(self, source: Iterator[Batch]) -> list[Batch]:
         """The next batch; none if there are no more."""
-        before = _loader_at_its_end()
-        try:
-            batch = next(source)
-        except StopIteration:
-            self._is_over = True
-            return []
-        loader = _loader_at_its_end()
-        if loader is not before and loader is not None:
-            self._loader = loader
-            loader.end_of_dataloader = False
+        with _earlier_ends_aside():
+            try:
+                batch = next(source)
+            except StopIteration:
+                self._is_over = True
+                return []
+            self._loader = _active_loader_at_its_end()
+        if self._loader is not None:
+            self._loader.end_of_dataloader = False
         return [batch]
 
     def hand_out(self, *, is_last: bool) -> None:
         """A batch is about to be trained on; ``is_last`` of those that were fetched."""
         if is_last and self._loader is not None:
-            self._loader.end_of_dataloader = True
+            self._loader.end_of_dataloader = self._is_out = True
 
     def used(self) -> None:
         """The batch that was handed out has been trained on."""
-        if self._loader is not None and self._loader.end_of_dataloader:
-            self._loader.end_of_dataloader = False
+        if self._is_out:
+            self._loader.end_of_dataloader = self._is_out = False
             self._loader = None
 
 
-def _loader_at_its_end() -> Any:
+def _active_loader_at_its_end() -> Any:
     """The loader of accelerate that is iterated over, if it has given its last batch."""
-    accelerate = sys.modules.get("accelerate.state")
-    loader = None if accelerate is None else accelerate.GradientState().active_dataloader
+    loader = _loaders()[-1]
     return loader if getattr(loader, "end_of_dataloader", False) else None
+
+
+@contextmanager
+def _earlier_ends_aside() -> Iterator[None]:
+    """Within, a loader is at its end only if it comes there: also one that was left at its end
+    before, and begins anew."""
+    at_end = [each for each in _loaders() if getattr(each, "end_of_dataloader", False)]
+    for loader in at_end:
+        loader.end_of_dataloader = None
+    try:
+        yield
+    finally:
+        for loader in at_end:
+            if loader.end_of_dataloader is None:
+                loader.end_of_dataloader = True
+
+
+def _loaders() -> list[Any]:
+    """Those of accelerate that are iterated over, the innermost one last; None stands for none."""
+    accelerate = sys.modules.get("accelerate.state")
+    return [None] if accelerate is None else accelerate.GradientState().dataloader_references
 
 
 def manifest_of_step(
