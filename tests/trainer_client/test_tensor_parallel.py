@@ -48,6 +48,7 @@ from trainer_client import (
     prepare_fsdp,
     submit_ahead,
 )
+from trainer_client.integrations.tensor_parallel import mesh_of
 
 pytestmark = [pytest.mark.training, pytest.mark.timeout(300)]
 
@@ -367,6 +368,27 @@ def test_rows_are_shared_by_sequence_parallelism(tmp_path: Path, pool_of_four: C
     keep_profile(tmp_path, ONE_HEAD)
     save_model(tmp_path / "model", num_key_value_heads=4)
     run_forked(run_ranks_with_shares_of_rows, (str(tmp_path), pool_of_four.address), RANKS)
+
+
+@pytest.mark.parametrize("norms", [{}, {"1": SequenceParallel()}], ids=["some", "all weights"])
+def test_shares_are_told_from_those_of_fully_shard(tmp_path: Path, norms: dict[str, Any]) -> None:
+    """Also where tensor parallelism spreads every weight, so that all are on one mesh."""
+    dist.init_process_group(
+        "gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1
+    )
+    try:
+        mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("dp", "tp"))
+        model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8))
+        parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), **norms})
+        assert mesh_of(model) == mesh["tp"]
+        fully_shard(model, mesh=mesh["dp"])
+        assert mesh_of(model) == mesh["tp"]
+        for of_replicas in (mesh["dp"], mesh):
+            model = nn.Sequential(nn.Linear(8, 8))
+            fully_shard(model, mesh=of_replicas)
+            assert mesh_of(model) is None
+    finally:
+        leave()
 
 
 LATE_SECONDS = 0.5

@@ -26,6 +26,7 @@ from trainer_client.errors import SessionError
 from trainer_client.integrations.checkpointing import recomputes
 from trainer_client.integrations.graphs import outside_graphs
 from trainer_client.integrations.host_barriers import HostBarriers
+from trainer_client.integrations.tensor_parallel import groups_of
 from trainer_client.step.lane import current_lane
 from trainer_client.step.running_step import RunningStep
 
@@ -165,16 +166,7 @@ def _reshards(unit: Any, is_root: bool) -> bool:
     for roots unless it was said so."""
     if is_root and unit._get_fsdp_state()._auto_reshard_after_forward:
         return False
-    return any(group.post_forward_mesh_info is not None for group in _groups(unit))
-
-
-def _groups(unit: Any) -> list[Any]:
-    """What FSDP2 gathers and reduces at once; none if all weights inside belong to other units."""
-    state = unit._get_fsdp_state()
-    groups = getattr(state, "_fsdp_param_groups", None)
-    if groups is None:  # as it was named when there could be only one
-        groups = [] if state._fsdp_param_group is None else [state._fsdp_param_group]
-    return list(groups)
+    return any(group.post_forward_mesh_info is not None for group in groups_of(unit))
 
 
 class _LaneGate:
@@ -239,7 +231,7 @@ class _LaneGate:
         """Gives the module what was hidden, in the dtype that FSDP2 has given the first lane's."""
         if self._beside() is None:
             return args, kwargs
-        self._states = [(group, group._training_state) for group in _groups(self._module)]
+        self._states = [(group, group._training_state) for group in groups_of(self._module)]
         hidden = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, _Hidden)]
         if not hidden:
             self._dtypes = [tensor.dtype for tensor in _differentiable(args, kwargs)]

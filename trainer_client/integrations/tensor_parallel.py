@@ -7,7 +7,7 @@ independent, so each rank is a rank of the job of its own, with as many heads as
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -37,9 +37,8 @@ def mesh_of(model: nn.Module) -> DeviceMesh | None:
     meshes = {
         parameter.device_mesh for parameter in model.parameters() if isinstance(parameter, DTensor)
     }
-    if is_sharded_by_fsdp(model):
-        widest = max((mesh.ndim for mesh in meshes), default=0)
-        meshes = {mesh for mesh in meshes if mesh.ndim == widest} if _dims_differ(meshes) else set()
+    if (n_dims := _dims_of_fsdp(model)) > 0:
+        meshes = {mesh for mesh in meshes if mesh.ndim > n_dims}
     if not meshes:
         return None
     mesh, *others = meshes
@@ -67,8 +66,21 @@ def is_sharded_by_fsdp(model: nn.Module) -> bool:
     return any(isinstance(module, FSDPModule) for module in model.modules())
 
 
-def _dims_differ(meshes: Iterable[DeviceMesh]) -> bool:
-    return len({mesh.ndim for mesh in meshes}) > 1
+def groups_of(unit: Any) -> list[Any]:
+    """What FSDP2 gathers and reduces at once of a module that ``fully_shard`` was applied to; none
+    if all weights inside belong to other ones."""
+    state = unit._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is None:  # as it was named when there could be only one
+        groups = [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+    return list(groups)
+
+
+def _dims_of_fsdp(model: nn.Module) -> int:
+    """Dimensions of the mesh that ``fully_shard`` was given; 0 where it was not applied."""
+    units = (module for module in model.modules() if isinstance(module, FSDPModule))
+    groups = (group for unit in units for group in groups_of(unit))
+    return max((group.mesh_info.mesh.ndim for group in groups), default=0)
 
 
 def with_group(model: nn.Module, options: dict[str, Any]) -> dict[str, Any]:
