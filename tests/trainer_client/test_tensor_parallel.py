@@ -338,9 +338,24 @@ def run_ranks_with_shares_of_rows(rank: int, folder: str, address: str) -> None:
     join(rank, RANKS, folder)
     mesh = init_device_mesh("cpu", (1, RANKS), mesh_dim_names=("dp", "tp"))
     path = f"{folder}/model"
-    model = by_sequence_parallelism(path, mesh)
-    options = SessionOptions.for_model(model, **job(address, folder, "shares-of-rows"))
-    assert options.shape == ONE_HEAD
+    for sharded in (False, True):
+        name = "shares-of-rows" + "-sharded" * sharded
+        model = by_sequence_parallelism(path, mesh)
+        options = SessionOptions.for_model(model, **job(address, folder, name))
+        assert options.shape == ONE_HEAD
+        if sharded:
+            shard_layers(model, mesh)
+        train_with_shares_of_rows(model, options, path)
+    leave()
+
+
+def shard_layers(model: Any, mesh: DeviceMesh) -> None:
+    for unit in (*model.model.layers, model):
+        fully_shard(unit, mesh=mesh["dp"])
+    prepare_fsdp(model)
+
+
+def train_with_shares_of_rows(model: Any, options: SessionOptions, path: str) -> None:
     ping_pong = PingPong(Losses(model))
     lengths = ([[7, 1, 16], []], [[20], [3, 1]])
     batches = [
@@ -357,8 +372,7 @@ def run_ranks_with_shares_of_rows(rank: int, folder: str, address: str) -> None:
                 path, [ids_of(step, n) for nano in lengths[step] for n in nano]
             )
             assert float(loss) == pytest.approx(expected_loss, rel=1e-5)
-            compare_gradients(model, expected, 1, f"shares of rows, step {step}")
-    leave()
+            compare_gradients(model, expected, 1, f"{options.job}, step {step}")
 
 
 @pytest.mark.slow
