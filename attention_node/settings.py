@@ -17,9 +17,9 @@ import typer
 
 from attention_node.capacity import rows_within
 from core_attention.shape import AttentionShape, parse_shape
-from data_plane.interfaces import own_address, rows_host
+from data_plane.interfaces import OWN_ADDRESS, rows_host, take_own_address
 from data_plane.transports import TransportName, check_transport
-from distca.contract.addresses import split_addresses
+from distca.contract.addresses import hosts_of, split_addresses
 from distca.contract.checks import check_least, check_port, check_seconds
 from distca.contract.settings import PROFILE_DIR, ClientTls
 from distca.contract.timeouts import check_order, default_seconds, known_timeouts
@@ -79,8 +79,12 @@ class NodeSettings(ClientTls):
     ] = field(default_factory=lambda: f"{socket.gethostname()}-{os.getpid()}")
     device: Annotated[str, typer.Option(help="cpu or cuda:INDEX.")] = "cpu"
     data_host: Annotated[
-        str, typer.Option(help="Address of this machine that trainers reach; default: its own.")
-    ] = field(default_factory=own_address)
+        str,
+        typer.Option(
+            help="Address of this machine that trainers reach; auto: what its name stands for, or "
+            "where that is loopback the address towards the control plane.",
+        ),
+    ] = OWN_ADDRESS
     data_interface: Annotated[
         str,
         typer.Option(
@@ -148,7 +152,8 @@ class NodeSettings(ClientTls):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        split_addresses("control_plane", self.control_plane)
+        addresses = split_addresses("control_plane", self.control_plane)
+        take_own_address(self, "data_host", towards=hosts_of("control_plane", addresses))
         if not self.profile_shapes:
             raise ValueError("profile_shapes is empty; give the shape of at least one model")
         check_device("device", self.device)

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import ipaddress
 import socket
+from collections.abc import Iterable
 from typing import Any
 
+OWN_ADDRESS = "auto"
+"""Stands for :func:`own_address`, where settings name the others."""
 ANY_ADDRESS = "0.0.0.0"
 _LOOPBACK_ADDRESS = "127.0.0.1"
 _DISCARD_PORT = 9
@@ -42,26 +45,42 @@ def address_of_interface(name: str) -> str:
     raise ValueError(f"data_interface {name!r} {what}; choose one of {others or 'none'}")
 
 
-def own_address(field: str = "data_host") -> str:
-    """Returns the IPv4 address that this machine's name stands for.
+def own_address(field: str = "data_host", *, towards: Iterable[str] = ()) -> str:
+    """Returns the IPv4 address at which other machines reach this one: what its name stands for.
+
+    Where that is a loopback address, as in the ``/etc/hosts`` of Debian and Ubuntu (127.0.1.1), or
+    none at all, it is the address from which this machine calls the others.
 
     Args:
         field: of the setting that it is the default of, for the error.
+        towards: names or addresses of others, of which the first with a route counts.
 
     Raises:
-        ValueError: the name stands for none; says what to do.
+        ValueError: the name stands for none, and there is no route; says what to do.
     """
-    name = socket.gethostname()
+    name, ip, why = socket.gethostname(), None, ""
     try:
-        return socket.gethostbyname(name)
+        ip = socket.gethostbyname(name)
     except (OSError, UnicodeError) as error:
-        why = getattr(error, "strerror", None) or error
+        why = str(getattr(error, "strerror", None) or error)
+    if ip is not None and not ipaddress.ip_address(ip).is_loopback:
+        return ip
+    ip = source_towards(towards) or ip
+    if ip is None:
         raise ValueError(
             f"{field} is not given, and this machine's name, {name!r}, has no IPv4 address: {why}. "
             f"Give --{field.replace('_', '-')} ({field}) an address that `ip address` shows, "
             f"{_LOOPBACK_ADDRESS} if all processes are on this machine; or add the name to "
             "/etc/hosts"
-        ) from error
+        )
+    return ip
+
+
+def take_own_address(settings: object, field: str, *, towards: Iterable[str]) -> None:
+    """Makes the named field of ``settings``, where it is :data:`OWN_ADDRESS`, what that stands for;
+    raises as :func:`own_address`."""
+    if getattr(settings, field) == OWN_ADDRESS:
+        object.__setattr__(settings, field, own_address(field, towards=towards))
 
 
 def rows_host(data_host: str, data_interface: str) -> str:
@@ -82,6 +101,19 @@ def source_ip(peer_ip: str) -> str | None:
         except OSError:
             return None
         return str(test.getsockname()[0])
+
+
+def source_towards(hosts: Iterable[str]) -> str | None:
+    """Returns the address from which this machine would call the first of ``hosts``, names or
+    addresses, that resolves and has a route; None if none does."""
+    for host in hosts:
+        try:
+            source = source_ip(socket.gethostbyname(host))
+        except (OSError, UnicodeError):
+            continue
+        if source is not None:
+            return source
+    return None
 
 
 def interface_of_host(host: str) -> str | None:

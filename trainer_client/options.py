@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
@@ -15,8 +15,9 @@ from core_attention.ca_task import MaskKind
 from core_attention.pipelining import Pipelining
 from core_attention.shape import AttentionShape
 from core_attention.tick import MAX_LAYERS, MAX_NANO_BATCHES
-from data_plane.interfaces import own_address
+from data_plane.interfaces import OWN_ADDRESS, take_own_address
 from data_plane.transports import TransportName, check_transport
+from distca.contract.addresses import hosts_of, split_addresses
 from distca.contract.checks import (
     check_bool,
     check_host,
@@ -80,8 +81,9 @@ class SessionOptions(RankTimeouts, PlanRequest, IntegritySettings, ClientTls):
         placement: pool servers, the ranks' own in-place servers, or both.
         softmax_scale: multiplies q.k before the softmax; None is 1 / sqrt(head_dim).
         device: where the model's tensors are, for example ``"cpu"`` or ``"cuda:0"``.
-        data_host: address of this machine that other ranks reach. With ``placement`` pool on
-            several hosts a loopback address stands for the one towards the control plane.
+        data_host: address of this machine that other ranks reach; ``"auto"``: what its name stands
+            for, or where that is loopback the address towards the control plane. With ``placement``
+            pool on several hosts any loopback address stands for the latter.
         data_port: port of the in-place server; 0 takes any free one.
         transport: ``"ucxx"`` or ``"nixl"``, the same on every rank and server; ``"auto"`` takes
             that of the pool's servers, or what suits this machine.
@@ -121,7 +123,7 @@ class SessionOptions(RankTimeouts, PlanRequest, IntegritySettings, ClientTls):
     placement: Placement = Placement.IN_PLACE
     softmax_scale: float | None = None
     device: str = "cpu"
-    data_host: str = field(default_factory=own_address)
+    data_host: str = OWN_ADDRESS
     data_port: int = 0
     transport: str = TransportName.AUTO
     one_host: bool = False
@@ -153,6 +155,8 @@ class SessionOptions(RankTimeouts, PlanRequest, IntegritySettings, ClientTls):
         take_paths(self, "profile_dir")
         check_bool(self, "cut_documents", "one_host")
         check_host(self, "data_host")
+        addresses = split_addresses("control_plane", self.control_plane)
+        take_own_address(self, "data_host", towards=hosts_of("control_plane", addresses))
         self._check_range("n_ranks", 1, 2**16)
         self._check_range("rank", 0, self.n_ranks - 1)
         self._check_range("n_layers", 1, MAX_LAYERS)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 
 def split_address(name: str, address: str, *, any_port: bool = False) -> tuple[str, int]:
     """Host, without the brackets of IPv6, and port of ``address``.
@@ -33,3 +35,8 @@ def split_addresses(name: str, addresses: str) -> tuple[str, ...]:
         except ValueError as error:
             raise ValueError(f"{error}, or several with commas between") from error
     return each
+
+
+def hosts_of(name: str, addresses: Iterable[str]) -> list[str]:
+    """The hosts of ``addresses``, each ``host:port``; raises as :func:`split_address`."""
+    return [split_address(name, address)[0] for address in addresses]

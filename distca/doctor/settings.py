@@ -5,14 +5,14 @@ Importing this module is cheap: the command line needs it for ``--help``.
 
 from __future__ import annotations
 
-import socket
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from typing import Annotated
 
 import typer
 
 from core_attention.shape import AttentionShape, parse_shape
-from data_plane.interfaces import rows_host
+from data_plane.interfaces import OWN_ADDRESS, own_address, rows_host
 from data_plane.transport import Address
 from data_plane.transports import TransportName, check_transport
 from distca.contract.addresses import split_address
@@ -66,15 +66,6 @@ def _port_range(text: str) -> range:
     return range(bounds[0], bounds[1] + 1)
 
 
-def _own_address() -> str:
-    """What this machine's name stands for; loopback if that does not resolve, which check dns
-    tells."""
-    try:
-        return socket.gethostbyname(socket.gethostname())
-    except OSError:
-        return "127.0.0.1"
-
-
 def _is_gpu(device: str) -> bool:
     kind, _, index = device.partition(":")
     return kind == "cuda" and index.isdecimal()
@@ -103,8 +94,12 @@ class DoctorSettings:
         Read(str, parse_shape),
     ] = ()
     data_host: Annotated[
-        str, typer.Option(help="Address of this machine that others reach; default: its own.")
-    ] = field(default_factory=_own_address)
+        str,
+        typer.Option(
+            help="Address of this machine that others reach; auto: what its name stands for, or "
+            "where that is loopback the address towards the control plane.",
+        ),
+    ] = OWN_ADDRESS
     data_interface: Annotated[
         str,
         typer.Option(
@@ -173,6 +168,17 @@ class DoctorSettings:
         check_seconds(self)
         check_least(self, min_gigabytes_per_second=0)
         rows_host(self.data_host, self.data_interface)
+
+    def located(self, towards: Iterable[str]) -> DoctorSettings:
+        """The same with ``data_host`` an address: where it is to be this machine's own, the one
+        that processes here take whose control plane is one of the hosts ``towards``; loopback if
+        they find none, which check dns tells."""
+        if self.data_host != OWN_ADDRESS:
+            return self
+        try:
+            return replace(self, data_host=own_address(towards=towards))
+        except ValueError:
+            return replace(self, data_host="127.0.0.1")
 
     @property
     def rows_host(self) -> str:

@@ -11,6 +11,7 @@ from pathlib import Path
 from data_plane.transport_choice import TransportChoice, choose_transport, named_transport
 from data_plane.transport_facts import TransportFacts, transport_facts
 from data_plane.transports import TransportName
+from distca.contract.addresses import hosts_of
 from distca.doctor.cluster_probe import ClusterProbe
 from distca.doctor.settings import DoctorSettings
 
@@ -30,6 +31,11 @@ class Surroundings:
     cluster: ClusterProbe | None = None
     environ: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
     root: Path = Path("/")
+
+    def __post_init__(self) -> None:
+        addresses = self.cluster.settings.addresses if self.cluster is not None else ()
+        hosts = hosts_of("control_plane", addresses)
+        object.__setattr__(self, "settings", self.settings.located(hosts))
 
     @cached_property
     def facts(self) -> TransportFacts:

@@ -5,15 +5,15 @@ Importing this module is cheap: the command line needs it for ``--help``.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from ipaddress import ip_address
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from data_plane.interfaces import own_address
-from distca.contract.addresses import split_address
+from data_plane.interfaces import OWN_ADDRESS, take_own_address
+from distca.contract.addresses import hosts_of, split_addresses
 from distca.contract.checks import check_seconds
 from distca.contract.settings import ClientTls, values_of
 from distca.contract.timeouts import default_seconds
@@ -41,9 +41,10 @@ class MemberSettings(ClientTls):
     host: Annotated[
         str,
         typer.Option(
-            help="Address of this machine that other members send UDP to; default: its own."
+            help="Address of this machine that other members send UDP to; auto: what its name "
+            "stands for, or where that is loopback the address towards the control plane."
         ),
-    ] = field(default_factory=lambda: own_address("host"))
+    ] = OWN_ADDRESS
     port: Annotated[int, typer.Option(help="UDP port that members listen on.")] = 51820
     interface: Annotated[str, typer.Option(help="Name of the interface that is made.")] = "distca0"
     mtu: Annotated[
@@ -73,8 +74,8 @@ class MemberSettings(ClientTls):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_seconds(self)
-        for address in self.control_plane.split(","):
-            split_address("control_plane", address.strip())
+        addresses = split_addresses("control_plane", self.control_plane)
+        take_own_address(self, "host", towards=hosts_of("control_plane", addresses))
         try:
             ip_address(self.host)
         except ValueError as error:

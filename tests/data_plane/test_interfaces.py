@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
@@ -88,3 +89,37 @@ def test_a_machine_whose_name_has_no_address_is_told_which_option_to_give(
 def test_a_machines_own_address_is_that_of_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(socket, "gethostname", lambda: "localhost")
     assert own_address() == "127.0.0.1"
+
+
+@pytest.mark.parametrize("hosts_file", [{"box": "127.0.1.1"}, {}])
+def test_where_the_name_is_loopback_it_is_the_address_towards_the_control_plane(
+    monkeypatch: pytest.MonkeyPatch, hosts_file: dict[str, str]
+) -> None:
+    """As Debian and Ubuntu write /etc/hosts, and as a machine that nobody has entered."""
+    known = {**hosts_file, "cp": "10.1.0.1", "1.2.3.4": "1.2.3.4"}
+
+    def look_up(name: str) -> str:
+        if name not in known:
+            raise socket.gaierror(-2, "Name or service not known")
+        return known[name]
+
+    monkeypatch.setattr(socket, "gethostname", lambda: "box")
+    monkeypatch.setattr(socket, "gethostbyname", look_up)
+    monkeypatch.setattr(
+        "data_plane.interfaces.source_ip",
+        {"10.1.0.1": "10.1.0.7"}.get,  # no route to 1.2.3.4
+    )
+    shape = parse_shape("8:2:64:float32")
+    where = "nowhere:7700,1.2.3.4:7700,cp:7700"
+    job: dict[str, Any] = {"job": "j", "rank": 0, "n_ranks": 1, "n_layers": 1}
+    assert NodeSettings(control_plane=where, profile_shapes=(shape,)).data_host == "10.1.0.7"
+    assert SessionOptions(control_plane=where, shape=shape, **job).data_host == "10.1.0.7"
+    files: dict[str, Any] = {
+        name: Path("/dev/null") for name in ("ca_file", "certificate_file", "key_file")
+    }
+    assert MemberSettings(control_plane=where, **files).host == "10.1.0.7"
+    assert DoctorSettings().located(["cp"]).rows_host == "10.1.0.7"
+    assert DoctorSettings().located([]).rows_host == hosts_file.get("box", "127.0.0.1")
+    assert DoctorSettings(data_host="10.1.0.9").located(["cp"]).rows_host == "10.1.0.9"
+    if hosts_file:
+        assert own_address(towards=["nowhere", "1.2.3.4"]) == "127.0.1.1"

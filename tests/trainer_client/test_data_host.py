@@ -34,7 +34,7 @@ TOWARDS_IT = "10.1.0.7"
 def test_ranks_on_a_pool_take_the_address_towards_the_control_plane(
     monkeypatch: pytest.MonkeyPatch, placement: str, one_host: bool, given: str, expected: str
 ) -> None:
-    monkeypatch.setattr("trainer_client.link.data_host.source_ip", lambda _: TOWARDS_IT)
+    monkeypatch.setattr("data_plane.interfaces.source_ip", lambda _: TOWARDS_IT)
     options = SessionOptions(
         control_plane=CONTROL_PLANE,
         job="where",

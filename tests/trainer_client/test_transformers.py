@@ -629,7 +629,11 @@ def test_layers_with_windows_are_computed_at_home(
 def test_a_softcap_goes_with_the_session(pool_of_four: Cluster) -> None:
     config = transformers.Gemma2Config(**SIZES, sliding_window=32, query_pre_attn_scalar=16)
     options = SessionOptions.for_model(
-        make_model(copy.deepcopy(config), "distca"), control_plane="", job="", rank=0, n_ranks=1
+        make_model(copy.deepcopy(config), "distca"),
+        control_plane="localhost:7700",
+        job="",
+        rank=0,
+        n_ranks=1,
     )
     assert (options.n_layers, options.shape.softcap) == (1, 50.0)
     with open_session(

@@ -5,9 +5,9 @@ from __future__ import annotations
 import ipaddress
 import socket
 
-from data_plane.interfaces import source_ip
+from data_plane.interfaces import source_towards
 from distca.contract import rpc
-from distca.contract.addresses import split_address
+from distca.contract.addresses import hosts_of
 from trainer_client.options import Placement, SessionOptions
 
 
@@ -28,15 +28,7 @@ def data_host_of(options: SessionOptions, control_plane: rpc.RpcSettings) -> str
     host = options.data_host
     if options.one_host or options.placement is not Placement.POOL or not _is_loopback(host):
         return host
-    for address in control_plane.addresses:
-        try:
-            ip = socket.gethostbyname(split_address("address", address)[0])
-        except OSError:
-            continue
-        source = source_ip(ip)
-        if source is not None:
-            return source
-    return host
+    return source_towards(hosts_of("address", control_plane.addresses)) or host
 
 
 def _is_loopback(host: str) -> bool:
