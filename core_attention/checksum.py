@@ -115,7 +115,9 @@ class _Staging:
     times as fast as any other, and a stream."""
 
     def __init__(self, device: torch.device) -> None:
-        self.memory = torch.empty(_STAGING_BYTES, dtype=torch.uint8, pin_memory=True)
+        # Kept for later messages, and a tensor of inference mode may not be written to after it.
+        with torch.inference_mode(False):
+            self.memory = torch.empty(_STAGING_BYTES, dtype=torch.uint8, pin_memory=True)
         self.stream = torch.cuda.Stream(device)
 
 

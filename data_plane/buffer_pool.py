@@ -399,7 +399,9 @@ class BufferPool:
             self._arena.add(slab)
 
     def _aligned(self, slab_bytes: int) -> torch.Tensor:
-        memory = self._allocator(slab_bytes + ALIGNMENT_BYTES)
+        # Whoever asks first may be in inference mode, whose tensors nobody may write to after it.
+        with torch.inference_mode(False):
+            memory = self._allocator(slab_bytes + ALIGNMENT_BYTES)
         if memory.dtype != torch.uint8 or memory.dim() != 1 or not memory.is_contiguous():
             raise ValueError(
                 f"allocator returned {memory.dtype} of shape {tuple(memory.shape)}; a pool needs "

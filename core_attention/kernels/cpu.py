@@ -145,7 +145,9 @@ class CpuKernel:
         size = math.prod(shape)
         buffer = self._scratch.get(name)
         if buffer is None or buffer.numel() < size:
-            buffer = self._scratch[name] = torch.empty(size, dtype=torch.float32)
+            # Kept for later calls, and a tensor of inference mode may not be written to after it.
+            with torch.inference_mode(False):
+                buffer = self._scratch[name] = torch.empty(size, dtype=torch.float32)
         return buffer[:size].view(*shape)
 
 

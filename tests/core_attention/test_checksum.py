@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from hypothesis import given
@@ -100,3 +102,21 @@ def test_checksum_of_a_message_on_a_gpu_is_the_hosts() -> None:
     on_gpu[100] += 1
     with pytest.raises(ChecksumMismatch):
         verify(on_gpu, layout, 5, KEY)
+
+
+@pytest.mark.gpu
+def test_a_thread_that_was_in_inference_mode_first_goes_on_sealing() -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    layout = MessageLayout((), 4096 + 32, has_checksum=True)
+    message = torch.zeros(layout.nbytes, dtype=torch.uint8, device="cuda")
+
+    def seal_twice() -> None:
+        with torch.inference_mode():
+            seal(message, layout, 5, KEY)
+        seal(message, layout, 6, KEY)
+
+    # A thread keeps what it copies messages with.
+    with ThreadPoolExecutor(1) as thread:
+        thread.submit(seal_twice).result(30)
+    verify(message.cpu(), layout, 6, KEY)

@@ -57,6 +57,20 @@ def test_a_tile_stays_within_its_bound(kv: int) -> None:
     assert (covered == 1).all()
 
 
+def test_calls_in_inference_mode_leave_nothing_that_later_ones_cannot_use() -> None:
+    shape = AttentionShape(num_heads=4, num_heads_kv=2, head_dim=16, head_dim_v=16, dtype="float32")
+    lengths = [(1, 1), (9, 9), (3, 10), (100, 130)]
+    forward, backward = random_parts(shape, lengths, torch.device("cpu"))
+    rule = ScoreRule(window=50, softcap=2.0)
+    kernel = CpuKernel()
+    with torch.inference_mode():
+        kernel.forward([forward], 0.25, rule)
+    found = forward.o.clone()
+    kernel.forward([forward], 0.25, rule)
+    kernel.backward([backward], 0.25, rule)
+    assert torch.equal(forward.o, found)
+
+
 def test_agrees_with_pytorch_on_a_long_document() -> None:
     shape = AttentionShape(num_heads=2, num_heads_kv=1, head_dim=64, head_dim_v=64, dtype="float32")
     forward, _ = random_parts(shape, [(3000, 3000)], torch.device("cpu"))

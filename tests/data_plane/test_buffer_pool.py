@@ -45,6 +45,15 @@ def test_tensor_has_the_size_asked_for_and_is_aligned(nbytes: int) -> None:
     assert tensor.data_ptr() % ALIGNMENT_BYTES == 0
 
 
+def test_memory_made_in_inference_mode_is_anybody_s() -> None:
+    pool = BufferPool()
+    with torch.inference_mode():
+        pool.acquire(1000).release()
+        pool.reserve("step", {"forward": [5000]})
+    for nbytes in (1000, 5000):
+        assert int(pool.acquire(nbytes).tensor.fill_(7).max()) == 7
+
+
 def test_misaligned_allocator_is_corrected() -> None:
     pool = BufferPool(lambda nbytes: host_allocator(nbytes + 3)[3:])
     assert pool.acquire(1000).tensor.data_ptr() % ALIGNMENT_BYTES == 0
