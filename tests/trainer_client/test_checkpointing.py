@@ -5,8 +5,11 @@ from __future__ import annotations
 import copy
 import functools
 import gc
+import sys
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -294,6 +297,41 @@ def test_results_of_inference_mode_are_kept() -> None:
     with torch.inference_mode():
         region.keep(None, torch.ones(1), torch.zeros(1))
     assert region.take() == (torch.ones(1), torch.zeros(1))
+
+
+def test_steps_that_end_in_other_threads_take_nothing_of_a_checkpoint() -> None:
+    """The ranks of a job may be threads of one process."""
+    result = torch.ones(1), torch.zeros(1)
+    over = threading.Event()
+
+    def end_steps() -> None:
+        while not over.is_set():
+            checkpointing.forget_step(object())
+
+    def layer(x: torch.Tensor) -> torch.Tensor:
+        checkpoints = Checkpoints()
+        if checkpoints.recomputed:
+            o, _ = checkpoints.recomputed.take()
+        else:
+            o = result[0]
+            checkpoints.keep("a lane", *result)
+        return torch.sin(x * o)
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(1) as other:
+            ended = other.submit(end_steps)
+            try:
+                for _ in range(200):
+                    x = torch.ones(1, requires_grad=True)
+                    losses = [checkpoint(layer, x) for _ in range(8)]
+                    torch.stack(losses).sum().backward()
+            finally:
+                over.set()
+            ended.result(30)
+    finally:
+        sys.setswitchinterval(interval)
 
 
 def test_outside_of_a_checkpoint_nothing_is_kept() -> None:

@@ -11,6 +11,7 @@ PyTorch's own function, FSDP's ``checkpoint_wrapper`` and transformers'
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -71,7 +72,8 @@ class Region:
 
     def keep(self, caller: Any, o: torch.Tensor, lse: torch.Tensor) -> None:
         """Keeps what ``caller``, a lane, got for the recomputation."""
-        self._kept.append(_Kept(caller, o, lse))
+        with _lock:
+            self._kept.append(_Kept(caller, o, lse))
 
     @property
     def is_over(self) -> bool:
@@ -95,15 +97,17 @@ class Region:
                 or what it gave was changed in place.
         """
         result = self._next().result
-        self._kept.popleft()
+        with _lock:
+            self._kept.popleft()
         return result
 
     def forget(self, running: Any) -> None:
         """Drops what lanes of the step ``running`` got: nothing of it is recomputed any more."""
-        # What is computed at home, or without rows, is no lane's.
-        self._kept = deque(
-            each for each in self._kept if getattr(each.caller, "running", None) is not running
-        )
+        with _lock:
+            # What is computed at home, or without rows, is no lane's.
+            self._kept = deque(
+                each for each in self._kept if getattr(each.caller, "running", None) is not running
+            )
 
     def _next(self) -> _Kept:
         if not self._kept:
@@ -116,6 +120,10 @@ class Region:
 
 
 _regions: weakref.WeakKeyDictionary[_CheckpointFrame, Region] = weakref.WeakKeyDictionary()
+
+_lock = threading.Lock()
+"""Held while a region, or which there are, changes: several threads of a process may each train as
+a rank, and the end of a step in one looks at the regions of all."""
 
 
 @outside_graphs
@@ -138,7 +146,8 @@ class Checkpoints:
         self._forward: list[Region] = []
         self._recomputed: Region | None = None
         for frame, recomputes in _frames():
-            region = _regions.setdefault(frame, Region())
+            with _lock:
+                region = _regions.setdefault(frame, Region())
             if recomputes:
                 # What encloses a recomputation has kept its own results before.
                 self._recomputed = region
@@ -185,7 +194,9 @@ def recomputes() -> bool:
 def forget_step(running: Any) -> None:
     """Drops what checkpoints have kept of a step that has ended. Where it has failed, what they
     kept leads to its lanes, these to what autograd has saved, and that back to the checkpoints."""
-    for region in list(_regions.values()):
+    with _lock:
+        regions = list(_regions.values())
+    for region in regions:
         region.forget(running)
 
 
