@@ -138,7 +138,7 @@ class CostProfile:
             fields: dict[str, Any] = json.loads(text)
             version = fields.pop("version")
             shape = AttentionShape(**fields.pop("shape"))
-        except (json.JSONDecodeError, AttributeError, KeyError, TypeError, ValueError) as error:
+        except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
             raise ProfileError(f"this is no cost profile: {error}") from error
         if version != PROFILE_VERSION:
             raise ProfileError(f"profile version {version!r}; this release reads {PROFILE_VERSION}")
@@ -161,7 +161,9 @@ class CostProfile:
             OSError: the file cannot be read.
         """
         try:
-            return cls.from_json(path.read_text())
+            return cls.from_json(path.read_text(encoding="utf-8"))
+        except UnicodeDecodeError as error:
+            raise ProfileError(f"{path}: this is no cost profile: {error}") from error
         except ProfileError as error:
             raise ProfileError(f"{path}: {error}") from error
 

@@ -136,9 +136,9 @@ def _parquet_texts(path: Path, column: str) -> Sequence[str]:
         kind = schema.field(column).type
         if not (pa.types.is_string(kind) or pa.types.is_large_string(kind)):
             raise DataError(f"{path}: column {column!r} holds {kind}, not text")
-        table = pq.read_table(path, columns=[column])
-    except (OSError, pa.ArrowException) as error:
+        texts = [text or "" for text in pq.read_table(path, columns=[column])[column].to_pylist()]
+    except (OSError, UnicodeDecodeError, pa.ArrowException) as error:
         raise DataError(f"{path} cannot be read as Parquet: {error}") from error
-    if table.num_rows == 0:
+    if not texts:
         raise DataError(f"{path} holds no row")
-    return [text or "" for text in table.column(column).to_pylist()]
+    return texts

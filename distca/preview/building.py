@@ -84,7 +84,7 @@ def load_profile(settings: ClusterSettings) -> CostProfile:
             return CostProfile.load(path)
     try:
         return CostProfile.load(settings.profile)
-    except (OSError, UnicodeDecodeError) as error:
+    except OSError as error:
         raise InputError(f"profile {settings.profile} cannot be read: {error}") from error
 
 

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import json
 import math
+import reprlib
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, is_dataclass
 from pathlib import Path
-from typing import Any
+from types import NoneType, UnionType
+from typing import Any, get_args, get_origin, get_type_hints
 
 from core_attention.whole_file import write_whole
 from distca.errors import RunFolderError
@@ -55,6 +57,19 @@ class StepRecord:
     plan_seconds: float | None = None
     loss_difference: float | None = None
     gradient_difference: float | None = None
+
+    @classmethod
+    def from_json(cls, line: str | bytes) -> StepRecord:
+        """Reads a line of a step log, see :mod:`distca.report.step_log`.
+
+        Raises:
+            RunFolderError: it is no step.
+        """
+        try:
+            step: StepRecord = _read(cls, json.loads(line))
+        except (RecursionError, TypeError, ValueError) as error:
+            raise RunFolderError(f"{reprlib.repr(line)} is no record of a step: {error}") from error
+        return step
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,14 +198,10 @@ class RunRecord:
             version = fields.pop("version")
             if version != RECORD_VERSION:
                 raise RunFolderError(f"record version {version}; this is read: {RECORD_VERSION}")
-            fields["steps"] = tuple(StepRecord(**step) for step in fields["steps"])
-            if fields["detail"] is not None:
-                fields["detail"] = _detail(fields["detail"])
-            if fields["verification"] is not None:
-                fields["verification"] = Verification(**fields["verification"])
-            return cls(**fields)
-        except (json.JSONDecodeError, AttributeError, KeyError, TypeError) as error:
+            record: RunRecord = _read(cls, fields)
+        except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
             raise RunFolderError(f"this is no record of a run: {error}") from error
+        return record
 
     def save(self, path: Path) -> None:
         """Writes the record to ``path``, whole or not at all."""
@@ -204,22 +215,44 @@ class RunRecord:
             RunFolderError: as :meth:`from_json`, or there is no file; names the path.
         """
         try:
-            return cls.from_json(path.read_text())
-        except (OSError, RunFolderError) as error:
+            return cls.from_json(path.read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError, RunFolderError) as error:
             raise RunFolderError(f"{path}: {error}") from error
 
 
-def _detail(fields: dict[str, Any]) -> StepDetail:
-    fields = {
-        name: _as_tuples(value) if isinstance(value, list) else value
-        for name, value in fields.items()
-    }
-    fields["timeline"] = tuple(TimelineEvent(**event) for event in fields["timeline"])
-    return StepDetail(**fields)
+def _read(kind: Any, value: Any, name: str = "it") -> Any:
+    """``value``, as JSON has it, as ``kind`` says: a dataclass, a tuple of something, or a number,
+    text or flag, or None.
+
+    Args:
+        name: of the field.
+
+    Raises:
+        TypeError: it is of another kind, or lacks a field, or has one that is unknown.
+    """
+    if isinstance(kind, UnionType):
+        if value is None:
+            return None
+        (kind,) = (each for each in get_args(kind) if each is not NoneType)
+    if get_origin(kind) is tuple and isinstance(value, list):
+        return tuple(_read(get_args(kind)[0], each, name) for each in value)
+    if isinstance(kind, type) and is_dataclass(kind) and isinstance(value, dict):
+        kinds = get_type_hints(kind)
+        known = {
+            field: _read(kinds[field], each, field) if field in kinds else each
+            for field, each in value.items()
+        }
+        return kind(**known)
+    if kind is float and type(value) is int and abs(value) < _MOST:
+        return float(value)
+    if type(value) is not kind:
+        what = kind.__name__ if isinstance(kind, type) else kind
+        raise TypeError(f"{name} is {reprlib.repr(value)}; it must be {what}")
+    return value
 
 
-def _as_tuples(value: Sequence[Any]) -> tuple[Any, ...]:
-    return tuple(_as_tuples(each) if isinstance(each, list) else each for each in value)
+_MOST = 2**63
+"""No number of a record is larger, and some kinds of numbers hold none."""
 
 
 def mean_of(values: Sequence[float | None]) -> float | None:

@@ -10,6 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from core_attention.whole_file import write_whole
+from distca.errors import RunFolderError
 from distca.report.record import StepRecord
 
 logger = logging.getLogger(__name__)
@@ -48,19 +49,38 @@ class StepLog:
             self._fails = False
 
     def read(self) -> tuple[StepRecord, ...]:
-        """All steps, in order; a last line that is not yet whole is left out."""
-        text = self._path.read_text() if self._path.exists() else ""
-        steps: dict[int, StepRecord] = {}
-        for line in (text + self._unwritten).splitlines(keepends=True):
-            if line.endswith("\n"):
-                record = StepRecord(**json.loads(line))
-                steps[record.step] = record
+        """All steps, in order; a last line that is not yet whole is left out.
+
+        Raises:
+            RunFolderError: a line is no step; names the file.
+        """
+        written = self._path.read_bytes() if self._path.exists() else b""
+        whole = (written + self._unwritten.encode()).rpartition(b"\n")[0]
+        steps = {record.step: record for record in _records(self._path, whole)}
         return tuple(steps[step] for step in sorted(steps))
 
     def forget_from(self, step: int) -> None:
-        """Drops ``step`` and all after it: what a run did after its last checkpoint."""
+        """Drops ``step`` and all after it: what a run did after its last checkpoint.
+
+        Raises:
+            RunFolderError: as :meth:`read`.
+        """
         kept = [record for record in self.read() if record.step < step]
         write_whole(self._path, "".join(json.dumps(asdict(record)) + "\n" for record in kept))
+
+
+def _records(path: Path, lines: bytes) -> list[StepRecord]:
+    """
+    Raises:
+        RunFolderError: a line is no step; names ``path``, where the lines are from.
+    """
+    try:
+        return [StepRecord.from_json(line) for line in lines.splitlines()]
+    except RunFolderError as error:
+        raise RunFolderError(
+            f"{path}: {error}; a write was cut off or somebody has edited it: remove that line, "
+            "and the run goes on without its figures"
+        ) from error
 
 
 def _append_whole(path: Path, lines: bytes) -> None:
@@ -98,7 +118,11 @@ class StepTail:
 
     def new_steps(self) -> list[StepRecord]:
         """The lines that were completed since the last call; of a log that was replaced, those that
-        it did not have before."""
+        it did not have before.
+
+        Raises:
+            RunFolderError: a line is no step; names the file.
+        """
         try:
             file = self._path.open("rb")
         except FileNotFoundError:
@@ -114,6 +138,6 @@ class StepTail:
         if not whole:
             return []
         self._position += len(whole) + 1
-        records = [StepRecord(**json.loads(line)) for line in whole.splitlines()]
+        records = _records(self._path, whole)
         self._newest.update((record.step, record) for record in records)
         return [record for record in records if known.get(record.step) != record]

@@ -51,7 +51,11 @@ def _mode_in_words(record: RunRecord) -> str:
         "in-place": "in the trainers' own processes",
         "mixed": f"on {n_servers} servers, nodes and trainers",
     }
-    return f"{record.mode}: {where[record.mode]}" if n_servers else record.mode
+    return (
+        f"{record.mode}: {where[record.mode]}"
+        if n_servers and record.mode in where
+        else record.mode
+    )
 
 
 def _step_rows(record: RunRecord) -> list[tuple[str, str]]:

@@ -10,6 +10,7 @@ import json
 import math
 import reprlib
 import struct
+import tokenize
 import zipfile
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -172,7 +173,7 @@ def _from_parquet(path: Path, field: str | None, bytes_per_token: float) -> File
         column = pq.read_table(
             path, columns=[_choose_field(field, names, str(path), "column")]
         ).column(0)
-    except pa.ArrowInvalid as error:
+    except (pa.ArrowException, UnicodeDecodeError) as error:
         raise InputError(f"lengths file {path} is no Parquet file: {error}") from error
     if column.null_count:
         raise InputError(f"{path}: {column.null_count} documents have no value")
@@ -192,7 +193,7 @@ def _from_parquet(path: Path, field: str | None, bytes_per_token: float) -> File
 def _numpy_lengths(path: Path) -> Int64Array:
     try:
         values: Any = np.load(path, mmap_mode="r", allow_pickle=False)
-    except (ValueError, EOFError, zipfile.BadZipFile) as error:
+    except (ValueError, SyntaxError, EOFError, tokenize.TokenError, zipfile.BadZipFile) as error:
         raise InputError(f"lengths file {path} is no numpy array: {error}") from error
     if isinstance(values, np.lib.npyio.NpzFile):
         values.close()

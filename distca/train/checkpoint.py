@@ -190,7 +190,8 @@ def load_newest(folder: Path, identity: dict[str, Any]) -> Checkpoint:
     try:
         fields = torch.load(path, map_location="cpu", weights_only=True)
         checkpoint = Checkpoint(**fields)
-    except (OSError, RuntimeError, EOFError, TypeError, pickle.UnpicklingError) as error:
+        _check_kinds(checkpoint)
+    except (OSError, RuntimeError, EOFError, TypeError, ValueError, *_OF_PICKLES) as error:
         raise CheckpointError(
             f"checkpoint {path} cannot be read ({error}); remove it to resume from an older one"
         ) from error
@@ -205,6 +206,23 @@ def load_newest(folder: Path, identity: dict[str, Any]) -> Checkpoint:
             "options that the run began with"
         )
     return checkpoint
+
+
+_OF_PICKLES = (pickle.UnpicklingError, LookupError, AttributeError)
+"""What reading a pickle that was cut or changed raises, besides errors of values."""
+
+
+def _check_kinds(checkpoint: Checkpoint) -> None:
+    """
+    Raises:
+        TypeError: a field holds something else than checkpoints are saved with.
+    """
+    if type(checkpoint.steps_done) is not int:
+        raise TypeError(f"steps_done is {checkpoint.steps_done!r}; it must be an integer")
+    for name in ("identity", "model", "optimizer"):
+        value = getattr(checkpoint, name)
+        if not isinstance(value, dict):
+            raise TypeError(f"{name} is of type {type(value).__name__}; it must be a dict")
 
 
 def _remove_partials(folder: Path) -> None:

@@ -146,6 +146,8 @@ def altered(**changes: object) -> str:
         ("{", "no cost profile"),
         ("[]", "no cost profile"),
         ("3", "no cost profile"),
+        ("[" * 100_000, "no cost profile"),
+        ('{"version": "\xff"}', "no cost profile.*can't decode byte"),
         (altered(version="absent"), "no cost profile.*version"),
         (altered(version=99), "version 99; this release reads 1"),
         (altered(shape={"num_heads": 1}), "no cost profile"),
@@ -156,7 +158,7 @@ def altered(**changes: object) -> str:
 )
 def test_what_is_no_profile_is_refused(text: str, message: str, tmp_path: Path) -> None:
     path = tmp_path / "p.json"
-    path.write_text(text)
+    path.write_bytes(text.encode("latin-1"))
     with pytest.raises(ProfileError, match=message) as error:
         CostProfile.load(path)
     assert str(path) in str(error.value)

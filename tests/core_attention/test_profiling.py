@@ -144,12 +144,13 @@ def test_a_profile_is_measured_once(tmp_path: Path, clock: Clock) -> None:
     assert path.name.endswith("-clock-h2-kv1-d8-dv8-float32.json")
 
 
+@pytest.mark.parametrize("content", [b"{}", b"", b"\xff\0\0"])
 def test_an_unusable_file_is_measured_again_with_a_warning(
-    tmp_path: Path, clock: Clock, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, clock: Clock, caplog: pytest.LogCaptureFixture, content: bytes
 ) -> None:
     load_or_measure(tmp_path, ClockKernel(clock), SHAPE, CPU, GRID)
     (path,) = tmp_path.iterdir()
-    path.write_text("{}")
+    path.write_bytes(content)
     kernel = ClockKernel(clock)
     load_or_measure(tmp_path, kernel, SHAPE, CPU, GRID)
     assert kernel.tasks_seen

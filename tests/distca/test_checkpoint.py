@@ -86,6 +86,32 @@ def test_damaged_checkpoint_is_named(tmp_path: Path) -> None:
             load_newest(tmp_path, IDENTITY)
 
 
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"identity": "abc"}, "identity is of type str; it must be a dict"),
+        ({"model": None}, "model is of type NoneType; it must be a dict"),
+        ({"steps_done": 2.5}, "steps_done is 2.5; it must be an integer"),
+        ({"seed": 1}, "unexpected keyword argument 'seed'"),
+    ],
+)
+def test_checkpoint_that_holds_something_else_is_named(
+    tmp_path: Path, fields: dict[str, object], message: str
+) -> None:
+    path = save_checkpoint(tmp_path, checkpoint(2))
+    torch.save({**vars(checkpoint(2)), **fields}, path)
+    with pytest.raises(CheckpointError, match=rf"step-00000002\.pt cannot be read \(.*{message}"):
+        load_newest(tmp_path, IDENTITY)
+
+
+def test_checkpoint_whose_names_are_no_text_is_named(tmp_path: Path) -> None:
+    path = save_checkpoint(tmp_path, checkpoint(2))
+    torch.save(vars(checkpoint(2)), path, _use_new_zipfile_serialization=False)
+    path.write_bytes(path.read_bytes().replace(b"documents", b"docu\xffents"))
+    with pytest.raises(CheckpointError, match=r"step-00000002\.pt cannot be read \(.*decode"):
+        load_newest(tmp_path, IDENTITY)
+
+
 def test_checkpoint_of_another_run_is_refused_with_what_differs(tmp_path: Path) -> None:
     save_checkpoint(tmp_path, checkpoint(2))
     with pytest.raises(CheckpointError, match="ranks: 2 then, 4 now"):

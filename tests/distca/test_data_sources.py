@@ -99,6 +99,16 @@ def test_bad_file_is_named_with_what_is_wrong(
         open_corpus(path, "text")
 
 
+@pytest.mark.parametrize("damaged", [b"wantfor", b"a text"])
+def test_parquet_whose_names_or_texts_are_no_text_is_named(tmp_path: Path, damaged: bytes) -> None:
+    path = tmp_path / "data.parquet"
+    table = pa.table({"text": ["a text"], "wantfor": [2]})
+    pq.write_table(table, path, store_schema=False, compression="none")
+    path.write_bytes(path.read_bytes().replace(damaged, damaged[:-1] + b"\xff"))
+    with pytest.raises(DataError, match=r"data\.parquet cannot be read as Parquet"):
+        open_corpus(path, "text")
+
+
 def test_parquet_without_the_column_or_with_numbers_in_it_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "data.parquet"
     pq.write_table(pa.table({"id": [1]}), path)

@@ -8,6 +8,7 @@ import json
 import re
 import resource
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -45,6 +46,31 @@ def test_record_survives_a_round_trip(tmp_path: Path) -> None:
 def test_what_is_no_record_is_named(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "run.json"
     path.write_text(text)
+    with pytest.raises(RunFolderError, match=rf"run\.json: .*{message}"):
+        RunRecord.load(path)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ('"parameters": 1234567', '"parameters": "many"', "parameters is 'many'; it must be int"),
+        ('"finished": true', '"finished": 1', "finished is 1; it must be bool"),
+        ('"tokens": 8192', '"tokens": 8192.5', "tokens is 8192.5; it must be int"),
+        ('"loss": 5.5', '"loss": null', "loss is None; it must be float"),
+        ('"loss": 5.5', '"loss": 1' + "0" * 400, "loss is 1000.*; it must be float"),
+        ('"loss": 5.5', '"loss": ' + "9" * 5000, "no record of a run"),
+        ('"name": "example"', '"name": ' + "[" * 100_000, "no record of a run"),
+        ('"name": "example"', '"nmae": "example"', "unexpected keyword argument 'nmae'"),
+        ('"name": "example"', '"name": "\xff"', "can't decode byte 0xff"),
+    ],
+)
+def test_what_was_changed_in_a_record_is_named(
+    tmp_path: Path, old: str, new: str, message: str
+) -> None:
+    text = example_record().to_json()
+    assert old in text
+    path = tmp_path / "run.json"
+    path.write_bytes(text.replace(old, new, 1).encode("latin-1"))
     with pytest.raises(RunFolderError, match=rf"run\.json: .*{message}"):
         RunRecord.load(path)
 
@@ -160,6 +186,27 @@ def test_step_log_keeps_the_last_line_of_a_step_and_forgets_from_a_step_on(tmp_p
     assert len(log.read()) == 4
     log.forget_from(2)
     assert [step.step for step in log.read()] == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (b'{"step": 1, "loss"', "no record of a step"),
+        (b"\0" * 40, "no record of a step"),
+        (b"\xffab", "can't decode byte"),
+        (b"[]", "it must be StepRecord"),
+        (b'{"step": 1}', "missing 5 required keyword-only arguments"),
+        (b"[" * 100_000, "no record of a step"),
+    ],
+)
+def test_a_damaged_line_of_a_step_log_is_named(tmp_path: Path, line: bytes, message: str) -> None:
+    path = tmp_path / "steps.jsonl"
+    first, last = (json.dumps(asdict(s)).encode() for s in example_record(n_steps=2).steps)
+    path.write_bytes(b"\n".join((first, line, last, b"")))
+    log = StepLog(path)
+    for read in (log.read, partial(log.forget_from, 0), StepTail(path).new_steps):
+        with pytest.raises(RunFolderError, match=rf"steps\.jsonl: .*{message}.*remove that line"):
+            read()
 
 
 def test_step_log_survives_a_full_disk(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

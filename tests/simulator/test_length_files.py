@@ -98,6 +98,11 @@ def test_a_megatron_bound_beyond_the_sequences_is_named(tmp_path: Path, bound: i
         read_lengths(path)
 
 
+def _npy_with_header(text: str) -> bytes:
+    header = text.encode().ljust(117) + b"\n"
+    return b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header + bytes(8)
+
+
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
@@ -119,6 +124,8 @@ def test_a_megatron_bound_beyond_the_sequences_is_named(tmp_path: Path, bound: i
         ("a.npy", b"PK\x03\x04", "is no numpy array"),
         ("a.parquet", b"PAR?", "is no Parquet file"),
         ("a.npy", b"no", "is no numpy array"),
+        ("a.npy", _npy_with_header("{'descr': '<i8', 'shape': (1,"), "is no numpy array"),
+        ("a.npy", _npy_with_header("{'descr': '<i8', 0x, 'shape': (1,)}"), "is no numpy array"),
         ("a.idx", b"no", "is no index of a Megatron-LM data set"),
     ],
 )
@@ -126,6 +133,14 @@ def test_bad_files_are_named(tmp_path: Path, name: str, content: bytes, message:
     path = tmp_path / name
     path.write_bytes(content)
     with pytest.raises(InputError, match=message):
+        read_lengths(path)
+
+
+def test_a_parquet_file_whose_names_are_no_text_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"length": [1], "wantfor": [2]}), path, store_schema=False)
+    path.write_bytes(path.read_bytes().replace(b"wantfor", b"want\xffor"))
+    with pytest.raises(InputError, match=r"a\.parquet is no Parquet file"):
         read_lengths(path)
 
 
