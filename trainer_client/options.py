@@ -23,6 +23,7 @@ from distca.contract.checks import (
     check_host,
     check_least,
     check_port,
+    check_positive,
     check_range,
     check_seconds,
     take_paths,
@@ -79,7 +80,7 @@ class SessionOptions(RankTimeouts, PlanRequest, IntegritySettings, ClientTls):
             the order of their tensor-parallel indices. They must hold the same documents; a step in
             which they do not fails, by name. ``for_model`` finds them.
         placement: pool servers, the ranks' own in-place servers, or both.
-        softmax_scale: multiplies q.k before the softmax; None is 1 / sqrt(head_dim).
+        softmax_scale: multiplies q.k before the softmax, above 0; None is 1 / sqrt(head_dim).
         device: where the model's tensors are, for example ``"cpu"`` or ``"cuda:0"``.
         data_host: address of this machine that other ranks reach; ``"auto"``: what its name stands
             for, or where that is loopback the address towards the control plane. With ``placement``
@@ -167,6 +168,7 @@ class SessionOptions(RankTimeouts, PlanRequest, IntegritySettings, ClientTls):
         self._check_tensor_parallel_ranks()
         check_port(self, "data_port", "metrics_port")
         check_least(self, min_gigabytes_per_second=0)
+        check_positive(self, "softmax_scale")
         self._check_range("probe_bytes", 0, 64 * 2**20)
         if self.kept_forward_ticks is not None:
             self._check_range("kept_forward_ticks", 1, MAX_LAYERS)
@@ -231,7 +233,9 @@ class SessionOptions(RankTimeouts, PlanRequest, IntegritySettings, ClientTls):
     @property
     def scale(self) -> float:
         """What multiplies q.k before the softmax."""
-        return self.softmax_scale or self.shape.default_softmax_scale
+        return (
+            self.shape.default_softmax_scale if self.softmax_scale is None else self.softmax_scale
+        )
 
     def _check_tensor_parallel_ranks(self) -> None:
         group = tuple(self.tensor_parallel_ranks)
