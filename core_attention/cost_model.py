@@ -29,6 +29,13 @@ from core_attention.whole_file import write_whole
 
 PROFILE_VERSION = 1
 
+MOST_TOKENS = 2**31
+"""Of a grid: of as many, the query-key pairs still fit into 64 bits."""
+
+LEAST_SECONDS, MOST_SECONDS = 1e-20, 1e20
+"""What a cell may hold, far beyond any device and task. A profile comes from another process, and
+planners divide by its rates and add up its seconds: neither may leave the range of numbers."""
+
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class CostProfile:
@@ -66,12 +73,13 @@ class CostProfile:
                 raise ProfileError(f"{name} is no table of numbers: {error}") from error
             if seconds.shape != grid:
                 raise ProfileError(f"{name} has shape {seconds.shape}, the grid is {grid}")
-            bad = np.argwhere(~(np.isfinite(seconds) & (seconds > 0)))
+            bad = np.argwhere(~((seconds >= LEAST_SECONDS) & (seconds <= MOST_SECONDS)))
             if len(bad):
                 i, j = bad[0]
                 raise ProfileError(
                     f"{name} at q {self.q_tokens[i]}, kv {self.kv_tokens[j]} is {seconds[i, j]}; "
-                    "every cell must be a positive number: measure the profile again"
+                    f"every cell must be a number of {LEAST_SECONDS:g} to {MOST_SECONDS:g}: "
+                    "measure the profile again"
                 )
             object.__setattr__(self, name, frozen(seconds))
 
@@ -172,7 +180,8 @@ def grid_axis(tokens: Iterable[int] | Int64Array, name: str) -> Int64Array:
     """The lengths along one axis of a profile's grid, checked.
 
     Raises:
-        ProfileError: they are not integers that increase strictly from 1, two or more.
+        ProfileError: they are not integers that increase strictly from 1 to :data:`MOST_TOKENS` at
+            most, two or more.
     """
     try:
         column = int64_column(tokens, name)
@@ -182,6 +191,11 @@ def grid_axis(tokens: Iterable[int] | Int64Array, name: str) -> Int64Array:
         raise ProfileError(
             f"{name} must increase strictly from 1 and have 2 values or more, got "
             f"{column[:8].tolist()}"
+        )
+    if column[-1] > MOST_TOKENS:
+        raise ProfileError(
+            f"{name} goes up to {column[-1]}; a grid ends at {MOST_TOKENS}, the longest document, "
+            "or before: leave longer ones out"
         )
     return column
 

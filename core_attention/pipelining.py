@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -10,6 +9,14 @@ from itertools import zip_longest
 
 from core_attention.errors import ScheduleError
 from core_attention.schedule import Kind, Schedule, Slot, side_by_side
+
+LEAST_SECONDS, MOST_SECONDS = 1e-18, 1e6
+"""What a token may take through a stage, far beyond any model. They come from another process, and
+planners add them up and divide by them: neither may leave the range of numbers."""
+
+MOST_SLOTS = 100
+"""Of an action, in slots of a forward: so many more slots there are to plan. A backward that
+recomputes everything takes three."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,8 +29,9 @@ class Pipelining:
         layers: ``[n_stages]`` calls of core attention in one forward of each stage that are served;
             0 of a stage that has none, as where it only embeds or all its layers have a window.
         forward_seconds: ``[n_stages]`` seconds that one token takes through each stage beside core
-            attention, forward.
-        backward_seconds: the same, backward, recomputation included. Of a backward in two parts,
+            attention, forward; :data:`LEAST_SECONDS` to :data:`MOST_SECONDS`.
+        backward_seconds: the same, backward, recomputation included; over all stages up to
+            :data:`MOST_SLOTS` times those. Of a backward in two parts,
             gradients of weights take as long as the forward, but half of the backward at most:
             they are as many products of the same sizes.
 
@@ -62,10 +70,18 @@ class Pipelining:
             )
         for name in ("forward_seconds", "backward_seconds"):
             for stage, seconds in enumerate(getattr(self, name)):
-                if not (math.isfinite(seconds) and seconds > 0):
+                if not LEAST_SECONDS <= seconds <= MOST_SECONDS:
                     raise ScheduleError(
-                        f"{name} of stage {stage} is {seconds}; it must be a number above 0"
+                        f"{name} of stage {stage} is {seconds}; it must be a number of "
+                        f"{LEAST_SECONDS:g} to {MOST_SECONDS:g}"
                     )
+        forward, backward = sum(self.forward_seconds), sum(self.backward_seconds)
+        if backward > MOST_SLOTS * forward:
+            raise ScheduleError(
+                f"backward_seconds are {backward:g} over all stages and forward_seconds "
+                f"{forward:g}; a backward takes {MOST_SLOTS} times as long as a forward at most: "
+                "measure both again"
+            )
         held = [self.pipeline_ranks.count(rank) for rank in range(n_ranks)]
         if sum(held) != len(self.pipeline_ranks) or len(set(held)) != 1 or not held[0]:
             raise ScheduleError(

@@ -336,6 +336,12 @@ def test_what_does_not_fit_the_pipelines_is_named() -> None:
         ({"layers": (1, -1)}, "layers of stage 1 is -1"),
         ({"layers": (0, 0)}, r"layers is \[0, 0\]; servers would have nothing to do"),
         ({"forward_seconds": (1.0, 0.0)}, "forward_seconds of stage 1 is 0.0"),
+        ({"backward_seconds": (1e-300, 1.0)}, "backward_seconds of stage 0 is 1e-300; .* 1e-18 to"),
+        ({"forward_seconds": (1.0, 1e300)}, r"forward_seconds of stage 1 is 1e\+300; it must be"),
+        (
+            {"forward_seconds": (1e-9, 1e-9), "backward_seconds": (1e-3, 1e-3)},
+            "backward_seconds are 0.002 over all stages .* 100 times as long as a forward at most",
+        ),
         ({"backward_seconds": (float("nan"), 1.0)}, "backward_seconds of stage 0 is nan"),
         ({"pipeline_ranks": (0, 0)}, r"pipeline_ranks is \[0, 0\]; each of the ranks 0 to 1"),
         ({"pipeline_ranks": (0, 1, 1)}, "equally often"),

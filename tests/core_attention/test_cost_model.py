@@ -99,7 +99,7 @@ def test_arrays_broadcast_and_no_queries_take_no_time() -> None:
     assert got[1].tolist() == one_by_one
 
 
-@pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), float("inf")])
+@pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), float("inf"), 5e-324, 1e300])
 @pytest.mark.parametrize("name", ["forward_seconds", "backward_seconds"])
 def test_holes_are_refused_by_their_place(name: str, value: float) -> None:
     table: Any = np.array(getattr(profile(), name))
@@ -115,6 +115,7 @@ def test_holes_are_refused_by_their_place(name: str, value: float) -> None:
         ({"kv_tokens": [1, 4, 4]}, "kv_tokens must increase"),
         ({"kv_tokens": [1]}, "2 values or more"),
         ({"kv_tokens": [1.5, 2]}, "integers"),
+        ({"kv_tokens": [1, 2**33]}, f"kv_tokens goes up to {2**33}; a grid ends at {2**31}"),
         ({"q_tokens": Q[:-1]}, r"forward_seconds has shape \(11, 13\), the grid is \(10, 13\)"),
         ({"forward_seconds": [["x"]]}, "forward_seconds is no table of numbers"),
         ({"forward_seconds": [[1.0], [1.0, 2.0]]}, "forward_seconds is no table of numbers"),

@@ -52,9 +52,9 @@ def profile() -> CostProfile:
         kernel="k",
         shape=SHAPE,
         q_tokens=int64_column([1, 64, 4096], "q"),
-        kv_tokens=int64_column([1, 2**40], "kv"),
+        kv_tokens=int64_column([1, 2**31], "kv"),
         forward_seconds=np.array([[1e-9, 2.0], [0.1, 3.0], [1 / 3, 4.0]]),
-        backward_seconds=np.array([[1e-300, 2.0], [0.1, 3.0], [5e-324, 4.0]]),
+        backward_seconds=np.array([[1e-20, 2.0], [0.1, 3.0], [1e20 / 3, 4.0]]),
     )
 
 
