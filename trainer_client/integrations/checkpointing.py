@@ -121,9 +121,10 @@ class Region:
 
 _regions: weakref.WeakKeyDictionary[_CheckpointFrame, Region] = weakref.WeakKeyDictionary()
 
-_lock = threading.Lock()
+_lock = threading.RLock()
 """Held while a region, or which there are, changes: several threads of a process may each train as
-a rank, and the end of a step in one looks at the regions of all."""
+a rank, and the end of a step in one looks at the regions of all. What is let go under it may be the
+last hold of objects whose end comes back here."""
 
 
 @outside_graphs
