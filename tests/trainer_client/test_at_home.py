@@ -87,6 +87,28 @@ def test_generation_with_a_cache() -> None:
         assert torch.equal(model.generate(**given, **settings), expected)
 
 
+@pytest.mark.parametrize("name", ["Llama", "Mistral", "Gemma3"])
+@torch.no_grad()
+def test_generation_with_a_cache_of_fixed_size(name: str) -> None:
+    """Masks are made beside the model then, one for all layers or one for each kind; with one new
+    token the prompt fills the cache."""
+    windows = {"Mistral": {"sliding_window": 4}, "Gemma3": {"sliding_window": 4}}.get(name, {})
+    kinds = {"Gemma3": "Gemma3Text"}
+    config = getattr(transformers, f"{kinds.get(name, name)}Config")(**SIZES, **windows)
+    model, local = pair_of(config)
+    ids, mask = ids_of(2, 6), torch.tensor([[1] * 6, [0, 0, 1, 1, 1, 1]])
+    for new_tokens in (8, 1):
+        settings: dict[str, Any] = {
+            "max_new_tokens": new_tokens,
+            "do_sample": False,
+            "cache_implementation": "static",
+            "use_cache": True,
+        }
+        for given in ({"input_ids": ids, "attention_mask": mask}, {"input_ids": ids[:1]}):
+            expected = local.generate(**given, **settings)
+            assert torch.equal(model.generate(**given, **settings), expected)
+
+
 @torch.no_grad()
 def test_windows_are_kept() -> None:
     config = transformers.MistralConfig(**SIZES, sliding_window=4)

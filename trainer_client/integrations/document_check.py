@@ -30,7 +30,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from core_attention.ca_task import MaskKind
 from core_attention.host_copies import on_host
-from trainer_client.integrations.at_home import is_at_home
+from trainer_client.integrations.at_home import HomeMask, is_at_home
 from trainer_client.integrations.checkpointing import Checkpoints
 from trainer_client.integrations.documents import CHECKED, Documents, documents_of
 from trainer_client.integrations.graphs import outside_graphs
@@ -333,7 +333,19 @@ def hook_before_forward(model: PreTrainedModel) -> None:
 
 
 @outside_graphs
-def _before_forward(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _before_forward(
+    model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    _check_given(model, args, kwargs)
+    # With a cache of fixed size, generation makes the mask beside the model and hands it over,
+    # which models take as a tensor.
+    masks = {name: value for name, value in kwargs.items() if isinstance(value, HomeMask)}
+    if not masks:
+        return None
+    return args, {**kwargs, **{name: mask.tensor for name, mask in masks.items()}}
+
+
+def _check_given(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     if current_check.get() is not None or (current_lane.get() or current_step.get()) is None:
         return
     if is_at_home() or (model in takes_whole_rows and current_lane.get() is None):
