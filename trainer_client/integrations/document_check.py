@@ -26,6 +26,7 @@ from weakref import WeakKeyDictionary, WeakSet
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers import PretrainedConfig, PreTrainedModel
 
 from core_attention.ca_task import MaskKind
@@ -694,7 +695,8 @@ def _noise_for_zeros(model: nn.Module) -> Iterator[None]:
     zeros = [
         parameter
         for parameter in model.parameters()
-        if not isinstance(parameter, DTensor)
+        # Weights that are sharded or quantised know no such operations, or not as they are.
+        if not is_traceable_wrapper_subclass(parameter)
         and parameter.is_floating_point()
         and not parameter.is_meta
         and not bool(parameter.any())
