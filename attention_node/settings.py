@@ -20,7 +20,7 @@ from core_attention.shape import AttentionShape, parse_shape
 from data_plane.interfaces import OWN_ADDRESS, rows_host, take_own_address
 from data_plane.transports import TransportName, check_transport
 from distca.contract.addresses import hosts_of, split_addresses
-from distca.contract.checks import check_least, check_port, check_seconds
+from distca.contract.checks import check_host, check_least, check_port, check_seconds
 from distca.contract.settings import PROFILE_DIR, ClientTls
 from distca.contract.timeouts import check_order, default_seconds, known_timeouts
 from distca.options import Read
@@ -164,6 +164,7 @@ class NodeSettings(ClientTls):
         if self.buffer_limit_bytes:
             rows_within(self.buffer_limit_bytes, self.profile_shapes)
         check_order(known_timeouts(self))
+        check_host(self, "data_host")
         rows_host(self.data_host, self.data_interface)
 
     @property

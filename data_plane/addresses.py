@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import threading
 
+from data_plane.interfaces import ipv4_of
 from data_plane.owner_result import OwnerResult
 from data_plane.transport import Address, ConnectFailed, TransportError
 
@@ -19,7 +20,7 @@ def resolve(address: Address, timeout_seconds: float, transport: str) -> str:
 
     def look_up() -> None:
         try:
-            result.set(socket.gethostbyname(address.host))
+            result.set(ipv4_of(address.host))
         except OSError as error:
             result.set(connect_failed(address, f"host name does not resolve: {error}", transport))
 
@@ -39,7 +40,7 @@ def local_ip(host: str, port: int, transport: str) -> str:
         TransportError: it is not.
     """
     try:
-        ip = socket.gethostbyname(host)
+        ip = ipv4_of(host)
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as test:
             test.bind((ip, 0))
     except OSError as error:

@@ -15,6 +15,36 @@ _DISCARD_PORT = 9
 """Nothing is ever sent to it."""
 
 
+def ipv4_of(host: str) -> str:
+    """Returns the IPv4 address that the name of a host stands for.
+
+    Raises:
+        OSError: it stands for none, or is no name at all.
+    """
+    try:
+        return socket.gethostbyname(host)
+    except UnicodeError as error:
+        raise _no_name(error) from error
+
+
+def addresses_of(host: str, family: socket.AddressFamily = socket.AF_UNSPEC) -> list[str]:
+    """Returns all addresses that the name of a host stands for, in order.
+
+    Raises:
+        OSError: as :func:`ipv4_of`.
+    """
+    try:
+        found = socket.getaddrinfo(host, None, family, socket.SOCK_STREAM)
+    except UnicodeError as error:
+        raise _no_name(error) from error
+    return sorted({str(entry[4][0]) for entry in found})
+
+
+def _no_name(error: UnicodeError) -> socket.gaierror:
+    """Of a name with a part that is empty or too long, which is never looked up."""
+    return socket.gaierror(socket.EAI_NONAME, f"not the name of a host: {error}")
+
+
 def interface_of(ip: str) -> str | None:
     """Returns the name of the interface that carries ``ip``; None if none does.
 
@@ -60,9 +90,9 @@ def own_address(field: str = "data_host", *, towards: Iterable[str] = ()) -> str
     """
     name, ip, why = socket.gethostname(), None, ""
     try:
-        ip = socket.gethostbyname(name)
-    except (OSError, UnicodeError) as error:
-        why = str(getattr(error, "strerror", None) or error)
+        ip = ipv4_of(name)
+    except OSError as error:
+        why = str(error.strerror)
     if ip is not None and not ipaddress.ip_address(ip).is_loopback:
         return ip
     ip = source_towards(towards) or ip
@@ -108,8 +138,8 @@ def source_towards(hosts: Iterable[str]) -> str | None:
     addresses, that resolves and has a route; None if none does."""
     for host in hosts:
         try:
-            source = source_ip(socket.gethostbyname(host))
-        except (OSError, UnicodeError):
+            source = source_ip(ipv4_of(host))
+        except OSError:
             continue
         if source is not None:
             return source
@@ -129,9 +159,11 @@ def interface_of_host(host: str) -> str | None:
         "UCX_NET_DEVICES"
     )
     try:
-        ip = socket.gethostbyname(host)
+        ip = ipv4_of(host)
     except OSError as error:
-        raise ValueError(f"data_host {host!r} has no IPv4 address: {error}. {advice}") from error
+        raise ValueError(
+            f"data_host {host!r} has no IPv4 address: {error.strerror}. {advice}"
+        ) from error
     if ip == ANY_ADDRESS:
         return None
     interface = interface_of(ip)

@@ -8,6 +8,7 @@ import socket
 import time
 from collections.abc import Callable, Iterable
 
+from data_plane.interfaces import addresses_of, ipv4_of
 from distca import __version__
 from distca.contract.addresses import split_address
 from distca.contract.rpc import RpcSettings
@@ -35,7 +36,7 @@ def check_dns(around: Surroundings) -> Iterable[Finding]:
 def _resolve(host: str, whose: str) -> Finding:
     began = time.perf_counter()
     try:
-        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+        addresses = addresses_of(host)
     except OSError as error:
         return failed(
             "dns",
@@ -43,7 +44,6 @@ def _resolve(host: str, whose: str) -> Finding:
             "check the name and /etc/resolv.conf; in a pod the Service's name and namespace",
         )
     seconds = time.perf_counter() - began
-    addresses = sorted({str(entry[4][0]) for entry in found})
     says = f"{host} is {', '.join(addresses)}"
     if seconds > 1:
         return warned(
@@ -57,16 +57,15 @@ def _resolve(host: str, whose: str) -> Finding:
 
 def _own_address(data_host: str, *, one_host: bool) -> Finding:
     try:
-        (*_, address), *_ = socket.getaddrinfo(data_host, 0, socket.AF_INET, socket.SOCK_STREAM)
+        ip = ipv4_of(data_host)
         with socket.socket() as probe:
-            probe.bind((address[0], 0))
+            probe.bind((ip, 0))
     except OSError as error:
         return failed(
             "dns",
             f"data_host {data_host} is no IPv4 address of this machine: {error.strerror or error}",
             "give --data-host the address under which others reach this machine",
         )
-    ip = str(address[0])
     if ip.startswith("127.") and not one_host:
         return warned(
             "dns",

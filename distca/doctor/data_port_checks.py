@@ -7,6 +7,7 @@ import socket
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
+from data_plane.interfaces import ipv4_of
 from data_plane.transport import Address
 from distca.contract.addresses import split_address
 from distca.doctor.finding import Finding, failed, passed, warned
@@ -54,7 +55,7 @@ def judge_host(host: str, ports: Sequence[int]) -> Finding:
         ports: of their listeners and of UCX.
     """
     try:
-        ip = socket.gethostbyname(host)
+        ip = ipv4_of(host)
     except OSError as error:
         return failed(
             "data-ports",

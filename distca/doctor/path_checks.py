@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 
 from core_attention.shape import AttentionShape
+from data_plane.interfaces import addresses_of
 from data_plane.transport import Address, HandshakeRejected, ProbeResult, TransportError
 from data_plane.transports import TransportName
 from distca.contract.addresses import split_address
@@ -117,7 +118,7 @@ def _judge_peer(
 ) -> Iterator[Finding]:
     """Each address that the peer's name stands for, such as a headless Service's pods."""
     try:
-        found = socket.getaddrinfo(peer.host, peer.port, socket.AF_INET, socket.SOCK_STREAM)
+        found = addresses_of(peer.host, socket.AF_INET)
     except OSError as error:
         yield failed(
             "peers",
@@ -125,7 +126,7 @@ def _judge_peer(
             "give --peer HOST:PORT of a machine where 'distca doctor --listen' or a server runs",
         )
         return
-    for ip in sorted({str(entry[4][0]) for entry in found}):
+    for ip in found:
         address = Address(ip, peer.port)
         name = str(peer) if ip == peer.host else f"{peer} ({ip})"
         try:

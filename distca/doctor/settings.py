@@ -16,7 +16,7 @@ from data_plane.interfaces import OWN_ADDRESS, own_address, rows_host
 from data_plane.transport import Address
 from data_plane.transports import TransportName, check_transport
 from distca.contract.addresses import split_address
-from distca.contract.checks import check_least, check_seconds
+from distca.contract.checks import check_host, check_least, check_seconds
 from distca.contract.timeouts import default_seconds
 from distca.options import Read
 
@@ -167,6 +167,7 @@ class DoctorSettings:
         check_transport(self.transport)
         check_seconds(self)
         check_least(self, min_gigabytes_per_second=0)
+        check_host(self, "data_host")
         rows_host(self.data_host, self.data_interface)
 
     def located(self, towards: Iterable[str]) -> DoctorSettings:

@@ -16,7 +16,13 @@ import typer
 from core_attention.tick import MAX_NANO_BATCHES
 from data_plane.interfaces import rows_host
 from data_plane.transports import TransportName
-from distca.contract.checks import check_least, check_port, check_positive, check_seconds
+from distca.contract.checks import (
+    check_host,
+    check_least,
+    check_port,
+    check_positive,
+    check_seconds,
+)
 from distca.contract.identity import NAME_PATTERN
 from distca.contract.settings import PlanRequest, RankTimeouts
 from distca.contract.timeouts import check_order, known_timeouts
@@ -410,6 +416,7 @@ class ServiceSettings(RankTimeouts):
         check_seconds(self)
         check_order(known_timeouts(self))
         check_port(self, "metrics_port")
+        check_host(self, "data_host")
         rows_host(self.data_host, self.data_interface)
         if not re.fullmatch(NAME_PATTERN, self.run_dir.name):
             raise ValueError(

@@ -12,7 +12,9 @@ import pytest
 
 from attention_node.settings import NodeSettings
 from core_attention.shape import parse_shape
-from data_plane.interfaces import address_of_interface, own_address
+from data_plane.addresses import local_ip, resolve
+from data_plane.interfaces import address_of_interface, interface_of_host, own_address
+from data_plane.transport import Address, ConnectFailed, TransportError
 from distca.doctor.settings import DoctorSettings
 from distca.train.settings import ServiceSettings
 from distca.wireguard.settings import MemberSettings
@@ -84,6 +86,27 @@ def test_a_machine_whose_name_has_no_address_is_told_which_option_to_give(
         MemberSettings(control_plane="cp:7700")
     given = NodeSettings(control_plane="cp:7700", profile_shapes=(shape,), data_host="127.0.0.1")
     assert given.data_host == "127.0.0.1"
+
+
+@pytest.mark.parametrize("host", ["node..example", "n" * 64])
+def test_a_text_that_can_be_no_name_is_named_like_one_that_is_unknown(host: str) -> None:
+    with pytest.raises(ValueError, match=f"data_host '{host}' has no IPv4 address: not the name"):
+        interface_of_host(host)
+    with pytest.raises(TransportError, match=f"cannot listen: '{host}' is no IPv4 address"):
+        local_ip(host, 7710, "ucxx")
+    with pytest.raises(ConnectFailed, match=r"does not resolve: .*not the name of a host"):
+        resolve(Address(host, 7710), 5.0, "ucxx")
+
+
+def test_an_empty_data_host_is_refused_and_not_taken_for_all_interfaces() -> None:
+    said = "data_host is ''; give a name or IPv4 address of this machine that other machines reach"
+    shape = parse_shape("8:2:64:float32")
+    with pytest.raises(ValueError, match=said):
+        NodeSettings(control_plane="cp:7700", profile_shapes=(shape,), data_host="")
+    with pytest.raises(ValueError, match=said):
+        DoctorSettings(data_host="")
+    with pytest.raises(ValueError, match=said):
+        ServiceSettings(control_plane="cp:7700", run_dir=Path("runs/a"), data_host="")
 
 
 def test_a_machines_own_address_is_that_of_its_name(monkeypatch: pytest.MonkeyPatch) -> None:

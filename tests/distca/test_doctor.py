@@ -111,6 +111,10 @@ def test_nobody_there_fails_once_and_the_checks_that_need_it_say_nothing() -> No
 def test_a_name_that_does_not_resolve_fails() -> None:
     where = around("nowhere.invalid:7700", data_host="127.0.0.1", one_host=True)
     assert "nowhere.invalid, the control plane, does not resolve" in says("dns", where, FAIL)
+    where = around("node..example:7700", data_host="127.0.0.1", one_host=True)
+    assert "node..example, the control plane, does not resolve" in says("dns", where, FAIL)
+    where = around(data_host="node..example")
+    assert "data_host node..example is no IPv4 address of this machine" in says("dns", where, FAIL)
 
 
 def test_without_certificates_calls_are_plaintext_and_that_is_told() -> None:
@@ -350,6 +354,8 @@ def test_a_peer_that_is_not_there_fails_and_names_firewalls() -> None:
 def test_a_peer_whose_name_does_not_resolve_fails() -> None:
     where = around(peers=(Address("nowhere.invalid", 7710),))
     assert "nowhere.invalid:7710 does not resolve" in says("peers", where, FAIL)
+    where = around(peers=(Address("node..example", 7710),))
+    assert "node..example:7710 does not resolve" in says("peers", where, FAIL)
 
 
 @pytest.mark.slow

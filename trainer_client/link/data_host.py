@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import ipaddress
-import socket
 
-from data_plane.interfaces import source_towards
+from data_plane.interfaces import ipv4_of, source_towards
 from distca.contract import rpc
 from distca.contract.addresses import hosts_of
 from trainer_client.options import Placement, SessionOptions
@@ -33,6 +32,6 @@ def data_host_of(options: SessionOptions, control_plane: rpc.RpcSettings) -> str
 
 def _is_loopback(host: str) -> bool:
     try:
-        return ipaddress.ip_address(socket.gethostbyname(host)).is_loopback
+        return ipaddress.ip_address(ipv4_of(host)).is_loopback
     except OSError:
         return False
