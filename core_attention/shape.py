@@ -134,14 +134,17 @@ def parse_shape(text: str) -> AttentionShape:
             "32:8:128:bfloat16, HEAD_DIM as 192/128 if values have another one, and the softcap "
             "of scores, if there is one, at the end: 8:4:256:bfloat16:50"
         )
-    return AttentionShape(
-        num_heads=int(parts[0]),
-        num_heads_kv=int(parts[1]),
-        head_dim=int(dims[0]),
-        head_dim_v=int(dims[-1]),
-        dtype=parts[3],
-        softcap=float(softcap),
-    )
+    try:
+        return AttentionShape(
+            num_heads=int(parts[0]),
+            num_heads_kv=int(parts[1]),
+            head_dim=int(dims[0]),
+            head_dim_v=int(dims[-1]),
+            dtype=parts[3],
+            softcap=float(softcap),
+        )
+    except ValueError as error:
+        raise ValueError(f"shape is {text!r}: {error}") from error
 
 
 def format_shape(shape: AttentionShape) -> str:

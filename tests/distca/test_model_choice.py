@@ -76,6 +76,10 @@ def test_a_shape_with_another_head_dim_of_values_is_written_as_it_is_read() -> N
     assert parse_shape("128:128:192/128:bfloat16") == shape
     with pytest.raises(ValueError, match="192/128"):
         parse_shape("128:128:192/128/64:bfloat16")
+    with pytest.raises(
+        ValueError, match="shape is '32:7:128:bfloat16': num_heads 32 is not a mult"
+    ):
+        parse_shape("32:7:128:bfloat16")
 
 
 @pytest.mark.parametrize(

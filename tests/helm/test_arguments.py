@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -11,9 +12,13 @@ import typer
 from typer.testing import CliRunner
 
 from attention_node.settings import NodeSettings
+from control_plane.planner.planners import PLANNERS
 from control_plane.settings import ControlPlaneSettings
+from core_attention.shape import format_shape
 from distca.cli import app
 from distca.configuration import options_of
+from distca.contract.checks import MOST_SECONDS
+from distca.doctor.settings import CHECK_NAMES
 from distca.train.run import TrainerRun
 from tests.helm.chart import (
     CHART,
@@ -221,6 +226,29 @@ def test_values_become_settings_of_a_node(monkeypatch: pytest.MonkeyPatch) -> No
     assert str(settings.certificate_file) == "/etc/distca/tls/tls.crt"
     assert not settings.one_host
     assert settings.transport == "nixl"
+
+
+@pytest.mark.parametrize(
+    "shape", ["32:8:128:float16", "128:128:192/128:bfloat16", "8:4:256:bfloat16:50"]
+)
+def test_all_shapes_that_nodes_read_may_be_given(
+    shape: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pod = pod_of("StatefulSet", "cpu-values.yaml", f"attentionNode.shapes={{{shape}}}")
+    each = container(pod, "server-0")
+    arguments = [expanded(text, each) for text in each["args"]]
+    entry = "attention_node.server.run"
+    settings = settings_of(arguments, plain_environment(each), entry, monkeypatch)
+    assert [format_shape(found) for found in settings.profile_shapes] == [shape]
+
+
+def test_the_schema_has_the_names_and_limits_of_the_code() -> None:
+    schema = json.loads((CHART / "values.schema.json").read_text())
+    planner = schema["properties"]["controlPlane"]["properties"]["planner"]
+    assert planner["enum"] == ["", *PLANNERS]
+    doctor = schema["properties"]["attentionNode"]["properties"]["doctor"]
+    assert tuple(doctor["properties"]["skip"]["items"]["enum"]) == CHECK_NAMES
+    assert schema["definitions"]["positiveSeconds"]["maximum"] == MOST_SECONDS
 
 
 def test_values_become_settings_of_the_example_job(monkeypatch: pytest.MonkeyPatch) -> None:
