@@ -138,7 +138,7 @@ class ControlPlane:
     """A control plane on the running event loop.
 
     Attributes:
-        address, metrics_address: where it listens, once started.
+        address, metrics_address: where this machine reaches it, once started.
     """
 
     def __init__(
@@ -179,6 +179,7 @@ class ControlPlane:
         self._server: grpc.aio.Server | None = None
         self._endpoint: MetricsEndpoint | None = None
         self._sweeper: asyncio.Task[None] | None = None
+        self._listen_address = settings.listen_address
         self.address = ""
         self.metrics_address: str | None = None
 
@@ -191,8 +192,8 @@ class ControlPlane:
                 self._planners.start, self._settings.coordinator.default_planner
             )
             await self._server.start()
-            if self._settings.metrics_address is not None:
-                self._start_metrics(self._settings.metrics_address)
+            metrics = self._settings.metrics_address
+            metrics_at = "no port" if metrics is None else self._start_metrics(metrics)
             if isinstance(self._leadership, Alone):
                 await self.take_over()
             if self._settings.address_file is not None:
@@ -200,9 +201,7 @@ class ControlPlane:
         except BaseException:
             await self.stop()
             raise
-        logger.info(
-            "listening on %s, metrics on %s", self.address, self.metrics_address or "no port"
-        )
+        logger.info("listening on %s, metrics on %s", self._listen_address, metrics_at)
 
     async def stop(self) -> None:
         """Reports NOT_SERVING, ends all streams, lets calls finish, and frees the ports."""
@@ -244,7 +243,7 @@ class ControlPlane:
         self._has_taken_over = True
         self._sweeper = asyncio.create_task(self._sweep())
         self._health.serving()
-        logger.info("leading at %s", self.address)
+        logger.info("leading at %s", self._listen_address)
 
     async def _end_service(self) -> None:
         self._health.over()
@@ -275,7 +274,8 @@ class ControlPlane:
                 port = server.add_secure_port(address, credentials)
         except RuntimeError as error:
             raise _cannot_listen("listen_address", address, str(error)) from error
-        self.address = _reachable(address, port)
+        self._listen_address = _with_port(address, port)
+        self.address = _reachable(self._listen_address)
         self._warn_if_open()
         return server
 
@@ -306,10 +306,11 @@ class ControlPlane:
                 level,
                 "gRPC on %s asks for no client certificates: whoever reaches it may do everything; "
                 "give tls_certificate, tls_key and tls_client_ca outside of development",
-                self.address,
+                self._listen_address,
             )
 
-    def _start_metrics(self, address: str) -> None:
+    def _start_metrics(self, address: str) -> str:
+        """Returns where it listens."""
         host, port = split_address("metrics_address", address, any_port=True)
         loop = asyncio.get_running_loop()
         health = Health(serves=lambda: self._health.serves, is_alive=lambda: _goes_on(loop))
@@ -317,7 +318,9 @@ class ControlPlane:
             self._endpoint = MetricsEndpoint(host, port, self.metrics.registry, health=health)
         except MetricsAddressError as error:
             raise _cannot_listen("metrics_address", address, str(error.__cause__)) from error
-        self.metrics_address = _reachable(address, self._endpoint.port)
+        listens_at = _with_port(address, self._endpoint.port)
+        self.metrics_address = _reachable(listens_at)
+        return listens_at
 
     def _write_addresses(self, path: Path) -> None:
         """Whole or not at all, so that who waits for the file can read it once it is there."""
@@ -390,7 +393,12 @@ def _is_loopback(address: str) -> bool:
         return host == "localhost"
 
 
-def _reachable(address: str, port: int) -> str:
+def _with_port(address: str, port: int) -> str:
+    """``address`` with the port that was taken where it asks for any."""
+    return f"{address.rpartition(':')[0]}:{port}"
+
+
+def _reachable(address: str) -> str:
     """``host:port`` under which this machine reaches a listener on ``address``."""
-    host = address.rpartition(":")[0]
+    host, _, port = address.rpartition(":")
     return f"{_LOOPBACK_OF_ANY.get(host, host)}:{port}"
