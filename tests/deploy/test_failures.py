@@ -20,7 +20,9 @@ def check_all_steps_equal_local_attention(project: ComposeProject) -> None:
     assert record.verification.passed, record.verification
 
 
-def test_killed_node_is_recovered_from_and_stopped_one_drains(project: ComposeProject) -> None:
+def test_a_job_outlives_a_killed_node_a_stopped_one_and_a_new_control_plane(
+    project: ComposeProject,
+) -> None:
     project.up(nodes=3, services=WITHOUT_PROMETHEUS)
     project.wait_for_step(3)
     victim, leaving, _ = project.containers("attention-node")
@@ -29,6 +31,9 @@ def test_killed_node_is_recovered_from_and_stopped_one_drains(project: ComposePr
     project.docker("stop", "--time=75", leaving)
     assert project.exit_code(leaving) == 0, project.logs(leaving)
     assert "drained" in project.logs(leaving)
+    control_plane = project.container("control-plane")
+    project.docker("kill", control_plane)
+    project.docker("start", control_plane)
     assert project.wait_for_trainers() == [0, 0], project.tails()
     check_all_steps_equal_local_attention(project)
 
