@@ -91,6 +91,14 @@ def without_commands(environ: Mapping[str, str], *commands: str) -> dict[str, st
     }
 
 
+class _Variables(list[str]):
+    """Environment variables of an option, as errors of the command line show them: in quotes that
+    stand there already."""
+
+    def __str__(self) -> str:
+        return "' or '".join(self)
+
+
 def name_variables(command: Any) -> None:
     """Gives every option an environment variable, after those that it has already. Help shows only
     the latter: the others follow one rule."""
@@ -98,7 +106,7 @@ def name_variables(command: Any) -> None:
         shared = option.variables
         option.parameter.show_envvar = bool(shared)
         if option.variable not in shared:
-            option.parameter.envvar = [*shared, option.variable]
+            option.parameter.envvar = _Variables([*shared, option.variable])
 
 
 def misspelt_variables(command: Any, environ: Mapping[str, str]) -> list[tuple[str, str]]:

@@ -80,7 +80,11 @@ def test_version_is_shown() -> None:
         (["local", "--tolerance=-1"], "tolerance is -1.0"),
         (["local", "--seed=-1"], "seed is -1"),
         (["local", "--mode=elsewhere"], "'elsewhere' is not one of"),
-        (["train", "--run-dir=/tmp"], "Missing option '--control-plane'"),
+        (
+            ["train", "--run-dir=/tmp"],
+            "Missing option '--control-plane' (env var: 'DISTCA_CONTROL_PLANE' or "
+            "'DISTCA_TRAIN_CONTROL_PLANE').",
+        ),
         (["control-plane", "--listen=nowhere"], "listen_address is 'nowhere'"),
         (["control-plane", "--tls-key=k.pem"], "tls_certificate and tls_key belong together"),
         (["attention-node", "--control-plane=a:1", "--shape=8:2"], "shape is '8:2'; write"),
