@@ -38,9 +38,11 @@ def local(
 
     from distca.data.sources import open_corpus
     from distca.local.launcher import LocalRun, launch
+    from distca.local.packages import check_packages
     from distca.report.outcome import show_outcome
 
     console = Console()
+    check_packages(local.transport)
     # The trainers check all of it themselves; here only so that a mistake is told at once.
     check_together(data, training, plan.homes, local.mode)
     if training.pipeline_stages > 1 or training.tensor_parallel > 1:

@@ -163,6 +163,29 @@ def test_commands_say_which_extra_they_need() -> None:
     assert "Traceback" not in done.stderr
 
 
+def test_a_local_run_names_all_that_is_missing_before_it_makes_a_folder(tmp_path: Path) -> None:
+    runs = tmp_path / "runs"
+    program = _WITHOUT_PACKAGES.format(
+        missing=sorted(EXTRAS), commands=[["local", f"--runs-dir={runs}", "--transport=ucxx"]]
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=ROOT,
+        env={"PATH": "/usr/bin:/bin", "HOME": "/nonexistent"},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.stderr.splitlines() == [
+        "MissingPackageError: distca local needs the packages greenlet, jinja2, matplotlib, "
+        "psutil, pyarrow, torch, transformers, ucxx, which are not installed: "
+        "pip install 'distca[trainer,node,ucxx-cu13]'",
+        "ended with 1",
+    ]
+    assert not runs.exists()
+
+
 def test_every_extra_that_is_named_exists() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     named = {extra for extras in EXTRAS.values() for extra in extras}
