@@ -3,9 +3,7 @@ row crosses UCX (but for rows that stay at home in-place)."""
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -23,8 +21,6 @@ from trainer_client import PingPong, Session, SessionOptions, checkpoint, core_a
 from trainer_client.step.running_step import RunningStep
 
 _names = itertools.count()
-
-_TOGETHER_SECONDS = 10.0
 
 Rows = dict[str, torch.Tensor]
 """q, k, v and do, later o, dq, dk and dv, of one (rank, nano-batch, layer), by packed row."""
@@ -113,9 +109,6 @@ class Team:
         self._threads = [ThreadPoolExecutor(1) for _ in range(n_ranks)]
         self._step = 0
         self._device = torch.device(options.get("device", "cpu"))
-        # Autograd has one thread a GPU for the ranks of this process. One that waits there for what
-        # another has not yet sent would wait for ever, so they begin to send together.
-        self._before_backward = threading.Barrier(n_ranks if self._device.type == "cuda" else 1)
         keep_profile(cluster.folder, shape, str(self._device))
         job = f"test-{next(_names)}"
         settings: dict[str, Any] = {
@@ -233,11 +226,12 @@ class Team:
         with session.step(manifest.step) as running:
             outputs = model(batches)
             if backward:
-                with contextlib.suppress(threading.BrokenBarrierError):
-                    self._before_backward.wait(_TOGETHER_SECONDS)
                 flat = [o for nano in outputs for o in nano]
                 gradients = [rows["do"] for batch in batches for rows in batch["layers"]]
-                torch.autograd.backward(flat, gradients)
+                # Of a GPU autograd has one thread a process, so one rank that waits there for what
+                # another has yet to send, or to send again, would wait for ever.
+                with torch.autograd.set_multithreading_enabled(False):
+                    torch.autograd.backward(flat, gradients)
         rows = {}
         for nano, batch in enumerate(batches):
             for layer, given in enumerate(batch["layers"]):
