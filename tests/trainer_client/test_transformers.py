@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 from collections.abc import Iterator
 from typing import Any, cast
 
 import pytest
 import torch
+import torch.utils.checkpoint as checkpoints
 import transformers
 from torch import nn
 
@@ -447,6 +449,22 @@ def test_a_model_that_is_called_directly_is_checked_too(pool_of_four: Cluster) -
         session.step(submit(session, LENGTHS[:1])),
     ):
         model(**make_batches()[0])
+
+
+def test_keys_that_a_cache_brings_are_named(session: Session) -> None:
+    """A checkpoint of one's own runs a layer again, which enters its keys once more."""
+    model: Any = make_model(CONFIGS["Llama"], "distca")
+    for layer in model.model.layers:
+        layer.forward = functools.partial(
+            checkpoints.checkpoint, layer.forward, use_reentrant=False
+        )
+    batches = [{**batch, "use_cache": True} for batch in make_batches()]
+    said = r"from (\d+) rows to the keys of (\d+): a cache.*Give the model use_cache=False"
+    with (
+        pytest.raises(UnsupportedArgument, match=said),
+        session.step(submit(session)),
+    ):
+        sum(output.loss for output in PingPong(model)(batches)).backward()
 
 
 def test_a_model_that_cannot_be_checked_by_itself_is_refused_with_what_to_do(

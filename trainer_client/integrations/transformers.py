@@ -255,6 +255,7 @@ def _attend(
         )
     lane = require_lane()
     _refuse_unproven(module, documents)
+    _refuse_cached_keys(module, q, k)
     scale = None
     if kind.is_full:
         refuse_short_window(module, layer.kind, documents)
@@ -273,6 +274,16 @@ def _attend(
         softcap=layer.softcap,
         scale=scale,
     )[None]
+
+
+def _refuse_cached_keys(module: nn.Module, q: torch.Tensor, k: torch.Tensor) -> None:
+    """Of rows ``[rows, heads, head_dim]``."""
+    if len(k) > len(q):
+        raise UnsupportedArgument(
+            f"{type(module).__name__} attends from {len(q)} rows to the keys of {len(k)}: a cache "
+            "has brought those of an earlier call, or of this one where an activation checkpoint "
+            "runs it again. Give the model use_cache=False: a step's rows hold all of its keys"
+        )
 
 
 def _refuse_unsupported(arguments: dict[str, Any]) -> None:
