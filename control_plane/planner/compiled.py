@@ -119,6 +119,9 @@ class _Cache:
 
 
 def _compiled(function: F, options: dict[str, Any]) -> F:
+    # Divisions are those of numpy. Python's look for zeros, which takes a tenth of the time, and
+    # raise; but functions without counts of references must not.
+    options = {"error_model": "numpy", **options}
     _make_cache_writable()
     dispatcher = _cached(function, options)
     if dispatcher is None and _set_temporary_cache("there is no folder that it may be written to"):

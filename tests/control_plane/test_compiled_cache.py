@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -134,3 +135,17 @@ def test_code_that_is_not_in_the_cache_is_not_compiled(tmp_path: Path) -> None:
     )
     assert done.stdout.split() == ["False", "False"]
     assert not list(tmp_path.rglob("*.nbi"))
+
+
+def test_a_division_by_zero_raises_nothing() -> None:
+    """Out of a function without counts of references an error is not safe."""
+
+    @compiled.compiled_leaf
+    def share(part: float, whole: float) -> float:
+        return part / whole
+
+    @compiled.compiled
+    def shares(part: float, whole: float) -> float:
+        return share(part, whole)
+
+    assert shares(1.0, 0.0) == math.inf
