@@ -14,8 +14,9 @@ from typing import Annotated, ClassVar
 import typer
 
 from core_attention.tick import MAX_NANO_BATCHES
-from data_plane.interfaces import rows_host
+from data_plane.interfaces import OWN_ADDRESS, rows_host, source_towards
 from data_plane.transports import TransportName
+from distca.contract.addresses import hosts_of, split_addresses
 from distca.contract.checks import (
     check_host,
     check_least,
@@ -357,11 +358,10 @@ class ServiceSettings(RankTimeouts):
     data_host: Annotated[
         str,
         typer.Option(
-            help="Address of this machine at which other ranks reach it. Of ranks that use the "
-            "pool alone on several hosts, loopback stands for the address towards the control "
-            "plane.",
+            help="Address of this machine at which other ranks reach it; auto: the one towards the "
+            "control plane, loopback with --one-host.",
         ),
-    ] = "127.0.0.1"
+    ] = OWN_ADDRESS
     data_interface: Annotated[
         str,
         typer.Option(
@@ -417,6 +417,8 @@ class ServiceSettings(RankTimeouts):
         check_order(known_timeouts(self))
         check_port(self, "metrics_port")
         check_host(self, "data_host")
+        if self.data_host == OWN_ADDRESS:
+            object.__setattr__(self, "data_host", self._own_address())
         rows_host(self.data_host, self.data_interface)
         if not re.fullmatch(NAME_PATTERN, self.run_dir.name):
             raise ValueError(
@@ -424,6 +426,13 @@ class ServiceSettings(RankTimeouts):
                 "the job; give a folder whose name is 1 to 128 characters of A-Z, a-z, 0-9, '.', "
                 "'_' and '-'"
             )
+
+    def _own_address(self) -> str:
+        """Who trains on one machine reaches its control plane, and so the other ranks, over
+        loopback."""
+        addresses = split_addresses("control_plane", self.control_plane)
+        hosts = () if self.one_host else hosts_of("control_plane", addresses)
+        return source_towards(hosts) or "127.0.0.1"
 
     @property
     def rows_host(self) -> str:

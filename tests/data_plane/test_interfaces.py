@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import socket
 from pathlib import Path
 from types import SimpleNamespace
@@ -141,6 +142,10 @@ def test_where_the_name_is_loopback_it_is_the_address_towards_the_control_plane(
         name: Path("/dev/null") for name in ("ca_file", "certificate_file", "key_file")
     }
     assert MemberSettings(control_plane=where, **files).host == "10.1.0.7"
+    train = functools.partial(ServiceSettings, run_dir=Path("run"))
+    assert train(control_plane=where).rows_host == "10.1.0.7"
+    assert train(control_plane=where, one_host=True).rows_host == "127.0.0.1"
+    assert train(control_plane="nowhere:7700").rows_host == "127.0.0.1"
     assert DoctorSettings().located(["cp"]).rows_host == "10.1.0.7"
     assert DoctorSettings().located([]).rows_host == hosts_file.get("box", "127.0.0.1")
     assert DoctorSettings(data_host="10.1.0.9").located(["cp"]).rows_host == "10.1.0.9"
