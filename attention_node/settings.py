@@ -19,7 +19,7 @@ from attention_node.capacity import rows_within
 from core_attention.shape import AttentionShape, parse_shape
 from data_plane.interfaces import OWN_ADDRESS, rows_host, take_own_address
 from data_plane.transports import TransportName, check_transport
-from distca.contract.addresses import hosts_of, split_addresses
+from distca.contract.addresses import hosts_of
 from distca.contract.checks import check_host, check_least, check_port, check_seconds
 from distca.contract.settings import PROFILE_DIR, ClientTls
 from distca.contract.timeouts import check_order, default_seconds, known_timeouts
@@ -152,8 +152,8 @@ class NodeSettings(ClientTls):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        addresses = split_addresses("control_plane", self.control_plane)
-        take_own_address(self, "data_host", towards=hosts_of("control_plane", addresses))
+        control_planes = hosts_of("control_plane", self.control_plane)
+        take_own_address(self, "data_host", towards=control_planes)
         if not self.profile_shapes:
             raise ValueError("profile_shapes is empty; give the shape of at least one model")
         check_device("device", self.device)

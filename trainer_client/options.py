@@ -17,7 +17,7 @@ from core_attention.shape import AttentionShape
 from core_attention.tick import MAX_LAYERS, MAX_NANO_BATCHES
 from data_plane.interfaces import OWN_ADDRESS, take_own_address
 from data_plane.transports import TransportName, check_transport
-from distca.contract.addresses import hosts_of, split_addresses
+from distca.contract.addresses import hosts_of
 from distca.contract.checks import (
     check_bool,
     check_host,
@@ -156,8 +156,8 @@ class SessionOptions(RankTimeouts, PlanRequest, IntegritySettings, ClientTls):
         take_paths(self, "profile_dir")
         check_bool(self, "cut_documents", "one_host")
         check_host(self, "data_host")
-        addresses = split_addresses("control_plane", self.control_plane)
-        take_own_address(self, "data_host", towards=hosts_of("control_plane", addresses))
+        control_planes = hosts_of("control_plane", self.control_plane)
+        take_own_address(self, "data_host", towards=control_planes)
         self._check_range("n_ranks", 1, 2**16)
         self._check_range("rank", 0, self.n_ranks - 1)
         self._check_range("n_layers", 1, MAX_LAYERS)

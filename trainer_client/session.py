@@ -26,7 +26,6 @@ from data_plane.transport import Connection
 from data_plane.transports import open_transport
 from distca import __version__
 from distca.contract import rpc
-from distca.contract.addresses import split_addresses
 from distca.contract.codec import pipelining_to_proto, profile_to_proto, shape_to_proto
 from distca.contract.settings import ClientTls, values_of
 from distca.contract.timeouts import check_order, known_timeouts
@@ -83,8 +82,7 @@ class Session:
         self._device = torch.device(options.device)
         # A GPU computes behind the thread that launches its work.
         self._runs_ahead = self._device.type == "cuda"
-        # First, since it checks the address and reads the TLS files: the transport starts a thread.
-        split_addresses("control_plane", options.control_plane)
+        # First, since it reads the TLS files: the transport starts a thread.
         control_plane = rpc.RpcSettings(
             address=options.control_plane,
             connect_seconds=options.start_timeout_seconds,

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 
 def split_address(name: str, address: str, *, any_port: bool = False) -> tuple[str, int]:
     """Host, without the brackets of IPv6, and port of ``address``.
@@ -37,6 +35,6 @@ def split_addresses(name: str, addresses: str) -> tuple[str, ...]:
     return each
 
 
-def hosts_of(name: str, addresses: Iterable[str]) -> list[str]:
-    """The hosts of ``addresses``, each ``host:port``; raises as :func:`split_address`."""
-    return [split_address(name, address)[0] for address in addresses]
+def hosts_of(name: str, addresses: str) -> list[str]:
+    """The hosts of ``addresses``; as :func:`split_addresses`."""
+    return [split_address(name, address)[0] for address in split_addresses(name, addresses)]

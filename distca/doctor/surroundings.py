@@ -33,9 +33,9 @@ class Surroundings:
     root: Path = Path("/")
 
     def __post_init__(self) -> None:
-        addresses = self.cluster.settings.addresses if self.cluster is not None else ()
-        hosts = hosts_of("control_plane", addresses)
-        object.__setattr__(self, "settings", self.settings.located(hosts))
+        asks = self.cluster
+        towards = hosts_of("control_plane", asks.settings.address) if asks is not None else ()
+        object.__setattr__(self, "settings", self.settings.located(towards))
 
     @cached_property
     def facts(self) -> TransportFacts:

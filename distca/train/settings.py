@@ -16,7 +16,7 @@ import typer
 from core_attention.tick import MAX_NANO_BATCHES
 from data_plane.interfaces import OWN_ADDRESS, rows_host, source_towards
 from data_plane.transports import TransportName
-from distca.contract.addresses import hosts_of, split_addresses
+from distca.contract.addresses import hosts_of
 from distca.contract.checks import (
     check_host,
     check_least,
@@ -430,9 +430,8 @@ class ServiceSettings(RankTimeouts):
     def _own_address(self) -> str:
         """Who trains on one machine reaches its control plane, and so the other ranks, over
         loopback."""
-        addresses = split_addresses("control_plane", self.control_plane)
-        hosts = () if self.one_host else hosts_of("control_plane", addresses)
-        return source_towards(hosts) or "127.0.0.1"
+        control_planes = hosts_of("control_plane", self.control_plane)
+        return source_towards(() if self.one_host else control_planes) or "127.0.0.1"
 
     @property
     def rows_host(self) -> str:

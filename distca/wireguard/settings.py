@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from data_plane.interfaces import OWN_ADDRESS, take_own_address
-from distca.contract.addresses import hosts_of, split_addresses
+from distca.contract.addresses import hosts_of
 from distca.contract.checks import check_seconds
 from distca.contract.settings import ClientTls, values_of
 from distca.contract.timeouts import default_seconds
@@ -74,8 +74,8 @@ class MemberSettings(ClientTls):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_seconds(self)
-        addresses = split_addresses("control_plane", self.control_plane)
-        take_own_address(self, "host", towards=hosts_of("control_plane", addresses))
+        control_planes = hosts_of("control_plane", self.control_plane)
+        take_own_address(self, "host", towards=control_planes)
         try:
             ip_address(self.host)
         except ValueError as error:
