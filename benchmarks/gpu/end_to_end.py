@@ -7,6 +7,8 @@ Every way runs the same documents, the same model and the same FSDP2, in one run
 * context-parallel: every document cut over all ranks, keys and values gathered;
 * pytorch-context-parallel: PyTorch's own ring, on batches of one document (``--lengths
   one-document``, which plain and repacked cannot hold);
+* context-parallel-unsent: the same with nothing sent, which is how fast it would be if all its
+  messages were hidden; its losses mean nothing;
 * disaggregated: DistCA in place, with a real control plane, real sessions and UCX;
 * pool: DistCA with attention nodes on GPUs of their own (``--ranks 3 --pool-nodes 1 --ways pool``).
 

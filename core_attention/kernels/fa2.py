@@ -13,7 +13,12 @@ from collections.abc import Sequence
 import torch
 
 from core_attention.ca_task import MaskKind, Phase
-from core_attention.kernels.gpu_launches import DEFAULT_WORKSPACE_KEYS, Launch, LaunchCache
+from core_attention.kernels.gpu_launches import (
+    DEFAULT_WORKSPACE_KEYS,
+    Launch,
+    LaunchCache,
+    head_groups,
+)
 from core_attention.kernels.gpu_shapes import (
     check_device,
     check_dtype,
@@ -71,6 +76,7 @@ class Fa2Kernel:
 
         self._gradients = gpu_gradients
         self._device = device
+        self._workspace_keys = workspace_keys
         self._launches = LaunchCache(device, gaps=False, workspace_keys=workspace_keys)
         # Seed and offset of dropout, which is off.
         self._random_state = torch.zeros(2, dtype=torch.uint64, device=device)
@@ -139,29 +145,33 @@ class Fa2Kernel:
         launch.q.put(part.lse, lse.t())
 
     def _backward(self, part: BackwardPart, launch: Launch, scale: float, rule: ScoreRule) -> None:
-        do = launch.q.take(part.do)
-        dq, dk, dv = torch.ops.aten._flash_attention_backward(
-            do,
-            launch.q.take(part.q),
-            launch.k.take(part.k),
-            launch.k.take(part.v),
-            self._gradients.surrogate_output(do, launch.q.take(part.delta)),
-            launch.q.take(part.lse).t().contiguous(),
-            launch.cu_seqlens_q,
-            launch.cu_seqlens_k,
-            max(launch.max_seqlen_q, LONG),
-            launch.max_seqlen_k,
-            0.0,
-            rule.mask is MaskKind.CAUSAL,
-            self._random_state,
-            self._unused,
-            scale=scale,
-            **_window(rule),
-        )
-        launch.q.put(part.dq, dq)
+        q, do = launch.q.take(part.q), launch.q.take(part.do)
+        k, v = launch.k.take(part.k), launch.k.take(part.v)
+        o = self._gradients.surrogate_output(do, launch.q.take(part.delta))
+        lse = launch.q.take(part.lse).t().contiguous()
         assert launch.gradient_sum is not None
-        self._gradients.add_task_gradients(part.dk, dk, launch.gradient_sum)
-        self._gradients.add_task_gradients(part.dv, dv, launch.gradient_sum)
+        for heads, heads_kv in head_groups(q.shape[1], k.shape[1], len(k), self._workspace_keys):
+            dq, dk, dv = torch.ops.aten._flash_attention_backward(
+                do[:, heads],
+                q[:, heads],
+                k[:, heads_kv],
+                v[:, heads_kv],
+                o[:, heads],
+                lse[heads],
+                launch.cu_seqlens_q,
+                launch.cu_seqlens_k,
+                max(launch.max_seqlen_q, LONG),
+                launch.max_seqlen_k,
+                0.0,
+                rule.mask is MaskKind.CAUSAL,
+                self._random_state,
+                self._unused,
+                scale=scale,
+                **_window(rule),
+            )
+            launch.q.put(part.dq[:, heads], dq)
+            for total, term in ((part.dk, dk), (part.dv, dv)):
+                self._gradients.add_task_gradients(total[:, heads_kv], term, launch.gradient_sum)
 
 
 def check_shape(

@@ -28,7 +28,12 @@ from typing import Any, Final
 import torch
 
 from core_attention.ca_task import MaskKind, Phase
-from core_attention.kernels.gpu_launches import DEFAULT_WORKSPACE_KEYS, Launch, LaunchCache
+from core_attention.kernels.gpu_launches import (
+    DEFAULT_WORKSPACE_KEYS,
+    Launch,
+    LaunchCache,
+    head_groups,
+)
 from core_attention.kernels.gpu_shapes import (
     check_device,
     check_dtype,
@@ -107,6 +112,7 @@ class Fa4Kernel:
         self._add_task_gradients = add_task_gradients
         self._device = device
         self._deterministic = deterministic
+        self._workspace_keys = workspace_keys
         self._launches = LaunchCache(device, gaps=True, workspace_keys=workspace_keys)
         self._zero_rows: dict[tuple[torch.Size, torch.dtype], torch.Tensor] = {}
         self._warm: set[tuple[AttentionShape, ScoreRule]] = set()
@@ -216,31 +222,36 @@ class Fa4Kernel:
         lse = launch.q.take(part.lse).t().contiguous()
         dlse = torch.empty_like(lse)
         torch.neg(launch.q.take(part.delta).t(), out=dlse)
-        dk, dv = torch.empty_like(k), torch.empty_like(v)
         target = launch.q.take(part.dq)
         dq = target if dims == shape.head_dim else torch.empty_like(q)
-        self._library._flash_attn_bwd(
-            q,
-            k,
-            v,
-            self._zero_row(do),
-            do,
-            lse,
-            softmax_scale=scale,
-            dq=dq,
-            dk=dk,
-            dv=dv,
-            dlse=dlse,
-            deterministic=self._deterministic,
-            **_call_arguments(launch, rule),
-        )
+        assert launch.gradient_sum is not None
+        for heads, heads_kv in head_groups(
+            shape.num_heads, shape.num_heads_kv, len(k), self._workspace_keys
+        ):
+            dk, dv = torch.empty_like(k[:, heads_kv]), torch.empty_like(v[:, heads_kv])
+            self._library._flash_attn_bwd(
+                q[:, heads],
+                k[:, heads_kv],
+                v[:, heads_kv],
+                self._zero_row(do[:, heads]),
+                do[:, heads],
+                lse[heads],
+                softmax_scale=scale,
+                dq=dq[:, heads],
+                dk=dk,
+                dv=dv,
+                dlse=dlse[heads],
+                deterministic=self._deterministic,
+                **_call_arguments(launch, rule),
+            )
+            for total, term in ((part.dk, dk), (part.dv, dv)):
+                self._add_task_gradients(
+                    total[:, heads_kv], _narrowed(term, total.shape[2]), launch.gradient_sum
+                )
         if dims != shape.head_dim:
             _copy_written(target, dq[..., : shape.head_dim], launch)
         if launch.q.index is not None:
             launch.q.put(part.dq, target)
-        assert launch.gradient_sum is not None
-        self._add_task_gradients(part.dk, _narrowed(dk, shape.head_dim), launch.gradient_sum)
-        self._add_task_gradients(part.dv, _narrowed(dv, shape.head_dim_v), launch.gradient_sum)
 
     def _zero_row(self, like: torch.Tensor) -> torch.Tensor:
         """An output of zeros, shaped as ``like``; one row of memory."""

@@ -18,7 +18,7 @@ def add_task_gradients(target: torch.Tensor, source: torch.Tensor, sums: Gradien
     """Adds the tasks' gradients to a part's, in float32 and in task order.
 
     Args:
-        target: ``[n_dk, num_heads_kv, dim]`` float32, contiguous.
+        target: ``[n_dk, num_heads_kv, dim]`` float32; each row contiguous.
         source: ``[rows of all tasks, num_heads_kv, dim]`` any dtype, contiguous.
         sums: which rows add up to which.
     """
@@ -31,6 +31,7 @@ def add_task_gradients(target: torch.Tensor, source: torch.Tensor, sums: Gradien
         sums.blocks,
         sums.shifts,
         width,
+        target.stride(0),
         block_rows=SUM_ROWS,
         block_columns=columns,
         num_warps=8,
@@ -39,7 +40,14 @@ def add_task_gradients(target: torch.Tensor, source: torch.Tensor, sums: Gradien
 
 @triton.jit  # type: ignore[misc,untyped-decorator,unused-ignore]
 def _add_task_gradients(  # type: ignore[no-untyped-def]
-    target, source, blocks, shifts, width, block_rows: tl.constexpr, block_columns: tl.constexpr
+    target,
+    source,
+    blocks,
+    shifts,
+    width,
+    target_stride,
+    block_rows: tl.constexpr,
+    block_columns: tl.constexpr,
 ):
     block = blocks + 4 * tl.program_id(0)
     first_row, n_rows = tl.load(block), tl.load(block + 1)
@@ -48,7 +56,7 @@ def _add_task_gradients(  # type: ignore[no-untyped-def]
     columns = tl.program_id(1) * block_columns + tl.arange(0, block_columns)
     inside = (in_block < n_rows)[:, None] & (columns < width)[None, :]
     rows = (first_row + in_block).to(tl.int64)[:, None]
-    at = target + rows * width + columns[None, :]
+    at = target + rows * target_stride + columns[None, :]
     total = tl.load(at, mask=inside, other=0.0)
     for task in range(begin, end):
         task_rows = rows + tl.load(shifts + task)

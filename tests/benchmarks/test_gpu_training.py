@@ -316,9 +316,13 @@ ONE_DOCUMENT = (f"--lengths={batches.ONE_DOCUMENT}",)
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("cut", ["--cut-documents", "--no-cut-documents"])
 def test_ways_that_can_hold_one_document_train_the_same_model(tmp_path: Path, cut: str) -> None:
-    found = losses("cpu", 2, tmp_path, ONE_DOCUMENT_WAYS, options=(*ONE_DOCUMENT, cut))
-    assert found.keys() == set(ONE_DOCUMENT_WAYS)
+    ways = (*ONE_DOCUMENT_WAYS, methods.UNSENT)
+    found = losses("cpu", 2, tmp_path, ways, options=(*ONE_DOCUMENT, cut))
+    assert found.keys() == set(ways)
     assert found["disaggregated"] == pytest.approx(found["context-parallel"], rel=1e-5)
+    # Other keys and partial gradients: of the second step another loss, though no other size of it.
+    assert found[methods.UNSENT] != pytest.approx(found["context-parallel"], rel=1e-5)
+    assert found[methods.UNSENT] == pytest.approx(found["context-parallel"], rel=0.1)
 
 
 @pytest.mark.gpu

@@ -19,7 +19,13 @@ import torch
 from core_attention.arrays import exclusive_cumsum
 from core_attention.ca_task import Phase
 from core_attention.kernels import fa2, fa4
-from core_attention.kernels.gpu_launches import MAX_TASKS, SUM_ROWS, LaunchCache, gradient_blocks
+from core_attention.kernels.gpu_launches import (
+    MAX_TASKS,
+    SUM_ROWS,
+    LaunchCache,
+    gradient_blocks,
+    head_groups,
+)
 from core_attention.kernels.gpu_shapes import check_device
 from core_attention.kernels.protocol import BackwardPart, ForwardPart, Kernel, TaskBatch
 from core_attention.kernels.select import select_kernel
@@ -70,6 +76,20 @@ def random_batch(seed: int) -> TaskBatch:
         ranges.append((row, row + end - begin, first, first + end, first + 7))
         row += end - begin
     return batch_of([ranges[i] for i in generator.permutation(len(ranges))])
+
+
+@pytest.mark.parametrize(
+    ("n_keys", "n_groups"), [(1, 1), (100, 1), (101, 2), (250, 3), (350, 6), (10**6, 6)]
+)
+def test_heads_of_a_task_above_the_workspace_are_taken_in_groups(
+    n_keys: int, n_groups: int
+) -> None:
+    groups = head_groups(12, 6, n_keys, workspace_keys=100)
+    assert len(groups) == n_groups
+    assert [h for heads, _ in groups for h in range(12)[heads]] == list(range(12))
+    assert [h for _, heads_kv in groups for h in range(6)[heads_kv]] == list(range(6))
+    for heads, heads_kv in groups:
+        assert {h // 2 for h in range(12)[heads]} == set(range(6)[heads_kv])
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -332,11 +352,20 @@ class GpuConformance(KernelConformance):
             error = float((got - expected).norm() / expected.norm())
             assert error <= bound, f"{name} is off by {error:.2e} relative, more than {bound:.2e}"
 
+    @pytest.mark.parametrize("num_heads_kv", [2, 4])
+    @pytest.mark.parametrize("head_dim", [64, 80])
     def test_a_small_workspace_gives_the_same_gradients(
-        self, kernel: Any, device: torch.device
+        self, kernel: Any, device: torch.device, num_heads_kv: int, head_dim: int
     ) -> None:
+        """Launches have one task each, and take their heads one key head after another."""
         tasks = [Task(0, 0, 300), Task(0, 300, 500), Task(1, 0, 90), Task(0, 500, 700)]
-        shape = replace(SHAPE, dtype="bfloat16")
+        shape = AttentionShape(
+            num_heads=4,
+            num_heads_kv=num_heads_kv,
+            head_dim=head_dim,
+            head_dim_v=head_dim,
+            dtype="bfloat16",
+        )
         problems = [
             make_problem(shape, [700, 90], tasks, device, scale=self.scale) for _ in range(2)
         ]

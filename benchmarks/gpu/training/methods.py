@@ -174,8 +174,9 @@ class AtHome:
         settings, mine = self._settings, manifests[self._settings.rank]
         if self._name == PYTORCH:
             return RingAttention(settings.device, self._watch, self._group)
-        if self._name == "context-parallel":
-            return attention.GatheredKeys(
+        if self._name in (CONTEXT_PARALLEL, UNSENT):
+            keys = attention.UnsentKeys if self._name == UNSENT else attention.GatheredKeys
+            return keys(
                 self._kernel, manifests, settings.rank, settings.device, self._watch, self._group
             )
         return attention.WholeDocuments(self._kernel, mine, settings.device, self._watch)
@@ -357,11 +358,14 @@ def require_runnable(name: str, batch: Batch, device_type: str) -> None:
 
 
 POOL = "pool"
+CONTEXT_PARALLEL = "context-parallel"
+UNSENT = "context-parallel-unsent"
 PYTORCH = "pytorch-context-parallel"
 AT_HOME: dict[str, Callable[[Batch], list[RankManifest]]] = {
     "plain": batches.packed,
     "repacked": batches.repacked,
-    "context-parallel": batches.zigzag,
+    CONTEXT_PARALLEL: batches.zigzag,
+    UNSENT: batches.zigzag,
     # What PyTorch's load balancer makes of one document.
     PYTORCH: batches.zigzag,
 }
