@@ -15,6 +15,7 @@ import torch
 from core_attention.ca_task import MaskKind, Phase
 from core_attention.kernels.gpu_launches import (
     DEFAULT_WORKSPACE_KEYS,
+    HeadGroup,
     Launch,
     LaunchCache,
     head_groups,
@@ -96,7 +97,8 @@ class Fa2Kernel:
         self.check(shape, rule)
         forward, backward = warm_up_parts(shape, self._device)
         self.forward([forward], 1.0, rule)
-        self.backward([backward], 1.0, rule)
+        for workspace_keys in (self._workspace_keys, 1):
+            self._run_backward([backward], 1.0, rule, workspace_keys)
         self.synchronize()
 
     def forward(self, parts: Sequence[ForwardPart], scale: float, rule: ScoreRule = PLAIN) -> None:
@@ -111,11 +113,7 @@ class Fa2Kernel:
         self, parts: Sequence[BackwardPart], scale: float, rule: ScoreRule = PLAIN
     ) -> None:
         """Writes dq and adds to dk and dv for every task of ``parts``."""
-        with torch.cuda.device(self._device), torch.no_grad():
-            for part in parts:
-                self.check(part_shape(part), rule)
-                for launch in self._launches.launches(part.tasks, Phase.BACKWARD):
-                    self._backward(part, launch, scale, rule)
+        self._run_backward(parts, scale, rule, self._workspace_keys)
 
     def prepare(self, tasks: TaskBatch, phase: Phase) -> None:
         """Derives the launches of ``tasks`` and uploads their index tensors."""
@@ -124,6 +122,19 @@ class Fa2Kernel:
     def synchronize(self) -> None:
         """Returns once what was launched on the current stream has finished."""
         torch.cuda.current_stream(self._device).synchronize()
+
+    def _run_backward(
+        self, parts: Sequence[BackwardPart], scale: float, rule: ScoreRule, workspace_keys: int
+    ) -> None:
+        """All launches; those of more than ``workspace_keys`` keys take their heads in groups."""
+        with torch.cuda.device(self._device), torch.no_grad():
+            for part in parts:
+                self.check(part_shape(part), rule)
+                for launch in self._launches.launches(part.tasks, Phase.BACKWARD):
+                    groups = head_groups(
+                        part.q.shape[1], part.k.shape[1], launch.n_keys, workspace_keys
+                    )
+                    self._backward(part, launch, groups, scale, rule)
 
     def _forward(self, part: ForwardPart, launch: Launch, scale: float, rule: ScoreRule) -> None:
         o, lse, *_ = torch.ops.aten._flash_attention_forward(
@@ -144,13 +155,20 @@ class Fa2Kernel:
         launch.q.put(part.o, o)
         launch.q.put(part.lse, lse.t())
 
-    def _backward(self, part: BackwardPart, launch: Launch, scale: float, rule: ScoreRule) -> None:
+    def _backward(
+        self,
+        part: BackwardPart,
+        launch: Launch,
+        groups: Sequence[HeadGroup],
+        scale: float,
+        rule: ScoreRule,
+    ) -> None:
         q, do = launch.q.take(part.q), launch.q.take(part.do)
         k, v = launch.k.take(part.k), launch.k.take(part.v)
         o = self._gradients.surrogate_output(do, launch.q.take(part.delta))
         lse = launch.q.take(part.lse).t().contiguous()
         assert launch.gradient_sum is not None
-        for heads, heads_kv in head_groups(q.shape[1], k.shape[1], len(k), self._workspace_keys):
+        for heads, heads_kv in groups:
             dq, dk, dv = torch.ops.aten._flash_attention_backward(
                 do[:, heads],
                 q[:, heads],

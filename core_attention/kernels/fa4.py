@@ -30,6 +30,7 @@ import torch
 from core_attention.ca_task import MaskKind, Phase
 from core_attention.kernels.gpu_launches import (
     DEFAULT_WORKSPACE_KEYS,
+    HeadGroup,
     Launch,
     LaunchCache,
     head_groups,
@@ -137,7 +138,8 @@ class Fa4Kernel:
         forward, backward = warm_up_parts(shape, self._device)
         with _COMPILING, torch.cuda.device(self._device), torch.no_grad():
             self._run_forward([forward], 1.0, rule)
-            self._run_backward(backward, 1.0, rule)
+            for workspace_keys in (self._workspace_keys, 1):
+                self._run_backward(backward, 1.0, rule, workspace_keys)
         self.synchronize()
         self._warm.add((shape, rule))
         logger.info(
@@ -162,7 +164,7 @@ class Fa4Kernel:
             self.warm_up(part_shape(part), rule)
         with torch.cuda.device(self._device), torch.no_grad():
             for part in parts:
-                self._run_backward(part, scale, rule)
+                self._run_backward(part, scale, rule, self._workspace_keys)
 
     def prepare(self, tasks: TaskBatch, phase: Phase) -> None:
         """Derives the launches of ``tasks`` and uploads their index tensors."""
@@ -189,9 +191,13 @@ class Fa4Kernel:
                 self._forward(part, launch, scale, rule)
         current.wait_stream(self._second_queue)
 
-    def _run_backward(self, part: BackwardPart, scale: float, rule: ScoreRule) -> None:
+    def _run_backward(
+        self, part: BackwardPart, scale: float, rule: ScoreRule, workspace_keys: int
+    ) -> None:
+        """All launches; those of more than ``workspace_keys`` keys take their heads in groups."""
         for launch in self._launches.launches(part.tasks, Phase.BACKWARD):
-            self._backward(part, launch, scale, rule)
+            groups = head_groups(part.q.shape[1], part.k.shape[1], launch.n_keys, workspace_keys)
+            self._backward(part, launch, groups, scale, rule)
 
     def _forward(self, part: ForwardPart, launch: Launch, scale: float, rule: ScoreRule) -> None:
         shape = part_shape(part)
@@ -214,7 +220,14 @@ class Fa4Kernel:
             _copy_written(target, out[..., : shape.head_dim_v], launch)
         _copy_written(launch.q.take(part.lse), lse.t(), launch)
 
-    def _backward(self, part: BackwardPart, launch: Launch, scale: float, rule: ScoreRule) -> None:
+    def _backward(
+        self,
+        part: BackwardPart,
+        launch: Launch,
+        groups: Sequence[HeadGroup],
+        scale: float,
+        rule: ScoreRule,
+    ) -> None:
         shape = part_shape(part)
         dims, dims_v = library_dims(shape, self._capability, Phase.BACKWARD)
         q, do = _widened(launch.q.take(part.q), dims), _widened(launch.q.take(part.do), dims_v)
@@ -225,9 +238,7 @@ class Fa4Kernel:
         target = launch.q.take(part.dq)
         dq = target if dims == shape.head_dim else torch.empty_like(q)
         assert launch.gradient_sum is not None
-        for heads, heads_kv in head_groups(
-            shape.num_heads, shape.num_heads_kv, len(k), self._workspace_keys
-        ):
+        for heads, heads_kv in groups:
             dk, dv = torch.empty_like(k[:, heads_kv]), torch.empty_like(v[:, heads_kv])
             self._library._flash_attn_bwd(
                 q[:, heads],

@@ -23,7 +23,8 @@ def add_task_gradients(target: torch.Tensor, source: torch.Tensor, sums: Gradien
         sums: which rows add up to which.
     """
     width = target.shape[1] * target.shape[2]
-    columns = min(MAX_SUM_COLUMNS, triton.next_power_of_2(width))
+    # By the whole row, so that a group of heads is summed by the same kernel.
+    columns = min(MAX_SUM_COLUMNS, triton.next_power_of_2(target.stride(0)))
     grid = (len(sums.blocks), triton.cdiv(width, columns))
     _add_task_gradients[grid](
         target,

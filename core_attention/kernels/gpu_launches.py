@@ -38,6 +38,9 @@ with four times as many, and 0.5% slower with half. A task with more takes its h
 SUM_ROWS = 8
 """Rows of dK that one program of the summing kernel handles."""
 
+HeadGroup = tuple[slice, slice]
+"""Heads of a call, and their key heads."""
+
 ALIGNMENT_INTS = 4
 """Index tensors begin at multiples of 16 bytes, or FlashAttention copies them."""
 
@@ -94,6 +97,7 @@ class Launch:
         cu_seqlens_q, cu_seqlens_k: ``[n_tasks + 1]`` int32 first row of each task in those rows.
         seqused_q, seqused_k: ``[n_tasks]`` int32 queries and keys of each task.
         max_seqlen_q, max_seqlen_k: the most of any task.
+        n_keys: of all tasks, those that several have counted for each.
         gradient_sum: of a backward launch.
     """
 
@@ -106,6 +110,7 @@ class Launch:
     seqused_k: torch.Tensor
     max_seqlen_q: int
     max_seqlen_k: int
+    n_keys: int
     gradient_sum: GradientSum | None
 
 
@@ -204,6 +209,7 @@ class LaunchCache:
             seqused_k=columns[3],
             max_seqlen_q=int(q.max()),
             max_seqlen_k=int(k.max()),
+            n_keys=int(k.sum()),
             gradient_sum=GradientSum(columns[4].view(-1, 4), columns[5]) if sums else None,
         )
 
@@ -261,18 +267,15 @@ class _Upload:
 
 def head_groups(
     num_heads: int, num_heads_kv: int, n_keys: int, workspace_keys: int
-) -> list[tuple[slice, slice]]:
+) -> list[HeadGroup]:
     """In which groups a backward launch takes its heads, so that a task with more keys than the
     workspace is meant for needs no more memory than one that fits, as far as there are heads to
     divide.
 
     Args:
         num_heads, num_heads_kv: of the tasks.
-        n_keys: of the launch.
+        n_keys: of the launch, which only with a single task can be more than ``workspace_keys``.
         workspace_keys: see DEFAULT_WORKSPACE_KEYS.
-
-    Returns:
-        For each call the heads, and their key heads.
     """
     wanted = min(-(-n_keys // workspace_keys), num_heads_kv)
     n_groups = next(n for n in range(wanted, num_heads_kv + 1) if num_heads_kv % n == 0)
