@@ -58,6 +58,10 @@ class LogLevel(StrEnum):
     ERROR = "error"
 
 
+SERVICES = frozenset({"control-plane", "attention-node"})
+"""Commands that print nothing else: whoever starts one wants to see that it runs, and where."""
+
+
 def _show_version(wanted: bool) -> None:
     if wanted:
         from importlib.metadata import version
@@ -90,8 +94,13 @@ def _configure(
         ),
     ] = None,
     log_level: Annotated[
-        LogLevel, typer.Option(help="How much is logged, to stderr.", envvar="DISTCA_LOG_LEVEL")
-    ] = LogLevel.WARNING,
+        LogLevel | None,
+        typer.Option(
+            help="How much is logged, to stderr. Default: info by control-plane and "
+            "attention-node, warning by other commands.",
+            envvar="DISTCA_LOG_LEVEL",
+        ),
+    ] = None,
     log_format: Annotated[
         LogFormat,
         typer.Option(
@@ -111,7 +120,9 @@ def _configure(
         typer.Option("--version", help="Show the version.", callback=_show_version, is_eager=True),
     ] = False,
 ) -> None:
-    start_logging(log_level, log_format, context.invoked_subcommand or "")
+    command = context.invoked_subcommand or ""
+    by_default = LogLevel.INFO if command in SERVICES else LogLevel.WARNING
+    start_logging(log_level or by_default, log_format, command)
     for name, meant in misspelt_variables(context.command, os.environ):
         logger.warning(
             "environment variable %s is ignored: no option reads it; did you mean %s?", name, meant

@@ -118,6 +118,15 @@ def test_port_in_use_is_one_line_without_a_traceback(tmp_path: Path) -> None:
     assert "Traceback" not in ended.stderr
 
 
+@pytest.mark.parametrize("level", ["", "warning"])
+def test_a_service_says_what_it_does_unless_told_otherwise(level: str) -> None:
+    environ = {"DISTCA_LOG_LEVEL": level} if level else {}
+    ended = distca(
+        "control-plane", "--listen=127.0.0.1:0", "--metrics-listen=256.0.0.1:0", **environ
+    )
+    assert ("INFO control_plane.server: gRPC on 127.0.0.1:" in ended.stderr) is (not level)
+
+
 def test_traceback_of_a_named_error_is_logged_at_debug() -> None:
     ended = distca(
         "control-plane",

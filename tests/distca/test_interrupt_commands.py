@@ -87,7 +87,9 @@ class Interrupted:
 
 def start(command: str, here: Path) -> subprocess.Popen[bytes] | PreloadedProcess:
     arguments = [each.format(here=here) for each in COMMANDS[command]]
-    environment = {**os.environ, "RANK": "0", "WORLD_SIZE": "2", "HOME": str(here)}
+    # What a command logs meanwhile, such as that nobody answers yet, is not about the interrupt.
+    quiet = {"DISTCA_LOG_LEVEL": "error"}
+    environment = {**os.environ, **quiet, "RANK": "0", "WORLD_SIZE": "2", "HOME": str(here)}
     log = here / f"{command}.log"
     if command not in LOADED_BY_ITSELF:
         return preloaded.start(FORKED, command, *arguments, log=log, environment=environment)
