@@ -48,6 +48,8 @@ URGENCIES = (1.0, 2.0, 4.0, 0.0)
 LARGEST_DRIFT = 1e-2
 SMALL_FLEET_DRIFT = 5e-3
 """Relative error of the level that is left uncorrected: time counts more for large fleets."""
+FEW = 64
+"""Pieces that are quickly found, however few servers there are."""
 MOST_VARIED = 3
 """Pieces for each server above which no variants are tried: one more or less weighs little then."""
 SAMPLED_SERVERS = 48
@@ -66,6 +68,20 @@ CARVINGS = 8
 """Levels at which documents are carved, to find the least."""
 CARVED_DRIFT = 2e-3
 """Relative change of the level below which it is found."""
+FINEST_RUNG = 0.01
+"""Small fleets are planned at several tolerances, the *rungs*: the one that is asked for, and those
+of 0, this and its doubles that are tighter. Searches are full of accidents: in wider rooms one may
+end busier and with more bytes. A rung's search is the same whatever is asked for, so that what is
+found for a tighter tolerance of these is found for a looser one, too."""
+RUNG_SHARE = 4
+"""A rung gets one in so many of the variants: two or three rungs are planned before one is dear."""
+DEAR = 1.03
+"""Cost of a rung's plan, over that of the best one, above which tighter rungs are not looked at."""
+MOST_SEGMENTS = 1 << 14
+"""Segments of a nano-batch above which only the asked tolerance is planned: a search takes long."""
+CHALLENGES = 2
+"""How often a small fleet's documents are carved after a search: where giants must be divided, that
+is often cheaper, by a tenth and more."""
 LEAST_RELIEF = 8e-3
 """By which share a level must be higher for a search that gave up to be made again: of 1,000 random
 kinds of steps none came to its end that had less."""
@@ -156,22 +172,121 @@ def plan_phase(
         n_variants: plans to make; the cheapest that keeps the tolerance best is returned.
         expected_ratio: ``Outcome.work_ratio`` of a plan of such work; 0 where there is none.
     """
-    setting = Setting(segments, home, fleet, rules, limits, links, tolerance)
     work = weigh(segments, home, fleet, rules.phase)
+    is_small = n_variants > 1
+    has_rungs = is_small and len(segments.begin) <= MOST_SEGMENTS
+    n_tried = max(n_variants // RUNG_SHARE, 1) if has_rungs else n_variants
+    searches = True
+    for rung in _rungs(tolerance, has_rungs):
+        setting = Setting(segments, home, fleet, rules, limits, links, rung)
+        is_asked = rung == tolerance
+        if rung < tolerance and not searches:
+            # Where the search fails it fails at lower caps, too, and takes long for it.
+            break
+        other_board, other, is_searched = _plan_rung(
+            setting, work, is_asked, is_small, n_tried, expected_ratio
+        )
+        if is_asked:
+            board, outcome, searches = other_board, other, is_searched
+            if _is_final(outcome) or outcome.n_chunks > max(MOST_VARIED * len(work.load), FEW):
+                break
+            continue
+        other = _seen_from(other, rung, tolerance)
+        is_dear = rung < tolerance and other.spent_cost > DEAR * outcome.spent_cost
+        if _undercuts(other, outcome):
+            board, outcome = other_board, other
+        if is_dear or math.isinf(other.raised):
+            break
+    may_stay = outcome.n_chunks > 0 and len(work.homeless) == 0 and not limits.active
+    if may_stay and _highest(work.load, work.base) <= outcome.busiest:
+        # What moves relieves only servers that do not end last.
+        nothing = np.empty((0, 4), dtype=np.int64)
+        return Cuts(nothing, board.server, len(segments.begin)), _at_home(work, tolerance)
+    return collect_cuts(board, segments, fleet), outcome
+
+
+@compiled_inner
+def _rungs(tolerance: float, has_others: bool) -> Float64Array:
+    """The tolerances at which a phase is planned, the asked one first."""
+    rungs = [tolerance]
+    if has_others and tolerance < 2.0 * FINEST_RUNG:
+        # Pieces run at rates that change with their number: a looser plan may end no later.
+        rungs.append(FINEST_RUNG if tolerance < FINEST_RUNG else 2.0 * FINEST_RUNG)
+    if has_others and tolerance > 0.0:
+        rung = FINEST_RUNG
+        while 2.0 * rung < tolerance:
+            rung *= 2.0
+        while rung >= FINEST_RUNG:
+            if rung < tolerance:
+                rungs.append(rung)
+            rung *= 0.5
+        rungs.append(0.0)
+    return np.array(rungs)
+
+
+@compiled_leaf
+def _seen_from(outcome: Outcome, rung: float, tolerance: float) -> Outcome:
+    """What happened at ``rung``, as judged by ``tolerance``."""
+    reached = (outcome.busiest - outcome.excess) / (1.0 + rung)
+    raised = outcome.raised
+    if math.isfinite(raised):
+        over = outcome.busiest - outcome.level * (1.0 + tolerance)
+        raised = max(min(raised + outcome.level * (rung - tolerance), over), 0.0)
+    return Outcome(
+        outcome.level,
+        outcome.scale,
+        outcome.work_ratio,
+        raised,
+        outcome.busiest - reached * (1.0 + tolerance),
+        outcome.busiest,
+        outcome.spent_bytes,
+        outcome.spent_cost,
+        outcome.n_chunks,
+        outcome.stuck_segment,
+        outcome.stuck_end,
+        outcome.stuck_server,
+    )
+
+
+@compiled_inner
+def _at_home(work: Work, tolerance: float) -> Outcome:
+    """What happens where nothing moves."""
+    busiest = _highest(work.load, work.base)
+    excess = busiest - work.level * (1.0 + tolerance)
+    return Outcome(work.level, 1.0, 1.0, max(excess, 0.0), excess, busiest, 0.0, 0.0, 0, -1, 0, -1)
+
+
+@compiled_into
+def _plan_rung(
+    setting: Setting,
+    work: Work,
+    is_asked: bool,
+    is_small: bool,
+    n_variants: int,
+    expected_ratio: float,
+) -> tuple[Board, Outcome, bool]:
+    """A plan at one tolerance, and whether a search has found it.
+
+    Args:
+        is_asked: whether this tolerance must be kept; others are worth a search and no more.
+        is_small, n_variants: of :func:`_search`.
+        expected_ratio: of :func:`plan_phase`.
+    """
+    fleet, rules, limits = setting.fleet, setting.rules, setting.limits
     scale = expected_ratio if expected_ratio > 0.0 else expected_growth(work, fleet, rules)
-    is_hopeless = _needs_too_many(setting, work, scale)
-    if is_hopeless or _is_sand(setting, work, scale):
+    is_hopeless = is_asked and _needs_too_many(setting, work, scale)
+    if is_hopeless or (is_asked and _is_sand(setting, work, scale)):
         # Most of what moves then moves whole, and runs as it did.
         scale = 1.0
         board, outcome = _carve(setting, work, scale, Way(1, 0.0, True, np.inf))
         if _keeps(outcome):
-            return collect_cuts(board, segments, fleet), outcome
+            return board, outcome, False
     if is_hopeless:
         carved_board, carved = board, outcome
     else:
-        board, outcome = _search(setting, work, scale, n_variants, expected_ratio == 0.0)
-        if _is_stuck(outcome) or _keeps(outcome):
-            return collect_cuts(board, segments, fleet), outcome
+        board, outcome = _search(setting, work, scale, is_small, n_variants, expected_ratio == 0.0)
+        if _is_stuck(outcome) or _keeps(outcome) or not is_asked:
+            return board, outcome, True
         way = Way(1, 0.0, True, np.inf)
         carved_board, carved = _carve(setting, work, outcome.work_ratio, way)
     for waste in WASTES:
@@ -182,12 +297,12 @@ def plan_phase(
         if other.busiest < carved.busiest:
             carved_board, carved = other_board, other
     if is_hopeless:
-        return collect_cuts(carved_board, segments, fleet), carved
+        return carved_board, carved, False
     if carved.busiest < outcome.busiest:
         searches_again = _may_search_again(outcome, carved)
         board, outcome = carved_board, carved
         if not searches_again:
-            return collect_cuts(board, segments, fleet), outcome
+            return board, outcome, False
         # From the beginning within the cap that can be kept, chunks may do with fewer bytes.
         way = Way(1, MOST_MISSED, False, np.inf)
         opening = _opening(setting, work, carved.scale, way)
@@ -195,22 +310,28 @@ def plan_phase(
         again_board, again = _attempt(setting, work, opening, carved.scale, plain, way)
         if _better(again, carved):
             board, outcome = again_board, again
-    return collect_cuts(board, segments, fleet), outcome
+    return board, outcome, False
 
 
 @compiled_into
 def _search(
-    setting: Setting, work: Work, scale: float, n_variants: int, may_sample: bool
+    setting: Setting,
+    work: Work,
+    scale: float,
+    is_small: bool,
+    n_variants: int,
+    may_sample: bool,
 ) -> tuple[Board, Outcome]:
     """A plan by the search for the best chunks: the cheapest of ``n_variants``.
 
     Args:
         scale: of the level, estimated.
+        is_small: whether carving is tried as well, and the level found more precisely.
         may_sample: whether a large fleet may improve it by a sample.
     """
     fleet, tolerance = setting.fleet, setting.tolerance
     n = len(fleet.rank)
-    n_shifts = MOST_SHIFTS if n_variants > 1 else 0
+    n_shifts = MOST_SHIFTS if is_small else 0
     plain = Variant(0, 0.0, n_shifts, URGENCIES[0])
     give_up = np.inf if setting.limits.active else GIVE_UP
     way = Way(1, give_up, False, np.inf)
@@ -233,21 +354,23 @@ def _search(
         n_chunks = every * board.used[CHUNKS]
         if np.isfinite(give_up) and outcome.raised == 0.0 and n_chunks > most_chunks_of(n):
             return board, _given_up(outcome)
-    largest_drift = SMALL_FLEET_DRIFT if n_variants > 1 else LARGEST_DRIFT
+    largest_drift = SMALL_FLEET_DRIFT if is_small else LARGEST_DRIFT
     corrections = 0
     while True:
         if scale < lowest and _gives(setting, work, scale):
             lowest = scale * (1.0 - LARGEST_CORRECTION)
             opening = _opening(setting, work, lowest, way)
-        board, outcome = _attempt(setting, work, opening, scale, plain, way)
+        other_board, other = _attempt(setting, work, opening, scale, plain, way)
+        if corrections == 0 or not _undercuts(outcome, other):
+            board, outcome = other_board, other
         # Pieces run at other rates than whole documents, so cutting changes the mean load.
-        drift = abs(outcome.work_ratio / scale - 1.0)
-        if corrections == CORRECTIONS or drift < largest_drift or _is_final(outcome):
+        drift = abs(other.work_ratio / scale - 1.0)
+        if corrections == CORRECTIONS or drift < largest_drift or _is_final(other):
             break
-        if not np.isfinite(outcome.raised):
+        if not np.isfinite(other.raised):
             break
         corrections += 1
-        scale = outcome.work_ratio
+        scale = other.work_ratio
     highest = level_of_growth(work, fleet, scale) * (1.0 + tolerance)
     donors = _highest(work.load, work.base) > highest and np.isfinite(outcome.raised)
     donors = donors and outcome.n_chunks <= MOST_VARIED * n
@@ -263,6 +386,28 @@ def _search(
         other_board, other = _attempt(setting, work, opening, scale, variant, way)
         if other.stuck_server < 0 and _better(other, outcome):
             board, outcome = other_board, other
+    if is_small and np.isfinite(outcome.raised) and not _is_final(outcome):
+        board, outcome = _challenge(setting, work, board, outcome)
+    return board, outcome
+
+
+@compiled_inner
+def _challenge(
+    setting: Setting, work: Work, board: Board, outcome: Outcome
+) -> tuple[Board, Outcome]:
+    """A plan by carving where that undercuts the one that a search has found, else this one."""
+    plain = Variant(0, 0.0, 0, URGENCIES[0])
+    way = Way(1, 0.0, True, np.inf)
+    scale = outcome.work_ratio
+    opening = _opening(setting, work, scale * (1.0 - LARGEST_CORRECTION), way)
+    for _ in range(CHALLENGES):
+        other_board, other = _attempt(setting, work, opening, scale, plain, way)
+        if _undercuts(other, outcome):
+            board, outcome = other_board, other
+        drift = other.work_ratio / scale - 1.0
+        if abs(drift) < CARVED_DRIFT or drift < -LARGEST_CORRECTION or _is_stuck(other):
+            break
+        scale = other.work_ratio
     return board, outcome
 
 
@@ -446,6 +591,18 @@ def _better(ours: Outcome, theirs: Outcome) -> bool:
     if our_miss > their_miss + margin:
         return False
     return our_miss < their_miss - margin or ours.spent_cost < theirs.spent_cost
+
+
+@compiled_leaf
+def _undercuts(ours: Outcome, theirs: Outcome) -> bool:
+    """Whether a plan is cheaper, and no busier by the tolerance or in seconds."""
+    if _is_stuck(ours) or ours.spent_cost > theirs.spent_cost:
+        return False
+    if ours.spent_cost == theirs.spent_cost and ours.busiest >= theirs.busiest:
+        return False
+    if _miss(ours) <= _miss(theirs) + 1e-3 * theirs.level:
+        return True
+    return ours.busiest <= theirs.busiest and _keeps(ours)
 
 
 @compiled_leaf

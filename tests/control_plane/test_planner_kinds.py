@@ -165,6 +165,22 @@ def test_a_plan_that_moves_nothing_is_not_undercut_by_one_that_moves_something()
     assert not [line for line in dominated(kind) if f"at {LADDER[-1]:g} by" in line]
 
 
+@pytest.mark.parametrize(
+    "seed",
+    [
+        pytest.param(18, id="giants that carving divides with half of the bytes"),
+        pytest.param(36, id="few documents over four ranks"),
+        pytest.param(48, id="documents alike, half of the servers slow"),
+        pytest.param(49, id="a piece that relieves none of those who end last"),
+        pytest.param(67, id="one chunk more or less"),
+        pytest.param(75, id="five segments on four servers"),
+        pytest.param(127, id="four pieces where two do"),
+    ],
+)
+def test_no_tolerance_has_a_plan_that_another_one_undercuts(seed: int) -> None:
+    assert not dominated(draw_kind(seed, PROFILE, most_servers=128))
+
+
 class TestBound:
     def test_with_a_kernel_of_one_rate_it_is_the_mean(self) -> None:
         lengths, speeds = np.array([1000, 3000, 64 * K]), np.array([1.0, 0.5, 0.5])
