@@ -73,6 +73,9 @@ FINEST_RUNG = 0.01
 of 0, this and its doubles that are tighter. Searches are full of accidents: in wider rooms one may
 end busier and with more bytes. A rung's search is the same whatever is asked for, so that what is
 found for a tighter tolerance of these is found for a looser one, too."""
+MOST_RUNG_SERVERS = 64
+"""Servers of a fleet that is planned so: over more of them the accidents even out, and a search
+takes longer."""
 RUNG_SHARE = 4
 """A rung gets one in so many of the variants: two or three rungs are planned before one is dear."""
 DEAR = 1.03
@@ -174,7 +177,8 @@ def plan_phase(
     """
     work = weigh(segments, home, fleet, rules.phase)
     is_small = n_variants > 1
-    has_rungs = is_small and len(segments.begin) <= MOST_SEGMENTS
+    has_rungs = is_small and len(work.load) <= MOST_RUNG_SERVERS
+    has_rungs = has_rungs and len(segments.begin) <= MOST_SEGMENTS
     n_tried = max(n_variants // RUNG_SHARE, 1) if has_rungs else n_variants
     searches = True
     for rung in _rungs(tolerance, has_rungs):
