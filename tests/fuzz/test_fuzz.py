@@ -63,6 +63,12 @@ def test_inputs_of_a_seed_are_always_the_same(name: str) -> None:
     assert outcomes[0] == outcomes[1]
 
 
+@pytest.mark.parametrize("name", ["control-plane", "codec", "ticks", "greeting", "channel"])
+def test_a_batch_of_one_input_ends_well(name: str) -> None:
+    """The command that repeats a failure may ask for as few: nothing depends on earlier inputs."""
+    assert run(TARGETS[name], 7, 1).inputs == 1
+
+
 def test_mutations_change_something() -> None:
     from tests.control_plane.service_harness import server_description
 
