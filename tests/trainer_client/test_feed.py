@@ -157,6 +157,10 @@ def test_batches_without_documents_are_refused_by_name() -> None:
     session: Any = Recording()
     with pytest.raises(ManifestError, match=r"step 0: .*'input_ids'.*position_ids"):
         list(submit_ahead(session, [[{"input_ids": torch.zeros(1, 3)}]]))
+    session.options = SimpleNamespace(rank=0, n_nano_batches=2, cut_documents=False)
+    # TRL refuses padding_free=True beside its own max_length.
+    with pytest.raises(ManifestError, match=r"padding_free=True and max_length=None, in TRL's"):
+        list(submit_ahead(session, [{"input_ids": torch.zeros(1, 3)}]))
     with pytest.raises(ValueError, match="ahead is -1"):
         list(submit_ahead(session, steps(1), ahead=-1))
     text: Any = "3"

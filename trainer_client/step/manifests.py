@@ -91,8 +91,8 @@ def manifest_of_row(
             f"step {step}: the batch holds {shown}, which does not say where documents begin; pack "
             "documents into one row [1, rows] with position_ids that restart at 0: with "
             "data_collator=DataCollatorWithFlattening() in a Trainer of transformers, with "
-            "packing=True or padding_free=True in TRL's SFTConfig; or give input_ids and "
-            "attention_mask [batch, tokens], padded on the right"
+            "packing=True, or padding_free=True and max_length=None, in TRL's SFTConfig; or give "
+            "input_ids and attention_mask [batch, tokens], padded on the right"
         )
     if not lengths:
         raise ManifestError(
