@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+import trainer_client
 from core_attention.shape import AttentionShape
 from tests.trainer_client.test_probe import JOB, llama
 from trainer_client import Placement, Session, SessionOptions
@@ -19,6 +20,12 @@ SHAPE = AttentionShape(num_heads=4, num_heads_kv=2, head_dim=16, head_dim_v=16, 
 def options(**given: Any) -> SessionOptions:
     usual = {"control_plane": "cp:7700", "job": "j", "rank": 0, "n_ranks": 2, "n_layers": 1}
     return SessionOptions(**{**usual, "shape": SHAPE, "data_host": "127.0.0.1", **given})
+
+
+def test_all_names_of_the_package_are_listed_and_there() -> None:
+    assert set(trainer_client.__all__) <= set(dir(trainer_client))
+    for name in trainer_client.__all__:
+        assert getattr(trainer_client, name) is not None
 
 
 def test_paths_devices_and_numbers_may_be_of_kindred_types() -> None:
