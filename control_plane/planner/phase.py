@@ -73,7 +73,7 @@ FINEST_RUNG = 0.01
 of 0, this and its doubles that are tighter. Searches are full of accidents: in wider rooms one may
 end busier and with more bytes. A rung's search is the same whatever is asked for, so that what is
 found for a tighter tolerance of these is found for a looser one, too."""
-MOST_RUNG_SERVERS = 64
+MOST_RUNG_SERVERS = 16
 """Servers of a fleet that is planned so: over more of them the accidents even out, and a search
 takes longer."""
 RUNG_SHARE = 4
