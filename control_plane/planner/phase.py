@@ -74,8 +74,8 @@ of 0, this and its doubles that are tighter. Searches are full of accidents: in 
 end busier and with more bytes. A rung's search is the same whatever is asked for, so that what is
 found for a tighter tolerance of these is found for a looser one, too."""
 MOST_RUNG_SERVERS = 16
-"""Servers of a fleet that is planned so: over more of them the accidents even out, and a search
-takes longer."""
+"""Servers of a fleet that is planned so: in larger ones a search takes longer, and with lengths as
+they are in training the others save no bytes."""
 RUNG_SHARE = 4
 """A rung gets one in so many of the variants: two or three rungs are planned before one is dear."""
 DEAR = 1.03
@@ -180,6 +180,8 @@ def plan_phase(
     has_rungs = is_small and len(work.load) <= MOST_RUNG_SERVERS
     has_rungs = has_rungs and len(segments.begin) <= MOST_SEGMENTS
     n_tried = max(n_variants // RUNG_SHARE, 1) if has_rungs else n_variants
+    is_unknown = expected_ratio == 0.0
+    scale = expected_growth(work, fleet, rules) if is_unknown else expected_ratio
     searches = True
     for rung in _rungs(tolerance, has_rungs):
         setting = Setting(segments, home, fleet, rules, limits, links, rung)
@@ -188,7 +190,7 @@ def plan_phase(
             # Where the search fails it fails at lower caps, too, and takes long for it.
             break
         other_board, other, is_searched = _plan_rung(
-            setting, work, is_asked, is_small, n_tried, expected_ratio
+            setting, work, scale, is_asked, is_small, n_tried, is_unknown
         )
         if is_asked:
             board, outcome, searches = other_board, other, is_searched
@@ -236,12 +238,19 @@ def _seen_from(outcome: Outcome, rung: float, tolerance: float) -> Outcome:
     if math.isfinite(raised):
         over = outcome.busiest - outcome.level * (1.0 + tolerance)
         raised = max(min(raised + outcome.level * (rung - tolerance), over), 0.0)
+    excess = outcome.busiest - reached * (1.0 + tolerance)
+    return _judged(outcome, outcome.scale, raised, excess)
+
+
+@compiled_leaf
+def _judged(outcome: Outcome, scale: float, raised: float, excess: float) -> Outcome:
+    """The same plan by other measures."""
     return Outcome(
         outcome.level,
-        outcome.scale,
+        scale,
         outcome.work_ratio,
         raised,
-        outcome.busiest - reached * (1.0 + tolerance),
+        excess,
         outcome.busiest,
         outcome.spent_bytes,
         outcome.spent_cost,
@@ -264,20 +273,18 @@ def _at_home(work: Work, tolerance: float) -> Outcome:
 def _plan_rung(
     setting: Setting,
     work: Work,
+    scale: float,
     is_asked: bool,
     is_small: bool,
     n_variants: int,
-    expected_ratio: float,
+    may_sample: bool,
 ) -> tuple[Board, Outcome, bool]:
     """A plan at one tolerance, and whether a search has found it.
 
     Args:
         is_asked: whether this tolerance must be kept; others are worth a search and no more.
-        is_small, n_variants: of :func:`_search`.
-        expected_ratio: of :func:`plan_phase`.
+        scale, is_small, n_variants, may_sample: of :func:`_search`.
     """
-    fleet, rules, limits = setting.fleet, setting.rules, setting.limits
-    scale = expected_ratio if expected_ratio > 0.0 else expected_growth(work, fleet, rules)
     is_hopeless = is_asked and _needs_too_many(setting, work, scale)
     if is_hopeless or (is_asked and _is_sand(setting, work, scale)):
         # Most of what moves then moves whole, and runs as it did.
@@ -288,13 +295,13 @@ def _plan_rung(
     if is_hopeless:
         carved_board, carved = board, outcome
     else:
-        board, outcome = _search(setting, work, scale, is_small, n_variants, expected_ratio == 0.0)
+        board, outcome = _search(setting, work, scale, is_small, n_variants, may_sample)
         if _is_stuck(outcome) or _keeps(outcome) or not is_asked:
             return board, outcome, True
         way = Way(1, 0.0, True, np.inf)
         carved_board, carved = _carve(setting, work, outcome.work_ratio, way)
     for waste in WASTES:
-        if _keeps(carved) or limits.active:
+        if _keeps(carved) or setting.limits.active:
             break
         way = Way(1, 0.0, True, waste)
         other_board, other = _carve(setting, work, carved.work_ratio, way)
@@ -437,20 +444,7 @@ def _is_anyone_above(cap: float, work: Work, fleet: Fleet) -> bool:
 @compiled_leaf
 def _given_up(outcome: Outcome) -> Outcome:
     """What a search of whose sample this is would come to: it would need too many chunks."""
-    return Outcome(
-        outcome.level,
-        outcome.work_ratio,
-        outcome.work_ratio,
-        math.inf,
-        outcome.excess,
-        outcome.busiest,
-        outcome.spent_bytes,
-        outcome.spent_cost,
-        outcome.n_chunks,
-        outcome.stuck_segment,
-        outcome.stuck_end,
-        outcome.stuck_server,
-    )
+    return _judged(outcome, outcome.work_ratio, math.inf, outcome.excess)
 
 
 @compiled_inner

@@ -18,7 +18,6 @@ from core_attention.kernels.gpu_launches import (
     HeadGroup,
     Launch,
     LaunchCache,
-    head_groups,
 )
 from core_attention.kernels.gpu_shapes import (
     check_device,
@@ -77,7 +76,6 @@ class Fa2Kernel:
 
         self._gradients = gpu_gradients
         self._device = device
-        self._workspace_keys = workspace_keys
         self._launches = LaunchCache(device, gaps=False, workspace_keys=workspace_keys)
         # Seed and offset of dropout, which is off.
         self._random_state = torch.zeros(2, dtype=torch.uint64, device=device)
@@ -97,8 +95,8 @@ class Fa2Kernel:
         self.check(shape, rule)
         forward, backward = warm_up_parts(shape, self._device)
         self.forward([forward], 1.0, rule)
-        for workspace_keys in (self._workspace_keys, 1):
-            self._run_backward([backward], 1.0, rule, workspace_keys)
+        for workspace_keys in (None, 1):
+            self._run_backward(backward, 1.0, rule, workspace_keys)
         self.synchronize()
 
     def forward(self, parts: Sequence[ForwardPart], scale: float, rule: ScoreRule = PLAIN) -> None:
@@ -113,7 +111,8 @@ class Fa2Kernel:
         self, parts: Sequence[BackwardPart], scale: float, rule: ScoreRule = PLAIN
     ) -> None:
         """Writes dq and adds to dk and dv for every task of ``parts``."""
-        self._run_backward(parts, scale, rule, self._workspace_keys)
+        for part in parts:
+            self._run_backward(part, scale, rule)
 
     def prepare(self, tasks: TaskBatch, phase: Phase) -> None:
         """Derives the launches of ``tasks`` and uploads their index tensors."""
@@ -124,17 +123,12 @@ class Fa2Kernel:
         torch.cuda.current_stream(self._device).synchronize()
 
     def _run_backward(
-        self, parts: Sequence[BackwardPart], scale: float, rule: ScoreRule, workspace_keys: int
+        self, part: BackwardPart, scale: float, rule: ScoreRule, workspace_keys: int | None = None
     ) -> None:
-        """All launches; those of more than ``workspace_keys`` keys take their heads in groups."""
         with torch.cuda.device(self._device), torch.no_grad():
-            for part in parts:
-                self.check(part_shape(part), rule)
-                for launch in self._launches.launches(part.tasks, Phase.BACKWARD):
-                    groups = head_groups(
-                        part.q.shape[1], part.k.shape[1], launch.n_keys, workspace_keys
-                    )
-                    self._backward(part, launch, groups, scale, rule)
+            self.check(part_shape(part), rule)
+            for launch, groups in self._launches.backward_launches(part, workspace_keys):
+                self._backward(part, launch, groups, scale, rule)
 
     def _forward(self, part: ForwardPart, launch: Launch, scale: float, rule: ScoreRule) -> None:
         o, lse, *_ = torch.ops.aten._flash_attention_forward(

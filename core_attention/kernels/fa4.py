@@ -33,7 +33,6 @@ from core_attention.kernels.gpu_launches import (
     HeadGroup,
     Launch,
     LaunchCache,
-    head_groups,
 )
 from core_attention.kernels.gpu_shapes import (
     check_device,
@@ -113,7 +112,6 @@ class Fa4Kernel:
         self._add_task_gradients = add_task_gradients
         self._device = device
         self._deterministic = deterministic
-        self._workspace_keys = workspace_keys
         self._launches = LaunchCache(device, gaps=True, workspace_keys=workspace_keys)
         self._zero_rows: dict[tuple[torch.Size, torch.dtype], torch.Tensor] = {}
         self._warm: set[tuple[AttentionShape, ScoreRule]] = set()
@@ -138,7 +136,7 @@ class Fa4Kernel:
         forward, backward = warm_up_parts(shape, self._device)
         with _COMPILING, torch.cuda.device(self._device), torch.no_grad():
             self._run_forward([forward], 1.0, rule)
-            for workspace_keys in (self._workspace_keys, 1):
+            for workspace_keys in (None, 1):
                 self._run_backward(backward, 1.0, rule, workspace_keys)
         self.synchronize()
         self._warm.add((shape, rule))
@@ -164,7 +162,7 @@ class Fa4Kernel:
             self.warm_up(part_shape(part), rule)
         with torch.cuda.device(self._device), torch.no_grad():
             for part in parts:
-                self._run_backward(part, scale, rule, self._workspace_keys)
+                self._run_backward(part, scale, rule)
 
     def prepare(self, tasks: TaskBatch, phase: Phase) -> None:
         """Derives the launches of ``tasks`` and uploads their index tensors."""
@@ -192,11 +190,9 @@ class Fa4Kernel:
         current.wait_stream(self._second_queue)
 
     def _run_backward(
-        self, part: BackwardPart, scale: float, rule: ScoreRule, workspace_keys: int
+        self, part: BackwardPart, scale: float, rule: ScoreRule, workspace_keys: int | None = None
     ) -> None:
-        """All launches; those of more than ``workspace_keys`` keys take their heads in groups."""
-        for launch in self._launches.launches(part.tasks, Phase.BACKWARD):
-            groups = head_groups(part.q.shape[1], part.k.shape[1], launch.n_keys, workspace_keys)
+        for launch, groups in self._launches.backward_launches(part, workspace_keys):
             self._backward(part, launch, groups, scale, rule)
 
     def _forward(self, part: ForwardPart, launch: Launch, scale: float, rule: ScoreRule) -> None:

@@ -12,7 +12,7 @@ of them, and dK and dV of their own, which :mod:`core_attention.kernels.gpu_grad
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from weakref import WeakKeyDictionary
@@ -23,7 +23,7 @@ import torch
 from core_attention.arrays import Int64Array, exclusive_cumsum, runs_to_rows
 from core_attention.ca_task import Phase
 from core_attention.host_copies import on_device
-from core_attention.kernels.protocol import TaskBatch
+from core_attention.kernels.protocol import BackwardPart, TaskBatch
 
 MAX_TASKS = 256
 """Tasks of a launch. Above it FlashAttention-4 takes other code paths, compiled apart."""
@@ -152,6 +152,19 @@ class LaunchCache:
                 for begin, end in itertools.pairwise(self._cuts(tasks, order, phase))
             )
         return by_phase[phase]
+
+    def backward_launches(
+        self, part: BackwardPart, workspace_keys: int | None = None
+    ) -> Iterator[tuple[Launch, list[HeadGroup]]]:
+        """The launches of a part's backward pass, and in which groups each takes its heads.
+
+        Args:
+            part: with as many heads as its tensors have.
+            workspace_keys: beyond which heads are taken in groups; None: as everywhere.
+        """
+        limit = self._workspace_keys if workspace_keys is None else workspace_keys
+        for launch in self.launches(part.tasks, Phase.BACKWARD):
+            yield launch, head_groups(part.q.shape[1], part.k.shape[1], launch.n_keys, limit)
 
     def prepare(self, tasks: TaskBatch, phase: Phase) -> None:
         """Makes the launches of ``tasks`` now, on any thread; they are there when it returns."""
