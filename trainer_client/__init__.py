@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from trainer_client.integrations.deferred_weights import defer_weights
     from trainer_client.integrations.feed import submit_ahead
     from trainer_client.integrations.fsdp import prepare_fsdp
-    from trainer_client.integrations.host_barriers import HostBarriers
     from trainer_client.integrations.loss_weight import labels_per_rank
     from trainer_client.integrations.pipelining import Pipeline, schedule_of
     from trainer_client.integrations.stage_seconds import measure_stages
@@ -34,7 +33,6 @@ if TYPE_CHECKING:
 _MODULES = {
     "AttentionShape": "core_attention.shape",
     "CoreAttentionFailed": "trainer_client.errors",
-    "HostBarriers": "trainer_client.integrations.host_barriers",
     "PingPong": "trainer_client.step.ping_pong",
     "Pipeline": "trainer_client.integrations.pipelining",
     "Pipelining": "core_attention.pipelining",
@@ -61,7 +59,6 @@ _MODULES = {
 __all__ = [
     "AttentionShape",
     "CoreAttentionFailed",
-    "HostBarriers",
     "PingPong",
     "Pipeline",
     "Pipelining",

@@ -6,7 +6,7 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
 
@@ -35,13 +35,13 @@ from distca.process.monitoring import MetricsEndpoint, process_registry
 from distca.v1 import data_plane_pb2, jobs_pb2, membership_pb2
 from trainer_client.errors import SessionError
 from trainer_client.integrations.checkpointing import forget_step
+from trainer_client.integrations.collectives import HostMeetings
 from trainer_client.integrity.examiner import Examiner
 from trainer_client.link.control_link import ControlLink
 from trainer_client.link.data_host import data_host_of
 from trainer_client.link.pool_transports import transport_of
 from trainer_client.metrics import TrainerMetrics
 from trainer_client.options import Placement, SessionOptions
-from trainer_client.step.first_step import collective_store, meet
 from trainer_client.step.in_place import InPlaceServer
 from trainer_client.step.lane import current_step
 from trainer_client.step.neighbours import Neighbours
@@ -59,7 +59,7 @@ _PLACEMENTS = {
     Placement.IN_PLACE: jobs_pb2.PLACEMENT_IN_PLACE,
     Placement.MIXED: jobs_pb2.PLACEMENT_MIXED,
 }
-_SERVING_CHECK_SECONDS = 0.02
+_SERVING_CHECK_SECONDS = 1e-3
 _DEVICE_SECONDS = 1.0
 """For a GPU to come to the last wait of a step that its thread has left behind."""
 
@@ -132,11 +132,11 @@ class Session:
         self._neighbours = Neighbours(
             options, self._link, self._transport, self._pool, self._liveness, self._name_peer
         )
+        self._meetings: HostMeetings | None = None
         self._running: RunningStep | None = None
         self._handed_in: set[int] = set()
         self._last_step = -1
         self._entered: int | None = None
-        self._met = False
         self._closed = False
         try:
             self._in_place = self._make_server()
@@ -346,6 +346,8 @@ class Session:
 
     def _leave(self, error: str) -> None:
         self._examiner.close()
+        if self._meetings is not None:
+            self._meetings.close()
         self._link.close(error)
         self._steps.close()
         why = f"the session failed: {error}" if error else "the session is closed"
@@ -420,15 +422,28 @@ class Session:
         self._link.open(request, self._steps)
         check_order({**known_timeouts(options), **self._link.timeouts})
         logger.info("rank %d joined job %s as %s", options.rank, options.job, self.job_id)
+        if self._runs_ahead:
+            self._meetings = HostMeetings(
+                self.job_id, options.n_ranks, self._link.check, options.collective_timeout_seconds
+            )
+            self._meetings.open()
 
     def _serve_to_the_end(self) -> None:
-        deadline = time.monotonic() + self.options.tick_timeout_seconds
         last = self._last_step
-        while self._in_place.ticks.is_serving(last) or self._steps.may_be_asked(last):
-            if self._link.failure is not None or self._steps.is_finished(last):
+        self._await_end(lambda: self._is_serving(last) or self._steps.may_be_asked(last))
+
+    def _is_serving(self, last: int) -> bool:
+        """Whether this process's server owes another rank something of a step up to ``last``."""
+        return self._in_place.ticks.is_serving(last)
+
+    def _await_end(self, is_needed: Callable[[], bool]) -> None:
+        """Waits while other ranks need this process to end the last step."""
+        deadline = time.monotonic() + self.options.tick_timeout_seconds
+        while is_needed():
+            if self._link.failure is not None or self._steps.is_finished(self._last_step):
                 return
             if time.monotonic() > deadline:
-                logger.warning("closing with other ranks' part of step %d unfinished", last)
+                logger.warning("other ranks' part of step %d is unfinished", self._last_step)
                 return
             time.sleep(_SERVING_CHECK_SECONDS)
 
@@ -436,24 +451,7 @@ class Session:
         self._last_step = planned.plan.step
         self._handed_in = {number for number in self._handed_in if number > self._last_step}
         running = self._running = self._steps.begin(planned)
-        if self._runs_ahead:
-            self._meet_others()
         return running
-
-    def _meet_others(self) -> None:
-        """In the first step on GPUs, waits for the others to have connected."""
-        if self._met:
-            return
-        self._met = True
-        store = collective_store(self.options.n_ranks)
-        if store is not None:
-            meet(
-                store,
-                self.job_id,
-                self.options.n_ranks,
-                timeout_seconds=self.options.connect_timeout_seconds,
-                check=self._link.check,
-            )
 
     def _end(self, running: RunningStep, plan_wait_seconds: float, why: str) -> None:
         """Closes a step whose block has ended, with the error ``why`` if that is not empty."""
@@ -505,6 +503,9 @@ class Session:
         )
         if not running.complete:
             return
+        if self._runs_ahead:
+            # What the loop does next may hold up the device, and with it whoever is served.
+            self._await_end(lambda: self._is_serving(running.step))
         self._metrics.tasks_served(running.served_tasks())
         self._link.report(
             running.step,

@@ -73,7 +73,6 @@ class Plan:
         traced_batches: how many, the first ones.
         pool_nodes: attention nodes, on the GPUs behind those of the ranks.
         learning_rate: of AdamW.
-        host_barriers: whether DistCA's ways have ranks meet before collectives.
         cuts_documents: whether DistCA's ways may cut a document between two nano-batches.
         memory_gib: of a device that PyTorch may hold, message buffers apart; None: all of it.
             Within a limit its cache frees idle blocks where it would otherwise ask for more memory.
@@ -94,7 +93,6 @@ class Plan:
     stretch: int = 1
     pool_nodes: int = 0
     learning_rate: float = 1e-4
-    host_barriers: bool = True
     memory_gib: float | None = None
     cuts_documents: bool = False
 
@@ -321,7 +319,6 @@ def run_rank(rank: int, plan: Plan, folder: Path) -> None:
             tolerance=plan.tolerance,
             compiled=plan.compiled,
             learning_rate=plan.learning_rate,
-            host_barriers=plan.host_barriers,
             folder=folder,
         )
         for name in plan.ways:
@@ -481,9 +478,6 @@ def main(
     ] = 0,
     trace: Annotated[str, typer.Option(help="Ways to run once more under the profiler.")] = "",
     trace_batches: Annotated[int, typer.Option(min=1, help="Batches of which that is done.")] = 1,
-    host_barriers: Annotated[
-        bool, typer.Option(help="DistCA's ways: ranks meet before collectives.")
-    ] = True,
     cut_documents: Annotated[
         bool | None,
         typer.Option(
@@ -536,7 +530,6 @@ def main(
         traced_batches=trace_batches,
         pool_nodes=pool_nodes,
         memory_gib=memory_gib,
-        host_barriers=host_barriers,
         cuts_documents=lengths == ONE_DOCUMENT if cut_documents is None else cut_documents,
     )
     try:

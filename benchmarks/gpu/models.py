@@ -49,14 +49,14 @@ from benchmarks.gpu.training.batches import (
     packed_in_halves,
     tokens_of,
 )
-from benchmarks.gpu.training.methods import BARRIER_SECONDS, await_address
+from benchmarks.gpu.training.methods import await_address
 from benchmarks.gpu.training.rank_processes import joined, let_go, spawned
 from core_attention.manifest import RankManifest, Segment
 from distca.local.supervisor import Supervisor
 from distca.train.loss import chunked_loss
 from distca.train.measurements import StepMeasurements
 from distca.train.sharding import ShardedModel
-from trainer_client import HostBarriers, PingPong, Session, SessionOptions
+from trainer_client import PingPong, Session, SessionOptions
 
 MODELS: dict[str, dict[str, Any]] = {
     "gpt-oss-20b": {"model_type": "gpt_oss", "num_hidden_layers": 4},
@@ -208,13 +208,11 @@ def run_turn(run: Run, turn: int, rank: int, device: str, address: str) -> dict[
     if run.frozen:
         for part in (model.model.embed_tokens, *layers[: run.frozen]):
             part.requires_grad_(False)
-    barriers = HostBarriers(BARRIER_SECONDS) if on_gpu else None
     sharded = ShardedModel(
         Interleaved(WithLoss(model)),
         layers,
         mesh=init_device_mesh("cuda" if on_gpu else "cpu", (run.ranks,)),
         compute_dtype=dtype,
-        barriers=barriers,
     )
     optimizer = torch.optim.SGD(
         [each for each in sharded.module.parameters() if each.requires_grad], lr=1e-3
@@ -236,8 +234,6 @@ def run_turn(run: Run, turn: int, rank: int, device: str, address: str) -> dict[
             dist.barrier()
             begin = time.perf_counter()
             with session.step(step) as running:
-                if step == 0:
-                    dist.barrier()  # All are connected before a collective runs on a GPU.
                 loss = sharded.module(nano_batches) / (2 * run.tokens * run.ranks)
                 loss.backward()
             optimizer.step()

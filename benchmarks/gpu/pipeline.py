@@ -341,7 +341,6 @@ def run_rank(
             tolerance=plan.tolerance,
             compiled=plan.compiled,
             learning_rate=0.0,
-            host_barriers=False,
             folder=folder,
         )
         stages, notes = Stages(settings), Notes(folder)

@@ -36,7 +36,6 @@ from distca.train.stages import StageModule
 from distca.train.tensor_parallel import TensorParallel
 from distca.train.trainer import StepResult
 from trainer_client import (
-    HostBarriers,
     Pipeline,
     Session,
     defer_weights,
@@ -142,8 +141,6 @@ class PipelineTrainer:
         stages: of this rank.
         session: this rank's membership in the job.
         compute_dtype: of sharded models' activations; others compute in their weights' dtype.
-        barriers: met before each collective of the replicas; None: collectives are launched as soon
-            as they can.
     """
 
     def __init__(
@@ -151,11 +148,8 @@ class PipelineTrainer:
         stages: PipelineStages,
         session: Session,
         compute_dtype: torch.dtype,
-        barriers: HostBarriers | None = None,
     ) -> None:
         self._stages, self._session, self._settings = stages, session, stages.settings
-        self._barriers = barriers
-        self._connected = False
         self._scale = 1.0
         layout, modules = stages.layout, stages.modules
         wrapped = {stage: self._wrap(module, compute_dtype) for stage, module in modules.items()}
@@ -209,9 +203,6 @@ class PipelineTrainer:
         )
         losses: list[torch.Tensor] = []
         is_first = 0 in self._stages.modules
-        if not self._connected:
-            sum_over_ranks(0.0)
-            self._connected = True
         with self._pipeline.step(packed.step) as running:
             self._schedule.step(
                 *([ids] if is_first else []),
@@ -343,14 +334,11 @@ class PipelineTrainer:
             for layer in module.layers:
                 fully_shard(layer, mesh=self._stages.replicas, mp_policy=policy)
             fully_shard(module, mesh=self._stages.replicas, mp_policy=policy)
-            prepare_fsdp(module, barriers=self._barriers)
+            prepare_fsdp(module)
             return module
         if self._stages.layout.n_replicas == 1 or self._averages_gradients:
             return module
-        replicated = DistributedDataParallel(module, process_group=self._stages.replica_group)
-        if self._barriers is not None:
-            self._barriers.guard_replicated(replicated)
-        return replicated
+        return DistributedDataParallel(module, process_group=self._stages.replica_group)
 
     def _make_schedule(self) -> Any:
         return runtime_of(

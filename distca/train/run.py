@@ -76,7 +76,7 @@ from distca.train.tensor_parallel import TensorParallel, check_plan
 from distca.train.timeline import readable_timeline
 from distca.train.trainer import StepResult, Trainer
 from distca.train.verify import Difference, Verifier
-from trainer_client import HostBarriers, Session, SessionOptions
+from trainer_client import Session, SessionOptions
 from trainer_client.options import Placement
 
 logger = logging.getLogger(__name__)
@@ -164,17 +164,14 @@ def chosen(
     device: torch.device,
 ) -> TrainingSettings:
     """``training`` with what the user left open: the learning rate follows the model; weights are
-    spread and layers recomputed where memory is dear, and ranks meet where collectives run on the
-    device."""
+    spread and layers recomputed where memory is dear."""
     on_gpu = device.type == "cuda"
     sharding, checkpointing = training.sharding, training.activation_checkpointing
-    barriers = training.host_barriers
     return replace(
         training,
         learning_rate=training.learning_rate or model.default_learning_rate,
         sharding=sharding or (Sharding.FSDP if on_gpu else Sharding.REPLICATED),
         activation_checkpointing=on_gpu if checkpointing is None else checkpointing,
-        host_barriers=on_gpu if barriers is None else barriers,
     )
 
 
@@ -252,11 +249,8 @@ class _Parts:
         """What trains the model, or this rank's stages of it."""
         run = self._run
         dtype = getattr(torch, run.model.dtype)
-        barriers = None
-        if run.training.host_barriers:
-            barriers = HostBarriers(run.service.collective_timeout_seconds)
         if stages is not None:
-            return PipelineTrainer(stages, session, dtype, barriers)
+            return PipelineTrainer(stages, session, dtype)
         return Trainer(
             self._model,
             session,
@@ -265,7 +259,6 @@ class _Parts:
             self._parallelism,
             self._mesh,
             tensor_parallel=next(iter(self._shared(self._model)), None),
-            barriers=barriers,
         )
 
     def _shared(self, model: PreTrainedModel) -> list[TensorParallel]:

@@ -202,13 +202,6 @@ class TrainingSettings:
             "CUDA devices."
         ),
     ] = None
-    host_barriers: Annotated[
-        bool | None,
-        typer.Option(
-            help="Launch collectives only once all their ranks have come to them, so that none can "
-            "keep a server from answering; default: on CUDA devices."
-        ),
-    ] = None
     compile_layers: Annotated[
         bool,
         typer.Option(

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from trainer_client import HostBarriers, prepare_fsdp
+from trainer_client import prepare_fsdp
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
@@ -57,7 +57,6 @@ class ShardedModel:
         mesh: of one dimension, over which weights are sharded, or of two: replicas, and those over
             which they are sharded.
         compute_dtype: of gathered weights and activations; gradients are reduced in float32.
-        barriers: met before each collective; None: collectives are launched as soon as they can.
     """
 
     def __init__(
@@ -67,7 +66,6 @@ class ShardedModel:
         *,
         mesh: DeviceMesh,
         compute_dtype: torch.dtype,
-        barriers: HostBarriers | None = None,
     ) -> None:
         policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
         shard = partial(fully_shard, mesh=mesh, mp_policy=policy)
@@ -81,4 +79,4 @@ class ShardedModel:
         for before, after in itertools.pairwise(sharded):
             before.set_modules_to_forward_prefetch([after])
             after.set_modules_to_backward_prefetch([before])
-        prepare_fsdp(self.module, barriers=barriers)
+        prepare_fsdp(self.module)

@@ -29,7 +29,7 @@ from distca.train.ranks import sum_over_ranks
 from distca.train.settings import Sharding, TrainingSettings
 from distca.train.sharding import ShardedModel, by_mesh, clip_gradients, squared_norm, whole
 from distca.train.tensor_parallel import TensorParallel
-from trainer_client import HostBarriers, PingPong, Session, StepReport, TraceEvent
+from trainer_client import PingPong, Session, StepReport, TraceEvent
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,6 @@ class Trainer:
         settings: batch and optimiser; ``learning_rate``, ``sharding`` and
             ``activation_checkpointing`` are given.
         compute_dtype: of sharded models' activations; others compute in their weights' dtype.
-        barriers: met before each collective; None: collectives are launched as soon as they can.
     """
 
     def __init__(
@@ -73,7 +72,6 @@ class Trainer:
         mesh: DeviceMesh,
         *,
         tensor_parallel: TensorParallel | None = None,
-        barriers: HostBarriers | None = None,
     ) -> None:
         self.model = model
         self._parallelism = parallelism
@@ -81,7 +79,6 @@ class Trainer:
         self._session = session
         self._settings = settings
         self._device = model.device
-        self._connected = False
         if settings.compile_layers:
             compile_layers(decoder_layers(model))
         if settings.activation_checkpointing:
@@ -98,14 +95,10 @@ class Trainer:
                 decoder_layers(model),
                 mesh=replica_mesh(mesh, settings),
                 compute_dtype=compute_dtype,
-                barriers=barriers,
             )
             self._module: nn.Module = sharded.module
         else:
-            replicated = DistributedDataParallel(ping_pong)
-            if barriers is not None:
-                barriers.guard_replicated(replicated)
-            self._module = replicated
+            self._module = DistributedDataParallel(ping_pong)
         self._optimizer = torch.optim.AdamW(
             [{"params": group} for group in by_mesh(model.parameters())],
             lr=settings.learning_rate_at(0),
@@ -127,7 +120,6 @@ class Trainer:
         """
         self._optimizer.zero_grad()
         with self._session.step(packed.step) as running:
-            self._wait_for_connections()
             losses = self._module([vars(batch.to(self._device)) for batch in batches])
             loss = torch.stack(losses).sum() / packed.predicted_tokens
             # Gradients are averaged over the replicas, but each has only its own share of the sum.
@@ -204,14 +196,6 @@ class Trainer:
         """State of an optimiser that numbers parameters in their order, by their names."""
         names = [name for name, _ in self.model.named_parameters()]
         return {"state": {names[number]: kept for number, kept in optimizer["state"].items()}}
-
-    def _wait_for_connections(self) -> None:
-        """In the first step, until every rank is connected to its servers: see ``HostBarriers`` for
-        what collectives can do to a server."""
-        if not self._connected:
-            # A CPU tensor: the wait is on the host.
-            sum_over_ranks(0.0)
-            self._connected = True
 
 
 _WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)

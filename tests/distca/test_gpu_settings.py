@@ -139,20 +139,16 @@ def test_learning_rate_follows_the_model_unless_it_is_given(
 
 
 @pytest.mark.parametrize(("device", "on_gpu"), [("cpu", False), ("cuda:1", True)])
-def test_sharding_checkpoints_and_barriers_follow_the_device_unless_they_are_given(
+def test_sharding_and_checkpoints_follow_the_device_unless_they_are_given(
     device: str, on_gpu: bool
 ) -> None:
     settings = chosen(TrainingSettings(), TINY, torch.device(device))
     assert settings.sharding is (Sharding.FSDP if on_gpu else Sharding.REPLICATED)
     assert settings.activation_checkpointing is on_gpu
-    assert settings.host_barriers is on_gpu
-    given = TrainingSettings(
-        sharding=Sharding.REPLICATED, activation_checkpointing=False, host_barriers=False
-    )
+    given = TrainingSettings(sharding=Sharding.REPLICATED, activation_checkpointing=False)
     settings = chosen(given, TINY, torch.device(device))
     assert settings.sharding is Sharding.REPLICATED
     assert settings.activation_checkpointing is False
-    assert settings.host_barriers is False
 
 
 def test_two_models_are_refused() -> None:

@@ -227,7 +227,6 @@ def test_everything_that_a_local_run_hands_to_its_trainers_reaches_them() -> Non
             max_gradient_norm=2.0,
             sharding=Sharding.FSDP,
             activation_checkpointing=True,
-            host_barriers=True,
             compile_layers=True,
             loss_chunk_tokens=64,
             verify=True,

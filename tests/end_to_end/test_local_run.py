@@ -110,7 +110,7 @@ def test_run_with_nodes_finishes_verified_with_a_report(
 
 SHARDED = (
     "--mode=in-place", "--sharding=fsdp", "--activation-checkpointing", "--loss-chunk-tokens=50",
-    "--host-barriers", "--verify",
+    "--verify",
 )  # fmt: skip
 """FSDP2 under ping-pong, with core attention left out of activation checkpoints: every gradient is
 compared with local attention's."""

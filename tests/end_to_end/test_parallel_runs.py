@@ -36,7 +36,7 @@ QWEN3 = {
         ("--mode=pool", SHARES, "--sharding=fsdp", "--activation-checkpointing"),
         # Replicas by DDP, documents over both, a pool beside the ranks' own servers.
         # Ranks meet before collectives, those of one stage.
-        ("--mode=mixed", "--nodes=1", "--host-barriers", *STAGES),
+        ("--mode=mixed", "--nodes=1", *STAGES),
     ],
     ids=["shares", "shares-fsdp-pool", "stages-ddp-mixed"],
 )
@@ -85,7 +85,7 @@ def test_stages_go_on_from_a_run_without_stages(start_run: StartRun) -> None:
     "options",
     [
         ("--trainers=4", "--sharding=replicated"),
-        ("--trainers=4", "--sharding=fsdp", "--host-barriers"),
+        ("--trainers=4", "--sharding=fsdp"),
         # Two stages of two shares each, twice.
         ("--trainers=8", SHARES),
     ],

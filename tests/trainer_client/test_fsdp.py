@@ -25,7 +25,6 @@ from core_attention.shape import AttentionShape
 from tests.cluster import Cluster, keep_profile
 from tests.forkserver import run_forked
 from trainer_client import (
-    HostBarriers,
     PingPong,
     Session,
     SessionError,
@@ -34,6 +33,7 @@ from trainer_client import (
     core_attention,
     prepare_fsdp,
 )
+from trainer_client.integrations.collectives import HostMeetings
 from trainer_client.integrations.fsdp import check_backward_in_parts
 
 RANKS, WIDTH, N_LAYERS = 2, 32, 3
@@ -120,7 +120,7 @@ def root_around(model: Model) -> nn.Module:
     for block in model.blocks:
         fully_shard(block)
     whole: nn.Module = fully_shard(PingPong(model))  # type: ignore[assignment]
-    prepare_fsdp(whole, barriers=HostBarriers(60.0))
+    prepare_fsdp(whole)
     return whole
 
 
@@ -241,26 +241,29 @@ def gradients_equal_local_attention(session: Session, rank: int) -> None:
             assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
 
 
-class Counting(HostBarriers):
+class Counting(HostMeetings):
     """Counts the collectives that ranks meet before."""
 
     count = 0
 
-    def meet(self, group: dist.ProcessGroup | None = None) -> None:
+    def before(self, name: str, group: dist.ProcessGroup, tensors: Any) -> None:
         self.count += 1
-        super().meet(group)
+        super().before(name, group, tensors)
 
 
 def weights_are_gathered_and_reduced_once(session: Session, rank: int) -> None:
     """For all nano-batches together, as a plain model does for its one batch."""
-    model, barriers = Model(), Counting(60.0)
+    model = Model()
+    meetings = Counting(session.job_id, 2, lambda: None, 60.0, device_type="cpu")
     for block in model.blocks:
         fully_shard(block)
     fully_shard(model)
-    prepare_fsdp(model, barriers=barriers)
+    prepare_fsdp(model)
+    meetings.open()
     run_step(session, PingPong(model), STEPS[0], rank)
+    meetings.close()
     # Forward every unit is gathered; backward all but the root again; then all are reduced.
-    assert barriers.count == (N_LAYERS + 1) + N_LAYERS + (N_LAYERS + 1)
+    assert meetings.count == (N_LAYERS + 1) + N_LAYERS + (N_LAYERS + 1)
 
 
 def three_nano_batches(session: Session, rank: int) -> None:

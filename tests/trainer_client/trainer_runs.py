@@ -178,7 +178,6 @@ def main(control_plane: str, folder: str) -> None:
                 "one_host": True,
                 "probe_bytes": 0,
                 "profile_dir": Path(folder),
-                "host_barriers": True,
             }
             out = f"{folder}/{name}-{placement}"
             seen[name][placement] = run(make, settings, "distca", out, served)

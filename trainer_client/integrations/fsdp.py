@@ -25,7 +25,6 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from trainer_client.errors import SessionError
 from trainer_client.integrations.checkpointing import recomputes
 from trainer_client.integrations.graphs import outside_graphs
-from trainer_client.integrations.host_barriers import HostBarriers
 from trainer_client.integrations.tensor_parallel import groups_of
 from trainer_client.step.lane import current_lane
 from trainer_client.step.running_step import RunningStep
@@ -37,7 +36,7 @@ _resharded: WeakSet[nn.Module] = WeakSet()
 """Of those that are prepared: whose weights are freed between forward and backward."""
 
 
-def prepare_fsdp(model: nn.Module, *, barriers: HostBarriers | None = None) -> None:
+def prepare_fsdp(model: nn.Module) -> None:
     """Has the modules of ``model`` that ``fully_shard`` was applied to work under ping-pong.
 
     Call it once, after ``fully_shard`` and before the first step; modules that were prepared
@@ -52,7 +51,6 @@ def prepare_fsdp(model: nn.Module, *, barriers: HostBarriers | None = None) -> N
 
     Args:
         model: with ``fully_shard`` applied to its layers, to itself, or both.
-        barriers: met before each collective of FSDP2; None: collectives start when they can.
 
     Raises:
         SessionError: nothing in ``model`` is sharded by ``fully_shard``.
@@ -72,8 +70,6 @@ def prepare_fsdp(model: nn.Module, *, barriers: HostBarriers | None = None) -> N
             _resharded.add(unit)
         if not _in_group(unit):
             _LaneGate(unit, reshards=reshards)
-        if barriers is not None:
-            barriers.guard_sharded(unit)  # type: ignore[arg-type]  # FSDPModule is a mixin
         _prepared.add(unit)
 
 

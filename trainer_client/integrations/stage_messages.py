@@ -24,7 +24,6 @@ import torch
 import torch.distributed as dist
 
 from trainer_client.errors import SessionError
-from trainer_client.integrations.host_barriers import HostBarriers
 from trainer_client.integrations.stage_labels import of_another_step, running_step
 
 _FORWARD, _BACKWARD = 0, 1
@@ -67,7 +66,6 @@ class StageMessages:
         self._device = device
         self._indices, self._first = [stage.stage_index for stage in stages], stages[0]
         self._rank = dist.get_rank()
-        self._barriers = HostBarriers(timeout_seconds)
         self._signals = dist.new_group(backend="gloo", timeout=_LISTENING)
         # Messages of one group to a rank keep their order; those of different groups need none. A
         # group has messages of one kind to higher ranks, or to lower ones, so that none waits for
@@ -155,7 +153,7 @@ class StageMessages:
     def _connect(self) -> None:
         """All ranks meet, and neighbours exchange a first message of each kind: that connects them,
         for which a device must be idle."""
-        self._barriers.meet()
+        self._meet()
         for boundary in range(self._first.num_stages - 1):
             lower, upper = self._rank_of(boundary), self._rank_of(boundary + 1)
             if lower == upper or self._rank not in (lower, upper):
@@ -173,7 +171,14 @@ class StageMessages:
         if self._on_gpu:
             torch.cuda.synchronize(self._device)
         # No receive may keep a device while others still connect.
-        self._barriers.meet()
+        self._meet()
+
+    def _meet(self) -> None:
+        """All ranks come here, on the host."""
+        options = dist.BarrierOptions()
+        # dist.barrier would go by the default group's device, a GPU.
+        options.device = torch.device("cpu")
+        self._signals.barrier(options).wait(timedelta(seconds=self._timeout_seconds))
 
     def _watch(self, stage: Any) -> None:
         index = stage.stage_index

@@ -19,7 +19,6 @@ from weakref import WeakSet
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import IterableDataset
 from transformers import Trainer
 
@@ -29,7 +28,6 @@ from distca.contract.checks import check_count
 from trainer_client.errors import SessionError
 from trainer_client.integrations.feed import LastBatch, manifest_of_step
 from trainer_client.integrations.fsdp import prepare_fsdp
-from trainer_client.integrations.host_barriers import HostBarriers
 from trainer_client.integrations.probe import probe_model
 from trainer_client.integrations.whole_rows import turns_inside
 from trainer_client.options import SessionOptions
@@ -41,9 +39,7 @@ class UnsupportedTrainer(ValueError):
 
 
 @contextmanager
-def serve_trainer(
-    trainer: Trainer, *, ahead: int = 3, host_barriers: bool | None = None, **options: Any
-) -> Iterator[Session]:
+def serve_trainer(trainer: Trainer, *, ahead: int = 3, **options: Any) -> Iterator[Session]:
     """In the block, ``trainer.train()`` trains with served core attention. One rank a process.
 
     Its batches must be packed, one row ``[1, rows]`` with ``position_ids`` that restart at 0, or
@@ -53,8 +49,6 @@ def serve_trainer(
     Args:
         trainer: whose model was loaded with ``attn_implementation="distca"``.
         ahead: batches that are fetched beyond the one that is trained on, so that plans are ready.
-        host_barriers: ranks meet on the host before collectives; None: on GPUs
-            (:mod:`trainer_client.integrations.host_barriers`).
         options: of :class:`trainer_client.SessionOptions`: ``control_plane`` and ``job`` at least.
             Rank, shape, layers, scale and device are the trainer's.
 
@@ -75,18 +69,12 @@ def serve_trainer(
     _check_settings(trainer)
     assert isinstance(trainer.model, nn.Module)
     session_options = _session_options(trainer, options)
-    args = trainer.args
-    barriers = None
-    if args.world_size > 1 and (
-        args.device.type == "cuda" if host_barriers is None else host_barriers
-    ):
-        barriers = HostBarriers(session_options.collective_timeout_seconds)
     with ExitStack() as stack:
         session = stack.enter_context(Session.open(session_options))
-        stack.enter_context(turns_inside(trainer.model, barriers=barriers))
+        stack.enter_context(turns_inside(trainer.model))
         _served_now.add(trainer)
         stack.callback(_served_now.discard, trainer)
-        served = _Served(trainer, session, ahead, barriers)
+        served = _Served(trainer, session, ahead)
         stack.enter_context(_replaced(trainer, "get_batch_samples", served.get_batch_samples))
         stack.enter_context(_replaced(trainer, "training_step", served.training_step))
         yield session
@@ -113,11 +101,8 @@ def _replaced(trainer: Trainer, name: str, wrap: Callable[..., Any]) -> Iterator
 class _Served:
     """What the wrapped methods do."""
 
-    def __init__(
-        self, trainer: Trainer, session: Session, ahead: int, barriers: HostBarriers | None
-    ) -> None:
-        self._trainer, self._session = trainer, session
-        self._n_ahead, self._barriers = ahead, barriers
+    def __init__(self, trainer: Trainer, session: Session, ahead: int) -> None:
+        self._trainer, self._session, self._n_ahead = trainer, session, ahead
         self._batches: _BatchesAhead | None = None
         self._handed_out: list[tuple[int, Any]] = []
         self._prepared = False
@@ -144,12 +129,7 @@ class _Served:
                 f"data loader did not give, so that no manifest was submitted. {_MAKE_BATCHES}"
             )
         with self._session.step(step):
-            loss = original(model, inputs, *args, **kwargs)
-        if self._barriers is not None:
-            # So that what follows, gathering or clipping, is launched when nobody is served any
-            # more.
-            self._barriers.meet()
-        return loss
+            return original(model, inputs, *args, **kwargs)
 
     def _submit(self, batch: Any) -> int:
         if not isinstance(batch, Mapping):
@@ -177,9 +157,7 @@ class _Served:
         if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
             raise UnsupportedTrainer(_FSDP_1)
         if any(isinstance(module, FSDPModule) for module in model.modules()):
-            prepare_fsdp(model, barriers=self._barriers)
-        elif isinstance(model, DistributedDataParallel) and self._barriers is not None:
-            self._barriers.guard_replicated(model)
+            prepare_fsdp(model)
 
 
 class _BatchesAhead:

@@ -34,7 +34,6 @@ from trainer_client.integrations.document_check import (
 from trainer_client.integrations.documents import CHECKED, documents_of
 from trainer_client.integrations.fsdp import require_prepared
 from trainer_client.integrations.graphs import outside_graphs
-from trainer_client.integrations.host_barriers import HostBarriers
 from trainer_client.integrations.microbatch_rows import part_of_row
 from trainer_client.integrations.padded_rows import PaddedRows
 from trainer_client.integrations.probe import refuse_prompts
@@ -47,7 +46,7 @@ _LONGEST = ("max_length_q", "max_length_k")
 
 
 @contextmanager
-def turns_inside(model: nn.Module, *, barriers: HostBarriers | None = None) -> Iterator[None]:
+def turns_inside(model: nn.Module) -> Iterator[None]:
     """In the block, ``model`` may be called with a whole packed row, ``[1, rows]``, in a step whose
     manifest is split as :func:`~trainer_client.step.manifests.split_documents` does
     (``submit_ahead`` does it for batches that are no sequences), or with a batch that is padded on
@@ -57,9 +56,6 @@ def turns_inside(model: nn.Module, *, barriers: HostBarriers | None = None) -> I
 
     Args:
         model: holds one model of transformers with ``attn_implementation="distca"``.
-        barriers: met when a forward pass of the decoder is over, so that collectives between it and
-            the backward pass are launched by all ranks or none; None: collectives start when they
-            can.
 
     Raises:
         UnsupportedModel: it cannot be served, or its layers are in no module of their own.
@@ -71,7 +67,7 @@ def turns_inside(model: nn.Module, *, barriers: HostBarriers | None = None) -> I
     had_own = "forward" in vars(decoder)
     forward = decoder.forward
     untyped: Any = decoder
-    untyped.forward = _WholeRows(decoder, forward, barriers).bind()
+    untyped.forward = _WholeRows(decoder, forward).bind()
     added = [each for each in around if each not in takes_whole_rows]
     takes_whole_rows.update(added)
     token = rows_are_split.set(True)
@@ -129,17 +125,10 @@ class _WholeRows:
     Args:
         decoder: whose.
         forward: its own.
-        barriers: met after it.
     """
 
-    def __init__(
-        self,
-        decoder: PreTrainedModel,
-        forward: Callable[..., Any],
-        barriers: HostBarriers | None,
-    ) -> None:
+    def __init__(self, decoder: PreTrainedModel, forward: Callable[..., Any]) -> None:
         self._decoder = decoder
-        self._barriers = barriers
         self._checked = False
         self._name = type(decoder).__name__
         self._forward = forward
@@ -189,8 +178,6 @@ class _WholeRows:
             self._checked = True
         calls = [((), part) for part in self._split(running, named, n_rows)]
         outputs = run_in_turns(self._run_part, calls, 0, is_last=True, model=self._decoder)
-        if self._barriers is not None:
-            self._barriers.meet()
         joined = self._joined(outputs, n_rows)
         return joined if padded is None else padded.padded(joined)
 

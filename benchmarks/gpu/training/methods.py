@@ -29,7 +29,7 @@ from core_attention.manifest import RankManifest
 from core_attention.profiling import device_name, profile_file_name
 from distca.train.measurements import StepMeasurements
 from distca.train.timeline import readable_timeline
-from trainer_client import HostBarriers, Placement, Session, SessionOptions, StepReport
+from trainer_client import Placement, Session, SessionOptions, StepReport
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +37,6 @@ PROFILE = Path(__file__).parents[3] / "distca/simulator/profiles/h200-llama3-8b.
 KEPT_FORWARD_TICKS = 3
 ADDRESS_FILE = "control-plane.address"
 POOL_METRIC = "distca_data_plane_buffer_pool_bytes"
-BARRIER_SECONDS = 300.0
 START_SECONDS = 200.0
 """The first control plane on a machine compiles its planner."""
 
@@ -68,7 +67,6 @@ class RankSettings:
         tolerance: eps of the planner.
         compiled: whether parts of the layers are compiled.
         learning_rate: of AdamW.
-        host_barriers: whether DistCA's ways have ranks meet before collectives.
         folder: where cost profiles are, and the control plane's address in ADDRESS_FILE.
     """
 
@@ -83,7 +81,6 @@ class RankSettings:
     tolerance: float
     compiled: bool
     learning_rate: float
-    host_barriers: bool
     folder: Path
 
     @property
@@ -234,7 +231,6 @@ class Disaggregated:
             trainer_client.integrations.transformers.IMPLEMENTATION,
             n_lanes=settings.n_nano_batches,
             interleave=interleave,
-            barriers=HostBarriers(BARRIER_SECONDS) if settings.host_barriers else None,
         )
         self._steps: list[tuple[list[Any], int]] = []
         self._report: StepReport | None = None
@@ -386,7 +382,6 @@ def _stack(
     *,
     n_lanes: int,
     interleave: bool = True,
-    barriers: HostBarriers | None = None,
 ) -> TrainingStack:
     return TrainingStack(
         settings.model,
@@ -398,7 +393,6 @@ def _stack(
         learning_rate=settings.learning_rate,
         device=settings.device,
         n_ranks=settings.n_ranks,
-        barriers=barriers,
     )
 
 

@@ -16,7 +16,7 @@ from distca.data.batch import TokenBatch
 from distca.train.language_model import LanguageModel
 from distca.train.layers import checkpoint_layers, compile_layers, decoder_layers
 from distca.train.sharding import ShardedModel
-from trainer_client import HostBarriers, PingPong
+from trainer_client import PingPong
 from trainer_client.integrations.transformers import IMPLEMENTATION, check_documents
 
 
@@ -104,10 +104,8 @@ class TrainingStack:
         learning_rate: float,
         device: torch.device,
         n_ranks: int,
-        barriers: HostBarriers | None = None,
     ) -> None:
         self._n_ranks = n_ranks
-        self._barriers = barriers
         torch.manual_seed(0)
         auto: Any = AutoModelForCausalLM
         with device:
@@ -129,7 +127,6 @@ class TrainingStack:
             layers,
             mesh=init_device_mesh(device.type, (n_ranks,)),
             compute_dtype=getattr(torch, shape.dtype),
-            barriers=barriers,
         )
         self._parameters = list(root.parameters())
         self._optimizer = torch.optim.AdamW(
@@ -152,8 +149,6 @@ class TrainingStack:
 
     def update(self) -> None:
         """Clips the gradients and updates the weights."""
-        if self._barriers is not None:
-            self._barriers.meet()
         nn.utils.clip_grad_norm_(self._parameters, 1.0)
         self._optimizer.step()
 

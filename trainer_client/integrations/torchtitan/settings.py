@@ -44,9 +44,6 @@ class DistcaSettings:
     one_host: bool = False
     """All ranks and servers are on this machine, so shared memory may be used."""
 
-    host_barriers: bool = True
-    """On GPUs, FSDP2's collectives start only once all their ranks have come to them."""
-
     def __post_init__(self) -> None:
         check_count("distca.steps_ahead", self.steps_ahead)
 

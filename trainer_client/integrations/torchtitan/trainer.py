@@ -22,7 +22,6 @@ from core_attention.schedule import Schedule
 from trainer_client.errors import SessionError
 from trainer_client.integrations.frameworks import UnsupportedSetting, of_all_ranks, refuse
 from trainer_client.integrations.fsdp import prepare_fsdp
-from trainer_client.integrations.host_barriers import HostBarriers
 from trainer_client.integrations.pipelining import Pipeline
 from trainer_client.integrations.probe import Recorder, ServedAttention
 from trainer_client.integrations.torchtitan.attention import ServedAttention as ServedLayer
@@ -134,11 +133,8 @@ class ServedTrainer(Trainer):
     def _wire(self) -> None:
         """Has the model run in lanes, and the data loader submit manifests."""
         config, dims = self.config, self.parallel_dims
-        barriers = None
-        if self._meets_on_host:
-            barriers = HostBarriers(self._session.options.collective_timeout_seconds)
         for part in self.model_parts:
-            prepare_fsdp(part, barriers=barriers)
+            prepare_fsdp(part)
         if dims.pp_enabled:
             self._pipeline = Pipeline(
                 self._session,
@@ -153,11 +149,6 @@ class ServedTrainer(Trainer):
             ahead=config.distca.steps_ahead,
             most=config.training.steps,
         )
-
-    @property
-    def _meets_on_host(self) -> bool:
-        wanted: bool = self.config.distca.host_barriers
-        return wanted and self.device.type == "cuda"
 
     @property
     def _batches_of_step(self) -> int:
