@@ -25,7 +25,7 @@ import json
 import os
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -45,7 +45,7 @@ from benchmarks.gpu.training.rank_processes import joined, launch_in_time, let_g
 from benchmarks.gpu.training.stack import ModelShape
 from benchmarks.gpu.training.trace import traced
 from core_attention.profiling import device_name
-from core_attention.shape import format_shape
+from core_attention.shape import AttentionShape, format_shape
 from distca.local.process import LocalProcess
 from distca.local.supervisor import Supervisor
 
@@ -374,25 +374,42 @@ def _start_services(supervisor: Supervisor, folder: Path, plan: Plan) -> None:
     if not plan.pool_nodes:
         return
     address = json.loads(supervisor.wait_for_file(control_plane, folder / methods.ADDRESS_FILE))
+    on_gpu = plan.device == "cuda"
+    devices = [f"cuda:{plan.ranks + i}" if on_gpu else "cpu" for i in range(plan.pool_nodes)]
+    shape = plan.model.attention
+    start_nodes(supervisor, folder, address["grpc"], shape, devices, profiles=folder)
+
+
+def start_nodes(
+    supervisor: Supervisor,
+    folder: Path,
+    control_plane: str,
+    shape: AttentionShape,
+    devices: Sequence[str],
+    *,
+    profiles: Path,
+    environ: Mapping[str, str] = os.environ,
+) -> None:
+    """Starts an attention node on each of ``devices``, with cost profiles in ``profiles`` and
+    its other files in ``folder``; all have joined when this returns."""
     started = []
-    for index in range(plan.pool_nodes):
+    for index, device in enumerate(devices):
         ready = folder / f"node-{index}.address"
-        device = f"cuda:{plan.ranks + index}" if plan.device == "cuda" else "cpu"
         node = LocalProcess(
             f"attention node {index}",
             [
                 "attention-node",
-                f"--control-plane={address['grpc']}",
+                f"--control-plane={control_plane}",
                 f"--server-id=node-{index}",
-                f"--shape={format_shape(plan.model.attention)}",
+                f"--shape={format_shape(shape)}",
                 f"--device={device}",
                 "--data-host=127.0.0.1",
                 "--one-host",
-                f"--profile-dir={folder}",
+                f"--profile-dir={profiles}",
                 f"--address-file={ready}",
             ],
             folder / f"node-{index}.log",
-            dict(os.environ),
+            environ,
         )
         started.append((supervisor.watch(node), ready))
     for node, ready in started:

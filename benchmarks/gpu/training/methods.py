@@ -27,6 +27,7 @@ from core_attention.cost_model import CostProfile
 from core_attention.kernels.select import select_kernel
 from core_attention.manifest import RankManifest
 from core_attention.profiling import device_name, profile_file_name
+from core_attention.shape import AttentionShape
 from distca.train.measurements import StepMeasurements
 from distca.train.timeline import readable_timeline
 from trainer_client import Placement, Session, SessionOptions, StepReport
@@ -405,24 +406,26 @@ def _tensors(settings: RankSettings, batch: Batch, mine: RankManifest) -> list[A
 
 def profile_path(settings: RankSettings) -> Path:
     """Where a rank's server finds its cost profile."""
-    name = profile_file_name(
-        device_name(settings.device),
-        select_kernel(settings.device).name,
-        settings.model.attention,
-    )
-    return settings.folder / name
+    return _profile_path(settings.folder, settings.device, settings.model.attention)
+
+
+def _profile_path(folder: Path, device: torch.device, shape: AttentionShape) -> Path:
+    return folder / profile_file_name(device_name(device), select_kernel(device).name, shape)
 
 
 def keep_profile(settings: RankSettings) -> None:
     """Gives servers on an H200 the profile that the simulator has, instead of a quick one."""
-    shipped = CostProfile.load(PROFILE)
-    path = profile_path(settings)
-    fits = (
-        shipped.device == device_name(settings.device) and shipped.shape == settings.model.attention
-    )
-    if settings.rank == 0 and fits and not path.exists():
-        replace(shipped, kernel=select_kernel(settings.device).name).save(path)
+    if settings.rank == 0:
+        ship_profile(settings.folder, settings.device, settings.model.attention)
     dist.barrier()
+
+
+def ship_profile(folder: Path, device: torch.device, shape: AttentionShape) -> None:
+    """Puts the simulator's profile into ``folder`` if it is of this device and shape."""
+    shipped = CostProfile.load(PROFILE)
+    path = _profile_path(folder, device, shape)
+    if shipped.device == device_name(device) and shipped.shape == shape and not path.exists():
+        replace(shipped, kernel=select_kernel(device).name).save(path)
 
 
 def imbalance(seconds: Sequence[float]) -> float:

@@ -121,7 +121,7 @@ class TrainingStack:
             compile_layers(layers)
         checkpoint_layers(layers)
         language = LanguageModel(model)
-        root = PingPong(language, interleave=interleave) if n_lanes > 1 else _InTurn(language)
+        root = PingPong(language, interleave=interleave) if n_lanes > 1 else InTurn(language)
         self._sharded = ShardedModel(
             root,
             layers,
@@ -153,7 +153,7 @@ class TrainingStack:
         self._optimizer.step()
 
 
-class _InTurn(nn.Module):
+class InTurn(nn.Module):
     """Runs the nano-batches without a session."""
 
     def __init__(self, module: nn.Module) -> None:

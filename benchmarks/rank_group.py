@@ -1,0 +1,116 @@
+"""Processes of a job's ranks on this host, each with a log of its own, and a time limit."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+TAIL_LINES = 12
+"""Last lines of a rank's output that a report shows."""
+
+DUMP_SECONDS = 10.0
+"""How long before its limit a rank writes where its threads stand; see :data:`DUMP_VARIABLE`."""
+
+DUMP_VARIABLE = "DISTCA_DUMP_AFTER_SECONDS"
+"""A rank that has it calls ``faulthandler.dump_traceback_later`` with it."""
+
+_FIRST_PORT, _PORTS = 20000, 10000
+"""Below those that the kernel gives to connections."""
+
+_next_port = os.getpid() % _PORTS
+
+
+class RankGroup:
+    """Ranks with the environment that torchrun gives; started at once.
+
+    Args:
+        command: of every rank.
+        n_ranks: processes.
+        folder: of the outputs, ``rank-0.log`` and up; made if it is not there.
+        limit_seconds: what still runs then is killed.
+        environ: of all, before what torchrun sets.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        n_ranks: int,
+        folder: Path,
+        *,
+        limit_seconds: float,
+        environ: Mapping[str, str] = os.environ,
+    ) -> None:
+        global _next_port
+        _next_port = (_next_port + 1) % _PORTS
+        folder.mkdir(parents=True, exist_ok=True)
+        self.logs = [folder / f"rank-{rank}.log" for rank in range(n_ranks)]
+        self.began = time.monotonic()
+        self.seconds = 0.0
+        self._deadline = self.began + limit_seconds
+        self._popens = []
+        common = {
+            "OMP_NUM_THREADS": "1",
+            **{n: v for n, v in environ.items() if not n.startswith("TORCHELASTIC_")},
+            "PYTHONUNBUFFERED": "1",
+            "WORLD_SIZE": str(n_ranks),
+            "LOCAL_WORLD_SIZE": str(n_ranks),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(_FIRST_PORT + _next_port),
+            DUMP_VARIABLE: str(max(limit_seconds - DUMP_SECONDS, 1.0)),
+        }
+        for rank, log in enumerate(self.logs):
+            with log.open("wb") as output:
+                own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+                self._popens.append(
+                    subprocess.Popen(
+                        command,
+                        stdin=subprocess.DEVNULL,
+                        stdout=output,
+                        stderr=subprocess.STDOUT,
+                        env=common | own,
+                    )
+                )
+
+    @property
+    def is_over(self) -> bool:
+        """Whether all have ended. If one has failed, or the limit is reached, kills the others."""
+        codes = [popen.poll() for popen in self._popens]
+        if None in codes and any(codes) and self._deadline > time.monotonic() + DUMP_SECONDS:
+            # What the others say of its end is worth a moment.
+            self._deadline = time.monotonic() + DUMP_SECONDS
+        if None in codes and time.monotonic() > self._deadline:
+            self.kill()
+            return True
+        self.seconds = time.monotonic() - self.began
+        return None not in codes
+
+    @property
+    def exit_codes(self) -> list[int | None]:
+        """Of the ranks; negative: the signal that ended one."""
+        return [popen.poll() for popen in self._popens]
+
+    def wait(self) -> list[int | None]:
+        """Waits for the end; returns the exit codes."""
+        while not self.is_over:
+            time.sleep(0.1)
+        return self.exit_codes
+
+    def kill(self) -> None:
+        """Ends what still runs, at once."""
+        for popen in self._popens:
+            popen.kill()
+        for popen in self._popens:
+            popen.wait()
+        self.seconds = time.monotonic() - self.began
+
+    def tails(self, lines: int = TAIL_LINES) -> str:
+        """The last lines that each rank wrote."""
+        shown = []
+        for rank, (log, code) in enumerate(zip(self.logs, self.exit_codes, strict=True)):
+            text = log.read_text(errors="replace").splitlines()
+            shown.append(f"rank {rank}, exit code {code}:")
+            shown += [f"  | {line}" for line in text[-lines:]]
+        return "\n".join(shown)
