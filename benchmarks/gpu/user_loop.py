@@ -56,6 +56,9 @@ from distca.train.language_model import LanguageModel
 from trainer_client import PingPong, Placement, Session, SessionOptions
 
 MPS = "nvidia-cuda-mps-control"
+DRIVER_FOLDERS = "/usr/local/nvidia/bin:/usr/local/cuda/bin"
+"""Where containers may have it, beside PATH."""
+
 MPS_SECONDS = 30.0
 COMPILE_SECONDS = 600.0
 COMPILE = (
@@ -267,18 +270,25 @@ def run_rank(settings: Settings) -> None:
     dist.destroy_process_group()
 
 
+def _mps_command() -> str | None:
+    return shutil.which(MPS, path=f"{os.environ['PATH']}:{DRIVER_FOLDERS}")
+
+
 @contextmanager
 def mps_daemon() -> Iterator[dict[str, str]]:
     """An MPS daemon with pipes of its own; what its clients need in their environment."""
     folder = tempfile.mkdtemp(prefix="mps-", dir="/tmp")
     clients = {"CUDA_MPS_PIPE_DIRECTORY": folder, "CUDA_MPS_LOG_DIRECTORY": folder}
     environ = {**os.environ, **clients}
-    subprocess.run([MPS, "-d"], env=environ, check=True, timeout=MPS_SECONDS)
+    command = _mps_command()
+    assert command is not None
+    subprocess.run([command, "-d"], env=environ, check=True, timeout=MPS_SECONDS)
     try:
         yield clients
     finally:
         try:
-            subprocess.run([MPS], env=environ, input=b"quit\n", check=True, timeout=MPS_SECONDS)
+            quit_ = b"quit\n"
+            subprocess.run([command], env=environ, input=quit_, check=True, timeout=MPS_SECONDS)
         except (subprocess.SubprocessError, OSError) as error:
             print(f"the MPS daemon did not quit: {error}", flush=True)
             for file in Path(folder).glob("*.pid"):
@@ -321,8 +331,8 @@ def measure(settings: Settings, limit_seconds: float) -> dict[str, Any]:
     """Runs a way in processes of its own; returns what was found, of one that did not end what
     there is."""
     way, folder = WAYS[settings.way], Path(settings.folder)
-    if way.mps and shutil.which(MPS) is None:
-        return {"way": settings.way, "steps": [], "outcome": f"{MPS} is not on PATH"}
+    if way.mps and _mps_command() is None:
+        return {"way": settings.way, "steps": [], "outcome": f"there is no {MPS} on this machine"}
     with ExitStack() as stack:
         memory = stack.enter_context(DeviceMemory(folder / f"{settings.way}.memory"))
         clients = stack.enter_context(mps_daemon()) if way.mps else {}
