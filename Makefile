@@ -57,7 +57,7 @@ DEMO_EXTRAS ?= trainer,node,ucxx-cu13
 # step costs as much as the step.
 DEMO := --verify --verify-every 4 --steps 12 --span-ranks --min-backward-tokens 128 --overwrite
 
-.PHONY: help demo planners test test-training test-nixl test-frameworks test-gpu lint format stubs chart chart-tools chart-readme metrics-page configuration-page images push image-names constraints deploy-test deploy-test-cuda alerts-test cluster-test chaos soak install clean
+.PHONY: help demo planners test test-training test-nixl test-frameworks test-gpu test-gpu-loops lint format stubs chart chart-tools chart-readme metrics-page configuration-page images push image-names constraints deploy-test deploy-test-cuda alerts-test cluster-test chaos soak install clean
 .DEFAULT_GOAL := help
 
 # The command must know BuildKit: Docker 23 or newer, or 20.10 with DOCKER_BUILDKIT=1.
@@ -132,8 +132,13 @@ $(FRAMEWORKS)/.installed: $(INSTALLED)
 
 test-gpu: $(INSTALLED)
 	@$(BIN)/python -m pip install --quiet --editable ".[fa4-cu13,nixl-cu13]"
-	@$(BIN)/python -m pytest -m gpu tests $(PYTEST)
+	@$(BIN)/python -m pytest -m gpu tests --ignore=tests/gpu_loops $(PYTEST)
 	@$(BIN)/python -m pytest -m "nixl and gpu" tests/nixl $(PYTEST)
+
+# DISTCA_LOOPS_PARALLEL combinations at a time, 8 by default.
+test-gpu-loops: planners
+	@$(BIN)/python -m pip install --quiet --editable ".[fa4-cu13]"
+	@$(BIN)/python -m pytest -m gpu tests/gpu_loops $(PYTEST)
 
 lint: $(INSTALLED)
 	@$(BIN)/ruff format --check .

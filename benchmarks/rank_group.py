@@ -32,6 +32,7 @@ class RankGroup:
         folder: of the outputs, ``rank-0.log`` and up; made if it is not there.
         limit_seconds: what still runs then is killed.
         environ: of all, before what torchrun sets.
+        cwd: where they run; None: here.
     """
 
     def __init__(
@@ -42,6 +43,7 @@ class RankGroup:
         *,
         limit_seconds: float,
         environ: Mapping[str, str] = os.environ,
+        cwd: Path | None = None,
     ) -> None:
         global _next_port
         _next_port = (_next_port + 1) % _PORTS
@@ -71,6 +73,7 @@ class RankGroup:
                         stdout=output,
                         stderr=subprocess.STDOUT,
                         env=common | own,
+                        cwd=cwd,
                     )
                 )
 

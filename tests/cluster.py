@@ -140,9 +140,9 @@ class Cluster:
         return self.start_nodes([server_id], prelude=prelude, **settings)[0]
 
     def start_nodes(
-        self, server_ids: list[str], *, prelude: str = "", **settings: Any
+        self, server_ids: list[str], *, prelude: str = "", device: str = "", **settings: Any
     ) -> list[Process]:
-        """Several pool servers, started side by side."""
+        """Several pool servers, started side by side; on the cluster's device if none is given."""
         started = [
             self._spawn(
                 server_id,
@@ -150,7 +150,7 @@ class Cluster:
                 control_plane=self.address,
                 server_id=server_id,
                 profile_dir=str(self.folder),
-                device=self._device,
+                device=device or self._device,
                 shape=format_shape(self._node_shape),
                 settings=settings,
                 prelude=prelude,

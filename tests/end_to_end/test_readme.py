@@ -26,7 +26,7 @@ N_RANKS, N_STEPS = 2, 4
 SHAPE = AttentionShape(num_heads=4, num_heads_kv=2, head_dim=64, head_dim_v=64, dtype="float32")
 DEADLINE_SECONDS = 110
 
-_WATCHED = """
+WATCHED = """
 import os, runpy, sys, torch, transformers
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 steps, seen, trained, training_step = [], [], [], transformers.Trainer.training_step
@@ -66,10 +66,8 @@ def one_node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 def test_examples_of_trainers_train(
     tmp_path: Path, one_node: Cluster, loop: str, placement: str
 ) -> None:
-    found = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-    examples = dict(zip(("Trainer", "own"), found, strict=True))
-    (tmp_path / "train.py").write_text(examples[loop])
-    (tmp_path / "watched.py").write_text(_WATCHED)
+    (tmp_path / "train.py").write_text(examples()[loop])
+    (tmp_path / "watched.py").write_text(WATCHED)
     cache = tmp_path / ".cache" / "distca"
     cache.mkdir(parents=True)
     keep_profile(cache, SHAPE)
@@ -83,7 +81,7 @@ def test_examples_of_trainers_train(
             **os.environ,
             "HOME": str(tmp_path),
             "OMP_NUM_THREADS": "1",
-            "PYTHONPATH": _path(),
+            "PYTHONPATH": python_path(),
             "CUDA_VISIBLE_DEVICES": "",
         },
         capture_output=True,
@@ -94,15 +92,31 @@ def test_examples_of_trainers_train(
     compare_with_local_attention(tmp_path, clips_at=1.0 if loop == "Trainer" else math.inf)
 
 
-def _path() -> str:
+def examples() -> dict[str, str]:
+    """The README's loops, by name."""
+    found = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    return dict(zip(("Trainer", "own"), found, strict=True))
+
+
+def python_path() -> str:
     """The project first: the example's folder is another one."""
     return os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
 
 
-def compare_with_local_attention(folder: Path, *, clips_at: float) -> None:
+def compare_with_local_attention(
+    folder: Path,
+    *,
+    clips_at: float,
+    # float32 through two layers: a few hundred roundings of 6e-8.
+    gradient_tolerance: float = 2e-5,
+    loss_tolerance: float = 1e-6,
+) -> None:
     """Each document alone through a model with local attention, on the weights of each step; their
     gradients are clipped to a norm of ``clips_at``."""
-    ranks = [torch.load(folder / f"rank{rank}", weights_only=False) for rank in range(N_RANKS)]
+    ranks = [
+        torch.load(folder / f"rank{rank}", weights_only=False, map_location="cpu")
+        for rank in range(N_RANKS)
+    ]
     watched = ranks[0]
     assert len(watched["steps"]) == N_STEPS
     auto: Any = AutoModelForCausalLM  # from_config has no annotations
@@ -126,12 +140,13 @@ def compare_with_local_attention(folder: Path, *, clips_at: float) -> None:
         for (name, mine), (_, gradient) in zip(local.named_parameters(), parameters, strict=True):
             assert mine.grad is not None
             difference = (gradient - mine.grad).abs().max() / mine.grad.abs().max()
-            # float32 through two layers: a few hundred roundings of 6e-8.
-            assert difference < 2e-5, f"step {step}: {name} differs by {difference:.1e}"
+            assert difference < gradient_tolerance, (
+                f"step {step}: {name} differs by {difference:.1e}"
+            )
     assert taken == len(watched["documents"])
     # A rank's loss is its share of the sum, in units of the mean number of labels.
     last = sum(rank["loss"] for rank in ranks) / N_RANKS
-    assert last == pytest.approx(loss.item(), rel=1e-6)
+    assert last == pytest.approx(loss.item(), rel=loss_tolerance)
 
 
 def split(batch: dict[str, torch.Tensor]) -> list[torch.Tensor]:
