@@ -73,6 +73,10 @@ class BaseTransport(Generic[ConnectionT, WorkerT]):
     def name(self) -> str:
         return self.connection_type.transport_name
 
+    @property
+    def stalled_seconds(self) -> float:
+        return self._worker.stalled_seconds
+
     def probe(
         self, connection: Connection, nbytes: int, repeats: int, timeout_seconds: float
     ) -> ProbeResult:

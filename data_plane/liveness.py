@@ -28,11 +28,13 @@ class _Watched:
     Attributes:
         waits: how many things are.
         since: ``time.monotonic()`` when the first of them began, or the last ping.
+        ping_timeout_seconds: how long the peer may take to answer.
     """
 
     connection: Connection
     waits: int
     since: float
+    ping_timeout_seconds: float
 
 
 class LivenessMonitor:
@@ -67,19 +69,31 @@ class LivenessMonitor:
         self._thread = threading.Thread(target=self._run, name="distca-liveness", daemon=True)
         self._thread.start()
 
-    def watch(self, connection: Connection) -> None:
-        """Something is awaited on ``connection`` from now on; once for each thing."""
+    def watch(self, connection: Connection, ping_timeout_seconds: float | None = None) -> None:
+        """Something is awaited on ``connection`` from now on; once for each thing.
+
+        Args:
+            connection: what the peer owes it on.
+            ping_timeout_seconds: how long the peer may take to answer; None: as long as any.
+        """
         with self._lock:
             watched = self._watched.get(id(connection))
             if watched is None:
                 # The entry keeps the connection alive, so that its id stays its own.
-                self._watched[id(connection)] = _Watched(connection, 1, time.monotonic())
+                allowed = ping_timeout_seconds or self._ping_timeout_seconds
+                self._watched[id(connection)] = _Watched(connection, 1, time.monotonic(), allowed)
             else:
                 watched.waits += 1
 
-    def watch_until_end(self, connection: Connection, transfer: Transfer) -> None:
-        """The peer owes the end of ``transfer``, which is one of ``connection``'s, from now on."""
-        self.watch(connection)
+    def watch_until_end(
+        self,
+        connection: Connection,
+        transfer: Transfer,
+        ping_timeout_seconds: float | None = None,
+    ) -> None:
+        """The peer owes the end of ``transfer``, which is one of ``connection``'s, from now on; see
+        :meth:`watch`."""
+        self.watch(connection, ping_timeout_seconds)
         transfer.add_done_callback(lambda _: self.unwatch(connection))
 
     def unwatch(self, connection: Connection) -> None:
@@ -101,17 +115,16 @@ class LivenessMonitor:
 
     def _run(self) -> None:
         while not self._closed.wait(self._look_seconds):
-            for connection in self._take_quiet(time.monotonic()):
-                connection.ping(self._ping_timeout_seconds)
+            for watched in self._take_quiet(time.monotonic()):
+                watched.connection.ping(watched.ping_timeout_seconds)
 
-    def _take_quiet(self, now: float) -> list[Connection]:
-        """The connections to ping now: those that will have been quiet for too long before the next
-        look."""
+    def _take_quiet(self, now: float) -> list[_Watched]:
+        """Whom to ping now: those that will have been quiet for too long before the next look."""
         quiet = []
         with self._lock:
             for watched in self._watched.values():
                 heard = max(watched.since, watched.connection.last_heard)
                 if now - heard > self._quiet_seconds - self._look_seconds:
                     watched.since = now
-                    quiet.append(watched.connection)
+                    quiet.append(watched)
         return quiet

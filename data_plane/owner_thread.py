@@ -82,6 +82,7 @@ class OwnerThread:
         self._wakeup_pending = False
         self._wakeup_lock = threading.Lock()
         self._busy_poll_until = 0.0
+        self._turn_began: float | None = None
         self._stop_deadline: float | None = None
         self._started = threading.Event()
         self._start_error: Exception | None = None
@@ -90,6 +91,13 @@ class OwnerThread:
     @property
     def thread_id(self) -> int:
         return self._thread.ident or 0
+
+    @property
+    def stalled_seconds(self) -> float:
+        """How long the thread has been in one turn, whose calls of the library take microseconds
+        unless something holds them up; 0 while it sleeps. For any thread."""
+        began = self._turn_began
+        return 0.0 if began is None else time.monotonic() - began
 
     def start(self) -> None:
         """Starts the thread and waits until the library is up.
@@ -189,12 +197,14 @@ class OwnerThread:
 
     def _turn(self) -> bool:
         """Does all there is to do; returns whether there was anything."""
+        self._turn_began = time.monotonic()
         worked = self._progress()
         worked |= self._run_commands()
         worked |= self._run_awaited()
         worked |= self._run_timers()
         if worked:
             self._busy_poll_until = time.monotonic() + self._busy_poll_seconds
+        self._turn_began = None
         return worked
 
     def _sleep(self, poller: select.epoll) -> None:

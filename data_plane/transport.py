@@ -343,6 +343,10 @@ class Transport(Protocol):
     @property
     def name(self) -> str: ...
 
+    @property
+    def stalled_seconds(self) -> float:
+        """How long the owner thread has been held up in one turn; 0 if it is not."""
+
     def listen(self, host: str, port: int, accept: AcceptCallback) -> Address:
         """Listens on ``host:port`` (port 0: any free one) and returns the address to connect to.
 

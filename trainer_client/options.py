@@ -231,6 +231,14 @@ class SessionOptions(RankTimeouts, PlanRequest, IntegritySettings, ClientTls):
         return self.device == "cpu" if self.check_results is None else self.check_results
 
     @property
+    def rank_ping_seconds(self) -> float:
+        """How long another rank's process may take to give a sign of life before its server counts
+        as lost. On GPUs one call of CUDA may hold up all of its threads."""
+        if not self.device.startswith("cuda"):
+            return self.ping_timeout_seconds
+        return min(default_seconds("blocked_seconds"), self.tick_timeout_seconds)
+
+    @property
     def scale(self) -> float:
         """What multiplies q.k before the softmax."""
         return (

@@ -172,6 +172,7 @@ class Session:
             profile_dir=options.profile_dir,
             metrics=NodeMetrics(self.metrics_registry, server_id),
             moved_bytes=lambda: self._data_metrics.moved_bytes,
+            stalled_seconds=lambda: self._transport.stalled_seconds,
             on_call=self._kernel_called,
             on_accepted=self._name_peer,
             on_step_finished=self._report_server,

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import re
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from control_plane.errors import (
@@ -24,6 +25,7 @@ from control_plane.jobs.holders import are_alive, retry_seconds
 from core_attention.cost_model import CostProfile
 from distca.contract.addresses import split_address
 from distca.contract.identity import NAME_PATTERN
+from distca.process.plain_text import plain
 
 REMEMBERED_LEASES = 1024
 """Leases that were taken away of which is known why."""
@@ -35,6 +37,7 @@ MAX_HOST_CHARACTERS = 253
 """Of a DNS name (RFC 1035)."""
 
 _MAX_DEVICE_CHARACTERS = 128
+_MAX_CALL_CHARACTERS = 200
 _MAX_VERSION_CHARACTERS = 64
 
 
@@ -130,6 +133,7 @@ class ServerLoad:
     buffer_bytes: int = 0
     oldest_ready_seconds: float = 0.0
     moved_bytes_per_second: float = 0.0
+    stands_in: str = ""
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.busy_ratio) and 0 <= self.busy_ratio <= 1):
@@ -389,6 +393,16 @@ class Membership:
             if m.in_place is not None and m.in_place.job_id == job_id
         ]
         return [member for _, member in sorted(found, key=lambda pair: pair[0])]
+
+    def where_ranks_stand(self, job_id: str, ranks: Sequence[int]) -> str:
+        """Of those of ``ranks`` that live and are held up, in which call: an addition to what is
+        said of them, or nothing."""
+        told = ""
+        for member in self.in_place_of(job_id):
+            call = plain(member.load.stands_in, _MAX_CALL_CHARACTERS)
+            if call and member.in_place and member.in_place.rank in ranks:
+                told += f"; rank {member.in_place.rank} lives, and stands in {call}"
+        return told
 
     def is_live(self, member: Member) -> bool:
         """Whether ``member`` still holds the lease that it had."""

@@ -87,7 +87,11 @@ class Recoveries:
             logger.warning(
                 "job %s: server %s is left out for %.0f s", job.job_id, server_id, seconds
             )
-        self._call_for(job, f"rank {rank} lost server {server_id}: {loss.detail}", server_id)
+        where = ""
+        if member is not None and member.in_place is not None:
+            where = self._membership.where_ranks_stand(job.job_id, [member.in_place.rank])
+        reason = f"rank {rank} lost server {server_id}: {loss.detail}{where}"
+        self._call_for(job, reason, server_id)
 
     def step_given_up(self, job: Job, rank: int, step: int, reason: str) -> None:
         """A rank has left a step unfinished. Those that still run it are asked how far they are:
@@ -145,10 +149,12 @@ class Recoveries:
                     f"ranks {job.absent_ranks} have not come back since the control plane was away",
                 )
             elif job.recovery.runs and now > job.recovery.began_at + self._settings.answer_seconds:
+                missing = job.recovery.missing(job.joined_ranks)
+                where = self._membership.where_ranks_stand(job.job_id, missing)
                 self._close(
                     job,
-                    f"ranks {job.recovery.missing(job.joined_ranks)} have not said in "
-                    f"{self._settings.answer_seconds:g} s how far they are; see their logs",
+                    f"ranks {missing} have not said in {self._settings.answer_seconds:g} s how far "
+                    f"they are; see their logs{where}",
                 )
 
     def _call_for(self, job: Job, reason: str, server_id: str = "") -> None:

@@ -84,6 +84,7 @@ def load_from_proto(message: membership_pb2.ServerLoad) -> ServerLoad:
         buffer_bytes=message.buffer_bytes,
         oldest_ready_seconds=message.oldest_ready_seconds,
         moved_bytes_per_second=message.moved_bytes_per_second,
+        stands_in=message.stands_in,
     )
 
 
@@ -110,6 +111,7 @@ def status_to_proto(
             buffer_bytes=member.load.buffer_bytes,
             oldest_ready_seconds=member.load.oldest_ready_seconds,
             moved_bytes_per_second=member.load.moved_bytes_per_second,
+            stands_in=member.load.stands_in,
         ),
         draining=member.draining,
         seconds_since_heartbeat=seconds_since_heartbeat,

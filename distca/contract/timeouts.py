@@ -73,6 +73,14 @@ TIMEOUTS = (
         option="SessionOptions",
     ),
     Timeout(
+        name="blocked_seconds",
+        seconds=20.0,
+        who="rank",
+        what="the same of a server in another rank's process on a GPU: a call of CUDA may hold up "
+        "all of its threads",
+        then="the server counts as lost: recovery",
+    ),
+    Timeout(
         name="lease_seconds",
         seconds=15.0,
         who="control plane",

@@ -46,20 +46,22 @@ class RegisterServerResponse(_message.Message):
     def __init__(self, lease_id: _Optional[str] = ..., lease_seconds: _Optional[float] = ...) -> None: ...
 
 class ServerLoad(_message.Message):
-    __slots__ = ("queued_tasks", "open_ticks", "busy_ratio", "buffer_bytes", "oldest_ready_seconds", "moved_bytes_per_second")
+    __slots__ = ("queued_tasks", "open_ticks", "busy_ratio", "buffer_bytes", "oldest_ready_seconds", "moved_bytes_per_second", "stands_in")
     QUEUED_TASKS_FIELD_NUMBER: _ClassVar[int]
     OPEN_TICKS_FIELD_NUMBER: _ClassVar[int]
     BUSY_RATIO_FIELD_NUMBER: _ClassVar[int]
     BUFFER_BYTES_FIELD_NUMBER: _ClassVar[int]
     OLDEST_READY_SECONDS_FIELD_NUMBER: _ClassVar[int]
     MOVED_BYTES_PER_SECOND_FIELD_NUMBER: _ClassVar[int]
+    STANDS_IN_FIELD_NUMBER: _ClassVar[int]
     queued_tasks: int
     open_ticks: int
     busy_ratio: float
     buffer_bytes: int
     oldest_ready_seconds: float
     moved_bytes_per_second: float
-    def __init__(self, queued_tasks: _Optional[int] = ..., open_ticks: _Optional[int] = ..., busy_ratio: _Optional[float] = ..., buffer_bytes: _Optional[int] = ..., oldest_ready_seconds: _Optional[float] = ..., moved_bytes_per_second: _Optional[float] = ...) -> None: ...
+    stands_in: str
+    def __init__(self, queued_tasks: _Optional[int] = ..., open_ticks: _Optional[int] = ..., busy_ratio: _Optional[float] = ..., buffer_bytes: _Optional[int] = ..., oldest_ready_seconds: _Optional[float] = ..., moved_bytes_per_second: _Optional[float] = ..., stands_in: _Optional[str] = ...) -> None: ...
 
 class HeartbeatRequest(_message.Message):
     __slots__ = ("lease_id", "load")

@@ -112,6 +112,19 @@ def test_refused_calls_change_nothing(membership: Membership) -> None:
     assert member.renewed_at == 0.0
 
 
+def test_ranks_that_are_held_up_are_told_of_with_their_call(membership: Membership) -> None:
+    for rank, stands_in in enumerate(("", "step in adamw.py:88", "step in adamw.py:88")):
+        lease = f"L{rank}"
+        about = description(f"job.rank-{rank}")
+        membership.register_in_place(about, InPlace("job", rank), lease_id=lease, now=0.0)
+        membership.renew_in_place(lease, now=1.0, load=ServerLoad(stands_in=stands_in))
+    told = membership.where_ranks_stand("job", [0, 1])
+    assert "rank 1" in told
+    assert "adamw.py:88" in told
+    assert not any(f"rank {rank}" in told for rank in (0, 2))
+    assert membership.where_ranks_stand("other", [1]) == ""
+
+
 @pytest.mark.parametrize("busy_ratio", [-0.1, 1.1, float("nan")])
 def test_impossible_load_is_refused(busy_ratio: float) -> None:
     with pytest.raises(InvalidRequestError, match="from 0 to 1"):

@@ -46,9 +46,10 @@ class FakeConnection:
     def __init__(self) -> None:
         self.last_heard = time.monotonic()
         self.pings: list[float] = []
+        self.ping_timeouts: set[float] = set()
 
     def ping(self, timeout_seconds: float) -> None:
-        assert timeout_seconds == PING_SECONDS
+        self.ping_timeouts.add(timeout_seconds)
         self.pings.append(time.monotonic())
 
     def offer(self, tag: int, buffer: PooledBuffer, deadline_seconds: float) -> Transfer:
@@ -91,6 +92,14 @@ def test_quiet_connection_is_pinged_while_it_is_watched(monitor: LivenessMonitor
     seen = len(connection.pings)
     time.sleep(2 * QUIET_SECONDS)
     assert len(connection.pings) == seen
+    assert connection.ping_timeouts == {PING_SECONDS}
+
+
+def test_a_peer_may_be_given_longer_to_answer(monitor: LivenessMonitor) -> None:
+    connection = FakeConnection()
+    monitor.watch(connection, 20.0)
+    eventually(lambda: len(connection.pings) >= 1)
+    assert connection.ping_timeouts == {20.0}
 
 
 def test_connection_that_is_heard_of_is_not_pinged(monitor: LivenessMonitor) -> None:

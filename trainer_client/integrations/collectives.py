@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed.distributed_c10d import _get_default_store
 
 from trainer_client.errors import SessionError
@@ -66,7 +67,7 @@ class HostMeetings:
         self._timeout = timedelta(seconds=timeout_seconds)
         self._device_type = device_type
         self._making: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)
-        self._groups: dict[str, dist.ProcessGroup] = {}
+        self._groups: dict[str, Any] = {}
         self._has_said = False
 
     def open(self) -> None:
@@ -121,21 +122,21 @@ class HostMeetings:
             self._has_said = True
             logger.warning(text, *values)
 
-    def _on_host(self, group: dist.ProcessGroup) -> dist.ProcessGroup:
+    def _on_host(self, group: dist.ProcessGroup) -> Any:
         """The twin of ``group`` on the host. Made at the group's first collective, when all its
         ranks have come; registered nowhere, so that it changes the names of no other group."""
         name = group.group_name
         # Threads may come to several groups at a time, and their ranks in different orders.
         with self._making[name]:
             if name not in self._groups:
-                store = dist.PrefixStore(f"distca/{self._job_id}/{name}", _get_default_store())
+                store = PrefixStore(f"distca/{self._job_id}/{name}", _get_default_store())
                 self._await_all(store, group.size())
                 self._groups[name] = dist.ProcessGroupGloo(
                     store, group.rank(), group.size(), self._timeout
                 )
             return self._groups[name]
 
-    def _await_all(self, store: dist.Store, n_ranks: int) -> None:
+    def _await_all(self, store: Store, n_ranks: int) -> None:
         deadline = time.monotonic() + self._timeout.total_seconds()
         there = store.add("there", 1)
         while there < n_ranks:

@@ -38,6 +38,7 @@ class InPlaceServer:
         profile_dir: where the cost profile is cached.
         metrics: of the server.
         moved_bytes: sent and received by the process so far.
+        stalled_seconds: how long the process's data plane has been held up.
         on_call: called after each kernel call.
         on_accepted: called with each connection and the name of the rank behind it.
         on_step_finished: called with each finished step's busy seconds.
@@ -63,6 +64,7 @@ class InPlaceServer:
         profile_dir: Path,
         metrics: NodeMetrics,
         moved_bytes: Callable[[], int],
+        stalled_seconds: Callable[[], float],
         on_call: Callable[[KernelCall], None],
         on_accepted: Callable[[Connection, str], None],
         on_step_finished: Callable[[StepBusy], None],
@@ -77,7 +79,7 @@ class InPlaceServer:
             self.profile = load_or_measure(profile_dir, kernel, shape, device)
         self.device_name = device_name(device)
         self._pool = pool
-        self._meter = LoadMeter(moved_bytes)
+        self._meter = LoadMeter(moved_bytes, stalled_seconds)
 
         def kernel_called(call: KernelCall) -> None:
             metrics.kernel_called(call)

@@ -274,7 +274,7 @@ class Neighbours:
 
     def _await(self, connection: Connection, transfer: Transfer) -> None:
         """Raises TransportError, or SessionClosed."""
-        self._liveness.watch_until_end(connection, transfer)
+        self._liveness.watch_until_end(connection, transfer, self._options.rank_ping_seconds)
         while transfer.state is TransferState.PENDING:
             try:
                 transfer.wait(_CHECK_SECONDS)

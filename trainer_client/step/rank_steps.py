@@ -308,6 +308,7 @@ class RankSteps:
             examiner=self._examiner,
             liveness=self._liveness,
             device=self._device,
+            rank_ping_seconds=self._options.rank_ping_seconds,
             deadline_seconds=self._options.tick_timeout_seconds,
         )
         self._in_place.open_job(self._job)

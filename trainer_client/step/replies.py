@@ -114,6 +114,7 @@ class Exchanger:
         examiner: looks at other processes' replies.
         liveness: finds servers that are stopped or cut off while they owe something.
         device: of the model's tensors.
+        rank_ping_seconds: how long another rank's process may take to give a sign of life.
         deadline_seconds: of every transfer.
     """
 
@@ -123,6 +124,7 @@ class Exchanger:
     examiner: Examiner
     liveness: LivenessMonitor
     device: torch.device
+    rank_ping_seconds: float
     deadline_seconds: float
 
     def send(
@@ -195,10 +197,18 @@ class Exchanger:
         finally:
             # The kernel that packs it has only been launched.
             request.release_when(packed)
-        self.liveness.watch_until_end(connection, sent)
+        self.await_end(exchange, sent)
         awaited = _RemoteAwaited(self, exchange, tick, inputs, sent)
         sent.add_done_callback(awaited.request_ended)
         return awaited
+
+    def await_end(self, exchange: Exchange, transfer: Transfer) -> None:
+        """The server owes the end of ``transfer``; its connection fails if it is stopped or cut off
+        meanwhile."""
+        assert exchange.connection is not None
+        server = exchange.plan.servers[exchange.route.server]
+        patience = None if server.in_place_rank is None else self.rank_ping_seconds
+        self.liveness.watch_until_end(exchange.connection, transfer, patience)
 
 
 class _RemoteAwaited:
@@ -272,7 +282,7 @@ class _RemoteAwaited:
             else:
                 # It comes all the same, and its server waits for it to be taken.
                 buffer.release()
-        self._exchanger.liveness.watch_until_end(connection, transfer)
+        self._exchanger.await_end(self._exchange, transfer)
 
     def arrived(self) -> bool:
         if not self._exchange.reply.nbytes:

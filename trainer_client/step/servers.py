@@ -164,7 +164,10 @@ class ServerLinks:
         began = time.monotonic()
         try:
             connection = self._call(
-                Address(*split_address("data_address", server.address)), hello, attempt
+                Address(*split_address("data_address", server.address)),
+                hello,
+                attempt,
+                self._patience_with(server),
             )
         except TransportError as error:
             attempt.check()
@@ -185,7 +188,16 @@ class ServerLinks:
             raise
         return connection
 
-    def _call(self, address: Address, hello: bytes, attempt: _Attempt) -> Connection:
+    def _patience_with(self, server: PlanServer) -> float:
+        """For how long a server may say nothing."""
+        options = self._options
+        is_pool = server.in_place_rank is None
+        timeout = options.ping_timeout_seconds if is_pool else options.rank_ping_seconds
+        return min(options.ping_quiet_seconds + timeout, options.connect_timeout_seconds)
+
+    def _call(
+        self, address: Address, hello: bytes, attempt: _Attempt, patience: float
+    ) -> Connection:
         """Connects. A server that says nothing, or refuses without a proof that it is one of ours,
         is given up as one that answers no ping; one that does not know the job yet may take longer:
         jobs and plans reach servers and ranks over streams of their own, so a rank may be faster.
@@ -195,10 +207,6 @@ class ServerLinks:
             NotWanted: the plan is not wanted any more.
         """
         options = self._options
-        patience = min(
-            options.ping_quiet_seconds + options.ping_timeout_seconds,
-            options.connect_timeout_seconds,
-        )
         attempt_seconds = min(_ATTEMPT_SECONDS, patience)
         began = heard_at = time.monotonic()
         longest_pause = _FIRST_PAUSE_SECONDS
