@@ -153,7 +153,7 @@ class NodeSettings(ClientTls):
     def __post_init__(self) -> None:
         super().__post_init__()
         control_planes = hosts_of("control_plane", self.control_plane)
-        take_own_address(self, "data_host", towards=control_planes)
+        take_own_address(self, towards=control_planes)
         if not self.profile_shapes:
             raise ValueError("profile_shapes is empty; give the shape of at least one model")
         check_device("device", self.device)

@@ -48,7 +48,7 @@ class WrongRoleError(AccessError):
 
 
 class OtherOwnerError(AccessError):
-    """The job, or the member of the data network, belongs to another identity."""
+    """The job belongs to another identity."""
 
 
 class MissingTokenError(AccessError):
@@ -57,10 +57,6 @@ class MissingTokenError(AccessError):
 
 class WrongTokenError(AccessError):
     """The token is another job's, another rank's or another identity's."""
-
-
-class WrongProofError(AccessError):
-    """The caller does not prove that it has the private key of the public one that it names."""
 
 
 class RequestTooLargeError(AccessError):
@@ -113,10 +109,6 @@ class UnknownServerError(RefusedError):
 
 class UnknownStepError(RefusedError):
     """The step has no plan yet, or its plan is forgotten."""
-
-
-class NoDataNetworkError(RefusedError):
-    """The control plane hands out no addresses of a data network."""
 
 
 class LeaseExpiredError(RefusedError):

@@ -34,11 +34,9 @@ from control_plane.leadership.kubernetes_lease import KubernetesLease
 from control_plane.leadership.leader_label import LeaderLabel
 from control_plane.leadership.leadership import Alone, FileLock, Leadership, LeadershipLostError
 from control_plane.metrics.metrics import Metrics
-from control_plane.network.network_keys import NetworkKeys
 from control_plane.planner.planners import PLANNERS
 from control_plane.planner.planning import Planner
 from control_plane.service.cluster_service import ClusterService
-from control_plane.service.data_network_service import DataNetworkService
 from control_plane.service.grpc_server import build_server
 from control_plane.service.refusals import Refusals
 from control_plane.service.service import JobsService, MembershipService
@@ -59,8 +57,6 @@ from distca.process.monitoring import (
 from distca.v1 import (
     cluster_pb2,
     cluster_pb2_grpc,
-    data_network_pb2,
-    data_network_pb2_grpc,
     jobs_pb2,
     jobs_pb2_grpc,
     membership_pb2,
@@ -73,7 +69,6 @@ _SERVICES = (
     membership_pb2.DESCRIPTOR.services_by_name["Membership"].full_name,
     jobs_pb2.DESCRIPTOR.services_by_name["Jobs"].full_name,
     cluster_pb2.DESCRIPTOR.services_by_name["Cluster"].full_name,
-    data_network_pb2.DESCRIPTOR.services_by_name["DataNetwork"].full_name,
 )
 """What the health service answers for, besides the process as a whole."""
 
@@ -160,12 +155,6 @@ class ControlPlane:
         self.coordinator = Coordinator(
             settings.coordinator, self._planners.planners, self.metrics, time.monotonic, keys
         )
-        self._data_network = DataNetworkService(
-            settings.data_network.network,
-            NetworkKeys(keys),
-            lease_seconds=settings.coordinator.lease_seconds,
-            max_members_per_identity=settings.data_network.max_members_per_identity,
-        )
         self._settings = settings
         self._refusals = Refusals(self.metrics.registry, time.monotonic)
         self._connections = Connections(
@@ -239,7 +228,6 @@ class ControlPlane:
         hold_names = self._settings.tokens_outlive_it and not is_first(self._settings.state_dir)
         generation = next_generation(self._settings.state_dir)
         self.coordinator.lead(generation, hold_names=hold_names)
-        self._data_network.lead()
         self._has_taken_over = True
         self._sweeper = asyncio.create_task(self._sweep())
         self._health.serving()
@@ -248,7 +236,6 @@ class ControlPlane:
     async def _end_service(self) -> None:
         self._health.over()
         await self.coordinator.shut_down()
-        self._data_network.shut_down()
 
     def _build_server(self, address: str) -> grpc.aio.Server:
         server = build_server(
@@ -263,7 +250,6 @@ class ControlPlane:
         cluster_pb2_grpc.add_ClusterServicer_to_server(
             ClusterService(self.coordinator, self._planner_state), server
         )
-        data_network_pb2_grpc.add_DataNetworkServicer_to_server(self._data_network, server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         tls = self._settings.tls
         try:
@@ -336,7 +322,6 @@ class ControlPlane:
                 continue
             try:
                 self.coordinator.sweep()
-                self._data_network.sweep()
                 self._count_refusals()
             except Exception:
                 # A mistake in closing one job must not let all others live for ever.

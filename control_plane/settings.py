@@ -7,7 +7,6 @@ these classes; importing this module is cheap.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from ipaddress import IPv4Network
 from pathlib import Path
 from typing import Annotated, ClassVar
 
@@ -18,27 +17,8 @@ from distca.contract.addresses import split_address
 from distca.contract.checks import check_least, check_positive, check_seconds
 from distca.contract.settings import DEFAULT_MAX_MESSAGE_BYTES, TlsFiles
 from distca.contract.timeouts import default_seconds
-from distca.options import Read
 
 _AVAILABILITY, _SECURITY = "Availability", "Security"
-
-_LONGEST_PREFIX = 30
-"""Of a data network: two addresses."""
-
-
-def parse_network(text: str) -> IPv4Network:
-    """The network that ``text`` gives, as ``10.99.0.0/16``.
-
-    Raises:
-        ValueError: it is none.
-    """
-    try:
-        return IPv4Network(text)
-    except ValueError as error:
-        raise ValueError(
-            f"data_network is {text!r}: {error}; it must be an IPv4 network that nothing else "
-            "uses, for example 10.99.0.0/16"
-        ) from error
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,39 +151,6 @@ class AccessSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DataNetworkSettings:
-    """The encrypted data network whose addresses and keys members are given; None gives none."""
-
-    PANEL: ClassVar = "Security"
-
-    network: Annotated[
-        IPv4Network | None,
-        typer.Option(
-            "--data-network",
-            help="IPv4 network, for example 10.99.0.0/16, of which `distca wireguard` is given an "
-            "address and the keys of other members; needs client certificates. Default: none.",
-            envvar="DISTCA_DATA_NETWORK",
-        ),
-        Read(str, parse_network),
-    ] = None
-    max_members_per_identity: Annotated[
-        int,
-        typer.Option(
-            "--max-network-members-per-identity",
-            help="Members of the data network that one identity may have.",
-        ),
-    ] = 4096
-
-    def __post_init__(self) -> None:
-        if self.network is not None and self.network.prefixlen > _LONGEST_PREFIX:
-            raise ValueError(
-                f"network is {self.network}, which has no room for members; give a /"
-                f"{_LONGEST_PREFIX} or larger, for example 10.99.0.0/16"
-            )
-        check_least(self, max_members_per_identity=1)
-
-
-@dataclass(frozen=True, kw_only=True)
 class ControlPlaneSettings:
     """One control plane process.
 
@@ -264,7 +211,6 @@ class ControlPlaneSettings:
         ),
     ] = ""
     access: AccessSettings = field(default_factory=AccessSettings)
-    data_network: DataNetworkSettings = field(default_factory=DataNetworkSettings)
     tls: TlsFiles | None = None
     max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES
     stop_seconds: float = default_seconds("stop_seconds")
@@ -294,11 +240,5 @@ class ControlPlaneSettings:
         if self.leader_pod and not self.leader_lease:
             raise ValueError(
                 f"leader_pod is {self.leader_pod!r}, but leader_lease is not given; give both"
-            )
-        if self.data_network.network is not None and not self.authenticates:
-            raise ValueError(
-                f"data_network is {self.data_network.network}, but clients show no certificates: "
-                "keys that come over plaintext are worth nothing; give tls_certificate, tls_key "
-                "and tls_client_ca"
             )
         check_least(self, max_message_bytes=1)

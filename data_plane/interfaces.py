@@ -5,7 +5,7 @@ from __future__ import annotations
 import ipaddress
 import socket
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Protocol
 
 OWN_ADDRESS = "auto"
 """Stands for :func:`own_address`, where settings name the others."""
@@ -75,14 +75,13 @@ def address_of_interface(name: str) -> str:
     raise ValueError(f"data_interface {name!r} {what}; choose one of {others or 'none'}")
 
 
-def own_address(field: str = "data_host", *, towards: Iterable[str] = ()) -> str:
+def own_address(*, towards: Iterable[str] = ()) -> str:
     """Returns the IPv4 address at which other machines reach this one: what its name stands for.
 
     Where that is a loopback address, as in the ``/etc/hosts`` of Debian and Ubuntu (127.0.1.1), or
     none at all, it is the address from which this machine calls the others.
 
     Args:
-        field: of the setting that it is the default of, for the error.
         towards: names or addresses of others, of which the first with a route counts.
 
     Raises:
@@ -98,19 +97,24 @@ def own_address(field: str = "data_host", *, towards: Iterable[str] = ()) -> str
     ip = source_towards(towards) or ip
     if ip is None:
         raise ValueError(
-            f"{field} is not given, and this machine's name, {name!r}, has no IPv4 address: {why}. "
-            f"Give --{field.replace('_', '-')} ({field}) an address that `ip address` shows, "
+            f"data_host is not given, and this machine's name, {name!r}, has no IPv4 address: "
+            f"{why}. Give --data-host (data_host) an address that `ip address` shows, "
             f"{_LOOPBACK_ADDRESS} if all processes are on this machine; or add the name to "
             "/etc/hosts"
         )
     return ip
 
 
-def take_own_address(settings: object, field: str, *, towards: Iterable[str]) -> None:
-    """Makes the named field of ``settings``, where it is :data:`OWN_ADDRESS`, what that stands for;
+class _HasDataHost(Protocol):
+    @property
+    def data_host(self) -> str: ...
+
+
+def take_own_address(settings: _HasDataHost, *, towards: Iterable[str]) -> None:
+    """Makes ``data_host`` of ``settings``, where it is :data:`OWN_ADDRESS`, what that stands for;
     raises as :func:`own_address`."""
-    if getattr(settings, field) == OWN_ADDRESS:
-        object.__setattr__(settings, field, own_address(field, towards=towards))
+    if settings.data_host == OWN_ADDRESS:
+        object.__setattr__(settings, "data_host", own_address(towards=towards))
 
 
 def rows_host(data_host: str, data_interface: str) -> str:

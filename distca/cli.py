@@ -26,7 +26,6 @@ from distca.commands import (
     simulate,
     top,
     train,
-    wireguard,
 )
 from distca.configuration import ConfigError, misspelt_variables, name_variables, read_config
 from distca.process.interrupt import (
@@ -140,7 +139,6 @@ app.command("local")(local.local)
 app.command("health")(health.health)
 app.add_typer(certs.app, name="certs")
 app.command("doctor")(doctor.doctor)
-app.command("wireguard")(wireguard.wireguard)
 app.command("top")(top.top)
 app.command("profile")(profile.profile)
 app.command("plan")(plan.plan)

@@ -22,9 +22,7 @@ from typing import Any
 
 PREFIX = "DISTCA"
 
-_OF_A_FLEET = tuple(
-    f"{PREFIX}_{name}" for name in ("STATE_DIR", "TOKEN_SECRET", "DATA_NETWORK", "LEADER_", "TLS_")
-)
+_OF_A_FLEET = tuple(f"{PREFIX}_{name}" for name in ("STATE_DIR", "TOKEN_SECRET", "LEADER_", "TLS_"))
 """How variables begin that name the state, secrets and certificates of a fleet."""
 
 _MISSPELT = 0.93

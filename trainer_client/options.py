@@ -157,7 +157,7 @@ class SessionOptions(RankTimeouts, PlanRequest, IntegritySettings, ClientTls):
         check_bool(self, "cut_documents", "one_host")
         check_host(self, "data_host")
         control_planes = hosts_of("control_plane", self.control_plane)
-        take_own_address(self, "data_host", towards=control_planes)
+        take_own_address(self, towards=control_planes)
         self._check_range("n_ranks", 1, 2**16)
         self._check_range("rank", 0, self.n_ranks - 1)
         self._check_range("n_layers", 1, MAX_LAYERS)

@@ -50,7 +50,6 @@ def _of_trainers(max_request_bytes: int = _SMALL_BYTES) -> MethodPolicy:
 
 
 _SERVERS = MethodPolicy(roles=frozenset({Role.SERVER}))
-_MEMBERS = MethodPolicy(roles=frozenset({Role.SERVER, Role.TRAINER}))
 _HEALTH = MethodPolicy(roles=_EVERYONE, of_standby=True)
 _READ_JOB = MethodPolicy(roles=_WATCHERS | {Role.TRAINER}, token_roles=frozenset({Role.TRAINER}))
 
@@ -84,12 +83,6 @@ POLICIES: Mapping[str, MethodPolicy] = MappingProxyType(
         "/distca.v1.Jobs/DescribeJob": _READ_JOB,
         "/distca.v1.Jobs/GetStep": _READ_JOB,
         "/distca.v1.Jobs/LocateRanks": _of_trainers(),
-        "/distca.v1.DataNetwork/DescribeNetwork": _MEMBERS,
-        "/distca.v1.DataNetwork/JoinNetwork": MethodPolicy(
-            roles=frozenset({Role.SERVER, Role.TRAINER}), registers=True
-        ),
-        "/distca.v1.DataNetwork/RenewMember": _MEMBERS,
-        "/distca.v1.DataNetwork/LeaveNetwork": _MEMBERS,
         "/distca.v1.Cluster/DescribeCluster": MethodPolicy(roles=_WATCHERS | {Role.SERVER}),
         "/grpc.health.v1.Health/Check": _HEALTH,
         "/grpc.health.v1.Health/Watch": _HEALTH,

@@ -19,7 +19,6 @@ from distca.contract.tokens import rank_of_token
 
 MIN_SECRET_BYTES = 32
 _LABEL = b"distca job key"
-_PURPOSE_LABEL = b"distca key for"
 
 
 class WeakSecretError(ValueError):
@@ -59,10 +58,6 @@ class JobKeys:
     def key_of(self, job_id: str, owner: str) -> bytes:
         """The key of job ``job_id``, which the identity ``owner`` has opened."""
         return self._derive(_LABEL, owner.encode(), job_id.encode())
-
-    def key_for(self, purpose: str) -> bytes:
-        """A key of 32 bytes for something else than jobs."""
-        return self._derive(_PURPOSE_LABEL, purpose.encode())
 
     def _derive(self, *parts: bytes) -> bytes:
         # The length before each part: no two different lists of parts give the same bytes.

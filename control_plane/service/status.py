@@ -25,7 +25,6 @@ _STATUS: dict[type[errors.RefusedError], tuple[grpc.StatusCode, str]] = {
     errors.OtherOwnerError: (grpc.StatusCode.PERMISSION_DENIED, "other-owner"),
     errors.MissingTokenError: (grpc.StatusCode.UNAUTHENTICATED, "missing-token"),
     errors.WrongTokenError: (grpc.StatusCode.PERMISSION_DENIED, "wrong-token"),
-    errors.WrongProofError: (grpc.StatusCode.PERMISSION_DENIED, "wrong-proof"),
     errors.RequestTooLargeError: (grpc.StatusCode.RESOURCE_EXHAUSTED, "too-large"),
     errors.RateLimitedError: (grpc.StatusCode.RESOURCE_EXHAUSTED, "rate-limited"),
     errors.QuotaError: (grpc.StatusCode.RESOURCE_EXHAUSTED, "quota"),
@@ -36,7 +35,6 @@ _STATUS: dict[type[errors.RefusedError], tuple[grpc.StatusCode, str]] = {
     errors.UnknownJobError: (grpc.StatusCode.NOT_FOUND, "unknown-job"),
     errors.UnknownServerError: (grpc.StatusCode.NOT_FOUND, "unknown-server"),
     errors.UnknownStepError: (grpc.StatusCode.NOT_FOUND, "unknown-step"),
-    errors.NoDataNetworkError: (grpc.StatusCode.NOT_FOUND, "no-data-network"),
     errors.LeaseExpiredError: (grpc.StatusCode.NOT_FOUND, "lease-expired"),
     errors.FencedError: (grpc.StatusCode.NOT_FOUND, "fenced"),
 }

@@ -152,12 +152,6 @@ class UnknownStep(NotFound):
     advice = "ask for a recent step that has been planned"
 
 
-class NoDataNetwork(NotFound):
-    """The control plane hands out no addresses of a data network."""
-
-    advice = "docs/encrypted_network.md tells how to set one up"
-
-
 class LeaseExpired(NotFound):
     """The lease expired, or the control plane has restarted since."""
 
@@ -175,7 +169,6 @@ _BY_KIND: dict[str, type[RpcError]] = {
     "unknown-job": UnknownJob,
     "unknown-server": UnknownServer,
     "unknown-step": UnknownStep,
-    "no-data-network": NoDataNetwork,
     "lease-expired": LeaseExpired,
     "fenced": Fenced,
     "rate-limited": RateLimited,

@@ -466,20 +466,6 @@ TIMEOUTS = (
         what="all kernels of one shape, compiled and run",
         then="the check fails",
     ),
-    Timeout(
-        name="tunnel_command_seconds",
-        seconds=10.0,
-        who="wireguard",
-        what="one of WireGuard's programs",
-        then="the command fails",
-    ),
-    Timeout(
-        name="tunnel_end_seconds",
-        seconds=15.0,
-        who="wireguard",
-        what="its own thread to end",
-        then="it ends with the process",
-    ),
 )
 
 ORDERS = (

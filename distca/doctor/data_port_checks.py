@@ -20,7 +20,7 @@ _AT_ONCE = 128
 _MEANING = (
     "whoever reaches a data port can end the process behind it: admit members alone by the chart's "
     "networkPolicy with a CNI that enforces it, a security group or a firewall; or encrypt the "
-    "data network (docs/encrypted_network.md)"
+    "data network (docs/security.md)"
 )
 
 

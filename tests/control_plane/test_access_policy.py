@@ -10,7 +10,6 @@ from control_plane.access.access_policy import POLICIES
 from distca.contract.identity import Role
 from distca.v1 import (
     cluster_pb2,
-    data_network_pb2,
     data_plane_pb2,
     jobs_pb2,
     membership_pb2,
@@ -20,7 +19,6 @@ from distca.v1 import (
 
 FILES = (
     cluster_pb2,
-    data_network_pb2,
     jobs_pb2,
     membership_pb2,
     plan_pb2,
@@ -28,13 +26,6 @@ FILES = (
     data_plane_pb2,
     health_pb2,
 )
-
-DATA_NETWORK = {
-    "DataNetwork/DescribeNetwork",
-    "DataNetwork/JoinNetwork",
-    "DataNetwork/RenewMember",
-    "DataNetwork/LeaveNetwork",
-}
 
 MAY_CALL = {
     Role.TRAINER: {
@@ -50,8 +41,7 @@ MAY_CALL = {
         "Jobs/DescribeJob",
         "Jobs/GetStep",
         "Jobs/LocateRanks",
-    }
-    | DATA_NETWORK,
+    },
     Role.SERVER: {
         "Membership/RegisterServer",
         "Membership/Heartbeat",
@@ -62,8 +52,7 @@ MAY_CALL = {
         "Jobs/WatchServer",
         "Jobs/ReportStep",
         "Cluster/DescribeCluster",
-    }
-    | DATA_NETWORK,
+    },
     Role.OPERATOR: {
         "Membership/DrainServer",
         "Membership/ListServers",
@@ -117,5 +106,4 @@ def test_what_makes_a_member_is_limited_in_rate() -> None:
     assert limited == {
         "/distca.v1.Membership/RegisterServer",
         "/distca.v1.Jobs/OpenJob",
-        "/distca.v1.DataNetwork/JoinNetwork",
     }

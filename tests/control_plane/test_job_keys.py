@@ -70,7 +70,7 @@ def test_a_disk_without_room_for_the_secret_is_named_and_left_clean(
     assert not list(tmp_path.iterdir())
     keys = job_keys(None, tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["token-secret"]
-    assert job_keys(None, tmp_path).key_for("x") == keys.key_for("x")
+    assert job_keys(None, tmp_path).key_of("x", "") == keys.key_of("x", "")
 
 
 def test_a_short_secret_is_refused(tmp_path: Path) -> None:

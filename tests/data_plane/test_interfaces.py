@@ -18,7 +18,6 @@ from data_plane.interfaces import address_of_interface, interface_of_host, own_a
 from data_plane.transport import Address, ConnectFailed, TransportError
 from distca.doctor.settings import DoctorSettings
 from distca.train.settings import ServiceSettings
-from distca.wireguard.settings import MemberSettings
 from trainer_client import SessionOptions
 
 
@@ -83,8 +82,6 @@ def test_a_machine_whose_name_has_no_address_is_told_which_option_to_give(
         NodeSettings(control_plane="cp:7700", profile_shapes=(shape,))
     with pytest.raises(ValueError, match=said):
         SessionOptions(control_plane="cp:7700", job="j", rank=0, n_ranks=1, n_layers=1, shape=shape)
-    with pytest.raises(ValueError, match=r"host is not given.* Give --host \(host\) an address"):
-        MemberSettings(control_plane="cp:7700")
     given = NodeSettings(control_plane="cp:7700", profile_shapes=(shape,), data_host="127.0.0.1")
     assert given.data_host == "127.0.0.1"
 
@@ -138,10 +135,6 @@ def test_where_the_name_is_loopback_it_is_the_address_towards_the_control_plane(
     job: dict[str, Any] = {"job": "j", "rank": 0, "n_ranks": 1, "n_layers": 1}
     assert NodeSettings(control_plane=where, profile_shapes=(shape,)).data_host == "10.1.0.7"
     assert SessionOptions(control_plane=where, shape=shape, **job).data_host == "10.1.0.7"
-    files: dict[str, Any] = {
-        name: Path("/dev/null") for name in ("ca_file", "certificate_file", "key_file")
-    }
-    assert MemberSettings(control_plane=where, **files).host == "10.1.0.7"
     train = functools.partial(ServiceSettings, run_dir=Path("run"))
     assert train(control_plane=where).rows_host == "10.1.0.7"
     assert train(control_plane=where, one_host=True).rows_host == "127.0.0.1"

@@ -19,7 +19,6 @@ from distca.certs.authority import Authority
 from distca.contract.identity import Identity, Role
 from tests import preloaded
 from tests.preloaded import PreloadedProcess
-from tests.security.tunnelled import why_no_tunnels
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -62,13 +61,6 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "health": ("--address=127.0.0.1:1", "--timeout-seconds=100"),
     "certs": ("show", "{here}/pipe"),
     "doctor": ("--listen=127.0.0.1:0",),
-    "wireguard": (
-        "--control-plane=127.0.0.1:1",
-        "--connect-seconds=100",
-        "--tls-ca={here}/ca.crt",
-        "--tls-certificate={here}/server.crt",
-        "--tls-key={here}/server.key",
-    ),
     "top": ("--control-plane=127.0.0.1:1", "--once", "--expect-servers=1", "--wait-seconds=100"),
     "profile": ("--shape=32:8:128:float32", "--full", "--output={here}/profile.json"),
     "plan": ("--distribution=prolong", "--ranks=512"),
@@ -159,7 +151,5 @@ def test_all_commands_are_tried() -> None:
 def test_ctrl_c_is_one_line_and_exit_code_130(
     interrupted: dict[str, Interrupted], command: str
 ) -> None:
-    if command == "wireguard" and (why := why_no_tunnels()):
-        pytest.skip(f"it ends at once: {why}")
     ended = interrupted[command]
     assert (ended.code, ended.output) == (130, "Interrupted.\n"), ended.output

@@ -8,8 +8,6 @@ from collections.abc import Iterator
 from tests.distca.source_tree import PACKAGES, ROOT
 
 ALLOWED = {
-    # ip(8) says in words alone that the kernel has no WireGuard.
-    "distca/wireguard/tunnel.py",
     # Logs the same failure once.
     "distca/contract/tls.py",
 }

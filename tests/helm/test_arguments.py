@@ -43,9 +43,6 @@ NOT_IN_THE_CHART = {
         "--max-ranks-per-identity",
         "--max-calls-per-identity",
         "--max-manifest-bytes-per-identity",
-        # Kubernetes has encryption of its own between machines.
-        "--data-network",
-        "--max-network-members-per-identity",
         # The token secret is mounted, and pods have no folder that outlives them.
         "--state-dir",
         # For control planes on one machine; pods elect with a Lease.

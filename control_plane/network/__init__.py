@@ -1,1 +1,0 @@
-"""An encrypted data network: its members, their keys and addresses."""
