@@ -1,1 +1,0 @@
-"""The Grafana dashboards, from which ``helm/distca/dashboards`` is generated."""
