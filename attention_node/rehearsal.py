@@ -2,8 +2,7 @@
 
 CUDA loads a kernel when it is launched for the first time, and that waits until whatever runs on
 the device has ended. In place, what runs may be a collective, which waits for a rank that waits for
-this very server (``benchmarks.gpu.blocking_calls``). So everything is launched once while nobody
-waits.
+this very server. So everything is launched once while nobody waits.
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
     python -m benchmarks.planner --output planner.json
     python -m benchmarks.planner --quick
     python -m benchmarks.planner --only "T=128K Lmax=128K n=512 "
+    python -m benchmarks.planner --pipelines
 
 Steps are drawn from the two length distributions of ``distca.simulator.lengths``; loads come from
 the H200 profile. With ``Lmax <= T`` a document is cut at the end of a rank and goes on as a new
@@ -20,7 +21,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import numpy as np
 import typer
@@ -28,7 +29,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from benchmarks.exact import SmallStep, gap_to_optimum
+from benchmarks import planner_figures, planner_pipelines
 from control_plane.planner import balanced, greedy
 from control_plane.planner.forecast import pair_bytes
 from control_plane.planner.homes import plan_homes
@@ -260,22 +261,23 @@ def report(console: Console, rows: list[tuple[Case, dict[str, tuple[float, float
     console.print(table)
 
 
-def report_gaps(console: Console) -> dict[str, float]:
-    """Bytes against the exact optimum, over small steps that the solver finishes."""
-    steps = [SmallStep.draw(4, 16, s) for s in range(14)] + [
-        SmallStep.draw(8, 10, s) for s in range(10)
-    ]
-    gaps = [
-        gap_to_optimum(step, GREEDY_TOLERANCE)
-        for step in track(steps, console=console, description="solving")
-    ]
-    proven = [gap for gap in gaps if gap is not None]
-    figures = {"solved": len(proven), "mean": float(np.mean(proven)), "worst": max(proven)}
-    console.print(
-        f"bytes / exact optimum at the same cap: mean {figures['mean']:.4f}, worst "
-        f"{figures['worst']:.4f}, over {len(proven)} of {len(steps)} steps that HiGHS solved"
-    )
-    return figures
+def draw_figures(records: list[dict[str, Any]], folder: Path) -> None:
+    """The figures of docs/planner.md."""
+    folder.mkdir(parents=True, exist_ok=True)
+    planner_figures.draw_bytes(records, folder / "planner-bytes.png")
+    case = Case(name="prolong", tokens=128 * K, longest=128 * K, n=64, seeds=1)
+    manifest, servers = draw(case, 2), servers_of(case.n, CostProfile.load(PROFILE))
+    base = Planned.by(greedy.plan, manifest, servers, GREEDY_TOLERANCE).plan.forward_forecast
+    ours = Planned.by(balanced.plan, manifest, servers, 0.03).plan.forward_forecast
+    assert base is not None
+    assert ours is not None
+    seconds = {
+        "at home": base.home_seconds[0],
+        "greedy, eps 0.1": base.seconds[0],
+        "balanced, eps 0.03": ours.seconds[0],
+    }
+    planner_figures.draw_loads(seconds, float(ours.seconds.mean()), folder / "planner-loads.png")
+    planner_figures.draw_chunk(folder / "planner-chunk.png")
 
 
 def main(
@@ -283,9 +285,18 @@ def main(
     seeds: Annotated[int, typer.Option(min=1, help="Steps of each kind.")] = 20,
     quick: Annotated[bool, typer.Option(help="A few small kinds of steps, in a minute.")] = False,
     only: Annotated[str, typer.Option(help="Only kinds that contain it, as 'n=512'.")] = "",
+    figures: Annotated[
+        Path | None, typer.Option(help="Folder to draw the figures of docs/planner.md into.")
+    ] = None,
+    pipelines: Annotated[
+        bool, typer.Option(help="Only how long steps of pipelines take to plan.")
+    ] = False,
 ) -> None:
     """Plans steps of many kinds with both planners and compares them."""
     console = Console(width=200)
+    if pipelines:
+        planner_pipelines.report(console)
+        return
     profile = CostProfile.load(PROFILE)
     measure(Case(name="pretrain", tokens=64 * K, longest=64 * K, n=4, seeds=1), 0, profile)
     rows = []
@@ -299,8 +310,8 @@ def main(
             records = [asdict(done) | {"results": values} for done, values in rows]
             output.write_text(json.dumps(records, indent=1))
     report(console, rows)
-    if not quick and not only:
-        report_gaps(console)
+    if figures is not None:
+        draw_figures([asdict(done) | {"results": values} for done, values in rows], figures)
 
 
 if __name__ == "__main__":

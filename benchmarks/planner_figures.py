@@ -1,26 +1,20 @@
-"""Draws the figures of ``docs/planner.md`` from what ``benchmarks.planner`` measured.
-
-python -m benchmarks.planner_figures planner.json docs/img
-"""
+"""Draws the figures of ``docs/planner.md`` from what ``benchmarks.planner`` measured."""
 
 from __future__ import annotations
 
-import json
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import matplotlib
 import numpy as np
-import typer
 
 matplotlib.use("Agg")  # before pyplot: there is no display
 
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 
-from benchmarks.planner import PROFILE, Case, Planned, draw, servers_of
-from control_plane.planner import balanced, greedy
-from core_attention.cost_model import CostProfile
+from core_attention.arrays import Float64Array
 
 K = 1024
 COLOURS = {"pretrain": "tab:blue", "prolong": "tab:orange"}
@@ -52,23 +46,11 @@ def draw_bytes(records: list[dict[str, Any]], path: Path) -> None:
     _save(figure, path)
 
 
-def draw_loads(path: Path) -> None:
-    """Busy seconds of every server in one step: at home, greedy, balanced."""
-    profile = CostProfile.load(PROFILE)
-    case = Case(name="prolong", tokens=128 * K, longest=128 * K, n=64, seeds=1)
-    manifest, servers = draw(case, 2), servers_of(case.n, profile)
-    base = Planned.by(greedy.plan, manifest, servers, 0.1).plan.forward_forecast
-    ours = Planned.by(balanced.plan, manifest, servers, 0.03).plan.forward_forecast
-    assert base is not None
-    assert ours is not None
+def draw_loads(seconds: Mapping[str, Float64Array], mean: float, path: Path) -> None:
+    """Busy seconds of every server in one step, by the name of its plan, over their mean."""
     figure, axes = plt.subplots(figsize=(6.4, 3.2))
-    mean = ours.seconds.mean()
-    for seconds, label in (
-        (base.home_seconds, "at home"),
-        (base.seconds, "greedy, eps 0.1"),
-        (ours.seconds, "balanced, eps 0.03"),
-    ):
-        axes.step(np.arange(case.n), np.sort(seconds[0])[::-1] / mean, label=label, where="mid")
+    for label, taken in seconds.items():
+        axes.step(np.arange(len(taken)), np.sort(taken)[::-1] / mean, label=label, where="mid")
     axes.set_yscale("log")
     axes.set_xlabel("servers, busiest first")
     axes.set_ylabel("busy seconds / mean")
@@ -104,18 +86,3 @@ def _save(figure: Any, path: Path) -> None:
     figure.tight_layout()
     figure.savefig(path, dpi=130)
     plt.close(figure)
-
-
-def main(
-    figures: Annotated[Path, typer.Argument(help="What benchmarks.planner wrote.")],
-    folder: Annotated[Path, typer.Argument(help="Where to draw.")],
-) -> None:
-    """Draws the figures of docs/planner.md."""
-    folder.mkdir(parents=True, exist_ok=True)
-    draw_bytes(json.loads(figures.read_text()), folder / "planner-bytes.png")
-    draw_loads(folder / "planner-loads.png")
-    draw_chunk(folder / "planner-chunk.png")
-
-
-if __name__ == "__main__":
-    typer.run(main)

@@ -1,7 +1,4 @@
-"""How long steps of pipelines take to plan.
-
-    python -m benchmarks.planner_pipelines
-    python -m benchmarks.planner_pipelines --stages 8 --microbatches 16 --replicas 64
+"""How long steps of pipelines take to plan, for ``benchmarks.planner --pipelines``.
 
 Pretrain-like documents of at most half a microbatch of 128K tokens, each microbatch in two
 nano-batches; H200 profile, two layers a stage, whose linear part is as measured. Milliseconds are
@@ -14,9 +11,7 @@ from __future__ import annotations
 
 import time
 from statistics import median
-from typing import Annotated
 
-import typer
 from rich.console import Console
 from rich.table import Table
 
@@ -30,6 +25,9 @@ from core_attention.pipelining import Pipelining
 from core_attention.plan import PlanServer
 from core_attention.schedule_orders import SCHEDULES
 
+STAGES, MICROBATCHES, REPLICAS = 8, 16, (1, 8, 64)
+ORDERS = ("1f1b", "zero-bubble")
+RUNS = 30
 TOKENS, LAYERS = 128 * 1024, 2
 LINEAR_SECONDS = 0.726
 """Of a microbatch in a stage of two layers, forward and backward with recomputation, on an H200."""
@@ -67,25 +65,15 @@ def options_of(schedule: str, n_stages: int, n_microbatches: int, n_ranks: int) 
     return PlanningOptions(tolerance=0.03, pipelining=pipelining)
 
 
-def main(
-    stages: Annotated[int, typer.Option(min=1, help="Ranks of a pipeline.")] = 8,
-    microbatches: Annotated[int, typer.Option(min=1, help="Of a step and pipeline.")] = 16,
-    replicas: Annotated[
-        str, typer.Option(help="Pipelines; several numbers, with commas, one by one.")
-    ] = "1,8,64",
-    schedules: Annotated[str, typer.Option(help=f"Of {', '.join(SCHEDULES)}, with commas.")] = (
-        "1f1b,zero-bubble"
-    ),
-    runs: Annotated[int, typer.Option(min=1)] = 15,
-) -> None:
-    """How long steps of pipelines take to plan."""
+def report(console: Console) -> None:
+    """A table of the times, by schedule and number of pipelines."""
     profile = CostProfile.load(PROFILE)
-    table = Table(title=f"{stages} stages, {microbatches} microbatches, {TOKENS} tokens each")
+    table = Table(title=f"{STAGES} stages, {MICROBATCHES} microbatches, {TOKENS} tokens each")
     times = [f"{what} ms, {which}" for what in ("CPU", "wall") for which in ("best", "median")]
     for column in ("schedule", "replicas", "documents", *times, "over levels"):
         table.add_column(column, justify="left" if column == "schedule" else "right")
-    for n_replicas in map(int, replicas.split(",")):
-        manifest = manifest_of(stages, microbatches, n_replicas)
+    for n_replicas in REPLICAS:
+        manifest = manifest_of(STAGES, MICROBATCHES, n_replicas)
         servers = [
             PlanningServer(
                 server=PlanServer(server_id=f"rank-{rank}", in_place_rank=rank, address=""),
@@ -94,12 +82,12 @@ def main(
             )
             for rank in range(manifest.n_ranks)
         ]
-        for schedule in schedules.split(","):
-            options = options_of(schedule, stages, microbatches, manifest.n_ranks)
+        for schedule in ORDERS:
+            options = options_of(schedule, STAGES, MICROBATCHES, manifest.n_ranks)
             # The first plan compiles.
             plan = plan_slots(manifest, servers, profile.shape, options)
             cpu, wall = [], []
-            for _ in range(runs):
+            for _ in range(RUNS):
                 began = time.process_time(), time.perf_counter()
                 plan = plan_slots(manifest, servers, profile.shape, options)
                 cpu.append(time.process_time() - began[0])
@@ -116,8 +104,4 @@ def main(
                 ),
                 f"{plan.slots.step_imbalance:.3f}",
             )
-    Console().print(table)
-
-
-if __name__ == "__main__":
-    typer.run(main)
+    console.print(table)

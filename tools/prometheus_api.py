@@ -55,12 +55,6 @@ class Prometheus:
         found = self._get("query_range", query=expression, start=begin, end=end, step=step_seconds)
         return list(found["result"])
 
-    def label_values(self, label: str, selector: str, begin: float, end: float) -> list[str]:
-        """Values of ``label`` in the series that ``selector`` chooses, sorted."""
-        return list(
-            self._get(f"label/{label}/values", **{"match[]": selector}, start=begin, end=end)
-        )
-
     def _get(self, what: str, **parameters: object) -> Any:
         url = f"{self._address}/api/v1/{what}?{urllib.parse.urlencode(parameters)}"
         try:

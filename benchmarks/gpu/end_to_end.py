@@ -72,7 +72,6 @@ class Plan:
         traced: ways of which steps are run once more under the profiler.
         traced_batches: how many, the first ones.
         pool_nodes: attention nodes, on the GPUs behind those of the ranks.
-        learning_rate: of AdamW.
         cuts_documents: whether DistCA's ways may cut a document between two nano-batches.
         memory_gib: of a device that PyTorch may hold, message buffers apart; None: all of it.
             Within a limit its cache frees idle blocks where it would otherwise ask for more memory.
@@ -92,7 +91,6 @@ class Plan:
     traced_batches: int = 1
     stretch: int = 1
     pool_nodes: int = 0
-    learning_rate: float = 1e-4
     memory_gib: float | None = None
     cuts_documents: bool = False
 
@@ -318,7 +316,7 @@ def run_rank(rank: int, plan: Plan, folder: Path) -> None:
             cuts_documents=plan.cuts_documents,
             tolerance=plan.tolerance,
             compiled=plan.compiled,
-            learning_rate=plan.learning_rate,
+            learning_rate=1e-4,
             folder=folder,
         )
         for name in plan.ways:
@@ -490,6 +488,9 @@ def main(
     device: Annotated[str, typer.Option(help="cuda or cpu.")] = "cuda",
     tiny: Annotated[bool, typer.Option(help="A tiny model, to try the program.")] = False,
     compiled: Annotated[bool, typer.Option(help="Compile parts of the layers.")] = True,
+    vocabulary: Annotated[
+        int, typer.Option(help="Few words: the output head takes no time.")
+    ] = ModelShape.vocabulary,
     pool_nodes: Annotated[
         int, typer.Option(help="Attention nodes on further GPUs, for the way 'pool'.")
     ] = 0,
@@ -525,7 +526,7 @@ def main(
         plan = Plan.from_dict(written["plan"])
         _present(plan, written["ways"], _name_of(plan), timeline_png)
         return
-    model = ModelShape(layers=layers)
+    model = ModelShape(layers=layers, vocabulary=vocabulary)
     if tiny:
         model = ModelShape(
             layers=layers, hidden=64, feed_forward=96, heads=4, kv_heads=2, vocabulary=512,

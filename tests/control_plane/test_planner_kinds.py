@@ -7,8 +7,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from benchmarks.makespan_bound import MakespanBound
-from benchmarks.planner_kinds import (
+from control_plane.planner import balanced
+from control_plane.planner.planning import PlanningOptions, PlanningServer
+from core_attention.ca_task import Phase
+from core_attention.manifest import Manifest
+from core_attention.plan import Plan, PlanVerdict
+from tests.control_plane.oracles.kinds import (
     LADDER,
     PROMISE,
     Kind,
@@ -17,11 +21,7 @@ from benchmarks.planner_kinds import (
     misses_of,
     plan_of,
 )
-from control_plane.planner import balanced
-from control_plane.planner.planning import PlanningOptions, PlanningServer
-from core_attention.ca_task import Phase
-from core_attention.manifest import Manifest
-from core_attention.plan import Plan, PlanVerdict
+from tests.control_plane.oracles.makespan_bound import MakespanBound
 from tests.control_plane.planner.small_plans import manifest_of
 from tests.control_plane.planning_cases import (
     PROFILE,

@@ -7,9 +7,9 @@ import pytest
 
 pytest.importorskip("scipy", reason="the exact model is solved by scipy's HiGHS")
 
-from benchmarks.exact import SmallStep, gap_to_optimum
-from benchmarks.lower_bound import measure
 from benchmarks.planner import Case
+from tests.control_plane.oracles.exact import SmallStep, gap_to_optimum
+from tests.control_plane.oracles.lower_bound import measure
 
 # Ranks, blocks of 128 tokens a rank, seeds: the draws that the solver finishes within seconds.
 CASES = [(4, 16, seed) for seed in range(10)] + [(8, 10, seed) for seed in (1, 2, 8, 9)]

@@ -2,8 +2,8 @@
 
 A collective's kernel occupies a GPU until the last rank has launched its own. Meanwhile CUDA loads
 no kernel on that GPU and frees no memory, and a call that does either holds a lock that every other
-call of the process needs (``benchmarks.gpu.blocking_calls``). If the awaited rank waits in its turn
-for rows from this process's server, nobody goes on.
+call of the process needs. If the awaited rank waits in its turn for rows from this process's
+server, nobody goes on.
 
 So the ranks of every collective meet on the host first, whatever calls it: DDP, FSDP2, a metric, an
 optimizer. A kernel that runs is then one that all its ranks are about to launch: no GPU waits for

@@ -2,10 +2,10 @@
 
 A send or a receive of NCCL keeps a device until the other side has come. With core attention served
 that side may need this very rank to come: it waits for attention from this rank's server, whose
-first call of a CUDA function, or first launch of a kernel, waits for the device
-(docs/benchmarks.md, "Calls of CUDA that wait"). Then nobody goes on. So a sender says on the host
-that it has all that it sends, and a thread of the receiver, which waits for nothing else, posts the
-receive: neither kernel waits for what the other rank's stage does.
+first call of a CUDA function, or first launch of a kernel, waits for the device. Then nobody goes
+on. So a sender says on the host that it has all that it sends, and a thread of the receiver, which
+waits for nothing else, posts the receive: neither kernel waits for what the other rank's stage
+does.
 """
 
 from __future__ import annotations

@@ -108,21 +108,6 @@ def packed(batch: Batch) -> list[RankManifest]:
     return [RankManifest(0, rank, (segments,)) for rank, segments in enumerate(_whole(batch.ranks))]
 
 
-def packed_in_halves(batch: Batch) -> list[RankManifest]:
-    """Plain packing, each rank's documents one after another over two nano-batches of half its
-    tokens; the one that crosses from the first to the second is in both.
-
-    Raises:
-        CannotRun: one is longer than a rank.
-    """
-    require_whole_documents(batch, "plain packing")
-    rows = batch.tokens_per_rank // 2
-    return [
-        RankManifest(0, rank, tuple(_laid(segments, 2, rows)))
-        for rank, segments in enumerate(_whole(batch.ranks))
-    ]
-
-
 def repacked(batch: Batch) -> list[RankManifest]:
     """Whole documents at equal memory: the dearest first, each to the rank with the least work
     that has room for it. One that fits nowhere is cut; its pieces are documents of their own, which
@@ -187,22 +172,6 @@ def in_pairs(batch: Batch, step: int) -> list[RankManifest]:
         for rank, segments in enumerate(_laid(chain.from_iterable(streams), n_ranks, rows)):
             held[rank].append(segments)
     return [RankManifest(step, rank, tuple(nanos)) for rank, nanos in enumerate(held)]
-
-
-def over_ranks(batch: Batch, n_ranks: int) -> list[RankManifest]:
-    """Documents one after another over nano-batch 0 of ``n_ranks`` ranks, and then over nano-batch
-    1, all of one size; cut wherever a nano-batch ends.
-
-    Args:
-        batch: whose documents fill the ranks, whatever their share in it.
-        n_ranks: ranks to fill; twice as many divide the batch's tokens.
-    """
-    rows = int(batch.lengths.sum()) // (2 * n_ranks)
-    laid = _laid(chain.from_iterable(_whole(batch.ranks)), 2 * n_ranks, rows)
-    return [
-        RankManifest(0, rank, nano_batches)
-        for rank, nano_batches in enumerate(zip(laid[:n_ranks], laid[n_ranks:], strict=True))
-    ]
 
 
 def planned(

@@ -1,7 +1,5 @@
 """What no plan can undercut: bytes of the greedy, of the balanced planner, and a proven bound.
 
-    python -m benchmarks.lower_bound
-
 Kernels run at one rate here, so that work is query-key pairs and the bound is exact; documents lie
 whole on one rank, forward pass. Let C be the pairs that the busiest server of the greedy's plan
 runs. Whoever holds more at home must give the rest away, S in total; a server with H < C at home
@@ -20,21 +18,15 @@ For one rank's rows the same holds with room C on every server.
 
 from __future__ import annotations
 
-from typing import Annotated
-
 import numpy as np
-import typer
-from rich.console import Console
-from rich.progress import track
-from rich.table import Table
 
-from benchmarks.exact import uniform_servers
-from benchmarks.planner import GREEDY_TOLERANCE, Case, K, Planned, draw
+from benchmarks.planner import GREEDY_TOLERANCE, Case, Planned, draw
 from control_plane.planner import balanced, greedy
 from core_attention.arrays import Float64Array
 from core_attention.ca_task import Phase, causal_qk_pairs
 from core_attention.manifest import Manifest
 from core_attention.shape import AttentionShape
+from tests.control_plane.oracles.exact import uniform_servers
 
 GRID = 4000
 """Points at which bytes per pair are evaluated; between them the lower neighbour counts."""
@@ -112,29 +104,3 @@ def measure(case: Case, seed: int) -> Float64Array:
             *(total / 1e9, busiest / 1e9),
         ]
     )
-
-
-def main(
-    seeds: Annotated[int, typer.Option(min=1, help="Steps of each kind.")] = 10,
-    largest: Annotated[int, typer.Option(min=4, help="Most servers.")] = 64,
-) -> None:
-    """Compares bytes with the least that any plan moves at the same imbalance."""
-    console = Console(width=120)
-    table = Table("step", "bytes", "least", "busiest", "least")
-    cases = [
-        Case(name=name, tokens=tokens * K, longest=tokens * K, n=n, seeds=seeds)
-        for tokens in (64, 128, 512, 1024)
-        for n in (4, 8, 64, 512)
-        if n <= largest
-        for name in ("pretrain", "prolong")
-    ]
-    for case in track(cases, console=console, description="planning"):
-        sums = np.sum([measure(case, seed) for seed in range(case.seeds)], axis=0)
-        shares = (sums[2] / sums[0], sums[4] / sums[0], sums[3] / sums[1], sums[5] / sums[1])
-        table.add_row(str(case), *(f"{share:.3f}" for share in shares))
-    console.print("relative to the greedy, at the imbalance that it reached, kernels of one rate")
-    console.print(table)
-
-
-if __name__ == "__main__":
-    typer.run(main)

@@ -1,36 +1,21 @@
-"""Whether the planner keeps its promise on kinds of steps that nobody chose: random ones.
-
-    python -m benchmarks.planner_kinds
-    python -m benchmarks.planner_kinds --kinds 100 --ladder
+"""Random kinds of steps that nobody chose, and where a plan of them misses the planner's promise.
 
 A kind draws its servers (2 to 4096, alike or of speeds from 0.1 to 1, on hosts of 1 or 8), tokens
 a rank, tolerance and document lengths: log-normal with light and heavy tails, Pareto, all alike, or
 short ones with a few giants. Documents are cut at the end of a rank or go on on the next ones. The
 promise is that in both phases the busiest server is at most tolerance + 0.02 above the level, the
 time at which all would finish if the plan's tasks could be divided at will; on servers of one speed
-that is the imbalance. A plan that misses it is an
-exception only where ``benchmarks.makespan_bound`` proves that the busiest server is within the
-promise of the earliest end that any plan can have; all others are defects, and the command
-fails. With ``--ladder`` each kind is planned with several tolerances: a plan that is busier than
-another one and moves more bytes is a defect as well.
-
-Times are the least seconds of three calls for the whole plan, on two cores or more.
+that is the imbalance. A plan that misses it is an exception only where ``makespan_bound`` proves
+that the busiest server is within the promise of the earliest end that any plan can have.
 """
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass, replace
-from typing import Annotated
 
 import numpy as np
-import typer
-from rich.console import Console
-from rich.progress import track
-from rich.table import Table
 
-from benchmarks.makespan_bound import MakespanBound
-from benchmarks.planner import PROFILE, K, servers_of
+from benchmarks.planner import K, servers_of
 from control_plane.planner import balanced
 from control_plane.planner.planning import PlanningOptions, PlanningServer
 from core_attention.arrays import Float64Array, Int64Array
@@ -38,6 +23,7 @@ from core_attention.ca_task import Phase
 from core_attention.cost_model import CostProfile
 from core_attention.manifest import Manifest
 from core_attention.plan import Plan
+from tests.control_plane.oracles.makespan_bound import MakespanBound
 
 PROMISE = 0.02
 """By how much the imbalance may exceed 1 + tolerance."""
@@ -216,50 +202,3 @@ def dominated(kind: Kind) -> list[str]:
                         f"{moved[i]} bytes, {seconds[j]:.6f} s {moved[j]} bytes"
                     )
     return found
-
-
-def main(
-    kinds: Annotated[int, typer.Option(min=1, help="Kinds of steps.")] = 1000,
-    first: Annotated[int, typer.Option(min=0, help="Number of the first kind.")] = 0,
-    largest: Annotated[int, typer.Option(min=2, help="Most servers.")] = 4096,
-    ladder: Annotated[bool, typer.Option(help="Compare plans of several tolerances too.")] = False,
-) -> None:
-    """Plans random kinds of steps, and fails where the promise is broken without a proof."""
-    console = Console(width=200, soft_wrap=True)
-    profile = CostProfile.load(PROFILE)
-    plan_of(draw_kind(0, profile, 4), 0.02)
-    misses: list[Miss] = []
-    under: list[str] = []
-    times: list[tuple[float, int, str]] = []
-    for seed in track(range(first, first + kinds), console=console, description="planning"):
-        kind = draw_kind(seed, profile, largest)
-        spent = []
-        for _ in range(3):
-            begin = time.perf_counter()
-            plan = plan_of(kind, kind.tolerance)
-            spent.append(time.perf_counter() - begin)
-        times.append((min(spent), len(kind.servers), kind.name))
-        misses += misses_of(kind, plan)
-        if ladder:
-            under += dominated(kind)
-    for line in [*map(str, misses), *under]:
-        console.print(line, highlight=False, markup=False)
-    table = Table("servers", "kinds", "median ms", "worst ms", "worst kind", box=None)
-    for low, high in ((2, 8), (9, 64), (65, 512), (513, 4096)):
-        of_size = sorted(t for t in times if low <= t[1] <= high)
-        if of_size:
-            median, worst = of_size[len(of_size) // 2], of_size[-1]
-            table.add_row(f"{low} to {high}", str(len(of_size)), f"{median[0] * 1e3:.1f}",
-                          f"{worst[0] * 1e3:.1f}", worst[2])  # fmt: skip
-    console.print(table)
-    defects = [miss for miss in misses if not miss.is_proven]
-    console.print(
-        f"{kinds} kinds: {len(misses)} phases above the promise, {len(defects)} of them without a "
-        f"proof that no plan can; {len(under)} plans undercut by another tolerance"
-    )
-    if defects or under:
-        raise typer.Exit(1)
-
-
-if __name__ == "__main__":
-    typer.run(main)
