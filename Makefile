@@ -16,7 +16,7 @@
 #   make deploy-test  images and Compose on a Docker engine, its own one as root if none runs; 15 minutes
 #   make deploy-test-cuda  images for GPUs, built for real (20 GB) and looked into; 15 minutes
 #   make alerts-test  alerts that fire and end in a real Prometheus on a Docker engine, as root; 20 minutes
-#   make cluster-test  the chart on a Kubernetes API server; DISTCA_KUBERNETES_BIN=folder of its programs; 5 minutes
+#   make kind-test  the chart in a cluster of kind's: installed, tested, rolled, taken away
 #   make publish  builds images for several platforms and pushes them, with SBOM and provenance
 #   make push-chart  pushes the chart, as an OCI artifact
 #   make sbom     fetches the lists of Python packages of what publish pushed
@@ -57,7 +57,7 @@ DEMO_EXTRAS ?= trainer,node,ucxx-cu13
 # step costs as much as the step.
 DEMO := --verify --verify-every 4 --steps 12 --span-ranks --min-backward-tokens 128 --overwrite
 
-.PHONY: help demo planners test test-training test-nixl test-frameworks test-gpu test-gpu-loops lint format stubs chart chart-tools chart-readme metrics-page configuration-page images push image-names constraints deploy-test deploy-test-cuda alerts-test cluster-test chaos soak install clean
+.PHONY: help demo planners test test-training test-nixl test-frameworks test-gpu test-gpu-loops lint format stubs chart chart-tools chart-readme metrics-page configuration-page images push image-names constraints deploy-test deploy-test-cuda alerts-test kind-test chaos soak install clean
 .DEFAULT_GOAL := help
 
 # The command must know BuildKit: Docker 23 or newer, or 20.10 with DOCKER_BUILDKIT=1.
@@ -274,9 +274,9 @@ deploy-test-cuda: $(INSTALLED)
 alerts-test: $(INSTALLED)
 	@DOCKER=$(DOCKER) $(BIN)/python -m pytest tests/deploy -m "docker and alerts" --durations=10 $(PYTEST)
 
-# Networks and namespaces of pods need root.
-cluster-test: chart-tools
-	@$(BIN)/python -m pytest tests/kubernetes -m cluster --durations=10 $(PYTEST)
+# Needs kind, kubectl and helm beside the engine.
+kind-test: image-control-plane image-attention-node
+	@helm/kind-test.sh $(call image_name,control-plane) $(call image_name,attention-node)
 
 # Hosts in network namespaces and disks of their own need root; without it those tests are skipped.
 chaos: $(INSTALLED)
