@@ -9,7 +9,6 @@ from data_plane.rdma import MIN_LOCKED_BYTES, locked_bytes_limit
 from data_plane.transport_choice import MEMLOCK, TransportChoice, obstacles
 from data_plane.transport_facts import TransportFacts
 from distca.doctor.finding import Finding, failed, passed, warned
-from distca.doctor.pci_topology import Nearness, gpus, nearest, nics
 from distca.doctor.settings import DoctorSettings
 from distca.doctor.surroundings import Surroundings
 from distca.process.amounts import size_text
@@ -137,30 +136,10 @@ def check_gpudirect(around: Surroundings) -> Iterable[Finding]:
     )
 
 
-def check_nics(around: Surroundings) -> Iterable[Finding]:
-    """Which network device is nearest to which GPU?"""
-    devices = nics(sorted({port.device for port in around.facts.active_ports}), around.root)
-    if not devices:
-        return
-    for gpu in gpus(around.root):
-        near, names = nearest(gpu, devices)
-        says = f"GPU {gpu.name}: {', '.join(names)}, {near.words}"
-        if near is Nearness.SOCKETS:
-            yield warned(
-                "nics",
-                says,
-                "data cross the sockets' link: use another GPU, or a NIC at its socket",
-                gpu=gpu.name,
-            )
-        else:
-            yield passed("nics", says, gpu=gpu.name)
-
-
 MACHINE_CHECKS: dict[str, Callable[[Surroundings], Iterable[Finding]]] = {
     "memlock": check_memlock,
     "shared-memory": check_shared_memory,
     "namespaces": check_namespaces,
     "rdma": check_rdma,
     "gpudirect": check_gpudirect,
-    "nics": check_nics,
 }

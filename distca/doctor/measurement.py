@@ -25,7 +25,7 @@ _PROBE_BYTES = {"cpu": 8 * 2**20, "cuda": 64 * 2**20}
 """Large enough for full speed, see docs/benchmarks.md; peers answer up to 64 MiB."""
 
 _REPEATS = 12
-LOG_OF_UCX = {"UCX_LOG_FILE": "/dev/stderr"}
+_LOG_OF_UCX = {"UCX_LOG_FILE": "/dev/stderr"}
 """UCX logs to stdout by default, between whatever else is written there."""
 
 _GREETING_SECONDS = 1.0
@@ -120,7 +120,7 @@ def child_responder(settings: ResponderSettings) -> Iterator[Address]:
     """
     child = subprocess.Popen(
         [sys.executable, "-m", "distca.doctor.responder", json.dumps(asdict(settings))],
-        env=os.environ | LOG_OF_UCX,
+        env=os.environ | _LOG_OF_UCX,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

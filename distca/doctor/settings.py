@@ -29,7 +29,6 @@ CHECK_NAMES = (
     "namespaces",
     "rdma",
     "gpudirect",
-    "nics",
     "dns",
     "certificates",
     "control-plane",
@@ -37,7 +36,6 @@ CHECK_NAMES = (
     "versions",
     "transport",
     "ucx",
-    "nic-rates",
     "peers",
 )
 """Here and not from the checks themselves, which load PyTorch; a test compares them."""

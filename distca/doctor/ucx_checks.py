@@ -65,16 +65,6 @@ def check_ucx(around: Surroundings) -> Iterable[Finding]:
     yield from self_tests(around)
 
 
-def check_rates_of_nics(around: Surroundings) -> Iterable[Finding]:
-    """How fast is each NIC?"""
-    name = _name(around)
-    if name is None or _version(name) is None:
-        return  # check ucx says so
-    from distca.doctor.nic_rates import check_nic_rates
-
-    yield from check_nic_rates(around)
-
-
 def check_peers(around: Surroundings) -> Iterable[Finding]:
     """How fast is the way to others?"""
     name = _name(around)
@@ -103,6 +93,5 @@ def _version(transport: TransportName) -> str | None:
 UCX_CHECKS: dict[str, Callable[[Surroundings], Iterable[Finding]]] = {
     "transport": check_transport,
     "ucx": check_ucx,
-    "nic-rates": check_rates_of_nics,
     "peers": check_peers,
 }
