@@ -16,7 +16,7 @@ import pytest
 
 from tests.deploy.compose_project import SERVICES, ComposeProject, wait_until
 from tests.deploy.docker_engine import Docker
-from tools.prometheus_api import Prometheus
+from tests.deploy.prometheus_api import Prometheus
 
 pytestmark = [pytest.mark.docker, pytest.mark.alerts, pytest.mark.timeout(1500)]
 

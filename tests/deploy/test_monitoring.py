@@ -14,10 +14,9 @@ import pytest
 from distca.report.record import RunRecord
 from tests.deploy.compose_project import TRAINING_SECONDS, ComposeProject, wait_until
 from tests.deploy.conftest import ROOT, VERIFIED_TRAINING
+from tests.deploy.dashboard_queries import PanelQuery, panel_queries, rule_names
 from tests.deploy.docker_engine import Docker
-from tools.dashboard_picture import Window, draw
-from tools.dashboard_queries import PanelQuery, panel_queries, rule_names
-from tools.prometheus_api import Prometheus
+from tests.deploy.prometheus_api import Prometheus
 
 pytestmark = [pytest.mark.docker, pytest.mark.timeout(3600)]
 
@@ -154,11 +153,3 @@ def test_every_rule_is_evaluated(observed: Observed) -> None:
 
 def test_no_alert_fires_in_a_healthy_run(observed: Observed) -> None:
     assert observed.prometheus.firing_alerts() == set()
-
-
-def test_dashboard_picture_is_drawn(observed: Observed, tmp_path: Path) -> None:
-    picture = tmp_path / "overview.png"
-    window = Window(begin=observed.begin, end=observed.end)
-    draw(CHART / "dashboards" / "overview.json", observed.prometheus, window, picture)
-    assert picture.read_bytes().startswith(b"\x89PNG")
-    assert picture.stat().st_size > 50_000, "an empty page is smaller"

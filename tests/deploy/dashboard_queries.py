@@ -31,12 +31,11 @@ class PanelQuery:
 
 def panel_queries(folder: Path) -> list[PanelQuery]:
     """All queries of the dashboards in ``folder``, in order."""
-    return [query for path in sorted(folder.glob("*.json")) for query in panel_queries_of(path)]
-
-
-def panel_queries_of(path: Path) -> list[PanelQuery]:
-    """All queries of one dashboard, in order."""
-    return list(_queries(path.stem, json.loads(path.read_text())))
+    return [
+        query
+        for path in sorted(folder.glob("*.json"))
+        for query in _queries(path.stem, json.loads(path.read_text()))
+    ]
 
 
 def _queries(name: str, dashboard: dict[str, Any]) -> Iterator[PanelQuery]:
