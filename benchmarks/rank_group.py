@@ -2,25 +2,35 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from distca.child import die_with_parent
+
 TAIL_LINES = 12
 """Last lines of a rank's output that a report shows."""
 
 DUMP_SECONDS = 10.0
-"""How long before its limit a rank writes where its threads stand; see :data:`DUMP_VARIABLE`."""
+"""How long before its limit a rank writes where its threads stand."""
 
-DUMP_VARIABLE = "DISTCA_DUMP_AFTER_SECONDS"
-"""A rank that has it calls ``faulthandler.dump_traceback_later`` with it."""
+_DUMP_VARIABLE = "DISTCA_DUMP_AT_SECONDS"
+"""When, as ``time.time`` has it."""
 
 _FIRST_PORT, _PORTS = 20000, 10000
 """Below those that the kernel gives to connections."""
 
 _next_port = os.getpid() % _PORTS
+
+
+def begin_rank() -> None:
+    """Ties a rank's process to the one that started it, and has it write its stacks in time."""
+    die_with_parent(os.getppid())
+    seconds = float(os.environ[_DUMP_VARIABLE]) - time.time()
+    faulthandler.dump_traceback_later(max(seconds, 1.0), exit=False)
 
 
 class RankGroup:
@@ -61,7 +71,7 @@ class RankGroup:
             "LOCAL_WORLD_SIZE": str(n_ranks),
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(_FIRST_PORT + _next_port),
-            DUMP_VARIABLE: str(max(limit_seconds - DUMP_SECONDS, 1.0)),
+            _DUMP_VARIABLE: str(time.time() + limit_seconds - DUMP_SECONDS),
         }
         for rank, log in enumerate(self.logs):
             with log.open("wb") as output:

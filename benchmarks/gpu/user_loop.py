@@ -17,7 +17,6 @@ processes of its own:
 from __future__ import annotations
 
 import argparse
-import faulthandler
 import json
 import os
 import shutil
@@ -46,10 +45,9 @@ from benchmarks.gpu.training import attention, batches, methods
 from benchmarks.gpu.training.batches import Batch, draw_batch
 from benchmarks.gpu.training.stack import InTurn, ModelShape
 from benchmarks.gpu.training.stopwatch import Stopwatch
-from benchmarks.rank_group import DUMP_VARIABLE, RankGroup
+from benchmarks.rank_group import RankGroup, begin_rank
 from core_attention.kernels.select import select_kernel
 from core_attention.manifest import RankManifest
-from distca.child import die_with_parent
 from distca.data.batch import IGNORED_LABEL
 from distca.local.supervisor import Supervisor
 from distca.train.language_model import LanguageModel
@@ -255,8 +253,7 @@ class Loop:
 
 def run_rank(settings: Settings) -> None:
     """A rank's process."""
-    die_with_parent(os.getppid())
-    faulthandler.dump_traceback_later(float(os.environ[DUMP_VARIABLE]), exit=False)
+    begin_rank()
     rank, device = int(os.environ["RANK"]), torch.device("cpu")
     if settings.device == "cuda":
         device = torch.device("cuda", rank)

@@ -6,7 +6,6 @@ python -m tests.gpu_loops.rank SETTINGS
 
 from __future__ import annotations
 
-import faulthandler
 import json
 import os
 import sys
@@ -24,9 +23,8 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoModelForCausalLM, DataCollatorWithFlattening, LlamaConfig
 
 import trainer_client.integrations.transformers  # noqa: F401  registers "distca"
-from benchmarks.rank_group import DUMP_VARIABLE
+from benchmarks.rank_group import begin_rank
 from core_attention.shape import AttentionShape
-from distca.child import die_with_parent
 from distca.train.verify import relative_difference
 from tests.gpu_loops.hazards import Hazards
 from tests.gpu_loops.matrix import Combination
@@ -41,7 +39,8 @@ from trainer_client import (
 from trainer_client.step.manifests import split_documents
 
 N_RANKS, N_STEPS = 2, 5
-HEADS, KV_HEADS, HEAD_DIM = 8, 4, 128
+HEADS, KV_HEADS = 8, 4
+HEAD_DIM = {"cuda": 128, "cpu": 16}
 QUIET = 1e-3
 """Differences count relative to a parameter's largest gradient, but to no less than this part of
 the largest of all, as in ``--verify``: gradients of queries and keys may be sums that cancel."""
@@ -68,25 +67,24 @@ class Settings:
     tokens: int
 
     @property
-    def dtype(self) -> str:
-        return "bfloat16" if self.device == "cuda" else "float32"
-
-    @property
     def wider(self) -> torch.dtype:
         return torch.float32 if self.device == "cuda" else torch.float64
 
 
-def shape_of(dtype: str) -> AttentionShape:
+def shape_of(device: str) -> AttentionShape:
+    """Of core attention on that type of device."""
+    dim, dtype = HEAD_DIM[device], "bfloat16" if device == "cuda" else "float32"
     return AttentionShape(
-        num_heads=HEADS, num_heads_kv=KV_HEADS, head_dim=HEAD_DIM, head_dim_v=HEAD_DIM, dtype=dtype
+        num_heads=HEADS, num_heads_kv=KV_HEADS, head_dim=dim, head_dim_v=dim, dtype=dtype
     )
 
 
-def config() -> LlamaConfig:
+def config(device: str) -> LlamaConfig:
+    hidden = HEADS * HEAD_DIM[device]
     return LlamaConfig(
         vocab_size=512,
-        hidden_size=HEADS * HEAD_DIM,
-        intermediate_size=2816,
+        hidden_size=hidden,
+        intermediate_size=hidden * 11 // 4,
         num_hidden_layers=2,
         num_attention_heads=HEADS,
         num_key_value_heads=KV_HEADS,
@@ -172,8 +170,11 @@ class Loop:
         self._combination = chosen = Combination(**settings.combination)
         torch.manual_seed(0)
         auto: Any = AutoModelForCausalLM
-        dtype = getattr(torch, settings.dtype)
-        self._model = auto.from_config(config(), attn_implementation="distca", dtype=dtype)
+        self._model = auto.from_config(
+            config(settings.device),
+            attn_implementation="distca",
+            dtype=getattr(torch, shape_of(settings.device).dtype),
+        )
         self._model.to(device)
         self._options = SessionOptions.for_model(
             self._model,
@@ -293,7 +294,9 @@ class Reference:
     def __init__(self, settings: Settings, device: torch.device) -> None:
         auto: Any = AutoModelForCausalLM
         self._tokens, self._device = settings.tokens, device
-        self._model = auto.from_config(config(), attn_implementation="sdpa", dtype=settings.wider)
+        self._model = auto.from_config(
+            config(settings.device), attn_implementation="sdpa", dtype=settings.wider
+        )
         self._model.to(device)
 
     def compare(
@@ -343,8 +346,7 @@ class Reference:
 
 
 def main(settings: Settings) -> None:
-    die_with_parent(os.getppid())
-    faulthandler.dump_traceback_later(float(os.environ[DUMP_VARIABLE]), exit=False)
+    begin_rank()
     rank, device = int(os.environ["RANK"]), torch.device("cpu")
     if settings.device == "cuda":
         device = torch.device("cuda", rank)

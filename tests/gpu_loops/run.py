@@ -123,7 +123,7 @@ class Running:
 @contextmanager
 def serving(folder: Path, device: str) -> Iterator[Cluster]:
     """A control plane whose planner is compiled, and a node on each rank's device."""
-    shape = shape_of("bfloat16" if device == "cuda" else "float32")
+    shape = shape_of(device)
     prepare(PLANNERS["balanced"])
     cluster = Cluster(folder, device=device, node_shape=shape)
     try:
