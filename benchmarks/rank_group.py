@@ -14,8 +14,12 @@ from distca.child import die_with_parent
 TAIL_LINES = 12
 """Last lines of a rank's output that a report shows."""
 
-DUMP_SECONDS = 10.0
-"""How long before its limit a rank writes where its threads stand."""
+DUMP_SECONDS = 5.0
+"""How long before its limit a rank writes where its threads stand. Not long: it does so without
+stopping them, which may crash it."""
+
+LAST_WORDS_SECONDS = 10.0
+"""What ranks say of the end of another is worth that long."""
 
 _DUMP_VARIABLE = "DISTCA_DUMP_AT_SECONDS"
 """When, as ``time.time`` has it."""
@@ -91,9 +95,8 @@ class RankGroup:
     def is_over(self) -> bool:
         """Whether all have ended. If one has failed, or the limit is reached, kills the others."""
         codes = [popen.poll() for popen in self._popens]
-        if None in codes and any(codes) and self._deadline > time.monotonic() + DUMP_SECONDS:
-            # What the others say of its end is worth a moment.
-            self._deadline = time.monotonic() + DUMP_SECONDS
+        if None in codes and any(codes) and self._deadline > time.monotonic() + LAST_WORDS_SECONDS:
+            self._deadline = time.monotonic() + LAST_WORDS_SECONDS
         if None in codes and time.monotonic() > self._deadline:
             self.kill()
             return True

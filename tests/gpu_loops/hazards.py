@@ -92,7 +92,7 @@ class Hazards:
 
     def _compile(self) -> None:
         if self._step == COMPILED_STEP:
-            self._model.model.layers[1].compile()
+            self._model.model.layers[1].compile(dynamic=True)
 
     def _svd(self) -> None:
         torch.linalg.svd(self._matrix)
@@ -107,7 +107,7 @@ class Hazards:
         dist.all_reduce(torch.ones(1, device=self._device))
 
     def _save(self) -> None:
-        if self._step == SAVED_STEP:
+        if self._step == SAVED_STEP and dist.get_rank() == 0:
             with tempfile.TemporaryFile() as file:
                 torch.save(self._model.state_dict(), file)
 

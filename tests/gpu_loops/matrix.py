@@ -85,4 +85,6 @@ def combinations() -> list[Combination]:
         for row, hazard in enumerate(ACTIONS)
         for column, wrapper in enumerate(WRAPPERS)
     ]
-    return list(dict.fromkeys([*crossed, *(Combination(*each) for each in MORE)]))
+    chosen = dict.fromkeys([*crossed, *(Combination(*each) for each in MORE)])
+    # What takes longest first, so that nothing waits for it at the end.
+    return sorted(chosen, key=lambda each: "compile" not in ACTIONS[each.hazard].values())
