@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -96,7 +96,7 @@ def config(device: str) -> LlamaConfig:
 def documents(step: int, rank: int, tokens: int) -> list[torch.Tensor]:
     """A rank's; in turn one of them holds a document so long that rows of it travel."""
     generator = torch.Generator().manual_seed(step * N_RANKS + rank)
-    long = tokens * 3 // 4 if step % N_RANKS == rank else 0
+    long = tokens // 2 if step % N_RANKS == rank else 0
     short = max(tokens // 24, 2)
     lengths = ([long] if long else []) + [short] * ((tokens - long) // short)
     return [torch.randint(8, 512, (n,), generator=generator) for n in lengths]
@@ -259,28 +259,19 @@ class Loop:
         ]
 
     def findings(self) -> dict[str, Any]:
-        """Once the loop is over; all ranks call it together."""
+        """Once the loop is over; all ranks call it together, and rank 0 compares."""
         losses = torch.stack(self._losses).float()
         dist.all_reduce(losses)
-        reference = Reference(self._settings, self._device)
-        worst: dict[str, Any] = {"loss": 0.0, "gradient": 0.0, "parameter": ""}
-        steps: list[int] = []
-        for step in range(N_STEPS):
-            steps.append(step)
-            if not self._reduces(step):
-                continue
+        reference = None if self._rank else Reference(self._settings, self._device)
+        compared, begin = [], 0
+        for step in filter(self._reduces, range(N_STEPS)):
             kept = self._kept.whole(step)
-            off = reference.compare(steps, losses[steps] / N_RANKS, kept)
-            # Written so that a NaN is the worst of all.
-            worst = {
-                "loss": worst["loss"] if off["loss"] <= worst["loss"] else off["loss"],
-                **{
-                    name: (worst if off["gradient"] <= worst["gradient"] else off)[name]
-                    for name in ("gradient", "parameter")
-                },
-            }
-            steps = []
-        return worst | {
+            if reference is not None:
+                steps = range(begin, step + 1)
+                compared.append(reference.compare(steps, losses[begin : step + 1] / N_RANKS, kept))
+            begin = step + 1
+        return {
+            "compared": compared,
             "sent_bytes": sum(report.sent_bytes for report in self._reports),
             "recoveries": sum(report.recoveries for report in self._reports),
             "replayed_ticks": sum(report.replayed_ticks for report in self._reports),
@@ -301,7 +292,7 @@ class Reference:
 
     def compare(
         self,
-        steps: list[int],
+        steps: Sequence[int],
         losses: torch.Tensor,
         kept: list[tuple[torch.Tensor, torch.Tensor]],
     ) -> dict[str, Any]:

@@ -93,8 +93,10 @@ class Running:
         if not self._group.is_over:
             return None
         found = self._found()
-        shown = f"loss off by {found[0]['loss']:.0e}, {found[0]['parameter']} by " if found else ""
-        shown += f"{found[0]['gradient']:.1e}" if found else ""
+        shown = ""
+        if found:
+            worst = max(found[0]["compared"], key=lambda step: step["gradient"])
+            shown = f"{worst['parameter']} off by {worst['gradient']:.1e}"
         return Outcome(self._combination, self._group.seconds, self._fault(found), shown)
 
     def kill(self) -> None:
@@ -115,10 +117,10 @@ class Running:
         if not sum(rank["sent_bytes"] for rank in found):
             return "no row travelled"
         loss, gradient = TOLERANCES[self._device]
-        # Written so that a NaN is a fault.
-        for rank in found:
-            if not (rank["loss"] <= loss and rank["gradient"] <= gradient):
-                return f"differs from local attention: {rank}"
+        for step in found[0]["compared"]:
+            # Written so that a NaN is a fault.
+            if not (step["loss"] <= loss and step["gradient"] <= gradient):
+                return f"differs from local attention: {step}"
         return ""
 
 
