@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as distributed_checkpoint
 from torch import nn
+from torch.distributed.checkpoint.state_dict_saver import save
 
 from tests.gpu_loops.matrix import ACTIONS
 
@@ -34,7 +34,7 @@ class Hazards:
         self._model, self._device, self._folder = model, device, folder
         self._step, self._loss = 0, torch.zeros(())
         self._matrix = torch.eye(SIDE, device=device)
-        self._batches: list[Mapping[str, Any]] = []
+        self._batches: Sequence[Mapping[str, Any]] = []
         self._at = {place: getattr(self, f"_{what}") for place, what in ACTIONS[name].items()}
         self._hook(model.model.layers[0].mlp)
 
@@ -53,7 +53,7 @@ class Hazards:
         if "tensor_hook" in self._at:
             part.register_forward_hook(on_tensor)
 
-    def before_step(self, step: int, batches: list[Mapping[str, Any]]) -> None:
+    def before_step(self, step: int, batches: Sequence[Mapping[str, Any]]) -> None:
         self._step, self._batches = step, batches
         self._do("before_step")
 
@@ -113,7 +113,7 @@ class Hazards:
 
     def _save_distributed(self) -> None:
         if self._step == SAVED_STEP:
-            distributed_checkpoint.save(self._model.state_dict(), checkpoint_id=self._folder)
+            save(self._model.state_dict(), checkpoint_id=self._folder)
 
     def _evaluate(self) -> None:
         """With core attention at home."""

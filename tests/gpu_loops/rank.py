@@ -10,7 +10,7 @@ import json
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -103,7 +103,8 @@ def documents(step: int, rank: int, tokens: int) -> list[torch.Tensor]:
 
 
 def loader(rank: int, tokens: int, lanes: int) -> Iterator[list[dict[str, Any]]]:
-    pack: Any = DataCollatorWithFlattening()
+    collator: Any = DataCollatorWithFlattening  # without annotations
+    pack = collator()
     for step in range(N_STEPS):
         left = documents(step, rank, tokens)
         nano_batches = []
@@ -215,7 +216,8 @@ class Loop:
         """Whether the step ends an accumulation of gradients."""
         return self._combination.hazard != "accumulation" or step % 2 == 1 or step == N_STEPS - 1
 
-    def _accumulating(self, step: int) -> AbstractContextManager[None]:
+    def _accumulating(self, step: int) -> Any:
+        """A block for forward and backward."""
         if self._combination.wrapper == "fsdp":
             self._model.set_requires_gradient_sync(self._reduces(step))
         elif self._combination.wrapper == "ddp" and not self._reduces(step):
