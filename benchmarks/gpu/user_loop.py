@@ -267,25 +267,18 @@ def run_rank(settings: Settings) -> None:
     dist.destroy_process_group()
 
 
-def _mps_command() -> str | None:
-    return shutil.which(MPS, path=f"{os.environ['PATH']}:{DRIVER_FOLDERS}")
-
-
 @contextmanager
 def mps_daemon() -> Iterator[dict[str, str]]:
     """An MPS daemon with pipes of its own; what its clients need in their environment."""
     folder = tempfile.mkdtemp(prefix="mps-", dir="/tmp")
     clients = {"CUDA_MPS_PIPE_DIRECTORY": folder, "CUDA_MPS_LOG_DIRECTORY": folder}
     environ = {**os.environ, **clients}
-    command = _mps_command()
-    assert command is not None
-    subprocess.run([command, "-d"], env=environ, check=True, timeout=MPS_SECONDS)
+    subprocess.run([MPS, "-d"], env=environ, check=True, timeout=MPS_SECONDS)
     try:
         yield clients
     finally:
         try:
-            quit_ = b"quit\n"
-            subprocess.run([command], env=environ, input=quit_, check=True, timeout=MPS_SECONDS)
+            subprocess.run([MPS], env=environ, input=b"quit\n", check=True, timeout=MPS_SECONDS)
         except (subprocess.SubprocessError, OSError) as error:
             print(f"the MPS daemon did not quit: {error}", flush=True)
             for file in Path(folder).glob("*.pid"):
@@ -328,7 +321,7 @@ def measure(settings: Settings, limit_seconds: float) -> dict[str, Any]:
     """Runs a way in processes of its own; returns what was found, of one that did not end what
     there is."""
     way, folder = WAYS[settings.way], Path(settings.folder)
-    if way.mps and _mps_command() is None:
+    if way.mps and shutil.which(MPS) is None:
         return {"way": settings.way, "steps": [], "outcome": f"there is no {MPS} on this machine"}
     with ExitStack() as stack:
         memory = stack.enter_context(DeviceMemory(folder / f"{settings.way}.memory"))
@@ -359,7 +352,11 @@ def measure(settings: Settings, limit_seconds: float) -> dict[str, Any]:
             environ={**os.environ, **clients, **own},
         )
         codes = group.wait()
-        outcome = "" if not any(codes) else f"did not end rightly:\n{group.tails(30)}"
+        outcome = ""
+        if any(codes):
+            logs = sorted((folder / settings.way).glob("node-*.log"))
+            told = [f"{log.name}:\n{log.read_text()[-1500:]}" for log in logs]
+            outcome = "\n".join(["did not end rightly:", group.tails(40), *told])
     files = [folder / f"{settings.way}-{rank}.json" for rank in range(settings.ranks)]
     ranks = [json.loads(file.read_text()) for file in files if file.exists()]
     steps = [_of_all_ranks(step) for step in zip(*ranks, strict=False)]
@@ -443,6 +440,7 @@ def main() -> None:
     if int(os.environ.get("RANK", 0)):
         return  # under torchrun, too, one process starts all others
     chosen = parse()
+    os.environ["PATH"] += f":{DRIVER_FOLDERS}"
     shape = ModelShape(layers=chosen.layers)
     if chosen.tiny:
         shape = ModelShape(
@@ -472,7 +470,10 @@ def main() -> None:
                 control_plane=address,
                 folder=name,
             )
-            result = measure(settings, chosen.limit_seconds)
+            try:
+                result = measure(settings, chosen.limit_seconds)
+            except Exception as error:
+                result = {"way": way, "steps": [], "outcome": f"{type(error).__name__}: {error}"}
             results.append(result)
             # A way takes minutes: what is found is not lost with those that follow.
             show(settings, [result])
