@@ -3,6 +3,7 @@ which tasks are audited follows from the seed alone."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -187,6 +188,25 @@ def test_long_tasks_cost_a_few_rows() -> None:
     auditor.close(CLOSE_SECONDS)
     assert copied
     assert max(copied) <= ROWS
+
+
+def test_no_server_is_blamed_for_keys_that_the_model_has_written_over() -> None:
+    found: list[Finding] = []
+    changed = threading.Event()
+
+    class Late(Auditor):
+        def _audit(self, sample):  # type: ignore[no-untyped-def]
+            assert changed.wait(CLOSE_SECONDS)
+            return super()._audit(sample)
+
+    answer = answer_of(long_document(), Phase.FORWARD)
+    auditor = Late(1.0, seed=0, scale=SCALE, on_finding=found.append, device=torch.device("cpu"))
+    auditor.sample(answer)
+    answer.inputs["k"].zero_()
+    changed.set()
+    auditor.close(CLOSE_SECONDS)
+    assert found == []
+    assert auditor.skipped == 2
 
 
 @pytest.mark.parametrize("rate", [-0.1, 1.1, float("nan")])

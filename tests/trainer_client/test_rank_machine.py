@@ -342,6 +342,33 @@ def test_a_replay_of_inputs_that_are_gone_ends_the_step() -> None:
     assert running.failure.endswith("is to be replayed, and its rows are kept no longer")
 
 
+@pytest.mark.parametrize("kept", [None, 1], ids=["changed", "gone"])
+def test_a_rank_that_has_gone_on_gives_up_a_step_that_it_cannot_send_again(
+    kept: int | None,
+) -> None:
+    """Or those who need its rows would wait for them."""
+    rank = Rank(kept=kept)
+    rank.hand_in(0)
+    rank.begin(0, forward_only=True)
+    rank.run_under(0, 1)
+    for layer in range(N_LAYERS):
+        rank.complete(forward(layer), 1)
+    assert rank.feed(events.StepEnded(0, "")) == []
+    rank.recover(2)
+    rank.plan(0, 2)
+    done = rank.feed(events.Connected(0, 2))
+    if kept is None:
+        assert of_type(done, instructions.ReportGivenUp) == []
+        done = rank.feed(events.ReplayBroke(0, "k changed"))
+    running = rank.machine.running(0)
+    assert running is not None
+    reports = of_type(done, instructions.ReportGivenUp)
+    assert reports == [instructions.ReportGivenUp(0, running.failure)]
+    assert rank.feed(events.ReplaySent(0, 2)) == []
+    assert not rank.machine.may_be_asked(0)
+    assert answer(rank.recover(3)) == {0: ((0,), True)}
+
+
 def test_a_lane_whose_lower_layers_are_frozen_ends_early() -> None:
     rank = running_rank()
     running = rank.machine.running(0)

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
+from typing import Any
 
 import pytest
+import torch
 
 from core_attention.ca_task import MaskKind, Phase
 from core_attention.manifest import RankManifest, Segment
@@ -14,8 +17,12 @@ from core_attention.shape import AttentionShape
 from core_attention.tick import Tick
 from tests.cluster import NODE_SHAPE, Cluster, Process, cluster
 from tests.cut_manifests import in_halves
-from tests.team import Layer, StepResult, Team, assert_close
+from tests.data_plane.conformance import eventually
+from tests.team import Layer, Layers, Rows, StepResult, Team, assert_close
+from trainer_client import checkpoint, core_attention
 from trainer_client.errors import CoreAttentionFailed
+from trainer_client.step.lane import require_step
+from trainer_client.step.rank_steps import RankSteps
 from trainer_client.step.replies import Tensors
 from trainer_client.step.running_step import RunningStep
 from trainer_client.step.sent_tick import SentTick
@@ -264,6 +271,188 @@ def test_a_step_without_a_backward_pass_is_replayed(
         assert max(recoveries(result)) >= 1
         for key, rows in expected.rows.items():
             assert_close("o", result.rows[key]["o"], rows["o"].double())
+
+
+def one_after_the_other(tokens: int) -> list[RankManifest]:
+    """A document over three ranks, in one nano-batch."""
+    return [
+        RankManifest(0, rank, ((Segment(1, 3 * tokens, rank * tokens, tokens),),))
+        for rank in range(3)
+    ]
+
+
+def kill_behind(monkeypatch: pytest.MonkeyPatch, victims: Sequence[Process], *, step: int) -> None:
+    """Kills ``victims`` when rank 2 comes to layer 1 and rank 0, which needs nobody, to the
+    last."""
+    ahead = threading.Event()
+
+    def hook(running: RunningStep, tick: Tick) -> None:
+        if tick.step != step or tick.phase is not Phase.FORWARD:
+            return
+        if running.rank == 0 and tick.layer == N_LAYERS - 1:
+            ahead.set()
+        elif running.rank == 2 and tick.layer == 1:
+            assert ahead.wait(30.0)
+            for victim in victims:
+                victim.kill()
+
+    on_tick(monkeypatch, hook)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("placement", ["pool", "mixed"])
+def test_one_buffer_for_the_keys_of_all_layers_is_replayed_as_it_was(
+    servers: Cluster,
+    monkeypatch: pytest.MonkeyPatch,
+    placement: str,
+    mode: Callable[[], AbstractContextManager[Any]],
+) -> None:
+    """As references and evaluations keep them. A rank that is at its last layer sends those of the
+    layer that another one comes to."""
+
+    def forward(self: Layers, layers: Sequence[Rows]) -> list[torch.Tensor]:
+        with mode():
+            k, v = (torch.empty_like(layers[0][name]) for name in "kv")
+            return [
+                core_attention(rows["q"].detach(), k.copy_(rows["k"]), v.copy_(rows["v"])).clone()
+                for rows in layers
+            ]
+
+    with Team(
+        servers, 3, NODE_SHAPE, n_layers=N_LAYERS, placement=placement, n_nano_batches=1
+    ) as team:
+        expected = team.run(one_after_the_other(96), backward=False)
+        monkeypatch.setattr(Layers, "forward", forward)
+        kill_behind(monkeypatch, nodes_of(servers), step=1)
+        result = team.run(one_after_the_other(96), backward=False)
+        assert max(recoveries(result)) >= 1
+        for key, rows in expected.rows.items():
+            assert_close("o", result.rows[key]["o"], rows["o"].double())
+
+
+def test_keys_that_a_checkpointed_layer_writes_over_are_replayed_as_they_were(
+    servers: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def layer(self: Layers, rows: Rows, kind: Layer) -> torch.Tensor:
+        q, k, v = (rows[name] * 1.0 for name in "qkv")
+        o = core_attention(q, k, v)
+        k.mul_(0)
+        v.mul_(0)
+        return o
+
+    monkeypatch.setattr(Layers, "_layer", layer)
+    with Team(
+        servers,
+        3,
+        NODE_SHAPE,
+        n_layers=N_LAYERS,
+        placement="mixed",
+        n_nano_batches=1,
+        checkpointed=True,
+    ) as team:
+        kill_behind(monkeypatch, nodes_of(servers), step=0)
+        assert max(recoveries(team.check(one_after_the_other(96)))) >= 1
+
+
+def test_keys_that_were_changed_are_not_replayed(
+    servers: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Autograd keeps them, and would refuse them in the backward pass."""
+
+    def forward(self: Layers, layers: Sequence[Rows]) -> list[torch.Tensor]:
+        outputs = []
+        for layer, rows in enumerate(layers):
+            k = rows["k"] * 1.0
+            outputs.append(core_attention(rows["q"], k, rows["v"]))
+            if layer == 1:
+                k.mul_(0)
+        return outputs
+
+    monkeypatch.setattr(Layers, "forward", forward)
+    with Team(
+        servers, 3, NODE_SHAPE, n_layers=N_LAYERS, placement="pool", n_nano_batches=1
+    ) as team:
+        kill_behind(monkeypatch, nodes_of(servers), step=0)
+        changed = f"{Tick(0, 1, 0, Phase.FORWARD)}: k changed in place"
+        for future in team.start(one_after_the_other(96)):
+            with pytest.raises(CoreAttentionFailed, match=changed):
+                future.result(60)
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_keys_that_are_handed_over_are_those_that_were_computed(
+    servers: Cluster, monkeypatch: pytest.MonkeyPatch, checkpointed: bool
+) -> None:
+    """The second nano-batch takes them when the first has come to its end."""
+
+    def forward(self: Layers, layers: Sequence[Rows]) -> list[torch.Tensor]:
+        def layer(rows: Rows) -> torch.Tensor:
+            q, k, v = (rows[name] * 1.0 for name in "qkv")
+            o = core_attention(q, k, v)
+            k.mul_(0)
+            v.mul_(0)
+            return o
+
+        if checkpointed:
+            return [checkpoint(layer, rows) for rows in layers]
+        with torch.no_grad():
+            return [layer(rows) for rows in layers]
+
+    manifests = [RankManifest(0, 0, ((Segment(1, 100, 0, 60),), (Segment(1, 100, 60, 40),)))]
+    with Team(
+        servers, 1, NODE_SHAPE, n_layers=N_LAYERS, placement="in-place", interleave=False
+    ) as team:
+        expected = team.run(manifests, backward=False)
+        monkeypatch.setattr(Layers, "forward", forward)
+        if checkpointed:
+            team.check(manifests)
+            return
+        result = team.run(manifests, backward=False)
+        for key, rows in expected.rows.items():
+            assert_close("o", result.rows[key]["o"], rows["o"].double())
+
+
+def test_gradients_that_were_changed_are_not_replayed(
+    servers: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 has a layer's gradients, and writes over that of its output, which rank 1 needs."""
+    last = Tick(0, N_LAYERS - 1, 0, Phase.BACKWARD)
+    begun, wait = threading.Event(), RankSteps.wait
+
+    def hooked(self: RankSteps, running: RunningStep, sent: SentTick) -> None:
+        if (running.rank, sent.tick) == (1, last):
+            # Until the recovery has come here, the replies are not taken in.
+            epoch = self.epoch
+            begun.set()
+            eventually(lambda: self.epoch > epoch, 30.0)
+        wait(self, running, sent)
+
+    def layer(self: Layers, rows: Rows, kind: Layer) -> torch.Tensor:
+        q = rows["q"] * 1.0
+        if require_step().rank == 0:
+            q.register_hook(lambda _: change(rows["do"]))
+        return core_attention(q, rows["k"], rows["v"])
+
+    changed: list[torch.Tensor] = []
+
+    def change(do: torch.Tensor) -> None:
+        if not changed:
+            changed.append(do)
+            assert begun.wait(30.0)
+            for node in nodes_of(servers):
+                node.kill()
+            do.mul_(0)
+
+    manifests = [RankManifest(0, rank, ((Segment(1, 200, rank * 100, 100),),)) for rank in range(2)]
+    with Team(
+        servers, 2, NODE_SHAPE, n_layers=N_LAYERS, placement="pool", n_nano_batches=1
+    ) as team:
+        monkeypatch.setattr(Layers, "_layer", layer)
+        monkeypatch.setattr(RankSteps, "wait", hooked)
+        futures = team.start(manifests)
+        for future in futures:
+            with pytest.raises(CoreAttentionFailed, match=rf"{last}: do changed in place"):
+                future.result(60)
 
 
 def test_a_step_given_up_by_one_rank_fails_for_those_who_need_its_rows(

@@ -34,6 +34,7 @@ from trainer_client import (
     core_attention,
     in_nano_batch,
 )
+from trainer_client.errors import ChangedInPlace
 from trainer_client.integrations.checkpointing import Checkpoints
 from trainer_client.step.ping_pong import Call, run_in_turns
 
@@ -88,13 +89,51 @@ class _Buffered(nn.Module):
 @pytest.mark.parametrize("copies", [False, True])
 def test_a_buffer_of_all_nano_batches_is_refused(pool_of_four: Cluster, copies: bool) -> None:
     """A gradient would be that of the keys which another nano-batch has written."""
-    refused = pytest.raises(SessionError, match="was written to while another nano-batch")
+    refused = pytest.raises(ChangedInPlace, match=r"layer 0 nano-batch 0 forward: k ")
     with Team(pool_of_four, 1, SHAPE, placement="in-place") as team:
         session = team.sessions[0]
         submit(session, 0)
         batches = [dict(zip("qkv", random_rows(), strict=True)) for _ in range(2)]
         with nullcontext() if copies else refused, session.step(0):
             sum(PingPong(_Buffered(copies=copies))(batches)).backward()
+
+
+def test_nano_batches_of_inference_mode_may_share_a_buffer(pool_of_four: Cluster) -> None:
+    """Its tensors count no writes, so servers read copies."""
+    with Team(pool_of_four, 1, SHAPE, placement="in-place") as team:
+        session = team.sessions[0]
+        batches = [dict(zip("qkv", random_rows(), strict=True)) for _ in range(2)]
+        outputs = []
+        for step, copies in enumerate((False, True)):
+            submit(session, step, forward_only=True)
+            with session.step(step), torch.inference_mode():
+                outputs.append(PingPong(_Buffered(copies=copies))(batches))
+        # Steps have plans of their own, by which sums are rounded in other orders.
+        torch.testing.assert_close(*outputs, rtol=1e-5, atol=1e-5)
+
+
+def test_a_gradient_that_is_changed_while_servers_need_it_is_named(pool_of_four: Cluster) -> None:
+    """By a hook in the other nano-batch's backward pass."""
+    seen: list[torch.Tensor] = []
+
+    def change_the_others(do: torch.Tensor) -> None:
+        for other in seen:
+            other.mul_(2.0)
+        seen.append(do)
+
+    class Hooked(nn.Module):
+        def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            o = core_attention(q, k, v)
+            o.register_hook(change_the_others)
+            return o.square().sum()
+
+    with Team(pool_of_four, 1, SHAPE, placement="in-place") as team:
+        session = team.sessions[0]
+        submit(session, 0)
+        batches = [dict(zip("qkv", random_rows(), strict=True)) for _ in range(2)]
+        with pytest.raises(ChangedInPlace) as raised, session.step(0):
+            sum(PingPong(Hooked())(batches)).backward()
+        assert raised.value.names == ("do",)
 
 
 @pytest.mark.parametrize("kind", ["served", "window", "sinks"])

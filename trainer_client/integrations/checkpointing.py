@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from traceback import walk_tb
 from types import GeneratorType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.utils.checkpoint as torch_checkpoints
@@ -27,6 +27,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from trainer_client.errors import SessionError
 from trainer_client.integrations.graphs import outside_graphs
 from trainer_client.step.thread_state import saved_tensor_hooks
+from trainer_client.step.unwritten import Unwritten
 
 Result = tuple[torch.Tensor, torch.Tensor]
 """o ``[rows, num_heads, head_dim_v]`` and lse ``[rows, num_heads]`` float32."""
@@ -35,33 +36,11 @@ _HOOK_DEPTH = 3
 """PyTorch wraps the hook of a recomputation, so that it is not compiled."""
 
 
-class _Kept:
-    """What core attention gave, as long as nobody writes to it: the model has the same memory."""
+class _Kept(NamedTuple):
+    """What core attention gave a caller, whose model has the same memory."""
 
-    def __init__(self, caller: Any, o: torch.Tensor, lse: torch.Tensor) -> None:
-        self.caller = caller
-        self._result = o.detach(), lse.detach()
-        self._versions = [version_of(tensor) for tensor in self._result]
-
-    @property
-    def result(self) -> Result:
-        """
-        Raises:
-            SessionError: it was written to.
-        """
-        if [version_of(tensor) for tensor in self._result] != self._versions:
-            raise SessionError(
-                "the output of core attention was changed in place in an activation checkpoint, or "
-                "after it; it is kept for the recomputation, which would change it once more: "
-                "write o = o * gate instead of o *= gate"
-            )
-        return self._result
-
-
-def version_of(tensor: torch.Tensor) -> int | None:
-    """How often a tensor was written to; those of inference mode do not tell, and have no
-    gradients."""
-    return None if tensor.is_inference() else tensor._version
+    caller: Any
+    result: Unwritten
 
 
 class Region:
@@ -72,8 +51,9 @@ class Region:
 
     def keep(self, caller: Any, o: torch.Tensor, lse: torch.Tensor) -> None:
         """Keeps what ``caller``, a lane, got for the recomputation."""
+        result = Unwritten("activation checkpoint", {"o": o, "lse": lse})
         with _lock:
-            self._kept.append(_Kept(caller, o, lse))
+            self._kept.append(_Kept(caller, result))
 
     @property
     def is_over(self) -> bool:
@@ -93,13 +73,13 @@ class Region:
         """The oldest result that was not taken yet.
 
         Raises:
-            SessionError: the recomputation calls core attention more often than the forward pass,
-                or what it gave was changed in place.
+            SessionError: the recomputation calls core attention more often than the forward pass.
+            ChangedInPlace: what it gave was written to, and would be once more.
         """
-        result = self._next().result
+        result = self._next().result.get()
         with _lock:
             self._kept.popleft()
-        return result
+        return result["o"], result["lse"]
 
     def forget(self, running: Any) -> None:
         """Drops what lanes of the step ``running`` got: nothing of it is recomputed any more."""

@@ -29,6 +29,7 @@ from core_attention.host_copies import on_device, on_host
 from core_attention.score_rule import PLAIN, ScoreRule
 from core_attention.tick import Tick
 from distca.contract.timeouts import default_seconds
+from trainer_client.errors import ChangedInPlace
 from trainer_client.integrity.answer import Answer, Tensors
 from trainer_client.integrity.recompute import (
     Expected,
@@ -36,6 +37,7 @@ from trainer_client.integrity.recompute import (
     key_gradient_rows,
     query_gradient_rows,
 )
+from trainer_client.step.unwritten import Unwritten
 
 logger = logging.getLogger(__name__)
 
@@ -99,6 +101,7 @@ class _Sample:
         query_rows: their packed rows.
         keys: positions of the chosen keys; empty if their gradients cannot be recomputed.
         given: the server's results for the chosen rows, copied.
+        inputs: of the answer, watched.
     """
 
     answer: Answer
@@ -110,6 +113,7 @@ class _Sample:
     query_rows: Int64Array
     keys: Int64Array
     given: Tensors
+    inputs: Unwritten
 
 
 class Auditor:
@@ -152,7 +156,8 @@ class Auditor:
 
     @property
     def skipped(self) -> int:
-        """Tasks that were chosen when too many were waiting, and not recomputed."""
+        """Tasks that were chosen and not judged: too many were waiting, or the model has written to
+        what was sent."""
         return self._skipped
 
     def sample(self, answer: Answer) -> None:
@@ -178,7 +183,7 @@ class Auditor:
 
     def _choose(self, answer: Answer) -> Iterator[_Sample]:
         route, tasks = answer.route, answer.plan.tasks(answer.tick.phase)
-        chosen = self._chosen_tasks(answer)
+        chosen, inputs = self._chosen_tasks(answer), Unwritten(answer.tick, answer.inputs)
         k_ends = tasks.k_end(answer.plan.manifest)
         for run in np.flatnonzero(chosen).tolist():
             task = int(route.task[run])
@@ -206,6 +211,7 @@ class Auditor:
                 query_rows=int(route.q_row[run]) + offsets,
                 keys=keys,
                 given=_copy_results(answer, int(route.q_position[run]) + offsets, document, keys),
+                inputs=inputs,
             )
 
     def _chosen_tasks(self, answer: Answer) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
@@ -230,7 +236,11 @@ class Auditor:
         with torch.no_grad(), torch.cuda.stream(self._stream):
             while (sample := self._waiting.get()) is not None:
                 try:
-                    self._on_finding(self._audit(sample))
+                    finding = self._audit(sample)
+                    sample.inputs.get()
+                    self._on_finding(finding)
+                except ChangedInPlace:
+                    self._skipped += 1
                 except Exception:
                     logger.exception("the audit of a task of %s failed", sample.answer.tick)
                 # Not kept while the thread waits for the next one.

@@ -186,7 +186,8 @@ class RankMachine(Generic[Manifest, Plan, Cause]):
                 self._refuse(step, why)
                 return self._fail(step, why)
             case ReplayBroke(step, why):
-                return self._fail(step, why)
+                self._fail(step, why)
+                return self._after_replay(step, [])
             case PlanCame(outline):
                 return self._plan_came(outline, now)
             case OwnServerPlanned(outline):
@@ -197,7 +198,8 @@ class RankMachine(Generic[Manifest, Plan, Cause]):
                 return self._connected(step, epoch, now)
             case ReplaySent(step, epoch):
                 running = self.running(step)
-                return running.replay_sent(epoch, now) if running is not None else []
+                out = running.replay_sent(epoch, now) if running is not None else []
+                return self._after_replay(step, out)
             case ServersUnreachable():
                 return self._unreachable(event)
             case StepEnded(step, why):
@@ -333,7 +335,17 @@ class RankMachine(Generic[Manifest, Plan, Cause]):
         running, outline = self.running(step), self.outline_of(step)
         if running is None or outline is None or outline.epoch != epoch:
             return []
-        return running.enter_plan(outline, now)
+        return self._after_replay(step, running.enter_plan(outline, now))
+
+    def _after_replay(self, step: int, out: Instructions[Plan, Cause]) -> Instructions[Plan, Cause]:
+        """If rows could not be sent again, the loop hears of it in its next wait. If none is to
+        come, the ranks that need them do."""
+        running = self.running(step)
+        if running is None or not (running.failure and running.is_complete):
+            return out
+        if not running.may_be_asked:
+            return out
+        return [*out, *running.abandon(), ReportGivenUp(step, running.failure)]
 
     def _unreachable(self, event: ServersUnreachable[Cause]) -> Instructions[Plan, Cause]:
         running = self.running(event.step)

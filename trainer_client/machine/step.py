@@ -86,8 +86,9 @@ class StepMachine(Generic[Plan, Cause]):
 
     @property
     def progress(self) -> Progress:
-        """What a recovery asks for."""
-        return Progress(self.step, tuple(lane.progress for lane in self.lanes), self.closed)
+        """What a recovery asks for. Of an abandoned step nothing will be sent again."""
+        ticks = tuple(0 if self.abandoned else lane.progress for lane in self.lanes)
+        return Progress(self.step, ticks, self.closed or self.abandoned)
 
     def is_under(self, epoch: int) -> bool:
         """Whether the plan of ``epoch`` is in force or being replayed."""

@@ -26,6 +26,7 @@ class AttentionCall:
         layer: index of the call in the nano-batch's forward.
         nano_batch: which nano-batch.
         taken_over: the keys that it carries over from the nano-batch before.
+        copies_keys: see :class:`trainer_client.step.sent_tick.SentTick`.
 
     Attributes:
         handed_over: the keys that the next nano-batch carries over from this one, if it does.
@@ -37,8 +38,11 @@ class AttentionCall:
         layer: int,
         nano_batch: int,
         taken_over: HandedOver | None = None,
+        *,
+        copies_keys: bool,
     ) -> None:
         self.handed_over: HandedOver | None = None
+        self._copies_keys = copies_keys
         self._taken_over = taken_over
         self._running = running
         self._layer = layer
@@ -121,7 +125,7 @@ class AttentionCall:
         self._phases_sent.add(phase)
         with running.timed(self.lane, "send", _describe(tick)):
             carried = self._taken_over.rows if self._taken_over is not None else {}
-            self._sent = running.send(tick, inputs, outputs, carried)
+            self._sent = running.send(tick, inputs, outputs, carried, self._copies_keys)
 
     def _collect(self, phase: Phase) -> tuple[Tensors, Tensors]:
         sent, self._sent = self._sent, None

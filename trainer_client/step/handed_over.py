@@ -15,6 +15,7 @@ import torch
 
 from trainer_client.errors import SessionError
 from trainer_client.step.replies import Tensors
+from trainer_client.step.unwritten import Unwritten
 
 
 class HandedOver:
@@ -25,6 +26,7 @@ class HandedOver:
         v: ``[rows, heads_kv, head_dim_v]``, likewise.
         nano_batch: the first nano-batch.
         runs: (first packed row, rows) of what the second carries over, in its order.
+        copies: the keys are copied, since nothing else sees to it that nobody writes to them.
     """
 
     def __init__(
@@ -33,10 +35,15 @@ class HandedOver:
         v: torch.Tensor,
         nano_batch: int,
         runs: Sequence[tuple[int, int]],
+        *,
+        copies: bool,
     ) -> None:
         self._first, self._second = f"nano-batch {nano_batch}", f"nano-batch {nano_batch + 1}"
         self._runs = runs
-        self._rows: Tensors = {name: _take(rows.detach(), runs) for name, rows in _named(k, v)}
+        # Rows that are put together are a copy.
+        whole = len(runs) == 1 and runs[0] == (0, len(k))
+        taken = {name: rows if whole else _take(rows, runs) for name, rows in (("k", k), ("v", v))}
+        self._rows: Unwritten | None = Unwritten(self._first, taken, copy=copies and whole)
         self._gradients: Tensors = {}
         self._is_answered, self._is_over = True, False
 
@@ -59,14 +66,15 @@ class HandedOver:
 
         Raises:
             SessionError: the second nano-batch's backward pass was run before.
+            ChangedInPlace: they were written to.
         """
-        if not self._rows:
+        if self._rows is None:
             raise self._came_twice()
-        return self._rows
+        return self._rows.get()
 
     def answer(self, gradients: Tensors) -> None:
         """The second nano-batch's float32 dk and dv for these keys, in their order."""
-        self._rows, self._gradients, self._is_answered = {}, gradients, True
+        self._rows, self._gradients, self._is_answered = None, gradients, True
 
     def add_to(self, gradients: Tensors) -> None:
         """Adds them to the first nano-batch's float32 dk and dv, by packed row.
@@ -84,7 +92,7 @@ class HandedOver:
             for name, rows in gradients.items():
                 rows[begin : begin + length] += self._gradients[name][at : at + length]
             at += length
-        self._rows, self._gradients, self._is_over = {}, {}, True
+        self._rows, self._gradients, self._is_over = None, {}, True
 
     def _came_apart(self) -> SessionError:
         return SessionError(
@@ -101,12 +109,6 @@ class HandedOver:
         )
 
 
-def _named(k: torch.Tensor, v: torch.Tensor) -> tuple[tuple[str, torch.Tensor], ...]:
-    return ("k", k), ("v", v)
-
-
 def _take(rows: torch.Tensor, runs: Sequence[tuple[int, int]]) -> torch.Tensor:
-    """The rows of ``runs``; ``rows`` itself, and no copy of it, if that is all of them in order."""
-    if len(runs) == 1 and runs[0] == (0, len(rows)):
-        return rows
-    return torch.cat([rows[begin : begin + length] for begin, length in runs])
+    """A copy of the rows of ``runs``."""
+    return torch.cat([rows.detach()[begin : begin + length] for begin, length in runs])

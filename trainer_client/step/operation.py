@@ -20,7 +20,7 @@ import torch
 from core_attention.score_rule import ScoreRule
 from core_attention.tensor_checks import check_qkv
 from trainer_client.errors import SessionError
-from trainer_client.integrations.checkpointing import Checkpoints, Recomputed, version_of
+from trainer_client.integrations.checkpointing import Checkpoints, Recomputed
 from trainer_client.integrations.graphs import outside_graphs, refuse_tracing
 from trainer_client.integrations.probe import current_recorder
 from trainer_client.integrations.shape_inference import is_shape_inference, of_the_right_shape
@@ -33,7 +33,9 @@ from trainer_client.step.home_kernel import shape_of
 from trainer_client.step.home_tasks import LayerKind, home_tasks
 from trainer_client.step.lane import require_lane
 from trainer_client.step.once import differentiable_once
+from trainer_client.step.running_step import RunningStep
 from trainer_client.step.sinks import with_sinks
+from trainer_client.step.thread_state import saved_tensor_hooks
 
 
 @outside_graphs
@@ -145,20 +147,13 @@ def _served(
     name = f"layer {layer}"
     if running.carried(nano_batch):
         taken, link = running.take_over(nano_batch, name, needs_backward=needs_backward)
-    call = AttentionCall(running, layer, nano_batch, taken)
+    copies = not _is_guarded(running, q, k, v)
+    call = AttentionCall(running, layer, nano_batch, taken, copies_keys=copies)
     token, link = _Send.apply(q, k, v, link, call)  # type: ignore[no-untyped-call]
     if runs := running.carried(nano_batch + 1):
-        handed = HandedOver(k, v, nano_batch, runs)
+        handed = HandedOver(k, v, nano_batch, runs, copies=copies)
         call.handed_over = running.hand_over(nano_batch, name, handed, link)
-    versions = [version_of(tensor) for tensor in (q, k, v)]
     lane.give_way()
-    if versions != [version_of(tensor) for tensor in (q, k, v)]:
-        # What autograd saves below it would take for unwritten.
-        raise SessionError(
-            f"q, k or v of nano-batch {nano_batch} in {name} was written to while another "
-            "nano-batch had its turn: a module keeps them in memory of its own, such as a buffer, "
-            "which all passes write to. Give core attention a copy"
-        )
     detached = (tensor.detach() for tensor in (q, k, v))
     keep = functools.partial(checkpoints.keep, lane)
     o, lse = _Collect.apply(token, *detached, call, keep)  # type: ignore[no-untyped-call]
@@ -167,6 +162,12 @@ def _served(
 
 def _needs_backward(*tensors: torch.Tensor) -> bool:
     return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+
+
+def _is_guarded(running: RunningStep, *tensors: torch.Tensor) -> bool:
+    """Whether autograd, which saves q, k and v itself, refuses to go on if they are written to
+    before their backward pass."""
+    return _needs_backward(*tensors) and not running.forward_only and not saved_tensor_hooks()
 
 
 def _check_served(name: str, asked: float | None, of_job: float) -> None:
@@ -220,7 +221,8 @@ def _at_home(
     n_rows, keep = running.n_rows(nano_batch), functools.partial(checkpoints.keep, lane)
     o, lse, link = attend_at_home(q, k, v, n_rows, call, keep, link)
     if running.carried(nano_batch + 1) and tasks.handed_over:
-        handed = HandedOver(k, v, nano_batch, tasks.handed_over)
+        copies = not _is_guarded(running, q, k, v)
+        handed = HandedOver(k, v, nano_batch, tasks.handed_over, copies=copies)
         call.handed_over = running.hand_over(nano_batch, name, handed, link)
     return o, lse
 

@@ -30,7 +30,7 @@ from data_plane.liveness import LivenessMonitor
 from distca.contract.codec import rank_manifest_to_proto
 from distca.contract.server_loss import LossCause, ServerLoss
 from distca.v1 import jobs_pb2
-from trainer_client.errors import CoreAttentionFailed, PlanNotReady
+from trainer_client.errors import CoreAttentionFailed, PlanNotReady, SessionError
 from trainer_client.integrity.examiner import Examiner
 from trainer_client.link.control_link import ControlLink
 from trainer_client.machine.events import (
@@ -262,6 +262,8 @@ class RankSteps:
                     self._server_failed(running, sent, epoch, error)
                     continue
                 if pending is None:
+                    # Servers of this process have read them only now, and examiners do after this.
+                    sent.rows()
                     self._post(RepliesHere(sent.tick, epoch), running)
                     continue
                 pending.wait(CHECK_SECONDS)
@@ -456,7 +458,8 @@ class RankSteps:
         except Exception as error:
             # Whatever breaks this thread would leave the training loop waiting: hand it over.
             logger.exception("step %d cannot go on", wanted.step)
-            self._post(ReplayBroke(wanted.step, f"its replay failed: {error!r}"))
+            why = str(error) if isinstance(error, SessionError) else repr(error)
+            self._post(ReplayBroke(wanted.step, f"its replay failed: {why}"))
 
     def _connect(self, wanted: Connect[PlannedStep]) -> None:
         planned, step, epoch = wanted.plan, wanted.step, wanted.epoch
@@ -564,6 +567,11 @@ class RankSteps:
             torch.cuda.current_stream(self._device).wait_event(sent.written)
         inputs = sent.rows()
         if instruction.only_rows:
+            if tick.phase is Phase.BACKWARD:
+                # The training loop goes on, and may write to them before this process's server
+                # reads them. (It cannot to keys of forward ticks: see SentTick.copies_keys.)
+                inputs = {name: tensor.clone() for name, tensor in inputs.items()}
+                sent.rows()
             # The training loop has its outputs.
             outputs = {
                 name: torch.empty_like(tensor, device=self._device)

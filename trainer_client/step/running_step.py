@@ -30,6 +30,7 @@ from trainer_client.step.replies import Tensors
 from trainer_client.step.sent_tick import SentTick
 from trainer_client.step.step_report import StepReport, TraceEvent
 from trainer_client.step.tick_wait import DeviceWait, TickWait
+from trainer_client.step.unwritten import Unwritten
 
 
 class Ticks(Protocol):
@@ -344,7 +345,14 @@ class RunningStep:
                         kv_rows=route.n_kv_rows * layers,
                     )
 
-    def send(self, tick: Tick, inputs: Tensors, outputs: Tensors, carried: Tensors) -> SentTick:
+    def send(
+        self,
+        tick: Tick,
+        inputs: Tensors,
+        outputs: Tensors,
+        carried: Tensors,
+        copies_keys: bool,
+    ) -> SentTick:
         """Sends this rank's part of ``tick`` to every server, or keeps it until a plan is in force;
         returns at once.
 
@@ -353,6 +361,7 @@ class RunningStep:
             inputs: q, k, v, and for backward also do, lse, delta, by packed row.
             outputs: o and lse, or dq, by packed row, to be written.
             carried: k and v of the keys that are carried over from the nano-batch before.
+            copies_keys: as of :class:`SentTick`.
 
         Raises:
             CoreAttentionFailed: the step is over, or this process's own server has failed.
@@ -361,9 +370,9 @@ class RunningStep:
             raise CoreAttentionFailed(
                 f"step {self.step} is over; run backward inside the step's block"
             )
-        # Another thread may send them again, outside autograd.
-        inputs = {name: tensor.detach() for name, tensor in inputs.items()}
-        sent = SentTick(tick, inputs, carried, outputs, record_event(self.device))
+        kept, kept_carried = (Unwritten(tick, tensors) for tensors in (inputs, carried))
+        written = record_event(self.device)
+        sent = SentTick(tick, kept, kept_carried, copies_keys, outputs, written)
         self.sent[tick] = sent
         self._ticks.begin_tick(self, sent)
         return sent
@@ -374,6 +383,7 @@ class RunningStep:
         Raises:
             CoreAttentionFailed: this process's own server failed, the step cannot be replayed, or
                 no plan came into force in ``recovery_timeout_seconds``.
+            ChangedInPlace: its inputs were written to meanwhile.
             SessionClosed: the job ended.
         """
         self._ticks.wait(self, sent)

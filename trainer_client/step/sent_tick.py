@@ -7,9 +7,11 @@ from dataclasses import dataclass, field
 
 import torch
 
+from attention_node.cuda_order import record_event
 from core_attention.shape import AttentionShape
 from core_attention.tick import Tick
 from trainer_client.step.replies import Awaited, Tensors
+from trainer_client.step.unwritten import Unwritten
 
 
 @dataclass(eq=False)
@@ -22,6 +24,8 @@ class SentTick:
             nobody can ask for it again.
         carried: k and v of the keys that are carried over from the nano-batch before; empty without
             any.
+        copies_keys: of the complete tick copies of k and v are kept, since nothing else sees to it
+            that nobody writes to them.
         outputs: o and lse, or dq, by packed row; once handed out, their shapes only ("meta").
         gradients: dk and dv, by packed row, float32: from completion until they are handed out.
         written: on a GPU, the event after which the inputs are complete.
@@ -34,8 +38,9 @@ class SentTick:
     """
 
     tick: Tick
-    inputs: Tensors | None
-    carried: Tensors
+    inputs: Unwritten | None
+    carried: Unwritten
+    copies_keys: bool
     outputs: Tensors
     written: torch.cuda.Event | None
     gradients: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -49,15 +54,19 @@ class SentTick:
 
     def rows(self) -> Tensors:
         """The inputs as routes count them: behind the rows of k and v lie those carried over. Empty
-        once nobody can ask for them again."""
-        inputs = dict(self.inputs or {})
-        if inputs and self.carried and not self._joined:
+        once nobody can ask for them again.
+
+        Raises:
+            ChangedInPlace: they were written to since the tick began.
+        """
+        if self.inputs is None:
+            return {}
+        inputs, carried = self.inputs.get(), self.carried.get()
+        if carried and not self._joined:
             # Kept until the replies are taken in: the in-place server reads them on a stream that
             # the allocator knows nothing of.
-            self._joined = {
-                name: torch.cat([inputs[name], carried]) for name, carried in self.carried.items()
-            }
-        return inputs | self._joined
+            self._joined = {name: torch.cat([inputs[name], carried[name]]) for name in carried}
+        return {**inputs, **self._joined}
 
     def hand_out(self) -> tuple[Tensors, Tensors]:
         """The outputs and gradients of the complete tick, which it keeps no longer."""
@@ -70,8 +79,8 @@ class SentTick:
     def zero_gradients(self, shape: AttentionShape) -> dict[str, torch.Tensor]:
         """What the parts of dk and dv are summed up in, float32."""
         assert self.inputs is not None
-        k = self.inputs["k"]
-        n_rows = len(k) + len(self.carried.get("k", ()))
+        k = self.inputs.get()["k"]
+        n_rows = len(k) + len(self.carried.get().get("k", ()))
         return {
             name: k.new_zeros((n_rows, shape.num_heads_kv, head_dim), dtype=torch.float32)
             for name, head_dim in (("dk", shape.head_dim), ("dv", shape.head_dim_v))
@@ -80,11 +89,14 @@ class SentTick:
     def forget_queries(self) -> None:
         """Keeps of the inputs what others may need."""
         if self.inputs is not None:
-            self.inputs = {name: self.inputs[name] for name in ("k", "v")}
+            inputs = self.inputs.get()
+            keys = {name: inputs[name] for name in ("k", "v")}
+            self.inputs = Unwritten(self.tick, keys, copy=self.copies_keys)
+            self.written = record_event(keys["k"].device)
 
     def forget_inputs(self) -> None:
         """Keeps none of them."""
-        self.inputs, self.carried, self._joined = None, {}, {}
+        self.inputs, self.carried, self._joined = None, Unwritten(self.tick, {}), {}
 
     def let_go(self, epoch: int) -> int:
         """Lets go of the replies of an epoch. Returns how many of them were here."""
