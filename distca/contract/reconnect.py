@@ -10,6 +10,7 @@ import logging
 import threading
 from collections.abc import Callable
 from dataclasses import replace
+from random import SystemRandom
 from typing import TypeVar
 
 from tenacity import (
@@ -19,7 +20,7 @@ from tenacity import (
     sleep_using_event,
     stop_after_delay,
     stop_when_event_set,
-    wait_random_exponential,
+    wait_exponential,
 )
 
 from distca.contract import rpc
@@ -120,9 +121,11 @@ def reach(
             timeout_seconds,
         )
 
+    longest_wait = wait_exponential(multiplier=0.2, max=LONGEST_WAIT_SECONDS)
     retrying = Retrying(
         stop=stop_after_delay(timeout_seconds) | stop_when_event_set(giving_up),
-        wait=wait_random_exponential(multiplier=0.2, max=LONGEST_WAIT_SECONDS),
+        # Not by the process's generator, which is the training loop's.
+        wait=lambda state: SystemRandom().uniform(0.0, longest_wait(state)),
         retry=retry_if_exception(again),
         sleep=sleep_using_event(giving_up),
         before_sleep=tell,

@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
+import secrets
 import time
 from collections.abc import Callable
 from contextvars import ContextVar
@@ -164,19 +165,23 @@ def start_with(exporter: SpanExporter, role: str) -> Callable[[], None]:
     from opentelemetry.sdk.resources import Resource
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.sdk.trace.export import BatchSpanProcessor
-    from opentelemetry.sdk.trace.id_generator import RandomIdGenerator
+    from opentelemetry.sdk.trace.id_generator import IdGenerator
     from opentelemetry.sdk.trace.sampling import TraceIdRatioBased
 
-    class Ids(RandomIdGenerator):
-        """Random, but for the root of a step."""
+    class Ids(IdGenerator):
+        """Random, but for the root of a step; not by the process's generator, which is the training
+        loop's, and may be seeded alike in all ranks."""
 
         def generate_trace_id(self) -> int:
             ids = _ids.get()
-            return super().generate_trace_id() if ids is None else ids[0]
+            return secrets.randbits(128) or 1 if ids is None else ids[0]
 
         def generate_span_id(self) -> int:
             ids = _ids.get()
-            return super().generate_span_id() if ids is None else ids[1]
+            return secrets.randbits(64) or 1 if ids is None else ids[1]
+
+        def is_trace_id_random(self) -> bool:
+            return True
 
     provider = TracerProvider(
         # Decided by the trace's id alone: every process keeps the same steps.

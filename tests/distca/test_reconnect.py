@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import random
 import threading
 from collections.abc import Callable
 
@@ -47,6 +48,13 @@ def test_addresses_take_turns() -> None:
     asked, attempt = failing(3)
     assert search(attempt) == "here"
     assert asked == ["one:1", "two:2", "one:1", "two:2"]
+
+
+def test_waits_use_up_no_random_number_of_the_process() -> None:
+    before = random.getstate()
+    _, attempt = failing(3)
+    search(attempt)
+    assert random.getstate() == before
 
 
 def test_who_waits_long_is_told_once(

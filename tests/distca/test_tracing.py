@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -78,6 +79,16 @@ def test_spans_of_a_step_are_children_of_its_plan_whoever_comes_first(spans: Any
         "distca.server": "node-0",
     }
     assert first.end_time - first.start_time == 500_000_000
+
+
+def test_ids_use_up_no_random_number_of_the_process(spans: Any) -> None:
+    """They would be those of every rank that is seeded alike, too."""
+    before = random.getstate()
+    record("distca.tick", 11)
+    record("distca.tick", 12)
+    assert random.getstate() == before
+    first, second = spans()["distca.tick"]
+    assert first.context.trace_id != second.context.trace_id
 
 
 def test_a_failed_step_is_marked(spans: Any) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import random
 from collections import Counter, OrderedDict, defaultdict, deque
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import distributed as dist
@@ -71,6 +73,26 @@ def test_what_modules_keep_on_themselves_is_put_back(container: Any) -> None:
     assert container == before
     assert list(kept) == list(model[0].__dict__)
     assert all(value is model[0].__dict__[name] for name, value in kept.items())
+
+
+class _Draws(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * torch.rand(()) * random.random() * float(np.random.rand())
+
+
+def test_no_random_number_is_used_up() -> None:
+    def next_numbers() -> tuple[float, float, float]:
+        return float(torch.rand(())), random.random(), float(np.random.rand())
+
+    states = torch.get_rng_state(), random.getstate(), np.random.get_state()
+    expected = next_numbers()
+    torch.set_rng_state(states[0])
+    random.setstate(states[1])
+    np.random.set_state(states[2])
+    model = _Draws()
+    with untouched(model):
+        model(torch.ones(1))
+    assert next_numbers() == expected
 
 
 def test_hooks_that_collect_outputs_leave_none() -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import random
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -22,7 +24,8 @@ _CONTAINERS = (list, dict, set, OrderedDict, defaultdict, Counter, deque)
 @contextmanager
 def untouched(model: nn.Module) -> Iterator[None]:
     """Whatever the block runs, without gradients: the model's buffers and what modules keep on
-    themselves, autocast's cache and the random number generators stay as they are."""
+    themselves, autocast's cache and the random number generators, also Python's and NumPy's, stay
+    as they are."""
     caches = torch.is_autocast_cache_enabled()
     with state_kept(model), torch.no_grad():
         # Weights that are cast here have no graph; kept, they would get no gradients later.
@@ -43,10 +46,13 @@ def state_kept(model: nn.Module) -> Iterator[None]:
         for tensor in (*model.parameters(), *model.buffers())
         if tensor.device.type == "cuda"
     }
+    python, numpy = random.getstate(), np.random.get_state()
     with torch.random.fork_rng(sorted(devices), device_type="cuda"):
         try:
             yield
         finally:
+            random.setstate(python)
+            np.random.set_state(numpy)
             with torch.no_grad():
                 for each in kept:
                     each.restore()

@@ -13,12 +13,12 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import random
 import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from random import SystemRandom
 from typing import Any, Protocol
 
 import torch
@@ -320,7 +320,7 @@ class Neighbours:
                 except (TransportError, rpc.RpcError) as error:
                     with self._changed:
                         self._of(rank).fault = str(error)
-                    time.sleep(random.uniform(0.0, _LONGEST_PAUSE_SECONDS))
+                    time.sleep(SystemRandom().uniform(0.0, _LONGEST_PAUSE_SECONDS))
         finally:
             with self._changed:
                 self._of(rank).connecting = False

@@ -21,7 +21,7 @@ from trainer_client.integrations.checkpointing import end_checkpoints, in_checkp
 from trainer_client.integrations.fsdp import require_prepared
 from trainer_client.integrations.graphs import outside_graphs
 from trainer_client.step.lane import Lane, check_nano_batch, current_lane, require_step
-from trainer_client.step.lane_random import RandomState, lane_states
+from trainer_client.step.lane_random import LaneRandom
 from trainer_client.step.mixed_state import watch
 from trainer_client.step.running_step import RunningStep
 from trainer_client.step.thread_state import ThreadState
@@ -63,35 +63,37 @@ class PingPong(nn.Module):
                 f"{len(nano_batches)} nano-batches were given; the job has n_nano_batches="
                 f"{running.job.n_nano_batches}"
             )
-        random = lane_states(len(nano_batches))
         if not self.interleave or len(nano_batches) == 1:
-            return [
-                self._run_alone(running, index, batch, random)
-                for index, batch in enumerate(nano_batches)
-            ]
+            random = LaneRandom(len(nano_batches))
+            try:
+                return [
+                    self._run_alone(running, index, batch, random)
+                    for index, batch in enumerate(nano_batches)
+                ]
+            finally:
+                random.end()
         if not self._checked:
             require_prepared(self.module)
             self._checked = True
         calls = [((), batch) for batch in nano_batches]
-        return _Turns(self.module, running, calls, random, model=self.module).run()
+        return _Turns(self.module, running, calls, model=self.module).run()
 
     def _run_alone(
         self,
         running: RunningStep,
         index: int,
         batch: Mapping[str, Any],
-        random: list[RandomState],
+        random: LaneRandom,
     ) -> Any:
         lane = Lane(running, index, beside=range(running.job.n_nano_batches))
         token = current_lane.set(lane)
-        random[index].restore()
+        random.enter(index)
         try:
             output = _run(self.module, (), batch)
             running.lane_returned(index)
             return output
         finally:
-            random[index] = RandomState.capture()
-            random[0].restore()
+            random.leave(index)
             current_lane.reset(token)
 
 
@@ -125,9 +127,7 @@ def run_in_turns(
     """
     running = require_step()
     check_nano_batch(running, first + len(calls) - 1)
-    random = lane_states(len(calls))
-    turns = _Turns(forward, running, calls, random, first=first, is_last=is_last, model=model)
-    return turns.run()
+    return _Turns(forward, running, calls, first=first, is_last=is_last, model=model).run()
 
 
 class _Turns:
@@ -142,7 +142,6 @@ class _Turns:
         forward: Callable[..., Any],
         running: RunningStep,
         calls: Sequence[Call],
-        random: list[RandomState],
         *,
         first: int = 0,
         is_last: bool = True,
@@ -156,7 +155,7 @@ class _Turns:
             )
         self._forward = forward
         self._running = running
-        self._random = random
+        self._random = LaneRandom(len(calls))
         self._first = first
         self._is_last = is_last
         self._model = model
@@ -202,7 +201,7 @@ class _Turns:
             # autograd has saved for them, until garbage is collected.
             self._players.clear()
             state.restore()
-            self._random[0].restore()
+            self._random.end()
 
     def _player(self, index: int, call: Call) -> greenlet.greenlet:
         context, nano_batch = contextvars.copy_context(), self._first + index
@@ -212,11 +211,11 @@ class _Turns:
         arguments, named = call
 
         def play() -> None:
-            self._random[index].restore()
+            self._random.enter(index)
             try:
                 self._outputs[index] = _run(self._forward, arguments, named)
             finally:
-                self._random[index] = RandomState.capture()
+                self._random.leave(index)
             if self._is_last:
                 self._running.lane_returned(nano_batch)
 
@@ -226,11 +225,11 @@ class _Turns:
 
     def _give_way(self, index: int) -> None:
         state = ThreadState()
-        self._random[index] = RandomState.capture()
+        self._random.leave(index)
         try:
             self._referee.switch()
         finally:
             # A lane that is ended here, since another has failed, leaves what it is in: activation
             # checkpoints take hooks away that must be there.
             state.restore()
-            self._random[index].restore()
+            self._random.enter(index)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import logging
-import random
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from random import SystemRandom
 
 from core_attention.plan import Plan, PlanServer
 from data_plane.metrics import DataPlaneMetrics
@@ -224,7 +224,7 @@ class ServerLinks:
                 waits = options.connect_timeout_seconds if _job_not_there_yet(error) else patience
                 if error.proven or heard_at - began > waits:
                     raise
-                time.sleep(random.uniform(0.0, longest_pause))
+                time.sleep(SystemRandom().uniform(0.0, longest_pause))
                 longest_pause = min(2 * longest_pause, 1.0)
             except NetworkRestarted:
                 if time.monotonic() - began > patience:
