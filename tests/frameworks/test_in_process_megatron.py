@@ -485,6 +485,20 @@ def test_a_step_of_other_microbatches_is_told_after_those_before_it() -> None:
     assert [manifest.n_nano_batches for manifest in plans.submitted] == [4, 4]
 
 
+def test_a_loader_may_reuse_its_memory() -> None:
+    plans: Any = Plans(2)
+    steps = ServedSteps(plans, [Language()])
+    microbatch = {"cu_seqlens": torch.tensor([0, 5, 12]), "tokens": torch.empty(1, 12)}
+
+    def loader() -> Iterator[Any]:
+        for step in range(6):
+            microbatch["tokens"].fill_(step)
+            yield [microbatch]
+
+    seen = [int(batch[0]["tokens"][0, 0]) for _, batch in steps.ahead(loader())]
+    assert seen == list(range(6))
+
+
 def test_halves_leave_the_fork_of_random_states(monkeypatch: pytest.MonkeyPatch) -> None:
     """As a transformer block with sequence parallelism runs them; of Megatron's own tracker."""
     device = torch.Generator().manual_seed(5)

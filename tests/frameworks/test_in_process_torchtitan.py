@@ -331,6 +331,22 @@ def test_steps_are_planned_ahead_and_the_state_is_of_those_used() -> None:
     assert not ahead.is_step_planned()
 
 
+def test_a_loader_may_reuse_its_memory() -> None:
+    rows = torch.empty(1, 16, dtype=torch.int64)
+
+    class OneBuffer(RandomDocuments):
+        def __iter__(self) -> Any:
+            for number in range(6):
+                yield {"input": rows.fill_(number), "positions": rows}, rows
+
+    ahead = ReadAhead(
+        OneBuffer(RandomDocuments.Config(), dp_rank=0, seq_len=16, local_batch_size=1)
+    )
+    ahead.plan_by(lambda step: None, batches_of_step=2, ahead=2, most=3)
+    seen = [(int(inputs["input"][0, 0]), int(labels[0, 0])) for inputs, labels in ahead]
+    assert seen == [(number, number) for number in range(6)]
+
+
 def test_data_that_end_within_a_step_are_handed_out_unplanned() -> None:
     planned: list[int] = []
     some = [batch for _, batch in zip(range(3), loader(), strict=False)]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
-from collections.abc import Iterator
+from collections import UserDict
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import accelerate
 import pytest
@@ -166,6 +168,54 @@ def test_batches_without_documents_are_refused_by_name() -> None:
     text: Any = "3"
     with pytest.raises(ValueError, match="ahead is '3'; it must be an integer, 0 or more"):
         list(submit_ahead(session, steps(1), ahead=text))
+
+
+@dataclasses.dataclass(frozen=True)
+class Packed:
+    """As Megatron's parameters of packed sequences."""
+
+    cu_seqlens: torch.Tensor
+
+
+class Pair(NamedTuple):
+    tokens: torch.Tensor
+    labels: torch.Tensor
+
+
+class Encoding(UserDict[str, Any]):
+    """As of transformers' tokenizers."""
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda rows: rows,
+        lambda rows: rows.numpy(),
+        lambda rows: rows[None].expand(2, -1),
+        lambda rows: [(rows, "text")],
+        lambda rows: Pair(rows, rows),
+        lambda rows: Packed(rows),
+        lambda rows: Encoding({"rows": {"rows": rows}}),
+    ],
+    ids=["tensor", "array", "view", "list", "named tuple", "dataclass", "user dict"],
+)
+@pytest.mark.parametrize("ahead", [0, 3])
+def test_a_loader_may_reuse_its_memory(wrap: Callable[[torch.Tensor], Any], ahead: int) -> None:
+    """As nanochat's, which fills one pinned buffer again and again."""
+    session: Any = RecordingRows()
+    buffer = torch.empty(4, dtype=torch.int64)
+    row = {"position_ids": torch.arange(4)[None], "input": wrap(buffer)}
+
+    def loader() -> Iterator[Any]:
+        for step in range(6):
+            buffer.fill_(step)
+            yield row
+
+    seen = []
+    for _, batch in submit_ahead(session, loader(), ahead=ahead):
+        assert type(batch["input"]) is type(row["input"])
+        seen.append(str(batch["input"]))
+    assert seen == [str(row["input"]) for _ in loader()]
 
 
 class Attention(nn.Module):

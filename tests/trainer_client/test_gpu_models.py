@@ -13,9 +13,10 @@ from torch import nn
 from core_attention.shape import AttentionShape
 from tests.cluster import Cluster
 from tests.trainer_client.test_checkpointing import CHECKPOINTED, Checkpointed, gpt2_config
+from tests.trainer_client.test_feed import Recording
 from tests.trainer_client.test_gpu_parity import DEVICE, gpu_pool
 from tests.trainer_client.test_transformers import make_batches, make_model, open_session, submit
-from trainer_client import PingPong, Session, SessionError
+from trainer_client import PingPong, Session, SessionError, submit_ahead
 
 __all__ = ["gpu_pool"]
 
@@ -74,6 +75,36 @@ def test_gradients_of_checkpoints_with_dropout_are_those_without_checkpoints(
         # dQ is summed in any order on a GPU, and rounded to bfloat16, 4e-3, in two layers; other
         # masks put gradients off by more than a half.
         assert off < 2e-2, f"{name} is off by {off:.1e}"
+
+
+def test_a_step_without_dropout_leaves_the_generators_alone(session: Session) -> None:
+    model = model_on_gpu().eval()
+    train(session, model)
+    torch.manual_seed(7)
+    states = torch.get_rng_state(), torch.cuda.get_rng_state()
+    train(session, model)
+    assert torch.equal(torch.get_rng_state(), states[0])
+    assert torch.equal(torch.cuda.get_rng_state(), states[1])
+
+
+@pytest.mark.parametrize("where", ["pinned", "device"])
+def test_a_loader_may_reuse_its_memory(where: str) -> None:
+    """As nanochat's: a pinned buffer, and one on the device."""
+    session: Any = Recording()
+    pinned = torch.empty(1000, dtype=torch.int64, pin_memory=True)
+    rows = pinned if where == "pinned" else pinned.to(DEVICE)
+
+    def loader() -> Iterator[list[dict[str, torch.Tensor]]]:
+        for step in range(6):
+            pinned.fill_(step)
+            rows.copy_(pinned, non_blocking=True)
+            yield [{**batch, "row": rows} for batch in make_batches()]
+
+    seen = []
+    for _, (batch, _) in submit_ahead(session, loader()):
+        assert batch["row"].is_pinned() is (where == "pinned")
+        seen.append(batch["row"].to(DEVICE, non_blocking=True).unique().tolist())
+    assert seen == [[step] for step in range(6)]
 
 
 def test_frozen_layers_leave_steps_complete(session: Session) -> None:

@@ -111,7 +111,7 @@ def test_resumes_from_a_checkpoint(runs: list[dict[str, Any]]) -> None:
 
 def trainer(tmp_path: Path, collator: Any = None, **settings: Any) -> transformers.Trainer:
     args = transformers.TrainingArguments(
-        output_dir=str(tmp_path), use_cpu=True, report_to=[], max_steps=1, **settings
+        output_dir=str(tmp_path), use_cpu=True, report_to=[], **{"max_steps": 1, **settings}
     )
     documents = [{"input_ids": [4, 5, 6][:n]} for n in (3, 2, 3, 1)]
     model = make_model(CONFIGS["Llama"], "distca")
@@ -208,6 +208,37 @@ def test_batches_without_rows_of_the_model_are_refused(
     refused = pytest.raises(ManifestError, match=r"chosen_input_ids.*at_home")
     with refused, serve_trainer(preferring, **options_of(pool_of_four, "pairs")):
         preferring.train()
+
+
+class FromOneBuffer(transformers.Trainer):
+    """Its loader fills one buffer again and again."""
+
+    def get_train_dataloader(self) -> Any:
+        row = torch.empty(1, 6, dtype=torch.int64)
+        batch = {"input_ids": row, "labels": row, "position_ids": torch.arange(6)[None]}
+
+        def batches() -> Iterator[dict[str, torch.Tensor]]:
+            for step in range(6):
+                row.fill_(step)
+                yield batch
+
+        return batches()
+
+
+def test_batches_of_a_loader_that_reuses_its_memory_are_trained_on_in_turn(
+    tmp_path: Path, pool_of_four: Cluster
+) -> None:
+    made: Any = trainer(tmp_path, max_steps=6)
+    made.__class__ = FromOneBuffer
+    seen: list[int] = []
+    made.model.register_forward_pre_hook(
+        lambda _, __, named: seen.append(int(named["input_ids"][0, 0])), with_kwargs=True
+    )
+    options = {"control_plane": pool_of_four.address, "job": "one-buffer", "placement": "in-place"}
+    with serve_trainer(made, profile_dir=tmp_path, data_host="127.0.0.1", **options):
+        seen.clear()
+        made.train()
+    assert seen == list(range(6))
 
 
 def test_blocks_do_not_nest(tmp_path: Path, pool_of_four: Cluster) -> None:

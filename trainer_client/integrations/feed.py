@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 from core_attention.errors import ManifestError
 from core_attention.manifest import RankManifest
 from distca.contract.checks import check_count
+from trainer_client.integrations.held_batch import own_copy
 from trainer_client.session import Session
 from trainer_client.step.manifests import (
     manifest_from_cu_seqlens,
@@ -45,7 +46,8 @@ def submit_ahead(
         forward_only: the steps have no backward pass (evaluation).
 
     Yields:
-        The number of a step, for ``session.step``, and what the loader gave for it.
+        The number of a step, for ``session.step``, and a copy of what the loader gave for it: it
+        may reuse its memory.
 
     Raises:
         ManifestError: a nano-batch does not say where its documents begin.
@@ -101,10 +103,10 @@ class LastBatch:
         return not self._is_over and self._loader is None
 
     def fetch(self, source: Iterator[Batch]) -> list[Batch]:
-        """The next batch; none if there are no more."""
+        """A copy of the next batch; none if there are no more."""
         with _earlier_ends_aside():
             try:
-                batch = next(source)
+                batch = own_copy(next(source))
             except StopIteration:
                 self._is_over = True
                 return []

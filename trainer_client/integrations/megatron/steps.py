@@ -21,6 +21,7 @@ from core_attention.manifest import RankManifest
 from distca.contract.checks import check_count
 from trainer_client.errors import SessionError
 from trainer_client.integrations.frameworks import UnsupportedSetting
+from trainer_client.integrations.held_batch import own_copy
 from trainer_client.integrations.megatron import host_bounds, one_lane
 from trainer_client.integrations.megatron.attention import ServedCoreAttention
 from trainer_client.integrations.megatron.halves import Half, segments_of
@@ -182,7 +183,7 @@ class ServedSteps:
             forward_only: the steps have no backward pass (evaluation).
 
         Yields:
-            The number of a step, for :meth:`step`, and its microbatches.
+            The number of a step, for :meth:`step`, and a copy of its microbatches.
 
         Raises:
             ManifestError: a microbatch does not tell of its documents.
@@ -191,7 +192,7 @@ class ServedSteps:
         check_count("steps_ahead", steps_ahead)
         submitted: deque[tuple[int, Sequence[Microbatch]]] = deque()
         expected = self.session.options.n_nano_batches // (2 if self._turns else 1)
-        for microbatches in loader:
+        for microbatches in map(own_copy, loader):
             step = self.session.next_step
             if len(microbatches) != expected:
                 # Those before it are whole.

@@ -9,12 +9,14 @@ from typing import Any
 import torch
 from torchtitan.components.dataloader import BaseDataLoader
 
+from trainer_client.integrations.held_batch import own_copy
+
 Batch = tuple[dict[str, torch.Tensor], torch.Tensor]
 """Model inputs, with ``input`` and ``positions`` ``[B, L]``, and labels."""
 
 
 class ReadAhead(BaseDataLoader):
-    """Hands out the batches of ``loader`` one by one, and reads further than that.
+    """Hands out copies of the batches of ``loader`` one by one, and reads further than that.
 
     Its state is that of the batches handed out, at the end of a step: training goes on after a
     checkpoint with the batch that comes next.
@@ -67,7 +69,8 @@ class ReadAhead(BaseDataLoader):
         while len(self._steps) <= self._ahead and self._most > 0:
             self._most -= 1
             batches = [
-                batch for _, batch in zip(range(self._batches_of_step), self._source, strict=False)
+                own_copy(batch)
+                for _, batch in zip(range(self._batches_of_step), self._source, strict=False)
             ]
             if not batches:
                 self._most = 0
