@@ -40,10 +40,8 @@ class HandedOver:
     ) -> None:
         self._first, self._second = f"nano-batch {nano_batch}", f"nano-batch {nano_batch + 1}"
         self._runs = runs
-        # Rows that are put together are a copy.
-        whole = len(runs) == 1 and runs[0] == (0, len(k))
-        taken = {name: rows if whole else _take(rows, runs) for name, rows in (("k", k), ("v", v))}
-        self._rows: Unwritten | None = Unwritten(self._first, taken, copy=copies and whole)
+        taken = {"k": _take(k.detach(), runs), "v": _take(v.detach(), runs)}
+        self._rows: Unwritten | None = Unwritten(self._first, taken, copy=copies)
         self._gradients: Tensors = {}
         self._is_answered, self._is_over = True, False
 
@@ -110,5 +108,7 @@ class HandedOver:
 
 
 def _take(rows: torch.Tensor, runs: Sequence[tuple[int, int]]) -> torch.Tensor:
-    """A copy of the rows of ``runs``."""
-    return torch.cat([rows.detach()[begin : begin + length] for begin, length in runs])
+    """The rows of ``runs``; ``rows`` itself, and no copy of it, if that is all of them in order."""
+    if len(runs) == 1 and runs[0] == (0, len(rows)):
+        return rows
+    return torch.cat([rows[begin : begin + length] for begin, length in runs])

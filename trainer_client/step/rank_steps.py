@@ -263,7 +263,7 @@ class RankSteps:
                     continue
                 if pending is None:
                     # Servers of this process have read them only now, and examiners do after this.
-                    sent.rows()
+                    sent.check()
                     self._post(RepliesHere(sent.tick, epoch), running)
                     continue
                 pending.wait(CHECK_SECONDS)
@@ -561,17 +561,17 @@ class RankSteps:
         with self.lock:
             machine = self._machine.running(tick.step)
             is_void = machine is None or not machine.is_under(epoch)
-        if is_void or plan is None or plan.epoch != epoch or sent.inputs is None:
+        if is_void or plan is None or plan.epoch != epoch:
             return
-        if sent.written is not None:
-            torch.cuda.current_stream(self._device).wait_event(sent.written)
         inputs = sent.rows()
+        if not inputs:
+            return
         if instruction.only_rows:
             if tick.phase is Phase.BACKWARD:
                 # The training loop goes on, and may write to them before this process's server
-                # reads them. (It cannot to keys of forward ticks: see SentTick.copies_keys.)
+                # reads them. Keys of forward ticks are copies, or autograd finds it out.
                 inputs = {name: tensor.clone() for name, tensor in inputs.items()}
-                sent.rows()
+                sent.check()
             # The training loop has its outputs.
             outputs = {
                 name: torch.empty_like(tensor, device=self._device)

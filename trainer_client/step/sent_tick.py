@@ -52,16 +52,29 @@ class SentTick:
     complete: bool = False
     _joined: dict[str, torch.Tensor] = field(default_factory=dict)
 
+    def check(self) -> None:
+        """
+        Raises:
+            ChangedInPlace: the inputs were written to since the tick began.
+        """
+        if self.inputs is not None:
+            self.inputs.get()
+            self.carried.get()
+
     def rows(self) -> Tensors:
         """The inputs as routes count them: behind the rows of k and v lie those carried over. Empty
-        once nobody can ask for them again.
+        once nobody can ask for them again. On a GPU, for the current stream.
 
         Raises:
-            ChangedInPlace: they were written to since the tick began.
+            ChangedInPlace: as :meth:`check`.
         """
-        if self.inputs is None:
+        held = self.inputs
+        if held is None:
             return {}
-        inputs, carried = self.inputs.get(), self.carried.get()
+        inputs, carried = held.get(), self.carried.get()
+        # Read after the inputs, which another thread may be replacing.
+        if self.written is not None:
+            torch.cuda.current_stream(inputs["k"].device).wait_event(self.written)
         if carried and not self._joined:
             # Kept until the replies are taken in: the in-place server reads them on a stream that
             # the allocator knows nothing of.
@@ -91,8 +104,9 @@ class SentTick:
         if self.inputs is not None:
             inputs = self.inputs.get()
             keys = {name: inputs[name] for name in ("k", "v")}
-            self.inputs = Unwritten(self.tick, keys, copy=self.copies_keys)
+            copied = Unwritten(self.tick, keys, copy=self.copies_keys)
             self.written = record_event(keys["k"].device)
+            self.inputs = copied
 
     def forget_inputs(self) -> None:
         """Keeps none of them."""
