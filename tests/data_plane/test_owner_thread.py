@@ -50,7 +50,7 @@ def test_a_thread_that_is_held_up_says_for_how_long(library: Library) -> None:
     time.sleep(0.2)
     assert library.stalled_seconds < 0.1, "asleep is not held up"
     held = threading.Event()
-    library.submit(lambda: held.wait(30.0) and None)
+    library.submit(lambda: None if held.wait(30.0) else pytest.fail("held too long"))
     eventually(lambda: library.stalled_seconds > 0.2)
     held.set()
     eventually(lambda: library.stalled_seconds == 0.0)

@@ -73,7 +73,7 @@ def gradients(module: nn.Module) -> list[torch.Tensor]:
 def users_own() -> None:
     """A user's metric, gathered objects and a barrier, with and without waiting."""
     value = torch.ones(3)
-    dist.all_reduce(value, async_op=True).wait()  # type: ignore[union-attr]
+    dist.all_reduce(value, async_op=True).wait()
     assert value.tolist() == [dist.get_world_size()] * 3
     with torch.inference_mode():
         dist.broadcast(torch.ones(2), 0)

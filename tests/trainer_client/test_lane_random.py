@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -60,7 +60,7 @@ def test_a_step_without_dropout_leaves_the_loops_random_numbers_alone(
     assert found == expected
 
 
-Draws = dict[int, Callable[[], object]]
+Draws = Mapping[int, Callable[[], object]]
 """What lanes draw, by lane."""
 
 

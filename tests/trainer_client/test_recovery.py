@@ -23,7 +23,6 @@ from trainer_client import checkpoint, core_attention
 from trainer_client.errors import CoreAttentionFailed
 from trainer_client.step.lane import require_step
 from trainer_client.step.rank_steps import RankSteps
-from trainer_client.step.replies import Tensors
 from trainer_client.step.running_step import RunningStep
 from trainer_client.step.sent_tick import SentTick
 
@@ -78,7 +77,7 @@ def on_tick(monkeypatch: pytest.MonkeyPatch, hook: Hook) -> None:
     """Calls ``hook`` before a rank sends a tick."""
     send = RunningStep.send
 
-    def hooked(self: RunningStep, tick: Tick, *rows: Tensors) -> SentTick:
+    def hooked(self: RunningStep, tick: Tick, *rows: Any) -> SentTick:
         hook(self, tick)
         return send(self, tick, *rows)
 
