@@ -171,7 +171,7 @@ class OpenTick:
 
     def _assemble(self, rank: int, source: Source) -> None:
         copies = self.route.assembly[rank]
-        if not copies:
+        if not len(copies.length):
             return
         if not self._assembled:
             shape, rows = self.shape, self.route.n_assembled_rows
@@ -190,7 +190,7 @@ class OpenTick:
             move_rows(pairs, *self.route.assembly_rows(rank, self.device))
             return
         for name, target in self._assembled.items():
-            for copy in copies:
+            for copy in copies.each():
                 _rows(target, copy.target_row, copy.length).copy_(
                     _rows(source.inputs[name], copy.source_row, copy.length)
                 )

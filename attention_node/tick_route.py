@@ -12,16 +12,25 @@ document that spans ranks (or lies in several pieces) has its keys copied togeth
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from attention_node.machine.outline import TickOutline
-from core_attention.arrays import BoolArray, Int64Array, exclusive_cumsum, frozen, runs_to_rows
-from core_attention.ca_task import Phase, TaskTable, qk_pairs
+from core_attention.arrays import (
+    BoolArray,
+    Int64Array,
+    exclusive_cumsum,
+    frozen,
+    group_bounds,
+    runs_to_rows,
+)
+from core_attention.ca_task import MaskKind, Phase, TaskTable, qk_pairs
 from core_attention.host_copies import on_device
 from core_attention.kernels.protocol import TaskBatch
 from core_attention.plan import Plan
@@ -57,13 +66,24 @@ class Part:
         return int((self.tasks.q_end - self.tasks.q_begin).sum())
 
 
-@dataclass(frozen=True)
-class RowCopy:
+class RowCopy(NamedTuple):
     """``length`` rows from ``source_row`` of one tensor to ``target_row`` of another."""
 
     source_row: int
     target_row: int
     length: int
+
+
+class RowCopies(NamedTuple):
+    """Several :class:`RowCopy`: ``[n]`` each."""
+
+    source_row: Int64Array
+    target_row: Int64Array
+    length: Int64Array
+
+    def each(self) -> list[RowCopy]:
+        """One after another."""
+        return list(map(RowCopy, *(column.tolist() for column in self)))
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,7 +102,7 @@ class TickRoute:
     pairs: Mapping[int, PairRoute]
     parts: tuple[Part, ...]
     n_assembled_rows: int
-    assembly: Mapping[int, tuple[RowCopy, ...]]
+    assembly: Mapping[int, RowCopies]
     dk_sums: Mapping[int, tuple[tuple[int, RowCopy], ...]]
 
     def outline(
@@ -113,10 +133,7 @@ class TickRoute:
         """``assembly[rank]`` row by row: int64 source and target rows, on ``device``."""
         rows = self._assembly_rows.get((rank, device))
         if rows is None:
-            copies = self.assembly[rank]
-            length = np.array([copy.length for copy in copies], dtype=np.int64)
-            source = np.array([copy.source_row for copy in copies], dtype=np.int64)
-            target = np.array([copy.target_row for copy in copies], dtype=np.int64)
+            source, target, length = self.assembly[rank]
             rows = self._assembly_rows[rank, device] = (
                 on_device(torch.from_numpy(runs_to_rows(source, length)), device),
                 on_device(torch.from_numpy(runs_to_rows(target, length)), device),
@@ -156,214 +173,239 @@ def derive_tick_route(
     tasks = plan.tasks(phase)
     routes = derive_routes(plan.manifest, tasks, nano_batch, documents)
     pairs = {rank: route for (rank, index), route in routes.items() if index == server}
-    keys = _document_keys(pairs, local_rank)
-    k_end = tasks.k_end(plan.manifest)
-    grouped = _group_tasks(pairs, tasks, k_end, keys, local_rank)
-    assembled_begin, n_assembled_rows = _assembled_begin(grouped, tasks, k_end)
-    parts, dk_spans = [], []
-    for group in sorted(grouped, key=lambda group: (group[0], group[1], sorted(group[2]))):
-        k_row_of = (
-            assembled_begin
-            if group[1] == ASSEMBLED
-            else {document: entry.begin for document, entry in keys.items()}
-        )
-        part, spans = _part(group, grouped[group], tasks, k_end, k_row_of)
+    if not pairs:
+        return NOTHING
+    keys = _document_keys(pairs, local_rank, plan.manifest.n_documents)
+    chosen = _chosen_tasks(pairs, tasks, tasks.k_end(plan.manifest), keys, local_rank)
+    assembled_begin, n_assembled_rows = _assembled_begin(chosen, plan.manifest.n_documents)
+    parts, spans = [], []
+    for group, needs in _groups(chosen, keys, list(pairs)):
+        k_row = assembled_begin if chosen.k_source[group[0]] == ASSEMBLED else keys.begin
+        part, its = _part(chosen.at(group), needs, k_row, tasks.mask)
         parts.append(part)
-        dk_spans.append(spans)
+        spans.append(its)
     return TickRoute(
         pairs=pairs,
         parts=tuple(parts),
         n_assembled_rows=n_assembled_rows,
-        assembly=_assembly(pairs, assembled_begin, local_rank),
-        dk_sums={rank: _dk_sums(route, dk_spans) for rank, route in pairs.items()},
+        assembly={
+            rank: _assembly(route, assembled_begin, is_local=rank == local_rank)
+            for rank, route in pairs.items()
+        },
+        dk_sums=_dk_sums(spans, keys, list(pairs)),
     )
 
 
-@dataclass(frozen=True)
-class _DocumentKeys:
-    """Where a document's keys come from, in the order of their positions.
+class _DocumentKeys(NamedTuple):
+    """Where the keys of each document come from.
 
     Attributes:
-        pieces: (offset, rank) of each run.
-        begin: row of position 0 in its source's tensor.
-        contiguous: positions that follow one another in that tensor from ``begin`` on.
+        begin: ``[n_documents]`` row of position 0 in the tensor of the rank that holds it.
+        contiguous: ``[n_documents]`` positions that follow one another in that tensor from
+            ``begin`` on.
+        first: ``[n_documents + 1]`` bounds of a document's runs of keys, which are:
+        rank, offset, length, position: ``[n_runs]`` by offset: who holds each, where in the
+            document it begins, its keys, and where it begins in the message of its rank.
     """
 
-    pieces: tuple[tuple[int, int], ...]
-    begin: int
-    contiguous: int
+    begin: Int64Array
+    contiguous: Int64Array
+    first: Int64Array
+    rank: Int64Array
+    offset: Int64Array
+    length: Int64Array
+    position: Int64Array
 
-    def needs(self, k_end: int) -> frozenset[int]:
+    def needs(self, document: int, k_end: int) -> frozenset[int]:
         """The ranks that hold keys ``[0, k_end)``."""
-        return frozenset(rank for offset, rank in self.pieces if offset < k_end)
+        its = slice(self.first[document], self.first[document + 1])
+        return frozenset(self.rank[its][self.offset[its] < k_end].tolist())
 
 
-_Group = tuple[int, int, frozenset[int]]
-_ChosenTask = tuple[int, int]
-"""(index in the task table, first row of its queries in its source's tensor)."""
+class _Tasks(NamedTuple):
+    """Tasks of the server: ``[n]`` each, home after home, in task order.
+
+    Attributes:
+        q_source, k_source: as of :class:`Part`.
+        document: index into the documents.
+        q_row: first row of the queries in their source's tensor.
+        q_length: queries.
+        k_end: keys.
+    """
+
+    q_source: Int64Array
+    k_source: Int64Array
+    document: Int64Array
+    q_row: Int64Array
+    q_length: Int64Array
+    k_end: Int64Array
+
+    def at(self, index: Int64Array) -> _Tasks:
+        """Some of them."""
+        return _Tasks(*(column[index] for column in self))
+
+
+class _Spans(NamedTuple):
+    """Rows of documents in a part's dK: ``[n]`` each, sorted by document."""
+
+    document: Int64Array
+    row: Int64Array
+    rows: Int64Array
 
 
 def _document_keys(
-    pairs: Mapping[int, PairRoute], local_rank: int | None
-) -> dict[int, _DocumentKeys]:
-    runs: dict[int, list[tuple[int, int, int, int]]] = {}
-    for rank, route in pairs.items():
-        rows = route.kv_row if rank == local_rank else route.kv_position
-        for document, offset, row, length in zip(
-            route.kv_document.tolist(),
-            route.kv_offset.tolist(),
-            rows.tolist(),
-            route.kv_length.tolist(),
+    pairs: Mapping[int, PairRoute], local_rank: int | None, n_documents: int
+) -> _DocumentKeys:
+    rank = np.repeat(list(pairs), [len(route.kv_document) for route in pairs.values()])
+    document, offset, length, position, row = (
+        np.concatenate(columns)
+        for columns in zip(
+            *(
+                (
+                    route.kv_document,
+                    route.kv_offset,
+                    route.kv_length,
+                    route.kv_position,
+                    route.kv_row if rank == local_rank else route.kv_position,
+                )
+                for rank, route in pairs.items()
+            ),
             strict=True,
-        ):
-            runs.setdefault(document, []).append((offset, rank, row, length))
-    keys = {}
-    for document, pieces in runs.items():
-        pieces.sort()
-        _, source, begin, _ = pieces[0]
-        contiguous = 0
-        for offset, rank, row, length in pieces:
-            if rank != source or row != begin + offset:
-                break
-            contiguous += length
-        keys[document] = _DocumentKeys(
-            tuple((offset, rank) for offset, rank, _, _ in pieces), begin, contiguous
         )
-    return keys
+    )
+    order = np.lexsort((rank, offset, document))
+    document, rank, offset, length, position, row = (
+        column[order] for column in (document, rank, offset, length, position, row)
+    )
+    first = np.searchsorted(document, np.arange(n_documents + 1))
+    leads = first[:-1][document]
+    follows = (rank == rank[leads]) & (row == row[leads] + offset)
+    # A run counts while all before it follow one another, too.
+    broken = np.cumsum(~follows)
+    follows &= broken == broken[leads]
+    begin, contiguous = np.zeros((2, n_documents), dtype=np.int64)
+    begin[document] = row[leads]
+    np.add.at(contiguous, document[follows], length[follows])
+    return _DocumentKeys(begin, contiguous, first, rank, offset, length, position)
 
 
-def _group_tasks(
+def _chosen_tasks(
     pairs: Mapping[int, PairRoute],
     tasks: TaskTable,
     k_ends: Int64Array,
-    keys: Mapping[int, _DocumentKeys],
+    keys: _DocumentKeys,
     local_rank: int | None,
-) -> dict[_Group, list[_ChosenTask]]:
-    """Tasks by (query source, key source, ranks to wait for), each list in task order."""
-    grouped: dict[_Group, list[_ChosenTask]] = {}
-    for rank, route in pairs.items():
-        rows = route.q_row if rank == local_rank else route.q_position
-        for task, row in zip(route.task.tolist(), rows.tolist(), strict=True):
-            document_keys = keys[int(tasks.document[task])]
-            k_end = int(k_ends[task])
-            # Under the causal mask the task's home holds key k_end - 1, so a prefix in one piece is
-            # at home too; under the full mask all of the document then lies in one place.
-            k_source = rank if k_end <= document_keys.contiguous else ASSEMBLED
-            group = (rank, k_source, document_keys.needs(k_end))
-            grouped.setdefault(group, []).append((task, row))
-    return grouped
+) -> _Tasks:
+    rank = np.repeat(list(pairs), [len(route.task) for route in pairs.values()])
+    task = np.concatenate([route.task for route in pairs.values()])
+    row = np.concatenate(
+        [route.q_row if rank == local_rank else route.q_position for rank, route in pairs.items()]
+    )
+    document, k_end = tasks.document[task], k_ends[task]
+    # Under the causal mask the task's home holds key k_end - 1, so a prefix in one piece is at home
+    # too; under the full mask all of the document then lies in one place.
+    k_source = np.where(k_end <= keys.contiguous[document], rank, ASSEMBLED)
+    q_length = tasks.q_end[task] - tasks.q_begin[task]
+    return _Tasks(rank, k_source, document, row, q_length, k_end)
 
 
-def _assembled_begin(
-    grouped: Mapping[_Group, list[_ChosenTask]], tasks: TaskTable, k_ends: Int64Array
-) -> tuple[dict[int, int], int]:
-    """Where each assembled document's position 0 lies, and the rows in all."""
-    extent: dict[int, int] = {}
-    for (_, k_source, _), chosen in grouped.items():
-        if k_source == ASSEMBLED:
-            for task, _ in chosen:
-                document, k_end = int(tasks.document[task]), int(k_ends[task])
-                extent[document] = max(extent.get(document, 0), k_end)
-    begin, n_rows = {}, 0
-    for document in sorted(extent):
-        begin[document] = n_rows
-        n_rows += extent[document]
-    return begin, n_rows
+def _groups(
+    chosen: _Tasks, keys: _DocumentKeys, ranks: list[int]
+) -> list[tuple[Int64Array, frozenset[int]]]:
+    """Which of ``chosen`` form a part: those of equal query source, key source and ranks to wait
+    for, sorted by these, each with the ranks."""
+    number = {frozenset([rank]): at for at, rank in enumerate(ranks)}
+    # Keys in one piece, which most are, need the rank that holds them.
+    which = np.searchsorted(ranks, keys.rank[keys.first[:-1][chosen.document]])
+    for at in np.flatnonzero(chosen.k_end > keys.contiguous[chosen.document]).tolist():
+        held_by = keys.needs(int(chosen.document[at]), int(chosen.k_end[at]))
+        which[at] = number.setdefault(held_by, len(number))
+    needs = list(number)
+    place = np.empty(len(needs), dtype=np.int64)
+    place[sorted(range(len(needs)), key=lambda at: sorted(needs[at]))] = np.arange(len(needs))
+    columns = (chosen.q_source, chosen.k_source, place[which])
+    order = np.lexsort(columns[::-1])
+    bounds = group_bounds(tuple(column[order] for column in columns))
+    groups = [order[begin:end] for begin, end in pairwise(bounds.tolist())]
+    return [(group, needs[which[group[0]]]) for group in groups]
+
+
+def _assembled_begin(chosen: _Tasks, n_documents: int) -> tuple[Int64Array, int]:
+    """``[n_documents]`` where the keys of each document that is assembled begin, -1 of others; and
+    the rows in all."""
+    extent = np.zeros(n_documents, dtype=np.int64)
+    assembled = chosen.k_source == ASSEMBLED
+    np.maximum.at(extent, chosen.document[assembled], chosen.k_end[assembled])
+    return np.where(extent, exclusive_cumsum(extent), -1), int(extent.sum())
 
 
 def _part(
-    group: _Group,
-    chosen: Sequence[_ChosenTask],
-    tasks: TaskTable,
-    k_ends: Int64Array,
-    k_row_of: Mapping[int, int],
-) -> tuple[Part, dict[int, tuple[int, int]]]:
-    """The part of one group, and by document its (first row, rows) in the part's dK."""
-    index = np.array([task for task, _ in chosen], dtype=np.int64)
-    q_begin = np.array([row for _, row in chosen], dtype=np.int64)
-    document, k_end = tasks.document[index], k_ends[index]
-    q_length = tasks.q_end[index] - tasks.q_begin[index]
-    documents, which = np.unique(document, return_inverse=True)
+    tasks: _Tasks, needs: frozenset[int], k_row: Int64Array, mask: MaskKind
+) -> tuple[Part, _Spans]:
+    """The part of some tasks, and where their documents lie in its dK.
+
+    Args:
+        tasks: of one query source and one key source.
+        needs: ranks to wait for.
+        k_row: ``[n_documents]`` the row of position 0 of each in the key source's tensor.
+        mask: of the job.
+    """
+    documents, which = np.unique(tasks.document, return_inverse=True)
     extent = np.zeros(len(documents), dtype=np.int64)
-    np.maximum.at(extent, which, k_end)
-    dk_row = exclusive_cumsum(extent)
-    k_begin = np.array([k_row_of[int(d)] for d in documents], dtype=np.int64)[which]
+    np.maximum.at(extent, which, tasks.k_end)
+    dk_row, k_begin = exclusive_cumsum(extent), k_row[tasks.document]
     batch = TaskBatch(
-        q_begin=frozen(q_begin),
-        q_end=frozen(q_begin + q_length),
+        q_begin=frozen(tasks.q_row),
+        q_end=frozen(tasks.q_row + tasks.q_length),
         k_begin=frozen(k_begin),
-        k_end=frozen(k_begin + k_end),
+        k_end=frozen(k_begin + tasks.k_end),
         dk_begin=frozen(dk_row[which]),
     )
-    q_source, k_source, needs = group
     part = Part(
-        q_source=q_source,
-        k_source=k_source,
+        q_source=int(tasks.q_source[0]),
+        k_source=int(tasks.k_source[0]),
         needs=needs,
         tasks=batch,
-        qk_pairs=int(qk_pairs(q_length, k_end, tasks.mask).sum()),
+        qk_pairs=int(qk_pairs(tasks.q_length, tasks.k_end, mask).sum()),
         n_dk_rows=int(extent.sum()),
     )
-    spans = zip(documents.tolist(), dk_row.tolist(), extent.tolist(), strict=True)
-    return part, {document: (row, rows) for document, row, rows in spans}
+    return part, _Spans(documents, dk_row, extent)
 
 
-def _assembly(
-    pairs: Mapping[int, PairRoute], begin: Mapping[int, int], local_rank: int | None
-) -> dict[int, tuple[RowCopy, ...]]:
-    """By rank, what it contributes to the assembled keys.
+def _assembly(route: PairRoute, begin: Int64Array, *, is_local: bool) -> RowCopies:
+    """What the route's rank contributes to the assembled keys.
 
     A document's last task is assembled if any is, so all keys of such a document are wanted."""
-    assembly: dict[int, tuple[RowCopy, ...]] = {}
-    for rank, route in pairs.items():
-        rows = route.kv_row if rank == local_rank else route.kv_position
-        runs = zip(
-            route.kv_document.tolist(),
-            route.kv_offset.tolist(),
-            rows.tolist(),
-            route.kv_length.tolist(),
-            strict=True,
-        )
-        assembly[rank] = tuple(
-            RowCopy(row, begin[document] + offset, length)
-            for document, offset, row, length in runs
-            if document in begin
-        )
-    return assembly
+    wanted = begin[route.kv_document] >= 0
+    rows = route.kv_row if is_local else route.kv_position
+    target = begin[route.kv_document] + route.kv_offset
+    return RowCopies(rows[wanted], target[wanted], route.kv_length[wanted])
 
 
 def _dk_sums(
-    route: PairRoute, dk_spans: Sequence[Mapping[int, tuple[int, int]]]
-) -> tuple[tuple[int, RowCopy], ...]:
-    """The rows of every part's dK that are at home on the route's rank; the target is the row in
-    the reply. Copies that follow one another on both sides are joined."""
-    sums: list[tuple[int, RowCopy]] = []
-    runs = list(
-        zip(
-            route.kv_document.tolist(),
-            route.kv_offset.tolist(),
-            route.kv_position.tolist(),
-            route.kv_length.tolist(),
-            strict=True,
-        )
-    )
-    for part, spans in enumerate(dk_spans):
-        for document, offset, position, length in runs:
-            first, extent = spans.get(document, (0, 0))
-            if offset >= extent:
-                continue
-            copy = RowCopy(first + offset, position, min(length, extent - offset))
-            if sums and sums[-1][0] == part and _follows(sums[-1][1], copy):
-                previous = sums.pop()[1]
-                copy = RowCopy(
-                    previous.source_row, previous.target_row, previous.length + copy.length
-                )
-            sums.append((part, copy))
-    return tuple(sums)
-
-
-def _follows(before: RowCopy, copy: RowCopy) -> bool:
-    return (
-        before.source_row + before.length == copy.source_row
-        and before.target_row + before.length == copy.target_row
-    )
+    spans: list[_Spans], keys: _DocumentKeys, ranks: list[int]
+) -> dict[int, tuple[tuple[int, RowCopy], ...]]:
+    """By rank, the rows of every part's dK that are at home on it; the target is the row in the
+    reply. Copies that follow one another on both sides are joined."""
+    part = np.repeat(np.arange(len(spans)), [len(its.document) for its in spans])
+    document, row, rows = map(np.concatenate, zip(*spans, strict=True))
+    n_runs = keys.first[document + 1] - keys.first[document]
+    run = runs_to_rows(keys.first[document], n_runs)
+    part, row, rows = (np.repeat(column, n_runs) for column in (part, row, rows))
+    length = np.minimum(keys.length[run], rows - keys.offset[run])
+    columns = (keys.rank[run], part, row + keys.offset[run], keys.position[run], length)
+    # Of each part and rank in the order of documents and positions, as the runs are.
+    order = np.lexsort(columns[1::-1])
+    rank, part, source, target, length = (column[order[length[order] > 0]] for column in columns)
+    begins = np.ones(len(length), dtype=np.bool_)
+    begins[1:] = (rank[1:] != rank[:-1]) | (part[1:] != part[:-1])
+    for copied in (source, target):
+        begins[1:] |= copied[:-1] + length[:-1] != copied[1:]
+    first = np.flatnonzero(begins)
+    copies = RowCopies(source[first], target[first], np.add.reduceat(length, first))
+    terms = list(zip(part[first].tolist(), copies.each(), strict=True))
+    bounds = np.searchsorted(rank[first], [*ranks, ranks[-1] + 1])
+    return {
+        each: tuple(terms[begin:end])
+        for each, (begin, end) in zip(ranks, pairwise(bounds.tolist()), strict=True)
+    }
