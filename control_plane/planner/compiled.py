@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import hashlib
+import io
+import logging
 import os
 import re
 import shutil
@@ -12,12 +15,14 @@ import threading
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import IO, Any, TypeVar, cast
 
 import numba
 import numpy as np
-from numba.core import event
+from numba.core import caching, event
 from numpy.typing import NDArray
+
+logger = logging.getLogger(__name__)
 
 BoolArray = NDArray[np.bool_]
 
@@ -129,12 +134,61 @@ def _compiled(function: F, options: dict[str, Any]) -> F:
     if dispatcher is None:
         _Cache.is_impossible = True
         return cast(F, numba.njit(**options)(function))
-    # Numba looks at the file of a function alone, but its machine code holds that of the functions
-    # it calls, in other files: without this, a change there would go unnoticed.
     cache_file: Any = getattr(getattr(dispatcher, "_cache", None), "_cache_file", None)
-    if hasattr(cache_file, "_source_stamp"):
+    if cache_file is not None:
+        cache_file.__class__ = _SealedFile
+        # Numba looks at the file of a function alone, but its machine code holds that of the
+        # functions it calls, in other files: without this, a change there would go unnoticed.
         cache_file._source_stamp = _sources_stamp(function.__code__.co_filename)
     return dispatcher
+
+
+class _SealedFile(caching.IndexDataCacheFile):  # type: ignore[misc]
+    """Numba's files of one function, each with its digest at its end, which unpickling passes over.
+
+    What a crash or a full disk has damaged is compiled again and overwritten: LLVM, given damaged
+    machine code, ends the process.
+    """
+
+    @contextlib.contextmanager
+    def _open_for_write(self, path: str) -> Iterator[IO[bytes]]:
+        content = io.BytesIO()
+        yield content
+        with super()._open_for_write(path) as file:
+            file.write(content.getvalue() + _digest(content.getvalue()))
+
+    def _load_index(self) -> Any:
+        return super()._load_index() if _is_whole(Path(self._index_path)) else {}
+
+    def _load_data(self, name: str) -> Any:
+        path = Path(self._data_path(name))
+        if not _is_whole(path):
+            raise OSError(f"{path} is damaged")  # to numba the same as a file that is not there
+        return super()._load_data(name)
+
+
+def _is_whole(path: Path) -> bool:
+    """Whether a file of the cache is there as it was written."""
+    try:
+        content = path.read_bytes()
+    except FileNotFoundError:
+        return False
+    whole = content[-_DIGEST_BYTES:] == _digest(content[:-_DIGEST_BYTES])
+    if not whole:
+        _log_damage(path.parent)
+    return whole
+
+
+@cache
+def _log_damage(folder: Path) -> None:
+    logger.warning("machine code in %s is damaged; what is damaged is compiled again", folder)
+
+
+def _digest(content: bytes) -> bytes:
+    return hashlib.sha256(content).digest()
+
+
+_DIGEST_BYTES = hashlib.sha256().digest_size
 
 
 def _cached(function: F, options: dict[str, Any]) -> F | None:
