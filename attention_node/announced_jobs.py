@@ -15,20 +15,24 @@ class AnnouncedJobs:
     """The jobs that were announced since the last registration. Pure state."""
 
     def __init__(self) -> None:
-        self._announced: set[str] = set()
+        self._announced: dict[str, str] = {}
         self._registered_at = 0.0
 
     def registered(self, *, now: float) -> None:
         """The server has registered; the control plane will announce the jobs that it knows."""
-        self._announced = set()
+        self._announced = {}
         self._registered_at = now
 
-    def opened(self, job_id: str) -> None:
-        """The control plane has announced a job."""
-        self._announced.add(job_id)
+    def opened(self, job_id: str, owner: str) -> None:
+        """The control plane has announced a job of the identity ``owner``."""
+        self._announced[job_id] = owner
+
+    def owner(self, job_id: str) -> str:
+        """Of a job that was announced."""
+        return self._announced.get(job_id, "")
 
     def forgotten(self, served: Iterable[str], *, now: float) -> list[str]:
         """Those of the jobs ``served`` of which the control plane should have told by now."""
         if now < self._registered_at + PATIENCE_SECONDS:
             return []
-        return sorted(set(served) - self._announced)
+        return sorted(set(served) - self._announced.keys())

@@ -84,7 +84,7 @@ class PoolLink:
             again=self._come_back,
             renew=self._beat,
             on_event=on_event,
-            on_broken=self._lose,
+            on_broken=self.broken,
             # A node that drains does without a control plane that goes away.
             wanted=lambda: not self._draining,
             away_seconds=away_seconds,
@@ -235,8 +235,9 @@ class PoolLink:
             self._draining = True
             self._on_drain()
 
-    def _lose(self, error: Exception) -> None:
-        """Turns whatever ends the contact into one call of ``on_lost``."""
+    def broken(self, error: Exception) -> None:
+        """Turns whatever ends the contact, or the handling of an event, into one call of
+        ``on_lost``."""
         if self._left or self._lost:
             return
         self._lost = True

@@ -27,6 +27,7 @@ from attention_node.announced_jobs import AnnouncedJobs
 from attention_node.executor import Executor, KernelCall
 from attention_node.load_meter import LoadMeter
 from attention_node.metrics import NodeMetrics
+from attention_node.plan_threads import PlanThreads
 from attention_node.pool_link import PoolLink, PoolLinkLost
 from attention_node.rehearsal import rehearse
 from attention_node.served_job import JobDescription, StepBusy
@@ -163,6 +164,7 @@ class AttentionNode:
         self._endpoint: MetricsEndpoint | None = None
         self._membership: PoolLink | None = None
         self._announced = AnnouncedJobs()
+        self._plans = PlanThreads(self._break)
         self._health = HealthCheck()
         self._grpc = grpc.server(
             futures.ThreadPoolExecutor(max_workers=4),
@@ -271,7 +273,7 @@ class AttentionNode:
         or nobody has been there to do it for; returns why steps are unfinished, or nothing."""
         busy_at = served_at = time.monotonic()
         while (now := time.monotonic()) < deadline:
-            if not self._ticks.idle:
+            if not (self._plans.idle and self._ticks.idle):
                 busy_at = now
             elif now - busy_at > QUIET_SECONDS:
                 return ""
@@ -338,10 +340,12 @@ class AttentionNode:
     def _handle(self, event: jobs_pb2.PlanEvent) -> None:
         match event.WhichOneof("event"):
             case "job_opened":
-                self._announced.opened(event.job_opened.job_id)
+                self._announced.opened(event.job_opened.job_id, event.job_opened.owner)
                 self._ticks.open_job(JobDescription.from_proto(event.job_opened))
             case "step_planned":
-                self._add_plan(event.step_planned)
+                planned = event.step_planned
+                owner = self._announced.owner(planned.plan.job_id)
+                self._plans.add(owner, lambda: self._add_plan(planned))
             case "recover":
                 self._ticks.recover(event.recover.job_id, event.recover.epoch)
             case "job_closed":
@@ -368,6 +372,10 @@ class AttentionNode:
     def _rank_lost(self, job_id: str, rank: int) -> None:
         if self._membership is not None:
             self._membership.report_rank_lost(job_id, rank)
+
+    def _break(self, error: Exception) -> None:
+        if self._membership is not None:
+            self._membership.broken(error)
 
     def _lose(self, error: PoolLinkLost) -> None:
         self._lost = error

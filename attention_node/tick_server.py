@@ -220,7 +220,8 @@ class TickServer:
         first_tick: Int64Array | None = None,
     ) -> None:
         """Takes in the plan of a step, and posts receives for it where nothing comes before. A
-        plan that came already (by step and epoch), or that a recovery has made void, is ignored.
+        plan that came already (by step and epoch), that a recovery has made void, or of a job that
+        is closed, is ignored.
         One of a higher epoch than the step's plan so far tells of a recovery.
 
         Args:
@@ -228,14 +229,14 @@ class TickServer:
             plan: this server's slice.
             forward_only: the step has no backward pass.
             first_tick: ``[n_documents]`` where each document begins under this plan; None at 0.
-
-        Raises:
-            KeyError: no such job is open.
         """
-        if not self._decide(events.PlanCame(job_id, plan.step, plan.epoch)):
-            return
+        with self._lock:
+            job, now = self._jobs.get(job_id), time.monotonic()
+            came = events.PlanCame(job_id, plan.step, plan.epoch)
+            if job is None or not self._machine.handle(came, now):
+                return
         step = ServedStep(
-            self._jobs[job_id],
+            job,
             plan,
             first_tick=first_tick,
             server_id=self.server_id,

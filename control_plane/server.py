@@ -22,7 +22,7 @@ from grpc_health.v1 import health_pb2_grpc
 from control_plane.access.access import AccessInterceptor, Gate
 from control_plane.access.calls_in_flight import CallsInFlight
 from control_plane.access.connections import Connections
-from control_plane.access.fair_slots import FairThreads
+from control_plane.access.fair_threads import FairThreads
 from control_plane.access.job_keys import job_keys
 from control_plane.access.rate_limit import RateLimit
 from control_plane.cold_start.planners import ColdPlanners
@@ -48,6 +48,7 @@ from distca.contract.timeouts import default_seconds
 from distca.contract.tls import server_credentials
 from distca.process.certificates import watch_certificates
 from distca.process.health_service import HealthService
+from distca.process.memory import return_freed_memory
 from distca.process.monitoring import (
     Health,
     MetricsAddressError,
@@ -71,6 +72,9 @@ _SERVICES = (
     cluster_pb2.DESCRIPTOR.services_by_name["Cluster"].full_name,
 )
 """What the health service answers for, besides the process as a whole."""
+
+RETURN_MEMORY_SECONDS = 10.0
+"""Between two times; each takes some milliseconds of a thread."""
 
 _ASK_SECONDS = default_seconds("ask_seconds")
 
@@ -162,12 +166,12 @@ class ControlPlane:
         )
         self._leadership = _leadership(settings)
         self._has_taken_over = False
-        # For large messages; Python runs one thread at a time.
         self._threads = FairThreads(2, "messages")
         self._health = HealthService(_SERVICES)
         self._server: grpc.aio.Server | None = None
         self._endpoint: MetricsEndpoint | None = None
         self._sweeper: asyncio.Task[None] | None = None
+        self._return_memory_at = 0.0
         self._listen_address = settings.listen_address
         self.address = ""
         self.metrics_address: str | None = None
@@ -321,11 +325,17 @@ class ControlPlane:
                 # Members are elsewhere: their silence here says nothing.
                 continue
             try:
+                await self._return_memory()
                 self.coordinator.sweep()
                 self._count_refusals()
             except Exception:
                 # A mistake in closing one job must not let all others live for ever.
                 logger.exception("looking for expired leases failed")
+
+    async def _return_memory(self) -> None:
+        if time.monotonic() >= self._return_memory_at:
+            self._return_memory_at = time.monotonic() + RETURN_MEMORY_SECONDS
+            await asyncio.to_thread(return_freed_memory)
 
     def _count_refusals(self) -> None:
         for _ in range(self._connections.take_failed()):

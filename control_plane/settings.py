@@ -29,8 +29,8 @@ class CoordinatorSettings:
         retained_steps: planned steps of a job that are kept for late readers, 64 or more.
         max_pending_steps: steps of a job that may wait for manifests at a time.
         max_ranks_per_identity: without mTLS, of all together.
-        max_manifest_bytes_per_identity: of requests whose manifests are kept for its jobs, steps
-            that are planned and retained included.
+        max_manifest_bytes_per_identity: of manifests that are kept for its jobs and of what they
+            become; finished steps are forgotten before any is refused.
         max_queued_events: events that may wait for one reader before it is dropped.
         broken_stream_seconds: how long a rank whose stream of events has broken may take to be
             heard again.
@@ -49,7 +49,7 @@ class CoordinatorSettings:
         str, typer.Option("--planner", help="Planner of jobs that name none.")
     ] = DEFAULT_PLANNER
     planning_threads: Annotated[
-        int, typer.Option(help="Jobs that are planned at the same time.")
+        int, typer.Option(help="Jobs of one identity that are planned at the same time.")
     ] = 2
     lease_seconds: Annotated[
         float, typer.Option(help="Servers and ranks live so long without a heartbeat.")
@@ -78,7 +78,7 @@ class CoordinatorSettings:
     max_manifest_bytes_per_identity: Annotated[
         int,
         typer.Option(
-            help="Bytes of manifests that are kept for the jobs of one identity.",
+            help="Bytes that steps kept for the jobs of one identity may come to, 512 a segment.",
             rich_help_panel=_SECURITY,
         ),
     ] = 512 * 2**20

@@ -27,6 +27,9 @@ from core_attention.errors import ManifestError
 MAX_DOCUMENT_TOKENS = 2**31 - 1
 """Kernels take 32-bit row offsets."""
 
+MAX_RANK_SEGMENTS = 2**16
+"""That a rank may hold in a step: others wait while they are planned and routed."""
+
 
 @dataclass(frozen=True)
 class Segment:

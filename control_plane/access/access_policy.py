@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
+from distca.contract.codec import MAX_RANK_MANIFEST_BYTES
 from distca.contract.identity import Role
 
 _SMALL_BYTES = 64 * 2**10
@@ -17,8 +18,8 @@ _SMALL_BYTES = 64 * 2**10
 _DESCRIPTION_BYTES = 8 * 2**20
 """A server's description: some ten kilobytes a cost profile."""
 
-_MANIFEST_BYTES = 32 * 2**20
-"""A rank's part of a step: about a million documents."""
+_MANIFEST_BYTES = MAX_RANK_MANIFEST_BYTES + _SMALL_BYTES
+"""A rank's part of a step."""
 
 _EVERYONE = frozenset(Role)
 _WATCHERS = frozenset({Role.OPERATOR, Role.READ_ONLY})

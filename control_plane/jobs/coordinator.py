@@ -10,12 +10,14 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 
 from control_plane.access.job_keys import JobKeys
 from control_plane.errors import (
     FencedError,
     InvalidRequestError,
     MissingTokenError,
+    QuotaError,
     RefusedError,
     ShuttingDownError,
     WrongTokenError,
@@ -23,7 +25,7 @@ from control_plane.errors import (
 from control_plane.jobs.admission import Admission, new_lease_id
 from control_plane.jobs.event_streams import EventStreams, RankKey
 from control_plane.jobs.isolation import IsolationDetector
-from control_plane.jobs.job import Job
+from control_plane.jobs.job import Job, kept_bytes
 from control_plane.jobs.jobs import Jobs
 from control_plane.jobs.membership import (
     Member,
@@ -50,7 +52,7 @@ from control_plane.jobs.step import (
     StepRecord,
 )
 from control_plane.jobs.step_planner import StepPlanner
-from control_plane.jobs.subscriptions import Subscription
+from control_plane.jobs.subscriptions import Event, Subscription
 from control_plane.jobs.waits import Wait
 from control_plane.metrics.metrics import Metrics
 from control_plane.planner.planning import Planner
@@ -324,12 +326,8 @@ class Coordinator:
         self._advance(job)
         self._recoveries.rank_left(job, rank)
 
-    def check_manifest_room(self, owner: str, nbytes: int) -> None:
-        """Raises as :meth:`Jobs.check_manifest_room`."""
-        self._jobs.check_manifest_room(owner, nbytes)
-
     def manifest_bytes(self, owner: str) -> int:
-        """Of requests whose manifests are kept for the jobs of ``owner``."""
+        """What the manifests that are kept for the jobs of ``owner`` come to."""
         return self._jobs.manifest_bytes(owner)
 
     def submit_manifest(
@@ -339,18 +337,17 @@ class Coordinator:
         manifest: RankManifest,
         *,
         forward_only: bool,
-        nbytes: int = 0,
     ) -> None:
         """Takes in a manifest, and has the step planned once all ranks' are there.
 
         Raises:
             UnknownJobError, LeaseExpiredError, InvalidRequestError, BacklogError: as
                 :meth:`Jobs.get` and :meth:`Job.submit`.
-            QuotaError: as :meth:`Jobs.check_manifest_room`.
+            QuotaError: as :meth:`Jobs.make_room`.
         """
         job = self._jobs.get(job_id)
-        self._jobs.check_manifest_room(job.owner, nbytes)
-        job.submit(lease_id, manifest, forward_only=forward_only, now=self._clock(), nbytes=nbytes)
+        self._jobs.make_room(job.owner, kept_bytes(manifest))
+        job.submit(lease_id, manifest, forward_only=forward_only, now=self._clock())
         self._metrics.manifest_received(job)
         self._advance(job)
 
@@ -390,12 +387,12 @@ class Coordinator:
             member.in_place is not None and member.in_place.rank == rank
             for member in self._membership.in_place_of(job_id)
         )
-        first = [opened_event(job, to_server=serves)]
+        first: list[Event] = [opened_event(job, to_server=serves)]
         if job.finished_step >= 0:
             first.append(finished_event(job, job.finished_step))
         if job.recovery.runs and not job.recovery.has_answered(rank):
             first.append(recover_event(job))
-        first += [record.slicer.rank_event(rank) for record in job.steps_to_tell()]
+        first += [partial(record.rank_event, rank) for record in job.steps_to_tell()]
         job.watched_by(rank)
         return self._streams.watch_rank(job, rank, first)
 
@@ -414,13 +411,13 @@ class Coordinator:
                 f"server {member.server_id} is in-place on rank {member.in_place.rank}; its plans "
                 "are part of what WatchRank gives that rank"
             )
-        first = []
+        first: list[Event] = []
         for job in self._pool_jobs():
             first.append(opened_event(job, to_server=True))
             if job.recovery.began:
                 first.append(recover_event(job))
             first += [
-                record.slicer.server_event(member.server_id)
+                partial(record.server_event, member.server_id)
                 for record in job.steps_to_tell()
                 if member.server_id in record.serving
             ]
@@ -632,6 +629,13 @@ class Coordinator:
     def publish(self, job: Job, publication: Publication) -> None:
         """A step has been planned: stores it and tells the job's ranks and the step's servers."""
         record, planned_at = publication.record, time.monotonic()
+        try:
+            more = job.more_bytes(record.step, publication.plan_bytes)
+            self._jobs.make_room(job.owner, more)
+        except QuotaError as error:
+            self._fail(job, record.step, str(error))
+            return
+        job.keeps(record.step, more)
         replanned = job.planned(record)
         if replanned:
             self._metrics.step_replanned(job, record.plan.epoch)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from control_plane.errors import RefusedError
 from control_plane.jobs.job import Job
 from control_plane.jobs.membership import Member, Membership
-from control_plane.jobs.subscriptions import Subscription, Subscriptions
+from control_plane.jobs.subscriptions import Event, Subscription, Subscriptions
 from control_plane.metrics.metrics import Metrics
 from distca.v1 import jobs_pb2
 
@@ -29,7 +29,7 @@ class EventStreams:
         self._servers: Subscriptions[str] = Subscriptions(limit=max_queued_events)
 
     def watch_rank(
-        self, job: Job, rank: int, first: Sequence[jobs_pb2.PlanEvent]
+        self, job: Job, rank: int, first: Sequence[Event]
     ) -> tuple[RankKey, Subscription]:
         """Opens the stream of a rank, which begins with ``first``; raises as
         :meth:`Subscriptions.open`."""
@@ -38,9 +38,7 @@ class EventStreams:
         self._count()
         return key, subscription
 
-    def watch_server(
-        self, member: Member, first: Sequence[jobs_pb2.PlanEvent]
-    ) -> tuple[str, Subscription]:
+    def watch_server(self, member: Member, first: Sequence[Event]) -> tuple[str, Subscription]:
         """Opens the stream of a pool server, which begins with ``first``; raises as
         :meth:`Subscriptions.open`."""
         subscription = self._servers.open(member.lease_id, first)

@@ -37,6 +37,15 @@ from control_plane.jobs.tensor_parallel import Group, TensorParallelGroups
 from control_plane.jobs.waits import Wait, Waits
 from core_attention.manifest import RankManifest
 
+SEGMENT_BYTES = 512
+"""What a segment of a manifest comes to, with the plan and the slices that it becomes; a test
+measures it."""
+
+
+def kept_bytes(manifest: RankManifest) -> int:
+    """What ``manifest`` comes to, with its part of the plan and of the slices that it becomes."""
+    return SEGMENT_BYTES * (1 + len(manifest.columns.length))
+
 
 class Job:
     """One job, from its first rank's joining to its closing.
@@ -225,7 +234,7 @@ class Job:
 
     @property
     def manifest_bytes(self) -> int:
-        """Of the requests whose manifests are kept: of steps that wait, and of planned ones."""
+        """What the manifests of the steps that are kept come to: pending, ready and planned."""
         kept = self._pending.keys() | self._ready.keys() | self._planned.keys()
         self._manifest_bytes = {
             step: nbytes for step, nbytes in self._manifest_bytes.items() if step in kept
@@ -239,12 +248,8 @@ class Job:
         *,
         forward_only: bool,
         now: float,
-        nbytes: int = 0,
     ) -> None:
         """Stores what a rank holds in a coming step. Repeating a submission changes nothing.
-
-        Args:
-            nbytes: of the request it came in.
 
         Raises:
             LeaseExpiredError: the lease expired or is unknown.
@@ -277,7 +282,16 @@ class Job:
         pending.manifests[rank] = manifest
         pending.forward_only[rank] = forward_only
         self._pending[manifest.step] = pending
-        self._manifest_bytes[manifest.step] = self._manifest_bytes.get(manifest.step, 0) + nbytes
+        self.keeps(manifest.step, kept_bytes(manifest))
+
+    def keeps(self, step: int, nbytes: int) -> None:
+        """So many bytes more are kept for a step."""
+        self._manifest_bytes[step] = self._manifest_bytes.get(step, 0) + nbytes
+
+    def more_bytes(self, step: int, plan_bytes: int) -> int:
+        """By how much the slices of a step come to more than was thought when its manifests came:
+        where many members hold pieces of one document, each is told of all."""
+        return max(plan_bytes - self._manifest_bytes.get(step, 0), 0)
 
     def take_decided(self) -> list[ReadyStep | FailedStep]:
         """The pending steps that can be planned now, and those that never can, in step order;
@@ -309,9 +323,17 @@ class Job:
         self._planned[step.step] = step
         self._ready.pop(step.step, None)
         while len(self._planned) > self._retained_steps:
-            oldest, _ = self._planned.popitem(last=False)
-            self._accepted.pop(oldest, None)
+            self._forget(next(iter(self._planned)))
         return before is not None
+
+    def forget_finished(self) -> bool:
+        """Forgets the oldest step that every rank has finished, but for the last; returns whether
+        there was one."""
+        oldest = next(iter(self._planned), self._finished_step)
+        if oldest >= self._finished_step:
+            return False
+        self._forget(oldest)
+        return True
 
     def failed(self, step: int) -> None:
         """A ready step could not be planned; it may be submitted again. If it had a plan, that is
@@ -480,6 +502,9 @@ class Job:
         finished = min(reported, default=self._finished_step)
         if finished <= self._finished_step:
             return None
+        for step, record in self._planned.items():
+            if step <= finished:
+                record.finished()
         self._finished_step = finished
         self._waits.forget(finished)
         for given_up in self._given_up.values():
@@ -638,6 +663,10 @@ class Job:
             f"{max(end_at - now, 0.0):.1f} s ({self._leases.who_was_heard(rank, now=now)})",
             retry_after_seconds=self._leases.retry_seconds(end_at, now=now),
         )
+
+    def _forget(self, step: int) -> None:
+        del self._planned[step]
+        self._accepted.pop(step, None)
 
     def _set_away(self, rank: int, *, since: float | None) -> None:
         lease = self._leases.of_rank(rank)

@@ -85,22 +85,23 @@ class Jobs:
                 f"identity may have {self._max_ranks} (max_ranks_per_identity)"
             )
 
-    def check_manifest_room(self, owner: str, nbytes: int) -> None:
-        """Whether ``nbytes`` more of manifests may be kept for the jobs of ``owner``.
+    def make_room(self, owner: str, nbytes: int) -> None:
+        """Makes room for ``nbytes`` more of manifests for the jobs of ``owner``: finished steps,
+        which are kept for late readers alone, are forgotten for it.
 
         Raises:
-            QuotaError: they are too many.
+            QuotaError: those of unfinished steps are too many.
         """
-        kept = self.manifest_bytes(owner)
-        if kept + nbytes > self._max_manifest_bytes:
-            raise QuotaError(
-                f"{kept} bytes of manifests are kept for the jobs of {owner!r}, and "
-                f"{nbytes} more came; one identity may have {self._max_manifest_bytes} "
-                "(max_manifest_bytes_per_identity): submit fewer steps ahead, or run fewer jobs"
-            )
+        while (kept := self.manifest_bytes(owner)) + nbytes > self._max_manifest_bytes:
+            if not any(job.forget_finished() for job in self._of(owner)):
+                raise QuotaError(
+                    f"manifests of {owner!r} come to {kept} bytes, and {nbytes} more came; valid "
+                    f"are {self._max_manifest_bytes} (max_manifest_bytes_per_identity): submit "
+                    "fewer steps ahead"
+                )
 
     def manifest_bytes(self, owner: str) -> int:
-        """Of requests whose manifests are kept for the jobs of ``owner``."""
+        """What the manifests that are kept for the jobs of ``owner`` come to."""
         return sum(job.manifest_bytes for job in self._of(owner))
 
     def stream_broken(self, job_id: str, rank: int, *, now: float) -> None:

@@ -99,8 +99,9 @@ def publish_step(
         first_tick=_first_tick(manifest, ready),
         speeds={server.server.server_id: server.speed for server in servers},
     )
-    by_rank = dict(enumerate(record.slicer.rank_events()))
-    by_server = record.slicer.server_events()
+    slicer = record.new_slicer()
+    by_rank = dict(enumerate(slicer.rank_events()))
+    by_server = slicer.server_events()
     plan_bytes = sum(event.ByteSize() for event in (*by_rank.values(), *by_server.values()))
     return Publication(record=record, by_rank=by_rank, by_server=by_server, plan_bytes=plan_bytes)
 

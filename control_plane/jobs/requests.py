@@ -246,6 +246,7 @@ def opened_event(job: Job, *, to_server: bool) -> jobs_pb2.PlanEvent:
             job_id=job.job_id,
             spec=spec_to_proto(job.spec),
             verification_key=job.key if to_server else b"",
+            owner=job.owner if to_server else "",
         )
     )
 

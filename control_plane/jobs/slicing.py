@@ -33,6 +33,10 @@ from distca.contract.codec import (
 )
 from distca.v1 import jobs_pb2, plan_pb2
 
+MAX_ROWS = 2**23
+"""Of segments or tasks in all slices of a step. A document in many pieces is told to each member
+that has one, so they grow with the square of the pieces."""
+
 WireColumns = dict[str, NDArray[Any]]
 """Columns by name, as on the wire."""
 
@@ -48,6 +52,8 @@ class PlanSlicer:
 
     Raises:
         WireError: a value of the plan does not fit into its column.
+
+    Methods that make events raise PlanError where slices come to more than :data:`MAX_ROWS`.
     """
 
     def __init__(
@@ -263,6 +269,12 @@ class _Rows:
         of its member."""
         begin = self.first[chosen.document]
         length = self.first[chosen.document + 1] - begin
+        n_rows = int(length.sum())
+        if n_rows > MAX_ROWS:
+            raise PlanError(
+                f"the step's slices have {n_rows} rows, {MAX_ROWS} are the most: cut documents "
+                "into fewer pieces"
+            )
         row = runs_to_rows(begin, length)
         columns = {name: column[row] for name, column in self.columns.items()}
         place = np.arange(len(length)) - np.repeat(chosen.bounds[:-1], np.diff(chosen.bounds))

@@ -14,6 +14,7 @@ from core_attention.arrays import Int64Array
 from core_attention.ca_task import Phase
 from core_attention.manifest import Manifest, RankManifest
 from core_attention.plan import Plan, imbalance
+from distca.v1 import jobs_pb2
 
 MAX_MISSING = 64
 """Ranks that are named, of those whose manifest is missing."""
@@ -134,8 +135,23 @@ class StepRecord:
     def step(self) -> int:
         return self.plan.step
 
+    def rank_event(self, rank: int) -> jobs_pb2.PlanEvent:
+        """What a rank is told of it; on any thread."""
+        return self._slicer.rank_event(rank)
+
+    def server_event(self, server_id: str) -> jobs_pb2.PlanEvent:
+        """What a pool server that has a task is told of it; on any thread."""
+        return self._slicer.server_event(server_id)
+
+    def finished(self) -> None:
+        """Nobody is told of it any more."""
+        self.__dict__.pop("_slicer", None)
+
     @cached_property
-    def slicer(self) -> PlanSlicer:
+    def _slicer(self) -> PlanSlicer:
+        return self.new_slicer()
+
+    def new_slicer(self) -> PlanSlicer:
         """Makes what members are told of it."""
         return PlanSlicer(
             self.plan, self.job_id, forward_only=self.forward_only, first_tick=self.first_tick

@@ -6,11 +6,10 @@ import asyncio
 import heapq
 import logging
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from control_plane.access.fair_slots import FairSlots
+from control_plane.access.fair_threads import FairThreads
 from control_plane.errors import InvalidRequestError
 from control_plane.jobs.job import Job
 from control_plane.jobs.membership import Member
@@ -48,7 +47,14 @@ class _Queue:
 
 
 class StepPlanner:
-    """Plans the steps handed to it in worker threads."""
+    """Plans the steps handed to it.
+
+    Args:
+        owner: of the steps.
+        planners: by the names that jobs may give.
+        default_planner: of jobs that give none.
+        threads: jobs of one identity that are planned at the same time.
+    """
 
     def __init__(
         self,
@@ -63,8 +69,7 @@ class StepPlanner:
         self._default_planner = default_planner
         self.planner_of(default_planner)
         self._queues: dict[str, _Queue] = {}
-        self._slots = FairSlots(threads)
-        self._executor = ThreadPoolExecutor(max_workers=threads, thread_name_prefix="planning")
+        self._threads = FairThreads(threads, "planning")
 
     def planner_of(self, name: str) -> Planner:
         """The planner called ``name``, the default one if it is empty.
@@ -90,7 +95,7 @@ class StepPlanner:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        self._executor.shutdown(wait=False, cancel_futures=True)
+        self._threads.close()
 
     async def _run(self, job: Job, queue: _Queue) -> None:
         try:
@@ -136,8 +141,7 @@ class StepPlanner:
             job, ready, members, self.planner_of(job.spec.planner)
         )
         try:
-            async with self._slots.slot(job.owner):
-                return await asyncio.get_running_loop().run_in_executor(self._executor, make)
+            return await self._threads.run(job.owner, make)
         except PlanError:
             raise
         except ManifestError as error:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Hashable, Sequence
-from typing import Generic, TypeVar
+from collections.abc import AsyncIterator, Callable, Hashable, Sequence
+from typing import Generic, TypeAlias, TypeVar
 
 from control_plane.errors import BacklogError, RefusedError, ReplacedError
 from distca.v1 import jobs_pb2
 
 Key = TypeVar("Key", bound=Hashable)
+
+Event: TypeAlias = jobs_pb2.PlanEvent | Callable[[], jobs_pb2.PlanEvent]
+"""Or what makes it, off the event loop, once the reader has come so far."""
 
 MAX_STREAMS_OF_MEMBER = 16
 """A stream that nobody reads stays until its connection ends, with the event that it writes."""
@@ -23,8 +26,8 @@ class Subscription:
     costs bounded memory and no one else's time.
     """
 
-    def __init__(self, first: Sequence[jobs_pb2.PlanEvent], *, limit: int) -> None:
-        self._queue = deque(first)
+    def __init__(self, first: Sequence[Event], *, limit: int) -> None:
+        self._queue: deque[Event] = deque(first)
         self._limit = limit + len(first)
         self._wake = asyncio.Event()
         self._wake.set()
@@ -63,7 +66,7 @@ class Subscription:
             self._ended, self._error = True, error
             self._wake.set()
 
-    async def events(self) -> AsyncIterator[jobs_pb2.PlanEvent]:
+    async def events(self) -> AsyncIterator[Event]:
         """The events, as they come.
 
         Raises:
@@ -92,7 +95,7 @@ class Subscriptions(Generic[Key]):
     def __len__(self) -> int:
         return len(self._by_key)
 
-    def open(self, key: Key, first: Sequence[jobs_pb2.PlanEvent]) -> Subscription:
+    def open(self, key: Key, first: Sequence[Event]) -> Subscription:
         """A subscription of ``key`` that begins with the events ``first``.
 
         Raises:

@@ -10,7 +10,7 @@ from typing import TypeAlias
 import grpc
 
 from control_plane.access.caller import caller_of
-from control_plane.access.fair_slots import FairThreads
+from control_plane.access.fair_threads import FairThreads
 from control_plane.errors import InvalidRequestError
 from control_plane.jobs.coordinator import Coordinator
 from control_plane.jobs.event_streams import RankKey
@@ -19,6 +19,7 @@ from control_plane.jobs.requests import (
     description_of_job,
     in_place_server_from_proto,
     load_from_proto,
+    manifest_from_proto,
     progress_from_proto,
     rank_measurement_from_proto,
     server_measurement_from_proto,
@@ -29,7 +30,6 @@ from control_plane.jobs.requests import (
     waited_from_proto,
 )
 from control_plane.jobs.subscriptions import Subscription
-from control_plane.service.manifest_intake import ManifestIntake
 from distca.contract.codec import plan_to_proto
 from distca.contract.identity import Role
 from distca.contract.server_loss import ServerLoss, cause_from_proto
@@ -104,13 +104,12 @@ class JobsService(jobs_pb2_grpc.JobsServicer):
 
     Args:
         coordinator: answers.
-        threads: read and write large messages.
+        threads: make large messages.
     """
 
     def __init__(self, coordinator: Coordinator, threads: FairThreads) -> None:
         self._coordinator = coordinator
         self._threads = threads
-        self._intake = ManifestIntake(threads, coordinator.check_manifest_room)
 
     async def DescribePool(  # noqa: N802 - named by the protocol
         self, request: jobs_pb2.DescribePoolRequest, context: Context
@@ -175,14 +174,11 @@ class JobsService(jobs_pb2_grpc.JobsServicer):
     async def SubmitManifest(  # noqa: N802
         self, request: jobs_pb2.SubmitManifestRequest, context: Context
     ) -> jobs_pb2.SubmitManifestResponse:
-        nbytes = request.ByteSize()
-        owner = caller_of(context).owner
         self._coordinator.submit_manifest(
             request.job_id,
             request.rank_lease_id,
-            await self._intake.read(request.manifest, owner, nbytes),
+            manifest_from_proto(request.manifest),
             forward_only=request.forward_only,
-            nbytes=nbytes,
         )
         return jobs_pb2.SubmitManifestResponse()
 
@@ -298,6 +294,8 @@ class JobsService(jobs_pb2_grpc.JobsServicer):
         key, subscription = watched
         try:
             async for event in subscription.events():
+                if not isinstance(event, jobs_pb2.PlanEvent):
+                    event = await self._threads.run(caller_of(context).owner, event)
                 await context.write(event)
         finally:
             self._coordinator.unwatch(key, subscription)

@@ -18,7 +18,12 @@ from numpy.typing import NDArray
 from core_attention.arrays import Int64Array
 from core_attention.ca_task import MaskKind, TaskTable
 from core_attention.cost_model import CostProfile
-from core_attention.manifest import Manifest, RankManifest, SegmentColumns
+from core_attention.manifest import (
+    MAX_RANK_SEGMENTS,
+    Manifest,
+    RankManifest,
+    SegmentColumns,
+)
 from core_attention.pipelining import Pipelining
 from core_attention.plan import PhaseForecast, Plan, PlanServer, PlanVerdict, SlotForecast
 from core_attention.schedule import read_csv, write_csv
@@ -38,6 +43,11 @@ _RANK_MANIFEST_COLUMNS: Columns = {
     "offset": _INT32,
     "length": _INT32,
 }
+MAX_RANK_MANIFEST_BYTES = MAX_RANK_SEGMENTS * sum(
+    dtype.itemsize for dtype in _RANK_MANIFEST_COLUMNS.values()
+)
+"""Of the columns."""
+
 DOCUMENT_COLUMNS: Columns = {
     "document_id": _INT64,
     "document_length": _INT32,
@@ -187,8 +197,9 @@ def rank_manifest_to_proto(manifest: RankManifest) -> plan_pb2.RankManifest:
     """The message of ``manifest``, nano-batch after nano-batch.
 
     Raises:
-        WireError: a value does not fit into its column.
+        WireError: it has too many segments, or a value does not fit into its column.
     """
+    _check_n_segments(len(manifest.columns.length))
     return plan_pb2.RankManifest(
         step=manifest.step,
         rank=manifest.rank,
@@ -201,10 +212,11 @@ def rank_manifest_from_proto(message: plan_pb2.RankManifest) -> RankManifest:
     """The manifest in ``message``; segments of a nano-batch keep their order.
 
     Raises:
-        WireError: a column is truncated or shorter than another, a nano-batch is out of range, or
-            a segment is empty or leaves its document.
+        WireError: it has too many segments, a column is truncated or shorter than another, a
+            nano-batch is out of range, or a segment is empty or leaves its document.
     """
     name = "RankManifest"
+    _check_n_segments(len(message.length) // _RANK_MANIFEST_COLUMNS["length"].itemsize)
     if not 1 <= message.n_nano_batches <= MAX_NANO_BATCHES:
         raise WireError(
             f"{name}.n_nano_batches is {message.n_nano_batches}; valid are 1 to {MAX_NANO_BATCHES}"
@@ -221,6 +233,14 @@ def rank_manifest_from_proto(message: plan_pb2.RankManifest) -> RankManifest:
     return RankManifest.from_columns(
         _step(name, message.step), message.rank, message.n_nano_batches, SegmentColumns(**columns)
     )
+
+
+def _check_n_segments(n: int) -> None:
+    if n > MAX_RANK_SEGMENTS:
+        raise WireError(
+            f"RankManifest has {n} segments; a rank may hold {MAX_RANK_SEGMENTS} in a step: drop "
+            "or join short documents"
+        )
 
 
 def plan_to_proto(plan: Plan, job_id: str) -> plan_pb2.Plan:

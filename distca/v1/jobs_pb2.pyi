@@ -215,14 +215,16 @@ class PlanEvent(_message.Message):
     def __init__(self, job_opened: _Optional[_Union[JobOpened, _Mapping]] = ..., step_planned: _Optional[_Union[StepPlanned, _Mapping]] = ..., step_failed: _Optional[_Union[StepFailed, _Mapping]] = ..., job_closed: _Optional[_Union[JobClosed, _Mapping]] = ..., recover: _Optional[_Union[Recover, _Mapping]] = ..., step_finished: _Optional[_Union[StepFinished, _Mapping]] = ...) -> None: ...
 
 class JobOpened(_message.Message):
-    __slots__ = ("job_id", "spec", "verification_key")
+    __slots__ = ("job_id", "spec", "verification_key", "owner")
     JOB_ID_FIELD_NUMBER: _ClassVar[int]
     SPEC_FIELD_NUMBER: _ClassVar[int]
     VERIFICATION_KEY_FIELD_NUMBER: _ClassVar[int]
+    OWNER_FIELD_NUMBER: _ClassVar[int]
     job_id: str
     spec: JobSpec
     verification_key: bytes
-    def __init__(self, job_id: _Optional[str] = ..., spec: _Optional[_Union[JobSpec, _Mapping]] = ..., verification_key: _Optional[bytes] = ...) -> None: ...
+    owner: str
+    def __init__(self, job_id: _Optional[str] = ..., spec: _Optional[_Union[JobSpec, _Mapping]] = ..., verification_key: _Optional[bytes] = ..., owner: _Optional[str] = ...) -> None: ...
 
 class StepPlanned(_message.Message):
     __slots__ = ("plan", "forward_only", "first_tick")

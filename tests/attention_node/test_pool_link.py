@@ -187,10 +187,10 @@ def test_a_server_takes_the_name_of_one_whose_lease_ends_meanwhile() -> None:
 def test_jobs_that_are_not_announced_again_are_forgotten() -> None:
     announced = AnnouncedJobs()
     announced.registered(now=0.0)
-    announced.opened("a")
-    announced.opened("b")
+    announced.opened("a", "tenant")
+    announced.opened("b", "tenant")
     assert announced.forgotten(["a", "b"], now=1000.0) == []
     announced.registered(now=1000.0)
-    announced.opened("b")
+    announced.opened("b", "tenant")
     assert announced.forgotten(["a", "b"], now=1000.0 + PATIENCE_SECONDS - 1) == []
     assert announced.forgotten(["a", "b"], now=1000.0 + PATIENCE_SECONDS) == ["a"]

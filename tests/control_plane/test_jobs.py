@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import tracemalloc
 from dataclasses import replace
 from typing import Any
 
@@ -13,13 +14,15 @@ from control_plane.errors import (
     BacklogError,
     InvalidRequestError,
     LeaseExpiredError,
+    QuotaError,
     SpecMismatchError,
     UnknownJobError,
     UnknownStepError,
 )
-from control_plane.jobs.job import Job
+from control_plane.jobs.job import Job, kept_bytes
 from control_plane.jobs.job_spec import JobSpec, Placement, planning_options
 from control_plane.jobs.jobs import REMEMBERED_CLOSED_JOBS, Jobs
+from control_plane.jobs.publication import publish_step
 from control_plane.jobs.rank_leases import Patience
 from control_plane.jobs.step import (
     FailedStep,
@@ -578,3 +581,65 @@ def test_a_group_that_cannot_be_is_refused(group: tuple[int, ...]) -> None:
     check_group(0, (1, 0), 4)
     with pytest.raises(InvalidRequestError, match="tensor_parallel_ranks of rank 0 is"):
         check_group(0, group, 4)
+
+
+def finished(job: Job, step: int) -> StepRecord:
+    record = plan_next(job, step)
+    for rank in (0, 1):
+        job.report_rank(f"L{rank}", step, rank_measurement(rank), now=0.0)
+    assert job.take_finished() == step
+    return record
+
+
+def test_finished_steps_are_forgotten_for_new_ones_and_unfinished_are_not() -> None:
+    of_a_step = 2 * kept_bytes(rank_manifest(0, 0))
+    jobs = Jobs(
+        lease_seconds=LEASE_SECONDS,
+        retained_steps=64,
+        max_pending_steps=4,
+        max_manifest_bytes=4 * of_a_step,
+    )
+    job = jobs.create(spec(), job_id="train-1", key=b"t", owner="a")
+    for rank in (0, 1):
+        job.join(rank, host=f"h{rank}", lease_id=f"L{rank}", now=0.0)
+    for step in range(2):
+        finished(job, step)
+    for step in (2, 3):
+        plan_next(job, step)
+    assert jobs.manifest_bytes("a") == 4 * of_a_step
+    jobs.make_room("a", of_a_step)
+    with pytest.raises(UnknownStepError):
+        job.step(0)
+    assert jobs.manifest_bytes("a") == 3 * of_a_step
+    with pytest.raises(QuotaError):
+        jobs.make_room("a", 2 * of_a_step)
+    # The last finished one is shown to people, and the others run.
+    assert [job.step(step).step for step in (1, 2, 3)] == [1, 2, 3]
+    jobs.make_room("b", 4 * of_a_step)
+
+
+def test_slices_that_come_to_more_than_their_manifests_are_counted(job: Job) -> None:
+    plan_next(job, 0)
+    counted = job.manifest_bytes
+    assert job.more_bytes(0, counted) == 0
+    job.keeps(0, job.more_bytes(0, counted + 1000))
+    assert job.manifest_bytes == counted + 1000
+
+
+def test_a_segment_comes_to_no_more_than_it_counts() -> None:
+    """In documents of one token, whose plan has a task for each segment."""
+    n = 20_000
+    tracemalloc.start()
+    try:
+        before = tracemalloc.get_traced_memory()[0]
+        manifest = RankManifest.from_lengths(0, 0, [[1] * n, [1] * n])
+        ready = ReadyStep(step=0, manifests=(manifest,), forward_only=False)
+        server = PlanningServer(
+            server=PlanServer("a", None, "h:1"), host="h", profile=linear_profile()
+        )
+        publication = publish_step("job", spec(n_ranks=1), ready, [server], rotating_plan)
+        publication.record.rank_event(0)
+        kept = tracemalloc.get_traced_memory()[0] - before + publication.plan_bytes
+    finally:
+        tracemalloc.stop()
+    assert kept < kept_bytes(manifest)

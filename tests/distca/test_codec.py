@@ -13,10 +13,18 @@ from hypothesis import strategies as st
 from core_attention.arrays import int64_column
 from core_attention.ca_task import MaskKind, TaskTable
 from core_attention.cost_model import CostProfile
-from core_attention.manifest import MAX_DOCUMENT_TOKENS, Manifest, RankManifest, Segment
+from core_attention.manifest import (
+    MAX_DOCUMENT_TOKENS,
+    MAX_RANK_SEGMENTS,
+    Manifest,
+    RankManifest,
+    Segment,
+    SegmentColumns,
+)
 from core_attention.plan import PhaseForecast, Plan, PlanServer, SlotForecast
 from core_attention.shape import AttentionShape
 from distca.contract.codec import (
+    MAX_RANK_MANIFEST_BYTES,
     WireError,
     plan_from_proto,
     plan_to_proto,
@@ -228,6 +236,26 @@ def test_broken_rank_manifest_is_refused(changes: dict[str, Any], match: str) ->
         setattr(message, field, value)
     with pytest.raises(WireError, match=match):
         rank_manifest_from_proto(message)
+
+
+def short_documents(n: int) -> RankManifest:
+    one = np.ones(n, dtype=np.int64)
+    columns = SegmentColumns(one - 1, np.arange(n), one, one - 1, one)
+    return RankManifest.from_columns(0, 0, 1, columns)
+
+
+def test_a_rank_with_too_many_segments_is_refused_on_both_sides() -> None:
+    most = rank_manifest_to_proto(short_documents(MAX_RANK_SEGMENTS))
+    assert len(rank_manifest_from_proto(most).columns.length) == MAX_RANK_SEGMENTS
+    assert most.ByteSize() < MAX_RANK_MANIFEST_BYTES + 64
+    with pytest.raises(WireError):
+        rank_manifest_to_proto(short_documents(MAX_RANK_SEGMENTS + 1))
+    for field, width in (("nano_batch", 4), ("document_id", 8), ("document_length", 4)):
+        setattr(most, field, getattr(most, field) + bytes(width))
+    most.offset += bytes(4)
+    most.length += b"\1\0\0\0"
+    with pytest.raises(WireError):
+        rank_manifest_from_proto(most)
 
 
 @pytest.mark.parametrize(

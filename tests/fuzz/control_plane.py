@@ -18,7 +18,7 @@ from google.protobuf.message import Message
 from control_plane.access.access import AccessInterceptor, Gate
 from control_plane.access.calls_in_flight import CallsInFlight
 from control_plane.access.connections import Connections
-from control_plane.access.fair_slots import FairThreads
+from control_plane.access.fair_threads import FairThreads
 from control_plane.access.rate_limit import RateLimit
 from control_plane.jobs.coordinator import Coordinator
 from control_plane.metrics.metrics import Metrics

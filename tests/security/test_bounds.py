@@ -35,7 +35,7 @@ NASTY = (
 
 MAX_JOBS = 3
 MAX_RANKS = 16
-MAX_MANIFEST_BYTES = 4000
+MAX_MANIFEST_BYTES = 20_000
 MAX_CALLS = 12
 
 
@@ -169,7 +169,7 @@ def test_manifests_of_a_tenant_are_bounded_over_all_its_jobs(
         step += 1
     assert step > 1
     large = rank_manifest(step, 0, lengths=[[1] * 500, [500]])
-    with pytest.raises(rpc.ResourceExhausted, match="bytes of manifests are kept"):
+    with pytest.raises(rpc.ResourceExhausted, match="max_manifest_bytes_per_identity"):
         greedy.submit(*jobs[0], large)
     assert refused(control_plane, "Jobs/SubmitManifest", "quota") >= 1
     job, lease = calm.open(0, job_spec("calm"))

@@ -1,0 +1,137 @@
+"""A tenant that asks for all that it may have costs its neighbours neither time nor memory."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+
+from core_attention.manifest import RankManifest
+from distca.contract.identity import Role
+from tests.security.pki import Pki
+from tests.security.secure_cluster import SecureCluster
+from tests.security.test_cluster import team
+
+pytestmark = [pytest.mark.slow, pytest.mark.faults, pytest.mark.timeout(400)]
+
+LENGTHS = [[[1500, 1000], [2500]], [[2500], [900, 1600]]]
+"""Documents of two ranks in two nano-batches: a step takes some tenths of a second."""
+
+CALM_STEPS = 10
+NOISY_SECONDS = 30.0
+"""How long the neighbour trains on after the noisy tenant has handed in all it may."""
+
+LEAVE_SECONDS = 20.0
+"""Memory is back so long after a tenant has left."""
+
+
+class NoisyTenant:
+    """The process of a tenant with a good certificate."""
+
+    def __init__(self, address: str, pki: Pki) -> None:
+        files = pki.issue(Role.TRAINER, "noisy")
+        arguments = (address, files.ca_file, files.certificate_file, files.key_file)
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tests.security.noisy_tenant", *map(str, arguments)],
+            cwd=Path(__file__).parents[2],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        self.handed_in = 0
+        self.documents = 0
+        self.is_through = threading.Event()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def leave(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        assert self._process.wait(60.0) == 0
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait()
+        self._reader.join(10.0)
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            handed_in, self.documents = map(int, line.split())
+            self.handed_in += handed_in
+            self.is_through.set()
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory, pki: Pki) -> Iterator[SecureCluster]:
+    running = SecureCluster(tmp_path_factory.mktemp("noisy"), pki, lease_seconds=15.0)
+    yield running
+    running.close()
+
+
+@contextmanager
+def noisy_tenant(cluster: SecureCluster, pki: Pki) -> Iterator[NoisyTenant]:
+    tenant = NoisyTenant(cluster.address, pki)
+    try:
+        yield tenant
+    finally:
+        tenant.kill()
+
+
+def memory_of(pid: int) -> float:
+    """MiB that a process and those that it has started hold."""
+    process = psutil.Process(pid)
+    total = 0
+    for each in (process, *process.children(recursive=True)):
+        try:
+            total += each.memory_info().rss
+        except psutil.NoSuchProcess:
+            continue
+    return total / 2**20
+
+
+def test_a_job_beside_a_noisy_tenant_goes_on_and_memory_returns(
+    cluster: SecureCluster, pki: Pki
+) -> None:
+    pid = cluster.processes[0].popen.pid
+    manifests = [RankManifest.from_lengths(0, rank, LENGTHS[rank]) for rank in range(2)]
+    with team(cluster, placement="pool") as trains:
+
+        def step() -> float:
+            began = time.monotonic()
+            trains.run(manifests)
+            return time.monotonic() - began
+
+        for _ in range(3):
+            step()
+        calm = [step() for _ in range(CALM_STEPS)]
+        before = memory_of(pid)
+        beside, most = [], 0.0
+        with noisy_tenant(cluster, pki) as noisy:
+            until = None
+            while until is None or time.monotonic() < until:
+                beside.append(step())
+                most = max(most, memory_of(pid))
+                if until is None and noisy.is_through.is_set():
+                    until = time.monotonic() + NOISY_SECONDS
+            noisy.leave()
+            handed_in, documents = noisy.handed_in, noisy.documents
+        deadline = time.monotonic() + LEAVE_SECONDS
+        while (after := memory_of(pid)) > 1.1 * before and time.monotonic() < deadline:
+            step()
+    shown = (
+        f"calm steps took {min(calm):.2f} to {max(calm):.2f} s, beside {handed_in} manifests of "
+        f"2 x {documents} documents {min(beside):.2f} to {max(beside):.2f} s; memory {before:.0f} "
+        f"MiB, at most {most:.0f}, afterwards {after:.0f}"
+    )
+    print(shown)
+    assert handed_in > 5, shown
+    assert max(beside) <= 3 * max(calm), shown
+    assert after <= 1.1 * before, shown
