@@ -73,6 +73,9 @@ when ranks give up a server that answers no ping: so of several that stop at onc
 class Coordinator:
     """The state of the control plane and all that changes it.
 
+    Calls of ranks and servers raise as :meth:`Jobs.get`, :meth:`Membership.of_lease` and the method
+    of :class:`Job` for them.
+
     Args:
         settings: leases and limits.
         planners: by the names that jobs may give.
@@ -240,11 +243,7 @@ class Coordinator:
 
     def report_rank_lost(self, lease_id: str, job_id: str, rank: int) -> None:
         """A server's connection to a rank was reset. The job need not be known yet: the control
-        plane may have started again.
-
-        Raises:
-            LeaseExpiredError: as :meth:`Membership.of_lease`.
-        """
+        plane may have started again."""
         self._membership.rank_lost(lease_id, job_id, rank, now=self._clock())
 
     def servers(self) -> list[tuple[Member, float]]:
@@ -292,11 +291,7 @@ class Coordinator:
         in_place_load: ServerLoad | None = None,
     ) -> None:
         """Renews the lease of a rank and of its in-place server, whose load it tells. Steps before
-        ``next_step`` of which the rank has handed in nothing get no plan any more.
-
-        Raises:
-            UnknownJobError, LeaseExpiredError: as :meth:`Jobs.get` and :meth:`Job.renew`.
-        """
+        ``next_step`` of which the rank has handed in nothing get no plan any more."""
         self._hear()
         now = self._clock()
         job = self._jobs.get(job_id)
@@ -308,11 +303,7 @@ class Coordinator:
             self._advance(job)
 
     def leave_job(self, job_id: str, lease_id: str, error: str) -> None:
-        """A rank leaves; with an error, or as the last one, it closes the job.
-
-        Raises:
-            UnknownJobError, LeaseExpiredError: as :meth:`Jobs.get` and :meth:`Job.leave`.
-        """
+        """A rank leaves; with an error, or as the last one, it closes the job."""
         job = self._jobs.get(job_id)
         rank = job.leave(lease_id, error=error, now=self._clock())
         logger.info("job %s: rank %d left", job_id, rank)
@@ -338,13 +329,7 @@ class Coordinator:
         *,
         forward_only: bool,
     ) -> None:
-        """Takes in a manifest, and has the step planned once all ranks' are there.
-
-        Raises:
-            UnknownJobError, LeaseExpiredError, InvalidRequestError, BacklogError: as
-                :meth:`Jobs.get` and :meth:`Job.submit`.
-            QuotaError: as :meth:`Jobs.make_room`.
-        """
+        """Takes in a manifest, and has the step planned once all ranks' are there."""
         job = self._jobs.get(job_id)
         self._jobs.make_room(job.owner, kept_bytes(manifest))
         job.submit(lease_id, manifest, forward_only=forward_only, now=self._clock())
@@ -375,12 +360,7 @@ class Coordinator:
 
     def watch_rank(self, job_id: str, lease_id: str) -> tuple[RankKey, Subscription]:
         """The events of a job for a rank: the job, a recovery that waits for it, the unfinished
-        steps, then what comes.
-
-        Raises:
-            UnknownJobError, LeaseExpiredError: as :meth:`Jobs.get` and :meth:`Job.lease`.
-            BacklogError: as :meth:`Subscriptions.open`.
-        """
+        steps, then what comes."""
         job = self._jobs.get(job_id)
         rank = job.lease(lease_id, now=self._clock()).rank
         serves = any(
@@ -429,34 +409,20 @@ class Coordinator:
             self._jobs.stream_broken(*key, now=self._clock())
 
     def report_rank(self, job_id: str, lease_id: str, step: int, measured: RankMeasurement) -> None:
-        """Takes in what a rank measured.
-
-        Raises:
-            UnknownJobError, LeaseExpiredError, UnknownStepError, InvalidRequestError: as
-                :meth:`Jobs.get` and :meth:`Job.report_rank`.
-        """
+        """Takes in what a rank measured."""
         job = self._jobs.get(job_id)
         if job.report_rank(lease_id, step, measured, now=self._clock()):
             self._metrics.rank_reported(job, job.step(step))
         self._recoveries.advance(job)
 
     def give_up_step(self, job_id: str, lease_id: str, step: int, reason: str) -> None:
-        """A rank leaves ``step`` before it is complete.
-
-        Raises:
-            UnknownJobError, LeaseExpiredError: as :meth:`Jobs.get` and :meth:`Job.give_up`.
-        """
+        """A rank leaves ``step`` before it is complete."""
         job = self._jobs.get(job_id)
         rank = job.give_up(lease_id, step, reason, now=self._clock())
         self._recoveries.step_given_up(job, rank, step, reason)
 
     def wait_in_step(self, job_id: str, lease_id: str, wait: Wait) -> None:
-        """A rank has waited long for a tick. If it and others wait for each other, the step fails.
-
-        Raises:
-            UnknownJobError, LeaseExpiredError, InvalidRequestError: as :meth:`Jobs.get` and
-                :meth:`Job.wait`.
-        """
+        """A rank has waited long for a tick. The step fails if others wait for it in turn."""
         job = self._jobs.get(job_id)
         stuck = job.wait(lease_id, wait, now=self._clock())
         if stuck:
@@ -488,11 +454,7 @@ class Coordinator:
             self._metrics.server_reported(job, job.step(step), measured.server_id)
 
     def report_server_lost(self, job_id: str, lease_id: str, loss: ServerLoss) -> None:
-        """A rank has lost a server.
-
-        Raises:
-            UnknownJobError, LeaseExpiredError: as :meth:`Jobs.get` and :meth:`Job.lease`.
-        """
+        """A rank has lost a server."""
         job = self._jobs.get(job_id)
         rank = job.lease(lease_id, now=self._clock()).rank
         self._recoveries.server_reported(job, rank, loss)
@@ -500,12 +462,7 @@ class Coordinator:
     def report_progress(
         self, job_id: str, lease_id: str, epoch: int, steps: Sequence[StepProgress]
     ) -> None:
-        """A rank answers the recovery of ``epoch``.
-
-        Raises:
-            UnknownJobError, LeaseExpiredError, InvalidRequestError: as :meth:`Jobs.get`,
-                :meth:`Job.lease` and :meth:`Job.check_progress`.
-        """
+        """A rank answers the recovery of ``epoch``."""
         job = self._jobs.get(job_id)
         rank = job.lease(lease_id, now=self._clock()).rank
         self._recoveries.answer(job, rank, epoch, steps)

@@ -50,6 +50,8 @@ def kept_bytes(manifest: RankManifest) -> int:
 class Job:
     """One job, from its first rank's joining to its closing.
 
+    Methods that are given a lease raise LeaseExpiredError where it has expired or is unknown.
+
     Attributes:
         job_id: names it, unique also among jobs of the same name.
         spec: what its ranks agree on.
@@ -184,11 +186,7 @@ class Job:
         self._groups.add(rank, group)
 
     def renew(self, lease_id: str, *, now: float) -> None:
-        """Renews a rank's lease.
-
-        Raises:
-            LeaseExpiredError: it expired or is unknown.
-        """
+        """Renews a rank's lease."""
         self._leases.renew(lease_id, now=now)
 
     def went_on(self, lease_id: str, next_step: int) -> bool:
@@ -204,11 +202,7 @@ class Job:
         self._leases.renew_all(now=now)
 
     def lease(self, lease_id: str, *, now: float) -> RankLease:
-        """The rank that holds ``lease_id``.
-
-        Raises:
-            LeaseExpiredError: it expired or is unknown.
-        """
+        """The rank that holds ``lease_id``."""
         return self._leases.get(lease_id, now=now)
 
     def rank_of(self, lease_id: str) -> int | None:
@@ -220,11 +214,7 @@ class Job:
         return self._leases.gone(patience, now=now)
 
     def leave(self, lease_id: str, *, error: str, now: float) -> int:
-        """A rank leaves; with an error, or as the last one, it closes the job. Returns the rank.
-
-        Raises:
-            LeaseExpiredError: the lease expired or is unknown.
-        """
+        """A rank leaves; with an error, or as the last one, it closes the job. Returns the rank."""
         rank = self._leases.leave(lease_id, now=now)
         if error:
             self.closed = f"rank {rank} failed: {error}"

@@ -143,7 +143,10 @@ def _compiled(function: F, options: dict[str, Any]) -> F:
     return dispatcher
 
 
-class _SealedFile(caching.IndexDataCacheFile):  # type: ignore[misc]
+_CacheFile: Any = caching.IndexDataCacheFile
+
+
+class _SealedFile(_CacheFile):  # type: ignore[misc]
     """Numba's files of one function, each with its digest at its end, which unpickling passes over.
 
     What a crash or a full disk has damaged is compiled again and overwritten: LLVM, given damaged

@@ -100,7 +100,7 @@ def memory_of(pid: int) -> float:
 def test_a_job_beside_a_noisy_tenant_goes_on_and_memory_returns(
     cluster: SecureCluster, pki: Pki
 ) -> None:
-    pid = cluster.processes[0].popen.pid
+    pid, node_pid = (process.popen.pid for process in cluster.processes)
     manifests = [RankManifest.from_lengths(0, rank, LENGTHS[rank]) for rank in range(2)]
     with team(cluster, placement="pool") as trains:
 
@@ -112,7 +112,7 @@ def test_a_job_beside_a_noisy_tenant_goes_on_and_memory_returns(
         for _ in range(3):
             step()
         calm = [step() for _ in range(CALM_STEPS)]
-        before = memory_of(pid)
+        before, node_before = memory_of(pid), memory_of(node_pid)
         beside, most = [], 0.0
         with noisy_tenant(cluster, pki) as noisy:
             until = None
@@ -129,7 +129,8 @@ def test_a_job_beside_a_noisy_tenant_goes_on_and_memory_returns(
     shown = (
         f"calm steps took {min(calm):.2f} to {max(calm):.2f} s, beside {handed_in} manifests of "
         f"2 x {documents} documents {min(beside):.2f} to {max(beside):.2f} s; memory {before:.0f} "
-        f"MiB, at most {most:.0f}, afterwards {after:.0f}"
+        f"MiB, at most {most:.0f}, afterwards {after:.0f}; of the node {node_before:.0f} and "
+        f"{memory_of(node_pid):.0f}"
     )
     print(shown)
     assert handed_in > 5, shown
