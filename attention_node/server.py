@@ -51,6 +51,7 @@ from distca.contract.timeouts import default_seconds
 from distca.contract.tls import server_credentials
 from distca.process.certificates import watch_certificates
 from distca.process.health_service import HealthCheck
+from distca.process.memory import keep_returning_memory
 from distca.process.monitoring import Health, MetricsEndpoint, process_registry
 from distca.v1 import jobs_pb2, membership_pb2
 
@@ -85,6 +86,7 @@ def run(settings: NodeSettings) -> None:
         ValueError: no kernel runs a shape on the device.
     """
     sys.setswitchinterval(SWITCH_INTERVAL_SECONDS)
+    keep_returning_memory()
     node = AttentionNode(settings)
     came: list[int] = []
 

@@ -48,7 +48,7 @@ from distca.contract.timeouts import default_seconds
 from distca.contract.tls import server_credentials
 from distca.process.certificates import watch_certificates
 from distca.process.health_service import HealthService
-from distca.process.memory import return_freed_memory
+from distca.process.memory import keep_returning_memory
 from distca.process.monitoring import (
     Health,
     MetricsAddressError,
@@ -73,9 +73,6 @@ _SERVICES = (
 )
 """What the health service answers for, besides the process as a whole."""
 
-RETURN_MEMORY_SECONDS = 10.0
-"""Between two times; each takes some milliseconds of a thread."""
-
 _ASK_SECONDS = default_seconds("ask_seconds")
 
 _LOOPBACK_OF_ANY = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]"}
@@ -96,6 +93,7 @@ def run(settings: ControlPlaneSettings, planners: Mapping[str, Planner] = PLANNE
         MismatchError, WeakSecretError: a TLS file or the token secret is of no use.
         LeadershipLostError: another control plane may lead now.
     """
+    keep_returning_memory()
     if asyncio.run(_serve(settings, planners)) is signal.SIGINT:
         raise KeyboardInterrupt
 
@@ -171,7 +169,6 @@ class ControlPlane:
         self._server: grpc.aio.Server | None = None
         self._endpoint: MetricsEndpoint | None = None
         self._sweeper: asyncio.Task[None] | None = None
-        self._return_memory_at = 0.0
         self._listen_address = settings.listen_address
         self.address = ""
         self.metrics_address: str | None = None
@@ -325,17 +322,11 @@ class ControlPlane:
                 # Members are elsewhere: their silence here says nothing.
                 continue
             try:
-                await self._return_memory()
                 self.coordinator.sweep()
                 self._count_refusals()
             except Exception:
                 # A mistake in closing one job must not let all others live for ever.
                 logger.exception("looking for expired leases failed")
-
-    async def _return_memory(self) -> None:
-        if time.monotonic() >= self._return_memory_at:
-            self._return_memory_at = time.monotonic() + RETURN_MEMORY_SECONDS
-            await asyncio.to_thread(return_freed_memory)
 
     def _count_refusals(self) -> None:
         for _ in range(self._connections.take_failed()):

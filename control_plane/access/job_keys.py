@@ -15,6 +15,7 @@ import secrets
 from pathlib import Path
 
 from control_plane.errors import MissingTokenError, WrongTokenError
+from core_attention.whole_file import sync_folder, write_whole
 from distca.contract.tokens import rank_of_token
 
 MIN_SECRET_BYTES = 32
@@ -105,10 +106,11 @@ def _make_secret(path: Path) -> None:
     """Writes a secret that only this user can read, unless another process does so first."""
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
     try:
-        partial.touch(mode=0o600)
-        partial.write_bytes(secrets.token_bytes(MIN_SECRET_BYTES))
+        # Else a crash may leave the name without the bytes, and no control plane starts any more.
+        write_whole(partial, secrets.token_bytes(MIN_SECRET_BYTES), mode=0o600, durable=True)
         with contextlib.suppress(FileExistsError):
             os.link(partial, path)
+        sync_folder(path.parent)
     except OSError as error:
         # A failed write names no file.
         raise OSError(error.errno, error.strerror, str(path)) from error

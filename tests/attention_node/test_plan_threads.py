@@ -16,7 +16,12 @@ def test_a_tenant_waits_for_its_own_plans_alone() -> None:
     taken: queue.SimpleQueue[str] = queue.SimpleQueue()
     over = threading.Event()
     threads = PlanThreads(errors.append)
-    threads.add("noisy", lambda: over.wait(DEADLINE_SECONDS) and taken.put("noisy 0"))
+
+    def take_in_slowly() -> None:
+        assert over.wait(DEADLINE_SECONDS)
+        taken.put("noisy 0")
+
+    threads.add("noisy", take_in_slowly)
     threads.add("noisy", lambda: taken.put("noisy 1"))
     threads.add("calm", lambda: taken.put("calm"))
     assert taken.get(timeout=DEADLINE_SECONDS) == "calm"

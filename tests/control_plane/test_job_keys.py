@@ -63,7 +63,7 @@ def test_a_disk_without_room_for_the_secret_is_named_and_left_clean(
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with monkeypatch.context() as patched:
-        patched.setattr(Path, "write_bytes", full)
+        patched.setattr(os, "fsync", full)
         with pytest.raises(OSError, match=r"No space left.*token-secret'") as failed:
             job_keys(None, tmp_path)
     assert failed.value.filename == str(tmp_path / "token-secret")
@@ -71,6 +71,18 @@ def test_a_disk_without_room_for_the_secret_is_named_and_left_clean(
     keys = job_keys(None, tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["token-secret"]
     assert job_keys(None, tmp_path).key_of("x", "") == keys.key_of("x", "")
+
+
+def test_a_secret_has_its_bytes_before_it_has_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A crash in between would leave a file that no control plane starts with."""
+    calls: list[str] = []
+    fsync, link = os.fsync, os.link
+    monkeypatch.setattr(os, "fsync", lambda file: (calls.append("fsync"), fsync(file))[1])
+    monkeypatch.setattr(os, "link", lambda old, new: (calls.append("link"), link(old, new))[1])
+    job_keys(None, tmp_path)
+    assert calls == ["fsync", "fsync", "link", "fsync"]
 
 
 def test_a_short_secret_is_refused(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """``python -m tests.security.noisy_tenant ADDRESS CA CERTIFICATE KEY`` asks for all it may.
 
-It opens jobs, hands in manifests of as many documents of one token as it is allowed, until none is
-taken any more, and reads no plan. On each line of stdin it does that again; at its end it leaves.
+It opens jobs and reads no plan. On each line of stdin it hands in manifests of as many documents of
+one token as it is allowed, until none is taken any more; at its end it leaves.
 """
 
 from __future__ import annotations
@@ -81,12 +81,11 @@ def main() -> None:
         renewing = threading.Thread(target=renew, args=(client, jobs, over))
         renewing.start()
         first = 0
-        while True:
+        print("ready", flush=True)
+        while sys.stdin.readline():
             taken, n = submit_all(client, jobs, first)
             print(taken, n, flush=True)
             first += taken
-            if not sys.stdin.readline():
-                break
         over.set()
         renewing.join()
         for job, lease in jobs:
