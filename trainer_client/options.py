@@ -96,7 +96,6 @@ class SessionOptions(RankTimeouts, PlanRequest, IntegritySettings, ClientTls):
         ping_quiet_seconds: how long a server that owes a reply may be silent before it is asked for
             a sign of life.
         ping_timeout_seconds: how long it may take to give one; without it, it counts as lost.
-        audit_seed: chooses the tasks that are recomputed.
         kept_forward_ticks: of how many complete forward layers (a nano-batch) the inputs are kept
             for other ranks' replays, where documents span ranks. None: of all, so that every
             failure is recovered from; they take as much memory as the activations that they are.
@@ -132,7 +131,6 @@ class SessionOptions(RankTimeouts, PlanRequest, IntegritySettings, ClientTls):
     collective_timeout_seconds: float = default_seconds("collective_timeout_seconds")
     ping_quiet_seconds: float = default_seconds("ping_quiet_seconds")
     ping_timeout_seconds: float = default_seconds("ping_timeout_seconds")
-    audit_seed: int = 0
     kept_forward_ticks: int | None = None
     probe_bytes: int = 8 * 2**20
     min_gigabytes_per_second: float = 0.0

@@ -1,10 +1,10 @@
 """Audits: correct results pass whatever the dtype, damage beyond rounding is found and named, and
-which tasks are audited follows from the seed alone."""
+nobody foresees which tasks and rows are audited."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -29,20 +29,37 @@ from trainer_client.integrity.audit import ROWS, Auditor, Finding
 SCALE = SHAPE.default_softmax_scale
 CLOSE_SECONDS = 30.0
 
+_AUDITORS: list[Auditor] = []
 
-def findings(
-    *answers: Answer, rate: float = 1.0, seed: int = 0, close: bool = True
-) -> list[Finding]:
-    """What auditing ``answers`` finds."""
+
+@pytest.fixture(autouse=True)
+def close_auditors() -> Iterator[None]:
+    """Closes what :func:`auditor_of` has made."""
+    yield
+    while _AUDITORS:
+        _AUDITORS.pop().close(CLOSE_SECONDS)
+
+
+def auditor_of(
+    found: list[Finding] | None = None, rate: float = 1.0, random: np.random.Generator | None = None
+) -> Auditor:
+    """An auditor whose findings come into ``found``."""
+    on_finding = (lambda _: None) if found is None else found.append
+    device = torch.device("cpu")
+    auditor = Auditor(rate, scale=SCALE, on_finding=on_finding, device=device, random=random)
+    _AUDITORS.append(auditor)
+    return auditor
+
+
+def findings(*answers: Answer) -> list[Finding]:
+    """What auditing all tasks of ``answers`` finds, in the order of their queries."""
     found: list[Finding] = []
     for answer in answers:
-        auditor = Auditor(
-            rate, seed=seed, scale=SCALE, on_finding=found.append, device=torch.device("cpu")
-        )
+        auditor = auditor_of(found)
         auditor.sample(answer)
         auditor.close(CLOSE_SECONDS)
         assert auditor.skipped == 0
-    return found
+    return sorted(found, key=lambda finding: finding.where)
 
 
 def long_document() -> Plan:
@@ -151,43 +168,51 @@ def test_key_gradients_of_other_ranks_queries_are_not_judged() -> None:
     assert finding.equal
 
 
-def test_the_same_tasks_are_chosen_every_time_and_others_with_another_seed() -> None:
+def test_rows_are_others_in_every_session_tick_phase_and_replay() -> None:
+    """All draws of 16 of 300 rows differ, but for a probability far below 1e-9."""
+    answers = [answer_of(long_document(), phase) for phase in Phase]
+    answers.append(replace(answers[0], tick=replace(answers[0].tick, layer=0)))
+    sessions = [auditor_of(), auditor_of()]
+    drawn = [chosen_rows(each, answer) for each in sessions for answer in answers * 2]
+    assert len(set(drawn)) == len(drawn)
+
+
+def test_injected_draws_can_be_repeated() -> None:
+    answer = answer_of(long_document(), Phase.FORWARD)
+    first, second = (
+        chosen_rows(auditor_of(random=np.random.default_rng(1)), answer) for _ in range(2)
+    )
+    assert first == second
+
+
+def chosen_rows(auditor: Auditor, answer: Answer) -> tuple[int, ...]:
+    """The queries to recompute, over all tasks of ``answer``."""
+    return tuple(row for sample in auditor.choose(answer) for row in sample.queries.tolist())
+
+
+def many_documents() -> Answer:
+    """200 tasks."""
     manifest = RankManifest(5, 0, (tuple(Segment(d, 2, 0, 2) for d in range(200)),))
-    plan = make_plan([manifest], [(d, 0, 2, 0) for d in range(200)])
-    answer = answer_of(plan, Phase.FORWARD)
+    return answer_of(make_plan([manifest], [(d, 0, 2, 0) for d in range(200)]), Phase.FORWARD)
 
-    def chosen(seed: int, layer: int = 0) -> frozenset[int]:
-        auditor = Auditor(
-            0.25, seed=seed, scale=SCALE, on_finding=lambda _: None, device=torch.device("cpu")
-        )
-        tick = replace(answer.tick, layer=layer)
-        which = np.flatnonzero(auditor._chosen_tasks(replace(answer, tick=tick)))
-        auditor.close(CLOSE_SECONDS)
-        return frozenset(which.tolist())
 
-    assert chosen(1) == chosen(1)
-    # Independent draws with a share of 1/4 agree this far with a probability below 1e-9.
-    assert len(chosen(1) & chosen(2)) < 35
-    assert len(chosen(1) & chosen(1, layer=1)) < 35
+def test_a_share_of_the_tasks_is_audited() -> None:
+    chosen = list(auditor_of(rate=0.25).choose(many_documents()))
     # Six standard deviations of the number of chosen tasks.
-    assert abs(len(chosen(1)) - 50) < 37
+    assert abs(len(chosen) - 50) < 37
+
+
+def test_nobody_foresees_which_tasks_are_skipped_where_audits_fall_behind() -> None:
+    answer, auditor = many_documents(), auditor_of()
+    firsts = {next(auditor.choose(answer)).document for _ in range(20)}
+    # 20 draws of 200 are all the same with a probability of 200**-19.
+    assert len(firsts) > 1
 
 
 def test_long_tasks_cost_a_few_rows() -> None:
-    copied: list[int] = []
-
-    class Counting(Auditor):
-        def _audit(self, sample):  # type: ignore[no-untyped-def]
-            copied.extend(len(tensor) for tensor in sample.given.values())
-            return super()._audit(sample)
-
-    auditor = Counting(
-        1.0, seed=0, scale=SCALE, on_finding=lambda _: None, device=torch.device("cpu")
-    )
-    auditor.sample(answer_of(long_document(), Phase.BACKWARD))
-    auditor.close(CLOSE_SECONDS)
-    assert copied
-    assert max(copied) <= ROWS
+    samples = auditor_of().choose(answer_of(long_document(), Phase.BACKWARD))
+    copied = [len(rows) for sample in samples for rows in sample.given.values()]
+    assert 0 < max(copied) <= ROWS
 
 
 def test_no_server_is_blamed_for_keys_that_the_model_has_written_over() -> None:
@@ -200,7 +225,7 @@ def test_no_server_is_blamed_for_keys_that_the_model_has_written_over() -> None:
             return super()._audit(sample)
 
     answer = answer_of(long_document(), Phase.FORWARD)
-    auditor = Late(1.0, seed=0, scale=SCALE, on_finding=found.append, device=torch.device("cpu"))
+    auditor = Late(1.0, scale=SCALE, on_finding=found.append, device=torch.device("cpu"))
     auditor.sample(answer)
     answer.inputs["k"].zero_()
     changed.set()
@@ -212,4 +237,4 @@ def test_no_server_is_blamed_for_keys_that_the_model_has_written_over() -> None:
 @pytest.mark.parametrize("rate", [-0.1, 1.1, float("nan")])
 def test_rate_must_be_a_share(rate: float) -> None:
     with pytest.raises(ValueError, match="rate is"):
-        Auditor(rate, seed=0, scale=1.0, on_finding=lambda _: None, device=torch.device("cpu"))
+        auditor_of(rate=rate)

@@ -3,18 +3,20 @@
 What an audit finds has already been used in its step: it names the server, so that it serves no
 further step, and the step, so that a user can go back to a checkpoint before it.
 
-Which tasks are audited follows from (seed, step, layer, nano-batch, phase, document, queries)
-alone. Of a task, at most ``ROWS`` query rows are recomputed, and as many key rows of its document's
-gradients: every row of a result depends on its own query (or key) and not on its neighbours', so a
-server that computes wrongly is found as surely as by all of them, at a cost that does not grow with
-the square of the document. Tasks whose keys are not all at home on the rank cannot be recomputed
-there; neither can key gradients to which other ranks' queries contribute.
+Tasks and rows are drawn when the answer is here, from a generator that nobody else can foresee: a
+server cannot compute what is audited rightly and the rest as it likes. Of a task, at most ``ROWS``
+query rows are recomputed, and as many key rows of its document's gradients: every row of a result
+depends on its own query (or key) and not on its neighbours', so a server that computes a share of
+them wrongly is found within a few tasks, at a cost that does not grow with the square of the
+document. Tasks whose keys are not all at home on the rank cannot be recomputed there; neither can
+key gradients to which other ranks' queries contribute.
 """
 
 from __future__ import annotations
 
 import logging
 import queue
+import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -89,7 +91,7 @@ class Finding:
 
 
 @dataclass(frozen=True, eq=False)
-class _Sample:
+class Sample:
     """A task to recompute, with what the server gave for some of its rows.
 
     Attributes:
@@ -121,12 +123,12 @@ class Auditor:
 
     Args:
         rate: share of the tasks to audit, 0 to 1.
-        seed: chooses which.
         scale: multiplies q.k before softmax.
         rule: mask and softcap.
         on_finding: called on the auditor's thread with the outcome of each audit.
         device: of the model's tensors; on a GPU, rows are copied to the host on a stream of their
             own, so that copies do not wait for the model's kernels.
+        random: draws tasks and rows; None: one of the session's own, from the system's entropy.
 
     Raises:
         ValueError: ``rate`` is no share.
@@ -136,20 +138,20 @@ class Auditor:
         self,
         rate: float,
         *,
-        seed: int,
         scale: float,
         rule: ScoreRule = PLAIN,
         on_finding: Callable[[Finding], None],
         device: torch.device,
+        random: np.random.Generator | None = None,
     ) -> None:
         if not 0 <= rate <= 1:
             raise ValueError(f"rate is {rate}; it must be a share, 0 to 1")
         self._rate = rate
-        self._seed = seed
+        self._random = random or np.random.default_rng(secrets.randbits(128))
         self._scale, self._rule = scale, rule
         self._on_finding = on_finding
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._waiting: queue.Queue[_Sample | None] = queue.Queue(WAITING)
+        self._waiting: queue.Queue[Sample | None] = queue.Queue(WAITING)
         self._skipped = 0
         self._thread = threading.Thread(target=self._run, name="distca-audit", daemon=True)
         self._thread.start()
@@ -163,7 +165,7 @@ class Auditor:
     def sample(self, answer: Answer) -> None:
         """Chooses tasks of ``answer`` and copies what is needed of its results; never blocks."""
         with torch.cuda.stream(self._stream):
-            for sample in self._choose(answer):
+            for sample in self.choose(answer):
                 try:
                     self._waiting.put_nowait(sample)
                 except queue.Full:
@@ -181,11 +183,14 @@ class Auditor:
             return
         self._thread.join(max(deadline - time.monotonic(), 0.0))
 
-    def _choose(self, answer: Answer) -> Iterator[_Sample]:
+    def choose(self, answer: Answer) -> Iterator[Sample]:
+        """What to recompute of ``answer``, in random order: where audits fall behind, the last ones
+        are skipped."""
         route, tasks = answer.route, answer.plan.tasks(answer.tick.phase)
-        chosen, inputs = self._chosen_tasks(answer), Unwritten(answer.tick, answer.inputs)
+        chosen = np.flatnonzero(self._random.random(len(route.task)) < self._rate)
+        inputs = Unwritten(answer.tick, answer.inputs)
         k_ends = tasks.k_end(answer.plan.manifest)
-        for run in np.flatnonzero(chosen).tolist():
+        for run in self._random.permutation(chosen).tolist():
             task = int(route.task[run])
             document, q_begin, q_end = (
                 int(column[task]) for column in (tasks.document, tasks.q_begin, tasks.q_end)
@@ -194,14 +199,11 @@ class Auditor:
             key_rows = answer.key_rows(document, k_end)
             if key_rows is None:
                 continue
-            random = np.random.default_rng(
-                [self._seed, answer.tick.step, answer.tick.layer, document, q_begin]
-            )
-            queries = _some(random, q_begin, q_end)
+            queries = self._some(q_begin, q_end)
             offsets = queries - q_begin
             at_home = _all_queries_at_home(answer, document)
-            keys = _some(random, 0, k_end) if at_home else np.zeros(0, np.int64)
-            yield _Sample(
+            keys = self._some(0, k_end) if at_home else np.zeros(0, np.int64)
+            yield Sample(
                 answer=answer,
                 document=document,
                 q_begin=q_begin,
@@ -214,23 +216,12 @@ class Auditor:
                 inputs=inputs,
             )
 
-    def _chosen_tasks(self, answer: Answer) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
-        """``[n_q_runs]`` whether a task of the route is audited."""
-        tick, tasks = answer.tick, answer.plan.tasks(answer.tick.phase)
-        task = answer.route.task
-        mixed = _mix(np.full(len(task), self._seed, dtype=np.uint64))
-        for column in (
-            np.full(len(task), tick.tag(reply=False)),
-            np.full(len(task), tick.step),
-            answer.plan.manifest.document_id[tasks.document[task]],
-            tasks.q_begin[task],
-        ):
-            mixed = _mix(mixed ^ column.astype(np.uint64))
-        # The upper 53 bits as a number in [0, 1).
-        chosen: np.ndarray[tuple[int], np.dtype[np.bool_]] = (
-            (mixed >> np.uint64(11)).astype(np.float64) / 2**53
-        ) < self._rate
-        return chosen
+    def _some(self, begin: int, end: int) -> Int64Array:
+        """At most ROWS different numbers of ``[begin, end)``, in order."""
+        n_rows = min(ROWS, end - begin)
+        # Drawn with replacement, so that a long range need not be listed.
+        drawn = np.arange(begin, end) if n_rows < ROWS else self._random.integers(begin, end, ROWS)
+        return np.unique(drawn).astype(np.int64)
 
     def _run(self) -> None:
         with torch.no_grad(), torch.cuda.stream(self._stream):
@@ -246,7 +237,7 @@ class Auditor:
                 # Not kept while the thread waits for the next one.
                 del sample
 
-    def _audit(self, sample: _Sample) -> Finding:
+    def _audit(self, sample: Sample) -> Finding:
         answer = sample.answer
         tolerance = TOLERANCES[answer.inputs["q"].dtype]
         worst, name = 0.0, ""
@@ -266,7 +257,7 @@ class Auditor:
             name=name,
         )
 
-    def _recompute(self, sample: _Sample) -> dict[str, Expected]:
+    def _recompute(self, sample: Sample) -> dict[str, Expected]:
         answer, positions = sample.answer, torch.from_numpy(sample.queries)
         k, v = (_rows(answer.inputs[name], sample.key_rows) for name in ("k", "v"))
         if answer.tick.phase is Phase.FORWARD:
@@ -330,21 +321,3 @@ def _queries(answer: Answer, rows: Int64Array) -> dict[str, torch.Tensor]:
 def _rows(tensor: torch.Tensor, rows: Int64Array) -> torch.Tensor:
     """A copy of some rows, on the host."""
     return on_host(tensor.detach()[on_device(torch.from_numpy(rows), tensor.device)])
-
-
-def _some(random: np.random.Generator, begin: int, end: int) -> Int64Array:
-    """At most ROWS different numbers of ``[begin, end)``, in order."""
-    n_rows = min(ROWS, end - begin)
-    # Drawn with replacement, so that a long range need not be listed.
-    drawn = np.arange(begin, end) if n_rows < ROWS else random.integers(begin, end, ROWS)
-    return np.unique(drawn).astype(np.int64)
-
-
-def _mix(
-    numbers: np.ndarray[tuple[int], np.dtype[np.uint64]],
-) -> np.ndarray[tuple[int], np.dtype[np.uint64]]:
-    """SplitMix64's finaliser: every bit of the result depends on every bit of the number."""
-    mixed = numbers + np.uint64(0x9E3779B97F4A7C15)
-    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return mixed ^ (mixed >> np.uint64(31))

@@ -47,7 +47,6 @@ class Examiner:
         self._auditor = (
             Auditor(
                 options.audit_rate,
-                seed=options.audit_seed,
                 scale=options.scale,
                 rule=options.shape.rule,
                 on_finding=self._audited,
