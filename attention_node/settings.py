@@ -21,6 +21,7 @@ from data_plane.interfaces import OWN_ADDRESS, rows_host, take_own_address
 from data_plane.transports import TransportName, check_transport
 from distca.contract.addresses import hosts_of
 from distca.contract.checks import check_host, check_least, check_port, check_seconds
+from distca.contract.identity import check_name
 from distca.contract.settings import PROFILE_DIR, ClientTls
 from distca.contract.timeouts import check_order, default_seconds, known_timeouts
 from distca.options import Read
@@ -156,6 +157,7 @@ class NodeSettings(ClientTls):
         take_own_address(self, towards=control_planes)
         if not self.profile_shapes:
             raise ValueError("profile_shapes is empty; give the shape of at least one model")
+        check_name("server_id", self.server_id)
         check_device("device", self.device)
         object.__setattr__(self, "transport", check_transport(self.transport))
         check_seconds(self)

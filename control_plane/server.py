@@ -48,6 +48,7 @@ from distca.contract.timeouts import default_seconds
 from distca.contract.tls import server_credentials
 from distca.process.certificates import watch_certificates
 from distca.process.health_service import HealthService
+from distca.process.interrupt import heeded
 from distca.process.memory import keep_returning_memory
 from distca.process.monitoring import (
     Health,
@@ -110,7 +111,7 @@ async def _serve(
         stop.set()
 
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in heeded(signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, end, number)
     control_plane = ControlPlane(settings, planners)
     await control_plane.start()

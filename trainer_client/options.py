@@ -28,6 +28,7 @@ from distca.contract.checks import (
     check_seconds,
     take_paths,
 )
+from distca.contract.identity import check_name
 from distca.contract.settings import (
     PROFILE_DIR,
     ClientTls,
@@ -152,6 +153,7 @@ class SessionOptions(RankTimeouts, PlanRequest, IntegritySettings, ClientTls):
         object.__setattr__(self, "device", device_name(self.device))
         check_device("device", self.device)
         take_paths(self, "profile_dir")
+        check_name("job", self.job)
         check_bool(self, "cut_documents", "one_host")
         check_host(self, "data_host")
         control_planes = hosts_of("control_plane", self.control_plane)

@@ -27,6 +27,7 @@ from data_plane.transports import open_transport
 from distca import __version__
 from distca.contract import rpc
 from distca.contract.codec import pipelining_to_proto, profile_to_proto, shape_to_proto
+from distca.contract.identity import in_place_server_id
 from distca.contract.settings import ClientTls, values_of
 from distca.contract.timeouts import check_order, known_timeouts
 from distca.process import tracing
@@ -161,7 +162,7 @@ class Session:
 
     def _make_server(self) -> InPlaceServer:
         options = self.options
-        server_id = f"{options.job}.rank-{options.rank}"
+        server_id = in_place_server_id(options.job, options.rank)
         return InPlaceServer(
             server_id,
             options.rank,

@@ -32,6 +32,7 @@ from control_plane.jobs.membership import (
     Membership,
     ServerDescription,
     ServerLoad,
+    checked_id,
 )
 from control_plane.jobs.publication import Publication
 from control_plane.jobs.rank_leases import Patience
@@ -162,7 +163,9 @@ class Coordinator:
     def register_server(
         self, description: ServerDescription, *, waited_seconds: float = 0.0
     ) -> str:
-        """A pool server joins; returns its lease. Raises as :meth:`Membership.register`."""
+        """A pool server joins; returns its lease. Raises as :func:`checked_id` and
+        :meth:`Membership.register`."""
+        checked_id("server_id", description.server_id)
         self._hear_and_sweep()
         lease_id = new_lease_id()
         self._membership.register(

@@ -8,7 +8,6 @@ of the rank whose process it lives in, so it comes and goes with the rank.
 from __future__ import annotations
 
 import math
-import re
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -24,7 +23,7 @@ from control_plane.errors import (
 from control_plane.jobs.holders import are_alive, retry_seconds
 from core_attention.cost_model import CostProfile
 from distca.contract.addresses import split_address
-from distca.contract.identity import NAME_PATTERN
+from distca.contract.identity import check_name
 from distca.process.plain_text import plain
 
 REMEMBERED_LEASES = 1024
@@ -45,12 +44,12 @@ def checked_id(name: str, value: str) -> str:
     """``value`` if it can name a server or a job.
 
     Raises:
-        InvalidRequestError: it is empty, too long, or has other characters than [A-Za-z0-9._-].
+        InvalidRequestError: as :func:`distca.contract.identity.check_name`.
     """
-    if not re.fullmatch(NAME_PATTERN, value):
-        raise InvalidRequestError(
-            f"{name} is {value!r}; it must be 1 to 128 characters of [A-Za-z0-9._-]"
-        )
+    try:
+        check_name(name, value)
+    except ValueError as error:
+        raise InvalidRequestError(str(error)) from error
     return value
 
 
@@ -98,7 +97,6 @@ class ServerDescription:
     transport: str = ""
 
     def __post_init__(self) -> None:
-        checked_id("server_id", self.server_id)
         name = f"server {self.server_id}"
         checked_text(f"{name}: data_address", self.data_address, longest=MAX_HOST_CHARACTERS + 8)
         try:

@@ -25,6 +25,7 @@ from distca.contract.codec import (
     shape_from_proto,
     shape_to_proto,
 )
+from distca.contract.identity import in_place_server_id
 from distca.v1 import jobs_pb2, membership_pb2, plan_pb2, profile_pb2
 
 
@@ -195,7 +196,7 @@ def in_place_server_from_proto(
             )
         return None
     server = request.in_place_server
-    expected = f"{spec.name}.rank-{request.rank}"
+    expected = in_place_server_id(spec.name, request.rank)
     if server.server_id != expected:
         # Else a job could take the name of a pool server, or of another job's rank.
         raise InvalidRequestError(

@@ -1,4 +1,4 @@
-"""Who a process is, by its certificate: a role and a name.
+"""Names of jobs, servers and tenants, and who a process is by its certificate: a role and a name.
 
 The certificate carries one URI ``spiffe://distca/<role>/<name>`` among its subject alternative
 names, which is what cert-manager and SPIFFE issue. The role decides what a process may call; the
@@ -13,7 +13,32 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 TRUST_DOMAIN = "spiffe://distca/"
-NAME_PATTERN = r"[A-Za-z0-9._-]{1,128}"
+MOST_NAME_CHARACTERS = 100
+"""So that the id of an in-place server, which has its job's name, is no longer than 112."""
+
+# No other path or option than itself: not `..`, `.git`, `-rf`. Of servers `<job>.rank-<n>` are the
+# in-place ones, and no pool server or job may pass for one of them.
+_NAME = (
+    r"(?!.*\.rank-[0-9]+\Z)[A-Za-z0-9_]"
+    rf"[A-Za-z0-9._-]{{0,{MOST_NAME_CHARACTERS - 1}}}"
+)
+
+
+def check_name(field: str, value: str) -> None:
+    """
+    Raises:
+        ValueError: ``value``, which the field ``field`` has, can name no job, server or tenant.
+    """
+    if not re.fullmatch(_NAME, value):
+        raise ValueError(
+            f"{field} is {value!r}; give 1 to {MOST_NAME_CHARACTERS} of A-Z, a-z, 0-9, '.', '_', "
+            "'-', not first '.' or '-', not last '.rank-N'"
+        )
+
+
+def in_place_server_id(job: str, rank: int) -> str:
+    """The id of the server in the process of ``rank`` of the job that is called ``job``."""
+    return f"{job}.rank-{rank}"
 
 
 class Role(StrEnum):
@@ -26,7 +51,7 @@ class Role(StrEnum):
     CONTROL_PLANE = "control-plane"
 
 
-_URI = re.compile(f"{TRUST_DOMAIN}({'|'.join(Role)})/({NAME_PATTERN})")
+_URI = re.compile(f"{TRUST_DOMAIN}({'|'.join(Role)})/({_NAME})")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,15 +63,14 @@ class Identity:
         name: which one it is; of trainers, the tenant.
 
     Raises:
-        ValueError: the name is empty, too long or has other characters.
+        ValueError: as :func:`check_name`.
     """
 
     role: Role
     name: str
 
     def __post_init__(self) -> None:
-        if not re.fullmatch(NAME_PATTERN, self.name):
-            raise ValueError(f"name is {self.name!r}; it must be {NAME_PATTERN}")
+        check_name("name", self.name)
 
     @property
     def uri(self) -> str:

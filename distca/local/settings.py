@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -12,6 +11,7 @@ import typer
 
 from data_plane.transports import TransportName
 from distca.contract.checks import check_least
+from distca.contract.identity import check_name
 from distca.run_folder import RunFolder
 from distca.train.settings import PlacementName
 
@@ -48,11 +48,8 @@ class LocalSettings:
         check_least(self, trainers=1, nodes=0, threads=1)
         if self.mode is PlacementName.POOL and self.nodes < 1:
             raise ValueError("nodes is 0; pool mode needs 1 or more, or choose --mode in-place")
-        if self.name and not re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,63}", self.name):
-            raise ValueError(
-                f"name is {self.name!r}; valid are 1 to 64 characters of A-Z, a-z, 0-9, '.', '_' "
-                "and '-', not beginning with '.'"
-            )
+        if self.name:
+            check_name("name", self.name)
 
     @property
     def n_nodes(self) -> int:

@@ -5,7 +5,6 @@ Importing this module is cheap: the command line needs it for ``--help``.
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -24,7 +23,7 @@ from distca.contract.checks import (
     check_positive,
     check_seconds,
 )
-from distca.contract.identity import NAME_PATTERN
+from distca.contract.identity import check_name
 from distca.contract.settings import PlanRequest, RankTimeouts
 from distca.contract.timeouts import check_order, known_timeouts
 from distca.data.settings import DataSettings
@@ -413,12 +412,7 @@ class ServiceSettings(RankTimeouts):
         if self.data_host == OWN_ADDRESS:
             object.__setattr__(self, "data_host", self._own_address())
         rows_host(self.data_host, self.data_interface)
-        if not re.fullmatch(NAME_PATTERN, self.run_dir.name):
-            raise ValueError(
-                f"run_dir is {str(self.run_dir)!r}, whose last part, {self.run_dir.name!r}, names "
-                "the job; give a folder whose name is 1 to 128 characters of A-Z, a-z, 0-9, '.', "
-                "'_' and '-'"
-            )
+        check_name("last part of run_dir, which names the job,", self.run_dir.name)
 
     def _own_address(self) -> str:
         """Who trains on one machine reaches its control plane, and so the other ranks, over

@@ -83,7 +83,7 @@ CASES: list[tuple[tuple[str, ...], str]] = [
     ((*PROFILE, "--device=cuda:300"), "device is 'cuda:300'; give cpu or cuda:INDEX"),
     (
         ("train", "--control-plane=127.0.0.1:1", "--run-dir=runs/jöb C"),
-        "run_dir is 'runs/jöb C', whose last part, 'jöb C', names the job; give",
+        "run_dir, which names the job, is 'jöb C'; give",
     ),
     ((*NODE, "--profile-dir={here}/cut.pem/x"), "Not a directory"),
     (("--config={here}/binary.toml", "health"), "is no TOML"),
