@@ -51,6 +51,7 @@ from distca.contract.timeouts import default_seconds
 from distca.contract.tls import server_credentials
 from distca.process.certificates import watch_certificates
 from distca.process.health_service import HealthCheck
+from distca.process.interrupt import heeded
 from distca.process.memory import keep_returning_memory
 from distca.process.monitoring import Health, MetricsEndpoint, process_registry
 from distca.v1 import jobs_pb2, membership_pb2
@@ -96,7 +97,7 @@ def run(settings: NodeSettings) -> None:
         came.append(number)
         node.stop()
 
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in heeded(signal.SIGTERM, signal.SIGINT):
         signal.signal(number, stop)
     try:
         node.start()

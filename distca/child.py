@@ -31,6 +31,8 @@ def die_with_parent(parent_pid: int) -> None:
 def main() -> None:
     """Ties this process to its parent and becomes the command."""
     die_with_parent(int(sys.argv[1]))
+    # The parent interrupts it, also where it was itself started to ignore that.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     from distca.cli import main as run
 
     sys.argv = ["distca", *sys.argv[2:]]

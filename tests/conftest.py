@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import re
+import signal
 from pathlib import Path
 
 import hypothesis
 import pytest
 import torch
+
+# Also where a shell has started the tests in the background, and had it ignored: what is ignored
+# here is ignored by every child, and Ctrl-C is what some of them are tested with.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Attention nodes of the tests run with one thread each; so does this process, to share two cores.
 torch.set_num_threads(1)

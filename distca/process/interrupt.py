@@ -21,6 +21,12 @@ INTERRUPTED_EXIT_CODE = 130
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
+def heeded(*numbers: signal.Signals) -> list[signal.Signals]:
+    """Those of ``numbers`` that this process was not started to ignore, as SIGHUP under nohup and
+    SIGINT in the background of a script: by convention those stay ignored."""
+    return [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]
+
+
 def let_sigterm_end_process_1() -> None:
     """Makes SIGTERM end this process although it is the first of a container, for which the kernel
     ignores signals that have no handler. Commands with more to do set handlers of their own."""
@@ -30,9 +36,12 @@ def let_sigterm_end_process_1() -> None:
 
 @contextmanager
 def ending_at_once() -> Iterator[None]:
-    """Meanwhile SIGINT ends this process at once, whatever its main thread is at: for commands that
-    leave nothing half done. A compiler that runs for seconds looks for no signals, and loses
-    exceptions that come out of them in its callbacks."""
+    """Meanwhile SIGINT, unless it is ignored, ends this process at once, whatever its main thread
+    is at: for commands that leave nothing half done. A compiler that runs for seconds looks for no
+    signals, and loses exceptions that come out of them in its callbacks."""
+    if not heeded(signal.SIGINT):
+        yield
+        return
     read, write = os.pipe()
     os.set_blocking(write, False)
 
@@ -79,7 +88,7 @@ class StopRequest:
         self._before: dict[signal.Signals, object] = {}
 
     def __enter__(self) -> StopRequest:
-        for number in _SIGNALS:
+        for number in heeded(*_SIGNALS):
             self._before[number] = signal.signal(number, self._note)
         return self
 

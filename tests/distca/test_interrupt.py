@@ -6,11 +6,16 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from distca.process.interrupt import let_sigterm_end_process_1
+
+START_SECONDS = 8.0
+"""A service handles signals by then; one that is still loading must ignore them just so."""
 
 
 @pytest.fixture(autouse=True)
@@ -54,3 +59,77 @@ with ending_at_once():
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=15, check=False
     )
     assert (done.returncode, done.stdout, done.stderr) == (130, "as before\n", "Interrupted.\n")
+
+
+IGNORING = ("sh", "-c", """trap '' INT HUP; exec "$0" "$@" """)
+"""Starts a program as nohup and the background of a script do."""
+
+
+def ignoring(*arguments: str, timeout: float = 60) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*IGNORING, sys.executable, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize("what", ["StopRequest()", "ending_at_once()"])
+def test_what_a_process_was_started_to_ignore_stays_ignored(what: str) -> None:
+    code = f"""
+import signal
+from distca.process.interrupt import StopRequest, ending_at_once
+with {what} as stop:
+    signal.raise_signal(signal.SIGINT)
+    signal.raise_signal(signal.SIGHUP)
+    print(getattr(stop, "requested", False))
+    if stop is not None:
+        signal.raise_signal(signal.SIGTERM)
+        print(stop.requested)
+"""
+    done = ignoring("-c", code)
+    assert done.returncode == 0, done
+    assert done.stdout.split() == (["False", "True"] if what == "StopRequest()" else ["False"])
+
+
+@pytest.mark.parametrize("service", ["control-plane", "attention-node"])
+def test_a_service_in_the_background_of_a_script_is_not_interrupted_but_terminated(
+    service: str, tmp_path: Path
+) -> None:
+    arguments = {
+        "control-plane": ("--listen=127.0.0.1:0", "--metrics-listen=127.0.0.1:0"),
+        "attention-node": ("--control-plane=127.0.0.1:1", "--shape=1:1:8:float32"),
+    }[service]
+    with (tmp_path / "log").open("w+") as log:
+        process = subprocess.Popen(
+            [*IGNORING, sys.executable, "-m", "distca", service, *arguments], stderr=log
+        )
+        try:
+            time.sleep(START_SECONDS)
+            process.send_signal(signal.SIGINT)
+            time.sleep(1)
+            assert process.poll() is None, (tmp_path / "log").read_text()
+            process.terminate()
+            assert process.wait(20) in (0, -signal.SIGTERM, 128 + signal.SIGTERM)
+        finally:
+            process.kill()
+
+
+def test_a_supervised_process_can_be_interrupted_all_the_same() -> None:
+    code = """
+import os, subprocess, sys
+child = [sys.executable, "-m", "distca.child", str(os.getpid()), "health", "--address=127.0.0.1:1"]
+running = subprocess.Popen([*child, "--timeout-seconds=50"])
+import time; time.sleep(8)
+running.send_signal(2)
+print(running.wait(20))
+"""
+    assert ignoring("-c", code).stdout == "130\n"
+
+
+def test_tests_of_interrupts_do_not_depend_on_how_they_were_started() -> None:
+    """As by `nohup make test &`."""
+    which = "test_a_process_that_ends_at_once_does_so_in_the_middle_of_a_call_and_only_meanwhile"
+    done = ignoring("-m", "pytest", "-q", "-p", "no:cacheprovider", f"{__file__}::{which}")
+    assert done.returncode == 0, done.stdout
