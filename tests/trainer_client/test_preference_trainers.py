@@ -21,12 +21,12 @@ from trl import (
     RewardConfig,
     RewardTrainer,
 )
+from trl.experimental.orpo import ORPOConfig, ORPOTrainer
 
-from core_attention.errors import ManifestError
 from tests.cluster import NODE_SHAPE, Cluster, keep_profile
 from tests.trainer_client.trainer_runs import CONFIG, SETTINGS, FirstGradients, tokenizer
 from trainer_client import at_home
-from trainer_client.integrations.trainer import serve_trainer
+from trainer_client.integrations.trainer import UnsupportedTrainer, serve_trainer
 
 pytestmark = pytest.mark.training
 
@@ -174,6 +174,15 @@ def test_batches_of_the_trainer_s_own_train_at_home(tmp_path: Path, pool_of_four
     local = trained(grpo("sdpa", tmp_path, **settings(tmp_path)), nullcontext())
     compare(trained(grpo("distca", tmp_path, **settings(tmp_path)), at_home()), local)
     trainer = grpo("distca", tmp_path, **settings(tmp_path))
-    refused = pytest.raises(ManifestError, match=r"type list.*GRPO.*at_home")
-    with refused, serve_trainer(trainer, **options(pool_of_four, "grpo")):
-        trainer.train()
+    with pytest.raises(UnsupportedTrainer), serve_trainer(trainer, control_plane="h:1", job="grpo"):
+        pytest.fail("it is refused before anything is asked of a control plane")
+
+
+def test_pairs_that_the_trainer_puts_together_are_refused_at_once(tmp_path: Path) -> None:
+    model = loaded(transformers.AutoModelForCausalLM, "distca", tmp_path)
+    trainer = ORPOTrainer(
+        model, args=ORPOConfig(**settings(tmp_path)), train_dataset=Dataset.from_list(pairs()),
+        processing_class=spaced(),
+    )  # fmt: skip
+    with pytest.raises(UnsupportedTrainer), serve_trainer(trainer, control_plane="h:1", job="orpo"):
+        pytest.fail("it is refused before anything is asked of a control plane")

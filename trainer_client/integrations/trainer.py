@@ -277,11 +277,27 @@ def _check_settings(trainer: Trainer) -> None:
             "model_init makes another model when train() begins, after this one was looked at; "
             "make the model first: Trainer(model_init(), ...)",
         ),
+        (_makes_batches(trainer), _MAKE_BATCHES),
         *_refusals_of_batches(trainer),
     ]
     for holds, refusal in refusals:
         if holds:
             raise UnsupportedTrainer(f"{type(trainer).__name__}: {refusal}")
+
+
+def _makes_batches(trainer: Trainer) -> bool:
+    """Whether rows are made after they were to be planned: of a loader's lists by generation (GRPO,
+    RLOO), or of pairs (CPO, ORPO)."""
+    kind = type(trainer)
+    if hasattr(kind, "concatenated_inputs"):
+        return True
+    if kind._prepare_inputs is Trainer._prepare_inputs:
+        return False
+    examples = [{"input_ids": [0]}]
+    try:
+        return trainer.data_collator(examples) is examples
+    except Exception:  # it needs more of an example, so it makes something of it
+        return False
 
 
 def _refusals_of_batches(trainer: Trainer) -> list[tuple[bool, str]]:
