@@ -140,6 +140,20 @@ class Restless(nn.Module):
         return core_attention(q.contiguous(), k.contiguous(), v.contiguous())
 
 
+def test_what_was_counted_is_one_line_of_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    kinds = ["sliding_attention", "full_attention", "sliding_attention"]
+    model = make_model(
+        transformers.Qwen2Config(**SIZES, layer_types=kinds, use_sliding_window=True)
+    )
+    with caplog.at_level("INFO", logger="trainer_client.integrations.probe"):
+        options = SessionOptions.for_model(model, **JOB)
+    (record,) = (each for each in caplog.records if each.name.endswith("probe"))
+    assert record.args is not None
+    assert record.args[:3] == ("Qwen2ForCausalLM", 1, 2)
+    assert record.args[3].shape == options.shape
+    assert "without gradients" in record.message
+
+
 def test_the_model_is_left_as_it_was() -> None:
     model = Restless().train()
     model.project.eval()

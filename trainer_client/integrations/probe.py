@@ -8,6 +8,7 @@ on themselves stay as they are.
 from __future__ import annotations
 
 import inspect
+import logging
 import math
 import sys
 from collections.abc import Iterator, Mapping
@@ -42,6 +43,8 @@ from trainer_client.integrations.uncompiled import uncompiled
 from trainer_client.integrations.untouched import untouched
 from trainer_client.step.home_tasks import FULL, LayerKind
 from trainer_client.step.ping_pong import PingPong
+
+logger = logging.getLogger(__name__)
 
 DOCUMENT_TOKENS = 4
 """The default inputs are two documents of so many tokens, packed."""
@@ -285,7 +288,16 @@ def probe_model(model: nn.Module, inputs: Mapping[str, Any] | None = None) -> Se
         _check_documents(model)
         with untouched(model), uncompiled(), recorder.recording():
             model(**moved)
-    return ServedAttention(n_layers=len(recorder.calls), kind=recorder.kind())
+    found = ServedAttention(n_layers=len(recorder.calls), kind=recorder.kind())
+    logger.info(
+        "%s: one forward of a few tokens, without gradients, called core attention in %d layers "
+        "that are served and %d that are computed at home: %s",
+        type(model).__name__,
+        found.n_layers,
+        recorder.home_calls,
+        found.kind,
+    )
+    return found
 
 
 def _check_documents(model: nn.Module) -> None:
