@@ -291,10 +291,12 @@ class Coordinator:
         lease_id: str,
         *,
         next_step: int = 0,
+        sent_ticks: Sequence[int] = (),
         in_place_load: ServerLoad | None = None,
     ) -> None:
         """Renews the lease of a rank and of its in-place server, whose load it tells. Steps before
-        ``next_step`` of which the rank has handed in nothing get no plan any more."""
+        ``next_step`` of which the rank has handed in nothing get no plan any more; of that one it
+        has sent ``sent_ticks``, if it has begun."""
         self._hear()
         now = self._clock()
         job = self._jobs.get(job_id)
@@ -302,6 +304,8 @@ class Coordinator:
         member = self._membership.renew_in_place(lease_id, now=now, load=in_place_load)
         if member is not None and in_place_load is not None:
             self._metrics.heartbeat(member)
+        if sent_ticks:
+            job.has_sent(lease_id, next_step, sent_ticks)
         if job.went_on(lease_id, next_step):
             self._advance(job)
 
@@ -425,15 +429,15 @@ class Coordinator:
         self._recoveries.step_given_up(job, rank, step, reason)
 
     def wait_in_step(self, job_id: str, lease_id: str, wait: Wait) -> None:
-        """A rank has waited long for a tick. The step fails if others wait for it in turn."""
+        """A rank has waited long for a tick. If another one that it needs runs its nano-batches in
+        another order, the step fails."""
         job = self._jobs.get(job_id)
-        stuck = job.wait(lease_id, wait, now=self._clock())
-        if stuck:
+        orders = job.wait(lease_id, wait, now=self._clock())
+        if orders:
             self._fail(
                 job,
                 wait.step,
-                f"ranks wait for each other: {stuck}; all ranks must run the forward and backward "
-                "passes of their nano-batches in the same order",
+                f"{orders}; all ranks must run forward and backward of nano-batches in one order",
             )
 
     def report_server(

@@ -110,7 +110,7 @@ class Job:
         self._given_up: dict[int, dict[int, str]] = {}
         # By rank that has not joined: why it could not.
         self._refused: dict[int, str] = {}
-        self._waits = Waits(spec.n_layers)
+        self._waits = Waits()
         # By rank, if it has told: it hands in no step before this one any more.
         self._next_step: dict[int, int] = {}
         self._finished_step = -1
@@ -330,7 +330,7 @@ class Job:
         void."""
         for known in (self._ready, self._accepted, self._planned):
             known.pop(step, None)
-        self._waits.forget(step)
+        self._waits = Waits()
 
     def step(self, step: int) -> StepRecord:
         """A recent step with its plan.
@@ -388,24 +388,41 @@ class Job:
             self._last_reported[rank] = max(self._last_reported[rank], step)
         return rank
 
+    def has_sent(self, lease_id: str, step: int, sent_ticks: Sequence[int]) -> None:
+        """A rank has sent so many ticks of each nano-batch of ``step``.
+
+        Raises:
+            InvalidRequestError: the job has another number of nano-batches.
+        """
+        rank = self._leases.rank_of(lease_id)
+        if rank is not None:
+            self._check_sent(rank, sent_ticks)
+            self._waits.has_sent(rank, step, sent_ticks)
+
     def wait(self, lease_id: str, wait: Wait, *, now: float) -> str:
-        """A rank has waited long for a tick; the ranks that wait for each other, in words, or
-        nothing.
+        """A rank has waited long for a tick; the different orders of it and another rank, in words,
+        or nothing.
 
         Raises:
             LeaseExpiredError: as :meth:`lease`.
             InvalidRequestError: the job has no such nano-batch.
         """
         rank = self.lease(lease_id, now=now).rank
-        n_nano_batches = self.spec.n_nano_batches
-        if len(wait.sent_ticks) != n_nano_batches or wait.nano_batch >= n_nano_batches:
-            raise InvalidRequestError(
-                f"rank {rank} waits in nano-batch {wait.nano_batch} with sent_ticks "
-                f"{list(wait.sent_ticks)}; job {self.job_id} has {n_nano_batches} nano-batches"
-            )
+        self._check_sent(rank, wait.sent_ticks, wait.nano_batch)
         if self.is_recovering or wait.step not in self._planned:
             return ""
-        return self._waits.wait(rank, wait, now=now)
+        manifest = self._planned[wait.step].plan.manifest
+        return self._waits.wait(
+            rank, wait, lambda rank, lane: bool(manifest.tokens_per_rank(lane)[rank])
+        )
+
+    def _check_sent(self, rank: int, sent_ticks: Sequence[int], nano_batch: int = 0) -> None:
+        n_nano_batches = self.spec.n_nano_batches
+        if len(sent_ticks) != n_nano_batches or nano_batch >= n_nano_batches:
+            raise InvalidRequestError(
+                f"rank {rank} has sent_ticks {list(sent_ticks)} and waits in nano-batch "
+                f"{nano_batch}; job {self.job_id} has {n_nano_batches} nano-batches"
+            )
 
     def others_may_run(self, step: int, rank: int) -> bool:
         """Whether a rank other than ``rank`` may still be running the planned ``step``."""
@@ -496,7 +513,6 @@ class Job:
             if step <= finished:
                 record.finished()
         self._finished_step = finished
-        self._waits.forget(finished)
         for given_up in self._given_up.values():
             for step in [step for step in given_up if step <= finished]:
                 del given_up[step]
@@ -509,7 +525,7 @@ class Job:
         """Makes all plans void: unfinished steps are to be planned again, once all ranks have
         answered."""
         self.recovery.begin(now=now)
-        self._waits = Waits(self.spec.n_layers)
+        self._waits = Waits()
         for record in self.unfinished_steps():
             self._ready[record.step] = ReadyStep(
                 step=record.step,

@@ -161,6 +161,7 @@ class JobsService(jobs_pb2_grpc.JobsServicer):
             request.job_id,
             request.rank_lease_id,
             next_step=request.next_step,
+            sent_ticks=request.sent_ticks,
             in_place_load=load_from_proto(request.in_place_load) if tells_load else None,
         )
         return jobs_pb2.RenewRankResponse(lease_seconds=self._coordinator.lease_seconds)

@@ -137,16 +137,18 @@ class OpenJobResponse(_message.Message):
     def __init__(self, job_id: _Optional[str] = ..., rank_lease_id: _Optional[str] = ..., lease_seconds: _Optional[float] = ..., token: _Optional[bytes] = ..., stall_seconds: _Optional[float] = ..., answer_seconds: _Optional[float] = ...) -> None: ...
 
 class RenewRankRequest(_message.Message):
-    __slots__ = ("job_id", "rank_lease_id", "next_step", "in_place_load")
+    __slots__ = ("job_id", "rank_lease_id", "next_step", "in_place_load", "sent_ticks")
     JOB_ID_FIELD_NUMBER: _ClassVar[int]
     RANK_LEASE_ID_FIELD_NUMBER: _ClassVar[int]
     NEXT_STEP_FIELD_NUMBER: _ClassVar[int]
     IN_PLACE_LOAD_FIELD_NUMBER: _ClassVar[int]
+    SENT_TICKS_FIELD_NUMBER: _ClassVar[int]
     job_id: str
     rank_lease_id: str
     next_step: int
     in_place_load: _membership_pb2.ServerLoad
-    def __init__(self, job_id: _Optional[str] = ..., rank_lease_id: _Optional[str] = ..., next_step: _Optional[int] = ..., in_place_load: _Optional[_Union[_membership_pb2.ServerLoad, _Mapping]] = ...) -> None: ...
+    sent_ticks: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, job_id: _Optional[str] = ..., rank_lease_id: _Optional[str] = ..., next_step: _Optional[int] = ..., in_place_load: _Optional[_Union[_membership_pb2.ServerLoad, _Mapping]] = ..., sent_ticks: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class RenewRankResponse(_message.Message):
     __slots__ = ("lease_seconds",)

@@ -176,8 +176,8 @@ class JobsServicer(object):
         """What a trainer or a server measured in a step it finished, or that a rank gave one up; a rank's
         report also says that it needs no server for that step and those before any more. If others may
         still wait for rows of a step that was given up, the job recovers: they go on without these
-        rows, or hear why they cannot. A rank that waits long for a tick says so; a step in which ranks
-        wait for each other fails. NOT_FOUND: no such job or lease, or
+        rows, or hear why they cannot. A rank that waits long for a tick says so; a step that ranks run
+        in different orders fails. NOT_FOUND: no such job or lease, or
         the step is not planned yet or already forgotten. INVALID_ARGUMENT: not the reporter's own.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

@@ -54,16 +54,22 @@ class RankContact(Contact):
         self.renew()
 
     def renew(
-        self, *, next_step: int = 0, in_place_load: membership_pb2.ServerLoad | None = None
+        self,
+        *,
+        next_step: int = 0,
+        sent_ticks: Sequence[int] = (),
+        in_place_load: membership_pb2.ServerLoad | None = None,
     ) -> None:
-        """Renews the lease, and tells that the rank has left the steps before ``next_step``
-        behind, and the load of its in-place server."""
+        """Renews the lease, and says that the rank has left the steps before ``next_step`` behind,
+        how many ticks it has sent of each nano-batch of that one, and the load of its in-place
+        server."""
         self.lease_seconds = self.call(
             self._jobs.RenewRank,
             jobs_pb2.RenewRankRequest(
                 job_id=self.job_id,
                 rank_lease_id=self.lease_id,
                 next_step=next_step,
+                sent_ticks=sent_ticks,
                 in_place_load=in_place_load,
             ),
             timeout_seconds=self.renewal_deadline_seconds,

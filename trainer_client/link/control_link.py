@@ -93,7 +93,10 @@ class ControlLink:
         self.timeouts: Mapping[str, float] = {}
 
     def _renew(self, contact: RankContact) -> None:
-        contact.renew(next_step=self._present.next_step, in_place_load=self._in_place_load())
+        next_step, sent_ticks = self._present.position
+        contact.renew(
+            next_step=next_step, sent_ticks=sent_ticks, in_place_load=self._in_place_load()
+        )
 
     @property
     def failure(self) -> Exception | None:

@@ -17,8 +17,9 @@ class RankListener(Protocol):
         """The highest seen; plans of lower ones are void."""
 
     @property
-    def next_step(self) -> int:
-        """Steps before it have been begun or left out."""
+    def position(self) -> tuple[int, Sequence[int]]:
+        """The step before which all have been begun or left out; and if it has been begun itself,
+        how many ticks of each nano-batch have been sent."""
 
     def manifests(self) -> Sequence[tuple[int, HandedInStep]]:
         """Of unfinished steps, in order: what the control plane may have to be sent again."""

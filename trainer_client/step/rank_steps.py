@@ -295,6 +295,14 @@ class RankSteps:
         """Steps before it have been begun or left out."""
         return self._machine.next_step
 
+    @property
+    def position(self) -> tuple[int, Sequence[int]]:
+        """``next_step``; and if it has been begun itself, the ticks sent of each nano-batch."""
+        with self.lock:
+            step = self._machine.next_step
+            running = self._machine.running(step)
+            return step, [] if running is None else [lane.begun_ticks for lane in running.lanes]
+
     def manifests(self) -> Sequence[tuple[int, HandedInStep]]:
         """Of unfinished steps, in order."""
         with self.lock:
