@@ -49,6 +49,7 @@ from distca.contract.codec import first_tick_from_bytes, plan_from_proto, profil
 from distca.contract.settings import ClientTls, TlsFiles, values_of
 from distca.contract.timeouts import default_seconds
 from distca.contract.tls import server_credentials
+from distca.machine_errors import ListenError, using
 from distca.process.certificates import watch_certificates
 from distca.process.health_service import HealthCheck
 from distca.process.interrupt import heeded
@@ -83,7 +84,7 @@ def run(settings: NodeSettings) -> None:
         PoolLinkLost: the control plane is gone.
         ExecutorStuck: the device does not go on.
         distca.contract.rpc.RpcError: the control plane cannot be reached, or refuses.
-        TransportError, OSError: a port is in use.
+        TransportError, ListenError: a port cannot be listened on.
         ValueError: no kernel runs a shape on the device.
     """
     sys.setswitchinterval(SWITCH_INTERVAL_SECONDS)
@@ -298,7 +299,9 @@ class AttentionNode:
         kernel, device = self._kernel, self._device
         kernel.warm_up(shape, shape.rule)
         rehearse(kernel, shape, device)
-        return load_or_measure(self._settings.profile_dir, kernel, shape, device)
+        folder = self._settings.profile_dir
+        with using("profile_dir", folder):
+            return load_or_measure(folder, kernel, shape, device)
 
     def _start_health(self) -> int:
         address = f"{self._settings.data_host}:{self._settings.health_port}"
@@ -306,9 +309,9 @@ class AttentionNode:
         try:
             port: int = self._add_port(address)
         except RuntimeError as error:
-            raise OSError(
-                f"health_port {self._settings.health_port} on {self._settings.data_host} is in "
-                "use; choose another, or 0 for any free one"
+            settings = self._settings
+            raise ListenError(
+                "health_port", settings.data_host, settings.health_port, error
             ) from error
         self._grpc.start()
         return port
@@ -388,7 +391,8 @@ class AttentionNode:
         path = self._settings.address_file
         logger.info("serving: %s", addresses)
         if path is not None:
-            write_whole(path, json.dumps(addresses))
+            with using("address_file", path):
+                write_whole(path, json.dumps(addresses))
 
 
 def _memory_bytes(device: torch.device) -> int:

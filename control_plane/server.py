@@ -46,13 +46,13 @@ from distca.contract.addresses import split_address
 from distca.contract.rpc import server_options
 from distca.contract.timeouts import default_seconds
 from distca.contract.tls import server_credentials
+from distca.machine_errors import ListenError, using
 from distca.process.certificates import watch_certificates
 from distca.process.health_service import HealthService
 from distca.process.interrupt import heeded
 from distca.process.memory import keep_returning_memory
 from distca.process.monitoring import (
     Health,
-    MetricsAddressError,
     MetricsEndpoint,
     process_registry,
 )
@@ -79,19 +79,15 @@ _ASK_SECONDS = default_seconds("ask_seconds")
 _LOOPBACK_OF_ANY = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]"}
 
 
-class AddressInUseError(OSError):
-    """A port that the control plane was told to listen on is taken or not allowed."""
-
-
 def run(settings: ControlPlaneSettings, planners: Mapping[str, Planner] = PLANNERS) -> None:
     """Serves until SIGTERM or SIGINT, then tells members and stops.
 
     Raises:
         KeyboardInterrupt: it was SIGINT; after that.
-        AddressInUseError: an address cannot be listened on.
-        OSError: a TLS file or the token secret cannot be read, or the address file cannot be
-            written.
-        MismatchError, WeakSecretError: a TLS file or the token secret is of no use.
+        ListenError: an address cannot be listened on.
+        PathError, OSError: a file or folder cannot be used.
+        MismatchError, WeakSecretError, ExposedSecretError: a TLS file or the token secret is of no
+            use.
         LeadershipLostError: another control plane may lead now.
     """
     keep_returning_memory()
@@ -261,7 +257,8 @@ class ControlPlane:
                 credentials = server_credentials(tls, self._connections.begun)
                 port = server.add_secure_port(address, credentials)
         except RuntimeError as error:
-            raise _cannot_listen("listen_address", address, str(error)) from error
+            host, number = split_address("listen_address", address, any_port=True)
+            raise ListenError("listen_address", host, number, error) from error
         self._listen_address = _with_port(address, port)
         self.address = _reachable(self._listen_address)
         self._warn_if_open()
@@ -302,17 +299,17 @@ class ControlPlane:
         host, port = split_address("metrics_address", address, any_port=True)
         loop = asyncio.get_running_loop()
         health = Health(serves=lambda: self._health.serves, is_alive=lambda: _goes_on(loop))
-        try:
-            self._endpoint = MetricsEndpoint(host, port, self.metrics.registry, health=health)
-        except MetricsAddressError as error:
-            raise _cannot_listen("metrics_address", address, str(error.__cause__)) from error
+        self._endpoint = MetricsEndpoint(
+            host, port, self.metrics.registry, field="metrics_address", health=health
+        )
         listens_at = _with_port(address, self._endpoint.port)
         self.metrics_address = _reachable(listens_at)
         return listens_at
 
     def _write_addresses(self, path: Path) -> None:
         """Whole or not at all, so that who waits for the file can read it once it is there."""
-        write_whole(path, json.dumps({"grpc": self.address, "metrics": self.metrics_address}))
+        with using("address_file", path):
+            write_whole(path, json.dumps({"grpc": self.address, "metrics": self.metrics_address}))
 
     async def _sweep(self) -> None:
         """Lets leases run out in time, at most a thirtieth of their length late."""
@@ -363,13 +360,6 @@ def _leadership(settings: ControlPlaneSettings) -> Leadership:
         label = LeaderLabel(api, namespace, pod) if pod else None
         return KubernetesLease(api, namespace, name, identity, label=label)
     return Alone()
-
-
-def _cannot_listen(name: str, address: str, why: str) -> AddressInUseError:
-    return AddressInUseError(
-        f"cannot listen on {name} {address}: {why}; is another control plane running? Choose "
-        "another port, or 0 for any free one"
-    )
 
 
 def _is_loopback(address: str) -> bool:

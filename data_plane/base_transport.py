@@ -23,6 +23,7 @@ from data_plane.transport import (
     TransportError,
 )
 from data_plane.ucx_options import UcxSettings
+from distca.machine_errors import refusal
 
 if TYPE_CHECKING:
     from data_plane.metrics import DataPlaneMetrics
@@ -152,13 +153,9 @@ class BaseTransport(Generic[ConnectionT, WorkerT]):
         if self._closed:
             raise TransportClosed("the transport is closed", transport=self.name, peer=peer)
 
-    def _cannot_listen(self, host: str, port: int, reason: str) -> TransportError:
-        return TransportError(
-            f"cannot listen: {reason}",
-            transport=self.name,
-            peer=f"{host}:{port}",
-            hint="is the port in use? Port 0 takes any free one",
-        )
+    def _cannot_listen(self, host: str, port: int, cause: BaseException) -> TransportError:
+        _, why = refusal(host, port, cause)
+        return TransportError(f"cannot listen: {why}", transport=self.name, peer=f"{host}:{port}")
 
 
 def check_hello_length(hello: bytes) -> None:

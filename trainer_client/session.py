@@ -192,7 +192,8 @@ class Session:
             distca.contract.rpc.AlreadyExists: another job has the name, and lives.
             distca.contract.rpc.RpcError: the control plane cannot be reached, or refuses.
             TransportError: the in-place server's port is in use.
-            distca.process.monitoring.MetricsAddressError: the metrics port is in use.
+            distca.machine_errors.ListenError: the metrics port cannot be listened on.
+            distca.machine_errors.PathError: the folder of profiles cannot be used.
             distca.contract.timeouts.TimeoutOrderError: the rank's timeouts do not fit the
                 control plane's.
         """

@@ -17,6 +17,7 @@ from pathlib import Path
 from control_plane.errors import MissingTokenError, WrongTokenError
 from core_attention.whole_file import sync_folder, write_whole
 from distca.contract.tokens import rank_of_token
+from distca.machine_errors import check_secret, using
 
 MIN_SECRET_BYTES = 32
 _LABEL = b"distca job key"
@@ -38,16 +39,15 @@ class JobKeys:
         self._secret = secrets.token_bytes(MIN_SECRET_BYTES) if secret is None else secret
 
     @classmethod
-    def from_file(cls, path: Path | None) -> JobKeys:
-        """Keys from the secret in ``path``, whose bytes are taken as they are; a random secret if
-        it is None.
+    def from_file(cls, path: Path) -> JobKeys:
+        """Keys from the secret in ``path``, whose bytes are taken as they are.
 
         Raises:
             OSError: the file cannot be read.
             WeakSecretError: it is too short.
+            ExposedSecretError: everybody may read it.
         """
-        if path is None:
-            return cls()
+        check_secret(path)
         secret = path.read_bytes()
         if len(secret) < MIN_SECRET_BYTES:
             raise WeakSecretError(
@@ -91,15 +91,20 @@ def job_keys(secret_file: Path | None, state_dir: Path | None) -> JobKeys:
     made there the first time; else from a random one.
 
     Raises:
-        OSError, WeakSecretError: as :meth:`JobKeys.from_file`, or ``state_dir`` cannot be written.
+        PathError: a file or folder cannot be used.
+        WeakSecretError, ExposedSecretError: as :meth:`JobKeys.from_file`.
     """
-    if secret_file is not None or state_dir is None:
-        return JobKeys.from_file(secret_file)
+    if secret_file is not None:
+        with using("token_secret", secret_file):
+            return JobKeys.from_file(secret_file)
+    if state_dir is None:
+        return JobKeys()
     path = state_dir / "token-secret"
-    state_dir.mkdir(parents=True, exist_ok=True)
-    if not path.exists():
-        _make_secret(path)
-    return JobKeys.from_file(path)
+    with using("state_dir", state_dir):
+        state_dir.mkdir(parents=True, exist_ok=True)
+        if not path.exists():
+            _make_secret(path)
+        return JobKeys.from_file(path)
 
 
 def _make_secret(path: Path) -> None:

@@ -10,8 +10,10 @@ import fcntl
 import logging
 import time
 from pathlib import Path
+from typing import IO
 
 from core_attention.whole_file import write_whole
+from distca.machine_errors import using
 
 logger = logging.getLogger(__name__)
 
@@ -39,20 +41,24 @@ def next_generation(state_dir: Path | None) -> int:
     Two processes that ask at the same time get different ones.
 
     Raises:
-        OSError: ``state_dir`` cannot be written.
+        PathError: ``state_dir`` cannot be used.
         ValueError: its file holds no number.
     """
     now = int(time.time())
     if state_dir is None:
         return now
-    state_dir.mkdir(parents=True, exist_ok=True)
     path = state_dir / _FILE
-    with (state_dir / f"{_FILE}.lock").open("w") as lock:
+    with using("state_dir", state_dir), _lock_in(state_dir) as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         generation = max(_last_generation(path) + 1, now)
         write_whole(path, f"{generation}\n", durable=True)
     logger.info("generation %d, kept in %s", generation, path)
     return generation
+
+
+def _lock_in(state_dir: Path) -> IO[str]:
+    state_dir.mkdir(parents=True, exist_ok=True)
+    return (state_dir / f"{_FILE}.lock").open("w")
 
 
 def _last_generation(path: Path) -> int:

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Protocol
 
 from distca.contract.timeouts import default_seconds
+from distca.machine_errors import using
 
 logger = logging.getLogger(__name__)
 
@@ -105,6 +106,11 @@ class FileLock:
         return self._file is not None and (time.monotonic() < self._sure_until or self._beat())
 
     async def acquire(self) -> None:
+        with using("leader_lock", self._path):
+            await self._wait_for_lock()
+        logger.info("leading: holding %s", self._path)
+
+    async def _wait_for_lock(self) -> None:
         waiting = False
         leader = _Silence(self._path)
         while not self._take():
@@ -114,7 +120,6 @@ class FileLock:
             if leader.seconds(longest_step=5 * self._poll_seconds) > self._lease_seconds:
                 self._replace(leader)
             await asyncio.sleep(self._poll_seconds)
-        logger.info("leading: holding %s", self._path)
 
     async def lost(self) -> str:
         """Touches the file; returns when another control plane has put its own there."""

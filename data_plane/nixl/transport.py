@@ -100,7 +100,9 @@ class NixlTransport(BaseTransport[NixlConnection, NixlWorker]):
         self._require_open(f"{host}:{port}")
         ip = local_ip(host, port, TRANSPORT_NAME)
         if self._listener is not None:
-            raise self._cannot_listen(host, port, "this transport listens already")
+            raise TransportError(
+                "this transport listens already", transport=TRANSPORT_NAME, peer=f"{host}:{port}"
+            )
         listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
         try:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -108,7 +110,7 @@ class NixlTransport(BaseTransport[NixlConnection, NixlWorker]):
             listener.listen(_BACKLOG)
         except OSError as error:
             listener.close()
-            raise self._cannot_listen(host, port, str(error)) from error
+            raise self._cannot_listen(host, port, error) from error
         listener.setblocking(False)
         self._listener = listener
         self._worker.submit(lambda: self._watch_listener(listener, accept))

@@ -95,7 +95,7 @@ class UcxxTransport(BaseTransport[UcxxConnection, UcxxWorker]):
         try:
             bound_port = result.get(COMMAND_TIMEOUT_SECONDS)
         except (*UCX_ERRORS, TimeoutError) as error:
-            raise self._cannot_listen(host, port, f"{type(error).__name__}: {error}") from error
+            raise self._cannot_listen(host, port, error) from error
         logger.info("listening on %s:%d", host, bound_port)
         return Address(host, bound_port)
 

@@ -16,6 +16,7 @@ from prometheus_client import CollectorRegistry, Info, ProcessCollector, make_ws
 
 from distca import __version__
 from distca.contract.timeouts import default_seconds
+from distca.machine_errors import ListenError
 
 if TYPE_CHECKING:
     from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
@@ -66,10 +67,6 @@ class Health:
     is_alive: Callable[[], bool] = _always
 
 
-class MetricsAddressError(OSError):
-    """The metrics cannot be served where they were to be."""
-
-
 class MetricsEndpoint:
     """Serves a registry under ``/metrics``, from threads of its own, until it is closed.
 
@@ -82,11 +79,11 @@ class MetricsEndpoint:
         registry: what is served.
         pairs: what is served under ``/metrics/pairs``, and nowhere else: series whose number grows
             with the square of the cluster. None serves an empty page there.
+        field: the setting that gives the address.
         health: what is answered under ``/livez`` and ``/readyz``; None: such pages are not found.
 
     Raises:
-        MetricsAddressError: the port is taken or not allowed, or the host is no address of this
-            machine.
+        ListenError: the address cannot be listened on.
     """
 
     def __init__(
@@ -96,6 +93,7 @@ class MetricsEndpoint:
         registry: CollectorRegistry,
         pairs: CollectorRegistry | None = None,
         *,
+        field: str = "metrics_port",
         health: Health | None = None,
     ) -> None:
         server = _Server6 if ":" in host else _Server
@@ -103,10 +101,7 @@ class MetricsEndpoint:
         try:
             self._server = make_server(host, port, application, server, handler_class=_Handler)
         except OSError as error:
-            raise MetricsAddressError(
-                f"cannot serve metrics on {host}:{port}: {error}; choose another port, or 0 for "
-                "any free one"
-            ) from error
+            raise ListenError(field, host, port, error) from error
         self._thread = threading.Thread(
             target=self._server.serve_forever, name="distca-metrics", daemon=True
         )

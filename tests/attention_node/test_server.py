@@ -328,3 +328,24 @@ run(NodeSettings(control_plane={running.address!r}, server_id="other", data_host
         )
     assert ended.returncode != 0
     assert str(port) in ended.stderr.splitlines()[-1]
+
+
+def test_a_node_without_free_files_says_so_and_not_that_a_port_is_taken(
+    running: Cluster,
+) -> None:
+    """As one that is started under a small `ulimit -n`, when it is about to listen for health."""
+    prelude = """
+import os, resource
+from attention_node.server import AttentionNode
+start = AttentionNode._start_health
+def exhausted(self):
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
+    try:
+        while True:
+            os.open("/dev/null", os.O_RDONLY)
+    except OSError:
+        return start(self)
+AttentionNode._start_health = exhausted
+"""
+    with pytest.raises(RuntimeError, match=r"ListenError: health_port .*Too many open files"):
+        running.start_node("exhausted", prelude=prelude)

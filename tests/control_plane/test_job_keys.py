@@ -11,12 +11,14 @@ import pytest
 
 from control_plane.access.job_keys import MIN_SECRET_BYTES, JobKeys, WeakSecretError, job_keys
 from control_plane.errors import MissingTokenError, WrongTokenError
+from core_attention.whole_file import write_whole
 from distca.contract.tokens import KEY_BYTES, rank_token
+from distca.machine_errors import PathError
 
 
 def test_the_same_secret_gives_the_same_keys(tmp_path: Path) -> None:
     path = tmp_path / "secret"
-    path.write_bytes(b"s" * MIN_SECRET_BYTES)
+    write_whole(path, b"s" * MIN_SECRET_BYTES, mode=0o600)
     first, second = (JobKeys.from_file(path) for _ in range(2))
     assert first.key_of("job-1", "team-a") == second.key_of("job-1", "team-a")
     assert len(first.key_of("job-1", "team-a")) == KEY_BYTES
@@ -29,7 +31,7 @@ def test_every_job_and_owner_has_its_own() -> None:
 
 
 def test_without_a_file_every_process_has_its_own_secret() -> None:
-    first, second = JobKeys.from_file(None), JobKeys.from_file(None)
+    first, second = JobKeys(), JobKeys()
     assert first.key_of("job-1", "") != second.key_of("job-1", "")
 
 
@@ -64,9 +66,9 @@ def test_a_disk_without_room_for_the_secret_is_named_and_left_clean(
 
     with monkeypatch.context() as patched:
         patched.setattr(os, "fsync", full)
-        with pytest.raises(OSError, match=r"No space left.*token-secret'") as failed:
+        with pytest.raises(PathError) as failed:
             job_keys(None, tmp_path)
-    assert failed.value.filename == str(tmp_path / "token-secret")
+    assert (failed.value.field, failed.value.errno) == ("state_dir", errno.ENOSPC)
     assert not list(tmp_path.iterdir())
     keys = job_keys(None, tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["token-secret"]
@@ -87,6 +89,6 @@ def test_a_secret_has_its_bytes_before_it_has_its_name(
 
 def test_a_short_secret_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "secret"
-    path.write_bytes(b"short")
+    write_whole(path, b"short", mode=0o600)
     with pytest.raises(WeakSecretError, match=r"holds 5 bytes; a token secret has 32 or more"):
         JobKeys.from_file(path)

@@ -14,6 +14,7 @@ import pytest
 from control_plane.access.job_keys import MIN_SECRET_BYTES
 from control_plane.leadership.epochs import GENERATION_BITS
 from control_plane.server import ControlPlane
+from core_attention.whole_file import write_whole
 from distca.contract import rpc
 from distca.v1 import jobs_pb2
 from tests.control_plane.service_harness import (
@@ -145,7 +146,7 @@ def test_nothing_is_planned_before_all_ranks_are_back(tmp_path: Path) -> None:
 def test_epoch_is_above_all_that_ranks_have_seen_even_if_state_was_lost(tmp_path: Path) -> None:
     secret = tmp_path / "state" / "token-secret"
     secret.parent.mkdir()
-    secret.write_bytes(b"s" * MIN_SECRET_BYTES)
+    write_whole(secret, b"s" * MIN_SECRET_BYTES, mode=0o600)
     with started(secret.parent) as (_, client):
         ranks = open_pair(client)
     far_ahead = 1 << 60

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import json
 import logging
 import os
@@ -24,16 +25,20 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from control_plane import server
-from control_plane.server import AddressInUseError, ControlPlane
+from control_plane.server import ControlPlane
 from control_plane.settings import (
+    AccessSettings,
     ControlPlaneSettings,
     CoordinatorSettings,
 )
+from core_attention.whole_file import write_whole
 from distca.contract import rpc
 from distca.contract.addresses import split_address
 from distca.contract.reconnect import is_transient
 from distca.contract.settings import TlsFiles
+from distca.machine_errors import ExposedSecretError, ListenError, PathError
 from distca.v1 import membership_pb2
+from tests import preloaded
 from tests.control_plane.service_harness import (
     DEADLINE_SECONDS,
     client_of,
@@ -106,8 +111,55 @@ def test_process_writes_its_addresses_serves_and_ends_well_on_a_signal(
 def test_taken_port_is_named(name: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
-        with pytest.raises(AddressInUseError, match=f"cannot listen on {name} {address}"):
+        with pytest.raises(ListenError) as refused:
             start(**{name: address})
+    assert (refused.value.field, refused.value.errno) == (name, errno.EADDRINUSE)
+
+
+@pytest.mark.parametrize("name", ["listen_address", "metrics_address"])
+def test_a_process_without_free_files_says_so(name: str) -> None:
+    """As one that is started under a small `ulimit -n`."""
+    code = f"""
+import os, resource
+from control_plane.server import ControlPlane
+from tests.control_plane.test_server import start
+resource.setrlimit(resource.RLIMIT_NOFILE, (128, 128))
+listen = ControlPlane.{"_build_server" if name == "listen_address" else "_start_metrics"}
+def exhausted(self, address):
+    try:
+        while True:
+            os.open("/dev/null", os.O_RDONLY)
+    except OSError:
+        pass
+    return listen(self, address)
+ControlPlane.{"_build_server" if name == "listen_address" else "_start_metrics"} = exhausted
+try:
+    start(metrics_address="127.0.0.1:0")
+except OSError as error:
+    print(type(error).__name__, error.field, error.errno)
+"""
+    done = preloaded.run(code, timeout=DEADLINE_SECONDS)
+    assert done.stdout.split() == ["ListenError", name, str(errno.EMFILE)], done.stderr
+
+
+def test_a_state_folder_that_cannot_be_used_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_text("")
+    for folder, number in ((file, errno.EEXIST), (file / "x", errno.ENOTDIR)):
+        with pytest.raises(PathError) as refused:
+            start(state_dir=folder)
+        assert (refused.value.field, refused.value.errno) == ("state_dir", number)
+
+
+@pytest.mark.parametrize("mode", [0o644, 0o604, 0o602])
+def test_a_secret_that_everybody_may_use_is_refused(tmp_path: Path, mode: int) -> None:
+    path = tmp_path / "secret"
+    write_whole(path, b"s" * 32, mode=mode)
+    with pytest.raises(ExposedSecretError):
+        start(access=AccessSettings(token_secret_file=path))
+    path.rename(tmp_path / "token-secret")
+    with pytest.raises(ExposedSecretError):
+        start(state_dir=tmp_path)
 
 
 def start(**changes: Any) -> None:

@@ -114,7 +114,7 @@ def test_port_in_use_is_one_line_without_a_traceback(tmp_path: Path) -> None:
             "control-plane", f"--listen=127.0.0.1:{port}", "--metrics-listen=127.0.0.1:0"
         )
     assert ended.returncode == 1
-    assert "AddressInUseError: cannot listen on" in ended.stderr
+    assert "ListenError: listen_address" in ended.stderr
     assert "Traceback" not in ended.stderr
 
 

@@ -36,12 +36,16 @@ BROKEN = {
 }
 
 CASES: list[tuple[tuple[str, ...], str]] = [
-    ((*PLANE, "--token-secret={here}/none"), "none: No such file or directory"),
+    ((*PLANE, "--token-secret={here}/none"), "token_secret {here}/none cannot be used"),
     ((*PLANE, "--tls-certificate={here}/none", "--tls-key={here}/none"), "none: No such file"),
     ((*PLANE, "--tls-certificate={here}/cut.pem", "--tls-key={here}/cut.pem"), "no certificate"),
-    ((*PLANE, "--state-dir={here}/cut.pem/x"), "Not a directory"),
-    (("control-plane", "--listen=127.0.0.1:{taken}"), "cannot listen on"),
-    ((*PLANE[:2], "--metrics-listen=127.0.0.1:{taken}"), "cannot listen on"),
+    ((*PLANE, "--state-dir={here}/cut.pem/x"), "state_dir {here}/cut.pem/x cannot be used"),
+    ((*PLANE, "--state-dir=/proc/x"), "state_dir /proc/x cannot be used"),
+    ((*PLANE, "--token-secret={here}/cut.jsonl"), "has mode 644"),
+    ((*PLANE, "--leader-lock={here}/none/x"), "leader_lock {here}/none/x cannot be used"),
+    ((*PLANE, "--address-file={here}/none/x"), "address_file {here}/none/x cannot be used"),
+    (("control-plane", "--listen=127.0.0.1:{taken}"), "listen_address 127.0.0.1:{taken}"),
+    ((*PLANE[:2], "--metrics-listen=127.0.0.1:{taken}"), "metrics_address 127.0.0.1:{taken}"),
     (("health", "--tls-ca={here}/none"), "none: No such file"),
     (("health", "--tls-ca={here}/cut.pem"), "holds no certificate"),
     (("health", "--address=127.0.0.1:1", "--timeout-seconds=0.2"), "no connection after"),
@@ -85,7 +89,8 @@ CASES: list[tuple[tuple[str, ...], str]] = [
         ("train", "--control-plane=127.0.0.1:1", "--run-dir=runs/jöb C"),
         "run_dir, which names the job, is 'jöb C'; give",
     ),
-    ((*NODE, "--profile-dir={here}/cut.pem/x"), "Not a directory"),
+    ((*NODE, "--profile-dir={here}/cut.pem/x"), "profile_dir {here}/cut.pem/x cannot be used"),
+    ((*NODE, "--server-id=-rf"), "server_id is '-rf'"),
     (("--config={here}/binary.toml", "health"), "is no TOML"),
 ]
 
@@ -123,7 +128,7 @@ def test_a_mistake_is_one_message(
         cli.main()
     shown = " ".join(capsys.readouterr().err.replace("│", " ").split())
     assert end.value.code in (1, 2)
-    assert said in shown
+    assert said.format(**places) in shown
     assert "Traceback" not in shown
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import http.client
 import socket
 import threading
@@ -13,11 +14,11 @@ import pytest
 from prometheus_client import CollectorRegistry, Gauge
 
 from distca import __version__
+from distca.machine_errors import ListenError
 from distca.process.monitoring import (
     MAX_CONNECTIONS,
     PAIRS_PATH,
     Health,
-    MetricsAddressError,
     MetricsEndpoint,
     process_registry,
 )
@@ -54,8 +55,9 @@ def test_pairs_are_served_to_who_asks_for_them() -> None:
 def test_a_taken_port_is_named() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(MetricsAddressError, match=f"127.0.0.1:{port}: .*choose another port"):
+        with pytest.raises(ListenError) as refused:
             MetricsEndpoint("127.0.0.1", port, process_registry("trainer"))
+    assert (refused.value.field, refused.value.errno) == ("metrics_port", errno.EADDRINUSE)
 
 
 def test_registries_of_two_sessions_in_one_process_do_not_meet() -> None:

@@ -11,6 +11,7 @@ import pytest
 
 from attention_node.served_job import JobDescription
 from control_plane.access.job_keys import JobKeys
+from core_attention.whole_file import write_whole
 from distca.contract import rpc
 from distca.contract.identity import Role
 from distca.contract.tls import Certificates
@@ -37,7 +38,7 @@ def test_nothing_that_happens_to_a_job_logs_a_secret(
 ) -> None:
     caplog.set_level(logging.DEBUG)
     path = tmp_path / "secret"
-    path.write_bytes(SECRET)
+    write_whole(path, SECRET, mode=0o600)
     errors = []
     secrets = {SECRET}
     with (

@@ -17,6 +17,7 @@ from control_plane import server
 from control_plane.leadership.kubernetes_lease import KubernetesLease
 from control_plane.server import ControlPlane
 from control_plane.settings import AccessSettings
+from core_attention.whole_file import write_whole
 from distca.contract import rpc
 from distca.contract.identity import Role
 from distca.v1 import jobs_pb2
@@ -50,7 +51,7 @@ def tenants(pki: Pki) -> Tenants:
 def secret(folder: Path) -> Settings:
     """What standbys in Kubernetes share: a secret, and no folder."""
     path = folder / "token-secret"
-    path.write_bytes(bytes(range(32)))
+    write_whole(path, bytes(range(32)), mode=0o600)
     return {"access": AccessSettings(token_secret_file=path)}
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from control_plane.server import ControlPlane
+from core_attention.whole_file import write_whole
 from distca.contract import rpc
 from distca.contract.identity import Role
 from distca.contract.tokens import JOB_TOKEN_KEY, rank_token
@@ -218,7 +219,7 @@ def test_tokens_are_checked_without_certificates_too() -> None:
 
 def test_a_token_secret_that_is_too_short_is_refused_at_start(tmp_path: Path) -> None:
     path = tmp_path / "secret"
-    path.write_bytes(b"hunter2")
+    write_whole(path, b"hunter2", mode=0o600)
     with (
         pytest.raises(ValueError, match="a token secret has 32 or more"),
         control_plane_with(None, token_secret_file=path),
@@ -231,8 +232,8 @@ def test_a_job_comes_back_to_a_new_control_plane_by_its_own_ranks_tokens_alone(
 ) -> None:
     tls = pki.issue(Role.CONTROL_PLANE).for_server()
     path, other = tmp_path / "secret", tmp_path / "other"
-    path.write_bytes(b"s" * 32)
-    other.write_bytes(b"o" * 32)
+    write_whole(path, b"s" * 32, mode=0o600)
+    write_whole(other, b"o" * 32, mode=0o600)
     owner, stranger = (pki.issue(Role.TRAINER, name) for name in ("team-a", "team-b"))
     with (
         # The first of its state folder, and so one that keeps no names for jobs from before.

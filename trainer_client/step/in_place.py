@@ -19,6 +19,7 @@ from core_attention.profiling import device_name, load_or_measure
 from core_attention.shape import AttentionShape
 from data_plane.buffer_pool import BufferPool
 from data_plane.transport import Connection
+from distca.machine_errors import using
 from distca.v1 import membership_pb2
 
 
@@ -76,7 +77,8 @@ class InPlaceServer:
         if not standby:
             kernel.warm_up(shape, shape.rule)
             rehearse(kernel, shape, device)
-            self.profile = load_or_measure(profile_dir, kernel, shape, device)
+            with using("profile_dir", profile_dir):
+                self.profile = load_or_measure(profile_dir, kernel, shape, device)
         self.device_name = device_name(device)
         self._pool = pool
         self._meter = LoadMeter(moved_bytes, stalled_seconds)
