@@ -116,23 +116,25 @@ def test_taken_port_is_named(name: str) -> None:
     assert (refused.value.field, refused.value.errno) == (name, errno.EADDRINUSE)
 
 
-@pytest.mark.parametrize("name", ["listen_address", "metrics_address"])
-def test_a_process_without_free_files_says_so(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "before"), [("listen_address", "build_server"), ("metrics_address", "MetricsEndpoint")]
+)
+def test_a_process_without_free_files_says_so(name: str, before: str) -> None:
     """As one that is started under a small `ulimit -n`."""
     code = f"""
 import os, resource
-from control_plane.server import ControlPlane
+from control_plane import server
 from tests.control_plane.test_server import start
 resource.setrlimit(resource.RLIMIT_NOFILE, (128, 128))
-listen = ControlPlane.{"_build_server" if name == "listen_address" else "_start_metrics"}
-def exhausted(self, address):
+make = server.{before}
+def exhausted(*arguments, **named):
+    made = make(*arguments, **named) if {before!r} == "build_server" else None
     try:
         while True:
             os.open("/dev/null", os.O_RDONLY)
     except OSError:
-        pass
-    return listen(self, address)
-ControlPlane.{"_build_server" if name == "listen_address" else "_start_metrics"} = exhausted
+        return made or make(*arguments, **named)
+server.{before} = exhausted
 try:
     start(metrics_address="127.0.0.1:0")
 except OSError as error:
