@@ -322,7 +322,8 @@ def test_one_buffer_for_the_keys_of_all_layers_is_replayed_as_it_was(
     ) as team:
         expected = team.run(one_after_the_other(96), backward=False)
         monkeypatch.setattr(Layers, "forward", forward)
-        kill_behind(monkeypatch, nodes_of(servers), step=1)
+        victims = nodes_of(servers)[: 2 if placement == "pool" else 3]
+        kill_behind(monkeypatch, victims, step=1)
         result = team.run(one_after_the_other(96), backward=False)
         assert max(recoveries(result)) >= 1
         for key, rows in expected.rows.items():
@@ -371,7 +372,7 @@ def test_keys_that_were_changed_are_not_replayed(
     with Team(
         servers, 3, NODE_SHAPE, n_layers=N_LAYERS, placement="pool", n_nano_batches=1
     ) as team:
-        kill_behind(monkeypatch, nodes_of(servers), step=0)
+        kill_behind(monkeypatch, nodes_of(servers)[:2], step=0)
         changed = f"{Tick(0, 1, 0, Phase.FORWARD)}: k changed in place"
         for future in team.start(one_after_the_other(96)):
             with pytest.raises(CoreAttentionFailed, match=changed):
@@ -438,7 +439,7 @@ def test_gradients_that_were_changed_are_not_replayed(
         if not changed:
             changed.append(do)
             assert begun.wait(30.0)
-            for node in nodes_of(servers):
+            for node in nodes_of(servers)[:2]:
                 node.kill()
             do.mul_(0)
 

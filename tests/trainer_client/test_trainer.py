@@ -234,12 +234,7 @@ def test_batches_of_a_loader_that_reuses_its_memory_are_trained_on_in_turn(
     made.model.register_forward_pre_hook(
         lambda _, __, named: seen.append(int(named["input_ids"][0, 0])), with_kwargs=True
     )
-    options: dict[str, Any] = {
-        "control_plane": pool_of_four.address,
-        "job": "one-buffer",
-        "placement": "in-place",
-    }
-    with serve_trainer(made, profile_dir=tmp_path, data_host="127.0.0.1", **options):
+    with serve_trainer(made, **options_of(pool_of_four, "one-buffer")):
         seen.clear()
         made.train()
     assert seen == list(range(6))
