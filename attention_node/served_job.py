@@ -27,6 +27,7 @@ from core_attention.shape import AttentionShape
 from core_attention.tick import Tick, ticks_of_lane
 from core_attention.tick_order import TickOrder, tick_order
 from data_plane.buffer_pool import size_class_bytes
+from data_plane.transport import Connection
 from distca.contract.codec import pipelining_from_proto, shape_from_proto
 from distca.v1 import jobs_pb2
 
@@ -48,7 +49,7 @@ class JobDescription:
         shape: heads, head dims and dtype.
         scale: multiplies q.k before softmax.
         name: what its user called it.
-        checksums: messages carry one.
+        checksums: messages carry one; None: those that leave their host.
         pipelining: of ranks that form pipelines; None without.
     """
 
@@ -60,8 +61,12 @@ class JobDescription:
     shape: AttentionShape
     scale: float
     name: str
-    checksums: bool = False
+    checksums: bool | None = None
     pipelining: Pipelining | None = None
+
+    def seals(self, connection: Connection) -> bool:
+        """Whether the messages of a connection, whose handshake is over, carry a checksum."""
+        return connection.leaves_host if self.checksums is None else self.checksums
 
     @cached_property
     def order(self) -> TickOrder | None:
@@ -91,7 +96,7 @@ class JobDescription:
             shape=shape_from_proto(opened.spec.shape),
             scale=opened.spec.softmax_scale,
             name=opened.spec.name,
-            checksums=opened.spec.checksums,
+            checksums=opened.spec.checksums if opened.spec.HasField("checksums") else None,
             pipelining=(
                 pipelining_from_proto(opened.spec.pipelining)
                 if opened.spec.HasField("pipelining")
@@ -234,8 +239,8 @@ class ServedStep:
         if key not in self._messages:
             pair = self._route(tick).pairs[rank]
             self._messages[key] = MessagePair(
-                request_layout(pair, job.shape, tick.phase, checksums=job.checksums),
-                reply_layout(pair, job.shape, tick.phase, checksums=job.checksums),
+                request_layout(pair, job.shape, tick.phase),
+                reply_layout(pair, job.shape, tick.phase),
             )
         return self._messages[key]
 

@@ -34,7 +34,6 @@ from attention_node.open_tick import OpenTick, Source, TickGivenUp
 from attention_node.served_job import ExchangeTimes, JobDescription, ServedStep, StepBusy
 from core_attention.arrays import Int64Array
 from core_attention.checksum import ChecksumMismatch, seal, verify
-from core_attention.message import MessageLayout
 from core_attention.message_views import message_views
 from core_attention.plan import Plan
 from core_attention.tick import Tick
@@ -497,13 +496,17 @@ class TickServer:
 
         def send_reply() -> None:
             if messages.owes_reply:
-                self._send_reply(peer, tick, messages.reply, reply, received, timer)
+                self._send_reply(peer, tick, reply, received, timer)
             # Soon: when the request's memory has come back.
             self._handle_soon(events.Answered(peer, tick))
 
         def release() -> None:
             request.release()
             reply.release()
+
+        def check() -> None:
+            if peer.job.seals(peer.connection):
+                verify(request.tensor, tick.tag(reply=False), peer.connection.receiving_key)
 
         def fail(error: BaseException) -> None:
             if isinstance(error, ChecksumMismatch):
@@ -516,25 +519,20 @@ class TickServer:
             reply=send_reply,
             release=release,
             fail=fail,
-            verify=lambda: verify(
-                request.tensor,
-                messages.request,
-                tick.tag(reply=False),
-                peer.connection.receiving_key,
-            ),
+            verify=check,
         )
 
     def _send_reply(
         self,
         peer: _Peer,
         tick: Tick,
-        layout: MessageLayout,
         reply: PooledBuffer,
         received: Transfer,
         timer: ExchangeTimer,
     ) -> None:
         tag = tick.tag(reply=True)
-        seal(reply.tensor, layout, tag, peer.connection.sending_key)
+        if peer.job.seals(peer.connection):
+            seal(reply.tensor, tag, peer.connection.sending_key)
         transfer = peer.connection.put(
             tag,
             reply,

@@ -10,6 +10,7 @@ that noise of the machine hits both; the figures are medians.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import multiprocessing
 import select
@@ -35,6 +36,8 @@ WAIT_SECONDS = 60.0
 _SECRET = b"benchmark"
 ANSWER_TAG = 2**31
 HELLO_TAG = ANSWER_TAG + 1
+_first_tags = itertools.count(0, 2 * ANSWER_TAG)
+"""Of ticks: each message of a connection has a tag of its own."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,13 +161,15 @@ def serve_raw_tick(raw: RawSide, tick: Tick, pipe: Pipe) -> None:
 
 
 def serve_transport_tick(connection: Connection, tick: Tick, pipe: Pipe) -> None:
+    first = next(_first_tags)
     offers = [
-        connection.offer(tag, buffer, WAIT_SECONDS) for tag, buffer in enumerate(tick.buffers)
+        connection.offer(tag, buffer, WAIT_SECONDS)
+        for tag, buffer in enumerate(tick.buffers, first)
     ]
     pipe.send("ready")
     for offer in offers:
         offer.wait(WAIT_SECONDS)
-    connection.put(ANSWER_TAG, tick.answer, WAIT_SECONDS).wait(WAIT_SECONDS)
+    connection.put(first + ANSWER_TAG, tick.answer, WAIT_SECONDS).wait(WAIT_SECONDS)
 
 
 def raw_tick_seconds(raw: RawSide, tick: Tick) -> float:
@@ -177,9 +182,10 @@ def raw_tick_seconds(raw: RawSide, tick: Tick) -> float:
 
 def transport_tick_seconds(connection: Connection, tick: Tick) -> float:
     start = time.perf_counter()
-    transfers = [connection.offer(ANSWER_TAG, tick.answer, WAIT_SECONDS)]
+    first = next(_first_tags)
+    transfers = [connection.offer(first + ANSWER_TAG, tick.answer, WAIT_SECONDS)]
     transfers += [
-        connection.put(tag, buffer, WAIT_SECONDS) for tag, buffer in enumerate(tick.buffers)
+        connection.put(tag, buffer, WAIT_SECONDS) for tag, buffer in enumerate(tick.buffers, first)
     ]
     for transfer in transfers:
         transfer.wait(WAIT_SECONDS)

@@ -12,7 +12,7 @@ backward   request: q, k, v, do, lse, delta.            reply: dq, dk, dv
 
 ``delta`` is the row sum of dO * O, which is all that the backward pass needs of O
 (FlashAttention-2, section 3.1); ``lse`` and ``delta`` are float32, everything else has the job's
-dtype. In a job with checksums, 32 bytes follow the last section (``core_attention.checksum``).
+dtype. The last 32 bytes are for a checksum (``core_attention.checksum``).
 """
 
 from __future__ import annotations
@@ -60,37 +60,25 @@ class MessageLayout:
 
     Attributes:
         sections: in order.
-        nbytes: of the whole message.
-        has_checksum: whether the last CHECKSUM_BYTES are a checksum of those before.
+        nbytes: of the whole message; the last CHECKSUM_BYTES are a checksum of those before,
+            where the connection has one.
     """
 
     sections: tuple[Section, ...]
     nbytes: int
-    has_checksum: bool = False
-
-    @property
-    def checksum_begin(self) -> int:
-        """First byte of the checksum; the end of a message that has none."""
-        return self.nbytes - CHECKSUM_BYTES if self.has_checksum else self.nbytes
 
 
-def request_layout(
-    route: PairRoute, shape: AttentionShape, phase: Phase, *, checksums: bool = False
-) -> MessageLayout:
+def request_layout(route: PairRoute, shape: AttentionShape, phase: Phase) -> MessageLayout:
     """What ``route.rank`` sends to ``route.server`` in a tick of ``phase``."""
-    return _layout(_REQUEST[phase], route.n_q_rows, route.n_kv_rows, shape, checksums)
+    return _layout(_REQUEST[phase], route.n_q_rows, route.n_kv_rows, shape)
 
 
-def reply_layout(
-    route: PairRoute, shape: AttentionShape, phase: Phase, *, checksums: bool = False
-) -> MessageLayout:
+def reply_layout(route: PairRoute, shape: AttentionShape, phase: Phase) -> MessageLayout:
     """What ``route.server`` sends back; empty for a rank that gave only K/V in a forward tick."""
-    return _layout(_REPLY[phase], route.n_q_rows, route.n_kv_rows, shape, checksums)
+    return _layout(_REPLY[phase], route.n_q_rows, route.n_kv_rows, shape)
 
 
-def edge_layout(
-    n_rows: int, shape: AttentionShape, phase: Phase, *, checksums: bool = False
-) -> MessageLayout:
+def edge_layout(n_rows: int, shape: AttentionShape, phase: Phase) -> MessageLayout:
     """What two ranks exchange of ``n_rows`` edge keys of a layer that is computed at home: k and v,
     backward dk and dv, float32, which their owner adds to its own.
 
@@ -98,11 +86,10 @@ def edge_layout(
         n_rows: of keys.
         shape: of the layer.
         phase: forward or backward.
-        checksums: as in the job.
     """
     if phase is Phase.BACKWARD:
         shape = replace(shape, dtype="float32")
-    return _layout(_EDGE[phase], 0, n_rows, shape, checksums)
+    return _layout(_EDGE[phase], 0, n_rows, shape)
 
 
 def _layout(
@@ -110,7 +97,6 @@ def _layout(
     n_q_rows: int,
     n_kv_rows: int,
     shape: AttentionShape,
-    checksums: bool,
 ) -> MessageLayout:
     sections = []
     end = 0
@@ -123,11 +109,8 @@ def _layout(
         begin = _aligned(end, SECTION_ALIGNMENT_BYTES) if nbytes else 0
         end = max(end, begin + nbytes)
         sections.append(Section(name, section_shape, dtype, begin, begin + nbytes))
-    if not (checksums and end):
-        return MessageLayout(tuple(sections), end)
-    return MessageLayout(
-        tuple(sections), _aligned(end, CHECKSUM_BYTES) + CHECKSUM_BYTES, has_checksum=True
-    )
+    nbytes = _aligned(end, CHECKSUM_BYTES) + CHECKSUM_BYTES if end else 0
+    return MessageLayout(tuple(sections), nbytes)
 
 
 def _aligned(nbytes: int, alignment: int) -> int:

@@ -79,6 +79,7 @@ class BaseConnection:
         self._error: TransportError | None = None
         self._torn_down = self._finished = False
         self._sending_key = self._receiving_key = b""
+        self._leaves_host = True
         self.on_control: Callable[[int, bytes], None] | None = None
         self._closed_callbacks: list[Callable[[TransportError | None], None]] = []
         self._pings = Pings(self, slowest_bytes_per_second)
@@ -109,12 +110,17 @@ class BaseConnection:
         return self._receiving_key
 
     @property
+    def leaves_host(self) -> bool:
+        return self._leaves_host
+
+    @property
     def greeted(self) -> bool:
         """Whether the handshake is over. Owner thread."""
         return bool(self._sending_key)
 
-    def begin(self, *, sending_key: bytes, receiving_key: bytes) -> None:
+    def begin(self, *, sending_key: bytes, receiving_key: bytes, leaves_host: bool) -> None:
         """The handshake is over, and gave these keys. Owner thread."""
+        self._leaves_host = leaves_host
         self._sending_key = derived_key(sending_key, "checksums")
         self._receiving_key = derived_key(receiving_key, "checksums")
 

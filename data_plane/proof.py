@@ -15,6 +15,7 @@ import hmac
 import secrets
 from dataclasses import dataclass
 from functools import cached_property
+from ipaddress import ip_address
 from typing import Final
 
 NONCE_BYTES: Final = 32
@@ -39,6 +40,14 @@ class Ends:
         """Whether an address that both sides know is not the same."""
         pairs = ((self.client, other.client), (self.server, other.server))
         return any(mine and theirs and mine != theirs for mine, theirs in pairs)
+
+    @property
+    def of_one_host(self) -> bool:
+        """Whether both are known to be of one host: the same address, or both loopback."""
+        client, server = (each.rpartition(":")[0] for each in (self.client, self.server))
+        if not client or not server:
+            return False
+        return client == server or all(ip_address(each).is_loopback for each in (client, server))
 
     def __str__(self) -> str:
         return f"from {self.client or 'unknown'} to {self.server or 'unknown'}"
@@ -77,10 +86,16 @@ class Transcript:
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class ConnectionKeys:
-    """Secret keys of one connection, one for each direction. KEY_BYTES each."""
+    """Secret keys of one connection, one for each direction, and where it leads.
+
+    Attributes:
+        to_server, to_client: KEY_BYTES each.
+        leaves_host: unless both ends are known to be of one host; both of them find the same.
+    """
 
     to_server: bytes
     to_client: bytes
+    leaves_host: bool
 
 
 def new_nonce() -> bytes:
@@ -109,6 +124,7 @@ def connection_keys(secret: bytes, transcript: Transcript) -> ConnectionKeys:
     return ConnectionKeys(
         to_server=_digest(secret, b"key to server", whole),
         to_client=_digest(secret, b"key to client", whole),
+        leaves_host=not transcript.ends.of_one_host,
     )
 
 

@@ -221,6 +221,11 @@ class Connection(Protocol):
     def receiving_key(self) -> bytes:
         """32 bytes for checksums of the messages that the peer sends."""
 
+    @property
+    def leaves_host(self) -> bool:
+        """Whether its messages leave this host, or may; the peer finds the same. Good once the
+        handshake is over."""
+
     def offer(self, tag: int, buffer: PooledBuffer, deadline_seconds: float) -> Transfer:
         """Posts ``buffer.tensor`` (1-D uint8, contiguous) to receive the message with ``tag``.
 
@@ -241,7 +246,8 @@ class Connection(Protocol):
         ready: Callable[[], bool] | None = None,
     ) -> Transfer:
         """Sends ``buffer.tensor`` under ``tag``. Done means that the buffer may be reused, not
-        that the peer has the message.
+        that the peer has the message. A tag is put once on a connection: where the network cannot
+        say whose a message is, a second one under it fails the connection at once.
 
         Args:
             deadline_seconds: as in :meth:`offer`.

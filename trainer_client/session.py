@@ -397,7 +397,6 @@ class Session:
                 min_forward_tokens=options.min_forward_tokens,
                 min_backward_tokens=options.min_backward_tokens,
                 softmax_scale=options.scale,
-                checksums=options.checksums,
                 transport=self._transport.name,
                 pipelining=(
                     pipelining_to_proto(options.pipelining) if options.pipelining else None
@@ -407,6 +406,8 @@ class Session:
             host=socket.gethostname(),
             tensor_parallel_ranks=options.tensor_parallel_ranks,
         )
+        if options.checksums is not None:
+            request.spec.checksums = options.checksums
         address = self._transport.listen(
             self._data_host, options.data_port, self._in_place.ticks.accept
         )

@@ -48,7 +48,7 @@ class JobSpec:
         options: tolerance and cuts.
         planner: name of the planner; empty for the default.
         softmax_scale: multiplies q.k before the softmax; 0 is 1 / sqrt(head_dim).
-        checksums: tick messages carry one.
+        checksums: messages carry one; None: those that leave their host.
         transport: what moves the rows, for example ``"ucxx"``; empty if the ranks do not say.
         pipelining: of ranks that form pipelines; None without.
     """
@@ -62,7 +62,7 @@ class JobSpec:
     options: PlanningOptions
     planner: str = ""
     softmax_scale: float = 0.0
-    checksums: bool = False
+    checksums: bool | None = None
     transport: str = ""
     pipelining: Pipelining | None = None
 

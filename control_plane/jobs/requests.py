@@ -153,7 +153,7 @@ def spec_from_proto(message: jobs_pb2.JobSpec) -> JobSpec:
         ),
         planner=message.planner,
         softmax_scale=message.softmax_scale,
-        checksums=message.checksums,
+        checksums=message.checksums if message.HasField("checksums") else None,
         transport=message.transport,
         pipelining=pipelining,
     )

@@ -114,8 +114,8 @@ class NixlConnection(BaseConnection):
         self._peer_ended = False
         self.link = NixlLink(worker, connection, self._on_frame, self._on_bad, self._on_link_ended)
 
-    def begin(self, *, sending_key: bytes, receiving_key: bytes) -> None:
-        super().begin(sending_key=sending_key, receiving_key=receiving_key)
+    def begin(self, *, sending_key: bytes, receiving_key: bytes, leaves_host: bool) -> None:
+        super().begin(sending_key=sending_key, receiving_key=receiving_key, leaves_host=leaves_host)
         self.link.begin(sending_key=sending_key, receiving_key=receiving_key)
 
     @property

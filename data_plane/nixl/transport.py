@@ -187,7 +187,11 @@ class NixlTransport(BaseTransport[NixlConnection, NixlWorker]):
         self, link: socket.socket, keys: ConnectionKeys, peer: str, result: OwnerResult
     ) -> None:
         connection = self._open_connection(link, next(self._ids), peer)
-        connection.begin(sending_key=keys.to_server, receiving_key=keys.to_client)
+        connection.begin(
+            sending_key=keys.to_server,
+            receiving_key=keys.to_client,
+            leaves_host=keys.leaves_host,
+        )
         connection.link.start()
         if not result.set(connection):
             connection.close("nobody waits for this connection any more")
@@ -257,7 +261,11 @@ class NixlTransport(BaseTransport[NixlConnection, NixlWorker]):
         if verdict.keys is not None:
             keys = verdict.keys
             self._newcomers.take_in(connection)
-            connection.begin(sending_key=keys.to_client, receiving_key=keys.to_server)
+            connection.begin(
+                sending_key=keys.to_client,
+                receiving_key=keys.to_server,
+                leaves_host=keys.leaves_host,
+            )
         else:
             self._newcomers.refuse(connection, verdict)
 

@@ -1,5 +1,8 @@
 """Which messages a UCX worker expects, by their tags on the wire, and those that nobody expects.
 
+A tag is good for one message. A second one under it is somebody else's, or the first was: its
+recipient receives it too, and ends its connection.
+
 A message may come before its offer, and then nothing tells whose it is, or whether a stranger sent
 it. It waits in a place that has an end, in number, bytes and time; beyond, the oldest are dropped
 and counted. When an offer comes for a message that was dropped, the connection of that offer fails,
@@ -22,7 +25,8 @@ class Recipient(Protocol):
     """Who expects a message."""
 
     def take(self, transfer: PostedTransfer | None, message: Any) -> None:
-        """The message for ``transfer``, or the next news without one, has come."""
+        """The message for ``transfer``, or the next news without one, has come; or a second one,
+        until the tag is forgotten."""
 
 
 _EAGER_BYTES: Final = 2**18
@@ -79,22 +83,20 @@ class Arrivals:
     def expect(
         self, wire: int, recipient: Recipient, transfer: PostedTransfer | None
     ) -> Any | None:
-        """Has ``recipient`` take the message whose tag is ``wire``, once; if it is here already,
-        returns it instead.
+        """Has ``recipient`` take each message whose tag is ``wire`` until it forgets it; one that
+        is here already is returned instead.
 
         Raises:
             MessageDropped: it was here, and was dropped.
         """
-        if self._waiting:
-            waiting = self._waiting.pop(wire, None)
-            if waiting is not None:
-                self._waiting_bytes -= _held_bytes(waiting[1])
-                return waiting[1]
         if self._dropped and wire in self._dropped:
             del self._dropped[wire]
             raise MessageDropped
         self._expected[wire] = (recipient, transfer)
-        return None
+        _, message = self._waiting.pop(wire, (0.0, None))
+        if message is not None:
+            self._waiting_bytes -= _held_bytes(message)
+        return message
 
     def forget(self, wire: int, *, may_come: bool) -> None:
         """Nobody expects ``wire`` any more.
@@ -109,7 +111,7 @@ class Arrivals:
     def arrive(self, message: Any) -> None:
         """A message has come."""
         wire = message.sender_tag.value
-        expected = self._expected.pop(wire, None)
+        expected = self._expected.get(wire)
         if expected is not None:
             recipient, transfer = expected
             recipient.take(transfer, message)
@@ -117,6 +119,8 @@ class Arrivals:
             del self._unwanted[wire]
             self._drop(message, DropCause.LATE)
         elif wire in self._waiting:
+            # Which one is the peer's, nobody can know: the offer for it fails.
+            self._give_up(wire, DropCause.UNEXPECTED)
             self._drop(message, DropCause.UNEXPECTED)
         else:
             self._waiting[wire] = (time.monotonic(), message)

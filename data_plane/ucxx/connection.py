@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import numpy as np
@@ -50,6 +51,7 @@ _GIVE_UP_SECONDS = 1.0
 _SKIP_BYTES = 8
 _MAX_NEWS_BYTES = 1 + MAX_CLOSE_NOTICE_BYTES
 _MAX_SKIPPED = 16384
+_MAX_TAKEN = 4096
 _NOTHING = np.empty(0, dtype=np.uint8)
 
 
@@ -99,11 +101,13 @@ class UcxxConnection(BaseConnection):
         self._news_wire: int | None = None
         self._news_sent = self._news_taken = 0
         self._skipped: set[int] = set()
+        # Tags on the wire of the latest messages, of which no second one may come.
+        self._taken: deque[int] = deque()
         self._moving: set[PostedTransfer] = set()
         endpoint.set_close_callback(self._on_endpoint_lost)
 
-    def begin(self, *, sending_key: bytes, receiving_key: bytes) -> None:
-        super().begin(sending_key=sending_key, receiving_key=receiving_key)
+    def begin(self, *, sending_key: bytes, receiving_key: bytes, leaves_host: bool) -> None:
+        super().begin(sending_key=sending_key, receiving_key=receiving_key, leaves_host=leaves_host)
         self._outgoing = WireTags(sending_key)
         self._incoming = WireTags(receiving_key)
         self._expect_news()
@@ -149,6 +153,7 @@ class UcxxConnection(BaseConnection):
 
     def _read_news(self, message: Any) -> None:
         self._pings.last_heard = time.monotonic()
+        self._arrivals.forget(message.sender_tag.value, may_come=False)
         length = message.length
         if not 1 <= length <= _MAX_NEWS_BYTES:
             self.worker.discard(message)
@@ -254,10 +259,29 @@ class UcxxConnection(BaseConnection):
             mine = self._offers.get(place) is transfer
             if mine:
                 del self._offers[place]
-        if mine:
-            self._start_receive(transfer, message)
+        if not mine:
+            self._refuse_second(transfer, message)
+            return
+        wire = message.sender_tag.value
+        if transfer.channel == DATA_CHANNEL:
+            self._taken.append(wire)
         else:
-            self.worker.discard(message)
+            self._arrivals.forget(wire, may_come=False)
+        if len(self._taken) > _MAX_TAKEN:
+            self._arrivals.forget(self._taken.popleft(), may_come=False)
+        self._start_receive(transfer, message)
+
+    def _refuse_second(self, transfer: PostedTransfer, message: Any) -> None:
+        """Fails the connection, which ends the put of the message that was not taken."""
+        self.fail(
+            self._new_error(
+                PeerLost,
+                f"connection closed: a second message came under tag {transfer.tag}",
+                hint="somebody else reads this network and sends to this port: encrypt it",
+            )
+        )
+        # After the endpoint is closed, so that the bytes are not sent just to be thrown away.
+        self.worker.discard(message)
 
     def _start_receive(self, transfer: PostedTransfer, message: Any) -> None:
         if message.length != transfer.nbytes:
@@ -348,6 +372,8 @@ class UcxxConnection(BaseConnection):
             wires.append(self._news_wire)
         for wire in wires:
             self._arrivals.forget(wire, may_come=True)
+        for wire in self._taken:
+            self._arrivals.forget(wire, may_come=False)
 
     def _close_endpoint(self) -> None:
         endpoint, self.endpoint = self.endpoint, None

@@ -90,7 +90,11 @@ class UcxxConnector:
             self._result.set(error)
             connection.close(error.reason)
             return
-        connection.begin(sending_key=keys.to_server, receiving_key=keys.to_client)
+        connection.begin(
+            sending_key=keys.to_server,
+            receiving_key=keys.to_client,
+            leaves_host=keys.leaves_host,
+        )
         if not self._result.set((connection, answer)):
             connection.close("nobody waits for this connection any more")
 

@@ -172,7 +172,11 @@ class UcxxListener:
         if verdict.keys is not None:
             keys = verdict.keys
             self._newcomers.take_in(connection)
-            connection.begin(sending_key=keys.to_client, receiving_key=keys.to_server)
+            connection.begin(
+                sending_key=keys.to_client,
+                receiving_key=keys.to_server,
+                leaves_host=keys.leaves_host,
+            )
         else:
             self._newcomers.refuse(connection, verdict)
         send_greeting(connection, verdict.greeting, on_sent=lambda: None)

@@ -169,8 +169,11 @@ class IntegritySettings:
     PANEL: ClassVar = "Service"
 
     checksums: Annotated[
-        bool, typer.Option(help="Every message between trainers and servers carries a checksum.")
-    ] = False
+        bool | None,
+        typer.Option(
+            help="Messages carry a checksum under a key; default: those that leave their host."
+        ),
+    ] = None
     check_results: Annotated[
         bool | None,
         typer.Option(help="Look for NaN and Inf in servers' results; default: on the CPU."),
@@ -183,6 +186,10 @@ class IntegritySettings:
             help="Share of the servers' tasks that trainers recompute and compare, 0 to 1.",
         ),
     ] = 0.0
+
+    def seals(self, *, leaves_host: bool) -> bool:
+        """Whether the messages of a connection carry a checksum."""
+        return leaves_host if self.checksums is None else self.checksums
 
     def __post_init__(self) -> None:
         check_bool(self, "checksums", "check_results")

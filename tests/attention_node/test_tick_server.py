@@ -92,6 +92,7 @@ class FakeConnection:
 
     peer, transport, last_heard = "rank", "fake", 0.0
     sending_key = receiving_key = bytes(32)
+    leaves_host = False
 
     def __init__(self) -> None:
         self.closed, self.reason = False, ""

@@ -42,6 +42,7 @@ class FakeConnection:
 
     peer, transport, closed = "peer", "fake", False
     sending_key = receiving_key = bytes(32)
+    leaves_host = False
 
     def __init__(self) -> None:
         self.last_heard = time.monotonic()

@@ -82,6 +82,7 @@ class LoopbackConnection:
 
     transport = NAME
     sending_key = receiving_key = bytes(32)
+    leaves_host = False
 
     def __init__(self, peer: str) -> None:
         self.peer = peer

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -25,7 +26,10 @@ from data_plane.transport import (
     Claim,
     Connection,
     HandshakeRejected,
+    PeerLost,
+    Transfer,
     TransferState,
+    TransportError,
 )
 from data_plane.ucxx.settings import UcxxSettings
 from data_plane.ucxx.transport import UcxxTransport
@@ -35,6 +39,9 @@ from tests.data_plane.secret import SECRET, proven
 from tests.data_plane.test_ucxx_handshake import RawClient, greeting
 
 WAIT_SECONDS = 10.0
+PUT_SECONDS = 60.0
+KNOWN_SECONDS = 3.0
+ARRIVED_SECONDS = 0.3
 MESSAGES = 200
 
 
@@ -44,6 +51,16 @@ class Attacker(RawClient):
     def put(self, wire: int, payload: bytes) -> None:
         memory = np.frombuffer(payload, dtype=np.uint8)
         self._finish(self._endpoint.tag_send(Array(memory), libucxx.UCXXTag(wire)))
+
+
+def suppressed(function: Callable[..., None]) -> Callable[..., None]:
+    """Whatever becomes of what a stranger sends."""
+
+    def run(*args: object) -> None:
+        with suppress(Exception):
+            function(*args)
+
+    return run
 
 
 @dataclass
@@ -122,25 +139,77 @@ def test_forged_rows_and_close_notices_are_dropped_counted_and_close_nothing(
     assert not connection.closed
 
 
-def test_a_watched_tag_is_good_for_one_message(server: Server, client: UcxxTransport) -> None:
-    """Over plain TCP a watcher reads the tag of each message, once it has been sent."""
+@dataclass
+class Watched:
+    """A connection, and a stranger who reads the tag of each of its messages."""
+
+    at_client: Connection
+    at_server: Connection
+    attacker: Attacker
+    pool: BufferPool = field(default_factory=BufferPool)
+
+    def wire(self, channel: int, number: int) -> int:
+        wire: int = self.at_client._outgoing.of(channel, number)  # type: ignore[attr-defined]
+        return wire
+
+    def forge(self, tag: int, nbytes: int) -> None:
+        self.attacker.put(self.wire(0, tag), bytes(nbytes))
+
+    def put(self, tag: int, nbytes: int) -> Transfer:
+        return self.at_client.put(tag, self.pool.acquire(nbytes), PUT_SECONDS)
+
+    def offer(self, tag: int, nbytes: int) -> Transfer:
+        return self.at_server.offer(tag, self.pool.acquire(nbytes), WAIT_SECONDS)
+
+
+@pytest.fixture
+def watched(server: Server, client: UcxxTransport) -> Watched:
     connection, _ = client.connect(server.address, b"rank 0", WAIT_SECONDS, secret=SECRET)
     (at_server,) = server.accepted
-    pool = BufferPool()
-    outgoing = connection._outgoing  # type: ignore[attr-defined]
-    watched = [outgoing.of(0, 1), outgoing.of(2, 0)]
-    offer = at_server.offer(1, pool.acquire(64), WAIT_SECONDS)
-    connection.put(1, pool.acquire(64), WAIT_SECONDS)
-    offer.wait(WAIT_SECONDS)
-    connection.skip(7)
-    skipped = at_server.offer(7, pool.acquire(64), WAIT_SECONDS)
-    skipped.wait(WAIT_SECONDS)
     attacker = Attacker(server.address)
     attacker.receive_greeting()
-    for wire in watched:
-        attacker.put(wire, b"\0forged close notice".ljust(64))
-    eventually(lambda: server.count("messages_dropped", "unexpected") == len(watched))
-    assert not at_server.closed
+    return Watched(connection, at_server, attacker)
+
+
+def test_news_that_are_sent_again_are_dropped(server: Server, watched: Watched) -> None:
+    watched.at_client.skip(7)
+    watched.offer(7, 64).wait(WAIT_SECONDS)
+    watched.attacker.put(watched.wire(2, 0), b"\0forged close notice".ljust(64))
+    eventually(lambda: server.count("messages_dropped", "unexpected") == 1)
+    assert not watched.at_server.closed
+
+
+@pytest.mark.parametrize("nbytes", [64, 2**20])
+def test_a_second_message_under_a_tag_ends_the_connection(watched: Watched, nbytes: int) -> None:
+    offer = watched.offer(1, nbytes)
+    watched.put(1, nbytes)
+    offer.wait(WAIT_SECONDS)
+    watched.forge(1, nbytes)
+    eventually(lambda: watched.at_server.closed and watched.at_client.closed)
+    assert isinstance(watched.at_server.error, PeerLost)
+
+
+@pytest.mark.parametrize("forged_bytes", [2**20, 2**19])
+@pytest.mark.parametrize("offered_first", [True, False])
+def test_a_put_that_lost_against_a_forged_message_ends_within_seconds(
+    watched: Watched, offered_first: bool, forged_bytes: int
+) -> None:
+    nbytes = 2**20
+    offers = [watched.offer(1, nbytes)] if offered_first else []
+    # Its sender would be told when it is taken; nobody answers the one that came too early.
+    threading.Thread(target=suppressed(watched.forge), args=(1, forged_bytes), daemon=True).start()
+    if offered_first:
+        eventually(lambda: offers[0].state is not TransferState.PENDING)
+    else:
+        time.sleep(ARRIVED_SECONDS)
+    began = time.monotonic()
+    put = watched.put(1, nbytes)
+    if not offered_first:
+        time.sleep(ARRIVED_SECONDS)
+        offers.append(watched.offer(1, nbytes))
+    eventually(lambda: put.state is not TransferState.PENDING and watched.at_client.closed)
+    assert time.monotonic() - began < KNOWN_SECONDS
+    assert isinstance(watched.at_server.error, TransportError)
 
 
 @pytest.mark.parametrize("nbytes", [2**20, 2**30 + 4096])

@@ -16,7 +16,6 @@ import torch
 
 from core_attention.checksum import seal
 from core_attention.manifest import RankManifest, Segment
-from core_attention.message import MessageLayout
 from core_attention.shape import AttentionShape
 from tests.cluster import Cluster
 from tests.team import Team
@@ -41,8 +40,8 @@ CpuKernel.{phase} = damaged_{phase}
 _DAMAGE_MESSAGES = """
 import attention_node.tick_server as module
 seal = module.seal
-def sealed_and_damaged(message, layout, tag, key):
-    seal(message, layout, tag, key)
+def sealed_and_damaged(message, tag, key):
+    seal(message, tag, key)
     message[len(message) // 2] ^= 4
 module.seal = sealed_and_damaged
 """
@@ -176,8 +175,8 @@ def test_request_that_is_damaged_on_the_way_is_refused_and_sent_again(
 ) -> None:
     damages = [1]
 
-    def damage_once(message: torch.Tensor, layout: MessageLayout, tag: int, key: bytes) -> None:
-        seal(message, layout, tag, key)
+    def damage_once(message: torch.Tensor, tag: int, key: bytes) -> None:
+        seal(message, tag, key)
         if damages:
             message[0] ^= damages.pop()
 

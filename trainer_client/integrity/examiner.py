@@ -37,6 +37,7 @@ class Examiner:
         lost: Callable[[ServerLoss], None],
     ) -> None:
         device = torch.device(options.device)
+        self._options = options
         self._metrics = metrics
         self._lost = lost
         self._checker = (
@@ -67,10 +68,10 @@ class Examiner:
             inputs: what was sent, by packed row.
             reply: the message, 1-D uint8.
         """
+        connection = exchange.connection
         try:
-            if exchange.connection is not None:
-                key = exchange.connection.receiving_key
-                verify(reply, exchange.reply, tick.tag(reply=True), key)
+            if connection is not None and self._options.seals(leaves_host=connection.leaves_host):
+                verify(reply, tick.tag(reply=True), connection.receiving_key)
         except ChecksumMismatch as mismatch:
             self._metrics.corrupt_result("checksum")
             return str(mismatch)

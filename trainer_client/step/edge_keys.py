@@ -107,7 +107,6 @@ class EdgeCall:
         call: its number among those at home.
         given, taken: keys that others need, and those of others.
         shape: of the layer.
-        checksums: as in the job.
         waited: told of each message that was waited for, from when to when.
         rows: of each of ``taken``, k and v, once they are here.
     """
@@ -118,7 +117,6 @@ class EdgeCall:
     given: Sequence[GivenKeys]
     taken: Sequence[TakenKeys]
     shape: AttentionShape
-    checksums: bool
     waited: Callable[[EdgeMessage, float, float], None]
     rows: Sequence[Tensors] = field(default=())
     _is_over: bool = False
@@ -191,4 +189,4 @@ class EdgeCall:
         return EdgeMessage(keys.rank, tick, keys.is_carried)
 
     def _layout(self, keys: GivenKeys | TakenKeys, phase: Phase) -> MessageLayout:
-        return edge_layout(keys.n_rows, self.shape, phase, checksums=self.checksums)
+        return edge_layout(keys.n_rows, self.shape, phase)

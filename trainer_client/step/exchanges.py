@@ -148,15 +148,15 @@ class Routes:
         return key, self._derived[key]
 
     def _derive(self, nano_batch: int, phase: Phase, stretch: int) -> tuple[ServerRows, ...]:
-        plan, shape, checksums = self.plan, self._job.shape, self._job.checksums
+        plan, shape = self.plan, self._job.shape
         documents = self._first.documents(nano_batch, stretch)
         routes = derive_routes(plan.manifest, plan.tasks(phase), nano_batch, documents)
         return tuple(
             self._rows_of(
                 plan.servers[index].server_id,
                 route,
-                request_layout(route, shape, phase, checksums=checksums),
-                reply_layout(route, shape, phase, checksums=checksums),
+                request_layout(route, shape, phase),
+                reply_layout(route, shape, phase),
             )
             for (rank, index), route in routes.items()
             if rank == self._rank

@@ -81,7 +81,6 @@ class _Kept:
     """
 
     buffer: PooledBuffer
-    layout: MessageLayout
     written: Callable[[], bool] | None
 
 
@@ -157,7 +156,7 @@ class Neighbours:
         buffer = self._pool.acquire(layout.nbytes)
         for name, section in message_views(buffer.tensor, layout).items():
             section.copy_(tensors[name])
-        kept = _Kept(buffer, layout, launched_work(self._device))
+        kept = _Kept(buffer, launched_work(self._device))
         with self._changed:
             neighbour = self._of(message.rank)
             neighbour.kept[message.tag] = kept
@@ -194,7 +193,8 @@ class Neighbours:
             try:
                 transfer = connection.offer(message.tag, buffer, remaining_seconds)
                 self._await(connection, transfer)
-                verify(buffer.tensor, layout, message.tag, connection.receiving_key)
+                if self._seals(connection):
+                    verify(buffer.tensor, message.tag, connection.receiving_key)
                 views = message_views(buffer.tensor, layout)
                 tensors = {name: section.clone() for name, section in views.items()}
             except (TransportError, ChecksumMismatch) as error:
@@ -387,18 +387,21 @@ class Neighbours:
             return  # Its step is over.
         ready = kept.written
         try:
-            if kept.layout.has_checksum:
-                # The stream of this thread may be another than that which writes the rows, and
-                # keys are there once the handshake is over.
-                while not (connection.closed or (connection.sending_key and _is_true(ready))):
-                    time.sleep(_SEAL_CHECK_SECONDS)
-                if connection.closed:
-                    return
-                seal(buffer.tensor, kept.layout, tag, connection.sending_key)
+            # The stream of this thread may be another than that which writes the rows, and keys are
+            # there once the handshake is over.
+            while not (connection.closed or (connection.sending_key and _is_true(ready))):
+                time.sleep(_SEAL_CHECK_SECONDS)
+            if connection.closed:
+                return
+            if self._seals(connection):
+                seal(buffer.tensor, tag, connection.sending_key)
                 ready = launched_work(self._device)
             connection.put(tag, buffer, self._deadline_seconds, ready=ready)
         finally:
             buffer.release_when(ready)
+
+    def _seals(self, connection: Connection) -> bool:
+        return self._options.seals(leaves_host=connection.leaves_host)
 
     def _late(self, message: EdgeMessage) -> CoreAttentionFailed:
         fault = self._of(message.rank).fault

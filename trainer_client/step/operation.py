@@ -212,7 +212,6 @@ def _at_home(
             given=tasks.given,
             taken=tasks.taken,
             shape=shape_of(q, k, v),
-            checksums=job.checksums,
             waited=running.edge_waited,
         )
     if running.carried(nano_batch) and tasks.handed_over:

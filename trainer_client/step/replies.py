@@ -179,12 +179,8 @@ class Exchanger:
         packed = None
         try:
             exchange.rows.pack(request.tensor, inputs)
-            seal(
-                request.tensor,
-                exchange.request,
-                tick.tag(reply=False),
-                connection.sending_key,
-            )
+            if self.job.seals(connection):
+                seal(request.tensor, tick.tag(reply=False), connection.sending_key)
             packed = launched_work(self.device)
             sent = connection.put(
                 tick.tag(reply=False),
