@@ -14,6 +14,7 @@ from attention_node.machine.tick import TickMachine
 from attention_node.open_tick import OpenTick, Source
 from attention_node.tick_route import derive_tick_route
 from core_attention.ca_task import MaskKind, Phase, TaskTable
+from core_attention.checksum import seal, verify
 from core_attention.kernels.protocol import Kernel
 from core_attention.kernels.row_dots import row_dots
 from core_attention.manifest import Manifest, RankManifest, Segment
@@ -51,6 +52,9 @@ def run_small_step(kernel: Kernel, shape: AttentionShape, device: torch.device) 
         for nano_batch in range(plan.manifest.n_nano_batches):
             for phase in Phase:
                 rehearse_tick(kernel, plan, nano_batch, phase, shape, device)
+    message = torch.zeros(4096, dtype=torch.uint8, device=device)
+    seal(message, 0, bytes(32))
+    verify(message, 0, bytes(32))
     kernel.synchronize()
 
 

@@ -8,11 +8,13 @@ from __future__ import annotations
 import atexit
 import logging
 import threading
+from functools import cache
 from typing import TYPE_CHECKING, ClassVar, Final, Generic, TypeVar
 
 from data_plane.base_connection import BaseConnection
 from data_plane.buffer_pool import BufferPool
 from data_plane.handshake import HandshakeFailure
+from data_plane.interfaces import is_private
 from data_plane.owner_thread import OwnerThread
 from data_plane.probe_endpoint import ProbeEndpoint
 from data_plane.transport import (
@@ -29,6 +31,20 @@ if TYPE_CHECKING:
     from data_plane.metrics import DataPlaneMetrics
 
 logger = logging.getLogger(__name__)
+
+
+@cache
+def say_that_ports_are_open(ip: str) -> None:
+    """Logs, once for each address, that whoever reaches UCX's ports there can end the process;
+    nothing of loopback, or of a WireGuard interface."""
+    if is_private(ip):
+        return
+    logger.warning(
+        "whoever reaches UCX's ports at %s can end this process, mutual TLS or not: let members "
+        "alone reach them, or encrypt the network (docs/security.md)",
+        ip,
+    )
+
 
 COMMAND_TIMEOUT_SECONDS: Final = 5.0
 """How long the owner thread may take for a command that waits for nobody else."""

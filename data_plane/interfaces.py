@@ -5,6 +5,7 @@ from __future__ import annotations
 import ipaddress
 import socket
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any, Protocol
 
 OWN_ADDRESS = "auto"
@@ -115,6 +116,18 @@ def take_own_address(settings: _HasDataHost, *, towards: Iterable[str]) -> None:
     raises as :func:`own_address`."""
     if settings.data_host == OWN_ADDRESS:
         object.__setattr__(settings, "data_host", own_address(towards=towards))
+
+
+def is_private(ip: str) -> bool:
+    """Whether only this machine, or holders of a WireGuard key, can reach ``ip``, an address of
+    this machine."""
+    if ipaddress.ip_address(ip).is_loopback:
+        return True
+    try:
+        about = Path(f"/sys/class/net/{interface_of(ip)}/uevent").read_text()
+    except OSError:
+        return False
+    return "DEVTYPE=wireguard" in about.splitlines()
 
 
 def rows_host(data_host: str, data_interface: str) -> str:

@@ -10,6 +10,7 @@ Every way runs the same documents, the same model and the same FSDP2, in one run
 * context-parallel-unsent: the same with nothing sent, which is how fast it would be if all its
   messages were hidden; its losses mean nothing;
 * disaggregated: DistCA in place, with a real control plane, real sessions and UCX;
+* sealed: the same with checksums, as between hosts;
 * pool: DistCA with attention nodes on GPUs of their own (``--ranks 3 --pool-nodes 1 --ways pool``).
 
     python -m benchmarks.gpu.end_to_end --layers 8 --tokens-per-rank 131072 --json out.json

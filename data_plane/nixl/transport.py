@@ -14,7 +14,12 @@ import time
 from typing import TYPE_CHECKING, ClassVar, Final
 
 from data_plane.addresses import connect_failed, local_ip, resolve
-from data_plane.base_transport import COMMAND_TIMEOUT_SECONDS, BaseTransport, check_hello_length
+from data_plane.base_transport import (
+    COMMAND_TIMEOUT_SECONDS,
+    BaseTransport,
+    check_hello_length,
+    say_that_ports_are_open,
+)
 from data_plane.greeting import HEADER_BYTES, BadGreeting, Greeting, decode_header
 from data_plane.half_open import half_open_limit
 from data_plane.handshake import (
@@ -116,6 +121,7 @@ class NixlTransport(BaseTransport[NixlConnection, NixlWorker]):
         self._worker.submit(lambda: self._watch_listener(listener, accept))
         bound_port = int(listener.getsockname()[1])
         logger.info("listening on %s:%d", host, bound_port)
+        say_that_ports_are_open(ip)
         return Address(host, bound_port)
 
     def connect(

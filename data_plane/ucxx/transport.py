@@ -12,7 +12,12 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from data_plane.addresses import connect_failed, local_ip, resolve
-from data_plane.base_transport import COMMAND_TIMEOUT_SECONDS, BaseTransport, check_hello_length
+from data_plane.base_transport import (
+    COMMAND_TIMEOUT_SECONDS,
+    BaseTransport,
+    check_hello_length,
+    say_that_ports_are_open,
+)
 from data_plane.half_open import half_open_limit
 from data_plane.handshake import ClientHandshake
 from data_plane.interfaces import interface_of, source_ip
@@ -97,6 +102,7 @@ class UcxxTransport(BaseTransport[UcxxConnection, UcxxWorker]):
         except (*UCX_ERRORS, TimeoutError) as error:
             raise self._cannot_listen(host, port, error) from error
         logger.info("listening on %s:%d", host, bound_port)
+        say_that_ports_are_open(ip)
         return Address(host, bound_port)
 
     def connect(

@@ -156,7 +156,7 @@ class References:
 
     def of(self, settings: JobSettings) -> Losses:
         """The losses of ``settings``; the number of nodes and checksums do not matter to them."""
-        more = tuple(option for option in settings.more if option != "--checksums")
+        more = tuple(option for option in settings.more if option != "--no-checksums")
         plain = replace(settings, n_nodes=1, planning_seconds=0.0, more=more)
         if plain not in self._losses:
             folder = self._folder / f"undisturbed-{len(self._losses)}"

@@ -6,13 +6,15 @@ import random
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.chaos.hosts import Direction, Network
+from tests.chaos.hosts import Direction, Network, network, why_no_namespaces
 from tests.chaos.processes import CONTROL_PLANE, STANDBY, Job, JobSettings
 from tests.chaos.scenario import STOPPED_SECONDS, Disturbance, References, disturbed
 from tests.chaos.schedules import Act, Schedule
@@ -101,6 +103,8 @@ def test_links_that_are_cut(tmp_path: Path, references: References) -> None:
 # Steps take a tenth of a second or less: enough of them for changes to come in the midst.
 CHANGED = JobSettings(steps=150, n_nodes=3)
 SEGMENTS = 30
+FORGED = 4
+NO_HOSTS = why_no_namespaces(cuts=False)
 
 
 def change_rows(links: Network, disturbance: Disturbance, node: str, direction: Direction) -> None:
@@ -125,15 +129,54 @@ def checksums_refused(job: Job, node: str) -> float:
     )
 
 
+@contextmanager
+def forger(links: Network, job: Job, node: str, count: int) -> Iterator[Path]:
+    """Forges so many messages to ``node``, which come before those of the ranks; its log."""
+    _, _, port = job.addresses(node)["data"].rpartition(":")
+    target, log = job.host(node).address, job.folder / "forger.log"
+    links.shortcut(node)
+    links.delay(node, 0.005)
+    arguments = [node, "switch", target, port, str(count)]
+    command = [*links.at_switch, sys.executable, "-m", "tests.chaos.forger", *arguments]
+    with log.open("w") as file:
+        process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT)
+    try:
+        yield log
+    finally:
+        process.kill()
+        process.wait(10)
+
+
+@pytest.mark.faults
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.skipif(NO_HOSTS is not None, reason=f"no network namespaces: {NO_HOSTS}")
+def test_rows_that_a_listener_forges_are_found(tmp_path: Path, references: References) -> None:
+    """Somebody who reads the network and reaches a node's port, with mTLS and by default."""
+    names = ["control-plane", "node-0", "node-1", "trainer-0", "trainer-1"]
+    settings = replace(CHANGED, n_nodes=2)
+    with network(names, slow_cables=["node-0"]) as links:
+        job = Job(tmp_path, settings, hosts=links.hosts, mutual_tls=True)
+        with disturbed(job, references, seed=3) as disturbance:
+            disturbance.wait_for_step(5)
+            disturbance.note("forged rows", STOPPED_SECONDS)
+            with forger(links, job, "node-0", FORGED) as log:
+                disturbance.wait_for_step(settings.steps - 10)
+                forged = log.read_text()
+            refused = checksums_refused(job, "node-0")
+    assert forged.count("forged") == FORGED, forged
+    assert refused >= 1
+    assert "lost server node-0" in (tmp_path / "control-plane.log").read_text()
+
+
 @pytest.mark.faults
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.skipif(WHY_NOT is not None, reason=f"no network namespaces: {WHY_NOT}")
 def test_rows_that_are_changed_on_the_way_are_found(tmp_path: Path, references: References) -> None:
     """Somebody between two hosts, who can rewrite UCX's TCP streams."""
-    settings = replace(CHANGED, more=("--checksums",))
     with (
-        on_a_switch(tmp_path, settings, slow_cables=("node-0", "node-1")) as (links, job),
+        on_a_switch(tmp_path, CHANGED, slow_cables=("node-0", "node-1")) as (links, job),
         disturbed(job, references, seed=3) as disturbance,
     ):
         disturbance.wait_for_step(5)
@@ -156,7 +199,8 @@ def test_without_checksums_rows_that_are_changed_make_the_loss_wrong(
     tmp_path: Path, references: References
 ) -> None:
     """So the test above would fail if nothing were found."""
-    with on_a_switch(tmp_path, CHANGED, slow_cables=("node-0",)) as (links, job), job:
+    settings = replace(CHANGED, more=("--no-checksums",))
+    with on_a_switch(tmp_path, settings, slow_cables=("node-0",)) as (links, job), job:
         disturbance = Disturbance(job, random.Random(3))
         disturbance.wait_for_step(5)
         change_rows(links, disturbance, "node-0", Direction.IN)

@@ -12,6 +12,7 @@ from typing import Any
 import psutil
 import pytest
 
+from data_plane.base_transport import say_that_ports_are_open
 from data_plane.interfaces import interface_of, source_ip
 from data_plane.nixl.settings import NixlSettings
 from data_plane.transport import Address, ConnectFailed
@@ -136,3 +137,16 @@ def test_descriptors_that_are_no_sockets_are_left_alone(tmp_path: Path) -> None:
         with pytest.raises(OSError, match="no listener"):
             accept_only_at(LOOPBACK, 1)
         file.write("still open")
+
+
+def test_open_ports_are_spoken_of_once_and_of_loopback_never(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    say_that_ports_are_open.cache_clear()
+    said = []
+    for host in (LOOPBACK, foreign_address(), foreign_address()):
+        with closing(UcxxTransport(UcxxSettings(data_host=host))) as transport:
+            transport.listen(host, 0, proven())
+        said.append(sum(record.levelname == "WARNING" for record in caplog.records))
+    assert said == [0, 1, 1]
+    assert foreign_address() in caplog.text

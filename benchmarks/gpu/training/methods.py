@@ -190,6 +190,7 @@ class Disaggregated:
         homes: ``"planned"`` or ``"packed"``.
         signal: messages have one byte; see :mod:`benchmarks.gpu.training.signal`.
         placement: in place, or on attention nodes.
+        checksums: messages carry one.
     """
 
     def __init__(
@@ -201,6 +202,7 @@ class Disaggregated:
         homes: str = "planned",
         signal: bool = False,
         placement: Placement = Placement.IN_PLACE,
+        checksums: bool = False,
     ) -> None:
         self._settings, self._homes = settings, homes
         self._exits = ExitStack()
@@ -219,6 +221,7 @@ class Disaggregated:
                     shape=settings.model.attention,
                     placement=placement,
                     tolerance=settings.tolerance,
+                    checksums=checksums,
                     device=str(settings.device),
                     data_host="127.0.0.1",
                     one_host=True,
@@ -328,6 +331,8 @@ def make(name: str, settings: RankSettings) -> Method:
         return Disaggregated(settings)
     if name == "disaggregated-packed":
         return Disaggregated(settings, name, homes="packed")
+    if name == "sealed":
+        return Disaggregated(settings, name, checksums=True)
     if name == "signal":
         return Disaggregated(settings, name, signal=True)
     if name == POOL:
@@ -371,6 +376,7 @@ METHODS = (
     *AT_HOME,
     "disaggregated",
     "disaggregated-packed",
+    "sealed",
     "signal",
     "single-stream",
     POOL,
