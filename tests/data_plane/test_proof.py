@@ -11,6 +11,7 @@ from data_plane.handshake import ClientHandshake, ListenerHandshake, Verdict
 from data_plane.nixl.frame_mac import FrameMac
 from data_plane.posted_transfer import CONTROL_CHANNEL, DATA_CHANNEL
 from data_plane.proof import (
+    ConnectionKeys,
     Ends,
     Transcript,
     client_proof,
@@ -87,11 +88,11 @@ def test_a_wire_tag_tells_direction_channel_and_number() -> None:
 
 
 def shake(
-    accept: AcceptCallback, secret: bytes = SECRET, seen: Ends = ENDS
-) -> tuple[Verdict, tuple[object, bytes]]:
+    accept: AcceptCallback, secret: bytes = SECRET, seen: Ends = ENDS, ends: Ends = ENDS
+) -> tuple[Verdict, tuple[ConnectionKeys, bytes]]:
     """A handshake without a network: the listener's verdict, and what the client makes of it."""
     client, listener = ClientHandshake(b"rank 0", secret), ListenerHandshake(seen)
-    hello = client.answer(listener.challenge, ENDS)
+    hello = client.answer(listener.challenge, ends)
     verdict = listener.judge(accept, hello, None)  # type: ignore[arg-type]
     return verdict, client.conclude(verdict.greeting, transport="none", peer="nobody")
 
@@ -104,6 +105,28 @@ def test_both_sides_have_the_same_keys() -> None:
 
 def test_keys_are_new_each_time() -> None:
     assert shake(proven())[0].keys != shake(proven())[0].keys
+
+
+@pytest.mark.parametrize(
+    ("client", "server", "leaves"),
+    [
+        ("10.0.0.1:40000", "10.0.0.2:7711", True),
+        ("10.0.0.1:40000", "10.0.0.1:7711", False),
+        ("127.0.0.1:40000", "127.0.1.1:7711", False),
+        ("127.0.0.1:40000", "10.0.0.1:7711", True),
+        ("", "10.0.0.1:7711", True),
+        ("", "", True),
+    ],
+)
+def test_both_ends_agree_whether_messages_leave_the_host(
+    client: str, server: str, leaves: bool
+) -> None:
+    ends = Ends(client=client, server=server)
+    # A listener that sees less believes the client, who has proven itself.
+    for seen in (ends, Ends(client="", server="")):
+        verdict, (keys, _) = shake(proven(), ends=ends, seen=seen)
+        assert verdict.keys == keys
+        assert keys.leaves_host is leaves
 
 
 def test_address_translation_is_named_and_an_unknown_address_is_none() -> None:

@@ -23,7 +23,7 @@ from typing import Any, Protocol
 
 import torch
 
-from attention_node.cuda_order import launched_work
+from attention_node.cuda_order import launched_work, record_event
 from attention_node.hello import PROTOCOL_VERSION
 from core_attention.checksum import ChecksumMismatch, seal, verify
 from core_attention.message import MessageLayout
@@ -53,7 +53,7 @@ _ATTEMPT_SECONDS = 2.0
 _LONGEST_PAUSE_SECONDS = 1.0
 _CHECK_SECONDS = 0.25
 """How often a wait looks whether the job has ended."""
-_SEAL_CHECK_SECONDS = 0.0002
+_GREETED_CHECK_SECONDS = 0.0002
 _MOST_CONNECTING = 8
 _MOST_TAGS = 4096
 """That a hello or its answer names, the newest, since both have a limit in bytes. A message that is
@@ -77,11 +77,11 @@ class _Kept:
     """A message that may have to be sent again.
 
     Attributes:
-        written: tells whether the device has written it; None on a CPU.
+        written: after which the device has written it; None on a CPU.
     """
 
     buffer: PooledBuffer
-    written: Callable[[], bool] | None
+    written: torch.cuda.Event | None
 
 
 @dataclass(eq=False)
@@ -156,7 +156,7 @@ class Neighbours:
         buffer = self._pool.acquire(layout.nbytes)
         for name, section in message_views(buffer.tensor, layout).items():
             section.copy_(tensors[name])
-        kept = _Kept(buffer, launched_work(self._device))
+        kept = _Kept(buffer, record_event(self._device))
         with self._changed:
             neighbour = self._of(message.rank)
             neighbour.kept[message.tag] = kept
@@ -385,15 +385,17 @@ class Neighbours:
             buffer = kept.buffer.retain()
         except BufferReleased:
             return  # Its step is over.
-        ready = kept.written
+        ready = None if kept.written is None else kept.written.query
         try:
-            # The stream of this thread may be another than that which writes the rows, and keys are
-            # there once the handshake is over.
-            while not (connection.closed or (connection.sending_key and _is_true(ready))):
-                time.sleep(_SEAL_CHECK_SECONDS)
+            # Keys are there once the handshake is over, and with them whether it seals.
+            while not (connection.closed or connection.sending_key):
+                time.sleep(_GREETED_CHECK_SECONDS)
             if connection.closed:
                 return
             if self._seals(connection):
+                if kept.written is not None:
+                    # The stream of this thread may be another than that which writes the rows.
+                    torch.cuda.current_stream(self._device).wait_event(kept.written)
                 seal(buffer.tensor, tag, connection.sending_key)
                 ready = launched_work(self._device)
             connection.put(tag, buffer, self._deadline_seconds, ready=ready)
@@ -411,7 +413,3 @@ class Neighbours:
             + f". Ranks connect to each other for them: data_host of rank {message.rank} must be "
             "an address that this machine reaches"
         )
-
-
-def _is_true(ready: Callable[[], bool] | None) -> bool:
-    return ready is None or ready()
