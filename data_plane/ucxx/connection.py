@@ -20,6 +20,7 @@ from ucxx._lib.arr import Array
 from data_plane.base_connection import MAX_CLOSE_NOTICE_BYTES, BaseConnection
 from data_plane.pings import PING_TAG, PONG_TAG
 from data_plane.posted_transfer import DATA_CHANNEL, PostedTransfer
+from data_plane.proof import same
 from data_plane.transport import (
     NetworkRestarted,
     PeerClosed,
@@ -30,7 +31,7 @@ from data_plane.transport import (
 )
 from data_plane.ucxx.arrivals import Arrivals, MessageDropped
 from data_plane.ucxx.endpoint_query import query_endpoint
-from data_plane.ucxx.wire_tags import NEWS_CHANNEL, WireTags
+from data_plane.ucxx.wire_tags import NEWS_CHANNEL, NEWS_CODE_BYTES, WireTags
 from data_plane.ucxx.worker import UCX_ERRORS, UcxxWorker
 
 if TYPE_CHECKING:
@@ -49,7 +50,7 @@ SKIP: Final = 34
 _CLOSE_NOTICE_SECONDS = 0.2
 _GIVE_UP_SECONDS = 1.0
 _SKIP_BYTES = 8
-_MAX_NEWS_BYTES = 1 + MAX_CLOSE_NOTICE_BYTES
+_NEWS_BYTES = range(1 + NEWS_CODE_BYTES, 1 + MAX_CLOSE_NOTICE_BYTES + NEWS_CODE_BYTES + 1)
 _MAX_SKIPPED = 16384
 _MAX_TAKEN = 4096
 _NOTHING = np.empty(0, dtype=np.uint8)
@@ -135,8 +136,9 @@ class UcxxConnection(BaseConnection):
     def _send_news(self, operation: int, payload: bytes) -> tuple[Any, object]:
         """Starts to send news; returns the request and its memory."""
         assert self._outgoing is not None
-        memory = np.frombuffer(bytes([operation]) + payload, dtype=np.uint8)
+        news = bytes([operation]) + payload
         wire = self._outgoing.of(NEWS_CHANNEL, self._news_sent)
+        memory = np.frombuffer(news + self._outgoing.news_code(wire, news), dtype=np.uint8)
         self._news_sent += 1
         return self.endpoint.tag_send(Array(memory), libucxx.UCXXTag(wire)), memory
 
@@ -153,18 +155,24 @@ class UcxxConnection(BaseConnection):
 
     def _read_news(self, message: Any) -> None:
         self._pings.last_heard = time.monotonic()
-        self._arrivals.forget(message.sender_tag.value, may_come=False)
-        length = message.length
-        if not 1 <= length <= _MAX_NEWS_BYTES:
-            self.worker.discard(message)
+        wire, length = message.sender_tag.value, message.length
+        self._arrivals.forget(wire, may_come=False)
+        if length not in _NEWS_BYTES:
+            self._refuse(message, f"news of {length} bytes came")
             return
         body = np.zeros(length, dtype=np.uint8)
         request = self.worker.ucp.tag_recv_with_handle(Array(body), message)
 
         def on_complete(error: Exception | None) -> None:
-            if error is None and not self._torn_down:
-                raw = body.tobytes()
-                self._hear(raw[0], raw[1:])
+            if error is not None or self._torn_down:
+                return
+            assert self._incoming is not None
+            raw = body.tobytes()
+            news, code = raw[:-NEWS_CODE_BYTES], raw[-NEWS_CODE_BYTES:]
+            if same(code, self._incoming.news_code(wire, news)):
+                self._hear(news[0], news[1:])
+            else:
+                self._refuse(None, "news came that the peer has not sent")
 
         self.worker.track(request, body, on_complete)
 
@@ -260,7 +268,7 @@ class UcxxConnection(BaseConnection):
             if mine:
                 del self._offers[place]
         if not mine:
-            self._refuse_second(transfer, message)
+            self._refuse(message, f"a second message came under tag {transfer.tag}")
             return
         wire = message.sender_tag.value
         if transfer.channel == DATA_CHANNEL:
@@ -271,17 +279,19 @@ class UcxxConnection(BaseConnection):
             self._arrivals.forget(self._taken.popleft(), may_come=False)
         self._start_receive(transfer, message)
 
-    def _refuse_second(self, transfer: PostedTransfer, message: Any) -> None:
-        """Fails the connection, which ends the put of the message that was not taken."""
+    def _refuse(self, message: Any | None, why: str) -> None:
+        """Fails the connection because somebody else sends on it; so a put of the peer's ends whose
+        message was not taken."""
         self.fail(
             self._new_error(
                 PeerLost,
-                f"connection closed: a second message came under tag {transfer.tag}",
+                f"connection closed: {why}",
                 hint="somebody else reads this network and sends to this port: encrypt it",
             )
         )
-        # After the endpoint is closed, so that the bytes are not sent just to be thrown away.
-        self.worker.discard(message)
+        if message is not None:
+            # After the endpoint is closed, so that the bytes are not sent just to be thrown away.
+            self.worker.discard(message)
 
     def _start_receive(self, transfer: PostedTransfer, message: Any) -> None:
         if message.length != transfer.nbytes:

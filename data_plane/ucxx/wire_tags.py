@@ -16,6 +16,8 @@ from data_plane.proof import derived_key
 NEWS_CHANNEL: Final = 2
 """Small messages of the transport itself, numbered from 0 in each direction."""
 
+NEWS_CODE_BYTES: Final = 16
+
 _PLACE_BYTES = 9
 
 
@@ -28,6 +30,7 @@ class WireTags:
 
     def __init__(self, direction_key: bytes) -> None:
         self._keyed = hashlib.blake2b(key=derived_key(direction_key, "wire tags"), digest_size=8)
+        self._news_key = derived_key(direction_key, "news")
 
     def of(self, channel: int, number: int) -> int:
         """The tag of a message.
@@ -39,3 +42,9 @@ class WireTags:
         keyed = self._keyed.copy()
         keyed.update((channel << 64 | number).to_bytes(_PLACE_BYTES))
         return int.from_bytes(keyed.digest())
+
+    def news_code(self, wire: int, news: bytes) -> bytes:
+        """NEWS_CODE_BYTES that show that ``news`` are what the peer sends under the tag ``wire``,
+        which whoever reads the network sees before they arrive."""
+        whole = wire.to_bytes(8) + news
+        return hashlib.blake2b(whole, key=self._news_key, digest_size=NEWS_CODE_BYTES).digest()

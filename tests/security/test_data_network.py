@@ -179,6 +179,18 @@ def test_news_that_are_sent_again_are_dropped(server: Server, watched: Watched) 
     assert not watched.at_server.closed
 
 
+@pytest.mark.parametrize("news", [b"\x01forged: finished", b"", b"\x22" + bytes(7) + b"\1"])
+def test_news_that_come_before_the_peers_own_close_nothing_in_its_name(
+    watched: Watched, news: bytes
+) -> None:
+    """Close notices and skips, under the tag of news that the peer is just sending."""
+    offer = watched.offer(1, 64)
+    watched.attacker.put(watched.wire(2, 0), news + bytes(17))
+    eventually(lambda: watched.at_server.closed)
+    assert type(watched.at_server.error) is PeerLost
+    assert offer.state is TransferState.FAILED
+
+
 @pytest.mark.parametrize("nbytes", [64, 2**20])
 def test_a_second_message_under_a_tag_ends_the_connection(watched: Watched, nbytes: int) -> None:
     offer = watched.offer(1, nbytes)
