@@ -118,6 +118,16 @@ def take_own_address(settings: _HasDataHost, *, towards: Iterable[str]) -> None:
         object.__setattr__(settings, "data_host", own_address(towards=towards))
 
 
+def own_addresses() -> set[str]:
+    """Returns the IPv4 addresses that this machine's interfaces carry."""
+    return {
+        str(each.address)
+        for addresses in _addresses().values()
+        for each in addresses
+        if each.family == socket.AF_INET
+    }
+
+
 def is_private(ip: str) -> bool:
     """Whether only this machine, or holders of a WireGuard key, can reach ``ip``, an address of
     this machine."""

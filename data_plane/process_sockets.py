@@ -59,8 +59,9 @@ def listening_ports() -> frozenset[int]:
     return frozenset(ports)
 
 
-def listener_on(ip: str, port: int) -> socket.socket:
-    """A copy of this process's listener on ``ip``:``port``, to be closed by the caller.
+def listener_on(ip: str | None, port: int) -> socket.socket:
+    """A copy of this process's listener on ``port`` at ``ip`` (None: at any address), to be closed
+    by the caller.
 
     Raises:
         OSError: it has none.
@@ -69,10 +70,11 @@ def listener_on(ip: str, port: int) -> socket.socket:
         with _copy_of(descriptor) as candidate:
             if candidate is None or not _listens(candidate):
                 continue
-            if candidate.getsockname() == (ip, port):
+            bound_ip, bound_port = candidate.getsockname()
+            if bound_port == port and ip in (None, bound_ip):
                 # socket.dup() would make the listener, too, wait where UCX expects it not to.
                 return socket.socket(fileno=os.dup(candidate.fileno()))
-    raise OSError(f"this process has no listener on {ip}:{port}")
+    raise OSError(f"this process has no listener on {ip or 'any address'}:{port}")
 
 
 class AcceptedSockets:

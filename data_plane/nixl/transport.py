@@ -29,6 +29,8 @@ from data_plane.handshake import (
     Verdict,
     refusal,
 )
+from data_plane.interfaces import ipv4_of, own_addresses
+from data_plane.listening_address import accept_only_from
 from data_plane.newcomers import Newcomers
 from data_plane.nixl.connection import TRANSPORT_NAME, NixlConnection
 from data_plane.nixl.link import receive_exactly
@@ -82,6 +84,11 @@ class NixlTransport(BaseTransport[NixlConnection, NixlWorker]):
         self._ids = itertools.count()
         self._listener: socket.socket | None = None
         limit = half_open_limit(self._settings.max_half_open)
+        # Whom UCX's ports take connections from: UCX connects from the interface that the link
+        # does too, once the link has proven whose it is. None: it may use any interface.
+        is_bound = self._settings.bound_interface() is not None
+        self._members = own_addresses() if is_bound else None
+        self._ucx_ports: frozenset[int] = frozenset()
         super().__init__(NixlWorker(self._settings), self._settings, metrics)
         self._newcomers = Newcomers(
             self._worker,
@@ -121,7 +128,8 @@ class NixlTransport(BaseTransport[NixlConnection, NixlWorker]):
         self._worker.submit(lambda: self._watch_listener(listener, accept))
         bound_port = int(listener.getsockname()[1])
         logger.info("listening on %s:%d", host, bound_port)
-        say_that_ports_are_open(ip)
+        if self._members is None:
+            say_that_ports_are_open(ip)
         return Address(host, bound_port)
 
     def connect(
@@ -134,7 +142,7 @@ class NixlTransport(BaseTransport[NixlConnection, NixlWorker]):
         ip = resolve(address, timeout_seconds, TRANSPORT_NAME)
         link, keys, answer = self._greet(address, ip, ClientHandshake(hello, secret), deadline)
         result = OwnerResult()
-        self._worker.submit(lambda: self._adopt(link, keys, str(address), result))
+        self._worker.submit(lambda: self._adopt(link, keys, str(address), ip, result))
         try:
             connection: NixlConnection = result.get(COMMAND_TIMEOUT_SECONDS)
         except TimeoutError as error:
@@ -147,12 +155,30 @@ class NixlTransport(BaseTransport[NixlConnection, NixlWorker]):
         super().close(timeout_seconds)
 
     def _watch_ports(self, ports: frozenset[int]) -> None:
-        """Has connections ended that say nothing to nixl's UCX. Owner thread."""
+        """Has connections ended that say nothing to nixl's UCX, and closes its ports to strangers.
+        Owner thread."""
+        self._ucx_ports = ports
+        self._close_to_strangers()
         self._silent_sockets.watch(dict.fromkeys(ports, has_sent_a_message))
         # An agent connects to itself, and says so only when it is driven.
         self._worker.call_at(
             time.monotonic() + _CONNECTED_SECONDS, lambda: self._worker.memory.progress()
         )
+
+    def _admit(self, host: str) -> None:
+        """Opens UCX's ports to the host of a peer that has proven itself. Owner thread."""
+        if self._members is not None and host not in self._members:
+            self._members.add(host)
+            self._close_to_strangers()
+
+    def _close_to_strangers(self) -> None:
+        if self._members is None:
+            return
+        for port in self._ucx_ports:
+            try:
+                accept_only_from(self._members, port)
+            except OSError as error:
+                logger.warning("UCX's port %d is open to every host: %s", port, error)
 
     def _on_silent_ended(self, cause: HandshakeFailure) -> None:
         self._on_refused(cause)
@@ -170,7 +196,7 @@ class NixlTransport(BaseTransport[NixlConnection, NixlWorker]):
         """Connects and proves itself; returns the socket, its keys and the listener's answer."""
         try:
             link = socket.create_connection(
-                (ip, address.port), max(deadline - time.monotonic(), 1e-3)
+                (ip, address.port), max(deadline - time.monotonic(), 1e-3), self._source
             )
         except OSError as error:
             raise connect_failed(address, f"{error}", TRANSPORT_NAME) from error
@@ -189,9 +215,16 @@ class NixlTransport(BaseTransport[NixlConnection, NixlWorker]):
             raise
         return link, keys, answer
 
+    @property
+    def _source(self) -> tuple[str, int] | None:
+        """Where links begin: the address that UCX is bound to."""
+        data_host = self._settings.data_host
+        return None if self._members is None or data_host is None else (ipv4_of(data_host), 0)
+
     def _adopt(
-        self, link: socket.socket, keys: ConnectionKeys, peer: str, result: OwnerResult
+        self, link: socket.socket, keys: ConnectionKeys, peer: str, ip: str, result: OwnerResult
     ) -> None:
+        self._admit(ip)
         connection = self._open_connection(link, next(self._ids), peer)
         connection.begin(
             sending_key=keys.to_server,
@@ -252,6 +285,8 @@ class NixlTransport(BaseTransport[NixlConnection, NixlWorker]):
 
         def conclude(verdict: Verdict) -> None:
             judged()
+            if verdict.keys is not None:
+                self._admit(host)
             self._conclude(connection, verdict)
 
         connection.on_bad_greeting = lambda bad: conclude(

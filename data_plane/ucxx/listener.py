@@ -12,13 +12,13 @@ from ucxx._lib import libucxx
 from data_plane.greeting import BadGreeting, Greeting
 from data_plane.handshake import HandshakeFailure, ListenerHandshake, Verdict, refusal
 from data_plane.interfaces import ANY_ADDRESS
+from data_plane.listening_address import accept_only_at
 from data_plane.newcomers import Newcomers
 from data_plane.process_sockets import Accepted
 from data_plane.transport import AcceptCallback, TransportError
 from data_plane.ucxx.connection import UcxxConnection
 from data_plane.ucxx.endpoint_query import query_endpoint
 from data_plane.ucxx.greeting import ends_of, receive_greeting, send_greeting
-from data_plane.ucxx.listening_address import accept_only_at
 from data_plane.ucxx.worker import UCX_ERRORS, UcxxWorker
 
 logger = logging.getLogger(__name__)

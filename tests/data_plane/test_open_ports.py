@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +14,9 @@ import pytest
 
 from data_plane.base_transport import say_that_ports_are_open
 from data_plane.interfaces import interface_of, source_ip
+from data_plane.listening_address import accept_only_at, accept_only_from
 from data_plane.nixl.settings import NixlSettings
 from data_plane.transport import Address, ConnectFailed
-from data_plane.ucxx.listening_address import accept_only_at
 from data_plane.ucxx.settings import UcxxSettings
 from data_plane.ucxx.transport import UcxxTransport
 from tests.addresses import foreign_address
@@ -150,3 +150,24 @@ def test_open_ports_are_spoken_of_once_and_of_loopback_never(
         said.append(sum(record.levelname == "WARNING" for record in caplog.records))
     assert said == [0, 1, 1]
     assert foreign_address() in caplog.text
+
+
+def test_a_listener_takes_connections_from_those_that_are_admitted_alone() -> None:
+    def answers(source: str) -> bool:
+        with suppress(OSError):
+            address = (LOOPBACK, listener.getsockname()[1])
+            socket.create_connection(address, _DROPPED_SECONDS, (source, 0)).close()
+            return True
+        return False
+
+    member, stranger = "127.0.0.2", "127.0.0.9"
+    with socket.create_server((LOOPBACK, 0)) as listener:
+        accept_only_from([LOOPBACK], listener.getsockname()[1])
+        assert [answers(each) for each in (LOOPBACK, member, stranger)] == [True, False, False]
+        accept_only_from([LOOPBACK, member], listener.getsockname()[1])
+        assert [answers(each) for each in (LOOPBACK, member, stranger)] == [True, True, False]
+        many = [f"10.{each >> 8}.{each & 255}.1" for each in range(5000)]
+        with pytest.raises(OSError):
+            accept_only_from(many, listener.getsockname()[1])
+        # Rather open than deaf to a member.
+        assert answers(member)

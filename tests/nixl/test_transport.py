@@ -325,3 +325,24 @@ def test_strangers_that_say_no_hello_are_few_and_end(peer: NixlTransport, where:
         assert refused("no-room") + refused("timeout") == count
         assert open_at(port) == 1
         assert not connection.closed
+
+
+def test_the_port_of_nixls_own_ucx_is_closed_to_hosts_that_have_proven_nothing() -> None:
+    """13 bytes there, of some ids, end the process once rows move."""
+    stranger = "127.0.0.9"
+    settings = NixlSettings(data_host="127.0.0.1")
+    with closing(NixlTransport(settings)) as transport, closing(NixlTransport(settings)) as peer:
+        accepted: list[Connection] = []
+        address = listen(transport, accepted)
+        connection, _ = peer.connect(address, b"", 5.0, secret=SECRET)
+        pool = BufferPool()
+        for tag, message_id in enumerate((10, 12, 16, 17)):
+            for port in transport._ucx_ports | peer._ucx_ports:
+                with (
+                    pytest.raises(OSError),
+                    socket.create_connection(("127.0.0.1", port), 0.3, (stranger, 0)) as line,
+                ):
+                    line.sendall(struct.pack("<QBI", 0xCAFEBABE12345678, message_id, 0))
+            offer = accepted[0].offer(tag, pool.acquire(2**20), 5.0)
+            connection.put(tag, pool.acquire(2**20), 5.0)
+            offer.wait(5.0)
