@@ -161,7 +161,7 @@ def spec_from_proto(message: jobs_pb2.JobSpec) -> JobSpec:
 
 def spec_to_proto(spec: JobSpec) -> jobs_pb2.JobSpec:
     """The message of ``spec``, defaults filled in."""
-    return jobs_pb2.JobSpec(
+    message = jobs_pb2.JobSpec(
         name=spec.name,
         n_ranks=spec.n_ranks,
         n_layers=spec.n_layers,
@@ -171,12 +171,14 @@ def spec_to_proto(spec: JobSpec) -> jobs_pb2.JobSpec:
         tolerance=spec.options.tolerance,
         planner=spec.planner,
         softmax_scale=spec.scale,
-        checksums=spec.checksums,
         transport=spec.transport,
         min_forward_tokens=spec.options.min_forward_tokens,
         min_backward_tokens=spec.options.min_backward_tokens,
         pipelining=pipelining_to_proto(spec.pipelining) if spec.pipelining else None,
     )
+    if spec.checksums is not None:
+        message.checksums = spec.checksums
+    return message
 
 
 def in_place_server_from_proto(

@@ -1,6 +1,7 @@
 """Forges rows: what somebody does who reads a network and reaches a data port, and holds no secret.
 
-    python -m tests.chaos.forger SNIFFED_DEVICE OWN_DEVICE TARGET_IP LISTENER_PORT COUNT
+    python -m tests.chaos.forger sniff DEVICE TARGET_IP |
+        python -m tests.chaos.forger forge DEVICE TARGET_IP PORT COUNT
 
 Announcements of UCX's long messages (its rendezvous) say the message's tag and size. Rows of its
 own, of that size, go out under that tag from a UCX endpoint of its own.
@@ -8,6 +9,7 @@ own, of that size, go out under that tag from a UCX endpoint of its own.
 
 from __future__ import annotations
 
+import select
 import socket
 import struct
 import sys
@@ -34,7 +36,6 @@ def announcements(device: str, target: str) -> Iterator[tuple[int, int]]:
     with socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(_ALL_PROTOCOLS)) as tap:
         tap.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _RECEIVE_BUFFER_BYTES)
         tap.bind((device, 0))
-        print("ready", flush=True)
         while True:
             frame = tap.recv(_FRAME_BYTES)
             if len(frame) < _TCP_AT_LEAST or frame[30:34] != socket.inet_aton(target):
@@ -48,8 +49,14 @@ def announcements(device: str, target: str) -> Iterator[tuple[int, int]]:
                 yield tag, size
 
 
-def main(sniffed: str, own: str, target: str, port: int, count: int) -> None:
-    """Forges the first ``count`` messages that it reads."""
+def sniff(device: str, target: str) -> None:
+    """Says tag and size of each message, a line each."""
+    for tag, size in announcements(device, target):
+        print(tag, size, flush=True)
+
+
+def forge(own: str, target: str, port: int, count: int) -> None:
+    """Forges the first ``count`` messages that it is told of."""
     feature = libucxx.Feature
     options = UcxxSettings(options={"NET_DEVICES": own}).context_options({})
     context = libucxx.UCXContext(options, (feature.TAG, feature.STREAM, feature.WAKEUP))
@@ -60,18 +67,26 @@ def main(sniffed: str, own: str, target: str, port: int, count: int) -> None:
     while not challenged.completed:
         worker.progress()
     sent = []
-    for forged, (tag, size) in enumerate(announcements(sniffed, target), 1):
+    # What came before is long gone.
+    waiting = select.poll()
+    waiting.register(sys.stdin, select.POLLIN)
+    while waiting.poll(0):
+        sys.stdin.readline()
+    for _ in range(count):
+        tag, size = map(int, sys.stdin.readline().split())
         rows = np.full(size // 4 + 1, 0.5, dtype=np.float32).view(np.uint8)[:size]
         request = endpoint.tag_send(Array(rows), libucxx.UCXXTag(tag))
         sent.append((request, rows))
         for _ in range(100):
             worker.progress()
         print(f"forged {size} bytes under {tag:x}", flush=True)
-        if forged == count:
-            break
     while True:
         worker.progress()
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:4], int(sys.argv[4]), int(sys.argv[5]))
+    _, action, device, target, *rest = sys.argv
+    if action == "sniff":
+        sniff(device, target)
+    else:
+        forge(device, target, int(rest[0]), int(rest[1]))

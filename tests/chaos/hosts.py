@@ -155,25 +155,6 @@ class Network:
             _run("ip", "-n", namespace, "link", "set", "dev", card, "up")
         return made
 
-    @property
-    def at_switch(self) -> tuple[str, ...]:
-        """What a command line begins with so that it runs where all cables end, whose names there
-        are those of their hosts."""
-        return ("ip", "netns", "exec", self._switch)
-
-    def shortcut(self, host: str) -> None:
-        """Gives the switch an address, and a second way to a host that is faster than its cable."""
-        switch, namespace, device = self._switch, self._namespace(host), "shortcut"
-        _run("ip", "-n", switch, "address", "add", "10.99.0.254/24", "dev", "switch")
-        _run(
-            "ip", "link", "add", "name", device, "netns", switch, "type", "veth",
-            "peer", "name", device, "netns", namespace,
-        )  # fmt: skip
-        for where in (switch, namespace):
-            _run("ip", "-n", where, "link", "set", "dev", device, "up")
-        address = self.hosts[host].address
-        _run("ip", "-n", switch, "route", "add", f"{address}/32", "dev", device)
-
     def open(self) -> None:
         """Makes the switch."""
         _run("ip", "netns", "add", self._switch)

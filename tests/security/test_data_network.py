@@ -19,6 +19,7 @@ from prometheus_client import CollectorRegistry
 from ucxx._lib import libucxx
 from ucxx._lib.arr import Array
 
+from data_plane.base_connection import BaseConnection
 from data_plane.buffer_pool import BufferPool
 from data_plane.metrics import DataPlaneMetrics
 from data_plane.transport import (
@@ -144,7 +145,7 @@ class Watched:
     """A connection, and a stranger who reads the tag of each of its messages."""
 
     at_client: Connection
-    at_server: Connection
+    at_server: BaseConnection
     attacker: Attacker
     pool: BufferPool = field(default_factory=BufferPool)
 
@@ -166,6 +167,7 @@ class Watched:
 def watched(server: Server, client: UcxxTransport) -> Watched:
     connection, _ = client.connect(server.address, b"rank 0", WAIT_SECONDS, secret=SECRET)
     (at_server,) = server.accepted
+    assert isinstance(at_server, BaseConnection)
     attacker = Attacker(server.address)
     attacker.receive_greeting()
     return Watched(connection, at_server, attacker)
