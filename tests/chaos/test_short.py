@@ -168,7 +168,10 @@ def test_rows_that_a_listener_forges_are_found(tmp_path: Path, references: Refer
                 forged = log.read_text()
             refused = checksums_refused(job, "node-0")
     assert forged.count("forged") == FORGED, forged
-    assert refused >= 1
+    # By whichever comes first: the forged rows' checksum, or the rank's own message.
+    assert (
+        refused >= 1 or "a second message came under tag" in (tmp_path / "node-0.log").read_text()
+    )
     assert "lost server node-0" in (tmp_path / "control-plane.log").read_text()
 
 
