@@ -27,6 +27,7 @@ from trainer_client import (
     SessionOptions,
     core_attention,
 )
+from trainer_client.integrations.probe import CallKind
 
 SIZES: dict[str, Any] = {
     "vocab_size": 64,
@@ -148,9 +149,11 @@ def test_what_was_counted_is_one_line_of_the_log(caplog: pytest.LogCaptureFixtur
     with caplog.at_level("INFO", logger="trainer_client.integrations.probe"):
         options = SessionOptions.for_model(model, **JOB)
     (record,) = (each for each in caplog.records if each.name.endswith("probe"))
-    assert record.args is not None
+    assert isinstance(record.args, tuple)
     assert record.args[:3] == ("Qwen2ForCausalLM", 1, 2)
-    assert record.args[3].shape == options.shape
+    kind = record.args[3]
+    assert isinstance(kind, CallKind)
+    assert kind.shape == options.shape
     assert "without gradients" in record.message
 
 

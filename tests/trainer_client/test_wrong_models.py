@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -363,7 +364,7 @@ def test_ranks_with_different_orders_are_named_and_no_server_is_blamed(
                 team,
                 rank,
                 step,
-                lambda session, step, order=orders[rank]: accumulate(session, step, order),
+                partial(accumulate, order=orders[rank]),
             )
             for rank in range(2)
         )
