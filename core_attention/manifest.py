@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import count
+from itertools import chain
 from operator import index
 from typing import NamedTuple
 
@@ -72,21 +72,13 @@ class RankManifest:
     """
 
     def __init__(self, step: int, rank: int, nano_batches: Sequence[Sequence[Segment]]) -> None:
-        rows = [
-            (nano, s.document_id, s.document_length, s.offset, s.length)
+        values = [
+            value
             for nano, segments in enumerate(nano_batches)
             for s in segments
+            for value in (nano, s.document_id, s.document_length, s.offset, s.length)
         ]
-        table = np.array(rows) if rows else np.empty((0, len(SegmentColumns._fields)), np.int64)
-        if table.dtype != np.int64:
-            # Of other integers, or a mistake.
-            try:
-                table = np.array([[index(value) for value in row] for row in rows], np.int64)
-            except (OverflowError, TypeError) as error:
-                raise ManifestError(
-                    f"step {step}, rank {rank}: a segment has a value that is no 64-bit integer: "
-                    f"{error}"
-                ) from error
+        table = _integers(step, rank, values).reshape(-1, len(SegmentColumns._fields))
         self._set(step, rank, len(nano_batches), SegmentColumns(*table.T))
 
     @classmethod
@@ -103,15 +95,12 @@ class RankManifest:
         cls, step: int, rank: int, nano_batches: Sequence[Sequence[int]]
     ) -> RankManifest:
         """Whole documents of the given lengths; ids are made unique across ranks."""
-        next_id = count(rank << 32)
-        return cls(
-            step,
-            rank,
-            [
-                [Segment(next(next_id), length, 0, length) for length in lengths]
-                for lengths in nano_batches
-            ],
-        )
+        counts = np.array([len(lengths) for lengths in nano_batches], np.int64)
+        length = _integers(step, rank, list(chain.from_iterable(nano_batches)))
+        nano_batch = np.repeat(np.arange(len(counts)), counts)
+        document_id = (rank << 32) + np.arange(len(length))
+        columns = SegmentColumns(nano_batch, document_id, length, np.zeros_like(length), length)
+        return cls.from_columns(step, rank, len(counts), columns)
 
     def _set(self, step: int, rank: int, n_nano_batches: int, columns: SegmentColumns) -> None:
         self.step = step
@@ -149,6 +138,24 @@ class RankManifest:
     def tokens(self, nano_batch: int) -> int:
         """Rows of ``nano_batch`` on this rank."""
         return int(self.columns.length[self.columns.nano_batch == nano_batch].sum())
+
+
+def _integers(step: int, rank: int, values: list[int]) -> Int64Array:
+    """A column of ``values``.
+
+    Raises:
+        ManifestError: one is no 64-bit integer.
+    """
+    column = np.array(values)
+    if column.dtype == np.int64:
+        return column
+    # Of other integers, or a mistake.
+    try:
+        return np.array([index(value) for value in values], np.int64)
+    except (OverflowError, TypeError) as error:
+        raise ManifestError(
+            f"step {step}, rank {rank}: a segment has a value that is no 64-bit integer: {error}"
+        ) from error
 
 
 _NOUNS = {"segment": "segment", "carried": "carried part"}

@@ -114,20 +114,20 @@ class _Board:
         self._pieces: list[list[_Piece]] = [[] for _ in servers]
         self._seconds = [0.0] * len(servers)
         at_home = {s.server.in_place_rank: i for i, s in enumerate(servers) if s.speed > 0}
-        segments = np.flatnonzero(
-            manifest.document_nano_batch[manifest.segment_document] == nano_batch
-        )
-        for segment in segments.tolist():
-            document = int(manifest.segment_document[segment])
-            offset = int(manifest.segment_offset[segment])
-            piece = _Piece(
-                document,
-                offset,
-                offset + int(manifest.segment_length[segment]),
-                int(manifest.document_length[document]),
-            )
-            rank = int(manifest.segment_rank[segment])
-            self._add(at_home[rank] if rank in at_home else self._least_busy(), piece)
+        its = np.flatnonzero(manifest.document_nano_batch[manifest.segment_document] == nano_batch)
+        document, begin = manifest.segment_document[its], manifest.segment_offset[its]
+        queries, length = manifest.segment_length[its], manifest.document_length[document]
+        # At once, as one by one it would take seconds for a step of short documents.
+        profiles = {id(s.profile): s.profile for s in servers}
+        seconds = {
+            name: profile.seconds(queries, length, phase) for name, profile in profiles.items()
+        }
+        columns = (document, begin, begin + queries, length, manifest.segment_rank[its])
+        for at, (*piece, rank) in enumerate(zip(*(c.tolist() for c in columns), strict=True)):
+            server = at_home[rank] if rank in at_home else self._least_busy()
+            self._pieces[server].append(_Piece(*piece))
+            cost = float(seconds[id(servers[server].profile)][at])
+            self._seconds[server] += cost / self._speed(server)
 
     def balance(self) -> bool:
         """Moves work until no server is above the level and the tolerance; whether it got there."""
