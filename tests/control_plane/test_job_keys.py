@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -80,9 +81,18 @@ def test_a_secret_has_its_bytes_before_it_has_its_name(
 ) -> None:
     """A crash in between would leave a file that no control plane starts with."""
     calls: list[str] = []
-    fsync, link = os.fsync, os.link
-    monkeypatch.setattr(os, "fsync", lambda file: (calls.append("fsync"), fsync(file))[1])
-    monkeypatch.setattr(os, "link", lambda old, new: (calls.append("link"), link(old, new))[1])
+
+    def noted(name: str) -> Callable[..., None]:
+        call = getattr(os, name)
+
+        def note(*arguments: Any) -> None:
+            calls.append(name)
+            call(*arguments)
+
+        return note
+
+    for name in ("fsync", "link"):
+        monkeypatch.setattr(os, name, noted(name))
     job_keys(None, tmp_path)
     assert calls == ["fsync", "fsync", "link", "fsync"]
 
