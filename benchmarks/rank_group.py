@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import faulthandler
 import os
+import secrets
+import socket
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
@@ -27,7 +29,14 @@ _DUMP_VARIABLE = "DISTCA_DUMP_AT_SECONDS"
 _FIRST_PORT, _PORTS = 20000, 10000
 """Below those that the kernel gives to connections."""
 
-_next_port = os.getpid() % _PORTS
+
+def _free_port() -> int:
+    """Drawn, so that programs that run side by side do not choose the same."""
+    while True:
+        port = _FIRST_PORT + secrets.randbelow(_PORTS)
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)):
+                return port
 
 
 def begin_rank() -> None:
@@ -59,8 +68,6 @@ class RankGroup:
         environ: Mapping[str, str] = os.environ,
         cwd: Path | None = None,
     ) -> None:
-        global _next_port
-        _next_port = (_next_port + 1) % _PORTS
         folder.mkdir(parents=True, exist_ok=True)
         self.logs = [folder / f"rank-{rank}.log" for rank in range(n_ranks)]
         self.began = time.monotonic()
@@ -74,7 +81,7 @@ class RankGroup:
             "WORLD_SIZE": str(n_ranks),
             "LOCAL_WORLD_SIZE": str(n_ranks),
             "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(_FIRST_PORT + _next_port),
+            "MASTER_PORT": str(_free_port()),
             _DUMP_VARIABLE: str(time.time() + limit_seconds - DUMP_SECONDS),
         }
         for rank, log in enumerate(self.logs):
