@@ -20,7 +20,7 @@ import logging
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
@@ -34,7 +34,7 @@ from trainer_client.errors import SessionError
 
 logger = logging.getLogger(__name__)
 
-_LAUNCHES_NOTHING_COLLECTIVE = frozenset({"send", "recv_", "recv_any_source_", "check_for_nan"})
+_POINT_TO_POINT = frozenset({"send", "recv_", "recv_any_source_"})
 _KEY = "BackendSelect"
 _PAUSE_SECONDS = 0.01
 _LOOK = timedelta(seconds=1)
@@ -160,8 +160,8 @@ class _Dispatcher:
             cls._meetings = (*cls._meetings, meetings)
             if cls._library is None:
                 cls._library = torch.library.Library("c10d", "IMPL")
-                for name in _collectives():
-                    cls._library.impl(name, cls._kernel(name), _KEY, with_keyset=True)
+                for name, place in _collectives().items():
+                    cls._library.impl(name, cls._kernel(name, place), _KEY, with_keyset=True)
 
     @classmethod
     def remove(cls, meetings: HostMeetings) -> None:
@@ -172,9 +172,8 @@ class _Dispatcher:
                 cls._library = None
 
     @classmethod
-    def _kernel(cls, name: str) -> Callable[..., Any]:
+    def _kernel(cls, name: str, place: int) -> Callable[..., Any]:
         operator = getattr(torch.ops.c10d, name).default
-        place = _place_of_group(operator)
         behind = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
 
         def meet_and_launch(keys: Any, *arguments: Any, **named: Any) -> Any:
@@ -188,17 +187,18 @@ class _Dispatcher:
         return meet_and_launch
 
 
-def _collectives() -> Sequence[str]:
-    """Names of c10d's operators that launch a collective."""
-    names = (name.split("::") for name in torch._C._dispatch_get_all_op_names())
-    found = {name.split(".")[0] for space, name in names if space == "c10d"}
-    return sorted(found - _LAUNCHES_NOTHING_COLLECTIVE)
-
-
-def _place_of_group(operator: Any) -> int:
-    """Which argument is the process group."""
-    arguments = operator._schema.arguments
-    return next(i for i, each in enumerate(arguments) if "ProcessGroup" in str(each.type))
+def _collectives() -> dict[str, int]:
+    """c10d's operators that launch a collective, and which argument of each is the group."""
+    found = {}
+    for full_name in torch._C._dispatch_get_all_op_names():
+        space, _, name = full_name.partition("::")
+        if space != "c10d" or name in _POINT_TO_POINT:
+            continue
+        arguments = getattr(torch.ops.c10d, name).default._schema.arguments
+        for place, argument in enumerate(arguments):
+            if "ProcessGroup" in str(argument.type):
+                found[name] = place
+    return found
 
 
 def _device_type(arguments: Any) -> str | None:
