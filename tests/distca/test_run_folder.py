@@ -59,7 +59,7 @@ def test_folder_with_something_beside_a_run_is_not_removed(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("name", [".", "..", ".hidden", "a/b", "a b"])
 def test_names_stay_in_the_folder_of_runs(name: str) -> None:
-    with pytest.raises(ValueError, match="not beginning with"):
+    with pytest.raises(ValueError, match="name is"):
         LocalSettings(name=name)
 
 

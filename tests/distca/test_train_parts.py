@@ -16,6 +16,7 @@ from torch import nn
 
 from core_attention.ca_task import MaskKind, TaskTable
 from core_attention.manifest import Manifest, RankManifest
+from core_attention.message import CHECKSUM_BYTES
 from core_attention.plan import PhaseForecast, Plan, PlanServer, SlotForecast
 from core_attention.shape import AttentionShape, format_shape, parse_shape
 from distca.contract.codec import plan_to_proto
@@ -360,9 +361,11 @@ def test_detail_counts_bytes_between_processes_over_all_layers() -> None:
     assert detail.measured_seconds == (3.0, 3.0)
     row = 256  # one row of anything: 64 heads of 4 bytes
     # From rank 0 to server b: 4 rows of Q and 8 of K and V, twice, and 4 of dO, LSE and delta.
-    assert detail.request_bytes[0] == (0, 3 * row * ((4 + 8 + 8) + (4 + 8 + 8 + 4 + 4 + 4)))
+    sealed = 3 * 2 * CHECKSUM_BYTES  # a checksum in each of 3 layers, forward and backward
+    rows = (4 + 8 + 8) + (4 + 8 + 8 + 4 + 4 + 4)
+    assert detail.request_bytes[0] == (0, 3 * row * rows + sealed)
     # Back: O and LSE forward, dQ, dK and dV backward.
-    assert detail.reply_bytes[0] == (0, 3 * row * ((4 + 4) + (4 + 8 + 8)))
+    assert detail.reply_bytes[0] == (0, 3 * row * ((4 + 4) + (4 + 8 + 8)) + sealed)
     assert detail.request_bytes[1][0] == 0
     assert (detail.documents, detail.longest_document_tokens) == (2, 8)
     assert detail.reason == "because"

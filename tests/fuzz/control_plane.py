@@ -208,8 +208,7 @@ class InProcess:
         self._wait_until(lambda: self.coordinator.job(ranks[0][0]).planned_step == 1)
         for rank, (job, lease, token) in enumerate(ranks):
             request = jobs_pb2.WatchRankRequest(job_id=job, rank_lease_id=lease)
-            _, events = self.call("/distca.v1.Jobs/WatchRank", request.SerializeToString(), token)
-            planned = [e.step_planned for e in events if e.WhichOneof("event") == "step_planned"]
+            planned = self._planned(request, token)
             assert [p.plan.manifest.step for p in planned] == [0, 1]
             for step, message in enumerate(planned):
                 planned_manifest = plan_from_proto(message.plan).manifest
@@ -232,13 +231,35 @@ class InProcess:
             self.loop.run_until_complete(asyncio.sleep(0.005))
         raise AssertionError("an honest job's step was not planned in 10 s")
 
-    def _watch(self, handler: Any, request: Any, context: FakeContext) -> list[Message]:
-        """The events that are there at once; then the reader goes."""
+    def _planned(self, request: jobs_pb2.WatchRankRequest, token: bytes) -> list[Any]:
+        """The two steps of a rank whose job is planned. Its slices are cut on a thread."""
+        handler = self._handlers["/distca.v1.Jobs/WatchRank"]
+        context = FakeContext(token)
+
+        def planned() -> list[Any]:
+            events: Any = context.written
+            return [e.step_planned for e in events if e.WhichOneof("event") == "step_planned"]
+
+        self._watch(handler, request, context, lambda: len(planned()) == 2)
+        return planned()
+
+    def _watch(
+        self,
+        handler: Any,
+        request: Any,
+        context: FakeContext,
+        has_all: Callable[[], bool] = lambda: True,
+    ) -> list[Message]:
+        """The events that are there at once, or once it ``has_all``; then the reader goes."""
 
         async def read() -> None:
             task = asyncio.ensure_future(handler.unary_stream(request, context))
             for _ in range(4):
                 await asyncio.sleep(0)
+            for _ in range(2000):
+                if has_all():
+                    break
+                await asyncio.sleep(0.005)
             task.cancel()
             try:
                 await task

@@ -8,6 +8,7 @@ from pathlib import Path
 from control_plane.access.access import short_name
 from control_plane.access.access_policy import POLICIES
 from control_plane.settings import AccessSettings
+from distca.contract.codec import MAX_RANK_MANIFEST_BYTES
 from distca.contract.identity import Role
 
 TEXT = (Path(__file__).resolve().parents[2] / "docs" / "security.md").read_text()
@@ -37,6 +38,7 @@ def test_limits_are_the_defaults() -> None:
     assert f"{access.registrations_per_second:g} a second" in TEXT
     assert f"{access.registration_burst} at once" in TEXT
     sizes = {policy.max_request_bytes for policy in POLICIES.values()}
-    assert sizes == {64 * 2**10, 8 * 2**20, 32 * 2**20}
-    for size in ("64 KiB", "registrations 8 MiB", "32 MiB"):
+    manifest_bytes = MAX_RANK_MANIFEST_BYTES + 64 * 2**10
+    assert sizes == {64 * 2**10, 8 * 2**20, manifest_bytes}
+    for size in ("64 KiB", "registrations 8 MiB", f"{manifest_bytes / 2**20:.1f} MiB"):
         assert size in TEXT

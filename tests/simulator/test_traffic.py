@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from core_attention.ca_task import MaskKind, Phase, TaskTable
+from core_attention.message import CHECKSUM_BYTES
 from core_attention.plan import Plan, PlanServer
 from distca.simulator.packing import pack_in_order
 from distca.simulator.traffic import Messages, exchange, port_seconds
@@ -43,10 +44,11 @@ def test_queries_and_their_whole_context_travel_and_outputs_come_back(n_pool: in
     there = 2 if n_pool else 1
     found = exchange(plan_of_one_document(n_pool), shape, Phase.FORWARD, 0)
     request = found.request.matrix()
-    assert request[0, there] == 512 * shape.q_row_bytes + 1024 * shape.kv_row_bytes
+    rows = 512 * shape.q_row_bytes + 1024 * shape.kv_row_bytes
+    assert request[0, there] == rows + CHECKSUM_BYTES
     assert request.sum() == request[0, there]
     reply = found.reply.matrix()
-    assert reply[there, 0] == 512 * (shape.o_row_bytes + shape.lse_row_bytes)
+    assert reply[there, 0] == 512 * (shape.o_row_bytes + shape.lse_row_bytes) + CHECKSUM_BYTES
     assert reply.sum() == reply[there, 0]
     assert found.total_bytes == request.sum() + reply.sum()
 
@@ -55,8 +57,10 @@ def test_the_backward_pass_sends_more_and_gets_key_gradients_back() -> None:
     shape = SMALL_MODEL.attention_shape
     found = exchange(plan_of_one_document(), shape, Phase.BACKWARD, 0)
     per_query = shape.q_row_bytes + shape.o_row_bytes + 2 * shape.lse_row_bytes
-    assert found.request.total_bytes == 512 * per_query + 1024 * shape.kv_row_bytes
-    assert found.reply.total_bytes == 512 * shape.q_row_bytes + 1024 * shape.kv_row_bytes
+    rows = 512 * per_query + 1024 * shape.kv_row_bytes
+    assert found.request.total_bytes == rows + CHECKSUM_BYTES
+    rows = 512 * shape.q_row_bytes + 1024 * shape.kv_row_bytes
+    assert found.reply.total_bytes == rows + CHECKSUM_BYTES
 
 
 def test_ports_add_bytes_and_latency_and_hosts_have_links_of_their_own() -> None:

@@ -87,7 +87,7 @@ class Waiting:
         exchanger: Any = SimpleNamespace(
             pool=self.pool,
             deadline_seconds=30.0,
-            liveness=SimpleNamespace(watch_until_end=lambda connection, transfer: None),
+            await_end=lambda exchange, transfer: None,
             examiner=SimpleNamespace(fault=lambda *args: None),
         )
         exchange: Any = SimpleNamespace(
