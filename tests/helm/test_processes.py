@@ -71,6 +71,7 @@ def machine_for(folder: Path, release: Release, role: str) -> Machine:
     """A machine on which a pod with this role's Secret runs."""
     (folder / "token").mkdir(parents=True, exist_ok=True)
     (folder / "token/secret").write_bytes(b"x" * 48)
+    (folder / "token/secret").chmod(0o440)
     (folder / "home").mkdir(exist_ok=True)
     (folder / "runs").mkdir(exist_ok=True)
     control_plane = "rel-distca-control-plane.research.svc:"
