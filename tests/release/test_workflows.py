@@ -107,7 +107,8 @@ def test_checks_are_those_of_the_ci_machine() -> None:
 def in_order(script: str) -> list[str]:
     """The targets that are made where there is time for them."""
     (targets,) = re.findall(r"^for target in (.+); do$", script, re.MULTILINE)
-    return targets.split()
+    found: list[str] = targets.split()
+    return found
 
 
 def test_every_target_that_is_made_where_there_is_time_has_its_usual_time() -> None:
