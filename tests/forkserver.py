@@ -20,8 +20,8 @@ _PRELOADED = (
     "tests.team",
     "torch.distributed.fsdp",
     "torch.distributed.tensor.experimental._attention",
-    "trainer_client.integrations.fsdp",
-    "trainer_client.integrations.transformers",
+    "trainer_client.loops.fsdp",
+    "trainer_client.models.transformers",
 )
 """No module of tests that asks for CUDA devices: a fork could not use them afterwards."""
 

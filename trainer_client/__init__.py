@@ -1,4 +1,4 @@
-"""The trainer's side: sessions, the autograd operation, ping-pong, integrations.
+"""The trainer's side: sessions, the autograd operation, ping-pong, models, loops and frameworks.
 
 Names are imported when they are first asked for, so that ``trainer_client.machine`` needs no torch.
 """
@@ -15,15 +15,15 @@ if TYPE_CHECKING:
         SessionClosed,
         SessionError,
     )
-    from trainer_client.integrations.at_home import at_home
-    from trainer_client.integrations.checkpointing import checkpoint
-    from trainer_client.integrations.deferred_weights import defer_weights
-    from trainer_client.integrations.feed import submit_ahead
-    from trainer_client.integrations.fsdp import prepare_fsdp
-    from trainer_client.integrations.loss_weight import labels_per_rank
-    from trainer_client.integrations.pipelining import Pipeline, schedule_of
-    from trainer_client.integrations.stage_seconds import measure_stages
+    from trainer_client.hooks.checkpointing import checkpoint
+    from trainer_client.loops.feed import submit_ahead
+    from trainer_client.loops.fsdp import prepare_fsdp
+    from trainer_client.loops.loss_weight import labels_per_rank
+    from trainer_client.models.at_home import at_home
     from trainer_client.options import Placement, SessionOptions
+    from trainer_client.pipelines.deferred_weights import defer_weights
+    from trainer_client.pipelines.pipelining import Pipeline, schedule_of
+    from trainer_client.pipelines.stage_seconds import measure_stages
     from trainer_client.session import Session
     from trainer_client.step.lane import in_nano_batch
     from trainer_client.step.operation import core_attention
@@ -34,7 +34,7 @@ _MODULES = {
     "AttentionShape": "core_attention.shape",
     "CoreAttentionFailed": "trainer_client.errors",
     "PingPong": "trainer_client.step.ping_pong",
-    "Pipeline": "trainer_client.integrations.pipelining",
+    "Pipeline": "trainer_client.pipelines.pipelining",
     "Pipelining": "core_attention.pipelining",
     "Placement": "trainer_client.options",
     "PlanNotReady": "trainer_client.errors",
@@ -44,16 +44,16 @@ _MODULES = {
     "SessionOptions": "trainer_client.options",
     "StepReport": "trainer_client.step.step_report",
     "TraceEvent": "trainer_client.step.step_report",
-    "at_home": "trainer_client.integrations.at_home",
-    "checkpoint": "trainer_client.integrations.checkpointing",
+    "at_home": "trainer_client.models.at_home",
+    "checkpoint": "trainer_client.hooks.checkpointing",
     "core_attention": "trainer_client.step.operation",
-    "defer_weights": "trainer_client.integrations.deferred_weights",
+    "defer_weights": "trainer_client.pipelines.deferred_weights",
     "in_nano_batch": "trainer_client.step.lane",
-    "labels_per_rank": "trainer_client.integrations.loss_weight",
-    "measure_stages": "trainer_client.integrations.stage_seconds",
-    "prepare_fsdp": "trainer_client.integrations.fsdp",
-    "schedule_of": "trainer_client.integrations.pipelining",
-    "submit_ahead": "trainer_client.integrations.feed",
+    "labels_per_rank": "trainer_client.loops.loss_weight",
+    "measure_stages": "trainer_client.pipelines.stage_seconds",
+    "prepare_fsdp": "trainer_client.loops.fsdp",
+    "schedule_of": "trainer_client.pipelines.pipelining",
+    "submit_ahead": "trainer_client.loops.feed",
 }
 
 __all__ = [

@@ -219,8 +219,8 @@ class SessionOptions(RankTimeouts, PlanRequest, IntegritySettings, ClientTls):
                 needed.
         """
         # The probe stands on ping-pong, which stands on this module.
-        from trainer_client.integrations.probe import probe_model
-        from trainer_client.integrations.tensor_parallel import with_group
+        from trainer_client.loops.tensor_parallel import with_group
+        from trainer_client.models.probe import probe_model
 
         found = probe_model(model, inputs)
         return cls(**with_group(model, found.complete(options)))

@@ -35,12 +35,12 @@ from distca.process.certificates import watch_certificates
 from distca.process.monitoring import MetricsEndpoint, process_registry
 from distca.v1 import data_plane_pb2, jobs_pb2, membership_pb2
 from trainer_client.errors import SessionError
-from trainer_client.integrations.checkpointing import forget_step
-from trainer_client.integrations.collectives import HostMeetings
+from trainer_client.hooks.checkpointing import forget_step
 from trainer_client.integrity.examiner import Examiner
 from trainer_client.link.control_link import ControlLink
 from trainer_client.link.data_host import data_host_of
 from trainer_client.link.pool_transports import transport_of
+from trainer_client.loops.collectives import HostMeetings
 from trainer_client.metrics import TrainerMetrics
 from trainer_client.options import Placement, SessionOptions
 from trainer_client.step.in_place import InPlaceServer

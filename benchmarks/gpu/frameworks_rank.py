@@ -149,7 +149,7 @@ def torchtitan(settings: Settings) -> Measured:
     from torchtitan.components.loss import ChunkedLossWrapper
 
     from examples.torchtitan.llama3 import plain
-    from trainer_client.integrations.torchtitan import ServedTrainer, served
+    from trainer_client.frameworks.torchtitan import ServedTrainer, served
 
     own = "varlen" if settings.is_planned else settings.attention
     config = plain(
@@ -230,7 +230,7 @@ def megatron(settings: Settings) -> Measured:
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
     from examples.megatron import train_gpt as example
-    from trainer_client.integrations.megatron import ServedSteps
+    from trainer_client.frameworks.megatron import ServedSteps
 
     device = torch.device("cpu")
     if torch.cuda.is_available():
@@ -311,7 +311,7 @@ def megatron(settings: Settings) -> Measured:
 def _layer_spec(settings: Settings) -> Any:
     from megatron.core.models.gpt import gpt_layer_specs
 
-    from trainer_client.integrations.megatron import serve
+    from trainer_client.frameworks.megatron import serve
 
     if settings.attention == "transformer-engine":
         return gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec()

@@ -39,7 +39,7 @@ from rich.table import Table
 from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoModelForCausalLM
 
-import trainer_client.integrations.transformers
+import trainer_client.models.transformers
 from benchmarks.gpu.end_to_end import headroom, start_control_plane, start_nodes
 from benchmarks.gpu.training import attention, batches, methods
 from benchmarks.gpu.training.batches import Batch, draw_batch
@@ -144,7 +144,7 @@ class Loop:
         served = self._way.placement is not None
         torch.manual_seed(0)
         auto: Any = AutoModelForCausalLM
-        implementation = trainer_client.integrations.transformers.IMPLEMENTATION
+        implementation = trainer_client.models.transformers.IMPLEMENTATION
         with device:
             self._model = auto.from_config(
                 self._shape.config(settings.tokens_per_rank),

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from distca.data.batch import TokenBatch
 from distca.train.loss import DEFAULT_CHUNK_ROWS, chunked_loss, summed_loss
-from trainer_client.integrations.document_check import computed_here
+from trainer_client.models.document_check import computed_here
 
 logger = logging.getLogger(__name__)
 

@@ -20,7 +20,7 @@ from core_attention.shape import AttentionShape
 from distca.data.corpus import VOCABULARY_SIZE
 from distca.errors import ModelConfigError
 from distca.train.settings import ModelSettings, Preset
-from trainer_client.integrations.document_check import (
+from trainer_client.models.document_check import (
     ModelCall,
     UnsupportedModel,
     check_documents,

@@ -42,8 +42,8 @@ from trainer_client import (
     measure_stages,
     prepare_fsdp,
 )
-from trainer_client.integrations.deferred_weights import DeferredWeights
-from trainer_client.integrations.pipelining import runtime_of
+from trainer_client.pipelines.deferred_weights import DeferredWeights
+from trainer_client.pipelines.pipelining import runtime_of
 
 
 class PipelineStages:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from rich.console import Console
 from transformers import PretrainedConfig, PreTrainedModel
 
-import trainer_client.integrations.transformers
+import trainer_client.models.transformers
 from control_plane.jobs.job_spec import planning_options
 from control_plane.planner.planning import PlanningOptions
 from core_attention.pipelining import Pipelining
@@ -180,7 +180,7 @@ def _model_to_train(
 ) -> tuple[PreTrainedModel, ServedAttention]:
     model = build_model(
         config,
-        attention=trainer_client.integrations.transformers.IMPLEMENTATION,
+        attention=trainer_client.models.transformers.IMPLEMENTATION,
         # Sharded weights are float32, and gathered in the dtype of the run.
         dtype="float32" if run.training.sharding is Sharding.FSDP else run.model.dtype,
         seed=run.data.seed,

@@ -16,7 +16,7 @@ from distca.errors import ModelConfigError
 from distca.train.language_model import has_plain_head
 from distca.train.layers import decoder_layers
 from distca.train.loss import chunked_loss, summed_loss
-from trainer_client.integrations.document_check import computed_here
+from trainer_client.models.document_check import computed_here
 
 _LAST_NORMS = ("norm", "final_layernorm", "final_layer_norm", "ln_f", "norm_f")
 _TRIED_TOKENS = 4

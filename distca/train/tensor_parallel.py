@@ -25,7 +25,7 @@ from torch.distributed.tensor.parallel import (
 from transformers import PretrainedConfig, PreTrainedModel
 
 from distca.errors import ModelConfigError
-from trainer_client.integrations.document_check import computed_here, current_check
+from trainer_client.models.document_check import computed_here, current_check
 
 _STYLES: Mapping[str, Callable[[], ParallelStyle]] = {
     "colwise": ColwiseParallel,

@@ -27,7 +27,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer import TransformerConfig
 
-from trainer_client.integrations.megatron import ServedSteps, serve
+from trainer_client.frameworks.megatron import ServedSteps, serve
 
 VOCABULARY = 512
 

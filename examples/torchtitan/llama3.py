@@ -18,7 +18,7 @@ from torchtitan.models.llama3 import model_registry
 from torchtitan.trainer import Trainer
 
 from examples.torchtitan.random_documents import NoTokenizer, RandomDocuments
-from trainer_client.integrations.torchtitan import served
+from trainer_client.frameworks.torchtitan import served
 
 
 def debugmodel() -> Any:

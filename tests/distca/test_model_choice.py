@@ -10,7 +10,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-import trainer_client.integrations.transformers
+import trainer_client.models.transformers
 from core_attention.shape import AttentionShape, format_shape, parse_shape
 from distca.cli import app
 from distca.data.corpus import VOCABULARY_SIZE
@@ -39,7 +39,7 @@ def settings_of(tmp_path: Path, family: str, **fields: Any) -> ModelSettings:
 def build(tmp_path: Path, family: str, dtype: str = "float32", **fields: Any) -> Any:
     return build_model(
         model_config(settings_of(tmp_path, family, **fields), max_positions=64),
-        attention=trainer_client.integrations.transformers.IMPLEMENTATION,
+        attention=trainer_client.models.transformers.IMPLEMENTATION,
         dtype=dtype,
         seed=0,
     )

@@ -13,7 +13,7 @@ import transformers
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-import trainer_client.integrations.transformers  # noqa: F401  (registers the attention)
+import trainer_client.models.transformers  # noqa: F401  (registers the attention)
 from core_attention.shape import AttentionShape
 from distca.errors import ModelConfigError, SettingsError
 from distca.shapes import local_shape

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-import trainer_client.integrations.transformers  # noqa: F401  (registers the attention)
+import trainer_client.models.transformers  # noqa: F401  (registers the attention)
 from core_attention.schedule import write_csv
 from core_attention.schedule_orders import SCHEDULES
 from distca.errors import ModelConfigError, SettingsError
@@ -17,7 +17,7 @@ from distca.train.parallelism import Parallelism
 from distca.train.pipeline_layout import PipelineLayout, pipeline_layout
 from distca.train.settings import ModelSettings, TrainingSettings
 from distca.train.stages import StageModule
-from trainer_client.integrations.document_check import computed_here
+from trainer_client.models.document_check import computed_here
 
 TINY = ModelSettings(hidden_size=32, layers=4, heads=4, kv_heads=2)
 

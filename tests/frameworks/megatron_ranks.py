@@ -48,12 +48,12 @@ from examples.megatron.train_gpt import (  # noqa: E402
     transformer_config,
 )
 from tests.frameworks.megatron_hybrid import hybrid_model, hybrid_spec  # noqa: E402
-from trainer_client.integrations.checkpointing import checkpoint  # noqa: E402
-from trainer_client.integrations.megatron import (  # noqa: E402
+from trainer_client.frameworks.megatron import (  # noqa: E402
     ServedCoreAttention,
     ServedSteps,
     serve,
 )
+from trainer_client.hooks.checkpointing import checkpoint  # noqa: E402
 from trainer_client.step.running_step import RunningStep  # noqa: E402
 
 STEPS, MICROBATCHES, TOKENS = 2, 4, 96

@@ -43,9 +43,7 @@ from core_attention.errors import ManifestError  # noqa: E402
 from examples.megatron.train_gpt import Parallelism, Shape, transformer_config  # noqa: E402
 from tests.frameworks.reference import packed_attention  # noqa: E402
 from trainer_client.errors import PlanNotReady, SessionError  # noqa: E402
-from trainer_client.integrations.documents import Documents  # noqa: E402
-from trainer_client.integrations.frameworks import UnsupportedSetting  # noqa: E402
-from trainer_client.integrations.megatron import (  # noqa: E402
+from trainer_client.frameworks.megatron import (  # noqa: E402
     ServedCoreAttention,
     ServedSteps,
     host_bounds,
@@ -53,26 +51,28 @@ from trainer_client.integrations.megatron import (  # noqa: E402
     rng_fork,
     serve,
 )
-from trainer_client.integrations.megatron.attention import check_packed  # noqa: E402
-from trainer_client.integrations.megatron.halves import (  # noqa: E402
+from trainer_client.frameworks.megatron.attention import check_packed  # noqa: E402
+from trainer_client.frameworks.megatron.halves import (  # noqa: E402
     Half,
     Layout,
     cut,
     packed_of,
     segments_of,
 )
-from trainer_client.integrations.megatron.inside_documents import (  # noqa: E402
+from trainer_client.frameworks.megatron.inside_documents import (  # noqa: E402
     why_documents_stay_whole,
 )
-from trainer_client.integrations.megatron.lanes import CutMicrobatch, InTurns  # noqa: E402
-from trainer_client.integrations.megatron.one_lane import has_experts_apart  # noqa: E402
-from trainer_client.integrations.megatron.steps import (  # noqa: E402
+from trainer_client.frameworks.megatron.lanes import CutMicrobatch, InTurns  # noqa: E402
+from trainer_client.frameworks.megatron.one_lane import has_experts_apart  # noqa: E402
+from trainer_client.frameworks.megatron.steps import (  # noqa: E402
     _bounds,
     _check_equal,
     _check_layers,
     _cuts_documents,
     _takes_turns,
 )
+from trainer_client.frameworks.versions import UnsupportedSetting  # noqa: E402
+from trainer_client.models.documents import Documents  # noqa: E402
 
 pytestmark = pytest.mark.frameworks
 

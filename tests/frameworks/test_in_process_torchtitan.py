@@ -28,13 +28,12 @@ from examples.torchtitan.llama3 import debugmodel  # noqa: E402
 from examples.torchtitan.random_documents import RandomDocuments  # noqa: E402
 from tests.frameworks.reference import packed_attention  # noqa: E402
 from trainer_client.errors import SessionError  # noqa: E402
-from trainer_client.integrations.frameworks import UnsupportedSetting  # noqa: E402
-from trainer_client.integrations.torchtitan import (  # noqa: E402
+from trainer_client.frameworks.torchtitan import (  # noqa: E402
     DistcaSettings,
     served,
     served_varlen,
 )
-from trainer_client.integrations.torchtitan.cutting import (  # noqa: E402
+from trainer_client.frameworks.torchtitan.cutting import (  # noqa: E402
     Cut,
     Cutting,
     padded,
@@ -42,9 +41,10 @@ from trainer_client.integrations.torchtitan.cutting import (  # noqa: E402
     segments_of,
     why_documents_stay_whole,
 )
-from trainer_client.integrations.torchtitan.lanes import CutBatch, PlannedBatch  # noqa: E402
-from trainer_client.integrations.torchtitan.read_ahead import ReadAhead  # noqa: E402
-from trainer_client.integrations.torchtitan.refusals import pipeline_problems  # noqa: E402
+from trainer_client.frameworks.torchtitan.lanes import CutBatch, PlannedBatch  # noqa: E402
+from trainer_client.frameworks.torchtitan.read_ahead import ReadAhead  # noqa: E402
+from trainer_client.frameworks.torchtitan.refusals import pipeline_problems  # noqa: E402
+from trainer_client.frameworks.versions import UnsupportedSetting  # noqa: E402
 
 pytestmark = pytest.mark.frameworks
 
@@ -283,9 +283,7 @@ class Running:
 
 def test_positions_that_were_not_submitted_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     running = Running()
-    monkeypatch.setattr(
-        "trainer_client.integrations.torchtitan.lanes.require_step", lambda: running
-    )
+    monkeypatch.setattr("trainer_client.frameworks.torchtitan.lanes.require_step", lambda: running)
     submitted = POSITIONS[:1, :6]
     batch = CutBatch(
         SimpleNamespace(get_attention_masks=lambda positions: positions),
@@ -368,7 +366,7 @@ def test_data_that_end_within_a_step_are_handed_out_unplanned() -> None:
 
 def test_either_layout_is_taken() -> None:
     """0.3.0 hands over ``[B, L, N, H]``; what comes after it, ``[T, N, H]``."""
-    from trainer_client.integrations.probe import Recorder
+    from trainer_client.models.probe import Recorder
 
     layer = served_varlen(replace(VarlenAttention.Config())).build()
     for shape in ((2, 4), (8,)):

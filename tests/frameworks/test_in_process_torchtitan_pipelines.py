@@ -11,8 +11,8 @@ import pytest
 from core_attention.errors import ScheduleError
 from core_attention.schedule import write_csv
 from core_attention.schedule_orders import zero_bubble
-from trainer_client.integrations.frameworks import UnsupportedSetting
-from trainer_client.integrations.torchtitan.pipelines import order_of
+from trainer_client.frameworks.torchtitan.pipelines import order_of
+from trainer_client.frameworks.versions import UnsupportedSetting
 
 pytestmark = pytest.mark.frameworks
 

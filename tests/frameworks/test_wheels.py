@@ -28,7 +28,7 @@ def test_files_are_the_wheels(name: str) -> None:
 
 def test_nothing_else_imports_a_framework() -> None:
     code = (
-        "import sys, distca.cli, trainer_client.integrations.transformers, attention_node.server\n"
+        "import sys, distca.cli, trainer_client.models.transformers, attention_node.server\n"
         "assert not {'torchtitan', 'megatron'} & {name.partition('.')[0] for name in sys.modules}"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
@@ -39,7 +39,7 @@ def test_importing_an_integration_replaces_nothing(package: str) -> None:
     """Its classes and functions stay those of its own files."""
     code = f"""
 import importlib, inspect, sys
-import trainer_client.integrations.{package}
+import trainer_client.frameworks.{package}
 for name, module in list(sys.modules.items()):
     if name.partition(".")[0] != "{package}":
         continue

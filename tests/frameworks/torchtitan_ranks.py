@@ -38,7 +38,7 @@ from torchtitan.models.qwen3 import model_registry as qwen3  # noqa: E402
 
 from examples.torchtitan.llama3 import plain  # noqa: E402
 from examples.torchtitan.random_documents import RandomDocuments  # noqa: E402
-from trainer_client.integrations.torchtitan import ServedTrainer, served  # noqa: E402
+from trainer_client.frameworks.torchtitan import ServedTrainer, served  # noqa: E402
 
 REFERENCE = "tests.frameworks.torchtitan_reference.reference_varlen"
 

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoModelForCausalLM, DataCollatorWithFlattening, LlamaConfig
 
-import trainer_client.integrations.transformers  # noqa: F401  registers "distca"
+import trainer_client.models.transformers  # noqa: F401  registers "distca"
 from benchmarks.rank_group import begin_rank
 from core_attention.shape import AttentionShape
 from distca.train.verify import relative_difference

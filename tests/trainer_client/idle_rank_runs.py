@@ -20,7 +20,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-import trainer_client.integrations.transformers  # noqa: F401  # registers the implementation
+import trainer_client.models.transformers  # noqa: F401  # registers the implementation
 from core_attention.manifest import RankManifest
 from distca.train.sharding import whole
 from tests.trainer_client.test_transformers import SIZES

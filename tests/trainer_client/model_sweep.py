@@ -30,8 +30,8 @@ from core_attention.manifest import Manifest, RankManifest
 from core_attention.shape import AttentionShape
 from core_attention.tensor_checks import check_qkv
 from tests.trainer_client.tiny_models import FAMILIES, VOCABULARY, tiny_config
-from trainer_client.integrations.checkpointing import Checkpoints
-from trainer_client.integrations.transformers import UnsupportedModel, check_documents
+from trainer_client.hooks.checkpointing import Checkpoints
+from trainer_client.models.transformers import UnsupportedModel, check_documents
 from trainer_client.step import operation
 from trainer_client.step.home import HomeCall, attend_at_home
 from trainer_client.step.home_tasks import FULL, home_tasks

@@ -18,8 +18,8 @@ from core_attention.manifest import RankManifest
 from tests.cluster import Cluster
 from tests.trainer_client.test_transformers import CONFIGS, LENGTHS, make_batches, make_model
 from trainer_client import PingPong, Placement, Session, SessionError, SessionOptions
-from trainer_client.integrations.document_check import check_documents
-from trainer_client.integrations.whole_rows import turns_inside
+from trainer_client.models.document_check import check_documents
+from trainer_client.turns.whole_rows import turns_inside
 
 SOON_SECONDS = 10.0
 """Far below every deadline; a step takes a fraction of a second."""

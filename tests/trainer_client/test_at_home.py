@@ -21,11 +21,11 @@ from tests.trainer_client.test_transformers import (
     submit,
 )
 from trainer_client import PingPong, SessionError, at_home
-from trainer_client.integrations import at_home as at_home_module
-from trainer_client.integrations import plain_attention
-from trainer_client.integrations.transformers import UnsupportedArgument
-from trainer_client.integrations.whole_rows import turns_inside
+from trainer_client.models import at_home as at_home_module
+from trainer_client.models import plain_attention
+from trainer_client.models.transformers import UnsupportedArgument
 from trainer_client.step.manifests import split_documents
+from trainer_client.turns.whole_rows import turns_inside
 
 TOLERANCE: dict[str, Any] = {"rtol": 1e-5, "atol": 1e-6}
 """float32 through two layers; kernels sum in another order."""

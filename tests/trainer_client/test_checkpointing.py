@@ -32,9 +32,9 @@ from tests.trainer_client.test_transformers import (
 )
 from trainer_client import PingPong, Session, SessionError, checkpoint
 from trainer_client.errors import ChangedInPlace
-from trainer_client.integrations import checkpointing
-from trainer_client.integrations.checkpointing import Checkpoints, Region
-from trainer_client.integrations.transformers import check_documents
+from trainer_client.hooks import checkpointing
+from trainer_client.hooks.checkpointing import Checkpoints, Region
+from trainer_client.models.transformers import check_documents
 from trainer_client.step.attention_call import AttentionCall
 
 

@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from distca.train.sharding import ShardedModel
 from tests.forkserver import run_forked
 from trainer_client.errors import SessionClosed, SessionError
-from trainer_client.integrations.collectives import HostMeetings
+from trainer_client.loops.collectives import HostMeetings
 
 pytestmark = pytest.mark.training
 

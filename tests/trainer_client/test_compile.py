@@ -18,7 +18,7 @@ from core_attention.manifest import RankManifest
 from core_attention.shape import AttentionShape
 from tests.cluster import Cluster, keep_profile
 from trainer_client import PingPong, Placement, Session, SessionOptions, checkpoint, core_attention
-from trainer_client.integrations.transformers import IMPLEMENTATION
+from trainer_client.models.transformers import IMPLEMENTATION
 
 pytestmark = pytest.mark.training
 

@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from trainer_client import SessionError, defer_weights
-from trainer_client.integrations.deferred_weights import DeferredWeights
+from trainer_client.pipelines.deferred_weights import DeferredWeights
 
 pytestmark = pytest.mark.training
 

@@ -17,7 +17,7 @@ import transformers
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-import trainer_client.integrations.transformers  # noqa: F401 - registers the implementation
+import trainer_client.models.transformers  # noqa: F401 - registers the implementation
 from core_attention.manifest import RankManifest, Segment
 from core_attention.tick import step_of_tag
 from tests.cluster import Cluster, keep_profile

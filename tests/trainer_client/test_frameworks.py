@@ -7,8 +7,8 @@ import importlib.metadata
 
 import pytest
 
-from trainer_client.integrations import frameworks
-from trainer_client.integrations.frameworks import (
+from trainer_client.frameworks import versions as frameworks
+from trainer_client.frameworks.versions import (
     UnsupportedFramework,
     UnsupportedSetting,
     refuse,
@@ -51,4 +51,4 @@ def test_an_integration_without_its_framework_says_so(package: str) -> None:
         importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
         with pytest.raises(UnsupportedFramework, match=f"{distribution} is not installed"):
-            importlib.import_module(f"trainer_client.integrations.{package}")
+            importlib.import_module(f"trainer_client.frameworks.{package}")

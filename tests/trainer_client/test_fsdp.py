@@ -33,8 +33,8 @@ from trainer_client import (
     core_attention,
     prepare_fsdp,
 )
-from trainer_client.integrations.collectives import HostMeetings
-from trainer_client.integrations.fsdp import check_backward_in_parts
+from trainer_client.loops.collectives import HostMeetings
+from trainer_client.loops.fsdp import check_backward_in_parts
 
 RANKS, WIDTH, N_LAYERS = 2, 32, 3
 SHAPE = AttentionShape(num_heads=2, num_heads_kv=2, head_dim=16, head_dim_v=16, dtype="float32")

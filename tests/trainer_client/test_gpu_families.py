@@ -22,7 +22,7 @@ from tests.trainer_client.model_sweep import (
 )
 from tests.trainer_client.test_model_families import INSTALLED, TRIED
 from tests.trainer_client.tiny_models import tiny_config
-from trainer_client.integrations.document_check import UnsupportedArgument, UnsupportedModel
+from trainer_client.models.document_check import UnsupportedArgument, UnsupportedModel
 
 pytestmark = [
     pytest.mark.gpu,

@@ -20,7 +20,7 @@ from tests.trainer_client.test_transformers import (
     submit,
 )
 from trainer_client import PingPong, Session
-from trainer_client.step.lane_random import LaneRandom
+from trainer_client.hooks.lane_random import LaneRandom
 
 
 @pytest.fixture(scope="module")

@@ -32,7 +32,7 @@ from tests.trainer_client.model_sweep import (
     run_packed,
 )
 from tests.trainer_client.tiny_models import FAMILIES, tiny_config
-from trainer_client.integrations.transformers import UnsupportedModel, check_documents
+from trainer_client.models.transformers import UnsupportedModel, check_documents
 
 pytestmark = pytest.mark.training
 

@@ -12,8 +12,8 @@ import transformers
 from tests.cluster import Cluster
 from tests.trainer_client.test_transformers import SIZES, make_batches, open_session
 from trainer_client import Session, SessionError
-from trainer_client.integrations.whole_rows import turns_inside
 from trainer_client.step.manifests import manifest_of_row
+from trainer_client.turns.whole_rows import turns_inside
 
 pytestmark = pytest.mark.training
 

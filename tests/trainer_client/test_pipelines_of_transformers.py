@@ -28,7 +28,7 @@ from trainer_client import (
     schedule_of,
     submit_ahead,
 )
-from trainer_client.integrations.transformers import IMPLEMENTATION, check_documents
+from trainer_client.models.transformers import IMPLEMENTATION, check_documents
 
 pytestmark = pytest.mark.training
 

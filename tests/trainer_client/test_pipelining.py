@@ -55,16 +55,16 @@ from trainer_client import (
     submit_ahead,
 )
 from trainer_client import core_attention as served
-from trainer_client.integrations.microbatch_rows import cut_of
-from trainer_client.integrations.pipelining import (
+from trainer_client.pipelines.pipelining import (
     _check_stages,
     _microbatch,
     _run_rows_in_turns,
     _with_its_own_errors,
     runtime_of,
 )
-from trainer_client.integrations.schedule_check import ScheduleCheck
+from trainer_client.pipelines.schedule_check import ScheduleCheck
 from trainer_client.step.lane import current_step, in_nano_batch
+from trainer_client.turns.microbatch_rows import cut_of
 
 pytestmark = pytest.mark.training
 

@@ -26,7 +26,7 @@ from trl.experimental.orpo import ORPOConfig, ORPOTrainer
 from tests.cluster import NODE_SHAPE, Cluster, keep_profile
 from tests.trainer_client.trainer_runs import CONFIG, SETTINGS, FirstGradients, tokenizer
 from trainer_client import at_home
-from trainer_client.integrations.trainer import UnsupportedTrainer, serve_trainer
+from trainer_client.loops.trainer import UnsupportedTrainer, serve_trainer
 
 pytestmark = pytest.mark.training
 

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-import trainer_client.integrations.transformers
+import trainer_client.models.transformers
 from core_attention.errors import TensorError
 from core_attention.manifest import RankManifest
 from tests.cluster import Cluster, keep_profile
@@ -27,7 +27,7 @@ from trainer_client import (
     SessionOptions,
     core_attention,
 )
-from trainer_client.integrations.probe import CallKind
+from trainer_client.models.probe import CallKind
 
 SIZES: dict[str, Any] = {
     "vocab_size": 64,
@@ -43,7 +43,7 @@ SHAPE = AttentionShape(num_heads=4, num_heads_kv=2, head_dim=16, head_dim_v=16, 
 
 
 def make_model(config: transformers.PreTrainedConfig, **options: Any) -> Any:
-    assert trainer_client.integrations.transformers.IMPLEMENTATION == "distca"
+    assert trainer_client.models.transformers.IMPLEMENTATION == "distca"
     torch.manual_seed(0)
     auto: Any = transformers.AutoModelForCausalLM
     return auto.from_config(config, attn_implementation="distca", **options)
@@ -146,7 +146,7 @@ def test_what_was_counted_is_one_line_of_the_log(caplog: pytest.LogCaptureFixtur
     model = make_model(
         transformers.Qwen2Config(**SIZES, layer_types=kinds, use_sliding_window=True)
     )
-    with caplog.at_level("INFO", logger="trainer_client.integrations.probe"):
+    with caplog.at_level("INFO", logger="trainer_client.models.probe"):
         options = SessionOptions.for_model(model, **JOB)
     (record,) = (each for each in caplog.records if each.name.endswith("probe"))
     assert isinstance(record.args, tuple)

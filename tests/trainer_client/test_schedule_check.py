@@ -7,7 +7,7 @@ import torch
 
 from core_attention.schedule_orders import one_f_one_b
 from trainer_client import SessionError
-from trainer_client.integrations.schedule_check import ScheduleCheck
+from trainer_client.pipelines.schedule_check import ScheduleCheck
 
 
 class Stage:

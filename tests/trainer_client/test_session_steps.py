@@ -35,7 +35,7 @@ from trainer_client import (
     in_nano_batch,
 )
 from trainer_client.errors import ChangedInPlace
-from trainer_client.integrations.checkpointing import Checkpoints
+from trainer_client.hooks.checkpointing import Checkpoints
 from trainer_client.step.ping_pong import Call, run_in_turns
 
 SHAPE = AttentionShape(num_heads=4, num_heads_kv=2, head_dim=16, head_dim_v=16, dtype="float32")

@@ -18,8 +18,8 @@ import torch.distributed as dist
 
 from tests.forkserver import run_forked
 from trainer_client import SessionError
-from trainer_client.integrations.stage_labels import StageLabels
-from trainer_client.integrations.stage_messages import StageMessages
+from trainer_client.pipelines.stage_labels import StageLabels
+from trainer_client.pipelines.stage_messages import StageMessages
 from trainer_client.step.lane import current_step
 
 pytestmark = pytest.mark.training

@@ -30,7 +30,7 @@ from torch.distributed.tensor.parallel import (
 )
 from transformers.distributed.configuration_utils import DistributedConfig
 
-import trainer_client.integrations.transformers
+import trainer_client.models.transformers
 from core_attention.errors import TensorError
 from core_attention.manifest import RankManifest, Segment
 from core_attention.shape import AttentionShape
@@ -48,7 +48,7 @@ from trainer_client import (
     prepare_fsdp,
     submit_ahead,
 )
-from trainer_client.integrations.tensor_parallel import mesh_of
+from trainer_client.loops.tensor_parallel import mesh_of
 
 pytestmark = [pytest.mark.training, pytest.mark.timeout(300)]
 
@@ -81,7 +81,7 @@ def by_plan_of_transformers(path: str, _: DeviceMesh) -> Any:
 
 def by_parallelize_module(path: str, mesh: DeviceMesh) -> Any:
     """Sharded by PyTorch over the tensor-parallel ranks."""
-    assert trainer_client.integrations.transformers.IMPLEMENTATION == "distca"
+    assert trainer_client.models.transformers.IMPLEMENTATION == "distca"
     auto: Any = transformers.AutoModelForCausalLM
     model = auto.from_pretrained(path, attn_implementation="distca")
     attention, mlp = "model.layers.*.self_attn", "model.layers.*.mlp"

@@ -22,7 +22,7 @@ from core_attention.errors import ManifestError
 from tests.cluster import NODE_SHAPE, Cluster, keep_profile
 from tests.preloaded import ROOT
 from tests.trainer_client.test_transformers import CONFIGS, make_model
-from trainer_client.integrations.trainer import UnsupportedTrainer, serve_trainer
+from trainer_client.loops.trainer import UnsupportedTrainer, serve_trainer
 
 pytestmark = pytest.mark.training
 

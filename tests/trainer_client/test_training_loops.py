@@ -40,10 +40,10 @@ from tests.trainer_client.test_transformers import (
     open_session,
 )
 from trainer_client import PingPong, Session, SessionError, labels_per_rank, submit_ahead
-from trainer_client.integrations.padded_rows import PaddedRows
-from trainer_client.integrations.transformers import UnsupportedModel, check_documents
-from trainer_client.integrations.whole_rows import turns_inside
+from trainer_client.loops.padded_rows import PaddedRows
+from trainer_client.models.transformers import UnsupportedModel, check_documents
 from trainer_client.step.manifests import manifest_of_row
+from trainer_client.turns.whole_rows import turns_inside
 
 pytestmark = pytest.mark.training
 

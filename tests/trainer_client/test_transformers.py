@@ -20,8 +20,8 @@ from core_attention.shape import AttentionShape
 from tests.cluster import Cluster, keep_profile
 from tests.trainer_client.tiny_models import TINY_LLAMA
 from trainer_client import PingPong, Placement, Session, SessionError, SessionOptions
-from trainer_client.integrations import documents
-from trainer_client.integrations.transformers import UnsupportedArgument
+from trainer_client.models import documents
+from trainer_client.models.transformers import UnsupportedArgument
 
 pytestmark = pytest.mark.training
 

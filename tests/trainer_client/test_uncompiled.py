@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch._dynamo
 
-from trainer_client.integrations.uncompiled import uncompiled
+from trainer_client.hooks.uncompiled import uncompiled
 
 
 def compiles() -> bool:

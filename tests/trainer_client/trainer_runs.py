@@ -25,7 +25,7 @@ from transformers import (
 from trl import SFTConfig, SFTTrainer
 
 from tests.trainer_client.tiny_models import TINY_LLAMA
-from trainer_client.integrations.trainer import serve_trainer
+from trainer_client.loops.trainer import serve_trainer
 
 CONFIG = TINY_LLAMA
 VOCABULARY: int = CONFIG["vocab_size"]

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from trainer_client.errors import SessionError
-from trainer_client.integrations.checkpointing import Checkpoints
+from trainer_client.hooks.checkpointing import Checkpoints
 from trainer_client.step.running_step import RunningStep
 
 

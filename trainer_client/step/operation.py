@@ -20,11 +20,12 @@ import torch
 from core_attention.score_rule import ScoreRule
 from core_attention.tensor_checks import check_qkv
 from trainer_client.errors import SessionError
-from trainer_client.integrations.checkpointing import Checkpoints, Recomputed
-from trainer_client.integrations.graphs import outside_graphs, refuse_tracing
-from trainer_client.integrations.probe import current_recorder
-from trainer_client.integrations.shape_inference import is_shape_inference, of_the_right_shape
-from trainer_client.integrations.tensor_parallel import check_local
+from trainer_client.hooks.checkpointing import Checkpoints, Recomputed
+from trainer_client.hooks.graphs import outside_graphs, refuse_tracing
+from trainer_client.hooks.pipelining_dry_run import is_shape_inference, of_the_right_shape
+from trainer_client.hooks.thread_state import saved_tensor_hooks
+from trainer_client.loops.tensor_parallel import check_local
+from trainer_client.models.probe import current_recorder
 from trainer_client.step.attention_call import AttentionCall
 from trainer_client.step.edge_keys import EdgeCall
 from trainer_client.step.handed_over import HandedOver
@@ -35,7 +36,6 @@ from trainer_client.step.lane import require_lane
 from trainer_client.step.once import differentiable_once
 from trainer_client.step.running_step import RunningStep
 from trainer_client.step.sinks import with_sinks
-from trainer_client.step.thread_state import saved_tensor_hooks
 
 
 @outside_graphs
@@ -55,7 +55,7 @@ def core_attention(
     Call it inside ``with session.step(n):``, and inside :class:`trainer_client.PingPong` if the
     step has several nano-batches. Rows are those of the rank's manifest, in packed order. In an
     activation checkpoint it is run once, not again when activations are recomputed: see
-    :mod:`trainer_client.integrations.checkpointing`.
+    :mod:`trainer_client.hooks.checkpointing`.
 
     Which keys a query sees says the job's mask, ``AttentionShape.mask``. A layer with a window or
     with chunks is computed here, not by servers, and is none of the job's ``n_layers``; its heads

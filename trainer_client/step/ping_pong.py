@@ -17,14 +17,14 @@ import greenlet
 from torch import nn
 
 from trainer_client.errors import SessionError
-from trainer_client.integrations.checkpointing import end_checkpoints, in_checkpoint
-from trainer_client.integrations.fsdp import require_prepared
-from trainer_client.integrations.graphs import outside_graphs
+from trainer_client.hooks.checkpointing import end_checkpoints, in_checkpoint
+from trainer_client.hooks.graphs import outside_graphs
+from trainer_client.hooks.lane_random import LaneRandom
+from trainer_client.hooks.thread_state import ThreadState
+from trainer_client.loops.fsdp import require_prepared
 from trainer_client.step.lane import Lane, check_nano_batch, current_lane, require_step
-from trainer_client.step.lane_random import LaneRandom
 from trainer_client.step.mixed_state import watch
 from trainer_client.step.running_step import RunningStep
-from trainer_client.step.thread_state import ThreadState
 from trainer_client.step.without_rows import is_without_rows, run_without_rows
 
 Call = tuple[tuple[Any, ...], Mapping[str, Any]]

@@ -288,10 +288,10 @@ class RunningStep:
             raise SessionError(
                 f"step {self.step} ended without a call of core attention; load the model with "
                 "attn_implementation='distca' after "
-                "'import trainer_client.integrations.transformers' (building another model from "
+                "'import trainer_client.models.transformers' (building another model from "
                 "the same config object changes it), or call trainer_client.core_attention. If it "
                 "was loaded so, its model type computes attention without transformers' attention "
-                "interface: trainer_client.integrations.transformers.check_documents(model) says "
+                "interface: trainer_client.models.transformers.check_documents(model) says "
                 "why"
             )
         raise SessionError(

@@ -17,14 +17,14 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
-from trainer_client.integrations.tensor_parallel import n_shares
+from trainer_client.loops.tensor_parallel import n_shares
 from trainer_client.step.lane import current_lane
 
 _LEAST_ROWS = 2
 """A loss of next tokens needs two to have one label, and no mean over none."""
 
 needs_rows: list[Callable[[nn.Module], bool]] = []
-"""Each tells of a module whether it cannot be run on empty tensors; integrations add theirs."""
+"""Each tells of a module whether it cannot be run on empty tensors; frameworks add theirs."""
 
 
 def is_without_rows(module: Any, batch: Mapping[str, Any]) -> bool:

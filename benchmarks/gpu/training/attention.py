@@ -21,7 +21,7 @@ from core_attention.arrays import Int64Array, exclusive_cumsum
 from core_attention.kernels.protocol import BackwardPart, ForwardPart, Kernel, TaskBatch
 from core_attention.kernels.row_dots import row_dots
 from core_attention.manifest import RankManifest
-from trainer_client.integrations.checkpointing import Checkpoints, Recomputed
+from trainer_client.hooks.checkpointing import Checkpoints, Recomputed
 
 IMPLEMENTATION = "benchmark"
 

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-import trainer_client.integrations.transformers
+import trainer_client.models.transformers
 from benchmarks.gpu.training import attention, batches
 from benchmarks.gpu.training.batches import Batch, CannotRun, require_whole_documents
 from benchmarks.gpu.training.ring import RingAttention, require_one_document, ring_module
@@ -232,7 +232,7 @@ class Disaggregated:
         )
         self.stack = _stack(
             settings,
-            trainer_client.integrations.transformers.IMPLEMENTATION,
+            trainer_client.models.transformers.IMPLEMENTATION,
             n_lanes=settings.n_nano_batches,
             interleave=interleave,
         )

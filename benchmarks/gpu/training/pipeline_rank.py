@@ -55,11 +55,11 @@ from trainer_client import (
     defer_weights,
     measure_stages,
 )
-from trainer_client.integrations.deferred_weights import DeferredWeights
-from trainer_client.integrations.pipelining import runtime_of
-from trainer_client.integrations.shape_inference import for_shapes
-from trainer_client.integrations.stage_seconds import StageSeconds
-from trainer_client.integrations.transformers import IMPLEMENTATION, check_documents
+from trainer_client.hooks.pipelining_dry_run import for_shapes
+from trainer_client.models.transformers import IMPLEMENTATION, check_documents
+from trainer_client.pipelines.deferred_weights import DeferredWeights
+from trainer_client.pipelines.pipelining import runtime_of
+from trainer_client.pipelines.stage_seconds import StageSeconds
 
 N_HALVES = 2
 """Nano-batches of a microbatch in DistCA's ways."""

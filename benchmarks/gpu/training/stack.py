@@ -17,7 +17,7 @@ from distca.train.language_model import LanguageModel
 from distca.train.layers import checkpoint_layers, compile_layers, decoder_layers
 from distca.train.sharding import ShardedModel
 from trainer_client import PingPong
-from trainer_client.integrations.transformers import IMPLEMENTATION, check_documents
+from trainer_client.models.transformers import IMPLEMENTATION, check_documents
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,439 @@
+"""Steps of a Megatron-core training loop: manifests ahead of use, and microbatches by number."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from itertools import count
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from torch import nn
+
+from core_attention.errors import ManifestError
+from core_attention.host_copies import on_host
+from core_attention.manifest import RankManifest
+from distca.contract.checks import check_count
+from trainer_client.errors import SessionError
+from trainer_client.frameworks.megatron import host_bounds, one_lane
+from trainer_client.frameworks.megatron.attention import ServedCoreAttention
+from trainer_client.frameworks.megatron.halves import Half, segments_of
+from trainer_client.frameworks.megatron.inside_documents import why_documents_stay_whole
+from trainer_client.frameworks.megatron.lanes import CutMicrobatch, InTurns
+from trainer_client.frameworks.megatron.one_lane import unwrapped
+from trainer_client.frameworks.megatron.pipelines import pipelining_of
+from trainer_client.frameworks.versions import UnsupportedSetting
+from trainer_client.loops.held_batch import own_copy
+from trainer_client.options import SessionOptions
+from trainer_client.session import Session
+from trainer_client.step.lane import current_step, in_nano_batch, require_step
+from trainer_client.step.manifests import manifest_from_cu_seqlens
+from trainer_client.step.running_step import RunningStep
+
+logger = logging.getLogger(__name__)
+
+Microbatch = Mapping[str, Any]
+"""What a forward step takes; ``packed_seq_params`` or ``cu_seqlens`` tells of its documents."""
+
+ForwardStep = Callable[..., Any]
+"""Megatron's ``forward_step_func``: of a data iterator and a model."""
+
+
+class _Planned(NamedTuple):
+    """A microbatch of a step that was submitted.
+
+    Attributes:
+        bounds: ``[documents + 1]`` cumulative lengths.
+        halves: with ping-pong; else none.
+    """
+
+    bounds: Sequence[int]
+    halves: Sequence[Half]
+
+
+class ServedSteps:
+    """Numbers the steps and microbatches of one rank.
+
+    With ping-pong a microbatch is two nano-batches of the job, its halves, which take turns inside
+    the model; without, it is one, and its rank waits while the rows travel. Megatron's schedules
+    run each microbatch as a whole, in an order of their own.
+    Every process is a rank of the job, and has its share of the heads under tensor parallelism.
+
+    Args:
+        session: of this rank, with ``n_nano_batches`` as the microbatches of a step, or with
+            ping-pong twice as many.
+        chunks: of the model on this rank: one, or more with virtual pipeline stages.
+        ping_pong: whether the halves of a microbatch take turns.
+        cut_documents: as of :meth:`open`, by which the model can run what it asks for.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        chunks: Sequence[nn.Module],
+        *,
+        ping_pong: bool = True,
+        cut_documents: bool | None = False,
+    ) -> None:
+        self.session = session
+        self._n_chunks = len(chunks)
+        self._started: Counter[int] = Counter()
+        self._chunks_begun: Counter[int] = Counter()
+        models: list[Any] = [unwrapped(chunk) for chunk in chunks] if ping_pong else []
+        self._cut_documents = cut_documents
+        inside_documents = cut_documents is not False
+        self._turns = {
+            id(model): InTurns(model, inside_documents=inside_documents) for model in models
+        }
+        self._planned: dict[int, list[_Planned]] = {}
+        self._running: list[_Planned] = []
+        self._now: tuple[str, _Planned] | None = None
+        self._hooks = [
+            model.register_forward_pre_hook(self._bounds_to_host, with_kwargs=True)
+            for model in map(unwrapped, chunks)
+            if host_bounds.are_read_on_host(model)
+        ]
+
+    @classmethod
+    def open(
+        cls,
+        model: nn.Module | Sequence[nn.Module],
+        *,
+        n_microbatches: int,
+        control_plane: str,
+        job: str = "megatron",
+        ping_pong: bool | None = None,
+        cut_documents: bool | None = None,
+        **options: Any,
+    ) -> ServedSteps:
+        """Joins the job, on all ranks together, after Megatron's parallel state and model are made.
+
+        Args:
+            model: of this rank, or its chunks; wrapped or not.
+            n_microbatches: of a step.
+            control_plane: ``host:port``.
+            job: its name.
+            ping_pong: whether the two halves of each microbatch take turns, so that one computes
+                while the other's rows travel; None: if the model's settings allow it.
+            cut_documents: whether halves are cut in the middle, whatever document lies there; else
+                at the begin of a document near it. None: where the model allows it, and a
+                microbatch has ``packed_seq_params``; True: of those with ``cu_seqlens`` alone too,
+                whose rows must be packed then.
+            options: further :class:`trainer_client.SessionOptions`.
+
+        Raises:
+            UnsupportedSetting: the ranks have different numbers of served layers, or ping-pong or
+                cut documents are asked for and cannot work.
+            SessionError: the model has none, or they differ.
+        """
+        chunks = [model] if isinstance(model, nn.Module) else list(model)
+        layers = [
+            module
+            for chunk in chunks
+            for module in chunk.modules()
+            if isinstance(module, ServedCoreAttention)
+        ]
+        counts = _check_layers(layers)
+        device = next(parameter.device for chunk in chunks for parameter in chunk.parameters())
+        tp = parallel_state.get_tensor_model_parallel_world_size()
+        dp = parallel_state.get_data_parallel_world_size()
+        stage = parallel_state.get_pipeline_model_parallel_rank()
+        first = (stage * dp + parallel_state.get_data_parallel_rank()) * tp
+        takes_turns = _takes_turns(chunks, ping_pong, n_microbatches)
+        cuts = _cuts_documents(chunks, cut_documents, takes_turns=takes_turns)
+        pipelining = pipelining_of(chunks, n_microbatches)
+        if pipelining is None:
+            _check_equal(counts)
+        session = Session.open(
+            SessionOptions(
+                control_plane=control_plane,
+                job=job,
+                rank=first + parallel_state.get_tensor_model_parallel_rank(),
+                n_ranks=dp * parallel_state.get_pipeline_model_parallel_world_size() * tp,
+                tensor_parallel_ranks=range(first, first + tp) if tp > 1 else (),
+                n_layers=pipelining.max_layers if pipelining else len(layers),
+                pipelining=pipelining,
+                n_nano_batches=n_microbatches * (2 if takes_turns else 1),
+                shape=layers[0].shape,
+                softmax_scale=layers[0].softmax_scale,
+                device=str(device),
+                **options,
+            )
+        )
+        return cls(session, chunks, ping_pong=takes_turns, cut_documents=cuts)
+
+    def ahead(
+        self,
+        loader: Iterable[Sequence[Microbatch]],
+        *,
+        steps_ahead: int = 3,
+        forward_only: bool = False,
+    ) -> Iterator[tuple[int, Sequence[Microbatch]]]:
+        """The steps of ``loader``, each submitted while earlier ones run, so that plans are ready.
+
+        Args:
+            loader: each item is the microbatches of a step. All stages of a pipeline, and all ranks
+                of a tensor-parallel group, must be given the same.
+            steps_ahead: how many steps beyond the yielded one are submitted.
+            forward_only: the steps have no backward pass (evaluation).
+
+        Yields:
+            The number of a step, for :meth:`step`, and a copy of its microbatches.
+
+        Raises:
+            ManifestError: a microbatch does not tell of its documents.
+            ValueError: a step has another number of microbatches than the job.
+        """
+        check_count("steps_ahead", steps_ahead)
+        submitted: deque[tuple[int, Sequence[Microbatch]]] = deque()
+        expected = self.session.options.n_nano_batches // (2 if self._turns else 1)
+        for microbatches in map(own_copy, loader):
+            step = self.session.next_step
+            if len(microbatches) != expected:
+                # Those before it are whole.
+                yield from submitted
+                raise ValueError(
+                    f"step {step} has {len(microbatches)} microbatches, and ServedSteps.open was "
+                    f"given n_microbatches={expected}; fill it up, or leave it out (drop_last)"
+                )
+            self.session.submit(self._manifest(step, microbatches), forward_only=forward_only)
+            submitted.append((step, microbatches))
+            if len(submitted) > steps_ahead:
+                yield submitted.popleft()
+        yield from submitted
+
+    def _manifest(self, step: int, microbatches: Sequence[Microbatch]) -> RankManifest:
+        rank, bounds = self.session.options.rank, [_bounds(step, each) for each in microbatches]
+        # Made in any case: it tells of bounds that are none.
+        manifest = manifest_from_cu_seqlens(step, rank, bounds)
+        chunk = next(iter(self._turns.values()), None)
+        planned = []
+        for its, microbatch in zip((each.tolist() for each in bounds), microbatches, strict=True):
+            halves = []
+            if chunk is not None:
+                halves = chunk.cut(its, inside_documents=self._is_cut_inside(microbatch))
+            planned.append(_Planned(its, halves))
+        self._planned[step] = planned
+        if chunk is None:
+            return manifest
+        ids = count(rank << 32)
+        lanes = [lane for each in planned for lane in segments_of(each.bounds, each.halves, ids)]
+        return RankManifest(step, rank, lanes)
+
+    def _is_cut_inside(self, microbatch: Microbatch) -> bool:
+        """Whether a document of it may lie in both halves."""
+        if self._cut_documents is None:
+            return microbatch.get("packed_seq_params") is not None
+        return self._cut_documents
+
+    @contextmanager
+    def step(self, number: int) -> Iterator[RunningStep]:
+        """Around one call of Megatron's ``forward_backward_func``.
+
+        Raises:
+            SessionError: a microbatch was not run to its end, or a layer not reached.
+        """
+        self._started.clear()
+        self._chunks_begun.clear()
+        with self.session.step(number) as running:
+            # A step whose plan was not ready may be run again; one that was passed over is not.
+            self._running = self._planned.get(number, [])
+            self._planned = {at: step for at, step in self._planned.items() if at > number}
+            yield running
+
+    def numbered(self, forward_step: ForwardStep) -> ForwardStep:
+        """``forward_step`` with each call in its microbatch; outside of a step as it is.
+
+        Megatron's schedules call it once for each microbatch and model chunk, microbatches in
+        ascending order within a chunk.
+        """
+
+        @functools.wraps(forward_step)
+        def in_its_lane(data_iterator: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+            if current_step.get() is None:
+                return forward_step(data_iterator, model, *args, **kwargs)
+            microbatch = self._started[id(model)]
+            self._started[id(model)] += 1
+            self._chunks_begun[microbatch] += 1
+            is_last = self._chunks_begun[microbatch] == self._n_chunks
+            with self._in_microbatch(microbatch):
+                if self._turns:
+                    with self._halves_in_turns(model, microbatch, is_last=is_last):
+                        return forward_step(data_iterator, model, *args, **kwargs)
+                with in_nano_batch(microbatch):
+                    output = forward_step(data_iterator, model, *args, **kwargs)
+                if is_last:
+                    require_step().lane_returned(microbatch)
+                return output
+
+        return in_its_lane
+
+    @contextmanager
+    def _in_microbatch(self, microbatch: int) -> Iterator[None]:
+        """Around a forward step, whose microbatch is known by that.
+
+        Raises:
+            SessionError: its halves are to take turns, and :meth:`ahead` did not yield it.
+        """
+        step = require_step().step
+        if microbatch < len(self._running):
+            self._now = f"step {step} microbatch {microbatch}", self._running[microbatch]
+        elif self._turns:
+            raise SessionError(
+                f"microbatch {microbatch} of step {step} was run, and {len(self._running)} were "
+                "planned; run those that ServedSteps.ahead yields"
+            )
+        try:
+            yield
+        finally:
+            self._now = None
+
+    def _bounds_to_host(
+        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Before a chunk's forward: see :mod:`.host_bounds`."""
+        packed = kwargs.get("packed_seq_params")
+        if packed is None or self._now is None:
+            return None
+        where, planned = self._now
+        check_later = require_step().check_at_end
+        own = host_bounds.on_host(packed, planned.bounds, where, check_later)
+        return args, kwargs | {"packed_seq_params": own}
+
+    def _halves_in_turns(
+        self, model: nn.Module, microbatch: int, *, is_last: bool
+    ) -> AbstractContextManager[None]:
+        """Around a forward step of one chunk."""
+        turns = self._turns.get(id(unwrapped(model)))
+        if turns is None:
+            raise SessionError(
+                f"a forward step was given {type(unwrapped(model)).__name__}, which is none of the "
+                "model chunks that ServedSteps.open was given; give it all of them"
+            )
+        first, second = self._running[microbatch].halves
+        # Without rows the second half is no call: other ranks do not await it.
+        halves = [first, second] if second.n_rows or second.padding else [first]
+        return turns.running(CutMicrobatch(halves, 2 * microbatch, is_last))
+
+    def close(self, error: str = "") -> None:
+        """As :meth:`trainer_client.Session.close`; the model is as it was before."""
+        self._leave_model()
+        self.session.close(error)
+
+    def __enter__(self) -> ServedSteps:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._leave_model()
+        self.session.__exit__(*error)
+
+    def _leave_model(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        for turns in self._turns.values():
+            turns.undo()
+
+
+def _takes_turns(chunks: Sequence[nn.Module], asked: bool | None, n_microbatches: int) -> bool:
+    """Whether the halves of a microbatch take turns.
+
+    Raises:
+        UnsupportedSetting: it is asked for, and cannot be.
+    """
+    found = [] if asked is False else list(one_lane.reasons(chunks, n_microbatches))
+    if asked and found:
+        raise UnsupportedSetting(
+            "the two halves of a microbatch cannot take turns: "
+            + "; ".join(found)
+            + ". Change that, or open the steps with ping_pong=False"
+        )
+    if found:
+        logger.warning(
+            "a microbatch is one nano-batch, without ping-pong, so that its rank waits while its "
+            "rows travel: %s",
+            "; ".join(found),
+        )
+    elif asked is False:
+        logger.info("a microbatch is one nano-batch, without ping-pong")
+    else:
+        logger.info("a microbatch is two nano-batches, which take turns")
+    return asked is not False and not found
+
+
+def _cuts_documents(
+    chunks: Sequence[nn.Module], asked: bool | None, *, takes_turns: bool
+) -> bool | None:
+    """``asked``, or False if the model cannot run the halves of a document. All ranks call it
+    together.
+
+    Raises:
+        UnsupportedSetting: it is asked for, and cannot be.
+    """
+    if not takes_turns:
+        found = ["the halves of a microbatch do not take turns"]
+    elif asked is False:
+        return False
+    else:
+        found = why_documents_stay_whole([unwrapped(chunk) for chunk in chunks])
+    if asked and found:
+        raise UnsupportedSetting(
+            "microbatches cannot be cut inside documents: "
+            + "; ".join(found)
+            + ". Change that, or open the steps without cut_documents=True"
+        )
+    if found and takes_turns:
+        logger.info(
+            "microbatches are cut in two at the begin of a document, not inside one: %s",
+            "; ".join(found),
+        )
+    return False if found else asked
+
+
+def _bounds(step: int, microbatch: Microbatch) -> torch.Tensor:
+    """``[documents + 1]`` from 0 up."""
+    if (bounds := microbatch.get("cu_seqlens")) is not None:
+        return on_host(torch.as_tensor(bounds).flatten())
+    if (packed := microbatch.get("packed_seq_params")) is not None:
+        return on_host(packed.cu_seqlens_q.flatten())
+    raise ManifestError(
+        f"a microbatch of step {step} holds {sorted(microbatch)}; it must have packed_seq_params "
+        "(thd), or cu_seqlens, on every stage: in Megatron's own loop, by --sft or "
+        "--dataloader-inter-document-masking"
+    )
+
+
+def _check_layers(layers: Sequence[ServedCoreAttention]) -> list[int]:
+    """Checks that every rank has layers, of one kind; returns how many each has."""
+    # Ranks without layers come too, so that none waits for them.
+    counts = [len(layers)]
+    if dist.is_initialized():
+        counts = [0] * dist.get_world_size()
+        dist.all_gather_object(counts, len(layers))
+    if not any(counts):
+        raise SessionError(
+            "no layer of the model is served; build it of serve(spec) "
+            "(trainer_client.frameworks.megatron), on every stage"
+        )
+    if not all(counts):
+        _check_equal(counts)
+    kinds = {(layer.shape, layer.softmax_scale) for layer in layers}
+    if len(kinds) > 1:
+        raise SessionError(f"all layers of a job have one shape and scale; these differ: {kinds}")
+    return counts
+
+
+def _check_equal(counts: Sequence[int]) -> None:
+    """Checks that ranks have equally many served layers, ``counts``."""
+    if len(set(counts)) > 1:
+        raise UnsupportedSetting(
+            f"ranks have {counts} served layers; every rank must have equally many: set "
+            "num_layers to a multiple of the pipeline stages, and neither "
+            "num_layers_in_first_pipeline_stage nor account_for_embedding_in_pipeline_split; of a "
+            "hybrid model, give every stage's part of the pattern equally many attention layers; "
+            "build all stages of serve(spec)"
+        )

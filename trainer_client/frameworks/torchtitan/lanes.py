@@ -1,0 +1,136 @@
+"""The nano-batches of a batch run in turns, and their outputs joined."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from trainer_client.frameworks.torchtitan.attention import is_validation
+from trainer_client.frameworks.torchtitan.cutting import Cut, padded, padded_positions
+from trainer_client.frameworks.versions import UnsupportedSetting
+from trainer_client.hooks.graphs import outside_graphs
+from trainer_client.models.documents import documents_of
+from trainer_client.step.lane import Lane, in_nano_batch, require_step
+from trainer_client.step.ping_pong import Call, run_in_turns
+
+Output = Any
+"""Of a decoder: a tensor ``[B, L, ...]``, or a list of them with multi-token prediction."""
+
+
+@dataclass(frozen=True)
+class PlannedBatch:
+    """What is known of a batch on the host since it was submitted.
+
+    Attributes:
+        positions: ``[B, L]``, 0 where a document begins.
+        cuts: its nano-batches.
+        first: the first of them in its step.
+    """
+
+    positions: torch.Tensor
+    cuts: Sequence[Cut]
+    first: int
+
+
+class CutBatch:
+    """A batch of a decoder that is run in its nano-batches.
+
+    Args:
+        model: a decoder of torchtitan, or a stage of one.
+        planned: what was submitted of the batch.
+    """
+
+    first = 0
+    """Every nano-batch has rows."""
+
+    def __init__(self, model: Any, planned: PlannedBatch) -> None:
+        self._model, self._planned, self._cuts = model, planned, planned.cuts
+
+    def calls(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Call]:
+        """The arguments for each nano-batch, of those of the batch.
+
+        Args:
+            args: tokens ``[B, L]`` or a stage's hidden states ``[B, L, D]``.
+            kwargs: ``positions`` ``[B, L]`` and ``attention_masks``.
+
+        Raises:
+            UnsupportedSetting: there are inputs that cannot be cut.
+            ValueError: the positions are not those that were submitted; of tensors on a GPU a later
+                call or the end of the step says so.
+        """
+        if others := sorted(set(kwargs) - {"positions", "attention_masks"}):
+            raise UnsupportedSetting(
+                f"the model is called with {', '.join(others)}, which cannot be cut into the two "
+                "halves of a batch; set --distca.no-ping_pong"
+            )
+        (inputs,) = args
+        return [
+            self._call(inputs, kwargs["positions"], nano_batch, part)
+            for nano_batch, part in enumerate(self._cuts, self._planned.first)
+        ]
+
+    def joined(self, outputs: Sequence[Output]) -> Output:
+        """``[B, L, ...]`` without padding; a list of them if the model's outputs are lists."""
+        if not all(isinstance(output, torch.Tensor) for output in outputs):
+            return [self.joined(each) for each in zip(*outputs, strict=True)]
+        rows = [
+            output[:, : each.end - each.begin]
+            for output, each in zip(outputs, self._cuts, strict=True)
+        ]
+        whole = torch.cat(rows, dim=1)
+        return whole.reshape(*self._planned.positions.shape, *whole.shape[2:])
+
+    def _call(
+        self, inputs: torch.Tensor, positions: torch.Tensor, nano_batch: int, part: Cut
+    ) -> Call:
+        own = padded_positions(positions, part)
+        documents_of(Lane(require_step(), nano_batch)).check({"position_ids": own})
+        # torchtitan finds documents by their zeros, and the first may have begun in the other half.
+        # For those of a GPU the thread would wait, and keep others from launching their kernels.
+        begun = padded_positions(self._planned.positions, part)
+        begun[:, :1] = 0
+        masks = self._model.get_attention_masks(positions=begun)
+        return (padded(inputs, part),), {"positions": own, "attention_masks": masks}
+
+
+class InTurns:
+    """A model's forward, run for each nano-batch of a batch.
+
+    Args:
+        model: a decoder of torchtitan; its ``forward`` is replaced on the object, so that what
+            wraps or shards it stays around it.
+        planned: what was submitted of a batch of the running step, by its number.
+
+    Attributes:
+        microbatch: the number of the batch in its step.
+    """
+
+    def __init__(self, model: Any, planned: Callable[[int], PlannedBatch]) -> None:
+        self._model, self._planned = model, planned
+        self._forward: Callable[..., Output] = model.forward
+        self.microbatch = 0
+        model.forward = self.run
+
+    @outside_graphs
+    def run(self, tokens: torch.Tensor, **kwargs: Any) -> Output:
+        """The model's output for ``tokens`` ``[B, L]``; of validation, which nobody has planned, at
+        once.
+
+        Raises:
+            UnsupportedSetting, ValueError: as :meth:`CutBatch.calls`.
+        """
+        if is_validation():
+            return self._forward(tokens, **kwargs)
+        planned = self._planned(self.microbatch)
+        if len(planned.cuts) == 1:
+            with in_nano_batch(planned.first):
+                output = self._forward(tokens, **kwargs)
+            require_step().lane_returned(planned.first)
+            return output
+        batch = CutBatch(self._model, planned)
+        calls = batch.calls((tokens,), kwargs)
+        outputs = run_in_turns(self._forward, calls, planned.first, is_last=True, model=self._model)
+        return batch.joined(outputs)

@@ -1,0 +1,350 @@
+"""torchtitan's trainer, with its steps planned ahead and its core attention served."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, fields, replace
+from itertools import count
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torchtitan.models.common.moe import MoE
+from torchtitan.trainer import Trainer
+
+from core_attention.host_copies import on_host
+from core_attention.manifest import RankManifest, Segment
+from core_attention.pipelining import Pipelining
+from core_attention.schedule import Schedule
+from trainer_client.errors import SessionError
+from trainer_client.frameworks.torchtitan.attention import ServedAttention as ServedLayer
+from trainer_client.frameworks.torchtitan.cutting import (
+    Cutting,
+    segments_of,
+    why_documents_stay_whole,
+)
+from trainer_client.frameworks.torchtitan.lanes import CutBatch, InTurns, PlannedBatch
+from trainer_client.frameworks.torchtitan.pipelines import Stages, order_of, pipelining_of
+from trainer_client.frameworks.torchtitan.read_ahead import Batch, ReadAhead
+from trainer_client.frameworks.torchtitan.refusals import problems
+from trainer_client.frameworks.torchtitan.settings import DistcaSettings
+from trainer_client.frameworks.versions import UnsupportedSetting, of_all_ranks, refuse
+from trainer_client.hooks.untouched import untouched
+from trainer_client.loops.fsdp import prepare_fsdp
+from trainer_client.models.probe import Recorder, ServedAttention
+from trainer_client.options import SessionOptions
+from trainer_client.pipelines.pipelining import Pipeline
+from trainer_client.session import Session
+
+logger = logging.getLogger(__name__)
+
+OVERRIDE = "trainer_client.frameworks.torchtitan.attention.served_varlen"
+"""For ``--override.imports``."""
+
+
+@dataclass(frozen=True)
+class _Submitted:
+    """A step whose manifest was submitted."""
+
+    step: int
+    batches: list[PlannedBatch]
+
+
+class ServedTrainer(Trainer):
+    """Trains with core attention spread over all ranks; what is not here is torchtitan's.
+
+    Every process is a rank of the job, and has its share of the heads under tensor parallelism.
+
+    Raises:
+        UnsupportedSetting: the configuration cannot be trained so; before anything is built.
+        SessionError: the model's layers are not all served, or the job cannot be joined.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Trainer.Config):
+        distca: DistcaSettings = field(default_factory=DistcaSettings)
+
+    def __init__(self, config: Config) -> None:
+        refuse(problems(config, OVERRIDE), "torchtitan")
+        super().__init__(config)
+        self._steps: deque[_Submitted] = deque()
+        self._running: _Submitted | None = None
+        self._pipeline: Pipeline | None = None
+        self._turns: list[InTurns] = []
+        self._order = self._order_of_pipelines()
+        self._cutting = self._how_to_cut()
+        self._layers_of_parts: list[int] = []
+        found = self._probe()
+        self._session = Session.open(self._session_options(found))
+        self._wire()
+
+    @property
+    def dataloader(self) -> Any:
+        return self._dataloader
+
+    @dataloader.setter
+    def dataloader(self, loader: Any) -> None:
+        # Before the checkpointer is given it: its state must be that of the batches used.
+        self._dataloader = ReadAhead(loader)
+
+    def train_step(self, data_iterator: Iterator[Batch]) -> None:
+        """One optimizer step, within the step of the session that was planned for it."""
+        with self._next_step():
+            super().train_step(data_iterator)
+
+    def forward_backward_step(self, **arguments: Any) -> torch.Tensor:
+        """A batch (or with pipelines, all microbatches), in its nano-batches."""
+        loss: torch.Tensor = super().forward_backward_step(**arguments)
+        for turns in self._turns:
+            turns.microbatch += 1
+        return loss
+
+    def close(self) -> None:
+        if hasattr(self, "_session"):
+            self._session.close()
+        super().close()
+
+    def _next_step(self) -> AbstractContextManager[Any]:
+        for turns in self._turns:
+            turns.microbatch = 0
+        if not self._dataloader.is_step_planned():
+            # torchtitan finds out itself that the data has ended.
+            return nullcontext()
+        self._running = self._steps.popleft()
+        return (self._pipeline or self._session).step(self._running.step)
+
+    def _planned(self, microbatch: int) -> PlannedBatch:
+        """A batch of the running step.
+
+        Raises:
+            SessionError: no step is running, or it has no such batch.
+        """
+        batches = [] if self._running is None else self._running.batches
+        if microbatch >= len(batches):
+            raise SessionError(
+                f"batch {microbatch} of a step is trained on, and {len(batches)} were submitted "
+                "for it; call forward_backward_step within train_step, once for each batch"
+            )
+        return batches[microbatch]
+
+    def _wire(self) -> None:
+        """Has the model run in lanes, and the data loader submit manifests."""
+        config, dims = self.config, self.parallel_dims
+        for part in self.model_parts:
+            prepare_fsdp(part)
+        if dims.pp_enabled:
+            self._pipeline = Pipeline(
+                self._session,
+                *_stages_of(self.pp_schedule),
+                cut_by=lambda stage, microbatch: CutBatch(stage, self._planned(microbatch)),
+            )
+        else:
+            self._turns = [InTurns(part, self._planned) for part in self.model_parts]
+        self._dataloader.plan_by(
+            self._submit,
+            batches_of_step=self._batches_of_step,
+            ahead=config.distca.steps_ahead,
+            most=config.training.steps,
+        )
+
+    @property
+    def _batches_of_step(self) -> int:
+        batches: int = self.gradient_accumulation_steps * self.num_pipeline_parallel_microbatches
+        return batches
+
+    def _how_to_cut(self) -> Cutting:
+        dims, settings = self.parallel_dims, self.config.distca
+        n_lanes = 2 if settings.ping_pong else 1
+        inside_documents = settings.cut_documents and n_lanes == 2
+        if inside_documents and (why := self._why_documents_stay_whole()):
+            logger.info(
+                "batches are cut in two at the begin of a document, not inside one: %s", why
+            )
+            inside_documents = False
+        if n_lanes == 2 and dims.pp_enabled:
+            why = self._why_microbatches_stay_whole(inside_documents=inside_documents)
+            if why:
+                logger.info("a microbatch of the pipeline is one lane, without ping-pong: %s", why)
+                n_lanes, inside_documents = 1, False
+        sequence_parallel = self.config.parallelism.enable_sequence_parallel
+        return Cutting(n_lanes, dims.tp if sequence_parallel else 1, inside_documents)
+
+    def _why_documents_stay_whole(self) -> str | None:
+        """Why the model cannot run the halves of a document, in words, the same on all ranks, which
+        call it together; None if it can."""
+        found = [
+            f"{type(part).__name__}: {why}"
+            for part in self.model_parts
+            if (why := why_documents_stay_whole(part))
+        ]
+        if self.parallel_dims.pp_enabled:
+            # All stages run the same halves, and what stops one may not be in the others.
+            found = of_all_ranks(found)
+        return found[0] if found else None
+
+    def _why_microbatches_stay_whole(self, *, inside_documents: bool) -> str | None:
+        """Why those of a pipeline cannot be cut, in words, the same on all ranks; None if they
+        can."""
+        if self._order is None:
+            return "the order of its schedule is unknown"
+        if self.parallel_dims.tp_enabled:
+            return "tensor-parallel ranks pass on parts of it"
+        has_experts = any(self.config.model_spec.model.traverse(MoE.Config))
+        if has_experts and not inside_documents:
+            # The second half of one long document is padding.
+            return "experts would count tokens of padding"
+        return None
+
+    def _submit(self, batches: list[Batch]) -> None:
+        step, rank = self._session.next_step, self._session.options.rank
+        ids = count(rank << 32)
+        planned: list[PlannedBatch] = []
+        nano_batches: list[list[Segment]] = []
+        for inputs, _ in batches:
+            positions = on_host(inputs["positions"])
+            cuts = self._cutting.of(positions)
+            planned.append(PlannedBatch(positions, cuts, first=len(nano_batches)))
+            nano_batches += segments_of(positions, cuts, ids)
+        self._session.submit(RankManifest(step, rank, nano_batches))
+        self._steps.append(_Submitted(step, planned))
+
+    def _probe(self) -> ServedAttention:
+        """What core attention the model calls, by a forward of a few tokens on all ranks."""
+        tokens = torch.arange(4 * self._cutting.multiple, device=self.device).repeat(2)[None]
+        kinds = []
+        for part in self.model_parts:
+            reached = [each for each in part.modules() if isinstance(each, ServedLayer)]
+            recorder = Recorder(part)
+            inputs = tokens
+            if part.tok_embeddings is None:
+                inputs = self._hidden(tokens.numel())
+            masks = part.get_attention_masks(positions=tokens)
+            with self.train_context(), untouched(part), recorder.recording():
+                part(inputs, positions=tokens, attention_masks=masks)
+            found = len(recorder.calls) + recorder.home_calls
+            if found != len(reached):
+                raise SessionError(
+                    f"{len(reached)} attention layers of the model were replaced, and a forward "
+                    f"reaches {found}: {[place for place, _ in recorder.calls]} and "
+                    f"{recorder.home_calls} with windows; every layer must be run once"
+                )
+            self._layers_of_parts.append(len(recorder.calls))
+            kinds.append(recorder.kind())
+        if any(kind != kinds[0] for kind in kinds):
+            raise SessionError(f"the stages of this rank differ in core attention: {kinds}")
+        return ServedAttention(n_layers=sum(self._layers_of_parts), kind=kinds[0])
+
+    def _hidden(self, n_tokens: int) -> torch.Tensor:
+        """Hidden states ``[1, n_tokens, D]`` of zeros, as a stage passes them on: this rank's part
+        of the sequence, and where tensors know of the other parts, as one that does."""
+        dims, parallelism = self.parallel_dims, self.config.parallelism
+        in_parts = dims.tp_enabled and parallelism.enable_sequence_parallel
+        own = torch.zeros(
+            (1, n_tokens // (dims.tp if in_parts else 1), self.model_config.dim),
+            device=self.device,
+            dtype=getattr(torch, self.config.training.mixed_precision_param),
+        )
+        if not dims.tp_enabled or parallelism.spmd_backend == "spmd_types":
+            return own
+        placement = Shard(1) if in_parts else Replicate()
+        return DTensor.from_local(own, dims.get_mesh("tp"), [placement])
+
+    def _order_of_pipelines(self) -> Schedule | None:
+        """None without pipelines, and if their order is not known."""
+        if not self.parallel_dims.pp_enabled:
+            return None
+        if self.gradient_accumulation_steps > 1:
+            raise UnsupportedSetting(
+                f"gradient accumulation of {self.gradient_accumulation_steps} steps with pipeline "
+                "parallelism is not served; set --training.local_batch_size so that one schedule "
+                "runs the whole global batch"
+            )
+        csv = self.config.parallelism.pipeline_parallel_schedule_csv
+        return order_of(self.pp_schedule, csv, self._batches_of_step)
+
+    def _pipelining(self, order: Schedule, ranks_of_stage: int) -> Pipelining:
+        all_stages = _stages_of(self.pp_schedule)
+        layers = [
+            calls
+            for stage in all_stages
+            for part, calls in zip(self.model_parts, self._layers_of_parts, strict=True)
+            if part is stage.submod
+        ]
+        stages = Stages(
+            all=all_stages,
+            layers=layers,
+            ranks_of_stage=ranks_of_stage,
+            multiple=self._cutting.multiple,
+            hidden=self._hidden,
+            device=self.device,
+        )
+        return pipelining_of(order, stages, self.config.training.seq_len, self.train_context)
+
+    def _session_options(self, found: ServedAttention) -> SessionOptions:
+        dims, settings = self.parallel_dims, self.config.distca
+        batch = dims.get_mesh("batch") if dims.dp_enabled else None
+        batch_rank, batch_degree = (batch.get_local_rank(), batch.size()) if batch else (0, 1)
+        stage = dims.get_mesh("pp").get_local_rank() if dims.pp_enabled else 0
+        share, n_shares = 0, 1
+        if dims.tp_enabled:
+            share, n_shares = dims.get_mesh("tp").get_local_rank(), dims.tp
+        n_lanes = self._batches_of_step * self._cutting.n_lanes
+        first = (stage * batch_degree + batch_rank) * n_shares
+        pipelining = None
+        if self._order is not None:
+            pipelining = self._pipelining(self._order, batch_degree * n_shares)
+            found = replace(found, n_layers=pipelining.max_layers)
+        return SessionOptions(
+            **found.complete(
+                {
+                    **settings.session_options(),
+                    "pipelining": pipelining,
+                    "job": settings.job,
+                    "rank": first + share,
+                    "n_ranks": batch_degree * dims.pp * n_shares,
+                    "tensor_parallel_ranks": range(first, first + n_shares)
+                    if dims.tp_enabled
+                    else (),
+                    "n_nano_batches": n_lanes,
+                    **self.more_session_options(),
+                }
+            )
+        )
+
+    def more_session_options(self) -> dict[str, Any]:
+        """Further :class:`trainer_client.SessionOptions`, for subclasses: TLS, timeouts."""
+        return {}
+
+
+def served(config: Trainer.Config, **settings: Any) -> ServedTrainer.Config:
+    """``config`` with core attention served; the rest of it stays.
+
+    Args:
+        config: of torchtitan's own ``Trainer``, from a config registry, with
+            ``attn_backend="varlen"``.
+        settings: of :class:`DistcaSettings`; they may also be given on the command line.
+
+    Raises:
+        UnsupportedSetting: the configuration is of another trainer.
+    """
+    if type(config) is not Trainer.Config:
+        raise UnsupportedSetting(
+            f"the configuration is of {type(config).__qualname__}; served() takes that of "
+            "torchtitan's Trainer. For a trainer of your own, derive it from ServedTrainer and its "
+            "Config"
+        )
+    kept = {each.name: getattr(config, each.name) for each in fields(config)}
+    made = ServedTrainer.Config(**kept, distca=DistcaSettings(**settings))
+    made.training.disable_cuda_graphs = True
+    if OVERRIDE not in made.override.imports:
+        made.override.imports = [*made.override.imports, OVERRIDE]
+    return made
+
+
+def _stages_of(schedule: Any) -> list[Any]:
+    """The stages of a schedule of ``torch.distributed.pipelining``, lower layers first."""
+    stages = getattr(schedule, "_stages", None) or [schedule._stage]
+    return sorted(stages, key=lambda stage: stage.stage_index)

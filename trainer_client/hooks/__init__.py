@@ -1,0 +1,1 @@
+"""PyTorch's insides: checkpoints, compiled code, threads and random numbers."""

@@ -1,1 +1,0 @@
-"""Autograd, checkpoints, FSDP, loaders and transformers round the operation."""

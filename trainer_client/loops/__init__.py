@@ -1,0 +1,1 @@
+"""Training loops: loaders, losses, trainers of libraries, sharded and tensor-parallel models."""

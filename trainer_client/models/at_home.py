@@ -1,0 +1,219 @@
+"""Core attention of models of transformers that nobody has planned: evaluation, generation,
+reference models. It is computed where the model is, by PyTorch, with the mask that the model asks
+for.
+
+A forward pass is computed at home inside :func:`at_home`, and without that if it is under
+``torch.no_grad`` and no nano-batch was chosen for it. Documents of one packed row are computed one
+by one, so that no mask of rows times rows is made; whatever else a mask says (padding, caches,
+windows) goes to PyTorch as transformers' ``"sdpa"`` implementation has it; with softcaps or sinks,
+scores are made as ``"eager"`` makes them.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from core_attention.host_copies import on_host
+from trainer_client.hooks.checkpointing import Checkpoints
+from trainer_client.models.documents_at_home import attend_documents
+from trainer_client.models.plain_attention import attend_by_scores, causal_rows
+from trainer_client.models.probe import current_recorder
+from trainer_client.step.lane import current_lane, current_step
+
+logger = logging.getLogger(__name__)
+
+rows_are_split: ContextVar[bool] = ContextVar("distca_rows_are_split", default=False)
+"""Whether models are called with whole rows, whose nano-batches are chosen further inside."""
+
+_asked_for: ContextVar[bool] = ContextVar("distca_at_home", default=False)
+_said: set[str] = set()
+_HOME = object()
+"""Stands for the lane in checkpoints of parts that are computed at home."""
+
+
+@contextmanager
+def at_home() -> Iterator[None]:
+    """Models of transformers inside the block compute core attention themselves, with gradients or
+    without: nothing is planned, sent or counted. For a reference model beside the one that is
+    trained, and for losses on rows that no manifest has."""
+    token = _asked_for.set(True)
+    try:
+        yield
+    finally:
+        _asked_for.reset(token)
+
+
+def is_at_home() -> bool:
+    """Whether the caller computes its core attention at home."""
+    if current_recorder.get() is not None:
+        return False
+    region = Checkpoints().recomputed
+    if region is not None:
+        return region.caller is _HOME
+    if _asked_for.get():
+        return True
+    if torch.is_grad_enabled() or current_lane.get() is not None:
+        return False
+    running = current_step.get()
+    if running is None:
+        return True
+    # The only nano-batch of a step needs not be chosen.
+    is_to_choose = running.job.n_nano_batches > 1 or rows_are_split.get()
+    return is_to_choose and not running.forward_only
+
+
+@dataclass
+class HomeMask:
+    """A mask that is made when attention needs it.
+
+    Attributes:
+        asked: what transformers asked for: arguments of ``sdpa_mask``.
+    """
+
+    asked: dict[str, Any]
+    known: dict[int, tuple[torch.Tensor, list[int] | None, torch.Tensor | None]] = field(
+        default_factory=dict
+    )
+    """Positions, by their ``id``, since layers hand over the same tensor; the documents' lengths
+    if nothing but documents hides keys; and what takes the place of :attr:`tensor`, or None."""
+    _made: list[torch.Tensor | None] = field(default_factory=list)
+
+    @property
+    def tensor(self) -> torch.Tensor | None:
+        """``[batch, 1, queries, keys]`` bool, True where a key is seen; None if it is causal."""
+        if not self._made:
+            self._made.append(sdpa_mask(**self.asked))
+        return self._made[0]
+
+    @property
+    def follows_documents(self) -> bool:
+        """Whether it may hide nothing else than later keys and those of other documents: it is of
+        one row without cache, padding, window or a function of the model's own."""
+        asked = self.asked
+        return (
+            asked["batch_size"] == 1
+            and asked["q_length"] == asked["kv_length"]
+            and not asked.get("use_vmap")
+            and asked.get("local_size") is None
+            and not self.pads
+        )
+
+    @property
+    def pads(self) -> bool:
+        """Whether some rows are padding."""
+        padding = self.asked.get("attention_mask")
+        return padding is not None and not bool(padding.all())
+
+
+def attend_at_home(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: Any,
+    scaling: float | None,
+    dropout: float,
+    lengths: list[int] | None,
+    *,
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Core attention of one layer.
+
+    Args:
+        module: the model's attention module.
+        query: ``[batch, num_heads, queries, head_dim]``.
+        key: ``[batch, num_heads_kv, keys, head_dim]``.
+        value: ``[batch, num_heads_kv, keys, head_dim_v]``.
+        mask: a :class:`HomeMask`, or a tensor of a model that makes its own; None: causal.
+        scaling: None is 1 / sqrt(head_dim).
+        dropout: of attention weights.
+        lengths: of the documents of the only row, if the mask follows them; None: as the mask says.
+        softcap: of the scores; 0 is none.
+        sinks: ``[num_heads]``, or None.
+
+    Returns:
+        o ``[batch, queries, num_heads, head_dim_v]``.
+    """
+    _say_once()
+    checkpoints = Checkpoints()
+    if checkpoints.recomputed:
+        checkpoints.recomputed.take()
+    else:
+        nothing = query.new_empty(0)
+        checkpoints.keep(_HOME, nothing, nothing)
+    tensor = mask.tensor if lengths is None and isinstance(mask, HomeMask) else mask
+    if softcap or sinks is not None:
+        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        scored = partial(
+            attend_by_scores, scale=scale, softcap=softcap, sinks=sinks, dropout=dropout
+        )
+        o = _scored(scored, query, key, value, tensor, lengths)
+        return o.transpose(1, 2).contiguous()
+    if lengths is None:
+        attended: torch.Tensor = sdpa_attention_forward(
+            module, query, key, value, tensor, dropout=dropout, scaling=scaling
+        )[0]
+        return attended
+    o = attend_documents(query, key, value, lengths, scale=scaling, dropout=dropout)
+    return o.transpose(1, 2).contiguous()
+
+
+def _scored(
+    attend: Callable[..., torch.Tensor],
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    lengths: list[int] | None,
+) -> torch.Tensor:
+    """``attend`` of each document, or of all keys that ``mask`` shows; None is causal."""
+    if lengths is not None:
+        parts = zip(*(tensor.split(lengths, dim=2) for tensor in (query, key, value)), strict=True)
+        return torch.cat(
+            [attend(q, k, v, causal_rows(q.device, k.shape[2])) for q, k, v in parts], dim=2
+        )
+    if mask is not None:
+        shown = mask[..., : key.shape[2]]
+        return attend(query, key, value, lambda begin, end: shown[:, :, begin:end])
+    if query.shape[2] == 1:  # The newest token sees all of the cache.
+        return attend(query, key, value, lambda _begin, _end: query.new_ones(1, dtype=torch.bool))
+    return attend(query, key, value, causal_rows(query.device, key.shape[2]))
+
+
+def document_lengths(position_ids: torch.Tensor) -> list[int] | None:
+    """Of documents packed in one row ``[1, rows]``, by positions that restart at 0 and count up;
+    None if positions tell otherwise."""
+    ids = on_host(position_ids.flatten())
+    if not ids.numel() or int(ids[0]) != 0:
+        return None
+    steps = ids.diff()
+    begins = (ids == 0).nonzero().flatten()
+    if not bool(((steps == 1) | (ids[1:] == 0)).all()):
+        return None
+    ends = torch.cat([begins[1:], begins.new_tensor([ids.numel()])])
+    lengths: list[int] = (ends - begins).tolist()
+    return lengths
+
+
+def _say_once() -> None:
+    """What is computed here is neither balanced nor measured, which may surprise."""
+    why = (
+        "in an at_home block"
+        if _asked_for.get()
+        else "a forward pass without gradients was not planned (evaluation, generation)"
+    )
+    if why not in _said:
+        _said.add(why)
+        logger.info("core attention is computed at home, by PyTorch: %s; this is said once", why)

@@ -1,0 +1,712 @@
+"""Whether a transformers model keeps packed documents apart, found out by running it.
+
+Core attention follows the manifest, whatever the model does around it. A model is right only if the
+rest does so too: position embeddings must follow ``position_ids``, and nothing else (convolutions,
+recurrent states, attention of the model's own) may reach from one document into the next. No
+argument that reaches attention proves that, so the model runs a few tokens, with attention computed
+here: a document's outputs must not depend on its neighbours, nor on its place in the row.
+
+Every model of transformers whose attention is ``"distca"`` is checked before its first forward in a
+step, by a hook that it gets when it is built; :func:`check_documents` does so at any other time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import itertools
+import math
+import sys
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+from weakref import WeakKeyDictionary, WeakSet
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from transformers import PretrainedConfig, PreTrainedModel
+
+from core_attention.ca_task import MaskKind
+from core_attention.host_copies import on_host
+from trainer_client.hooks.checkpointing import Checkpoints
+from trainer_client.hooks.graphs import outside_graphs
+from trainer_client.hooks.pipelining_dry_run import is_shape_inference
+from trainer_client.hooks.uncompiled import uncompiled
+from trainer_client.hooks.untouched import untouched
+from trainer_client.loops.tensor_parallel import n_shares
+from trainer_client.models.at_home import HomeMask, is_at_home
+from trainer_client.models.documents import CHECKED, Documents, documents_of
+from trainer_client.models.plain_attention import attend_plainly
+from trainer_client.step.home_tasks import FULL, LayerKind
+from trainer_client.step.lane import current_lane, current_step, require_lane
+
+IMPLEMENTATION = "distca"
+
+LENGTHS = (5, 4, 5)
+"""Of the check's documents, for each tensor-parallel rank: sequence parallelism gives all of them
+equally many rows. The first and the last are equally
+long, so that they can change places: then the same rows are computed, in another order, and what
+differs is hardly even rounding."""
+
+TRIES = 3
+"""Rounding may send a token to another expert, which changes its outputs as a fault does; but a
+fault shows with whatever tokens."""
+
+_SPECIAL_TOKENS = 8
+"""The first tokens of vocabularies are special to many models: padding, for example."""
+
+_TOLERANCES = {
+    # Some hundred roundings of 2^-24; what convolutions of new weights leak is ten times as much.
+    torch.float64: 3e-5,
+    torch.float32: 3e-5,
+    # A quarter of one rounding of the largest output, 2^-8 and 2^-11. Nothing is rounded otherwise
+    # when documents change places, but where a device sums in any order it likes.
+    torch.bfloat16: 1e-3,
+    torch.float16: 1.2e-4,
+}
+"""Largest difference of outputs, relative to the largest output, that shows no fault. A device that
+computes the same twice and differs by more has twice that difference instead."""
+
+
+class UnsupportedModel(ValueError):
+    """The model cannot be served: its outputs would be wrong, or it never calls core attention."""
+
+
+class UnsupportedArgument(UnsupportedModel):
+    """The model asks for attention that is not supported; names every argument in the way."""
+
+
+@dataclass(frozen=True)
+class ModelCall:
+    """A call of core attention in one forward.
+
+    Attributes:
+        module: the type of the attention module.
+        num_heads, num_heads_kv, head_dim, head_dim_v: of its tensors.
+        scale: what multiplies q.k before the softmax.
+        softcap: of the scores; 0 is none.
+        kind: which keys its queries see.
+        mask: whether later ones among them.
+    """
+
+    module: str
+    num_heads: int
+    num_heads_kv: int
+    head_dim: int
+    head_dim_v: int
+    scale: float
+    softcap: float = 0.0
+    kind: LayerKind = FULL
+    mask: MaskKind = MaskKind.CAUSAL
+
+    def __str__(self) -> str:
+        kind = "" if self.kind.is_full else f", {self.kind}"
+        kind += "" if self.mask is MaskKind.CAUSAL else ", not causal"
+        softcap = f", softcap {self.softcap:g}" if self.softcap else ""
+        return (
+            f"{self.module} with {self.num_heads} heads of {self.head_dim} ({self.num_heads_kv} of "
+            f"keys, {self.head_dim_v} of values), scaled by {self.scale:.4g}{softcap}{kind}"
+        )
+
+
+@dataclass(frozen=True)
+class DocumentCheck:
+    """What was found out of a model.
+
+    Attributes:
+        calls: of core attention in one forward, in order.
+        needs: arguments that must come with every batch.
+        fault: why the model can take rows of one whole document only; empty if it takes packed
+            documents.
+        counts_from_zero: whether a document's tokens have positions from 0 up where the model is
+            not told any; those of RoBERTa begin behind the padding token's id.
+    """
+
+    calls: tuple[ModelCall, ...]
+    needs: frozenset[str]
+    fault: str
+    counts_from_zero: bool = True
+
+    @property
+    def serves_windows(self) -> bool:
+        """Whether layers with windows or chunks are served: the model has no others. They take
+        documents that fit into one."""
+        return not any(call.kind.is_full for call in self.calls)
+
+    @property
+    def served_calls(self) -> tuple[ModelCall, ...]:
+        """The calls that servers compute; the others are computed at home."""
+        if self.serves_windows:
+            return self.calls
+        return tuple(call for call in self.calls if call.kind.is_full)
+
+
+@dataclass(frozen=True, eq=False)
+class LayerCall:
+    """What a layer asks of attention, besides the rows.
+
+    Attributes:
+        kind: which keys its queries see.
+        softcap: of the scores; 0 is none.
+        scaling: multiplies q.k; None is 1 / sqrt(head_dim).
+        sinks: ``[num_heads]``, or None.
+        mask: causal or full.
+    """
+
+    kind: LayerKind
+    softcap: float
+    scaling: float | None
+    sinks: torch.Tensor | None
+    mask: MaskKind
+
+
+@dataclass
+class Check:
+    """A forward of a check; computes attention in the place of servers."""
+
+    documents: Documents
+    modules: list[nn.Module] = field(default_factory=list)
+    calls: list[ModelCall] = field(default_factory=list)
+    trained: list[bool] = field(default_factory=list)
+    """By call, whether gradients are kept."""
+
+    def attend(
+        self,
+        module: nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        layer: LayerCall,
+    ) -> torch.Tensor:
+        """Attention within each document.
+
+        Args:
+            module: the model's attention module.
+            query: ``[1, num_heads, rows, head_dim]``.
+            key: ``[1, num_heads_kv, rows, head_dim]``.
+            value: ``[1, num_heads_kv, rows, head_dim_v]``.
+            layer: what it asks for.
+
+        Returns:
+            o ``[1, rows, num_heads, head_dim_v]``.
+
+        Raises:
+            UnsupportedModel: the tensors have other rows than the documents.
+        """
+        n_rows = sum(self.documents.lengths)
+        for name, tensor in (("query", query), ("key", key), ("value", value)):
+            if tensor.shape[2] != n_rows:
+                raise UnsupportedModel(
+                    f"{type(module).__name__} calls attention with {tensor.shape[2]} rows of "
+                    f"{name} for {n_rows} tokens; every token must have one row (no cache, no "
+                    "cross attention, no pooled keys)"
+                )
+        scale = query.shape[3] ** -0.5 if layer.scaling is None else layer.scaling
+        self.modules.append(module)
+        self.trained.append(torch.is_grad_enabled())
+        self.calls.append(
+            ModelCall(
+                type(module).__name__,
+                query.shape[1],
+                key.shape[1],
+                query.shape[3],
+                value.shape[3],
+                scale,
+                layer.softcap,
+                layer.kind,
+                layer.mask,
+            )
+        )
+        parts = (tensor.split(self.documents.lengths, dim=2) for tensor in (query, key, value))
+        outputs = [
+            attend_plainly(
+                q,
+                k,
+                v,
+                scale=scale,
+                softcap=layer.softcap,
+                sinks=layer.sinks,
+                kind=layer.kind,
+                mask=layer.mask,
+            )
+            for q, k, v in zip(*parts, strict=True)
+        ]
+        return torch.cat(outputs, dim=2).transpose(1, 2).contiguous()
+
+
+_POSITIONS = frozenset({"position_ids"})
+_EVERYTHING = frozenset(CHECKED)
+
+current_check: ContextVar[Check | None] = ContextVar("distca_check", default=None)
+
+takes_whole_rows: WeakSet[nn.Module] = WeakSet()
+"""Models whose rows are those of a whole step; they are split, and compared, further inside."""
+
+_checked_models: WeakSet[PreTrainedModel] = WeakSet()
+_of_attention: WeakKeyDictionary[nn.Module, DocumentCheck] = WeakKeyDictionary()
+
+
+def check_of(attention: nn.Module) -> DocumentCheck | None:
+    """What was found out of the model that the attention module belongs to, if it was checked."""
+    return _of_attention.get(attention)
+
+
+def check_documents(model: nn.Module) -> DocumentCheck:
+    """Finds out whether a model of transformers computes each packed document as if it were alone.
+
+    Runs a few forwards of some tokens, without gradients; dropout is off, and the state of the
+    model and of random number generators is kept. Weights must be there and have values. If they
+    are sharded, all ranks must call it together.
+
+    Args:
+        model: loaded with ``attn_implementation="distca"``, or a module that holds one such model.
+
+    Raises:
+        UnsupportedModel: it cannot be served, whatever its rows hold; says why.
+        ValueError: ``model`` holds none, or several.
+    """
+    models = list(_outermost(model))
+    if len(models) != 1:
+        raise ValueError(
+            f"{type(model).__name__} holds {len(models)} models of transformers with "
+            f"attn_implementation={IMPLEMENTATION!r}; give the one that is to be checked"
+        )
+    return _check(models[0], _EVERYTHING)
+
+
+def check_models_in(module: nn.Module) -> None:
+    """Checks every model in ``module`` that was not; one that may have one document a row only is
+    refused when it is given more.
+
+    Raises:
+        UnsupportedModel: as :func:`check_documents`.
+    """
+    for model in _outermost(module):
+        if model not in _checked_models:
+            _check(model, _EVERYTHING)
+
+
+def attention_modules(model: nn.Module) -> list[nn.Module]:
+    """The modules in ``model`` that call core attention, found by checking it if it was not.
+
+    Raises:
+        UnsupportedModel: as :func:`check_documents`.
+    """
+    check_models_in(model)
+    return [module for module in model.modules() if module in _of_attention]
+
+
+def _check(model: PreTrainedModel, arguments: frozenset[str]) -> DocumentCheck:
+    """Checks with position_ids alone, and with all ``arguments`` if that shows a fault: there are
+    layers that go by cu_seq_lens or seq_idx."""
+    training = model.training
+    with _undisturbed(model):
+        found = _Checker(model, _POSITIONS, training=training).run()
+        if found.fault and arguments > _POSITIONS:
+            # Some kinds of layers refuse the others where they cannot follow them.
+            with contextlib.suppress(UnsupportedModel):
+                found = _Checker(model, arguments, training=training).run()
+    _checked_models.update(m for m in model.modules() if isinstance(m, PreTrainedModel))
+    return found
+
+
+@contextlib.contextmanager
+def computed_here(model: nn.Module, n_rows: int) -> Iterator[None]:
+    """Inside the block ``model`` can be run on one document of ``n_rows`` tokens without a session:
+    in evaluation, without gradients, and kept as it was."""
+    check = Check(Documents("a document that is computed here", [(0, 0, n_rows)]))
+    with _undisturbed(model):
+        token = current_check.set(check)
+        try:
+            yield
+        finally:
+            current_check.reset(token)
+
+
+def hook_before_forward(model: PreTrainedModel) -> None:
+    """Has ``model`` checked before its first forward in a step, and what it is called with compared
+    with the manifest before each. Idempotent."""
+    if _before_forward not in model._forward_pre_hooks.values():
+        model.register_forward_pre_hook(_before_forward, with_kwargs=True)
+
+
+@outside_graphs
+def _before_forward(
+    model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    _check_given(model, args, kwargs)
+    # With a cache of fixed size, generation makes the mask beside the model and hands it over,
+    # which models take as a tensor.
+    masks = {name: value for name, value in kwargs.items() if isinstance(value, HomeMask)}
+    if not masks:
+        return None
+    return args, {**kwargs, **{name: mask.tensor for name, mask in masks.items()}}
+
+
+def _check_given(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    if current_check.get() is not None or (current_lane.get() or current_step.get()) is None:
+        return
+    if is_at_home() or (model in takes_whole_rows and current_lane.get() is None):
+        return
+    if is_shape_inference(Checkpoints().recomputed) or not _asks_for_us(model):
+        return
+    told = {
+        name: value
+        for name, value in _arguments(model, args, kwargs).items()
+        if name in CHECKED and isinstance(value, torch.Tensor) and value.dim() <= 2
+    }
+    if model not in _checked_models and not _is_sharded(model):
+        _check(model, _POSITIONS | frozenset(told))
+    # What reaches attention is checked there too, but some models hand nothing on.
+    documents_of(require_lane()).check(told)
+
+
+def _arguments(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """By name."""
+    if not args:
+        return kwargs
+    names = inspect.signature(model.forward).parameters
+    return {**dict(zip(names, args, strict=False)), **kwargs}
+
+
+def is_served_model(module: nn.Module) -> bool:
+    """Whether ``module`` is or holds a model of transformers that asks for served attention."""
+    return next(_outermost(module), None) is not None
+
+
+def _outermost(model: nn.Module) -> Iterator[PreTrainedModel]:
+    if isinstance(model, PreTrainedModel) and _asks_for_us(model):
+        yield model
+        return
+    for child in model.children():
+        yield from _outermost(child)
+
+
+def _asks_for_us(model: nn.Module) -> bool:
+    return any(
+        isinstance(module, PreTrainedModel) and module.config._attn_implementation == IMPLEMENTATION
+        for module in model.modules()
+    )
+
+
+def _is_sharded(model: nn.Module) -> bool:
+    """Whether a forward needs other ranks (FSDP, DeepSpeed's ZeRO-3)."""
+    return any(
+        isinstance(parameter, DTensor) or hasattr(parameter, "ds_id")
+        for parameter in model.parameters()
+    ) or any(type(m).__name__ == "FullyShardedDataParallel" for m in model.modules())
+
+
+class _Checker:
+    """Checks one model with one set of arguments."""
+
+    def __init__(self, model: PreTrainedModel, names: frozenset[str], *, training: bool) -> None:
+        self._model = model
+        self._names = names
+        self._training = training
+        self._name = type(model).__name__
+        self._device = next(model.parameters()).device
+        self._n_tokens = max(_vocabulary(model) - _SPECIAL_TOKENS, 2)
+        self._lengths = [length * n_shares(model) for length in LENGTHS]
+
+    def run(self) -> DocumentCheck:
+        """Finds the calls, and the fault.
+
+        Raises:
+            UnsupportedModel: the model is refused.
+        """
+        if self._device.type == "meta":
+            raise UnsupportedModel(
+                f"{self._name} is on the meta device; give its weights values before it is checked"
+            )
+        modules = self._modules()
+        fault = ""
+        for seed in range(TRIES):
+            fault = self._fault(seed)
+            if not fault:
+                break
+        counts_from_zero = self._counts_from_zero()
+        for module in modules:
+            module.training = self._training
+        # So that what attention is asked for in training only is refused too. Weights that other
+        # ranks have a part of would be gathered for a backward pass that does not come.
+        with torch.set_grad_enabled(not _is_sharded(self._model)):
+            check = self._forward(self._draw(0))[1]
+        self._require_trained_to_the_top(check)
+        found = DocumentCheck(
+            tuple(check.calls),
+            _POSITIONS if fault else self._names,
+            fault,
+            counts_from_zero,
+        )
+        _of_attention.update((module, found) for module in modules)
+        return found
+
+    def _require_trained_to_the_top(self, check: Check) -> None:
+        if not any(check.trained):
+            return
+        lowest = check.trained.index(True)
+        if False in check.trained[lowest:]:
+            skipped = check.trained.index(False, lowest)
+            raise UnsupportedModel(
+                f"{self._name} runs call {skipped} of core attention under torch.no_grad, after "
+                f"call {lowest}, which trains; servers expect a backward pass of every call above "
+                "the lowest that trains"
+            )
+
+    def _modules(self) -> list[nn.Module]:
+        """Those that call attention."""
+        modules = self._forward(self._draw(0))[1].modules
+        if not modules:
+            raise UnsupportedModel(f"{self._name} cannot be served: {_why_no_calls(self._model)}")
+        return modules
+
+    def _fault(self, seed: int) -> str:
+        """Why the model may have one document a row only; empty if these tokens do not show it."""
+        first, middle, last = self._draw(seed)
+        outputs, _ = self._forward([first, middle, last])
+        scale = max(float(output.abs().max()) for output in outputs)
+        if not 0 < scale < math.inf:
+            raise UnsupportedModel(
+                f"{self._name} cannot be checked: its outputs are {scale}; load or initialise its "
+                "weights first"
+            )
+        other = last.clone()
+        other[0] = (last[0] - _SPECIAL_TOKENS + 1) % self._n_tokens + _SPECIAL_TOKENS
+        if isinstance(masked := getattr(self._model.config, "mask_token_id", None), int):
+            # ESM scales all of a row by how many tokens of it are masked.
+            other[0] = masked
+        beside, _ = self._forward([first, middle, other])
+        if _difference(beside[2][-1:], outputs[2][-1:]) == 0:
+            raise UnsupportedModel(
+                f"{self._name} cannot be checked: no token's output depends on the tokens before "
+                "it; load or initialise its weights first"
+            )
+        swapped, _ = self._forward([last, middle, first])
+        again, _ = self._forward([first, middle, last])
+        noise = max(_difference(*pair) for pair in zip(again, outputs, strict=True))
+        tolerance = _TOLERANCES.get(self._dtype(), _TOLERANCES[torch.float32]) * scale
+        tolerance = max(tolerance, 2 * noise)
+        if (leak := _difference(swapped[1], outputs[1])) > tolerance:
+            return (
+                f"a document's outputs change by {leak / scale:.0e} with its neighbours in the "
+                "row: the model mixes tokens elsewhere than in the attention that is served "
+                "(recurrent or convolutional layers, attention of its own)"
+            )
+        if (leak := _difference(beside[1], outputs[1])) > tolerance:
+            return (
+                f"a document's outputs change by {leak / scale:.0e} with what its neighbours hold, "
+                "such as masked tokens that are counted over the whole row (ESM's token_dropout; "
+                "token_dropout=False in the model's config turns it off)"
+            )
+        moved = max(_difference(swapped[2], outputs[0]), _difference(swapped[0], outputs[2]))
+        if moved > tolerance:
+            return (
+                f"a document's outputs change by {moved / scale:.0e} with its place in the row: "
+                "the model counts positions by itself and ignores position_ids"
+            )
+        return ""
+
+    def _counts_from_zero(self) -> bool:
+        """Whether one document alone gives the same with its positions and without any, but for
+        what differs between two equal passes. A model that does not run without them counts none by
+        itself."""
+        ids = self._draw(0)[0][None]
+
+        def output(names: frozenset[str]) -> torch.Tensor:
+            documents = Documents("the check of positions", [(0, 0, self._lengths[0])])
+            return self._call(ids, Check(documents), names)
+
+        try:
+            told, untold = output(_POSITIONS), output(frozenset())
+        except UnsupportedModel:
+            return True
+        tolerance = _TOLERANCES.get(self._dtype(), _TOLERANCES[torch.float32])
+        difference = _difference(told, untold)
+        if difference <= tolerance * float(told.abs().max()):
+            return True
+        return difference <= 2 * _difference(output(_POSITIONS), told)
+
+    def _dtype(self) -> torch.dtype:
+        """That the forward computes in."""
+        kind = self._device.type
+        if torch.is_autocast_enabled(kind):
+            return torch.get_autocast_dtype(kind)
+        return self._model.dtype
+
+    def _draw(self, seed: int) -> list[torch.Tensor]:
+        generator = torch.Generator().manual_seed(seed)
+        return [
+            torch.randint(0, self._n_tokens, (length,), generator=generator) + _SPECIAL_TOKENS
+            for length in self._lengths
+        ]
+
+    def _forward(self, documents: list[torch.Tensor]) -> tuple[list[torch.Tensor], Check]:
+        """Outputs by document, and what was called."""
+        n_rows = sum(self._lengths)
+        begins = itertools.accumulate(self._lengths[:-1], initial=0)
+        segments = [(row, 0, length) for row, length in zip(begins, self._lengths, strict=True)]
+        check = Check(Documents("the check of documents", segments))
+        output = self._call(torch.cat(documents)[None], check, self._names)
+        if output.dim() != 3 or output.shape[1] != n_rows:
+            raise UnsupportedModel(
+                f"{self._name} gives outputs of shape {tuple(output.shape)} for {n_rows} tokens; "
+                "it must give [1, tokens, ...]"
+            )
+        return list(on_host(output[0].double()).split(self._lengths)), check
+
+    def _call(self, ids: torch.Tensor, check: Check, names: frozenset[str]) -> torch.Tensor:
+        told = {n: v for n, v in _everything(check.documents).items() if n in names}
+        inside: list[torch.Tensor] = []
+        hook = self._model.base_model.register_forward_hook(
+            lambda _module, _given, output: inside.append(_main_output(output))
+        )
+        token = current_check.set(check)
+        try:
+            output = self._model(
+                **self._tokens(ids),
+                use_cache=False,
+                **{
+                    name: value.to(self._device) if isinstance(value, torch.Tensor) else value
+                    for name, value in told.items()
+                },
+            )
+        except UnsupportedModel as error:
+            raise type(error)(f"{self._name} cannot be served: {error}") from error
+        except Exception as error:
+            raise UnsupportedModel(
+                f"{self._name} cannot be served: {_why_it_failed(self._model)} "
+                f"({type(error).__name__}: {error})"
+            ) from error
+        finally:
+            current_check.reset(token)
+            hook.remove()
+        found = _main_output(output)
+        # A head that has one output a row, as of reward models, stands on one that has all.
+        return found if found.shape[1:2] == ids.shape[1:] or not inside else inside[-1]
+
+    def _tokens(self, ids: torch.Tensor) -> dict[str, torch.Tensor]:
+        """What tells the model of tokens: vectors, if a stage below embeds them."""
+        if _embeds(self._model):
+            return {"input_ids": ids.to(self._device)}
+        generator = torch.Generator().manual_seed(0)
+        width = self._model.config.get_text_config().hidden_size
+        frequencies = torch.rand(width, generator=generator)
+        vectors = (ids[..., None] * frequencies).sin()
+        return {"inputs_embeds": vectors.to(self._device, self._model.dtype)}
+
+
+def _everything(documents: Documents) -> dict[str, Any]:
+    """Whatever may tell a model of documents."""
+    lengths = torch.tensor(documents.lengths)
+    cumulative = nn.functional.pad(lengths.cumsum(0), (1, 0)).int()
+    return {
+        "position_ids": documents.positions[None],
+        "cu_seq_lens_q": cumulative,
+        "cu_seq_lens_k": cumulative,
+        "seq_idx": torch.arange(len(lengths)).repeat_interleave(lengths)[None].int(),
+    }
+
+
+def _difference(one: torch.Tensor, other: torch.Tensor) -> float:
+    return float((one - other).abs().max())
+
+
+def _main_output(output: Any) -> torch.Tensor:
+    for name in ("logits", "last_hidden_state"):
+        if isinstance(found := getattr(output, name, None), torch.Tensor):
+            return found
+    first: torch.Tensor = output[0]
+    return first
+
+
+def _embeds(model: PreTrainedModel) -> bool:
+    """Whether the model has embeddings of tokens, as far as can be told."""
+    base: Any = model.base_model
+    # Stages are made of whole models by setting the parts that they do not have to None.
+    embeddings = getattr(base, getattr(base, "_input_embed_layer", "embed_tokens"), base)
+    return embeddings is not None and not isinstance(embeddings, nn.Identity)
+
+
+def _vocabulary(model: PreTrainedModel) -> int:
+    size = getattr(model.config.get_text_config(), "vocab_size", None)
+    if isinstance(size, int):
+        return size
+    untyped: Any = model
+    return int(untyped.get_input_embeddings().weight.shape[0])
+
+
+def _why_no_calls(model: PreTrainedModel) -> str:
+    if has_attention_interface(type(model)):
+        return (
+            "it calls no attention through transformers' attention interface; it has none, or only "
+            "other kinds of layers (recurrent, for example)"
+        )
+    return no_interface(model.config)
+
+
+def _why_it_failed(model: PreTrainedModel) -> str:
+    if getattr(model.config.get_text_config(), "index_topk", None) is not None:
+        return "it chooses keys by an index (index_topk), and sparse attention is not supported"
+    return "it does not run on one row of packed documents, given as input_ids and position_ids"
+
+
+def no_interface(config: PretrainedConfig) -> str:
+    """Why a model is refused that does not use the attention interface, in words."""
+    adds_alibi = getattr(config, "alibi", False) or config.model_type in ("bloom", "mpt")
+    return (
+        f"model type {config.model_type!r} computes attention by itself, not through "
+        "transformers' attention interface"
+        + (" (and adds ALiBi biases, which are not supported)" if adds_alibi else "")
+        + "; train it with attn_implementation='eager', or choose another model type"
+    )
+
+
+def has_attention_interface(model_class: type[PreTrainedModel]) -> bool:
+    """Whether the class looks its attention up by name in transformers' registry."""
+    for name, classes in vars(sys.modules[model_class.__module__]).items():
+        if name.endswith("ATTENTION_CLASSES") and isinstance(classes, dict):
+            return IMPLEMENTATION in classes
+    ask: Callable[[], bool] | None = getattr(model_class, "_can_set_attn_implementation", None)
+    return ask is None or ask()
+
+
+@contextlib.contextmanager
+def _undisturbed(model: nn.Module) -> Iterator[None]:
+    """Puts ``model`` into evaluation for the block; leaves it, autocast's cache and random number
+    generators as they were. Nothing compiled runs, and nothing is compiled."""
+    modes = [(module, module.training) for module in model.modules()]
+    with untouched(model), _noise_for_zeros(model), uncompiled():
+        model.eval()
+        try:
+            yield
+        finally:
+            for module, training in modes:
+                module.training = training
+
+
+@contextlib.contextmanager
+def _noise_for_zeros(model: nn.Module) -> Iterator[None]:
+    """Weights that are zero everywhere, as the last projection of a block or an adapter may be at
+    the start, would hide what is before them: for the block they are small random numbers."""
+    zeros = [
+        parameter
+        for parameter in model.parameters()
+        # Weights that are sharded or quantised know no such operations, or not as they are.
+        if not is_traceable_wrapper_subclass(parameter)
+        and parameter.is_floating_point()
+        and not parameter.is_meta
+        and not bool(parameter.any())
+    ]
+    for parameter in zeros:
+        generator = torch.Generator(parameter.device).manual_seed(0)
+        # Not written through autograd's eyes: a graph that has saved the weight stays valid.
+        parameter.data.normal_(std=0.02, generator=generator)
+    try:
+        yield
+    finally:
+        for parameter in zeros:
+            parameter.data.zero_()

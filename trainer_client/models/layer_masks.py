@@ -1,0 +1,195 @@
+"""Masks of transformers models: which kind of layer asks for them, without materialising them.
+
+Transformers makes one mask for each kind of layers and hands it to their attention. Ours is a
+:class:`LayerMask`, or None for a full layer. The mask function is asked at the borders of every
+row, so that a mask that shows more or less than its kind says is refused by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from core_attention.ca_task import MaskKind
+from core_attention.host_copies import on_device
+from trainer_client.hooks.checkpointing import Checkpoints
+from trainer_client.hooks.pipelining_dry_run import is_shape_inference
+from trainer_client.models.at_home import HomeMask, is_at_home, rows_are_split
+from trainer_client.models.document_check import current_check
+from trainer_client.models.documents import Documents, documents_of, documents_of_row
+from trainer_client.models.probe import current_recorder
+from trainer_client.step.home_tasks import FULL, LayerKind
+from trainer_client.step.lane import current_lane, current_step, require_lane
+
+
+@dataclass(frozen=True)
+class LayerMask:
+    """The mask of layers that do not see all that was before a query, or see what comes after it.
+
+    Attributes:
+        kind: what they see.
+        mask: whether later keys too.
+    """
+
+    kind: LayerKind
+    mask: MaskKind = MaskKind.CAUSAL
+
+
+CAUSAL = LayerMask(FULL)
+"""Stands for a mask of None."""
+
+
+@dataclass(frozen=True)
+class UnsupportedMask:
+    """Stands in for a mask that is not supported, until attention itself can name it."""
+
+    reason: str
+
+    def __repr__(self) -> str:
+        return self.reason
+
+
+def distca_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int = 0,
+    kv_offset: int = 0,
+    mask_function: Callable[..., Any] | None = None,
+    attention_mask: torch.Tensor | None = None,
+    **kwargs: Any,
+) -> LayerMask | UnsupportedMask | HomeMask | None:
+    """The mask that transformers hands to attention: None for causal full layers.
+
+    The documents come from the manifest, so nothing is materialised. A mask that hides more, or
+    less, than its kind says comes back as an object that the attention refuses by name.
+    """
+    if current_check.get() is None and is_at_home():
+        asked = {
+            "batch_size": batch_size,
+            "q_length": q_length,
+            "kv_length": kv_length,
+            "q_offset": q_offset,
+            "kv_offset": kv_offset,
+            "attention_mask": attention_mask,
+            **({"mask_function": mask_function} if mask_function else {}),
+        }
+        return HomeMask({**asked, **kwargs})
+    if attention_mask is not None and not bool(attention_mask.all()):
+        return UnsupportedMask("padding (remove padding and pack documents instead)")
+    if kwargs.get("use_vmap"):
+        return UnsupportedMask(
+            "a mask function of the model's own, which may show pictures' tokens to each other "
+            "(train a multimodal model's text-only class, such as Gemma3ForCausalLM, if there are "
+            "no pictures)"
+        )
+    if q_length != kv_length or q_offset or kv_offset:
+        return UnsupportedMask(f"a cache ({q_length} queries, {kv_length} keys)")
+    local_size = kwargs.get("local_size")
+    if local_size is not None and local_size < 1:
+        return UnsupportedMask(f"a window of {local_size} tokens")
+    kind = _kind(local_size, kwargs.get("config"))
+    mask = None if kind.is_full else LayerMask(kind)
+    if mask_function is None or current_recorder.get() is not None:
+        return mask
+    if is_shape_inference(Checkpoints().recomputed):
+        return mask
+    documents = current_documents()
+    if documents.is_of_row and (batch_size, q_length) != (1, sum(documents.lengths)):
+        return UnsupportedMask(
+            f"that of a batch [{batch_size}, {q_length}], where the manifest has one row of "
+            f"{sum(documents.lengths)} tokens"
+        )
+    if kind.is_full and not documents.tell_masks_apart:
+        return None  # Nothing tells masks apart, nor does it matter.
+    # Chunks of Llama 4 are counted from a tensor on the model's device.
+    device = torch.device(kwargs.get("device") or "cpu")
+    if kind.is_full and _shows_all(documents, mask_function, device):
+        return LayerMask(kind, MaskKind.FULL)
+    if not shows(documents, mask_function, kind, device):
+        return UnsupportedMask(
+            f"neither causal with {'all keys' if kind.is_full else kind} within documents nor "
+            "bidirectional (of the model's own kind)"
+        )
+    return mask
+
+
+def current_documents() -> Documents:
+    """Of the check that runs, or else of the lane; of the whole row, where the lanes are chosen
+    further inside, as for the masks that a multimodal model makes and hands to its decoder."""
+    check = current_check.get()
+    if check is not None:
+        return check.documents
+    running = current_step.get()
+    is_outside = current_lane.get() is None and not Checkpoints().recomputed
+    if running is not None and rows_are_split.get() and is_outside:
+        return documents_of_row(running)
+    return documents_of(require_lane())
+
+
+def _kind(local_size: int | None, config: Any) -> LayerKind:
+    """Transformers tells the size of windows and chunks by one name."""
+    if local_size is None:
+        return FULL
+    chunk = getattr(config, "attention_chunk_size", None)
+    if chunk == local_size and getattr(config, "sliding_window", None) != local_size:
+        return LayerKind(chunk=local_size)
+    return LayerKind(window=local_size)
+
+
+def _shows_all(
+    documents: Documents, mask_function: Callable[..., Any], device: torch.device
+) -> bool:
+    """Whether each row sees the first and the last row of its segment: then the mask is
+    bidirectional. What it shows of other documents does not matter."""
+    segments = on_device(torch.tensor(documents.segments, dtype=torch.int64), device)
+    begin, _, length = segments.reshape(-1, 3).unbind(1)
+    first, last = (row.repeat_interleave(length) for row in (begin, begin + length - 1))
+    rows = torch.arange(len(first), device=device)
+    zero = torch.zeros((), dtype=torch.int64, device=device)
+    sees_first = torch.as_tensor(mask_function(zero, zero, rows, first))
+    sees_last = torch.as_tensor(mask_function(zero, zero, rows, last))
+    return bool(sees_first.all() & sees_last.all())
+
+
+def shows(
+    documents: Documents,
+    mask_function: Callable[..., Any],
+    kind: LayerKind,
+    device: torch.device,
+) -> bool:
+    """Asks the mask at its borders: each row must see itself and the first key that its kind lets
+    it see, and neither the next row nor the key before that first one. Rows are asked for by
+    indices on ``device``, where the tensors of the mask are.
+
+    Transformers counts chunks by positions, or from the first row if it does not see that documents
+    are packed; the manifest says from where they are counted. So where no document is longer than
+    the chunk, only the row itself and the next are asked, as with windows.
+    """
+    segments = on_device(torch.tensor(documents.segments, dtype=torch.int64), device)
+    begin, _, length = segments.reshape(-1, 3).unbind(1)
+    start = begin.repeat_interleave(length)
+    rows = torch.arange(len(start), device=device)
+    zero = torch.zeros((), dtype=torch.int64, device=device)
+
+    def sees(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+        return torch.as_tensor(mask_function(zero, zero, queries, keys))
+
+    right = sees(rows, rows).all() & ~sees(rows[:-1], rows[1:]).any()
+    if kind.reach is not None and kind.reach >= documents.longest:
+        return bool(right)
+    first = start
+    if kind.window is not None:
+        first = torch.maximum(start, rows - kind.window + 1)
+    if kind.chunk is not None:
+        positions = documents.positions
+        is_packed = bool((positions.diff() != 1).any())
+        counted = positions.to(device) if is_packed else rows
+        first = torch.maximum(start, rows - counted % kind.chunk)
+    hidden = first > start
+    right = right & sees(rows, first).all() & ~sees(rows[hidden], first[hidden] - 1).any()
+    # One question to the device, which the mask may be on.
+    return bool(right)

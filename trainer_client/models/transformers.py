@@ -1,0 +1,449 @@
+"""Hugging Face transformers: importing this module registers ``attn_implementation="distca"``.
+
+The model's core attention is then served, with the documents of the current step's manifest. What
+the model hands over is checked against the manifest, and an argument that would change the result
+and is not supported raises by name: nothing is silently ignored.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import logging
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+
+from core_attention.host_copies import on_device
+from trainer_client.hooks.checkpointing import Checkpoints
+from trainer_client.hooks.graphs import outside_graphs, refuse_tracing
+from trainer_client.hooks.pipelining_dry_run import is_shape_inference, of_the_right_shape
+from trainer_client.models.at_home import (
+    HomeMask,
+    attend_at_home,
+    document_lengths,
+    is_at_home,
+)
+from trainer_client.models.document_check import (
+    IMPLEMENTATION,
+    LayerCall,
+    UnsupportedArgument,
+    UnsupportedModel,
+    check_documents,
+    check_of,
+    current_check,
+    has_attention_interface,
+    hook_before_forward,
+    is_served_model,
+    no_interface,
+)
+from trainer_client.models.documents import CHECKED, Documents
+from trainer_client.models.layer_kinds import (
+    check_causality,
+    check_kind,
+    mask_of,
+    refuse_short_window,
+    serves_windows,
+)
+from trainer_client.models.layer_masks import (
+    CAUSAL,
+    LayerMask,
+    current_documents,
+    distca_mask,
+    shows,
+)
+from trainer_client.models.probe import current_recorder
+from trainer_client.step.home_tasks import FULL
+from trainer_client.step.lane import Lane, require_lane
+from trainer_client.step.operation import core_attention
+from trainer_client.step.sinks import with_sinks
+from trainer_client.step.without_rows import needs_rows
+
+__all__ = [
+    "IMPLEMENTATION",
+    "UnsupportedArgument",
+    "UnsupportedModel",
+    "check_documents",
+    "distca_attention",
+    "distca_mask",
+]
+
+logger = logging.getLogger(__name__)
+
+_WITHOUT_EFFECT = (
+    # Sizes that follow from the documents, and settings of the model's outputs and its loss.
+    "max_length_q",
+    "max_length_k",
+    "cache_position",
+    "use_cache",
+    "output_hidden_states",
+    "output_router_logits",
+    "num_items_in_batch",
+    "logits_to_keep",
+    "return_dict",
+)
+_NEUTRAL: dict[str, Any] = {"output_attentions": False, "dropout": 0.0}
+"""Arguments that are supported with this one value only (or None)."""
+
+_NOT_PLANNED = Documents("the probe", [])
+"""In a probe only shapes are asked for."""
+
+
+@outside_graphs
+def distca_attention(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: Any,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    *,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Core attention of one layer, as transformers calls it.
+
+    Full layers are served. Layers with a window or with chunks are computed here, if the model has
+    full ones besides.
+
+    Args:
+        module: the model's attention module.
+        query: ``[1, num_heads, rows, head_dim]``.
+        key: ``[1, num_heads_kv, rows, head_dim]``.
+        value: ``[1, num_heads_kv, rows, head_dim_v]``.
+        attention_mask: see :func:`trainer_client.models.layer_masks.distca_mask`.
+        scaling: must be the session's softmax scale in a layer that is served.
+        dropout: must be 0.
+        sliding_window: must be the mask's.
+        softcap: must be the session's in a layer that is served.
+        s_aux: ``[num_heads]`` attention sinks.
+        kwargs: whatever else the model passes; see the module's text.
+
+    Returns:
+        o ``[1, rows, num_heads, head_dim_v]`` and no attention weights.
+
+    Raises:
+        UnsupportedArgument: an argument is not supported, or has an unsupported value.
+        ValueError: position_ids or cu_seq_lens do not match the manifest.
+        SessionError: no step is running.
+    """
+    refuse_tracing()
+    checkpoints = Checkpoints()
+    if is_shape_inference(checkpoints.recomputed):
+        q, k, v = (tensor.transpose(1, 2) for tensor in (query, key, value))
+        kind = attention_mask.kind if isinstance(attention_mask, LayerMask) else FULL
+        served = kind.is_full or serves_windows(module)
+        o, lse = of_the_right_shape(q, k, v, checkpoints, served=served)
+        return (o if s_aux is None else with_sinks(o, lse, s_aux)), None
+    if current_check.get() is None and is_at_home():
+        attend = functools.partial(attend_at_home, softcap=softcap or 0.0, sinks=s_aux)
+        told = attention_mask, scaling, dropout
+        return _at_home(attend, module, query, key, value, *told, kwargs), None
+    documents = _NOT_PLANNED if current_recorder.get() else current_documents()
+    asked = attention_mask if isinstance(attention_mask, LayerMask) else CAUSAL
+    mask = mask_of(module, asked, documents)
+    is_causal = getattr(module, "is_causal", True) and kwargs.pop("is_causal", None) is not False
+    unknown = None if isinstance(attention_mask, LayerMask) else attention_mask
+    _refuse_unsupported({**kwargs, "attention_mask": unknown, "dropout": dropout})
+    check_causality(module, mask, is_causal=is_causal)
+    check_kind(module, asked.kind, sliding_window, documents)
+    if query.shape[0] != 1:
+        raise UnsupportedArgument(
+            f"query has a batch of {query.shape[0]}; pack the documents of a nano-batch into one "
+            "row, [1, rows], with position_ids that restart at 0"
+        )
+    layer = LayerCall(asked.kind, softcap or 0.0, scaling, s_aux, mask)
+    query, key, value = _cast(module, query, key, value)
+    return _attend(module, query, key, value, layer, documents, kwargs), None
+
+
+def _at_home(
+    attend: Callable[..., torch.Tensor],
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: Any,
+    scaling: float | None,
+    dropout: float,
+    kwargs: dict[str, Any],
+) -> torch.Tensor:
+    """Attention by ``attend`` of rows that nobody has planned; what no mask tells is refused as
+    ever."""
+    _refuse_unsupported({name: value for name, value in kwargs.items() if name != "is_causal"})
+    if not getattr(module, "is_causal", True) or kwargs.get("is_causal") is False:
+        raise UnsupportedArgument(
+            f"{type(module).__name__} asks for attention that is not causal; attn_implementation="
+            "'distca' computes causal attention only where nothing was planned"
+        )
+    query, key, value = _cast(module, query, key, value)
+    lengths, positions = None, kwargs.get("position_ids")
+    if positions is not None and query.shape[0] == 1 and query.shape[2] == key.shape[2]:
+        if mask is None:
+            lengths = document_lengths(positions)
+        elif isinstance(mask, HomeMask):
+            if id(positions) not in mask.known:
+                mask.known[id(positions)] = positions, *_documents_at_home(mask, positions)
+            _, lengths, apart = mask.known[id(positions)]
+            mask = mask if apart is None else apart
+    return attend(module, query, key, value, mask, scaling, dropout, lengths)
+
+
+def _documents_at_home(
+    mask: HomeMask, positions: torch.Tensor
+) -> tuple[list[int] | None, torch.Tensor | None]:
+    """The documents' lengths, if ``mask`` hides later keys and other documents and nothing else;
+    or None. Then, if there are several, what ``mask`` shows within documents, whether the model
+    asked for that or not: gpt-oss tells only of the window."""
+    lengths = document_lengths(positions) if positions.numel() == mask.asked["q_length"] else None
+    if lengths is None or mask.pads:
+        return None, None
+    if mask.follows_documents:
+        function = mask.asked.get("mask_function")
+        begins = [0, *itertools.accumulate(lengths[:-1])]
+        documents = Documents("at home", [(b, 0, n) for b, n in zip(begins, lengths, strict=True)])
+        if function is None or shows(documents, function, FULL, positions.device):
+            return lengths, None
+    if len(lengths) == 1:
+        return None, None
+    if mask.tensor is None:
+        return lengths, None
+    document = on_device(torch.repeat_interleave(torch.tensor(lengths)), mask.tensor.device)
+    return None, mask.tensor & (document[:, None] == document)
+
+
+def _attend(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    layer: LayerCall,
+    documents: Documents,
+    told: dict[str, Any],
+) -> torch.Tensor:
+    """In a probe, a check or a step: o ``[1, rows, num_heads, head_dim_v]``.
+
+    Args:
+        layer: what the module asks for.
+        documents: of the nano-batch.
+        told: arguments of the call, those that tell of documents among them.
+    """
+    recorder = current_recorder.get()
+    if recorder is None:
+        documents.check(told)
+        if (check := current_check.get()) is not None:
+            return check.attend(module, query, key, value, layer)
+    q, k, v = (tensor[0].transpose(0, 1).contiguous() for tensor in (query, key, value))
+    kind = FULL if serves_windows(module) else layer.kind
+    if recorder is not None:
+        return recorder.call(
+            q, k, v, layer.scaling, softcap=layer.softcap, mask=layer.mask, kind=kind
+        )[None]
+    if documents.is_of_row:
+        raise UnsupportedModel(
+            f"{type(module).__name__} calls core attention beside the layers among which the row "
+            "is split: what a model computes there, such as a tower of pictures, is not served. "
+            "Give it another implementation when it is loaded, as in attn_implementation="
+            "{'text_config': 'distca', 'vision_config': 'sdpa'}"
+        )
+    lane = require_lane()
+    _refuse_unproven(module, documents)
+    _refuse_cached_keys(module, q, k)
+    scale = None
+    if kind.is_full:
+        refuse_short_window(module, layer.kind, documents)
+        _check_scale(lane, layer.scaling, module)
+        _check_rule(lane, layer, module)
+        _check_dtype(lane, query)
+    else:
+        scale = q.shape[-1] ** -0.5 if layer.scaling is None else layer.scaling
+    return core_attention(
+        q,
+        k,
+        v,
+        window=kind.window,
+        chunk=kind.chunk,
+        sinks=layer.sinks,
+        softcap=layer.softcap,
+        scale=scale,
+    )[None]
+
+
+def _refuse_cached_keys(module: nn.Module, q: torch.Tensor, k: torch.Tensor) -> None:
+    """Of rows ``[rows, heads, head_dim]``."""
+    if len(k) > len(q):
+        raise UnsupportedArgument(
+            f"{type(module).__name__} attends from {len(q)} rows to the keys of {len(k)}: a cache "
+            "has brought those of an earlier call, or of this one where an activation checkpoint "
+            "runs it again. Give the model use_cache=False: a step's rows hold all of its keys"
+        )
+
+
+def _refuse_unsupported(arguments: dict[str, Any]) -> None:
+    refused = {
+        name: value
+        for name, value in arguments.items()
+        if value is not None
+        and name not in CHECKED
+        and name not in _WITHOUT_EFFECT
+        and not (name in _NEUTRAL and value == _NEUTRAL[name])
+    }
+    if refused:
+        shown = ", ".join(f"{name}={_short(value)}" for name, value in sorted(refused.items()))
+        raise UnsupportedArgument(
+            f"attn_implementation='distca' does not support {shown}; it computes attention within "
+            "documents, without dropout. Turn the feature off in the model's config, or "
+            "use another implementation"
+        )
+
+
+def _short(value: Any) -> str:
+    return f"tensor{tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
+
+
+def _check_scale(lane: Lane, scaling: float | None, module: nn.Module) -> None:
+    scale = lane.running.job.scale
+    if scaling is not None and abs(scaling - scale) > 1e-6 * scale:
+        raise UnsupportedArgument(
+            f"{type(module).__name__} scales by {scaling}, the session by {scale}; open the "
+            f"session with softmax_scale={scaling}"
+        )
+
+
+def _check_rule(lane: Lane, layer: LayerCall, module: nn.Module) -> None:
+    shape = lane.running.job.shape
+    if not math.isclose(layer.softcap, shape.softcap, rel_tol=1e-6):
+        raise UnsupportedArgument(
+            f"{type(module).__name__} caps its scores by softcap={layer.softcap}, the session's "
+            f"servers by {shape.softcap}; open the session with "
+            f"shape=AttentionShape(..., softcap={layer.softcap})"
+        )
+    if layer.mask is not shape.mask:
+        raise UnsupportedArgument(
+            f"the attention of {type(module).__name__} is {layer.mask.name}, the session's "
+            f"{shape.mask.name}; open the session with shape=AttentionShape(..., "
+            f"mask=MaskKind.{layer.mask.name})"
+        )
+
+
+def _refuse_unproven(module: nn.Module, documents: Documents) -> None:
+    check = check_of(module)
+    if check is None:
+        raise UnsupportedModel(
+            f"nothing shows that the model of this {type(module).__name__} keeps documents apart: "
+            "its weights were sharded before its first step, or its attention modules were put in "
+            "later. Call trainer_client.models.transformers."
+            "check_documents(model) before it is sharded (or on all ranks together) and before "
+            "its first step"
+        )
+    if check.fault and not documents.is_one_from_its_start:
+        raise UnsupportedModel(
+            f"{documents.where} holds segments of lengths {documents.lengths[:8]}, and the model "
+            f"of {type(module).__name__} can have one whole document in a nano-batch only: "
+            f"{check.fault}. Give each nano-batch one document that is whole on its rank"
+        )
+    if missing := sorted(check.needs - documents.told):
+        raise UnsupportedArgument(
+            f"{documents.where}: the model of {type(module).__name__} was called without "
+            f"{', '.join(missing)}, so that its documents cannot be compared with the manifest; "
+            "call it with position_ids that restart at 0 in every document"
+            + (f", and with {', '.join(missing)}" if missing != ["position_ids"] else "")
+        )
+
+
+def _cast(module: nn.Module, *tensors: torch.Tensor) -> list[torch.Tensor]:
+    """As ``scaled_dot_product_attention`` does: under autocast all in its dtype, but for float64.
+    Gradients come back in the tensors' own dtypes."""
+    kind = tensors[0].device.type
+    if torch.is_autocast_enabled(kind):
+        dtype = torch.get_autocast_dtype(kind)
+        return [t if t.dtype is torch.float64 else t.to(dtype) for t in tensors]
+    if len({tensor.dtype for tensor in tensors}) > 1:
+        shown = ", ".join(
+            f"{name} {_dtype(tensor)}"
+            for name, tensor in zip(("query", "key", "value"), tensors, strict=True)
+        )
+        raise UnsupportedArgument(
+            f"{type(module).__name__} hands over {shown}: the model's weights are of several "
+            "dtypes, or it computes parts in float32. Run its forward inside torch.autocast, or "
+            "convert the whole model with .to(dtype)"
+        )
+    return list(tensors)
+
+
+def _check_dtype(lane: Lane, query: torch.Tensor) -> None:
+    dtype = lane.running.job.shape.dtype
+    if _dtype(query) == dtype:
+        return
+    if torch.is_autocast_enabled(query.device.type):
+        raise UnsupportedArgument(
+            f"torch.autocast computes attention in {_dtype(query)}, and the session was opened "
+            f"with {dtype}; open it with shape=AttentionShape(..., dtype={_dtype(query)!r}) in "
+            "SessionOptions, or turn autocast off"
+        )
+    raise UnsupportedArgument(
+        f"the model computes attention in {_dtype(query)}, and the session was opened with "
+        f"{dtype}; open it with shape=AttentionShape(..., dtype={_dtype(query)!r}) in "
+        f"SessionOptions, or convert the model with .to(torch.{dtype})"
+    )
+
+
+def _dtype(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def _watch_models() -> None:
+    """Every model that asks for the implementation is refused if its class cannot have it, and
+    else gets the hook that checks it.
+
+    Transformers has no hook for that. It asks this method, of every model that it builds or that is
+    given another implementation, whether the implementation will do.
+    """
+    original = PreTrainedModel.get_correct_attn_implementation
+
+    @functools.wraps(original)
+    def watched(
+        self: PreTrainedModel, requested_attention: str | None, *args: Any, **kwargs: Any
+    ) -> str:
+        if requested_attention == IMPLEMENTATION:
+            if _is_tower(self):
+                # Its own default: its rows are of pictures or sounds, which no manifest has.
+                own: str = original(self, None, *args, **kwargs)
+                logger.info("%s computes its attention itself, by %r", type(self).__name__, own)
+                return own
+            if _is_language_model(self) and not has_attention_interface(type(self)):
+                raise UnsupportedModel(
+                    f"{type(self).__name__} cannot be served: {no_interface(self.config)}"
+                )
+            hook_before_forward(self)
+        correct: str = original(self, requested_attention, *args, **kwargs)
+        return correct
+
+    untyped: Any = PreTrainedModel
+    untyped.get_correct_attn_implementation = watched
+
+
+def _is_language_model(model: PreTrainedModel) -> bool:
+    """Not a vision or audio tower, nor what holds one: those may compute attention otherwise."""
+    return model.main_input_name == "input_ids" and model.config.get_text_config() is model.config
+
+
+def _is_tower(model: PreTrainedModel) -> bool:
+    """Whether the model encodes pictures or sounds and knows no tokens. A tower with the config of
+    the whole model, such as Whisper's encoder, cannot have an implementation of its own."""
+    modalities = model.input_modalities
+    of_text = ({modalities} if isinstance(modalities, str) else set(modalities)) == {"text"}
+    return not of_text and getattr(model.config.get_text_config(), "vocab_size", None) is None
+
+
+needs_rows.append(is_served_model)
+AttentionInterface.register(IMPLEMENTATION, distca_attention)
+AttentionMaskInterface.register(IMPLEMENTATION, outside_graphs(distca_mask))
+_watch_models()

@@ -1,0 +1,1 @@
+"""A row or microbatch in two nano-batches that take turns."""
