@@ -145,6 +145,7 @@ lint: $(INSTALLED)
 	@$(BIN)/ruff check .
 	@$(BIN)/mypy .
 	@$(BIN)/lint-imports --no-cache --no-logo
+	@$(BIN)/python -m tools.prose
 	@$(BIN)/hadolint docker/Dockerfile tests/deploy/test-images.Dockerfile
 	@$(BIN)/check-jsonschema --quiet --builtin-schema vendor.github-workflows .github/workflows/*.yml
 
