@@ -19,8 +19,8 @@ from core_attention.kernels.protocol import Kernel
 from core_attention.kernels.row_dots import row_dots
 from core_attention.manifest import Manifest, RankManifest, Segment
 from core_attention.message import reply_layout, request_layout
-from core_attention.message_rows import Tensors, message_rows
-from core_attention.message_views import message_views
+from core_attention.message_rows import message_rows
+from core_attention.message_views import Tensors, message_views
 from core_attention.plan import Plan, PlanServer
 from core_attention.routing import PairRoute
 from core_attention.shape import AttentionShape

@@ -18,7 +18,7 @@ import typer
 from attention_node.capacity import rows_within
 from core_attention.shape import AttentionShape, parse_shape
 from data_plane.interfaces import OWN_ADDRESS, rows_host, take_own_address
-from data_plane.transports import TransportName, check_transport
+from data_plane.transport import TransportName, check_transport
 from distca.contract.addresses import hosts_of
 from distca.contract.checks import check_host, check_least, check_port, check_seconds
 from distca.contract.identity import check_name

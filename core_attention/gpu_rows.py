@@ -17,7 +17,7 @@ import triton.language as tl  # type: ignore[import-not-found,import-untyped,unu
 
 from core_attention.host_copies import on_device
 from core_attention.message import MessageLayout
-from core_attention.message_rows import LibraryMessageRows, Tensors, section_rows
+from core_attention.message_views import LibraryMessageRows, Tensors, section_rows
 from core_attention.shape import DTYPE_BYTES
 
 BLOCK_ROWS = 4

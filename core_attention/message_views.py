@@ -1,10 +1,17 @@
-"""Tensors inside a message buffer."""
+"""Tensors inside a message, and the rows that library calls put there and take out."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
 
 import torch
 
 from core_attention.message import MessageLayout
+
+Tensors = Mapping[str, torch.Tensor]
+
+_OF_KEYS = frozenset({"k", "v", "dk", "dv"})
+"""Sections with the rows of keys; the others have those of queries."""
 
 
 def message_views(buffer: torch.Tensor, layout: MessageLayout) -> dict[str, torch.Tensor]:
@@ -28,3 +35,44 @@ def message_views(buffer: torch.Tensor, layout: MessageLayout) -> dict[str, torc
             raw = buffer[section.begin_bytes : section.end_bytes]
             views[section.name] = raw.view(dtype).view(section.shape)
     return views
+
+
+def section_rows(name: str, q_rows: torch.Tensor, kv_rows: torch.Tensor) -> torch.Tensor:
+    """The packed rows of a section."""
+    return kv_rows if name in _OF_KEYS else q_rows
+
+
+class LibraryMessageRows:
+    """Implements ``message_rows.MessageRows`` with calls of the tensor library, on any device.
+
+    Args:
+        request, reply: layouts.
+        q_rows, kv_rows: int64 packed rows in message order, on the device of the tensors.
+    """
+
+    def __init__(
+        self,
+        request: MessageLayout,
+        reply: MessageLayout,
+        q_rows: torch.Tensor,
+        kv_rows: torch.Tensor,
+    ) -> None:
+        self._request = request
+        self._reply = reply
+        self._q_rows = q_rows
+        self._kv_rows = kv_rows
+
+    def pack(self, message: torch.Tensor, inputs: Tensors) -> None:
+        """See ``message_rows.MessageRows``."""
+        for name, view in message_views(message, self._request).items():
+            rows = section_rows(name, self._q_rows, self._kv_rows)
+            torch.index_select(inputs[name], 0, rows, out=view)
+
+    def unpack(self, message: torch.Tensor, outputs: Tensors, gradients: Tensors) -> None:
+        """See ``message_rows.MessageRows``."""
+        for name, view in message_views(message, self._reply).items():
+            rows = section_rows(name, self._q_rows, self._kv_rows)
+            if name in gradients:
+                gradients[name].index_add_(0, rows, view.to(torch.float32))
+            else:
+                outputs[name].index_copy_(0, rows, view)

@@ -11,15 +11,15 @@ import threading
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final, TypeAlias
 
 import torch
 
 from data_plane import device_memory
 from data_plane.arena import Arena, Place
 
-if TYPE_CHECKING:
-    from data_plane.transport import BufferAllocator
+BufferAllocator: TypeAlias = Callable[[int], torch.Tensor]
+"""Allocates so many bytes of memory behind a pool: of the host, or plain memory of a device."""
 
 ALIGNMENT_BYTES: Final = 256
 """Start of every buffer: what CUDA's vector loads and the kernels' tiles ask for."""

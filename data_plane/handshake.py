@@ -9,7 +9,6 @@ import logging
 import struct
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING
 
 from data_plane.greeting import BadGreeting, Greeting, Status
 from data_plane.proof import (
@@ -29,12 +28,10 @@ from data_plane.transport import (
     AcceptCallback,
     AddressesDiffer,
     ClaimRefused,
+    Connection,
     HandshakeRejected,
     ProofFailed,
 )
-
-if TYPE_CHECKING:
-    from data_plane.base_connection import BaseConnection
 
 logger = logging.getLogger(__name__)
 
@@ -91,9 +88,7 @@ class ListenerHandshake:
         self._nonce = new_nonce()
         self.challenge = Greeting(status=Status.CHALLENGE, body=self._nonce)
 
-    def judge(
-        self, accept: AcceptCallback, greeting: Greeting, connection: BaseConnection
-    ) -> Verdict:
+    def judge(self, accept: AcceptCallback, greeting: Greeting, connection: Connection) -> Verdict:
         """Asks ``accept`` about the client's answer to the challenge."""
         try:
             claim = _decode_hello(greeting, self._nonce, self._ends)

@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from typing import TYPE_CHECKING, Final
+from typing import Final, Protocol
 
-if TYPE_CHECKING:
-    from data_plane.base_connection import BaseConnection
-    from data_plane.owner_thread import Timer
+from data_plane.owner_thread import OwnerThread, Timer
 
 # Tags of the control channel, beside those of the close notice and of the probe.
 PING_TAG: Final = 32
@@ -30,6 +28,26 @@ SHARE_OF_MEASURED_RATE: Final = 0.25
 SUSPENDED_SECONDS = 1.0
 """A deadline that is looked at so much too late: this process itself was stopped meanwhile, and
 answers may wait unread."""
+
+
+class Pinged(Protocol):
+    """The connection as its pings need it."""
+
+    @property
+    def worker(self) -> OwnerThread: ...
+
+    @property
+    def closed(self) -> bool: ...
+
+    @property
+    def greeted(self) -> bool: ...
+
+    @property
+    def moving_bytes(self) -> int: ...
+
+    def send_control(self, operation: int, payload: bytes) -> None: ...
+
+    def lose_silent_peer(self, seconds: float) -> None: ...
 
 
 class Pings:
@@ -49,7 +67,7 @@ class Pings:
         last_heard: ``time.monotonic()`` when something of the peer last arrived.
     """
 
-    def __init__(self, connection: BaseConnection, slowest_bytes_per_second: float) -> None:
+    def __init__(self, connection: Pinged, slowest_bytes_per_second: float) -> None:
         self._connection = connection
         self._slowest_bytes_per_second = slowest_bytes_per_second
         self._rates: deque[float] = deque(maxlen=RECENT_MESSAGES)

@@ -24,12 +24,32 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    import torch
-
     from data_plane.buffer_pool import PooledBuffer
 
 MAX_TAG = 2**63 - 1
 MAX_HELLO_BYTES = 64 * 1024
+
+
+class TransportName(StrEnum):
+    """What moves the bytes; the same in all processes of a job. ``auto`` stands for one of the
+    others, as ``data_plane.transports.resolve_transport`` chooses."""
+
+    AUTO = "auto"
+    UCXX = "ucxx"
+    NIXL = "nixl"
+
+
+def check_transport(name: str) -> TransportName:
+    """Returns the transport called ``name``.
+
+    Raises:
+        ValueError: there is none.
+    """
+    try:
+        return TransportName(name)
+    except ValueError:
+        valid = ", ".join(repr(str(each)) for each in TransportName)
+        raise ValueError(f"transport is {name!r}; valid: {valid}") from None
 
 
 class TransferState(StrEnum):
@@ -387,9 +407,3 @@ class Transport(Protocol):
 
     def close(self, timeout_seconds: float = 5.0) -> None:
         """Closes listener and connections, waits for the owner thread. Idempotent."""
-
-
-class BufferAllocator(Protocol):
-    """Allocates the memory behind a buffer pool: host memory, or plain device memory."""
-
-    def __call__(self, nbytes: int) -> torch.Tensor: ...

@@ -6,10 +6,9 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 from typing import Final
 
-from data_plane.nixl.agent import INSTALL
 from data_plane.rdma import RdmaPort
-from data_plane.transport_facts import TransportFacts
-from data_plane.transports import TransportName
+from data_plane.transport import TransportName
+from data_plane.transport_facts import INSTALL_NIXL, TransportFacts
 
 _PREFERRED: Final = (TransportName.UCXX, TransportName.NIXL)
 
@@ -84,14 +83,14 @@ def choose_transport(
         ImportError: no library is installed, or none that the peers use.
     """
     if not facts.installed:
-        raise ImportError(f"neither ucxx nor nixl is installed: {_INSTALL_UCXX}, or {INSTALL}")
+        raise ImportError(f"neither ucxx nor nixl is installed: {_INSTALL_UCXX}, or {INSTALL_NIXL}")
     own = _choose_alone(facts, one_host=one_host)
     if not peers or own.name in peers:
         return own
     theirs = " and ".join(sorted(peers))
     possible = [name for name in sorted(peers) if name in facts.installed]
     if not possible:
-        advice = INSTALL if TransportName.NIXL in peers else _INSTALL_UCXX
+        advice = INSTALL_NIXL if TransportName.NIXL in peers else _INSTALL_UCXX
         raise ImportError(f"the servers of the pool use {theirs}, which is not installed: {advice}")
     return _follow(possible[0], own, facts, one_host=one_host)
 
@@ -181,7 +180,7 @@ def _of_library(facts: TransportFacts, name: TransportName) -> tuple[Obstacle, .
             return (Obstacle("the UCX of ucxx has no verbs", _SYSTEM_UCX),)
         return ()
     if not installed:
-        return (Obstacle("nixl is not installed", INSTALL),)
+        return (Obstacle("nixl is not installed", INSTALL_NIXL),)
     ports = [port for port in facts.wanted_ports if port.opens] or facts.wanted_ports
     if ports and not any(port.is_mlx5 for port in ports):
         drivers = ", ".join(sorted({port.driver or port.device for port in ports}))

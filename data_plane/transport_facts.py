@@ -8,11 +8,16 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Final
 
-from data_plane.nixl.agent import NIXL_PACKAGES
 from data_plane.rdma import MIN_LOCKED_BYTES, RdmaPort, locked_bytes_limit, rdma_ports
-from data_plane.transports import TransportName
+from data_plane.transport import TransportName
 from data_plane.ucx_modules import ucx_modules
+
+NIXL_PACKAGES: Final = ("nixl_cu13", "nixl_cu12", "nixl")
+"""The library's names, one for each version of CUDA."""
+
+INSTALL_NIXL: Final = "pip install 'distca[nixl-cu13]' (or nixl-cu12)"
 
 _RDMA_TLS = ("ib", "rc", "dc", "ud", "srd", "all", "*")
 """Beginnings of the names in UCX_TLS that stand for RDMA."""

@@ -6,26 +6,16 @@ import logging
 import threading
 from collections.abc import Collection
 from dataclasses import replace
-from enum import StrEnum
 from typing import TYPE_CHECKING
 
-from data_plane.transport import Transport
+from data_plane.transport import Transport, TransportName, check_transport
+from data_plane.transport_choice import TransportChoice, choose_transport, named_transport
+from data_plane.transport_facts import transport_facts
 
 if TYPE_CHECKING:
     from data_plane.metrics import DataPlaneMetrics
-    from data_plane.transport_choice import TransportChoice
-
 
 logger = logging.getLogger(__name__)
-
-
-class TransportName(StrEnum):
-    """What moves the bytes; the same in all processes of a job. ``auto`` stands for one of the
-    others, as :func:`resolve_transport` chooses."""
-
-    AUTO = "auto"
-    UCXX = "ucxx"
-    NIXL = "nixl"
 
 
 class _Loaded:
@@ -55,19 +45,6 @@ class _Loaded:
 _LOADED = _Loaded()
 
 
-def check_transport(name: str) -> TransportName:
-    """Returns the transport called ``name``.
-
-    Raises:
-        ValueError: there is none.
-    """
-    try:
-        return TransportName(name)
-    except ValueError:
-        valid = ", ".join(repr(str(each)) for each in TransportName)
-        raise ValueError(f"transport is {name!r}; valid: {valid}") from None
-
-
 def resolve_transport(
     name: str, *, one_host: bool, peers: Collection[TransportName] = ()
 ) -> TransportChoice:
@@ -82,9 +59,6 @@ def resolve_transport(
         ValueError: no such transport.
         ImportError: ``name`` is ``auto``, and no library fits that is installed.
     """
-    from data_plane.transport_choice import choose_transport, named_transport
-    from data_plane.transport_facts import transport_facts
-
     given = check_transport(name)
     facts = transport_facts()
     if given is TransportName.AUTO and _LOADED.name is not None:

@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from data_plane.nixl.agent import NIXL_PACKAGES
+from data_plane.transport_facts import NIXL_PACKAGES
 
 ROOT = Path(__file__).resolve().parent.parent
 

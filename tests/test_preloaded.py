@@ -12,7 +12,7 @@ from types import ModuleType
 
 import pytest
 
-from data_plane.nixl.agent import NIXL_PACKAGES
+from data_plane.transport_facts import NIXL_PACKAGES
 from tests.preloaded import ROOT, preloaded_modules, run, start
 
 SECONDS = 60.0

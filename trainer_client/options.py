@@ -16,7 +16,7 @@ from core_attention.pipelining import Pipelining
 from core_attention.shape import AttentionShape
 from core_attention.tick import MAX_LAYERS, MAX_NANO_BATCHES
 from data_plane.interfaces import OWN_ADDRESS, take_own_address
-from data_plane.transports import TransportName, check_transport
+from data_plane.transport import TransportName, check_transport
 from distca.contract.addresses import hosts_of
 from distca.contract.checks import (
     check_bool,

@@ -22,16 +22,12 @@ from typing import TYPE_CHECKING, Any, Final
 
 from data_plane.nixl.settings import NixlSettings
 from data_plane.process_sockets import listening_ports
+from data_plane.transport_facts import INSTALL_NIXL, NIXL_PACKAGES
 
 if TYPE_CHECKING:
     import torch
 
 logger = logging.getLogger(__name__)
-
-INSTALL: Final = "pip install 'distca[nixl-cu13]' (or nixl-cu12)"
-
-NIXL_PACKAGES: Final = ("nixl_cu13", "nixl_cu12", "nixl")
-"""The library's names, one for each version of CUDA."""
 
 HOST: Final = -1
 """In place of a GPU's index."""
@@ -54,7 +50,7 @@ def import_nixl() -> Any:
         except ModuleNotFoundError as error:
             if error.name != name:
                 raise
-    raise ImportError(f"the nixl transport needs the nixl library: {INSTALL}")
+    raise ImportError(f"the nixl transport needs the nixl library: {INSTALL_NIXL}")
 
 
 def nixl_errors(library: Any) -> tuple[type[Exception], ...]:

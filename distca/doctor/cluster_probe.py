@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import grpc
 
-from data_plane.transports import TransportName
+from data_plane.transport import TransportName
 from distca.contract.rpc import RpcSettings, open_channel, wait_until_ready
 from distca.contract.rpc_errors import PermissionDenied, RpcError
 from distca.top.snapshot import Snapshot, snapshot_from

@@ -8,8 +8,13 @@ from contextlib import ExitStack
 
 from core_attention.shape import AttentionShape
 from data_plane.interfaces import addresses_of
-from data_plane.transport import Address, HandshakeRejected, ProbeResult, TransportError
-from data_plane.transports import TransportName
+from data_plane.transport import (
+    Address,
+    HandshakeRejected,
+    ProbeResult,
+    TransportError,
+    TransportName,
+)
 from distca.contract.addresses import split_address
 from distca.contract.rpc_errors import RpcError
 from distca.doctor.finding import Finding, failed, passed, warned

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 
-from data_plane.transport import Address, Claim, Connection
-from data_plane.transports import TransportName, check_transport, open_transport
+from data_plane.transport import Address, Claim, Connection, TransportName, check_transport
+from data_plane.transports import open_transport
 from distca import __version__
 from distca.process.interrupt import StopRequest
 

@@ -13,8 +13,7 @@ import typer
 
 from core_attention.shape import AttentionShape, parse_shape
 from data_plane.interfaces import OWN_ADDRESS, own_address, rows_host
-from data_plane.transport import Address
-from data_plane.transports import TransportName, check_transport
+from data_plane.transport import Address, TransportName, check_transport
 from distca.contract.addresses import split_address
 from distca.contract.checks import check_host, check_least, check_seconds
 from distca.contract.timeouts import default_seconds

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
+from data_plane.transport import TransportName
 from data_plane.transport_choice import TransportChoice, choose_transport, named_transport
 from data_plane.transport_facts import TransportFacts, transport_facts
-from data_plane.transports import TransportName
 from distca.contract.addresses import hosts_of
 from distca.doctor.cluster_probe import ClusterProbe
 from distca.doctor.settings import DoctorSettings

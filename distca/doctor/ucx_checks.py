@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
+from data_plane.transport import TransportName
 from data_plane.transport_choice import TransportChoice
-from data_plane.transports import TransportName
 from distca.doctor.finding import Finding, failed, passed, warned
 from distca.doctor.surroundings import Surroundings
 from distca.doctor.ucx_library import nixl_version, ucx_version

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 
-from data_plane.transports import TransportName
+from data_plane.transport import TransportName
 from distca.errors import MissingPackageError
 from distca.shown_errors import EXTRAS
 

@@ -9,7 +9,7 @@ from typing import Annotated, ClassVar
 
 import typer
 
-from data_plane.transports import TransportName
+from data_plane.transport import TransportName
 from distca.contract.checks import check_least
 from distca.contract.identity import check_name
 from distca.run_folder import RunFolder

@@ -14,7 +14,7 @@ import typer
 
 from core_attention.tick import MAX_NANO_BATCHES
 from data_plane.interfaces import OWN_ADDRESS, rows_host, source_towards
-from data_plane.transports import TransportName
+from data_plane.transport import TransportName
 from distca.contract.addresses import hosts_of
 from distca.contract.checks import (
     check_host,

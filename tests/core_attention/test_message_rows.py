@@ -8,13 +8,8 @@ import torch
 
 from core_attention.ca_task import Phase
 from core_attention.message import CHECKSUM_BYTES, MessageLayout, reply_layout, request_layout
-from core_attention.message_rows import (
-    LibraryMessageRows,
-    MessageRows,
-    message_rows,
-    runs_triton,
-)
-from core_attention.message_views import message_views
+from core_attention.message_rows import MessageRows, message_rows, runs_triton
+from core_attention.message_views import LibraryMessageRows, message_views
 from core_attention.routing import PairRoute
 from core_attention.shape import AttentionShape
 

@@ -16,12 +16,11 @@ import psutil
 import pytest
 import torch
 
-from data_plane.buffer_pool import BufferPool, PooledBuffer, host_allocator
+from data_plane.buffer_pool import BufferAllocator, BufferPool, PooledBuffer, host_allocator
 from data_plane.transport import (
     MAX_HELLO_BYTES,
     MAX_TAG,
     Address,
-    BufferAllocator,
     ConnectFailed,
     Connection,
     HandshakeRejected,

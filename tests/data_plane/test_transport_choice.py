@@ -13,9 +13,9 @@ import pytest
 
 from data_plane import transport_facts as facts_module
 from data_plane.rdma import MIN_LOCKED_BYTES, RdmaPort, locked_bytes_limit, rdma_ports
+from data_plane.transport import TransportName
 from data_plane.transport_choice import choose_transport, named_transport, obstacles
 from data_plane.transport_facts import TransportFacts, transport_facts
-from data_plane.transports import TransportName
 from data_plane.ucx_modules import ucx_modules
 from data_plane.ucxx.settings import UcxxSettings
 from tests.rdma_machine import add_rdma_device

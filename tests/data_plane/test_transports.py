@@ -14,14 +14,10 @@ from core_attention.shape import AttentionShape
 from data_plane import transports
 from data_plane.metrics import DataPlaneMetrics
 from data_plane.rdma import rdma_ports
+from data_plane.transport import TransportName, check_transport
 from data_plane.transport_choice import choose_transport
 from data_plane.transport_facts import TransportFacts, transport_facts
-from data_plane.transports import (
-    TransportName,
-    check_transport,
-    open_transport,
-    resolve_transport,
-)
+from data_plane.transports import open_transport, resolve_transport
 from distca.doctor.responder import ResponderSettings
 from distca.doctor.settings import DoctorSettings
 from tests.rdma_machine import add_rdma_device
@@ -74,7 +70,7 @@ def rdma_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A container on a machine with InfiniBand that was given no device."""
     root = add_rdma_device(tmp_path, verbs=False)
     facts = partial(transport_facts, root, {})
-    monkeypatch.setattr("data_plane.transport_facts.transport_facts", facts)
+    monkeypatch.setattr("data_plane.transports.transport_facts", facts)
 
 
 @pytest.mark.usefixtures("rdma_machine")
@@ -108,7 +104,7 @@ def test_auto_stays_with_what_the_process_has_opened(
     """A second session of a process cannot open another library."""
     open_transport("ucxx", device="cpu", one_host=True).close()
     facts = TransportFacts(ports=rdma_ports(add_rdma_device(tmp_path)))
-    monkeypatch.setattr("data_plane.transport_facts.transport_facts", lambda: facts)
+    monkeypatch.setattr("data_plane.transports.transport_facts", lambda: facts)
     assert choose_transport(facts, one_host=False).name == TransportName.NIXL
     assert resolve_transport("auto", one_host=False).name == TransportName.UCXX
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from data_plane.buffer_pool import device_allocator
-from data_plane.transport import BufferAllocator, PeerReset, Transport
+from data_plane.buffer_pool import BufferAllocator, device_allocator
+from data_plane.transport import PeerReset, Transport
 from data_plane.ucxx.settings import UcxxSettings
 from data_plane.ucxx.transport import UcxxTransport
 from tests.data_plane.conformance import TransportConformance

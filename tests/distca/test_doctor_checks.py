@@ -24,8 +24,7 @@ from core_attention.kernels.cpu import CpuKernel
 from core_attention.kernels.launcher import LauncherError
 from core_attention.shape import AttentionShape
 from data_plane import transport_facts
-from data_plane.transport import Address, ProbeResult
-from data_plane.transports import TransportName
+from data_plane.transport import Address, ProbeResult, TransportName
 from distca import __version__
 from distca.doctor import cluster_checks, device_checks
 from distca.doctor.cluster_checks import compare_versions, judge_clock

@@ -18,8 +18,7 @@ import grpc
 import pytest
 from prometheus_client import CollectorRegistry, Gauge, start_http_server
 
-from data_plane.transport import Address
-from data_plane.transports import TransportName
+from data_plane.transport import Address, TransportName
 from distca.contract.timeouts import default_seconds
 from distca.doctor.endpoint import ClientFiles, Speaks, listen_to
 from distca.doctor.examination import CHECKS

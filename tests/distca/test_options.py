@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from data_plane.transports import TransportName
+from data_plane.transport import TransportName
 from distca.contract.settings import IntegritySettings
 from distca.data.settings import DataSettings
 from distca.options import Read, as_arguments, options_from

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from data_plane.buffer_pool import device_allocator
+from data_plane.buffer_pool import BufferAllocator, device_allocator
 from data_plane.nixl.settings import NixlSettings
 from data_plane.nixl.transport import NixlTransport
-from data_plane.transport import BufferAllocator, PeerReset, Transport
+from data_plane.transport import PeerReset, Transport
 from tests.data_plane.conformance import TransportConformance
 
 pytestmark = pytest.mark.nixl

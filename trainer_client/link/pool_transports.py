@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import threading
 
+from data_plane.transport import TransportName
 from data_plane.transport_choice import TransportChoice
-from data_plane.transports import TransportName, resolve_transport
+from data_plane.transports import resolve_transport
 from distca.contract import rpc
 from distca.contract.reconnect import Addresses, reach
 from trainer_client.link.contact import RankContact

@@ -17,7 +17,8 @@ from unittest import mock
 import torch
 
 from attention_node.cuda_order import launched_work
-from core_attention.message_rows import MessageRows, Tensors, message_rows
+from core_attention.message_rows import MessageRows, message_rows
+from core_attention.message_views import Tensors
 from data_plane.buffer_pool import BufferPool, PooledBuffer
 from data_plane.transport import Transfer
 from data_plane.ucxx.connection import UcxxConnection
