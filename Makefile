@@ -1,8 +1,10 @@
 # Everything needs Python 3.11 or newer as python3; the rest is installed into .venv.
 #
 #   make demo     train with core attention on attention nodes, then in place, both verified
-#   make test     all tests but those of whole models, chart, images and faults
-#   make test-training  whole models and jobs, pipelines and loops of libraries; 25 minutes
+#   make check    the inner loop: lint and tests/unit; two minutes
+#   make test     tests/unit and tests/service
+#   make test-cluster  tests/cluster: test-training, test-faults and test-frameworks
+#   make test-training  whole models and jobs, pipelines and loops of libraries
 #   make test-faults  whole jobs under faults and attacks, in a short form; 8 minutes
 #   make lint     formatting, linter, types, floors
 #   make format   formats the code and repairs what the linter can
@@ -57,7 +59,7 @@ DEMO_EXTRAS ?= trainer,node,ucxx-cu13
 # step costs as much as the step.
 DEMO := --verify --verify-every 4 --steps 12 --span-ranks --min-backward-tokens 128 --overwrite
 
-.PHONY: help demo planners test test-training test-nixl test-frameworks test-gpu test-gpu-loops lint format stubs chart chart-tools chart-readme metrics-page configuration-page images push image-names constraints deploy-test deploy-test-cuda alerts-test kind-test chaos soak install clean
+.PHONY: help demo planners check test test-unit test-cluster test-training test-faults test-nixl test-frameworks test-gpu test-gpu-loops lint format stubs chart chart-tools chart-readme metrics-page configuration-page images push image-names constraints deploy-test deploy-test-cuda alerts-test kind-test chaos soak install clean
 .DEFAULT_GOAL := help
 
 # The command must know BuildKit: Docker 23 or newer, or 20.10 with DOCKER_BUILDKIT=1.
@@ -93,30 +95,36 @@ planners: $(INSTALLED)
 	@$(BIN)/python -c 'from control_plane.planner.planners import PLANNERS, prepare; \
 	  [prepare(planner) for planner in PLANNERS.values()]'
 
+check: lint test-unit
+
+test-unit: $(INSTALLED)
+	@$(BIN)/python -m pytest tests/unit --numprocesses=2 --dist=loadscope $(PYTEST)
+
 # Each process runs whole modules, which share servers. There are three of them for two cores: a fifth
 # of the time tests wait, for leases, deadlines and other processes.
-# Up to three tests that fail beside others run once more, alone: see tools/run_tests.py.
 test: planners
-	@$(BIN)/python -m tools.run_tests --again 3 -- \
-	  --ignore=tests/helm -m "not faults and not training" --numprocesses=3 --dist=loadscope $(PYTEST)
+	@$(BIN)/python -m pytest tests/unit tests/service --numprocesses=3 --dist=loadscope $(PYTEST)
 
-test-training: $(INSTALLED)
-	@$(BIN)/python -m tools.run_tests --again 3 -- -m training --numprocesses=2 --dist=loadscope $(PYTEST)
+test-cluster: test-training test-faults test-frameworks
 
-# One at a time: a job that loses processes to another test tells nothing.
-test-faults: $(INSTALLED)
-	@$(BIN)/python -m pytest -m faults tests/chaos tests/security $(PYTEST)
+test-training: planners
+	@$(BIN)/python -m pytest tests/cluster --ignore=tests/cluster/chaos --ignore=tests/cluster/security \
+	  --ignore=tests/cluster/frameworks --numprocesses=2 --dist=loadscope $(PYTEST)
+
+# One at a time: a job that loses processes to another test says nothing.
+test-faults: planners
+	@$(BIN)/python -m pytest tests/cluster/chaos tests/cluster/security $(PYTEST)
 
 test-nixl: $(INSTALLED)
 	@$(BIN)/python -m pip install --quiet "nixl-cu13>=1.5"
-	@$(BIN)/python -m pytest -m nixl tests/nixl $(PYTEST)
+	@$(BIN)/python -m pytest tests/nightly/nixl $(PYTEST)
 
 # An environment of its own, which sees .venv's packages: so torch stays the one that is there, and
 # what the frameworks bring does not get into the other tests.
 FRAMEWORKS := .venv-frameworks
 
 test-frameworks: $(FRAMEWORKS)/.installed planners
-	@$(FRAMEWORKS)/bin/python -m pytest -m frameworks tests/frameworks $(PYTEST)
+	@$(FRAMEWORKS)/bin/python -m pytest tests/cluster/frameworks $(PYTEST)
 
 $(FRAMEWORKS)/.installed: $(INSTALLED)
 	@echo "== Installing into $(FRAMEWORKS)"
@@ -132,13 +140,14 @@ $(FRAMEWORKS)/.installed: $(INSTALLED)
 
 test-gpu: $(INSTALLED)
 	@$(BIN)/python -m pip install --quiet --editable ".[fa4-cu13,nixl-cu13]"
-	@$(BIN)/python -m pytest -m gpu tests --ignore=tests/gpu_loops $(PYTEST)
-	@$(BIN)/python -m pytest -m "nixl and gpu" tests/nixl $(PYTEST)
+	@$(BIN)/python -m pytest -m gpu tests/unit tests/service tests/cluster \
+	  --ignore=tests/cluster/gpu_loops $(PYTEST)
+	@$(BIN)/python -m pytest -m gpu tests/nightly/nixl $(PYTEST)
 
 # DISTCA_LOOPS_PARALLEL combinations at a time, 8 by default.
 test-gpu-loops: planners
 	@$(BIN)/python -m pip install --quiet --editable ".[fa4-cu13]"
-	@$(BIN)/python -m pytest -m gpu tests/gpu_loops $(PYTEST)
+	@$(BIN)/python -m pytest -m gpu tests/cluster/gpu_loops $(PYTEST)
 
 lint: $(INSTALLED)
 	@$(BIN)/ruff format --check .
@@ -157,7 +166,7 @@ stubs: $(INSTALLED)
 	@$(BIN)/python tools/generate_stubs.py
 
 chart: chart-tools
-	@$(BIN)/python -m pytest tests/helm --numprocesses=2 --dist=loadscope $(PYTEST)
+	@$(BIN)/python -m pytest tests/deploy/helm --numprocesses=2 --dist=loadscope $(PYTEST)
 
 chart-tools: $(INSTALLED)
 	@$(BIN)/python tools/fetch_chart_tools.py
@@ -266,14 +275,14 @@ constraints:
 	@mv docker/constraints.new docker/constraints.txt
 
 deploy-test: $(INSTALLED)
-	@DOCKER=$(DOCKER) $(BIN)/python -m pytest tests/deploy -m "docker and not cuda_images and not alerts" --durations=10 $(PYTEST)
+	@DOCKER=$(DOCKER) $(BIN)/python -m pytest tests/deploy/compose --durations=10 $(PYTEST)
 
 deploy-test-cuda: $(INSTALLED)
-	@DOCKER=$(DOCKER) $(BIN)/python -m pytest tests/deploy -m "docker and cuda_images" --durations=10 $(PYTEST)
+	@DOCKER=$(DOCKER) $(BIN)/python -m pytest tests/deploy/cuda_images --durations=10 $(PYTEST)
 
 # Cutting one container off another needs root.
 alerts-test: $(INSTALLED)
-	@DOCKER=$(DOCKER) $(BIN)/python -m pytest tests/deploy -m "docker and alerts" --durations=10 $(PYTEST)
+	@DOCKER=$(DOCKER) $(BIN)/python -m pytest tests/deploy/alerts --durations=10 $(PYTEST)
 
 # Needs kind, kubectl and helm beside the engine.
 kind-test: image-control-plane image-attention-node
@@ -282,8 +291,8 @@ kind-test: image-control-plane image-attention-node
 # Hosts in network namespaces and disks of their own need root; without it those tests are skipped.
 chaos: $(INSTALLED)
 	@$(BIN)/pip install --quiet --editable ".[chaos]"
-	@DISTCA_CHAOS_FULL=1 DISTCA_FUZZ_COUNT=1000000 \
-	  $(BIN)/python -m pytest tests/model tests/fuzz tests/chaos -v -s $(PYTEST)
+	@DISTCA_FUZZ_COUNT=1000000 $(BIN)/python -m pytest \
+	  tests/service/fuzz tests/cluster/chaos tests/nightly/model tests/nightly/chaos -v -s $(PYTEST)
 
 MINUTES ?= 60
 SOAK_FOLDER ?= runs/soak

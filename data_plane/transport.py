@@ -13,7 +13,7 @@ A connection begins with a proof. The client shows that it knows a secret, and s
 listener, without telling it; from then on a message belongs to its connection by a key that both
 have derived.
 
-Every transport passes ``tests/data_plane/conformance.py``.
+Every transport passes ``tests/service/data_plane/conformance.py``.
 """
 
 from __future__ import annotations

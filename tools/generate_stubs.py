@@ -1,6 +1,6 @@
 """Generates ``distca/v1`` from ``proto/``: ``python tools/generate_stubs.py [OUT_DIR]``.
 
-``tests/test_stubs.py`` fails when the generated files and ``proto/`` are out of step.
+``tests/service/test_stubs.py`` fails when the generated files and ``proto/`` are out of step.
 """
 
 from __future__ import annotations

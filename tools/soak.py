@@ -23,7 +23,7 @@ from pathlib import Path
 import matplotlib
 import psutil
 
-from tests.chaos.processes import Job, JobSettings, Process
+from tests.cluster.chaos.processes import Job, JobSettings, Process
 
 SAMPLE_SECONDS = 10.0
 EVENT_SECONDS = (8.0, 30.0)

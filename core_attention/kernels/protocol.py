@@ -1,7 +1,7 @@
 """What a kernel is: one call that runs a fused batch of CA-tasks, forward or backward.
 
 Tensor names end in their dimensions' meaning as follows: q rows x heads x head dim; all tensors are
-contiguous, on one device. Every kernel passes ``tests/core_attention/kernel_conformance.py``.
+contiguous, on one device. Every kernel passes ``tests/unit/core_attention/kernel_conformance.py``.
 """
 
 from __future__ import annotations

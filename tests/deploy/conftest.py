@@ -1,7 +1,4 @@
-"""An engine, images and stand-ins for all tests of the deployment that need Docker.
-
-Those tests are marked ``docker`` and run only when asked for by that name: ``make deploy-test``.
-"""
+"""An engine, images and stand-ins for all tests of the deployment that need Docker."""
 
 from __future__ import annotations
 
@@ -14,26 +11,17 @@ from pathlib import Path
 
 import pytest
 
+from tests import ROOT
 from tests.deploy import stand_ins
 from tests.deploy.compose_project import ComposeProject
 from tests.deploy.docker_engine import Docker, docker_engine
+from tests.unit.deploy.test_compose_files import IMAGES
 
-ROOT = Path(__file__).parents[2]
-IMAGES = ("control-plane", "attention-node", "trainer")
 TAG = "test"
 BUILD_SECONDS = 1200.0
 
 VERIFIED_TRAINING = "--verify"
 """Options of `distca train`: each step is compared with local attention."""
-
-
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if "docker" in config.option.markexpr:
-        return
-    unwanted = [item for item in items if item.get_closest_marker("docker")]
-    if unwanted:
-        config.hook.pytest_deselected(items=unwanted)
-        items[:] = [item for item in items if item not in unwanted]
 
 
 @pytest.fixture(scope="session")

@@ -1,0 +1,366 @@
+"""The end-to-end benchmark: layouts of a batch, and that all ways train the same model."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections import Counter
+from dataclasses import asdict
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch.distributed.tensor.experimental._attention import _HeadTailLoadBalancer
+
+from benchmarks.gpu.end_to_end import Plan
+from benchmarks.gpu.training import batches, methods, pictures, ring, trace
+from benchmarks.gpu.training.batches import Batch, CannotRun, draw_batch
+from benchmarks.gpu.training.stack import ModelShape
+from control_plane.planner.planning import PlanningOptions
+from core_attention.cost_model import CostProfile
+from core_attention.manifest import Manifest, RankManifest
+from core_attention.shape import AttentionShape
+from tests import ROOT
+
+RANKS, TOKENS = 4, 32768
+
+
+@pytest.fixture(scope="module")
+def batch() -> Batch:
+    return draw_batch(2, RANKS, TOKENS, "pretrain")
+
+
+def work(manifest: RankManifest) -> int:
+    """Query-key pairs of a rank's rows."""
+    segments = [segment for nano in manifest.nano_batches for segment in nano]
+    return sum(
+        sum(range(segment.offset + 1, segment.offset + segment.length + 1)) for segment in segments
+    )
+
+
+def test_batches_fill_all_ranks_and_differ_by_seed(batch: Batch) -> None:
+    assert [int(lengths.sum()) for lengths in batch.ranks] == [TOKENS] * RANKS
+    assert batch.qk_pairs == sum(work(manifest) for manifest in batches.packed(batch))
+    other = draw_batch(3, RANKS, TOKENS, "pretrain")
+    assert other.lengths.tolist() != batch.lengths.tolist()
+
+
+def test_stretched_documents_are_longer_and_fill_all_ranks(batch: Batch) -> None:
+    stretched = draw_batch(2, RANKS, 2 * TOKENS, "pretrain", stretch=2)
+    for lengths, drawn in zip(stretched.ranks, batch.ranks, strict=True):
+        assert lengths.tolist() == (2 * drawn).tolist()
+    with pytest.raises(ValueError, match="multiple of stretch"):
+        draw_batch(2, RANKS, TOKENS + 1, "pretrain", stretch=2)
+
+
+@pytest.fixture(scope="module")
+def one_document() -> Batch:
+    return draw_batch(2, RANKS, TOKENS, batches.ONE_DOCUMENT)
+
+
+def test_one_document_fills_all_ranks(one_document: Batch) -> None:
+    assert one_document.lengths.tolist() == [RANKS * TOKENS]
+    assert one_document.tokens_per_rank == TOKENS
+    assert one_document.qk_pairs == RANKS * TOKENS * (RANKS * TOKENS + 1) // 2
+
+
+def test_zigzag_of_one_document_is_the_layout_of_pytorchs_load_balancer(
+    one_document: Batch,
+) -> None:
+    balancer = _HeadTailLoadBalancer(RANKS * TOKENS, RANKS, torch.device("cpu"))
+    order = balancer._generate_indices().reshape(RANKS, TOKENS)
+    for rank, manifest in enumerate(batches.zigzag(one_document)):
+        found = batches.tokens_of(
+            one_document.seed, manifest.nano_batches[0], 97, torch.device("cpu")
+        )
+        assert torch.equal(found.position_ids[0], order[rank])
+
+
+@pytest.mark.parametrize("way", ["plain", "repacked", "disaggregated-packed"])
+def test_ways_of_whole_documents_refuse_one_over_all_ranks(one_document: Batch, way: str) -> None:
+    with pytest.raises(CannotRun, match=f"{way} keeps .* holds 32768 tokens, .* one of 131072"):
+        methods.require_runnable(way, one_document, "cuda")
+    layout = {"plain": batches.packed, "repacked": batches.repacked}.get(way)
+    with pytest.raises(CannotRun):
+        layout(one_document) if layout else batches.in_pairs(one_document, 0)
+
+
+def test_pytorchs_context_parallelism_refuses_what_it_cannot_run(
+    batch: Batch, one_document: Batch
+) -> None:
+    way = methods.PYTORCH
+    methods.require_runnable(way, one_document, "cuda")
+    with pytest.raises(CannotRun, match=f"seed 2 has {len(batch.lengths)}; give it --lengths one"):
+        methods.require_runnable(way, batch, "cuda")
+    with pytest.raises(CannotRun, match="runs on CUDA devices, not on 'cpu'"):
+        methods.require_runnable(way, one_document, "cpu")
+    odd = draw_batch(0, 2, 7, batches.ONE_DOCUMENT)
+    with pytest.raises(CannotRun, match="4 equal pieces on 2 ranks, and the document has 14"):
+        methods.require_runnable(way, odd, "cuda")
+
+
+def test_a_pytorch_without_the_ring_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ring, "_FORWARD", "_nothing_of_this_name")
+    with pytest.raises(CannotRun, match=f"torch {re.escape(torch.__version__)} has no _nothing"):
+        ring.ring_module()
+
+
+def test_an_unknown_way_is_named(batch: Batch) -> None:
+    with pytest.raises(ValueError, match="way is 'nonsense'; valid are plain, repacked, "):
+        methods.require_runnable("nonsense", batch, "cpu")
+
+
+@pytest.mark.parametrize("layout", [batches.packed, batches.zigzag])
+def test_layouts_hold_every_token_once(batch: Batch, layout: object) -> None:
+    assert callable(layout)
+    manifest = Manifest.merge(layout(batch), RANKS)
+    assert sorted(manifest.document_length.tolist()) == sorted(batch.lengths.tolist())
+
+
+def test_two_nano_batches_over_all_ranks_hold_every_token_once(batch: Batch) -> None:
+    manifest = Manifest.merge(batches.in_pairs(batch, 7), RANKS)
+    assert sorted(manifest.document_length.tolist()) == sorted(batch.lengths.tolist())
+    for nano_batch in range(2):
+        assert manifest.tokens_per_rank(nano_batch).tolist() == [TOKENS // 2] * RANKS
+
+
+def test_planned_homes_hold_every_token_once(batch: Batch) -> None:
+    grid = np.array([1, 1024, TOKENS])
+    seconds = 1e-9 * grid[:, None] * np.maximum(grid[None, :], grid[:, None])
+    shape = AttentionShape(num_heads=4, num_heads_kv=2, head_dim=16, head_dim_v=16, dtype="float32")
+    profile = CostProfile(
+        device="test",
+        kernel="test",
+        shape=shape,
+        q_tokens=grid,
+        kv_tokens=grid,
+        forward_seconds=seconds,
+        backward_seconds=seconds,
+    )
+    planned = batches.planned(batch, 7, profile, PlanningOptions(tolerance=0.03))
+    manifest = Manifest.merge(planned, RANKS)
+    assert sorted(manifest.document_length.tolist()) == sorted(batch.lengths.tolist())
+
+
+def test_zigzag_spreads_the_work_of_every_document(batch: Batch) -> None:
+    done = [work(manifest) for manifest in batches.zigzag(batch)]
+    # Pieces are whole tokens: a document of a few tokens cannot be spread evenly.
+    assert max(done) / np.mean(done) < 1.01
+
+
+def test_repacking_keeps_memory_equal_and_lightens_the_busiest_rank(batch: Batch) -> None:
+    plain, repacked = batches.packed(batch), batches.repacked(batch)
+    assert [manifest.tokens(0) for manifest in repacked] == [TOKENS] * RANKS
+    held: Counter[int] = Counter()
+    for manifest in repacked:
+        for segment in manifest.nano_batches[0]:
+            held[segment.document_id] += segment.length
+    assert [held[document] for document in range(len(batch.lengths))] == batch.lengths.tolist()
+    assert max(map(work, repacked)) <= max(map(work, plain))
+
+
+def test_tokens_are_the_same_wherever_they_lie(batch: Batch) -> None:
+    seen: list[Counter[tuple[int, int, int]]] = []
+    for layout in (batches.packed, batches.zigzag):
+        rows: Counter[tuple[int, int, int]] = Counter()
+        for manifest in layout(batch):
+            found = batches.tokens_of(batch.seed, manifest.nano_batches[0], 97, torch.device("cpu"))
+            columns = (found.input_ids[0], found.position_ids[0], found.labels[0])
+            rows.update(zip(*(column.tolist() for column in columns), strict=True))
+        seen.append(rows)
+    assert seen[0] == seen[1]
+
+
+def test_operations_count_weights_and_attention_once() -> None:
+    shape = ModelShape(layers=2)
+    # 218,103,808 weights in the matrices of a Llama-3-8B layer, 525,336,576 in its head.
+    assert shape.matrix_weights == 2 * 218_103_808 + 525_336_576
+    linear = 6 * shape.matrix_weights * 1000
+    # Scores and their product with V forward, twice that backward: 12 operations a pair, head, dim.
+    attention = 2 * 12 * 32 * 128 * 5000
+    assert shape.step_flops(1000, 5000) == pytest.approx(linear + attention, rel=1e-9)
+
+
+def test_trace_counts_overlapping_kernels_once_and_finds_gaps() -> None:
+    found = trace.summarise(
+        [(0.0, 1.0, "nvjet_gemm"), (0.5, 1.5, "flash_fwd"), (2.0, 2.5, "ncclAllGather")]
+    )
+    assert found["seconds"] == 2.5
+    assert found["busy_seconds"] == 2.0
+    assert found["by_category"] == {"matrix products": 1.0, "attention": 1.0, "nccl": 0.5}
+    assert found["longest_gaps"][0][:2] == (0.5, 1.5)
+
+
+def test_a_device_is_idle_where_no_kernel_runs() -> None:
+    names = ["nvjet_gemm", "ncclAllGather", "Memset (Device)"]
+    kernels = [(0, 2000, 0, 7), (1000, 4000, 1, 9), (5500, 100, 2, 7), (8000, 1000, 0, 7)]
+    events = pictures.device_events(names, kernels)
+    assert [(event.lane, event.begin_seconds, event.end_seconds) for event in events] == [
+        ("matrix products", 0.0, 0.002),
+        ("matrix products", 0.008, 0.009),
+        ("NCCL", 0.001, 0.005),
+        ("others", 0.0055, 0.0056),
+        # From the last end of any kernel on; the pause of 0.5 ms before is too short.
+        ("idle", 0.0056, 0.008),
+    ]
+    trace_of = {"names": names, "kernels": kernels, "seconds": 0.009, "idle_seconds": 0.0029}
+    figure = pictures.draw_timeline({"way": "pool", "traces": [trace_of], "timeline": []}, "tiny")
+    (axes,) = figure.axes
+    assert axes.get_title() == "tiny: pool, GPU of rank 0, idle for 32.2%"
+    assert [label.get_text() for label in axes.get_yticklabels()] == [
+        "matrix products", "NCCL", "others", "idle",
+    ]  # fmt: skip
+
+
+def test_a_way_without_a_timeline_is_named() -> None:
+    with pytest.raises(ValueError, match="'plain' has no timeline"):
+        pictures.draw_timeline({"way": "plain", "traces": [], "timeline": []}, "tiny")
+
+
+WAYS = ("plain", "repacked", "context-parallel", "disaggregated", "single-stream", "pool")
+
+
+def losses(
+    device: str,
+    ranks: int,
+    folder: Path,
+    ways: tuple[str, ...] = WAYS,
+    pool_nodes: int = 0,
+    options: tuple[str, ...] = (),
+) -> dict[str, list[float]]:
+    """Runs the benchmark with a tiny model."""
+    out = folder / "out.json"
+    command = [
+        *(sys.executable, "-m", "benchmarks.gpu.end_to_end", "--tiny", "--no-compiled"),
+        *(f"--device={device}", f"--ranks={ranks}", f"--ways={','.join(ways)}", f"--json={out}"),
+        *(
+            f"--pool-nodes={pool_nodes}",
+            "--layers=2",
+            "--tokens-per-rank=512",
+            "--batches=2",
+            "--warm-ups=0",
+        ),
+        *options,
+    ]
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=250, check=False
+    )
+    assert out.exists(), done.stdout + done.stderr
+    found = {
+        way["way"]: [step["loss"] for step in way["steps"]]
+        for way in json.loads(out.read_text())["ways"]
+    }
+    assert found.keys() == set(ways), done.stdout + done.stderr
+    return found
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("everyone", [True, False])
+def test_an_interrupted_run_ends_and_keeps_the_steps_before(tmp_path: Path, everyone: bool) -> None:
+    """Like Ctrl-C in a terminal, which ranks hear as well, unless they are in a callback of a
+    library's that swallows it."""
+    out = tmp_path / "out.json"
+    running = subprocess.Popen(
+        [
+            *(sys.executable, "-m", "benchmarks.gpu.end_to_end", "--tiny", "--no-compiled"),
+            *("--device=cpu", "--ranks=1", "--layers=1", "--tokens-per-rank=512", "--warm-ups=0"),
+            *("--ways=plain", "--batches=1000", f"--json={out}"),
+        ],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        # A shell has what runs in its background ignore it, and so do the children of that.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+    assert running.stdout is not None
+    try:
+        for line in running.stdout:
+            if line.startswith("plain step 3:"):
+                break
+        (os.killpg if everyone else os.kill)(running.pid, signal.SIGINT)
+        printed, _ = running.communicate(timeout=60)
+    finally:
+        running.kill()
+    (way,) = json.loads(out.read_text())["ways"]
+    assert len(way["steps"]) >= 3
+    assert "tokens/s" in printed
+
+
+@pytest.mark.timeout(300)
+def test_all_ways_train_the_same_model(tmp_path: Path) -> None:
+    """The second loss is that of updated weights, so gradients agree as well."""
+    picture = tmp_path / "step.png"
+    found = losses("cpu", 2, tmp_path, pool_nodes=1, options=(f"--timeline-png={picture}",))
+    assert found.keys() == set(WAYS)
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    for way in WAYS:
+        # Repacking cuts a document at most, whose second piece sees less context.
+        assert found[way] == pytest.approx(found["plain"], rel=1e-3 if way == "repacked" else 1e-5)
+
+
+ONE_DOCUMENT_WAYS = ("context-parallel", "disaggregated")
+ONE_DOCUMENT = (f"--lengths={batches.ONE_DOCUMENT}",)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("cut", ["--cut-documents", "--no-cut-documents"])
+def test_ways_that_can_hold_one_document_train_the_same_model(tmp_path: Path, cut: str) -> None:
+    ways = (*ONE_DOCUMENT_WAYS, methods.UNSENT)
+    found = losses("cpu", 2, tmp_path, ways, options=(*ONE_DOCUMENT, cut))
+    assert found.keys() == set(ways)
+    assert found["disaggregated"] == pytest.approx(found["context-parallel"], rel=1e-5)
+    # Other keys and partial gradients: of the second step another loss, though no other size of it.
+    assert found[methods.UNSENT] != pytest.approx(found["context-parallel"], rel=1e-5)
+    assert found[methods.UNSENT] == pytest.approx(found["context-parallel"], rel=0.1)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.timeout(300)
+def test_pytorchs_context_parallelism_trains_the_same_model_on_gpus(tmp_path: Path) -> None:
+    ways = (*ONE_DOCUMENT_WAYS, methods.PYTORCH)
+    found = losses("cuda", torch.cuda.device_count(), tmp_path, ways, options=ONE_DOCUMENT)
+    assert found.keys() == set(ways)
+    for way in ways:
+        assert found[way] == pytest.approx(found["context-parallel"], rel=2e-3)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.timeout(300)
+def test_all_ways_train_the_same_model_on_gpus(tmp_path: Path) -> None:
+    ways = WAYS[:-1]
+    found = losses("cuda", torch.cuda.device_count(), tmp_path, ways)
+    for way in ways:
+        # bfloat16: 2^-9 = 2e-3 a rounding, averaged over hundreds of tokens.
+        assert found[way] == pytest.approx(found["plain"], rel=2e-3)
+
+
+def test_what_a_run_wrote_is_shown_and_drawn_again(tmp_path: Path) -> None:
+    plan = Plan(
+        model=ModelShape(layers=1), tokens_per_rank=8, ranks=3, seeds=(0,), warm_ups=1,
+        ways=("pool",), distribution="pretrain", tolerance=0.03, device="cuda", compiled=True,
+        traced=("pool",), pool_nodes=1,
+    )  # fmt: skip
+    step = {"seconds": 2.0, "mfu": 0.5, "imbalance": 1.0}
+    event = {"lane": "nano-batch 0", "name": "wait", "begin_seconds": 0.0, "end_seconds": 1.0}
+    way = {"way": "pool", "steps": [step], "memory": [], "traces": [], "timeline": [event]}
+    written, picture = tmp_path / "out.json", tmp_path / "step.png"
+    written.write_text(json.dumps({"plan": asdict(plan), "ways": [way]}))
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.gpu.end_to_end", f"--from-json={written}",
+         f"--timeline-png={picture}"],
+        cwd=ROOT, capture_output=True, text=True, timeout=100, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    # 3 ranks with 8 tokens in 2 s, on 4 devices.
+    assert "12 │" in done.stdout
+    assert "3 │" in done.stdout
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert Plan.from_dict(json.loads(written.read_text())["plan"]) == plan

@@ -1,0 +1,303 @@
+"""The benchmark of pipelines: its documents, its formulas, and all ways on CPU processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from benchmarks.gpu.pipeline import Plan
+from benchmarks.gpu.training import microbatches, pipeline_report
+from benchmarks.gpu.training.batches import Batch, CannotRun
+from benchmarks.gpu.training.microbatches import Layout, draw_microbatches, squares, unevenness
+from benchmarks.gpu.training.pipeline_forecast import (
+    active_stages,
+    even_pool,
+    idle_aware,
+    one_f_one_b,
+)
+from benchmarks.gpu.training.pipeline_pictures import SERVED, draw_pipelines
+from benchmarks.gpu.training.pipeline_ways import NAMES, require_runnable, way_of
+from benchmarks.gpu.training.stack import ModelShape
+from core_attention.manifest import Manifest, RankManifest, Segment
+from tests import ROOT
+
+TOKENS = 128 * 1024
+
+
+def filled(batch: Batch, layout: Layout) -> bool:
+    """Whether every document is in one microbatch, and each of those is full."""
+    held = sorted(document for its in layout for document in its)
+    tokens = {int(batch.lengths[list(its)].sum()) for its in layout}
+    return held == list(range(len(batch.lengths))) and tokens == {batch.tokens_per_rank}
+
+
+@pytest.mark.parametrize("n", [4, 8])
+@pytest.mark.parametrize("seed", range(5))
+def test_packed_microbatches_are_full_and_as_even_as_whole_documents_allow(
+    n: int, seed: int
+) -> None:
+    batch = draw_microbatches(seed, n, TOKENS, "pretrain", TOKENS)
+    packed = microbatches.evenly(batch)
+    assert filled(batch, microbatches.as_drawn(batch))
+    assert filled(batch, packed)
+    # None can be lighter than its longest document, which the shortest ones are put beside.
+    longest = int(batch.lengths.max())
+    others = TOKENS - longest
+    least = longest**2 + others**2 / max(
+        1, len(packed[int(np.argmax(squares(packed, batch.lengths)))])
+    )
+    floor = max(1.0, least / float(np.mean(squares(packed, batch.lengths))))
+    assert unevenness(packed, batch.lengths) < 1.03 * floor
+    assert unevenness(packed, batch.lengths) <= unevenness(
+        microbatches.as_drawn(batch), batch.lengths
+    )
+
+
+def test_documents_without_long_ones_are_packed_to_equal_squares() -> None:
+    batch = draw_microbatches(2, 4, TOKENS, "pretrain", 16 * 1024)
+    assert unevenness(microbatches.as_drawn(batch), batch.lengths) > 1.05
+    assert unevenness(microbatches.evenly(batch), batch.lengths) < 1.002
+
+
+def test_documents_that_fit_in_one_way_only_stay() -> None:
+    batch = Batch(0, (np.array([64]), np.array([64])))
+    assert filled(batch, microbatches.evenly(batch))
+
+
+def test_halves_have_nearly_equal_tokens_unless_a_document_is_longer() -> None:
+    batch = draw_microbatches(1, 4, TOKENS, "pretrain", TOKENS)
+    lengths = batch.lengths
+    for held in microbatches.evenly(batch):
+        halves = microbatches.in_halves(held, lengths)
+        assert sorted(document for half in halves for document in half) == sorted(held)
+        largest = max(int(lengths[list(half)].sum()) for half in halves)
+        assert largest <= 1.02 * max(TOKENS / 2, int(lengths[list(held)].max()))
+    assert microbatches.in_halves([3], np.array([1, 1, 1, 9])) == ((3,), ())
+
+
+def test_halves_that_cut_documents_have_equal_tokens_and_nearly_equal_pairs() -> None:
+    for seed in range(5):
+        batch = draw_microbatches(seed, 4, TOKENS, "pretrain", TOKENS)
+        for held in microbatches.evenly(batch):
+            halves = microbatches.cut_in_halves(held, batch.lengths)
+            assert [sum(s.length for s in half) for half in halves] == [TOKENS // 2] * 2
+            manifest = Manifest.merge([RankManifest(0, 0, halves)], 1)
+            assert manifest.n_documents == len(held) + (manifest.n_carried > 0)
+            pairs = [sum(s.length * (2 * s.offset + s.length) for s in half) for half in halves]
+            longest = int(batch.lengths[list(held)].max())
+            # One of L > T / sqrt(2) begins at the first row, which has T / 2 of its queries.
+            most = max(1 - (TOKENS / 2 / longest) ** 2, 0.5)
+            # 0.08 for the other documents, which are divided by their tokens only.
+            assert max(pairs) <= (most + 0.08) * sum(pairs)
+    (first, second) = microbatches.cut_in_halves([3], np.array([1, 1, 1, 8]))
+    assert (first, second) == ((Segment(3, 8, 0, 4),), (Segment(3, 8, 4, 4),))
+
+
+def test_formulas() -> None:
+    assert active_stages(4, 2) == [1, 2, 2, 2, 1]
+    assert active_stages(2, 4) == [1, 2, 2, 2, 1]
+    assert one_f_one_b(4, 4, 1.0, 1.0) == 14.0
+    # The table of what it is worth, of p = 4 and m = 4 with a = l.
+    assert one_f_one_b(4, 4, 1.0, 1.0) / even_pool(4, 4, 1.0, 1.0) == pytest.approx(1.27, abs=5e-3)
+    assert one_f_one_b(4, 4, 1.0, 1.0) / idle_aware(4, 4, 1.0, 1.0) == pytest.approx(1.56, abs=5e-3)
+    assert one_f_one_b(4, 8, 1.0, 0.35) / idle_aware(4, 8, 1.0, 0.35) == pytest.approx(
+        1.16, abs=5e-3
+    )
+
+
+def test_ways_are_named_and_may_have_another_schedule() -> None:
+    assert way_of("idle-aware").schedule == "1f1b"
+    assert way_of("idle-aware@zero-bubble").schedule == "zero-bubble"
+    table = way_of("idle-aware@zero-bubble:1").table(4, 8)
+    assert table is not None
+    assert max(map(table.deferred, range(4))) == 1
+    wrong = ("zero-bubble:0", "zero-bubble:", "1f1b:1", "gpipe")
+    for name in ("idle", "idle-aware@", *(f"idle-aware@{order}" for order in wrong)):
+        with pytest.raises(ValueError, match=f"way is '{name}'; valid are drawn, even, "):
+            way_of(name)
+
+
+def test_ways_that_cannot_run_are_named() -> None:
+    model = ModelShape(layers=8)
+    for name in NAMES:
+        require_runnable(way_of(name), 4, 4, model, TOKENS, None)
+    with pytest.raises(CannotRun, match="interleaved has 8 stages, and the model 4 layers"):
+        require_runnable(way_of("interleaved"), 4, 4, ModelShape(layers=4), TOKENS, None)
+    with pytest.raises(CannotRun, match="multiple of the 4 ranks, and there are 6"):
+        require_runnable(way_of("interleaved"), 4, 6, model, TOKENS, None)
+    with pytest.raises(CannotRun, match=r"not recomputed and keep about \d+ GiB .* has 140"):
+        require_runnable(way_of("zero-bubble"), 4, 4, model, TOKENS, 140 * 2**30)
+    require_runnable(way_of("zero-bubble"), 4, 4, model, 16 * 1024, 140 * 2**30)
+    # Four microbatches between both parts of their backward, of 34 GiB each; one of them.
+    with pytest.raises(CannotRun, match=r"keep for the second one about 136 GiB \(4 microb"):
+        require_runnable(way_of("even@zero-bubble"), 4, 4, model, TOKENS, 135 * 2**30)
+    require_runnable(way_of("even@1f1b-split"), 4, 4, model, TOKENS, 40 * 2**30)
+
+
+def test_ways_that_disagree_are_named() -> None:
+    def case(way: str, loss: float) -> dict[str, Any]:
+        return {"way": way, "microbatches": 4, "steps": [{"seed": 3, "loss": loss, "norm": 1.0}]}
+
+    plan = {"model": {"dtype": "bfloat16"}}
+    same = [case("even", 2.0), case("idle-aware", 2.001)]
+    assert pipeline_report.disagreements(plan, same) == []
+    (wrong,) = pipeline_report.disagreements(plan, [*same, case("even-pool", 2.1)])
+    assert "batch 3: even-pool has a loss of 2.100000, even 2.000000: 5.0e-02 apart" in wrong
+    (wrong,) = pipeline_report.disagreements(plan, [case("even", 2.0), case("idle", float("nan"))])
+    assert "nan" in wrong
+
+
+def test_a_step_is_drawn_with_what_servers_run() -> None:
+    ranks = [
+        {"actions": [(0, "F", 0, 0.0, 1.0), (0, "B", 0, 2.0, 4.0)], "served": {}},
+        {"actions": [(1, "F", 0, 1.0, 2.0)], "served": {"kernels": [(0.25, 0.75)]}},
+    ]
+    case = {"way": "idle-aware", "steps": [{"seconds": 4.5, "ranks": ranks}]}
+    figure = draw_pipelines([case, {"way": "even", "steps": []}], "tiny")
+    (axes,) = figure.axes
+    assert axes.get_title() == "idle-aware: 4.50 s"
+    assert [text.get_text() for text in axes.texts] == ["0", "0", "0"]
+    (legend,) = figure.legends
+    assert [text.get_text() for text in legend.get_texts()] == ["forward", "backward", SERVED[0]]
+    (served,) = axes.collections
+    assert served.get_paths()[0].get_extents().bounds == pytest.approx((0.25, 1.2, 0.5, 0.18))
+    with pytest.raises(ValueError, match="no way has a step"):
+        draw_pipelines([{"way": "even", "steps": []}], "tiny")
+
+
+def test_a_traced_step_and_what_was_left_out_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    actions = [(0, "F", 0, 0.0, 1.0), (0, "B", 0, 1.5, 3.0)]
+    rank = {
+        "actions": actions,
+        "attention_seconds": 1.0,
+        "memory": {"allocated_gib": 61.25, "buffers_gib": 0.0, "device_gib": 66.0},
+    }
+    step = {
+        "seed": 0, "seconds": 4.0, "tokens_per_second": 64.0, "loss": 2.0, "norm": 1.0,
+        "unevenness": 1.5, "ranks": [rank, rank], "slots": None,
+    }  # fmt: skip
+    traced = {"seconds": 4.1, "idle_seconds": 0.5, "by_category": {"attention": 1.25, "nccl": 0.1}}
+    nothing = {"seconds": None, "idle_seconds": None, "by_category": None}
+    plan = {"microbatches": [1], "stages": 2, "model": {"dtype": "bfloat16"}}
+    cases = [
+        {
+            "way": "even", "microbatches": 1, "state": "done", "steps": [step],
+            "in_flight": [1.0, 1.0], "traces": [{"ranks": [traced, nothing]}],
+        },
+        {
+            "way": "zero-bubble", "microbatches": 1, "state": "left out", "why": "too large",
+            "steps": [], "traces": [],
+        },
+    ]  # fmt: skip
+    pipeline_report.show(plan, cases, "a title")
+    shown = capsys.readouterr().out
+    assert "m = 1, zero-bubble: left out: too large" in shown
+    # l and a of its only microbatch, the formula's 2 (l + a), and three eighths of a bubble.
+    assert "l = 1.500 s, a = 1.000 s" in shown
+    (forecast,) = (line for line in shown.splitlines() if "5.00" in line)
+    assert "1.250" in forecast
+    assert "37.5%" in shown
+    assert "61.2 61.2" in shown
+    (kernels,) = (line for line in shown.splitlines() if "4.10" in line)
+    assert [cell.strip() for cell in kernels.split("│")[1:-1]] == [
+        "even", "0", "4.10", "0.50", "1.25", "0.10",
+    ]  # fmt: skip
+
+
+def command(out: Path, *options: str) -> list[str]:
+    return [
+        *(sys.executable, "-m", "benchmarks.gpu.pipeline", "--device=cpu", "--tiny"),
+        *("--no-compiled", "--stages=2", "--layers=4", "--tokens=1024", "--warm-ups=0"),
+        *("--step-timeout=240", f"--json={out}", *options),
+    ]
+
+
+WAYS = (
+    "drawn", "even", "interleaved", "zero-bubble", "even-pool", "idle-aware",
+    "idle-aware@zero-bubble", "idle-aware@1f1b-split",
+)  # fmt: skip
+
+
+@pytest.mark.timeout(400)
+def test_all_ways_give_the_same_loss_and_gradients(tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    options = (f"--ways={','.join(WAYS)}", "--microbatches=4", "--batches=2", "--verify")
+    done = subprocess.run(
+        command(out, *options), cwd=ROOT, capture_output=True, text=True, timeout=380, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "losses and gradients' norms of all ways agree on every batch" in done.stdout
+    written = json.loads(out.read_text())
+    assert Plan.from_dict(written["plan"]).ways == WAYS
+    cases = {case["way"]: case for case in written["cases"]}
+    assert {name: case["state"] for name, case in cases.items()} == dict.fromkeys(WAYS, "done")
+    for case in cases.values():
+        for step in case["steps"]:
+            kinds = {kind for rank in step["ranks"] for _, kind, *_ in rank["actions"]}
+            assert kinds in ({"F", "B"}, {"F", "I", "W"}, {"F", "B", "I", "W"})
+            assert all(0 < share < 1 for share in pipeline_report.bubble(step))
+            if way_of(case["way"]).served:
+                assert min(step["slots"]["measured"]) >= 1.0
+    picture = tmp_path / "steps.png"
+    shown = subprocess.run(
+        [sys.executable, "-m", "benchmarks.gpu.pipeline", f"--from-json={out}",
+         f"--timeline-png={picture}"],
+        cwd=ROOT, capture_output=True, text=True, timeout=100, check=False,
+    )  # fmt: skip
+    assert shown.stdout in done.stdout
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.timeout(400)
+def test_documents_that_are_cut_give_the_same_loss_and_gradients(tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    options = (
+        "--ways=even,idle-aware,idle-aware@1f1b-split", "--microbatches=2", "--batches=2",
+        "--cut-documents", "--verify",
+    )  # fmt: skip
+    done = subprocess.run(
+        command(out, *options), cwd=ROOT, capture_output=True, text=True, timeout=380, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert json.loads(out.read_text())["plan"]["cuts_documents"] is True
+
+
+@pytest.mark.timeout(400)
+def test_a_rank_that_dies_costs_its_way_alone(tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    running = subprocess.Popen(
+        command(out, "--ways=drawn,even", "--microbatches=2", "--batches=3"),
+        cwd=ROOT, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert running.stdout is not None
+    try:
+        for line in running.stdout:
+            if line.startswith("m=2 drawn step 0:"):
+                break
+        os.kill(rank_of(running.pid), signal.SIGKILL)
+        printed, _ = running.communicate(timeout=300)
+    finally:
+        running.kill()
+    assert "m = 2, drawn: failed: a rank failed" in printed
+    states = {case["way"]: case["state"] for case in json.loads(out.read_text())["cases"]}
+    assert states == {"drawn": "failed", "even": "done"}
+
+
+def rank_of(pid: int) -> int:
+    """A process of a rank that the benchmark has started."""
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline:
+        for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
+            if b"spawn_main" in Path(f"/proc/{child}/cmdline").read_bytes():
+                return int(child)
+        time.sleep(0.05)
+    raise AssertionError("no rank was found")

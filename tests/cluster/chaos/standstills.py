@@ -1,0 +1,390 @@
+"""How long training stands still while a schedule of faults is carried out, and what it waits for.
+
+``python -m tests.cluster.chaos.standstills --schedule NAME --seed N --steps 100``: real processes,
+real UCX, mutual TLS. A standstill is the time between two ticks that a rank completes, if it is
+longer than any in a run that nobody disturbs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import re
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from heapq import heappop, heappush
+from itertools import pairwise
+from pathlib import Path
+
+from distca.report.step_log import StepLog
+from distca.run_folder import RunFolder
+from tests.cluster.chaos.processes import Job, JobSettings, Process
+from tests.cluster.chaos.scenario import LOSS_TOLERANCE, RUN_SECONDS, References
+from tests.cluster.chaos.schedules import SCHEDULES, TRAINERS, Schedule
+from tests.cluster.chaos.tick_log import TickEvent
+
+BOUND_SECONDS = 15.0
+"""No standstill is longer, with default timeouts, but for the time in which processes that a job
+cannot do without are not there."""
+
+SHORTEST_SECONDS = 1.0
+"""What is called a standstill; a step of the job below takes less."""
+
+NEAR_SECONDS = 10.0
+"""Acts that began so long before a standstill are shown with it."""
+
+RESTART_SECONDS = 0.5
+"""After so long a process that has ended unasked is started again."""
+
+LAYERS, TOKENS_PER_RANK, CHECKPOINT_EVERY = 4, 512, 10
+
+TELLING = re.compile(
+    r"lost the control plane|back at the control plane|waits for its name|no sign of life|"
+    r"cannot be reached|cannot be connected|recovery \d+ begins|is left out|lost its lease|"
+    r"goes on with epoch|leading: |leading at|takes over|not been renewed|nobody was heard|"
+    r"have not come back|opened again|job \S+ closed|have answered recovery|came back from|"
+    r"rank \d+ joined job|resumed after|compute at home|registered again|fenced"
+)
+"""Lines of logs that say what was waited for."""
+
+
+def settings(steps: int) -> JobSettings:
+    """A small job, whose steps take a tenth of a second or two."""
+    return JobSettings(
+        steps=steps,
+        layers=LAYERS,
+        tokens_per_rank=TOKENS_PER_RANK,
+        more=(f"--checkpoint-every={CHECKPOINT_EVERY}",),
+    )
+
+
+@dataclass(frozen=True)
+class Done:
+    """Something that was done to a process at ``time.monotonic()`` ``at``."""
+
+    at: float
+    what: str
+
+
+@dataclass(frozen=True)
+class Standstill:
+    """A rank completed no tick.
+
+    Attributes:
+        rank: which one.
+        step: that it was in.
+        begin, end: ``time.monotonic()``.
+        outage_seconds: of it, trainers that were started again were still loading, or every
+            control plane was dead, loading or stopped: what no timeout can shorten.
+    """
+
+    rank: int
+    step: int
+    begin: float
+    end: float
+    outage_seconds: float
+
+    @property
+    def seconds(self) -> float:
+        return self.end - self.begin
+
+    @property
+    def own_seconds(self) -> float:
+        """What it took beside :attr:`outage_seconds`."""
+        return self.seconds - self.outage_seconds
+
+
+@dataclass
+class Chaos:
+    """Carries a schedule out on a running job, and starts again what ends.
+
+    Args:
+        job: that runs.
+        schedule: what to do.
+
+    Attributes:
+        done: what was done.
+        outages: when trainers were loading or no control plane ran, from and until.
+    """
+
+    job: Job
+    schedule: Schedule
+    done: list[Done] = field(default_factory=list)
+    outages: list[tuple[float, float]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._acts = list(self.schedule.acts)
+        self._outage_began: float | None = None
+        # What is to be done at which time: go on with a process, or start it.
+        self._due: list[tuple[float, str, str]] = []
+        self._stopped: set[str] = set()
+
+    def run(self) -> None:
+        """Returns once every trainer has ended well.
+
+        Raises:
+            AssertionError: the run hangs.
+        """
+        deadline = time.monotonic() + RUN_SECONDS
+        while not self._finished():
+            if time.monotonic() > deadline:
+                raise AssertionError(f"no end after {RUN_SECONDS:.0f} s\n{self.job.tails()}")
+            self._act()
+            self._follow_up()
+            self._start_what_ended()
+            self._note_outage()
+            time.sleep(0.01)
+
+    def _finished(self) -> bool:
+        return all(trainer.popen.poll() == 0 for trainer in self.job.trainers)
+
+    def _act(self) -> None:
+        while self._acts and self._acts[0].step <= self.job.steps_begun:
+            act, now = self._acts.pop(0), time.monotonic()
+            self._note(str(act))
+            for name in act.kills:
+                self.job.processes[name].popen.kill()
+                # Trainers are started again together, see below.
+                if name not in TRAINERS:
+                    heappush(self._due, (now + act.back_seconds, name, "start"))
+            for name in act.stops:
+                if self.job.processes[name].alive:
+                    self.job.processes[name].signal(signal.SIGSTOP)
+                    self._stopped.add(name)
+                    heappush(self._due, (now + act.stop_seconds, name, "go on"))
+
+    def _follow_up(self) -> None:
+        while self._due and self._due[0][0] <= time.monotonic():
+            _, name, what = heappop(self._due)
+            process = self.job.processes[name]
+            if what == "go on":
+                self._stopped.discard(name)
+                if process.alive:
+                    process.signal(signal.SIGCONT)
+                    self._note(f"{name} goes on")
+            elif not process.alive:
+                self._start(name)
+
+    def _start_what_ended(self) -> None:
+        trainers = self.job.trainers
+        if any(trainer.popen.poll() not in (None, 0) for trainer in trainers):
+            # As an elastic launcher does: when all have ended, all are started again.
+            if not any(trainer.alive for trainer in trainers):
+                (self.job.folder / "rendezvous").unlink(missing_ok=True)
+                self._note("every trainer has ended, and is started again")
+                for trainer in trainers:
+                    trainer.log.rename(trainer.log.with_suffix(f".{len(self.done)}.log"))
+                for rank in range(len(trainers)):
+                    self.job.start_trainer(rank, "--resume")
+            return
+        waits = {name for _, name, _ in self._due}
+        for name, process in self.job.processes.items():
+            if process.alive or name in TRAINERS or name in waits:
+                continue
+            heappush(self._due, (time.monotonic() + RESTART_SECONDS, name, "start"))
+
+    def _note_outage(self) -> None:
+        ready = not any(map(_is_loading, self.job.trainers)) and any(
+            process.alive and process.serving
+            for name, process in self.job.processes.items()
+            if name in self.job.control_planes and name not in self._stopped
+        )
+        now = time.monotonic()
+        if not ready and self._outage_began is None:
+            self._outage_began = now
+        elif ready and self._outage_began is not None:
+            self.outages.append((self._outage_began, now))
+            self._outage_began = None
+
+    def _start(self, name: str) -> None:
+        self._note(f"{name} is started again")
+        self._stopped.discard(name)
+        if name in self.job.control_planes:
+            self.job.start_control_plane(name, wait=False)
+        else:
+            self.job.start_node(int(name.removeprefix("node-")))
+
+    def _note(self, what: str) -> None:
+        self.done.append(Done(time.monotonic(), what))
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a run under a schedule has shown.
+
+    Attributes:
+        job: whose logs are left.
+        schedule: that was carried out.
+        done: what was done.
+        standstills: longest first.
+        difference: largest of a step's loss to that of an undisturbed run, relative.
+        seconds: of the run.
+    """
+
+    job: Job
+    schedule: Schedule
+    done: Sequence[Done]
+    standstills: Sequence[Standstill]
+    difference: float
+    seconds: float
+
+    @property
+    def longest_seconds(self) -> float:
+        return max((each.seconds for each in self.standstills), default=0.0)
+
+    @property
+    def longest_own_seconds(self) -> float:
+        """Without the time in which processes were not there."""
+        return max((each.own_seconds for each in self.standstills), default=0.0)
+
+    def describe(self, standstill: Standstill) -> Iterator[str]:
+        """What was done near a standstill, and what the processes said, in the order of time."""
+        begin = standstill.begin
+        wall = datetime.now().timestamp() - time.monotonic()
+        since = min(
+            [act.at for act in self.done if begin - NEAR_SECONDS < act.at < begin] or [begin]
+        )
+        lines = [
+            (act.at, f"** {act.what}") for act in self.done if since <= act.at <= standstill.end
+        ]
+        for log in sorted(self.job.folder.glob("*.log")):
+            for at, text in _said(log, wall):
+                if since <= at <= standstill.end + 0.5:
+                    lines.append((at, f"{log.stem}: {text}"))
+        yield (
+            f"rank {standstill.rank} stood still for {standstill.seconds:.1f} s in step "
+            f"{standstill.step}, {standstill.outage_seconds:.1f} s of it as processes were not "
+            "there"
+        )
+        for at, text in sorted(set(lines)):
+            yield f"    {at - begin:+7.2f} s  {text}"
+
+
+def run(schedule: Schedule, chosen: JobSettings, references: References, folder: Path) -> Outcome:
+    """Runs a job under ``schedule``. If trainers are killed it must save checkpoints.
+
+    Raises:
+        AssertionError: it hangs, a step is missing, a loss differs, or a process is left.
+    """
+    expected = references.of(chosen)
+    job = Job(folder, chosen, mutual_tls=True, standby=schedule.standby)
+    with job:
+        chaos = Chaos(job, schedule)
+        began = time.monotonic()
+        chaos.run()
+        seconds = time.monotonic() - began
+    difference = expected.check(job)
+    left = job.left_behind()
+    assert not left, f"processes are left: {left}"
+    found = standstills(job, chaos.outages)
+    return Outcome(job, schedule, chaos.done, found, difference, seconds)
+
+
+def standstills(job: Job, outages: Sequence[tuple[float, float]]) -> list[Standstill]:
+    """Those of a run, longest first; of all ranks that stood still at a time only the longest."""
+    found: list[Standstill] = []
+    for rank, ticks in enumerate(job.ticks):
+        ticks.read()
+        complete = [event for event in ticks.events if event.complete]
+        for before, after in pairwise(complete):
+            if after.at - before.at >= SHORTEST_SECONDS:
+                found.append(_standstill(rank, before, after, outages))
+    found.sort(key=lambda each: each.seconds, reverse=True)
+    longest: list[Standstill] = []
+    for each in found:
+        if not any(each.begin < other.end and other.begin < each.end for other in longest):
+            longest.append(each)
+    return longest
+
+
+def step_seconds(job: Job) -> list[float]:
+    """Of every step of a run that was not repeated, as rank 0 has measured them."""
+    records = StepLog(RunFolder(job.run_folder).step_log).read()
+    return [record.step_seconds for record in records]
+
+
+def _standstill(
+    rank: int, before: TickEvent, after: TickEvent, outages: Sequence[tuple[float, float]]
+) -> Standstill:
+    out = sum(max(min(after.at, end) - max(before.at, begin), 0.0) for begin, end in outages)
+    return Standstill(rank, after.step, before.at, after.at, out)
+
+
+def _is_loading(trainer: Process) -> bool:
+    """Whether it runs and has not come so far as to open its job."""
+    return trainer.alive and b"listening on" not in trainer.log.read_bytes()
+
+
+def _said(log: Path, wall: float) -> Iterator[tuple[float, str]]:
+    """The telling lines of a process's log, with their ``time.monotonic()``."""
+    for line in log.read_text(errors="replace").splitlines():
+        stamp, text = line[:23], line[24:]
+        if not TELLING.search(text) or "base_connection" in text:
+            continue
+        try:
+            at = datetime.strptime(stamp, "%Y-%m-%d %H:%M:%S,%f").timestamp() - wall
+        except ValueError:
+            continue
+        yield at, text[:180]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs schedules and prints a table; 1 if a standstill is longer than allowed."""
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.cluster.chaos.standstills", description=__doc__
+    )
+    parser.add_argument("--schedule", choices=["all", *SCHEDULES], default="all")
+    parser.add_argument("--seed", type=int, default=1, help="of the first run")
+    parser.add_argument("--runs", type=int, default=1, help="of each schedule, with the next seeds")
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--folder", type=Path, help="keeps the logs; default: a temporary one")
+    parser.add_argument("--verbose", action="store_true", help="also shows every step's time")
+    options = parser.parse_args(arguments)
+    names = list(SCHEDULES) if options.schedule == "all" else [options.schedule]
+    outcomes: list[tuple[int, Outcome]] = []
+    with tempfile.TemporaryDirectory(prefix="distca-standstills-") as temporary:
+        folder = options.folder or Path(temporary)
+        references = References(folder)
+        for name in names:
+            for seed in range(options.seed, options.seed + options.runs):
+                schedule = SCHEDULES[name](random.Random(seed), options.steps)
+                outcome = run(
+                    schedule, settings(options.steps), references, folder / f"{name}-{seed}"
+                )
+                outcomes.append((seed, outcome))
+                _print(seed, outcome, verbose=options.verbose)
+    print(
+        "\n| schedule | seed | faults | run, s | longest standstill, s | without outages, s | "
+        "losses differ by |"
+    )
+    print("|---|---|---|---|---|---|---|")
+    for seed, outcome in outcomes:
+        print(
+            f"| {outcome.schedule.name} | {seed} | {len(outcome.schedule.acts)} | "
+            f"{outcome.seconds:.0f} | {outcome.longest_seconds:.1f} | "
+            f"{outcome.longest_own_seconds:.1f} | {outcome.difference:.1e} |"
+        )
+    return int(any(outcome.longest_own_seconds > BOUND_SECONDS for _, outcome in outcomes))
+
+
+def _print(seed: int, outcome: Outcome, *, verbose: bool) -> None:
+    print(
+        f"\n== {outcome.schedule.name}, seed {seed}: {outcome.seconds:.0f} s, losses differ by "
+        f"{outcome.difference:.1e} (allowed {LOSS_TOLERANCE:.0e})"
+    )
+    for act in outcome.schedule.acts:
+        print(f"  step {act.step}: {act}")
+    if verbose:
+        seconds = step_seconds(outcome.job)
+        print("  seconds of the steps:", " ".join(f"{each:.2f}" for each in seconds))
+    for standstill in outcome.standstills:
+        print("\n".join(outcome.describe(standstill)), flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,161 @@
+"""The README's examples, a Trainer of transformers and a loop of one's own, run as they stand
+there, and train as local attention does."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from core_attention.shape import AttentionShape
+from tests import ROOT
+from tests.support.cluster import Cluster, cluster, keep_profile
+
+N_RANKS, N_STEPS = 2, 4
+SHAPE = AttentionShape(num_heads=4, num_heads_kv=2, head_dim=64, head_dim_v=64, dtype="float32")
+DEADLINE_SECONDS = 110
+
+WATCHED = """
+import os, runpy, sys, torch, transformers
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+steps, seen, trained, training_step = [], [], [], transformers.Trainer.training_step
+def note(optimizer, *_):
+    if hasattr(optimizer, "optimizer"):
+        return  # accelerate's wrapper, which then has its own optimiser step
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    parameters = trained[-1].parameters() if trained else parameters
+    steps.append([(p.detach().clone(), p.grad.clone()) for p in parameters])
+def note_batch(self, model, inputs, *rest):
+    trained.append(self.model)
+    loss = training_step(self, model, inputs, *rest)
+    seen.append(([inputs], loss))
+    return loss
+register_optimizer_step_pre_hook(note)
+transformers.Trainer.training_step = note_batch
+sys.argv, folder = sys.argv[1:-1], sys.argv[-1]
+names = runpy.run_path(sys.argv[0], run_name="__main__")
+batches = [batch for batch, _ in seen] or list(names["loader"])
+loss = seen[-1][1] if seen else names["loss"]
+kept = {"batches": batches, "loss": loss.item(), "steps": steps}
+kept |= {"config": names["config"], "documents": names["documents"]}
+torch.save(kept, folder + "/rank" + os.environ["RANK"])
+"""
+"""Runs a script, and notes weights and gradients before each step of its optimiser."""
+
+
+@pytest.fixture(scope="module")
+def one_node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    with cluster(tmp_path_factory.mktemp("readme"), 1, node_shape=SHAPE) as running:
+        yield running
+
+
+@pytest.mark.parametrize("placement", ["in-place", "pool"])
+@pytest.mark.parametrize("loop", ["Trainer", "own"])
+def test_examples_of_trainers_train(
+    tmp_path: Path, one_node: Cluster, loop: str, placement: str
+) -> None:
+    (tmp_path / "train.py").write_text(examples()[loop])
+    (tmp_path / "watched.py").write_text(WATCHED)
+    cache = tmp_path / ".cache" / "distca"
+    cache.mkdir(parents=True)
+    keep_profile(cache, SHAPE)
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    watched = ["watched.py", "train.py", one_node.address, placement, str(tmp_path)]
+    run = subprocess.run(
+        [*launch, f"--nproc-per-node={N_RANKS}", *watched],
+        cwd=tmp_path,
+        # On the CPU also where there are GPUs, perhaps fewer than ranks.
+        env={
+            **os.environ,
+            "HOME": str(tmp_path),
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": python_path(),
+            "CUDA_VISIBLE_DEVICES": "",
+        },
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_SECONDS,
+    )
+    assert run.returncode == 0, run.stderr[-4000:]
+    compare_with_local_attention(tmp_path, clips_at=1.0 if loop == "Trainer" else math.inf)
+
+
+def examples() -> dict[str, str]:
+    """The README's loops, by name."""
+    found = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    return dict(zip(("Trainer", "own"), found, strict=True))
+
+
+def python_path() -> str:
+    """The project first: the example's folder is another one."""
+    return os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+
+
+def compare_with_local_attention(
+    folder: Path,
+    *,
+    clips_at: float,
+    # float32 through two layers: a few hundred roundings of 6e-8.
+    gradient_tolerance: float = 2e-5,
+    loss_tolerance: float = 1e-6,
+) -> None:
+    """Each document alone through a model with local attention, on the weights of each step; their
+    gradients are clipped to a norm of ``clips_at``."""
+    ranks = [
+        torch.load(folder / f"rank{rank}", weights_only=False, map_location="cpu")
+        for rank in range(N_RANKS)
+    ]
+    watched = ranks[0]
+    assert len(watched["steps"]) == N_STEPS
+    auto: Any = AutoModelForCausalLM  # from_config has no annotations
+    local = auto.from_config(watched["config"], attn_implementation="sdpa")
+    taken = 0
+    for step, parameters in enumerate(watched["steps"]):
+        documents = [
+            document
+            for rank in ranks
+            for batch in rank["batches"][step]
+            for document in split(batch)
+        ]
+        taken += len(documents)
+        with torch.no_grad():
+            for mine, (weights, _) in zip(local.parameters(), parameters, strict=True):
+                mine.copy_(weights)
+        local.zero_grad()
+        loss = mean_loss(local, documents)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(local.parameters(), clips_at)
+        for (name, mine), (_, gradient) in zip(local.named_parameters(), parameters, strict=True):
+            assert mine.grad is not None
+            difference = (gradient - mine.grad).abs().max() / mine.grad.abs().max()
+            assert difference < gradient_tolerance, (
+                f"step {step}: {name} differs by {difference:.1e}"
+            )
+    assert taken == len(watched["documents"])
+    # A rank's loss is its share of the sum, in units of the mean number of labels.
+    last = sum(rank["loss"] for rank in ranks) / N_RANKS
+    assert last == pytest.approx(loss.item(), rel=loss_tolerance)
+
+
+def split(batch: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+    """The token ids of each packed document."""
+    (starts,) = (batch["position_ids"][0] == 0).nonzero(as_tuple=True)
+    return list(batch["input_ids"][0].tensor_split(starts[1:]))
+
+
+def mean_loss(model: Any, documents: list[torch.Tensor]) -> torch.Tensor:
+    """Over all tokens of all documents that have one before them."""
+    losses = []
+    for document in documents:
+        logits = model(input_ids=document[None]).logits[0, :-1]
+        losses.append(torch.nn.functional.cross_entropy(logits, document[1:], reduction="sum"))
+    return torch.stack(losses).sum() / sum(len(document) - 1 for document in documents)

@@ -1,0 +1,151 @@
+"""A job whose processes are killed and started again at once under its name, as torchrun and
+schedulers do: the new ones wait for the leases of the old ones, and train."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from socket import gethostname
+
+import pytest
+
+from core_attention.manifest import RankManifest
+from distca.contract import rpc
+from tests import ROOT
+from tests.support.cluster import NODE_SHAPE, Cluster, cluster
+from tests.support.team import Team
+from trainer_client import Session
+
+LEASE_SECONDS = 6.0
+END_SECONDS = 120.0
+"""Importing torch in several processes at once takes long on a busy machine."""
+
+SCRIPT = ROOT / "tests" / "cluster" / "end_to_end" / "restarted_rank.py"
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    folder = tmp_path_factory.mktemp("restart")
+    with cluster(folder, 0, lease_seconds=LEASE_SECONDS) as running:
+        yield running
+
+
+def environment(running: Cluster, job: str, placement: str, begin: str = "") -> dict[str, str]:
+    """Of ranks that begin when the file ``begin`` is there; the first to do so kill themselves."""
+    (running.folder / "kill").touch()
+    for rank in (0, 1):
+        (running.folder / f"here-{rank}").unlink(missing_ok=True)
+        (running.folder / f"result-{rank}.json").unlink(missing_ok=True)
+    chosen = {
+        "control_plane": running.address,
+        "folder": str(running.folder),
+        "placement": placement,
+        "job": job,
+        "begin": begin,
+    }
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join(paths),
+        "DISTCA_TEST": json.dumps(chosen),
+    }
+
+
+def check_results(running: Cluster) -> None:
+    """Both ranks have trained to the end, in one job, which they opened after a lease at most."""
+    results = [json.loads((running.folder / f"result-{rank}.json").read_text()) for rank in (0, 1)]
+    assert [result["steps"] for result in results] == [4, 4]
+    assert len({result["job_id"] for result in results}) == 1
+    assert max(result["opened_seconds"] for result in results) < LEASE_SECONDS + 5.0
+
+
+@pytest.mark.timeout(2 * END_SECONDS)
+def test_torchrun_restarts_a_killed_job_with_one_try(running: Cluster) -> None:
+    # Without a node the control plane hears nobody meanwhile: it lets the leases of the dead begin
+    # anew when the first rank calls, so that they wait however long they took to start.
+    done = subprocess.run(
+        [
+            sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2",
+            "--max-restarts=1", str(SCRIPT),
+        ],
+        env=environment(running, "torchrun", "in-place"),
+        cwd=running.folder,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=END_SECONDS,
+        check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-6000:]
+    assert done.stdout.count("waits for its name") > 0, done.stdout[-6000:]
+    check_results(running)
+
+
+@pytest.mark.timeout(2 * END_SECONDS)
+def test_job_on_the_pool_is_killed_and_started_again_at_once(running: Cluster) -> None:
+    node = running.start_node("node-0")
+    begin = running.folder / "begin"
+    again = start_ranks(running, "again", environment(running, "pool", "pool", str(begin)))
+    first = start_ranks(running, "first", environment(running, "pool", "pool"))
+    try:
+        assert [rank.wait(END_SECONDS) for rank in first] == [-signal.SIGKILL] * 2
+        begin.touch()
+        assert [rank.wait(END_SECONDS) for rank in again] == [0, 0], log_of(running, "again")
+    finally:
+        for rank in (*first, *again):
+            rank.kill()
+    assert "waits for its name" in log_of(running, "again")
+    check_results(running)
+    assert "fenced" not in node.log.read_text()
+    assert node.terminate() == 0
+
+
+def start_ranks(
+    running: Cluster, name: str, environ: dict[str, str]
+) -> list[subprocess.Popen[bytes]]:
+    with (running.folder / f"{name}.log").open("w") as log:
+        return [
+            subprocess.Popen(
+                [sys.executable, str(SCRIPT)],
+                env={**environ, "RANK": str(rank), "WORLD_SIZE": "2"},
+                stdout=log,
+                stderr=subprocess.STDOUT,
+            )
+            for rank in (0, 1)
+        ]
+
+
+def log_of(running: Cluster, name: str) -> str:
+    return (running.folder / f"{name}.log").read_text()[-6000:]
+
+
+def test_job_that_lives_keeps_its_name_and_says_where_it_runs(running: Cluster) -> None:
+    with Team(running, 1, NODE_SHAPE, placement="in-place") as team:
+        began = time.monotonic()
+        with pytest.raises(rpc.AlreadyExists) as caught:
+            Session.open(replace(team.sessions[0].options, data_port=0))
+        # One lease; 30 s are the most that anything waits for what cannot come.
+        assert LEASE_SECONDS <= time.monotonic() - began < LEASE_SECONDS + 10.0
+        said = str(caught.value)
+        assert f"rank 0 has joined job {team.sessions[0].job_id} from {gethostname()}" in said
+        assert "use another name, or end the process" in said
+        team.check([RankManifest.from_lengths(0, 0, [[40], [24]])])
+
+
+def test_session_that_failed_is_opened_again_in_the_same_process(running: Cluster) -> None:
+    with Team(running, 1, NODE_SHAPE, placement="in-place") as team:
+        options = team.sessions[0].options
+        team.sessions[0].close("ValueError: a batch was malformed")
+        began = time.monotonic()
+        with Session.open(options) as again:
+            assert again.job_id != team.sessions[0].job_id
+        with Session.open(options):
+            pass
+        assert time.monotonic() - began < LEASE_SECONDS

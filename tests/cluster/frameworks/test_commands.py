@@ -1,0 +1,94 @@
+"""What the documentation has readers type, on a CPU: torchrun starts the ranks."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests import ROOT
+from tests.support.cluster import cluster
+
+pytestmark = pytest.mark.timeout(700)
+
+SHORT = {
+    # FSDP2's newer interface, torchtitan's default, is not in the torch that runs here.
+    "torchtitan": "--training.steps 2 --training.seq_len 256 "
+    "--parallelism.spmd_backend partial_dtensor --distca.control_plane localhost:7700",
+    "megatron": "--steps 2 --tokens 64",
+}
+
+
+def command_in_docs(framework: str) -> str:
+    text = (ROOT / "docs" / f"{framework}.md").read_text()
+    (found,) = re.findall(rf"^torchrun .*examples\.{framework}.*$", text, re.MULTILINE)
+    return str(found)
+
+
+def run_on_cpu(command: list[str], framework: str, folder: Path) -> str:
+    """What it printed; torchtitan writes its outputs into ``folder``."""
+    paths = [ROOT / "tests" / "cluster" / "frameworks" / "on_cpu", ROOT]
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(map(str, paths)),
+        "PYTHONWARNINGS": "ignore",
+        "ON_CPU": framework,
+        "OMP_NUM_THREADS": "1",
+    }
+    ended = subprocess.run(
+        command,
+        env=environment,
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr[-6000:]
+    return ended.stdout + ended.stderr
+
+
+@pytest.mark.parametrize("framework", ["torchtitan", "megatron"])
+def test_the_examples_run_as_the_documentation_says(framework: str, tmp_path: Path) -> None:
+    command = f"{command_in_docs(framework)} {SHORT[framework]}"
+    with cluster(tmp_path, 0) as control_plane:
+        program, *arguments = command.replace("localhost:7700", control_plane.address).split()
+        assert program == "torchrun"
+        # As torchrun itself, which is not there if this environment sees torch of another one.
+        torchrun = [sys.executable, "-m", "torch.distributed.run"]
+        printed = run_on_cpu([*torchrun, *arguments], framework, tmp_path)
+    losses = re.findall(r"loss:? +([0-9.]+)", printed)
+    assert len(losses) >= 2, printed[-3000:]
+
+
+@pytest.mark.parametrize(
+    ("framework", "ways"),
+    [
+        ("torchtitan", ("plain", "served", "served-at-documents")),
+        ("megatron", ("plain", "served")),
+    ],
+)
+def test_the_benchmark_runs_tiny(framework: str, ways: tuple[str, ...], tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "benchmarks.gpu.frameworks", "--tiny", "--layers", "1"]
+    command += ["--framework", framework, "--attention", ",".join(ways)]
+    printed = run_on_cpu([*command, "--tokens", "64", "--steps", "4"], framework, tmp_path)
+    rows = [line for line in printed.splitlines() if line.startswith(f"│ {framework}")]
+    assert len(rows) == len(ways), printed[-3000:]
+    losses_by_way = []
+    for row, expected in zip(rows, ways, strict=True):
+        _, layout, way, seconds, tokens, against, peak, losses = row.strip("│").split("│")
+        assert (layout.split(), way.strip()) == (["PP", "1", "TP", "1"], expected)
+        assert float(seconds.split()[0]) > 0
+        assert float(tokens.replace(",", "")) > 0
+        gain, room = against.replace("x", "").split(" of ")
+        assert float(gain) > 0
+        assert float(room) >= 1
+        assert float(peak) == 0
+        losses_by_way.append([float(loss) for loss in losses.split()])
+    # Sums of tasks in another order; six digits are printed.
+    for losses_of_way in losses_by_way[1:]:
+        assert losses_by_way[0] == pytest.approx(losses_of_way, rel=1e-4)

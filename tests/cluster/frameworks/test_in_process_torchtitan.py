@@ -1,0 +1,376 @@
+"""What torchtitan is refused for, before anything is built; batches cut in two and read ahead."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import count
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.distributed.pipelining.schedules import PipelineScheduleSingle
+
+from core_attention.manifest import Manifest, RankManifest
+from tests.cluster.frameworks.cpu_devices import torchtitan_on_cpu
+
+torchtitan_on_cpu()
+
+from torchtitan.models.common.attention import VarlenAttention  # noqa: E402
+from torchtitan.models.gpt_oss import model_registry as gpt_oss  # noqa: E402
+from torchtitan.models.llama3 import model_registry  # noqa: E402
+
+from examples.torchtitan.llama3 import debugmodel  # noqa: E402
+from examples.torchtitan.random_documents import RandomDocuments  # noqa: E402
+from tests.cluster.frameworks.reference import packed_attention  # noqa: E402
+from trainer_client.errors import SessionError  # noqa: E402
+from trainer_client.frameworks.torchtitan import (  # noqa: E402
+    DistcaSettings,
+    served,
+    served_varlen,
+)
+from trainer_client.frameworks.torchtitan.cutting import (  # noqa: E402
+    Cut,
+    Cutting,
+    padded,
+    padded_positions,
+    segments_of,
+    why_documents_stay_whole,
+)
+from trainer_client.frameworks.torchtitan.lanes import CutBatch, PlannedBatch  # noqa: E402
+from trainer_client.frameworks.torchtitan.read_ahead import ReadAhead  # noqa: E402
+from trainer_client.frameworks.torchtitan.refusals import pipeline_problems  # noqa: E402
+from trainer_client.frameworks.versions import UnsupportedSetting  # noqa: E402
+
+
+def compiled(config: Any) -> None:
+    config.compile.enable = True
+
+
+def with_graphs(config: Any) -> None:
+    config.training.disable_cuda_graphs = False
+
+
+def with_context_parallelism(config: Any) -> None:
+    config.parallelism.context_parallel_degree = 2
+
+
+def without_override(config: Any) -> None:
+    config.override.imports = []
+
+
+def with_flex(config: Any) -> None:
+    config.model_spec = model_registry("debugmodel", attn_backend="flex")
+
+
+def with_windows_alone(config: Any) -> None:
+    config.model_spec = gpt_oss("debugmodel")
+    config.model_spec.model.layers = config.model_spec.model.layers[:1]
+
+
+def with_another_window(config: Any) -> None:
+    config.model_spec = gpt_oss("debugmodel")
+    config.model_spec.model.layers[2].attention.sliding_window_size = 64
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (compiled, r"compile\.components .*fullgraph.*--compile\.components loss"),
+        (with_graphs, r"disable_cuda_graphs is False.*--training\.disable_cuda_graphs"),
+        (with_context_parallelism, r"context_parallel_degree is 2.*set it to 1"),
+        (without_override, r"override\.imports is \[\].*add --override\.imports trainer_client"),
+        (with_flex, r"layers\.0\.attention.*FlexAttention.*varlen.*has no VarlenAttention"),
+        (with_windows_alone, r"all 1 attention layers of gpt_oss debugmodel have a window"),
+        (
+            with_another_window,
+            r"layers\.2\.attention has sliding_window_size 64.*\(127, 0\), a window of 128 tokens; "
+            r"set window_size to \(63, 0\)",
+        ),
+    ],
+)
+def test_what_cannot_work_is_refused_by_name(change: Callable[[Any], None], said: str) -> None:
+    config = debugmodel()
+    change(config)
+    with pytest.raises(UnsupportedSetting, match=said):
+        config.build()
+
+
+def test_pipelines_are_refused_where_torch_does_not_take_microbatches(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(PipelineScheduleSingle, "step", lambda self, *args, target=None: None)
+    config = debugmodel()
+    config.parallelism.pipeline_parallel_degree = 2
+    said = (
+        rf"pipeline_parallel_degree is 2: .*torch {re.escape(torch.__version__)} do not take; run: "
+        r"pip install 'torch>=2\.14'"
+    )
+    with pytest.raises(UnsupportedSetting, match=said):
+        config.build()
+    monkeypatch.setattr(PipelineScheduleSingle, "step", lambda self, *args, arg_mbs=None: None)
+    assert not list(pipeline_problems(2))
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_validation_outside_of_a_step_is_computed_at_home(window: int | None) -> None:
+    size = (-1 if window is None else window - 1, 0)
+    layer = served_varlen(VarlenAttention.Config(window_size=size)).build()
+    lengths = [1, 7, 0, 1, 3]
+    q, k = torch.randn(2, 6, 4, 8), torch.randn(2, 6, 2, 8)
+    v = torch.randn(2, 6, 2, 16)
+    masks = SimpleNamespace(cu_seq_q=torch.tensor([0, *lengths]).cumsum(0).int())
+    with torch.no_grad():
+        o = layer(
+            q,
+            k,
+            v,
+            attention_masks=masks,
+            scale=0.5,
+            out_transform=lambda o, lse: o * lse[..., None],
+        )
+        with pytest.raises(SessionError, match="without attention_masks outside of a step"):
+            layer(q, k, v, attention_masks=None)
+    q, k, v = (tensor.flatten(0, 1) for tensor in (q, k, v))
+    right, sums = packed_attention(q, k, v, [each for each in lengths if each], 0.5, window)
+    # A float32 sum of at most 7 terms.
+    torch.testing.assert_close(
+        o.flatten(0, 1).double(), right * sums[..., None], rtol=1e-5, atol=1e-6
+    )
+
+
+def test_a_configuration_of_another_trainer_is_refused() -> None:
+    with pytest.raises(UnsupportedSetting, match=r"ServedTrainer\.Config.*derive it from"):
+        served(debugmodel())
+
+
+def test_bidirectional_attention_is_refused() -> None:
+    with pytest.raises(
+        UnsupportedSetting, match=r"window_size of an attention layer is \(-1, -1\)"
+    ):
+        served_varlen(VarlenAttention.Config(window_size=(-1, -1))).build()
+
+
+def test_settings_are_checked() -> None:
+    with pytest.raises(ValueError, match="steps_ahead is -1"):
+        DistcaSettings(steps_ahead=-1)
+
+
+def test_the_override_alone_says_that_the_trainer_is_missing() -> None:
+    layer = served_varlen(VarlenAttention.Config()).build()
+    q = torch.zeros(1, 4, 2, 8)
+    with pytest.raises(SessionError, match="ServedTrainer"):
+        layer(q, q, q, attention_masks=None)
+
+
+POSITIONS = torch.tensor([[0, 1, 2, 0, 1, 0, 0, 1], [0, 1, 2, 3, 4, 5, 6, 7]])
+
+
+@pytest.mark.parametrize(
+    ("positions", "n_lanes", "multiple", "cuts"),
+    [
+        (POSITIONS, 1, 4, [Cut(0, 16)]),
+        (POSITIONS, 2, 1, [Cut(0, 8), Cut(8, 16)]),
+        (POSITIONS[:1], 2, 1, [Cut(0, 3), Cut(3, 8)]),
+        (POSITIONS[:1], 2, 4, [Cut(0, 3, 1), Cut(3, 8, 3)]),
+        # One document has no begin to be cut at: the other half is padding.
+        (POSITIONS[1:], 2, 1, [Cut(0, 8), Cut(8, 8, 1)]),
+        (POSITIONS[1:], 2, 4, [Cut(0, 8), Cut(8, 8, 4)]),
+    ],
+)
+def test_batches_are_cut_at_a_documents_begin_near_the_middle(
+    positions: torch.Tensor, n_lanes: int, multiple: int, cuts: list[Cut]
+) -> None:
+    assert Cutting(n_lanes, multiple, inside_documents=False).of(positions) == cuts
+
+
+@pytest.mark.parametrize(
+    ("rows", "multiple", "cuts"),
+    [
+        (1, 1, [Cut(0, 1), Cut(1, 1, 1)]),
+        (2, 1, [Cut(0, 1), Cut(1, 2)]),
+        (7, 1, [Cut(0, 4), Cut(4, 7)]),
+        (8, 4, [Cut(0, 4), Cut(4, 8)]),
+        (10, 2, [Cut(0, 6), Cut(6, 10)]),
+        (20, 8, [Cut(0, 16), Cut(16, 20, 4)]),
+        # Shorter than what two halves need: the other is padding.
+        (4, 4, [Cut(0, 4), Cut(4, 4, 4)]),
+        (3, 4, [Cut(0, 3, 1), Cut(3, 3, 4)]),
+    ],
+)
+def test_batches_are_cut_in_the_middle(rows: int, multiple: int, cuts: list[Cut]) -> None:
+    assert Cutting(2, multiple, inside_documents=True).of(torch.arange(rows)[None]) == cuts
+
+
+@given(
+    lengths=st.lists(st.integers(1, 40), min_size=1, max_size=12),
+    multiple=st.integers(1, 4),
+    inside=st.booleans(),
+    n_lanes=st.integers(1, 2),
+)
+def test_segments_are_the_rows_of_every_half(
+    lengths: list[int], multiple: int, inside: bool, n_lanes: int
+) -> None:
+    positions = torch.cat([torch.arange(length) for length in lengths])[None]
+    cutting = Cutting(n_lanes, multiple, inside)
+    cuts = cutting.of(positions)
+    halves = segments_of(positions, cuts, count(50))
+    if n_lanes == 2:
+        sizes = [each.end - each.begin for each in cuts]
+        assert all(
+            (size + each.padding) % multiple == 0 for size, each in zip(sizes, cuts, strict=True)
+        )
+        assert all(segments for segments in halves)
+        if inside:
+            assert 0 <= sizes[0] - sizes[1] <= max(2 * multiple - 1, 1)
+            if sum(lengths) % (2 * multiple) == 0:
+                assert sizes[0] == sizes[1]
+                assert not any(each.padding for each in cuts)
+    for segments, each in zip(halves, cuts, strict=True):
+        rows = padded_positions(positions, each)[0].tolist()
+        assert rows == [s.offset + row for s in segments for row in range(s.length)]
+    manifest = Manifest.merge([RankManifest(0, 0, halves)], 1)
+    assert manifest.n_texts == len(lengths) + sum(each.padding > 0 for each in cuts)
+    assert inside or not manifest.n_carried
+
+
+def test_models_whose_rows_look_at_their_neighbours_keep_documents_whole() -> None:
+    def decoder(**more: Any) -> Any:
+        model = torch.nn.Module()
+        block = torch.nn.Module()
+        block.attention = torch.nn.ModuleList([served_varlen(VarlenAttention.Config()).build()])
+        model.layers = torch.nn.ModuleDict({"0": block, **more.pop("layers", {})})
+        for name, module in more.items():
+            setattr(model, name, module)
+        return model
+
+    linear, conv = torch.nn.Linear(2, 2), torch.nn.Conv1d(2, 2, 3)
+    assert why_documents_stay_whole(decoder()) is None
+    assert why_documents_stay_whole(decoder(mtp_layers=None)) is None
+    for model, said in (
+        (decoder(mtp_layers=torch.nn.ModuleList([linear])), "multi-token prediction"),
+        (decoder(layers={"3": linear}), "layers 3 mix tokens by other means than VarlenAttention"),
+        (decoder(short=conv), "short is a convolution"),
+    ):
+        assert said in str(why_documents_stay_whole(model))
+
+
+def test_padding_is_a_document_of_its_own() -> None:
+    part = Cut(3, 5, 2)
+    assert padded_positions(POSITIONS, part).tolist() == [[0, 1, 0, 1]]
+    assert padded(torch.arange(5, 21).view(2, 8), part).tolist() == [[8, 9, 0, 0]]
+    hidden = padded(torch.arange(32.0).view(2, 8, 2), part)
+    assert hidden.tolist() == [[[6.0, 7.0], [8.0, 9.0], [0.0, 0.0], [0.0, 0.0]]]
+
+
+class Running:
+    """A step with one nano-batch of three documents."""
+
+    step = 4
+
+    def segments(self, nano_batch: int) -> list[tuple[int, int, int]]:
+        return {1: [(0, 0, 3), (3, 0, 2), (5, 0, 1)]}[nano_batch]
+
+    def check_at_end(self, check: Callable[[], None]) -> None:
+        check()
+
+
+def test_positions_that_were_not_submitted_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    running = Running()
+    monkeypatch.setattr("trainer_client.frameworks.torchtitan.lanes.require_step", lambda: running)
+    submitted = POSITIONS[:1, :6]
+    batch = CutBatch(
+        SimpleNamespace(get_attention_masks=lambda positions: positions),
+        PlannedBatch(submitted, [Cut(0, 6)], first=1),
+    )
+    changed = submitted.clone()
+    changed[0, 3] = 7
+    (((tokens,), named),) = batch.calls((submitted,), {"positions": submitted})
+    assert tokens.equal(submitted)
+    assert named["positions"].equal(submitted)
+    with pytest.raises(
+        ValueError, match="step 4 nano-batch 1: position_ids say 7 at row 3, the manifest 0"
+    ):
+        batch.calls((submitted,), {"positions": changed})
+    with pytest.raises(ValueError, match=r"position_ids have shape \(1, 5\), the manifest 6 rows"):
+        batch.calls((submitted,), {"positions": submitted[:, :5]})
+
+
+def loader() -> RandomDocuments:
+    return RandomDocuments(RandomDocuments.Config(), dp_rank=0, seq_len=16, local_batch_size=1)
+
+
+def test_steps_are_planned_ahead_and_the_state_is_of_those_used() -> None:
+    planned: list[int] = []
+    ahead = ReadAhead(loader())
+    ahead.plan_by(lambda step: planned.append(len(step)), batches_of_step=2, ahead=3, most=5)
+    batches = iter(ahead)
+    assert ahead.is_step_planned()
+    assert planned == [2] * 4
+    for _ in range(4):
+        next(batches)
+    state = ahead.state_dict()
+    assert state == {"drawn": 4}
+    resumed = ReadAhead(loader())
+    resumed.load_state_dict(state)
+    resumed.plan_by(lambda step: None, batches_of_step=2, ahead=3, most=3)
+    again = list(resumed)
+    rest = list(batches)
+    assert len(rest) == len(again) == 6
+    for (inputs, _), (same, _) in zip(rest, again, strict=True):
+        assert torch.equal(inputs["input"], same["input"])
+    assert planned == [2] * 5
+    assert not ahead.is_step_planned()
+
+
+def test_a_loader_may_reuse_its_memory() -> None:
+    rows = torch.empty(1, 16, dtype=torch.int64)
+
+    class OneBuffer(RandomDocuments):
+        def __iter__(self) -> Any:
+            for number in range(6):
+                yield {"input": rows.fill_(number), "positions": rows}, rows
+
+    ahead = ReadAhead(
+        OneBuffer(RandomDocuments.Config(), dp_rank=0, seq_len=16, local_batch_size=1)
+    )
+    ahead.plan_by(lambda step: None, batches_of_step=2, ahead=2, most=3)
+    seen = [(int(inputs["input"][0, 0]), int(labels[0, 0])) for inputs, labels in ahead]
+    assert seen == [(number, number) for number in range(6)]
+
+
+def test_data_that_end_within_a_step_are_handed_out_unplanned() -> None:
+    planned: list[int] = []
+    some = [batch for _, batch in zip(range(3), loader(), strict=False)]
+
+    class Ending(RandomDocuments):
+        def __iter__(self) -> Any:
+            return iter(some)
+
+    ending = Ending(RandomDocuments.Config(), dp_rank=0, seq_len=16, local_batch_size=1)
+    ahead = ReadAhead(ending)
+    ahead.plan_by(lambda step: planned.append(len(step)), batches_of_step=2, ahead=3, most=9)
+    batches = iter(ahead)
+    next(batches)
+    next(batches)
+    assert planned == [2]
+    assert not ahead.is_step_planned()
+    assert len(list(batches)) == 1
+
+
+def test_either_layout_is_taken() -> None:
+    """0.3.0 hands over ``[B, L, N, H]``; what comes after it, ``[T, N, H]``."""
+    from trainer_client.models.probe import Recorder
+
+    layer = served_varlen(replace(VarlenAttention.Config())).build()
+    for shape in ((2, 4), (8,)):
+        q, k = torch.zeros(*shape, 4, 8), torch.zeros(*shape, 2, 8)
+        recorder = Recorder(layer)
+        with recorder.recording():
+            assert layer(q, k, k, attention_masks=None, scale=0.5).shape == q.shape
+        assert recorder.kind().shape.num_heads_kv == 2
+        assert recorder.kind().softmax_scale == 0.5

@@ -1,0 +1,249 @@
+"""What a control plane, an attention node and trainers really export while they train."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from core_attention.shape import AttentionShape
+from distca.process.monitoring import PAIRS_PATH
+from tests import ROOT
+from tests.cluster.end_to_end.local_run import TINY
+from tests.support.cluster import cluster, keep_profile
+from tests.unit.monitoring.table import Row, documented_metrics
+
+pytestmark = pytest.mark.timeout(300)
+
+N_RANKS = 2
+N_STEPS = 3
+"""Steps after which the processes are looked at."""
+TRAINING_SECONDS = 200.0
+"""Until then; the machine may be busy."""
+JOB = "metrics"
+
+TINY_SHAPE = AttentionShape(num_heads=4, num_heads_kv=2, head_dim=8, head_dim_v=8, dtype="float32")
+
+EVERYWHERE = ("Certificates", "Every process")
+SECTIONS = {
+    "control plane": ("Control plane", *EVERYWHERE),
+    "node": ("Attention servers", "Data plane", *EVERYWHERE),
+    # With in-place servers of their own.
+    "trainer 0": ("Trainers", "Attention servers", "Data plane", *EVERYWHERE),
+    "trainer 1": ("Trainers", "Attention servers", "Data plane", *EVERYWHERE),
+}
+
+COUNTED = {
+    "control plane": (
+        "distca_control_plane_steps_finished_total",
+        "distca_control_plane_tokens_total",
+        "distca_control_plane_plan_seconds_count",
+        "distca_control_plane_publish_seconds_count",
+        "distca_control_plane_measured_imbalance_ratio",
+        "distca_control_plane_predicted_over_measured_ratio",
+        "distca_control_plane_server_busy_seconds_total",
+        "distca_control_plane_server_predicted_seconds_total",
+    ),
+    "node": (
+        "distca_attention_node_tasks_total",
+        "distca_attention_node_busy_seconds_total",
+        "distca_attention_node_idle_seconds_total",
+        "distca_attention_node_queue_seconds_total",
+        "distca_attention_node_tick_seconds_count",
+        "distca_data_plane_sent_bytes_total",
+        "distca_data_plane_received_bytes_total",
+        "distca_data_plane_transfer_seconds_count",
+    ),
+    "trainer 0": (
+        "distca_trainer_tokens_total",
+        "distca_trainer_tick_seconds_count",
+        "distca_trainer_communication_seconds_total",
+        "distca_trainer_step_part_seconds_total",
+        "distca_trainer_tasks_total",
+        "distca_trainer_rows_total",
+        "distca_trainer_plan_wait_seconds_count",
+        "distca_data_plane_probe_bytes_per_second",
+        "distca_attention_node_tasks_total",
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What one process exports: families as rows without help, and sums of samples by name."""
+
+    rows: dict[str, Row]
+    sums: dict[str, float]
+    labels: dict[str, set[str]]
+
+
+def scrape(address: str, path: str = "/metrics") -> Exported:
+    with urllib.request.urlopen(f"http://{address}{path}", timeout=10) as answer:
+        text = answer.read().decode()
+    rows: dict[str, Row] = {}
+    sums: dict[str, float] = {}
+    values: dict[str, set[str]] = {}
+    for family in text_string_to_metric_families(text):
+        samples = family.samples
+        name = family.name + ("_total" if family.type == "counter" else "")
+        labels = samples[0].labels.keys() - {"le"} if samples else ()
+        rows[name] = Row(name, family.type, tuple(sorted(labels)), family.documentation)
+        for sample in samples:
+            sums[sample.name] = sums.get(sample.name, 0.0) + sample.value
+            for label, value in sample.labels.items():
+                values.setdefault(label, set()).add(value)
+    return Exported(rows, sums, values)
+
+
+def free_port() -> int:
+    """The first of N_RANKS ports in a row that nobody listens on now."""
+    with ExitStack() as stack:
+        first = stack.enter_context(socket.create_server(("127.0.0.1", 0))).getsockname()[1]
+        for rank in range(1, N_RANKS):
+            stack.enter_context(socket.create_server(("127.0.0.1", first + rank)))
+        return int(first)
+
+
+def start_trainer(
+    rank: int, folder: Path, control_plane: str, port: int
+) -> subprocess.Popen[bytes]:
+    arguments = [
+        f"--control-plane={control_plane}",
+        f"--run-dir={folder / JOB}",
+        f"--rendezvous=file://{folder / 'rendezvous'}",
+        f"--metrics-port={port}",
+        "--placement=mixed",
+        "--one-host",
+        "--steps=100000",
+        *TINY,
+    ]
+    environment = {
+        **os.environ,
+        "HOME": str(folder),
+        "OMP_NUM_THREADS": "1",
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(N_RANKS),
+    }
+    with (folder / f"trainer-{rank}.log").open("wb") as output:
+        return subprocess.Popen(
+            [sys.executable, "-m", "distca", "--log-level=info", "train", *arguments],
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            cwd=ROOT,
+        )
+
+
+@pytest.fixture(scope="module")
+def addresses(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    """Of the metrics of every process, after N_STEPS steps of two trainers that train on one node
+    and on themselves, and go on training."""
+    folder = tmp_path_factory.mktemp("metrics")
+    profiles = folder / ".cache" / "distca"
+    profiles.mkdir(parents=True)
+    keep_profile(profiles, TINY_SHAPE)
+    with cluster(folder, 1, node_shape=TINY_SHAPE) as running:
+        port = free_port()
+        trainers = [start_trainer(rank, folder, running.address, port) for rank in range(N_RANKS)]
+        try:
+            addresses = {
+                "control plane": running.control_plane.addresses["metrics"],
+                "node": running.processes[1].addresses["metrics"],
+                **{f"trainer {rank}": f"127.0.0.1:{port + rank}" for rank in range(N_RANKS)},
+            }
+            wait_for_steps(folder, trainers, addresses["control plane"])
+            yield addresses
+        finally:
+            for trainer in trainers:
+                trainer.send_signal(signal.SIGKILL)
+                trainer.wait(10)
+
+
+@pytest.fixture(scope="module")
+def exported(addresses: dict[str, str]) -> dict[str, Exported]:
+    """What every process exports."""
+    return {name: scrape(address) for name, address in addresses.items()}
+
+
+def wait_for_steps(
+    folder: Path, trainers: list[subprocess.Popen[bytes]], control_plane: str
+) -> None:
+    deadline = time.monotonic() + TRAINING_SECONDS
+    finished = "distca_control_plane_steps_finished_total"
+    while scrape(control_plane).sums.get(finished, 0.0) < N_STEPS:
+        ended = [rank for rank, trainer in enumerate(trainers) if trainer.poll() is not None]
+        assert not ended, (folder / f"trainer-{ended[0]}.log").read_text()
+        assert time.monotonic() < deadline, (folder / "trainer-0.log").read_text()
+        time.sleep(0.2)
+
+
+@pytest.mark.parametrize("process", SECTIONS)
+def test_a_process_exports_exactly_what_is_documented(
+    exported: dict[str, Exported], process: str
+) -> None:
+    documented = documented_metrics()
+    expected = {
+        name: row for section in SECTIONS[process] for name, row in documented[section].items()
+    }
+    found = exported[process].rows
+    assert found.keys() == expected.keys()
+    for name, row in found.items():
+        assert row.kind == expected[name].kind, name
+        assert row.text == expected[name].text, name
+        # A metric without a sample so far does not show its labels.
+        assert not row.labels or row.labels == tuple(sorted(expected[name].labels)), name
+
+
+@pytest.mark.parametrize("process", COUNTED)
+def test_training_is_counted(exported: dict[str, Exported], process: str) -> None:
+    sums = exported[process].sums
+    assert {name: sums.get(name, 0.0) > 0 for name in COUNTED[process]} == dict.fromkeys(
+        COUNTED[process], True
+    )
+
+
+def test_labels_name_jobs_servers_and_ranks_and_nothing_that_grows(
+    exported: dict[str, Exported], addresses: dict[str, str]
+) -> None:
+    servers = {"node-0", *(f"{JOB}.rank-{rank}" for rank in range(N_RANKS))}
+    control_plane = exported["control plane"].labels
+    assert control_plane["job_name"] == {JOB}
+    assert control_plane["server"] == servers
+    for rank in range(N_RANKS):
+        trainer = exported[f"trainer {rank}"].labels
+        assert trainer["rank"] == {str(rank)}
+        assert trainer["server"] == {f"{JOB}.rank-{rank}"}
+        assert trainer["transport"] <= {"ucxx", "none"}
+        assert trainer["peer"] <= servers
+        pairs = scrape(addresses[f"trainer {rank}"], PAIRS_PATH)
+        # Which servers a rank's tasks go to, steps decide.
+        assert {"node-0"} <= pairs.labels["server"] <= servers
+        assert {"node-0"} <= pairs.labels["peer"] <= servers
+        assert pairs.rows.keys() == documented_metrics()["Every pair"].keys()
+    assert exported["node"].labels["server"] == {"node-0"}
+    assert exported["node"].labels["peer"] <= servers - {"node-0"}
+
+
+def test_no_more_tasks_are_served_than_servers_have_run(
+    exported: dict[str, Exported], addresses: dict[str, str]
+) -> None:
+    """Servers are asked after the ranks, so they may be ahead: equal at least, never fewer."""
+    trainers = [f"trainer {rank}" for rank in range(N_RANKS)]
+    served = sum(exported[name].sums["distca_trainer_tasks_total"] for name in trainers)
+    run = sum(
+        scrape(addresses[name]).sums["distca_attention_node_tasks_total"]
+        for name in ("node", *trainers)
+    )
+    assert 0 < served <= run

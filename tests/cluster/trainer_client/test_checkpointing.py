@@ -1,0 +1,342 @@
+"""Activation checkpoints: everything is recomputed but core attention, in the right nano-batch."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import gc
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import nn
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+
+from core_attention.ca_task import Phase
+from tests.cluster.trainer_client.test_transformers import (
+    CONFIGS,
+    LENGTHS,
+    SHAPE,
+    make_batches,
+    make_model,
+    open_session,
+    submit,
+)
+from tests.support.cluster import Cluster
+from trainer_client import PingPong, Session, SessionError, checkpoint
+from trainer_client.errors import ChangedInPlace
+from trainer_client.hooks import checkpointing
+from trainer_client.hooks.checkpointing import Checkpoints, Region
+from trainer_client.models.transformers import check_documents
+from trainer_client.step.attention_call import AttentionCall
+
+
+def gpt2_config(width: int) -> transformers.GPT2Config:
+    """A small model with dropout everywhere but in attention."""
+    return transformers.GPT2Config(
+        vocab_size=64,
+        n_positions=512,
+        n_embd=width,
+        n_layer=2,
+        n_head=4,
+        resid_pdrop=0.1,
+        embd_pdrop=0.1,
+        attn_pdrop=0.0,
+        use_cache=False,
+    )
+
+
+GPT2 = gpt2_config(64)
+
+Checkpointed = Callable[[Any], None]
+
+
+def _by_layer(model: Any, wrap: Callable[..., Any]) -> None:
+    for layer in model.transformer.h:
+        layer.forward = functools.partial(wrap, layer.forward)
+
+
+CHECKPOINTED: dict[str, Checkpointed] = {
+    "transformers' own": lambda model: model.gradient_checkpointing_enable(),
+    "torch": lambda model: _by_layer(
+        model, functools.partial(torch_checkpoint, use_reentrant=False)
+    ),
+    "distca": lambda model: _by_layer(model, checkpoint),
+}
+"""How users ask for checkpoints."""
+
+
+def assert_gradients(model: nn.Module, plain: nn.Module) -> None:
+    for (name, parameter), other in zip(model.named_parameters(), plain.parameters(), strict=True):
+        # The same operations on the same numbers, but for the plans' float32 sums of dK and dV.
+        torch.testing.assert_close(parameter.grad, other.grad, rtol=1e-4, atol=1e-6, msg=name)
+
+
+@pytest.fixture(scope="module")
+def session(pool_of_four: Cluster) -> Iterator[Session]:
+    with open_session(pool_of_four, "checkpointing") as opened:
+        yield opened
+
+
+@pytest.fixture(scope="module")
+def gpt2_session(pool_of_four: Cluster) -> Iterator[Session]:
+    """Of a shape with as many key heads as query heads."""
+    shape = replace(SHAPE, num_heads_kv=SHAPE.num_heads)
+    with open_session(pool_of_four, "checkpointing-gpt2", shape=shape) as opened:
+        yield opened
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[Phase]:
+    """How often core attention was sent, by phase."""
+    counted: Counter[Phase] = Counter()
+    send = AttentionCall._send
+
+    def counting(self: AttentionCall, phase: Phase, *rest: Any) -> None:
+        counted[phase] += 1
+        send(self, phase, *rest)
+
+    monkeypatch.setattr(AttentionCall, "_send", counting)
+    return counted
+
+
+class CountedForwards:
+    """A layer's forward, checkpointed."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        self.runs = 0
+        self._forward = layer.forward
+        layer.forward = self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return checkpoint(self._run, *args, **kwargs)
+
+    def _run(self, *args: Any, **kwargs: Any) -> Any:
+        self.runs += 1
+        return self._forward(*args, **kwargs)
+
+
+@pytest.mark.parametrize("interleave", [True, False])
+def test_layers_run_twice_but_core_attention_once(
+    session: Session, calls: Counter[Phase], interleave: bool
+) -> None:
+    plain = make_model(copy.deepcopy(CONFIGS["Llama"]), "distca")
+    model = make_model(copy.deepcopy(CONFIGS["Llama"]), "distca")
+    model.load_state_dict(plain.state_dict())
+    # Which would run the layers too, at the model's first forward.
+    check_documents(model)
+    layers = [CountedForwards(layer) for layer in model.get_submodule("model.layers").children()]
+    losses = []
+    for each in (plain, model):
+        calls.clear()
+        with session.step(submit(session)):
+            loss = sum(o.loss for o in PingPong(each, interleave=interleave)(make_batches()))
+            loss.backward()
+        losses.append(float(loss.detach()))
+        # Two layers of two nano-batches.
+        assert calls == {Phase.FORWARD: 4, Phase.BACKWARD: 4}
+    assert [layer.runs for layer in layers] == [4, 4]
+    assert losses[0] == losses[1]
+    assert_gradients(model, plain)
+
+
+@pytest.mark.parametrize("interleave", [True, False])
+@pytest.mark.parametrize("checkpointed", CHECKPOINTED.values(), ids=list(CHECKPOINTED))
+def test_gradients_of_checkpoints_with_dropout_are_those_without_checkpoints(
+    gpt2_session: Session, checkpointed: Checkpointed, interleave: bool
+) -> None:
+    """A recomputation that replays other random numbers changes no loss, but every gradient."""
+    plain, model = (
+        make_model(copy.deepcopy(GPT2), "distca"),
+        make_model(copy.deepcopy(GPT2), "distca"),
+    )
+    model.load_state_dict(plain.state_dict())
+    checkpointed(model)
+    losses, numbers = [], []
+    for each in (plain.train(), model.train()):
+        torch.manual_seed(7)
+        with gpt2_session.step(submit(gpt2_session)):
+            loss = sum(o.loss for o in PingPong(each, interleave=interleave)(make_batches()))
+            loss.backward()
+        losses.append(float(loss.detach()))
+        numbers.append(float(torch.rand(())))
+    assert losses[0] == losses[1]
+    assert numbers[0] == numbers[1]
+    assert_gradients(model, plain)
+
+
+def test_a_lanes_random_numbers_do_not_depend_on_the_turns(gpt2_session: Session) -> None:
+    model = make_model(copy.deepcopy(GPT2), "distca").train()
+    losses, next_numbers = [], []
+    for interleave in (True, False):
+        torch.manual_seed(3)
+        with gpt2_session.step(submit(gpt2_session)), torch.no_grad():
+            outputs = PingPong(model, interleave=interleave)(make_batches())
+        losses.append([float(output.loss) for output in outputs])
+        next_numbers.append(float(torch.rand(())))
+    assert losses[0] == losses[1]
+    assert next_numbers[0] == next_numbers[1]
+
+
+def test_lanes_and_steps_draw_different_numbers(gpt2_session: Session) -> None:
+    model, batch = make_model(copy.deepcopy(GPT2), "distca").train(), make_batches()[0]
+    same = (LENGTHS[0], LENGTHS[0])
+    losses = []
+    for _ in range(2):
+        with gpt2_session.step(submit(gpt2_session, same)), torch.no_grad():
+            losses += [float(output.loss) for output in PingPong(model)([batch, batch])]
+    assert len(set(losses)) == 4
+
+
+def test_finite_differences_agree_with_backward(gpt2_session: Session) -> None:
+    """In double precision nothing is served; a step of 1e-2 in float32 tells 58% from right."""
+    model = make_model(copy.deepcopy(GPT2), "distca").train()
+    CHECKPOINTED["transformers' own"](model)
+    parameter = model.get_submodule("transformer.h.0.mlp.c_fc").bias
+    assert isinstance(parameter, nn.Parameter)
+    direction = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1))
+
+    def loss(shift: float, backward: bool) -> float:
+        torch.manual_seed(11)
+        with torch.no_grad():
+            parameter.add_(shift * direction)
+        with gpt2_session.step(submit(gpt2_session)), torch.set_grad_enabled(backward):
+            value = sum(output.loss for output in PingPong(model)(make_batches()))
+            if backward:
+                value.backward()
+        with torch.no_grad():
+            parameter.sub_(shift * direction)
+        return float(value.detach())
+
+    step = 1e-2
+    slope = (loss(step, False) - loss(-step, False)) / (2 * step)
+    loss(0.0, True)
+    assert parameter.grad is not None
+    # The third derivative times step**2, and a loss rounded to 5e-7 divided by 2 * step.
+    assert float((parameter.grad * direction).sum()) == pytest.approx(slope, rel=2e-2, abs=1e-3)
+
+
+def test_several_calls_in_one_checkpoint(session: Session) -> None:
+    plain = make_model(copy.deepcopy(CONFIGS["Llama"]), "distca")
+    model = make_model(copy.deepcopy(CONFIGS["Llama"]), "distca")
+    model.load_state_dict(plain.state_dict())
+    whole = model.get_submodule("model")
+    forward = whole.forward
+
+    def twice_checkpointed(*args: Any, **kwargs: Any) -> Any:
+        return checkpoint(checkpoint, forward, *args, **kwargs)
+
+    whole.forward = twice_checkpointed
+    for each in (plain, model):
+        with session.step(submit(session)):
+            sum(output.loss for output in PingPong(each)(make_batches())).backward()
+    assert_gradients(model, plain)
+
+
+def test_checkpoints_in_evaluation_keep_nothing(session: Session) -> None:
+    model = make_model(copy.deepcopy(CONFIGS["Llama"]), "distca").train()
+    CHECKPOINTED["transformers' own"](model)
+    with session.step(submit(session)), torch.no_grad():
+        PingPong(model)(make_batches())
+    gc.collect()
+    assert not len(checkpointing._regions)
+
+
+def test_a_reentrant_checkpoint_is_named(session: Session) -> None:
+    model: Any = make_model(copy.deepcopy(CONFIGS["Llama"]), "distca").train()
+    model.gradient_checkpointing_enable({"use_reentrant": True})
+    model.enable_input_require_grads()
+    with pytest.raises(SessionError, match="use_reentrant=False"), session.step(submit(session)):
+        sum(output.loss for output in PingPong(model)(make_batches())).backward()
+
+
+def test_results_come_back_in_order_and_only_once() -> None:
+    region = Region()
+    given = [(torch.full((1,), float(i)), torch.full((1,), -float(i))) for i in range(2)]
+    for lane, (o, lse) in enumerate(given):
+        region.keep(lane, o, lse)
+    for lane, result in enumerate(given):
+        assert region.caller == lane
+        assert region.take() == result
+    with pytest.raises(SessionError, match="more often when it is recomputed"):
+        region.take()
+
+
+def test_output_that_is_changed_in_place_is_named(session: Session) -> None:
+    """The recomputation would change it once more, and gradients would be wrong without a word."""
+    model: Any = make_model(copy.deepcopy(CONFIGS["Llama"]), "distca").train()
+    CHECKPOINTED["transformers' own"](model)
+    for layer in model.model.layers:
+        layer.self_attn.o_proj.register_forward_pre_hook(lambda _, rows: (rows[0].mul_(0.5),))
+    with (
+        pytest.raises(ChangedInPlace) as raised,
+        session.step(submit(session)),
+    ):
+        sum(output.loss for output in PingPong(model)(make_batches())).backward()
+    assert raised.value.names == ("o",)
+
+
+def test_results_that_are_changed_in_place_are_not_handed_out() -> None:
+    for changed in range(2):
+        region = Region()
+        result = torch.zeros(1), torch.zeros(1)
+        region.keep(None, *result)
+        result[changed].add_(1.0)
+        with pytest.raises(ChangedInPlace):
+            region.take()
+
+
+def test_results_of_inference_mode_are_kept() -> None:
+    """Of a frozen tower inside a checkpointed part; such tensors count no writes."""
+    region = Region()
+    with torch.inference_mode():
+        region.keep(None, torch.ones(1), torch.zeros(1))
+    assert region.take() == (torch.ones(1), torch.zeros(1))
+
+
+def test_steps_that_end_in_other_threads_take_nothing_of_a_checkpoint() -> None:
+    """The ranks of a job may be threads of one process."""
+    result = torch.ones(1), torch.zeros(1)
+    over = threading.Event()
+
+    def end_steps() -> None:
+        while not over.is_set():
+            checkpointing.forget_step(object())
+
+    def layer(x: torch.Tensor) -> torch.Tensor:
+        checkpoints = Checkpoints()
+        if checkpoints.recomputed:
+            o, _ = checkpoints.recomputed.take()
+        else:
+            o = result[0]
+            checkpoints.keep("a lane", *result)
+        return torch.sin(x * o)
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(1) as other:
+            ended = other.submit(end_steps)
+            try:
+                for _ in range(200):
+                    x = torch.ones(1, requires_grad=True)
+                    losses = [checkpoint(layer, x) for _ in range(8)]
+                    torch.stack(losses).sum().backward()
+            finally:
+                over.set()
+            ended.result(30)
+    finally:
+        sys.setswitchinterval(interval)
+
+
+def test_outside_of_a_checkpoint_nothing_is_kept() -> None:
+    checkpoints = Checkpoints()
+    checkpoints.keep(None, torch.zeros(1), torch.zeros(1))
+    assert checkpoints.recomputed is None

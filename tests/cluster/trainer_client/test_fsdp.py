@@ -1,0 +1,397 @@
+"""FSDP2 under ping-pong: refused without ``prepare_fsdp``, equal to local attention with it.
+
+Two ranks in processes of their own, over gloo; each runs all cases, since starting costs more than
+they do.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from core_attention.manifest import RankManifest
+from core_attention.shape import AttentionShape
+from tests.support.cluster import Cluster, keep_profile
+from tests.support.forkserver import run_forked
+from trainer_client import (
+    PingPong,
+    Session,
+    SessionError,
+    SessionOptions,
+    checkpoint,
+    core_attention,
+    prepare_fsdp,
+)
+from trainer_client.loops.collectives import HostMeetings
+from trainer_client.loops.fsdp import check_backward_in_parts
+
+RANKS, WIDTH, N_LAYERS = 2, 32, 3
+SHAPE = AttentionShape(num_heads=2, num_heads_kv=2, head_dim=16, head_dim_v=16, dtype="float32")
+HALF = dataclasses.replace(SHAPE, dtype="bfloat16")
+STEPS: tuple[Any, ...] = (
+    # By step, rank and nano-batch: documents.
+    (([7, 3], [12]), ([4], [1, 9])),
+    (([20], [2, 2]), ([5, 6], [3])),
+)
+THREE: tuple[Any, ...] = ((([7, 3], [12], [2]), ([4], [1, 9], [8])),)
+
+
+_causal: Any = partial(nn.functional.scaled_dot_product_attention, is_causal=True)
+
+
+class Block(nn.Module):
+    """Attends within documents, by itself if it is local."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.qkv = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 3 * WIDTH)
+        self.out = nn.Linear(WIDTH, WIDTH)
+        self.local = False
+
+    def forward(self, hidden: torch.Tensor, lengths: list[int]) -> torch.Tensor:
+        parts = self.qkv(self.norm(hidden)).view(-1, 3, 2, 16).unbind(1)
+        q, k, v = (part.contiguous() for part in parts)
+        o = self._attend(q, k, v, lengths) if self.local else core_attention(q, k, v)
+        attended: torch.Tensor = self.out(o.flatten(1))
+        return hidden + attended
+
+    def _attend(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: list[int]
+    ) -> torch.Tensor:
+        outputs = []
+        for each in zip(*(tensor.split(lengths) for tensor in (q, k, v)), strict=True):
+            o = _causal(*(tensor.transpose(0, 1) for tensor in each))
+            outputs.append(o.transpose(0, 1))
+        return torch.cat(outputs)
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(16, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(N_LAYERS))
+        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 16)
+        self.checkpointed = False
+
+    def forward(self, ids: torch.Tensor, lengths: list[int]) -> torch.Tensor:
+        hidden = self.embed(ids)
+        for block in self.blocks:
+            if self.checkpointed:
+                hidden = checkpoint(block, hidden, lengths=lengths)
+            else:
+                hidden = block(hidden, lengths=lengths)
+        logits = self.head(self.norm(hidden)).float()
+        loss: torch.Tensor = nn.functional.cross_entropy(logits, ids, reduction="sum")
+        return loss
+
+
+def batches(documents: Any, rank: int) -> list[dict[str, Any]]:
+    generator = torch.Generator().manual_seed(rank)
+    return [
+        {"ids": torch.randint(16, (sum(lengths),), generator=generator), "lengths": lengths}
+        for lengths in documents[rank]
+    ]
+
+
+Case = Callable[[Model], nn.Module]
+"""Shards a model; returns what takes nano-batches."""
+
+
+def root_inside(model: Model) -> nn.Module:
+    for block in model.blocks:
+        fully_shard(block)
+    fully_shard(model)
+    prepare_fsdp(model)
+    return PingPong(model)
+
+
+def root_around(model: Model) -> nn.Module:
+    for block in model.blocks:
+        fully_shard(block)
+    whole: nn.Module = fully_shard(PingPong(model))  # type: ignore[assignment]
+    prepare_fsdp(whole)
+    return whole
+
+
+def no_root(model: Model) -> nn.Module:
+    for block in model.blocks:
+        fully_shard(block)
+    prepare_fsdp(model)
+    return PingPong(model)
+
+
+def root_that_is_resharded(model: Model) -> nn.Module:
+    fully_shard(model, reshard_after_forward=True)
+    prepare_fsdp(model)
+    return PingPong(model)
+
+
+def weights_kept_gathered(model: Model) -> nn.Module:
+    for block in model.blocks:
+        fully_shard(block, reshard_after_forward=False)
+    fully_shard(model)
+    prepare_fsdp(model)
+    return PingPong(model)
+
+
+def units_of_all_kinds(model: Model) -> nn.Module:
+    """The embedding, blocks and a group of what comes after them."""
+    fully_shard(model.embed)
+    for block in model.blocks:
+        fully_shard(block)
+    fully_shard([model.norm, model.head])
+    fully_shard(model)
+    prepare_fsdp(model)
+    prepare_fsdp(model)
+    return PingPong(model)
+
+
+def checkpoints(model: Model) -> nn.Module:
+    model.checkpointed = True
+    return root_inside(model)
+
+
+def one_after_the_other(model: Model) -> nn.Module:
+    root_inside(model)
+    return PingPong(model, interleave=False)
+
+
+def unprepared_in_turn(model: Model) -> nn.Module:
+    """FSDP2 as it is does for nano-batches that do not take turns."""
+    for block in model.blocks:
+        fully_shard(block)
+    fully_shard(model)
+    return PingPong(model, interleave=False)
+
+
+def compiled(model: Model) -> nn.Module:
+    for block in model.blocks:
+        block.compile(backend="aot_eager")
+    return root_inside(model)
+
+
+CASES: tuple[Case, ...] = (
+    root_inside,
+    root_around,
+    root_that_is_resharded,
+    weights_kept_gathered,
+    units_of_all_kinds,
+    checkpoints,
+    one_after_the_other,
+    unprepared_in_turn,
+    compiled,
+)
+
+
+def run_step(session: Session, module: nn.Module, documents: Any, rank: int) -> None:
+    number = session.next_step
+    session.submit(RankManifest.from_lengths(number, rank, documents[rank]))
+    with session.step(number) as running:
+        torch.stack(module(batches(documents, rank))).sum().backward()
+    assert running.complete
+
+
+def reference(model: Model, documents: Any) -> Model:
+    """A copy with the gradients of all ranks' documents, averaged over ranks as FSDP2 does."""
+    local = copy.deepcopy(model)
+    for block in local.blocks:
+        block.local = True  # type: ignore[assignment]
+    local.zero_grad()
+    for rank in range(RANKS):
+        for batch in batches(documents, rank):
+            (local(**batch) / RANKS).backward()
+    return local
+
+
+def compare(module: nn.Module, expected: nn.Module, tolerance: float, case: str) -> None:
+    for (name, parameter), other in zip(
+        module.named_parameters(), expected.parameters(), strict=True
+    ):
+        grad: Any = parameter.grad
+        assert grad is not None, f"{case}: {name}"
+        assert other.grad is not None
+        grad = grad.full_tensor() if isinstance(grad, DTensor) else grad
+        difference = (grad - other.grad).abs().max() / other.grad.abs().max()
+        assert difference < tolerance, f"{case}: {name} differs by {difference:.1e}"
+
+
+def gradients_equal_local_attention(session: Session, rank: int) -> None:
+    for case in CASES:
+        torch.manual_seed(0)
+        model = Model()
+        plain = copy.deepcopy(model)
+        module = case(model)
+        for documents in STEPS:
+            model.zero_grad()
+            run_step(session, module, documents, rank)
+            # float32 through three layers: some hundred roundings of 6e-8.
+            compare(model, reference(plain, documents), 2e-5, case.__name__)
+            # Nothing is left gathered.
+            assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
+
+
+class Counting(HostMeetings):
+    """Counts the collectives that ranks meet before."""
+
+    count = 0
+
+    def before(self, name: str, group: dist.ProcessGroup, tensors: Any) -> None:
+        self.count += 1
+        super().before(name, group, tensors)
+
+
+def weights_are_gathered_and_reduced_once(session: Session, rank: int) -> None:
+    """For all nano-batches together, as a plain model does for its one batch."""
+    model = Model()
+    meetings = Counting(session.job_id, 2, lambda: None, 60.0, device_type="cpu")
+    for block in model.blocks:
+        fully_shard(block)
+    fully_shard(model)
+    prepare_fsdp(model)
+    meetings.open()
+    run_step(session, PingPong(model), STEPS[0], rank)
+    meetings.close()
+    # Forward every unit is gathered; backward all but the root again; then all are reduced.
+    assert meetings.count == (N_LAYERS + 1) + N_LAYERS + (N_LAYERS + 1)
+
+
+def three_nano_batches(session: Session, rank: int) -> None:
+    torch.manual_seed(0)
+    model = Model()
+    plain = copy.deepcopy(model)
+    run_step(session, root_inside(model), THREE[0], rank)
+    compare(model, reference(plain, THREE[0]), 2e-5, "three nano-batches")
+
+
+def weights_are_freed_between_forward_and_backward(session: Session, rank: int) -> None:
+    """As ``fully_shard`` was told; also where there is no backward pass."""
+    for case, freed in ((root_inside, True), (weights_kept_gathered, False)):
+        model = Model()
+        module = case(model)
+        number = session.next_step
+        session.submit(RankManifest.from_lengths(number, rank, STEPS[0][rank]), forward_only=True)
+        with session.step(number), torch.no_grad():
+            module(batches(STEPS[0], rank))
+        for block in model.blocks:
+            weights = {isinstance(parameter, DTensor) for parameter in block.parameters()}
+            assert weights == {freed}, case.__name__
+
+
+def unprepared_models_are_refused(session: Session, rank: int) -> None:
+    model = Model()
+    for block in model.blocks:
+        fully_shard(block)
+    number = session.next_step
+    session.submit(RankManifest.from_lengths(number, rank, STEPS[0][rank]))
+    with (
+        pytest.raises(SessionError, match=r"blocks.0.*'trainer_client.prepare_fsdp\(model\)'"),
+        session.step(number),
+    ):
+        PingPong(model)(batches(STEPS[0], rank))
+    with pytest.raises(SessionError, match="no module that fully_shard was applied to"):
+        prepare_fsdp(Model())
+
+
+def weights_that_backwards_in_parts_would_miss(_: Session, __: int) -> None:
+    told = r"'blocks.0' is sharded .* with reshard_after_forward=False"
+    model = Model()
+    for block in model.blocks:
+        fully_shard(block)
+    fully_shard(model)
+    for prepare in (lambda _: None, prepare_fsdp):
+        prepare(model)
+        with pytest.raises(SessionError, match=told):
+            check_backward_in_parts(model)
+    kept = Model()
+    weights_kept_gathered(kept)
+    check_backward_in_parts(kept)
+
+
+def nano_batches_that_leave_early_are_an_error(session: Session, rank: int) -> None:
+    """Backward of one nano-batch alone would lose the gradients of the others."""
+    module = root_inside(Model())
+    number = session.next_step
+    session.submit(RankManifest.from_lengths(number, rank, STEPS[0][rank]))
+    with (
+        pytest.raises(SessionError, match="sum the losses of all nano-batches"),
+        session.step(number),
+    ):
+        module(batches(STEPS[0], rank))[0].backward()
+
+
+def half_precision(session: Session, rank: int) -> None:
+    """Units cast what enters them, of every nano-batch."""
+    policy = MixedPrecisionPolicy(
+        param_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.float32
+    )
+    torch.manual_seed(0)
+    model = Model()
+    plain = copy.deepcopy(model)
+    for block in model.blocks:
+        fully_shard(block, mp_policy=policy)
+    prepare_fsdp(model)
+    run_step(session, PingPong(model), STEPS[0], rank)
+    # Activations are rounded to 8 bits, 4e-3, in each of three layers, and so are gradients.
+    compare(model.blocks, reference(plain, STEPS[0]).blocks, 5e-2, "half precision")
+
+
+SESSIONS: tuple[tuple[AttentionShape, int, tuple[Callable[[Session, int], None], ...]], ...] = (
+    (
+        SHAPE,
+        2,
+        (
+            unprepared_models_are_refused,
+            gradients_equal_local_attention,
+            weights_are_gathered_and_reduced_once,
+            weights_are_freed_between_forward_and_backward,
+            weights_that_backwards_in_parts_would_miss,
+            nano_batches_that_leave_early_are_an_error,
+        ),
+    ),
+    (SHAPE, 3, (three_nano_batches,)),
+    (HALF, 2, (half_precision,)),
+)
+"""With their nano-batches, and what runs in them."""
+
+
+def run_rank(rank: int, folder: str, address: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=RANKS
+    )
+    for shape, n_nano_batches, bodies in SESSIONS:
+        options = SessionOptions(
+            control_plane=address,
+            job=f"fsdp-{shape.dtype}-{n_nano_batches}",
+            rank=rank,
+            n_ranks=RANKS,
+            n_layers=N_LAYERS,
+            n_nano_batches=n_nano_batches,
+            shape=shape,
+            data_host="127.0.0.1",
+            one_host=True,
+            profile_dir=Path(folder),
+            probe_bytes=0,
+        )
+        with Session.open(options) as session:
+            for body in bodies:
+                body(session, rank)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def test_sharded_models_take_turns(tmp_path: Path, pool_of_four: Cluster) -> None:
+    for shape in (SHAPE, HALF):
+        keep_profile(tmp_path, shape)
+    run_forked(run_rank, (str(tmp_path), pool_of_four.address), RANKS)

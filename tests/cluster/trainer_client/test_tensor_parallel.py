@@ -1,0 +1,599 @@
+"""Tensor parallelism of transformers and PyTorch with served core attention, against one process.
+
+Four ranks in processes of their own, over gloo: two tensor-parallel ranks, two replicas.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import transformers
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+from transformers.distributed.configuration_utils import DistributedConfig
+
+import trainer_client.models.transformers
+from core_attention.errors import TensorError
+from core_attention.manifest import RankManifest, Segment
+from core_attention.shape import AttentionShape
+from tests.support.cluster import Cluster, cluster, keep_profile
+from tests.support.forkserver import run_forked
+from tests.support.tiny_models import TINY_LLAMA
+from trainer_client import (
+    PingPong,
+    PlanNotReady,
+    Session,
+    SessionClosed,
+    SessionError,
+    SessionOptions,
+    core_attention,
+    prepare_fsdp,
+    submit_ahead,
+)
+from trainer_client.loops.tensor_parallel import mesh_of
+
+pytestmark = pytest.mark.timeout(300)
+
+RANKS, TP, STEPS = 4, 2, 2
+REPLICAS = RANKS // TP
+CONFIG = TINY_LLAMA
+VOCABULARY: int = CONFIG["vocab_size"]
+LOCAL = AttentionShape(num_heads=2, num_heads_kv=1, head_dim=16, head_dim_v=16, dtype="float32")
+ONE_HEAD = replace(LOCAL, num_heads=1)
+LENGTHS = ([[7, 1, 13], [21]], [[5, 30], [3, 3, 9]])
+"""By replica and nano-batch."""
+SPAN = 37
+"""Tokens of the one document of each nano-batch, cut at odd places among the replicas."""
+
+Batch = Mapping[str, torch.Tensor]
+Gradients = dict[str, torch.Tensor]
+
+
+def whole_model(path: str) -> Any:
+    auto: Any = transformers.AutoModelForCausalLM
+    return auto.from_pretrained(path, attn_implementation="sdpa")
+
+
+def by_plan_of_transformers(path: str, _: DeviceMesh) -> Any:
+    """Sharded by transformers, over both dimensions, when it is loaded."""
+    auto: Any = transformers.AutoModelForCausalLM
+    sizes: Any = DistributedConfig(tp_size=TP, fsdp_size=REPLICAS)
+    return auto.from_pretrained(path, attn_implementation="distca", distributed_config=sizes)
+
+
+def by_parallelize_module(path: str, mesh: DeviceMesh) -> Any:
+    """Sharded by PyTorch over the tensor-parallel ranks."""
+    assert trainer_client.models.transformers.IMPLEMENTATION == "distca"
+    auto: Any = transformers.AutoModelForCausalLM
+    model = auto.from_pretrained(path, attn_implementation="distca")
+    attention, mlp = "model.layers.*.self_attn", "model.layers.*.mlp"
+    plan: dict[str, Any] = {
+        **{f"{attention}.{name}_proj": ColwiseParallel() for name in "qkv"},
+        f"{attention}.o_proj": RowwiseParallel(),
+        f"{mlp}.gate_proj": ColwiseParallel(),
+        f"{mlp}.up_proj": ColwiseParallel(),
+        f"{mlp}.down_proj": RowwiseParallel(),
+    }
+    return parallelize_module(model, mesh["tp"], plan)
+
+
+def by_sequence_parallelism(path: str, mesh: DeviceMesh) -> Any:
+    """Between projections each rank has a share of the rows."""
+    auto: Any = transformers.AutoModelForCausalLM
+    model = auto.from_pretrained(path, attn_implementation="distca")
+    layer, rows, all_rows = "model.layers.*", Shard(1), Replicate()
+    plan: dict[str, Any] = {
+        "model.embed_tokens": RowwiseParallel(input_layouts=all_rows, output_layouts=rows),
+        f"{layer}.input_layernorm": SequenceParallel(use_local_output=True),
+        f"{layer}.post_attention_layernorm": SequenceParallel(use_local_output=True),
+        f"{layer}.self_attn": PrepareModuleInput(
+            input_kwarg_layouts={"hidden_states": rows},
+            desired_input_kwarg_layouts={"hidden_states": all_rows},
+        ),
+        **{f"{layer}.self_attn.{name}_proj": ColwiseParallel() for name in "qkv"},
+        f"{layer}.self_attn.o_proj": RowwiseParallel(output_layouts=rows),
+        f"{layer}.mlp": PrepareModuleInput(
+            input_layouts=(rows,), desired_input_layouts=(all_rows,)
+        ),
+        f"{layer}.mlp.gate_proj": ColwiseParallel(),
+        f"{layer}.mlp.up_proj": ColwiseParallel(),
+        f"{layer}.mlp.down_proj": RowwiseParallel(output_layouts=rows),
+        "model.norm": SequenceParallel(),
+        "lm_head": ColwiseParallel(input_layouts=rows, output_layouts=all_rows),
+    }
+    return parallelize_module(model, mesh["tp"], plan)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A way to train.
+
+    Attributes:
+        name: of the job.
+        make: the model, on the ranks of a mesh ``("dp", "tp")``.
+        spans: whether each nano-batch is one document over both replicas.
+        placement: where servers run.
+        checkpointed: layers are recomputed.
+        sharded: what ``fully_shard`` is applied to after the job was joined.
+    """
+
+    name: str
+    make: Callable[[str, DeviceMesh], Any]
+    spans: bool = False
+    placement: str = "in-place"
+    checkpointed: bool = False
+    sharded: bool = False
+
+
+CASES = (
+    Case("tp-plan", by_plan_of_transformers),
+    Case("tp-plan-pool", by_plan_of_transformers, placement="mixed", checkpointed=True),
+    Case("parallelize-module", by_parallelize_module, sharded=True, placement="pool"),
+    Case("over-replicas", by_parallelize_module, spans=True, sharded=True, checkpointed=True),
+)
+
+
+def ids_of(step: int, length: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(100 * step + length)
+    return torch.randint(VOCABULARY, (length,), generator=generator)
+
+
+def documents(case: Case, step: int) -> list[torch.Tensor]:
+    """Token ids of all documents, whole."""
+    if case.spans:
+        return [ids_of(step, SPAN + nano) for nano in range(2)]
+    return [ids_of(step, n) for replica in LENGTHS for nano in replica for n in nano]
+
+
+def batch_of(ids: list[torch.Tensor], begins: list[int], ends: list[int]) -> Batch:
+    """Rows ``[begin, end)`` of documents in a row; a label is the next token, if there is one."""
+    pieces = list(zip(ids, begins, ends, strict=True))
+    following = [torch.cat([each[1:], torch.tensor([-100])]) for each in ids]
+    return {
+        "input_ids": row_of([each[b:e] for each, b, e in pieces]),
+        "position_ids": row_of([torch.arange(b, e) for _, b, e in pieces]),
+        "labels": row_of([each[b:e] for each, (_, b, e) in zip(following, pieces, strict=True)]),
+    }
+
+
+def row_of(pieces: list[torch.Tensor]) -> torch.Tensor:
+    return torch.cat([torch.arange(0), *pieces])[None]
+
+
+def steps_of(case: Case, session: Session, replica: int) -> Iterator[tuple[int, list[Batch]]]:
+    """What a replica's ranks run, with its manifests handed in: the same on all of them."""
+    if not case.spans:
+        batches = [
+            [
+                batch_of([ids_of(step, n) for n in nano], [0] * len(nano), nano)
+                for nano in LENGTHS[replica]
+            ]
+            for step in range(STEPS)
+        ]
+        for step, nano_batches in submit_ahead(session, batches):
+            yield step, list(nano_batches)
+        return
+    rank = session.options.rank
+    for step in range(STEPS):
+        pieces = []
+        for nano in range(2):
+            length, cut = SPAN + nano, 11 + nano
+            begin, end = ((0, cut), (cut, length))[replica]
+            pieces.append((length, begin, end))
+        # Ids are those of one tensor-parallel index.
+        segments = [
+            [Segment(10 * (rank % TP) + nano, length, begin, end - begin)]
+            for nano, (length, begin, end) in enumerate(pieces)
+        ]
+        session.submit(RankManifest(step, rank, segments))
+        yield step, [batch_of([ids_of(step, n)], [b], [e]) for n, b, e in pieces]
+
+
+def summed_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return nn.functional.cross_entropy(logits[0], labels[0], reduction="sum")
+
+
+class Losses(nn.Module):
+    """The summed loss of a nano-batch."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, labels: torch.Tensor, **batch: torch.Tensor) -> torch.Tensor:
+        return summed_loss(self.model(**batch, use_cache=False).logits, labels)
+
+
+def reference_of(path: str, documents: list[torch.Tensor]) -> tuple[float, Gradients]:
+    """The summed loss and the gradients of documents, one by one in one process."""
+    model = whole_model(path)
+    total = torch.zeros(())
+    for ids in documents:
+        batch = dict(batch_of([ids], [0], [len(ids)]))
+        labels = batch.pop("labels")
+        total = total + summed_loss(model(**batch, use_cache=False).logits, labels)
+    total.backward()
+    return float(total), {name: p.grad for name, p in model.named_parameters()}
+
+
+def job(address: str, folder: str, name: str) -> dict[str, Any]:
+    return {
+        "control_plane": address,
+        "job": name,
+        "rank": dist.get_rank(),
+        "n_ranks": dist.get_world_size(),
+        "planner": "random",
+        "data_host": "127.0.0.1",
+        "one_host": True,
+        "profile_dir": Path(folder),
+        "probe_bytes": 0,
+        "plan_timeout_seconds": 20.0,
+        "tick_timeout_seconds": 20.0,
+    }
+
+
+def run_case(case: Case, folder: str, address: str, mesh: DeviceMesh) -> None:
+    path = f"{folder}/model"
+    model = case.make(path, mesh)
+    options = SessionOptions.for_model(
+        model, placement=case.placement, **job(address, folder, case.name)
+    )
+    replica = dist.get_rank() // TP
+    assert options.shape == LOCAL
+    assert list(options.tensor_parallel_ranks) == [replica * TP, replica * TP + 1]
+    if case.checkpointed:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    if case.sharded:
+        for layer in model.model.layers:
+            fully_shard(layer, mesh=mesh["dp"])
+        fully_shard(model, mesh=mesh["dp"])
+    prepare_fsdp(model)
+    model.train()
+    ping_pong = PingPong(Losses(model))
+    with Session.open(options) as session:
+        for step, batches in steps_of(case, session, replica):
+            model.zero_grad()
+            with session.step(step):
+                loss = torch.stack(ping_pong(batches)).sum()
+                loss.backward()
+            check(case, path, step, model, loss.detach())
+
+
+def check(case: Case, path: str, step: int, model: nn.Module, loss: torch.Tensor) -> None:
+    expected_loss, expected = reference_of(path, documents(case, step))
+    dist.all_reduce(loss)
+    # Ranks of one tensor-parallel group have the same loss.
+    assert float(loss) / TP == pytest.approx(expected_loss, rel=1e-5), case.name
+    # FSDP averages over the replicas.
+    compare_gradients(model, expected, REPLICAS, f"{case.name}, step {step}")
+
+
+def compare_gradients(model: nn.Module, expected: Gradients, factor: int, where: str) -> None:
+    for name, parameter in model.named_parameters():
+        gradient = parameter.grad
+        assert gradient is not None, name
+        if isinstance(gradient, DTensor):
+            gradient = gradient.full_tensor()
+        difference = (gradient * factor - expected[name]).abs().max() / expected[name].abs().max()
+        # float32 through two layers, and sums over ranks: some hundred roundings of 6e-8.
+        assert difference < 2e-5, f"{where}: {name} differs by {difference:.1e}"
+
+
+def run_ranks(rank: int, folder: str, address: str) -> None:
+    join(rank, RANKS, folder)
+    mesh = init_device_mesh("cpu", (REPLICAS, TP), mesh_dim_names=("dp", "tp"))
+    for case in CASES:
+        run_case(case, folder, address, mesh)
+    leave()
+
+
+def join(rank: int, n_ranks: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    # transformers asks torchrun's environment.
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(n_ranks)}
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=n_ranks
+    )
+
+
+def leave() -> None:
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def save_model(path: Path, **changes: Any) -> None:
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(**{**CONFIG, **changes})
+    transformers.LlamaForCausalLM(config).save_pretrained(path)
+
+
+def test_tensor_parallel_replicas_train_as_one_process_does(
+    tmp_path: Path, pool_of_four: Cluster
+) -> None:
+    keep_profile(tmp_path, LOCAL)
+    save_model(tmp_path / "model")
+    run_forked(run_ranks, (str(tmp_path), pool_of_four.address), RANKS)
+
+
+def run_ranks_with_shares_of_rows(rank: int, folder: str, address: str) -> None:
+    join(rank, RANKS, folder)
+    mesh = init_device_mesh("cpu", (1, RANKS), mesh_dim_names=("dp", "tp"))
+    path = f"{folder}/model"
+    for sharded in (False, True):
+        name = "shares-of-rows" + "-sharded" * sharded
+        model = by_sequence_parallelism(path, mesh)
+        options = SessionOptions.for_model(model, **job(address, folder, name))
+        assert options.shape == ONE_HEAD
+        if sharded:
+            shard_layers(model, mesh)
+        train_with_shares_of_rows(model, options, path)
+    leave()
+
+
+def shard_layers(model: Any, mesh: DeviceMesh) -> None:
+    for unit in (*model.model.layers, model):
+        fully_shard(unit, mesh=mesh["dp"])
+    prepare_fsdp(model)
+
+
+def train_with_shares_of_rows(model: Any, options: SessionOptions, path: str) -> None:
+    ping_pong = PingPong(Losses(model))
+    lengths = ([[7, 1, 16], []], [[20], [3, 1]])
+    batches = [
+        [batch_of([ids_of(step, n) for n in nano], [0] * len(nano), nano) for nano in nano_batches]
+        for step, nano_batches in enumerate(lengths)
+    ]
+    with Session.open(options) as session:
+        for step, nano_batches in submit_ahead(session, batches):
+            model.zero_grad()
+            with session.step(step):
+                loss = torch.stack(ping_pong(nano_batches)).sum()
+                loss.backward()
+            expected_loss, expected = reference_of(
+                path, [ids_of(step, n) for nano in lengths[step] for n in nano]
+            )
+            assert float(loss) == pytest.approx(expected_loss, rel=1e-5)
+            compare_gradients(model, expected, 1, f"{options.job}, step {step}")
+
+
+def test_rows_are_shared_by_sequence_parallelism(tmp_path: Path, pool_of_four: Cluster) -> None:
+    """Whatever runs the model gives it a multiple of the ranks' rows: the probe, the check of
+    documents, and where a nano-batch has none."""
+    keep_profile(tmp_path, ONE_HEAD)
+    save_model(tmp_path / "model", num_key_value_heads=4)
+    run_forked(run_ranks_with_shares_of_rows, (str(tmp_path), pool_of_four.address), RANKS)
+
+
+@pytest.mark.parametrize("norms", [{}, {"1": SequenceParallel()}], ids=["some", "all weights"])
+def test_shares_are_told_from_those_of_fully_shard(tmp_path: Path, norms: dict[str, Any]) -> None:
+    """Also where tensor parallelism spreads every weight, so that all are on one mesh."""
+    dist.init_process_group(
+        "gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1
+    )
+    try:
+        mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("dp", "tp"))
+        model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8))
+        parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), **norms})
+        assert mesh_of(model) == mesh["tp"]
+        fully_shard(model, mesh=mesh["dp"])
+        assert mesh_of(model) == mesh["tp"]
+        for of_replicas in (mesh["dp"], mesh):
+            model = nn.Sequential(nn.Linear(8, 8))
+            fully_shard(model, mesh=of_replicas)
+            assert mesh_of(model) is None
+    finally:
+        leave()
+
+
+LATE_SECONDS = 0.5
+_LATE_ROWS = f"""
+import threading
+from attention_node.executor import Executor
+arrive = Executor.arrive
+def late(executor, tick, rank, source):
+    seconds = {LATE_SECONDS} if tick.tick.nano_batch == rank % 2 else 0.0
+    threading.Timer(seconds, arrive, (executor, tick, rank, source)).start()
+Executor.arrive = late
+"""
+"""Of the first nano-batch on even ranks, of the second on odd ones."""
+
+
+def run_ranks_with_late_replies(rank: int, folder: str, address: str) -> None:
+    join(rank, TP, folder)
+    mesh = init_device_mesh("cpu", (1, TP), mesh_dim_names=("dp", "tp"))
+    model = by_parallelize_module(f"{folder}/model", mesh)
+    options = SessionOptions.for_model(model, placement="pool", **job(address, folder, "late"))
+    ran: list[tuple[str, int]] = []
+    for layer in model.model.layers:
+        # Each gathers what its ranks have, forward and backward.
+        for module in (layer.self_attn.o_proj, layer.mlp.down_proj):
+            module.register_forward_hook(
+                lambda _, __, output: ran.append(("forward", output.shape[1]))
+            )
+            module.register_full_backward_hook(
+                lambda _, __, gradients: ran.append(("backward", gradients[0].shape[1]))
+            )
+    batches = [
+        batch_of([ids_of(0, n) for n in nano], [0] * len(nano), nano) for nano in ([7, 4], [5])
+    ]
+    with Session.open(options) as session:
+        for step, nano_batches in submit_ahead(session, [batches]):
+            with session.step(step) as running:
+                torch.stack(PingPong(Losses(model))(nano_batches)).sum().backward()
+    assert running.report is not None
+    assert len(ran) == 2 * 2 * 2 * 2, "modules, nano-batches, layers, phases"
+    assert len(set(ran)) == 4
+    everyone: list[Any] = [None] * TP
+    dist.all_gather_object(everyone, (running.report.wait_seconds, ran))
+    # Late replies did hold up the ranks, in more than one turn.
+    assert max(waited for waited, _ in everyone) > 1.5 * LATE_SECONDS
+    assert everyone[0][1] == everyone[1][1]
+    leave()
+
+
+def test_turns_do_not_depend_on_whose_replies_come_first(tmp_path: Path) -> None:
+    """Ranks whose replies come in opposite orders would else wait for each other in collectives."""
+    keep_profile(tmp_path, LOCAL)
+    save_model(tmp_path / "model")
+    with cluster(tmp_path, 0, node_shape=LOCAL) as servers:
+        servers.start_node("late", prelude=_LATE_ROWS)
+        run_forked(run_ranks_with_late_replies, (str(tmp_path), servers.address), TP)
+
+
+def run_ranks_that_are_wrong(rank: int, folder: str, address: str) -> None:
+    join(rank, TP, folder)
+    mesh = init_device_mesh("cpu", (1, TP), mesh_dim_names=("dp", "tp"))
+    of_job = job(address, folder, "wrong")
+    for uneven in ("one-key-head", "three-heads"):
+        with pytest.raises(SessionError, match=r"the model has .*which 2 tensor-parallel ranks"):
+            SessionOptions.for_model(by_parallelize_module(f"{folder}/{uneven}", mesh), **of_job)
+    model = by_parallelize_module(f"{folder}/model", mesh)
+    with pytest.raises(SessionError, match=r"open job wrong as ranks \[0, 0\]; each is a rank"):
+        SessionOptions.for_model(model, **{**of_job, "rank": 0})
+    with pytest.raises(SessionError, match=r"\[0, 1\] .* differ in n_nano_batches: \['1', '2'\]"):
+        SessionOptions.for_model(model, n_nano_batches=rank + 1, **of_job)
+    options = SessionOptions.for_model(model, **of_job)
+    with Session.open(options) as session:
+        for step, lengths in enumerate(([3 + rank, 4], [7, 4])):
+            session.submit(RankManifest.from_lengths(step, rank, [lengths, [2]]))
+        told = (
+            r"ranks 0 and 1 are of one tensor-parallel group, \[0, 1\], and hold different "
+            r"documents: rank 0 segments of lengths \[3, 4, 2\], rank 1 .*\[4, 4, 2\]"
+        )
+        with pytest.raises(PlanNotReady, match=told), session.step(0):
+            raise AssertionError("a step was planned")
+        # The job goes on.
+        batches = [batch_of([ids_of(1, n) for n in nano], [0] * len(nano), nano)
+                   for nano in ([7, 4], [2])]  # fmt: skip
+        with session.step(1):
+            torch.stack(PingPong(Losses(model))(batches)).sum().backward()
+    leave()
+
+
+def test_ranks_that_do_not_fit_are_told_by_name(tmp_path: Path, pool_of_four: Cluster) -> None:
+    keep_profile(tmp_path, LOCAL)
+    save_model(tmp_path / "model")
+    save_model(tmp_path / "one-key-head", num_key_value_heads=1)
+    three = {"num_attention_heads": 3, "num_key_value_heads": 3}
+    save_model(tmp_path / "three-heads", hidden_size=48, **three)
+    run_forked(run_ranks_that_are_wrong, (str(tmp_path), pool_of_four.address), TP)
+
+
+@pytest.fixture
+def alone(tmp_path: Path) -> Iterator[DeviceMesh]:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/alone", rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,), mesh_dim_names=("tp",))
+    dist.destroy_process_group()
+
+
+def test_heads_that_are_spread_over_ranks_are_refused(alone: DeviceMesh) -> None:
+    local = torch.zeros(3, 2, 16)
+    spread = distribute_tensor(local, alone, [Shard(1)])
+    with pytest.raises(TensorError, match=r"k is a DTensor .*\(S\(1\)\).*k\.to_local\(\)"):
+        core_attention(local, spread, local)
+
+
+def test_a_group_has_each_of_its_ranks_once() -> None:
+    options: dict[str, Any] = {"control_plane": "127.0.0.1:1", "job": "j", "n_layers": 1}
+    for group in ([1, 2], [0, 0], [0, 4]):
+        with pytest.raises(ValueError, match=rf"tensor_parallel_ranks is \[{group[0]}, "):
+            SessionOptions(rank=0, n_ranks=4, shape=LOCAL, tensor_parallel_ranks=group, **options)
+
+
+def run_ranks_while_a_server_dies(rank: int, folder: str, address: str, victim: int) -> None:
+    """It dies in the forward pass of the first step, when rows are on their way to it."""
+    join(rank, TP, folder)
+    mesh = init_device_mesh("cpu", (1, TP), mesh_dim_names=("dp", "tp"))
+    model = by_parallelize_module(f"{folder}/model", mesh)
+    options = SessionOptions.for_model(model, placement="pool", **job(address, folder, "dying"))
+    batches = [
+        batch_of([ids_of(0, n) for n in nano], [0] * len(nano), nano) for nano in ([17, 4, 1], [9])
+    ]
+    alive = [victim]
+
+    def kill(*_: Any) -> None:
+        while alive:
+            os.kill(alive.pop(), signal.SIGKILL)
+
+    if rank == 1:
+        model.model.layers[1].self_attn.register_forward_pre_hook(kill)
+    with Session.open(options) as session:
+        for step, nano_batches in submit_ahead(session, [batches, batches]):
+            model.zero_grad()
+            with session.step(step) as running:
+                loss = torch.stack(PingPong(Losses(model))(nano_batches)).sum()
+                loss.backward()
+            recoveries: list[Any] = [None] * TP
+            dist.all_gather_object(recoveries, running.recoveries)
+            # One for both ranks: they are in one job.
+            assert recoveries[0] == recoveries[1] == (1 if step == 0 else 0)
+            whole = [ids_of(0, n) for n in (17, 4, 1, 9)]
+            expected_loss, expected = reference_of(f"{folder}/model", whole)
+            assert float(loss.detach()) == pytest.approx(expected_loss, rel=1e-6)
+            compare_gradients(model, expected, 1, f"step {step}")
+    leave()
+
+
+def test_a_server_that_dies_costs_no_step(tmp_path: Path) -> None:
+    keep_profile(tmp_path, LOCAL)
+    save_model(tmp_path / "model")
+    with cluster(tmp_path, 2, node_shape=LOCAL) as servers:
+        victim = servers.processes[1].popen.pid
+        arguments = (str(tmp_path), servers.address, victim)
+        run_forked(run_ranks_while_a_server_dies, arguments, TP)
+
+
+def run_rank_that_loses_another(rank: int, folder: str, address: str) -> None:
+    join(rank, TP, folder)
+    mesh = init_device_mesh("cpu", (1, TP), mesh_dim_names=("dp", "tp"))
+    model = by_parallelize_module(f"{folder}/model", mesh)
+    options = SessionOptions.for_model(model, **job(address, folder, "lost"))
+    batches = [batch_of([ids_of(0, n)], [0], [n]) for n in (7, 5)]
+    if rank == 1:
+        model.model.layers[1].mlp.register_full_backward_hook(
+            lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+        )
+    session = Session.open(options)
+    step, nano_batches = next(submit_ahead(session, [batches], ahead=0))
+    try:
+        with session.step(step):
+            torch.stack(PingPong(Losses(model))(nano_batches)).sum().backward()
+    except SessionClosed as error:
+        Path(folder, "told").write_text(str(error))
+    finally:
+        session.close("the job ended")
+        # PyTorch would wait for the other rank.
+        os._exit(0)
+
+
+def test_a_rank_that_is_lost_is_named_by_the_others(tmp_path: Path, pool_of_four: Cluster) -> None:
+    """Though they were in a collective with it, whose error comes first."""
+    keep_profile(tmp_path, LOCAL)
+    save_model(tmp_path / "model")
+    start = multiprocessing.get_context("spawn").Process
+    arguments = (str(tmp_path), pool_of_four.address)
+    ranks = [start(target=run_rank_that_loses_another, args=(r, *arguments)) for r in range(TP)]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join(90)
+    assert [process.exitcode for process in ranks] == [0, -signal.SIGKILL]
+    assert "was closed: no sign of life from rank 1 on" in (tmp_path / "told").read_text()

@@ -1,0 +1,460 @@
+"""Loops of other libraries around whole rows, and ways of training, beside local attention."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+import pickle
+import re
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import accelerate
+import lightning
+import pytest
+import torch
+import torch.distributed as dist
+import transformers
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import trainer_client
+from core_attention.manifest import RankManifest
+from tests import ROOT
+from tests.cluster.trainer_client.test_at_home import compare_gradients, pair, pair_of
+from tests.cluster.trainer_client.test_transformers import (
+    CONFIGS,
+    LENGTHS,
+    MIXED,
+    document_losses,
+    documents_in,
+    make_batches,
+    make_model,
+    open_session,
+)
+from tests.support.cluster import Cluster
+from trainer_client import PingPong, Session, SessionError, labels_per_rank, submit_ahead
+from trainer_client.loops.padded_rows import PaddedRows
+from trainer_client.models.transformers import UnsupportedModel, check_documents
+from trainer_client.step.manifests import manifest_of_row
+from trainer_client.turns.whole_rows import turns_inside
+
+ROWS = ([40, 1, 90, 7], [200], [1], [3, 3, 3])
+
+
+@pytest.fixture(scope="module")
+def session(pool_of_four: Cluster) -> Iterator[Session]:
+    with open_session(pool_of_four, "training-loops") as opened:
+        yield opened
+
+
+def submit(session: Session, lengths: tuple[list[int], ...] = LENGTHS) -> int:
+    step = session.next_step
+    session.submit(RankManifest.from_lengths(step, 0, lengths))
+    return step
+
+
+def rows() -> list[dict[str, torch.Tensor]]:
+    """Whole rows, of several documents or one, of one token, and of equal documents."""
+    batches = make_batches(lengths=ROWS)
+    for batch in batches:
+        batch["labels"] = batch["input_ids"].where(batch["position_ids"] > 0, -100)
+    return batches
+
+
+def trained(model: Any, batches: list[dict[str, torch.Tensor]]) -> list[float]:
+    """Losses of a plain loop."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    losses = []
+    for batch in batches:
+        loss = model(**batch, num_items_in_batch=labels_per_rank([batch])).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def counted() -> list[dict[str, torch.Tensor]]:
+    return [batch | {"num_items_in_batch": labels_per_rank([batch])} for batch in rows()]
+
+
+def compare_weights(model: Any, local: Any) -> None:
+    for (name, mine), other in zip(model.named_parameters(), local.parameters(), strict=True):
+        # Steps of AdamW of 1e-3 each, along gradients over their own size: where these are near
+        # zero, rounding decides.
+        torch.testing.assert_close(mine, other, rtol=0, atol=2e-4, msg=name)
+
+
+def test_accelerate(session: Session) -> None:
+    train_with_accelerate(session)
+
+
+def test_rows_split_in_their_middle(pool_of_four: Cluster) -> None:
+    with open_session(pool_of_four, "training-loops-cut", cut_documents=True) as session:
+        train_with_accelerate(session)
+
+
+@pytest.mark.parametrize(
+    ("name", "locally"), [("Gemma3", "sdpa"), ("gpt-oss", "eager"), ("Llama4", "sdpa")]
+)
+def test_windows_in_rows_split_in_their_middle(
+    pool_of_four: Cluster, name: str, locally: str
+) -> None:
+    with open_session(
+        pool_of_four, f"training-loops-cut-{name}", cut_documents=True, n_layers=1
+    ) as session:
+        for batch in make_batches(lengths=ROWS):
+            model, local = pair_of(MIXED[name], locally)
+            step = session.next_step
+            session.submit(manifest_of_row(step, 0, batch, 2, cut_documents=True))
+            with turns_inside(model), session.step(step):
+                document_losses(model(**batch).logits, batch).backward()
+            for document in documents_in(batch):
+                document_losses(local(**document, use_cache=False).logits, document).backward()
+            compare_gradients(model, local)
+
+
+def test_a_row_of_two_tokens_split_in_its_middle(pool_of_four: Cluster) -> None:
+    """Each half has one row, which does not tell a causal mask from another."""
+    model, local = pair()
+    (row,) = make_batches(lengths=([2],))
+    del row["labels"]
+    with open_session(pool_of_four, "training-loops-two", cut_documents=True) as session:
+        session.submit(manifest_of_row(session.next_step, 0, row, 2, cut_documents=True))
+        with turns_inside(model), session.step(session.next_step - 1):
+            model(**row).logits.square().mean().backward()
+    local(**row).logits.square().mean().backward()
+    compare_gradients(model, local)
+
+
+def train_with_accelerate(session: Session) -> None:
+    """A loop that calls the model with whole rows, beside the same one with local attention."""
+    model, local = pair()
+    accelerator = accelerate.Accelerator(cpu=True)
+    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    prepared, optimizer = accelerator.prepare(model, optimizer)
+    losses = []
+    with turns_inside(model):
+        for step, batch in submit_ahead(session, counted()):
+            with session.step(step):
+                loss = prepared(**batch).loss
+                accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+    assert losses == pytest.approx(trained(local, rows()), rel=1e-5)
+    compare_weights(model, local)
+
+
+def test_lightning_as_documented(session: Session, tmp_path: Any) -> None:
+    text = (ROOT / "docs" / "training_loops.md").read_text()
+    (code,) = re.findall(r"```python\n(class Served.*?)```", text, re.DOTALL)
+    names: dict[str, Any] = {"lightning": lightning, "torch": torch, "submit_ahead": submit_ahead}
+    exec(code, names)
+    model, local = pair()
+    with turns_inside(model):
+        lightning.Trainer(
+            accelerator="cpu",
+            max_epochs=2,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            default_root_dir=tmp_path,
+            callbacks=[names["Served"](session)],
+        ).fit(names["Language"](model, session, counted()))
+    trained(local, 2 * rows())
+    compare_weights(model, local)
+
+
+def test_copies_of_a_model_have_weights_of_their_own() -> None:
+    """Averages of weights, and models kept for comparison: in the block and after it."""
+    model, local = pair()
+    (row,) = make_batches(lengths=([5, 9],))
+    with torch.no_grad():
+        expected = local(**row).logits
+        with turns_inside(model):
+            signature = inspect.signature(model.model.forward)
+            assert next(iter(signature.parameters)) == "input_ids"
+            copies = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
+            for parameter in model.parameters():
+                parameter.zero_()
+            within = [each(**row).logits for each in copies]
+        after = [each(**row).logits for each in copies]
+    for found in within + after:
+        torch.testing.assert_close(found, expected)
+    assert "forward" not in vars(model.model)
+
+
+def test_accumulation_within_a_step(session: Session) -> None:
+    """Nano-batches of their own backward passes."""
+    model, local = pair()
+    batches = make_batches()
+    with session.step(submit(session)):
+        for index, batch in enumerate(batches):
+            with trainer_client.in_nano_batch(index):
+                loss = model(**batch).loss
+            loss.backward()
+    for batch in batches:
+        local(**batch).loss.backward()
+    compare_gradients(model, local)
+
+
+def test_a_second_call_with_gradients_is_refused(session: Session) -> None:
+    model, _ = pair()
+    (row,) = make_batches(lengths=([5, 9],))
+    step = submit(session, ([5], [9]))
+    refused = pytest.raises(SessionError, match="calls core attention a 3rd time")
+    with turns_inside(model), refused, session.step(step):
+        model(**row).loss.backward()
+        model(**row).loss.backward()
+
+
+def test_rows_that_were_not_submitted_are_refused(session: Session) -> None:
+    model, _ = pair()
+    (row,) = make_batches(lengths=([5, 9],))
+    step = submit(session, ([5], [8]))
+    with (
+        turns_inside(model),
+        pytest.raises(SessionError, match="manifest has 13 rows"),
+        session.step(step),
+    ):
+        model(**row)
+
+
+@pytest.fixture
+def alone_in_a_group(tmp_path: Path) -> Iterator[None]:
+    dist.init_process_group(
+        "gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1
+    )
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def by_fsdp1(layers: nn.ModuleList) -> None:
+    layers[0] = FullyShardedDataParallel(layers[0], device_id=torch.device("cpu"))
+
+
+def by_fsdp2(layers: nn.ModuleList) -> None:
+    fully_shard(layers[0], mesh=init_device_mesh("cpu", (1,)), reshard_after_forward=False)
+
+
+def by_zero_3(layers: nn.ModuleList) -> None:
+    for index, parameter in enumerate(layers[0].parameters()):
+        untyped: Any = parameter
+        untyped.ds_id = index
+
+
+@pytest.mark.usefixtures("alone_in_a_group")
+@pytest.mark.parametrize(
+    ("shard", "named"),
+    [
+        (by_fsdp1, "'layers.0' is FullyShardedDataParallel"),
+        (by_fsdp2, "'layers.0' is sharded by"),
+        (by_zero_3, r"'layers.0.self_attn.q_proj.weight' is sharded by DeepSpeed's ZeRO-3"),
+    ],
+)
+@pytest.mark.parametrize("lengths", [([5], [9]), ([5], [])])
+def test_layers_that_are_not_prepared_for_turns_are_refused(
+    session: Session,
+    shard: Callable[[nn.ModuleList], None],
+    named: str,
+    lengths: tuple[list[int], ...],
+) -> None:
+    """Also by a rank that has one nano-batch where others may have two."""
+    model, _ = pair()
+    (row,) = make_batches(lengths=([length for part in lengths for length in part],))
+    with turns_inside(model):
+        shard(model.model.layers)
+        step = submit(session, lengths)
+        with pytest.raises(SessionError, match=named), session.step(step):
+            model(**row).loss.backward()
+
+
+@pytest.mark.parametrize("name", ["Llama", "roberta"])
+def test_padded_rows_need_positions_that_begin_at_0(session: Session, name: str) -> None:
+    """Positions that the model would count itself are those that it trains with locally."""
+    model, local = pair() if name == "Llama" else pair_of(begins_behind_the_padding())
+    (row,) = make_batches(lengths=([9],))
+    batch = {"input_ids": row["input_ids"], "attention_mask": torch.ones_like(row["input_ids"])}
+    batch["labels"] = batch["input_ids"]
+    refused = pytest.raises(UnsupportedModel, match="and would count positions by itself")
+    with (
+        refused if name == "roberta" else nullcontext(),
+        turns_inside(model),
+        session.step(submit(session, ([9], []))),
+    ):
+        model(**batch).loss.backward()
+    if name == "Llama":
+        local(**batch).loss.backward()
+        compare_gradients(model, local)
+
+
+def test_noise_in_outputs_does_not_tell_of_positions() -> None:
+    model, _ = pair()
+    model.model.layers[0].register_forward_hook(
+        lambda _module, _given, output: output + 1e-3 * torch.randn_like(output)
+    )
+    found = check_documents(model)
+    assert found.counts_from_zero
+    assert not found.fault
+    roberta, _ = pair_of(begins_behind_the_padding())
+    assert not check_documents(roberta).counts_from_zero
+
+
+def begins_behind_the_padding() -> transformers.PreTrainedConfig:
+    """Of a model whose positions begin behind the padding token's id."""
+    return transformers.RobertaConfig(
+        vocab_size=CONFIGS["Llama"].vocab_size,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+        is_decoder=True,
+    )
+
+
+def test_losses_of_lower_layers(session: Session) -> None:
+    """Beside the last layer's, and alone with the upper layers tied in."""
+    model, local = pair()
+    for tied in (False, True):
+        batches = make_batches()
+        with session.step(submit(session)):
+            outputs = PingPong(model)([b | {"output_hidden_states": True} for b in batches])
+            torch.stack([loss_of(output, tied) for output in outputs]).sum().backward()
+        for batch in batches:
+            loss_of(local(**batch, output_hidden_states=True), tied).backward()
+        compare_gradients(model, local)
+        model.zero_grad()
+        local.zero_grad()
+
+
+def loss_of(output: Any, tied: bool) -> torch.Tensor:
+    middle = output.hidden_states[1].square().mean()
+    loss: torch.Tensor = middle + (0 * output.logits.sum() if tied else output.loss)
+    return loss
+
+
+def test_a_served_reference_model(pool_of_four: Cluster) -> None:
+    """Its layers are the job's first ones."""
+
+    class Both(torch.nn.Module):
+        def __init__(self, policy: Any, reference: Any) -> None:
+            super().__init__()
+            self.policy, self.reference = policy, reference
+
+        def forward(self, **batch: Any) -> torch.Tensor:
+            with torch.no_grad():
+                expected = self.reference(**batch).logits
+            loss: torch.Tensor = (self.policy(**batch).logits - expected).square().mean()
+            return loss
+
+    policy, local = pair()
+    references = [make_model(copy.deepcopy(CONFIGS["Llama"]), i) for i in ("distca", "sdpa")]
+    for reference in references:
+        torch.manual_seed(7)
+        torch.nn.init.normal_(reference.lm_head.weight)  # type: ignore[arg-type, union-attr]
+    batches = make_batches()
+    with open_session(pool_of_four, "both") as two:
+        options = replace(two.options, job="served-reference", n_layers=4)
+    with Session.open(options) as session, session.step(submit(session)):
+        sum(PingPong(Both(policy, references[0]))(batches)).backward()
+    for batch in batches:
+        Both(local, references[1])(**batch).backward()
+    compare_gradients(policy, local)
+
+
+def test_several_models_in_one_module_are_not_split_inside() -> None:
+    model, other = (make_model(copy.deepcopy(CONFIGS["Llama"]), "distca") for _ in range(2))
+    both = torch.nn.ModuleList([model, other])
+    with (
+        pytest.raises(UnsupportedModel, match=r"ModuleList holds several models.*PingPong"),
+        turns_inside(both),
+    ):
+        pass
+
+
+class _InBlocks(torch.nn.Module):
+    """Each layer attends within a choice of PyTorch's backends, as layers of a team's own do."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+        for layer, backend in zip(
+            model.model.layers, (SDPBackend.MATH, SDPBackend.FLASH_ATTENTION), strict=True
+        ):
+            layer.forward = functools.partial(self._within, backend, layer.forward)
+
+    def _within(self, backend: SDPBackend, forward: Any, *args: Any, **kwargs: Any) -> Any:
+        with sdpa_kernel([backend], set_priority=True):
+            result = forward(*args, **kwargs)
+            assert torch.nn.attention._cur_sdpa_kernel_backends() == [backend]
+        return result
+
+    def forward(self, **batch: Any) -> Any:
+        return self.model(**batch).loss
+
+
+def test_a_choice_of_backends_is_a_lanes_own(session: Session) -> None:
+    """Both nano-batches are in such a block when they take turns; nothing of it stays."""
+    model, local = pair()
+    batches = make_batches()
+
+    def choice() -> tuple[Any, ...]:
+        backends = torch.nn.attention._cur_sdpa_kernel_backends(with_priority=True)
+        return tuple(backends), tuple(torch._C._get_sdp_priority_order())
+
+    before = choice()
+    with session.step(submit(session)):
+        sum(PingPong(_InBlocks(model))(batches)).backward()
+    assert choice() == before
+    for batch in batches:
+        local(**batch).loss.backward()
+    compare_gradients(model, local)
+
+
+@pytest.mark.parametrize("interleave", [True, False])
+def test_state_that_nano_batches_mix_is_named(
+    session: Session, interleave: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A hook keeps the last output, which is the other nano-batch's by the time it is read."""
+    model, _ = pair()
+    for layer in model.model.layers:
+        layer.mlp.register_forward_hook(lambda mlp, _, output: setattr(mlp, "last", output))
+    for _ in range(2):
+        with session.step(submit(session)):
+            sum(o.loss for o in PingPong(model, interleave=interleave)(make_batches())).backward()
+    named = [each.message for each in caplog.records if "on its modules" in each.message]
+    assert len(named) == (1 if interleave else 0)
+    assert all("keeps model.layers.0.mlp.last" in message for message in named)
+
+
+class Outputs(NamedTuple):
+    """What a decoder may give."""
+
+    hidden: torch.Tensor
+    loss: None = None
+
+
+def test_named_tuples_of_padded_rows_stay_what_they_are() -> None:
+    rows = PaddedRows((2, 2), torch.tensor([0, 2, 3]))
+    padded = rows.padded(Outputs(torch.ones(1, 3, 1)))
+    assert isinstance(padded, Outputs)
+    assert padded.hidden.flatten(1).tolist() == [[1, 0], [1, 1]]
+
+
+def test_labels_per_rank() -> None:
+    batches = [{"labels": torch.tensor([[3, -100, 5, 6]])}, {"labels": torch.tensor([[-100]])}]
+    assert labels_per_rank(batches).item() == 2
+    assert labels_per_rank([]).item() == 1

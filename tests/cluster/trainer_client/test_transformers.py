@@ -1,0 +1,673 @@
+"""Real transformers models with ``attn_implementation="distca"``."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+from collections.abc import Iterator
+from typing import Any, cast
+
+import pytest
+import torch
+import torch.utils.checkpoint as checkpoints
+import transformers
+from torch import nn
+
+from core_attention.host_copies import HostCopy
+from core_attention.manifest import RankManifest
+from core_attention.shape import AttentionShape
+from tests.support.cluster import Cluster, keep_profile
+from tests.support.tiny_models import TINY_LLAMA
+from trainer_client import PingPong, Placement, Session, SessionError, SessionOptions
+from trainer_client.models import documents
+from trainer_client.models.transformers import UnsupportedArgument
+
+SIZES: dict[str, Any] = {**TINY_LLAMA, "max_position_embeddings": 512}
+SHAPE = AttentionShape(num_heads=4, num_heads_kv=2, head_dim=16, head_dim_v=16, dtype="float32")
+LENGTHS = ([40, 1, 90], [77, 2, 5])
+
+
+def open_session(
+    cluster: Cluster, job: str, *, shape: AttentionShape = SHAPE, **options: Any
+) -> Session:
+    """A job of one rank, whose servers are the cluster's and the rank's own."""
+    keep_profile(cluster.folder, shape, options.get("device", "cpu"))
+    settings: dict[str, Any] = {
+        "placement": Placement.MIXED,
+        "data_host": "127.0.0.1",
+        "one_host": True,
+        "profile_dir": cluster.folder,
+        "probe_bytes": 0,
+        "n_layers": 2,
+        **options,
+    }
+    return Session.open(
+        SessionOptions(
+            control_plane=cluster.address,
+            job=job,
+            rank=0,
+            n_ranks=1,
+            shape=shape,
+            **settings,
+        )
+    )
+
+
+@pytest.fixture(scope="module")
+def session(pool_of_four: Cluster) -> Iterator[Session]:
+    with open_session(pool_of_four, "transformers", planner="random") as opened:
+        yield opened
+
+
+@pytest.fixture(scope="module")
+def session_of_four_kv_heads(pool_of_four: Cluster) -> Iterator[Session]:
+    """For models without grouped queries."""
+    shape = dataclasses.replace(SHAPE, num_heads_kv=4)
+    with open_session(
+        pool_of_four, "transformers-4", shape=shape, placement=Placement.IN_PLACE
+    ) as opened:
+        yield opened
+
+
+@pytest.fixture(scope="module")
+def bfloat16_session(pool_of_four: Cluster) -> Iterator[Session]:
+    shape = dataclasses.replace(SHAPE, dtype="bfloat16")
+    with open_session(
+        pool_of_four, "transformers-bf16", shape=shape, placement=Placement.IN_PLACE
+    ) as opened:
+        yield opened
+
+
+_step = iter(range(1000))
+
+
+def submit(session: Session, nano_batches: tuple[list[int], ...] = LENGTHS) -> int:
+    step = next(_step)
+    session.submit(RankManifest.from_lengths(step, 0, nano_batches))
+    return step
+
+
+def make_batches(
+    seed: int = 0, lengths: tuple[list[int], ...] = LENGTHS
+) -> list[dict[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(seed)
+    batches = []
+    for of_batch in lengths:
+        ids = torch.randint(0, 64, (1, sum(of_batch)), generator=generator)
+        positions = torch.cat([torch.arange(length) for length in of_batch])[None]
+        batches.append({"input_ids": ids, "position_ids": positions, "labels": ids})
+    return batches
+
+
+def make_model(config: transformers.PreTrainedConfig, implementation: str) -> nn.Module:
+    torch.manual_seed(0)
+    model: nn.Module = transformers.AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+        config, attn_implementation=implementation
+    )
+    return model
+
+
+CONFIGS = {
+    "Llama": transformers.LlamaConfig(**SIZES),
+    "Qwen3": transformers.Qwen3Config(**SIZES),
+    "Mistral": transformers.MistralConfig(**SIZES, sliding_window=None),
+}
+
+
+def assert_trains_as_locally(
+    session: Session,
+    config: transformers.PreTrainedConfig,
+    lengths: tuple[list[int], ...] = LENGTHS,
+    *,
+    locally: str = "",
+    checkpointed: bool = False,
+) -> None:
+    """Loss and gradients are those of the same model with PyTorch's attention, which runs every
+    document alone."""
+    model = make_model(copy.deepcopy(config), "distca")
+    has_sinks = any("sinks" in name for name, _ in model.named_parameters())
+    local = make_model(copy.deepcopy(config), locally or ("eager" if has_sinks else "sdpa"))
+    local.load_state_dict(model.state_dict())
+    if checkpointed:
+        cast("Any", model).gradient_checkpointing_enable()
+        model.train()
+    batches = make_batches(lengths=lengths)
+    with session.step(submit(session, lengths)):
+        outputs = PingPong(model)(batches)
+        loss = torch.stack(
+            [document_losses(o.logits, b) for o, b in zip(outputs, batches, strict=True)]
+        ).sum()
+        loss.backward()
+    expected = torch.zeros(())
+    for batch in batches:
+        for document in documents_in(batch):
+            logits = local(**document, use_cache=False).logits
+            expected = expected + document_losses(logits, document)
+    expected.backward()
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
+    others = dict(local.named_parameters())
+    largest = max(float(p.grad.abs().max()) for p in others.values() if p.grad is not None)
+    for name, parameter in model.named_parameters():
+        other = others[name].grad
+        assert (parameter.grad is None) == (other is None), name
+        if parameter.grad is not None and other is not None:
+            # float32 through two layers: a few hundred roundings of 6e-8. Sums that cancel are
+            # compared with a thousandth of the largest gradient.
+            scale = max(float(other.abs().max()), 1e-3 * largest)
+            difference = float((parameter.grad - other).abs().max()) / scale
+            assert difference < 2e-5, f"{name} differs by {difference:.1e}"
+
+
+def documents_in(batch: dict[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
+    """Each packed document as a batch of its own."""
+    begins = (batch["position_ids"][0] == 0).nonzero().flatten().tolist()
+    ends = [*begins[1:], batch["position_ids"].shape[1]]
+    return [
+        {name: batch[name][:, begin:end] for name in ("input_ids", "position_ids")}
+        for begin, end in zip(begins, ends, strict=True)
+    ]
+
+
+def document_losses(logits: torch.Tensor, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Cross entropy of each next token of the same document, summed."""
+    last = (batch["position_ids"][0, 1:] == 0).tolist()
+    kept = torch.tensor([index for index, ends in enumerate(last) if not ends], dtype=torch.int64)
+    targets = batch["input_ids"][0, 1:][kept]
+    loss = nn.functional.cross_entropy(logits[0, :-1][kept].float(), targets, reduction="sum")
+    return loss / 100
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_real_model_trains_as_with_local_attention(session: Session, name: str) -> None:
+    assert_trains_as_locally(session, CONFIGS[name])
+
+
+def test_documents_are_kept_apart(session: Session) -> None:
+    """What a later document holds changes nothing in an earlier one, nor the other way round."""
+    model = make_model(CONFIGS["Llama"], "distca")
+    outputs = []
+    for last in (3, 9):
+        batches = make_batches()
+        batches[0]["input_ids"][0, 41:] = last
+        with session.step(submit(session)), torch.no_grad():
+            outputs.append(PingPong(model)(batches)[0].logits)
+    # Rounding alone: measured times change the plans, and a cut changes the CPU kernel's tiles.
+    torch.testing.assert_close(outputs[0][0, :41], outputs[1][0, :41], rtol=0.0, atol=2e-6)
+    assert (outputs[0][0, 41:] - outputs[1][0, 41:]).abs().max() > 1e-2
+
+
+def test_cu_seq_lens_are_accepted(session: Session) -> None:
+    model = make_model(CONFIGS["Llama"], "distca")
+    batches = make_batches()
+    for batch, lengths in zip(batches, LENGTHS, strict=True):
+        cumulative = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()])
+        batch |= {"cu_seq_lens_q": cumulative, "cu_seq_lens_k": cumulative}
+    with session.step(submit(session)):
+        sum(output.loss for output in PingPong(model)(batches)).backward()
+
+
+@pytest.mark.parametrize(
+    ("config", "named"),
+    [
+        (
+            transformers.MistralConfig(**SIZES, sliding_window=32),
+            r"every layer.*window.* 32 tokens.*90",
+        ),
+        (
+            transformers.Qwen3Config(
+                **SIZES, use_sliding_window=True, sliding_window=32, max_window_layers=0
+            ),
+            r"every layer.*window.* 32 tokens.*90",
+        ),
+        (
+            transformers.Gemma2Config(**SIZES, sliding_window=32, query_pre_attn_scalar=16),
+            r"softcap=50\.0.*session",
+        ),
+        (transformers.LlamaConfig(**SIZES, attention_dropout=0.1), "does not support.*dropout"),
+    ],
+    ids=["Mistral-window", "Qwen3-window", "Gemma2", "dropout"],
+)
+def test_an_unsupported_feature_is_refused_by_name(
+    session: Session, config: transformers.PreTrainedConfig, named: str
+) -> None:
+    model = make_model(config, "distca").train()
+    with (
+        pytest.raises(UnsupportedArgument, match=named),
+        session.step(submit(session)),
+    ):
+        PingPong(model)(make_batches())
+
+
+def test_padding_is_refused(session: Session) -> None:
+    model = make_model(CONFIGS["Llama"], "distca")
+    batches = make_batches()
+    mask = torch.ones_like(batches[0]["input_ids"])
+    mask[0, -3:] = 0
+    batches[0]["attention_mask"] = mask
+    with pytest.raises(UnsupportedArgument, match="padding"), session.step(submit(session)):
+        PingPong(model)(batches)
+
+
+def test_other_documents_than_planned_are_refused(session: Session) -> None:
+    model = make_model(CONFIGS["Llama"], "distca")
+    batches = make_batches()
+    batches[0]["position_ids"] = torch.arange(131)[None]
+    with pytest.raises(ValueError, match="at row 40"), session.step(submit(session)):
+        PingPong(model)(batches)
+
+
+@pytest.mark.parametrize("arrives", ["in the second layer", "at the end"])
+def test_other_documents_are_refused_once_their_positions_have_come_from_the_device(
+    session: Session, monkeypatch: pytest.MonkeyPatch, arrives: str
+) -> None:
+    looks = 0
+
+    class OnItsWay(HostCopy):
+        @property
+        def is_done(self) -> bool:
+            nonlocal looks
+            looks += 1
+            return arrives == "in the second layer" and looks > 2
+
+    monkeypatch.setattr(documents, "HostCopy", OnItsWay)
+    model, batches = make_model(CONFIGS["Llama"], "distca"), make_batches()
+    batches[0]["position_ids"] = torch.arange(131)[None]
+
+    def train() -> None:
+        with session.step(submit(session)):
+            losses = [output.loss for output in PingPong(model)(batches)]
+            assert arrives == "at the end"
+            torch.stack(losses).sum().backward()
+
+    with pytest.raises(ValueError, match="at row 40"):
+        train()
+    assert looks > 2
+
+
+def test_a_batch_of_several_rows_is_refused(session: Session) -> None:
+    model = make_model(CONFIGS["Llama"], "distca")
+    batches = make_batches()
+    batches[0] = {name: value.expand(2, -1) for name, value in batches[0].items()}
+    with pytest.raises(ValueError, match=r"one row|batch of 2"), session.step(submit(session)):
+        PingPong(model)(batches)
+
+
+def test_a_model_outside_of_a_step_is_refused() -> None:
+    model = make_model(CONFIGS["Llama"], "distca")
+    with pytest.raises(SessionError, match="no step is running"):
+        model(**make_batches()[0])
+
+
+def test_a_step_that_never_calls_core_attention_is_refused(session: Session) -> None:
+    local = make_model(CONFIGS["Llama"], "sdpa")
+    with (
+        pytest.raises(SessionError, match=r"not once.*attn_implementation='distca'"),
+        session.step(submit(session)),
+    ):
+        PingPong(local)(make_batches())
+
+
+def test_more_layers_than_the_job_has_are_refused(session: Session) -> None:
+    config = transformers.LlamaConfig(**{**SIZES, "num_hidden_layers": 3})
+    with (
+        pytest.raises(SessionError, match="n_layers=2"),
+        session.step(submit(session)),
+    ):
+        PingPong(make_model(config, "distca"))(make_batches())
+
+
+def test_training_goes_on_after_a_step_that_was_given_up(session: Session) -> None:
+    model = make_model(CONFIGS["Llama"], "distca")
+    with session.step(submit(session)) as running:
+        PingPong(model)(make_batches())
+        running.give_up("the loss is not finite")
+    with session.step(submit(session)):
+        sum(output.loss for output in PingPong(model)(make_batches())).backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+# What is outside of attention must follow the documents too.
+
+ONE_EACH = ([40], [77])
+"""One document in a nano-batch."""
+
+DECODER: dict[str, Any] = {
+    "vocab_size": 64,
+    "d_model": 64,
+    "decoder_layers": 2,
+    "decoder_attention_heads": 4,
+    "decoder_ffn_dim": 96,
+    "max_position_embeddings": 512,
+    "dropout": 0.0,
+    "pad_token_id": 1,
+}
+ENCODER_DECODERS = {
+    "Bart": transformers.BartConfig(**DECODER),
+    "Marian": transformers.MarianConfig(**DECODER, decoder_start_token_id=2),
+    "Pegasus": transformers.PegasusConfig(**DECODER),
+}
+GPT: dict[str, Any] = {
+    "vocab_size": 64,
+    "n_embd": 64,
+    "n_layer": 2,
+    "n_head": 4,
+    "n_positions": 512,
+    "resid_pdrop": 0.0,
+    "embd_pdrop": 0.0,
+    "attn_pdrop": 0.0,
+}
+HYBRID = transformers.Lfm2Config(
+    **{**SIZES, "num_hidden_layers": 4},
+    layer_types=["conv", "full_attention", "conv", "full_attention"],
+)
+
+
+@pytest.mark.parametrize("name", ENCODER_DECODERS)
+def test_a_model_that_ignores_position_ids_is_refused_for_packed_documents(
+    session_of_four_kv_heads: Session, name: str
+) -> None:
+    model = make_model(copy.deepcopy(ENCODER_DECODERS[name]), "distca")
+    session = session_of_four_kv_heads
+    with (
+        pytest.raises(ValueError, match=r"one whole document.*ignores position_ids"),
+        session.step(submit(session)),
+    ):
+        PingPong(model)(make_batches())
+
+
+@pytest.mark.parametrize("name", ENCODER_DECODERS)
+def test_a_model_that_ignores_position_ids_trains_on_one_document_a_nano_batch(
+    session_of_four_kv_heads: Session, name: str
+) -> None:
+    assert_trains_as_locally(session_of_four_kv_heads, ENCODER_DECODERS[name], ONE_EACH)
+
+
+def test_a_model_whose_convolutions_cross_documents_is_refused_for_packed_documents(
+    session: Session,
+) -> None:
+    model = make_model(copy.deepcopy(HYBRID), "distca")
+    with (
+        pytest.raises(ValueError, match=r"neighbours in the row.*convolutional"),
+        session.step(submit(session)),
+    ):
+        PingPong(model)(make_batches())
+
+
+def test_a_hybrid_model_trains_on_one_document_a_nano_batch(session: Session) -> None:
+    assert_trains_as_locally(session, HYBRID, ONE_EACH)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [transformers.GPTBigCodeConfig(**GPT, multi_query=False), transformers.GPT2Config(**GPT)],
+    ids=["GPTBigCode", "GPT2"],
+)
+def test_models_with_learned_positions_train_as_with_local_attention(
+    session_of_four_kv_heads: Session, config: transformers.PreTrainedConfig
+) -> None:
+    assert_trains_as_locally(session_of_four_kv_heads, config)
+
+
+@pytest.mark.parametrize("wrong", [True, False])
+def test_positions_are_compared_where_the_model_hands_none_on(
+    session_of_four_kv_heads: Session, *, wrong: bool
+) -> None:
+    """GPT-BigCode gives its attention no position_ids."""
+    model = make_model(transformers.GPTBigCodeConfig(**GPT, multi_query=False), "distca")
+    session, batches = session_of_four_kv_heads, make_batches()
+    for batch in batches:
+        positions = batch.pop("position_ids")
+        if wrong:
+            batch["position_ids"] = torch.arange(positions.shape[1])[None]
+    message = "at row 40" if wrong else "was called without position_ids"
+    with pytest.raises(ValueError, match=message), session.step(submit(session)):
+        PingPong(model)(batches)
+
+
+def test_one_document_needs_no_position_ids_where_the_model_hands_its_own_on(
+    session: Session,
+) -> None:
+    model = make_model(CONFIGS["Llama"], "distca")
+    batches = make_batches(lengths=ONE_EACH)
+    for batch in batches:
+        del batch["position_ids"]
+    with session.step(submit(session, ONE_EACH)):
+        sum(output.loss for output in PingPong(model)(batches)).backward()
+
+
+def test_a_model_that_is_called_directly_is_checked_too(pool_of_four: Cluster) -> None:
+    shape = dataclasses.replace(SHAPE, num_heads_kv=4)
+    model = make_model(copy.deepcopy(ENCODER_DECODERS["Bart"]), "distca")
+    with (
+        open_session(
+            pool_of_four, "direct", shape=shape, placement=Placement.IN_PLACE, n_nano_batches=1
+        ) as session,
+        pytest.raises(ValueError, match="ignores position_ids"),
+        session.step(submit(session, LENGTHS[:1])),
+    ):
+        model(**make_batches()[0])
+
+
+def test_keys_that_a_cache_brings_are_named(session: Session) -> None:
+    """A checkpoint of one's own runs a layer again, which enters its keys once more."""
+    model: Any = make_model(CONFIGS["Llama"], "distca")
+    for layer in model.model.layers:
+        layer.forward = functools.partial(
+            checkpoints.checkpoint, layer.forward, use_reentrant=False
+        )
+    batches = [{**batch, "use_cache": True} for batch in make_batches()]
+    said = r"from (\d+) rows to the keys of (\d+): a cache.*Give the model use_cache=False"
+    with (
+        pytest.raises(UnsupportedArgument, match=said),
+        session.step(submit(session)),
+    ):
+        sum(output.loss for output in PingPong(model)(batches)).backward()
+
+
+def test_a_model_that_cannot_be_checked_by_itself_is_refused_with_what_to_do(
+    session: Session,
+) -> None:
+    model = make_model(CONFIGS["Llama"], "distca")
+    # As DeepSpeed's ZeRO-3 marks the weights that it has spread over ranks.
+    next(model.parameters()).ds_id = 0  # type: ignore[attr-defined]
+    with (
+        pytest.raises(ValueError, match=r"LlamaAttention.*check_documents\(model\)"),
+        session.step(submit(session)),
+    ):
+        PingPong(model, interleave=False)(make_batches())
+
+
+@pytest.mark.parametrize(
+    ("config", "cause"),
+    [
+        (transformers.FalconConfig, "FalconForCausalLM.*attention by itself"),
+        (transformers.GPTNeoConfig, "GPTNeoForCausalLM.*attention by itself"),
+        (transformers.BloomConfig, "BloomForCausalLM.*ALiBi"),
+        (transformers.MptConfig, "MptForCausalLM.*ALiBi"),
+        (transformers.XGLMConfig, "XGLMForCausalLM.*attention by itself"),
+    ],
+)
+def test_a_model_without_the_attention_interface_is_refused_when_it_is_built(
+    config: type[transformers.PreTrainedConfig], cause: str
+) -> None:
+    with torch.device("meta"), pytest.raises(ValueError, match=cause):
+        make_model(config(), "distca")
+
+
+# Autocast.
+
+
+def test_a_model_under_autocast_trains_as_with_local_attention(bfloat16_session: Session) -> None:
+    """Rotary embeddings and norms of queries and keys give float32, values are bfloat16."""
+    session = bfloat16_session
+    model = make_model(copy.deepcopy(CONFIGS["Qwen3"]), "distca")
+    local = make_model(copy.deepcopy(CONFIGS["Qwen3"]), "sdpa")
+    local.load_state_dict(model.state_dict())
+    batches = make_batches()
+    with session.step(submit(session)):
+        with torch.autocast("cpu", torch.bfloat16):
+            outputs = PingPong(model)(batches)
+        loss = torch.stack(
+            [document_losses(o.logits, b) for o, b in zip(outputs, batches, strict=True)]
+        ).sum()
+        loss.backward()
+    expected = torch.zeros(())
+    for batch in batches:
+        for document in documents_in(batch):
+            with torch.autocast("cpu", torch.bfloat16):
+                logits = local(**document, use_cache=False).logits
+            expected = expected + document_losses(logits, document)
+    expected.backward()
+    # bfloat16 activations: roundings of 2^-9, over two layers and their gradients.
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-3)
+    for (name, parameter), other in zip(model.named_parameters(), local.parameters(), strict=True):
+        assert parameter.grad is not None
+        assert other.grad is not None
+        assert parameter.grad.dtype is torch.float32
+        difference = (parameter.grad - other.grad).norm() / other.grad.norm()
+        assert difference < 5e-2, f"{name} differs by {difference:.1e}"
+
+
+def test_a_session_of_another_dtype_than_autocast_is_refused_with_the_setting(
+    session: Session,
+) -> None:
+    model = make_model(copy.deepcopy(CONFIGS["Qwen3"]), "distca")
+    with (
+        pytest.raises(ValueError, match=r"autocast.*bfloat16.*float32.*dtype='bfloat16'"),
+        session.step(submit(session)),
+        torch.autocast("cpu", torch.bfloat16),
+    ):
+        PingPong(model)(make_batches())
+
+
+def test_mixed_dtypes_without_autocast_are_named(bfloat16_session: Session) -> None:
+    session = bfloat16_session
+    model = make_model(CONFIGS["Llama"], "distca").to(torch.bfloat16)
+    for layer in model.get_submodule("model.layers").children():
+        layer.get_submodule("self_attn.v_proj").float()
+        layer.get_submodule("self_attn.v_proj").register_forward_pre_hook(
+            lambda _, inputs: (inputs[0].float(),)
+        )
+    with (
+        pytest.raises(ValueError, match="query bfloat16, key bfloat16, value float32"),
+        session.step(submit(session)),
+    ):
+        PingPong(model)(make_batches())
+
+
+# Arguments that change nothing.
+
+
+def batches_with_seq_idx(*, right: bool) -> list[dict[str, torch.Tensor]]:
+    """As TRL's packing hands it over; or with two documents taken for one."""
+    batches = make_batches()
+    for batch, lengths in zip(batches, LENGTHS, strict=True):
+        index = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
+        batch["seq_idx"] = (index if right else index // 2)[None].int()
+    return batches
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_nano_batches_without_rows_give_gradients_of_zeros(
+    session: Session, checkpointed: bool
+) -> None:
+    """For collectives of data parallelism, which wait for gradients of every rank."""
+    model = make_model(CONFIGS["Llama"], "distca")
+    if checkpointed:
+        cast("Any", model).gradient_checkpointing_enable()
+        model.train()
+    (full,) = make_batches(lengths=([5, 20],))
+    empty = {name: rows[:, :0] for name, rows in full.items()}
+    with session.step(submit(session, ([], [5, 20]))):
+        without, other = PingPong(model)([empty, full])
+        assert without.logits.shape == (1, 0, 64)
+        assert float(without.loss.detach()) == 0.0
+        loss = without.loss + without.logits.sum()
+        gradients = torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)
+        other.loss.backward()
+    assert not any(gradient.any() for gradient in gradients)
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+def test_seq_idx_is_accepted(session: Session) -> None:
+    model = make_model(CONFIGS["Llama"], "distca")
+    with session.step(submit(session)):
+        outputs = PingPong(model)(batches_with_seq_idx(right=True))
+        sum(output.loss for output in outputs).backward()
+
+
+def test_seq_idx_of_other_documents_is_refused(session: Session) -> None:
+    model = make_model(CONFIGS["Llama"], "distca")
+    with (
+        pytest.raises(ValueError, match=r"seq_idx.*begin at rows \[0, 41\]"),
+        session.step(submit(session)),
+    ):
+        PingPong(model)(batches_with_seq_idx(right=False))
+
+
+MIXED = {
+    "Gemma3": transformers.Gemma3TextConfig(
+        **SIZES,
+        sliding_window=32,
+        query_pre_attn_scalar=16,
+        layer_types=["sliding_attention", "full_attention"],
+    ),
+    "Llama4": transformers.Llama4TextConfig(
+        **SIZES,
+        attention_chunk_size=32,
+        num_local_experts=2,
+        intermediate_size_mlp=96,
+        no_rope_layers=[1, 0],
+        layer_types=["chunked_attention", "full_attention"],
+    ),
+    "gpt-oss": transformers.GptOssConfig(
+        **SIZES, num_local_experts=2, num_experts_per_tok=1, sliding_window=32
+    ),
+}
+"""One layer at home, one that is served."""
+
+
+@pytest.fixture(scope="module")
+def session_of_one_layer(pool_of_four: Cluster) -> Iterator[Session]:
+    with open_session(pool_of_four, "transformers-1", planner="random", n_layers=1) as opened:
+        yield opened
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.parametrize("name", MIXED)
+def test_layers_with_windows_are_computed_at_home(
+    session_of_one_layer: Session, name: str, checkpointed: bool
+) -> None:
+    assert_trains_as_locally(session_of_one_layer, MIXED[name], checkpointed=checkpointed)
+
+
+def test_a_softcap_goes_with_the_session(pool_of_four: Cluster) -> None:
+    config = transformers.Gemma2Config(**SIZES, sliding_window=32, query_pre_attn_scalar=16)
+    options = SessionOptions.for_model(
+        make_model(copy.deepcopy(config), "distca"),
+        control_plane="localhost:7700",
+        job="",
+        rank=0,
+        n_ranks=1,
+    )
+    assert (options.n_layers, options.shape.softcap) == (1, 50.0)
+    with open_session(
+        pool_of_four, "gemma2", planner="random", n_layers=1, shape=options.shape
+    ) as session:
+        assert_trains_as_locally(session, config, locally="eager")
+
+
+def test_a_window_as_long_as_the_longest_document_is_no_limit(session: Session) -> None:
+    """Of a model that has no full layers."""
+    assert_trains_as_locally(session, transformers.MistralConfig(**SIZES, sliding_window=90))
+
+
+def test_a_layer_whose_mask_and_window_differ_is_refused(session_of_one_layer: Session) -> None:
+    model = make_model(copy.deepcopy(MIXED["Gemma3"]), "distca")
+    model.get_submodule("model.layers.0.self_attn").sliding_window = 31  # type: ignore[assignment]
+    with (
+        pytest.raises(UnsupportedArgument, match="sliding_window=31 and a mask that is window 32"),
+        session_of_one_layer.step(submit(session_of_one_layer)),
+    ):
+        PingPong(model)(make_batches())

@@ -1,1 +1,0 @@
-"""What no plan can undercut, computed without the planner, and random steps to hold it against."""

@@ -1,0 +1,81 @@
+"""The chart asks for the images that `make images` builds and `make push` brings to a registry."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests import ROOT
+from tests.deploy.helm.chart import CHART, containers, helm, pod_specs, rendered
+from tests.service.deploy.test_versions import image_names
+
+REGISTRY = "registry.example.com/ml"
+WITH_JOB = "exampleJob.enabled=true"
+
+
+def images(*settings: str) -> set[str]:
+    """All images of a release with an example job."""
+    specs = pod_specs(rendered("", WITH_JOB, *settings))
+    return {each["image"] for _, spec in specs for each in containers(spec)}
+
+
+@pytest.mark.parametrize(
+    ("variant", "settings"),
+    [("cuda", ("exampleJob.gpus=1",)), ("cpu", ("gpu.enabled=false",))],
+)
+@pytest.mark.parametrize("tag", ["", "nightly"])
+def test_what_was_built_and_pushed_is_what_pods_pull(
+    variant: str, settings: tuple[str, ...], tag: str
+) -> None:
+    built = image_names(f"VARIANT={variant}", *([f"IMAGE_TAG={tag}"] if tag else []))
+    assert images(*settings, *([f"image.tag={tag}"] if tag else [])) == set(built)
+    pushed = {f"{REGISTRY}/{name}" for name in built}
+    there = (f"image.registry={REGISTRY}", *([f"image.tag={tag}"] if tag else []))
+    assert images(*settings, *there) == pushed
+
+
+def test_a_job_without_gpus_takes_the_image_without_cuda() -> None:
+    trainers = {name for name in images() if "/trainer:" in name}
+    assert trainers == {name for name in image_names() if "/trainer:" in name}
+    nodes = {name for name in images() if "/attention-node:" in name}
+    assert all(name.endswith("-cuda") for name in nodes)
+
+
+def test_a_tag_of_its_own_stands_as_it_is() -> None:
+    assert "distca/attention-node:mine" in images("attentionNode.image.tag=mine")
+
+
+def commands_of_installing(document: Path) -> list[tuple[str, str]]:
+    """(what names the images, `helm install ...`) of each installation that ``document`` shows."""
+    text = re.sub(r"\s*\\\n\s*", " ", document.read_text())
+    lines = [line.strip() for line in text.splitlines()]
+    shown, named = [], ""
+    for line in lines:
+        if line.startswith(("make push", "kind load")):
+            named = line
+        elif line.startswith("helm install"):
+            shown.append((named, line))
+    return shown
+
+
+@pytest.mark.parametrize(
+    ("document", "n_shown"), [("README.md", 1), ("docs/deploy_kubernetes.md", 3)]
+)
+def test_what_the_documents_install_is_what_they_push(document: str, n_shown: int) -> None:
+    shown = commands_of_installing(ROOT / document)
+    assert len(shown) == n_shown
+    for named, install in shown:
+        settings = dict(re.findall(r"(\w+)=(\S+)", named))
+        registry = settings.pop("REGISTRY", "")
+        built = image_names(*(f"{name}={value}" for name, value in settings.items()))
+        there = {f"{registry}/{name}" if registry else name for name in built}
+        done = helm("template", *shlex.split(install)[2:3], str(CHART), *shlex.split(install)[4:])
+        assert done.returncode == 0, done.stderr
+        manifests = [each for each in yaml.safe_load_all(done.stdout) if each]
+        pulled = {each["image"] for _, spec in pod_specs(manifests) for each in containers(spec)}
+        assert len(pulled) == 2, "control plane and node"
+        assert pulled < there

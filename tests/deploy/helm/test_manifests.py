@@ -1,0 +1,150 @@
+"""Every manifest of every value set against the schemas of Kubernetes and custom resources."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Iterable
+from pathlib import Path
+
+import kubernetes_validate
+import pytest
+
+from tests.deploy.helm.api_server import KINDS
+from tests.deploy.helm.chart import (
+    NEEDS_KUBERNETES,
+    VALUE_SETS,
+    Manifest,
+    kinds,
+    only,
+    pod_specs,
+    rendered,
+)
+from tests.deploy.helm.custom_resources import (
+    complaints_of_models,
+    complaints_of_python_models,
+    complaints_of_schemas,
+    has_schema,
+    in_python,
+    is_custom,
+    knows,
+)
+
+KUBERNETES = ("1.27.0", "1.30.0", "1.34.0", "1.37.0")
+"""The oldest version that Chart.yaml allows, and newer ones."""
+
+
+def all_manifests(
+    kubernetes: str = KUBERNETES[-1], value_sets: Iterable[str] = VALUE_SETS
+) -> list[Manifest]:
+    """The manifests of value sets for that version of Kubernetes, equal ones once."""
+    version = tuple(int(number) for number in kubernetes.split(".")[:2])
+    distinct = {
+        json.dumps(manifest, sort_keys=True): manifest
+        for value_set in value_sets
+        if version >= NEEDS_KUBERNETES.get(value_set, version)
+        for manifest in rendered(value_set)
+    }
+    return list(distinct.values())
+
+
+@pytest.mark.parametrize("version", KUBERNETES)
+@pytest.mark.timeout(300)
+def test_manifests_match_the_schemas_of_kubernetes(version: str) -> None:
+    core = [manifest for manifest in all_manifests(version) if not is_custom(manifest)]
+    assert len(core) > 40
+    for manifest in core:
+        kubernetes_validate.validate(manifest, version, strict=True)
+
+
+def test_value_sets_that_need_a_newer_kubernetes_do() -> None:
+    for value_set, (major, minor) in NEEDS_KUBERNETES.items():
+        older = [version for version in KUBERNETES if version < f"{major}.{minor}"]
+        claims = only(rendered(value_set), "ResourceClaimTemplate", "attention-node-gpu")
+        with pytest.raises(kubernetes_validate.SchemaNotFoundError):
+            kubernetes_validate.validate(claims, older[-1], strict=True)
+
+
+def test_an_unknown_field_would_be_found() -> None:
+    deployment = copy.deepcopy(only(rendered(), "Deployment"))
+    deployment["spec"]["template"]["spec"]["containers"][0]["imagePullPolice"] = "Never"
+    with pytest.raises(kubernetes_validate.ValidationError, match="imagePullPolice"):
+        kubernetes_validate.validate(deployment, KUBERNETES[0], strict=True)
+
+
+def test_every_custom_resource_can_be_checked() -> None:
+    custom = [manifest for manifest in all_manifests() if is_custom(manifest)]
+    assert kinds(custom) == {
+        kind for version in KINDS if is_custom({"apiVersion": version}) for kind in KINDS[version]
+    }
+    assert all(knows(manifest) for manifest in custom)
+
+
+@pytest.mark.timeout(300)
+def test_custom_resources_match_their_definitions(tmp_path: Path) -> None:
+    assert complaints_of_models(all_manifests(), tmp_path) == ""
+
+
+def test_jobs_and_what_has_a_schema_here_match_their_definitions() -> None:
+    for manifest in all_manifests():
+        if in_python(manifest):
+            assert complaints_of_python_models(manifest) == ""
+        if has_schema(manifest):
+            assert complaints_of_schemas(manifest, KUBERNETES[-1]) == ""
+
+
+@pytest.mark.parametrize(
+    ("kind", "path", "complaint"),
+    [
+        ("LeaderWorkerSet", ("leaderWorkerTemplate", "sizes"), "sizes"),
+        ("LeaderWorkerSet", ("leaderWorkerTemplate", "workerTemplate", "spec", "gpus"), "gpus"),
+        ("ComputeDomain", ("channel", "mode"), "mode"),
+    ],
+)
+def test_a_mistake_in_them_would_be_found(kind: str, path: tuple[str, ...], complaint: str) -> None:
+    manifest = copy.deepcopy(next(each for each in all_manifests() if each["kind"] == kind))
+    part = manifest["spec"]
+    for name in path[:-1]:
+        part = part[name]
+    part[path[-1]] = 1
+    assert complaint in complaints_of_schemas(manifest, KUBERNETES[-1])
+
+
+@pytest.mark.parametrize(
+    ("kind", "field", "value", "complaint"),
+    [
+        ("ServiceMonitor", "endpointz", [], "endpointz"),
+        ("Certificate", "duration", 90, "'number' is not assignable to type 'string'"),
+        ("ScaledObject", "pollingInterval", "x", "'string' is not assignable to type 'number'"),
+    ],
+)
+def test_a_mistake_in_a_custom_resource_would_be_found(
+    kind: str, field: str, value: object, complaint: str, tmp_path: Path
+) -> None:
+    manifest = copy.deepcopy(next(each for each in all_manifests() if each["kind"] == kind))
+    manifest["spec"][field] = value
+    assert complaint in complaints_of_models([manifest], tmp_path)
+
+
+def test_a_mistake_in_a_job_would_be_found() -> None:
+    jobset = copy.deepcopy(only(rendered("example-jobset-values.yaml"), "JobSet"))
+    jobset["spec"]["replicatedJobs"][0]["replica"] = 1
+    assert "$.spec.replicatedJobs[0].replica is no field" in complaints_of_python_models(jobset)
+
+
+def test_pods_get_no_variables_of_services() -> None:
+    """A release called distca would have DISTCA_CONTROL_PLANE_PORT=tcp://..., beside our own."""
+    for owner, spec in pod_specs(all_manifests()):
+        assert spec["enableServiceLinks"] is False, owner
+
+
+def test_objects_have_names_of_the_release_a_namespace_and_the_standard_labels() -> None:
+    # In which these names and namespaces are the user's own.
+    own = {"customised-values.yaml"}
+    for manifest in all_manifests(value_sets=sorted({*VALUE_SETS} - own)):
+        metadata = manifest["metadata"]
+        assert metadata["name"].startswith("rel-distca")
+        assert len(metadata["name"]) <= 63
+        assert metadata["namespace"] == "research"
+        assert metadata["labels"]["app.kubernetes.io/instance"] == "rel"
+        assert metadata["labels"]["app.kubernetes.io/name"] == "distca"

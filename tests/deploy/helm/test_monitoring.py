@@ -1,0 +1,154 @@
+"""ServiceMonitor, PodMonitor, PrometheusRule and dashboards."""
+
+from __future__ import annotations
+
+import json
+
+import yaml
+
+from tests.deploy.helm.chart import CHART, Manifest, container, kinds, only, pod_specs, rendered
+
+MONITORING = {"ServiceMonitor", "PodMonitor", "PrometheusRule", "ConfigMap"}
+
+
+def shipped_groups() -> list[Manifest]:
+    """The rule groups in the chart's files."""
+    files = sorted((CHART / "rules").glob("*.yaml"))
+    return [group for path in files for group in yaml.safe_load(path.read_text())["groups"]]
+
+
+def test_nothing_needs_an_operator_by_default() -> None:
+    assert not kinds(rendered()) & MONITORING
+
+
+def test_the_service_monitor_selects_the_service_and_a_port_that_it_has() -> None:
+    manifests = rendered("monitoring-values.yaml")
+    monitor = only(manifests, "ServiceMonitor")
+    service = only(manifests, "Service", "control-plane")
+    wanted = monitor["spec"]["selector"]["matchLabels"]
+    assert wanted.items() <= service["metadata"]["labels"].items()
+    assert monitor["metadata"]["labels"]["release"] == "kube-prometheus-stack"
+    (endpoint,) = monitor["spec"]["endpoints"]
+    assert endpoint["port"] in [port["name"] for port in service["spec"]["ports"]]
+    # Only one service is scraped, so nothing is counted twice.
+    others = [
+        each
+        for each in manifests
+        if each["kind"] == "Service" and wanted.items() <= each["metadata"]["labels"].items()
+    ]
+    assert others == [service]
+
+
+def test_the_pod_monitor_scrapes_every_server() -> None:
+    manifests = rendered("daemonset-values.yaml")
+    (spec,) = (spec for owner, spec in pod_specs(manifests) if owner.startswith("DaemonSet"))
+    ports = {
+        port["name"]
+        for each in spec["containers"]
+        for port in each["ports"]
+        if port["name"].startswith("metrics")
+    }
+    monitor = only(manifests, "PodMonitor", "attention-node")["spec"]
+    assert {each["port"] for each in monitor["podMetricsEndpoints"]} == ports
+    labels = only(manifests, "DaemonSet")["spec"]["template"]["metadata"]["labels"]
+    assert monitor["selector"]["matchLabels"].items() <= labels.items()
+
+
+def test_intervals_can_be_chosen() -> None:
+    monitor = only(rendered("monitoring-values.yaml"), "PodMonitor", "attention-node")["spec"]
+    assert monitor["podMetricsEndpoints"][0]["interval"] == "5s"
+
+
+def test_all_rules_are_shipped_and_expressions_are_untouched() -> None:
+    groups = only(rendered("monitoring-values.yaml"), "PrometheusRule")["spec"]["groups"]
+    shipped = shipped_groups()
+    assert sum(len(group["rules"]) for group in shipped) > 0
+    assert [group["name"] for group in groups] == [group["name"] for group in shipped]
+    for group, original in zip(groups, shipped, strict=True):
+        assert group | {"rules": []} == original | {"rules": []}
+        for rule, source in zip(group["rules"], original["rules"], strict=True):
+            assert rule["expr"] == source["expr"]
+            assert rule.get("for") == source.get("for")
+
+
+def test_alerts_get_the_releases_labels_and_a_link_to_the_runbook() -> None:
+    manifests = rendered("monitoring-values.yaml")
+    groups = only(manifests, "PrometheusRule")["spec"]["groups"]
+    alerts = [rule for group in groups for rule in group["rules"] if "alert" in rule]
+    assert alerts
+    for alert in alerts:
+        assert alert["labels"]["team"] == "training"
+        link = alert["annotations"]["runbook_url"]
+        assert link == f"https://docs.example.com/distca/runbook#{alert['alert'].lower()}"
+
+
+def test_without_a_runbook_url_annotations_are_those_of_the_files() -> None:
+    manifests = rendered("", "monitoring.prometheusRule.enabled=true")
+    groups = only(manifests, "PrometheusRule")["spec"]["groups"]
+    assert groups == shipped_groups()
+
+
+def test_every_dashboard_becomes_a_config_map_for_the_sidecar() -> None:
+    files = sorted((CHART / "dashboards").glob("*.json"))
+    assert files
+    maps = [each for each in rendered("monitoring-values.yaml") if each["kind"] == "ConfigMap"]
+    assert len(maps) == len(files)
+    data = {name: text for each in maps for name, text in each["data"].items()}
+    for path in files:
+        assert json.loads(data[path.name]) == json.loads(path.read_text())
+    for each in maps:
+        assert each["metadata"]["labels"]["grafana_dashboard"] == "1"
+        assert each["metadata"]["annotations"] == {"grafana_folder": "DistCA"}
+
+
+def test_the_control_plane_listens_where_it_is_scraped() -> None:
+    manifests = rendered("monitoring-values.yaml", "controlPlane.metricsPort=9100")
+    (spec,) = (spec for owner, spec in pod_specs(manifests) if owner.startswith("Deployment"))
+    assert "--metrics-listen=0.0.0.0:9100" in container(spec, "control-plane")["args"]
+    ports = only(manifests, "Service", "control-plane")["spec"]["ports"]
+    assert {"name": "metrics", "port": 9100, "targetPort": "metrics"} in ports
+
+
+def test_ranks_of_any_job_are_scraped_where_its_namespace_may_be() -> None:
+    manifests = rendered("monitoring-values.yaml", "exampleJob.enabled=true")
+    monitor = only(manifests, "PodMonitor", "trainer")["spec"]
+    (spec,) = (spec for owner, spec in pod_specs(manifests) if owner.startswith("JobSet"))
+    ports = {port["name"] for port in container(spec, "node")["ports"]}
+    assert ports <= {each["port"] for each in monitor["podMetricsEndpoints"]}
+    assert monitor["selector"]["matchLabels"] == {"distca.dev/role": "trainer"}
+    assert monitor["namespaceSelector"] == {"matchNames": ["research"]}
+    everywhere = rendered("network-policy-values.yaml", "monitoring.podMonitor.enabled=true")
+    assert only(everywhere, "PodMonitor", "trainer")["spec"]["namespaceSelector"] == {"any": True}
+
+
+def test_jobs_of_prometheus_are_called_by_their_component() -> None:
+    manifests = rendered("monitoring-values.yaml")
+    for kind, name in (("ServiceMonitor", ""), ("PodMonitor", "attention-node")):
+        assert only(manifests, kind, name)["spec"]["jobLabel"] == "app.kubernetes.io/component"
+
+
+def test_targets_and_series_are_relabelled_and_limited_as_asked() -> None:
+    manifests = rendered("monitoring-values.yaml", "exampleJob.enabled=true")
+    cluster = {"targetLabel": "cluster", "replacement": "east"}
+    control_plane = only(manifests, "ServiceMonitor")["spec"]
+    assert control_plane["sampleLimit"] == 50000
+    (endpoint,) = control_plane["endpoints"]
+    assert endpoint["relabelings"] == [cluster]
+    assert endpoint["metricRelabelings"] == [{"action": "labeldrop", "regex": "endpoint"}]
+    assert (endpoint["interval"], endpoint["scrapeTimeout"]) == ("10s", "8s")
+    for name, relabelings in (
+        ("attention-node", [cluster]),
+        ("trainer", [{"targetLabel": "job", "replacement": "trainer"}, cluster]),
+    ):
+        pods = only(manifests, "PodMonitor", name)["spec"]
+        assert pods["sampleLimit"] == 20000
+        for each in pods["podMetricsEndpoints"]:
+            assert each["relabelings"] == relabelings
+            assert [drop["regex"] for drop in each["metricRelabelings"]] == ["process_.*"]
+
+
+def test_without_values_a_scrape_has_no_limit_and_nothing_is_relabelled() -> None:
+    manifests = rendered("", "monitoring.serviceMonitor.enabled=true")
+    spec = only(manifests, "ServiceMonitor")["spec"]
+    assert "sampleLimit" not in spec
+    assert spec["endpoints"] == [{"port": "metrics", "interval": "15s"}]

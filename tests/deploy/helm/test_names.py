@@ -1,0 +1,218 @@
+"""Names of objects, and what Kubernetes makes of them: labels and names of 63 characters."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.deploy.helm.chart import CHART, Manifest, helm, only, refusal, rendered
+
+LONGEST_RELEASE = "distca" + "-0123456789abcdef" * 2 + "-0123456789abc"[:13]
+"""Helm takes 53 characters."""
+
+LONGEST = {
+    "release": (LONGEST_RELEASE, ()),
+    "other release": (LONGEST_RELEASE.replace("distca", "prefix"), ()),
+    "fullnameOverride": ("rel", (f"fullnameOverride={'a' + 'b' * 252}",)),
+    "nameOverride": ("rel", (f"nameOverride={'a' + 'b' * 252}",)),
+}
+
+REVISION = "-0123456789"
+"""What a StatefulSet's controller adds to its name, for a label of its pods."""
+
+KINDS = ("StatefulSet", "Deployment", "DaemonSet", "LeaderWorkerSet")
+
+
+def pool(*settings: str, release: str = "rel") -> Manifest:
+    """The workload of the attention nodes."""
+    (found,) = (
+        each
+        for each in rendered("", *settings, release=release)
+        if each["kind"] in KINDS
+        and each["metadata"]["labels"]["app.kubernetes.io/component"] == "attention-node"
+    )
+    return found
+
+
+def derived_from_pool(workload: Manifest) -> Iterator[str]:
+    """The longest names and labels that controllers make of the workload's name."""
+    name, spec = workload["metadata"]["name"], workload["spec"]
+    if workload["kind"] == "StatefulSet":
+        yield f"{name}-{spec['replicas'] - 1}"
+        yield name + REVISION
+    elif workload["kind"] == "LeaderWorkerSet":
+        yield name + REVISION
+        if spec["leaderWorkerTemplate"]["size"] > 1:
+            yield f"{name}-{spec['replicas'] - 1}{REVISION}"
+    elif workload["kind"] == "DaemonSet":
+        yield f"{name}-abcde"
+    # The API server cuts what a ReplicaSet's pods are called; their labels hold hashes alone.
+
+
+def derived_from_job(job: Manifest, n_pods: int) -> Iterator[str]:
+    """What JobSet's webhook looks at."""
+    yield f"{job['metadata']['name']}-node-0-{n_pods - 1}-abcde"
+
+
+def labels_in(part: Any) -> Iterator[str]:
+    """The values of all labels, selectors included."""
+    if isinstance(part, list):
+        for each in part:
+            yield from labels_in(each)
+    elif isinstance(part, dict):
+        for key, value in part.items():
+            if key in ("labels", "matchLabels"):
+                yield from value.values()
+            else:
+                yield from labels_in(value)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("longest", LONGEST)
+def test_whatever_is_made_of_the_longest_names_fits(longest: str, kind: str) -> None:
+    assert len(LONGEST_RELEASE) == 53
+    release, settings = LONGEST[longest]
+    many = [
+        "attentionNode.replicas=1000",
+        f"attentionNode.kind={kind}",
+        "attentionNode.leaderWorkerSet.size=2",
+        "attentionNode.podDisruptionBudget.maxUnavailable=2",
+        "exampleJob.enabled=true",
+        "exampleJob.nodes=1000",
+        "monitoring.podMonitor.enabled=true",
+        "monitoring.dashboards.enabled=true",
+    ]
+    manifests = rendered("mtls-own-authority-values.yaml", *settings, *many, release=release)
+    for each in manifests:
+        # Nothing is called after a ConfigMap.
+        assert len(each["metadata"]["name"]) <= (253 if each["kind"] == "ConfigMap" else 63)
+        assert all(len(text) <= 63 for text in labels_in(each)), each["metadata"]["name"]
+        if each["kind"] == "Service":
+            assert re.fullmatch("[a-z]([-a-z0-9]*[a-z0-9])?", each["metadata"]["name"])
+        if each["kind"] == "Certificate":
+            # As a common name may have.
+            assert len(each["spec"]["commonName"]) <= 64
+    for derived in derived_from_pool(pool(*settings, *many, release=release)):
+        assert len(derived) <= 63, derived
+    for job_kind in ("JobSet", "TrainJob"):
+        jobs = rendered("", *settings, *many, f"exampleJob.kind={job_kind}", release=release)
+        for derived in derived_from_job(only(jobs, job_kind), 1000):
+            assert len(derived) <= 63, derived
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("length", [10, 35, 36, 37, 38, 40])
+def test_names_that_fit_are_not_cut_and_others_are(kind: str, length: int) -> None:
+    fullname = ("abcdefghi-" * 4)[: length - 1] + "z"
+    groups_of = {"StatefulSet": [1], "LeaderWorkerSet": [1, 2]}.get(kind, [1])
+    for size in groups_of:
+        workload = pool(
+            f"fullnameOverride={fullname}",
+            f"attentionNode.kind={kind}",
+            f"attentionNode.leaderWorkerSet.size={size}",
+            "attentionNode.podDisruptionBudget.maxUnavailable=2",
+        )
+        whole = f"{fullname}-attention-node"
+        longest = {"StatefulSet": 37, "LeaderWorkerSet": {1: 37, 2: 35}[size]}.get(kind, 40)
+        name = workload["metadata"]["name"]
+        assert (name == whole) == (length <= longest)
+        assert name.endswith("-attention-node")
+
+
+def test_cut_names_of_different_releases_differ() -> None:
+    names = {
+        pool(f"fullnameOverride={'a' * 38}{end}")["metadata"]["name"] for end in ("x", "y", "xz")
+    }
+    assert len(names) == 3
+
+
+@pytest.mark.parametrize(
+    ("kind", "value_set"),
+    [
+        ("StatefulSet", "autoscaling-hpa-values.yaml"),
+        ("StatefulSet", "autoscaling-keda-values.yaml"),
+        ("LeaderWorkerSet", "autoscaling-hpa-values.yaml"),
+    ],
+)
+def test_all_that_names_the_pool_names_it_alike(kind: str, value_set: str) -> None:
+    settings = [f"fullnameOverride={'a' * 40}", f"attentionNode.kind={kind}"]
+    manifests = rendered(value_set, *settings, "monitoring.podMonitor.enabled=true")
+    workload = only(manifests, kind)
+    name, spec = workload["metadata"]["name"], workload["spec"]
+    assert len(name) < 55
+    template = (
+        spec["template"]
+        if kind == "StatefulSet"
+        else spec["leaderWorkerTemplate"]["workerTemplate"]
+    )
+    for each in ("Service", "ServiceAccount", "PodDisruptionBudget", "NetworkPolicy", "PodMonitor"):
+        assert only(manifests, each, "attention-node")["metadata"]["name"] == name
+    assert template["spec"]["serviceAccountName"] == name
+    assert spec.get("serviceName", name) == name
+    scaler = only(manifests, "ScaledObject" if "keda" in value_set else "HorizontalPodAutoscaler")
+    assert scaler["spec"]["scaleTargetRef"]["name"] == name
+    if "keda" in value_set:
+        assert f'pod=~"{name}-.*"' in scaler["spec"]["triggers"][0]["metadata"]["query"]
+    selector = only(manifests, "Service", "attention-node")["spec"]["selector"]
+    assert selector.items() <= template["metadata"]["labels"].items()
+
+
+def test_groups_that_the_name_has_no_room_for_are_refused() -> None:
+    settings = [
+        f"fullnameOverride={'a' * 35}",
+        "attentionNode.kind=LeaderWorkerSet",
+        "attentionNode.leaderWorkerSet.size=2",
+        "attentionNode.podDisruptionBudget.maxUnavailable=2",
+    ]
+    # Ten groups have one digit.
+    workload = pool(*settings, "attentionNode.replicas=10")
+    assert max(len(each) for each in derived_from_pool(workload)) == 63
+    said = refusal(*settings, "attentionNode.replicas=11")
+    assert "attentionNode.replicas is 11" in said
+    assert "give a fullnameOverride of 34 characters or fewer" in said
+    scaled = [*settings, "autoscaling.enabled=true", "autoscaling.maxReplicas=200"]
+    said = refusal(*scaled)
+    assert "autoscaling.maxReplicas is 200" in said
+    assert "give a fullnameOverride of 33 characters or fewer" in said
+
+
+@pytest.mark.parametrize(
+    ("release", "settings", "message"),
+    [
+        ("distca-1.2", (), 'the release is called "distca-1.2"'),
+        ("7b-run", (), 'the release is called "7b-run"'),
+        ("rel", ("fullnameOverride=a.b",), 'fullnameOverride is "a.b"'),
+        ("rel", ("fullnameOverride=1abc",), 'fullnameOverride is "1abc"'),
+        ("rel", ("nameOverride=a.b",), 'nameOverride is "a.b"'),
+    ],
+)
+def test_names_that_services_cannot_have_are_refused(
+    release: str, settings: tuple[str, ...], message: str
+) -> None:
+    said = refusal(*settings, release=release)
+    assert message in said
+    assert "with small letters, digits and hyphens alone, and a letter first" in said
+
+
+@pytest.mark.parametrize(
+    ("kubernetes", "settings", "refused"),
+    [
+        ("1.35.0", (), True),
+        ("1.36.0", (), False),
+        # JobSet and Kubeflow Trainer want a letter still.
+        ("1.36.0", ("exampleJob.enabled=true",), True),
+        ("1.36.0", ("fullnameOverride=7.b",), True),
+    ],
+)
+def test_digits_come_first_where_kubernetes_allows_it(
+    kubernetes: str, settings: tuple[str, ...], refused: bool
+) -> None:
+    done = helm(
+        *("template", "7b-run", str(CHART), f"--kube-version={kubernetes}"),
+        *(f"--set={each}" for each in settings),
+    )
+    assert (done.returncode != 0) == refused, done.stderr
+    assert ("a letter first" in done.stderr) == refused

@@ -1,1 +1,0 @@
-"""Training frameworks from stock wheels, in an environment of their own: make test-frameworks."""

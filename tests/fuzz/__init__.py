@@ -1,1 +1,0 @@
-"""Malformed inputs to whatever listens: ``python -m tests.fuzz --help``."""

@@ -1,0 +1,135 @@
+"""Hosts in network namespaces, and links between them that are cut, unplugged, lossy or slow."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.cluster.chaos.hosts import Direction, Network, network, why_no_namespaces
+from tests.cluster.chaos.processes import Job, JobSettings
+from tests.cluster.chaos.scenario import STOPPED_SECONDS, Disturbance, References, disturbed
+
+WHY_NOT = why_no_namespaces()
+pytestmark = pytest.mark.skipif(WHY_NOT is not None, reason=f"no network namespaces: {WHY_NOT}")
+
+SHORT = JobSettings(steps=60, n_nodes=3)
+SLOW = JobSettings(steps=20, n_nodes=3)
+NODE = "node-1"
+
+
+@contextmanager
+def on_a_switch(
+    folder: Path, settings: JobSettings, *, slow_cables: tuple[str, ...] = ()
+) -> Iterator[tuple[Network, Job]]:
+    """A job whose every process has a host of its own."""
+    names = ["control-plane"]
+    names += [f"node-{index}" for index in range(settings.n_nodes)]
+    names += [f"trainer-{rank}" for rank in range(settings.n_trainers)]
+    with network(names, slow_cables=slow_cables) as links:
+        yield links, Job(folder, settings, hosts=links.hosts)
+
+
+def cut(
+    links: Network, disturbance: Disturbance, host: str, direction: Direction = Direction.BOTH
+) -> None:
+    disturbance.note(f"cut the link of {host} ({direction})", STOPPED_SECONDS)
+    links.cut(host, direction)
+
+
+@pytest.mark.timeout(600)
+def test_a_link_that_is_cut_for_ever(tmp_path: Path, references: References) -> None:
+    with (
+        on_a_switch(tmp_path, SHORT) as (links, job),
+        disturbed(job, references, seed=1) as disturbance,
+    ):
+        disturbance.wait_for_step(10)
+        cut(links, disturbance, NODE)
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("direction", [Direction.IN, Direction.OUT])
+def test_a_link_that_is_cut_one_way_only(
+    tmp_path: Path, references: References, direction: Direction
+) -> None:
+    with (
+        on_a_switch(tmp_path, SHORT) as (links, job),
+        disturbed(job, references, seed=2) as disturbance,
+    ):
+        disturbance.wait_for_step(10)
+        cut(links, disturbance, NODE, direction)
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("seconds", [1.0, 10.0])
+def test_a_link_that_is_cut_for_a_while(
+    tmp_path: Path, references: References, seconds: float
+) -> None:
+    with (
+        on_a_switch(tmp_path, SHORT) as (links, job),
+        disturbed(job, references, seed=3) as disturbance,
+    ):
+        for after in (5, 25):
+            disturbance.wait_for_step(after)
+            cut(links, disturbance, NODE)
+            disturbance.pause(seconds)
+            links.heal(NODE)
+
+
+@pytest.mark.timeout(900)
+def test_an_unplugged_cable(tmp_path: Path, references: References) -> None:
+    with (
+        on_a_switch(tmp_path, SHORT) as (links, job),
+        disturbed(job, references, seed=4) as disturbance,
+    ):
+        disturbance.wait_for_step(10)
+        disturbance.note(f"unplugged {NODE}", STOPPED_SECONDS)
+        links.unplug(NODE)
+        disturbance.pause(20.0)
+        links.heal(NODE)
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("seconds", [10.0, 20.0])
+def test_the_control_plane_is_cut_off(
+    tmp_path: Path, references: References, seconds: float
+) -> None:
+    """Training goes on with the plans that are there, and then waits."""
+    with (
+        on_a_switch(tmp_path, SHORT) as (links, job),
+        disturbed(job, references, seed=5) as disturbance,
+    ):
+        disturbance.wait_for_step(10)
+        disturbance.note("cut the control plane off", seconds + 15.0)
+        links.cut("control-plane")
+        disturbance.pause(seconds)
+        links.heal("control-plane")
+
+
+def lossy(links: Network) -> None:
+    links.lose(NODE, 0.05)
+
+
+def slow(links: Network) -> None:
+    links.delay(NODE, 0.1)
+
+
+def narrow(links: Network) -> None:
+    links.limit(NODE, 10_000_000)
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("worsen", [lossy, slow, narrow], ids=lambda worsen: worsen.__name__)
+def test_a_bad_link(
+    tmp_path: Path, references: References, worsen: Callable[[Network], None]
+) -> None:
+    """5% of all packets lost, 100 ms delay each way, or 10 Mbit/s: slower, and nothing breaks."""
+    with (
+        on_a_switch(tmp_path, SLOW, slow_cables=(NODE,)) as (links, job),
+        disturbed(job, references, seed=6) as disturbance,
+    ):
+        disturbance.wait_for_step(3)
+        disturbance.note(f"a {worsen.__name__} link", STOPPED_SECONDS)
+        worsen(links)

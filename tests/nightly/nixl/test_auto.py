@@ -1,0 +1,114 @@
+"""One job, one transport: ``auto`` follows the pool; whoever does not fit is told so at once."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from ctypes.util import find_library
+from pathlib import Path
+
+import pytest
+
+from distca.contract import rpc
+from distca.doctor.cluster_probe import ClusterProbe
+from distca.doctor.finding import Status
+from distca.doctor.measurement import child_responder
+from distca.doctor.path_checks import ways_to_peers
+from distca.doctor.responder import ResponderSettings
+from distca.doctor.settings import DoctorSettings
+from distca.doctor.surroundings import Surroundings
+from tests.service.trainer_client.test_parity import make_shape, spanning
+from tests.support.cluster import cluster
+from tests.support.rdma_libraries import MISSING_LIBRARIES, RDMA_MODULES
+from tests.support.team import Team
+
+
+def test_ranks_follow_the_pool(tmp_path: Path) -> None:
+    """On a machine without RDMA they would take ucxx."""
+    with cluster(tmp_path, 0) as pool:
+        pool.start_nodes(["node-0"], transport="nixl")
+        with Team(pool, 2, make_shape(), placement="pool") as team:
+            assert {session._transport.name for session in team.sessions} == {"nixl"}
+            team.check(spanning(2, 301))
+
+
+def test_a_rank_that_does_not_fit_the_pool_is_refused_in_words(tmp_path: Path) -> None:
+    with cluster(tmp_path, 0) as pool:
+        pool.start_nodes(["node-0"], transport="ucxx")
+        began = time.monotonic()
+        with pytest.raises(rpc.FailedPrecondition) as caught:
+            Team(pool, 1, make_shape(), placement="pool", transport="nixl")
+        assert time.monotonic() - began < 20.0
+        assert "uses the transport nixl, and the servers of the pool use ucxx" in str(caught.value)
+        assert "--transport=ucxx (SessionOptions.transport)" in str(caught.value)
+        # The doctor says it before anybody trains.
+        around = Surroundings(
+            settings=DoctorSettings(transport="nixl"),
+            cluster=ClusterProbe(rpc.RpcSettings(address=pool.address), 10.0),
+        )
+        assert around.pool_transports == {"ucxx"}
+        (finding,) = ways_to_peers(around)
+        assert finding.status is Status.FAIL
+        assert "the servers of the pool use ucxx" in finding.says
+
+
+_UCXX_DOCTOR = """
+import sys
+from data_plane.transport import Address
+from distca.doctor.path_checks import ways_to_peers
+from distca.doctor.settings import DoctorSettings
+from distca.doctor.surroundings import Surroundings
+peer = Address("127.0.0.1", int(sys.argv[1]))
+settings = DoctorSettings(transport="ucxx", peers=(peer,), probe_seconds=5.0)
+for finding in ways_to_peers(Surroundings(settings=settings)):
+    print(finding.status, finding.says)
+"""
+
+
+def test_a_doctor_tells_a_peer_of_another_transport() -> None:
+    nixl = ResponderSettings(host="127.0.0.1", transport="nixl")
+    with child_responder(nixl) as address:
+        done = subprocess.run(
+            [sys.executable, "-c", _UCXX_DOCTOR, str(address.port)],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=True,
+        )
+    said = f"fail {address}: the peer uses the transport nixl, this doctor ucxx"
+    assert done.stdout.strip() == said
+    with child_responder(ResponderSettings(host="127.0.0.1", transport="ucxx")) as address:
+        settings = DoctorSettings(transport="nixl", peers=(address,), probe_seconds=2.0)
+        (finding,) = ways_to_peers(Surroundings(settings=settings))
+    assert finding.status is Status.FAIL
+    assert "same --transport" in finding.advice
+
+
+@pytest.mark.skipif(
+    find_library("efa") is None, reason="needs rdma-core (Debian: apt install ibverbs-providers)"
+)
+def test_the_transports_of_a_machine_with_rdma_core_end_well() -> None:
+    """With rdma-core's libefa.so.1 nixl's UCX would load its module for EFA, and with that a second
+    libnl: such a process ends in a segmentation fault."""
+    program = (
+        "from data_plane.transports import open_transport\n"
+        "open_transport('nixl', device='cpu', one_host=False).close()\n"
+        "maps = open('/proc/self/maps').read()\n"
+        "print('libuct_ib_mlx5' in maps, 'libuct_ib_efa' in maps)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout.split() == ["True", "False"]
+
+
+def test_what_carries_infiniband_and_roce_resolves() -> None:
+    """All of it comes with the wheel; the module for EFA wants rdma-core."""
+    done = subprocess.run(
+        [sys.executable, "-c", MISSING_LIBRARIES], capture_output=True, text=True, check=True
+    )
+    missing = json.loads(done.stdout)
+    assert {name: missing[name] for name in RDMA_MODULES} == {name: [] for name in RDMA_MODULES}
+    assert missing["libuct_ib_efa"] in (["libefa.so.1"], [])

@@ -1,0 +1,55 @@
+"""The nixl transport against the suite: over shared memory, over TCP, and on GPU memory."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from data_plane.buffer_pool import BufferAllocator, device_allocator
+from data_plane.nixl.settings import NixlSettings
+from data_plane.nixl.transport import NixlTransport
+from data_plane.transport import PeerReset, Transport
+from tests.service.data_plane.conformance import TransportConformance
+
+
+def over_shared_memory() -> NixlTransport:
+    return NixlTransport(NixlSettings(one_host=True))
+
+
+def over_tcp() -> NixlTransport:
+    return NixlTransport(NixlSettings())
+
+
+def on_gpu() -> NixlTransport:
+    return NixlTransport(NixlSettings(device="cuda:0", one_host=True))
+
+
+class NixlConformance(TransportConformance):
+    stops_transfers = False
+    loss_of_a_killed_peer = PeerReset
+
+
+class TestNixlOverSharedMemory(NixlConformance):
+    peer_factory = f"{__name__}:over_shared_memory"
+
+    def make_transport(self) -> Transport:
+        return over_shared_memory()
+
+
+class TestNixlOverTcp(NixlConformance):
+    peer_factory = f"{__name__}:over_tcp"
+
+    def make_transport(self) -> Transport:
+        return over_tcp()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+class TestNixlOnGpu(NixlConformance):
+    peer_factory = f"{__name__}:on_gpu"
+
+    def make_transport(self) -> Transport:
+        return on_gpu()
+
+    def allocator(self) -> BufferAllocator:
+        return device_allocator("cuda:0")

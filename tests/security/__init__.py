@@ -1,1 +1,0 @@
-"""Who may do what: certificates, roles, tokens, limits, and what must never be in a log."""

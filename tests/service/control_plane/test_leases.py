@@ -1,0 +1,142 @@
+"""What follows when members fall silent, with leases of a fraction of a second."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from control_plane.server import ControlPlane
+from distca.contract import rpc
+from distca.v1 import jobs_pb2, membership_pb2
+from tests.support.service_harness import (
+    Client,
+    Watcher,
+    client_of,
+    eventually,
+    job_spec,
+    rank_manifest,
+    running,
+)
+
+LEASE_SECONDS = 0.6
+
+
+@pytest.fixture
+def control_plane() -> Iterator[ControlPlane]:
+    with running(coordinator={"lease_seconds": LEASE_SECONDS}) as control_plane:
+        yield control_plane
+
+
+@pytest.fixture
+def client(control_plane: ControlPlane) -> Iterator[Client]:
+    with client_of(control_plane.address) as client:
+        yield client
+
+
+def renew(client: Client, job_id: str, lease: str) -> None:
+    request = jobs_pb2.RenewRankRequest(job_id=job_id, rank_lease_id=lease)
+    assert client.jobs.RenewRank(request).lease_seconds == LEASE_SECONDS
+
+
+def n_servers(client: Client) -> int:
+    return len(client.membership.ListServers(membership_pb2.ListServersRequest()).servers)
+
+
+def test_silent_server_leaves_and_may_register_again_under_its_id(client: Client) -> None:
+    lease = client.register("s0")
+    stream = client.watch_server(lease)
+    eventually(lambda: n_servers(client) == 0)
+    error = stream.end()
+    assert isinstance(error, rpc.LeaseExpired)
+    assert "s0 sent no heartbeat" in str(error)
+    with pytest.raises(rpc.LeaseExpired, match="register again"):
+        client.heartbeat(lease)
+    newer = client.register("s0")
+    assert newer != lease
+    client.heartbeat(newer)
+
+
+def test_jobs_whose_unfinished_plans_name_a_silent_server_recover(
+    control_plane: ControlPlane, client: Client
+) -> None:
+    client.register("s0")
+    leases = {}
+    for name in ("busy", "done"):
+        spec = job_spec(name, n_ranks=1)
+        job_id, lease = client.open(0, spec)
+        leases[name] = (job_id, lease, client.watch_rank(job_id, lease))
+        leases[name][2].next("job_opened")
+        client.submit(job_id, lease, rank_manifest(7, 0))
+        leases[name][2].next("step_planned")
+    client.report_rank(*leases["done"][:2], 7, 0)
+    eventually(lambda: silent_server_is_gone(client, leases))
+    recover = leases["busy"][2].next("recover")
+    assert recover.reason == "server s0 lost its lease while serving step 7"
+    assert recover.lost_server_ids == ["s0"]
+    leases["done"][2].next("step_finished")
+    assert leases["done"][2].is_quiet()
+    registry = control_plane.metrics.registry
+    expired = registry.get_sample_value(
+        "distca_control_plane_lease_expirations_total", {"kind": "server"}
+    )
+    assert expired == 1
+    assert registry.get_sample_value("distca_control_plane_servers_fenced_total") == 1
+
+
+def silent_server_is_gone(client: Client, leases: dict[str, tuple[str, str, Watcher]]) -> bool:
+    """Keeps the ranks alive meanwhile."""
+    for job_id, lease, _ in leases.values():
+        try:
+            renew(client, job_id, lease)
+        except rpc.UnknownJob:
+            continue
+    return n_servers(client) == 0
+
+
+def test_rank_whose_stream_broke_is_dead_before_its_lease_ends() -> None:
+    coordinator = {"lease_seconds": 60.0, "broken_stream_seconds": 0.4}
+    with (
+        running(coordinator=coordinator) as control_plane,
+        client_of(control_plane.address) as client,
+    ):
+        (job_id, lease), (_, other) = client.open(0), client.open(1)
+        broken, watcher = client.watch_rank(job_id, lease), client.watch_rank(job_id, other)
+        for watched in (broken, watcher):
+            watched.next("job_opened")
+        broken.cancel()
+        assert "rank 0 on host-0" in watcher.next("job_closed").error
+
+
+def test_silent_rank_closes_the_job_and_takes_its_server_with_it(client: Client) -> None:
+    spec = job_spec(placement=jobs_pb2.PLACEMENT_IN_PLACE)
+    (job_id, silent), (_, alive) = client.open(0, spec), client.open(1, spec)
+    watcher = client.watch_rank(job_id, alive)
+    watcher.next("job_opened")
+
+    def closed() -> bool:
+        try:
+            renew(client, job_id, alive)
+        except rpc.UnknownJob:
+            return True
+        return False
+
+    eventually(closed)
+    error = watcher.next("job_closed").error
+    assert "rank 0 on host-0" in error
+    assert "host-1" not in error
+    assert n_servers(client) == 0
+    with pytest.raises(rpc.UnknownJob, match="rank 0 on host-0"):
+        renew(client, job_id, silent)
+    assert client.open(0, spec)[0] != job_id
+
+
+def test_heartbeat_of_an_in_place_server_renews_its_rank(client: Client) -> None:
+    spec = job_spec(n_ranks=1, placement=jobs_pb2.PLACEMENT_IN_PLACE)
+    job_id, lease = client.open(0, spec)
+    watcher = client.watch_rank(job_id, lease)
+    watcher.next("job_opened")
+    for _ in range(8):
+        client.heartbeat(lease)
+        assert watcher.is_quiet()
+    renew(client, job_id, lease)

@@ -1,0 +1,350 @@
+"""The process: its ports, its files, its end, and TLS."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import json
+import logging
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from control_plane import server
+from control_plane.server import ControlPlane
+from control_plane.settings import (
+    AccessSettings,
+    ControlPlaneSettings,
+    CoordinatorSettings,
+)
+from core_attention.whole_file import write_whole
+from distca.contract import rpc
+from distca.contract.addresses import split_address
+from distca.contract.reconnect import is_transient
+from distca.contract.settings import TlsFiles
+from distca.machine_errors import ExposedSecretError, ListenError, PathError
+from distca.v1 import membership_pb2
+from tests import ROOT
+from tests.support.service_harness import (
+    DEADLINE_SECONDS,
+    client_of,
+    eventually,
+    rotating_plan,
+    running,
+)
+
+PROGRAM = """
+import logging, sys
+from pathlib import Path
+from control_plane.server import run
+from control_plane.settings import ControlPlaneSettings, CoordinatorSettings
+from tests.support.service_harness import rotating_plan
+
+logging.basicConfig(level=logging.INFO, format="%(message)s")
+settings = ControlPlaneSettings(
+    listen_address="127.0.0.1:0",
+    metrics_address="127.0.0.1:0",
+    stop_seconds=1.0,
+    coordinator=CoordinatorSettings(default_planner="rotating"),
+    address_file=Path(sys.argv[1]),
+)
+try:
+    run(settings, {"rotating": rotating_plan})
+except KeyboardInterrupt:
+    sys.exit(130)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_process_writes_its_addresses_serves_and_ends_well_on_a_signal(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    address_file = tmp_path / "address.json"
+    process = subprocess.Popen(
+        [sys.executable, "-c", PROGRAM, str(address_file)],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        eventually(lambda: address_file.exists() or process.poll() is not None)
+        addresses = json.loads(address_file.read_text())
+        with client_of(addresses["grpc"]) as client:
+            watcher = client.watch_server(client.register("s0"))
+            url = f"http://{addresses['metrics']}/metrics"
+            with urllib.request.urlopen(url, timeout=DEADLINE_SECONDS) as answer:
+                assert b"distca_control_plane_jobs" in answer.read()
+            process.send_signal(number)
+            # On a busy machine the stream may be cut off by the end of stop_seconds (CANCELLED).
+            ended = watcher.end()
+            assert ended is not None
+            assert is_transient(ended)
+        stdout, stderr = process.communicate(timeout=DEADLINE_SECONDS)
+    finally:
+        process.kill()
+        process.wait()
+    assert process.returncode == (130 if number == signal.SIGINT else 0)
+    assert stdout == ""
+    listening = f"listening on {addresses['grpc']}, metrics on {addresses['metrics']}"
+    assert stderr.splitlines().count(listening) == 1
+    assert "Traceback" not in stderr
+
+
+@pytest.mark.parametrize("name", ["listen_address", "metrics_address"])
+def test_taken_port_is_named(name: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        with pytest.raises(ListenError) as refused:
+            start(**{name: address})
+    assert (refused.value.field, refused.value.errno) == (name, errno.EADDRINUSE)
+
+
+@pytest.mark.parametrize(
+    ("name", "before"), [("listen_address", "build_server"), ("metrics_address", "MetricsEndpoint")]
+)
+def test_a_process_without_free_files_says_so(name: str, before: str) -> None:
+    """As one that is started under a small `ulimit -n`."""
+    code = f"""
+import os, resource
+from control_plane import server
+from tests.service.control_plane.test_server import start
+resource.setrlimit(resource.RLIMIT_NOFILE, (128, 128))
+make = server.{before}
+def exhausted(*arguments, **named):
+    made = make(*arguments, **named) if {before!r} == "build_server" else None
+    try:
+        while True:
+            os.open("/dev/null", os.O_RDONLY)
+    except OSError:
+        return made or make(*arguments, **named)
+server.{before} = exhausted
+try:
+    start(metrics_address="127.0.0.1:0")
+except OSError as error:
+    print(type(error).__name__, error.field, error.errno)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        errors="replace",  # gRPC prints bytes that are no text
+        timeout=DEADLINE_SECONDS,
+        check=False,
+    )
+    assert done.stdout.split() == ["ListenError", name, str(errno.EMFILE)], done.stderr
+
+
+def test_a_state_folder_that_cannot_be_used_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_text("")
+    for folder, number in ((file, errno.EEXIST), (file / "x", errno.ENOTDIR)):
+        with pytest.raises(PathError) as refused:
+            start(state_dir=folder)
+        assert (refused.value.field, refused.value.errno) == ("state_dir", number)
+
+
+@pytest.mark.parametrize("mode", [0o644, 0o604, 0o602])
+def test_a_secret_that_everybody_may_use_is_refused(tmp_path: Path, mode: int) -> None:
+    path = tmp_path / "secret"
+    write_whole(path, b"s" * 32, mode=mode)
+    with pytest.raises(ExposedSecretError):
+        start(access=AccessSettings(token_secret_file=path))
+    path.rename(tmp_path / "token-secret")
+    with pytest.raises(ExposedSecretError):
+        start(state_dir=tmp_path)
+
+
+def start(**changes: Any) -> None:
+    """Starts and stops a control plane; raises what its start raises."""
+
+    async def start_and_stop() -> None:
+        settings: dict[str, Any] = {
+            "listen_address": "127.0.0.1:0",
+            "metrics_address": None,
+            "coordinator": CoordinatorSettings(default_planner="rotating"),
+        }
+        planners = {"rotating": rotating_plan}
+        control_plane = ControlPlane(ControlPlaneSettings(**(settings | changes)), planners)
+        await control_plane.start()
+        await control_plane.stop()
+
+    asyncio.run(start_and_stop())
+
+
+def test_the_log_says_on_which_addresses_it_listens(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "control_plane.server"):
+        start(listen_address="0.0.0.0:0", metrics_address="[::]:0")
+    said = "\n".join(caplog.messages)
+    assert re.search(r"^gRPC on 0\.0\.0\.0:[1-9]\d* asks for no client certificates", said, re.M)
+    assert re.search(r"^leading at 0\.0\.0\.0:[1-9]\d*$", said, re.M)
+    assert re.search(r"^listening on 0\.0\.0\.0:[1-9]\d*, metrics on \[::\]:[1-9]\d*$", said, re.M)
+
+
+def test_wildcard_address_is_reported_as_loopback() -> None:
+    with running() as control_plane:
+        assert control_plane.address.startswith("127.0.0.1:")
+        assert control_plane.metrics_address is None
+    start(listen_address="0.0.0.0:0")
+
+
+def test_health_watchers_see_not_serving_before_the_end() -> None:
+    with running() as control_plane:
+        channel = grpc.insecure_channel(control_plane.address)
+        watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
+        assert next(watch).status == health_pb2.HealthCheckResponse.SERVING
+    assert next(watch).status == health_pb2.HealthCheckResponse.NOT_SERVING
+    channel.close()
+
+
+@pytest.mark.parametrize(("stands_by", "ready"), [(False, 200), (True, 503)])
+def test_who_stands_by_is_alive_and_not_ready(tmp_path: Path, stands_by: bool, ready: int) -> None:
+    with contextlib.ExitStack() as stack:
+        access: dict[str, Any] = {"leader_lock": tmp_path / "lock"} if stands_by else {}
+        if stands_by:
+            stack.enter_context(running(**access))
+        here = stack.enter_context(
+            running(metrics_address="127.0.0.1:0", stands_by=stands_by, **access)
+        )
+        assert _status(here, "/livez") == 200
+        assert _status(here, "/readyz") == ready
+
+
+def test_a_loop_that_takes_no_turns_is_not_alive(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "_ASK_SECONDS", 0.05)
+    loop = asyncio.new_event_loop()
+    assert not server._goes_on(loop)
+    loop.close()
+    assert not server._goes_on(loop)
+
+
+def _status(control_plane: ControlPlane, path: str) -> int:
+    try:
+        with urllib.request.urlopen(f"http://{control_plane.metrics_address}{path}") as answer:
+            return int(answer.status)
+    except urllib.error.HTTPError as error:
+        return error.code
+
+
+@pytest.mark.parametrize(
+    ("make", "match"),
+    [
+        (lambda: CoordinatorSettings(lease_seconds=0.0), r"lease_seconds is 0\.0"),
+        (lambda: CoordinatorSettings(retained_steps=63), "retained_steps is 63; it must be 64"),
+        (lambda: CoordinatorSettings(max_pending_steps=0), "max_pending_steps is 0"),
+        (lambda: CoordinatorSettings(max_queued_events=0), "max_queued_events is 0"),
+        (lambda: CoordinatorSettings(planning_threads=0), "planning_threads is 0"),
+        (lambda: ControlPlaneSettings(listen_address="7700"), "listen_address is '7700'"),
+        (lambda: ControlPlaneSettings(metrics_address="h:x"), "metrics_address is 'h:x'"),
+        (lambda: ControlPlaneSettings(stop_seconds=-1.0), r"stop_seconds is -1\.0"),
+        (lambda: ControlPlaneSettings(max_message_bytes=0), "max_message_bytes is 0"),
+    ],
+)
+def test_wrong_settings_are_refused_by_name(make: Callable[[], object], match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        make()
+
+
+def test_unknown_default_planner_is_refused_at_start() -> None:
+    with pytest.raises(ValueError, match="planner is 'magic'; valid are"):
+        start(coordinator=CoordinatorSettings(default_planner="magic"))
+
+
+def test_addresses_of_ip_version_6_are_split() -> None:
+    assert split_address("x", "[::1]:80") == ("::1", 80)
+
+
+def make_certificate(folder: Path, name: str, authority: str | None) -> None:
+    """``name.crt`` and ``name.key``, signed by ``authority``, or self-signed."""
+    key, certificate = folder / f"{name}.key", folder / f"{name}.crt"
+    command: list[str | Path] = [
+        "openssl",
+        "req",
+        "-x509",
+        "-newkey",
+        "ec",
+        "-pkeyopt",
+        "ec_paramgen_curve:P-256",
+    ]
+    command += ["-nodes", "-days", "2", "-subj", f"/CN={name}", "-keyout", key]
+    command += ["-out", certificate]
+    command += [
+        "-addext",
+        f"subjectAltName=DNS:localhost,IP:127.0.0.1,URI:spiffe://distca/operator/{name}",
+    ]
+    if authority is not None:
+        command += ["-CA", folder / f"{authority}.crt", "-CAkey", folder / f"{authority}.key"]
+    subprocess.run([str(part) for part in command], check=True, capture_output=True, timeout=30)
+
+
+@pytest.fixture
+def certificates(tmp_path: Path) -> Path:
+    """A folder with an authority, a server and a client that it signed, and a stranger."""
+    try:
+        make_certificate(tmp_path, "authority", None)
+        make_certificate(tmp_path, "server", "authority")
+        make_certificate(tmp_path, "client", "authority")
+        make_certificate(tmp_path, "stranger", None)
+    except (OSError, subprocess.CalledProcessError) as error:
+        pytest.skip(f"needs openssl 3 to make certificates: {error}")
+    return tmp_path
+
+
+def list_servers(address: str, **settings: Any) -> None:
+    with client_of(address, call_seconds=5.0, **settings) as client:
+        client.membership.ListServers(membership_pb2.ListServersRequest())
+
+
+def test_mutual_tls_lets_only_certified_clients_in(certificates: Path) -> None:
+    ca_file = certificates / "authority.crt"
+    tls = TlsFiles(
+        certificate_file=certificates / "server.crt",
+        key_file=certificates / "server.key",
+        client_ca_file=ca_file,
+    )
+
+    def identity(name: str) -> dict[str, Path]:
+        return {
+            "ca_file": ca_file,
+            "certificate_file": certificates / f"{name}.crt",
+            "key_file": certificates / f"{name}.key",
+        }
+
+    with running(tls=tls) as control_plane:
+        list_servers(control_plane.address, **identity("client"))
+        for settings in ({}, {"ca_file": ca_file}, identity("stranger")):
+            with pytest.raises(rpc.ControlPlaneUnavailable, match="do address and TLS files match"):
+                list_servers(control_plane.address, **settings)
+
+
+def test_renewed_certificate_is_used_without_restart(certificates: Path) -> None:
+    server = certificates / "server.crt"
+    tls = TlsFiles(certificate_file=server, key_file=certificates / "server.key")
+    with running(tls=tls) as control_plane:
+        list_servers(control_plane.address, ca_file=certificates / "authority.crt")
+        for suffix in ("key", "crt"):
+            (certificates / f"stranger.{suffix}").replace(certificates / f"server.{suffix}")
+        later = time.time() + 10
+        os.utime(server, (later, later))
+        list_servers(control_plane.address, ca_file=server)
+
+
+def test_missing_certificate_is_named(tmp_path: Path) -> None:
+    missing = tmp_path / "missing.crt"
+    with pytest.raises(FileNotFoundError, match=r"missing\.crt"):
+        start(tls=TlsFiles(certificate_file=missing, key_file=missing))

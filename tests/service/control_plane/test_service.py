@@ -1,0 +1,788 @@
+"""The services over real gRPC: a job's whole life, and every refusal with its status."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from control_plane.jobs.membership import InPlace, Member
+from control_plane.jobs.publication import planning_servers
+from control_plane.jobs.requests import description_from_proto
+from control_plane.planner.planners import PLANNERS
+from control_plane.planner.planning import PlanningOptions
+from control_plane.server import ControlPlane
+from core_attention.manifest import Manifest, RankManifest, Segment
+from core_attention.plan import Plan
+from distca.contract import rpc
+from distca.contract.codec import plan_from_proto, plan_to_proto
+from distca.contract.tokens import KEY_BYTES
+from distca.v1 import jobs_pb2, membership_pb2, plan_pb2
+from tests.support.plan_slices import for_rank, for_server
+from tests.support.service_harness import (
+    SHAPE,
+    Client,
+    client_of,
+    eventually,
+    job_spec,
+    rank_manifest,
+    rotating_plan,
+    running,
+    server_description,
+)
+
+COMPILE_SECONDS = 300.0
+"""Planners compile on first use: tens of seconds on a loaded machine without numba's cache."""
+
+
+@pytest.fixture
+def control_plane() -> Iterator[ControlPlane]:
+    with running() as control_plane:
+        yield control_plane
+
+
+@pytest.fixture
+def client(control_plane: ControlPlane) -> Iterator[Client]:
+    with client_of(control_plane.address) as client:
+        yield client
+
+
+def open_pair(client: Client, spec: jobs_pb2.JobSpec | None = None) -> tuple[str, list[str]]:
+    """Both ranks of a job join: its id, and their leases."""
+    (job_id, first), (_, second) = (client.open(rank, spec) for rank in (0, 1))
+    return job_id, [first, second]
+
+
+def submit_pair(client: Client, job_id: str, leases: list[str], step: int) -> None:
+    for rank in (0, 1):
+        client.submit(job_id, leases[rank], rank_manifest(step, rank))
+
+
+def expected_plan(step: int, server_ids: list[str], epoch: int) -> Plan:
+    """What the rotating planner makes of the step on pool servers."""
+    members = [
+        Member(description=description_from_proto(server_description(s)), lease_id=s, renewed_at=0)
+        for s in server_ids
+    ]
+    manifest = Manifest.merge([rank_manifest(step, rank) for rank in (0, 1)], 2)
+    servers = planning_servers(members, SHAPE, {})
+    return rotating_plan(manifest, servers, SHAPE, PlanningOptions(), epoch=epoch)
+
+
+def test_job_of_two_ranks_on_two_servers_from_opening_to_closing(client: Client) -> None:
+    leases_of = {server_id: client.register(server_id) for server_id in ("s1", "s0")}
+    servers = {server_id: client.watch_server(lease) for server_id, lease in leases_of.items()}
+    job_id, leases = open_pair(client)
+    ranks = [client.watch_rank(job_id, lease) for lease in leases]
+
+    (key,) = {watcher.next("job_opened").verification_key for watcher in servers.values()}
+    assert len(key) == KEY_BYTES
+    assert [watcher.next("job_opened").verification_key for watcher in ranks] == [b"", b""]
+
+    # Plans come ahead of use: three steps are planned before one is reported.
+    for step in range(3):
+        submit_pair(client, job_id, leases, step)
+    for step in range(3):
+        for rank, watcher in enumerate(ranks):
+            planned = watcher.next("step_planned")
+            epoch = planned.plan.epoch
+            whole = expected_plan(step, ["s0", "s1"], epoch)
+            assert not planned.forward_only
+            assert not planned.first_tick
+            assert planned.plan == plan_to_proto(for_rank(whole, rank), job_id)
+        for server_id, watcher in servers.items():
+            planned = watcher.next("step_planned")
+            assert planned.plan == plan_to_proto(for_server(whole, server_id), job_id)
+
+    for step in range(3):
+        for rank in (0, 1):
+            client.report_rank(job_id, leases[rank], step, rank)
+        for server_id, lease in leases_of.items():
+            client.report_server(job_id, lease, step, server_id)
+    answer = client.jobs.GetStep(jobs_pb2.GetStepRequest(job_id=job_id, step=1))
+    assert answer.plan == plan_to_proto(expected_plan(1, ["s0", "s1"], epoch), job_id)
+    assert answer.plan_seconds > 0
+    assert [measured.server_id for measured in answer.servers] == ["s0", "s1"]
+    assert [measured.step_seconds for measured in answer.ranks] == [2.0, 3.0]
+
+    for watcher in ranks:
+        assert [watcher.next("step_finished").step for _ in range(3)] == [0, 1, 2]
+    client.close_job(job_id, leases[0])
+    assert ranks[0].end() is None
+    client.close_job(job_id, leases[1])
+    assert ranks[1].next("job_closed").error == ""
+    assert ranks[1].end() is None
+    for watcher in servers.values():
+        assert watcher.next("job_closed") == jobs_pb2.JobClosed(job_id=job_id)
+        assert watcher.is_quiet()
+
+
+def test_plans_of_a_job_come_in_step_order_and_forward_only_is_kept(client: Client) -> None:
+    client.register("s0")
+    job_id, leases = open_pair(client)
+    watcher = client.watch_rank(job_id, leases[0])
+    watcher.next("job_opened")
+    for step in range(12):
+        client.submit(job_id, leases[0], rank_manifest(step, 0), forward_only=step == 11)
+    for step in range(12):
+        client.submit(job_id, leases[1], rank_manifest(step, 1), forward_only=step == 11)
+    planned = [watcher.next("step_planned") for _ in range(12)]
+    assert [event.plan.manifest.step for event in planned] == list(range(12))
+    assert [event.forward_only for event in planned] == [False] * 11 + [True]
+
+
+def test_a_job_uses_the_servers_of_its_transport_alone(client: Client) -> None:
+    """A rank that connected to another one would wait for an answer in vain."""
+    client.register("s0", transport="nixl")
+    client.register("s1", transport="ucxx")
+    client.register("of-any-release")
+    job_id, leases = open_pair(client, job_spec(transport="ucxx"))
+    watcher = client.watch_rank(job_id, leases[0])
+    assert watcher.next("job_opened").spec.transport == "ucxx"
+    submit_pair(client, job_id, leases, 0)
+    plan = plan_from_proto(watcher.next("step_planned").plan)
+    assert [server.server_id for server in plan.servers] == ["of-any-release", "s1"]
+
+
+def test_a_pool_of_another_transport_refuses_the_job_and_names_both(client: Client) -> None:
+    client.register("s0", transport="ucxx")
+    with pytest.raises(rpc.FailedPrecondition) as caught:
+        client.open(0, job_spec(transport="nixl"))
+    assert "job train uses the transport nixl, and the servers of the pool use ucxx" in str(
+        caught.value
+    )
+    assert "--transport=ucxx" in str(caught.value)
+    client.register("s1", transport="nixl")
+    client.open(0, job_spec(transport="nixl"))
+
+
+def test_ranks_of_two_transports_are_no_job(client: Client) -> None:
+    client.open(0, job_spec(transport="ucxx"))
+    with pytest.raises(rpc.FailedPrecondition, match="transport nixl instead of ucxx") as caught:
+        client.open(1, job_spec(transport="nixl"))
+    assert "--transport by name" in str(caught.value)
+
+
+def test_ranks_learn_what_the_pool_uses_before_they_open_a_job(
+    client: Client, caplog: pytest.LogCaptureFixture
+) -> None:
+    def transports() -> list[str]:
+        answer = client.jobs.DescribePool(jobs_pb2.DescribePoolRequest())
+        return list(answer.transports)
+
+    assert transports() == []
+    client.register("s0", transport="ucxx")
+    client.register("s1", transport="ucxx")
+    client.register("of-any-release")
+    assert transports() == ["ucxx"]
+    assert "unlike" not in caplog.text
+    lease = client.register("s2", transport="nixl")
+    assert transports() == ["nixl", "ucxx"]
+    assert "server s2 uses the transport nixl, unlike s0 (ucxx), s1 (ucxx)" in caplog.text
+    client.membership.DeregisterServer(membership_pb2.DeregisterServerRequest(lease_id=lease))
+    assert transports() == ["ucxx"]
+
+
+def test_a_transport_is_a_name(client: Client) -> None:
+    with pytest.raises(rpc.InvalidRequest, match="transport is 'u c x'"):
+        client.register("s0", transport="u c x")
+    with pytest.raises(rpc.InvalidRequest, match="transport is 'u c x'"):
+        client.open(0, job_spec(transport="u c x"))
+
+
+def test_server_without_a_task_gets_nothing(client: Client) -> None:
+    watchers = {}
+    for index in range(7):
+        watchers[f"s{index}"] = client.watch_server(client.register(f"s{index}"))
+    job_id, leases = open_pair(client)
+    submit_pair(client, job_id, leases, 0)
+    # Six segments go to servers 0 to 5 forward and 1 to 6 backward: all have a task.
+    for watcher in watchers.values():
+        watcher.next("job_opened")
+        watcher.next("step_planned")
+    idle = client.watch_server(client.register("s7"))
+    also_idle = client.watch_server(client.register("s8"))
+    submit_pair(client, job_id, leases, 1)
+    for server_id, watcher in watchers.items():
+        assert server_id in {s.server_id for s in watcher.next("step_planned").plan.servers}
+    for watcher in (idle, also_idle):
+        watcher.next("job_opened")
+        assert watcher.is_quiet()
+
+
+def test_second_job_shares_the_pool(client: Client) -> None:
+    watcher = client.watch_server(client.register("s0"))
+    job_ids = []
+    for name in ("one", "two"):
+        job_id, leases = open_pair(client, job_spec(name))
+        job_ids.append(job_id)
+        assert watcher.next("job_opened").job_id == job_id
+        submit_pair(client, job_id, leases, 0)
+        assert watcher.next("step_planned").plan.job_id == job_id
+    client.jobs.DescribeJob(jobs_pb2.DescribeJobRequest(job_id=job_ids[0]))
+    assert job_ids[0] != job_ids[1]
+
+
+def test_in_place_servers_come_by_rank_and_get_their_plans_with_their_ranks(
+    client: Client,
+) -> None:
+    client.register("pool")
+    spec = job_spec(placement=jobs_pb2.PLACEMENT_IN_PLACE)
+    (_, second), (job_id, first) = client.open(1, spec), client.open(0, spec)
+    submit_pair(client, job_id, [first, second], 0)
+    watcher = client.watch_rank(job_id, first)
+    watcher.next("job_opened")
+    watcher.next("step_planned")
+    plan = client.jobs.GetStep(jobs_pb2.GetStepRequest(job_id=job_id, step=0)).plan
+    assert [(s.server_id, s.in_place_rank) for s in plan.servers] == [
+        ("train.rank-0", 0),
+        ("train.rank-1", 1),
+    ]
+    with pytest.raises(rpc.InvalidRequest, match="WatchRank"):
+        client.watch_server(first).next()
+    # The in-place server's load and measurements go under its rank's lease.
+    client.heartbeat(first)
+    client.report_server(job_id, first, 0, "train.rank-0")
+
+
+def test_mixed_placement_uses_pool_servers_by_id_then_in_place_ones_by_rank(
+    client: Client,
+) -> None:
+    for server_id in ("b", "a", "drained"):
+        client.register(server_id)
+    client.membership.DrainServer(membership_pb2.DrainServerRequest(server_id="drained"))
+    job_id, leases = open_pair(client, job_spec(placement=jobs_pb2.PLACEMENT_MIXED))
+    watcher = client.watch_rank(job_id, leases[1])
+    watcher.next("job_opened")
+    submit_pair(client, job_id, leases, 0)
+    watcher.next("step_planned")
+    plan = client.jobs.GetStep(jobs_pb2.GetStepRequest(job_id=job_id, step=0)).plan
+    assert [s.server_id for s in plan.servers] == ["a", "b", "train.rank-0", "train.rank-1"]
+    client.close_job(job_id, leases[0])
+    listed = client.membership.ListServers(membership_pb2.ListServersRequest()).servers
+    assert [
+        (s.server.server_id, s.draining, s.in_place_job_id, s.in_place_rank) for s in listed
+    ] == [
+        ("a", False, "", -1),
+        ("b", False, "", -1),
+        ("drained", True, "", -1),
+        ("train.rank-1", False, job_id, 1),
+    ]
+    assert not listed[0].server.profiles
+
+
+def test_late_watchers_get_the_unfinished_steps(client: Client) -> None:
+    lease = client.register("s0")
+    job_id, leases = open_pair(client)
+    for step in (0, 1):
+        submit_pair(client, job_id, leases, step)
+    first = client.watch_rank(job_id, leases[0])
+    first.next("job_opened")
+    assert [first.next("step_planned").plan.manifest.step for _ in range(2)] == [0, 1]
+    for rank in (0, 1):
+        client.report_rank(job_id, leases[rank], 0, rank)
+    late_rank = client.watch_rank(job_id, leases[1])
+    late_server = client.watch_server(lease)
+    for watcher in (late_rank, late_server):
+        watcher.next("job_opened")
+        if watcher is late_rank:
+            assert watcher.next("step_finished").step == 0
+        assert watcher.next("step_planned").plan.manifest.step == 1
+        assert watcher.is_quiet()
+
+
+def test_newer_stream_of_a_member_replaces_the_older(client: Client) -> None:
+    lease = client.register("s0")
+    older = client.watch_server(lease)
+    job_id, _ = open_pair(client)
+    older.next("job_opened")
+    newer = client.watch_server(lease)
+    assert newer.next("job_opened").job_id == job_id
+    assert "newer stream" in str(older.end())
+
+
+def test_without_servers_the_step_fails_and_may_be_submitted_again(client: Client) -> None:
+    job_id, leases = open_pair(client)
+    watcher = client.watch_rank(job_id, leases[0])
+    watcher.next("job_opened")
+    submit_pair(client, job_id, leases, 4)
+    failed = watcher.next("step_failed")
+    assert (failed.job_id, failed.step) == (job_id, 4)
+    assert "placement POOL: start attention nodes" in failed.error
+    with pytest.raises(rpc.UnknownStep):
+        client.jobs.GetStep(jobs_pb2.GetStepRequest(job_id=job_id, step=4))
+    client.register("s0")
+    submit_pair(client, job_id, leases, 4)
+    assert watcher.next("step_planned").plan.manifest.step == 4
+
+
+def test_overlapping_segments_fail_the_step_with_the_documents_name(client: Client) -> None:
+    client.register("s0")
+    job_id, leases = open_pair(client)
+    watcher = client.watch_rank(job_id, leases[1])
+    watcher.next("job_opened")
+    for rank in (0, 1):
+        segments = (Segment(77, 10, 0, 10 - rank),)
+        client.submit(job_id, leases[rank], RankManifest(0, rank, (segments, ())))
+    error = watcher.next("step_failed").error
+    assert "document 77" in error
+    assert "overlaps" in error
+
+
+def test_planner_that_breaks_fails_the_step_instead_of_the_job(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def broken(manifest: Manifest, *arguments: Any, **options: Any) -> Plan:
+        if manifest.step == 0:  # what the control plane prepares with
+            return rotating_plan(manifest, *arguments, **options)
+        raise ZeroDivisionError("planner bug")
+
+    with (
+        running({"rotating": broken}) as control_plane,
+        client_of(control_plane.address) as client,
+    ):
+        client.register("s0")
+        job_id, leases = open_pair(client)
+        watcher = client.watch_rank(job_id, leases[0])
+        watcher.next("job_opened")
+        submit_pair(client, job_id, leases, 1)
+        assert "planner bug" in watcher.next("step_failed").error
+    assert "planning step 1 failed" in caplog.text
+
+
+def test_ranks_that_disagree_on_forward_only_fail_the_step(client: Client) -> None:
+    client.register("s0")
+    job_id, leases = open_pair(client)
+    watcher = client.watch_rank(job_id, leases[0])
+    watcher.next("job_opened")
+    client.submit(job_id, leases[0], rank_manifest(0, 0), forward_only=True)
+    client.submit(job_id, leases[1], rank_manifest(0, 1))
+    assert "ranks [0] say that step 0 is forward only" in watcher.next("step_failed").error
+
+
+def test_rank_that_fails_closes_the_job_for_all(client: Client) -> None:
+    server = client.watch_server(client.register("s0"))
+    job_id, leases = open_pair(client)
+    watcher = client.watch_rank(job_id, leases[1])
+    watcher.next("job_opened")
+    client.close_job(job_id, leases[0], "out of memory")
+    assert watcher.next("job_closed").error == "rank 0 failed: out of memory"
+    assert watcher.end() is None
+    server.next("job_opened")
+    assert server.next("job_closed").error == "rank 0 failed: out of memory"
+    with pytest.raises(rpc.UnknownJob, match="is closed: rank 0 failed: out of memory"):
+        client.submit(job_id, leases[1], rank_manifest(0, 1))
+
+
+def test_rank_that_leaves_early_fails_the_steps_that_wait_for_it(client: Client) -> None:
+    client.register("s0")
+    job_id, leases = open_pair(client)
+    watcher = client.watch_rank(job_id, leases[1])
+    watcher.next("job_opened")
+    client.submit(job_id, leases[1], rank_manifest(9, 1))
+    client.close_job(job_id, leases[0])
+    failed = watcher.next("step_failed")
+    assert failed.step == 9
+    assert "ranks [0] left the job" in failed.error
+
+
+def test_who_waits_for_a_rank_that_was_refused_learns_why_at_once(client: Client) -> None:
+    client.register("s0")
+    job_id, lease = client.open(0)
+    watcher = client.watch_rank(job_id, lease)
+    watcher.next("job_opened")
+    client.submit(job_id, lease, rank_manifest(0, 0))
+    with pytest.raises(rpc.FailedPrecondition):
+        client.open(1, job_spec(n_layers=5))
+    failed = watcher.next("step_failed")
+    assert failed.step == 0
+    assert "rank 1 opens job train-" in failed.error
+    assert "n_layers 5 instead of 4" in failed.error
+    # So does who submits later; when the rank has joined, the step is planned.
+    client.submit(job_id, lease, rank_manifest(1, 0))
+    assert watcher.next("step_failed").step == 1
+    _, other = client.open(1)
+    submit_pair(client, job_id, [lease, other], 2)
+    assert plan_from_proto(watcher.next("step_planned").plan).step == 2
+
+
+def test_describe_job_shows_who_is_missing(client: Client) -> None:
+    job_id, lease = client.open(1)
+    client.submit(job_id, lease, rank_manifest(3, 1))
+    described = client.jobs.DescribeJob(jobs_pb2.DescribeJobRequest(job_id=job_id))
+    assert list(described.joined_ranks) == [1]
+    assert [(p.step, list(p.missing_ranks)) for p in described.pending_steps] == [(3, [0])]
+    assert described.planned_step == -1
+    assert described.spec.name == "train"
+    assert described.spec.min_backward_tokens == PlanningOptions().min_backward_tokens
+
+
+def test_drained_server_learns_it_gets_no_more_plans_and_leaves(client: Client) -> None:
+    leases_of = {server_id: client.register(server_id) for server_id in ("s0", "s1")}
+    job_id, leases = open_pair(client)
+    watcher = client.watch_rank(job_id, leases[0])
+    watcher.next("job_opened")
+    submit_pair(client, job_id, leases, 0)
+    watcher.next("step_planned")
+    assert not client.heartbeat(leases_of["s1"]).draining
+    client.membership.DrainServer(membership_pb2.DrainServerRequest(server_id="s1"))
+    assert client.heartbeat(leases_of["s1"]).draining
+    submit_pair(client, job_id, leases, 1)
+    assert [s.server_id for s in watcher.next("step_planned").plan.servers] == ["s0"]
+    stream = client.watch_server(leases_of["s1"])
+    stream.next("job_opened")
+    assert stream.next("step_planned").plan.manifest.step == 0
+    client.report_server(job_id, leases_of["s1"], 0, "s1")
+    client.membership.DeregisterServer(
+        membership_pb2.DeregisterServerRequest(lease_id=leases_of["s1"])
+    )
+    assert stream.end() is None
+    assert watcher.is_quiet()
+
+
+@pytest.mark.timeout(COMPILE_SECONDS + 60)
+@pytest.mark.parametrize("planner", sorted(PLANNERS))
+def test_every_planner_is_prepared_and_serves_a_job(planner: str) -> None:
+    with (
+        running(
+            PLANNERS, coordinator={"default_planner": planner}, start_seconds=COMPILE_SECONDS
+        ) as control_plane,
+        client_of(control_plane.address) as client,
+    ):
+        client.register("s0")
+        job_id, leases = open_pair(client, job_spec(placement=jobs_pb2.PLACEMENT_MIXED))
+        watcher = client.watch_rank(job_id, leases[0])
+        watcher.next("job_opened")
+        submit_pair(client, job_id, leases, 0)
+        plan = plan_from_proto(watcher.next("step_planned").plan)
+        assert plan.planner == planner
+        assert plan.manifest.tokens_per_rank(0)[0] == 12
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"server_id": ""}, "server_id is ''"),
+        ({"server_id": "a b"}, "server_id is 'a b'"),
+        ({"server_id": "x" * 101}, "server_id is 'x"),
+        ({"data_address": "nowhere"}, "data_address is 'nowhere'"),
+        ({"data_address": "host:0"}, "data_address is 'host:0'"),
+        ({"host": ""}, "host is empty"),
+        ({"device": ""}, "device is empty"),
+        ({"memory_bytes": -1}, "memory_bytes is -1"),
+        ({"capacity_rows": -5}, "-5"),
+        ({"profiles": []}, "no cost profile"),
+    ],
+)
+def test_register_server_refuses(client: Client, changes: dict[str, Any], match: str) -> None:
+    request = membership_pb2.RegisterServerRequest(server=server_description("s0", **changes))
+    with pytest.raises(rpc.InvalidRequest, match=match):
+        client.membership.RegisterServer(request)
+
+
+def test_register_server_refuses_a_profile_with_holes(client: Client) -> None:
+    server = server_description("s0")
+    server.profiles[0].forward_seconds[2] = 0.0
+    with pytest.raises(rpc.InvalidRequest, match=r"server 's0': CostProfile: forward_seconds"):
+        client.membership.RegisterServer(membership_pb2.RegisterServerRequest(server=server))
+
+
+def test_register_server_refuses_the_id_of_a_live_one(client: Client) -> None:
+    client.register("s0")
+    with pytest.raises(rpc.Held, match="held by a server at 127"):
+        client.register("s0")
+    with pytest.raises(rpc.Held):
+        client.register("s0", data_address="127.0.0.1:1")
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"name": ""}, "name is ''"),
+        ({"n_ranks": 0}, "n_ranks is 0"),
+        ({"n_layers": 0}, "n_layers is 0"),
+        ({"n_layers": 5000}, "n_layers is 5000; valid are 1 to 4096"),
+        ({"n_nano_batches": 0}, "n_nano_batches is 0"),
+        ({"shape": None}, "AttentionShape: num_heads is 0"),
+        ({"placement": 0}, "placement is 0; valid are 1"),
+        ({"placement": 9}, "placement is 9"),
+        ({"tolerance": -0.1}, "tolerance is -0.1"),
+        ({"tolerance": float("nan")}, "tolerance is nan"),
+        ({"planner": "magic"}, r"planner is 'magic'; valid are \['rotating'\]"),
+    ],
+)
+def test_open_job_refuses(client: Client, changes: dict[str, Any], match: str) -> None:
+    request = jobs_pb2.OpenJobRequest(spec=job_spec(**changes), rank=0, host="h")
+    with pytest.raises(rpc.InvalidRequest, match=match):
+        client.jobs.OpenJob(request)
+
+
+def test_open_job_refuses_wrong_rank_host_and_in_place_server(client: Client) -> None:
+    with pytest.raises(rpc.InvalidRequest, match="rank is 2; job train has ranks 0 to 1"):
+        client.open(2)
+    with pytest.raises(rpc.InvalidRequest, match="host is empty"):
+        client.jobs.OpenJob(jobs_pb2.OpenJobRequest(spec=job_spec(), rank=0))
+    in_place = job_spec(placement=jobs_pb2.PLACEMENT_IN_PLACE)
+    with pytest.raises(rpc.InvalidRequest, match="in_place_server is missing"):
+        client.jobs.OpenJob(jobs_pb2.OpenJobRequest(spec=in_place, rank=0, host="h"))
+    with pytest.raises(rpc.InvalidRequest, match=r"server train\.rank-0 has no cost profile"):
+        client.jobs.OpenJob(
+            jobs_pb2.OpenJobRequest(
+                spec=in_place,
+                rank=0,
+                host="h",
+                in_place_server=server_description("train.rank-0", profiles=[]),
+            )
+        )
+
+
+def test_open_job_refuses_another_spec_and_a_rank_that_has_joined(client: Client) -> None:
+    client.open(0)
+    with pytest.raises(rpc.FailedPrecondition, match="n_layers 5 instead of 4"):
+        client.open(1, job_spec(n_layers=5))
+    with pytest.raises(rpc.Held, match="rank 0 has joined job train-") as caught:
+        client.open(0)
+    assert 0 < caught.value.retry_after_seconds <= 1.05
+
+
+@pytest.mark.parametrize("seconds", [-1.0, float("nan"), float("inf")])
+def test_no_time_to_have_waited_is_refused(client: Client, seconds: float) -> None:
+    with pytest.raises(rpc.InvalidRequest, match=f"waited_seconds is {seconds}"):
+        client.jobs.OpenJob(
+            jobs_pb2.OpenJobRequest(spec=job_spec(), rank=0, host="h", waited_seconds=seconds)
+        )
+    with pytest.raises(rpc.InvalidRequest, match=f"waited_seconds is {seconds}"):
+        client.membership.RegisterServer(
+            membership_pb2.RegisterServerRequest(
+                server=server_description("s0"), waited_seconds=seconds
+            )
+        )
+
+
+def test_no_pool_server_or_job_passes_for_a_ranks_server(client: Client) -> None:
+    with pytest.raises(rpc.InvalidRequest, match="server_id"):
+        client.register("train.rank-0")
+    with pytest.raises(rpc.InvalidRequest, match="name"):
+        client.open(0, job_spec(name="train.rank-0"))
+    client.open(0, job_spec(placement=jobs_pb2.PLACEMENT_IN_PLACE))
+
+
+def test_left_rank_cannot_join_again_while_others_run(client: Client) -> None:
+    job_id, leases = open_pair(client)
+    client.close_job(job_id, leases[0])
+    with pytest.raises(rpc.AlreadyExists, match=r"rank 0 has left .* ranks \[1\] still run"):
+        client.open(0)
+    client.close_job(job_id, leases[1])
+    assert client.open(0)[0] != job_id
+
+
+def test_unknown_job_is_named_in_every_call(client: Client) -> None:
+    calls = {
+        "RenewRank": jobs_pb2.RenewRankRequest(job_id="nope"),
+        "CloseJob": jobs_pb2.CloseJobRequest(job_id="nope"),
+        "SubmitManifest": jobs_pb2.SubmitManifestRequest(
+            job_id="nope", manifest=plan_pb2.RankManifest(n_nano_batches=1)
+        ),
+        "ReportStep": jobs_pb2.ReportStepRequest(job_id="nope", rank=jobs_pb2.RankMeasurement()),
+        "DescribeJob": jobs_pb2.DescribeJobRequest(job_id="nope"),
+        "GetStep": jobs_pb2.GetStepRequest(job_id="nope"),
+        "LocateRanks": jobs_pb2.LocateRanksRequest(job_id="nope"),
+    }
+    for method, request in calls.items():
+        with pytest.raises(rpc.UnknownJob, match=f"{method} at .*there is no job 'nope'"):
+            getattr(client.jobs, method)(request)
+    with pytest.raises(rpc.UnknownJob):
+        client.watch_rank("nope", "lease").next()
+
+
+def test_unknown_lease_is_named_in_every_call(client: Client) -> None:
+    job_id, _ = client.open(0)
+    calls: list[Callable[[], Any]] = [
+        lambda: client.jobs.RenewRank(jobs_pb2.RenewRankRequest(job_id=job_id, rank_lease_id="no")),
+        lambda: client.close_job(job_id, "no"),
+        lambda: client.submit(job_id, "no", rank_manifest(0, 0)),
+        lambda: client.watch_rank(job_id, "no").next(),
+        lambda: client.report_rank(job_id, "no", 0, 0),
+        lambda: client.jobs.LocateRanks(
+            jobs_pb2.LocateRanksRequest(job_id=job_id, rank_lease_id="no")
+        ),
+        lambda: client.report_server(job_id, "no", 0, "s0"),
+        lambda: client.heartbeat("no"),
+        lambda: client.watch_server("no").next(),
+        lambda: client.membership.DeregisterServer(
+            membership_pb2.DeregisterServerRequest(lease_id="no")
+        ),
+    ]
+    for call in calls:
+        with pytest.raises(rpc.LeaseExpired, match="the lease that came"):
+            call()
+    with pytest.raises(rpc.UnknownServer, match="'no'"):
+        client.membership.DrainServer(membership_pb2.DrainServerRequest(server_id="no"))
+
+
+def test_submit_manifest_refuses_what_is_malformed_or_not_the_ranks(client: Client) -> None:
+    job_id, leases = open_pair(client)
+    with pytest.raises(rpc.InvalidRequest, match="of rank 1 came with the lease of rank 0"):
+        client.submit(job_id, leases[0], rank_manifest(0, 1))
+    with pytest.raises(rpc.InvalidRequest, match="has 1 nano-batches"):
+        client.submit(job_id, leases[0], RankManifest.from_lengths(0, 0, [[5]]))
+    malformed = plan_pb2.RankManifest(n_nano_batches=2, nano_batch=b"123")
+    with pytest.raises(rpc.InvalidRequest, match="nano_batch has 3 bytes"):
+        client.jobs.SubmitManifest(
+            jobs_pb2.SubmitManifestRequest(
+                job_id=job_id, rank_lease_id=leases[0], manifest=malformed
+            )
+        )
+    client.submit(job_id, leases[0], rank_manifest(0, 0))
+    client.submit(job_id, leases[0], rank_manifest(0, 0))
+    with pytest.raises(rpc.InvalidRequest, match="another manifest for step 0"):
+        client.submit(job_id, leases[0], rank_manifest(0, 0), forward_only=True)
+
+
+def test_heartbeat_refuses_an_impossible_load(client: Client) -> None:
+    lease = client.register("s0")
+    with pytest.raises(rpc.InvalidRequest, match=r"busy_ratio is 1\.5"):
+        client.membership.Heartbeat(
+            membership_pb2.HeartbeatRequest(
+                lease_id=lease, load=membership_pb2.ServerLoad(busy_ratio=1.5)
+            )
+        )
+
+
+def test_report_step_refuses_foreign_and_empty_measurements(client: Client) -> None:
+    server_lease = client.register("s0")
+    job_id, leases = open_pair(client)
+    watcher = client.watch_rank(job_id, leases[0])
+    watcher.next("job_opened")
+    submit_pair(client, job_id, leases, 0)
+    watcher.next("step_planned")
+    with pytest.raises(rpc.InvalidRequest, match="rank 1 came with the lease of rank 0"):
+        client.report_rank(job_id, leases[0], 0, 1)
+    with pytest.raises(rpc.InvalidRequest, match="'s9' came with the lease of server s0"):
+        client.report_server(job_id, server_lease, 0, "s9")
+    with pytest.raises(rpc.InvalidRequest, match="measurement is missing"):
+        client.jobs.ReportStep(
+            jobs_pb2.ReportStepRequest(job_id=job_id, step=0, lease_id=leases[0])
+        )
+    with pytest.raises(rpc.UnknownStep, match="now: 0 to 0"):
+        client.report_rank(job_id, leases[0], 5, 0)
+    short = jobs_pb2.ServerMeasurement(server_id="s0", forward_busy_seconds=[1.0])
+    with pytest.raises(rpc.InvalidRequest, match="the job has 2 nano-batches"):
+        client.jobs.ReportStep(
+            jobs_pb2.ReportStepRequest(job_id=job_id, step=0, lease_id=server_lease, server=short)
+        )
+
+
+def test_sixty_four_steps_are_kept_and_older_ones_forgotten(client: Client) -> None:
+    client.register("s0")
+    job_id, leases = open_pair(client)
+    watcher = client.watch_rank(job_id, leases[0])
+    watcher.next("job_opened")
+    for step in range(66):
+        submit_pair(client, job_id, leases, step)
+        watcher.next("step_planned")
+    client.jobs.GetStep(jobs_pb2.GetStepRequest(job_id=job_id, step=2))
+    with pytest.raises(rpc.UnknownStep, match="now: 2 to 65"):
+        client.jobs.GetStep(jobs_pb2.GetStepRequest(job_id=job_id, step=1))
+
+
+def test_health_says_serving_for_every_service(client: Client) -> None:
+    health = health_pb2_grpc.HealthStub(client.channel)
+    for service in ("", "distca.v1.Jobs", "distca.v1.Membership"):
+        answer = health.Check(health_pb2.HealthCheckRequest(service=service))
+        assert answer.status == health_pb2.HealthCheckResponse.SERVING
+    with pytest.raises(rpc.NotFound):
+        health.Check(health_pb2.HealthCheckRequest(service="nope"))
+
+
+def test_backlog_of_manifests_is_bounded() -> None:
+    with (
+        running(coordinator={"max_pending_steps": 3}) as control_plane,
+        client_of(control_plane.address) as client,
+    ):
+        job_id, leases = open_pair(client)
+        for step in range(3):
+            client.submit(job_id, leases[0], rank_manifest(step, 0))
+        with pytest.raises(rpc.ResourceExhausted, match=r"3 steps .* ranks \[1\]"):
+            client.submit(job_id, leases[0], rank_manifest(3, 0))
+
+
+def test_reader_that_falls_behind_is_dropped_and_may_watch_again() -> None:
+    with (
+        running(coordinator={"max_queued_events": 2}) as control_plane,
+        client_of(control_plane.address) as client,
+    ):
+        client.register("s0")
+        job_id, leases = open_pair(client)
+        request = jobs_pb2.WatchRankRequest(job_id=job_id, rank_lease_id=leases[0])
+        stuck = client.jobs.WatchRank(request)
+        next(stuck)
+        # Slices of a few hundred kilobytes fill the connection's window within a few steps.
+        segments = tuple(Segment(i, 1, 0, 1) for i in range(20_000))
+        for step in range(40):
+            client.submit(job_id, leases[0], RankManifest(step, 0, (segments, ())))
+            client.submit(job_id, leases[1], RankManifest(step, 1, ((), ())))
+            for rank in (0, 1):
+                eventually(partial(is_planned, client, job_id, step))
+                client.report_rank(job_id, leases[rank], step, rank)
+            if client.watching(control_plane, "rank") == 0:
+                break
+        with pytest.raises(rpc.ResourceExhausted, match="dropped"):
+            for _ in stuck:
+                pass
+        client.watch_rank(job_id, leases[0]).next("job_opened")
+
+
+def is_planned(client: Client, job_id: str, step: int) -> bool:
+    request = jobs_pb2.DescribeJobRequest(job_id=job_id)
+    return bool(client.jobs.DescribeJob(request).planned_step >= step)
+
+
+def test_subscriber_that_goes_away_is_forgotten(
+    control_plane: ControlPlane, client: Client
+) -> None:
+    watcher = client.watch_server(client.register("s0"))
+    eventually(lambda: client.watching(control_plane, "server") == 1)
+    watcher.cancel()
+    eventually(lambda: client.watching(control_plane, "server") == 0)
+
+
+def test_planning_servers_scale_the_nearest_profile_and_drain_in_place_ones() -> None:
+    description = description_from_proto(server_description("s0", capacity_rows=100))
+    member = Member(
+        description=description,
+        lease_id="x",
+        renewed_at=0,
+        in_place=InPlace("job", 3),
+        draining=True,
+    )
+    (server,) = planning_servers([member], SHAPE, {"s0": 0.5})
+    assert server.server.in_place_rank == 3
+    assert server.capacity_rows == 100
+    assert server.speed == 0.5
+    assert not server.receives
+    np.testing.assert_array_equal(
+        server.profile.forward_seconds, description.profiles[0].forward_seconds
+    )
+
+
+def test_ranks_of_a_job_are_located_for_each_other(client: Client) -> None:
+    spec = job_spec("located", placement=jobs_pb2.PLACEMENT_POOL)
+    job_id, lease = client.open_with_standby(0, spec)
+
+    def locate(*ranks: int) -> dict[int, tuple[str, str]]:
+        request = jobs_pb2.LocateRanksRequest(job_id=job_id, rank_lease_id=lease, ranks=ranks)
+        answer = client.jobs.LocateRanks(request)
+        return {each.rank: (each.server_id, each.data_address) for each in answer.ranks}
+
+    assert locate(1) == {}, "it has not joined"
+    client.open_with_standby(1, spec)
+    address = server_description("located.rank-1").data_address
+    assert locate(1) == {1: ("located.rank-1", address)}
+    assert locate() == {}
+    with pytest.raises(rpc.InvalidRequest, match=r"rank 2 was asked for; .* has 2 ranks"):
+        locate(2)

@@ -1,0 +1,322 @@
+"""``--transport auto``: what a machine offers, which transport follows, and in which words."""
+
+from __future__ import annotations
+
+import itertools
+import resource
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from data_plane import transport_facts as facts_module
+from data_plane.rdma import MIN_LOCKED_BYTES, RdmaPort, locked_bytes_limit, rdma_ports
+from data_plane.transport import TransportName
+from data_plane.transport_choice import choose_transport, named_transport, obstacles
+from data_plane.transport_facts import TransportFacts, transport_facts
+from data_plane.ucx_modules import ucx_modules
+from data_plane.ucxx.settings import UcxxSettings
+from tests.support.rdma_machine import add_rdma_device
+
+UCXX, NIXL = TransportName.UCXX, TransportName.NIXL
+
+
+def port(device: str = "mlx5_0", *, driver: str = "mlx5_core", **changes: object) -> RdmaPort:
+    values = {
+        "device": device,
+        "port": "1",
+        "state": "4: ACTIVE",
+        "link_layer": "InfiniBand",
+        "rate": "400 Gb/sec (4X NDR)",
+        "driver": driver,
+        "opens": True,
+    }
+    return RdmaPort(**(values | changes))  # type: ignore[arg-type]
+
+
+DOWN = port(state="1: DOWN")
+SHUT = port(opens=False)
+EFA = port("rdmap0s6", driver="efa", link_layer="Unspecified")
+SOFT = port("rxe0", driver="", link_layer="Ethernet")
+
+
+class TestRead:
+    def test_infiniband_with_a_second_port_that_is_down(self, tmp_path: Path) -> None:
+        add_rdma_device(tmp_path, states=("4: ACTIVE", "1: DOWN"))
+        first, second = rdma_ports(tmp_path)
+        assert first == port()
+        assert str(first) == "mlx5_0:1 (InfiniBand, 400 Gb/sec (4X NDR))"
+        assert (second.name, second.active, second.opens) == ("mlx5_0:2", False, True)
+
+    def test_roce_under_the_name_that_udev_gives(self, tmp_path: Path) -> None:
+        add_rdma_device(tmp_path, "rocep24s0", link_layer="Ethernet", rate="100 Gb/sec (4X EDR)")
+        (found,) = rdma_ports(tmp_path)
+        assert found.is_mlx5
+        assert str(found) == "rocep24s0:1 (Ethernet, 100 Gb/sec (4X EDR))"
+
+    def test_efa(self, tmp_path: Path) -> None:
+        add_rdma_device(tmp_path, "rdmap0s6", driver="efa", link_layer="Unspecified")
+        (found,) = rdma_ports(tmp_path)
+        assert (found.driver, found.is_mlx5, found.active) == ("efa", False, True)
+
+    def test_a_software_device_has_no_driver_of_hardware(self, tmp_path: Path) -> None:
+        add_rdma_device(tmp_path, "rxe0", driver="", link_layer="Ethernet")
+        assert rdma_ports(tmp_path)[0].driver == ""
+
+    def test_a_container_sees_devices_that_it_may_not_open(self, tmp_path: Path) -> None:
+        """/sys shows all of the machine's; a device plugin gives the files of some."""
+        add_rdma_device(tmp_path, "mlx5_0", verbs=False)
+        add_rdma_device(tmp_path, "mlx5_1", verbs=True)
+        assert [each.opens for each in rdma_ports(tmp_path)] == [False, True]
+
+    def test_a_machine_without_any(self, tmp_path: Path) -> None:
+        assert rdma_ports(tmp_path) == ()
+
+    @pytest.mark.parametrize(
+        ("effective", "limit"), [("0000000000000000", 65536), ("0000000000004000", None)]
+    )
+    def test_ipc_lock_counts_where_it_is_in_force(
+        self, effective: str, limit: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """A pod that adds the capability gives it to root alone: others have it in CapBnd only."""
+        (tmp_path / "proc/self").mkdir(parents=True)
+        (tmp_path / "proc/self/status").write_text(f"CapEff:\t{effective}\nCapBnd:\t{'f' * 16}\n")
+        monkeypatch.setattr(resource, "getrlimit", lambda which: (65536, 65536))
+        assert locked_bytes_limit(tmp_path) == limit
+
+    @pytest.mark.parametrize("verbs", [True, False])
+    def test_ucx_is_asked_only_where_there_is_a_network_for_it(
+        self, verbs: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        asked: list[int] = []
+
+        def modules() -> frozenset[str]:
+            asked.append(1)
+            return frozenset({"cuda", "ib"} if verbs else {"cuda"})
+
+        monkeypatch.setattr(facts_module, "ucx_modules", modules)
+        monkeypatch.setattr(facts_module, "find_spec", lambda name: name)
+        assert not transport_facts(tmp_path, {}).ucxx_has_verbs
+        assert not asked
+        facts = transport_facts(add_rdma_device(tmp_path), {"UCX_TLS": "rc"})
+        assert facts.ucxx_has_verbs == verbs
+        assert facts.installed == {UCXX, NIXL}
+        assert (facts.ucx_tls, facts.ucx_net_devices) == ("rc", None)
+
+
+def test_the_ucx_of_ucxx_is_asked_in_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This one would be able to open nothing else afterwards."""
+    monkeypatch.delenv("RAPIDS_LIBUCX_PREFER_SYSTEM_LIBRARY", raising=False)
+    ask = (
+        "from data_plane.ucx_modules import ucx_modules; modules = ucx_modules()\n"
+        "print(sorted(modules), 'libucs' in open('/proc/self/maps').read())"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", ask], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout.strip() == "['cma', 'cuda'] False", "the wheel of ucxx has no verbs"
+
+
+def test_what_cannot_be_asked_has_no_verbs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    assert ucx_modules.__wrapped__() is None
+
+
+class TestAuto:
+    """The decision of one machine."""
+
+    @pytest.mark.parametrize(
+        ("facts", "one_host", "name", "rdma", "words"),
+        [
+            (TransportFacts(), False, UCXX, False, "there is no RDMA device"),
+            (TransportFacts(), True, UCXX, False, "this machine's memory"),
+            (TransportFacts(ports=(port(),)), True, UCXX, False, "this machine's memory"),
+            (TransportFacts(ports=(port(),)), False, NIXL, True, "mlx5_0:1 (InfiniBand"),
+            (
+                TransportFacts(ports=(port(link_layer="Ethernet"),)),
+                False,
+                NIXL,
+                True,
+                "mlx5_0:1 (Ethernet",
+            ),
+            (TransportFacts(ports=(SHUT, port("mlx5_1"))), False, NIXL, True, "mlx5_1:1"),
+            (TransportFacts(ports=(port(),), ucxx_has_verbs=True), False, UCXX, True, "mlx5_0:1"),
+            (TransportFacts(ports=(SOFT,), ucxx_has_verbs=True), False, UCXX, True, "rxe0:1"),
+            (TransportFacts(ports=(port(),), ucx_tls="tcp,self"), False, UCXX, False, "UCX_TLS"),
+            (TransportFacts(ports=(port(),), ucx_tls="^ib"), False, UCXX, False, "UCX_TLS=^ib"),
+            (TransportFacts(ports=(port(),), ucx_tls="rc_x,tcp"), False, NIXL, True, "mlx5_0:1"),
+            (TransportFacts(ports=(port(),), ucx_tls="^cma"), False, NIXL, True, "mlx5_0:1"),
+            (
+                TransportFacts(ports=(port(),), ucx_net_devices="eth0"),
+                False,
+                UCXX,
+                False,
+                "UCX_NET_DEVICES=eth0",
+            ),
+            (
+                TransportFacts(ports=(port(), port("mlx5_1")), ucx_net_devices="mlx5_1:1,eth0"),
+                False,
+                NIXL,
+                True,
+                "it can use mlx5_1:1",
+            ),
+            (TransportFacts(installed=frozenset({NIXL})), False, NIXL, False, "alone is installed"),
+            (TransportFacts(installed=frozenset({NIXL})), True, NIXL, False, "alone is installed"),
+        ],
+    )
+    def test_what_is_chosen_and_why(
+        self, facts: TransportFacts, one_host: bool, name: TransportName, rdma: bool, words: str
+    ) -> None:
+        choice = choose_transport(facts, one_host=one_host)
+        assert (choice.name, choice.rdma) == (name, rdma)
+        assert words in choice.reason
+        assert choice.obstacles == ()
+
+    @pytest.mark.parametrize(
+        ("facts", "idle", "advice"),
+        [
+            (
+                TransportFacts(ports=(port(),), installed=frozenset({UCXX})),
+                "nixl is not installed and the UCX of ucxx has no verbs",
+                "distca[nixl-cu13]",
+            ),
+            (TransportFacts(ports=(SHUT,)), "uverbs* of mlx5_0 opens", "rdma.resourceName"),
+            (TransportFacts(ports=(port(),), locked_bytes=65536), "0.0625 MiB", "ulimit -l"),
+            (TransportFacts(ports=(DOWN,)), "mlx5_0:1 is 1: DOWN", "cable"),
+            (TransportFacts(ports=(EFA,)), "mlx5 alone, not for efa", "built with verbs"),
+            (TransportFacts(ports=(SOFT,)), "mlx5 alone, not for rxe0", "built with verbs"),
+            (
+                TransportFacts(ports=(SHUT, EFA)),
+                "mlx5 alone, not for efa",
+                "RAPIDS_LIBUCX_PREFER_SYSTEM_LIBRARY",
+            ),
+            (
+                TransportFacts(ports=(SHUT,), locked_bytes=2**20),
+                "uverbs* of mlx5_0 opens; only 1 MiB",
+                "capability IPC_LOCK",
+            ),
+        ],
+    )
+    def test_tcp_beside_rdma_devices_names_what_is_missing(
+        self, facts: TransportFacts, idle: str, advice: str
+    ) -> None:
+        choice = choose_transport(facts, one_host=False)
+        assert (choice.name, choice.rdma) == (UCXX, False)
+        assert idle in choice.idle
+        assert advice in choice.advice
+
+    def test_enough_locked_memory_is_enough(self) -> None:
+        facts = TransportFacts(ports=(port(),), locked_bytes=MIN_LOCKED_BYTES)
+        assert choose_transport(facts, one_host=False).rdma
+
+    def test_nothing_installed_says_what_to_install(self) -> None:
+        with pytest.raises(ImportError, match=r"distca\[ucxx-cu13\].*distca\[nixl-cu13\]"):
+            choose_transport(TransportFacts(installed=frozenset()), one_host=False)
+
+
+class TestPeers:
+    """All processes of a job use the same transport: the pool's servers were there first."""
+
+    @pytest.mark.parametrize("peer", [UCXX, NIXL])
+    def test_they_are_followed(self, peer: TransportName) -> None:
+        choice = choose_transport(TransportFacts(), one_host=False, peers={peer})
+        assert choice.name is peer
+        assert choice.obstacles == ()
+        if peer is NIXL:
+            assert choice.reason == "the servers of the pool use nixl"
+
+    def test_on_one_host_too(self) -> None:
+        assert choose_transport(TransportFacts(), one_host=True, peers={NIXL}).name is NIXL
+
+    def test_of_several_the_own_choice_is_taken(self) -> None:
+        facts = TransportFacts(ports=(port(),))
+        assert choose_transport(facts, one_host=False, peers={UCXX, NIXL}).name is NIXL
+        assert choose_transport(TransportFacts(), one_host=False, peers={UCXX, NIXL}).name is UCXX
+
+    def test_rdma_that_they_leave_idle_is_named(self) -> None:
+        choice = choose_transport(
+            TransportFacts(ports=(port(),)), one_host=False, peers=frozenset({UCXX})
+        )
+        assert choice.name is UCXX
+        assert choice.idle.startswith("nixl can use mlx5_0:1 (InfiniBand")
+        assert choice.idle.endswith("but the servers of the pool use ucxx")
+        assert "--transport=nixl" in choice.advice
+
+    def test_what_keeps_this_machine_from_rdma_stays_named(self) -> None:
+        choice = choose_transport(TransportFacts(ports=(SHUT,)), one_host=False, peers={NIXL})
+        assert choice.name is NIXL
+        assert "uverbs* of mlx5_0 opens" in choice.idle
+
+    @pytest.mark.parametrize(("peer", "other"), [(UCXX, NIXL), (NIXL, UCXX)])
+    def test_what_only_they_have_says_what_to_install(
+        self, peer: TransportName, other: TransportName
+    ) -> None:
+        facts = TransportFacts(installed=frozenset({other}))
+        with pytest.raises(ImportError, match=rf"pool use {peer}.*distca\[{peer}-cu13\]"):
+            choose_transport(facts, one_host=False, peers={peer})
+
+
+class TestByName:
+    def test_ucxx_is_how_tcp_is_asked_for(self) -> None:
+        choice = named_transport(UCXX, TransportFacts(ports=(port(),)), one_host=False)
+        assert (choice.name, choice.rdma, choice.obstacles) == (UCXX, False, ())
+
+    def test_ucxx_with_verbs_uses_them(self) -> None:
+        facts = TransportFacts(ports=(port(),), ucxx_has_verbs=True)
+        assert named_transport(UCXX, facts, one_host=False).rdma
+        assert UcxxSettings(rdma=True).context_options({})["TLS"] == "rc,tcp,self"
+        assert UcxxSettings().context_options({})["TLS"] == "tcp,self"
+
+    def test_nixl_that_cannot_use_the_devices_says_why(self) -> None:
+        choice = named_transport(NIXL, TransportFacts(ports=(SHUT,)), one_host=False)
+        assert choice.name is NIXL
+        assert "uverbs* of mlx5_0 opens" in choice.idle
+
+
+def all_facts() -> Iterator[TransportFacts]:
+    """Every combination of what may be there."""
+    kinds = (port(), SHUT, DOWN, EFA, SOFT)
+    for n_ports in range(3):
+        for ports in itertools.combinations(kinds, n_ports):
+            for locked, installed, verbs, tls, devices in itertools.product(
+                (None, 65536),
+                ({UCXX}, {NIXL}, {UCXX, NIXL}),
+                (False, True),
+                (None, "tcp,self"),
+                (None, "eth0"),
+            ):
+                yield TransportFacts(
+                    ports=ports,
+                    locked_bytes=locked,
+                    installed=frozenset(installed),
+                    ucxx_has_verbs=verbs,
+                    ucx_tls=tls,
+                    ucx_net_devices=devices,
+                )
+
+
+@pytest.mark.parametrize("one_host", [False, True])
+@pytest.mark.parametrize("peers", [(), (UCXX,), (NIXL,), (UCXX, NIXL)])
+def test_auto_never_ends_on_tcp_in_silence(
+    one_host: bool, peers: tuple[TransportName, ...]
+) -> None:
+    """Over every combination: where devices are there and rows do not use them, somebody asked for
+    that, or the choice says why and what to do."""
+    for facts in all_facts():
+        try:
+            choice = choose_transport(facts, one_host=one_host, peers=peers)
+        except ImportError:
+            assert peers
+            assert not set(peers) & facts.installed
+            continue
+        assert choice.name in facts.installed
+        assert choice.reason
+        assert choice.rdma <= (not obstacles(facts, choice.name))
+        assert not (choice.rdma and choice.obstacles)
+        wanted = bool(facts.ports) and not one_host and not facts.left_out_by
+        assert wanted == (choice.rdma or bool(choice.idle))
+        assert bool(choice.idle) == bool(choice.advice)
+        if not facts.ports and not peers and UCXX in facts.installed:
+            assert choice.name is UCXX

@@ -1,0 +1,174 @@
+"""The command line: fast help, named errors, exit codes."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from core_attention.schedule import read_csv
+from core_attention.schedule_orders import SCHEDULES, zero_bubble
+from tests.support import preloaded
+
+COMMANDS = (
+    "control-plane",
+    "attention-node",
+    "train",
+    "local",
+    "health",
+    "doctor",
+    "top",
+    "certs",
+    "profile",
+    "plan",
+    "schedule",
+    "simulate",
+)
+
+
+def distca(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    """Runs the real command in a process of its own, on a terminal of a fixed width."""
+    environment = {"PATH": "/usr/bin:/bin", "COLUMNS": "120", "HOME": "/nonexistent", **environ}
+    return preloaded.run(preloaded.DISTCA, *arguments, environment=environment, timeout=60)
+
+
+def test_help_lists_every_command_and_loads_nothing_heavy() -> None:
+    command = [sys.executable, "-c", preloaded.DISTCA, "--help"]
+    shown = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert shown.returncode == 0
+    assert all(f" {command} " in shown.stdout for command in COMMANDS)
+    code = (
+        "import sys, distca.cli; heavy = {'torch', 'transformers', 'grpc', 'matplotlib', 'numba',"
+        " 'pyarrow', 'ucxx'} & set(sys.modules); sys.exit(', '.join(heavy))"
+    )
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert loaded.stderr.strip() == ""
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_help(command: str) -> None:
+    shown = distca(command, "--help")
+    assert shown.returncode == 0
+    assert f"Usage: distca {command} " in shown.stdout
+
+
+@pytest.mark.parametrize("command", ["local", "train"])
+def test_help_tells_both_default_learning_rates(command: str) -> None:
+    shown = " ".join(distca(command, "--help").stdout.replace("│", " ").split())
+    assert "default: 3e-4 with --model-preset or --model-config, 3e-3 for the small Llama" in shown
+
+
+def test_version_is_shown() -> None:
+    assert distca("--version").stdout == "distca 0.1.0\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nonsense"], "No such command 'nonsense'"),
+        (["local", "--nonsense"], "No such option"),
+        (["local", "--trainers=0"], "trainers is 0; it must be 1 or more"),
+        (["local", "--nodes=0"], "nodes is 0; pool mode needs 1 or more"),
+        (["local", "--name=a/b"], "name is 'a/b'; give"),
+        (["local", "--tokens-per-rank=7"], "tokens_per_rank is 7; it must be a multiple of"),
+        (["local", "--hidden-size=130"], "hidden_size 130 is no multiple of"),
+        (["local", "--learning-rate=nan"], "learning_rate is nan"),
+        (["local", "--tolerance=-1"], "tolerance is -1.0"),
+        (["local", "--seed=-1"], "seed is -1"),
+        (["local", "--mode=elsewhere"], "'elsewhere' is not one of"),
+        (
+            ["train", "--run-dir=/tmp"],
+            "Missing option '--control-plane' (env var: 'DISTCA_CONTROL_PLANE' or "
+            "'DISTCA_TRAIN_CONTROL_PLANE').",
+        ),
+        (["control-plane", "--listen=nowhere"], "listen_address is 'nowhere'"),
+        (["control-plane", "--tls-key=k.pem"], "tls_certificate and tls_key belong together"),
+        (["attention-node", "--control-plane=a:1", "--shape=8:2"], "shape is '8:2'; write"),
+    ],
+)
+def test_wrong_usage_is_named_and_exits_with_2(arguments: list[str], message: str) -> None:
+    ended = distca(*arguments)
+    assert ended.returncode == 2
+    said = " ".join(ended.stderr.replace("│", " ").split())
+    assert message in said
+
+
+def test_trainer_without_a_launcher_is_told_so() -> None:
+    ended = distca("train", "--control-plane=a:1", "--run-dir=/tmp/x")
+    assert ended.returncode == 2
+    assert "MASTER_ADDR is not set; start trainers with torchrun" in " ".join(
+        ended.stderr.replace("│", " ").split()
+    )
+
+
+def test_port_in_use_is_one_line_without_a_traceback(tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        ended = distca(
+            "control-plane", f"--listen=127.0.0.1:{port}", "--metrics-listen=127.0.0.1:0"
+        )
+    assert ended.returncode == 1
+    assert "ListenError: listen_address" in ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
+@pytest.mark.parametrize("level", ["", "warning"])
+def test_a_service_says_what_it_does_unless_told_otherwise(level: str) -> None:
+    environ = {"DISTCA_LOG_LEVEL": level} if level else {}
+    ended = distca(
+        "control-plane", "--listen=127.0.0.1:0", "--metrics-listen=256.0.0.1:0", **environ
+    )
+    assert ("INFO control_plane.server: gRPC on 127.0.0.1:" in ended.stderr) is (not level)
+
+
+def test_traceback_of_a_named_error_is_logged_at_debug() -> None:
+    ended = distca(
+        "control-plane",
+        "--listen=127.0.0.1:0",
+        "--metrics-listen=256.0.0.1:0",
+        DISTCA_LOG_LEVEL="debug",
+    )
+    assert ended.returncode == 1
+    assert "Traceback" in ended.stderr
+
+
+def test_profile_measures_and_saves(tmp_path: Path) -> None:
+    path = tmp_path / "profile.json"
+    ended = distca("profile", "--shape=1:1:8:float32", "--quick", f"--output={path}")
+    assert ended.returncode == 0, ended.stderr
+    assert json.loads(path.read_text())["shape"]["num_heads"] == 1
+
+
+def test_schedules_are_written_as_they_are_read(tmp_path: Path) -> None:
+    shown = distca("schedule", "--name=zero-bubble", "--ranks=3", "--microbatches=5")
+    assert shown.returncode == 0
+    assert read_csv("zero-bubble", shown.stdout) == SCHEDULES["zero-bubble"](3, 5)
+    assert "3 stages on 3 ranks, 5 microbatches, at most 3 of them in flight" in shown.stderr
+    path = tmp_path / "order.csv"
+    assert distca("schedule", "--ranks=3", "--microbatches=5", f"--output={path}").stdout == ""
+    assert path.read_text() == shown.stdout
+    few = distca("schedule", "--ranks=3", "--microbatches=5", "--max-deferred=1")
+    assert read_csv("zero-bubble", few.stdout) == zero_bubble(3, 5, 1) != zero_bubble(3, 5)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--max-deferred=0"], "max_deferred is 0; it must be 1 or more"),
+        (["--name=1f1b", "--max-deferred=1"], "goes with --name zero-bubble, not 1f1b"),
+        (["--name=gantt"], "--name is 'gantt'; valid are 1f1b"),
+        (["--ranks=0"], "n_stages is 0"),
+        (["--name=interleaved", "--microbatches=5"], "they must be a multiple of the ranks"),
+        (["--output=/nowhere/order.csv"], "/nowhere"),
+    ],
+)
+def test_schedules_that_there_are_not_are_named(arguments: list[str], said: str) -> None:
+    shown = distca("schedule", *arguments)
+    assert shown.returncode == 2
+    assert said in " ".join(shown.stderr.replace("│", " ").split())

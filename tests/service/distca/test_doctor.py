@@ -1,0 +1,449 @@
+"""``distca doctor`` against real control planes, certificates, nodes and other doctors."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from data_plane.transport import Address, HandshakeRejected
+from distca.certs.authority import Authority, Signed
+from distca.certs.description import describe_file
+from distca.contract.identity import Identity, Role
+from distca.contract.rpc import RpcSettings
+from distca.contract.settings import TlsFiles
+from distca.doctor.certificate_checks import judge_validity
+from distca.doctor.cluster_probe import ClusterProbe
+from distca.doctor.examination import CHECKS, examine
+from distca.doctor.finding import Finding, Status
+from distca.doctor.measurement import ChildFailed, child_responder, measure, transport_of
+from distca.doctor.responder import HELLO, ResponderSettings, responding
+from distca.doctor.settings import DoctorSettings
+from distca.doctor.surroundings import Surroundings
+from tests import ROOT
+from tests.support import preloaded
+from tests.support.cluster import cluster
+from tests.support.service_harness import client_of, running
+
+PASS, WARN, FAIL = Status.PASS, Status.WARN, Status.FAIL
+
+LIFETIME = timedelta(days=30)
+
+
+def doctor(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    """Runs the real command in a process of its own, where it alone loads UCX."""
+    return subprocess.run(
+        [sys.executable, "-m", "distca", "doctor", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        cwd=ROOT,
+        env={"PATH": "/usr/bin:/bin", "HOME": "/nonexistent", "OMP_NUM_THREADS": "1", **environ},
+    )
+
+
+def preloaded_doctor(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """Runs what has nothing to do with UCX."""
+    environment = {"PATH": "/usr/bin:/bin", "HOME": "/nonexistent"}
+    return preloaded.run(
+        preloaded.DISTCA, "doctor", *arguments, environment=environment, timeout=100
+    )
+
+
+def around(address: str = "", **settings: Any) -> Surroundings:
+    """Surroundings with the control plane at ``address``, if that is given."""
+    connect_seconds = settings.pop("connect_seconds", 5.0)
+    tls = {name: settings.pop(name) for name in list(settings) if name.endswith(("_file", "_name"))}
+    cluster = (
+        ClusterProbe(RpcSettings(address=address, **tls), connect_seconds) if address else None
+    )
+    return Surroundings(settings=DoctorSettings(**settings), cluster=cluster)
+
+
+def findings(check: str, where: Surroundings) -> list[Finding]:
+    return list(CHECKS[check](where))
+
+
+def says(check: str, where: Surroundings, status: Status) -> str:
+    """What the check's only finding of ``status`` says; there may be others of other status."""
+    (finding,) = (each for each in findings(check, where) if each.status is status)
+    return finding.says
+
+
+# The control plane.
+
+
+def test_a_control_plane_that_answers_passes_with_clock_and_versions() -> None:
+    with running() as control_plane, client_of(control_plane.address) as client:
+        client.register("node-a")
+        where = around(control_plane.address)
+        assert "1 servers, 0 jobs" in says("control-plane", where, PASS)
+        (clock,) = findings("clock", where)
+        # The same clock; the call takes milliseconds, on a busy machine perhaps a hundred.
+        assert abs(float(clock.figures["seconds"])) < 1.0
+        assert "the same distca everywhere" in says("versions", where, PASS)
+
+
+def test_a_server_of_another_version_is_named() -> None:
+    with running() as control_plane, client_of(control_plane.address) as client:
+        client.register("node-old", version="0.0.1")
+        assert "node-old (0.0.1)" in says("versions", around(control_plane.address), WARN)
+
+
+def test_nobody_there_fails_once_and_the_checks_that_need_it_say_nothing() -> None:
+    where = Surroundings(
+        settings=DoctorSettings(), cluster=ClusterProbe(RpcSettings(address="127.0.0.1:1"), 0.5)
+    )
+    assert "127.0.0.1:1: nobody listens there" in says("control-plane", where, FAIL)
+    assert findings("clock", where) == []
+    assert findings("peers", where) == []
+
+
+def test_a_name_that_does_not_resolve_fails() -> None:
+    where = around("nowhere.invalid:7700", data_host="127.0.0.1", one_host=True)
+    assert "nowhere.invalid, the control plane, does not resolve" in says("dns", where, FAIL)
+    where = around("node..example:7700", data_host="127.0.0.1", one_host=True)
+    assert "node..example, the control plane, does not resolve" in says("dns", where, FAIL)
+    where = around(data_host="node..example")
+    assert "data_host node..example is no IPv4 address of this machine" in says("dns", where, FAIL)
+
+
+def test_without_certificates_calls_are_plaintext_and_that_is_told() -> None:
+    assert "plaintext" in says("certificates", around("127.0.0.1:1"), WARN)
+
+
+# Certificates.
+
+
+def sign(authority: Authority, role: Role, *, names: tuple[str, ...] = ("localhost",)) -> Signed:
+    return authority.issue(Identity(role=role, name="test"), lifetime=LIFETIME, names=names)
+
+
+def write(folder: Path, name: str, signed: Signed) -> tuple[Path, Path]:
+    """Certificate and key of ``signed`` as files."""
+    certificate, key = folder / f"{name}.crt", folder / f"{name}.key"
+    certificate.write_bytes(signed.certificate)
+    key.write_bytes(signed.key)
+    return certificate, key
+
+
+class Files:
+    """An authority, a control plane's certificate and an operator's."""
+
+    def __init__(self, folder: Path, *, server_names: tuple[str, ...] = ("localhost",)) -> None:
+        authority = Authority.make(LIFETIME)
+        self.folder = folder
+        self.ca, _ = write(folder, "ca", authority.pem)
+        server = write(folder, "server", sign(authority, Role.CONTROL_PLANE, names=server_names))
+        self.certificate, self.key = write(folder, "operator", sign(authority, Role.OPERATOR))
+        self.server = TlsFiles(
+            certificate_file=server[0], key_file=server[1], client_ca_file=self.ca
+        )
+
+    def client(self) -> dict[str, Path]:
+        return {"ca_file": self.ca, "certificate_file": self.certificate, "key_file": self.key}
+
+
+def localhost(address: str) -> str:
+    """``address`` under the name that certificates have."""
+    return f"localhost:{address.rpartition(':')[2]}"
+
+
+def test_good_certificates_pass_and_say_who_they_are(tmp_path: Path) -> None:
+    files = Files(tmp_path)
+    with running(tls=files.server) as control_plane:
+        where = around(localhost(control_plane.address), **files.client())
+        found = findings("certificates", where)
+        assert [finding.status for finding in found] == [PASS] * 4, found
+        assert "is operator test" in found[2].says
+        assert found[3].says == "the control plane's is good for localhost"
+        assert findings("control-plane", where)[0].status is PASS
+
+
+def test_a_certificate_of_another_name_fails_and_names_the_option(tmp_path: Path) -> None:
+    files = Files(tmp_path, server_names=("elsewhere.example",))
+    with running(tls=files.server) as control_plane:
+        where = around(localhost(control_plane.address), **files.client())
+        assert "Hostname mismatch" in says("certificates", where, FAIL)
+        named = around(
+            localhost(control_plane.address), **files.client(), server_name="elsewhere.example"
+        )
+        assert all(finding.status is PASS for finding in findings("certificates", named))
+
+
+def test_an_authority_that_did_not_sign_the_control_planes_fails(tmp_path: Path) -> None:
+    files = Files(tmp_path)
+    other = Authority.make(LIFETIME)
+    ca, _ = write(tmp_path, "other-ca", other.pem)
+    certificate, key = write(tmp_path, "other", sign(other, Role.OPERATOR))
+    with running(tls=files.server) as control_plane:
+        where = around(
+            localhost(control_plane.address), ca_file=ca, certificate_file=certificate, key_file=key
+        )
+        assert "the control plane's is refused" in says("certificates", where, FAIL)
+
+
+def test_a_control_plane_without_tls_fails(tmp_path: Path) -> None:
+    files = Files(tmp_path)
+    with running() as control_plane:
+        where = around(localhost(control_plane.address), **files.client())
+        assert "no TLS with the control plane" in says("certificates", where, FAIL)
+
+
+def test_a_certificate_of_another_authority_than_its_ca_fails(tmp_path: Path) -> None:
+    files = Files(tmp_path)
+    certificate, key = write(tmp_path, "x", sign(Authority.make(LIFETIME), Role.SERVER))
+    where = around("localhost:1", ca_file=files.ca, certificate_file=certificate, key_file=key)
+    assert f"{certificate} is not signed by an authority in" in says("certificates", where, FAIL)
+
+
+def test_a_key_of_another_certificate_fails(tmp_path: Path) -> None:
+    files = Files(tmp_path)
+    where = around("localhost:1", **files.client() | {"key_file": files.server.key_file})
+    assert "is another certificate's" in says("certificates", where, FAIL)
+
+
+def test_a_missing_file_fails(tmp_path: Path) -> None:
+    files = Files(tmp_path)
+    where = around("localhost:1", **files.client() | {"ca_file": tmp_path / "none.crt"})
+    assert "none.crt" in says("certificates", where, FAIL)
+
+
+@pytest.mark.parametrize(
+    ("day", "status"), [(-1, FAIL), (1, PASS), (23, PASS), (25, WARN), (31, FAIL)]
+)
+def test_certificates_must_be_good_now_and_should_be_for_a_while(
+    day: int, status: Status, tmp_path: Path
+) -> None:
+    (described,) = describe_file(Files(tmp_path).certificate)
+    now = datetime.now(UTC) + timedelta(days=day)
+    assert judge_validity(Path("x.crt"), described, now).status is status
+
+
+def test_a_role_that_may_not_look_passes_and_learns_nothing(tmp_path: Path) -> None:
+    files = Files(tmp_path)
+    authority_key = Signed(
+        certificate=files.ca.read_bytes(), key=(tmp_path / "ca.key").read_bytes()
+    )
+    certificate, key = write(tmp_path, "trainer", sign(Authority.load(authority_key), Role.TRAINER))
+    with running(tls=files.server) as control_plane:
+        where = around(
+            localhost(control_plane.address),
+            ca_file=files.ca,
+            certificate_file=certificate,
+            key_file=key,
+        )
+        assert "tells this role nothing" in says("control-plane", where, PASS)
+        assert findings("clock", where) == []
+
+
+# UCX.
+
+
+def test_the_self_test_measures_network_and_shared_memory() -> None:
+    version, network, memory = findings("ucx", around(data_host="127.0.0.1"))
+    assert version.says.startswith("ucxx ")
+    assert (network.status, memory.status) == (PASS, PASS)
+    assert "tcp" in str(network.figures["lanes"])
+    assert "posix" in str(memory.figures["lanes"])
+    assert float(network.figures["gigabytes_per_second"]) > 0
+
+
+def test_a_floor_that_nothing_reaches_fails() -> None:
+    where = around(data_host="127.0.0.1", min_gigabytes_per_second=1e6)
+    found = findings("ucx", where)
+    assert [finding.status for finding in found] == [PASS, FAIL, FAIL]
+    assert "asked for are 1e+06" in found[1].says
+
+
+def test_transports_that_do_not_exist_fail_in_words() -> None:
+    checked = doctor("--one-host", *skipping("ucx"), "--json", UCX_TLS="nonsense")
+    assert checked.returncode == 1
+    told = json.loads(checked.stdout)
+    assert told["status"] == "fail"
+    assert [finding["status"] for finding in told["findings"]] == ["pass", "fail", "fail"]
+
+
+def test_what_ucx_logs_is_kept_out_of_the_findings() -> None:
+    checked = doctor("--data-host=127.0.0.1", *skipping("ucx"), "--json", UCX_LOG_LEVEL="info")
+    assert json.loads(checked.stdout)["status"] == "pass"
+    assert "UCX  INFO" in checked.stderr
+
+
+def test_without_ucxx_the_check_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("distca.doctor.ucx_checks.ucx_version", lambda: None)
+    (finding,) = findings("ucx", around())
+    assert (finding.status, "ucxx-cu13" in finding.advice) == (FAIL, True)
+    where = around(peers=(Address("127.0.0.1", 1),))
+    assert says("peers", where, FAIL) == "ucxx cannot be imported"
+
+
+def test_a_child_that_does_not_start_says_why() -> None:
+    with (
+        pytest.raises(ChildFailed, match=r"did not start: .*203\.0\.113\.9"),
+        child_responder(ResponderSettings(host="203.0.113.9")),
+    ):
+        pass
+
+
+# Peers.
+
+
+def skipping(*kept: str) -> list[str]:
+    """Options that leave out every check but ``kept``."""
+    return [f"--skip={name}" for name in CHECKS if name not in kept]
+
+
+@contextmanager
+def listening_doctor() -> Iterator[str]:
+    """``distca doctor --listen`` as a process; its address."""
+    process = subprocess.Popen(
+        [sys.executable, "-u", "-m", "distca", "doctor", "--listen=127.0.0.1:0"],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        assert line.startswith("Answering doctors at "), line
+        yield line.split()[3].rstrip(";")
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == 0
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_two_doctors_measure_the_way_between_them() -> None:
+    with listening_doctor() as address:
+        checked = doctor(f"--peer={address}", *skipping("peers"), "--json")
+    assert checked.returncode == 0, checked.stdout + checked.stderr
+    (finding,) = json.loads(checked.stdout)["findings"]
+    assert (finding["check"], finding["status"]) == ("peers", "pass")
+    assert finding["figures"]["lanes"] == "tcp"
+    assert finding["figures"]["gigabytes_per_second"] > 0
+
+
+def test_a_listening_doctor_answers_doctors_alone() -> None:
+    with (
+        responding(ResponderSettings(host="127.0.0.1")) as address,
+        transport_of("ucxx", "cpu", one_host=False) as transport,
+    ):
+        assert measure(transport, "cpu", address, HELLO, 10.0).gigabytes_per_second > 0
+        with pytest.raises(HandshakeRejected, match="answers other doctors only"):
+            measure(transport, "cpu", address, b"a trainer", 10.0)
+
+
+def test_a_peer_that_is_not_there_fails_and_names_firewalls() -> None:
+    where = around(peers=(Address("127.0.0.1", 1),), probe_seconds=2.0)
+    (finding,) = findings("peers", where)
+    assert finding.status is FAIL
+    assert "UCX_TCP_PORT_RANGE" in finding.advice
+
+
+def test_a_peer_whose_name_does_not_resolve_fails() -> None:
+    where = around(peers=(Address("nowhere.invalid", 7710),))
+    assert "nowhere.invalid:7710 does not resolve" in says("peers", where, FAIL)
+    where = around(peers=(Address("node..example", 7710),))
+    assert "node..example:7710 does not resolve" in says("peers", where, FAIL)
+
+
+@pytest.mark.timeout(400)
+def test_attention_nodes_are_measured_with_a_jobs_token_or_reached_without_one(
+    tmp_path: Path,
+) -> None:
+    with cluster(tmp_path, 1) as running_cluster:
+        node = running_cluster.processes[-1]
+        checked = doctor(
+            f"--control-plane={running_cluster.address}",
+            f"--peer={node.addresses['data']}",
+            *skipping("peers", "control-plane"),
+            "--json",
+        )
+    told = {each["says"]: each for each in json.loads(checked.stdout)["findings"]}
+    assert checked.returncode == 0, checked.stdout + checked.stderr
+    (measured,) = (each for words, each in told.items() if words.startswith("server node-0 at"))
+    assert measured["figures"]["gigabytes_per_second"] > 0
+    assert any("it answers jobs alone, so its speed is not measured" in words for words in told)
+
+
+# The command.
+
+
+def test_a_healthy_cpu_node_is_fit(tmp_path: Path) -> None:
+    """Shared memory depends on the machine that runs the tests, so it is left out."""
+    with running() as control_plane, client_of(control_plane.address) as client:
+        client.register("node-a", data_address="127.0.0.1:1")
+        checked = doctor(
+            f"--control-plane={control_plane.address}",
+            "--shape=4:2:16:float32",
+            "--data-host=127.0.0.1",
+            "--one-host",
+            "--no-pool",
+            "--skip=shared-memory",
+            "--skip=namespaces",
+            "--skip=rdma",
+        )
+    assert checked.returncode == 0, checked.stdout + checked.stderr
+    lines = [line for line in checked.stdout.splitlines() if not line.startswith(" ")]
+    assert {line.split()[0] for line in lines[:-1]} <= {"PASS", "WARN"}
+    # Plaintext is the one thing to look at.
+    assert lines[-1].endswith("1 to look at, 0 failed")
+
+
+def test_every_device_that_is_named_is_checked() -> None:
+    settings = DoctorSettings(
+        device="cpu", also_devices=("cuda:7",), skip=frozenset(CHECKS.keys() - {"gpu", "kernels"})
+    )
+    found = [
+        (each.check, each.status, each.says) for each in examine(Surroundings(settings=settings))
+    ]
+    gpus = [(status, says) for check, status, says in found if check == "gpu"]
+    (first, of_first), (second, of_second) = gpus
+    assert (first, second) == (Status.PASS, Status.FAIL)
+    assert of_first.startswith("cpu: ")
+    assert of_second.startswith("cuda:7: ")
+    assert [says.partition(": ")[0] for check, _, says in found if check == "kernels"] == [
+        "cpu",
+        "cuda:7",
+    ]
+
+
+def test_strict_fails_for_warnings() -> None:
+    only_dns = [*skipping("dns"), "--data-host=127.0.0.1"]
+    assert preloaded_doctor(*only_dns).returncode == 0
+    assert preloaded_doctor(*only_dns, "--strict").returncode == 1
+
+
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        ("--skip=nonsense", "skip is nonsense; the checks are gpu, driver"),
+        ("--device=gpu", "device is 'gpu'; give cpu or cuda:INDEX"),
+        ("--also-device=cpu", "also_device is 'cpu'; give cuda:INDEX"),
+        ("--peer=host", "peer is 'host'; it must be host:port"),
+        ("--listen=host", "listen is 'host'; it must be host:port"),
+        ("--shape=8:2", "shape is '8:2'"),
+    ],
+)
+def test_wrong_usage_is_named(argument: str, message: str) -> None:
+    checked = preloaded_doctor(argument)
+    assert checked.returncode == 2
+    assert message in " ".join(checked.stderr.replace("│", " ").split())
+
+
+def test_the_machine_is_left_as_it_was() -> None:
+    before = set(os.listdir("/dev/shm"))
+    findings("ucx", around(data_host="127.0.0.1"))
+    left = {name for name in set(os.listdir("/dev/shm")) - before if "ucx" in name}
+    assert not left, "UCX leaves segments behind only when a process is killed"

@@ -1,0 +1,230 @@
+"""``distca doctor`` tells what listens where the control plane was looked for: real servers."""
+
+from __future__ import annotations
+
+import socket
+import ssl
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent import futures
+from contextlib import contextmanager
+from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from prometheus_client import CollectorRegistry, Gauge, start_http_server
+
+from data_plane.transport import Address, TransportName
+from distca.contract.timeouts import default_seconds
+from distca.doctor.endpoint import ClientFiles, Speaks, listen_to
+from distca.doctor.examination import CHECKS
+from distca.doctor.finding import Finding, Status
+from distca.doctor.responder import ResponderSettings, responding
+from tests.service.distca.test_doctor import Files, around, localhost
+from tests.support.addresses import unused_port
+from tests.support.service_harness import running
+
+LOOPBACK = "127.0.0.1"
+CONNECT_SECONDS = 1.0
+"""No call gets through, however long one waits."""
+
+
+def control_plane_finding(address: str, **settings: Any) -> Finding:
+    where = around(address, connect_seconds=CONNECT_SECONDS, **settings)
+    (found,) = CHECKS["control-plane"](where)
+    assert found.status is Status.FAIL
+    return found
+
+
+@contextmanager
+def saying(greet: Callable[[socket.socket], None]) -> Iterator[int]:
+    """A server that treats each connection with ``greet`` and then keeps it; its port."""
+    with socket.create_server((LOOPBACK, 0)) as server:
+        kept: list[socket.socket] = []
+
+        def serve() -> None:
+            while True:
+                try:
+                    link, _ = server.accept()
+                except OSError:
+                    return
+                kept.append(link)
+                greet(link)
+
+        thread = threading.Thread(target=serve, daemon=True)
+        thread.start()
+        yield server.getsockname()[1]
+        server.shutdown(socket.SHUT_RDWR)
+        thread.join(5)
+        for link in kept:
+            link.close()
+
+
+class Web(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        self.send_response(404)
+        self.end_headers()
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@contextmanager
+def web_server(context: ssl.SSLContext | None = None) -> Iterator[int]:
+    server = ThreadingHTTPServer((LOOPBACK, 0), Web)
+    if context is not None:
+        server.socket = context.wrap_socket(server.socket, server_side=True)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield server.server_address[1]
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+# What to do about a control plane that is called in the wrong way.
+
+
+def test_a_tls_server_called_without_certificates(tmp_path: Path) -> None:
+    files = Files(tmp_path)
+    alone = replace(files.server, client_ca_file=None)
+    with running(tls=alone) as control_plane:
+        found = control_plane_finding(localhost(control_plane.address))
+    assert found.figures["endpoint"] == "grpc_tls"
+    assert "--tls-ca" in found.advice
+
+
+def test_a_client_certificate_that_is_missing(tmp_path: Path) -> None:
+    files = Files(tmp_path)
+    with running(tls=files.server) as control_plane:
+        found = control_plane_finding(localhost(control_plane.address), ca_file=files.ca)
+        plaintext = control_plane_finding(localhost(control_plane.address))
+    assert found.figures["endpoint"] == "certificate_wanted"
+    assert "none is given" in found.says
+    assert "--tls-certificate" in found.advice
+    assert "--tls-ca" not in found.advice
+    assert "--tls-ca, --tls-certificate and --tls-key" in plaintext.advice
+
+
+def test_a_client_certificate_of_another_authority(tmp_path: Path) -> None:
+    for name in ("one", "other"):
+        (tmp_path / name).mkdir()
+    files, other = Files(tmp_path / "one"), Files(tmp_path / "other")
+    with running(tls=files.server) as control_plane:
+        found = control_plane_finding(
+            localhost(control_plane.address),
+            ca_file=files.ca,
+            certificate_file=other.certificate,
+            key_file=other.key,
+        )
+    assert found.figures["endpoint"] == "certificate_wanted"
+    assert f"refuses the client certificate in {other.certificate}" in found.says
+
+
+def test_a_plaintext_server_called_with_tls(tmp_path: Path) -> None:
+    files = Files(tmp_path)
+    with running() as control_plane:
+        found = control_plane_finding(localhost(control_plane.address), **files.client())
+    assert found.figures["endpoint"] == "grpc"
+    assert "without TLS" in found.says
+
+
+# What is no control plane.
+
+
+def test_the_metrics_port_of_a_process() -> None:
+    registry = CollectorRegistry()
+    Gauge("distca_control_plane_servers", "As ours are named.", registry=registry).set(1)
+    server, thread = start_http_server(0, LOOPBACK, registry)
+    try:
+        found = control_plane_finding(f"{LOOPBACK}:{server.server_address[1]}")
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join(5)
+    assert found.figures["endpoint"] == "metrics"
+    assert "--control-plane" in found.advice
+
+
+def test_a_web_server() -> None:
+    with web_server() as port:
+        found = control_plane_finding(f"{LOOPBACK}:{port}")
+    assert found.figures["endpoint"] == "http"
+
+
+def test_a_web_server_with_tls(tmp_path: Path) -> None:
+    files = Files(tmp_path)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(files.server.certificate_file, files.server.key_file)
+    with web_server(context) as port:
+        found = control_plane_finding(f"localhost:{port}", ca_file=files.ca)
+    assert found.figures["endpoint"] == "other_tls"
+
+
+def test_a_server_with_a_banner_of_its_own() -> None:
+    with saying(lambda link: link.sendall(b"SSH-2.0-OpenSSH_9.9\x1b[2J\r\n")) as port:
+        found = control_plane_finding(f"{LOOPBACK}:{port}")
+    assert found.figures["endpoint"] == "text"
+    assert "SSH-2.0-OpenSSH_9.9" in found.says
+    assert "\x1b" not in found.says
+
+
+def test_a_port_that_accepts_and_says_nothing() -> None:
+    begun = time.monotonic()
+    with saying(lambda _: None) as port:
+        found = listen_to(Address(LOOPBACK, port), ClientFiles())
+    assert found.speaks is Speaks.NOTHING
+    # Five attempts, and as much again for a busy machine.
+    assert time.monotonic() - begun < 10 * default_seconds("first_words_seconds")
+
+
+def test_a_port_that_closes_at_once() -> None:
+    with saying(lambda link: link.close()) as port:
+        found = listen_to(Address(LOOPBACK, port), ClientFiles())
+    assert found.speaks is Speaks.NOTHING
+
+
+def test_nobody() -> None:
+    found = listen_to(Address(LOOPBACK, unused_port()), ClientFiles())
+    assert found.speaks is Speaks.NOBODY
+
+
+def test_the_data_port_of_a_node_is_told_and_lives_on() -> None:
+    with responding(ResponderSettings(host=LOOPBACK, transport=TransportName.UCXX)) as address:
+        for _ in range(2):
+            found = control_plane_finding(f"{address.host}:{address.port}")
+            assert found.figures["endpoint"] == "data", found
+            assert "ucxx" in found.says
+
+
+def test_a_service_that_speaks_grpc_and_is_no_control_plane() -> None:
+    server = grpc.server(futures.ThreadPoolExecutor(1))
+    port = server.add_insecure_port(f"{LOOPBACK}:0")
+    server.start()
+    try:
+        found = control_plane_finding(f"{LOOPBACK}:{port}")
+    finally:
+        server.stop(None).wait(5)
+    assert "is no control plane" in found.says
+
+
+@pytest.mark.parametrize("given", ["none", "others"])
+def test_check_certificates_tells_that_the_client_s_is_refused(given: str, tmp_path: Path) -> None:
+    for name in ("one", "other"):
+        (tmp_path / name).mkdir()
+    files, other = Files(tmp_path / "one"), Files(tmp_path / "other")
+    both = tmp_path / "both.crt"
+    both.write_bytes(files.ca.read_bytes() + other.ca.read_bytes())
+    shown = (
+        {} if given == "none" else {"certificate_file": other.certificate, "key_file": other.key}
+    )
+    with running(tls=files.server) as control_plane:
+        where = around(localhost(control_plane.address), ca_file=both, **shown)
+        last = list(CHECKS["certificates"](where))[-1]
+    assert last.status is Status.FAIL
+    assert "client certificate" in last.says

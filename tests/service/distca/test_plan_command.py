@@ -1,0 +1,291 @@
+"""``distca plan`` through its command line."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from core_attention.cost_model import CostProfile
+from distca.commands.plan import plan
+from tests.unit.simulator.cases import flat_profile
+
+app = typer.Typer()
+app.command()(plan)
+
+SMALL = ("--ranks", "4", "--tokens-per-rank", "16384", "--batches", "2", "--nano-batches", "1")
+
+
+def run(*arguments: str, code: int = 0) -> str:
+    """What the command printed, on one line; it must end with ``code``."""
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == code, result.output
+    return " ".join(result.output.replace("│", " ").split())
+
+
+def refused(*arguments: str) -> str:
+    """The one line on stderr with which the command refuses, exit code 2."""
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 2, result.output
+    assert result.stdout == ""
+    assert result.stderr.count("\n") == 1, result.stderr
+    return str(result.stderr).strip()
+
+
+def test_a_skewed_batch_is_planned_and_judged(tmp_path: Path) -> None:
+    lengths = tmp_path / "lengths.txt"
+    lengths.write_text("\n".join(["16384"] + ["512"] * 96))
+    output = run(
+        "--lengths", str(lengths), "--ranks", "4", "--tokens-per-rank", "16384", "--batches", "1",
+        "--nano-batches", "1", "--bandwidth-gbps", "400",
+    )  # fmt: skip
+    assert "Verdict: gain" in output
+    assert "the speed of plain packing" in output
+    assert "Why the planner (balanced) stopped" in output
+    assert "What bounds batch 0" in output
+    assert "rank-0" in output
+    assert "imbalance of the step, plain packing" in output
+    assert "imbalance of the worst tick, planned" in output
+
+
+def test_the_verdict_says_from_which_network_on_latent_attention_pays(tmp_path: Path) -> None:
+    lengths = tmp_path / "lengths.txt"
+    lengths.write_text("\n".join(["16384"] + ["512"] * 96))
+    arguments = (
+        "--lengths", str(lengths), "--no-shuffle", "--ranks", "4", "--tokens-per-rank", "16384",
+        "--batches", "1", "--nano-batches", "1", "--model", "deepseek-v2",
+        "--gpus-per-host", "8",
+    )  # fmt: skip
+    slow = run(*arguments, "--bandwidth-gbps", "1")
+    assert "the key and value of a token of its context have 81.9 KB" in slow
+    found = re.search(r"pays from ([0-9.e+]+) GB/s of network a GPU \(here 1\)", slow)
+    assert found is not None, slow
+    pays_from = float(found[1])
+    assert "Verdict: gain" in run(*arguments, "--bandwidth-gbps", str(1.01 * pays_from))
+    assert "Verdict: gain" not in run(*arguments, "--bandwidth-gbps", str(0.95 * pays_from))
+
+
+def test_even_documents_gain_nothing_and_it_says_so(tmp_path: Path) -> None:
+    lengths = tmp_path / "lengths.txt"
+    lengths.write_text("\n".join(["512"] * 256))
+    output = run("--lengths", str(lengths), *SMALL)
+    assert (
+        "You will gain nothing from CAD here, because no document outweighs a mean rank" in output
+    )
+
+
+def test_the_same_seed_prints_the_same() -> None:
+    arguments = ("--distribution", "prolong", *SMALL)
+    assert run(*arguments, "--seed", "3") == run(*arguments, "--seed", "3")
+    assert run(*arguments, "--seed", "3") != run(*arguments, "--seed", "4")
+
+
+def test_figures_and_page_are_written_and_need_nothing_else(tmp_path: Path) -> None:
+    png, page = tmp_path / "out" / "plan.png", tmp_path / "out" / "plan.html"
+    run("--distribution", "prolong", *SMALL, "--png", str(png), "--html", str(page))
+    assert png.read_bytes().startswith(b"\x89PNG")
+    html = page.read_text()
+    assert "<svg" in html
+    assert "Verdict" not in html or "CAD" in html
+    assert "<script src" not in html
+    assert "<link" not in html
+    assert html.count("<tbody>") == 2
+
+
+def test_an_output_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    result = CliRunner().invoke(
+        app, ["--distribution", "prolong", *SMALL, "--png", str(tmp_path / "file" / "a.png")]
+    )
+    assert isinstance(result.exception, NotADirectoryError)
+    assert str(tmp_path / "file") in str(result.exception)
+
+
+def test_missing_drawing_packages_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in ("distca.preview.page", "distca.report.environment"):
+        monkeypatch.delitem(sys.modules, module, raising=False)
+    monkeypatch.setitem(sys.modules, "jinja2", None)
+    result = CliRunner().invoke(
+        app, ["--distribution", "prolong", *SMALL, "--html", str(tmp_path / "a.html")]
+    )
+    assert result.exit_code == 2
+    assert "MissingPackage: jinja2 is not installed" in result.stderr
+
+
+@pytest.mark.parametrize("placement", ["pool", "mixed"])
+def test_a_pool_is_planned(placement: str) -> None:
+    output = run(
+        "--distribution", "prolong", *SMALL, "--placement", placement, "--pool-servers", "2"
+    )
+    assert "pool-1" in output
+    assert ("rank-0" in output) == (placement == "mixed")
+
+
+def test_the_greedy_planner_can_be_named() -> None:
+    output = run("--distribution", "prolong", *SMALL, "--planner", "greedy")
+    assert "Why the planner (greedy) stopped" in output
+
+
+@pytest.mark.parametrize("homes", ["packed", "planned"])
+def test_documents_may_be_cut_between_nano_batches(tmp_path: Path, homes: str) -> None:
+    """One document over two ranks, which plain packing cannot hold, is one document."""
+    lengths = tmp_path / "lengths.txt"
+    lengths.write_text("32768\n")
+    arguments: tuple[str, ...] = (
+        *("--lengths", str(lengths), "--ranks", "2", "--tokens-per-rank", "16384"),
+        *("--batches", "1", "--max-length", "32768", "--homes", homes),
+    )
+    assert "documents 2 " in run(*arguments)
+    output = run(*arguments, "--cut-documents")
+    assert "documents 1 " in output
+    assert "in both nano-batches" in output
+
+
+def test_an_endless_byte_budget_is_none() -> None:
+    arguments = ("--distribution", "prolong", *SMALL)
+    assert run(*arguments, "--byte-budget", "1e300") == run(*arguments, "--byte-budget", "1e6")
+
+
+def test_homes_can_be_planned() -> None:
+    arguments = ("--distribution", "prolong", *SMALL)
+    assert run(*arguments, "--homes", "planned") != run(*arguments)
+    pool = ("--placement", "pool", "--pool-servers", "2")
+    assert "homes is planned with placement pool" in refused(
+        *arguments, *pool, "--homes", "planned"
+    )
+
+
+def test_texts_say_that_lengths_are_estimated(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text("\n".join(json.dumps({"text": "x" * 4096}) for _ in range(128)))
+    page = tmp_path / "a.html"
+    output = run("--lengths", str(path), *SMALL, "--html", str(page))
+    assert "Lengths are estimated: 4 UTF-8 bytes a token" in output
+    assert "Lengths are estimated: 4 UTF-8 bytes a token" in page.read_text()
+
+
+def test_model_numbers_can_be_changed() -> None:
+    arguments = ("--distribution", "prolong", *SMALL)
+    assert run(*arguments, "--layers", "8") != run(*arguments)
+    message = refused(*arguments, "--kv-heads", "5")
+    assert "num_heads 32 is not a multiple of num_heads_kv 5" in message
+    assert run(*arguments, "--head-dim-v", "64") != run(*arguments)
+    message = refused(*arguments, "--model", "deepseek-v3", "--head-dim", "64")
+    assert "head_dim is 64; with latent attention it must exceed the 64 dimensions" in message
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((), "give either --lengths, a file, or --distribution"),
+        (
+            ("--distribution", "prolong", "--field", "n"),
+            "field is n, and lengths are drawn from distribution prolong",
+        ),
+        (("--distribution", "prolong", "--no-shuffle"), "shuffle is False, and lengths are drawn"),
+        (("--distribution", "zipf"), "InputError: distribution: name is 'zipf'; valid are"),
+        (("--lengths", "none.txt"), "none.txt does not exist"),
+        (("--distribution", "prolong", "--lengths", "none.txt"), "not both"),
+        (("--distribution", "prolong", "--tolerance", "-0.1"), "tolerance is -0.1"),
+        (("--distribution", "prolong", "--tolerance", "nan"), "tolerance is nan"),
+        (("--distribution", "prolong", "--bandwidth-gbps", "0"), "gpu_bandwidth_bytes_per_second"),
+        (("--distribution", "prolong", "--linear-tflops", "-1"), "linear_flops_per_second"),
+        (("--distribution", "prolong", "--latency-us", "-1"), "message_latency_seconds"),
+        (("--distribution", "prolong", "--ranks", "0"), "n_gpus is 0"),
+        (("--distribution", "prolong", "--tokens-per-rank", "0"), "tokens_per_rank is 0"),
+        (("--distribution", "prolong", "--batches", "0"), "batches is 0"),
+        (("--distribution", "prolong", "--max-length", "-5"), "max_length is -5"),
+        (("--distribution", "prolong", "--max-length", str(10**23)), "is 1" + "0" * 23),
+        (
+            ("--distribution", "prolong", "--nano-batches", "2", "--tokens-per-rank", "1"),
+            "tokens_per_rank 1 is not a multiple of nano_batches 2",
+        ),
+        (("--distribution", "prolong", "--seed", "-1"), "seed is -1"),
+        (("--distribution", "prolong", "--nano-batches", "3"), "nano_batches is 3"),
+        (("--distribution", "prolong", "--planner", "best"), "planner is 'best'; valid are"),
+        (("--distribution", "prolong", "--model", "gpt"), "model is 'gpt'; valid are"),
+        (("--distribution", "prolong", "--pool-servers", "2"), "pool_servers is 2 with placement"),
+        (
+            ("--distribution", "prolong", "--placement", "pool"),
+            "pool_servers (placement pool) is 0",
+        ),
+        (("--distribution", "prolong", "--profile", "none.json"), "none.json cannot be read"),
+        (
+            ("--distribution", "prolong", "--cut-documents", "--nano-batches", "1"),
+            "cut_documents is set, and nano_batches is 1",
+        ),
+        (
+            (
+                "--distribution",
+                "prolong",
+                "--cut-documents",
+                "--nano-batches",
+                "2",
+                "--byte-budget",
+                "1",
+            ),
+            "cut_documents is set, and a byte_budget",
+        ),
+        (("--distribution", "prolong", "--bytes-per-token", "0"), None),
+    ],
+)
+def test_bad_settings_are_refused_by_name(arguments: tuple[str, ...], message: str | None) -> None:
+    if message is None:  # a setting that this source of lengths does not use
+        run(*arguments, *SMALL)
+    else:
+        settings = [*SMALL]
+        for at in range(0, len(SMALL), 2):
+            if SMALL[at] in arguments:
+                settings = [x for x in settings if x not in SMALL[at : at + 2]]
+        assert message in refused(*settings, *arguments)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("", "holds no document lengths"),
+        ("100\n0\n", "length number 2 is 0; a document has 1 to"),
+        ("100\n-7\n", "length number 2 is -7"),
+        ("many\n", "line 1: 'many' is no integer"),
+        ("100\n", "the documents hold 100 tokens, 2 steps of 65536 tokens need 131072"),
+    ],
+)
+def test_bad_lengths_are_refused_by_name(tmp_path: Path, content: str, message: str) -> None:
+    path = tmp_path / "lengths.txt"
+    path.write_text(content)
+    assert message in refused("--lengths", str(path), *SMALL)
+
+
+def test_a_missing_column_is_refused_by_name(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"size": 3}\n')
+    assert "no field 'tokens'; there are size" in refused(
+        "--lengths", str(path), "--field", "tokens", *SMALL
+    )
+
+
+@pytest.mark.parametrize("bad", [float("nan"), 0.0, -1.0, None])
+def test_a_profile_with_holes_is_refused_by_name(tmp_path: Path, bad: float | None) -> None:
+    values = json.loads(flat_profile().to_json())
+    values["forward_seconds"][1][2] = bad
+    path = tmp_path / "profile.json"
+    path.write_text(json.dumps(values))
+    message = refused("--distribution", "prolong", "--profile", str(path), *SMALL)
+    assert message.startswith(f"ProfileError: {path}")
+
+
+def test_a_good_profile_is_used(tmp_path: Path) -> None:
+    path = tmp_path / "profile.json"
+    slow = flat_profile(1e-9)
+    slow.save(path)
+    assert np.array_equal(CostProfile.load(path).forward_seconds, slow.forward_seconds)
+    arguments = ("--distribution", "prolong", *SMALL)
+    assert run(*arguments, "--profile", str(path)) != run(*arguments)

@@ -1,0 +1,239 @@
+"""A small cluster with mTLS trains; strangers reach nothing of it; certificates are replaced while
+it trains."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+import urllib.request
+from collections.abc import Iterator
+from datetime import datetime, timedelta
+from typing import Any, cast
+
+import pytest
+import torch
+from prometheus_client.parser import text_string_to_metric_families
+
+from attention_node.hello import PROTOCOL_VERSION
+from core_attention.manifest import RankManifest
+from core_attention.tick import ticks_of_lane
+from data_plane.transport import Address, HandshakeRejected
+from data_plane.ucxx.settings import UcxxSettings
+from data_plane.ucxx.transport import UcxxTransport
+from distca.contract.identity import Role
+from distca.v1 import data_plane_pb2
+from tests.service.security.pki import HOUR, Pki
+from tests.service.security.secure_cluster import CHECK_SECONDS, SecureCluster
+from tests.service.security.test_data_network import Attacker
+from tests.support.cluster import NODE_SHAPE, Cluster
+from tests.support.team import StepResult, Team
+
+pytestmark = pytest.mark.timeout(300)
+
+LENGTHS = ([[40, 24], [64]], [[64], [30, 34]])
+"""Documents of two ranks in two nano-batches."""
+
+FLOOD_SECONDS = 60.0
+
+ROTATION_SECONDS = 60.0
+"""New certificates must be in use after this."""
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory, pki: Pki) -> Iterator[SecureCluster]:
+    running = SecureCluster(tmp_path_factory.mktemp("cluster"), pki)
+    yield running
+    running.close()
+
+
+def team(cluster: SecureCluster, placement: str = "mixed", n_ranks: int = 2) -> Team:
+    """Ranks that show the trainer's certificate."""
+    return Team(
+        cast("Cluster", cluster),  # a team needs its address and folder
+        n_ranks,
+        NODE_SHAPE,
+        placement=placement,
+        planner="",
+        certificate_check_seconds=CHECK_SECONDS,
+        **cluster.files(Role.TRAINER).for_client(),
+    )
+
+
+def manifests(n_ranks: int = 2) -> list[RankManifest]:
+    return [RankManifest.from_lengths(0, rank, LENGTHS[rank]) for rank in range(n_ranks)]
+
+
+def sessions_refused(cluster: SecureCluster) -> dict[str, float]:
+    """Refused connections of ranks, by reason."""
+    return node_counts(cluster, "distca_attention_node_sessions_refused_total", "reason")
+
+
+def node_counts(cluster: SecureCluster, counter: str, label: str) -> dict[str, float]:
+    """A counter of the node, by label."""
+    url = f"http://{cluster.node.addresses['metrics']}/metrics"
+    with urllib.request.urlopen(url, timeout=10) as answer:
+        families = text_string_to_metric_families(answer.read().decode())
+    return {
+        sample.labels[label]: sample.value
+        for family in families
+        for sample in family.samples
+        if sample.name == counter
+    }
+
+
+def test_a_step_is_right_and_no_log_holds_a_token(cluster: SecureCluster) -> None:
+    with team(cluster) as ranks:
+        ranks.check(manifests())
+        tokens = [session._link.token for session in ranks.sessions]
+    logs = cluster.log("control-plane") + cluster.log("node-0")
+    assert "spiffe://distca/trainer/cluster connected" in logs
+    for token in tokens:
+        assert token.hex() not in logs
+        assert repr(token)[2:-1] not in logs
+
+
+@pytest.mark.parametrize("target", ["control-plane", "node-0"])
+def test_health_answers_to_a_certificate_alone(cluster: SecureCluster, target: str) -> None:
+    addresses = {
+        "control-plane": cluster.address,
+        "node-0": cluster.node.addresses["health"],
+    }
+    ask = ("health", f"--address={addresses[target]}", "--timeout-seconds=3")
+    files = cluster.files(Role.CONTROL_PLANE if target == "control-plane" else Role.SERVER)
+    answered = cluster.run(files, *ask, "--tls-server-name=localhost")
+    assert (answered.returncode, answered.stdout) == (0, f"{addresses[target]}: SERVING\n")
+    assert cluster.run(None, *ask).returncode == 1
+    assert cluster.run(files, *ask, "--tls-server-name=elsewhere.example").returncode == 1
+
+
+def test_only_a_jobs_own_ranks_reach_its_ticks(cluster: SecureCluster) -> None:
+    """Over UCX, which knows no certificates: the token alone decides."""
+    host, _, port = cluster.node.addresses["data"].rpartition(":")
+    address = Address(host, int(port))
+    transport = UcxxTransport(UcxxSettings(one_host=True))
+    before = sessions_refused(cluster)
+    try:
+        with team(cluster, "pool", 1) as closed:
+            closed.run(manifests(1))
+            old_job, old_token = closed.sessions[0].job_id, closed.sessions[0]._link.token
+        with team(cluster, "pool") as ours, team(cluster, "pool", 1) as others:
+            job_id, token = ours.sessions[0].job_id, ours.sessions[0]._link.token
+            ours.run(manifests())
+
+            def connect(secret: bytes = token, **changes: Any) -> None:
+                fields: dict[str, Any] = {
+                    "version": PROTOCOL_VERSION,
+                    "job_id": job_id,
+                    "rank": 0,
+                    "server_id": "node-0",
+                    **changes,
+                }
+                hello = data_plane_pb2.Hello(**fields).SerializeToString()
+                transport.connect(address, hello, 5.0, secret=secret)
+
+            for changes, why in (
+                ({"secret": b""}, "wrong token"),
+                ({"secret": bytes(36)}, "wrong token"),
+                ({"secret": others.sessions[0]._link.token}, "wrong token"),
+                ({"rank": 1}, "wrong token for rank 1"),
+                ({"secret": old_token}, "wrong token"),
+                ({"job_id": old_job, "secret": old_token}, "unknown job"),
+                ({"job_id": others.sessions[0].job_id}, "wrong token"),
+            ):
+                with pytest.raises(HandshakeRejected, match=why) as refused:
+                    connect(**changes)
+                assert not refused.value.proven
+            # The refused have disturbed nobody.
+            ours.check(manifests())
+    finally:
+        transport.close()
+    after = sessions_refused(cluster)
+    assert after["token"] - before["token"] == 6
+    assert after["unknown-job"] - before["unknown-job"] >= 1
+
+
+def test_forged_rows_change_no_result_and_close_no_connection(cluster: SecureCluster) -> None:
+    """A process that only connects sends Q, K and V under every tag that a tick might have."""
+    host, _, port = cluster.node.addresses["data"].rpartition(":")
+    stop, sent = threading.Event(), 0
+
+    def attack() -> None:
+        nonlocal sent
+        attacker = Attacker(Address(host, int(port)))
+        attacker.receive_greeting()
+        ticks = [
+            tick
+            for step in range(1000)
+            for nano_batch in range(2)
+            for tick in ticks_of_lane(step, nano_batch, 1, backward=True)
+        ]
+        for tick, connection_id in itertools.product(ticks, range(6)):
+            if stop.is_set():
+                return
+            attacker.put(connection_id << 33 | tick.tag(reply=False), bytes(64))
+            sent += 1
+
+    def rows(result: StepResult) -> list[torch.Tensor]:
+        return [each[name] for each in result.rows.values() for name in sorted(each)]
+
+    with team(cluster) as ranks:
+        alone = rows(ranks.check(manifests(), seed=1))
+        disconnected = cluster.log("node-0").count("disconnected")
+        stranger = threading.Thread(target=attack)
+        stranger.start()
+        try:
+            began, steps = time.monotonic(), 0
+            dropped: dict[str, float] = {}
+            # Until the place for messages that nobody expects has been full for a while.
+            while dropped.get("no-room", 0.0) < 1000 or steps < 5:
+                assert time.monotonic() - began < FLOOD_SECONDS
+                attacked = rows(ranks.check(manifests(), seed=1))
+                assert all(map(torch.equal, attacked, alone))
+                steps += 1
+                dropped = node_counts(cluster, "distca_data_plane_messages_dropped_total", "cause")
+        finally:
+            stop.set()
+            stranger.join(10.0)
+        assert cluster.log("node-0").count("disconnected") == disconnected
+    assert sent > 17_000
+
+
+def connected_with(cluster: SecureCluster, role: Role, end: datetime) -> int:
+    """How many connections the control plane has seen with the certificate that ends then."""
+    wanted = f"certificate good until {end.isoformat()}"
+    return sum(
+        f"spiffe://distca/{role}/cluster connected" in line and line.endswith(wanted)
+        for line in cluster.log("control-plane").splitlines()
+    )
+
+
+def test_new_certificates_are_in_use_within_a_minute_and_no_step_is_lost(
+    cluster: SecureCluster, pki: Pki
+) -> None:
+    with team(cluster) as ranks:
+        ranks.check(manifests())
+        lifetime = HOUR + timedelta(minutes=7)
+        authority = pki.ca_file.read_bytes()
+        ends = {
+            role: mount.put(authority, pki.issue(role, "cluster", lifetime=lifetime))
+            for role, mount in cluster.mounts.items()
+        }
+        began, steps = time.monotonic(), 0
+        # Two ranks and a node, each with a connection of its own.
+        while (
+            connected_with(cluster, Role.TRAINER, ends[Role.TRAINER]) < 2
+            or connected_with(cluster, Role.SERVER, ends[Role.SERVER]) < 1
+        ):
+            assert time.monotonic() - began < ROTATION_SECONDS
+            ranks.check(manifests(), seed=steps)
+            steps += 1
+        for seed in range(5):
+            ranks.check(manifests(), seed=seed)
+    assert steps, "the certificates were new before a step could run: nothing was tested"
+    assert "Traceback" not in cluster.log("node-0") + cluster.log("control-plane")
+
+
+def test_processes_end_well(cluster: SecureCluster) -> None:
+    assert cluster.node.terminate() == 0
+    assert cluster.processes[0].terminate() == 0

@@ -1,0 +1,285 @@
+"""A job's token is needed for everything about the job, and good for one rank of one job of one
+tenant alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from control_plane.server import ControlPlane
+from core_attention.whole_file import write_whole
+from distca.contract import rpc
+from distca.contract.identity import Role
+from distca.contract.tokens import JOB_TOKEN_KEY, rank_token
+from distca.v1 import jobs_pb2
+from tests.service.security.pki import Pki, control_plane_with, refused, secure_client
+from tests.support.service_harness import Client, client_of, job_spec, rank_manifest
+
+Call = Callable[[Client, str, str, Any], Any]
+
+
+def _with_token(token: bytes | None) -> dict[str, Any]:
+    # Metadata of its own keeps the harness from adding the right token.
+    return {"metadata": [(JOB_TOKEN_KEY, token)] if token is not None else [("no", "token")]}
+
+
+CALLS: dict[str, Call] = {
+    "Jobs/RenewRank": lambda client, job, lease, with_token: client.jobs.RenewRank(
+        jobs_pb2.RenewRankRequest(job_id=job, rank_lease_id=lease), **with_token
+    ),
+    "Jobs/SubmitManifest": lambda client, job, lease, with_token: client.jobs.SubmitManifest(
+        jobs_pb2.SubmitManifestRequest(job_id=job, rank_lease_id=lease), **with_token
+    ),
+    "Jobs/WatchRank": lambda client, job, lease, with_token: next(
+        client.jobs.WatchRank(
+            jobs_pb2.WatchRankRequest(job_id=job, rank_lease_id=lease), **with_token
+        )
+    ),
+    "Jobs/ReportStep": lambda client, job, lease, with_token: client.jobs.ReportStep(
+        jobs_pb2.ReportStepRequest(job_id=job, lease_id=lease, rank=jobs_pb2.RankMeasurement()),
+        **with_token,
+    ),
+    "Jobs/DescribeJob": lambda client, job, lease, with_token: client.jobs.DescribeJob(
+        jobs_pb2.DescribeJobRequest(job_id=job), **with_token
+    ),
+    "Jobs/GetStep": lambda client, job, lease, with_token: client.jobs.GetStep(
+        jobs_pb2.GetStepRequest(job_id=job), **with_token
+    ),
+    "Jobs/CloseJob": lambda client, job, lease, with_token: client.jobs.CloseJob(
+        jobs_pb2.CloseJobRequest(job_id=job, rank_lease_id=lease), **with_token
+    ),
+}
+OF_ONE_RANK = set(CALLS) - {"Jobs/DescribeJob", "Jobs/GetStep"}
+
+
+class Tenants:
+    """Two tenants, each with a job of two ranks."""
+
+    def __init__(self, control_plane: ControlPlane, a: Client, b: Client) -> None:
+        self.control_plane, self.a, self.b = control_plane, a, b
+        self.job_a, self.lease_0 = a.open(0, job_spec("job-a"))
+        _, self.lease_1 = a.open(1, job_spec("job-a"))
+        self.job_b, self.lease_b = b.open(0, job_spec("job-b"))
+
+    def token(self, lease: str) -> bytes:
+        return (self.a.tokens.of | self.b.tokens.of)[lease]
+
+    def close(self) -> None:
+        self.a.close_job(self.job_a, self.lease_0)
+        self.a.close_job(self.job_a, self.lease_1, "done")
+        self.b.close_job(self.job_b, self.lease_b, "done")
+
+
+@pytest.fixture(scope="module")
+def control_plane(pki: Pki) -> Iterator[ControlPlane]:
+    tls = pki.issue(Role.CONTROL_PLANE).for_server()
+    with control_plane_with(tls, coordinator={"lease_seconds": 60.0}) as control_plane:
+        yield control_plane
+
+
+@pytest.fixture(scope="module")
+def tenants(control_plane: ControlPlane, pki: Pki) -> Iterator[Tenants]:
+    with ExitStack() as stack:
+        a, b = (
+            stack.enter_context(secure_client(control_plane, pki.issue(Role.TRAINER, name)))
+            for name in ("team-a", "team-b")
+        )
+        made = Tenants(control_plane, a, b)
+        yield made
+        made.close()
+
+
+@pytest.mark.parametrize("method", CALLS)
+def test_without_a_token_a_call_is_unauthenticated(tenants: Tenants, method: str) -> None:
+    before = refused(tenants.control_plane, method, "missing-token")
+    with pytest.raises(rpc.Unauthenticated, match="carries no token"):
+        CALLS[method](tenants.a, tenants.job_a, tenants.lease_0, _with_token(None))
+    assert refused(tenants.control_plane, method, "missing-token") == before + 1
+
+
+@pytest.mark.parametrize("method", CALLS)
+def test_another_jobs_token_is_denied(tenants: Tenants, method: str) -> None:
+    """Team b knows team a's job id and even a lease of it, and has a token of its own."""
+    before = refused(tenants.control_plane, method, "wrong-token")
+    with_token = _with_token(tenants.token(tenants.lease_b))
+    with pytest.raises(rpc.PermissionDenied, match="the token that came is none of 'team-b'"):
+        CALLS[method](tenants.b, tenants.job_a, tenants.lease_0, with_token)
+    assert refused(tenants.control_plane, method, "wrong-token") == before + 1
+
+
+@pytest.mark.parametrize("method", CALLS)
+def test_a_stolen_token_is_denied_to_another_identity(tenants: Tenants, method: str) -> None:
+    with_token = _with_token(tenants.token(tenants.lease_0))
+    with pytest.raises(rpc.PermissionDenied, match="the token that came is none of 'team-b'"):
+        CALLS[method](tenants.b, tenants.job_a, tenants.lease_0, with_token)
+
+
+@pytest.mark.parametrize("method", sorted(OF_ONE_RANK))
+def test_another_ranks_token_is_denied(tenants: Tenants, method: str) -> None:
+    with_token = _with_token(tenants.token(tenants.lease_0))
+    with pytest.raises(rpc.PermissionDenied, match=r"the token of rank 0 .* another rank's lease"):
+        CALLS[method](tenants.a, tenants.job_a, tenants.lease_1, with_token)
+
+
+@pytest.mark.parametrize("forged", [b"", b"x", bytes(36), rank_token(bytes(32), 0)])
+def test_a_made_up_token_is_denied(tenants: Tenants, forged: bytes) -> None:
+    call = CALLS["Jobs/RenewRank"]
+    with pytest.raises(rpc.PermissionDenied):
+        call(tenants.a, tenants.job_a, tenants.lease_0, _with_token(forged))
+
+
+def test_a_job_is_joined_by_its_own_tenant_alone(tenants: Tenants) -> None:
+    before = refused(tenants.control_plane, "Jobs/OpenJob", "other-owner")
+    with pytest.raises(rpc.PermissionDenied, match="which another identity runs"):
+        tenants.b.open(1, job_spec("job-a"))
+    assert refused(tenants.control_plane, "Jobs/OpenJob", "other-owner") == before + 1
+
+
+@pytest.mark.parametrize("method", CALLS)
+def test_the_token_of_a_closed_job_opens_nothing(tenants: Tenants, method: str) -> None:
+    spec = job_spec("brief", n_ranks=1)
+    closed, lease = tenants.a.open(0, spec)
+    old = _with_token(tenants.token(lease))
+    tenants.a.close_job(closed, lease)
+    with pytest.raises(rpc.UnknownJob, match="is closed"):
+        CALLS[method](tenants.a, closed, lease, old)
+    again, new_lease = tenants.a.open(0, spec)
+    with pytest.raises(rpc.PermissionDenied):
+        CALLS[method](tenants.a, again, new_lease, old)
+    tenants.a.close_job(again, new_lease)
+
+
+def test_operators_and_readers_see_a_job_without_its_token_and_without_addresses(
+    control_plane: ControlPlane, pki: Pki
+) -> None:
+    with ExitStack() as stack:
+        clients = {
+            role: stack.enter_context(secure_client(control_plane, pki.issue(role)))
+            for role in (Role.TRAINER, Role.SERVER, Role.OPERATOR, Role.READ_ONLY)
+        }
+        trainer = clients[Role.TRAINER]
+        server_lease = clients[Role.SERVER].register("pool-0")
+        job_id, lease = trainer.open(0, job_spec("seen", n_ranks=1))
+        trainer.submit(job_id, lease, rank_manifest(0, 0))
+        watcher = trainer.watch_rank(job_id, lease)
+        watcher.next("job_opened")
+        watcher.next("step_planned")
+        request = jobs_pb2.GetStepRequest(job_id=job_id, step=0)
+        addresses = {
+            role: {s.data_address for s in clients[role].jobs.GetStep(request).plan.servers}
+            for role in (Role.TRAINER, Role.OPERATOR, Role.READ_ONLY)
+        }
+        assert addresses == {
+            Role.TRAINER: {"127.0.0.1:9000"},
+            Role.OPERATOR: {"127.0.0.1:9000"},
+            Role.READ_ONLY: {""},
+        }
+        watcher.cancel()
+        trainer.close_job(job_id, lease)
+        clients[Role.SERVER].heartbeat(server_lease)
+
+
+def test_keys_go_to_servers_and_not_to_ranks_without_one(
+    control_plane: ControlPlane, pki: Pki
+) -> None:
+    with ExitStack() as stack:
+        server, trainer = (
+            stack.enter_context(secure_client(control_plane, pki.issue(role)))
+            for role in (Role.SERVER, Role.TRAINER)
+        )
+        at_server = server.watch_server(server.register("keyed"))
+        for placement, rank_has_key in (
+            (jobs_pb2.PLACEMENT_POOL, False),
+            (jobs_pb2.PLACEMENT_IN_PLACE, True),
+        ):
+            job_id, lease = trainer.open(0, job_spec("keys", n_ranks=1, placement=placement))
+            watcher = trainer.watch_rank(job_id, lease)
+            assert bool(watcher.next("job_opened").verification_key) is rank_has_key
+            watcher.cancel()
+            trainer.close_job(job_id, lease)
+        assert at_server.next("job_opened").verification_key
+        at_server.cancel()
+
+
+def test_tokens_are_checked_without_certificates_too() -> None:
+    with (
+        control_plane_with(None) as control_plane,
+        client_of(control_plane.address) as client,
+    ):
+        job_id, lease = client.open(0)
+        with pytest.raises(rpc.Unauthenticated):
+            CALLS["Jobs/RenewRank"](client, job_id, lease, _with_token(None))
+        with pytest.raises(rpc.PermissionDenied):
+            CALLS["Jobs/DescribeJob"](client, job_id, lease, _with_token(b"forged"))
+
+
+def test_a_token_secret_that_is_too_short_is_refused_at_start(tmp_path: Path) -> None:
+    path = tmp_path / "secret"
+    write_whole(path, b"hunter2", mode=0o600)
+    with (
+        pytest.raises(ValueError, match="a token secret has 32 or more"),
+        control_plane_with(None, token_secret_file=path),
+    ):
+        pass
+
+
+def test_a_job_comes_back_to_a_new_control_plane_by_its_own_ranks_tokens_alone(
+    pki: Pki, tmp_path: Path
+) -> None:
+    tls = pki.issue(Role.CONTROL_PLANE).for_server()
+    path, other = tmp_path / "secret", tmp_path / "other"
+    write_whole(path, b"s" * 32, mode=0o600)
+    write_whole(other, b"o" * 32, mode=0o600)
+    owner, stranger = (pki.issue(Role.TRAINER, name) for name in ("team-a", "team-b"))
+    with (
+        # The first of its state folder, and so one that keeps no names for jobs from before.
+        control_plane_with(tls, token_secret_file=path, state_dir=tmp_path) as before,
+        secure_client(before, owner) as client,
+    ):
+        job_id, lease = client.open(0)
+        token = client.tokens.of[lease]
+
+    def come_back(client: Client, rank: int = 0, shown: bytes | None = token) -> bytes:
+        request = jobs_pb2.OpenJobRequest(spec=job_spec(), rank=rank, host="h")
+        request.resume.job_id = job_id
+        answer: jobs_pb2.OpenJobResponse = client.jobs.OpenJob(request, **_with_token(shown))
+        return answer.token
+
+    with (
+        control_plane_with(tls, token_secret_file=other) as strange,
+        secure_client(strange, owner) as client,
+        pytest.raises(rpc.PermissionDenied, match="without a token secret"),
+    ):
+        come_back(client)
+    with (
+        control_plane_with(tls, token_secret_file=path) as after,
+        secure_client(after, owner) as client,
+        secure_client(after, stranger) as thief,
+    ):
+        with pytest.raises(rpc.PermissionDenied):
+            come_back(thief)
+        with pytest.raises(rpc.PermissionDenied):
+            come_back(client, rank=1)
+        with pytest.raises(rpc.Unauthenticated):
+            come_back(client, shown=None)
+        assert refused(after, "Jobs/OpenJob", "wrong-token") == 2
+        assert refused(after, "Jobs/OpenJob", "missing-token") == 1
+        assert come_back(client) == token
+
+
+def test_a_rank_of_a_job_from_before_is_told_what_lets_jobs_outlive_a_restart() -> None:
+    with control_plane_with(None) as before, client_of(before.address) as client:
+        job_id, lease = client.open(0)
+        token = client.tokens.of[lease]
+    request = jobs_pb2.OpenJobRequest(spec=job_spec(), rank=0, host="h")
+    request.resume.job_id = job_id
+    with (
+        control_plane_with(None) as after,
+        client_of(after.address) as client,
+        pytest.raises(rpc.WrongToken, match="give it --state-dir or --token-secret"),
+    ):
+        client.jobs.OpenJob(request, **_with_token(token))

@@ -1,0 +1,157 @@
+"""Step times with disaggregation."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from control_plane.planner import balanced, greedy
+from control_plane.planner.planning import PlanningOptions
+from core_attention.ca_task import Phase
+from distca.simulator.baselines import balanced_seconds, plain_packing
+from distca.simulator.disaggregated import Method, disaggregated_step, slot_manifest
+from distca.simulator.errors import InputError
+from distca.simulator.fleet import Placement
+from distca.simulator.model import PRESETS
+from distca.simulator.packing import pack_and_cut, pack_in_order
+from tests.unit.simulator.cases import K, documents, h200, setup
+
+METHOD = Method(planner=greedy.plan, options=PlanningOptions(tolerance=0.05))
+ENDLESS = {
+    "gpu_bandwidth_bytes_per_second": 1e18,
+    "host_bandwidth_bytes_per_second": 1e18,
+    "message_latency_seconds": 0.0,
+}
+
+
+def test_even_documents_stay_and_take_the_balanced_time() -> None:
+    of = setup(4)
+    lengths = np.full(16, 4 * K)
+    step = disaggregated_step(of, lengths, METHOD)
+    assert step.seconds == pytest.approx(balanced_seconds(of, lengths))
+    assert (step.moved_bytes, step.exposed_seconds) == (0, 0)
+    assert step.imbalance == pytest.approx(1)
+
+
+def test_with_endless_links_a_step_is_within_its_imbalance_of_balance() -> None:
+    of = setup(8, profile=h200(), tokens_per_rank=128 * K, cluster=ENDLESS)
+    for seed in range(3):
+        lengths = documents(of, seed)
+        step = disaggregated_step(of, lengths, METHOD)
+        balanced = balanced_seconds(of, lengths)
+        assert step.exposed_seconds == pytest.approx(0, abs=1e-9 * balanced)
+        # Cut documents run a little slower than whole ones, up to twice below 1K tokens.
+        assert step.seconds <= balanced * step.imbalance * 1.1
+        assert step.seconds < plain_packing(of, lengths).seconds
+
+
+def test_slower_links_never_make_a_step_faster() -> None:
+    lengths = documents(setup(8, tokens_per_rank=128 * K))
+    seconds = [
+        disaggregated_step(
+            setup(
+                8,
+                profile=h200(),
+                tokens_per_rank=128 * K,
+                cluster={"gpu_bandwidth_bytes_per_second": bandwidth},
+            ),
+            lengths,
+            METHOD,
+        ).seconds
+        for bandwidth in (400e9, 100e9, 25e9, 5e9)
+    ]
+    assert seconds == sorted(seconds)
+
+
+def test_idle_stages_serve_as_the_formula_says() -> None:
+    """With equal documents, endless links and a perfect plan, pipelines with pooled attention take
+    ((m + p - 1) l + m a) where balanced 1F1B takes (m + p - 1) (l + a)."""
+    n_stages, n_microbatches = 4, 4
+    of = setup(
+        8,
+        n_stages=n_stages,
+        n_microbatches=n_microbatches,
+        cluster=ENDLESS,
+        tokens_per_rank=256 * K,
+    )
+    lengths = np.full(of.step_tokens // (8 * K), 8 * K)
+    balanced = balanced_seconds(of, lengths)
+    slots = n_microbatches + n_stages - 1
+    per_slot = balanced / slots
+    no_attention = setup(
+        8, n_stages=n_stages, n_microbatches=n_microbatches, tokens_per_rank=256 * K
+    )
+    linear = (
+        sum(no_attention.linear_seconds_per_token(phase) for phase in Phase)
+        * 256
+        * K
+        * of.layers_per_stage
+    )
+    attention = per_slot - linear
+    expected = slots * linear + n_microbatches * attention
+    step = disaggregated_step(of, lengths, METHOD)
+    # Whole documents of 8K cannot be divided perfectly: the plan's own tolerance is 5%.
+    assert step.seconds == pytest.approx(expected, rel=0.05)
+    assert step.seconds < balanced
+
+
+def test_a_tick_holds_its_microbatches_on_their_stages() -> None:
+    manifests = [pack_in_order(np.array([6, 10, i + 1, 15 - i]), 2, 16, 2) for i in range(3)]
+    merged = slot_manifest(manifests, [(0, 2), (2, 0)], 3, 2)
+    assert merged.n_ranks == 6
+    for nano_batch in range(2):
+        assert merged.tokens_per_rank(nano_batch).tolist() == [8, 8, 0, 0, 8, 8]
+    expected = sorted([*manifests[0].document_length, *manifests[2].document_length])
+    assert sorted(merged.document_length) == expected
+
+
+def test_a_tick_holds_documents_that_are_cut_between_nano_batches() -> None:
+    manifests = [pack_and_cut(np.array([6, 12 + i, 14 - i]), 2, 16, 2) for i in range(3)]
+    merged = slot_manifest(manifests, [(0, 2), (2, 0)], 3, 2)
+    assert merged.n_carried == manifests[0].n_carried + manifests[2].n_carried > 0
+    carried = [
+        list(zip(m.carried_length.tolist(), (m.carried_rank + home).tolist(), strict=True))
+        for m, home in ((manifests[2], 0), (manifests[0], 4))
+    ]
+    found = zip(merged.carried_length.tolist(), merged.carried_rank.tolist(), strict=True)
+    assert list(found) == carried[0] + carried[1]
+
+
+def test_a_pool_moves_everything() -> None:
+    of = setup(4, profile=h200())
+    lengths = documents(of)
+    pool = disaggregated_step(of, lengths, METHOD, Placement.POOL, 4)
+    in_place = disaggregated_step(of, lengths, METHOD)
+    assert pool.moved_bytes > in_place.moved_bytes
+    shape = of.model.attention_shape
+    assert pool.moved_bytes >= of.step_tokens * (shape.q_row_bytes + shape.o_row_bytes) * 2
+
+
+def test_a_byte_budget_limits_what_a_rank_sends_and_what_is_waited_for() -> None:
+    of = setup(8, profile=h200(), tokens_per_rank=64 * K, model=PRESETS["llama-3-8b"])
+    waits, moved = [], []
+    for budget in (None, 1.0, 0.25):
+        method = Method(planner=balanced.plan, options=METHOD.options, byte_budget=budget)
+        steps = [disaggregated_step(of, documents(of, seed), method) for seed in range(3)]
+        waits.append(sum(step.exposed_seconds for step in steps))
+        moved.append(sum(step.moved_bytes for step in steps))
+    assert waits == sorted(waits, reverse=True)
+    assert moved == sorted(moved, reverse=True)
+    assert waits[-1] < waits[0]
+
+
+def test_bad_methods_are_named() -> None:
+    with pytest.raises(InputError, match="nano_batches is 3; valid are 1 and 2"):
+        Method(planner=greedy.plan, options=METHOD.options, n_nano_batches=3)
+    with pytest.raises(InputError, match="byte_budget is -1"):
+        Method(planner=greedy.plan, options=METHOD.options, byte_budget=-1.0)
+
+
+def test_without_ping_pong_communication_is_exposed() -> None:
+    of = setup(8, profile=h200(), tokens_per_rank=128 * K)
+    lengths = documents(of)
+    single = Method(planner=greedy.plan, options=METHOD.options, n_nano_batches=1)
+    assert (
+        disaggregated_step(of, lengths, single).exposed_seconds
+        > disaggregated_step(of, lengths, METHOD).exposed_seconds
+    )

@@ -1,0 +1,60 @@
+"""Planned homes in the simulator."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from control_plane.planner import balanced
+from control_plane.planner.planning import PlanningOptions
+from distca.simulator.disaggregated import Method, disaggregated_step
+from distca.simulator.errors import InputError
+from distca.simulator.homes import planned_homes
+from distca.simulator.model import PRESETS
+from tests.unit.simulator.cases import K, documents, h200, setup
+
+OPTIONS = PlanningOptions()
+
+
+def test_planned_homes_keep_the_tokens_of_every_rank_and_nano_batch() -> None:
+    of = setup(8, profile=h200(), tokens_per_rank=128 * K)
+    pack = planned_homes(of.rank_profile, OPTIONS)
+    manifest = pack(documents(of), 8, of.tokens_per_rank, 2)
+    for nano_batch in range(2):
+        assert (manifest.tokens_per_rank(nano_batch) == 64 * K).all()
+
+
+@pytest.mark.parametrize("n_nano_batches", [1, 2])
+def test_planned_homes_wait_less_for_links(n_nano_batches: int) -> None:
+    of = setup(16, profile=h200(), tokens_per_rank=128 * K, model=PRESETS["llama-3-8b"])
+    packed = Method(planner=balanced.plan, options=OPTIONS, n_nano_batches=n_nano_batches)
+    planned = replace(packed, pack=planned_homes(of.rank_profile, OPTIONS))
+    batches = [documents(of, seed) for seed in range(4)]
+    steps = {
+        name: [disaggregated_step(of, batch, method) for batch in batches]
+        for name, method in (("packed", packed), ("planned", planned))
+    }
+    waits = {name: sum(step.exposed_seconds for step in own) for name, own in steps.items()}
+    seconds = {name: sum(step.seconds for step in own) for name, own in steps.items()}
+    assert waits["planned"] < waits["packed"]
+    assert seconds["planned"] < seconds["packed"]
+    if n_nano_batches == 1:  # where a nano-batch holds any document, fewer bytes move besides
+        moved = {name: sum(step.moved_bytes for step in own) for name, own in steps.items()}
+        assert moved["planned"] < moved["packed"]
+
+
+def test_documents_that_do_not_divide_into_nano_batches_are_cut() -> None:
+    pack = planned_homes(setup(2).rank_profile, OPTIONS)
+    manifest = pack(np.array([12 * K, 20 * K]), 2, 16 * K, 2)
+    assert sorted(manifest.document_length.tolist()) == [4 * K, 12 * K, 16 * K]
+    for nano_batch in range(2):
+        assert (manifest.tokens_per_rank(nano_batch) == 8 * K).all()
+
+
+def test_tokens_must_match() -> None:
+    of = setup(4)
+    pack = planned_homes(of.rank_profile, OPTIONS)
+    with pytest.raises(InputError, match="the documents hold"):
+        pack(documents(of), 3, of.tokens_per_rank, 1)

@@ -1,0 +1,280 @@
+"""The trainer's link, with real control planes in this process that come and go."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from control_plane.server import ControlPlane
+from distca.contract import rpc
+from distca.contract.server_loss import LossCause, ServerLoss
+from tests.service.trainer_client.talking_rank import WAIT_SECONDS, TalkingRank
+from tests.support.service_harness import (
+    Client,
+    client_of,
+    eventually,
+    rank_manifest,
+    running,
+)
+from trainer_client.errors import PlanNotReady, SessionClosed
+from trainer_client.step.planned_step import PlannedStep
+
+
+def settings(address: str) -> rpc.RpcSettings:
+    return rpc.RpcSettings(address=address, connect_seconds=5.0)
+
+
+@contextmanager
+def ranks_of(address: str, **options: Any) -> Iterator[list[TalkingRank]]:
+    """Two ranks that have joined, and leave at the end."""
+    ranks = [TalkingRank(settings(address), rank, **options) for rank in (0, 1)]
+    try:
+        for rank in ranks:
+            rank.open()
+        yield ranks
+    finally:
+        for rank in ranks:
+            rank.close()
+
+
+@pytest.fixture
+def control_plane() -> Iterator[ControlPlane]:
+    with running() as control_plane:
+        yield control_plane
+
+
+@pytest.fixture
+def client(control_plane: ControlPlane) -> Iterator[Client]:
+    with client_of(control_plane.address) as client:
+        yield client
+
+
+def abandon(rank: TalkingRank) -> None:
+    """Has the rank look for no control plane any more, as if its process had been killed."""
+    rank.link._lifeline.finish()
+
+
+def submit_all(ranks: Sequence[TalkingRank], *steps: int) -> None:
+    for step in steps:
+        for rank in ranks:
+            rank.submit(step)
+
+
+def test_a_step_from_manifest_to_finish(control_plane: ControlPlane, client: Client) -> None:
+    client.register("s0")
+    with ranks_of(control_plane.address) as ranks:
+        submit_all(ranks, 0)
+        for rank in ranks:
+            planned = rank.wait(0)
+            assert planned.first_tick.tolist() == [0, 0, 0]
+            assert planned.plan.epoch == rank.steps.epoch
+            assert rank.plan_of(0) is planned
+            rank.report(0)
+        for rank in ranks:
+            rank.receives(("finished", 0))
+            assert rank.received == ["opened", ("planned", 0), ("finished", 0)]
+            assert rank.plan_of(0) is None
+        assert ranks[0].link.fetch_step(0).plan.manifest.step == 0
+
+
+def lost(server_id: str, epoch: int) -> ServerLoss:
+    return ServerLoss(
+        server_id=server_id,
+        epoch=epoch,
+        cause=LossCause.TRANSPORT_ERROR,
+        detail="connection reset",
+    )
+
+
+def test_recovery_asks_for_progress_and_brings_new_plans(
+    control_plane: ControlPlane, client: Client
+) -> None:
+    client.register("s0")
+    client.register("s1")
+    with ranks_of(control_plane.address) as ranks:
+        submit_all(ranks, 0, 1)
+        for rank in ranks:
+            epoch = rank.wait(0).plan.epoch
+            rank.receives(("planned", 1))
+            rank.progress = {0: [2 + rank.rank, 1]}
+        ranks[0].link.report_lost(lost("s0", epoch))
+        for rank in ranks:
+            rank.receives(("planned", 1), times=2)
+            assert rank.received[3:] == [("recover", ["s0"]), ("planned", 0), ("planned", 1)]
+            again = rank.plan_of(0)
+            assert again is not None
+            assert again.plan.epoch == rank.steps.epoch == epoch + 1
+            assert again.first_tick.tolist() == [2 + rank.rank, 2 + rank.rank, 1]
+            assert rank.wait(1).plan.epoch == epoch + 1
+
+
+def test_a_wait_goes_on_through_a_recovery(control_plane: ControlPlane, client: Client) -> None:
+    client.register("s0")
+    client.register("s1")
+    with ranks_of(control_plane.address) as ranks:
+        submit_all(ranks, 0)
+        epoch = ranks[0].wait(0).plan.epoch
+        ranks[0].submit(1)
+        result: list[PlannedStep] = []
+        waiter = threading.Thread(target=lambda: result.append(ranks[0].wait(1)))
+        waiter.start()
+        ranks[1].link.report_lost(lost("s0", epoch))
+        eventually(lambda: ranks[0].received[2:] == [("recover", ["s0"]), ("planned", 0)])
+        ranks[1].submit(1)
+        waiter.join(WAIT_SECONDS)
+        assert result[0].plan.epoch == epoch + 1
+
+
+def test_training_goes_on_under_a_control_plane_that_starts_again(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {
+        "state_dir": tmp_path,
+        "coordinator": {"rejoin_seconds": 0.5},
+    }
+    with ExitStack() as stack:
+        first = stack.enter_context(running(**settings))
+        with client_of(first.address) as client:
+            client.register("s0")
+        with ranks_of(first.address) as ranks:
+            submit_all(ranks, 0, 1)
+            for rank in ranks:
+                old = rank.wait(0)
+                rank.progress = {0: [1, 1]}
+                rank.receives(("planned", 1))
+            stack.close()
+            eventually(lambda: not any(rank.link.connected for rank in ranks))
+            # What is handed in and reported meanwhile is not lost.
+            submit_all(ranks, 2)
+            assert ranks[0].wait(1).plan.epoch == old.plan.epoch
+            with pytest.raises(rpc.ControlPlaneUnavailable):
+                ranks[0].link.fetch_step(0)
+            with (
+                running(listen_address=first.address, **settings),
+                client_of(first.address) as client,
+            ):
+                client.register("s0")
+                for rank in ranks:
+                    new = rank.wait(2)
+                    assert new.plan.epoch > old.plan.epoch
+                    assert ("recover", []) in rank.received
+                    again = rank.plan_of(0)
+                    assert again is not None
+                    assert again.first_tick.tolist() == [1, 1, 1]
+                    for step in (0, 1, 2):
+                        rank.report(step)
+                for rank in ranks:
+                    rank.receives(("finished", 2))
+                    rank.link.close("")
+
+
+def test_time_without_a_control_plane_does_not_count(tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        first = stack.enter_context(running(state_dir=tmp_path))
+        with ranks_of(first.address) as ranks:
+            submit_all(ranks[:1], 0)
+            stack.close()
+            eventually(lambda: not any(rank.link.connected for rank in ranks))
+            began = time.monotonic()
+            result: list[Any] = []
+
+            def wait() -> None:
+                with pytest.raises(PlanNotReady) as caught:
+                    ranks[0].wait(0, 0.5)
+                result.append(str(caught.value))
+
+            waiter = threading.Thread(target=wait)
+            waiter.start()
+            waiter.join(1.5)
+            assert waiter.is_alive()
+            with running(listen_address=first.address, state_dir=tmp_path):
+                waiter.join(WAIT_SECONDS)
+                assert time.monotonic() - began > 1.5
+                assert result == [
+                    "step 0: no plan in 0.5 s; ranks [1] have not submitted their manifests"
+                ]
+                for rank in ranks:
+                    rank.link.close("")
+
+
+def test_a_standby_is_found_at_the_next_address(tmp_path: Path) -> None:
+    with ExitStack() as leading, running(state_dir=tmp_path) as second:
+        first = leading.enter_context(running(state_dir=tmp_path))
+        with ranks_of(f"{first.address},{second.address}") as ranks:
+            submit_all(ranks, 0)
+            ranks[0].wait(0)
+            leading.close()
+            for rank in ranks:
+                rank.receives(("recover", []))
+            assert second.coordinator.job(ranks[0].link.job_id).joined_ranks == [0, 1]
+
+
+def test_a_control_plane_that_stays_away_ends_the_job() -> None:
+    with ExitStack() as stack:
+        control_plane = stack.enter_context(running())
+        rank = TalkingRank(settings(control_plane.address), 0, control_plane_timeout_seconds=0.5)
+        rank.open()
+        stack.close()
+        eventually(lambda: rank.link.failure is not None)
+        with pytest.raises(SessionClosed, match=r"has been away for 0\.5 s"):
+            rank.link.check()
+        rank.link.close("")
+
+
+def test_a_job_that_was_closed_meanwhile_ends_with_its_reason(tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        first = stack.enter_context(running(state_dir=tmp_path))
+        with ranks_of(first.address) as ranks:
+            abandon(ranks[1])
+            stack.close()
+            eventually(lambda: not ranks[0].link.connected)
+            limits = {"lease_seconds": 2.0, "rejoin_seconds": 0.1}
+            with running(listen_address=first.address, state_dir=tmp_path, coordinator=limits):
+                eventually(lambda: ranks[0].link.failure is not None)
+                assert "ranks [1] have not come back" in str(ranks[0].link.failure)
+
+
+def test_the_last_reports_are_sent_before_leaving(
+    control_plane: ControlPlane, client: Client
+) -> None:
+    client.register("s0")
+    with ranks_of(control_plane.address) as ranks:
+        submit_all(ranks, 0)
+        for rank in ranks:
+            rank.wait(0)
+        ranks[0].report(0)
+        ranks[0].link.close("")
+        eventually(lambda: len(ranks[1].link.fetch_step(0).ranks) == 1)
+        with pytest.raises(SessionClosed, match="session is closed"):
+            ranks[0].submit(1)
+
+
+def test_an_error_closes_the_job_for_the_others(control_plane: ControlPlane) -> None:
+    with ranks_of(control_plane.address) as ranks:
+        ranks[0].link.close("out of memory")
+        eventually(lambda: ranks[1].link.failure is not None)
+        assert "rank 0 failed: out of memory" in str(ranks[1].link.failure)
+        with pytest.raises(SessionClosed, match="out of memory"):
+            ranks[1].wait(0)
+
+
+def test_a_refused_manifest_and_a_step_without_a_plan_are_told_to_who_waits(
+    control_plane: ControlPlane, client: Client
+) -> None:
+    with ranks_of(control_plane.address) as ranks:
+        with pytest.raises(PlanNotReady, match="submit its manifest"):
+            ranks[0].wait(0)
+        ranks[0].submit(0, manifest=rank_manifest(0, 1))
+        with pytest.raises(PlanNotReady, match=r"the manifest was refused.*lease of rank 0"):
+            ranks[0].wait(0)
+        ranks[0].submit(0)
+        ranks[1].submit(0, forward_only=True)
+        with pytest.raises(PlanNotReady, match=r"ranks \[1\] say that step 0 is forward only"):
+            ranks[0].wait(0)
+        client.register("s0")
+        submit_all(ranks, 0)
+        assert ranks[0].wait(0).plan.step == 0

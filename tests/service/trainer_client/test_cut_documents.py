@@ -1,0 +1,365 @@
+"""Documents that begin in nano-batch 0 and go on in nano-batch 1, against the float64 reference."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import chain
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from core_attention.ca_task import MaskKind
+from core_attention.manifest import RankManifest, Segment
+from tests.service.trainer_client.test_parity import PLACEMENTS, make_shape
+from tests.support.cluster import Cluster
+from tests.support.cut_manifests import in_halves
+from tests.support.team import Layer, Team
+from trainer_client import SessionError, SessionOptions, core_attention, in_nano_batch
+from trainer_client.step.manifests import manifest_of_row
+
+TWO_RANKS = {
+    "one document": in_halves(2, 601),
+    "of four tokens": in_halves(2, 4),
+    "cut after its first token": [
+        RankManifest(0, 0, ((Segment(1, 300, 0, 1),), (Segment(1, 300, 1, 150),))),
+        RankManifest(0, 1, ((Segment(2, 5, 0, 5),), (Segment(1, 300, 151, 149),))),
+    ],
+    "cut before its last token": [
+        RankManifest(0, 0, ((Segment(1, 300, 0, 150),), (Segment(1, 300, 299, 1),))),
+        RankManifest(0, 1, ((Segment(1, 300, 150, 149),), (Segment(2, 5, 0, 5),))),
+    ],
+    "each rank cuts one of its own": [
+        RankManifest(
+            0,
+            0,
+            (
+                (Segment(1, 3, 0, 3), Segment(2, 200, 0, 97)),
+                (Segment(2, 200, 97, 103), Segment(3, 64, 0, 64)),
+            ),
+        ),
+        RankManifest(
+            0,
+            1,
+            ((Segment(4, 129, 0, 128),), (Segment(5, 7, 0, 7), Segment(4, 129, 128, 1))),
+        ),
+    ],
+    "many cut documents, in any order": [
+        RankManifest(
+            0,
+            0,
+            (
+                (Segment(9, 50, 0, 20), Segment(2, 31, 0, 30), Segment(4, 90, 0, 40)),
+                (Segment(4, 90, 61, 29), Segment(9, 50, 33, 17), Segment(1, 1, 0, 1)),
+            ),
+        ),
+        RankManifest(
+            0,
+            1,
+            (
+                (Segment(4, 90, 40, 10), Segment(9, 50, 20, 5)),
+                (Segment(9, 50, 25, 8), Segment(2, 31, 30, 1), Segment(4, 90, 50, 11)),
+            ),
+        ),
+    ],
+    "many tiny documents": in_halves(2, *[1, 2, 3, 1, 5] * 40, 64, *[2, 1] * 50),
+}
+
+
+@pytest.fixture(scope="module", params=PLACEMENTS)
+def team(request: pytest.FixtureRequest, pool_of_four: Cluster) -> Iterator[Team]:
+    with Team(pool_of_four, 2, make_shape(), n_layers=2, placement=request.param) as running:
+        yield running
+
+
+@pytest.mark.parametrize("case", TWO_RANKS)
+def test_every_placement_matches_the_reference(team: Team, case: str) -> None:
+    team.check(TWO_RANKS[case])
+
+
+@pytest.mark.parametrize("n_ranks", [1, 3])
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_one_and_three_ranks_match_the_reference(
+    pool_of_four: Cluster, n_ranks: int, placement: str
+) -> None:
+    with Team(pool_of_four, n_ranks, make_shape(), n_layers=2, placement=placement) as team:
+        team.check(in_halves(n_ranks, 509))
+        team.check(in_halves(n_ranks, 100, 301, 33, 7))
+
+
+@pytest.mark.parametrize("planner", ["greedy", "balanced"])
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_the_products_own_planners_match_the_reference(
+    pool_of_four: Cluster, placement: str, planner: str
+) -> None:
+    with Team(pool_of_four, 2, make_shape(), placement=placement, planner=planner) as team:
+        team.check(in_halves(2, 2401))
+        team.check(in_halves(2, 300, 1500, 700, 20))
+
+
+def in_pairs(*steps: list[RankManifest]) -> list[RankManifest]:
+    """One step of as many pairs of nano-batches as there are ``steps`` of two, on the same ranks;
+    with ids that all of them have, of other documents."""
+    return [
+        RankManifest(
+            0,
+            rank,
+            [
+                [
+                    replace(segment, document_id=segment.document_id + 1000 * pair)
+                    for segment in nano
+                ]
+                for pair, step in enumerate(steps)
+                for nano in step[rank].nano_batches
+            ],
+        )
+        for rank in range(len(steps[0]))
+    ]
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize("checkpointed", [True, False])
+def test_every_pair_of_nano_batches_matches_the_reference(
+    pool_of_four: Cluster, placement: str, checkpointed: bool
+) -> None:
+    """As steps of gradient accumulation have them; with layers at home that exchange edge keys."""
+    layers = [Layer(window=16, sinks=True), Layer(), Layer(chunk=16), Layer()]
+    with Team(
+        pool_of_four,
+        2,
+        make_shape(),
+        layers=layers,
+        n_nano_batches=6,
+        placement=placement,
+        checkpointed=checkpointed,
+    ) as team:
+        for between in ("each rank cuts one of its own", "cut after its first token"):
+            team.check(in_pairs(in_halves(2, 301), TWO_RANKS[between], in_halves(2, 9, 120, 1)))
+        team.check(in_pairs(in_halves(2, 4), *[TWO_RANKS["many cut documents, in any order"]] * 2))
+
+
+@pytest.mark.parametrize("interleave", [True, False])
+@pytest.mark.parametrize("checkpointed", [True, False])
+def test_checkpoints_and_turns_match_the_reference(
+    pool_of_four: Cluster, checkpointed: bool, interleave: bool
+) -> None:
+    with Team(
+        pool_of_four,
+        2,
+        make_shape(),
+        n_layers=3,
+        placement="mixed",
+        checkpointed=checkpointed,
+        interleave=interleave,
+    ) as team:
+        team.check(in_halves(2, 403))
+        team.check(TWO_RANKS["many cut documents, in any order"])
+
+
+@pytest.mark.parametrize(("num_heads", "num_heads_kv"), [(2, 2), (8, 1)])
+def test_bfloat16_matches_the_reference(
+    pool_of_four: Cluster, num_heads: int, num_heads_kv: int
+) -> None:
+    shape = make_shape(num_heads, num_heads_kv, "bfloat16")
+    with Team(pool_of_four, 2, shape, n_layers=2, placement="mixed") as team:
+        team.check(in_halves(2, 301))
+
+
+def test_equal_steps_give_equal_bits(pool_of_four: Cluster) -> None:
+    manifests = in_halves(2, 701)
+    with Team(pool_of_four, 2, make_shape(), placement="mixed", planner="greedy") as team:
+        runs = [team.run(manifests) for _ in range(3)]
+    for key, rows in runs[0].rows.items():
+        for other in runs[1:]:
+            for name, tensor in rows.items():
+                assert tensor.equal(other.rows[key][name]), f"{name} of {key} differs"
+
+
+def test_forward_only_steps_match_the_reference(pool_of_four: Cluster) -> None:
+    manifests = in_halves(2, 303)
+    with Team(pool_of_four, 2, make_shape(), n_layers=2, placement="mixed") as team:
+        with_backward = team.run(manifests)
+        alone = team.run(manifests, backward=False)
+    for key, rows in alone.rows.items():
+        assert rows["o"].allclose(with_backward.rows[key]["o"], atol=1e-6)
+
+
+@st.composite
+def rank_manifests(draw: st.DrawFn, n_ranks: int = 2) -> list[RankManifest]:
+    """Random documents over random ranks, many of them cut between the nano-batches."""
+    packed: list[list[list[Segment]]] = [[[], []] for _ in range(n_ranks)]
+    for document in range(draw(st.integers(1, 6))):
+        pieces = draw(st.lists(st.integers(1, 70), min_size=1, max_size=5))
+        n_first = draw(st.integers(0, len(pieces)))
+        offset, length = 0, sum(pieces)
+        for place, piece in enumerate(pieces):
+            rank = draw(st.integers(0, n_ranks - 1))
+            packed[rank][place >= n_first].append(Segment(document, length, offset, piece))
+            offset += piece
+    for rank, (_, second) in enumerate(packed):
+        second.append(Segment(100 + rank, 2, 0, 2))
+    return [
+        RankManifest(0, rank, [draw(st.permutations(nano)) for nano in nanos])
+        for rank, nanos in enumerate(packed)
+    ]
+
+
+@settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(manifests=rank_manifests(), seed=st.integers(0, 2**16))
+def test_random_manifests_and_plans_match_the_reference(
+    team: Team, manifests: list[RankManifest], seed: int
+) -> None:
+    team.check(manifests, seed=seed)
+
+
+class Steps:
+    """One rank with one document over both nano-batches, for loops of one's own."""
+
+    def __init__(self, team: Team) -> None:
+        self.team = team
+        self.rows = [
+            [torch.randn(20, heads, 16, requires_grad=True) for heads in (4, 2, 2)]
+            for _ in range(2)
+        ]
+
+    def attend(self, nano_batch: int) -> torch.Tensor:
+        with in_nano_batch(nano_batch):
+            q, k, v = self.rows[nano_batch]
+            return core_attention(q, k, v).sum()
+
+
+@pytest.fixture
+def one_rank(pool_of_four: Cluster) -> Iterator[Steps]:
+    with Team(pool_of_four, 1, make_shape(), placement="in-place") as team:
+        yield Steps(team)
+
+
+def test_nano_batches_in_the_wrong_order_are_refused(one_rank: Steps) -> None:
+    one_rank.team.submit(in_halves(1, 40))
+    with (
+        pytest.raises(SessionError, match="nano-batch 1 has come to layer 0 before nano-batch 0"),
+        one_rank.team.sessions[0].step(0),
+    ):
+        one_rank.attend(1)
+
+
+@pytest.mark.parametrize("later", [False, True])
+def test_backward_of_nano_batch_0_alone_is_refused(one_rank: Steps, later: bool) -> None:
+    """Its gradients would lack nano-batch 1's share, whether that has been computed yet or not."""
+
+    def run() -> None:
+        with one_rank.team.sessions[0].step(0):
+            first = one_rank.attend(0)
+            if later:
+                first.backward()
+            one_rank.attend(1)
+            first.backward()
+
+    one_rank.team.submit(in_halves(1, 40))
+    with pytest.raises(SessionError, match="add up the losses of both, and run backward once"):
+        run()
+
+
+def test_one_backward_of_both_gives_all_gradients(one_rank: Steps) -> None:
+    one_rank.team.submit(in_halves(1, 40))
+    with one_rank.team.sessions[0].step(0):
+        (one_rank.attend(0) + one_rank.attend(1)).backward()
+    q, k, v = (
+        torch.cat(halves).detach().double().requires_grad_()
+        for halves in zip(*one_rank.rows, strict=True)
+    )
+    keys, values = (rows.repeat_interleave(2, 1).transpose(0, 1) for rows in (k, v))
+    torch.nn.functional.scaled_dot_product_attention(
+        q.transpose(0, 1), keys, values, is_causal=True
+    ).sum().backward()
+    for nano_batch, rows in enumerate(one_rank.rows):
+        half = slice(20 * nano_batch, 20 * nano_batch + 20)
+        for ours, expected in zip(rows, (q, k, v), strict=True):
+            assert ours.grad is not None
+            assert expected.grad is not None
+            torch.testing.assert_close(ours.grad.double(), expected.grad[half], atol=1e-5, rtol=0)
+
+
+def tiny_documents_of_its_own(rank: int, count: int) -> RankManifest:
+    """Of 1 to 5 tokens; those of 2 and more are cut between the halves."""
+    documents = [(rank * count + index, 1 + index % 5) for index in range(count)]
+    return RankManifest(
+        0,
+        rank,
+        (
+            tuple(Segment(each, length, 0, -(-length // 2)) for each, length in documents),
+            tuple(
+                Segment(each, length, -(-length // 2), length // 2)
+                for each, length in documents
+                if length > 1
+            ),
+        ),
+    )
+
+
+@pytest.mark.parametrize("placement", ["pool", "in-place"])
+def test_windows_at_home_take_turns_with_served_layers(
+    pool_of_four: Cluster, placement: str
+) -> None:
+    """In every order of kinds: see test_home_layers for the layers at home alone."""
+    layers = [
+        Layer(window=16, sinks=True),
+        Layer(),
+        Layer(chunk=16),
+        Layer(window=200),
+        Layer(sinks=True),
+    ]
+    for checkpointed in (False, True):
+        with Team(
+            pool_of_four,
+            2,
+            make_shape(),
+            layers=layers,
+            placement=placement,
+            checkpointed=checkpointed,
+        ) as team:
+            team.check(TWO_RANKS["each rank cuts one of its own"])
+            team.check([tiny_documents_of_its_own(rank, 40) for rank in range(2)])
+
+
+@pytest.mark.parametrize(
+    ("lengths", "halves"),
+    [
+        ([7], [[(0, 0, 4)], [(0, 4, 3)]]),
+        ([1], [[(0, 0, 1)], []]),
+        ([2, 2], [[(0, 0, 2)], [(1, 0, 2)]]),
+        ([1, 6, 2], [[(0, 0, 1), (1, 0, 4)], [(1, 4, 2), (2, 0, 2)]]),
+    ],
+)
+def test_a_packed_row_is_split_in_its_middle(
+    lengths: list[int], halves: list[list[tuple[int, int, int]]]
+) -> None:
+    positions = torch.cat([torch.arange(length) for length in lengths])[None]
+    manifest = manifest_of_row(3, 1, {"position_ids": positions}, 2, cut_documents=True)
+    first = 1 << 32
+    assert [
+        [(s.document_id - first, s.offset, s.length) for s in segments]
+        for segments in manifest.nano_batches
+    ] == halves
+    assert all(
+        s.document_length == lengths[s.document_id - first] for s in chain(*manifest.nano_batches)
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"n_nano_batches": 1}, "n_nano_batches is 1"),
+        ({"shape": replace(make_shape(), mask=MaskKind.FULL)}, "under the mask FULL"),
+    ],
+)
+def test_options_that_cannot_cut_documents_are_refused(options: dict[str, Any], why: str) -> None:
+    settings = {"shape": make_shape(), **options}
+    with pytest.raises(ValueError, match=f"cut_documents is True, and {why}"):
+        SessionOptions(
+            control_plane="here:1", job="a", rank=0, n_ranks=1, n_layers=1, cut_documents=True,
+            data_host="127.0.0.1", **settings,
+        )  # fmt: skip

@@ -1,0 +1,379 @@
+"""Layers at home over documents that are cut between ranks: parity with float64, and what happens
+when the connections between ranks break."""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import trainer_client.models.transformers  # noqa: F401 - registers the implementation
+from core_attention.manifest import RankManifest, Segment
+from core_attention.tick import step_of_tag
+from tests.cluster.trainer_client.rank_process import run_ranks
+from tests.service.trainer_client.test_cut_documents import rank_manifests
+from tests.service.trainer_client.test_parity import PLACEMENTS, make_shape
+from tests.support.cluster import Cluster, keep_profile
+from tests.support.cut_manifests import in_halves
+from tests.support.team import Layer, Team, compare
+from trainer_client import Session, SessionError, SessionOptions, core_attention, in_nano_batch
+from trainer_client.errors import CoreAttentionFailed
+from trainer_client.step.edge_keys import EdgeMessage
+from trainer_client.step.neighbours import Neighbours
+
+WINDOW = 16
+
+LAYERS = [
+    Layer(window=WINDOW, sinks=True, softcap=1.5),
+    Layer(),
+    Layer(chunk=WINDOW, sinks=True),
+    Layer(window=1),
+    Layer(window=2),
+    Layer(window=200),
+    Layer(chunk=31, softcap=2.0),
+]
+
+
+THREE_RANKS = {
+    "one document": in_halves(3, 601),
+    "of six tokens": in_halves(3, 6),
+    "pieces shorter than the window": in_halves(3, 60),
+    "a window a piece": in_halves(3, 6 * WINDOW),
+    "one token more": in_halves(3, 6 * WINDOW + 6),
+    "among others": in_halves(3, 40, 3, 120, 2, 1, 300, 7),
+    "many tiny documents": in_halves(3, *[1, 2, 3, 1, 5] * 20, 64, *[2, 1] * 30),
+    "against the order of ranks": [
+        RankManifest(0, 0, ((Segment(1, 90, 60, 30),), (Segment(2, 50, 33, 17),))),
+        RankManifest(0, 1, ((Segment(1, 90, 30, 30),), (Segment(2, 50, 10, 23),))),
+        RankManifest(0, 2, ((Segment(1, 90, 0, 30),), (Segment(2, 50, 0, 10),))),
+    ],
+    "in pieces anywhere": [
+        RankManifest(
+            0,
+            0,
+            (
+                (Segment(9, 80, 20, 5), Segment(2, 31, 0, 10), Segment(9, 80, 0, 10)),
+                (Segment(9, 80, 70, 10), Segment(2, 31, 30, 1)),
+            ),
+        ),
+        RankManifest(
+            0, 1, ((Segment(9, 80, 10, 10),), (Segment(9, 80, 40, 7), Segment(2, 31, 10, 20)))
+        ),
+        RankManifest(0, 2, ((Segment(9, 80, 25, 15),), (Segment(9, 80, 47, 23),))),
+    ],
+    "ranks without rows": [
+        RankManifest(0, 0, ((Segment(1, 90, 0, 50),), ())),
+        RankManifest(0, 1, ((), ())),
+        RankManifest(0, 2, ((Segment(1, 90, 50, 40),), ())),
+    ],
+}
+
+
+@pytest.fixture(scope="module", params=PLACEMENTS)
+def team(request: pytest.FixtureRequest, pool_of_four: Cluster) -> Iterator[Team]:
+    with Team(pool_of_four, 3, make_shape(), layers=LAYERS, placement=request.param) as running:
+        yield running
+
+
+@pytest.mark.parametrize("case", THREE_RANKS)
+def test_documents_over_ranks_match_the_reference(team: Team, case: str) -> None:
+    team.check(THREE_RANKS[case])
+
+
+@settings(
+    max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(manifests=rank_manifests(3), seed=st.integers(0, 2**16))
+def test_random_pieces_match_the_reference(
+    team: Team, manifests: list[RankManifest], seed: int
+) -> None:
+    team.check(manifests, seed=seed)
+
+
+@pytest.mark.parametrize("interleave", [True, False])
+@pytest.mark.parametrize("checkpointed", [True, False])
+def test_checkpoints_and_turns_match_the_reference(
+    pool_of_four: Cluster, checkpointed: bool, interleave: bool
+) -> None:
+    with Team(
+        pool_of_four,
+        3,
+        make_shape(),
+        layers=LAYERS,
+        placement="mixed",
+        checkpointed=checkpointed,
+        interleave=interleave,
+    ) as team:
+        team.check(THREE_RANKS["one document"])
+        team.check(THREE_RANKS["in pieces anywhere"])
+
+
+def test_one_nano_batch_and_checksums_match_the_reference(pool_of_four: Cluster) -> None:
+    manifests = [
+        RankManifest(0, rank, ((Segment(1, 120, 40 * rank, 40), Segment(2 + rank, 9, 0, 9)),))
+        for rank in range(3)
+    ]
+    with Team(
+        pool_of_four, 3, make_shape(), layers=LAYERS, n_nano_batches=1, checksums=True
+    ) as team:
+        team.check(manifests)
+        team.check(manifests, seed=1)
+
+
+@pytest.mark.parametrize(("num_heads", "num_heads_kv"), [(2, 2), (8, 1)])
+def test_bfloat16_matches_the_reference(
+    pool_of_four: Cluster, num_heads: int, num_heads_kv: int
+) -> None:
+    shape = make_shape(num_heads, num_heads_kv, "bfloat16")
+    with Team(pool_of_four, 2, shape, layers=[Layer(window=40), Layer()]) as team:
+        team.check(in_halves(2, 301))
+
+
+def test_forward_only_steps_match_the_reference(pool_of_four: Cluster) -> None:
+    manifests = in_halves(3, 303)
+    with Team(pool_of_four, 3, make_shape(), layers=LAYERS) as team:
+        with_backward = team.run(manifests)
+        alone = team.run(manifests, backward=False)
+    for key, rows in alone.rows.items():
+        assert rows["o"].allclose(with_backward.rows[key]["o"], atol=1e-6)
+
+
+def neighbours_of(session: Session) -> Neighbours:
+    return session._neighbours
+
+
+def cut_all(team: Team) -> int:
+    """Breaks the connections between the ranks; returns how many there were."""
+    found = [
+        neighbour.connection
+        for session in team.sessions
+        for neighbour in list(neighbours_of(session)._neighbours.values())
+        if neighbour.is_connected
+    ]
+    for connection in found:
+        assert connection is not None
+        connection.close("cut by a test")
+    return len(found)
+
+
+@pytest.mark.parametrize("phase", ["FORWARD", "BACKWARD"])
+def test_connections_that_break_are_opened_anew(
+    pool_of_four: Cluster, phase: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between messages that were sent and those that were taken: they are sent again."""
+    taken = Neighbours.take
+    cuts: list[int] = []
+
+    def take_after_a_cut(self: Neighbours, message: EdgeMessage, *args: object) -> object:
+        if message.tick.phase.name == phase and len(cuts) < 6:
+            cuts.append(cut_all(ranks))
+        return taken(self, message, *args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Neighbours, "take", take_after_a_cut)
+    with Team(pool_of_four, 3, make_shape(), layers=LAYERS) as ranks:
+        ranks.check(THREE_RANKS["one document"])
+        ranks.check(THREE_RANKS["against the order of ranks"])
+    assert any(cuts)
+
+
+def test_waits_for_edge_keys_are_in_the_report(pool_of_four: Cluster) -> None:
+    with Team(pool_of_four, 2, make_shape(), layers=[Layer(window=8), Layer()]) as team:
+        over_ranks = team.check(in_halves(2, 100)).running
+        apart = team.check(in_halves(2, 25, 25, 25, 25)).running
+    waits = [running.report.edge_wait_seconds for running in over_ranks if running.report]
+    assert len(waits) == 2
+    assert all(0.0 < seconds < 20.0 for seconds in waits)
+    named = [event.detail for event in over_ranks[0].trace if event.name == "edge keys"]
+    assert (
+        "step 0 nano-batch 0: gradients of keys from rank 1, of layer 0 of those at home" in named
+    )
+    assert [running.report.edge_wait_seconds for running in apart if running.report] == [0.0, 0.0]
+
+
+def test_messages_are_kept_until_every_rank_has_finished_the_step(pool_of_four: Cluster) -> None:
+    with Team(pool_of_four, 3, make_shape(), layers=LAYERS) as team:
+        for _ in range(4):
+            team.check(THREE_RANKS["one document"])
+        kept = {
+            step_of_tag(tag)
+            for session in team.sessions
+            for neighbour in neighbours_of(session)._neighbours.values()
+            for tag in (*neighbour.kept, *neighbour.received)
+        }
+    assert 0 not in kept
+    assert 1 not in kept
+
+
+def test_keys_that_do_not_come_are_missed_by_name(
+    pool_of_four: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Neighbours, "send", lambda self, message, layout, tensors: None)
+    why = (
+        "step 0 nano-batch 0: keys from rank 0, of layer 0 of those at home did not come within "
+        "tick_timeout_seconds 1"
+    )
+    with Team(pool_of_four, 2, make_shape(), layers=[Layer(window=8), Layer()]) as team:
+        for session in team.sessions:
+            neighbours_of(session)._deadline_seconds = 1.0
+        with pytest.raises(CoreAttentionFailed, match=re.escape(why)):
+            team.run([RankManifest(0, r, ((Segment(1, 40, 20 * r, 20),), ())) for r in range(2)])
+
+
+def test_a_second_backward_is_refused(pool_of_four: Cluster) -> None:
+    refused: list[str] = []
+    meet = threading.Barrier(2)
+
+    def run(rank: int) -> None:
+        rows = [torch.randn(20, heads, 16, requires_grad=True) for heads in (4, 2, 2)]
+        with ranks.sessions[rank].step(0) as running:
+            with in_nano_batch(0):
+                o = core_attention(*rows, window=8)
+            o.sum().backward(retain_graph=True)
+            meet.wait(20)
+            try:
+                o.sum().backward()
+            except SessionError as error:
+                refused.append(str(error))
+            running.give_up("enough seen")
+
+    with Team(pool_of_four, 2, make_shape(), layers=[Layer(window=8), Layer()]) as ranks:
+        ranks.submit([RankManifest(0, r, ((Segment(1, 40, 20 * r, 20),), ())) for r in range(2)])
+        for future in [ranks._threads[rank].submit(run, rank) for rank in range(2)]:
+            future.result(60)
+    assert len(refused) == 2
+    assert all("twice" in each and "without retain_graph" in each for each in refused)
+
+
+LAYER_TYPES = ["sliding_attention", "full_attention"] * 2
+AUTO: Any = transformers.AutoModelForCausalLM
+SIZES: dict[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "sliding_window": 16,
+}
+
+MODELS = {
+    "Gemma 3": transformers.Gemma3TextConfig(**SIZES, layer_types=LAYER_TYPES),
+    "gpt-oss": transformers.GptOssConfig(
+        **SIZES, num_local_experts=2, num_experts_per_tok=1, layer_types=LAYER_TYPES
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_models_train_with_documents_over_ranks(pool_of_four: Cluster, name: str) -> None:
+    """One document of 75 tokens over three ranks, and others of a rank's own beside it: the sum of
+    the ranks' gradients is that of the documents, each alone, with transformers' own attention."""
+    torch.manual_seed(0)
+    documents = [torch.randint(64, (1, length)) for length in (75, 20, 3, 31)]
+    pieces = [[(0, 0, 25), (1, 0, 20)], [(2, 0, 3), (0, 25, 25)], [(0, 50, 25), (3, 0, 31)]]
+    reference = AUTO.from_config(MODELS[name], attn_implementation="eager")
+    for tokens in documents:
+        reference(input_ids=tokens).logits.square().sum().backward()
+    models = []
+    for _ in pieces:
+        models.append(AUTO.from_config(MODELS[name], attn_implementation="distca"))
+        models[-1].load_state_dict(reference.state_dict())
+
+    def run(rank: int) -> None:
+        segments = [
+            Segment(number, documents[number].numel(), offset, length)
+            for number, offset, length in pieces[rank]
+        ]
+        options = SessionOptions.for_model(
+            models[rank],
+            control_plane=pool_of_four.address,
+            job=f"over-ranks-{name.replace(' ', '-').lower()}",
+            rank=rank,
+            n_ranks=len(pieces),
+            n_nano_batches=1,
+            data_host="127.0.0.1",
+            one_host=True,
+            profile_dir=pool_of_four.folder,
+            probe_bytes=0,
+        )
+        with Session.open(options) as session:
+            session.submit(RankManifest(0, rank, (tuple(segments),)))
+            with session.step(0):
+                output = models[rank](
+                    input_ids=torch.cat(
+                        [documents[n][:, at : at + length] for n, at, length in pieces[rank]], dim=1
+                    ),
+                    position_ids=torch.cat(
+                        [torch.arange(at, at + length) for _, at, length in pieces[rank]]
+                    )[None],
+                    use_cache=False,
+                )
+                output.logits.square().sum().backward()
+
+    with ThreadPoolExecutor(len(pieces)) as threads:
+        for future in [threads.submit(run, rank) for rank in range(len(pieces))]:
+            future.result(120)
+    for parameters in zip(reference.parameters(), *(m.parameters() for m in models), strict=True):
+        expected, *found = (
+            p.grad if p.grad is not None else torch.zeros_like(p) for p in parameters
+        )
+        # float32 sums in another order: 1e-6 of the largest element in practice.
+        scale = expected.abs().max().clamp(min=1e-3)
+        torch.testing.assert_close(sum(found) / scale, expected / scale, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize(
+    "device",
+    [
+        "cpu",
+        pytest.param(
+            "cuda",
+            marks=[
+                pytest.mark.gpu,
+                pytest.mark.timeout(400),
+                pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+            ],
+        ),
+    ],
+)
+def test_ranks_in_processes_of_their_own_match_the_reference(
+    pool_of_four: Cluster, tmp_path: Path, device: str
+) -> None:
+    """On one GPU or two, with streams and cuda_ipc between them."""
+    shape, devices = make_shape(), ["cpu"] * 2
+    if device == "cuda":
+        shape = replace(make_shape(8, 2, "bfloat16"), head_dim=64, head_dim_v=64)
+        devices = [f"cuda:{rank % torch.cuda.device_count()}" for rank in range(2)]
+    for each in devices:
+        keep_profile(pool_of_four.folder, shape, each)
+    layers = [Layer(window=40, sinks=True), Layer(), Layer(window=1000), Layer(chunk=31)]
+    steps = [
+        in_halves(2, 601),
+        in_halves(2, 40, 3, 120, 2, 1, 3000, 7),
+        in_halves(2, *[1, 2, 3, 1, 5] * 20, 64, *[2, 1] * 30),
+    ]
+    options = {
+        "control_plane": pool_of_four.address,
+        "job": f"processes-{device}",
+        "n_layers": 1,
+        "shape": shape,
+        "data_host": "127.0.0.1",
+        "one_host": True,
+        "profile_dir": pool_of_four.folder,
+        "probe_bytes": 0,
+    }
+    found = run_ranks(tmp_path, options, layers, steps, devices, timeout_seconds=300.0)
+    for manifests, rows in zip(steps, found, strict=True):
+        for number, layer in enumerate(layers):
+            compare(manifests, rows, number, layer, shape, shape.default_softmax_scale)

@@ -1,0 +1,317 @@
+"""What users see when something is wrong: a named error, soon, and never a hang."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from attention_node.hello import PROTOCOL_VERSION
+from core_attention.errors import TensorError
+from core_attention.manifest import RankManifest, Segment
+from core_attention.shape import AttentionShape
+from data_plane.transport import Address, HandshakeRejected, TransportError
+from data_plane.ucxx.settings import UcxxSettings
+from data_plane.ucxx.transport import UcxxTransport
+from distca.contract import rpc
+from distca.v1 import data_plane_pb2
+from tests.support.cluster import Cluster, cluster
+from tests.support.team import Team
+from trainer_client import (
+    CoreAttentionFailed,
+    Placement,
+    PlanNotReady,
+    Session,
+    SessionClosed,
+    SessionError,
+    SessionOptions,
+    core_attention,
+)
+
+SHAPE = AttentionShape(num_heads=4, num_heads_kv=2, head_dim=16, head_dim_v=16, dtype="float32")
+SOON_SECONDS = 15.0
+"""Far below the 30 s within which every failure must be told; two busy cores need the slack."""
+
+
+def whole(n_ranks: int = 2) -> list[RankManifest]:
+    return [RankManifest.from_lengths(0, rank, [[300], [200]]) for rank in range(n_ranks)]
+
+
+def submit_alone(team: Team, step: int) -> int:
+    """Submits rank 0's manifest of a step that rank 1 will not run."""
+    nano_batches = whole()[0].nano_batches
+    team.sessions[0].submit(RankManifest(step, 0, nano_batches))
+    return step
+
+
+@pytest.fixture
+def doomed(tmp_path: Path) -> Iterator[Cluster]:
+    """A cluster of its own, to break."""
+    with cluster(tmp_path, 2, lease_seconds=3.0) as running:
+        yield running
+
+
+def test_a_stopped_node_costs_no_step(doomed: Cluster) -> None:
+    with Team(
+        doomed, 2, SHAPE, placement="pool", ping_quiet_seconds=0.5, ping_timeout_seconds=1.5
+    ) as team:
+        team.run(whole())
+        doomed.processes[1].popen.send_signal(signal.SIGSTOP)
+        result = team.check(whole())
+        assert max(running.recoveries for running in result.running) >= 1
+
+
+def test_a_control_plane_that_stays_away_ends_the_session(doomed: Cluster) -> None:
+    with Team(doomed, 1, SHAPE, placement="pool", control_plane_timeout_seconds=8.0) as team:
+        team.run(whole(1))
+        doomed.control_plane.kill()
+        with pytest.raises(SessionError, match="has been away for 8 s"):
+            team.run(whole(1))
+
+
+def test_a_rank_that_fails_tells_the_others_why(pool_of_four: Cluster) -> None:
+    with Team(pool_of_four, 2, SHAPE, placement="in-place") as team:
+        team.run(whole())
+        team.sessions[1].close("the disk is full")
+        with (
+            pytest.raises(SessionClosed, match="rank 1 failed: the disk is full"),
+            team.sessions[0].step(submit_alone(team, step=1)),
+        ):
+            pass
+
+
+def test_a_pool_without_servers_is_served_at_home(tmp_path: Path) -> None:
+    with cluster(tmp_path, 0) as empty, Team(empty, 2, SHAPE, placement="pool") as team:
+        result = team.check(whole())
+        for running in result.running:
+            assert None not in {server.in_place_rank for server in running.plan.servers}
+
+
+@pytest.mark.parametrize(
+    ("segments", "named"),
+    [
+        ((Segment(7, 10, 0, 6), Segment(7, 10, 5, 5)), "document 7.*overlap"),
+        ((Segment(7, 10, 0, 6),), "document 7.*6"),
+        ((Segment(7, 10, 4, 6),), "document 7.*gap"),
+        ((Segment(7, 0, 0, 0),), "document 7.*length 0"),
+        ((Segment(7, 9, 0, 6), Segment(7, 10, 6, 4)), "document 7.*length"),
+    ],
+)
+def test_a_manifest_that_breaks_an_invariant_names_the_document(
+    pool_of_four: Cluster, segments: tuple[Segment, ...], named: str
+) -> None:
+    with (
+        Team(pool_of_four, 1, SHAPE, placement="pool") as team,
+        pytest.raises(PlanNotReady, match=named),
+    ):
+        team.run([RankManifest(0, 0, (segments, ()))])
+
+
+def test_a_late_rank_is_named(pool_of_four: Cluster) -> None:
+    with Team(pool_of_four, 2, SHAPE, placement="pool", plan_timeout_seconds=1.0) as team:
+        team.sessions[0].submit(whole()[0])
+        with pytest.raises(PlanNotReady, match=r"ranks \[1\]"), team.sessions[0].step(0):
+            pass
+
+
+def test_a_step_that_was_not_submitted_is_named(pool_of_four: Cluster) -> None:
+    with Team(pool_of_four, 1, SHAPE, placement="pool") as team:
+        with pytest.raises(PlanNotReady, match="step 5: submit"), team.sessions[0].step(5):
+            pass
+        with pytest.raises(ValueError, match="rank 1"):
+            team.sessions[0].submit(whole()[1])
+        with pytest.raises(ValueError, match="1 nano-batches"):
+            team.sessions[0].submit(RankManifest.from_lengths(0, 0, [[3]]))
+
+
+def test_an_unknown_planner_is_refused(pool_of_four: Cluster) -> None:
+    with pytest.raises(rpc.InvalidRequest, match="planner is 'oracle'"):
+        Team(pool_of_four, 1, SHAPE, placement="pool", planner="oracle")
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"q": torch.zeros(299, 4, 16)}, "q"),
+        ({"k": torch.zeros(300, 4, 16)}, "k"),
+        ({"v": torch.zeros(300, 2, 8)}, "v"),
+        ({"q": torch.zeros(300, 4, 16, dtype=torch.float64)}, "q.*float64"),
+        ({"q": torch.zeros(4, 300, 16).transpose(0, 1)}, "q.*contiguous"),
+        ({"k": torch.zeros(300, 2, 16, device="meta")}, "k.*meta"),
+    ],
+)
+def test_a_wrong_tensor_is_named(
+    pool_of_four: Cluster, change: dict[str, torch.Tensor], named: str
+) -> None:
+    rows = {
+        "q": torch.zeros(300, 4, 16),
+        "k": torch.zeros(300, 2, 16),
+        "v": torch.zeros(300, 2, 16),
+        **change,
+    }
+    with Team(pool_of_four, 1, SHAPE, placement="pool", n_nano_batches=1) as team:
+        session = team.sessions[0]
+        session.submit(RankManifest.from_lengths(0, 0, [[300]]))
+        with pytest.raises(TensorError, match=named), session.step(0):
+            core_attention(rows["q"], rows["k"], rows["v"])
+
+
+def test_backward_outside_of_its_step_is_refused(pool_of_four: Cluster) -> None:
+    with Team(pool_of_four, 1, SHAPE, placement="pool", n_nano_batches=1) as team:
+        session = team.sessions[0]
+        session.submit(RankManifest.from_lengths(0, 0, [[30]]))
+        q = torch.zeros(30, 4, 16, requires_grad=True)
+        k = torch.zeros(30, 2, 16)
+        with pytest.raises(SessionError, match="0 of 1 backward"), session.step(0):
+            o = core_attention(q, k, k.clone())
+        with pytest.raises(CoreAttentionFailed, match="inside the step's block"):
+            o.sum().backward()
+
+
+def test_a_taken_port_is_named(pool_of_four: Cluster) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(TransportError, match=str(port)):
+            Team(pool_of_four, 1, SHAPE, placement="in-place", data_port=port)
+
+
+def test_no_control_plane_is_told_soon(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        port = closed.getsockname()[1]
+    began = time.monotonic()
+    with pytest.raises(rpc.ControlPlaneUnavailable, match=str(port)):
+        Session.open(
+            SessionOptions(
+                control_plane=f"127.0.0.1:{port}",
+                job="nobody",
+                rank=0,
+                n_ranks=1,
+                n_layers=1,
+                shape=SHAPE,
+                placement=Placement.POOL,
+                start_timeout_seconds=1.0,
+            )
+        )
+    assert time.monotonic() - began < SOON_SECONDS
+
+
+@pytest.mark.parametrize(
+    ("change", "reason", "code"),
+    [
+        ({"secret": b"guessed"}, "wrong token", data_plane_pb2.HELLO_REFUSAL_UNKNOWN),
+        ({"job_id": "other"}, "unknown job", data_plane_pb2.HELLO_REFUSAL_UNKNOWN),
+        ({"server_id": "node-9"}, "not 'node-9'", data_plane_pb2.HELLO_REFUSAL_SERVER),
+        (
+            {"server_id": "node-9", "secret": b"guessed"},
+            "not 'node-9'",
+            data_plane_pb2.HELLO_REFUSAL_SERVER,
+        ),
+        ({"rank": 3}, "wrong token for rank 3", data_plane_pb2.HELLO_REFUSAL_UNKNOWN),
+        ({"version": 99}, "version 99", data_plane_pb2.HELLO_REFUSAL_VERSION),
+    ],
+)
+def test_a_stranger_gets_no_connection(
+    pool_of_four: Cluster, change: dict[str, Any], reason: str, code: int
+) -> None:
+    host, _, port = pool_of_four.processes[1].addresses["data"].rpartition(":")
+    transport = UcxxTransport(UcxxSettings(one_host=True))
+    try:
+        with Team(pool_of_four, 1, SHAPE, placement="pool") as team:
+            link = team.sessions[0]._link
+            secret = change.get("secret", link.token)
+            fields: dict[str, Any] = {
+                "version": PROTOCOL_VERSION,
+                "job_id": link.job_id,
+                "rank": 0,
+                "server_id": "node-0",
+                **{name: value for name, value in change.items() if name != "secret"},
+            }
+            hello = data_plane_pb2.Hello(**fields).SerializeToString()
+            with pytest.raises(HandshakeRejected, match=reason) as refused:
+                transport.connect(Address(host, int(port)), hello, 5.0, secret=secret)
+            assert refused.value.code == code
+            with pytest.raises(HandshakeRejected, match="hello"):
+                transport.connect(Address(host, int(port)), b"\xff\xfe garbage", 5.0, secret=secret)
+    finally:
+        transport.close()
+
+
+def test_options_out_of_range_are_named() -> None:
+    for change, named in (
+        ({"rank": 2}, "rank is 2"),
+        ({"n_layers": 0}, "n_layers is 0"),
+        ({"tolerance": -0.1}, "tolerance is -0.1"),
+        ({"tick_timeout_seconds": 0.0}, "tick_timeout_seconds is 0.0"),
+        ({"placement": "cloud"}, "placement is 'cloud'; valid: 'pool', 'in-place', 'mixed'"),
+    ):
+        options: dict[str, object] = {
+            "control_plane": "localhost:1",
+            "job": "j",
+            "rank": 0,
+            "n_ranks": 2,
+            "n_layers": 1,
+            "shape": SHAPE,
+            **change,
+        }
+        with pytest.raises(ValueError, match=named):
+            SessionOptions(**options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "change", [{"control_plane": "nowhere"}, {"ca_file": Path("/nowhere/ca.pem")}]
+)
+def test_a_session_that_cannot_be_made_leaves_no_thread(change: dict[str, Any]) -> None:
+    before = set(threading.enumerate())
+    options = {"control_plane": "localhost:1", "job": "j", "rank": 0, "n_ranks": 1, "n_layers": 1}
+    with pytest.raises((ValueError, OSError), match="nowhere"):
+        Session.open(SessionOptions(**{**options, "shape": SHAPE, **change}))
+    left = {thread.name for thread in set(threading.enumerate()) - before}
+    assert "ucxx-owner" not in left
+
+
+def test_a_fork_leaves_the_session_that_it_inherits_alone(pool_of_four: Cluster) -> None:
+    team = Team(pool_of_four, 1, SHAPE, placement="pool")
+    session = team.sessions[0]
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            with pytest.raises(SessionError, match="this is its fork"), session.step(0):
+                pass
+            session.close()
+            code = 0
+        finally:
+            os._exit(code)
+    deadline = time.monotonic() + 20
+    while (ended := os.waitpid(child, os.WNOHANG))[0] == 0 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    if ended[0] == 0:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        raise AssertionError("the fork hangs in close")
+    assert os.waitstatus_to_exitcode(ended[1]) == 0
+    team.run(whole(1))
+    team.close()
+
+
+def test_closing_twice_leaves_no_thread(pool_of_four: Cluster) -> None:
+    before = {thread.name for thread in threading.enumerate()}
+    team = Team(pool_of_four, 1, SHAPE, placement="mixed")
+    team.run(whole(1))
+    team.close()
+    team.sessions[0].close()
+    deadline = time.monotonic() + 5
+    while time.monotonic() < deadline:
+        left = {t.name for t in threading.enumerate() if t.name.startswith(("distca", "ucxx"))}
+        if not left - before:
+            return
+        time.sleep(0.1)
+    raise AssertionError(f"threads are left: {left - before}")

@@ -1,0 +1,558 @@
+"""The tick server's bookkeeping: plans that come twice or late, steps that fail or are given up,
+and buffers, which all go back to the pool."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+import torch
+
+from attention_node.executor import Executor
+from attention_node.hello import PROTOCOL_VERSION, HelloRefusal, HelloRefused
+from attention_node.open_tick import TickGivenUp
+from attention_node.served_job import JobDescription, StepBusy
+from attention_node.tick_server import TickServer
+from core_attention.ca_task import Phase, TaskTable
+from core_attention.kernels.cpu import CpuKernel
+from core_attention.kernels.protocol import ForwardPart
+from core_attention.manifest import RankManifest, Segment
+from core_attention.plan import Plan
+from core_attention.score_rule import PLAIN, ScoreRule
+from core_attention.tick import Tick
+from data_plane.buffer_pool import BufferPool, PooledBuffer
+from data_plane.device_memory import DriverError
+from data_plane.transport import (
+    PeerClosed,
+    PeerLost,
+    PeerReset,
+    ProofFailed,
+    Transfer,
+    TransferState,
+    TransportError,
+)
+from distca.contract.tokens import KEY_BYTES, rank_token
+from distca.v1 import data_plane_pb2
+from tests.unit.attention_node.cases import SCALE, SHAPE, make_plan
+
+N_LAYERS = 3
+JOB = JobDescription(
+    job_id="job",
+    verification_key=bytes(KEY_BYTES),
+    n_ranks=2,
+    n_layers=N_LAYERS,
+    n_nano_batches=1,
+    shape=SHAPE,
+    scale=SCALE,
+    name="job",
+)
+WAIT_SECONDS = 10.0
+TICK_BYTES = 4608
+"""Of all buffers of one tick of the plan below: requests and replies, as a pool rounds them."""
+MOVING_SECONDS = 0.125
+"""What every transfer says that its bytes took."""
+
+
+class FakeTransfer:
+    """A transfer that the test ends."""
+
+    def __init__(self, tag: int, buffer: PooledBuffer) -> None:
+        self.tag, self.nbytes = tag, buffer.nbytes
+        self.state, self.error = TransferState.PENDING, None
+        self.ended_at: float | None = None
+        self.moving_seconds = 0.0
+        self._buffer = buffer.retain()
+        self._callbacks: list[Callable[[Transfer], None]] = []
+
+    def wait(self, timeout_seconds: float) -> None:
+        raise AssertionError("a server never waits")
+
+    def add_done_callback(self, callback: Callable[[Transfer], None]) -> None:
+        if self.state is TransferState.PENDING:
+            self._callbacks.append(callback)
+        else:
+            callback(self)
+
+    def end(self, state: TransferState) -> None:
+        if self.state is TransferState.PENDING:
+            self.state = state
+            self.ended_at, self.moving_seconds = time.monotonic(), MOVING_SECONDS
+            self._buffer.release()
+            for callback in self._callbacks:
+                callback(self)
+
+
+class FakeConnection:
+    """A rank's connection: the test decides what arrives, and sees what was offered and put."""
+
+    peer, transport, last_heard = "rank", "fake", 0.0
+    sending_key = receiving_key = bytes(32)
+    leaves_host = False
+
+    def __init__(self) -> None:
+        self.closed, self.reason = False, ""
+        self.offers: dict[int, FakeTransfer] = {}
+        self.puts: list[int] = []
+        self.callbacks: list[Callable[[TransportError | None], None]] = []
+
+    def offer(self, tag: int, buffer: PooledBuffer, deadline_seconds: float) -> Transfer:
+        assert tag not in self.offers, "one offer of a tag at a time"
+        transfer = self.offers[tag] = FakeTransfer(tag, buffer)
+        if self.closed:
+            transfer.end(TransferState.FAILED)
+        return transfer
+
+    def put(
+        self,
+        tag: int,
+        buffer: PooledBuffer,
+        deadline_seconds: float,
+        ready: Callable[[], bool] | None = None,
+    ) -> Transfer:
+        transfer = FakeTransfer(tag, buffer)
+        self.puts.append(tag)
+        transfer.end(TransferState.DONE)
+        return transfer
+
+    def skip(self, tag: int) -> None:
+        raise AssertionError("a server skips nothing")
+
+    def arrive(self, tick: Tick) -> None:
+        """The request of ``tick``, whose rows may hold anything, when its receive is posted."""
+        tag = tick.tag(reply=False)
+        wait_for(lambda: tag in self.offers)
+        self.offers.pop(tag).end(TransferState.DONE)
+
+    def close(self, reason: str = "", *, finished: bool = False) -> None:
+        if not self.closed:
+            self.closed, self.reason = True, reason
+            for offer in list(self.offers.values()):
+                offer.end(TransferState.FAILED)
+
+    def add_closed_callback(self, callback: Callable[[TransportError | None], None]) -> None:
+        self.callbacks.append(callback)
+
+    def end(self, error: TransportError) -> None:
+        """The peer closes the connection, or is lost."""
+        for callback in self.callbacks:
+            callback(error)
+
+    def ping(self, timeout_seconds: float) -> None:
+        raise AssertionError("trainers ask servers, not the other way round")
+
+
+@dataclass(frozen=True)
+class FakeClaim:
+    """Of a client that knows ``secret``."""
+
+    hello: bytes
+    secret: bytes
+
+    def check(self, secret: bytes) -> None:
+        if secret != self.secret:
+            raise ProofFailed("the proof of the hello is wrong")
+
+
+class FailingKernel(CpuKernel):
+    def forward(self, parts: Sequence[ForwardPart], scale: float, rule: ScoreRule = PLAIN) -> None:
+        raise MemoryError("no memory for the scores")
+
+
+class Harness:
+    """A server, its pool and its ranks."""
+
+    def __init__(self, kernel: CpuKernel, limit_bytes: int | None = None) -> None:
+        self.finished: list[StepBusy] = []
+        self.lost: list[tuple[str, int]] = []
+        self.pool = BufferPool(limit_bytes=limit_bytes)
+        self.executor = Executor(kernel, torch.device("cpu"))
+        self.waited_seconds = 0.0
+        self.server = TickServer(
+            "server-0",
+            self.executor,
+            self.pool,
+            on_step_finished=self.finished.append,
+            on_waited=self.waited,
+            on_rank_lost=lambda job_id, rank: self.lost.append((job_id, rank)),
+        )
+        self.server.open_job(JOB)
+
+    def waited(self, seconds: float) -> None:
+        self.waited_seconds += seconds
+
+    def connect(self, rank: int, first_step: int = 0, epoch: int = 0) -> FakeConnection:
+        connection = FakeConnection()
+        hello = data_plane_pb2.Hello(
+            version=PROTOCOL_VERSION,
+            job_id=JOB.job_id,
+            rank=rank,
+            server_id="server-0",
+            first_step=first_step,
+            epoch=epoch,
+        )
+        claim = FakeClaim(hello.SerializeToString(), rank_token(JOB.verification_key, rank))
+        self.server.accept(claim, connection)
+        return connection
+
+    def add(self, step: int, epoch: int = 0) -> None:
+        plan = replace(plan_of(step), epoch=epoch)
+        self.server.add_plan(JOB.job_id, plan, forward_only=True)
+
+
+@pytest.fixture
+def harness() -> Iterator[Harness]:
+    made = Harness(CpuKernel())
+    yield made
+    made.server.close()
+    made.executor.close()
+
+
+def plan_of(step: int, *, elsewhere: bool = False) -> Plan:
+    """One document over both ranks: rank 1's task needs the keys of rank 0.
+
+    Args:
+        step: its number.
+        elsewhere: rank 0's own task is another server's.
+    """
+    manifests = [RankManifest(step, rank, ((Segment(1, 8, 4 * rank, 4),),)) for rank in range(2)]
+    tasks = TaskTable(*np.array([[0, 0], [0, 4], [4, 8], [int(elsewhere), 0]]))
+    return make_plan(manifests, tasks, n_servers=2)
+
+
+def ticks_of(step: int) -> list[Tick]:
+    return [Tick(step, layer, 0, Phase.FORWARD) for layer in range(N_LAYERS)]
+
+
+def run_step(harness: Harness, step: int, *connections: FakeConnection) -> None:
+    for tick, connection in itertools.product(ticks_of(step), connections):
+        connection.arrive(tick)
+    wait_for(lambda: len(connections[0].puts) >= N_LAYERS)
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + WAIT_SECONDS
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+
+
+def test_a_finished_step_whose_plan_comes_again_is_not_expected_again(harness: Harness) -> None:
+    ranks = [harness.connect(rank) for rank in range(2)]
+    for _ in range(2):
+        harness.add(0)
+    run_step(harness, 0, *ranks)
+    wait_for(lambda: len(harness.finished) == 1)
+    harness.add(0)
+    assert harness.server.idle
+    assert not ranks[0].offers
+    harness.add(1)
+    assert sorted(ranks[0].offers) == [tick.tag(reply=False) for tick in ticks_of(1)[:1]]
+
+
+@pytest.mark.parametrize(
+    ("error", "level"),
+    [
+        (PeerClosed("done", transport="fake", peer="rank", finished=True), logging.INFO),
+        (
+            PeerClosed("the session failed: no memory", transport="fake", peer="rank"),
+            logging.WARNING,
+        ),
+        (PeerLost("no sign of life", transport="fake", peer="rank"), logging.WARNING),
+    ],
+)
+def test_a_close_notice_is_no_warning_and_a_loss_is_one(
+    harness: Harness, caplog: pytest.LogCaptureFixture, error: TransportError, level: int
+) -> None:
+    connection = harness.connect(1)
+    with caplog.at_level(logging.INFO):
+        connection.end(error)
+    (record,) = [record for record in caplog.records if "disconnected" in record.message]
+    assert record.levelno == level
+    assert str(error) in record.message
+
+
+def test_a_rank_whose_connection_is_reset_is_lost_until_it_connects_again(harness: Harness) -> None:
+    reset = PeerReset("connection reset", transport="fake", peer="rank")
+    harness.connect(0).end(PeerLost("no sign of life", transport="fake", peer="rank"))
+    assert harness.lost == harness.server.lost_ranks == []
+    first, second = harness.connect(1), harness.connect(1)
+    first.end(reset)
+    assert harness.lost == [], "it has another connection"
+    second.end(reset)
+    assert harness.lost == harness.server.lost_ranks == [("job", 1)]
+    harness.connect(1).end(reset)
+    assert harness.lost == [("job", 1)] * 2
+    harness.connect(1)
+    assert harness.server.lost_ranks == []
+
+
+def test_lost_ranks_of_a_job_that_is_closed_are_forgotten(harness: Harness) -> None:
+    harness.connect(1).end(PeerReset("connection reset", transport="fake", peer="rank"))
+    harness.server.close_job("job", "over")
+    assert harness.server.lost_ranks == []
+
+
+def test_a_step_that_is_planned_after_a_later_one_comes_first(harness: Harness) -> None:
+    ranks = [harness.connect(rank) for rank in range(2)]
+    for step in (7, 8, 6):
+        harness.add(step)
+    run_step(harness, 6, *ranks)
+    wait_for(lambda: len(harness.finished) == 1)
+    run_step(harness, 7, *ranks)
+    run_step(harness, 8, *ranks)
+    wait_for(lambda: len(harness.finished) == 3)
+    assert [busy.step for busy in harness.finished] == [6, 7, 8]
+
+
+def test_a_receive_is_posted_when_its_message_may_come(harness: Harness) -> None:
+    """A rank sends a layer's rows when it has those of the layer before; until then they would only
+    hold memory."""
+    first, second = (harness.connect(rank) for rank in range(2))
+    harness.add(0)
+    first.arrive(ticks_of(0)[0])
+    wait_for(lambda: len(first.puts) == 1)
+    assert list(second.offers) == [ticks_of(0)[0].tag(reply=False)]
+    wait_for(lambda: list(first.offers) == [ticks_of(0)[1].tag(reply=False)])
+
+
+def test_a_request_is_given_back_with_its_reply(harness: Harness) -> None:
+    """Its rank needs the memory for the next one, while the tick waits for another rank."""
+    first, _ = (harness.connect(rank) for rank in range(2))
+    harness.add(0)
+    posted = harness.pool.stats().in_use_bytes
+    first.arrive(ticks_of(0)[0])
+    wait_for(lambda: list(first.offers) == [ticks_of(0)[1].tag(reply=False)])
+    assert harness.server.open_ticks == 1
+    assert harness.pool.stats().in_use_bytes == posted
+
+
+def test_a_rank_that_is_owed_no_reply_may_be_a_tick_ahead(harness: Harness) -> None:
+    keys_only, other = (harness.connect(rank) for rank in range(2))
+    harness.server.add_plan(JOB.job_id, plan_of(0, elsewhere=True), forward_only=True)
+    made = harness.pool.stats().allocations
+    tags = [tick.tag(reply=False) for tick in ticks_of(0)]
+    assert list(keys_only.offers) == tags[:2]
+    for tick in ticks_of(0)[:2]:
+        keys_only.arrive(tick)
+    assert not keys_only.offers
+    other.arrive(ticks_of(0)[0])
+    wait_for(lambda: list(keys_only.offers) == tags[2:])
+    assert not keys_only.puts
+    assert harness.pool.stats().allocations == made
+
+
+def test_a_failed_tick_is_told_to_ranks_that_send_later() -> None:
+    harness = Harness(FailingKernel())
+    early, late = harness.connect(0), harness.connect(1)
+    harness.add(0)
+    early.arrive(ticks_of(0)[0])
+    wait_for(lambda: early.closed)
+    late.arrive(ticks_of(0)[0])
+    wait_for(lambda: late.closed)
+    for connection in (early, late):
+        assert "no memory for the scores" in connection.reason
+        assert "server-0" in connection.reason
+    wait_for(lambda: harness.server.idle)
+    assert harness.server.open_ticks == 0
+    assert harness.finished == []
+    wait_for(lambda: harness.pool.stats().in_use_bytes == 0)
+    harness.executor.close()
+
+
+def test_memory_of_a_failed_tick_is_given_back_when_the_device_is_done() -> None:
+    """Parts that were launched before the one that failed still write to replies."""
+    held: list[int] = []
+    made: list[Harness] = []
+
+    class LaunchingKernel(FailingKernel):
+        def synchronize(self) -> None:
+            held.append(made[0].pool.stats().in_use_bytes)
+
+    made.append(Harness(LaunchingKernel()))
+    connection = made[0].connect(0)
+    made[0].add(0)
+    posted = made[0].pool.stats().in_use_bytes
+    connection.arrive(ticks_of(0)[0])
+    wait_for(lambda: connection.closed)
+    # The request that was posted, and its reply.
+    assert held
+    assert held[0] > posted
+    made[0].executor.close()
+
+
+def test_a_device_that_gives_no_memory_costs_one_rank_its_connection(
+    harness: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = (harness.connect(rank) for rank in range(2))
+    harness.add(0)
+    acquire = harness.pool.acquire
+
+    def refuse_after_reply(nbytes: int) -> PooledBuffer:
+        if first.puts and not first.closed:
+            raise DriverError("cuMemAlloc_v2: unspecified launch failure (CUresult 719)")
+        return acquire(nbytes)
+
+    monkeypatch.setattr(harness.pool, "acquire", refuse_after_reply)
+    first.arrive(ticks_of(0)[0])
+    wait_for(lambda: first.closed)
+    assert "launch failure" in first.reason
+    second.arrive(ticks_of(0)[0])
+    wait_for(lambda: len(second.puts) == 1)
+
+
+def test_a_step_that_one_rank_gives_up_holds_no_buffers(harness: Harness) -> None:
+    first, second = harness.connect(0), harness.connect(1)
+    harness.add(0)
+    second.arrive(ticks_of(0)[0])
+    first.close("gave up")
+    again = harness.connect(0, first_step=1)
+    wait_for(lambda: second.closed)
+    assert "rank 0 did not run the step to its end" in second.reason
+    harness.add(1)
+    second = harness.connect(1, first_step=1)
+    run_step(harness, 1, again, second)
+    wait_for(lambda: [busy.step for busy in harness.finished] == [1])
+    wait_for(lambda: harness.pool.stats().in_use_bytes == 0)
+
+
+def test_a_message_of_a_step_that_another_rank_gave_up_is_answered(harness: Harness) -> None:
+    first, second = harness.connect(0), harness.connect(1)
+    harness.add(0)
+    first.close("gave up")
+    harness.connect(0, first_step=1)
+    assert not second.closed
+    second.arrive(ticks_of(0)[0])
+    assert "rank 0 did not run the step to its end" in second.reason
+    assert harness.pool.stats().in_use_bytes == 0
+
+
+def test_a_step_that_never_fits_is_refused_with_what_is_missing() -> None:
+    harness = Harness(CpuKernel(), limit_bytes=2048)
+    connection = harness.connect(0)
+    harness.add(0)
+    assert connection.closed
+    assert "the limit is 2048 bytes" in connection.reason
+    with pytest.raises(HelloRefused, match="the limit is 2048 bytes") as refused:
+        harness.connect(1)
+    assert refused.value.reason is HelloRefusal.MEMORY
+    harness.connect(1, first_step=1)
+    assert harness.pool.stats().in_use_bytes == 0
+    assert harness.server.idle
+    harness.executor.close()
+
+
+def test_a_pool_with_room_for_one_tick_serves_all_of_them_one_after_the_other() -> None:
+    """Rank 0's second tick is not received before rank 1's first one is over."""
+    harness = Harness(CpuKernel(), limit_bytes=TICK_BYTES)
+    ranks = [harness.connect(rank) for rank in range(2)]
+    harness.add(0)
+    first = ticks_of(0)[0]
+    for connection in ranks:
+        assert list(connection.offers) == [first.tag(reply=False)]
+    ranks[0].arrive(first)
+    time.sleep(0.1)
+    assert not ranks[0].offers
+    ranks[1].arrive(first)
+    for tick in ticks_of(0)[1:]:
+        for connection in ranks:
+            wait_for(lambda c=connection, t=tick: t.tag(reply=False) in c.offers)  # type: ignore[misc]
+            connection.arrive(tick)
+    wait_for(lambda: len(harness.finished) == 1)
+    assert harness.waited_seconds > 0.05
+    wait_for(lambda: harness.pool.stats().in_use_bytes == 0)
+    harness.executor.close()
+
+
+def test_memory_of_a_recovered_epoch_is_free_for_the_next() -> None:
+    harness = Harness(CpuKernel(), limit_bytes=TICK_BYTES)
+    before = harness.connect(0)
+    harness.add(0)
+    harness.server.recover(JOB.job_id, 1)
+    assert before.closed
+    ranks = [harness.connect(rank, epoch=1) for rank in range(2)]
+    harness.add(0, epoch=1)
+    wait_for(lambda: all(connection.offers for connection in ranks))
+    harness.executor.close()
+
+
+def test_a_plan_of_a_higher_epoch_tells_of_a_recovery_that_was_not_heard_of(
+    harness: Harness,
+) -> None:
+    before = [harness.connect(rank) for rank in range(2)]
+    harness.add(0)
+    before[1].arrive(ticks_of(0)[0])
+    harness.add(0, epoch=2)
+    assert all("recovers with epoch 2" in connection.reason for connection in before)
+    harness.add(0, epoch=1)
+    wait_for(lambda: harness.pool.stats().in_use_bytes == 0)
+    run_step(harness, 0, *[harness.connect(rank, epoch=2) for rank in range(2)])
+    wait_for(lambda: [busy.step for busy in harness.finished] == [0])
+    wait_for(lambda: harness.pool.stats().in_use_bytes == 0)
+
+
+def test_a_closed_job_gives_up_its_ticks_and_takes_no_more(harness: Harness) -> None:
+    first, second = harness.connect(0), harness.connect(1)
+    harness.add(0)
+    under_way = first.offers.pop(ticks_of(0)[0].tag(reply=False))
+    second.arrive(ticks_of(0)[0])
+    harness.server.close_job(JOB.job_id, "rank 1 failed")
+    under_way.end(TransferState.DONE)
+    assert "rank 1 failed" in first.reason
+    wait_for(lambda: harness.pool.stats().in_use_bytes == 0)
+
+
+def test_the_local_rank_is_told_that_its_step_was_given_up() -> None:
+    executor = Executor(CpuKernel(), torch.device("cpu"))
+    server = TickServer("server-0", executor, BufferPool(), local_rank=0)
+    server.open_job(JOB)
+    with pytest.raises(TickGivenUp, match="step 0 layer 0"):
+        server.submit_local(JOB.job_id, 0, ticks_of(0)[0], {}, {})
+    executor.close()
+
+
+def test_memory_of_a_step_is_there_with_its_plan(harness: Harness) -> None:
+    harness.add(0)
+    made = harness.pool.stats().allocations
+    # Of each rank a request and a reply; free memory lies in pieces, so there is a little more.
+    assert TICK_BYTES <= harness.pool.stats().idle_bytes <= 1.13 * TICK_BYTES
+    assert made == 1
+    connections = [harness.connect(rank) for rank in range(2)]
+    for number, tick in enumerate(ticks_of(0), 1):
+        for connection in connections:
+            connection.arrive(tick)
+        wait_for(lambda number=number: all(len(c.puts) == number for c in connections))  # type: ignore[misc]
+        # A tick is over a moment after its last reply.
+        wait_for(lambda: harness.server.open_ticks == 0)
+    assert harness.pool.stats().allocations == made
+
+
+def test_jobs_share_memory_only_one_after_the_other(harness: Harness) -> None:
+    def add_to(job_id: str) -> int:
+        harness.server.open_job(replace(JOB, job_id=job_id))
+        harness.server.add_plan(job_id, plan_of(0), forward_only=True)
+        return harness.pool.stats().allocations
+
+    alone = add_to("first")
+    assert add_to("second") == 2 * alone
+    harness.server.close_job("first", "finished")
+    assert add_to("third") == 2 * alone
+
+
+def test_edge_keys_for_an_attention_node_are_refused(harness: Harness) -> None:
+    """They are exchanged between ranks, and the server is in the process of none."""
+    hello = data_plane_pb2.Hello(
+        version=PROTOCOL_VERSION,
+        job_id=JOB.job_id,
+        rank=1,
+        server_id="server-0",
+        edge_keys=True,
+    )
+    claim = FakeClaim(hello.SerializeToString(), rank_token(JOB.verification_key, 1))
+    with pytest.raises(HelloRefused, match="edge keys are exchanged between ranks") as refused:
+        harness.server.accept(claim, FakeConnection())
+    assert refused.value.reason is HelloRefusal.SERVER

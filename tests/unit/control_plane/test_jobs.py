@@ -1,0 +1,645 @@
+"""Jobs, their ranks and steps, as pure state: the time and the plans come from the test."""
+
+from __future__ import annotations
+
+import math
+import tracemalloc
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from control_plane.errors import (
+    AlreadyExistsError,
+    BacklogError,
+    InvalidRequestError,
+    LeaseExpiredError,
+    QuotaError,
+    SpecMismatchError,
+    UnknownJobError,
+    UnknownStepError,
+)
+from control_plane.jobs.job import Job, kept_bytes
+from control_plane.jobs.job_spec import JobSpec, Placement, planning_options
+from control_plane.jobs.jobs import REMEMBERED_CLOSED_JOBS, Jobs
+from control_plane.jobs.publication import publish_step
+from control_plane.jobs.rank_leases import Patience
+from control_plane.jobs.step import (
+    FailedStep,
+    RankMeasurement,
+    ReadyStep,
+    ServerMeasurement,
+    StepRecord,
+)
+from control_plane.jobs.tensor_parallel import check_group
+from control_plane.planner.planning import PlanningOptions, PlanningServer
+from core_attention.ca_task import Phase
+from core_attention.manifest import Manifest, RankManifest
+from core_attention.pipelining import Pipelining
+from core_attention.plan import PlanServer
+from core_attention.schedule import Schedule
+from core_attention.schedule_orders import SCHEDULES, gpipe
+from tests.support.service_harness import (
+    SHAPE,
+    linear_profile,
+    rank_manifest,
+    rotating_plan,
+)
+
+LEASE_SECONDS = 10.0
+
+
+def spec(**changes: Any) -> JobSpec:
+    values: dict[str, Any] = {
+        "name": "train",
+        "n_ranks": 2,
+        "n_layers": 4,
+        "n_nano_batches": 2,
+        "shape": SHAPE,
+        "placement": Placement.POOL,
+        "options": PlanningOptions(),
+    }
+    return JobSpec(**(values | changes))
+
+
+@pytest.fixture
+def jobs() -> Jobs:
+    return Jobs(lease_seconds=LEASE_SECONDS, retained_steps=64, max_pending_steps=4)
+
+
+@pytest.fixture
+def job(jobs: Jobs) -> Job:
+    """A job whose ranks 0 and 1 hold the leases L0 and L1."""
+    job = jobs.create(spec(), job_id="train-1", key=b"t")
+    for rank in (0, 1):
+        job.join(rank, host=f"h{rank}", lease_id=f"L{rank}", now=0.0)
+    return job
+
+
+def submit(job: Job, rank: int, step: int, forward_only: bool = False, now: float = 0.0) -> None:
+    job.submit(f"L{rank}", rank_manifest(step, rank), forward_only=forward_only, now=now)
+
+
+def planned(step: int, server_ids: tuple[str, ...] = ("a", "b")) -> StepRecord:
+    servers = [
+        PlanningServer(
+            server=PlanServer(server_id, None, "h:1"), host="h", profile=linear_profile()
+        )
+        for server_id in server_ids
+    ]
+    manifest = Manifest.merge([rank_manifest(step, rank) for rank in (0, 1)], 2)
+    plan = rotating_plan(manifest, servers, SHAPE, PlanningOptions())
+    return StepRecord(job_id="job", plan=plan, plan_seconds=0.1, forward_only=False)
+
+
+def plan_next(job: Job, step: int) -> StepRecord:
+    for rank in (0, 1):
+        submit(job, rank, step)
+    (ready,) = job.take_decided()
+    assert isinstance(ready, ReadyStep)
+    record = planned(step)
+    job.planned(record)
+    return record
+
+
+def rank_measurement(rank: int) -> RankMeasurement:
+    return RankMeasurement(rank=rank, step_seconds=2.0, wait_seconds=0.5, tokens=10)
+
+
+def server_measurement(
+    server_id: str, *seconds: float, backward_layers: tuple[int, ...] | None = None
+) -> ServerMeasurement:
+    return ServerMeasurement(
+        server_id=server_id,
+        forward_busy_seconds=seconds,
+        backward_busy_seconds=seconds,
+        backward_layers=(4,) * len(seconds) if backward_layers is None else backward_layers,
+    )
+
+
+def test_step_is_ready_when_all_ranks_have_handed_in_their_manifests(job: Job) -> None:
+    submit(job, 1, 0)
+    assert job.take_decided() == []
+    assert job.pending_steps == {0: [0]}
+    submit(job, 0, 0)
+    assert job.take_decided() == [
+        ReadyStep(
+            step=0,
+            manifests=(rank_manifest(0, 0), rank_manifest(0, 1)),
+            forward_only=False,
+        )
+    ]
+    assert job.take_decided() == []
+    assert job.pending_steps == {}
+
+
+def test_steps_are_decided_in_step_order(job: Job) -> None:
+    for step in (3, 1, 2):
+        submit(job, 0, step)
+    for step in (2, 3, 1):
+        submit(job, 1, step)
+    assert [outcome.step for outcome in job.take_decided()] == [1, 2, 3]
+
+
+def test_repeated_submission_changes_nothing_before_and_after_planning(job: Job) -> None:
+    submit(job, 0, 0)
+    submit(job, 0, 0)
+    submit(job, 1, 0)
+    assert len(job.take_decided()) == 1
+    submit(job, 0, 0)
+    job.planned(planned(0))
+    submit(job, 1, 0)
+    assert job.take_decided() == []
+    assert job.pending_steps == {}
+
+
+def test_submission_that_differs_from_the_first_is_refused_before_and_after_planning(
+    job: Job,
+) -> None:
+    submit(job, 0, 0)
+    with pytest.raises(InvalidRequestError, match="another manifest for step 0"):
+        submit(job, 0, 0, forward_only=True)
+    submit(job, 1, 0)
+    job.take_decided()
+    with pytest.raises(InvalidRequestError, match="another manifest for step 0"):
+        submit(job, 0, 0, forward_only=True)
+
+
+def test_failed_step_may_be_submitted_again_and_differently(job: Job) -> None:
+    for rank in (0, 1):
+        submit(job, rank, 0)
+    job.take_decided()
+    job.failed(0)
+    for rank in (0, 1):
+        submit(job, rank, 0, forward_only=True)
+    (ready,) = job.take_decided()
+    assert isinstance(ready, ReadyStep)
+    assert ready.forward_only
+
+
+def test_disagreement_on_forward_only_fails_the_step(job: Job) -> None:
+    submit(job, 0, 0)
+    submit(job, 1, 0, forward_only=True)
+    (failed,) = job.take_decided()
+    assert isinstance(failed, FailedStep)
+    assert "ranks [1] say that step 0 is forward only" in failed.error
+    assert job.pending_steps == {}
+
+
+def test_pending_steps_are_bounded_and_room_comes_back(job: Job) -> None:
+    for step in range(4):
+        submit(job, 0, step)
+    with pytest.raises(BacklogError, match=r"4 steps .* the first, 0, for ranks \[1\]"):
+        submit(job, 0, 4)
+    submit(job, 1, 0)
+    job.take_decided()
+    submit(job, 0, 4)
+
+
+def test_leaving_rank_fails_the_steps_that_miss_it_and_those_that_come(job: Job) -> None:
+    submit(job, 1, 5)
+    assert job.leave("L0", error="", now=0.0) == 0
+    assert job.closed is None
+    submit(job, 1, 6)
+    assert [outcome.step for outcome in job.take_decided()] == [5, 6]
+    assert job.leave("L1", error="", now=0.0) == 1
+    assert job.closed == ""
+
+
+def test_leaving_with_an_error_closes_the_job_with_the_rank_named(job: Job) -> None:
+    job.leave("L1", error="no memory", now=0.0)
+    assert job.closed == "rank 1 failed: no memory"
+
+
+def test_last_joined_rank_closes_the_job_even_if_others_never_came(jobs: Jobs) -> None:
+    job = jobs.create(spec(), job_id="j", key=b"")
+    job.join(1, host="h", lease_id="L", now=0.0)
+    job.leave("L", error="", now=1.0)
+    assert job.closed == ""
+
+
+def test_rank_leases_run_out_one_by_one(job: Job) -> None:
+    job.renew("L1", now=8.0)
+    assert job.gone_ranks(Patience(), now=10.0) == []
+    assert [lease.rank for lease in job.gone_ranks(Patience(), now=10.1)] == [0]
+    with pytest.raises(LeaseExpiredError, match="the lease that came"):
+        job.renew("L0", now=10.1)
+    with pytest.raises(LeaseExpiredError):
+        submit(job, 0, 0, now=10.1)
+    assert [lease.rank for lease in job.gone_ranks(Patience(), now=18.1)] == [0, 1]
+
+
+BROKEN = Patience(broken_seconds=4.0, lost_seconds=1.0)
+
+
+def gone(job: Job, patience: Patience, now: float) -> list[int]:
+    return [lease.rank for lease in job.gone_ranks(patience, now=now)]
+
+
+def test_rank_whose_stream_broke_is_waited_for_less_long_than_its_lease(job: Job) -> None:
+    job.stream_broken(1, now=1.0)
+    assert gone(job, BROKEN, 5.0) == []
+    assert gone(job, BROKEN, 5.1) == [1]
+    assert gone(job, Patience(), 5.1) == []
+
+
+@pytest.mark.parametrize("sign", ["renewal", "stream"])
+def test_rank_whose_stream_broke_lives_if_it_is_heard(job: Job, sign: str) -> None:
+    job.stream_broken(1, now=1.0)
+    if sign == "renewal":
+        job.renew("L1", now=2.0)
+    else:
+        job.watched_by(1)
+    assert gone(job, BROKEN, 9.0) == []
+
+
+@pytest.mark.parametrize(
+    ("told_at", "dead_after"), [(0.9, 1.0), (1.5, 1.0), (-9.0, 4.0)], ids=["just", "late", "old"]
+)
+def test_rank_that_servers_lost_too_is_waited_for_even_less(
+    job: Job, told_at: float, dead_after: float
+) -> None:
+    job.stream_broken(1, now=1.0)
+    patience = replace(BROKEN, lost={1: told_at, 0: told_at})
+    assert gone(job, patience, 1.0 + dead_after) == []
+    # Rank 0 has its stream: whatever servers say, it lives.
+    assert gone(job, patience, 1.1 + dead_after) == [1]
+
+
+def test_rank_joins_once(job: Job) -> None:
+    with pytest.raises(AlreadyExistsError, match="rank 0 has joined job train-1 from h0"):
+        job.join(0, host="x", lease_id="X", now=1.0)
+    with pytest.raises(InvalidRequestError, match="ranks 0 to 1"):
+        job.join(2, host="x", lease_id="X", now=1.0)
+    job.leave("L0", error="", now=1.0)
+    with pytest.raises(AlreadyExistsError, match="rank 0 has left"):
+        job.join(0, host="x", lease_id="X", now=1.0)
+
+
+def test_recent_steps_are_kept_and_old_ones_may_even_be_submitted_anew(job: Job) -> None:
+    for step in range(65):
+        plan_next(job, step)
+    assert job.planned_step == 64
+    assert job.step(1).step == 1
+    with pytest.raises(UnknownStepError, match="now: 1 to 64"):
+        job.step(0)
+    plan_next(job, 0)
+
+
+def test_server_is_needed_until_it_or_all_ranks_have_reported(job: Job) -> None:
+    for step in (0, 1, 2):
+        plan_next(job, step)
+    assert job.step_served_by("a") == 0
+    assert job.step_served_by("stranger") is None
+    job.report_server(0, server_measurement("a", 1.0, 1.0))
+    assert job.step_served_by("a") == 1
+    assert job.step_served_by("b") == 0
+    job.report_rank("L0", 2, rank_measurement(0), now=0.0)
+    assert job.step_served_by("b") == 0
+    job.report_rank("L1", 1, rank_measurement(1), now=0.0)
+    assert [record.step for record in job.unfinished_steps()] == [2]
+    job.leave("L1", error="", now=0.0)
+    assert job.step_served_by("b") is None
+
+
+def test_server_without_a_task_is_not_needed(job: Job) -> None:
+    job.planned(planned(0, tuple("abcdefghi")))
+    assert job.step_served_by("g") == 0
+    assert job.step_served_by("h") is None
+
+
+def test_measurements_are_refused_unless_they_fit(job: Job) -> None:
+    plan_next(job, 0)
+    with pytest.raises(InvalidRequestError, match="rank 1 came with the lease of rank 0"):
+        job.report_rank("L0", 0, rank_measurement(1), now=0.0)
+    with pytest.raises(UnknownStepError):
+        job.report_rank("L0", 1, rank_measurement(0), now=0.0)
+    with pytest.raises(InvalidRequestError, match=r"\[3\] busy seconds"):
+        job.report_server(0, server_measurement("a", 1.0, 1.0, 1.0))
+
+
+def test_measured_imbalance_is_the_worst_nano_batch_and_needs_all_servers(job: Job) -> None:
+    record = plan_next(job, 0)
+    job.report_server(0, server_measurement("a", 1.0, 3.0))
+    assert record.measured_imbalance(Phase.FORWARD) is None
+    job.report_server(0, server_measurement("b", 1.0, 1.0))
+    # max / mean: 1 / 1 in the first nano-batch, 3 / 2 in the second.
+    assert record.measured_imbalance(Phase.FORWARD) == pytest.approx(1.5)
+
+
+def test_measured_imbalance_counts_idle_servers(job: Job) -> None:
+    record = planned(0, tuple("abcdefgh"))
+    job.planned(record)
+    assert record.serving == frozenset("abcdefg")
+    for server_id in "abcdefg":
+        job.report_server(0, server_measurement(server_id, 1.0, 1.0))
+    assert record.measured_imbalance(Phase.BACKWARD) == pytest.approx(8 / 7)
+
+
+def test_open_job_of_the_name_is_joined_only_with_its_spec(jobs: Jobs, job: Job) -> None:
+    assert jobs.joinable(spec(name="other"), 0, now=0.0) is None
+    for rank in (0, 1):
+        job.renew(f"L{rank}", now=5.0)
+    with pytest.raises(SpecMismatchError, match="n_layers 9 instead of 4, placement"):
+        jobs.joinable(spec(n_layers=9, placement=Placement.MIXED), 1, waited_seconds=12.0, now=13.0)
+    with pytest.raises(AlreadyExistsError):
+        jobs.joinable(spec(), 1, waited_seconds=12.0, now=13.0)
+    job.leave("L0", error="", now=5.0)
+    jobs.close(job, "")
+    assert jobs.joinable(spec(), 0, now=5.0) is None
+
+
+def test_closed_jobs_are_remembered_with_their_reason_up_to_a_bound(jobs: Jobs) -> None:
+    for index in range(REMEMBERED_CLOSED_JOBS + 1):
+        job = jobs.create(spec(name=f"n{index}"), job_id=f"j{index}", key=b"")
+        jobs.close(job, f"reason {index}" if index else "")
+    with pytest.raises(UnknownJobError, match="job j1 is closed: reason 1"):
+        jobs.get("j1")
+    with pytest.raises(UnknownJobError, match="there is no job 'j0'"):
+        jobs.get("j0")
+    assert jobs.open_jobs() == []
+
+
+def test_finished_job_says_so(jobs: Jobs, job: Job) -> None:
+    jobs.close(job, "")
+    with pytest.raises(UnknownJobError, match="every rank has finished"):
+        jobs.get("train-1")
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"name": "a/b"}, "name is 'a/b'"),
+        ({"n_ranks": 0}, "n_ranks is 0"),
+        ({"n_layers": 4097}, "n_layers is 4097"),
+        ({"n_nano_batches": 257}, "n_nano_batches is 257; valid are 1 to 256"),
+    ],
+)
+def test_impossible_spec_is_refused(changes: dict[str, Any], match: str) -> None:
+    with pytest.raises(InvalidRequestError, match=match):
+        spec(**changes)
+
+
+def test_options_of_zero_tokens_are_the_defaults() -> None:
+    options = planning_options(tolerance=0.0, min_forward_tokens=0, min_backward_tokens=7)
+    assert options == PlanningOptions(tolerance=0.0, min_backward_tokens=7)
+    with pytest.raises(InvalidRequestError, match="tolerance"):
+        planning_options(tolerance=math.inf, min_forward_tokens=0, min_backward_tokens=0)
+
+
+def test_differences_name_each_field_once() -> None:
+    assert spec().differences(spec()) == ""
+    assert spec().differences(spec(n_ranks=3)) == "n_ranks 3 instead of 2"
+
+
+def test_differences_of_pipelines_are_told_apart() -> None:
+    pipelining = Pipelining(
+        schedule=SCHEDULES["1f1b"](2, 2),
+        pipeline_ranks=[0, 1],
+        layers=[4, 4],
+        forward_seconds=[1e-6, 1e-6],
+        backward_seconds=[2e-6, 2e-6],
+    )
+    own = spec(pipelining=pipelining)
+
+    def differences(**changes: Any) -> str:
+        return own.differences(spec(pipelining=replace(pipelining, **changes)))
+
+    assert differences(forward_seconds=[1e-6, 3e-6]) == (
+        "pipelining: forward_seconds [1e-06, 3e-06] instead of [1e-06, 1e-06]"
+    )
+    assert differences(schedule=SCHEDULES["1f1b"](2, 1)).startswith(
+        "pipelining: schedule 1f1b of 2 stages on 2 ranks and 1 microbatches instead of 1f1b of 2 "
+    )
+    slots = gpipe(2, 2).slots
+    assert differences(schedule=Schedule("1f1b", slots)) == (
+        "pipelining: schedule 1f1b with 1F1 instead of 1B0 in slot 2 of rank 1"
+    )
+
+
+def test_a_servers_speed_follows_what_it_measures(job: Job) -> None:
+    record = plan_next(job, 0)
+    twice_as_long = record.predicted_seconds(server_measurement("a", 0.0, 0.0), job.spec.n_layers)
+    assert twice_as_long is not None
+    job.report_server(0, server_measurement("a", twice_as_long, twice_as_long / 2))
+    slower = job.speeds.of("a")
+    assert slower < 1.0
+    job.report_server(0, server_measurement("a", twice_as_long, twice_as_long))
+    assert job.speeds.of("a") == slower, "a repeated report counts once"
+    assert job.speeds.of("b") == 1.0
+
+
+def test_ranks_hosts_are_known_once_all_have_joined(jobs: Jobs) -> None:
+    job = jobs.create(spec(), job_id="train-2", key=b"t")
+    job.join(1, host="b", lease_id="L1", now=0.0)
+    assert job.rank_hosts is None
+    job.join(0, host="a", lease_id="L0", now=0.0)
+    assert job.rank_hosts == ("a", "b")
+    job.leave("L1", error="", now=0.0)
+    assert job.rank_hosts is None
+
+
+def test_step_that_cannot_be_planned_again_has_no_plan_any_more(job: Job) -> None:
+    plan_next(job, 0)
+    job.recovery.call_for("a was lost", "a")
+    job.begin_recovery(now=1.0)
+    (ready,) = job.end_recovery()
+    assert ready.begun
+    job.failed(0)
+    assert job.steps_to_tell() == []
+    assert not job.names_server("a")
+    with pytest.raises(UnknownStepError):
+        job.step(0)
+    for rank in (0, 1):
+        submit(job, rank, 0)
+    assert [decided.step for decided in job.take_decided()] == [0]
+
+
+def test_manifests_of_finished_steps_are_not_waited_for(job: Job) -> None:
+    plan_next(job, 3)
+    for rank in (0, 1):
+        job.report_rank(f"L{rank}", 3, rank_measurement(rank), now=0.0)
+    assert job.take_finished() == 3
+    assert job.take_finished() is None
+    submit(job, 0, 2)
+    assert job.pending_steps == {}
+
+
+@pytest.fixture
+def tensor_parallel(jobs: Jobs) -> Job:
+    """Two replicas of two tensor-parallel ranks."""
+    job = jobs.create(spec(name="tp", n_ranks=4), job_id="tp-1", key=b"t")
+    for rank in range(4):
+        group = (rank // 2 * 2, rank // 2 * 2 + 1)
+        job.join(rank, host="h", lease_id=f"L{rank}", now=0.0, group=group)
+    return job
+
+
+def test_ranks_of_a_tensor_parallel_group_hold_the_same_documents(tensor_parallel: Job) -> None:
+    def hand_in(step: int, *lengths: int) -> ReadyStep | FailedStep:
+        for rank, length in enumerate(lengths):
+            manifest = RankManifest.from_lengths(step, rank, [[length, 2], [4]])
+            tensor_parallel.submit(f"L{rank}", manifest, forward_only=False, now=0.0)
+        (decided,) = tensor_parallel.take_decided()
+        return decided
+
+    assert isinstance(hand_in(0, 3, 3, 5, 5), ReadyStep)
+    assert hand_in(1, 3, 3, 5, 6) == FailedStep(
+        1,
+        "ranks 2 and 3 are of one tensor-parallel group, [2, 3], and hold different documents: "
+        "rank 2 segments of lengths [5, 2, 4], rank 3 segments of lengths [6, 2, 4]; give all "
+        "ranks of a group the same batches",
+    )
+    assert isinstance(hand_in(1, 3, 3, 5, 5), ReadyStep), "it may be submitted again"
+
+
+def test_ranks_of_a_pipeline_hold_the_same_documents(jobs: Jobs) -> None:
+    """Two replicas of two stages; which ranks are of one replica is not known."""
+    stages = Pipelining(
+        schedule=SCHEDULES["1f1b"](2, 2),
+        pipeline_ranks=(0, 1, 0, 1),
+        layers=(4, 4),
+        forward_seconds=(1e-6, 1e-6),
+        backward_seconds=(2e-6, 2e-6),
+    )
+    job = jobs.create(spec(name="pp", n_ranks=4, pipelining=stages), job_id="pp-1", key=b"t")
+    for rank in range(4):
+        job.join(rank, host="h", lease_id=f"L{rank}", now=0.0)
+
+    def hand_in(step: int, *lengths: int) -> ReadyStep | FailedStep:
+        for rank, length in enumerate(lengths):
+            manifest = RankManifest.from_lengths(step, rank, [[length, 2], [4]])
+            job.submit(f"L{rank}", manifest, forward_only=False, now=0.0)
+        (decided,) = job.take_decided()
+        return decided
+
+    assert isinstance(hand_in(0, 3, 3, 5, 5), ReadyStep)
+    assert isinstance(hand_in(1, 3, 5, 5, 3), ReadyStep)
+    assert isinstance(hand_in(2, 3, 3, 3, 3), ReadyStep)
+    for lengths in ((3, 3, 5, 6), (3, 3, 5, 3)):
+        assert hand_in(3, *lengths) == FailedStep(
+            3,
+            "rank 3, rank 1 of its pipeline, holds other documents than ranks [0, 2], which have "
+            f"the first stages: rank 3 segments of lengths [{lengths[3]}, 2, 4], rank 2 segments "
+            "of lengths [5, 2, 4]; submit the same nano-batches on all ranks of a pipeline",
+        )
+
+
+def test_tokens_that_several_ranks_hold_count_once(jobs: Jobs, tensor_parallel: Job) -> None:
+    """Two replicas of two ranks; then of two stages, each of two tensor-parallel ranks."""
+    stages = Pipelining(
+        schedule=SCHEDULES["1f1b"](2, 2),
+        pipeline_ranks=(0, 0, 1, 1) * 2,
+        layers=(4, 4),
+        forward_seconds=(1e-6, 1e-6),
+        backward_seconds=(2e-6, 2e-6),
+    )
+    both = jobs.create(spec(name="4d", n_ranks=8, pipelining=stages), job_id="4d-1", key=b"t")
+    for rank in range(8):
+        group = (rank // 2 * 2, rank // 2 * 2 + 1)
+        both.join(rank, host="h", lease_id=f"L{rank}", now=0.0, group=group)
+    for job, n_ranks in ((tensor_parallel, 4), (both, 8)):
+        record = planned(0)
+        assert job.tokens_of(record) == 0
+        record.ranks.update({rank: rank_measurement(rank) for rank in range(n_ranks)})
+        assert job.tokens_of(record) == 2 * 10
+
+
+def test_ranks_agree_on_their_tensor_parallel_group(jobs: Jobs) -> None:
+    job = jobs.create(spec(name="tp", n_ranks=4), job_id="tp-1", key=b"t")
+    job.join(0, host="h", lease_id="L0", now=0.0, group=(0, 1))
+    for rank, group in ((1, ()), (1, (1, 0)), (2, (2, 1)), (3, (0, 3))):
+        with pytest.raises(SpecMismatchError, match=rf"rank {rank} gives tensor_parallel_ranks="):
+            job.join(rank, host="h", lease_id="L", now=0.0, group=group)
+    job.join(1, host="h", lease_id="L1", now=0.0, group=(0, 1))
+    job.come_back(1, host="h", lease_id="M1", now=1.0, group=(0, 1))
+    job.join(2, host="h", lease_id="L2", now=0.0)
+    with pytest.raises(SpecMismatchError, match="rank 2 is in the group \\[\\]"):
+        job.join(3, host="h", lease_id="L3", now=0.0, group=(2, 3))
+
+
+def test_steps_fail_while_a_refused_rank_is_missing(jobs: Jobs) -> None:
+    job = jobs.create(spec(n_ranks=3), job_id="train-1", key=b"t")
+    for rank in (0, 1):
+        job.join(rank, host="h", lease_id=f"L{rank}", now=0.0)
+    submit(job, 0, 0)
+    job.refused(1, "a second process says that it is rank 1, with 5 layers")
+    assert job.take_decided() == []
+    job.refused(2, "rank 2 has 5 layers")
+    (failed,) = job.take_decided()
+    assert isinstance(failed, FailedStep)
+    assert failed.error.endswith("one was refused: rank 2 has 5 layers")
+    job.join(2, host="h", lease_id="L2", now=0.0)
+    for rank in (0, 1):
+        submit(job, rank, 1)
+    assert job.take_decided() == []
+
+
+@pytest.mark.parametrize("group", [(1, 2), (0, 0), (0, 4)])
+def test_a_group_that_cannot_be_is_refused(group: tuple[int, ...]) -> None:
+    check_group(0, (), 4)
+    check_group(0, (1, 0), 4)
+    with pytest.raises(InvalidRequestError, match="tensor_parallel_ranks of rank 0 is"):
+        check_group(0, group, 4)
+
+
+def finished(job: Job, step: int) -> StepRecord:
+    record = plan_next(job, step)
+    for rank in (0, 1):
+        job.report_rank(f"L{rank}", step, rank_measurement(rank), now=0.0)
+    assert job.take_finished() == step
+    return record
+
+
+def test_finished_steps_are_forgotten_for_new_ones_and_unfinished_are_not() -> None:
+    of_a_step = 2 * kept_bytes(rank_manifest(0, 0))
+    jobs = Jobs(
+        lease_seconds=LEASE_SECONDS,
+        retained_steps=64,
+        max_pending_steps=4,
+        max_manifest_bytes=4 * of_a_step,
+    )
+    job = jobs.create(spec(), job_id="train-1", key=b"t", owner="a")
+    for rank in (0, 1):
+        job.join(rank, host=f"h{rank}", lease_id=f"L{rank}", now=0.0)
+    for step in range(2):
+        finished(job, step)
+    for step in (2, 3):
+        plan_next(job, step)
+    assert jobs.manifest_bytes("a") == 4 * of_a_step
+    jobs.make_room("a", of_a_step)
+    with pytest.raises(UnknownStepError):
+        job.step(0)
+    assert jobs.manifest_bytes("a") == 3 * of_a_step
+    with pytest.raises(QuotaError):
+        jobs.make_room("a", 2 * of_a_step)
+    # The last finished one is shown to people, and the others run.
+    assert [job.step(step).step for step in (1, 2, 3)] == [1, 2, 3]
+    jobs.make_room("b", 4 * of_a_step)
+
+
+def test_slices_that_come_to_more_than_their_manifests_are_counted(job: Job) -> None:
+    plan_next(job, 0)
+    counted = job.manifest_bytes
+    assert job.more_bytes(0, counted) == 0
+    job.keeps(0, job.more_bytes(0, counted + 1000))
+    assert job.manifest_bytes == counted + 1000
+
+
+def test_a_segment_comes_to_no_more_than_it_counts() -> None:
+    """In documents of one token, whose plan has a task for each segment."""
+    n = 20_000
+    tracemalloc.start()
+    try:
+        before = tracemalloc.get_traced_memory()[0]
+        manifest = RankManifest.from_lengths(0, 0, [[1] * n, [1] * n])
+        ready = ReadyStep(step=0, manifests=(manifest,), forward_only=False)
+        server = PlanningServer(
+            server=PlanServer("a", None, "h:1"), host="h", profile=linear_profile()
+        )
+        publication = publish_step("job", spec(n_ranks=1), ready, [server], rotating_plan)
+        publication.record.rank_event(0)
+        kept = tracemalloc.get_traced_memory()[0] - before + publication.plan_bytes
+    finally:
+        tracemalloc.stop()
+    assert kept < kept_bytes(manifest)

@@ -1,0 +1,204 @@
+"""The pool's state machine, with the time in the test's hands."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from control_plane.errors import (
+    AlreadyExistsError,
+    HeldError,
+    InvalidRequestError,
+    LeaseExpiredError,
+    UnknownServerError,
+)
+from control_plane.jobs.membership import InPlace, Membership, ServerDescription, ServerLoad
+from tests.support.service_harness import linear_profile
+
+LEASE_SECONDS = 10.0
+LOAD = ServerLoad(queued_tasks=3, open_ticks=1, busy_ratio=0.5, buffer_bytes=7)
+
+
+def description(server_id: str, **changes: Any) -> ServerDescription:
+    values: dict[str, Any] = {
+        "server_id": server_id,
+        "data_address": "h:1",
+        "host": "h",
+        "device": "d",
+        "memory_bytes": 1,
+        "capacity_rows": None,
+        "profiles": (linear_profile(),),
+        "version": "1",
+    }
+    return ServerDescription(**(values | changes))
+
+
+@pytest.fixture
+def membership() -> Membership:
+    return Membership(lease_seconds=LEASE_SECONDS)
+
+
+def test_lease_runs_as_long_as_heartbeats_come(membership: Membership) -> None:
+    membership.register(description("a"), lease_id="A", now=0.0)
+    for now in (10.0, 20.0, 30.0):
+        assert membership.expire(now=now) == []
+        assert membership.heartbeat("A", LOAD, now=now).load == LOAD
+    assert membership.expire(now=40.0) == []
+    assert [member.server_id for member in membership.expire(now=40.1)] == ["a"]
+    assert membership.members() == []
+
+
+def test_expired_lease_cannot_be_renewed_even_before_it_is_swept(membership: Membership) -> None:
+    membership.register(description("a"), lease_id="A", now=0.0)
+    with pytest.raises(LeaseExpiredError, match=r"server a sent no heartbeat for 10 s"):
+        membership.heartbeat("A", LOAD, now=10.1)
+    with pytest.raises(LeaseExpiredError):
+        membership.deregister("A", now=10.1)
+
+
+def test_id_is_free_again_after_expiry_and_after_leaving(membership: Membership) -> None:
+    membership.register(description("a"), lease_id="A", now=0.0)
+    with pytest.raises(AlreadyExistsError, match="'a' is held by a server at h:1"):
+        membership.register(description("a"), lease_id="A2", now=10.0)
+    newer = membership.register(description("a"), lease_id="A3", now=10.1)
+    with pytest.raises(LeaseExpiredError):
+        membership.heartbeat("A", LOAD, now=10.2)
+    assert membership.deregister("A3", now=10.2) is newer
+    assert not membership.is_live(newer)
+    assert membership.is_live(membership.register(description("a"), lease_id="A4", now=10.3))
+
+
+def test_draining_server_keeps_its_lease_and_gets_no_new_work(membership: Membership) -> None:
+    for server_id in ("b", "a"):
+        membership.register(description(server_id), lease_id=server_id.upper(), now=0.0)
+    membership.drain("a")
+    assert [m.server_id for m in membership.pool()] == ["b"]
+    assert [m.server_id for m in membership.members()] == ["a", "b"]
+    assert membership.heartbeat("A", LOAD, now=1.0).draining
+    with pytest.raises(UnknownServerError, match="'c'"):
+        membership.drain("c")
+
+
+def test_in_place_server_comes_and_goes_with_its_rank(membership: Membership) -> None:
+    for rank in (1, 0):
+        membership.register_in_place(
+            description(f"s{1 - rank}"), InPlace("job", rank), lease_id=f"L{rank}", now=0.0
+        )
+    membership.register_in_place(description("other"), InPlace("else", 0), lease_id="M", now=0.0)
+    assert membership.pool() == []
+    assert [m.server_id for m in membership.in_place_of("job")] == ["s1", "s0"]
+    # Its lease is its rank's, which has a state machine of its own.
+    assert membership.expire(now=1e6) == []
+    with pytest.raises(InvalidRequestError, match="leaves when the rank closes the job"):
+        membership.deregister("L0", now=1.0)
+    with pytest.raises(AlreadyExistsError):
+        membership.register(description("s0"), lease_id="X", now=1e6)
+    assert [m.server_id for m in membership.remove_in_place("job", 0)] == ["s1"]
+    assert [m.server_id for m in membership.remove_in_place("job")] == ["s0"]
+    assert [m.server_id for m in membership.members()] == ["other"]
+
+
+def test_refused_calls_change_nothing(membership: Membership) -> None:
+    member = membership.register(description("a"), lease_id="A", now=0.0)
+    with pytest.raises(AlreadyExistsError):
+        membership.register(description("a"), lease_id="B", now=1.0)
+    with pytest.raises(LeaseExpiredError):
+        membership.heartbeat("B", LOAD, now=1.0)
+    assert membership.members() == [member]
+    assert member.renewed_at == 0.0
+
+
+def test_ranks_that_are_held_up_are_told_of_with_their_call(membership: Membership) -> None:
+    for rank, stands_in in enumerate(("", "step in adamw.py:88", "step in adamw.py:88")):
+        lease = f"L{rank}"
+        about = description(f"job.rank-{rank}")
+        membership.register_in_place(about, InPlace("job", rank), lease_id=lease, now=0.0)
+        membership.renew_in_place(lease, now=1.0, load=ServerLoad(stands_in=stands_in))
+    told = membership.where_ranks_stand("job", [0, 1])
+    assert "rank 1" in told
+    assert "adamw.py:88" in told
+    assert not any(f"rank {rank}" in told for rank in (0, 2))
+    assert membership.where_ranks_stand("other", [1]) == ""
+
+
+@pytest.mark.parametrize("busy_ratio", [-0.1, 1.1, float("nan")])
+def test_impossible_load_is_refused(busy_ratio: float) -> None:
+    with pytest.raises(InvalidRequestError, match="from 0 to 1"):
+        ServerLoad(busy_ratio=busy_ratio)
+
+
+class MembershipMachine(RuleBasedStateMachine):
+    """Against a model: a dictionary from id to (lease, time of renewal)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.membership = Membership(lease_seconds=LEASE_SECONDS)
+        self.model: dict[str, tuple[str, float]] = {}
+        self.now = 0.0
+        self.n_leases = 0
+
+    def lives(self, server_id: str) -> bool:
+        return server_id in self.model and self.now - self.model[server_id][1] <= LEASE_SECONDS
+
+    @rule(server_id=st.sampled_from("abc"), waited=st.sampled_from([0.0, 5.0, 10.0, 15.0]))
+    def register(self, server_id: str, waited: float) -> None:
+        lease = f"lease-{self.n_leases}"
+        self.n_leases += 1
+
+        def register() -> None:
+            self.membership.register(
+                description(server_id), lease_id=lease, now=self.now, waited_seconds=waited
+            )
+
+        if self.lives(server_id):
+            heard_since = self.model[server_id][1] > self.now - waited
+            known_to_live = waited >= LEASE_SECONDS and heard_since
+            with pytest.raises(AlreadyExistsError) as caught:
+                register()
+            assert isinstance(caught.value, HeldError) != known_to_live
+        else:
+            register()
+            self.model[server_id] = (lease, self.now)
+
+    @rule(server_id=st.sampled_from("abc"), leave=st.booleans())
+    def renew_or_leave(self, server_id: str, leave: bool) -> None:
+        lease = self.model.get(server_id, ("none", 0.0))[0]
+
+        def act() -> None:
+            if leave:
+                self.membership.deregister(lease, now=self.now)
+            else:
+                self.membership.heartbeat(lease, LOAD, now=self.now)
+
+        if not self.lives(server_id):
+            with pytest.raises(LeaseExpiredError):
+                act()
+            return
+        act()
+        if leave:
+            del self.model[server_id]
+        else:
+            self.model[server_id] = (lease, self.now)
+
+    @rule(seconds=st.sampled_from([0.5, 4.0, 11.0]))
+    def wait(self, seconds: float) -> None:
+        self.now += seconds
+
+    @rule()
+    def expire(self) -> None:
+        expected = sorted(s for s in self.model if not self.lives(s))
+        assert [m.server_id for m in self.membership.expire(now=self.now)] == expected
+        for server_id in expected:
+            del self.model[server_id]
+
+    @invariant()
+    def agrees(self) -> None:
+        assert [m.server_id for m in self.membership.members()] == sorted(self.model)
+
+
+TestMembershipMachine = MembershipMachine.TestCase
+TestMembershipMachine.settings = settings(max_examples=60)

@@ -1,0 +1,211 @@
+"""The epochs and recoveries of a job, as pure state."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from control_plane.jobs.first_ticks import first_ticks
+from control_plane.jobs.quarantine import Quarantine
+from control_plane.jobs.recovery import JobRecovery, StepProgress, is_finished
+from control_plane.jobs.slicing import PlanSlicer
+from core_attention.errors import PlanError
+from core_attention.manifest import Manifest, RankManifest, Segment
+from distca.contract.codec import first_tick_from_bytes
+from tests.support.plan_slices import for_rank
+from tests.unit.control_plane.test_jobs import planned
+
+
+def progress(step: int, *ticks: int, done: bool = False) -> StepProgress:
+    return StepProgress(step=step, complete_ticks=ticks, done=done)
+
+
+def lose(recovery: JobRecovery, *server_ids: str) -> int:
+    """Begins a recovery for servers that were lost; its epoch."""
+    for server_id in server_ids:
+        recovery.call_for(f"{server_id} was lost", server_id)
+    recovery.begin(now=1.0)
+    return recovery.epoch
+
+
+def test_every_recovery_has_an_epoch_of_its_own() -> None:
+    recovery = JobRecovery(5 << 20)
+    assert recovery.epoch == 5 << 20
+    assert not recovery.began
+    assert [lose(recovery, "a"), lose(recovery, "b")] == [(5 << 20) + 1, (5 << 20) + 2]
+    assert recovery.runs
+    assert recovery.began
+
+
+def test_losses_before_the_beginning_share_a_recovery() -> None:
+    recovery = JobRecovery()
+    assert recovery.call_for("a was lost", "a")
+    assert not recovery.call_for("b was lost", "b")
+    assert not recovery.call_for("a was lost again", "a")
+    recovery.begin(now=0.0)
+    assert recovery.lost == ["a", "b"]
+    assert recovery.reasons == ["a was lost", "b was lost"]
+
+
+def test_recovery_that_starts_over_keeps_what_was_lost_and_drops_the_answers() -> None:
+    recovery = JobRecovery()
+    first = lose(recovery, "a")
+    assert recovery.answer(0, first, [progress(3, 1)])
+    second = lose(recovery, "b")
+    assert recovery.lost == ["a", "b"]
+    assert recovery.missing([0, 1]) == [0, 1]
+    assert not recovery.answer(0, first, [progress(3, 1)])
+    assert recovery.answer(0, second, [progress(3, 1)])
+    assert recovery.missing([0, 1]) == [1]
+
+
+def test_next_recovery_tells_of_its_own_losses_only() -> None:
+    recovery = JobRecovery()
+    lose(recovery, "a")
+    recovery.end()
+    lose(recovery, "b")
+    assert recovery.lost == ["b"]
+
+
+def test_answers_outside_of_a_recovery_change_nothing() -> None:
+    recovery = JobRecovery()
+    assert not recovery.answer(0, 0, [])
+    epoch = lose(recovery, "a")
+    recovery.answer(0, epoch, [progress(1, 2)])
+    assert recovery.end() == {0: {1: progress(1, 2)}}
+    assert not recovery.answer(0, epoch, [progress(1, 3)])
+
+
+def test_epoch_is_never_below_what_a_rank_has_seen() -> None:
+    recovery = JobRecovery(3)
+    recovery.raise_epoch(9)
+    recovery.raise_epoch(4)
+    assert lose(recovery, "a") == 10
+
+
+def test_recoveries_without_a_new_loss_or_a_complete_tick_are_counted() -> None:
+    recovery = JobRecovery()
+    counted = []
+    for _ in range(4):
+        # Ticks complete before the first one only.
+        recovery.answer(0, lose(recovery, "a"), [progress(3, 4, 4)])
+        recovery.end()
+        counted.append(recovery.fruitless)
+    assert counted == [0, 0, 1, 2]
+
+
+def test_complete_tick_and_finished_step_end_the_count() -> None:
+    recovery = JobRecovery()
+    for ticks in (0, 0, 1):
+        recovery.answer(0, lose(recovery, "a"), [progress(3, ticks)])
+        recovery.end()
+    assert recovery.fruitless == 0
+    lose(recovery, "a")
+    recovery.end()
+    lose(recovery, "a")
+    assert recovery.fruitless == 1
+    recovery.progressed()
+    assert recovery.fruitless == 0
+
+
+def test_the_reasons_of_recoveries_in_vain_are_kept_once_each() -> None:
+    recovery = JobRecovery()
+    for reason in ("first", "cause", "symptom", "cause", "symptom"):
+        recovery.call_for(reason, "a")
+        recovery.begin(now=0.0)
+        recovery.end()
+    assert recovery.in_vain == ["cause", "symptom"], "the first told of the server's loss"
+    recovery.progressed()
+    assert recovery.in_vain == []
+
+
+def test_losing_many_servers_one_after_the_other_is_not_in_vain() -> None:
+    recovery = JobRecovery()
+    for number in range(50):
+        recovery.answer(0, lose(recovery, f"server-{number}"), [progress(3, 0)])
+        recovery.end()
+    assert recovery.fruitless == 0
+
+
+def test_step_is_finished_when_all_who_still_know_it_are_done() -> None:
+    done, running = progress(4, 8, done=True), progress(4, 8)
+    assert is_finished(4, {0: {4: done}, 1: {4: done}})
+    assert is_finished(4, {0: {4: done}, 1: {}})
+    assert not is_finished(4, {0: {4: done}, 1: {4: running}})
+    assert not is_finished(4, {0: {}, 1: {}})
+
+
+def shared_step() -> Manifest:
+    """Document 1 on ranks 0 and 1, document 2 on rank 1, in nano-batch 0; document 3 on ranks 1
+    and 2 in nano-batch 1."""
+    return Manifest.merge(
+        [
+            RankManifest(7, 0, ((Segment(1, 10, 0, 6),), ())),
+            RankManifest(
+                7, 1, ((Segment(1, 10, 6, 4), Segment(2, 5, 0, 5)), (Segment(3, 9, 0, 2),))
+            ),
+            RankManifest(7, 2, ((), (Segment(3, 9, 2, 7),))),
+        ],
+        3,
+    )
+
+
+def test_first_tick_is_the_least_of_the_ranks_that_hold_rows() -> None:
+    first = first_ticks(shared_step(), [(2, 0), (3, 5), (0, 4)], left={})
+    assert first.tolist() == [2, 3, 4]
+
+
+def test_rows_of_a_rank_that_has_left_cannot_be_asked_for_again() -> None:
+    match = r"rank 2's rows of document 3 are needed to run step 7, and rank 2 has left the job"
+    left = {2: "has left the job"}
+    with pytest.raises(PlanError, match=match):
+        first_ticks(shared_step(), [(2, 0), (3, 5), (8, 8)], left)
+    assert first_ticks(shared_step(), [(2, 0), (3, 8), (8, 8)], left).tolist() == [2, 3, 8]
+
+
+def test_first_ticks_are_cut_like_the_plan() -> None:
+    plan = planned(3).plan
+    whole = np.arange(plan.manifest.n_documents) + 1
+    for rank in (0, 1):
+        piece = for_rank(plan, rank)
+        slicer = PlanSlicer(plan, "job", first_tick=whole)
+        column = slicer.rank_event(rank).step_planned.first_tick
+        cut = first_tick_from_bytes(column, piece.manifest.n_documents)
+        of_id = dict(zip(plan.manifest.document_id.tolist(), whole.tolist(), strict=True))
+        assert cut.tolist() == [of_id[i] for i in piece.manifest.document_id.tolist()]
+        from_the_beginning = PlanSlicer(plan, "job").rank_event(rank)
+        assert from_the_beginning.step_planned.first_tick == b""
+
+
+def test_quarantine_doubles_with_every_loss_and_ends() -> None:
+    quarantine = Quarantine()
+    now, terms = 0.0, []
+    for _ in range(7):
+        terms.append(quarantine.add("s", now=now))
+        assert quarantine.holds("s", heard_at=now + 1, now=now + terms[-1] - 0.1)
+        now += terms[-1]
+        assert not quarantine.holds("s", heard_at=now, now=now)
+    assert terms == [10, 20, 40, 80, 160, 300, 300]
+    assert not quarantine.holds("another", heard_at=0.0, now=0.0)
+
+
+def test_reports_of_one_loss_count_once() -> None:
+    quarantine = Quarantine()
+    assert quarantine.add("s", now=0.0) == 10
+    assert quarantine.add("s", now=4.0) == 6
+    assert not quarantine.holds("s", heard_at=9.0, now=10.0)
+
+
+def test_registering_anew_clears_a_server() -> None:
+    quarantine = Quarantine()
+    quarantine.add("s", now=0.0)
+    quarantine.clear("s")
+    assert not quarantine.holds("s", heard_at=0.0, now=1.0)
+    assert quarantine.add("s", now=11.0) == 10
+
+
+def test_quarantine_lasts_until_the_server_is_heard_again() -> None:
+    quarantine = Quarantine()
+    quarantine.add("s", now=100.0)
+    assert quarantine.holds("s", heard_at=98.0, now=1000.0)
+    assert not quarantine.holds("s", heard_at=101.0, now=1000.0)

@@ -1,0 +1,358 @@
+"""Manifests: merging what ranks send, and refusing what breaks an invariant."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from core_attention.errors import ManifestError
+from core_attention.manifest import Manifest, RankManifest, Segment
+from tests.support.plan_slices import restrict
+from tests.support.strategies import manifests, rank_manifests
+
+
+def two_ranks() -> list[RankManifest]:
+    """Document 7 goes from rank 0 to rank 1 and back to rank 0; 8 and 9 are whole."""
+    return [
+        RankManifest(
+            step=5,
+            rank=0,
+            nano_batches=(
+                (Segment(7, 10, 0, 4), Segment(7, 10, 9, 1)),
+                (Segment(9, 1, 0, 1),),
+            ),
+        ),
+        RankManifest(5, 1, ((Segment(8, 3, 0, 3), Segment(7, 10, 4, 5)), ())),
+    ]
+
+
+def test_merge_sorts_documents_and_segments() -> None:
+    manifest = Manifest.merge(list(reversed(two_ranks())), 2)
+    assert manifest.document_id.tolist() == [7, 8, 9]
+    assert manifest.document_length.tolist() == [10, 3, 1]
+    assert manifest.document_nano_batch.tolist() == [0, 0, 1]
+    assert manifest.segment_document.tolist() == [0, 0, 0, 1, 2]
+    assert manifest.segment_offset.tolist() == [0, 4, 9, 0, 0]
+    assert manifest.segment_length.tolist() == [4, 5, 1, 3, 1]
+    assert manifest.segment_rank.tolist() == [0, 1, 0, 1, 0]
+    assert manifest.segment_row.tolist() == [0, 3, 4, 0, 0]
+    assert manifest.first_segment.tolist() == [0, 3, 4, 5]
+    assert manifest.tokens_per_rank(0).tolist() == [5, 8]
+    assert manifest.tokens_per_rank(1).tolist() == [1, 0]
+
+
+def test_columns_are_read_only() -> None:
+    manifest = Manifest.merge(two_ranks(), 2)
+    with pytest.raises(ValueError, match="read-only"):
+        manifest.segment_row[0] = 1
+
+
+def test_from_lengths_makes_ids_unique_across_ranks() -> None:
+    ranks = [RankManifest.from_lengths(0, rank, [[3, 1], [2]]) for rank in range(3)]
+    assert ranks[2].tokens(0) == 4
+    manifest = Manifest.merge(ranks, 3)
+    assert manifest.n_documents == 9
+    assert manifest.tokens_per_rank(1).tolist() == [2, 2, 2]
+
+
+def rank_zero(*segments: Segment, step: int = 5, rank: int = 0) -> RankManifest:
+    return RankManifest(step, rank, (segments,))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "n_ranks", "message"),
+    [
+        ([], 1, r"no manifest from ranks \[0\]"),
+        ([rank_zero(Segment(1, 1, 0, 1))], 3, r"no manifest from ranks \[1, 2\]"),
+        ([rank_zero(Segment(1, 1, 0, 1), rank=4)], 2, "rank 4 is not one of the job's 2"),
+        ([rank_zero(Segment(1, 1, 0, 1))] * 2, 1, "rank 0 gives two manifests"),
+        (
+            [rank_zero(Segment(1, 1, 0, 1)), rank_zero(Segment(2, 1, 0, 1), rank=1, step=6)],
+            2,
+            r"disagree on the step: \[5, 6\]",
+        ),
+        (
+            [rank_zero(Segment(1, 1, 0, 1)), RankManifest(5, 1, ((), ()))],
+            2,
+            r"disagree on the number of nano-batches: \[1, 2\]",
+        ),
+        ([rank_zero()], 1, "no rank holds a segment"),
+        ([rank_zero(Segment(1, 0, 0, 0))], 1, "document 1 has length 0"),
+        ([rank_zero(Segment(1, 2**31, 0, 2**31))], 1, "document 1 has length 2147483648"),
+        (
+            [rank_zero(Segment(3, 2, 0, 2), Segment(3, 2, 2, 0))],
+            1,
+            "document 3: the segment at offset 2 on rank 0 has length 0",
+        ),
+        (
+            [rank_zero(Segment(3, 4, 0, 2), Segment(3, 4, 3, 1))],
+            1,
+            "document 3: the segment at offset 3 .* leaves a gap .* end at 2",
+        ),
+        (
+            [rank_zero(Segment(3, 4, 0, 2), Segment(3, 4, 1, 3))],
+            1,
+            "document 3: the segment at offset 1 .* overlaps .* end at 2",
+        ),
+        ([rank_zero(Segment(3, 4, 1, 3))], 1, "document 3: the segment at offset 1 .* gap"),
+        ([rank_zero(Segment(3, 4, 0, 3))], 1, "document 3: its segments end at 3, its length is 4"),
+        (
+            [rank_zero(Segment(3, 2, 0, 1), Segment(3, 3, 1, 1))],
+            1,
+            "document 3: rank 0 gives its length as 3, another segment as 2",
+        ),
+        (
+            [RankManifest(5, 0, ((Segment(3, 2, 0, 1),), (Segment(3, 2, 1, 1),), ()))],
+            1,
+            r"document 3 appears in nano-batches \[0, 1\]",
+        ),
+        (
+            [RankManifest(5, 0, ((), (Segment(3, 2, 0, 1),), (Segment(3, 2, 1, 1),), ()))],
+            1,
+            r"document 3 appears in nano-batches \[1, 2\]",
+        ),
+        (
+            [RankManifest(5, 0, ((Segment(3, 2, 0, 1),), (), (), (Segment(3, 2, 1, 1),)))],
+            1,
+            r"document 3 appears in nano-batches \[0, 3\]",
+        ),
+        (
+            [
+                RankManifest(5, 0, ((), (), (Segment(3, 2, 0, 1),), ())),
+                RankManifest(5, 1, ((), (), (), (Segment(3, 2, 1, 1),))),
+            ],
+            2,
+            "document 3 goes on in nano-batch 3, .* rank 0 has no rows in nano-batch 3",
+        ),
+        (
+            [RankManifest(5, 0, ((Segment(3, 2, 1, 1),), (Segment(3, 2, 0, 1),)))],
+            1,
+            "document 3: the segment at offset 1 .* nano-batch 0. leaves a gap",
+        ),
+        (
+            [RankManifest(5, 0, ((Segment(3, 2, 0, 2),), (Segment(3, 2, 0, 2),)))],
+            1,
+            "document 3: the segment at offset 0 .* nano-batch 1. overlaps .* end at 2",
+        ),
+        (
+            [RankManifest(5, 0, ((Segment(3, 3, 0, 1),), (Segment(3, 3, 1, 1),)))],
+            1,
+            "document 3: its segments end at 2, its length is 3",
+        ),
+        (
+            [
+                RankManifest(5, 0, ((Segment(3, 2, 0, 1),), ())),
+                RankManifest(5, 1, ((Segment(4, 1, 0, 1),), (Segment(3, 2, 1, 1),))),
+            ],
+            2,
+            "document 3 goes on in nano-batch 1, .* rank 0 has no rows in nano-batch 1",
+        ),
+    ],
+)
+def test_a_broken_invariant_is_an_error_that_names_it(
+    ranks: list[RankManifest], n_ranks: int, message: str
+) -> None:
+    with pytest.raises(ManifestError, match=message):
+        Manifest.merge(ranks, n_ranks)
+
+
+@pytest.mark.parametrize(
+    "segment",
+    [Segment(1, 2**70, 0, 1), Segment(2**63, 1, 0, 1), Segment(1, 2, 0, 1.5)],  # type: ignore[arg-type]
+)
+def test_values_that_are_no_64_bit_integers_are_refused(segment: Segment) -> None:
+    with pytest.raises(ManifestError, match="step 5, rank 0: a segment has a value that is no 64"):
+        rank_zero(Segment(7, 1, 0, 1), segment)
+
+
+@pytest.mark.parametrize("kind", [np.int32, np.uint64, torch.tensor])
+def test_integers_of_other_libraries_are_integers(kind: Callable[[int], int]) -> None:
+    other = Segment(*map(kind, (7, 5, 0, 5)))
+    assert rank_zero(other) == rank_zero(Segment(7, 5, 0, 5))
+    assert rank_zero(other).nano_batches == ((Segment(7, 5, 0, 5),),)
+
+
+def test_manifests_of_columns_equal_those_of_segments() -> None:
+    made = RankManifest(
+        5, 1, ((Segment(8, 3, 0, 3), Segment(7, 10, 4, 5)), (), (Segment(9, 2, 0, 2),))
+    )
+    again = RankManifest.from_columns(5, 1, 3, made.columns)
+    assert again == made
+    assert again.fingerprint == made.fingerprint == hash(made)
+    assert again.nano_batches == made.nano_batches
+    assert repr(again) == repr(made)
+    for other in (
+        RankManifest(6, 1, made.nano_batches),
+        RankManifest(5, 0, made.nano_batches),
+        RankManifest(5, 1, made.nano_batches[:2]),
+        RankManifest(5, 1, (*made.nano_batches, ())),
+        RankManifest(5, 1, made.nano_batches[::-1]),
+        RankManifest(5, 1, (made.nano_batches[0][::-1], *made.nano_batches[1:])),
+    ):
+        assert other != made
+        assert other.fingerprint != made.fingerprint
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"step": -1}, "step -1"),
+        ({"n_ranks": 1}, "segment_rank holds 1; valid values are 0 to 0"),
+        ({"n_nano_batches": 1}, "document_nano_batch holds 1"),
+        ({"segment_document": [0, 0, 0, 1, 3]}, "segment_document holds 3"),
+        ({"segment_document": [1, 0, 0, 0, 2]}, "not sorted by document"),
+        ({"document_id": [8, 7, 9]}, "not sorted by nano-batch, then id"),
+        ({"segment_document": [0, 0, 0, 1, 1]}, "document 9 has no segments"),
+        ({"segment_row": [0, 3, 5, 0, 0]}, "document 7: its segment at offset 9 begins at row 5"),
+        ({"segment_row": [0, 2, 4, 0, 0]}, "document 7: its segment at offset 4 begins at row 2"),
+        ({"segment_row": [0, 3, 4, 0, 1]}, "document 9: .* begins at row 1 of rank 0"),
+        ({"segment_length": [4, 5, 1, 3]}, "columns of different lengths"),
+    ],
+)
+def test_columns_are_checked(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ManifestError, match=message):
+        replace(Manifest.merge(two_ranks(), 2), **changes)
+
+
+def test_columns_must_be_integers() -> None:
+    with pytest.raises(ValueError, match=r"segment_row must be .* integers"):
+        replace(Manifest.merge(two_ranks(), 2), segment_row=np.zeros(5))  # type: ignore[arg-type]
+
+
+@given(rank_manifests())
+def test_merge_keeps_every_row_in_its_place(ranks: list[RankManifest]) -> None:
+    manifest = Manifest.merge(ranks, len(ranks))
+    for rank_manifest in ranks:
+        for nano, segments in enumerate(rank_manifest.nano_batches):
+            row = 0
+            for segment in segments:
+                (document,) = np.flatnonzero(
+                    (manifest.document_id == segment.document_id)
+                    & (manifest.document_nano_batch == nano)
+                )
+                (at,) = np.flatnonzero(
+                    (manifest.segment_document == document)
+                    & (manifest.segment_offset == segment.offset)
+                )
+                assert manifest.segment_rank[at] == rank_manifest.rank
+                assert manifest.segment_row[at] == row
+                row += segment.length
+            assert manifest.tokens_per_rank(nano)[rank_manifest.rank] == row
+            assert rank_manifest.tokens(nano) == row
+
+
+def test_a_document_cut_between_nano_batches_carries_its_keys_over() -> None:
+    """Document 7 has 5 + 4 tokens in nano-batch 0 and 3 + 2 in nano-batch 1, of ranks 0 and 1."""
+    ranks = [
+        RankManifest(
+            0,
+            0,
+            (
+                (Segment(2, 2, 0, 2), Segment(7, 14, 0, 5)),
+                (Segment(9, 1, 0, 1), Segment(7, 14, 9, 3)),
+            ),
+        ),
+        RankManifest(0, 1, ((Segment(7, 14, 5, 4),), (Segment(7, 14, 12, 2),))),
+    ]
+    manifest = Manifest.merge(ranks, 2)
+    assert manifest.document_id.tolist() == [2, 7, 7, 9]
+    assert manifest.document_length.tolist() == [2, 9, 14, 1]
+    assert manifest.document_begin.tolist() == [0, 0, 9, 0]
+    assert manifest.segment_offset.tolist() == [0, 0, 5, 9, 12, 0]
+    assert manifest.carried_document.tolist() == [2, 2]
+    assert manifest.carried_offset.tolist() == [0, 5]
+    assert manifest.carried_length.tolist() == [5, 4]
+    assert manifest.carried_rank.tolist() == [0, 1]
+    assert manifest.carried_row.tolist() == [4, 2]
+    assert manifest.tokens_per_rank(1).tolist() == [4, 2]
+    for rank in (0, 1):
+        held = manifest.held
+        assert set(held.document[held.rank == rank].tolist()) >= {1, 2}
+
+
+def test_every_pair_of_nano_batches_cuts_documents_of_its_own() -> None:
+    """Document 7 is in nano-batches 0 and 1, document 8 in 2 and 3, both of two ranks."""
+    ranks = [
+        RankManifest(
+            0,
+            0,
+            (
+                (Segment(7, 9, 0, 3),),
+                (Segment(7, 9, 5, 2), Segment(9, 1, 0, 1)),
+                (Segment(8, 6, 0, 1),),
+                (Segment(8, 6, 4, 2),),
+            ),
+        ),
+        RankManifest(
+            0,
+            1,
+            (
+                (Segment(7, 9, 3, 2),),
+                (Segment(7, 9, 7, 2),),
+                (Segment(8, 6, 1, 3),),
+                (Segment(10, 4, 0, 4),),
+            ),
+        ),
+    ]
+    manifest = Manifest.merge(ranks, 2)
+    assert manifest.document_id.tolist() == [7, 7, 9, 8, 8, 10]
+    assert manifest.document_length.tolist() == [5, 9, 1, 4, 6, 4]
+    assert manifest.document_begin.tolist() == [0, 5, 0, 0, 4, 0]
+    assert manifest.n_texts == 4
+    assert manifest.carried_document.tolist() == [1, 1, 4, 4]
+    assert manifest.carried_offset.tolist() == [0, 3, 0, 1]
+    assert manifest.carried_length.tolist() == [3, 2, 1, 3]
+    assert manifest.carried_rank.tolist() == [0, 1, 0, 1]
+    assert manifest.carried_row.tolist() == [3, 2, 2, 4]
+    with pytest.raises(ManifestError, match=r"document 7 appears in nano-batches \[0, 1\]"):
+        replace(manifest, n_nano_batches=5)
+    with pytest.raises(ManifestError, match=r"document 8 appears in nano-batches \[3, 4\]"):
+        replace(manifest, n_nano_batches=6, document_nano_batch=np.array([0, 1, 1, 3, 4, 5]))
+
+
+@given(manifests())
+def test_carried_keys_are_those_of_the_first_part(manifest: Manifest) -> None:
+    for document in np.flatnonzero(manifest.document_begin).tolist():
+        (first,) = np.flatnonzero(
+            (manifest.document_id == manifest.document_id[document])
+            & (manifest.document_nano_batch == manifest.document_nano_batch[document] - 1)
+        )
+        mine, its = manifest.carried_document == document, manifest.segment_document == first
+        for name in ("offset", "length", "rank"):
+            carried, held = (getattr(manifest, f"{kind}_{name}") for kind in ("carried", "segment"))
+            assert carried[mine].tolist() == held[its].tolist()
+
+
+def test_carried_keys_without_a_first_part_are_refused() -> None:
+    cut = Manifest.merge([RankManifest(5, 0, ((Segment(3, 2, 0, 1),), (Segment(3, 2, 1, 1),)))], 1)
+    second = restrict(cut, np.array([1]))
+    with pytest.raises(ManifestError, match="document 3 carries 1 keys into nano-batch 1"):
+        replace(second, whole=True)
+
+
+@given(st.data(), manifests())
+def test_restrict_keeps_documents_and_their_places(data: st.DataObject, whole: Manifest) -> None:
+    kept = sorted(data.draw(st.sets(st.integers(0, whole.n_documents - 1))))
+    part = restrict(whole, np.array(kept, dtype=np.int64))
+    assert part.document_id.tolist() == whole.document_id[kept].tolist()
+    homes = {
+        (int(whole.document_id[d]), int(o)): (int(r), int(row))
+        for d, o, r, row in zip(
+            whole.segment_document,
+            whole.segment_offset,
+            whole.segment_rank,
+            whole.segment_row,
+            strict=True,
+        )
+    }
+    for segment in range(part.n_segments):
+        document = int(part.document_id[part.segment_document[segment]])
+        home = homes[document, int(part.segment_offset[segment])]
+        assert home == (part.segment_rank[segment], part.segment_row[segment])

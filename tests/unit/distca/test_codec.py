@@ -1,0 +1,326 @@
+"""Messages carry values there and back unchanged, and refuse what is broken by name."""
+
+from __future__ import annotations
+
+from dataclasses import fields, is_dataclass, replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from core_attention.arrays import int64_column
+from core_attention.ca_task import MaskKind, TaskTable
+from core_attention.cost_model import CostProfile
+from core_attention.manifest import (
+    MAX_DOCUMENT_TOKENS,
+    MAX_RANK_SEGMENTS,
+    Manifest,
+    RankManifest,
+    Segment,
+    SegmentColumns,
+)
+from core_attention.plan import PhaseForecast, Plan, PlanServer, SlotForecast
+from core_attention.shape import AttentionShape
+from distca.contract.codec import (
+    MAX_RANK_MANIFEST_BYTES,
+    WireError,
+    plan_from_proto,
+    plan_to_proto,
+    profile_from_proto,
+    profile_to_proto,
+    rank_manifest_from_proto,
+    rank_manifest_to_proto,
+    shape_from_proto,
+    shape_to_proto,
+)
+from distca.v1 import plan_pb2, profile_pb2
+from tests.support.plan_slices import for_rank, for_server
+
+SHAPE = AttentionShape(num_heads=8, num_heads_kv=2, head_dim=192, head_dim_v=128, dtype="float16")
+
+
+def assert_equal(left: Any, right: Any) -> None:
+    """Equality of dataclasses with arrays inside."""
+    assert type(left) is type(right)
+    if isinstance(left, np.ndarray):
+        assert left.dtype == right.dtype
+        np.testing.assert_array_equal(left, right)
+    elif is_dataclass(left):
+        for field in fields(left):
+            assert_equal(getattr(left, field.name), getattr(right, field.name))
+    else:
+        assert left == right
+
+
+def profile() -> CostProfile:
+    return CostProfile(
+        device="d",
+        kernel="k",
+        shape=SHAPE,
+        q_tokens=int64_column([1, 64, 4096], "q"),
+        kv_tokens=int64_column([1, 2**31], "kv"),
+        forward_seconds=np.array([[1e-9, 2.0], [0.1, 3.0], [1 / 3, 4.0]]),
+        backward_seconds=np.array([[1e-20, 2.0], [0.1, 3.0], [1e20 / 3, 4.0]]),
+    )
+
+
+@st.composite
+def rank_manifests(draw: st.DrawFn) -> list[RankManifest]:
+    """Whole documents on up to three ranks, in one or two nano-batches; at least one."""
+    n_ranks, n_nano_batches = draw(st.integers(1, 3)), draw(st.integers(1, 2))
+    lengths = st.lists(st.integers(1, 2**20), max_size=4)
+    manifests = [
+        RankManifest.from_lengths(7, rank, [draw(lengths) for _ in range(n_nano_batches)])
+        for rank in range(n_ranks)
+    ]
+    extra = ((Segment(-5, 30, 0, 30),), *[()] * (n_nano_batches - 1))
+    packed = zip(extra, manifests[0].nano_batches, strict=True)
+    manifests[0] = RankManifest(7, 0, tuple((*new, *old) for new, old in packed))
+    return manifests
+
+
+def plan_of(manifests: list[RankManifest], *, forecast: bool) -> Plan:
+    """Every document in halves; the halves take turns on three servers."""
+    manifest = Manifest.merge(manifests, len(manifests))
+    document = np.repeat(np.arange(manifest.n_documents), 2)
+    length = np.repeat(manifest.document_length, 2)
+    second = np.arange(len(document)) % 2
+    q_begin, q_end = second * (length // 2), np.where(second, length, length // 2)
+    keep = q_end > q_begin
+    forward = TaskTable(document[keep], q_begin[keep], q_end[keep], np.arange(int(keep.sum())) % 3)
+    backward = TaskTable(
+        manifest.segment_document,
+        manifest.segment_offset,
+        manifest.segment_length,
+        np.zeros(manifest.n_segments, np.int64),
+    )
+    shape = (manifest.n_nano_batches, 3)
+    loads = PhaseForecast(
+        home_seconds=np.full((manifest.n_nano_batches, manifest.n_ranks), 1 / 3),
+        seconds=np.linspace(0, 1, shape[0] * shape[1]).reshape(shape),
+        q_rows=np.full(shape, 2**40),
+        kv_rows=np.arange(shape[0] * shape[1]).reshape(shape),
+        bytes_in=np.zeros(shape, np.int64),
+        bytes_out=np.ones(shape, np.int64),
+    )
+    return Plan(
+        manifest=manifest,
+        epoch=3,
+        servers=(
+            PlanServer("pool", None, "a:1"),
+            PlanServer("zero", 0, "b:2"),
+            PlanServer("last", 2, "c:3"),
+        ),
+        forward=forward,
+        backward=backward,
+        mask=MaskKind.CAUSAL,
+        planner="halves",
+        reason="because",
+        forward_forecast=loads if forecast else None,
+        backward_forecast=loads if forecast else None,
+    )
+
+
+def two_ranks() -> list[RankManifest]:
+    return [RankManifest.from_lengths(7, rank, [[10, 20], [30]]) for rank in (0, 1)]
+
+
+def test_shape_and_profile_come_back_bit_for_bit() -> None:
+    assert shape_from_proto(shape_to_proto(SHAPE)) == SHAPE
+    assert_equal(profile_from_proto(profile_to_proto(profile())), profile())
+
+
+@settings(max_examples=40)
+@given(manifests=rank_manifests())
+def test_rank_manifests_and_plans_come_back_unchanged(manifests: list[RankManifest]) -> None:
+    for manifest in manifests:
+        assert rank_manifest_from_proto(rank_manifest_to_proto(manifest)) == manifest
+    whole = plan_of(manifests, forecast=True)
+    slices = [for_rank(whole, rank) for rank in range(len(manifests))]
+    for plan in (whole, for_server(whole, "pool"), *slices):
+        message = plan_to_proto(plan, "job-1")
+        assert message.job_id == "job-1"
+        assert_equal(plan_from_proto(plan_pb2.Plan.FromString(message.SerializeToString())), plan)
+
+
+def test_slots_come_back_unchanged_with_a_whole_plan() -> None:
+    shape = (2, 5, 3)  # halves, slots, servers
+    seconds = np.linspace(0, 1, 30).reshape(shape)
+    slots = SlotForecast(
+        home_seconds=np.full((2, 5, 2), 1 / 3), base_seconds=seconds / 3, seconds=seconds
+    )
+    plan = replace(plan_of(two_ranks(), forecast=True), slots=slots)
+    message = plan_to_proto(plan, "j")
+    assert_equal(plan_from_proto(message), plan)
+    assert not plan_to_proto(for_rank(plan, 1), "j").HasField("slots")
+    message.slots.seconds = message.slots.seconds[:-8]
+    with pytest.raises(WireError, match=r"Plan\.slots\.seconds has 29 values for 2 halves and 3 m"):
+        plan_from_proto(message)
+    message.slots.seconds = slots.seconds[:, 1:].tobytes()
+    with pytest.raises(WireError, match=r"different numbers of slots: .*'seconds': 4"):
+        plan_from_proto(message)
+    message.slots.n_halves = 0
+    with pytest.raises(WireError, match=r"Plan\.slots\.home_seconds has 20 values for 0 halves"):
+        plan_from_proto(message)
+
+
+def test_slice_of_a_rank_without_rows_comes_back_unchanged() -> None:
+    manifests = [RankManifest.from_lengths(0, 0, [[4]]), RankManifest.from_lengths(0, 1, [[]])]
+    empty = for_rank(plan_of(manifests, forecast=False), 1)
+    assert empty.manifest.n_documents == 0
+    assert_equal(plan_from_proto(plan_to_proto(empty, "j")), empty)
+
+
+def test_equal_values_give_equal_bytes_whatever_the_layout_of_their_arrays() -> None:
+    plan = plan_of(two_ranks(), forecast=True)
+    again = plan_of(list(reversed(two_ranks())), forecast=True)
+    assert plan.forward_forecast is not None
+    transposed = PhaseForecast(
+        **{
+            field.name: np.asfortranarray(getattr(plan.forward_forecast, field.name))
+            for field in fields(PhaseForecast)
+        }
+    )
+    object.__setattr__(again, "forward_forecast", transposed)
+    first, second = (plan_to_proto(p, "j").SerializeToString() for p in (plan, again))
+    assert first == second
+
+
+def test_columns_are_little_endian_int32() -> None:
+    message = rank_manifest_to_proto(RankManifest(0, 0, ((Segment(258, 7, 0, 7),),)))
+    assert message.document_id == bytes([2, 1, 0, 0, 0, 0, 0, 0])
+    assert message.length == bytes([7, 0, 0, 0])
+
+
+def test_longest_document_fits_and_a_longer_one_is_refused() -> None:
+    longest = RankManifest.from_lengths(0, 0, [[MAX_DOCUMENT_TOKENS]])
+    assert rank_manifest_from_proto(rank_manifest_to_proto(longest)) == longest
+    longer = RankManifest.from_lengths(0, 0, [[MAX_DOCUMENT_TOKENS + 1]])
+    with pytest.raises(WireError, match=r"RankManifest\.document_length holds 2147483648"):
+        rank_manifest_to_proto(longer)
+
+
+@pytest.mark.parametrize(
+    ("segment", "match"),
+    [
+        (Segment(9, 10, 0, 0), r"length: segment 0 \(document 9, length 10\) has 0; valid are 1"),
+        (Segment(9, 10, 0, 11), "length: segment 0"),
+        (Segment(9, 10, -1, 5), r"offset: .* has -1; valid are 0 to 5"),
+        (Segment(9, 10, 6, 5), r"offset: .* has 6; valid are 0 to 5"),
+        (Segment(9, 0, 0, 1), "length"),
+    ],
+)
+def test_segments_outside_their_document_are_refused(segment: Segment, match: str) -> None:
+    message = rank_manifest_to_proto(RankManifest(0, 0, ((segment,),)))
+    with pytest.raises(WireError, match=match):
+        rank_manifest_from_proto(message)
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"nano_batch": b"\0" * 7}, r"RankManifest\.nano_batch has 7 bytes.*multiple of 4"),
+        ({"document_id": b"\0" * 12}, r"document_id has 12 bytes.*multiple of 8"),
+        ({"offset": b""}, "columns of different lengths: .*'offset': 0"),
+        ({"nano_batch": b"\2\0\0\0" * 3}, r"nano_batch: .* has 2; valid are 0 to 1"),
+        ({"n_nano_batches": 0}, "n_nano_batches is 0; valid are 1 to 256"),
+        ({"n_nano_batches": 257}, "n_nano_batches is 257"),
+        ({"step": 2**63}, "step is 9223372036854775808"),
+    ],
+)
+def test_broken_rank_manifest_is_refused(changes: dict[str, Any], match: str) -> None:
+    message = rank_manifest_to_proto(two_ranks()[0])
+    for field, value in changes.items():
+        setattr(message, field, value)
+    with pytest.raises(WireError, match=match):
+        rank_manifest_from_proto(message)
+
+
+def short_documents(n: int) -> RankManifest:
+    one = np.ones(n, dtype=np.int64)
+    columns = SegmentColumns(one - 1, np.arange(n), one, one - 1, one)
+    return RankManifest.from_columns(0, 0, 1, columns)
+
+
+def test_a_rank_with_too_many_segments_is_refused_on_both_sides() -> None:
+    most = rank_manifest_to_proto(short_documents(MAX_RANK_SEGMENTS))
+    assert len(rank_manifest_from_proto(most).columns.length) == MAX_RANK_SEGMENTS
+    assert most.ByteSize() < MAX_RANK_MANIFEST_BYTES + 64
+    with pytest.raises(WireError):
+        rank_manifest_to_proto(short_documents(MAX_RANK_SEGMENTS + 1))
+    for field, width in (("nano_batch", 4), ("document_id", 8), ("document_length", 4)):
+        setattr(most, field, getattr(most, field) + bytes(width))
+    most.offset += bytes(4)
+    most.length += b"\1\0\0\0"
+    with pytest.raises(WireError):
+        rank_manifest_from_proto(most)
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "match"),
+    [
+        ("manifest.segment_row", b"\0", r"Plan\.manifest\.segment_row has 1 bytes"),
+        ("manifest.segment_row", b"", r"Plan\.manifest has columns of different lengths"),
+        ("manifest.document_length", b"\0" * 24, r"Plan\.manifest: document .* has length 0"),
+        ("manifest.n_ranks", 1, r"Plan\.manifest: segment_rank holds 1"),
+        ("manifest.step", 2**64 - 1, r"Plan\.manifest\.step"),
+        ("forward.q_end", b"\0" * 3, r"Plan\.forward\.q_end has 3 bytes"),
+        ("backward.server", b"", r"Plan\.backward has columns of different lengths"),
+        ("backward.server", b"\3\0\0\0" * 6, "Plan: a task names server 3"),
+        ("backward.q_end", b"\1\0\0\0" * 6, "Plan: document 0: the task"),
+        ("mask", 0, r"Plan\.mask is 0; this release knows 1 \(CAUSAL\)"),
+        ("mask", 77, r"Plan\.mask is 77"),
+        ("forward_forecast.seconds", b"\0" * 8, r"forward_forecast\.seconds has 1 values.*need 6"),
+        ("backward_forecast.q_rows", b"\0" * 9, r"backward_forecast\.q_rows has 9 bytes"),
+    ],
+)
+def test_broken_plan_is_refused(path: str, value: Any, match: str) -> None:
+    message = plan_to_proto(plan_of(two_ranks(), forecast=True), "j")
+    *parents, field = path.split(".")
+    target: Any = message
+    for parent in parents:
+        target = getattr(target, parent)
+    setattr(target, field, value)
+    with pytest.raises(WireError, match=match):
+        plan_from_proto(message)
+
+
+def test_broken_server_of_a_plan_is_refused() -> None:
+    message = plan_to_proto(plan_of(two_ranks(), forecast=False), "j")
+    message.servers[1].in_place_rank = -2
+    with pytest.raises(WireError, match="in_place_rank of 'zero' is -2"):
+        plan_from_proto(message)
+    message.servers[1].in_place_rank = 0
+    message.servers[1].server_id = "pool"
+    with pytest.raises(WireError, match="Plan: servers appear twice"):
+        plan_from_proto(message)
+
+
+def test_empty_messages_are_refused_by_name() -> None:
+    with pytest.raises(WireError, match="AttentionShape: num_heads is 0"):
+        shape_from_proto(profile_pb2.AttentionShape())
+    with pytest.raises(WireError, match="AttentionShape"):
+        profile_from_proto(profile_pb2.CostProfile())
+    with pytest.raises(WireError, match=r"Plan\.manifest: step 0, n_ranks 0"):
+        plan_from_proto(plan_pb2.Plan())
+    with pytest.raises(WireError, match="RankManifest"):
+        rank_manifest_from_proto(plan_pb2.RankManifest())
+
+
+def test_profile_whose_values_do_not_fit_its_grid_is_refused() -> None:
+    message = profile_to_proto(profile())
+    del message.backward_seconds[0]
+    with pytest.raises(
+        WireError, match=r"CostProfile\.backward_seconds has 5 values; the grid of 3"
+    ):
+        profile_from_proto(message)
+    message = profile_to_proto(profile())
+    message.q_tokens[0] = 2
+    with pytest.raises(WireError, match="CostProfile: q_tokens must increase strictly from 1"):
+        profile_from_proto(message)
+    message = profile_to_proto(profile())
+    message.shape.dtype = "int8"
+    with pytest.raises(WireError, match="AttentionShape: dtype is 'int8'"):
+        profile_from_proto(message)

@@ -1,0 +1,290 @@
+"""Records survive a round trip, and the report shows what a record holds."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import re
+import resource
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from distca.errors import RunFolderError
+from distca.report.figures import draw_figures, draw_load
+from distca.report.page import render_page, write_report
+from distca.report.record import RunRecord, mean_of
+from distca.report.step_log import StepLog, StepTail
+from distca.report.summary import summary_rows, summary_table
+from tests.unit.distca.example_record import example_detail, example_record
+
+PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
+
+
+def test_record_survives_a_round_trip(tmp_path: Path) -> None:
+    record = example_record()
+    record.save(tmp_path / "run.json")
+    assert RunRecord.load(tmp_path / "run.json") == record
+    bare = replace(record, detail=None, verification=None, steps=())
+    assert RunRecord.from_json(bare.to_json()) == bare
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "no record of a run"),
+        ("[]", "no record of a run"),
+        ('{"version": 99}', "record version 99"),
+        ('{"version": 1}', "no record of a run"),
+    ],
+)
+def test_what_is_no_record_is_named(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "run.json"
+    path.write_text(text)
+    with pytest.raises(RunFolderError, match=rf"run\.json: .*{message}"):
+        RunRecord.load(path)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ('"parameters": 1234567', '"parameters": "many"', "parameters is 'many'; it must be int"),
+        ('"finished": true', '"finished": 1', "finished is 1; it must be bool"),
+        ('"tokens": 8192', '"tokens": 8192.5', "tokens is 8192.5; it must be int"),
+        ('"loss": 5.5', '"loss": null', "loss is None; it must be float"),
+        ('"loss": 5.5', '"loss": 1' + "0" * 400, "loss is 1000.*; it must be float"),
+        ('"loss": 5.5', '"loss": ' + "9" * 5000, "no record of a run"),
+        ('"name": "example"', '"name": ' + "[" * 100_000, "no record of a run"),
+        ('"name": "example"', '"nmae": "example"', "unexpected keyword argument 'nmae'"),
+        ('"name": "example"', '"name": "\xff"', "can't decode byte 0xff"),
+    ],
+)
+def test_what_was_changed_in_a_record_is_named(
+    tmp_path: Path, old: str, new: str, message: str
+) -> None:
+    text = example_record().to_json()
+    assert old in text
+    path = tmp_path / "run.json"
+    path.write_bytes(text.replace(old, new, 1).encode("latin-1"))
+    with pytest.raises(RunFolderError, match=rf"run\.json: .*{message}"):
+        RunRecord.load(path)
+
+
+def test_page_needs_no_other_file_and_embeds_every_figure(tmp_path: Path) -> None:
+    record = example_record()
+    write_report(record, tmp_path / "report.html", tmp_path / "figures")
+    html = (tmp_path / "report.html").read_text()
+    assert not re.search(r"https?://|<link|<script|src=\"(?!data:)", html)
+    images = re.findall(r'src="data:image/png;base64,([^"]+)"', html)
+    names = {"loss", "imbalance", "load", "timeline", "bytes"}
+    assert len(images) == len(names)
+    assert all(base64.b64decode(image).startswith(PNG_SIGNATURE) for image in images)
+    files = {path.stem: path for path in (tmp_path / "figures").iterdir()}
+    assert files.keys() == names
+    assert all(path.read_bytes().startswith(PNG_SIGNATURE) for path in files.values())
+    assert "Verified" in html
+    assert "1,234,567 parameters" in html
+
+
+def test_page_escapes_what_comes_from_outside() -> None:
+    html = render_page(replace(example_record(), data="<b>texts</b>"), {})
+    assert "&lt;b&gt;texts&lt;/b&gt;" in html
+
+
+def test_a_stopped_run_with_nothing_measured_still_has_a_report(tmp_path: Path) -> None:
+    record = example_record(n_steps=1)
+    bare_step = replace(
+        record.steps[0], home_imbalance=None, planned_imbalance=None, measured_imbalance=None
+    )
+    bare = replace(record, steps=(bare_step,), detail=None, verification=None, finished=False)
+    assert draw_figures(bare).keys() == {"loss"}
+    assert dict(summary_rows(bare))["run"] == "example (stopped early)"
+    write_report(replace(bare, steps=()), tmp_path / "report.html", tmp_path / "figures")
+
+
+def test_waits_are_told_of_a_cpu_alone() -> None:
+    """On a GPU the thread that waits has launched work that the device still computes."""
+    record = example_record()
+    assert "of which 12% waiting" in dict(summary_rows(record))["speed"]
+    unknown = tuple(replace(step, wait_seconds=None) for step in record.steps)
+    on_gpu = replace(record, steps=unknown, device="cuda")
+    assert dict(summary_rows(on_gpu))["speed"] == "10,240 tokens/s, 0.800 s a step"
+    figures = draw_figures(on_gpu)
+    assert "thread that launches" in figures["timeline"].axes[0].get_title(loc="left")
+    html = render_page(on_gpu, figures)
+    assert "runs ahead of the device" in html
+    assert "waiting for core attention" not in html
+    assert "runs ahead of the device" not in render_page(record, draw_figures(record))
+    assert RunRecord.from_json(on_gpu.to_json()) == on_gpu
+
+
+def test_load_shows_home_planned_and_measured_seconds_as_bars() -> None:
+    detail = example_detail()
+
+    def heights(figure_axes: int) -> list[float]:
+        axes = draw_load(detail).axes[figure_axes]
+        return [round(float(bar.get_height()), 6) for bar in axes.patches]  # type: ignore[attr-defined]
+
+    assert heights(0) == [120.0, 42.0]
+    assert heights(1) == [82.0, 80.0, 86.0, 79.0]
+
+
+def test_slots_of_pipelines_are_shown() -> None:
+    detail = replace(
+        example_detail(), planned_slots=(1.0, 1.25, 1.5), measured_slots=(1.1, 1.2, 1.75)
+    )
+    record = replace(example_record(), detail=detail)
+    assert RunRecord.from_json(record.to_json()) == record
+    figures = draw_figures(record)
+    planned, measured = figures["slots"].axes[0].get_lines()[:2]
+    assert np.asarray(planned.get_ydata()).tolist() == [1.0, 1.25, 1.5]
+    assert np.asarray(measured.get_ydata()).tolist() == [1.1, 1.2, 1.75]
+    assert "what each slot of the schedule takes" in render_page(record, figures)
+    assert "slots" not in draw_figures(example_record())
+
+
+def test_difference_above_the_tolerance_is_shown_as_a_failure() -> None:
+    record = example_record()
+    assert record.verification is not None
+    for wrong in (1e-3, float("nan")):
+        failed = replace(record, verification=replace(record.verification, gradient=wrong))
+        assert "DIFFERENT" in dict(summary_rows(failed))["verified"]
+        assert "Not verified" in render_page(failed, {})
+
+
+def test_run_that_ended_before_a_verified_step_claims_nothing() -> None:
+    record = example_record()
+    assert record.verification is not None
+    ended = replace(record, verification=replace(record.verification, steps=0))
+    assert dict(summary_rows(ended))["verified"].startswith("no step")
+    assert "equal those of local attention" not in render_page(ended, {})
+
+
+def test_table_fits_a_narrow_terminal() -> None:
+    console = Console(width=80, record=True, file=io.StringIO())
+    console.print(summary_table(example_record()))
+    lines = console.export_text().splitlines()
+    assert max(map(len, lines)) <= 80
+    assert any("5.5000 (step 0) to 2.6190 (step 11)" in line for line in lines)
+
+
+def test_step_log_keeps_the_last_line_of_a_step_and_forgets_from_a_step_on(tmp_path: Path) -> None:
+    log = StepLog(tmp_path / "steps.jsonl")
+    assert log.read() == ()
+    steps = example_record(n_steps=4).steps
+    for step in steps:
+        log.append(replace(step, measured_imbalance=None))
+    log.append(steps[1])
+    assert [step.measured_imbalance for step in log.read()] == [None, 1.06, None, None]
+    with (tmp_path / "steps.jsonl").open("a") as file:
+        file.write('{"step": 4, "lo')
+    assert len(log.read()) == 4
+    log.forget_from(2)
+    assert [step.step for step in log.read()] == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (b'{"step": 1, "loss"', "no record of a step"),
+        (b"\0" * 40, "no record of a step"),
+        (b"\xffab", "can't decode byte"),
+        (b"[]", "it must be StepRecord"),
+        (b'{"step": 1}', "missing 5 required keyword-only arguments"),
+        (b"[" * 100_000, "no record of a step"),
+    ],
+)
+def test_a_damaged_line_of_a_step_log_is_named(tmp_path: Path, line: bytes, message: str) -> None:
+    path = tmp_path / "steps.jsonl"
+    first, last = (json.dumps(asdict(s)).encode() for s in example_record(n_steps=2).steps)
+    path.write_bytes(b"\n".join((first, line, last, b"")))
+    log = StepLog(path)
+    for read in (log.read, partial(log.forget_from, 0), StepTail(path).new_steps):
+        with pytest.raises(RunFolderError, match=rf"steps\.jsonl: .*{message}.*remove that line"):
+            read()
+
+
+def test_step_log_survives_a_full_disk(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "steps.jsonl"
+    log = StepLog(path)
+    steps = example_record(n_steps=4).steps
+    log.append(steps[0])
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 10, before[1]))
+    try:
+        log.append(steps[1])
+        log.append(steps[2])
+        assert StepLog(path).read() == steps[:1]
+        assert log.read() == steps[:3]
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert len(caplog.records) == 1
+    log.append(steps[3])
+    assert StepLog(path).read() == steps
+
+
+def test_mean_leaves_unknown_values_out() -> None:
+    assert mean_of([1.0, None, 3.0]) == 2.0
+    assert mean_of([None]) is None
+
+
+def test_step_tail_gives_each_complete_line_once(tmp_path: Path) -> None:
+    path = tmp_path / "steps.jsonl"
+    tail = StepTail(path)
+    assert tail.new_steps() == []
+    log = StepLog(path)
+    steps = example_record(n_steps=3).steps
+    log.append(steps[0])
+    log.append(steps[1])
+    assert tail.new_steps() == [steps[0], steps[1]]
+    line = json.dumps(asdict(steps[2])) + "\n"
+    with path.open("a") as file:
+        file.write(line[:10])
+        file.flush()
+        assert tail.new_steps() == []
+        file.write(line[10:])
+    assert tail.new_steps() == [steps[2]]
+    assert StepTail(path, from_end=True).new_steps() == []
+
+
+def test_step_tail_goes_on_where_a_resumed_run_forgets_steps(tmp_path: Path) -> None:
+    path = tmp_path / "steps.jsonl"
+    log, tail = StepLog(path), StepTail(path)
+    steps = example_record(n_steps=5).steps
+    for step in (steps[0], steps[1], steps[1], steps[2], steps[3]):
+        log.append(step)
+    assert tail.new_steps() == [steps[0], steps[1], steps[1], steps[2], steps[3]]
+    log.forget_from(2)
+    assert tail.new_steps() == []
+    again = replace(steps[2], loss=7.0)
+    log.append(again)
+    assert tail.new_steps() == [again]
+    late = StepTail(path, from_end=True)
+    log.forget_from(2)
+    once_more = [replace(step, loss=8.0) for step in steps[2:]]
+    for step in once_more:
+        log.append(step)
+    assert tail.new_steps() == late.new_steps() == once_more
+
+
+def test_plain_packing_is_estimated_from_what_was_measured() -> None:
+    record = example_record()
+    detail = replace(
+        example_detail(),
+        step=3,
+        home_seconds=(1.0, 3.0),
+        planned_seconds=(2.0, 2.0),
+        measured_seconds=(4.0, 4.4),
+    )
+    shown = dict(summary_rows(replace(record, detail=detail)))["plain packing"]
+    assert "for 6.3 s (estimated)" in shown
+    assert "took 4.4 s (measured): step 3" in shown
+    unmeasured = replace(detail, measured_seconds=())
+    shown = dict(summary_rows(replace(record, detail=unmeasured)))["plain packing"]
+    assert "for 3 s (estimated)" in shown
+    assert "took 2 s (planned)" in shown

@@ -1,0 +1,207 @@
+"""One table of timeouts: no default is typed anywhere else, they stand in order, and a wrong order
+is an error that names both sides."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import re
+from collections.abc import Iterator
+from contextlib import suppress
+from itertools import chain
+from pathlib import Path
+
+import pytest
+import yaml
+
+from distca.contract.timeouts import (
+    ORDERS,
+    TIMEOUTS,
+    Order,
+    TimeoutOrderError,
+    as_markdown,
+    check_order,
+    known_timeouts,
+    timeout,
+)
+from distca.train.settings import ServiceSettings
+from tests import ROOT
+
+DEFAULTS = {each.name: each.seconds for each in TIMEOUTS}
+
+
+LIBRARY = ("attention_node", "control_plane", "distca", "trainer_client")
+"""The packages that stand above the table."""
+
+
+def sources() -> Iterator[tuple[str, ast.Module]]:
+    for package in LIBRARY:
+        for path in sorted((ROOT / package).rglob("*.py")):
+            if path.parent.name != "v1":
+                yield str(path.relative_to(ROOT)), ast.parse(path.read_text())
+
+
+def assigned(node: ast.AST) -> Iterator[tuple[str, ast.expr | None]]:
+    """Names with what they are given: fields, constants and parameters."""
+    if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+        yield node.target.id, node.value
+    elif isinstance(node, ast.Assign):
+        yield from ((each.id, node.value) for each in node.targets if isinstance(each, ast.Name))
+    elif isinstance(node, ast.arguments):
+        positional = [each.arg for each in (*node.posonlyargs, *node.args)]
+        yield from zip(reversed(positional), reversed(node.defaults), strict=False)
+        yield from zip((each.arg for each in node.kwonlyargs), node.kw_defaults, strict=True)
+
+
+def typed_seconds(tree: ast.Module) -> Iterator[tuple[str, float]]:
+    """Names of seconds with the number that is typed for them, unless it is 0, which is none."""
+    for name, value in (pair for node in ast.walk(tree) for pair in assigned(node)):
+        if name.lower().endswith("_seconds") and value is not None:
+            with suppress(ValueError):
+                number = ast.literal_eval(value)
+                if number and isinstance(number, int | float):
+                    yield name, float(number)
+
+
+def repeated(tree: ast.Module) -> list[str]:
+    """What should be :func:`default_seconds`: waits of the table, and what anybody may set."""
+    return [
+        f"{name} = {seconds:g}"
+        for name, seconds in typed_seconds(tree)
+        if DEFAULTS.get(name.lower().strip("_")) == seconds
+        or (name.islower() and name not in NO_TIMEOUTS)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("source", "found"),
+    [
+        ("lease_seconds: float = 15.0", ["lease_seconds = 15"]),
+        ("_LEASE_SECONDS = 15", ["_LEASE_SECONDS = 15"]),
+        ("def wait(other_seconds: float = 2.5): ...", ["other_seconds = 2.5"]),
+        ("def wait(*, other_seconds=2.5): ...", ["other_seconds = 2.5"]),
+        ("lease_seconds = default_seconds('lease_seconds')", []),
+        ("def wait(waited_seconds: float = 0.0, other: int = 3): ...", []),
+        ("_POLL_SECONDS = 0.1", []),
+    ],
+)
+def test_a_repeated_number_is_found(source: str, found: list[str]) -> None:
+    assert repeated(ast.parse(source)) == found
+
+
+def test_no_default_of_the_table_is_typed_anywhere_else() -> None:
+    assert {where: found for where, tree in sources() if (found := repeated(tree))} == {}
+
+
+def test_every_row_is_the_default_of_something() -> None:
+    used = {
+        node.args[0].value
+        for _, tree in sources()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call)
+        and getattr(node.func, "id", "") == "default_seconds"
+        and isinstance(node.args[0], ast.Constant)
+    }
+    assert used | BELOW | ELSEWHERE == DEFAULTS.keys()
+
+
+BELOW = {"handshake_timeout_seconds", "max_unclaimed_seconds"}
+"""Rows of the data plane, which stands below the table."""
+ELSEWHERE = {"termination_grace_seconds"}
+"""Rows of other programs."""
+
+
+@pytest.mark.parametrize("name", sorted(BELOW))
+def test_table_shows_the_defaults_of_the_data_plane(name: str) -> None:
+    pytest.importorskip("torch")
+    from data_plane.ucxx.settings import UcxxSettings
+
+    assert getattr(UcxxSettings(), name) == DEFAULTS[name]
+
+
+def test_defaults_stand_in_order() -> None:
+    check_order(DEFAULTS)
+
+
+def test_names_are_unique_and_orders_name_what_is_in_the_table() -> None:
+    assert len(DEFAULTS) == len(TIMEOUTS)
+    assert DEFAULTS.keys() >= set(chain(*((*order.shorter, order.longer) for order in ORDERS)))
+
+
+@pytest.mark.parametrize("order", ORDERS, ids=lambda order: f"{order.shorter[0]}<{order.longer}")
+def test_each_order_is_enforced_and_its_error_names_both_sides(order: Order) -> None:
+    known = dict.fromkeys(order.shorter, 10.0)
+    check_order({**known, order.longer: 10.0 * len(known) + 0.1})
+    with pytest.raises(TimeoutOrderError) as caught:
+        check_order({**known, order.longer: 10.0 * len(known)})
+    for name in (*order.shorter, order.longer):
+        assert f"{name} {10.0 * (len(known) if name == order.longer else 1):g}" in str(caught.value)
+    assert "lower the former or raise the latter" in str(caught.value)
+
+
+NO_TIMEOUTS = {
+    "certificate_check_seconds": "how often files are looked at",
+    "interval_seconds": "how often something is shown",
+    "message_latency_seconds": "what a network takes",
+    "poll_seconds": "how often a lock is looked at",
+    "retry_after_seconds": "what a server asks of a caller",
+    "settle_seconds": "how long losses are collected before a recovery begins",
+    "tls_check_seconds": "how often files are looked at",
+}
+
+
+def test_what_is_not_known_is_not_checked() -> None:
+    check_order({"lease_seconds": 1e6})
+    with pytest.raises(KeyError, match="no_such_seconds"):
+        check_order({"no_such_seconds": 1.0})
+
+
+@pytest.mark.parametrize("seconds", [1e300, 365 * 86400 + 1])
+def test_no_wait_lasts_longer_than_a_year(seconds: float) -> None:
+    with pytest.raises(ValueError, match=r"start_timeout_seconds is .*; it must be 31536000"):
+        ServiceSettings(control_plane="h:1", run_dir=Path("run"), start_timeout_seconds=seconds)
+
+
+def test_settings_hand_over_what_they_hold() -> None:
+    @dataclasses.dataclass
+    class Settings:
+        lease_seconds: int = 3
+        other_seconds: float = 4.0
+
+    assert known_timeouts(Settings()) == {"lease_seconds": 3.0}
+    assert timeout("lease_seconds").who == "control plane"
+
+
+def test_page_shows_the_table() -> None:
+    page = (ROOT / "docs" / "timeouts.md").read_text()
+    assert page.endswith(as_markdown()), "print timeouts.as_markdown() into the page"
+
+
+def test_page_tells_the_time_in_which_a_stopped_server_is_found() -> None:
+    page = (ROOT / "docs" / "timeouts.md").read_text()
+    quiet, ping = DEFAULTS["ping_quiet_seconds"], DEFAULTS["ping_timeout_seconds"]
+    assert f"{quiet + ping:g} s from when something was last heard" in page
+    assert f"({quiet:g} s quiet, then {ping:g} s)" in page
+
+
+def test_containers_are_given_the_time_that_their_processes_take_to_end() -> None:
+    services = yaml.safe_load((ROOT / "docker" / "compose.yaml").read_text())["services"]
+    for service, ending in (
+        ("attention-node", DEFAULTS["drain_seconds"]),
+        ("control-plane", DEFAULTS["stop_seconds"]),
+    ):
+        grace = float(services[service]["stop_grace_period"].removesuffix("s"))
+        check_order({"drain_seconds": ending, "termination_grace_seconds": grace})
+    values = yaml.safe_load((ROOT / "helm" / "distca" / "values.yaml").read_text())
+    added = re.search(
+        r"add \(ceil \.Values\.attentionNode\.drainSeconds\) (\d+)",
+        (ROOT / "helm/distca/templates/attention-node/_pod.tpl").read_text(),
+    )
+    assert added is not None
+    assert float(added[1]) > 0
+    check_order(
+        {
+            "stop_seconds": DEFAULTS["stop_seconds"],
+            "termination_grace_seconds": values["controlPlane"]["terminationGracePeriodSeconds"],
+        }
+    )

@@ -1,0 +1,191 @@
+"""The baselines: what bounds them and how they compare."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from core_attention.arrays import Int64Array
+from core_attention.ca_task import Phase
+from distca.simulator.baselines import (
+    balanced_seconds,
+    best_context_parallel,
+    plain_packing,
+    repacked,
+    repacked_context_parallel,
+)
+from distca.simulator.context_parallel import gather_seconds, sharded_seconds
+from distca.simulator.errors import InputError
+from distca.simulator.profile import document_seconds
+from distca.simulator.repacking import repack
+from distca.simulator.setup import Setup
+from tests.unit.simulator.cases import K, documents, flat_profile, h200, setup
+
+
+def test_equal_documents_make_plain_packing_perfect() -> None:
+    of = setup(4)
+    lengths = np.full(16, 4 * K)
+    assert plain_packing(of, lengths).seconds == pytest.approx(balanced_seconds(of, lengths))
+
+
+def test_one_long_document_makes_its_rank_the_straggler() -> None:
+    of = setup(4)
+    lengths = np.array([16 * K] + [1 * K] * 48)
+    attention = sum(
+        document_seconds(of.rank_profile, np.array([16 * K]), phase)[0] for phase in Phase
+    )
+    linear = 16 * K * sum(of.linear_seconds_per_token(phase) for phase in Phase)
+    expected = (linear + attention) * of.model.n_layers
+    assert plain_packing(of, lengths).seconds == pytest.approx(expected)
+    assert repacked(of, lengths, 1.0).seconds == pytest.approx(expected)
+
+
+STAGES_AND_MICROBATCHES = [(1, 1), (1, 3), (2, 2), (2, 4)]
+
+
+def uneven(n_stages: int, n_microbatches: int, seed: int) -> tuple[Setup, Int64Array]:
+    """Pipelines, and documents of any length up to a rank's tokens."""
+    draw = np.random.default_rng(seed)
+    n_pipelines = int(draw.choice([2, 3, 4, 6]))
+    of = setup(
+        n_pipelines * n_stages,
+        n_stages=n_stages,
+        n_microbatches=n_microbatches,
+        profile=h200(),
+        tokens_per_rank=64 * K,
+    )
+    drawn = np.cumsum(draw.integers(1, 64, size=of.step_tokens // K)) * K
+    ends = [*drawn[drawn < of.step_tokens], of.step_tokens]
+    return of, np.diff(ends, prepend=0)
+
+
+@pytest.mark.parametrize(("n_stages", "n_microbatches"), STAGES_AND_MICROBATCHES)
+def test_more_freedom_is_never_slower(n_stages: int, n_microbatches: int) -> None:
+    """More tokens on a rank, re-packing, context parallelism besides, and its gather hidden."""
+    for seed in range(40):
+        of, lengths = uneven(n_stages, n_microbatches, seed)
+        for slack in (1.0, 1.2):
+            freer = [
+                plain_packing(of, lengths),
+                repacked(of, lengths, slack),
+                best_context_parallel(of, lengths, slack, hidden_gather=False),
+                best_context_parallel(of, lengths, slack, hidden_gather=True),
+            ]
+            seconds = [step.seconds for step in freer]
+            assert seconds == sorted(seconds, reverse=True)
+        for hidden in (False, True):
+            tight, loose = (
+                best_context_parallel(of, lengths, slack, hidden_gather=hidden).seconds
+                for slack in (1.0, 1.2)
+            )
+            assert loose <= tight
+        assert repacked(of, lengths, 1.2).seconds <= repacked(of, lengths, 1.0).seconds
+
+
+def test_room_to_spare_never_balances_worse() -> None:
+    """Four equal documents on three ranks: with 1.2 T of room none would be cut, and one rank would
+    take two of them."""
+    of = setup(3)
+    lengths = np.full(4, 12 * K)
+    tight, loose = (repacked(of, lengths, slack) for slack in (1.0, 1.5))
+    assert tight.seconds == pytest.approx(balanced_seconds(of, lengths))
+    assert loose == tight
+    for seed in range(20):
+        lengths = documents(of, seed)
+        tight, loose = (repacked(of, lengths, slack) for slack in (1.0, 1.2))
+        assert loose.seconds <= tight.seconds
+
+
+def test_baselines_never_beat_perfect_balance() -> None:
+    of = setup(8, profile=h200(), tokens_per_rank=64 * K)
+    lengths = documents(of)
+    floor = balanced_seconds(of, lengths) * (1 - 1e-9)  # rounding
+    assert plain_packing(of, lengths).seconds >= floor
+    for slack in (1.0, 1.2):
+        assert repacked(of, lengths, slack).seconds >= floor
+        for hidden in (False, True):
+            assert best_context_parallel(of, lengths, slack, hidden_gather=hidden).seconds >= floor
+
+
+def test_repacking_respects_the_cap_and_keeps_everything() -> None:
+    lengths = np.array([9, 7, 7, 5, 4])
+    seconds = lengths.astype(float) ** 2
+    bins = repack(lengths, seconds, 2 * seconds, 0.0, n_bins=2, cap_tokens=16)
+    assert bins.tokens.sum() == 32
+    assert bins.tokens.max() <= 16
+    assert bins.forward_seconds.sum() == pytest.approx(seconds.sum())
+    assert bins.backward_seconds.sum() == pytest.approx(2 * seconds.sum())
+    with pytest.raises(InputError, match="2 bins of 15 tokens cannot hold 32 tokens"):
+        repack(lengths, seconds, seconds, 0.0, n_bins=2, cap_tokens=15)
+
+
+def test_context_parallelism_divides_attention_and_pays_for_the_gather() -> None:
+    of = setup(4)
+    lengths = np.array([16 * K, 1 * K])
+    for phase in Phase:
+        whole = document_seconds(flat_profile(), lengths, phase)
+        shared = sharded_seconds(flat_profile(), lengths, 4, phase)
+        assert shared == pytest.approx(whole / 4)
+    shape = of.model.attention_shape
+    seconds = gather_seconds(np.array([64 * K]), shape, 4, of.cluster)
+    moved = 64 * K * shape.kv_row_bytes * 3 / 4
+    latency = 3 * of.cluster.message_latency_seconds
+    assert seconds[0] == pytest.approx(moved / of.cluster.gpu_bandwidth_bytes_per_second + latency)
+
+
+def test_short_chunks_run_at_the_slower_rate_of_the_profile() -> None:
+    profile = h200()
+    length = np.array([4 * K])
+    whole = document_seconds(profile, length, Phase.BACKWARD)
+    shared = sharded_seconds(profile, length, 8, Phase.BACKWARD)
+    assert shared[0] > whole[0] / 8
+
+
+def test_an_exposed_gather_is_never_faster_than_a_hidden_one() -> None:
+    of = setup(8, profile=h200(), tokens_per_rank=64 * K)
+    lengths = documents(of)
+    for size in (2, 4, 8):
+        exposed, hidden = (
+            repacked_context_parallel(of, lengths, 1.2, size, hidden_gather=hide).seconds
+            for hide in (False, True)
+        )
+        assert exposed > hidden
+
+
+def test_the_sweep_takes_the_best_group() -> None:
+    of = setup(8, profile=h200(), tokens_per_rank=64 * K)
+    lengths = documents(of)
+    best = best_context_parallel(of, lengths, 1.2, hidden_gather=False)
+    every = [
+        repacked_context_parallel(of, lengths, 1.2, size, hidden_gather=False).seconds
+        for size in (1, 2, 4, 8)
+    ]
+    assert best.seconds == min(every)
+    assert every[[1, 2, 4, 8].index(best.context_parallel)] == best.seconds
+
+
+def test_bad_slack_and_groups_are_named() -> None:
+    of = setup(4)
+    lengths = np.full(16, 4 * K)
+    with pytest.raises(InputError, match=r"token slack is 0.9; it must be 1 or more"):
+        repacked(of, lengths, 0.9)
+    with pytest.raises(InputError, match="groups of 3 ranks do not divide the 4 pipelines"):
+        repacked_context_parallel(of, lengths, 1.0, 3, hidden_gather=True)
+
+
+@pytest.mark.parametrize(
+    "seconds",
+    [
+        lambda of, lengths: plain_packing(of, lengths).seconds,
+        lambda of, lengths: repacked(of, lengths, 1.2).seconds,
+        balanced_seconds,
+    ],
+)
+def test_gradients_add_the_same_to_every_method(
+    seconds: Callable[[Setup, Int64Array], float],
+) -> None:
+    lengths = np.full(16, 4 * K)
+    with_gradients = seconds(setup(4, gradient_sync_seconds=2.0), lengths)
+    assert with_gradients - seconds(setup(4), lengths) == pytest.approx(2.0)

@@ -1,0 +1,146 @@
+"""Models, clusters and setups: sizes, and what they refuse."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from core_attention.ca_task import Phase
+from distca.simulator.cluster import ClusterSpec
+from distca.simulator.errors import InputError
+from distca.simulator.fleet import Placement, build_servers
+from distca.simulator.model import PRESETS, LatentProjections, ModelSpec, preset
+from distca.simulator.profile import document_seconds
+from tests.unit.simulator.cases import flat_profile, h200, setup
+
+
+def test_llama_3_8b_needs_436_megaflop_per_token_and_layer() -> None:
+    assert PRESETS["llama-3-8b"].linear_flops_per_token == pytest.approx(436e6, rel=1e-3)
+
+
+def test_the_layers_of_llama_34b_hold_34_billion_weights() -> None:
+    model = PRESETS["llama-34b"]
+    assert model.n_layers * model.linear_flops_per_token / 2 == pytest.approx(34e9, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("name", "active_weights"),
+    [("deepseek-v2-lite", 2.4e9), ("deepseek-v2", 21e9), ("deepseek-v3", 37e9)],
+)
+def test_the_presets_of_deepseek_have_their_activated_weights(
+    name: str, active_weights: float
+) -> None:
+    model = PRESETS[name]
+    layers = model.n_layers * model.linear_flops_per_token / 2
+    head_and_embeddings = 2 * model.head_flops_per_token / 2
+    assert layers + head_and_embeddings == pytest.approx(active_weights, rel=0.12)
+
+
+def test_the_rows_of_latent_attention_have_their_true_bytes() -> None:
+    shape = PRESETS["deepseek-v3"].attention_shape
+    assert (shape.head_dim, shape.head_dim_v) == (192, 128)
+    assert (shape.q_row_bytes, shape.o_row_bytes, shape.kv_row_bytes) == (49152, 32768, 81920)
+
+
+def test_an_unknown_model_names_the_known_ones() -> None:
+    with pytest.raises(InputError, match=r"'gpt'; valid are deepseek-.*, llama-34b"):
+        preset("gpt")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_heads": 0}, "num_heads is 0"),
+        ({"num_heads_kv": 3}, "num_heads 8 is not a multiple of num_heads_kv 3"),
+        ({"n_layers": -1}, "n_layers is -1"),
+        ({"head_dim_v": 0}, "head_dim_v is 0"),
+        (
+            {"head_dim": 64, "latent": LatentProjections(kv_rank=8, rope_dim=64)},
+            "head_dim is 64; with latent attention it must exceed the 64 dimensions",
+        ),
+    ],
+)
+def test_bad_models_are_named(changes: dict[str, Any], message: str) -> None:
+    sizes = {
+        "name": "x",
+        "n_layers": 2,
+        "hidden_size": 8,
+        "intermediate_size": 8,
+        "num_heads": 8,
+        "num_heads_kv": 8,
+    }
+    with pytest.raises(InputError, match=message):
+        ModelSpec(**{**sizes, **changes})
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"gpu_bandwidth_bytes_per_second": 0}, "gpu_bandwidth_bytes_per_second is 0"),
+        ({"host_bandwidth_bytes_per_second": float("nan")}, "is nan"),
+        ({"linear_flops_per_second": -1.0}, "linear_flops_per_second is -1"),
+        ({"message_latency_seconds": -1e-6}, "message_latency_seconds is -1e-06"),
+        ({"n_gpus": 0}, "n_gpus is 0"),
+        ({"n_gpus": 12}, "n_gpus 12 is not a multiple of tensor_parallel 8"),
+        ({"gpus_per_host": 4}, "gpus_per_host 4 is not a multiple of tensor_parallel 8"),
+    ],
+)
+def test_bad_clusters_are_named(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        ClusterSpec(**{"n_gpus": 16, **changes})
+
+
+def test_stages_must_divide_ranks_and_layers() -> None:
+    with pytest.raises(InputError, match=r"4 ranks .* cannot form pipelines of 3 stages"):
+        setup(n_stages=3)
+    with pytest.raises(InputError, match="4 layers cannot be divided over 8 stages"):
+        setup(n_gpus=8, n_stages=8)
+
+
+def test_a_rank_is_as_fast_as_its_gpus_together() -> None:
+    one = setup(8, cluster={"gpus_per_host": 8})
+    four = setup(8, cluster={"gpus_per_host": 8, "tensor_parallel": 4})
+    length = np.array([4096])
+    for phase in Phase:
+        ratio = one.linear_seconds_per_token(phase) / four.linear_seconds_per_token(phase)
+        assert ratio == pytest.approx(4)
+        seconds = [document_seconds(s.rank_profile, length, phase)[0] for s in (one, four)]
+        assert seconds[0] / seconds[1] == pytest.approx(4)
+
+
+def test_recomputation_makes_the_backward_pass_half_as_long_again() -> None:
+    plain, again = setup(), setup(recompute_linear=True)
+    ratio = again.linear_seconds_per_token(Phase.BACKWARD) / plain.linear_seconds_per_token(
+        Phase.BACKWARD
+    )
+    assert ratio == pytest.approx(1.5)
+
+
+def test_the_profile_is_scaled_to_the_heads_of_the_model() -> None:
+    of_8b = h200()
+    seconds = [
+        document_seconds(
+            setup(model=PRESETS[name], profile=of_8b).rank_profile, np.array([8192]), Phase.FORWARD
+        )[0]
+        for name in ("llama-3-8b", "llama-34b")
+    ]
+    assert seconds[1] / seconds[0] == pytest.approx(2)
+
+
+def test_servers_follow_the_placement() -> None:
+    cluster = setup(2).cluster
+    profile = flat_profile()
+
+    def names(placement: Placement, n_pool_servers: int) -> list[str]:
+        servers = build_servers(cluster, profile, placement, n_pool_servers)
+        return [server.server.server_id for server in servers]
+
+    assert names(Placement.IN_PLACE, 0) == ["rank-0", "rank-1"]
+    assert names(Placement.POOL, 1) == ["pool-0"]
+    assert names(Placement.MIXED, 1) == ["rank-0", "rank-1", "pool-0"]
+    with pytest.raises(InputError, match="pool_servers is 1 with placement in-place"):
+        names(Placement.IN_PLACE, 1)
+    with pytest.raises(InputError, match=r"pool_servers \(placement pool\) is 0"):
+        names(Placement.POOL, 0)

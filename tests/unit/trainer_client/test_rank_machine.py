@@ -1,0 +1,533 @@
+"""A rank's decisions, one at a time. How they work together, :mod:`tests.model` explores."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from core_attention.ca_task import Phase
+from core_attention.tick import Tick
+from trainer_client.machine import events, instructions
+from trainer_client.machine.rank import RankMachine
+
+N_LAYERS = 2
+PATIENCE_SECONDS = 30.0
+SHARED = events.LaneOutline(has_rows=True, is_shared=True)
+ALONE = events.LaneOutline(has_rows=True, is_shared=False)
+EMPTY = events.LaneOutline(has_rows=False, is_shared=False)
+
+Done = list[instructions.Instruction[str, str]]
+
+
+def forward(layer: int, step: int = 0) -> Tick:
+    return Tick(step, layer, 0, Phase.FORWARD)
+
+
+def backward(layer: int, step: int = 0) -> Tick:
+    return Tick(step, layer, 0, Phase.BACKWARD)
+
+
+class Rank:
+    """A machine with one nano-batch, and a training loop that follows it."""
+
+    def __init__(self, lane: events.LaneOutline = SHARED, *, kept: int | None = None) -> None:
+        self.lane = lane
+        self.machine: RankMachine[str, str, str] = RankMachine(
+            N_LAYERS, 1, recovery_timeout_seconds=PATIENCE_SECONDS, kept_forward_ticks=kept
+        )
+
+    def feed(self, event: events.Event[str, str, str], now: float = 0.0) -> Done:
+        return self.machine.handle(event, now)
+
+    def hand_in(self, *steps: int) -> None:
+        for step in steps:
+            self.feed(events.HandedIn(step, f"manifest {step}"))
+
+    def begin(self, step: int, *, forward_only: bool = False) -> Done:
+        return self.feed(events.StepBegun(step, (self.lane,), forward_only))
+
+    def plan(self, step: int, epoch: int, first_tick: int = 0, now: float = 0.0) -> Done:
+        """A plan comes, and the rank's own server has it."""
+        outline = plan_of(step, epoch, first_tick)
+        return [*self.feed(events.PlanCame(outline), now)[:-1], *self.own_server(outline)]
+
+    def own_server(self, outline: events.PlanOutline[str]) -> Done:
+        return self.feed(events.OwnServerPlanned(outline))
+
+    def run_under(self, step: int, epoch: int, first_tick: int = 0) -> None:
+        """The step runs under a plan."""
+        self.plan(step, epoch, first_tick)
+        done = self.feed(events.Connected(step, epoch))
+        while any(isinstance(each, instructions.ReportReplay) for each in done):
+            done = self.feed(events.ReplaySent(step, epoch))
+
+    def call(self, tick: Tick) -> Done:
+        """The training loop comes to a tick."""
+        running = self.machine.running(tick.step)
+        assert running is not None
+        if tick.phase is Phase.FORWARD:
+            running.lanes[0].calls.forward(needs_backward=True)
+        else:
+            running.lanes[0].calls.backward(tick.layer)
+        return self.feed(events.TickBegun(tick))
+
+    def send(self, tick: Tick, epoch: int) -> Done:
+        """A tick begins and waits for its replies."""
+        return [*self.call(tick), *self.feed(events.TickUnderWay(tick, epoch))]
+
+    def take_in(self, tick: Tick, epoch: int) -> Done:
+        """The replies to a tick come, and nothing is wrong with them."""
+        examine = self.feed(events.RepliesHere(tick, epoch))
+        assert examine == [instructions.Examine(tick, epoch)]
+        return self.feed(events.RepliesExamined(tick, epoch))
+
+    def complete(self, tick: Tick, epoch: int) -> Done:
+        self.send(tick, epoch)
+        return self.take_in(tick, epoch)
+
+    def run_all(self, step: int, epoch: int) -> None:
+        for tick in [*map(forward, range(N_LAYERS)), *map(backward, reversed(range(N_LAYERS)))]:
+            self.complete(Tick(step, tick.layer, 0, tick.phase), epoch)
+
+    def recover(self, epoch: int, now: float = 0.0) -> Done:
+        return self.feed(events.RecoveryBegan(epoch, ("server-1",), "it was lost"), now)
+
+
+def plan_of(step: int, epoch: int, first_tick: int = 0) -> events.PlanOutline[str]:
+    return events.PlanOutline(step, epoch, f"plan {step} of epoch {epoch}", (first_tick,))
+
+
+def running_rank(lane: events.LaneOutline = SHARED, *, kept: int | None = None) -> Rank:
+    """Step 0 runs under the plan of epoch 1."""
+    rank = Rank(lane, kept=kept)
+    rank.hand_in(0)
+    rank.begin(0)
+    rank.run_under(0, 1)
+    return rank
+
+
+def of_type(done: Done, kind: type) -> list[Any]:
+    return [each for each in done if isinstance(each, kind)]
+
+
+def answer(done: Done) -> dict[int, tuple[tuple[int, ...], bool]]:
+    (report,) = of_type(done, instructions.ReportProgress)
+    return {each.step: (each.complete_ticks, each.done) for each in report.steps}
+
+
+# Steps and manifests.
+
+
+def test_a_refused_step_is_refused_once_and_may_be_handed_in_again() -> None:
+    rank = Rank()
+    rank.hand_in(3)
+    rank.feed(events.ManifestTaken(3))
+    assert rank.machine.is_taken(3)
+    rank.feed(events.ManifestRefused(3, "no server"))
+    rank.feed(events.ManifestRefused(8, "another rank's step"))
+    assert rank.machine.is_known(3)
+    assert not rank.machine.is_known(8)
+    assert rank.machine.manifests == []
+    assert not rank.machine.is_taken(3)
+    assert rank.machine.take_refusal(3) == "no server"
+    assert rank.machine.take_refusal(3) == ""
+    assert not rank.machine.is_known(3)
+    rank.hand_in(3)
+    assert rank.machine.is_known(3)
+    assert rank.machine.manifests == [(3, "manifest 3")]
+
+
+def test_finished_steps_are_forgotten_unless_their_block_still_runs() -> None:
+    rank = running_rank()
+    rank.hand_in(1, 2)
+    rank.feed(events.AllFinished(1))
+    assert [step for step, _ in rank.machine.manifests] == [0, 2]
+    assert rank.machine.running(0) is not None
+    assert not rank.machine.is_known(1)
+    assert rank.machine.next_step == 2
+    assert rank.machine.is_finished(1)
+    assert not rank.machine.is_finished(2)
+    rank.run_all(0, 1)
+    assert of_type(rank.feed(events.StepEnded(0, "")), instructions.ForgetInputs)
+    assert rank.machine.running(0) is None
+
+
+def test_steps_that_are_left_out_make_servers_go_on() -> None:
+    rank = Rank()
+    rank.hand_in(0, 1, 2)
+    closed, abandoned = rank.begin(2)
+    assert closed == instructions.CloseConnections("steps [0, 1] left out")
+    assert abandoned == instructions.AbandonOwnServer(2)
+    assert answer(rank.recover(1)) == {0: ((0,), True), 1: ((0,), True), 2: ((0,), False)}
+
+
+# Plans.
+
+
+def test_a_plan_of_a_higher_epoch_replaces_one_and_nothing_else_does() -> None:
+    rank = Rank()
+    rank.hand_in(3)
+    assert rank.plan(3, 7) == [
+        instructions.CloseConnections("a plan of epoch 7"),
+        instructions.DeriveAhead("plan 3 of epoch 7"),
+    ]
+    assert rank.feed(events.PlanCame(plan_of(3, 7))) == []
+    rank.plan(3, 8)
+    assert rank.feed(events.PlanCame(plan_of(3, 7))) == []
+    assert rank.feed(events.PlanCame(plan_of(4, 7))) == [], "it is void before it has come"
+    assert rank.machine.epoch == 8
+    outline = rank.machine.outline_of(3)
+    assert outline is not None
+    assert outline.epoch == 8
+
+
+def test_a_plan_that_became_void_on_its_way_to_the_own_server_counts_no_more() -> None:
+    rank = Rank()
+    rank.hand_in(3)
+    outline = plan_of(3, 7)
+    assert instructions.PlanOwnServer(outline) in rank.feed(events.PlanCame(outline))
+    rank.recover(8)
+    assert rank.own_server(outline) == []
+    assert rank.machine.outline_of(3) is None
+
+
+def test_a_step_connects_once_it_has_begun_and_has_a_plan() -> None:
+    rank = Rank()
+    rank.hand_in(0)
+    rank.plan(0, 1)
+    connect = instructions.Connect(0, 1, "plan 0 of epoch 1", first_step=0)
+    assert rank.begin(0) == [connect]
+    other = Rank()
+    other.hand_in(0)
+    assert other.begin(0) == []
+    assert connect in other.plan(0, 1)
+
+
+def test_connections_begin_with_the_earliest_step_that_waits_for_them() -> None:
+    rank = running_rank()
+    rank.run_all(0, 1)
+    rank.feed(events.StepEnded(0, ""))
+    rank.hand_in(1)
+    rank.plan(1, 1)
+    assert of_type(rank.begin(1), instructions.Connect)[0].first_step == 1
+    rank.recover(2)
+    assert of_type(rank.plan(1, 2), instructions.Connect)[0].first_step == 0
+
+
+def test_servers_that_cannot_be_reached_are_reported_once() -> None:
+    rank = Rank()
+    rank.hand_in(0)
+    rank.begin(0)
+    rank.plan(0, 1)
+    unreachable = events.ServersUnreachable(0, 1, "connect", {"server-1": "refused"})
+    detail = "step 0: cannot be reached: refused"
+    assert rank.feed(unreachable) == [instructions.ReportLost("server-1", 1, "connect", detail)]
+    rank.recover(2)
+    assert rank.feed(unreachable) == []
+
+
+# Ticks.
+
+
+def test_ticks_wait_for_a_plan_and_are_sent_when_it_comes() -> None:
+    rank = Rank()
+    rank.hand_in(0)
+    rank.begin(0)
+    assert rank.call(forward(0)) == []
+    rank.plan(0, 1)
+    sent = instructions.SendTick(forward(0), 1)
+    assert rank.feed(events.Connected(0, 1)) == [sent, instructions.ReportReplay(0, 1)]
+    assert rank.call(forward(1)) == [], "its turn comes behind what is replayed"
+    assert rank.feed(events.ReplaySent(0, 1)) == [
+        instructions.SendTick(forward(1), 1),
+        instructions.ReportReplay(0, 1),
+    ]
+    (count,) = rank.feed(events.ReplaySent(0, 1), now=2.5)
+    assert count == instructions.CountRecovery(0, 1, 2.5, (forward(0), forward(1)))
+
+
+def test_a_tick_is_sent_as_it_begins_under_a_plan_in_force() -> None:
+    rank = running_rank()
+    assert rank.call(forward(0)) == [instructions.SendTick(forward(0), 1)]
+
+
+def test_replies_are_taken_in_once_they_are_examined() -> None:
+    rank = running_rank()
+    rank.send(forward(0), 1)
+    assert rank.take_in(forward(0), 1)[0] == instructions.TakeIn(forward(0), 1)
+    assert rank.feed(events.RepliesHere(forward(0), 1)) == [], "twice"
+
+
+def test_replies_of_an_epoch_that_is_over_are_let_go() -> None:
+    rank = running_rank()
+    rank.send(forward(0), 1)
+    rank.call(forward(1))
+    rank.feed(events.RepliesHere(forward(0), 1))
+    left = rank.recover(2)
+    assert of_type(left, instructions.LetGo) == [], "those who examine them let them go"
+    assert rank.feed(events.RepliesExamined(forward(0), 1)) == [instructions.LetGo(forward(0), 1)]
+    assert rank.feed(events.TickUnderWay(forward(1), 1)) == [instructions.LetGo(forward(1), 1)]
+    assert answer(rank.recover(2)) == {0: ((0,), False)}
+
+
+def test_a_lost_server_is_reported_once_and_leaves_the_step_without_a_plan() -> None:
+    rank = running_rank()
+    rank.send(forward(0), 1)
+    rank.send(forward(1), 1)
+    lost = events.ServerFailed(forward(1), 1, "server-1", "reset", "closed")
+    detail = f"{forward(1)}: closed"
+    assert rank.feed(lost) == [
+        instructions.LetGo(forward(0), 1),
+        instructions.LetGo(forward(1), 1),
+        instructions.ReportLost("server-1", 1, "reset", detail),
+    ]
+    assert rank.feed(lost) == []
+    assert rank.call(backward(1)) == []
+
+
+@pytest.mark.parametrize("lane", [SHARED, ALONE], ids=["shared", "alone"])
+def test_inputs_are_kept_for_others_as_long_as_they_may_ask(lane: events.LaneOutline) -> None:
+    rank = running_rank(lane)
+    keeps = lane.is_shared
+    kept = instructions.ForgetQueries if keeps else instructions.ForgetInputs
+    for layer in range(N_LAYERS):
+        assert rank.complete(forward(layer), 1)[1:] == [kept(forward(layer))]
+    forgotten = of_type(rank.complete(backward(1), 1), instructions.ForgetInputs)
+    assert forgotten == (
+        [instructions.ForgetInputs(forward(layer)) for layer in range(N_LAYERS)]
+        if keeps
+        else [instructions.ForgetInputs(backward(1))]
+    )
+    rank.complete(backward(0), 1)
+    ended = rank.feed(events.StepEnded(0, ""))
+    assert ended == [], "another rank may still ask" if keeps else "nothing is left"
+    finished = of_type(rank.feed(events.AllFinished(0)), instructions.ForgetInputs)
+    assert finished == ([instructions.ForgetInputs(backward(0))] if keeps else [])
+
+
+@pytest.mark.parametrize("kept", [0, 1])
+def test_only_the_latest_forward_inputs_are_kept_if_so_asked(kept: int) -> None:
+    rank = running_rank(kept=kept)
+    for layer in range(N_LAYERS):
+        forgotten = of_type(rank.complete(forward(layer), 1), instructions.ForgetInputs)
+        assert forgotten == [
+            instructions.ForgetInputs(forward(each))
+            for each in range(layer - kept, layer - kept + 1)
+            if each >= 0
+        ]
+
+
+def test_a_replay_of_inputs_that_are_gone_ends_the_step() -> None:
+    rank = running_rank(kept=1)
+    for layer in range(N_LAYERS):
+        rank.complete(forward(layer), 1)
+    rank.recover(2)
+    rank.run_under(0, 2, first_tick=0)
+    running = rank.machine.running(0)
+    assert running is not None
+    assert running.failure.endswith("is to be replayed, and its rows are kept no longer")
+
+
+@pytest.mark.parametrize("kept", [None, 1], ids=["changed", "gone"])
+def test_a_rank_that_has_gone_on_gives_up_a_step_that_it_cannot_send_again(
+    kept: int | None,
+) -> None:
+    """Or those who need its rows would wait for them."""
+    rank = Rank(kept=kept)
+    rank.hand_in(0)
+    rank.begin(0, forward_only=True)
+    rank.run_under(0, 1)
+    for layer in range(N_LAYERS):
+        rank.complete(forward(layer), 1)
+    assert rank.feed(events.StepEnded(0, "")) == []
+    rank.recover(2)
+    rank.plan(0, 2)
+    done = rank.feed(events.Connected(0, 2))
+    if kept is None:
+        assert of_type(done, instructions.ReportGivenUp) == []
+        done = rank.feed(events.ReplayBroke(0, "k changed"))
+    running = rank.machine.running(0)
+    assert running is not None
+    reports = of_type(done, instructions.ReportGivenUp)
+    assert reports == [instructions.ReportGivenUp(0, running.failure)]
+    assert rank.feed(events.ReplaySent(0, 2)) == []
+    assert not rank.machine.may_be_asked(0)
+    assert answer(rank.recover(3)) == {0: ((0,), True)}
+
+
+def test_a_lane_whose_lower_layers_are_frozen_ends_early() -> None:
+    rank = running_rank()
+    running = rank.machine.running(0)
+    assert running is not None
+    calls = running.lanes[0].calls
+    for layer in range(N_LAYERS):
+        calls.forward(needs_backward=layer > 0)
+        rank.feed(events.TickBegun(forward(layer)))
+        rank.feed(events.TickUnderWay(forward(layer), 1))
+        rank.take_in(forward(layer), 1)
+    done = rank.complete(backward(1), 1)
+    assert done[-1] == instructions.EndLane(backward(0), 1)
+    assert answer(rank.recover(2)) == {0: ((2 * N_LAYERS,), False)}
+
+
+# Recoveries.
+
+
+def test_a_recovery_voids_plans_before_it_answers() -> None:
+    rank = running_rank()
+    rank.complete(forward(0), 1)
+    rank.send(forward(1), 1)
+    note, let_go, closed, recovered, report = rank.recover(4)
+    assert note == instructions.Note(
+        "recovery with epoch 4: it was lost; without server-1", is_warning=True
+    )
+    assert let_go == instructions.LetGo(forward(1), 1)
+    assert closed == instructions.CloseConnections("recovery with epoch 4: it was lost")
+    assert recovered == instructions.RecoverOwnServer(4)
+    progress = instructions.Progress(0, (1,), done=False)
+    assert report == instructions.ReportProgress(4, (progress,))
+    assert rank.recover(4) == [report], "asked again"
+    assert rank.recover(3) == []
+    assert rank.feed(events.PlanCame(plan_of(0, 3))) == []
+    assert rank.machine.is_over(3)
+    assert not rank.machine.is_over(4)
+
+
+def test_what_others_need_is_replayed_and_only_its_rows() -> None:
+    rank = running_rank()
+    rank.complete(forward(0), 1)
+    rank.send(forward(1), 1)
+    rank.recover(2)
+    rank.plan(0, 2, first_tick=0)
+    assert rank.feed(events.Connected(0, 2)) == [
+        instructions.SendTick(forward(0), 2, only_rows=True),
+        instructions.SendTick(forward(1), 2),
+        instructions.ReportReplay(0, 2),
+    ]
+    assert rank.feed(events.Connected(0, 2)) == [], "it is being replayed"
+
+
+def test_nothing_complete_is_replayed_that_nobody_needs() -> None:
+    rank = running_rank()
+    rank.complete(forward(0), 1)
+    rank.recover(2)
+    rank.plan(0, 2, first_tick=1)
+    done = rank.feed(events.Connected(0, 2))
+    assert done == []
+    assert rank.call(forward(1)) == [instructions.SendTick(forward(1), 2)]
+
+
+def test_a_step_that_others_may_need_is_replayed_after_its_end() -> None:
+    for lane, connects in ((SHARED, 1), (ALONE, 0)):
+        rank = running_rank(lane)
+        rank.run_all(0, 1)
+        rank.feed(events.StepEnded(0, ""))
+        rank.recover(2)
+        done = rank.plan(0, 2, first_tick=2 * N_LAYERS - 1)
+        assert len(of_type(done, instructions.Connect)) == connects
+        assert rank.machine.may_be_asked(0) == bool(connects)
+        assert rank.machine.is_wanted(0, 2) == bool(connects)
+
+
+def test_a_step_that_did_not_end_well_is_given_up_and_never_replayed() -> None:
+    rank = running_rank()
+    rank.send(forward(0), 1)
+    assert rank.feed(events.StepEnded(0, "the model raised")) == [
+        instructions.LetGo(forward(0), 1),
+        instructions.ForgetInputs(forward(0)),
+        instructions.CloseConnections("step 0 was not run to its end"),
+        instructions.AbandonOwnServer(1),
+        instructions.ReportGivenUp(0, "the model raised"),
+    ]
+    assert of_type(rank.plan(0, 2), instructions.Connect) == []
+    late = events.RepliesHere(forward(0), 1)
+    assert rank.feed(late) == [instructions.LetGo(forward(0), 1)]
+
+
+def test_a_step_that_stays_without_a_plan_fails_with_the_reason() -> None:
+    rank = running_rank()
+    rank.recover(2, now=10.0)
+    waiting = events.StillWaiting(0, can_be_planned=True)
+    rank.feed(waiting, now=10.0 + PATIENCE_SECONDS)
+    running = rank.machine.running(0)
+    assert running is not None
+    assert running.failure == ""
+    rank.feed(events.StillWaiting(0, can_be_planned=False), now=11.0 + PATIENCE_SECONDS)
+    rank.feed(waiting, now=11.0 + 2 * PATIENCE_SECONDS)
+    assert running.failure == "", "nobody could plan"
+    rank.feed(waiting, now=12.0 + 2 * PATIENCE_SECONDS)
+    assert "without a plan for 30 s after: recovery with epoch 2" in running.failure
+
+
+def test_the_first_reason_why_a_step_cannot_go_on_stays() -> None:
+    rank = running_rank()
+    rank.feed(events.ReplayBroke(0, "first"))
+    rank.feed(events.StepFailed(0, "second"))
+    running = rank.machine.running(0)
+    assert running is not None
+    assert running.failure == "first"
+
+
+def test_a_rank_without_rows_is_complete_from_the_beginning() -> None:
+    rank = running_rank(EMPTY)
+    assert answer(rank.recover(2)) == {0: ((2 * N_LAYERS,), False)}
+    assert rank.feed(events.StepEnded(0, "")) == []
+    assert not rank.machine.may_be_asked(0)
+
+
+def test_a_recovery_voids_plans_of_steps_that_have_not_begun() -> None:
+    rank = Rank()
+    rank.hand_in(3, 4)
+    rank.plan(3, 7)
+    rank.plan(4, 7)
+    rank.recover(8)
+    assert rank.machine.outline_of(3) is None
+    assert rank.machine.outline_of(4) is None
+    assert rank.begin(3) == []
+
+
+def test_a_rank_answers_the_recovery_whose_plan_has_come_before_it() -> None:
+    rank = Rank()
+    rank.hand_in(3)
+    rank.plan(3, 7)
+    assert answer(rank.recover(7)) == {3: ((0,), False)}
+    outline = rank.machine.outline_of(3)
+    assert outline is not None
+    assert outline.epoch == 7
+
+
+def test_steps_to_come_are_not_done_and_refused_ones_are_not_told() -> None:
+    rank = running_rank()
+    rank.run_all(0, 1)
+    rank.feed(events.StepEnded(0, ""))
+    rank.feed(events.AllFinished(0))
+    rank.hand_in(1, 2)
+    rank.feed(events.ManifestRefused(2, "no server"))
+    assert answer(rank.recover(2)) == {1: ((0,), False)}
+
+
+def test_what_threads_report_late_changes_nothing() -> None:
+    rank = running_rank()
+    rank.send(forward(0), 1)
+    rank.recover(2)
+    assert rank.feed(events.Connected(0, 1)) == []
+    assert rank.feed(events.ReplaySent(0, 1)) == []
+    rank.plan(0, 2)
+    replay = rank.feed(events.Connected(0, 2))
+    assert of_type(replay, instructions.SendTick)
+    assert rank.call(forward(1)) == []
+    assert rank.feed(events.ReplaySent(0, 1)) == [], "another replay is under way"
+    assert of_type(rank.feed(events.ReplaySent(0, 2)), instructions.SendTick)
+    rank.feed(events.ReplaySent(0, 2))
+    assert rank.feed(events.ReplaySent(0, 2)) == [], "it is in force"
+
+
+def test_a_step_that_needs_nobody_any_more_enters_no_plan() -> None:
+    rank = running_rank(ALONE)
+    rank.run_all(0, 1)
+    outline = plan_of(0, 2, first_tick=0)
+    rank.feed(events.PlanCame(outline))
+    rank.own_server(outline)
+    rank.feed(events.StepEnded(0, ""))
+    assert rank.feed(events.Connected(0, 2)) == []
