@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Generic, TypeAlias
 
 from core_attention.tick import Tick
-from trainer_client.machine.events import Cause, Plan, PlanOutline
+from trainer_client.machine.outlines import Cause, Plan, PlanOutline
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,16 +32,18 @@ class DeriveAhead(Generic[Plan]):
 
 @dataclass(frozen=True, slots=True)
 class PlanOwnServer(Generic[Plan]):
-    """Give a plan to this process's own server, then report ``OwnServerPlanned``."""
+    """Give a plan to this process's own server, then call
+    :meth:`RankMachine.own_server_planned`."""
 
     outline: PlanOutline[Plan]
 
 
 @dataclass(frozen=True, slots=True)
 class RecoverOwnServer:
-    """Tell this process's own server that plans of lower epochs are void."""
+    """Tell this process's own server, and the log, that plans of lower epochs are void."""
 
     epoch: int
+    why: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +55,8 @@ class AbandonOwnServer:
 
 @dataclass(frozen=True, slots=True)
 class Connect(Generic[Plan]):
-    """Connect to the servers of a plan; then report ``Connected`` or ``ServersUnreachable``.
+    """Connect to the servers of a plan; then call :meth:`RankMachine.connected` or
+    :meth:`RankMachine.unreachable`.
 
     Attributes:
         first_step: of those whose ticks will be sent on connections that are made now.
@@ -74,7 +77,8 @@ class CloseConnections:
 
 @dataclass(frozen=True, slots=True)
 class SendTick:
-    """Send the rank's rows of a tick, then report ``TickUnderWay``, or ``ServerFailed``.
+    """Send the rank's rows of a tick, then call :meth:`StepMachine.under_way` or
+    :meth:`StepMachine.server_failed`.
 
     Attributes:
         only_rows: it is complete, and others need its rows: what comes back is of no use, and
@@ -88,7 +92,7 @@ class SendTick:
 
 @dataclass(frozen=True, slots=True)
 class ReportReplay:
-    """Report ``ReplaySent``."""
+    """Call :meth:`RankMachine.replay_sent`."""
 
     step: int
     epoch: int
@@ -99,14 +103,6 @@ class EndLane:
     """Tell servers that this rank sends nothing of the lane of ``first`` any more, from it on."""
 
     first: Tick
-    epoch: int
-
-
-@dataclass(frozen=True, slots=True)
-class Examine:
-    """Examine the replies to a tick, then report ``RepliesExamined``, or ``ServerFailed``."""
-
-    tick: Tick
     epoch: int
 
 
@@ -176,17 +172,8 @@ class CountRecovery:
     replayed: tuple[Tick, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Note:
-    """Say so in the log."""
-
-    text: str
-    is_warning: bool = False
-
-
 Instruction: TypeAlias = (
     SendTick
-    | Examine
     | TakeIn
     | LetGo
     | ForgetQueries
@@ -203,5 +190,4 @@ Instruction: TypeAlias = (
     | ReportProgress
     | ReportLost[Cause]
     | ReportGivenUp
-    | Note
 )

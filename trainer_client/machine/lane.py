@@ -17,9 +17,9 @@ from dataclasses import dataclass
 
 from core_attention.ca_task import Phase
 from core_attention.tick import Tick
-from trainer_client.machine.events import LaneOutline
 from trainer_client.machine.instructions import ForgetInputs, ForgetQueries, LetGo
 from trainer_client.machine.lane_calls import LaneCalls
+from trainer_client.machine.outlines import LaneOutline
 
 
 @dataclass(eq=False, slots=True)

@@ -1,45 +1,18 @@
-"""A rank's steps, plans and recoveries: what happens, and what is to be done."""
+"""A rank's steps, plans and recoveries: each method takes in what has happened, and returns what is
+to be done. What happens to a tick goes to its step: :meth:`RankMachine.running`."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeAlias
 
-from trainer_client.machine.events import (
-    AllFinished,
-    Cause,
-    Connected,
-    Event,
-    HandedIn,
-    Manifest,
-    ManifestRefused,
-    ManifestTaken,
-    OwnServerPlanned,
-    Plan,
-    PlanCame,
-    PlanOutline,
-    RecoveryBegan,
-    ReplayBroke,
-    ReplaySent,
-    RepliesExamined,
-    RepliesHere,
-    ServerFailed,
-    ServersUnreachable,
-    StepBegun,
-    StepEnded,
-    StepFailed,
-    StillWaiting,
-    TickBegun,
-    TickUnderWay,
-)
 from trainer_client.machine.instructions import (
     AbandonOwnServer,
     CloseConnections,
     Connect,
     DeriveAhead,
     Instruction,
-    LetGo,
-    Note,
     PlanOwnServer,
     Progress,
     RecoverOwnServer,
@@ -49,6 +22,7 @@ from trainer_client.machine.instructions import (
 )
 from trainer_client.machine.lane import LaneMachine
 from trainer_client.machine.lane_calls import LaneCalls
+from trainer_client.machine.outlines import Cause, LaneOutline, Manifest, Plan, PlanOutline
 from trainer_client.machine.step import StepMachine
 
 Instructions: TypeAlias = list[Instruction[Plan, Cause]]
@@ -74,7 +48,8 @@ class _Step(Generic[Manifest, Plan, Cause]):
 
 
 class RankMachine(Generic[Manifest, Plan, Cause]):
-    """Decides what a rank does. Not thread-safe.
+    """Decides what a rank does. Not thread-safe. Times are seconds on any clock that never goes
+    back.
 
     Args:
         n_layers, n_nano_batches: of the job.
@@ -162,55 +137,29 @@ class RankMachine(Generic[Manifest, Plan, Cause]):
         """Whether other ranks may still ask for rows of ``last_step`` or an earlier step."""
         return any(running.may_be_asked for running in self._running() if running.step <= last_step)
 
-    def handle(self, event: Event[Manifest, Plan, Cause], now: float) -> Instructions[Plan, Cause]:
-        """Takes in what has happened at ``now``, in seconds on any clock that never goes back;
-        returns what is to be done."""
-        match event:
-            case TickBegun() | TickUnderWay() | RepliesHere() | RepliesExamined() | ServerFailed():
-                return self._of_tick(event, now)
-            case StillWaiting(step, can_be_planned):
-                running = self.running(step)
-                if running is not None:
-                    running.still_waiting(
-                        now, self._recovery_timeout_seconds, can_be_planned=can_be_planned
-                    )
-            case HandedIn(step, manifest):
-                known = self._known(step)
-                known.manifest, known.is_taken, known.refusal = manifest, False, ""
-            case ManifestTaken(step):
-                if step in self._steps:
-                    self._steps[step].is_taken = True
-            case ManifestRefused(step, why):
-                self._refuse(step, why)
-            case StepFailed(step, why):
-                self._refuse(step, why)
-                return self._fail(step, why)
-            case ReplayBroke(step, why):
-                self._fail(step, why)
-                return self._after_replay(step, [])
-            case PlanCame(outline):
-                return self._plan_came(outline, now)
-            case OwnServerPlanned(outline):
-                return self._own_server_planned(outline)
-            case StepBegun():
-                return self._step_begun(event, now)
-            case Connected(step, epoch):
-                return self._connected(step, epoch, now)
-            case ReplaySent(step, epoch):
-                running = self.running(step)
-                out = running.replay_sent(epoch, now) if running is not None else []
-                return self._after_replay(step, out)
-            case ServersUnreachable():
-                return self._unreachable(event)
-            case StepEnded(step, why):
-                return self._step_ended(step, why)
-            case AllFinished(step):
-                return self._all_finished(step)
-            case RecoveryBegan():
-                return self._recovery_began(event, now)
+    # Steps.
+
+    def hand_in(self, number: int, manifest: Manifest) -> None:
+        """The training loop has submitted a step."""
+        step = self._known(number)
+        step.manifest, step.is_taken, step.refusal = manifest, False, ""
+
+    def manifest_taken(self, step: int) -> None:
+        """The control plane has the manifest of a step."""
+        if step in self._steps:
+            self._steps[step].is_taken = True
+
+    def refuse(self, number: int, why: str) -> Instructions[Plan, Cause]:
+        """The step has no plan and will get none, unless it is handed in again."""
+        step = self._steps.get(number)
+        if step is not None and step.manifest is not None:
+            step.manifest, step.is_taken, step.outline, step.refusal = None, False, None, why
         return []
 
-    # Steps.
+    def step_failed(self, step: int, why: str) -> Instructions[Plan, Cause]:
+        """A step gets no plan any more."""
+        self._fail(step, why)
+        return self.refuse(step, why)
 
     def _known(self, step: int) -> _Step[Manifest, Plan, Cause]:
         return self._steps.setdefault(step, _Step())
@@ -218,49 +167,55 @@ class RankMachine(Generic[Manifest, Plan, Cause]):
     def _running(self) -> list[StepMachine[Plan, Cause]]:
         return [step.running for step in self._steps.values() if step.running is not None]
 
-    def _refuse(self, number: int, why: str) -> None:
-        """The step has no plan and will get none, unless it is handed in again."""
-        step = self._steps.get(number)
-        if step is not None and step.manifest is not None:
-            step.manifest, step.is_taken, step.outline, step.refusal = None, False, None, why
-
-    def _fail(self, step: int, why: str) -> Instructions[Plan, Cause]:
+    def _fail(self, step: int, why: str) -> None:
         running = self.running(step)
         if running is not None:
             running.fail(why)
-        return []
 
-    def _step_begun(self, event: StepBegun, now: float) -> Instructions[Plan, Cause]:
+    def begin_step(
+        self, number: int, outlines: Sequence[LaneOutline], *, forward_only: bool, now: float
+    ) -> Instructions[Plan, Cause]:
+        """The training loop begins a step that has a plan."""
         left_out = [
-            number
-            for number, step in sorted(self._steps.items())
-            if self.next_step <= number < event.step and step.running is None
+            other
+            for other, step in sorted(self._steps.items())
+            if self.next_step <= other < number and step.running is None
         ]
-        self.next_step = event.step
-        lanes = [self._lane(event, nano_batch) for nano_batch in range(self._n_nano_batches)]
-        begun = self._known(event.step)
-        begun.running = StepMachine(event.step, lanes, n_layers=self._n_layers, now=now)
+        self.next_step = number
+        lanes = [
+            self._lane(f"step {number} nano-batch {nano_batch}", outline, forward_only=forward_only)
+            for nano_batch, outline in enumerate(outlines)
+        ]
+        begun = self._known(number)
+        begun.running = StepMachine(
+            number,
+            lanes,
+            n_layers=self._n_layers,
+            patience_seconds=self._recovery_timeout_seconds,
+            now=now,
+        )
         out: Instructions[Plan, Cause] = []
         if left_out:
-            out += self._go_on_with(event.step, f"steps {left_out} left out")
+            out += self._go_on_with(number, f"steps {left_out} left out")
         return out + self._connect(begun)
 
-    def _lane(self, event: StepBegun, nano_batch: int) -> LaneMachine:
+    def _lane(self, where: str, outline: LaneOutline, *, forward_only: bool) -> LaneMachine:
         calls = LaneCalls(
-            f"step {event.step} nano-batch {nano_batch}",
+            where,
             self._own_layers,
-            forward_only=event.forward_only,
+            forward_only=forward_only,
             first_layer=self._n_layers - self._own_layers,
         )
         return LaneMachine(
-            event.lanes[nano_batch],
+            outline,
             calls,
-            n_ticks=self._n_layers * (1 if event.forward_only else 2),
-            end=self._n_layers + (0 if event.forward_only else self._own_layers),
+            n_ticks=self._n_layers * (1 if forward_only else 2),
+            end=self._n_layers + (0 if forward_only else self._own_layers),
             kept_forward_ticks=self._kept_forward_ticks,
         )
 
-    def _step_ended(self, step: int, why: str) -> Instructions[Plan, Cause]:
+    def end_step(self, step: int, why: str) -> Instructions[Plan, Cause]:
+        """The step's block has ended; ``why``, if it was not run to its end."""
         running = self.running(step)
         if running is None:
             return []
@@ -268,9 +223,8 @@ class RankMachine(Generic[Manifest, Plan, Cause]):
         if running.is_complete:
             if self.is_finished(step):
                 del self._steps[step]
-            elif running.may_be_asked:
-                return []
-            return running.release()
+                return running.forget()
+            return [] if running.may_be_asked else running.release()
         # Others may wait for this rank's rows of the step: they are told that none will come.
         return [
             *running.abandon(),
@@ -283,7 +237,8 @@ class RankMachine(Generic[Manifest, Plan, Cause]):
         another plan than the step's first, they may be other servers than it names."""
         return [CloseConnections(why), AbandonOwnServer(step)]
 
-    def _all_finished(self, step: int) -> Instructions[Plan, Cause]:
+    def all_finished(self, step: int) -> Instructions[Plan, Cause]:
+        """Every rank has finished ``step`` and those before."""
         self._finished = max(self._finished, step)
         self.next_step = max(self.next_step, step + 1)
         out: Instructions[Plan, Cause] = []
@@ -292,12 +247,13 @@ class RankMachine(Generic[Manifest, Plan, Cause]):
             # Its block may still run.
             if running is None or running.closed:
                 del self._steps[number]
-                out += running.release() if running is not None else []
+                out += running.forget() if running is not None else []
         return out
 
     # Plans.
 
-    def _plan_came(self, outline: PlanOutline[Plan], now: float) -> Instructions[Plan, Cause]:
+    def plan_came(self, outline: PlanOutline[Plan], now: float) -> Instructions[Plan, Cause]:
+        """A plan has come, perhaps again, for a step to come or for one that runs."""
         if not self._counts(outline):
             return []
         void: Instructions[Plan, Cause] = []
@@ -306,7 +262,8 @@ class RankMachine(Generic[Manifest, Plan, Cause]):
             void = self._void(outline.epoch, f"a plan of epoch {outline.epoch}", now)
         return [*void, PlanOwnServer(outline)]
 
-    def _own_server_planned(self, outline: PlanOutline[Plan]) -> Instructions[Plan, Cause]:
+    def own_server_planned(self, outline: PlanOutline[Plan]) -> Instructions[Plan, Cause]:
+        """This process's own server has a plan, so that steps may run under it."""
         if not self._counts(outline):
             return []
         step = self._known(outline.step)
@@ -331,11 +288,23 @@ class RankMachine(Generic[Manifest, Plan, Cause]):
         first_step = min([*waiting, outline.step])
         return [Connect(outline.step, outline.epoch, outline.plan, first_step)]
 
-    def _connected(self, step: int, epoch: int, now: float) -> Instructions[Plan, Cause]:
+    def connected(self, step: int, epoch: int, now: float) -> Instructions[Plan, Cause]:
+        """There are connections to all servers of a plan."""
         running, outline = self.running(step), self.outline_of(step)
         if running is None or outline is None or outline.epoch != epoch:
             return []
         return self._after_replay(step, running.enter_plan(outline, now))
+
+    def replay_sent(self, step: int, epoch: int, now: float) -> Instructions[Plan, Cause]:
+        """What ``ReportReplay`` came behind has been sent."""
+        running = self.running(step)
+        out = running.replay_sent(epoch, now) if running is not None else []
+        return self._after_replay(step, out)
+
+    def replay_broke(self, step: int, why: str) -> Instructions[Plan, Cause]:
+        """Something that nobody thought of has kept a plan from coming into force."""
+        self._fail(step, why)
+        return self._after_replay(step, [])
 
     def _after_replay(self, step: int, out: Instructions[Plan, Cause]) -> Instructions[Plan, Cause]:
         """If rows could not be sent again, the loop hears of it in its next wait. If none is to
@@ -347,40 +316,37 @@ class RankMachine(Generic[Manifest, Plan, Cause]):
             return out
         return [*out, *running.abandon(), ReportGivenUp(step, running.failure)]
 
-    def _unreachable(self, event: ServersUnreachable[Cause]) -> Instructions[Plan, Cause]:
-        running = self.running(event.step)
-        if running is None or self.is_over(event.epoch):
+    def unreachable(
+        self, step: int, epoch: int, cause: Cause, details: Mapping[str, str]
+    ) -> Instructions[Plan, Cause]:
+        """Some servers of a plan cannot be connected to: why, by server."""
+        running = self.running(step)
+        if running is None or self.is_over(epoch):
             return []
-        causes = [f"server {name} cannot be reached: {why}" for name, why in event.details.items()]
+        causes = [f"server {name} cannot be reached: {why}" for name, why in details.items()]
         running.trouble = "; ".join(causes)
         return [
-            ReportLost(
-                name,
-                event.epoch,
-                event.cause,
-                f"step {event.step}: cannot be reached: {why}",
-            )
-            for name, why in event.details.items()
+            ReportLost(name, epoch, cause, f"step {step}: cannot be reached: {why}")
+            for name, why in details.items()
         ]
 
     # Recoveries.
 
-    def _recovery_began(self, event: RecoveryBegan, now: float) -> Instructions[Plan, Cause]:
-        if self.is_over(event.epoch):
+    def recover(
+        self, epoch: int, lost: Sequence[str], why: str, now: float
+    ) -> Instructions[Plan, Cause]:
+        """Plans of epochs below ``epoch`` are void, and the rank is asked how far it is; perhaps
+        again."""
+        if self.is_over(epoch):
             return []
-        if event.epoch == self.epoch and self._answer is not None:
+        if epoch == self.epoch and self._answer is not None:
             return [self._answer]
-        without = f"; without {', '.join(event.lost)}" if event.lost else ""
-        why = f"recovery with epoch {event.epoch}: {event.why}"
+        without = f"; without {', '.join(lost)}" if lost else ""
+        why = f"recovery with epoch {epoch}: {why}"
         # In this order: nothing may be sent by the old plan once the control plane has the answer.
-        out = self._void(event.epoch, why, now)
-        self._answer = ReportProgress(event.epoch, self._progress())
-        return [
-            Note(f"{why}{without}", is_warning=True),
-            *out,
-            RecoverOwnServer(event.epoch),
-            self._answer,
-        ]
+        out = self._void(epoch, why, now)
+        self._answer = ReportProgress(epoch, self._progress())
+        return [*out, RecoverOwnServer(epoch, f"{why}{without}"), self._answer]
 
     def _void(self, epoch: int, why: str, now: float) -> Instructions[Plan, Cause]:
         """Plans and connections of epochs below ``epoch`` are void."""
@@ -401,26 +367,3 @@ class RankMachine(Generic[Manifest, Plan, Cause]):
             for number, step in sorted(self._steps.items())
             if step.running is not None or step.manifest is not None
         )
-
-    # Ticks.
-
-    def _of_tick(
-        self,
-        event: TickBegun | TickUnderWay | RepliesHere | RepliesExamined | ServerFailed[Cause],
-        now: float,
-    ) -> Instructions[Plan, Cause]:
-        running = self.running(event.tick.step)
-        if running is None or running.abandoned:
-            return [] if isinstance(event, TickBegun) else [LetGo(event.tick, event.epoch)]
-        match event:
-            case TickBegun(tick):
-                return running.begin(tick)
-            case TickUnderWay(tick, epoch):
-                return running.under_way(tick, epoch)
-            case RepliesHere(tick, epoch):
-                return running.replies_here(tick, epoch)
-            case RepliesExamined(tick, epoch):
-                return running.examined(tick, epoch)
-            case ServerFailed(tick, epoch, server_id, cause, detail):
-                lost = ReportLost(server_id, epoch, cause, f"{tick}: {detail}")
-                return running.server_failed(tick, epoch, lost, now)

@@ -8,11 +8,9 @@ from typing import Generic
 
 from core_attention.ca_task import Phase
 from core_attention.tick import Tick
-from trainer_client.machine.events import Cause, Plan, PlanOutline
 from trainer_client.machine.instructions import (
     CountRecovery,
     EndLane,
-    Examine,
     Instruction,
     LetGo,
     Progress,
@@ -22,6 +20,7 @@ from trainer_client.machine.instructions import (
     TakeIn,
 )
 from trainer_client.machine.lane import BegunTick, LaneMachine
+from trainer_client.machine.outlines import Cause, Plan, PlanOutline
 
 
 class State(Enum):
@@ -42,6 +41,7 @@ class StepMachine(Generic[Plan, Cause]):
         step: its number.
         lanes: its nano-batches.
         n_layers: of the job.
+        patience_seconds: how long it may be without a plan.
         now: when it begins.
 
     Attributes:
@@ -53,7 +53,13 @@ class StepMachine(Generic[Plan, Cause]):
     """
 
     def __init__(
-        self, step: int, lanes: Sequence[LaneMachine], *, n_layers: int, now: float
+        self,
+        step: int,
+        lanes: Sequence[LaneMachine],
+        *,
+        n_layers: int,
+        patience_seconds: float,
+        now: float,
     ) -> None:
         self.step = step
         self.lanes = lanes
@@ -63,7 +69,7 @@ class StepMachine(Generic[Plan, Cause]):
         self.abandoned = False
         self.failure = ""
         self.trouble = "no plan has come"
-        self._n_layers = n_layers
+        self._n_layers, self._patience_seconds = n_layers, patience_seconds
         self._without_plan_since = now
         self._replayed: list[Tick] = []
 
@@ -118,27 +124,30 @@ class StepMachine(Generic[Plan, Cause]):
             return []
         return self._replay(outline, now)
 
-    def begin(self, tick: Tick) -> list[Instruction[Plan, Cause]]:
-        """The training loop has the rows of a tick."""
+    def begin(self, tick: Tick) -> SendTick | None:
+        """The training loop has the rows of a tick. None: they are sent when a plan comes."""
+        if self.abandoned:
+            return None
         begun = self.lanes[tick.nano_batch].begin(tick, tick.lane_index(self._n_layers))
         if self.state is State.IN_FORCE and self.outline is not None:
-            return [self._send(begun, self.outline.epoch)]
-        return []
+            return self._send(begun, self.outline.epoch)
+        return None
 
-    def under_way(self, tick: Tick, epoch: int) -> list[Instruction[Plan, Cause]]:
-        """All requests of a tick have been handed over."""
+    def under_way(self, tick: Tick, epoch: int) -> bool:
+        """All requests of a tick have been handed over. Whether its replies are still wanted."""
         if not self.is_under(epoch):
-            return [LetGo(tick, epoch)]
+            return False
         self.at(tick).under_way_in = epoch
-        return []
+        return True
 
-    def replies_here(self, tick: Tick, epoch: int) -> list[Instruction[Plan, Cause]]:
-        """All replies to a tick have arrived."""
+    def replies_here(self, tick: Tick, epoch: int) -> bool:
+        """All replies to a tick have arrived. Whether they are to be examined; then
+        :meth:`examined` or :meth:`server_failed` is next."""
         begun = self.at(tick)
         if begun.under_way_in != epoch:
-            return []
+            return False
         begun.examined_in = epoch
-        return [Examine(tick, epoch)]
+        return True
 
     def examined(self, tick: Tick, epoch: int) -> list[Instruction[Plan, Cause]]:
         """Nothing is wrong with the replies to a tick."""
@@ -148,27 +157,30 @@ class StepMachine(Generic[Plan, Cause]):
         return [TakeIn(tick, epoch), *lane.complete(begun), *self._end_lane(tick.nano_batch)]
 
     def server_failed(
-        self, tick: Tick, epoch: int, lost: ReportLost[Cause], now: float
+        self, tick: Tick, epoch: int, server_id: str, cause: Cause, detail: str, now: float
     ) -> list[Instruction[Plan, Cause]]:
-        """A server of the plan is of no use. (This process's own server may only have heard of a
-        recovery before this rank: then the report is of an epoch that is over.)"""
+        """A server cannot be sent to, owes a reply that will not come, or has given a wrong one.
+        (This process's own server may only have heard of a recovery before this rank: then the
+        report is of an epoch that is over.)"""
         begun, out = self.at(tick), list[Instruction[Plan, Cause]]()
         if begun.examined_in == epoch:
             begun.end_examination(epoch)
             out.append(LetGo(tick, epoch))
         if not self.is_under(epoch):
             return out
+        lost = ReportLost(server_id, epoch, cause, f"{tick}: {detail}")
         return [*out, *self.leave_plan(lost.detail, now), lost]
 
-    def still_waiting(self, now: float, patience_seconds: float, *, can_be_planned: bool) -> None:
-        """The training loop waits for a tick that is not under way."""
+    def still_waiting(self, now: float, *, can_be_planned: bool) -> None:
+        """The training loop waits for a tick that is not under way; ``can_be_planned`` while the
+        control plane can be reached."""
         if not can_be_planned:
             # Nobody can make a plan now; the link has a deadline of its own.
             self._without_plan_since = now
-        elif self.outline is None and now - self._without_plan_since > patience_seconds:
+        elif self.outline is None and now - self._without_plan_since > self._patience_seconds:
             self.fail(
-                f"the step is without a plan for {patience_seconds:g} s after: {self.trouble}; see "
-                "the control plane's log"
+                f"the step is without a plan for {self._patience_seconds:g} s after: "
+                f"{self.trouble}; see the control plane's log"
             )
 
     def fail(self, why: str) -> None:
@@ -178,6 +190,10 @@ class StepMachine(Generic[Plan, Cause]):
     def abandon(self) -> list[Instruction[Plan, Cause]]:
         """Its ticks will neither be completed nor replayed."""
         self.abandoned = True
+        return self.forget()
+
+    def forget(self) -> list[Instruction[Plan, Cause]]:
+        """It takes no replies and no plan any more."""
         self.outline, self.state = None, State.WAITING
         return self.release()
 

@@ -13,9 +13,9 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeAlias
+from typing import ParamSpec, TypeAlias
 
 import torch
 
@@ -33,30 +33,6 @@ from distca.v1 import jobs_pb2
 from trainer_client.errors import CoreAttentionFailed, PlanNotReady, SessionError
 from trainer_client.integrity.examiner import Examiner
 from trainer_client.link.control_link import ControlLink
-from trainer_client.machine.events import (
-    AllFinished,
-    Connected,
-    Event,
-    HandedIn,
-    ManifestRefused,
-    ManifestTaken,
-    OwnServerPlanned,
-    PlanCame,
-    PlanOutline,
-    RecoveryBegan,
-    ReplayBroke,
-    ReplaySent,
-    RepliesExamined,
-    RepliesHere,
-    ServerFailed,
-    ServersUnreachable,
-    StepBegun,
-    StepEnded,
-    StepFailed,
-    StillWaiting,
-    TickBegun,
-    TickUnderWay,
-)
 from trainer_client.machine.instructions import (
     AbandonOwnServer,
     CloseConnections,
@@ -64,12 +40,10 @@ from trainer_client.machine.instructions import (
     CountRecovery,
     DeriveAhead,
     EndLane,
-    Examine,
     ForgetInputs,
     ForgetQueries,
     Instruction,
     LetGo,
-    Note,
     PlanOwnServer,
     Progress,
     RecoverOwnServer,
@@ -80,6 +54,7 @@ from trainer_client.machine.instructions import (
     SendTick,
     TakeIn,
 )
+from trainer_client.machine.outlines import PlanOutline
 from trainer_client.machine.rank import RankMachine
 from trainer_client.metrics import TrainerMetrics
 from trainer_client.options import SessionOptions
@@ -103,7 +78,7 @@ other."""
 
 _MAX_REASON_LETTERS = 2000
 
-_Event: TypeAlias = Event[HandedInStep, PlannedStep, LossCause]
+_P = ParamSpec("_P")
 _Instructions: TypeAlias = Sequence[Instruction[PlannedStep, LossCause]]
 _Outline: TypeAlias = PlanOutline[PlannedStep]
 
@@ -172,7 +147,8 @@ class RankSteps:
         """
         self._link.check()
         handed_in = HandedInStep(rank_manifest_to_proto(manifest), forward_only)
-        self._post(HandedIn(manifest.step, handed_in))
+        with self.lock:
+            self._machine.hand_in(manifest.step, handed_in)
         self._link.submit(manifest.step, handed_in)
 
     def wait_plan(self, step: int, timeout_seconds: float) -> PlannedStep:
@@ -224,13 +200,17 @@ class RankSteps:
             ticks=self,
             neighbours=self._neighbours,
         )
-        begun = StepBegun(step, running.lane_outlines, planned.forward_only)
         with self.lock:
             self._running[step] = running
-            instructions = self._machine.handle(begun, time.monotonic())
+            instructions = self._machine.begin_step(
+                step,
+                running.lane_outlines,
+                forward_only=planned.forward_only,
+                now=time.monotonic(),
+            )
             machine = self._machine.running(step)
             assert machine is not None
-            running.lanes = machine.lanes
+            running.machine = machine
         self._carry_out(instructions, connects=True)
         return running
 
@@ -238,12 +218,15 @@ class RankSteps:
         """The step's block has ended; ``why``, if it was not run to its end. Its rows may still be
         asked for if it was."""
         running.close()
-        self._post(StepEnded(running.step, why))
+        self._post(self._machine.end_step, running.step, why)
         self._forget_finished()
 
     def begin_tick(self, running: RunningStep, sent: SentTick) -> None:
         """The training loop has the rows of a tick; see :meth:`RunningStep.send`."""
-        self._post(TickBegun(sent.tick), running)
+        with self.lock:
+            send = running.machine.begin(sent.tick)
+        if send is not None:
+            self._send(running, sent, send)
 
     def wait(self, running: RunningStep, sent: SentTick) -> None:
         """Waits until ``sent`` is complete; see :meth:`RunningStep.wait`."""
@@ -264,7 +247,7 @@ class RankSteps:
                 if pending is None:
                     # Servers of this process have read them only now, and examiners do after this.
                     sent.check()
-                    self._post(RepliesHere(sent.tick, epoch), running)
+                    self._examine(running, sent, epoch)
                     continue
                 pending.wait(CHECK_SECONDS)
             self._link.check()
@@ -325,29 +308,31 @@ class RankSteps:
 
     def manifest_taken(self, step: int) -> None:
         """The control plane has the manifest of ``step``."""
-        self._post(ManifestTaken(step))
+        with self.lock:
+            self._machine.manifest_taken(step)
 
     def manifest_refused(self, step: int, why: str) -> None:
         """The control plane does not take the manifest of ``step``."""
-        self._post(ManifestRefused(step, why))
+        self._post(self._machine.refuse, step, why)
 
     def planned(self, planned: PlannedStep) -> None:
         """A plan has come, for a step to come or for one that is under way."""
         plan = planned.plan
         first_ticks = planned.first_ticks(self._options.rank, self._options.n_nano_batches)
-        self._post(PlanCame(PlanOutline(plan.step, plan.epoch, planned, first_ticks)))
+        outline = PlanOutline(plan.step, plan.epoch, planned, first_ticks)
+        self._post(self._machine.plan_came, outline, time.monotonic())
 
     def failed(self, step: int, why: str) -> None:
         """A step gets no plan any more."""
-        self._post(StepFailed(step, why))
+        self._post(self._machine.step_failed, step, why)
 
     def recover(self, epoch: int, lost: Sequence[str], why: str) -> None:
         """Plans of epochs below ``epoch`` are void."""
-        self._post(RecoveryBegan(epoch, tuple(lost), why))
+        self._post(self._machine.recover, epoch, lost, why, time.monotonic())
 
     def finished(self, step: int) -> None:
         """Every rank has finished ``step`` and those before."""
-        self._post(AllFinished(step))
+        self._post(self._machine.all_finished, step)
         self._forget_finished()
 
     def broken(self) -> None:
@@ -357,32 +342,27 @@ class RankSteps:
 
     # The machine and what it wants done.
 
-    def _post(self, event: _Event, running: RunningStep | None = None) -> None:
-        """Lets the machine handle an event and does what it says; ``running`` is the step that the
-        event is about, if it is one that runs."""
-        with self.lock:
-            instructions = self._machine.handle(event, time.monotonic())
-            self.lock.notify_all()
-        self._carry_out(instructions, running)
-
-    def _carry_out(
-        self,
-        instructions: _Instructions,
-        running: RunningStep | None = None,
-        *,
-        connects: bool = False,
+    def _post(
+        self, decide: Callable[_P, _Instructions], *facts: _P.args, **named: _P.kwargs
     ) -> None:
+        """Hands what has happened to a method of the machine, and does what it says."""
+        with self.lock:
+            instructions = decide(*facts, **named)
+            self.lock.notify_all()
+        self._carry_out(instructions)
+
+    def _carry_out(self, instructions: _Instructions, *, connects: bool = False) -> None:
         """Without the lock. Connects on this thread if it ``connects``, else on this module's."""
         for instruction in instructions:
             match instruction:
-                case SendTick() | Examine() | TakeIn() | LetGo() | ForgetQueries() | ForgetInputs():
-                    step = running or self._running.get(instruction.tick.step)
-                    if step is not None:
-                        self._treat(step, step.sent[instruction.tick], instruction)
+                case SendTick() | TakeIn() | LetGo() | ForgetQueries() | ForgetInputs():
+                    running = self._running.get(instruction.tick.step)
+                    if running is not None:
+                        self._treat(running, running.sent[instruction.tick], instruction)
                 case EndLane(first, epoch):
                     self._end_lane(first, epoch)
                 case ReportReplay(number, epoch):
-                    self._post(ReplaySent(number, epoch))
+                    self._post(self._machine.replay_sent, number, epoch, time.monotonic())
                 case CountRecovery():
                     self._count_recovery(instruction)
                 case DeriveAhead(planned):
@@ -395,7 +375,8 @@ class RankSteps:
                     self._thread.submit(self._resume, instruction)
                 case CloseConnections(why):
                     self._servers.close_all(why)
-                case RecoverOwnServer(epoch):
+                case RecoverOwnServer(epoch, why):
+                    logger.warning("job %s: %s", self._link.job_id, why)
                     self._in_place.recover(self._link.job_id, epoch)
                 case AbandonOwnServer(first_step):
                     self._in_place.abandon(self._link.job_id, self._options.rank, first_step)
@@ -408,33 +389,21 @@ class RankSteps:
                 case ReportGivenUp(number, why):
                     reason = why[:_MAX_REASON_LETTERS]
                     self._link.report(number, jobs_pb2.StepGivenUp(reason=reason))
-                case Note(text, is_warning):
-                    level = logging.WARNING if is_warning else logging.INFO
-                    logger.log(level, "job %s: %s", self._link.job_id, text)
 
     def _treat(
         self,
         running: RunningStep,
         sent: SentTick,
-        instruction: SendTick | Examine | TakeIn | LetGo | ForgetQueries | ForgetInputs,
+        instruction: SendTick | TakeIn | LetGo | ForgetQueries | ForgetInputs,
     ) -> None:
         """Carries out what concerns one tick."""
         match instruction:
             case SendTick():
                 self._send(running, sent, instruction)
-            case Examine(epoch=epoch):
-                try:
-                    for reply in sent.awaited[epoch]:
-                        reply.examine()
-                except ExchangeFailed as error:
-                    self._server_failed(running, sent, epoch, error)
-                else:
-                    self._post(RepliesExamined(sent.tick, epoch), running)
             case TakeIn(epoch=epoch):
                 self._take_in(running, sent, epoch)
             case LetGo(epoch=epoch):
-                for _ in range(sent.let_go(epoch)):
-                    self._metrics.stale_result()
+                self._let_go(sent, epoch)
             case ForgetQueries():
                 sent.forget_queries()
             case ForgetInputs():
@@ -458,7 +427,7 @@ class RankSteps:
             forward_only=planned.forward_only,
             first_tick=planned.first_tick,
         )
-        self._post(OwnServerPlanned(outline))
+        self._post(self._machine.own_server_planned, outline)
 
     def _resume(self, wanted: Connect[PlannedStep]) -> None:
         try:
@@ -467,7 +436,7 @@ class RankSteps:
             # Whatever breaks this thread would leave the training loop waiting: hand it over.
             logger.exception("step %d cannot go on", wanted.step)
             why = str(error) if isinstance(error, SessionError) else repr(error)
-            self._post(ReplayBroke(wanted.step, f"its replay failed: {why}"))
+            self._post(self._machine.replay_broke, wanted.step, f"its replay failed: {why}")
 
     def _connect(self, wanted: Connect[PlannedStep]) -> None:
         planned, step, epoch = wanted.plan, wanted.step, wanted.epoch
@@ -480,15 +449,15 @@ class RankSteps:
             return
         except Unreachable as error:
             details = {server_id: str(why) for server_id, why in error.causes.items()}
-            self._post(ServersUnreachable(step, epoch, LossCause.UNREACHABLE, details))
+            self._post(self._machine.unreachable, step, epoch, LossCause.UNREACHABLE, details)
             return
         plan = PlanInForce(self._routes_under(planned), connections)
         with self.lock:
-            instructions = self._machine.handle(Connected(step, epoch), time.monotonic())
-            running, machine = self._running.get(step), self._machine.running(step)
-            if running is not None and machine is not None and machine.is_under(epoch):
+            instructions = self._machine.connected(step, epoch, time.monotonic())
+            running = self._running.get(step)
+            if running is not None and running.machine.is_under(epoch):
                 running.in_force = plan
-        self._carry_out(instructions, running)
+        self._carry_out(instructions)
 
     def _is_wanted(self, step: int, epoch: int) -> bool:
         with self.lock:
@@ -541,8 +510,7 @@ class RankSteps:
             epoch = machine.at(tick).under_way_in
             if epoch is not None:
                 return epoch, sent.awaited[epoch]
-            waiting = StillWaiting(tick.step, can_be_planned=self._link.connected)
-            self._machine.handle(waiting, time.monotonic())
+            machine.still_waiting(time.monotonic(), can_be_planned=self._link.connected)
             self.lock.wait(CHECK_SECONDS)
         return 0, None
 
@@ -567,8 +535,7 @@ class RankSteps:
         tick, epoch = sent.tick, instruction.epoch
         plan, outputs = running.in_force, sent.outputs
         with self.lock:
-            machine = self._machine.running(tick.step)
-            is_void = machine is None or not machine.is_under(epoch)
+            is_void = not running.machine.is_under(epoch)
         if is_void or plan is None or plan.epoch != epoch:
             return
         inputs = sent.rows()
@@ -610,7 +577,11 @@ class RankSteps:
         awaited.sort(key=lambda each: each.exchange.route.server)
         sent.sent_at = time.monotonic()
         sent.awaited[epoch] = awaited
-        self._post(TickUnderWay(tick, epoch), running)
+        with self.lock:
+            is_wanted = running.machine.under_way(tick, epoch)
+            self.lock.notify_all()
+        if not is_wanted:
+            self._let_go(sent, epoch)
 
     def _sending_order(self, plan: PlanInForce, tick: Tick) -> list[Exchange]:
         """Every rank begins with another server, and its own one comes last: if all began with the
@@ -620,6 +591,19 @@ class RankSteps:
             plan.exchanges(tick),
             key=lambda exchange: (exchange.route.server - self._options.rank - 1) % n_servers,
         )
+
+    def _examine(self, running: RunningStep, sent: SentTick, epoch: int) -> None:
+        """All replies are here: takes them in, if they are right."""
+        with self.lock:
+            if not running.machine.replies_here(sent.tick, epoch):
+                return
+        try:
+            for reply in sent.awaited[epoch]:
+                reply.examine()
+        except ExchangeFailed as error:
+            self._server_failed(running, sent, epoch, error)
+        else:
+            self._post(running.machine.examined, sent.tick, epoch)
 
     def _take_in(self, running: RunningStep, sent: SentTick, epoch: int) -> None:
         awaited = sent.awaited.pop(epoch)
@@ -648,8 +632,19 @@ class RankSteps:
     def _server_failed(
         self, running: RunningStep, sent: SentTick, epoch: int, error: ExchangeFailed
     ) -> None:
-        failed = ServerFailed(sent.tick, epoch, error.server_id, error.cause, error.detail)
-        self._post(failed, running)
+        self._post(
+            running.machine.server_failed,
+            sent.tick,
+            epoch,
+            error.server_id,
+            error.cause,
+            error.detail,
+            time.monotonic(),
+        )
+
+    def _let_go(self, sent: SentTick, epoch: int) -> None:
+        for _ in range(sent.let_go(epoch)):
+            self._metrics.stale_result()
 
     def _end_lane(self, first: Tick, epoch: int) -> None:
         running = self._running.get(first.step)

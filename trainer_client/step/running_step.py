@@ -19,13 +19,16 @@ from attention_node.served_job import JobDescription
 from core_attention.ca_task import MaskKind, Phase
 from core_attention.plan import Plan
 from core_attention.tick import Tick
+from distca.contract.server_loss import LossCause
 from trainer_client.errors import CoreAttentionFailed, SessionError
-from trainer_client.machine.events import LaneOutline
 from trainer_client.machine.lane import LaneMachine
+from trainer_client.machine.outlines import LaneOutline
+from trainer_client.machine.step import StepMachine
 from trainer_client.metrics import OWN_PROCESS, ServedTasks
 from trainer_client.step.edge_keys import EdgeExchange, EdgeMessage
 from trainer_client.step.exchanges import PlanInForce
 from trainer_client.step.handed_over import HandedOver
+from trainer_client.step.planned_step import PlannedStep
 from trainer_client.step.replies import Tensors
 from trainer_client.step.sent_tick import SentTick
 from trainer_client.step.step_report import StepReport, TraceEvent
@@ -60,7 +63,7 @@ class RunningStep:
         neighbours: exchanges edge keys with other ranks.
 
     Attributes:
-        lanes: the state of its nano-batches, once it has begun.
+        machine: what becomes of its ticks, once it has begun.
         sent: the ticks that were sent.
         in_force: the last plan that there were connections for; None before the first.
         given_up: why its user gave it up; empty otherwise.
@@ -84,7 +87,7 @@ class RunningStep:
         self.rank = rank
         self.device = device
         self.forward_only = forward_only
-        self.lanes: Sequence[LaneMachine] = ()
+        self.machine: StepMachine[PlannedStep, LossCause]
         self.sent: dict[Tick, SentTick] = {}
         self.in_force: PlanInForce | None = None
         self.trace: list[TraceEvent] = []
@@ -112,6 +115,11 @@ class RunningStep:
     @property
     def step(self) -> int:
         return self.plan.step
+
+    @property
+    def lanes(self) -> Sequence[LaneMachine]:
+        """The state of its nano-batches."""
+        return self.machine.lanes
 
     @property
     def lane_outlines(self) -> tuple[LaneOutline, ...]:

@@ -11,9 +11,11 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from core_attention.ca_task import Phase
+from core_attention.tick import Tick
 from tests.service.model.explorer import ModelViolation
 from tests.service.model.setting import Plan, Setting
-from trainer_client.machine import events, instructions
+from trainer_client.machine import instructions
+from trainer_client.machine.outlines import LaneOutline, PlanOutline
 from trainer_client.machine.rank import RankMachine
 
 NOWHERE = 10**6
@@ -109,12 +111,12 @@ class ModelRank:
         self.rows: set[Rows] = set()
         self.first_step: int | None = None
         self.connecting: list[instructions.Connect[Plan]] = []
-        self.examining: list[instructions.Examine] = []
+        self.examining: list[tuple[Tick, int]] = []
         self.kept: set[tuple[int, int]] = set()
         self.lost: set[Lost] = set()
         self.done: list[Done] = []
         for step in range(setting.n_steps):
-            self.feed(events.HandedIn(step, "manifest"))
+            self.machine.hand_in(step, "manifest")
 
     @property
     def finished_steps(self) -> int:
@@ -147,14 +149,14 @@ class ModelRank:
             case Plan():
                 self.reads_plan(event)
             case Recover(epoch):
-                self.feed(events.RecoveryBegan(epoch, (), "a recovery"))
+                self._follow(self.machine.recover(epoch, (), "a recovery", 0.0))
             case Finished(steps):
-                self.feed(events.AllFinished(steps - 1))
+                self._follow(self.machine.all_finished(steps - 1))
 
     def reads_plan(self, plan: Plan) -> None:
         """Plans of all unfinished steps come, the last one first: that is the harder order."""
         for step in reversed(range(plan.finished_steps, self.setting.n_steps)):
-            self.feed(events.PlanCame(self._outline(plan, step)))
+            self._follow(self.machine.plan_came(self._outline(plan, step), 0.0))
 
     def begins(self, gone: frozenset[int]) -> None:
         """The training loop begins its next step; the servers ``gone`` cannot be reached."""
@@ -163,7 +165,7 @@ class ModelRank:
         self.step = step
         lanes = tuple(self._lane_outline(lane) for lane in range(self.setting.n_lanes))
         waiting = list(self.connecting)
-        self.feed(events.StepBegun(step, lanes, forward_only=False))
+        self._follow(self.machine.begin_step(step, lanes, forward_only=False, now=0.0))
         # The training loop connects itself.
         self.connecting, mine = waiting, self.connecting[len(waiting) :]
         for connect in mine:
@@ -176,25 +178,35 @@ class ModelRank:
 
     def replies_here(self, lane: int, tick: int, epoch: int) -> None:
         """All replies to a tick are here."""
-        self.feed(events.RepliesHere(self.setting.ticks[lane, tick], epoch))
+        which = self.setting.ticks[lane, tick]
+        running = self.machine.running(which.step)
+        if running is None or not running.replies_here(which, epoch):
+            return
+        self.examining.append((which, epoch))
+        if not self.setting.threads:
+            self.examined()
 
     def examined(self) -> None:
         """Nothing was wrong with the replies that are being examined."""
-        examine = self.examining.pop(0)
-        self.feed(events.RepliesExamined(examine.tick, examine.epoch))
+        tick, epoch = self.examining.pop(0)
+        running = self.machine.running(tick.step)
+        if running is not None:
+            self._follow(running.examined(tick, epoch))
 
     def loses(self, lane: int, tick: int, epoch: int, server: int) -> None:
         """A tick cannot be sent to a server, or its reply will not come."""
         which = self.setting.ticks[lane, tick]
-        self.feed(events.ServerFailed(which, epoch, str(server), None, "lost"))
+        running = self.machine.running(which.step)
+        if running is not None:
+            self._follow(running.server_failed(which, epoch, str(server), None, "lost", 0.0))
 
     def has_reported(self, lost: Lost) -> None:
         """The control plane has got the report of a loss."""
         self.lost.discard(lost)
 
-    def feed(self, event: events.Event[str, Plan, None]) -> None:
-        """Hands in an event and carries out what follows."""
-        for each in self.machine.handle(event, 0.0):
+    def _follow(self, done: list[instructions.Instruction[Plan, None]]) -> None:
+        """Carries out what the machine says."""
+        for each in done:
             self._carry_out(each)
         for step in range(self.setting.n_steps):
             running = self.machine.running(step)
@@ -206,11 +218,7 @@ class ModelRank:
             case instructions.SendTick():
                 self._send(instruction)
             case instructions.ReportReplay(step, epoch):
-                self.feed(events.ReplaySent(step, epoch))
-            case instructions.Examine() if self.setting.threads:
-                self.examining.append(instruction)
-            case instructions.Examine(tick, epoch):
-                self.feed(events.RepliesExamined(tick, epoch))
+                self._follow(self.machine.replay_sent(step, epoch, 0.0))
             case instructions.TakeIn(tick):
                 if self.setting.places[tick] != self.setting.collects[self.place]:
                     raise ModelViolation(f"rank {self.rank} takes {tick} in out of turn")
@@ -220,7 +228,7 @@ class ModelRank:
                 self.kept.discard(self.setting.places[tick])
             case instructions.PlanOwnServer(outline):
                 self.done.append(PlanOwn(outline.plan))
-                self.feed(events.OwnServerPlanned(outline))
+                self._follow(self.machine.own_server_planned(outline))
             case instructions.Connect():
                 self.connecting.append(instruction)
             case instructions.CloseConnections():
@@ -246,7 +254,7 @@ class ModelRank:
         assert running.outline is not None
         self.rows.add(Rows(*place, running.outline.plan))
         if not send.only_rows:
-            self.feed(events.TickUnderWay(send.tick, send.epoch))
+            running.under_way(send.tick, send.epoch)
 
     def _connect(self, connect: instructions.Connect[Plan], gone: frozenset[int]) -> None:
         if not self.machine.is_wanted(connect.step, connect.epoch):
@@ -254,18 +262,18 @@ class ModelRank:
         dead = gone & {server for pieces in connect.plan.servers for server in pieces}
         if dead:
             details = {str(server): "gone" for server in sorted(dead)}
-            self.feed(events.ServersUnreachable(connect.step, connect.epoch, None, details))
+            self._follow(self.machine.unreachable(connect.step, connect.epoch, None, details))
             return
         if self.first_step is None:
             self.first_step = connect.first_step
             if not self.setting.rules.lanes_are_independent:
                 self.replay_place = self.place
-        self.feed(events.Connected(connect.step, connect.epoch))
+        self._follow(self.machine.connected(connect.step, connect.epoch, 0.0))
 
     def _go_on(self) -> None:
         """The training loop begins the ticks that it can, or ends the step."""
         if self.setting.step_at(self.place) > self.step:
-            self.feed(events.StepEnded(self.step, ""))
+            self._follow(self.machine.end_step(self.step, ""))
             return
         running = self.machine.running(self.step)
         assert running is not None
@@ -279,7 +287,8 @@ class ModelRank:
             else:
                 calls.backward(which.layer)
             self.kept.add((lane, tick))
-            self.feed(events.TickBegun(which))
+            if send := running.begin(which):
+                self._follow([send])
 
     def _begun(self) -> set[tuple[int, int]]:
         """The ticks of the running step that have begun at this place of the program."""
@@ -295,7 +304,7 @@ class ModelRank:
         complete = {progress.step: progress.complete_ticks for progress in listed}
         return tuple(complete.get(step, all_ticks) for step in range(self.setting.n_steps))
 
-    def _outline(self, plan: Plan, step: int) -> events.PlanOutline[Plan]:
+    def _outline(self, plan: Plan, step: int) -> PlanOutline[Plan]:
         first_ticks = tuple(
             min(
                 (
@@ -309,11 +318,11 @@ class ModelRank:
             )
             for lane in range(self.setting.n_lanes)
         )
-        return events.PlanOutline(step, plan.epoch, plan, first_ticks)
+        return PlanOutline(step, plan.epoch, plan, first_ticks)
 
-    def _lane_outline(self, lane: int) -> events.LaneOutline:
+    def _lane_outline(self, lane: int) -> LaneOutline:
         mine = [d for d in self.setting.documents if d.lane == lane and self.rank in d.ranks]
-        return events.LaneOutline(bool(mine), any(len(d.ranks) > 1 for d in mine))
+        return LaneOutline(bool(mine), any(len(d.ranks) > 1 for d in mine))
 
 
 def take_done(rank: ModelRank) -> tuple[Done, ...]:

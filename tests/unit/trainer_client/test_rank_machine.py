@@ -8,14 +8,16 @@ import pytest
 
 from core_attention.ca_task import Phase
 from core_attention.tick import Tick
-from trainer_client.machine import events, instructions
+from trainer_client.machine import instructions
+from trainer_client.machine.outlines import LaneOutline, PlanOutline
 from trainer_client.machine.rank import RankMachine
+from trainer_client.machine.step import StepMachine
 
 N_LAYERS = 2
 PATIENCE_SECONDS = 30.0
-SHARED = events.LaneOutline(has_rows=True, is_shared=True)
-ALONE = events.LaneOutline(has_rows=True, is_shared=False)
-EMPTY = events.LaneOutline(has_rows=False, is_shared=False)
+SHARED = LaneOutline(has_rows=True, is_shared=True)
+ALONE = LaneOutline(has_rows=True, is_shared=False)
+EMPTY = LaneOutline(has_rows=False, is_shared=False)
 
 Done = list[instructions.Instruction[str, str]]
 
@@ -31,56 +33,61 @@ def backward(layer: int, step: int = 0) -> Tick:
 class Rank:
     """A machine with one nano-batch, and a training loop that follows it."""
 
-    def __init__(self, lane: events.LaneOutline = SHARED, *, kept: int | None = None) -> None:
+    def __init__(self, lane: LaneOutline = SHARED, *, kept: int | None = None) -> None:
         self.lane = lane
         self.machine: RankMachine[str, str, str] = RankMachine(
             N_LAYERS, 1, recovery_timeout_seconds=PATIENCE_SECONDS, kept_forward_ticks=kept
         )
 
-    def feed(self, event: events.Event[str, str, str], now: float = 0.0) -> Done:
-        return self.machine.handle(event, now)
+    def running(self, step: int = 0) -> StepMachine[str, str]:
+        running = self.machine.running(step)
+        assert running is not None
+        return running
 
     def hand_in(self, *steps: int) -> None:
         for step in steps:
-            self.feed(events.HandedIn(step, f"manifest {step}"))
+            self.machine.hand_in(step, f"manifest {step}")
 
     def begin(self, step: int, *, forward_only: bool = False) -> Done:
-        return self.feed(events.StepBegun(step, (self.lane,), forward_only))
+        return self.machine.begin_step(step, (self.lane,), forward_only=forward_only, now=0.0)
 
     def plan(self, step: int, epoch: int, first_tick: int = 0, now: float = 0.0) -> Done:
         """A plan comes, and the rank's own server has it."""
         outline = plan_of(step, epoch, first_tick)
-        return [*self.feed(events.PlanCame(outline), now)[:-1], *self.own_server(outline)]
+        came = self.machine.plan_came(outline, now)
+        return [*came[:-1], *self.machine.own_server_planned(outline)]
 
-    def own_server(self, outline: events.PlanOutline[str]) -> Done:
-        return self.feed(events.OwnServerPlanned(outline))
+    def connected(self, epoch: int) -> Done:
+        return self.machine.connected(0, epoch, 0.0)
+
+    def replay_sent(self, epoch: int, now: float = 0.0) -> Done:
+        return self.machine.replay_sent(0, epoch, now)
 
     def run_under(self, step: int, epoch: int, first_tick: int = 0) -> None:
         """The step runs under a plan."""
         self.plan(step, epoch, first_tick)
-        done = self.feed(events.Connected(step, epoch))
+        done = self.machine.connected(step, epoch, 0.0)
         while any(isinstance(each, instructions.ReportReplay) for each in done):
-            done = self.feed(events.ReplaySent(step, epoch))
+            done = self.machine.replay_sent(step, epoch, 0.0)
 
-    def call(self, tick: Tick) -> Done:
+    def call(self, tick: Tick) -> instructions.SendTick | None:
         """The training loop comes to a tick."""
-        running = self.machine.running(tick.step)
-        assert running is not None
+        running = self.running(tick.step)
         if tick.phase is Phase.FORWARD:
             running.lanes[0].calls.forward(needs_backward=True)
         else:
             running.lanes[0].calls.backward(tick.layer)
-        return self.feed(events.TickBegun(tick))
+        return running.begin(tick)
 
-    def send(self, tick: Tick, epoch: int) -> Done:
+    def send(self, tick: Tick, epoch: int) -> None:
         """A tick begins and waits for its replies."""
-        return [*self.call(tick), *self.feed(events.TickUnderWay(tick, epoch))]
+        assert self.call(tick) == instructions.SendTick(tick, epoch)
+        assert self.running(tick.step).under_way(tick, epoch)
 
     def take_in(self, tick: Tick, epoch: int) -> Done:
         """The replies to a tick come, and nothing is wrong with them."""
-        examine = self.feed(events.RepliesHere(tick, epoch))
-        assert examine == [instructions.Examine(tick, epoch)]
-        return self.feed(events.RepliesExamined(tick, epoch))
+        assert self.running(tick.step).replies_here(tick, epoch)
+        return self.running(tick.step).examined(tick, epoch)
 
     def complete(self, tick: Tick, epoch: int) -> Done:
         self.send(tick, epoch)
@@ -91,14 +98,14 @@ class Rank:
             self.complete(Tick(step, tick.layer, 0, tick.phase), epoch)
 
     def recover(self, epoch: int, now: float = 0.0) -> Done:
-        return self.feed(events.RecoveryBegan(epoch, ("server-1",), "it was lost"), now)
+        return self.machine.recover(epoch, ("server-1",), "it was lost", now)
 
 
-def plan_of(step: int, epoch: int, first_tick: int = 0) -> events.PlanOutline[str]:
-    return events.PlanOutline(step, epoch, f"plan {step} of epoch {epoch}", (first_tick,))
+def plan_of(step: int, epoch: int, first_tick: int = 0) -> PlanOutline[str]:
+    return PlanOutline(step, epoch, f"plan {step} of epoch {epoch}", (first_tick,))
 
 
-def running_rank(lane: events.LaneOutline = SHARED, *, kept: int | None = None) -> Rank:
+def running_rank(lane: LaneOutline = SHARED, *, kept: int | None = None) -> Rank:
     """Step 0 runs under the plan of epoch 1."""
     rank = Rank(lane, kept=kept)
     rank.hand_in(0)
@@ -122,10 +129,10 @@ def answer(done: Done) -> dict[int, tuple[tuple[int, ...], bool]]:
 def test_a_refused_step_is_refused_once_and_may_be_handed_in_again() -> None:
     rank = Rank()
     rank.hand_in(3)
-    rank.feed(events.ManifestTaken(3))
+    rank.machine.manifest_taken(3)
     assert rank.machine.is_taken(3)
-    rank.feed(events.ManifestRefused(3, "no server"))
-    rank.feed(events.ManifestRefused(8, "another rank's step"))
+    rank.machine.refuse(3, "no server")
+    rank.machine.refuse(8, "another rank's step")
     assert rank.machine.is_known(3)
     assert not rank.machine.is_known(8)
     assert rank.machine.manifests == []
@@ -141,7 +148,7 @@ def test_a_refused_step_is_refused_once_and_may_be_handed_in_again() -> None:
 def test_finished_steps_are_forgotten_unless_their_block_still_runs() -> None:
     rank = running_rank()
     rank.hand_in(1, 2)
-    rank.feed(events.AllFinished(1))
+    rank.machine.all_finished(1)
     assert [step for step, _ in rank.machine.manifests] == [0, 2]
     assert rank.machine.running(0) is not None
     assert not rank.machine.is_known(1)
@@ -149,7 +156,7 @@ def test_finished_steps_are_forgotten_unless_their_block_still_runs() -> None:
     assert rank.machine.is_finished(1)
     assert not rank.machine.is_finished(2)
     rank.run_all(0, 1)
-    assert of_type(rank.feed(events.StepEnded(0, "")), instructions.ForgetInputs)
+    assert of_type(rank.machine.end_step(0, ""), instructions.ForgetInputs)
     assert rank.machine.running(0) is None
 
 
@@ -172,10 +179,10 @@ def test_a_plan_of_a_higher_epoch_replaces_one_and_nothing_else_does() -> None:
         instructions.CloseConnections("a plan of epoch 7"),
         instructions.DeriveAhead("plan 3 of epoch 7"),
     ]
-    assert rank.feed(events.PlanCame(plan_of(3, 7))) == []
+    assert rank.machine.plan_came(plan_of(3, 7), 0.0) == []
     rank.plan(3, 8)
-    assert rank.feed(events.PlanCame(plan_of(3, 7))) == []
-    assert rank.feed(events.PlanCame(plan_of(4, 7))) == [], "it is void before it has come"
+    assert rank.machine.plan_came(plan_of(3, 7), 0.0) == []
+    assert rank.machine.plan_came(plan_of(4, 7), 0.0) == [], "it is void before it has come"
     assert rank.machine.epoch == 8
     outline = rank.machine.outline_of(3)
     assert outline is not None
@@ -186,9 +193,9 @@ def test_a_plan_that_became_void_on_its_way_to_the_own_server_counts_no_more() -
     rank = Rank()
     rank.hand_in(3)
     outline = plan_of(3, 7)
-    assert instructions.PlanOwnServer(outline) in rank.feed(events.PlanCame(outline))
+    assert instructions.PlanOwnServer(outline) in rank.machine.plan_came(outline, 0.0)
     rank.recover(8)
-    assert rank.own_server(outline) == []
+    assert rank.machine.own_server_planned(outline) == []
     assert rank.machine.outline_of(3) is None
 
 
@@ -207,7 +214,7 @@ def test_a_step_connects_once_it_has_begun_and_has_a_plan() -> None:
 def test_connections_begin_with_the_earliest_step_that_waits_for_them() -> None:
     rank = running_rank()
     rank.run_all(0, 1)
-    rank.feed(events.StepEnded(0, ""))
+    rank.machine.end_step(0, "")
     rank.hand_in(1)
     rank.plan(1, 1)
     assert of_type(rank.begin(1), instructions.Connect)[0].first_step == 1
@@ -220,11 +227,12 @@ def test_servers_that_cannot_be_reached_are_reported_once() -> None:
     rank.hand_in(0)
     rank.begin(0)
     rank.plan(0, 1)
-    unreachable = events.ServersUnreachable(0, 1, "connect", {"server-1": "refused"})
+    unreachable = 0, 1, "connect", {"server-1": "refused"}
     detail = "step 0: cannot be reached: refused"
-    assert rank.feed(unreachable) == [instructions.ReportLost("server-1", 1, "connect", detail)]
+    lost = instructions.ReportLost("server-1", 1, "connect", detail)
+    assert rank.machine.unreachable(*unreachable) == [lost]
     rank.recover(2)
-    assert rank.feed(unreachable) == []
+    assert rank.machine.unreachable(*unreachable) == []
 
 
 # Ticks.
@@ -234,40 +242,40 @@ def test_ticks_wait_for_a_plan_and_are_sent_when_it_comes() -> None:
     rank = Rank()
     rank.hand_in(0)
     rank.begin(0)
-    assert rank.call(forward(0)) == []
+    assert rank.call(forward(0)) is None
     rank.plan(0, 1)
     sent = instructions.SendTick(forward(0), 1)
-    assert rank.feed(events.Connected(0, 1)) == [sent, instructions.ReportReplay(0, 1)]
-    assert rank.call(forward(1)) == [], "its turn comes behind what is replayed"
-    assert rank.feed(events.ReplaySent(0, 1)) == [
+    assert rank.connected(1) == [sent, instructions.ReportReplay(0, 1)]
+    assert rank.call(forward(1)) is None, "its turn comes behind what is replayed"
+    assert rank.replay_sent(1) == [
         instructions.SendTick(forward(1), 1),
         instructions.ReportReplay(0, 1),
     ]
-    (count,) = rank.feed(events.ReplaySent(0, 1), now=2.5)
+    (count,) = rank.replay_sent(1, now=2.5)
     assert count == instructions.CountRecovery(0, 1, 2.5, (forward(0), forward(1)))
 
 
 def test_a_tick_is_sent_as_it_begins_under_a_plan_in_force() -> None:
     rank = running_rank()
-    assert rank.call(forward(0)) == [instructions.SendTick(forward(0), 1)]
+    assert rank.call(forward(0)) == instructions.SendTick(forward(0), 1)
 
 
 def test_replies_are_taken_in_once_they_are_examined() -> None:
     rank = running_rank()
     rank.send(forward(0), 1)
     assert rank.take_in(forward(0), 1)[0] == instructions.TakeIn(forward(0), 1)
-    assert rank.feed(events.RepliesHere(forward(0), 1)) == [], "twice"
+    assert not rank.running().replies_here(forward(0), 1), "twice"
 
 
 def test_replies_of_an_epoch_that_is_over_are_let_go() -> None:
     rank = running_rank()
     rank.send(forward(0), 1)
     rank.call(forward(1))
-    rank.feed(events.RepliesHere(forward(0), 1))
+    assert rank.running().replies_here(forward(0), 1)
     left = rank.recover(2)
     assert of_type(left, instructions.LetGo) == [], "those who examine them let them go"
-    assert rank.feed(events.RepliesExamined(forward(0), 1)) == [instructions.LetGo(forward(0), 1)]
-    assert rank.feed(events.TickUnderWay(forward(1), 1)) == [instructions.LetGo(forward(1), 1)]
+    assert rank.running().examined(forward(0), 1) == [instructions.LetGo(forward(0), 1)]
+    assert not rank.running().under_way(forward(1), 1)
     assert answer(rank.recover(2)) == {0: ((0,), False)}
 
 
@@ -275,19 +283,19 @@ def test_a_lost_server_is_reported_once_and_leaves_the_step_without_a_plan() -> 
     rank = running_rank()
     rank.send(forward(0), 1)
     rank.send(forward(1), 1)
-    lost = events.ServerFailed(forward(1), 1, "server-1", "reset", "closed")
+    lost = forward(1), 1, "server-1", "reset", "closed", 0.0
     detail = f"{forward(1)}: closed"
-    assert rank.feed(lost) == [
+    assert rank.running().server_failed(*lost) == [
         instructions.LetGo(forward(0), 1),
         instructions.LetGo(forward(1), 1),
         instructions.ReportLost("server-1", 1, "reset", detail),
     ]
-    assert rank.feed(lost) == []
-    assert rank.call(backward(1)) == []
+    assert rank.running().server_failed(*lost) == []
+    assert rank.call(backward(1)) is None
 
 
 @pytest.mark.parametrize("lane", [SHARED, ALONE], ids=["shared", "alone"])
-def test_inputs_are_kept_for_others_as_long_as_they_may_ask(lane: events.LaneOutline) -> None:
+def test_inputs_are_kept_for_others_as_long_as_they_may_ask(lane: LaneOutline) -> None:
     rank = running_rank(lane)
     keeps = lane.is_shared
     kept = instructions.ForgetQueries if keeps else instructions.ForgetInputs
@@ -300,9 +308,9 @@ def test_inputs_are_kept_for_others_as_long_as_they_may_ask(lane: events.LaneOut
         else [instructions.ForgetInputs(backward(1))]
     )
     rank.complete(backward(0), 1)
-    ended = rank.feed(events.StepEnded(0, ""))
+    ended = rank.machine.end_step(0, "")
     assert ended == [], "another rank may still ask" if keeps else "nothing is left"
-    finished = of_type(rank.feed(events.AllFinished(0)), instructions.ForgetInputs)
+    finished = of_type(rank.machine.all_finished(0), instructions.ForgetInputs)
     assert finished == ([instructions.ForgetInputs(backward(0))] if keeps else [])
 
 
@@ -324,9 +332,7 @@ def test_a_replay_of_inputs_that_are_gone_ends_the_step() -> None:
         rank.complete(forward(layer), 1)
     rank.recover(2)
     rank.run_under(0, 2, first_tick=0)
-    running = rank.machine.running(0)
-    assert running is not None
-    assert running.failure.endswith("is to be replayed, and its rows are kept no longer")
+    assert rank.running().failure.endswith("is to be replayed, and its rows are kept no longer")
 
 
 @pytest.mark.parametrize("kept", [None, 1], ids=["changed", "gone"])
@@ -340,31 +346,29 @@ def test_a_rank_that_has_gone_on_gives_up_a_step_that_it_cannot_send_again(
     rank.run_under(0, 1)
     for layer in range(N_LAYERS):
         rank.complete(forward(layer), 1)
-    assert rank.feed(events.StepEnded(0, "")) == []
+    assert rank.machine.end_step(0, "") == []
     rank.recover(2)
     rank.plan(0, 2)
-    done = rank.feed(events.Connected(0, 2))
+    done = rank.connected(2)
     if kept is None:
         assert of_type(done, instructions.ReportGivenUp) == []
-        done = rank.feed(events.ReplayBroke(0, "k changed"))
-    running = rank.machine.running(0)
-    assert running is not None
+        done = rank.machine.replay_broke(0, "k changed")
+    running = rank.running()
     reports = of_type(done, instructions.ReportGivenUp)
     assert reports == [instructions.ReportGivenUp(0, running.failure)]
-    assert rank.feed(events.ReplaySent(0, 2)) == []
+    assert rank.replay_sent(2) == []
     assert not rank.machine.may_be_asked(0)
     assert answer(rank.recover(3)) == {0: ((0,), True)}
 
 
 def test_a_lane_whose_lower_layers_are_frozen_ends_early() -> None:
     rank = running_rank()
-    running = rank.machine.running(0)
-    assert running is not None
+    running = rank.running()
     calls = running.lanes[0].calls
     for layer in range(N_LAYERS):
         calls.forward(needs_backward=layer > 0)
-        rank.feed(events.TickBegun(forward(layer)))
-        rank.feed(events.TickUnderWay(forward(layer), 1))
+        running.begin(forward(layer))
+        running.under_way(forward(layer), 1)
         rank.take_in(forward(layer), 1)
     done = rank.complete(backward(1), 1)
     assert done[-1] == instructions.EndLane(backward(0), 1)
@@ -378,18 +382,16 @@ def test_a_recovery_voids_plans_before_it_answers() -> None:
     rank = running_rank()
     rank.complete(forward(0), 1)
     rank.send(forward(1), 1)
-    note, let_go, closed, recovered, report = rank.recover(4)
-    assert note == instructions.Note(
-        "recovery with epoch 4: it was lost; without server-1", is_warning=True
-    )
+    let_go, closed, recovered, report = rank.recover(4)
     assert let_go == instructions.LetGo(forward(1), 1)
     assert closed == instructions.CloseConnections("recovery with epoch 4: it was lost")
-    assert recovered == instructions.RecoverOwnServer(4)
+    without = "recovery with epoch 4: it was lost; without server-1"
+    assert recovered == instructions.RecoverOwnServer(4, without)
     progress = instructions.Progress(0, (1,), done=False)
     assert report == instructions.ReportProgress(4, (progress,))
     assert rank.recover(4) == [report], "asked again"
     assert rank.recover(3) == []
-    assert rank.feed(events.PlanCame(plan_of(0, 3))) == []
+    assert rank.machine.plan_came(plan_of(0, 3), 0.0) == []
     assert rank.machine.is_over(3)
     assert not rank.machine.is_over(4)
 
@@ -400,12 +402,12 @@ def test_what_others_need_is_replayed_and_only_its_rows() -> None:
     rank.send(forward(1), 1)
     rank.recover(2)
     rank.plan(0, 2, first_tick=0)
-    assert rank.feed(events.Connected(0, 2)) == [
+    assert rank.connected(2) == [
         instructions.SendTick(forward(0), 2, only_rows=True),
         instructions.SendTick(forward(1), 2),
         instructions.ReportReplay(0, 2),
     ]
-    assert rank.feed(events.Connected(0, 2)) == [], "it is being replayed"
+    assert rank.connected(2) == [], "it is being replayed"
 
 
 def test_nothing_complete_is_replayed_that_nobody_needs() -> None:
@@ -413,16 +415,16 @@ def test_nothing_complete_is_replayed_that_nobody_needs() -> None:
     rank.complete(forward(0), 1)
     rank.recover(2)
     rank.plan(0, 2, first_tick=1)
-    done = rank.feed(events.Connected(0, 2))
+    done = rank.connected(2)
     assert done == []
-    assert rank.call(forward(1)) == [instructions.SendTick(forward(1), 2)]
+    assert rank.call(forward(1)) == instructions.SendTick(forward(1), 2)
 
 
 def test_a_step_that_others_may_need_is_replayed_after_its_end() -> None:
     for lane, connects in ((SHARED, 1), (ALONE, 0)):
         rank = running_rank(lane)
         rank.run_all(0, 1)
-        rank.feed(events.StepEnded(0, ""))
+        rank.machine.end_step(0, "")
         rank.recover(2)
         done = rank.plan(0, 2, first_tick=2 * N_LAYERS - 1)
         assert len(of_type(done, instructions.Connect)) == connects
@@ -433,7 +435,7 @@ def test_a_step_that_others_may_need_is_replayed_after_its_end() -> None:
 def test_a_step_that_did_not_end_well_is_given_up_and_never_replayed() -> None:
     rank = running_rank()
     rank.send(forward(0), 1)
-    assert rank.feed(events.StepEnded(0, "the model raised")) == [
+    assert rank.machine.end_step(0, "the model raised") == [
         instructions.LetGo(forward(0), 1),
         instructions.ForgetInputs(forward(0)),
         instructions.CloseConnections("step 0 was not run to its end"),
@@ -441,38 +443,33 @@ def test_a_step_that_did_not_end_well_is_given_up_and_never_replayed() -> None:
         instructions.ReportGivenUp(0, "the model raised"),
     ]
     assert of_type(rank.plan(0, 2), instructions.Connect) == []
-    late = events.RepliesHere(forward(0), 1)
-    assert rank.feed(late) == [instructions.LetGo(forward(0), 1)]
+    assert not rank.running().replies_here(forward(0), 1)
 
 
 def test_a_step_that_stays_without_a_plan_fails_with_the_reason() -> None:
     rank = running_rank()
     rank.recover(2, now=10.0)
-    waiting = events.StillWaiting(0, can_be_planned=True)
-    rank.feed(waiting, now=10.0 + PATIENCE_SECONDS)
-    running = rank.machine.running(0)
-    assert running is not None
+    running = rank.running()
+    running.still_waiting(10.0 + PATIENCE_SECONDS, can_be_planned=True)
     assert running.failure == ""
-    rank.feed(events.StillWaiting(0, can_be_planned=False), now=11.0 + PATIENCE_SECONDS)
-    rank.feed(waiting, now=11.0 + 2 * PATIENCE_SECONDS)
+    running.still_waiting(11.0 + PATIENCE_SECONDS, can_be_planned=False)
+    running.still_waiting(11.0 + 2 * PATIENCE_SECONDS, can_be_planned=True)
     assert running.failure == "", "nobody could plan"
-    rank.feed(waiting, now=12.0 + 2 * PATIENCE_SECONDS)
+    running.still_waiting(12.0 + 2 * PATIENCE_SECONDS, can_be_planned=True)
     assert "without a plan for 30 s after: recovery with epoch 2" in running.failure
 
 
 def test_the_first_reason_why_a_step_cannot_go_on_stays() -> None:
     rank = running_rank()
-    rank.feed(events.ReplayBroke(0, "first"))
-    rank.feed(events.StepFailed(0, "second"))
-    running = rank.machine.running(0)
-    assert running is not None
-    assert running.failure == "first"
+    rank.machine.replay_broke(0, "first")
+    rank.machine.step_failed(0, "second")
+    assert rank.running().failure == "first"
 
 
 def test_a_rank_without_rows_is_complete_from_the_beginning() -> None:
     rank = running_rank(EMPTY)
     assert answer(rank.recover(2)) == {0: ((2 * N_LAYERS,), False)}
-    assert rank.feed(events.StepEnded(0, "")) == []
+    assert rank.machine.end_step(0, "") == []
     assert not rank.machine.may_be_asked(0)
 
 
@@ -500,10 +497,10 @@ def test_a_rank_answers_the_recovery_whose_plan_has_come_before_it() -> None:
 def test_steps_to_come_are_not_done_and_refused_ones_are_not_told() -> None:
     rank = running_rank()
     rank.run_all(0, 1)
-    rank.feed(events.StepEnded(0, ""))
-    rank.feed(events.AllFinished(0))
+    rank.machine.end_step(0, "")
+    rank.machine.all_finished(0)
     rank.hand_in(1, 2)
-    rank.feed(events.ManifestRefused(2, "no server"))
+    rank.machine.refuse(2, "no server")
     assert answer(rank.recover(2)) == {1: ((0,), False)}
 
 
@@ -511,23 +508,23 @@ def test_what_threads_report_late_changes_nothing() -> None:
     rank = running_rank()
     rank.send(forward(0), 1)
     rank.recover(2)
-    assert rank.feed(events.Connected(0, 1)) == []
-    assert rank.feed(events.ReplaySent(0, 1)) == []
+    assert rank.connected(1) == []
+    assert rank.replay_sent(1) == []
     rank.plan(0, 2)
-    replay = rank.feed(events.Connected(0, 2))
+    replay = rank.connected(2)
     assert of_type(replay, instructions.SendTick)
-    assert rank.call(forward(1)) == []
-    assert rank.feed(events.ReplaySent(0, 1)) == [], "another replay is under way"
-    assert of_type(rank.feed(events.ReplaySent(0, 2)), instructions.SendTick)
-    rank.feed(events.ReplaySent(0, 2))
-    assert rank.feed(events.ReplaySent(0, 2)) == [], "it is in force"
+    assert rank.call(forward(1)) is None
+    assert rank.replay_sent(1) == [], "another replay is under way"
+    assert of_type(rank.replay_sent(2), instructions.SendTick)
+    rank.replay_sent(2)
+    assert rank.replay_sent(2) == [], "it is in force"
 
 
 def test_a_step_that_needs_nobody_any_more_enters_no_plan() -> None:
     rank = running_rank(ALONE)
     rank.run_all(0, 1)
     outline = plan_of(0, 2, first_tick=0)
-    rank.feed(events.PlanCame(outline))
-    rank.own_server(outline)
-    rank.feed(events.StepEnded(0, ""))
-    assert rank.feed(events.Connected(0, 2)) == []
+    rank.machine.plan_came(outline, 0.0)
+    rank.machine.own_server_planned(outline)
+    rank.machine.end_step(0, "")
+    assert rank.connected(2) == []
