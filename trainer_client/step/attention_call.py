@@ -125,7 +125,9 @@ class AttentionCall:
         self._phases_sent.add(phase)
         with running.timed(self.lane, "send", _describe(tick)):
             carried = self._taken_over.rows if self._taken_over is not None else {}
-            self._sent = running.send(tick, inputs, outputs, carried, self._copies_keys)
+            self._sent = running.ticks.send(
+                running, tick, inputs, outputs, carried, copies_keys=self._copies_keys
+            )
 
     def _collect(self, phase: Phase) -> tuple[Tensors, Tensors]:
         sent, self._sent = self._sent, None
@@ -135,7 +137,7 @@ class AttentionCall:
                 "was sent; run backward once, in the step's own block"
             )
         with self._running.timed(self.lane, "wait", _describe(sent.tick)):
-            self._running.wait(sent)
+            self._running.ticks.wait(self._running, sent)
         return sent.hand_out()
 
 

@@ -1,4 +1,4 @@
-"""What a rank exchanges with each server while one plan of a step is in force."""
+"""What a rank exchanges with each server under a plan of a step."""
 
 from __future__ import annotations
 
@@ -21,45 +21,33 @@ from core_attention.tick import Tick
 from data_plane.transport import Connection
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Exchange:
     """What this rank exchanges with one server in some ticks of a (nano-batch, phase).
 
     Attributes:
-        plan: this rank's slice of the plan in force.
+        plan: this rank's slice of the plan.
         server_id: the server.
-        connection: to it; None if it is this process's own in-place server.
         route: which rows.
         request, reply: message layouts.
         kv_rows: int64 packed rows of keys on the device, in message order.
         rows: puts rows into requests and takes them out of replies.
+        connection: to the server, once the plan is in force; None if it is this process's own.
     """
 
     plan: Plan
     server_id: str
-    connection: Connection | None
     route: PairRoute
     request: MessageLayout
     reply: MessageLayout
     kv_rows: torch.Tensor
     rows: MessageRows
-
-
-@dataclass(frozen=True, eq=False)
-class ServerRows:
-    """What this rank exchanges with one server, whatever the connection; see :class:`Exchange`."""
-
-    server_id: str
-    route: PairRoute
-    request: MessageLayout
-    reply: MessageLayout
-    kv_rows: torch.Tensor
-    rows: MessageRows
+    connection: Connection | None = None
 
 
 class Routes:
-    """This rank's routes under a plan: derived when first asked for, or ahead, and then kept.
-    Thread-safe: two threads may derive the same route, which is then the same.
+    """This rank's exchanges under a plan: derived when first asked for, or ahead, and then kept.
+    Thread-safe once connected: two threads may derive the same, which is then equal.
 
     Args:
         plan: this rank's slice.
@@ -86,7 +74,20 @@ class Routes:
         self._own_server_id = own_server_id
         self._job = job
         self._device = device
-        self._derived: dict[_RouteKey, tuple[ServerRows, ...]] = {}
+        self._connections: Mapping[str, Connection] = {}
+        self._derived: dict[tuple[int, Phase, int], tuple[Exchange, ...]] = {}
+
+    @property
+    def epoch(self) -> int:
+        return self.plan.epoch
+
+    def connect(self, connections: Mapping[str, Connection]) -> None:
+        """The plan is in force: there are connections, by server id, to all of its servers that are
+        other processes."""
+        self._connections = connections
+        for exchanges in self._derived.values():
+            for exchange in exchanges:
+                exchange.connection = connections.get(exchange.server_id)
 
     def derive_ahead(self, phases: Iterable[Phase]) -> Mapping[Any, list[int]]:
         """Derives what the first ticks of ``phases`` need, so that they do not wait for it.
@@ -132,90 +133,45 @@ class Routes:
     def _sizes(self, tick: Tick) -> list[int]:
         """Of the messages of a tick of this rank that are held at a time: a reply is received when
         its request has gone."""
-        _, servers = self.of(tick)
         return [
-            max(rows.request.nbytes, rows.reply.nbytes)
-            for rows in servers
-            if rows.server_id != self._own_server_id
+            max(exchange.request.nbytes, exchange.reply.nbytes)
+            for exchange in self.of(tick)
+            if exchange.server_id != self._own_server_id
         ]
 
-    def of(self, tick: Tick) -> tuple[_RouteKey, tuple[ServerRows, ...]]:
-        """The routes of ``tick``, by server in the plan's order, and what they are kept under."""
+    def of(self, tick: Tick) -> tuple[Exchange, ...]:
+        """The exchanges of ``tick``, in the order in which this rank sends them: every rank begins
+        with another server, and its own one comes last. If all began with the first, its network
+        would be crowded while the others' lie idle."""
         stretch = self._first.stretch(tick.nano_batch, tick.lane_index(self._job.n_layers))
         key = (tick.nano_batch, tick.phase, stretch)
         if key not in self._derived:
             self._derived[key] = () if stretch < 0 else self._derive(*key)
-        return key, self._derived[key]
+        return self._derived[key]
 
-    def _derive(self, nano_batch: int, phase: Phase, stretch: int) -> tuple[ServerRows, ...]:
-        plan, shape = self.plan, self._job.shape
+    def _derive(self, nano_batch: int, phase: Phase, stretch: int) -> tuple[Exchange, ...]:
+        plan, n_servers = self.plan, len(self.plan.servers)
         documents = self._first.documents(nano_batch, stretch)
         routes = derive_routes(plan.manifest, plan.tasks(phase), nano_batch, documents)
-        return tuple(
-            self._rows_of(
-                plan.servers[index].server_id,
-                route,
-                request_layout(route, shape, phase),
-                reply_layout(route, shape, phase),
-            )
-            for (rank, index), route in routes.items()
-            if rank == self._rank
-        )
+        mine = [route for (rank, _), route in routes.items() if rank == self._rank]
+        mine.sort(key=lambda route: (route.server - self._rank - 1) % n_servers)
+        return tuple(self._exchange(route, phase) for route in mine)
 
-    def _rows_of(
-        self, server_id: str, route: PairRoute, request: MessageLayout, reply: MessageLayout
-    ) -> ServerRows:
+    def _exchange(self, route: PairRoute, phase: Phase) -> Exchange:
+        server_id = self.plan.servers[route.server].server_id
+        request = request_layout(route, self._job.shape, phase)
+        reply = reply_layout(route, self._job.shape, phase)
         q_rows, kv_rows = self._upload(route.q_rows), self._upload(route.kv_rows)
-        return ServerRows(
+        return Exchange(
+            plan=self.plan,
             server_id=server_id,
             route=route,
             request=request,
             reply=reply,
             kv_rows=kv_rows,
             rows=message_rows(request, reply, q_rows, kv_rows),
+            connection=self._connections.get(server_id),
         )
 
     def _upload(self, rows: Int64Array) -> torch.Tensor:
         return on_device(torch.from_numpy(rows), self._device)
-
-
-class PlanInForce:
-    """A plan of a step with the connections to its servers.
-
-    Args:
-        routes: of this rank.
-        connections: by server id, to all servers of the plan that are other processes.
-    """
-
-    def __init__(self, routes: Routes, connections: Mapping[str, Connection]) -> None:
-        self.plan = routes.plan
-        self._routes = routes
-        self._connections = connections
-        self._exchanges: dict[_RouteKey, tuple[Exchange, ...]] = {}
-
-    @property
-    def epoch(self) -> int:
-        return self.plan.epoch
-
-    def exchanges(self, tick: Tick) -> tuple[Exchange, ...]:
-        """The exchanges of ``tick``, by server in the plan's order."""
-        key, servers = self._routes.of(tick)
-        if key not in self._exchanges:
-            self._exchanges[key] = tuple(
-                Exchange(
-                    plan=self.plan,
-                    server_id=rows.server_id,
-                    connection=self._connections.get(rows.server_id),
-                    route=rows.route,
-                    request=rows.request,
-                    reply=rows.reply,
-                    kv_rows=rows.kv_rows,
-                    rows=rows.rows,
-                )
-                for rows in servers
-            )
-        return self._exchanges[key]
-
-
-_RouteKey = tuple[int, Phase, int]
-"""Nano-batch, phase and stretch (see ``FirstTicks``)."""

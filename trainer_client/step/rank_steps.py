@@ -58,14 +58,15 @@ from trainer_client.machine.outlines import PlanOutline
 from trainer_client.machine.rank import RankMachine
 from trainer_client.metrics import TrainerMetrics
 from trainer_client.options import SessionOptions
-from trainer_client.step.exchanges import Exchange, PlanInForce, Routes
+from trainer_client.step.exchanges import Routes
 from trainer_client.step.neighbours import Neighbours
 from trainer_client.step.planned_step import HandedInStep, PlannedStep
-from trainer_client.step.replies import Awaited, ExchangeFailed, Exchanger
+from trainer_client.step.replies import Awaited, ExchangeFailed, Exchanger, Tensors
 from trainer_client.step.running_step import RunningStep
 from trainer_client.step.sent_tick import SentTick
 from trainer_client.step.servers import NotWanted, ServerLinks, Unreachable
 from trainer_client.step.tick_wait import DeviceWait, TickWait
+from trainer_client.step.unwritten import Unwritten
 
 logger = logging.getLogger(__name__)
 
@@ -221,15 +222,33 @@ class RankSteps:
         self._post(self._machine.end_step, running.step, why)
         self._forget_finished()
 
-    def begin_tick(self, running: RunningStep, sent: SentTick) -> None:
-        """The training loop has the rows of a tick; see :meth:`RunningStep.send`."""
+    def send(
+        self,
+        running: RunningStep,
+        tick: Tick,
+        inputs: Tensors,
+        outputs: Tensors,
+        carried: Tensors,
+        *,
+        copies_keys: bool,
+    ) -> SentTick:
+        """The training loop has the rows of a tick; see :meth:`Ticks.send`."""
+        if running.closed:
+            raise CoreAttentionFailed(
+                f"step {running.step} is over; run backward inside the step's block"
+            )
+        kept, kept_carried = (Unwritten(tick, tensors) for tensors in (inputs, carried))
+        written = record_event(self._device)
+        sent = SentTick(tick, kept, kept_carried, copies_keys, outputs, written)
+        running.sent[tick] = sent
         with self.lock:
-            send = running.machine.begin(sent.tick)
+            send = running.machine.begin(tick)
         if send is not None:
             self._send(running, sent, send)
+        return sent
 
     def wait(self, running: RunningStep, sent: SentTick) -> None:
-        """Waits until ``sent`` is complete; see :meth:`RunningStep.wait`."""
+        """Waits until ``sent`` is complete; see :meth:`Ticks.wait`."""
         began = record_event(self._device, timed=True)
         sent.waited_since = time.monotonic()
         say_at = sent.waited_since + WAITING_SECONDS
@@ -451,12 +470,13 @@ class RankSteps:
             details = {server_id: str(why) for server_id, why in error.causes.items()}
             self._post(self._machine.unreachable, step, epoch, LossCause.UNREACHABLE, details)
             return
-        plan = PlanInForce(self._routes_under(planned), connections)
+        routes = self._routes_under(planned)
+        routes.connect(connections)
         with self.lock:
             instructions = self._machine.connected(step, epoch, time.monotonic())
             running = self._running.get(step)
             if running is not None and running.machine.is_under(epoch):
-                running.in_force = plan
+                running.in_force = routes
         self._carry_out(instructions)
 
     def _is_wanted(self, step: int, epoch: int) -> bool:
@@ -559,7 +579,7 @@ class RankSteps:
         awaited: list[Awaited] = []
         assert self._exchanger is not None
         try:
-            for exchange in self._sending_order(plan, tick):
+            for exchange in plan.of(tick):
                 awaited.append(self._exchanger.send(exchange, epoch, tick, inputs, outputs))
                 if exchange.connection is not None:
                     running.sent_bytes += exchange.request.nbytes
@@ -582,15 +602,6 @@ class RankSteps:
             self.lock.notify_all()
         if not is_wanted:
             self._let_go(sent, epoch)
-
-    def _sending_order(self, plan: PlanInForce, tick: Tick) -> list[Exchange]:
-        """Every rank begins with another server, and its own one comes last: if all began with the
-        first, its network would be crowded while the others' lie idle."""
-        n_servers = len(plan.plan.servers)
-        return sorted(
-            plan.exchanges(tick),
-            key=lambda exchange: (exchange.route.server - self._options.rank - 1) % n_servers,
-        )
 
     def _examine(self, running: RunningStep, sent: SentTick, epoch: int) -> None:
         """All replies are here: takes them in, if they are right."""
@@ -652,7 +663,7 @@ class RankSteps:
         if plan is None or plan.epoch != epoch:
             return
         assert self._exchanger is not None
-        for exchange in plan.exchanges(first):
+        for exchange in plan.of(first):
             self._exchanger.skip(exchange, epoch, first)
 
     def _count_recovery(self, counted: CountRecovery) -> None:
@@ -665,7 +676,7 @@ class RankSteps:
         running.recovery_seconds += counted.seconds
         self._metrics.recovered(counted.seconds)
         for tick in counted.replayed:
-            at_home = all(each.connection is None for each in plan.exchanges(tick))
+            at_home = all(each.connection is None for each in plan.of(tick))
             self._metrics.tick_replayed(tick.phase, "home" if at_home else "server")
         logger.info(
             "step %d goes on with epoch %d: %d ticks replayed after %.3f s",

@@ -66,8 +66,7 @@ def _transport_failed(server_id: str, error: TransportError | str) -> ExchangeFa
 class Awaited(Protocol):
     """A reply that is to come."""
 
-    @property
-    def exchange(self) -> Exchange: ...
+    exchange: Exchange
 
     @property
     def began_at(self) -> float:
@@ -142,9 +141,27 @@ class Exchanger:
         Raises:
             ExchangeFailed: the server cannot be sent to.
         """
-        if exchange.connection is None:
+        connection = exchange.connection
+        if connection is None:
             return self._send_local(exchange, epoch, tick, inputs, outputs)
-        return self._send_remote(exchange, tick, inputs)
+        tag = tick.tag(reply=False)
+        request = self.pool.acquire(exchange.request.nbytes)
+        packed = None
+        try:
+            exchange.rows.pack(request.tensor, inputs)
+            if self.job.seals(connection):
+                seal(request.tensor, tag, connection.sending_key)
+            packed = launched_work(self.device)
+            sent = connection.put(tag, request, self.deadline_seconds, ready=packed)
+        except TransportError as error:
+            raise _transport_failed(exchange.server_id, error) from error
+        finally:
+            # The kernel that packs it has only been launched.
+            request.release_when(packed)
+        self.await_end(exchange, sent)
+        awaited = _RemoteAwaited(self, exchange, tick, inputs, sent)
+        sent.add_done_callback(awaited.request_ended)
+        return awaited
 
     def skip(self, exchange: Exchange, epoch: int, tick: Tick) -> None:
         """Tells a server that this rank sends nothing of ``tick``'s lane any more, from ``tick``
@@ -172,32 +189,6 @@ class Exchanger:
             raise ExchangeFailed(exchange.server_id, LossCause.OWN_SERVER, error) from error
         return _LocalAwaited(exchange, reply, partial, self.device)
 
-    def _send_remote(self, exchange: Exchange, tick: Tick, inputs: Tensors) -> Awaited:
-        connection = exchange.connection
-        assert connection is not None
-        request = self.pool.acquire(exchange.request.nbytes)
-        packed = None
-        try:
-            exchange.rows.pack(request.tensor, inputs)
-            if self.job.seals(connection):
-                seal(request.tensor, tick.tag(reply=False), connection.sending_key)
-            packed = launched_work(self.device)
-            sent = connection.put(
-                tick.tag(reply=False),
-                request,
-                self.deadline_seconds,
-                ready=packed,
-            )
-        except TransportError as error:
-            raise _transport_failed(exchange.server_id, error) from error
-        finally:
-            # The kernel that packs it has only been launched.
-            request.release_when(packed)
-        self.await_end(exchange, sent)
-        awaited = _RemoteAwaited(self, exchange, tick, inputs, sent)
-        sent.add_done_callback(awaited.request_ended)
-        return awaited
-
     def await_end(self, exchange: Exchange, transfer: Transfer) -> None:
         """The server owes the end of ``transfer``; its connection fails if it is stopped or cut off
         meanwhile."""
@@ -223,7 +214,7 @@ class _RemoteAwaited:
         request: Transfer,
     ) -> None:
         self._exchanger = exchanger
-        self._exchange = exchange
+        self.exchange = exchange
         self._tick = tick
         self._inputs = inputs
         self._request = request
@@ -234,10 +225,6 @@ class _RemoteAwaited:
         self._buffer: PooledBuffer | None = None
         self._transfer: Transfer | None = None
         self._failure: BaseException | None = None
-
-    @property
-    def exchange(self) -> Exchange:
-        return self._exchange
 
     @property
     def began_at(self) -> float:
@@ -260,7 +247,7 @@ class _RemoteAwaited:
         self._posted.set()
 
     def _post(self) -> None:
-        connection, nbytes = self._exchange.connection, self._exchange.reply.nbytes
+        connection, nbytes = self.exchange.connection, self.exchange.reply.nbytes
         if not nbytes:
             return
         assert connection is not None
@@ -278,10 +265,10 @@ class _RemoteAwaited:
             else:
                 # It comes all the same, and its server waits for it to be taken.
                 buffer.release()
-        self._exchanger.await_end(self._exchange, transfer)
+        self._exchanger.await_end(self.exchange, transfer)
 
     def arrived(self) -> bool:
-        if not self._exchange.reply.nbytes:
+        if not self.exchange.reply.nbytes:
             return True
         if not self._posted.is_set():
             return False
@@ -301,7 +288,7 @@ class _RemoteAwaited:
         raise _transport_failed(self.exchange.server_id, cause) from transfer.error
 
     def examine(self) -> None:
-        if not self._exchange.reply.nbytes:
+        if not self.exchange.reply.nbytes:
             return
         assert self._buffer is not None
         examiner = self._exchanger.examiner
@@ -310,7 +297,7 @@ class _RemoteAwaited:
             raise ExchangeFailed(self.exchange.server_id, LossCause.CORRUPT_RESULT, fault)
 
     def wait(self, timeout_seconds: float) -> None:
-        if not self._exchange.reply.nbytes:
+        if not self.exchange.reply.nbytes:
             return
         until = time.monotonic() + timeout_seconds
         if not self._posted.wait(timeout_seconds) or self._transfer is None:
@@ -321,7 +308,7 @@ class _RemoteAwaited:
             return
 
     def take_in(self, outputs: Tensors, gradients: Tensors) -> None:
-        if self._exchange.reply.nbytes:
+        if self.exchange.reply.nbytes:
             buffer, self._buffer = self._buffer, None
             assert buffer is not None
             self.exchange.rows.unpack(buffer.tensor, outputs, gradients)
@@ -345,14 +332,10 @@ class _LocalAwaited:
     def __init__(
         self, exchange: Exchange, reply: LocalReply, partial: Tensors, device: torch.device
     ) -> None:
-        self._exchange = exchange
+        self.exchange = exchange
         self._reply = reply
         self._partial = partial
         self._device = device
-
-    @property
-    def exchange(self) -> Exchange:
-        return self._exchange
 
     @property
     def began_at(self) -> float:

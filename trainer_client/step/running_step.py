@@ -14,26 +14,24 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from attention_node.cuda_order import record_event
 from attention_node.served_job import JobDescription
 from core_attention.ca_task import MaskKind, Phase
 from core_attention.plan import Plan
 from core_attention.tick import Tick
 from distca.contract.server_loss import LossCause
-from trainer_client.errors import CoreAttentionFailed, SessionError
+from trainer_client.errors import SessionError
 from trainer_client.machine.lane import LaneMachine
 from trainer_client.machine.outlines import LaneOutline
 from trainer_client.machine.step import StepMachine
 from trainer_client.metrics import OWN_PROCESS, ServedTasks
 from trainer_client.step.edge_keys import EdgeExchange, EdgeMessage
-from trainer_client.step.exchanges import PlanInForce
+from trainer_client.step.exchanges import Routes
 from trainer_client.step.handed_over import HandedOver
 from trainer_client.step.planned_step import PlannedStep
 from trainer_client.step.replies import Tensors
 from trainer_client.step.sent_tick import SentTick
 from trainer_client.step.step_report import StepReport, TraceEvent
 from trainer_client.step.tick_wait import DeviceWait, TickWait
-from trainer_client.step.unwritten import Unwritten
 
 
 class Ticks(Protocol):
@@ -45,9 +43,40 @@ class Ticks(Protocol):
 
     lock: threading.Condition
 
-    def begin_tick(self, running: RunningStep, sent: SentTick) -> None: ...
+    def send(
+        self,
+        running: RunningStep,
+        tick: Tick,
+        inputs: Tensors,
+        outputs: Tensors,
+        carried: Tensors,
+        *,
+        copies_keys: bool,
+    ) -> SentTick:
+        """Sends this rank's part of ``tick`` to every server, or keeps it until a plan is in force;
+        returns at once.
 
-    def wait(self, running: RunningStep, sent: SentTick) -> None: ...
+        Args:
+            running: the step.
+            tick: which exchange.
+            inputs: q, k, v, and for backward also do, lse, delta, by packed row.
+            outputs: o and lse, or dq, by packed row, to be written.
+            carried: k and v of the keys that are carried over from the nano-batch before.
+            copies_keys: as of :class:`SentTick`.
+
+        Raises:
+            CoreAttentionFailed: the step is over, or this process's own server has failed.
+        """
+
+    def wait(self, running: RunningStep, sent: SentTick) -> None:
+        """Waits until ``sent`` is complete, through recoveries.
+
+        Raises:
+            CoreAttentionFailed: this process's own server failed, the step cannot be replayed, or
+                no plan came into force in ``recovery_timeout_seconds``.
+            ChangedInPlace: its inputs were written to meanwhile.
+            SessionClosed: the job ended.
+        """
 
 
 class RunningStep:
@@ -65,7 +94,7 @@ class RunningStep:
     Attributes:
         machine: what becomes of its ticks, once it has begun.
         sent: the ticks that were sent.
-        in_force: the last plan that there were connections for; None before the first.
+        in_force: of the last plan that there were connections for; None before the first.
         given_up: why its user gave it up; empty otherwise.
         waits: for ticks that are complete, on a CPU.
         device_waits: likewise, on a GPU.
@@ -89,7 +118,7 @@ class RunningStep:
         self.forward_only = forward_only
         self.machine: StepMachine[PlannedStep, LossCause]
         self.sent: dict[Tick, SentTick] = {}
-        self.in_force: PlanInForce | None = None
+        self.in_force: Routes | None = None
         self.trace: list[TraceEvent] = []
         self.report: StepReport | None = None
         self._handed_over: dict[tuple[int, str], tuple[HandedOver, torch.Tensor]] = {}
@@ -104,7 +133,7 @@ class RunningStep:
         self.began_seconds = time.perf_counter()
         self.closed = False
         self.given_up = ""
-        self._ticks = ticks
+        self.ticks = ticks
         self.neighbours = neighbours
         manifest = plan.manifest
         self._n_rows = tuple(
@@ -188,7 +217,7 @@ class RunningStep:
         Raises:
             SessionError: see :meth:`trainer_client.machine.lane_calls.LaneCalls.forward`.
         """
-        with self._ticks.lock:
+        with self.ticks.lock:
             return self.lanes[nano_batch].calls.forward(needs_backward)
 
     def home_call(self, nano_batch: int) -> int:
@@ -253,12 +282,12 @@ class RunningStep:
             SessionError: see :meth:`trainer_client.machine.lane_calls.LaneCalls.backward`.
         """
         if self._n_rows[nano_batch]:
-            with self._ticks.lock:
+            with self.ticks.lock:
                 self.lanes[nano_batch].calls.backward(layer)
 
     def stage_begins(self, nano_batch: int, stage: int, n_layers: int) -> None:
         """The forward pass of a nano-batch comes to a stage with ``n_layers`` calls."""
-        with self._ticks.lock:
+        with self.ticks.lock:
             self.lanes[nano_batch].calls.stage_begins(stage, n_layers)
 
     def lane_returned(self, nano_batch: int) -> None:
@@ -342,7 +371,7 @@ class RunningStep:
                 assert plan is not None
                 last_layer = calls.first_layer if phase is Phase.BACKWARD else self.job.n_layers - 1
                 last = Tick(self.step, last_layer, nano_batch, phase)
-                for exchange in plan.exchanges(last):
+                for exchange in plan.of(last):
                     route, connection = exchange.route, exchange.connection
                     yield ServedTasks(
                         server_id=exchange.server_id,
@@ -352,49 +381,6 @@ class RunningStep:
                         q_rows=route.n_q_rows * layers,
                         kv_rows=route.n_kv_rows * layers,
                     )
-
-    def send(
-        self,
-        tick: Tick,
-        inputs: Tensors,
-        outputs: Tensors,
-        carried: Tensors,
-        copies_keys: bool,
-    ) -> SentTick:
-        """Sends this rank's part of ``tick`` to every server, or keeps it until a plan is in force;
-        returns at once.
-
-        Args:
-            tick: which exchange.
-            inputs: q, k, v, and for backward also do, lse, delta, by packed row.
-            outputs: o and lse, or dq, by packed row, to be written.
-            carried: k and v of the keys that are carried over from the nano-batch before.
-            copies_keys: as of :class:`SentTick`.
-
-        Raises:
-            CoreAttentionFailed: the step is over, or this process's own server has failed.
-        """
-        if self.closed:
-            raise CoreAttentionFailed(
-                f"step {self.step} is over; run backward inside the step's block"
-            )
-        kept, kept_carried = (Unwritten(tick, tensors) for tensors in (inputs, carried))
-        written = record_event(self.device)
-        sent = SentTick(tick, kept, kept_carried, copies_keys, outputs, written)
-        self.sent[tick] = sent
-        self._ticks.begin_tick(self, sent)
-        return sent
-
-    def wait(self, sent: SentTick) -> None:
-        """Waits until ``sent`` is complete, through recoveries.
-
-        Raises:
-            CoreAttentionFailed: this process's own server failed, the step cannot be replayed, or
-                no plan came into force in ``recovery_timeout_seconds``.
-            ChangedInPlace: its inputs were written to meanwhile.
-            SessionClosed: the job ended.
-        """
-        self._ticks.wait(self, sent)
 
     def needed_ranks(self, tick: Tick) -> list[int]:
         """The ranks whose rows this rank's reply of ``tick`` needs: forward, those with earlier

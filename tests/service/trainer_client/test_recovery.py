@@ -75,13 +75,15 @@ def nodes_of(servers: Cluster) -> list[Process]:
 
 def on_tick(monkeypatch: pytest.MonkeyPatch, hook: Hook) -> None:
     """Calls ``hook`` before a rank sends a tick."""
-    send = RunningStep.send
+    send = RankSteps.send
 
-    def hooked(self: RunningStep, tick: Tick, *rows: Any) -> SentTick:
-        hook(self, tick)
-        return send(self, tick, *rows)
+    def hooked(
+        self: RankSteps, running: RunningStep, tick: Tick, *rows: Any, **keys: Any
+    ) -> SentTick:
+        hook(running, tick)
+        return send(self, running, tick, *rows, **keys)
 
-    monkeypatch.setattr(RunningStep, "send", hooked)
+    monkeypatch.setattr(RankSteps, "send", hooked)
 
 
 def kill_at(
